@@ -24,8 +24,8 @@ struct MoeWeights {
 
   template <typename Params>
   __device__ __forceinline__ MoeWeights(const Params& p, int num_gates)
-      : map(&p.map_w),
-        scales(reinterpret_cast<const float*>(p.scales)),
+      : map(&p.map_data),
+        scales(p.scales),
         num_rows(p.num_rows),
         num_gates(num_gates),
         row_blocks((p.num_rows + kBlockRows - 1) / kBlockRows),

@@ -20,7 +20,8 @@ struct MoeLoader {
   static constexpr int kRowStep = kProducerThreads / kChunks;
   static constexpr int kRows = kTokens / kRowStep;
   static_assert(kRowStep % 8 == 0, "a thread's rows have the same swizzle");
-  int rows[kRows];  // of x, of which this thread copies a chunk; -1: none
+  const operand_t* chunks[kRows];  // the next of the rows of x that this thread copies
+  int num_rows;                    // that there are of these
 
   __device__ __forceinline__ int thread() const { return threadIdx.x % kProducerThreads; }
   __device__ __forceinline__ bool is_gathered() const { return pair_weights == nullptr; }
@@ -28,10 +29,13 @@ struct MoeLoader {
 
   __device__ __forceinline__ void begin(const MoeTile& tile) {
     if (!is_gathered()) return;
+    const int row = thread() / kChunks;
+    num_rows = row < tile.count ? (tile.count - row + kRowStep - 1) / kRowStep : 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = thread() / kChunks + i * kRowStep;
-      rows[i] = row < tile.count ? order[tile.first + row] / top_k : -1;
+      if (i >= num_rows) break;
+      const int64_t from = order[tile.first + row + i * kRowStep] / top_k;
+      chunks[i] = x + from * k + thread() % kChunks * kChunkK;
     }
   }
 
@@ -59,20 +63,30 @@ struct MoeLoader {
     return !is_gathered() ? (tile.count + kBoxRows - 1) / kBoxRows * kBoxRows : 0;
   }
 
-  // By all threads: rows that are gathered.
-  __device__ __forceinline__ void gather(int stage, int slab) const {
+  // By all threads: rows that are gathered, stage after stage of a tile.
+  __device__ __forceinline__ void gather(int stage, int slab) {
     const int row = thread() / kChunks, chunk = thread() % kChunks;
-    unsigned char* to = smem.x[stage] + row * kSlabRowBytes + ((chunk ^ (row & 7)) << 4);
-#pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      const int column = (slab + d) * kSlabK;
-      if (d > 0 && column >= k) break;
-      const bool exists = column + chunk * kChunkK < k;  // else zeros
+    unsigned to = smem_address(smem.x[stage]) + row * kSlabRowBytes + ((chunk ^ (row & 7)) << 4);
+    const int left = k - slab * kSlabK;  // columns
+    if (left >= kDepth * kSlabK) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        if (rows[i] < 0) continue;
-        const operand_t* from = x + static_cast<int64_t>(rows[i]) * k + column + chunk * kChunkK;
-        cp_async_16(to + d * kSlabX + i * kRowStep * kSlabRowBytes, exists ? from : x, exists);
+        if (i >= num_rows) break;
+#pragma unroll
+        for (int d = 0; d < kDepth; ++d)
+          cp_async_16(to + d * kSlabX + i * kRowStep * kSlabRowBytes, chunks[i] + d * kSlabK);
+        chunks[i] += kDepth * kSlabK;
+      }
+    } else {  // zeros where the row has ended
+#pragma unroll 1
+      for (int d = 0; d * kSlabK < left; ++d, to += kSlabX) {
+        const bool exists = d * kSlabK + chunk * kChunkK < left;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (i >= num_rows) break;
+          cp_async_16(to + i * kRowStep * kSlabRowBytes, exists ? chunks[i] + d * kSlabK : x,
+                      exists);
+        }
       }
     }
     mbarrier_arrive_cp_async(smem_address(&smem.full[stage]));

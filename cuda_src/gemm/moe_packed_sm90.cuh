@@ -9,82 +9,62 @@ constexpr int kRowTiles = kPartsW * 4;  // of 16 rows
 constexpr int kStageGroups = kStageK > kGroup ? kStageK / kGroup : 1;
 static_assert(kStageK % kGroup == 0 || kGroup % kStageK == 0, "a stage has whole groups or a part");
 static_assert(kSuperBlock == 0 || kSuperBlock % kStageK == 0, "a stage lies in one super-block");
-static_assert(kRowTiles <= kWarpSize && kTileColumns == kSlabK, "a lane copies for one row tile");
+static_assert(kTileColumns == kSlabK, "a slab is a tile wide");
 
-// The planes follow each other, each with its row tiles one after another.
+// The planes follow each other, each with its row tiles one after another. TMA loads those of an
+// m-tile together.
 constexpr int kTileData = kDepth * kDataBytes, kTileHigh = kDepth * kHighBytes;
 constexpr int kTileScales = kStageGroups * kScaleTileBytes;
 constexpr int kHighPlane = kRowTiles * kTileData;
 constexpr int kScalePlane = kHighPlane + kRowTiles * kTileHigh;
 constexpr int kSuperPlane = kScalePlane + kRowTiles * kTileScales;
 constexpr int kStageW = (kSuperPlane + kRowTiles * kSuperTileBytes + 1023) / 1024 * 1024;
+constexpr int kMmaTileRows = kMmaM / kTileRows;  // row tiles of an m-tile
+constexpr int kMapRow = 256;                     // bytes of a row of map_data
+static_assert(kMmaTileRows * kTileScales % 128 == 0 && kMmaTileRows * kSuperTileBytes % 128 == 0,
+              "where TMA writes");
 
 struct MoeWeights {
-  PackedWeight planes;
-  int num_rows, num_gates;    // of an expert; num_gates 0: no gate
-  int row_tiles;              // of all experts
-  int slabs, groups, supers;  // of a row
+  const TensorMap *map_data, *map_high, *map_scales, *map_supers;
+  int num_rows, num_gates;  // of an expert; num_gates 0: no gate
 
   template <typename Params>
   __device__ __forceinline__ MoeWeights(const Params& p, int num_gates)
-      : planes{p.data, p.high, p.scales, p.supers},
+      : map_data(&p.map_data),
+        map_high(&p.map_high),
+        map_scales(&p.map_scales),
+        map_supers(&p.map_supers),
         num_rows(p.num_rows),
-        num_gates(num_gates),
-        row_tiles(p.num_experts * (p.num_rows / kTileRows)),
-        slabs((p.k + kSlabK - 1) / kSlabK),
-        groups(p.groups),
-        supers(p.num_supers) {}
+        num_gates(num_gates) {}
 
-  // A row tile of the stage. Rows that do not exist are replaced by others: their sums are dropped.
-  __device__ __forceinline__ int row_tile(int expert, int row, int local) const {
-    const int part = local / 4;
-    row += num_gates > 0 ? part / 2 * kMmaM + part % 2 * num_gates : part * kMmaM;
-    return min(expert * (num_rows / kTileRows) + row / kTileRows + local % 4, row_tiles - 1);
-  }
-
-  // Bytes that `load` announces.
-  __device__ __forceinline__ int bytes(int depth) const {
-    return kRowTiles * depth * (kDataBytes + kHighBytes);
+  // Bytes that `load` announces; what lies outside the planes is written as zeros. Rows of another
+  // expert may be loaded: their sums are dropped.
+  __device__ __forceinline__ int bytes(int) const {
+    return kRowTiles * (kTileData + kTileHigh + kTileScales + kSuperTileBytes);
   }
 
   // By one warp.
-  __device__ __forceinline__ void load(unsigned char* stage, int slab, int depth, int expert,
-                                       int row, unsigned full) const {
-    const int local = threadIdx.x % kWarpSize;
-    if (local >= kRowTiles) return;
-    const int64_t first = static_cast<int64_t>(row_tile(expert, row, local)) * slabs + slab;
-    bulk_load(smem_address(stage) + local * kTileData, planes.data + first * kDataBytes,
-              depth * kDataBytes, full);
-    if constexpr (kHighBytes > 0)
-      bulk_load(smem_address(stage) + kHighPlane + local * kTileHigh,
-                planes.high + first * kHighBytes, depth * kHighBytes, full);
-  }
-
-  // By all threads of the producer: what is too small for bulk copies.
-  __device__ __forceinline__ void load_scales(unsigned char* stage, float*, int slab, int expert,
-                                              int row) const {
-    constexpr int kChunks = kTileScales / 16;
-    const int thread = threadIdx.x % kProducerThreads, group = slab * kSlabK / kGroup;
-    const int count = min(kStageGroups, groups - group) * (kScaleTileBytes / 16);
-#pragma unroll 1  // registers are scarce here
-    for (int i = thread; i < kRowTiles * kChunks; i += kProducerThreads) {
-      const int local = i / kChunks, chunk = i % kChunks;
-      if (chunk >= count) continue;
-      const int64_t first = static_cast<int64_t>(row_tile(expert, row, local)) * groups + group;
-      cp_async_16(stage + kScalePlane + i * 16,
-                  planes.scales + first * kScaleTileBytes + chunk * 16);
-    }
-    if constexpr (kSuperBlock > 0) {
-      constexpr int kSuperChunks = kSuperBlock > 0 ? kSuperTileBytes / 16 : 1;
-      static_assert(kRowTiles * kSuperChunks <= kProducerThreads, "one a thread");
-      if (thread >= kRowTiles * kSuperChunks) return;
-      const int64_t first =
-          static_cast<int64_t>(row_tile(expert, row, thread / kSuperChunks)) * supers +
-          slab * kSlabK / (kSuperBlock > 0 ? kSuperBlock : 1);
-      cp_async_16(stage + kSuperPlane + thread * 16,
-                  planes.supers + first * kSuperTileBytes + thread % kSuperChunks * 16);
+  __device__ __forceinline__ void load(unsigned char* stage, int slab, int, int expert, int row,
+                                       unsigned full) const {
+    if (!elect_one()) return;
+    const unsigned to = smem_address(stage);
+    const int first = expert * (num_rows / kTileRows);
+#pragma unroll
+    for (int part = 0; part < kPartsW; ++part) {
+      const int from =
+          row + (num_gates > 0 ? part / 2 * kMmaM + part % 2 * num_gates : part * kMmaM);
+      const int tile = first + from / kTileRows, local = part * kMmaTileRows;
+      tma_load_3d(to + local * kTileData, map_data, 0, slab * (kDataBytes / kMapRow), tile, full);
+      if constexpr (kHighBytes > 0)
+        tma_load_3d(to + kHighPlane + local * kTileHigh, map_high, 0, slab, tile, full);
+      tma_load_3d(to + kScalePlane + local * kTileScales, map_scales, 0, slab * kSlabK / kGroup,
+                  tile, full);
+      if constexpr (kSuperBlock > 0)
+        tma_load_3d(to + kSuperPlane + local * kSuperTileBytes, map_supers, 0,
+                    slab * kSlabK / (kSuperBlock > 0 ? kSuperBlock : 1), tile, full);
     }
   }
+  __device__ __forceinline__ void load_scales(unsigned char*, float*, int, int, int) const {}
 };
 
 // A lane's fragments of a slab.

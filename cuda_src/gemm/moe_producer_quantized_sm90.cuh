@@ -33,7 +33,7 @@ struct MoeQuantizedLoader : MoeLoader {
   }
 
   // By all threads.
-  __device__ __forceinline__ void rows_of_x(int stage, int slab, const MoeTile& tile) const {
+  __device__ __forceinline__ void rows_of_x(int stage, int slab, const MoeTile& tile) {
     row_scales.load(smem.scales[stage], slab);
     if (is_gathered()) {
       gather(stage, slab);

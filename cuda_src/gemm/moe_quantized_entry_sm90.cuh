@@ -5,22 +5,20 @@
 #include "gemm/moe_producer_quantized_sm90.cuh"
 
 struct MoeGemmQuantizedSm90Params {
-  TensorMap map_w;              // bytes: (E, R, K) by boxes of 64 rows, 128 columns; else not used
-  TensorMap map_x;              // with pair_weights: x by boxes of 16 rows
-  const unsigned char* data;    // packed: the planes of the matrix (E R, K); R a multiple of 16
-  const unsigned char* high;    // null for 4 and 8 bits
-  const unsigned char* scales;  // bytes: float, (E, blocks of rows, blocks of columns)
-  const unsigned char* supers;  // null without super-blocks
-  const operand_t* x;           // (T, K), or (P, K) with pair_weights
-  const float* x_scales;        // of codes: (T, K / 128), or (P, K / 128)
-  const int* order;             // (P,)
-  const int* offsets;           // (E + 1,)
-  const float* pair_weights;    // (P,), or null
-  const scalar_t* bias;         // (E, R), or null
-  scalar_t* out;                // (P, R), or (P, R / 2) with an activation
+  // Packed: the planes of the matrix (E R, K), R a multiple of 16, by boxes of 4 row tiles and a
+  // stage's depth; else map_data (E, R, K) by boxes of 64 rows, 128 columns. Others are not used.
+  TensorMap map_data, map_high, map_scales, map_supers;
+  TensorMap map_x;            // with pair_weights: x by boxes of 16 rows
+  const float* scales;        // if not packed: (E, blocks of rows, blocks of columns)
+  const operand_t* x;         // (T, K), or (P, K) with pair_weights
+  const float* x_scales;      // of codes: (T, K / 128), or (P, K / 128)
+  const int* order;           // (P,)
+  const int* offsets;         // (E + 1,)
+  const float* pair_weights;  // (P,), or null
+  const scalar_t* bias;       // (E, R), or null
+  scalar_t* out;              // (P, R), or (P, R / 2) with an activation
   int num_experts, num_rows, k, top_k;
-  int groups, num_supers;  // of a packed row
-  int activation;          // a MoeActivation
+  int activation;  // a MoeActivation
   float alpha, limit;
   int is_early;  // the preceding kernel writes neither weight, bias nor the routing
 };
@@ -58,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   if (warp_idx >= kConsumerThreads / 32) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
     MoeQuantizedLoader load{
-        {smem, &p.map_w, &p.map_x, p.x, p.order, p.pair_weights, p.k, p.top_k, num_gates},
+        {smem, &p.map_data, &p.map_x, p.x, p.order, p.pair_weights, p.k, p.top_k, num_gates},
         weights,
         MoeRowScales(p)};
     produce(smem, load, scheduler, p.is_early != 0);

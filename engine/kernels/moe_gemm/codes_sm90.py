@@ -9,7 +9,7 @@ from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map_2d
 from engine.kernels.gemm.sm90 import is_hopper
 from engine.kernels.moe_gemm.operands import MoeOperands
-from engine.kernels.moe_gemm.quantized_sm90 import FILE, launch_module, map_of_bytes
+from engine.kernels.moe_gemm.quantized_sm90 import FILE, byte_maps, launch_module
 from engine.kernels.moe_gemm.sm90 import MoeTileConfig
 from engine.kernels.moe_route import MAX_EXPERTS
 from engine.quantization import FORMATS
@@ -78,7 +78,7 @@ def launch(operands: MoeOperands, codes: Any, scales: Any) -> None:
         config,
         config.shared_bytes(*_bytes(config)),
         operands,
-        map_w=map_of_bytes(operands.weight),
+        byte_maps(operands.weight),
         map_x=tensor_map_2d(codes, "uint8", (_BOX_ROWS, _SLAB_BYTES)),
         x=codes,
         x_scales=scales,

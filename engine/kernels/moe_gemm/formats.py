@@ -6,11 +6,18 @@ from typing import Any
 
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import format_spec, format_specs, planes, scale_dtype
+from engine.kernels._tensor_map import tensor_map
 from engine.quantization import Format, Weight
+from engine.quantization.formats import TILE_COLUMNS
 
-__all__ = ["base_of", "bases", "kind", "weight_arrays"]
+__all__ = ["MAPS", "base_of", "bases", "kind", "plane_maps", "weight_arrays"]
 
 _PACKED, _BYTES = 1, 2  # WEIGHTS of the CUDA files
+MAPS = ("map_data", "map_high", "map_scales", "map_supers")
+"""The kernels' maps of a packed weight's planes."""
+
+_BOX_TILES = 4  # row tiles that one copy loads: those of 64 rows
+_DATA_ROW = 256  # bytes of a row of map_data, the most that a box may have
 
 
 def kind(form: Format) -> int:
@@ -51,3 +58,24 @@ def weight_arrays(weight: Weight) -> dict[str, Any]:
         "groups": 0,
         "num_supers": 0,
     }
+
+
+def plane_maps(weight: Weight, depth: int) -> dict[str, Any]:
+    """Return the maps of a packed weight's planes, by boxes of `depth` tiles of k."""
+    form = weight.format
+    tile = 1024 if form.bits == 8 else 512
+    groups = max(1, depth * TILE_COLUMNS // form.group)
+    boxes = (_DATA_ROW, depth * tile // _DATA_ROW), (0, depth), (0, groups), (0, 1)
+    planes = weight.data, weight.high, weight.scales, weight.super_scales
+    maps: dict[str, Any] = {}
+    for name, array, (row, rows) in zip(MAPS, planes, boxes, strict=True):
+        if array is None:
+            maps[name] = maps["map_data"]
+            continue
+        tile_bytes = int(array.nbytes) // array.shape[0]
+        row = row or tile_bytes // array.shape[1]
+        sizes, strides = (row, tile_bytes // row, array.shape[0]), (row, tile_bytes)
+        box = (row, rows, _BOX_TILES)
+        pointer = int(array.data.ptr)
+        maps[name] = tensor_map(pointer, "uint8", sizes, strides, box, promote=128, swizzle=0)
+    return maps

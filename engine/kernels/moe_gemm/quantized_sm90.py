@@ -9,7 +9,7 @@ from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
 from engine.kernels.gemm.sm90 import is_hopper
-from engine.kernels.moe_gemm.formats import base_of, bases, kind, weight_arrays
+from engine.kernels.moe_gemm.formats import MAPS, base_of, bases, kind, plane_maps
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
 from engine.kernels.moe_gemm.sm90 import MoeTileConfig
 from engine.kernels.moe_route import MAX_EXPERTS
@@ -17,14 +17,13 @@ from engine.quantization import FORMATS, Format, Weight
 from engine.quantization.formats import TILE_ROWS
 
 __all__ = ["FILE", "QUANTIZED_CONFIGS", "choose_config", "is_possible", "launch", "specs"]
-__all__ += ["launch_module", "map_of_bytes"]
+__all__ += ["byte_maps", "launch_module"]
 
 _KERNEL = Kernel(
     "moe_gemm_quantized_sm90",
-    "map_w:tmap map_x:tmap data:ptr high:ptr scales:ptr supers:ptr x:ptr "
+    "map_data:tmap map_high:tmap map_scales:tmap map_supers:tmap map_x:tmap scales:ptr x:ptr "
     "x_scales:ptr order:ptr offsets:ptr pair_weights:ptr bias:ptr out:ptr num_experts:i32 "
-    "num_rows:i32 k:i32 top_k:i32 groups:i32 num_supers:i32 activation:i32 alpha:f32 limit:f32 "
-    "is_early:i32",
+    "num_rows:i32 k:i32 top_k:i32 activation:i32 alpha:f32 limit:f32 is_early:i32",
     struct="MoeGemmQuantizedSm90Params",
 )
 FILE = "gemm/moe_gemm_sm90.cu"
@@ -103,14 +102,13 @@ def launch(operands: MoeOperands) -> None:
     x, weight, dtype = operands.x, operands.weight, dtype_name(operands.x.dtype)
     is_gated = operands.activation is not None
     config = choose_config(operands.out.shape[0], weight.shape[0], is_gated=is_gated)
-    map_x = tensor_map_2d(x, dtype, (_BOX_ROWS, _SLAB_K))
     launch_module(
         _spec(config, base_of(weight, dtype), weight.format),
         config,
         config.shared_bytes(_stage_bytes(config, weight.format)),
         operands,
-        map_w=map_x if weight.format.is_packed else map_of_bytes(weight),
-        map_x=map_x,
+        plane_maps(weight, config.depth) if weight.format.is_packed else byte_maps(weight),
+        map_x=tensor_map_2d(x, dtype, (_BOX_ROWS, _SLAB_K)),
         x=x,
         x_scales=None,
     )
@@ -121,9 +119,10 @@ def launch_module(
     config: MoeTileConfig,
     shared_bytes: int,
     operands: MoeOperands,
+    maps: dict[str, Any],
     **arguments: Any,
 ) -> None:
-    """Launch a module; `arguments` are the rows of x, and the maps of the operands."""
+    """Launch a module; `maps` are those of the weight, `arguments` say where the rows of x are."""
     weight, routing = operands.weight, operands.routing
     num_experts, rows, k = weight.shape
     pairs, columns = operands.out.shape
@@ -147,15 +146,16 @@ def launch_module(
         alpha=operands.alpha,
         limit=operands.limit,
         is_early=operands.pdl and operands.scatter,
+        scales=None if weight.format.is_packed else weight.scales,
         **arguments,
-        **weight_arrays(weight),
+        **maps,
     )
 
 
-def map_of_bytes(weight: Weight) -> Any:
-    """Return the map of a weight that is not packed, by boxes of an m-tile's rows."""
+def byte_maps(weight: Weight) -> dict[str, Any]:
+    """Return the maps of a weight that is not packed, by boxes of an m-tile's rows."""
     num_experts, rows, k = weight.shape
-    return tensor_map(
+    one = tensor_map(
         weight.data.data.ptr,
         "uint8",
         (k, rows, num_experts),
@@ -163,3 +163,4 @@ def map_of_bytes(weight: Weight) -> Any:
         (2 * _SLAB_K, _MMA_ROWS, 1),
         promote=128,
     )
+    return dict.fromkeys(MAPS, one)
