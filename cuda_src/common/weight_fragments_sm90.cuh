@@ -13,10 +13,6 @@ constexpr bool kIsExactPair =
 constexpr bool kIsSplit = !kIsHalf && !kIsExactPair && !kHasMinimum;
 constexpr bool kIsPairs = kIsExactPair || kIsSplit;
 constexpr int kUnbias = kCodeBias + kZero;
-// The scale and the factor that makes numbers of e2m1 codes are one, exponents of e8m0 up to
-// kLargestMerged; of larger ones the rest is a second factor.
-constexpr bool kMergesScale = kIsE2m1 && kScaleType == kE8m0Scale && !kIsHalf && !kIsPaired;
-constexpr uint32_t kLargestMerged = 128;
 // In float the codes' bias is part of the offset, where its product with the scale is exact.
 constexpr bool kFoldsBias =
     !kIsPairs && kCodeBias != 0 && !kHasMinimum && kScaleType <= kBfloat16Scale;
@@ -36,8 +32,7 @@ __device__ __forceinline__ GroupScales group_scales(uint2 own, const GroupScales
 struct RowScales {
   float scale[2], offset[2];               // in float: a weight is code * scale + offset
   uint32_t scale_pair[2], offset_pair[2];  // in scalar_t, twice
-  uint32_t rest_pair[2];                   // of a split scale; of a merged one if has_rest
-  bool has_rest;                           // of a lane of the warp
+  uint32_t rest_pair[2];                   // of a split scale
 
   // From the stored words of a group, and the factors of its super-block.
   __device__ __forceinline__ void set(uint2 own, const GroupScales& factors) {
@@ -88,20 +83,7 @@ struct RowScales {
 
  private:
   __device__ __forceinline__ void set_pairs(uint2 own) {
-    if constexpr (kMergesScale) {
-      const uint32_t e[2] = {own.x & 255, own.x >> 8};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) scale_pair[i] = (e[i] + 126) * 0x00800080u;
-      has_rest = __any_sync(~0u, own.x & 0x8080);
-      if (has_rest) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint32_t rest = max(e[i], kLargestMerged) - kLargestMerged;
-          scale_pair[i] = (e[i] - rest + 126) * 0x00800080u;
-          rest_pair[i] = e[i] == 255 ? 0x7fff7fffu : (rest + 127) * 0x00800080u;
-        }
-      }
-    } else if constexpr (kScaleType == kE8m0Scale) {
+    if constexpr (kScaleType == kE8m0Scale) {
       scale_pair[0] = __float_as_uint(e8m0_to_float(own.x & 255));
       scale_pair[1] = __float_as_uint(e8m0_to_float(own.x >> 8));
 #pragma unroll
@@ -177,17 +159,6 @@ __device__ __forceinline__ uint2 mix(uint2 gate, uint2 up, int half) {
 template <int kStep, bool kIsExact>
 __device__ __forceinline__ void decode_weights(const TileWords& words, const RowScales& scales,
                                                uint32_t (&a)[4]) {
-  if constexpr (kMergesScale && !kIsExact) {
-    a[0] = multiply_pair(small_e2m1<kStep, 0>(words), scales.scale_pair[0]);
-    a[1] = multiply_pair(small_e2m1<kStep, 1>(words), scales.scale_pair[1]);
-    a[2] = multiply_pair(small_e2m1<kStep, 2>(words), scales.scale_pair[0]);
-    a[3] = multiply_pair(small_e2m1<kStep, 3>(words), scales.scale_pair[1]);
-    if (scales.has_rest) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[i] = multiply_pair(a[i], scales.rest_pair[i % 2]);
-    }
-    return;
-  }
   uint32_t codes[4];
   decode_biased<kStep>(words, codes);
   if constexpr (kIsExact) {

@@ -29,18 +29,6 @@ struct MoeMultiplier {
     if (is_gathered) fence_async_proxy();  // SAFETY: cp.async wrote x, wgmma reads it.
   }
 
-  // Set kSet of slab d.
-  template <int kSet, int kStep = 0>
-  __device__ __forceinline__ void decode(MoeDecoder& decoder, int d, MoeFragments& a) const {
-    if constexpr (kStep < kSetSteps) {
-      decoder.load_scales<kSet * kSetSteps + kStep>(d);
-#pragma unroll
-      for (int j = 0; j < kMmaTiles; ++j)
-        decoder.decode<kSet * kSetSteps + kStep>(j, d, a[kStep][j]);
-      decode<kSet, kStep + 1>(decoder, d, a);
-    }
-  }
-
   template <int kN, int kSet>
   __device__ __forceinline__ void start(uint64_t b, bool is_first, const MoeFragments& a,
                                         MoeSums& acc) const {
@@ -64,7 +52,7 @@ struct MoeMultiplier {
     if constexpr (kSet + 1 < kSets) {
       wgmma_wait<1>();  // `next` may be written
       if (kSet == 0 && held >= 0) release(held);
-      decode<kSet + 1>(decoder, d, next);
+      decoder.decode<(kSet + 1) * kSetSteps>(d, next);
       multiply_slab<kN, kSet + 1>(decoder, d, b, is_first, -1, next, now, acc);
     }
   }
@@ -82,7 +70,7 @@ struct MoeMultiplier {
     wait(state);
     decoder.begin_stage(smem.w[state.stage]);
     decoder.begin_slab(0);
-    decode<0>(decoder, 0, even);
+    decoder.decode<0>(0, even);
 #pragma unroll 1
     for (int slab = 0;;) {
       const uint64_t b = wgmma_descriptor(x + state.stage * kStageX + d * kSlabX);
@@ -99,7 +87,7 @@ struct MoeMultiplier {
       }
       decoder.begin_slab(d);
       wgmma_wait<1>();  // `even` may be written
-      decode<0>(decoder, d, even);
+      decoder.decode<0>(d, even);
     }
     wgmma_wait<0>();
     release(held);

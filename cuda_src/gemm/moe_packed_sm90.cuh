@@ -67,12 +67,19 @@ struct MoeWeights {
   __device__ __forceinline__ void load_scales(unsigned char*, float*, int, int, int) const {}
 };
 
+// The scale and the factor that makes numbers of e2m1 codes can be one number, 2^(e - 1), if e, the
+// exponent of e8m0, is at most 128.
+constexpr bool kMergesScale = kIsE2m1 && kScaleType == kE8m0Scale && !kIsHalf && !kIsPaired;
+static_assert(!kMergesScale || kGroup == 32, "a slab has two groups");
+
 // A lane's fragments of a slab.
 struct MoeDecoder {
   const unsigned char* stage;
   int first_tile, lane_idx;  // the warp's row tile of its first m-tile
   TileWords words[kMmaTiles];
   RowScales scales[kMmaTiles];
+  uint32_t exponents[kMmaTiles];  // with kMergesScale: of rows g and g + 8, of two groups
+  bool merges;                    // with kMergesScale: whether all of the warp's allow it
 
   __device__ __forceinline__ explicit MoeDecoder(int warpgroup)
       : first_tile(warpgroup * kMmaTiles * 4 + threadIdx.x / kWarpSize % 4),
@@ -86,30 +93,65 @@ struct MoeDecoder {
       words[j].load(stage + tile * kTileData + d * kDataBytes,
                     stage + kHighPlane + tile * kTileHigh + d * kHighBytes, lane_idx);
     }
-  }
-
-  __device__ __forceinline__ GroupScales super_factors(int tile, int g) const {
-    if constexpr (kSuperBlock == 0) return GroupScales();
-    return GroupScales::of_super(
-        load_small<kSuperBytes>(stage + kSuperPlane + tile * kSuperTileBytes + g * kSuperBytes));
-  }
-
-  // The fragments of step kStep; steps come in order.
-  template <int kStep>
-  __device__ __forceinline__ void load_scales(int d) {
-    if constexpr (kStep * 16 % kGroup == 0) {
-      const int group = kGroup < kStageK ? (d * kSlabK + kStep * 16) / kGroup : 0;
+    if constexpr (kMergesScale) {
+      uint32_t any = 0;
 #pragma unroll
       for (int j = 0; j < kMmaTiles; ++j) {
-        const int tile = first_tile + j * 4, g = lane_idx / 4;
-        scales[j].set(load_small<kScaleBytes>(stage + kScalePlane + tile * kTileScales +
-                                              group * kScaleTileBytes + g * kScaleBytes),
-                      super_factors(tile, g));
+        exponents[j] = scale_words(j, 2 * d).x | scale_words(j, 2 * d + 1).x << 16;
+        any |= exponents[j];
       }
+      merges = !__any_sync(~0u, any & 0x80808080u);
     }
   }
-  template <int kStep>
-  __device__ __forceinline__ void decode(int j, int, uint32_t (&a)[4]) const {
-    decode_weights<kStep, false>(words[j], scales[j], a);
+
+  // The stored scales of a group of the stage.
+  __device__ __forceinline__ uint2 scale_words(int j, int group) const {
+    return load_small<kScaleBytes>(stage + kScalePlane + (first_tile + j * 4) * kTileScales +
+                                   group * kScaleTileBytes + lane_idx / 4 * kScaleBytes);
+  }
+  __device__ __forceinline__ GroupScales super_factors(int j) const {
+    if constexpr (kSuperBlock == 0) return GroupScales();
+    return GroupScales::of_super(load_small<kSuperBytes>(
+        stage + kSuperPlane + (first_tile + j * 4) * kSuperTileBytes + lane_idx / 4 * kSuperBytes));
+  }
+
+  // Steps kFirst to kFirst + kCount - 1 of slab d; steps come in order.
+  template <int kFirst, int kCount>
+  __device__ __forceinline__ void decode(int d, uint32_t (&a)[kCount][kMmaTiles][4]) {
+    if (kMergesScale && merges) {
+      decode_merged<kFirst>(a);
+    } else {
+      decode_step<kFirst, 0>(d, a);
+    }
+  }
+
+ private:
+  template <int kStep, int kAt, int kCount>
+  __device__ __forceinline__ void decode_step(int d, uint32_t (&a)[kCount][kMmaTiles][4]) {
+    constexpr bool kBegins = kStep * 16 % kGroup == 0 || (kMergesScale && kAt == 0);
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j) {
+      if constexpr (kBegins) {
+        const int group = kGroup < kStageK ? (d * kSlabK + kStep * 16) / kGroup : 0;
+        scales[j].set(scale_words(j, group), super_factors(j));
+      }
+      decode_weights<kStep, false>(words[j], scales[j], a[kAt][j]);
+    }
+    if constexpr (kAt + 1 < kCount) decode_step<kStep + 1, kAt + 1>(d, a);
+  }
+
+  template <int kStep, int kAt = 0, int kCount>
+  __device__ __forceinline__ void decode_merged(uint32_t (&a)[kCount][kMmaTiles][4]) const {
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j) {
+      const uint32_t own = exponents[j] >> kStep / 2 * 16;
+      const uint32_t low = ((own & 255) + 126) * 0x00800080u;
+      const uint32_t high = ((own >> 8 & 255) + 126) * 0x00800080u;
+      a[kAt][j][0] = multiply_pair(small_e2m1<kStep, 0>(words[j]), low);
+      a[kAt][j][1] = multiply_pair(small_e2m1<kStep, 1>(words[j]), high);
+      a[kAt][j][2] = multiply_pair(small_e2m1<kStep, 2>(words[j]), low);
+      a[kAt][j][3] = multiply_pair(small_e2m1<kStep, 3>(words[j]), high);
+    }
+    if constexpr (kAt + 1 < kCount) decode_merged<kStep + 1, kAt + 1>(a);
   }
 };
