@@ -97,8 +97,8 @@ struct MoeDecoder {
   }
   __device__ __forceinline__ void begin_slab(int) {}
 
-  // Steps kFirst to kFirst + kCount - 1 of slab d. A step is one chunk of the swizzle: 16 bytes of a
-  // row.
+  // Steps kFirst to kFirst + kCount - 1 of slab d. A step is one chunk of the swizzle: 16 bytes of
+  // a row.
   template <int kFirst, int kCount>
   __device__ __forceinline__ void decode(int d, uint32_t (&a)[kCount][kMmaTiles][4]) const {
 #pragma unroll

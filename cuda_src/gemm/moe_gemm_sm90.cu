@@ -11,8 +11,8 @@
 //
 // Numerics: products on tensor cores, all else in float, one rounding at the end. Sums go through k
 // in ascending steps of 16 whatever the tile and whoever else is in the batch. Quantized weights
-// are rounded to scalar_t before the product, as `dequantize` rounds them; codes are summed over 128
-// values of k, and these sums times their scales in float.
+// are rounded to scalar_t before the product, as `dequantize` rounds them; codes are summed over
+// 128 values of k, and these sums times their scales in float.
 // Parallelisation: persistent CTAs walk over tiles of 64 to 256 rows of a weight by up to kTokens
 // of its expert's tokens; every CTA finds its tiles from `offsets` alone. A producer warpgroup
 // loads the weight by TMA and gathers rows of x through `order` by cp.async; sorted rows come by
