@@ -42,6 +42,7 @@ __device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem,
     if (first >= count) break;
 #pragma unroll
     for (int i = 0; i < kStagingTokens / 16; ++i) {
+      if (first + i * 16 >= kTokens) break;  // of the last part
       const float* v = acc + first / 2 + 8 * i;
       if (first + i * 16 < count)
         stmatrix_x4_transposed(to + i * 16 * kSlabRowBytes, pack2<scalar_t>(v[0], v[1]),

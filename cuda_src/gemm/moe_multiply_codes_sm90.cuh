@@ -5,69 +5,72 @@
 #include "gemm/moe_epilogue_sm90.cuh"
 #include "gemm/wgmma_codes.cuh"
 
+static_assert(kDepth == 1, "a stage is a slab");
+
 struct MoeMultiplier {
   MoeShared& smem;
   int num_slabs;
   bool is_gathered;
 
-  // part = the products of slab d of a stage.
+  // part = the products of an m-tile of a stage.
   template <int kN>
-  __device__ __forceinline__ void start(int stage, int d, int warpgroup,
-                                        float (&part)[kMmaTiles][kN / 2]) const {
-    const unsigned w = smem_address(smem.w[stage]) + d * kSlabW;
-    const uint64_t a = wgmma_descriptor(w + warpgroup * kMmaTiles * kMmaBytes);
-    const uint64_t b = wgmma_descriptor(smem_address(smem.x[stage]) + d * kSlabX);
-    wgmma_fence();
+  __device__ __forceinline__ void start(int stage, int tile, float (&part)[kN / 2]) const {
+    const unsigned w = smem_address(smem.w[stage]) + tile * kMmaBytes;
+    const uint64_t a = wgmma_descriptor(w);
+    const uint64_t b = wgmma_descriptor(smem_address(smem.x[stage]));
 #pragma unroll
     for (int step = 0; step < kSlabRowBytes / 32; ++step)
-#pragma unroll
-      for (int j = 0; j < kMmaTiles; ++j)
-        wgmma_codes<kN>(part[j], a + j * (kMmaBytes / 16) + step * 2, b + step * 2, step > 0);
+      wgmma_codes<kN>(part, a + step * 2, b + step * 2, step > 0);
     wgmma_commit();
   }
 
-  // acc += part times the scales of slab d.
+  // acc += part times the scales.
   template <int kN>
-  __device__ __forceinline__ void add(int stage, int d, int warpgroup,
-                                      float (&part)[kMmaTiles][kN / 2], MoeSums& acc) const {
-    const float* scales = smem.scales[stage] + d * kSlabScales;
-    float of_weight[kMmaTiles];
-#pragma unroll
-    for (int j = 0; j < kMmaTiles; ++j) {
-      of_weight[j] = scales[warpgroup * kMmaTiles + j];
-      wgmma_pin(part[j]);
-    }
+  __device__ __forceinline__ void add(int stage, int tile, float (&part)[kN / 2],
+                                      float (&acc)[kTokens / 2]) const {
+    const float* scales = smem.scales[stage];
+    const float of_weight = scales[tile];
+    wgmma_pin(part);
 #pragma unroll
     for (int i = 0; i < kN / 8; ++i) {
       const auto of_x = load_vec<float, 2>(scales + kFirstRowScale + i * 8 + threadIdx.x % 4 * 2);
 #pragma unroll
-      for (int j = 0; j < kMmaTiles; ++j)
-#pragma unroll
-        for (int c = 0; c < 4; ++c)
-          acc[j][4 * i + c] =
-              fmaf(part[j][4 * i + c], of_weight[j] * of_x.v[c % 2], acc[j][4 * i + c]);
+      for (int c = 0; c < 4; ++c)
+        acc[4 * i + c] = fmaf(part[4 * i + c], of_weight * of_x.v[c % 2], acc[4 * i + c]);
     }
   }
 
-  // The sums of the first kN tokens; k in ascending order, whatever kN is.
+  // SAFETY: every lane has read scales of the stage by ordinary loads.
+  __device__ __forceinline__ void release(int stage) const {
+    mbarrier_arrive(smem_address(&smem.empty[stage]));
+  }
+
+  __device__ __forceinline__ void wait(const PipelineState<kStages>& state) const {
+    mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
+    if (is_gathered) fence_async_proxy();  // SAFETY: cp.async wrote x, wgmma reads it.
+  }
+
+  // The sums of the first kN tokens; k in ascending order, whatever kN is. While wgmma multiplies
+  // the second m-tile, the sums of the first are added.
   template <int kN>
   __device__ __forceinline__ void multiply(int warpgroup, PipelineState<kStages>& state,
                                            MoeSums& acc) const {
     state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
+    const int tile = warpgroup * kMmaTiles;
     float part[kMmaTiles][kN / 2];
 #pragma unroll 1
-    for (int slab = 0; slab < num_slabs; slab += kDepth) {
-      mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
-      if (is_gathered) fence_async_proxy();  // SAFETY: cp.async wrote x, wgmma reads it.
+    for (int slab = 0; slab < num_slabs; ++slab) {
+      wait(state);
+      wgmma_fence();
 #pragma unroll
-      for (int d = 0; d < kDepth; ++d) {
-        if (d > 0 && slab + d >= num_slabs) break;
-        start<kN>(state.stage, d, warpgroup, part);
-        wgmma_wait<0>();
-        add<kN>(state.stage, d, warpgroup, part, acc);
+      for (int j = 0; j < kMmaTiles; ++j) start<kN>(state.stage, tile + j, part[j]);
+      if constexpr (kMmaTiles > 1) {
+        wgmma_wait<1>();
+        add<kN>(state.stage, tile, part[0], acc[0]);
       }
-      // SAFETY: every lane has read scales by ordinary loads.
-      mbarrier_arrive(smem_address(&smem.empty[state.stage]));
+      wgmma_wait<0>();
+      add<kN>(state.stage, tile + kMmaTiles - 1, part[kMmaTiles - 1], acc[kMmaTiles - 1]);
+      release(state.stage);
       state.advance();
     }
   }
