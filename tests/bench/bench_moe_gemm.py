@@ -2,8 +2,9 @@
 
 The layer of Qwen3-30B-A3B. Beside it, where they are installed, torch's grouped product and one in
 Triton. Of the single products the peers have only the product: their rows are sorted already, and
-they apply neither activation nor weights. Of the layer they do all that ours does. Then few tokens
-and quantized weights: those of Qwen3-30B-A3B in fp8 blocks, and gpt-oss-20b's.
+they apply neither activation nor weights. Of the layer they do all that ours does. Then
+quantized weights: those of Qwen3-30B-A3B in fp8 blocks, whose activations are quantized from nine
+tokens on, and gpt-oss-20b's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _TOKENS = (1, 8, 64, 256, 4096)
 _HIDDEN, _WIDTH, _EXPERTS, _TOP_K = MOE_LAYERS["Qwen3-30B-A3B"]
 _CHECKED = 3  # tokens
 _QUANTIZED = (("Qwen3-30B-A3B", "fp8_block"), ("gpt-oss-20b", "mxfp4"))
-_FEW_TOKENS = (1, 2, 4, 8)
+_QUANTIZED_TOKENS = (1, 2, 4, 8, 64, 256)
+_CODES_FROM = 9  # tokens
 
 
 def _logits(num_tokens, seed):
@@ -154,7 +156,8 @@ def _quantized(model: str, name: str, num_tokens: int, *, is_down: bool) -> Benc
     rows, k = (hidden, width) if is_down else (2 * width, hidden)
     pairs = num_tokens * top_k
     num_inputs, columns = (pairs, hidden) if is_down else (num_tokens, width)
-    options = {"scatter": True} if is_down else {"activation": "swiglu"}
+    options: dict[str, object] = {"scatter": True} if is_down else {"activation": "swiglu"}
+    options["quantize_x"] = name == "fp8_block" and num_tokens >= _CODES_FROM
 
     def route(seed):
         return reference.moe_route(cases.normal((num_tokens, experts), "float32", seed), top_k)
@@ -205,6 +208,6 @@ CASES = [
         _quantized(model, name, num_tokens, is_down=is_down)
         for model, name in _QUANTIZED
         for is_down in (False, True)
-        for num_tokens in _FEW_TOKENS
+        for num_tokens in _QUANTIZED_TOKENS
     ),
 ]
