@@ -7,12 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engine import reference
+from engine.device import to_numpy
 from engine.errors import WeightsError
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.moe import Experts, MoE, RoutingParams
 from engine.layers.norm import Norm
 from engine.quantization import Format, Weight
+from engine.quantization.stack import stack_matrices
+from engine.reference import Routing, moe_route
+from engine.testing import cases
+from engine.testing.cases_quantized import random_weight, weight_to
 
 N, F, E, SHARED = 24, 10, 7, 14
 rng = np.random.default_rng(5)
@@ -161,3 +167,33 @@ def test_a_quantized_bias_is_refused():
     coded = Weight(Format("int4", 4, (1, 32), 16), bias.data, bias.shape)
     with pytest.raises(WeightsError, match=r"gate_up_bias must be a dense weight; got 'int4'"):
         Experts(_weight(E, 2 * F, N), _weight(E, N, F), gate_up_bias=coded)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tokens", "deterministic", "has_codes"),
+    [
+        ("fp8_block", 8, False, False),
+        ("fp8_block", 9, False, True),
+        ("fp8_block", 1, True, True),
+        ("fp8_block", 150, False, True),
+        ("mxfp4", 40, False, False),
+    ],
+)
+def test_quantized_experts(xp, name, num_tokens, deterministic, has_codes):
+    """Which products round x to codes, and that a chain of them gives what the mirrors give."""
+    shapes = (256, 128), (128, 128)
+    weights = [
+        stack_matrices([random_weight(name, *shape, seed) for seed in range(E)]) for shape in shapes
+    ]
+    x = cases.normal((num_tokens, 128), "bfloat16", 1)
+    routing = moe_route(cases.normal((num_tokens, E), "float32", 2), 3)
+    options = {"quantize_x": has_codes, "deterministic": deterministic}
+    rows = reference.moe_gemm(x, weights[0], routing, activation="swiglu", **options)
+    want = reference.moe_gemm(rows, weights[1], routing, scatter=True, **options)
+    experts = Experts(*(weight_to(xp, weight) for weight in weights))
+    on_device = Routing(*cases.to_module(xp, *routing))
+    for _ in range(3):  # kernels overlap
+        got = experts(xp.asarray(x), on_device, deterministic=deterministic)
+    # A row that is rounded twice may get another code.
+    got, want = to_numpy(got).astype(float), want.reshape(num_tokens, 3, -1).astype(float)
+    np.testing.assert_allclose(got, want, rtol=0.1, atol=0.1 * np.sqrt(np.mean(want**2)))
