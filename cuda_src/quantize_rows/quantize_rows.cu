@@ -6,6 +6,8 @@
 //   codes   (M, N)  8 bits, contiguous
 //   scales  (M, 1) or (M, ceil(N / 128))  float
 //
+// With `is_late` the next kernel may start once the one before this has ended, else at once.
+//
 // Numerics: single operations in float, rounded to nearest even: the bits of the mirror's.
 // Parallelisation: a row per block, kept in registers between the maximum and the codes; rows that
 // are longer, or not aligned to 16 bytes, are read twice.
@@ -14,10 +16,11 @@
 
 template <typename Codes, int kThreads, int kVectors>
 __device__ __forceinline__ void quantize_rows(const scalar_t* x, int64_t x_stride,
-                                              unsigned char* codes, float* scales, int n,
-                                              int group) {
-  pdl_trigger();
+                                              unsigned char* codes, float* scales, int n, int group,
+                                              int is_late) {
+  if (!is_late) pdl_trigger();
   pdl_wait();
+  if (is_late) pdl_trigger();
   __shared__ float smem_peaks[kThreads / kWarpSize];
   x += static_cast<int64_t>(blockIdx.x) * x_stride;
   const CodedRow row = coded_row(codes, scales, blockIdx.x, n, group);
@@ -38,8 +41,8 @@ __device__ __forceinline__ void quantize_rows(const scalar_t* x, int64_t x_strid
 #define ENGINE_QUANTIZE_ROWS(name, Codes, threads, vectors)                                 \
   extern "C" __global__ void __launch_bounds__(threads)                                     \
       name(const scalar_t* x, int64_t x_stride, unsigned char* codes, float* scales, int n, \
-           int group) {                                                                     \
-    quantize_rows<Codes, threads, vectors>(x, x_stride, codes, scales, n, group);           \
+           int group, int is_late) {                                                        \
+    quantize_rows<Codes, threads, vectors>(x, x_stride, codes, scales, n, group, is_late);  \
   }
 
 ENGINE_QUANTIZE_ENTRIES(ENGINE_QUANTIZE_ROWS, quantize_rows, fp8, E4m3)

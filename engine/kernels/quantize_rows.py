@@ -18,9 +18,9 @@ from engine.kernels._quantize import (
     rows_are_aligned,
 )
 
-__all__ = ["quantize_rows", "specs"]
+__all__ = ["launch", "quantize_rows", "specs"]
 
-_PARAMS = "x:ptr x_stride:i64 codes:ptr scales:ptr n:i32 group:i32"
+_PARAMS = "x:ptr x_stride:i64 codes:ptr scales:ptr n:i32 group:i32 is_late:i32"
 _KERNELS = {
     (dtype, size): Kernel(f"quantize_rows_{dtype}_{size}", _PARAMS)
     for dtype in CODES
@@ -75,8 +75,19 @@ def quantize_rows(x: Any, *, dtype: str = "fp8", group: int = 0) -> tuple[Any, A
     if call.on_cpu:
         result: tuple[Any, Any] = reference.quantize_rows(x, dtype=dtype, group=group)
         return result
+    codes, scales = new_codes(call, *x.shape, dtype, group)
+    launch(x, codes, scales, dtype=dtype, group=group)
+    return codes, scales
+
+
+def launch(
+    x: Any, codes: Any, scales: Any, *, dtype: str, group: int, is_late: bool = False
+) -> None:
+    """Launch on CuPy arrays, checked.
+
+    With `is_late` the next kernel may start when the one before this has ended, and not earlier.
+    """
     m, n = x.shape
-    codes, scales = new_codes(call, m, n, dtype, group)
     size, threads = row_kernel(n, x.itemsize, is_aligned=rows_are_aligned(x, n))
     _KERNELS[dtype, size].launch(
         specs(dtype_name(x.dtype))[0],
@@ -89,5 +100,5 @@ def quantize_rows(x: Any, *, dtype: str = "fp8", group: int = 0) -> tuple[Any, A
         scales=scales,
         n=n,
         group=group if n else 0,  # the one scale is 0
+        is_late=is_late,
     )
-    return codes, scales

@@ -71,7 +71,10 @@ def is_possible(operands: MoeOperands) -> bool:
 
 
 def launch(operands: MoeOperands, codes: Any, scales: Any) -> None:
-    """Launch on CuPy arrays; `codes` and `scales` are those of the rows of x."""
+    """Launch on CuPy arrays; `codes` and `scales` are those of the rows of x.
+
+    The kernel before wrote them, and let this one start no earlier than the routing was there.
+    """
     config = choose_config(operands.out.shape[0], operands.weight.shape[0])
     launch_module(
         _spec(config, dtype_name(operands.x.dtype)),
@@ -79,6 +82,7 @@ def launch(operands: MoeOperands, codes: Any, scales: Any) -> None:
         config.shared_bytes(*_bytes(config)),
         operands,
         byte_maps(operands.weight),
+        has_routing=True,
         map_x=tensor_map_2d(codes, "uint8", (_BOX_ROWS, _SLAB_BYTES)),
         x=codes,
         x_scales=scales,

@@ -18,11 +18,11 @@ from engine.kernels._contract import FLOAT32, FLOATS, INT32, Contract
 from engine.kernels._launch import ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import check_planes
-from engine.kernels._quantize import GROUP
+from engine.kernels._quantize import GROUP, new_codes
 from engine.kernels.dequantize import launch as dequantize
 from engine.kernels.moe_gemm import codes_sm90, few_tokens, portable, quantized_sm90, scratch, sm90
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
-from engine.kernels.quantize_rows import quantize_rows
+from engine.kernels.quantize_rows import launch as quantize_rows
 from engine.kernels.quantize_rows import specs as quantize_specs
 from engine.quantization import FORMATS, Format, Weight
 from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
@@ -173,15 +173,19 @@ def moe_gemm(
     own = (x, weight, routing, out, bias, activation, alpha, limit, scatter, deterministic, pdl)
     operands = MoeOperands(*own)
     if quantize_x:
-        _launch_quantized(operands)
+        _launch_quantized(call, operands)
     else:
         _launch(operands)
     return out
 
 
-def _launch_quantized(operands: MoeOperands) -> None:
+def _launch_quantized(call: Contract, operands: MoeOperands) -> None:
     """Launch for the codes of x, or for the numbers that these are."""
-    codes, scales = quantize_rows(operands.x, group=GROUP)
+    codes, scales = new_codes(call, *operands.x.shape, "fp8", GROUP)
+    # So that the product may read the routing while these are written: before the second product
+    # the routing is there in any case, as `pdl` says.
+    is_late = not operands.scatter
+    quantize_rows(operands.x, codes, scales, dtype="fp8", group=GROUP, is_late=is_late)
     if codes_sm90.is_possible(operands):
         codes_sm90.launch(operands, codes, scales)
         return

@@ -120,9 +120,14 @@ def launch_module(
     shared_bytes: int,
     operands: MoeOperands,
     maps: dict[str, Any],
+    *,
+    has_routing: bool = False,
     **arguments: Any,
 ) -> None:
-    """Launch a module; `maps` are those of the weight, `arguments` say where the rows of x are."""
+    """Launch a module; `maps` are those of the weight, `arguments` say where the rows of x are.
+
+    `has_routing`: the routing is there before the kernel may start.
+    """
     weight, routing = operands.weight, operands.routing
     num_experts, rows, k = weight.shape
     pairs, columns = operands.out.shape
@@ -145,7 +150,7 @@ def launch_module(
         activation=ACTIVATIONS.index(operands.activation),
         alpha=operands.alpha,
         limit=operands.limit,
-        is_early=operands.pdl and operands.scatter,
+        is_early=operands.pdl and (operands.scatter or has_routing),
         scales=None if weight.format.is_packed else weight.scales,
         **arguments,
         **maps,
