@@ -75,7 +75,8 @@ def quantize_rows(x: Any, *, dtype: str = "fp8", group: int = 0) -> tuple[Any, A
     if call.on_cpu:
         result: tuple[Any, Any] = reference.quantize_rows(x, dtype=dtype, group=group)
         return result
-    codes, scales = new_codes(call, *x.shape, dtype, group)
+    m, n = x.shape
+    codes, scales = new_codes(call, m, n, dtype, group)
     launch(x, codes, scales, dtype=dtype, group=group)
     return codes, scales
 

@@ -181,7 +181,8 @@ def moe_gemm(
 
 def _launch_quantized(call: Contract, operands: MoeOperands) -> None:
     """Launch for the codes of x, or for the numbers that these are."""
-    codes, scales = new_codes(call, *operands.x.shape, "fp8", GROUP)
+    rows, columns = operands.x.shape
+    codes, scales = new_codes(call, rows, columns, "fp8", GROUP)
     # So that the product may read the routing while these are written: before the second product
     # the routing is there in any case, as `pdl` says.
     is_late = not operands.scatter
