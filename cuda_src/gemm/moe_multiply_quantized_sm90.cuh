@@ -10,7 +10,11 @@ constexpr int kSteps = kSlabK / 16;
 // The fragments of a few steps. wgmma reads them while those of the next are decoded: two sets in
 // turn. With more registers, or in one set that a loop goes round, ptxas lets wgmma run one at a
 // time (C7512).
-constexpr int kSetSteps = kTokens > 64 || kWarpgroups > 2 ? 1 : 2, kSets = kSteps / kSetSteps;
+#ifndef SET_STEPS
+#define UNITS 1
+#define SET_STEPS 2
+#endif
+constexpr int kSetSteps = SET_STEPS, kSets = kSteps / kSetSteps;
 using MoeFragments = uint32_t[kSetSteps][kMmaTiles][4];
 
 struct MoeMultiplier {
@@ -95,15 +99,71 @@ struct MoeMultiplier {
     for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
   }
 
+#ifdef UNITS
+  template <int kN, int kUnit = 0>
+  __device__ __forceinline__ void units(MoeDecoder& decoder, int d, uint64_t b, bool is_first,
+                                        int held, uint32_t (&a)[4][4], MoeSums& acc) const {
+    constexpr int kUnits = kSteps * kMmaTiles, kStep = kUnit / kMmaTiles, kTile = kUnit % kMmaTiles;
+    wgmma_fence();
+    wgmma_weights<kN>(reinterpret_cast<float (&)[kN / 2]>(acc[kTile]), a[kUnit % 4], b + kStep * 2,
+                      !is_first || kStep > 0);
+    wgmma_commit();
+    wgmma_wait<UNITS>();
+    if (kUnit == 3 && held >= 0) release(held);
+    if constexpr (kUnit + 1 < kUnits) {
+      decoder.decode_one<(kUnit + 1) / kMmaTiles, (kUnit + 1) % kMmaTiles>(d, a[(kUnit + 1) % 4]);
+      units<kN, kUnit + 1>(decoder, d, b, is_first, held, a, acc);
+    }
+  }
+  template <int kN>
+  __device__ __forceinline__ void multiply_units(int warpgroup, PipelineState<kStages>& state,
+                                                 MoeSums& acc) const {
+    const unsigned x = smem_address(smem.x[0]);
+    state.stage = __shfl_sync(~0u, state.stage, 0);
+    MoeDecoder decoder(warpgroup);
+    uint32_t a[4][4];
+    int d = 0, held = -1;
+    wait(state);
+    decoder.begin_stage(smem.w[state.stage]);
+    decoder.begin_slab(0);
+    decoder.decode_one<0, 0>(0, a[0]);
+#pragma unroll 1
+    for (int slab = 0;;) {
+      const uint64_t b = wgmma_descriptor(x + state.stage * kStageX + d * kSlabX);
+      units<kN>(decoder, d, b, slab == 0, held, a, acc);
+      held = -1;
+      if (++d == kDepth || slab + 1 == num_slabs) {
+        held = state.stage, d = 0;
+        state.advance();
+      }
+      if (++slab == num_slabs) break;
+      if (held >= 0) {
+        wait(state);
+        decoder.begin_stage(smem.w[state.stage]);
+      }
+      decoder.begin_slab(d);
+      decoder.decode_one<0, 0>(d, a[0]);
+    }
+    wgmma_wait<0>();
+    release(held);
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
+  }
+#endif
+
   // With the smallest of a few instructions that has room for `count` tokens.
   template <int kN = 16>
   __device__ __forceinline__ void few(int count, int warpgroup, PipelineState<kStages>& state,
                                       MoeSums& acc) const {
     if constexpr (kN < kTokens) {
-      constexpr int kMore = kN >= 64 ? kN + 32 : 2 * kN < kTokens ? 2 * kN : kTokens;
+      constexpr int kMore = kN < 64 ? kN + 16 : kN + 32;
       if (count > kN) return few<kMore>(count, warpgroup, state, acc);
     }
+#ifdef UNITS
+    multiply_units<kN>(warpgroup, state, acc);
+#else
     multiply<kN>(warpgroup, state, acc);
+#endif
   }
 };
 

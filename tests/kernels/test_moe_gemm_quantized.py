@@ -383,10 +383,10 @@ def test_choice_fits_shared_memory():
         stage = codes_sm90._bytes(config)
         assert config.stages(*stage) >= 4
         assert config.blocks * (config.shared_bytes(*stage) + 1024) <= 233_472
-    few, ungated, many = quantized_sm90.QUANTIZED_CONFIGS
-    assert quantized_sm90.choose_config(8, 128, is_gated=True) is few
-    assert quantized_sm90.choose_config(8, 128, is_gated=False) is ungated
-    assert quantized_sm90.choose_config(32 * 128 + 1, 128, is_gated=False) is many
+    for module in (quantized_sm90, codes_sm90):
+        few, many = module.QUANTIZED_CONFIGS if module is quantized_sm90 else module.CODES_CONFIGS
+        assert module.choose_config(8, 128) is few
+        assert module.choose_config(64 * 128 + 1, 128) is many
 
 
 def test_few_tokens_are_cut_to_fit():

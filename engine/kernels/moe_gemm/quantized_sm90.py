@@ -32,24 +32,20 @@ _MMA_ROWS = 64
 _BOX_ROWS = 16
 _DTYPES = ("float16", "bfloat16")
 
-_FEW = MoeTileConfig(1, 64, 2, blocks=2)
-_FEW_UNGATED = MoeTileConfig(1, 64, 2, mma_tiles=1, blocks=2)
-_MANY = MoeTileConfig(2, 96, 2)
-QUANTIZED_CONFIGS = (_FEW, _FEW_UNGATED, _MANY)
-_MANY_FROM = 32  # tokens an expert, on average
+_FEW, _MANY = MoeTileConfig(2, 64, 2), MoeTileConfig(2, 128, 2)
+QUANTIZED_CONFIGS = (_FEW, _MANY)
+_MANY_FROM = 64  # tokens an expert, on average
 
 
-def choose_config(num_pairs: int, num_experts: int, *, is_gated: bool) -> MoeTileConfig:
+def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
     """Choose for this many pairs (token, expert).
 
     Examples
     --------
-    >>> [choose_config(8, 128, is_gated=gated).rows for gated in (True, False)]
-    [128, 64]
+    >>> choose_config(8, 128).tokens, choose_config(32768, 128).tokens
+    (64, 128)
     """
-    if num_pairs > _MANY_FROM * num_experts:
-        return _MANY
-    return _FEW if is_gated else _FEW_UNGATED
+    return _MANY if num_pairs > _MANY_FROM * num_experts else _FEW
 
 
 def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
@@ -100,8 +96,7 @@ def is_possible(operands: MoeOperands) -> bool:
 def launch(operands: MoeOperands) -> None:
     """Launch on CuPy arrays."""
     x, weight, dtype = operands.x, operands.weight, dtype_name(operands.x.dtype)
-    is_gated = operands.activation is not None
-    config = choose_config(operands.out.shape[0], weight.shape[0], is_gated=is_gated)
+    config = choose_config(operands.out.shape[0], weight.shape[0])
     launch_module(
         _spec(config, base_of(weight, dtype), weight.format),
         config,
