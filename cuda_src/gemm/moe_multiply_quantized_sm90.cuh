@@ -102,16 +102,16 @@ struct MoeMultiplier {
 #ifdef UNITS
   template <int kN, int kUnit = 0>
   __device__ __forceinline__ void units(MoeDecoder& decoder, int d, uint64_t b, bool is_first,
-                                        int held, uint32_t (&a)[4][4], MoeSums& acc) const {
+                                        int held, uint32_t (&a)[2][4], MoeSums& acc) const {
     constexpr int kUnits = kSteps * kMmaTiles, kStep = kUnit / kMmaTiles, kTile = kUnit % kMmaTiles;
     wgmma_fence();
-    wgmma_weights<kN>(reinterpret_cast<float (&)[kN / 2]>(acc[kTile]), a[kUnit % 4], b + kStep * 2,
+    wgmma_weights<kN>(reinterpret_cast<float (&)[kN / 2]>(acc[kTile]), a[kUnit % 2], b + kStep * 2,
                       !is_first || kStep > 0);
     wgmma_commit();
     wgmma_wait<UNITS>();
-    if (kUnit == 3 && held >= 0) release(held);
+    if (kUnit == 0 && held >= 0) release(held);
     if constexpr (kUnit + 1 < kUnits) {
-      decoder.decode_one<(kUnit + 1) / kMmaTiles, (kUnit + 1) % kMmaTiles>(d, a[(kUnit + 1) % 4]);
+      decoder.decode_one<(kUnit + 1) / kMmaTiles, (kUnit + 1) % kMmaTiles>(d, a[(kUnit + 1) % 2]);
       units<kN, kUnit + 1>(decoder, d, b, is_first, held, a, acc);
     }
   }
@@ -121,7 +121,7 @@ struct MoeMultiplier {
     const unsigned x = smem_address(smem.x[0]);
     state.stage = __shfl_sync(~0u, state.stage, 0);
     MoeDecoder decoder(warpgroup);
-    uint32_t a[4][4];
+    uint32_t a[2][4];
     int d = 0, held = -1;
     wait(state);
     decoder.begin_stage(smem.w[state.stage]);
