@@ -99,7 +99,7 @@ struct MoeDecoder {
 
   // The fragment of step kStep of m-tile kTile of slab d. A step is one chunk of the swizzle.
   template <int kStep, int kTile>
-  __device__ __forceinline__ void decode_one(int d, uint32_t (&a)[4]) const {
+  __device__ __forceinline__ void decode(int d, uint32_t (&a)[4]) const {
     const unsigned char* row =
         stage + (first_row + kTile * kMmaM) * kSlabRowBytes + (((d * 4 + kStep) ^ g) << 4) + 2 * t;
 #pragma unroll
@@ -108,24 +108,5 @@ struct MoeDecoder {
           *reinterpret_cast<const unsigned short*>(row + i % 2 * 8 * kSlabRowBytes + i / 2 * 8));
       a[i] = pack2<scalar_t>(v.x * scales[kTile][i % 2], v.y * scales[kTile][i % 2]);
     }
-  }
-
-  // Steps kFirst to kFirst + kCount - 1 of slab d. A step is one chunk of the swizzle: 16 bytes of
-  // a row.
-  template <int kFirst, int kCount>
-  __device__ __forceinline__ void decode(int d, uint32_t (&a)[kCount][kMmaTiles][4]) const {
-#pragma unroll
-    for (int step = 0; step < kCount; ++step)
-#pragma unroll
-      for (int j = 0; j < kMmaTiles; ++j) {
-        const unsigned char* row = stage + (first_row + j * kMmaM) * kSlabRowBytes +
-                                   (((d * 4 + kFirst + step) ^ g) << 4) + 2 * t;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 v = code_values(*reinterpret_cast<const unsigned short*>(
-              row + i % 2 * 8 * kSlabRowBytes + i / 2 * 8));
-          a[step][j][i] = pack2<scalar_t>(v.x * scales[j][i % 2], v.y * scales[j][i % 2]);
-        }
-      }
   }
 };

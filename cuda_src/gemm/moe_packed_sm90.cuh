@@ -117,7 +117,7 @@ struct MoeDecoder {
 
   // The fragment of step kStep of m-tile kTile; steps come in order.
   template <int kStep, int kTile>
-  __device__ __forceinline__ void decode_one(int d, uint32_t (&a)[4]) {
+  __device__ __forceinline__ void decode(int d, uint32_t (&a)[4]) {
     if (kMergesScale && merges) {
       const uint32_t own = exponents[kTile] >> kStep / 2 * 16;
       const uint32_t low = ((own & 255) + 126) * 0x00800080u;
@@ -133,45 +133,5 @@ struct MoeDecoder {
       }
       decode_weights<kStep, false>(words[kTile], scales[kTile], a);
     }
-  }
-
-  // Steps kFirst to kFirst + kCount - 1 of slab d; steps come in order.
-  template <int kFirst, int kCount>
-  __device__ __forceinline__ void decode(int d, uint32_t (&a)[kCount][kMmaTiles][4]) {
-    if (kMergesScale && merges) {
-      decode_merged<kFirst>(a);
-    } else {
-      decode_step<kFirst, 0>(d, a);
-    }
-  }
-
- private:
-  template <int kStep, int kAt, int kCount>
-  __device__ __forceinline__ void decode_step(int d, uint32_t (&a)[kCount][kMmaTiles][4]) {
-    constexpr bool kBegins = kStep * 16 % kGroup == 0 || (kMergesScale && kAt == 0);
-#pragma unroll
-    for (int j = 0; j < kMmaTiles; ++j) {
-      if constexpr (kBegins) {
-        const int group = kGroup < kStageK ? (d * kSlabK + kStep * 16) / kGroup : 0;
-        scales[j].set(scale_words(j, group), super_factors(j));
-      }
-      decode_weights<kStep, false>(words[j], scales[j], a[kAt][j]);
-    }
-    if constexpr (kAt + 1 < kCount) decode_step<kStep + 1, kAt + 1>(d, a);
-  }
-
-  template <int kStep, int kAt = 0, int kCount>
-  __device__ __forceinline__ void decode_merged(uint32_t (&a)[kCount][kMmaTiles][4]) const {
-#pragma unroll
-    for (int j = 0; j < kMmaTiles; ++j) {
-      const uint32_t own = exponents[j] >> kStep / 2 * 16;
-      const uint32_t low = ((own & 255) + 126) * 0x00800080u;
-      const uint32_t high = ((own >> 8 & 255) + 126) * 0x00800080u;
-      a[kAt][j][0] = multiply_pair(small_e2m1<kStep, 0>(words[j]), low);
-      a[kAt][j][1] = multiply_pair(small_e2m1<kStep, 1>(words[j]), high);
-      a[kAt][j][2] = multiply_pair(small_e2m1<kStep, 2>(words[j]), low);
-      a[kAt][j][3] = multiply_pair(small_e2m1<kStep, 3>(words[j]), high);
-    }
-    if constexpr (kAt + 1 < kCount) decode_merged<kStep + 1, kAt + 1>(a);
   }
 };
