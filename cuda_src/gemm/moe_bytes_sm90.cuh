@@ -13,8 +13,8 @@ static_assert(kStageK == kSlabRowBytes, "a stage's rows are as wide as the swizz
 static_assert(kBlockColumns % kStageK == 0, "a stage lies in one block of columns");
 constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // of an m-tile
 constexpr int kRowsW = kPartsW * kMmaM;
-constexpr int kScalePlane = kPartsW * kMmaBytes, kStageW = kScalePlane + 1024;
-static_assert(kRowsW * 4 <= 1024, "a scale for every row of a stage");
+constexpr int kScalePlane = kPartsW * kMmaBytes,
+              kStageW = kScalePlane + (kRowsW * 4 + 1023) / 1024 * 1024;
 
 struct MoeWeights {
   const TensorMap* map;     // data (E, R, K) by boxes of 64 rows, 128 columns
@@ -97,16 +97,22 @@ struct MoeDecoder {
   }
   __device__ __forceinline__ void begin_slab(int) {}
 
-  // The fragment of step kStep of m-tile kTile of slab d. A step is one chunk of the swizzle.
-  template <int kStep, int kTile>
-  __device__ __forceinline__ void decode(int d, uint32_t (&a)[4]) const {
-    const unsigned char* row =
-        stage + (first_row + kTile * kMmaM) * kSlabRowBytes + (((d * 4 + kStep) ^ g) << 4) + 2 * t;
+  // The fragments of products kFirst to kFirst + kCount - 1 of slab d: step by step, of each its
+  // m-tiles. A step is one chunk of the swizzle: 16 bytes of a row.
+  template <int kFirst, int kCount>
+  __device__ __forceinline__ void decode(int d, uint32_t (&a)[kCount][4]) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 v = code_values(
-          *reinterpret_cast<const unsigned short*>(row + i % 2 * 8 * kSlabRowBytes + i / 2 * 8));
-      a[i] = pack2<scalar_t>(v.x * scales[kTile][i % 2], v.y * scales[kTile][i % 2]);
+    for (int product = kFirst; product < kFirst + kCount; ++product) {
+      const int step = product / kMmaTiles, tile = product % kMmaTiles;
+      const unsigned char* row =
+          stage + (first_row + tile * kMmaM) * kSlabRowBytes + (((d * 4 + step) ^ g) << 4) + 2 * t;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 v = code_values(
+            *reinterpret_cast<const unsigned short*>(row + i % 2 * 8 * kSlabRowBytes + i / 2 * 8));
+        a[product - kFirst][i] =
+            pack2<scalar_t>(v.x * scales[tile][i % 2], v.y * scales[tile][i % 2]);
+      }
     }
   }
 };

@@ -1,5 +1,5 @@
 // The products of quantized weights in moe_gemm_sm90.cu: codes become fragments in registers while
-// wgmma multiplies the fragment before with the rows of x in shared memory.
+// wgmma multiplies those before with the rows of x in shared memory.
 #pragma once
 
 #include "gemm/moe_epilogue_sm90.cuh"
@@ -7,10 +7,13 @@
 
 constexpr int kSteps = kSlabK / 16;
 
-// The fragments of two of a slab's products in turn: wgmma reads one while the other is decoded.
-// With more of them in flight, or more registers, ptxas has each wgmma wait for the one before
-// (C7512, C7515).
-using MoeFragments = uint32_t[2][4];
+// The products of a slab, step by step, of each its m-tiles, come in sets. The fragments of one set
+// are decoded while wgmma reads those of the one before; a set costs some 60 clocks beside its
+// products. With more registers ptxas has each wgmma wait for the one before (C7512).
+constexpr int kSetProducts = kTokens > 96 ? 1 : kTokens > 64 || kWarpgroups > 2 ? 2 : 4;
+constexpr int kSets = kSteps * kMmaTiles / kSetProducts;
+static_assert(kSets % 2 == 0, "a slab begins with the same registers");
+using MoeFragments = uint32_t[kSetProducts][4];
 
 struct MoeMultiplier {
   MoeShared& smem;
@@ -28,24 +31,26 @@ struct MoeMultiplier {
     if (is_gathered) fence_async_proxy();  // SAFETY: cp.async wrote x, wgmma reads it.
   }
 
-  // The products of slab d from number kProduct on, step by step, of each its m-tiles. The fragment
-  // of the first is there; those of the others are decoded one ahead. `held`: a stage that may be
-  // filled again once the slab before has been multiplied, or -1.
-  template <int kN, int kProduct = 0>
+  // Multiplies set kSet of slab d, whose fragments are in `now`, and the sets behind it. `held`: a
+  // stage that may be filled again once the slab before has been multiplied, or -1.
+  template <int kN, int kSet = 0>
   __device__ __forceinline__ void multiply_slab(MoeDecoder& decoder, int d, uint64_t b,
-                                                bool is_first, int held, MoeFragments& a,
-                                                MoeSums& acc) const {
-    constexpr int kStep = kProduct / kMmaTiles, kTile = kProduct % kMmaTiles;
+                                                bool is_first, int held, MoeFragments& now,
+                                                MoeFragments& next, MoeSums& acc) const {
     wgmma_fence();
-    wgmma_weights<kN>(reinterpret_cast<float (&)[kN / 2]>(acc[kTile]), a[kProduct % 2],
-                      b + kStep * 2, !is_first || kStep > 0);
+#pragma unroll
+    for (int i = 0; i < kSetProducts; ++i) {
+      const int step = (kSet * kSetProducts + i) / kMmaTiles;
+      const int tile = (kSet * kSetProducts + i) % kMmaTiles;
+      wgmma_weights<kN>(reinterpret_cast<float (&)[kN / 2]>(acc[tile]), now[i], b + step * 2,
+                        !is_first || step > 0);
+    }
     wgmma_commit();
-    wgmma_wait<1>();  // the other fragment may be written
-    if (kProduct == 0 && held >= 0) release(held);
-    constexpr int kNext = kProduct + 1;
-    if constexpr (kNext < kSteps * kMmaTiles) {
-      decoder.decode<kNext / kMmaTiles, kNext % kMmaTiles>(d, a[kNext % 2]);
-      multiply_slab<kN, kNext>(decoder, d, b, is_first, held, a, acc);
+    if constexpr (kSet + 1 < kSets) {
+      wgmma_wait<1>();  // `next` may be written
+      if (kSet == 0 && held >= 0) release(held);
+      decoder.decode<(kSet + 1) * kSetProducts>(d, next);
+      multiply_slab<kN, kSet + 1>(decoder, d, b, is_first, held, next, now, acc);
     }
   }
 
@@ -53,20 +58,19 @@ struct MoeMultiplier {
   template <int kN>
   __device__ __forceinline__ void multiply(int warpgroup, PipelineState<kStages>& state,
                                            MoeSums& acc) const {
-    static_assert(kSteps * kMmaTiles % 2 == 0, "a slab begins with the same fragment");
     const unsigned x = smem_address(smem.x[0]);
     state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
     MoeDecoder decoder(warpgroup);
-    MoeFragments a;
+    MoeFragments even, odd;
     int d = 0, held = -1;  // the stage of the slab before, if that ended it
     wait(state);
     decoder.begin_stage(smem.w[state.stage]);
     decoder.begin_slab(0);
-    decoder.decode<0, 0>(0, a[0]);
+    decoder.decode<0>(0, even);
 #pragma unroll 1
     for (int slab = 0;;) {
       const uint64_t b = wgmma_descriptor(x + state.stage * kStageX + d * kSlabX);
-      multiply_slab<kN>(decoder, d, b, slab == 0, held, a, acc);
+      multiply_slab<kN>(decoder, d, b, slab == 0, held, even, odd, acc);
       held = -1;
       if (++d == kDepth || slab + 1 == num_slabs) {
         held = state.stage, d = 0;
@@ -78,7 +82,8 @@ struct MoeMultiplier {
         decoder.begin_stage(smem.w[state.stage]);
       }
       decoder.begin_slab(d);
-      decoder.decode<0, 0>(d, a[0]);
+      wgmma_wait<1>();  // `even` may be written
+      decoder.decode<0>(d, even);
     }
     wgmma_wait<0>();
     release(held);

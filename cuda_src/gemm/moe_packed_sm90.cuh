@@ -115,23 +115,38 @@ struct MoeDecoder {
         stage + kSuperPlane + (first_tile + j * 4) * kSuperTileBytes + lane_idx / 4 * kSuperBytes));
   }
 
-  // The fragment of step kStep of m-tile kTile; steps come in order.
-  template <int kStep, int kTile>
-  __device__ __forceinline__ void decode(int d, uint32_t (&a)[4]) {
-    if (kMergesScale && merges) {
-      const uint32_t own = exponents[kTile] >> kStep / 2 * 16;
-      const uint32_t low = ((own & 255) + 126) * 0x00800080u;
-      const uint32_t high = ((own >> 8 & 255) + 126) * 0x00800080u;
-      a[0] = multiply_pair(small_e2m1<kStep, 0>(words[kTile]), low);
-      a[1] = multiply_pair(small_e2m1<kStep, 1>(words[kTile]), high);
-      a[2] = multiply_pair(small_e2m1<kStep, 2>(words[kTile]), low);
-      a[3] = multiply_pair(small_e2m1<kStep, 3>(words[kTile]), high);
-    } else {
-      if constexpr (kStep * 16 % kGroup == 0 || kMergesScale) {
-        const int group = kGroup < kStageK ? (d * kSlabK + kStep * 16) / kGroup : 0;
-        scales[kTile].set(scale_words(kTile, group), super_factors(kTile));
-      }
-      decode_weights<kStep, false>(words[kTile], scales[kTile], a);
+  // The fragments of products kFirst to kFirst + kCount - 1 of slab d: step by step, of each its
+  // m-tiles. Products come in order.
+  template <int kFirst, int kCount>
+  __device__ __forceinline__ void decode(int d, uint32_t (&a)[kCount][4]) {
+    if constexpr (kMergesScale) {
+      if (merges) return decode_merged<kFirst>(a);
     }
+    decode_scaled<kFirst>(d, a);
+  }
+
+ private:
+  template <int kProduct, int kAt = 0, int kCount>
+  __device__ __forceinline__ void decode_scaled(int d, uint32_t (&a)[kCount][4]) {
+    constexpr int kStep = kProduct / kMmaTiles, kTile = kProduct % kMmaTiles;
+    if constexpr (kStep * 16 % kGroup == 0 || kMergesScale) {
+      const int group = kGroup < kStageK ? (d * kSlabK + kStep * 16) / kGroup : 0;
+      scales[kTile].set(scale_words(kTile, group), super_factors(kTile));
+    }
+    decode_weights<kStep, false>(words[kTile], scales[kTile], a[kAt]);
+    if constexpr (kAt + 1 < kCount) decode_scaled<kProduct + 1, kAt + 1>(d, a);
+  }
+
+  template <int kProduct, int kAt = 0, int kCount>
+  __device__ __forceinline__ void decode_merged(uint32_t (&a)[kCount][4]) const {
+    constexpr int kStep = kProduct / kMmaTiles, kTile = kProduct % kMmaTiles;
+    const uint32_t own = exponents[kTile] >> kStep / 2 * 16;
+    const uint32_t low = ((own & 255) + 126) * 0x00800080u;
+    const uint32_t high = ((own >> 8 & 255) + 126) * 0x00800080u;
+    a[kAt][0] = multiply_pair(small_e2m1<kStep, 0>(words[kTile]), low);
+    a[kAt][1] = multiply_pair(small_e2m1<kStep, 1>(words[kTile]), high);
+    a[kAt][2] = multiply_pair(small_e2m1<kStep, 2>(words[kTile]), low);
+    a[kAt][3] = multiply_pair(small_e2m1<kStep, 3>(words[kTile]), high);
+    if constexpr (kAt + 1 < kCount) decode_merged<kProduct + 1, kAt + 1>(a);
   }
 };

@@ -383,10 +383,13 @@ def test_choice_fits_shared_memory():
         stage = codes_sm90._bytes(config)
         assert config.stages(*stage) >= 4
         assert config.blocks * (config.shared_bytes(*stage) + 1024) <= 233_472
-    for module in (quantized_sm90, codes_sm90):
-        few, many = module.QUANTIZED_CONFIGS if module is quantized_sm90 else module.CODES_CONFIGS
-        assert module.choose_config(8, 128) is few
-        assert module.choose_config(64 * 128 + 1, 128) is many
+    few, few_e2m1, many = quantized_sm90.QUANTIZED_CONFIGS
+    for form, wanted in ((FORMATS["q4_k"], few), (FORMATS["mxfp4"], few_e2m1)):
+        assert quantized_sm90.choose_config(256 * 128, 128, form) is wanted
+        assert quantized_sm90.choose_config(256 * 128 + 1, 128, form) is many
+    few, many = codes_sm90.CODES_CONFIGS
+    assert codes_sm90.choose_config(8, 128) is few
+    assert codes_sm90.choose_config(256 * 128, 128) is many
 
 
 def test_few_tokens_are_cut_to_fit():

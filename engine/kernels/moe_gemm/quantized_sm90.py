@@ -33,19 +33,26 @@ _BOX_ROWS = 16
 _DTYPES = ("float16", "bfloat16")
 
 _FEW, _MANY = MoeTileConfig(2, 64, 2), MoeTileConfig(2, 128, 2)
-QUANTIZED_CONFIGS = (_FEW, _MANY)
-_MANY_FROM = 64  # tokens an expert, on average
+_FEW_E2M1 = MoeTileConfig(3, 64, 2)  # other decoders want more registers
+QUANTIZED_CONFIGS = (_FEW, _FEW_E2M1, _MANY)
+_MANY_FROM = 256  # tokens an expert, on average
 
 
-def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
-    """Choose for this many pairs (token, expert).
+def choose_config(num_pairs: int, num_experts: int, form: Format) -> MoeTileConfig:
+    """Choose for this many pairs (token, expert) and weights of a format.
 
     Examples
     --------
-    >>> choose_config(8, 128).tokens, choose_config(32768, 128).tokens
-    (64, 128)
+    >>> choose_config(8, 128, FORMATS["mxfp4"]).rows, choose_config(8, 128, FORMATS["q4_k"]).rows
+    (384, 256)
     """
-    return _MANY if num_pairs > _MANY_FROM * num_experts else _FEW
+    if num_pairs > _MANY_FROM * num_experts:
+        return _MANY
+    return _few(form)
+
+
+def _few(form: Format) -> MoeTileConfig:
+    return _FEW_E2M1 if form.code == "e2m1" else _FEW
 
 
 def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
@@ -55,7 +62,7 @@ def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
     found = []
     for form in (FORMATS[name] for name in formats if not FORMATS[name].is_dense):
         for base in bases(dtype, form):
-            found += [_spec(config, base, form) for config in QUANTIZED_CONFIGS]
+            found += [_spec(config, base, form) for config in (_few(form), _MANY)]
     return tuple(found)
 
 
@@ -68,7 +75,7 @@ def _stage_bytes(config: MoeTileConfig, form: Format) -> int:
     """Return kStageW of the CUDA file: codes and scales of a stage."""
     k, tiles = config.depth * _SLAB_K, config.rows // TILE_ROWS
     if not form.is_packed:
-        return config.rows * k + 1024
+        return config.rows * k + -(-config.rows * 4 // 1024) * 1024
     values = 2 if form.offset else 1
     size = 1 if form.super_block or form.code == "e2m1" else 2
     tile = config.depth * ((1024 if form.bits == 8 else 512) + {5: 128, 6: 256}.get(form.bits, 0))
@@ -96,7 +103,7 @@ def is_possible(operands: MoeOperands) -> bool:
 def launch(operands: MoeOperands) -> None:
     """Launch on CuPy arrays."""
     x, weight, dtype = operands.x, operands.weight, dtype_name(operands.x.dtype)
-    config = choose_config(operands.out.shape[0], weight.shape[0])
+    config = choose_config(operands.out.shape[0], weight.shape[0], weight.format)
     launch_module(
         _spec(config, base_of(weight, dtype), weight.format),
         config,
