@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from engine import LLM, BeamSearchParams, SamplingParams, llm_engine
+from engine import LLM, BeamSearchParams, SamplingParams, engine_loading
 from engine.errors import RequestError, UnknownOptionError
 from tests.e2e.tiny import CONFIG, check_drained, greedy_alone, tiny_model
 
@@ -72,7 +72,7 @@ def test_other_bad_arguments_are_named(llm):
 
 
 def test_unknown_options_are_refused_before_loading(monkeypatch):
-    monkeypatch.setattr(llm_engine, "load", None)  # must not be called
+    monkeypatch.setattr(engine_loading, "load", None)  # must not be called
     for name, nearest in (("devcie", "device"), ("max_num_seq", "max_num_seqs")):
         with pytest.raises(UnknownOptionError, match=f"'{name}'; did you mean '{nearest}'"):
             LLM(**{name: 1})

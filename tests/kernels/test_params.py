@@ -59,6 +59,7 @@ def _check(struct: str, layout: np.dtype) -> None:
     source = [
         '#include "common/page_codes.cuh"',
         "struct alignas(64) TensorMap { unsigned char bytes[128]; };",
+        "using operand_t = scalar_t;",  # only pointed to
         _definition(struct),
         *(f'static_assert({c} == {n}, "Python: {c} is {n}");' for c, n in asserted.items()),
     ]
