@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from engine import kernels
 from engine.layers.moe import Experts
 from engine.layers.parallel import LocalExperts
+from engine.plan_array import PlanArray, unwrapped
 from engine.quantization import Weight
 from engine.quantization.stack import stack_matrices, take_matrices
+from engine.reference import Routing
 from engine.reference.embedding import PADDING_ID
 from engine.testing import cases
 from engine.testing.cases_moe import routing_of
@@ -97,3 +100,37 @@ def test_gathered_pairs_are_in_their_places(leaves_rows, on_ranks):
 
     for got in on_ranks(4, gathered):
         np.testing.assert_array_equal(got, kernels.moe_combine(want))
+
+
+class OnDevice(np.ndarray):
+    """A NumPy array that has an address where CuPy's have it."""
+
+    data = property(lambda self: SimpleNamespace(ptr=self.ctypes.data))
+
+
+def test_nothing_but_ops_is_done_to_arrays(monkeypatch):
+    """So that a launch plan, which repeats the ops of a layer for others, leaves nothing out."""
+    experts = Experts(_weight("dense", 2 * N, N), _weight("dense", N, N))
+    x, routing = cases.normal((5, N), "float32", seed=9), routing_of([[6, 2, 0]] * 5, E)
+    local, called = _local(experts, 2, 5), []
+    want = local(x, routing)
+
+    def planned(name):
+        op = getattr(kernels, name)
+
+        def call(*arguments, out=None, **options):
+            called.append(name)
+            given = [
+                Routing(*map(unwrapped, a)) if isinstance(a, Routing) else unwrapped(a)
+                for a in arguments
+            ]
+            return PlanArray(op(*given, out=unwrapped(out), **options).view(OnDevice))
+
+        monkeypatch.setattr(kernels, name, call)
+
+    planned("moe_gemm")
+    planned("embedding")
+    arrays = [PlanArray(array.view(OnDevice)) for array in (x, *routing)]
+    got = local(arrays[0], Routing(*arrays[1:]))
+    assert isinstance(got, PlanArray) and called == ["embedding", "moe_gemm", "moe_gemm"]
+    np.testing.assert_array_equal(unwrapped(got), want)
