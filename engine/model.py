@@ -23,7 +23,7 @@ from engine.cache.kv_cache import KVCache, KVGeometry, code_name, kv_dtype
 from engine.checks import is_integer, shown
 from engine.config import ModelConfig
 from engine.decoder_loading import load_decoder
-from engine.device import Device, cupy, resolve_device
+from engine.device import Device, cupy, resolve_device, to_numpy
 from engine.dtypes import PAGE_CODES
 from engine.errors import ConfigError, RequestError, unknown_keyword
 from engine.layers.batch import ForwardBatch
@@ -265,14 +265,16 @@ class Model:
 
     def kv_scales_of(self, kv_cache_dtype: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return the scales of pages of "fp8" or "int8", (num_layers, 2, K), on the host."""
-        return self.decoder.kv_scales.on_host(code_name(kv_cache_dtype))
+        decoder, codes = self.decoder, code_name(kv_cache_dtype)
+        return np.array(to_numpy(decoder.parts.all_kv_heads(decoder.kv_scales.of(codes))))
 
     def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
         """Set the scales of "fp8" or "int8" pages; those of the other get the same largest numbers.
 
         See `PageScales.set`. Caches filled before become invalid.
         """
-        self.decoder.kv_scales.set(scales, code_name(kv_cache_dtype), "set by set_kv_scales")
+        own, codes = self.decoder.parts.own_kv_heads, code_name(kv_cache_dtype)
+        self.decoder.kv_scales.set(scales, codes, "set by set_kv_scales", heads=own)
 
     def calibrate_kv_scales(self, token_ids: Sequence[Sequence[int]]) -> None:
         """Choose the scales by the largest key and value of each head over some sequences.
@@ -285,7 +287,7 @@ class Model:
         Raises
         ------
         RequestError
-            If there are no sequences, one is empty, or an id is outside [0, V).
+            If there are no sequences, one is empty or too long, or an id is outside [0, V).
 
         Notes
         -----
@@ -351,6 +353,10 @@ class Model:
         pages = kv_dtype(kv_cache_dtype, self.dtype)
         geometry = KVGeometry(c.num_layers, c.num_kv_heads, c.head_dim, block_size, pages)
         self.prepare_pages(pages)
+        return self.make_cache(geometry, batch_size, max_tokens)
+
+    def make_cache(self, geometry: KVGeometry, batch_size: int, max_tokens: int) -> Cache:
+        """Return an empty `Cache` for this model, whose kernels are loaded. Nothing is checked."""
         return Cache(geometry, batch_size, max_tokens, self.device, owner=self.load_config)
 
     def step(self, token_ids: Any, cache: Cache, logits: Literal["last", "all"] = "last") -> Any:
@@ -447,7 +453,7 @@ class Model:
 
     def read_residual(self, hidden: Any) -> Any:
         """Return the logits (T, V) of residual streams (T, N), as after the last layer."""
-        return self.decoder.logits(self.decoder.final_norm(hidden))
+        return self.logits(self.decoder.final_norm(hidden))
 
     def _advance(
         self, ids: Any, cache: Cache, offset: int, logits: Literal["last", "all", "none"]

@@ -14,7 +14,7 @@ import pytest
 
 from engine import LLM, LLMEngine, SamplingParams
 from engine.config import ModelConfig
-from engine.errors import ConfigError, EngineError, RankError, RequestError
+from engine.errors import ConfigError, EngineError, RankError
 from tests.distributed.golden import write_checkpoint
 
 CONFIG = ModelConfig("llama", 50, 64, 2, 8, 2, 16, 96, 256)
@@ -406,19 +406,6 @@ def test_a_loaded_model_is_not_divided_afterwards():
     model = package.load(config=CONFIG, load_format="dummy", device="cpu")
     with pytest.raises(ConfigError, match="tensor_parallel_size must be 1, the number of proc"):
         LLMEngine(model, tensor_parallel_size=2)
-
-
-def test_the_array_door_and_scales_are_refused():
-    with _engine(2) as engine:
-        model = engine.model
-        with pytest.raises(RequestError, match="computes on its engine's pages only"):
-            model.step([[1]], model.new_cache(1, 16))
-        with pytest.raises(RequestError, match="kv_scales cannot be set"):
-            model.set_kv_scales(np.ones(3))
-        with pytest.raises(RequestError, match="rows that hidden_states has just returned"):
-            model.logits(np.zeros((1, 64), np.float32))
-        engine.add_request("a", [1, 2], SamplingParams(max_tokens=2))  # and it still works
-        assert _run(engine)["a"][0][2] == "length"
 
 
 def test_the_config_is_the_same_in_json():
