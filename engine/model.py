@@ -36,6 +36,7 @@ from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.loading.model_config import load_config
 from engine.model_files import is_present
 from engine.models.decoder import Decoder, Pages
+from engine.models.draft_heads import DraftTarget
 from engine.models.kernel_set import prepare_code_pages
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.trace import Trace, trace_decoder
@@ -188,6 +189,11 @@ class Model:
         if self._decoder is None:
             raise RequestError(f"{self!r} was closed")
         return self._decoder
+
+    @property
+    def draft_target(self) -> DraftTarget:
+        """What heads that draft for it ask."""
+        return self.decoder
 
     @property
     def name(self) -> str:

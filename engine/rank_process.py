@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ TARGET = "engine.rank_process:run"
 
 # Kinds of messages.
 PREPARE, SHARE, FORWARD, LOGITS, MOVE_BLOCKS, MOVE_SLOTS, CAPTURE, GRAPH = range(8)
-FREE, TRACE, SCALES, SET_SCALES, CALIBRATE = range(8, 13)
+FREE, TRACE, SCALES, SET_SCALES, CALIBRATE, EMBED = range(8, 14)
 
 BATCH_NUMBERS = ("num_decodes", "max_seqlen_q", "max_context_len", "query_len")
 # Token ids are not among them: the embedding takes rank 0's, which only its device may know.
@@ -45,6 +46,7 @@ BATCH_ARRAYS = (
     *("positions", "rope_positions", "slot_mapping", "cu_seqlens_q", "context_lens"),
     *("block_tables", "logits_indices", "prefill_cu_seqlens_q", "tree_mask"),
 )
+# After these comes an array of the layers whose input rank 0 keeps.
 
 
 def run(group: Group, options: Mapping[str, Any]) -> None:
@@ -102,6 +104,7 @@ class Follower:
             SCALES: self._scales,
             SET_SCALES: self._set_scales,
             CALIBRATE: self._calibrate,
+            EMBED: self._embed,
         }
 
     def follow(self) -> None:
@@ -131,11 +134,14 @@ class Follower:
 
     def _forward(self, numbers: list[int], arrays: list[Any]) -> None:
         step, which, wants_logits, *others = numbers
+        *arrays, layers = arrays
         fields: dict[str, Any] = dict(zip(BATCH_ARRAYS, arrays, strict=True))
         fields |= zip(BATCH_NUMBERS, others, strict=True)
         ids = np.zeros(len(fields["positions"]), np.int32)
         self._group.set_doing(f"step {step} ({len(ids)} tokens)")
         batch = ForwardBatch(token_ids=ids, **fields).to(self._model.device)
+        features = {layer: self._hidden_rows(len(ids)) for layer in layers.tolist()}
+        batch = replace(batch, features=features)
         pages = self._the_pages(which).layers
         if wants_logits:
             self._model.forward(batch, pages)
@@ -148,10 +154,17 @@ class Follower:
         if first >= 0:
             hidden = self._hidden[first : first + count]
         else:
-            model = self._model
-            shape, dtype = (count, model.config.hidden_size), np_dtype(model.dtype)
-            hidden = self._collectives.broadcast(model.device.xp.zeros(shape, dtype))
+            hidden = self._collectives.broadcast(self._hidden_rows(count))
         self._model.logits(hidden)
+
+    def _embed(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("an embedding of drafts")
+        self._model.draft_target.embed(self._model.device.xp.zeros(numbers[0], np.int32))
+
+    def _hidden_rows(self, count: int) -> Any:
+        """Return a new array (count, N) for hidden states, or what else has their shape."""
+        model = self._model
+        return model.device.xp.zeros((count, model.config.hidden_size), np_dtype(model.dtype))
 
     def _trace(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("a trace")
@@ -189,6 +202,7 @@ class Follower:
             block_size,
             max_model_len,
             sorted(set(query_lens)),
+            arrays[0].tolist(),
         )
         self._graphs.capture()
 

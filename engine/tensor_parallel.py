@@ -31,12 +31,14 @@ from engine.loading.config_json import config_to_json
 from engine.loading.download import resolve_model
 from engine.model import Model, load
 from engine.models.decoder import Pages, address
+from engine.models.draft_heads import DraftTarget
 from engine.page_calibration import checked_sequences
 from engine.rank_process import (
     BATCH_ARRAYS,
     BATCH_NUMBERS,
     CALIBRATE,
     CAPTURE,
+    EMBED,
     FORWARD,
     GRAPH,
     LOGITS,
@@ -53,6 +55,7 @@ from engine.rank_process import (
 )
 from engine.runner.cuda_graph import DecodeGraphs, GraphKey
 from engine.shared_pages import SharedPages
+from engine.shared_target import SharedTarget
 from engine.trace import Trace
 
 __all__ = ["LeadingModel", "load_ranks"]
@@ -247,6 +250,11 @@ class LeadingModel(Model):
             self.own_part.calibrate_kv_scales(sequences)
 
     @property
+    def draft_target(self) -> DraftTarget:
+        """What heads that draft for it ask; only rank 0 has the heads."""
+        return SharedTarget(self.decoder, self._embed, self.logits)
+
+    @property
     def own_part(self) -> Model:
         """This rank's part, whose steps are not announced."""
         return _Silent(self)
@@ -256,7 +264,8 @@ class LeadingModel(Model):
         assert self._pages is not None
         table, size = graphs.table_shape, self._pages.geometry.block_size
         numbers = [*table, size, max_model_len, 1, 1 + max_draft_tokens]
-        self.leader.send("capturing graphs", CAPTURE, numbers)
+        layers = np.array(list(graphs.features), np.int32)
+        self.leader.send("capturing graphs", CAPTURE, numbers, [layers])
         graphs.on_send = self._announce_graph
 
     def describe_ranks(self) -> str:
@@ -278,6 +287,12 @@ class LeadingModel(Model):
         self.leader.close()
         super().close()
 
+    def _embed(self, token_ids: Any) -> Any:
+        """Look up token ids in all ranks."""
+        self.leader.send("an embedding of drafts", EMBED, [token_ids.shape[0]])
+        with self.leader.together():
+            return self.decoder.embed(token_ids)
+
     def _share(self, kv_cache: KVCache, num_host_blocks: int = 0) -> None:
         self._shared.share(kv_cache, num_host_blocks)
         with self.leader.together():
@@ -290,6 +305,7 @@ class LeadingModel(Model):
         numbers = [which, int(wants_logits), *(getattr(host, name) for name in BATCH_NUMBERS)]
         arrays = [getattr(host, name) for name in BATCH_ARRAYS]
         arrays = [None if array is None else to_numpy(array) for array in arrays]
+        arrays.append(np.array(list(batch.features or ()), np.int32))
         what = f"step {self._num_steps} ({batch.num_tokens} tokens)"
         self.leader.send(what, FORWARD, [self._num_steps, *numbers], arrays)
 
@@ -346,7 +362,6 @@ def load_ranks(model: Any, config: EngineConfig, loading: Mapping[str, Any]) -> 
         If a rank fails, with its last words.
     """
     size, given = config.tensor_parallel_size, dict(loading)
-    _refuse_options(config, given)
     place, _ = resolve_device(given.get("device", "auto"))
     devices = _devices(place, given.get("device", "auto"), size)
     is_dummy = given.get("config") is not None and given.get("load_format") == "dummy"
@@ -372,16 +387,6 @@ def load_ranks(model: Any, config: EngineConfig, loading: Mapping[str, Any]) -> 
     except BaseException:
         processes.close()
         raise
-
-
-def _refuse_options(config: EngineConfig, loading: Mapping[str, Any]) -> None:
-    """Refuse what is not divided among ranks yet."""
-    speculative = config.speculative_config
-    if speculative is not None and speculative.method not in ("ngram", "draft_model"):
-        raise ConfigError(
-            f"speculative_config.method must be 'ngram' or 'draft_model' with "
-            f"tensor_parallel_size={config.tensor_parallel_size}; got {speculative.method!r}"
-        )
 
 
 def _devices(place: Device, given: Any, size: int) -> list[str]:

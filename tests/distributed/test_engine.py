@@ -118,12 +118,14 @@ def test_preemption_and_shared_prefixes(mode):
     assert preempted[2] == preempted[1] > 0
 
 
-def test_drafts_from_the_text_itself():
-    """Drafts are verified by all ranks; slots of accepted ones may move in their pages, too."""
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_from_the_text_itself(method):
+    """Drafts, "suffix"'s in trees, are verified by all ranks, which move accepted slots, too."""
     found = {}
     for size in (1, 2):
-        speculative = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
-        with _engine(size, deterministic=True, speculative_config=speculative) as engine:
+        speculative = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
+        options = {"deterministic": method == "ngram", "speculative_config": speculative}
+        with _engine(size, **options) as engine:
             for index in range(3):
                 params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
                 engine.add_request(f"r{index}", [4, 5, 6, 7] * 6 + [index], params)
@@ -389,10 +391,6 @@ def test_different_files_on_ranks_are_found(on_ranks, tmp_path):
     [
         ({"tensor_parallel_size": 0}, r"tensor_parallel_size must be a whole number in \[1, 64\]"),
         ({"collective_timeout": 0.0}, "collective_timeout must be"),
-        (
-            {"tensor_parallel_size": 2, "speculative_config": {"method": "eagle3", "model": "x"}},
-            "speculative_config.method must be 'ngram' or 'draft_model' with tensor_par",
-        ),
     ],
 )
 def test_options_that_are_refused(options, message):
