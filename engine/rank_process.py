@@ -164,7 +164,7 @@ class Follower:
     def _hidden_rows(self, count: int) -> Any:
         """Return a new array (count, N) for hidden states, or what else has their shape."""
         model = self._model
-        return model.device.xp.zeros((count, model.config.hidden_size), np_dtype(model.dtype))
+        return model.device.xp.empty((count, model.config.hidden_size), np_dtype(model.dtype))
 
     def _trace(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("a trace")
