@@ -44,14 +44,8 @@ from engine.trace import Trace, trace_decoder
 __all__ = ["LOAD_OPTIONS", "Cache", "LoadConfig", "Model", "load"]
 
 LOAD_OPTIONS = (
-    "device",
-    "dtype",
-    "load_format",
-    "max_model_len",
-    "quantization",
-    "deterministic",
-    "progress",
-    "config",
+    *("device", "dtype", "load_format", "max_model_len", "quantization", "deterministic"),
+    *("enable_expert_parallel", "progress", "config"),
 )
 """Keywords of `load`."""
 
@@ -68,6 +62,7 @@ def load(
     max_model_len: int | None = None,
     quantization: str | None = None,
     deterministic: bool = False,
+    enable_expert_parallel: bool = False,
     progress: bool | None = None,
     config: ModelConfig | None = None,
     collectives: Collectives | None = None,
@@ -100,6 +95,8 @@ def load(
         Batch invariance: a token's logits have the same bits in any batch, at any chunk size and
         after any recomputation, because no kernel's order of summation depends on the batch.
         Slower for few tokens.
+    enable_expert_parallel : bool
+        With several ranks: each has whole experts of a mixture, not a part of every expert.
     progress : bool, optional
         Show progress bars on stderr; by default if it is a terminal.
     config : ModelConfig, optional
@@ -151,6 +148,7 @@ def load(
         max_model_len,
         quantization,
         deterministic,
+        enable_expert_parallel,
     )
     if device == "auto":
         print(f"engine: device {place} ({why}), dtype {options.dtype}", file=sys.stderr)
@@ -435,6 +433,11 @@ class Model:
         self.device.activate()
         layers = [i for i in range(self.config.num_layers) if self.config.moe_of(i) is not None]
         return dict(zip(layers, self._decoder.expert_load(), strict=True))
+
+    @property
+    def expert_runs(self) -> tuple[tuple[int, int], ...]:
+        """Ranges [first, last) of the experts that each rank has whole; none if it has parts."""
+        return () if self._decoder is None else self._decoder.parts.expert_runs
 
     def trace(self, token_ids: Any) -> Trace:
         """Run a sequence through the model and return attention weights and residual streams.

@@ -31,7 +31,8 @@ def take_shard(weight: Weight, name: str, config: ModelConfig, shard: Shard) -> 
     >>> take_shard(whole, "embed", config, Shard(1, 2)).data[:, 0]
     array([1., 1., 0.], dtype=float32)
     """
-    axis = shard_axis(name.rpartition(".")[2], by_output=shard.by_output)
+    kind = name.rpartition(".")[2]
+    axis = shard_axis(kind, by_output=shard.by_output, whole_experts=shard.whole_experts)
     if axis is None:
         return weight
     return Weight.dense(take_part(weight.data, name, config, shard), shard, axis)
@@ -41,7 +42,8 @@ def take_part(whole: Any, name: str, config: ModelConfig, shard: Shard) -> Any:
     """Return the part of an array of a whole weight's shape, such as its codes, as a new array."""
     kind, shape = name.rpartition(".")[2], weight_shapes(config, shard)[name]
     bits = whole.view(f"u{whole.itemsize}")  # CuPy copies slices of few dtypes
-    matrices = bits if kind.startswith("experts_") else bits[None]
+    is_expert = kind.startswith("experts_")
+    matrices = bits[slice(*shard.cut_experts(len(bits)))] if is_expert else bits[None]
     rows, columns = shard_pieces(kind, config, matrices.shape[1:], shard)
     own = array_module(bits).zeros((len(matrices), *_matrix(shape, kind)), bits.dtype)
     start = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -49,8 +50,8 @@ def test_shards_by_output_add_up_to_the_whole(tmp_path, case, count):
     save_file(random_tensors(record["tensors"]), tmp_path / "model.safetensors")
     config = load_config(tmp_path)
     whole = load_weights(tmp_path, config)
-    for by_output in (True, False):
-        shards = [Shard(index, count, by_output) for index in range(count)]
+    for by_output, experts in product((True, False), (False, True)):
+        shards = [Shard(index, count, by_output, experts) for index in range(count)]
         try:
             parts = [load_weights(tmp_path, config, shard=shard) for shard in shards]
         except ConfigError as error:
@@ -65,7 +66,10 @@ def test_shards_by_output_add_up_to_the_whole(tmp_path, case, count):
             if by_output and kind in ("o", "down", "o_bias", "down_bias", "shared_down"):
                 joined = np.concatenate([part[name].data for part in parts])
                 np.testing.assert_array_equal(joined, weight.data, err_msg=name)
-            if by_output and kind in ("experts_down", "experts_down_bias"):
+            if experts and kind.startswith("experts_"):
+                joined = np.concatenate([part[name].data for part in parts])
+                np.testing.assert_array_equal(joined, weight.data, err_msg=name)
+            elif by_output and kind in ("experts_down", "experts_down_bias"):
                 joined = np.concatenate([part[name].data for part in parts], axis=1)
                 np.testing.assert_array_equal(joined, weight.data, err_msg=name)
 
@@ -81,7 +85,8 @@ def test_shards_of_random_quantized_weights(name):
     form = FORMATS[name]
     whole = dummy_weights(config, quantization=form)
     numbers = {name: Weight.dense(unpack_weight(weight)) for name, weight in whole.items()}
-    for shard in (Shard(1, 2), Shard(3, 4), Shard(1, 4, by_output=True)):
+    shards = Shard(1, 2), Shard(3, 4), Shard(1, 4, by_output=True), Shard(1, 2, whole_experts=True)
+    for shard in shards:
         for name, part in dummy_weights(config, quantization=form, shard=shard).items():
             assert part.shape == weight_shapes(config, shard)[name]
             want, got = take_shard(numbers[name], name, config, shard).data, unpack_weight(part)
