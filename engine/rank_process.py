@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from engine.device import Device, resolve_device
 from engine.distributed.collectives import SharedMemoryCollectives
 from engine.distributed.group import Group
 from engine.distributed.messages import Messages, unpack
+from engine.dtypes import np_dtype
 from engine.errors import RankError
 from engine.layers.batch import ForwardBatch
 from engine.layers.collectives import Collectives
@@ -36,6 +38,7 @@ TARGET = "engine.rank_process:run"
 
 # Kinds of messages.
 PREPARE, SHARE, FORWARD, LOGITS, MOVE_BLOCKS, MOVE_SLOTS, CAPTURE, GRAPH = range(8)
+FREE, TRACE, SCALES, SET_SCALES, CALIBRATE, EMBED = range(8, 14)
 
 BATCH_NUMBERS = ("num_decodes", "max_seqlen_q", "max_context_len", "query_len")
 # Token ids are not among them: the embedding takes rank 0's, which only its device may know.
@@ -43,6 +46,7 @@ BATCH_ARRAYS = (
     *("positions", "rope_positions", "slot_mapping", "cu_seqlens_q", "context_lens"),
     *("block_tables", "logits_indices", "prefill_cu_seqlens_q", "tree_mask"),
 )
+# After these comes an array of the layers whose input rank 0 keeps.
 
 
 def run(group: Group, options: Mapping[str, Any]) -> None:
@@ -82,7 +86,7 @@ class Follower:
         self._model = model
         self._collectives = collectives
         self._messages = Messages(group)
-        self._pages: KVCache | None = None
+        self._pages: dict[int, KVCache] = {}  # by rank 0's number; 0: the engine's
         self._swap: SwapSpace | None = None
         self._graphs: FollowerGraphs | None = None
         self._hidden: Any = None
@@ -95,6 +99,12 @@ class Follower:
             MOVE_SLOTS: self._move_slots,
             CAPTURE: self._capture,
             GRAPH: self._graph,
+            FREE: self._free,
+            TRACE: self._trace,
+            SCALES: self._scales,
+            SET_SCALES: self._set_scales,
+            CALIBRATE: self._calibrate,
+            EMBED: self._embed,
         }
 
     def follow(self) -> None:
@@ -110,21 +120,29 @@ class Follower:
 
     def _share(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("making pages")
-        num_blocks, num_host_blocks, block_size = numbers
+        which, num_blocks, num_host_blocks, block_size = numbers
         geometry = geometry_of(self._model.config, block_size, _text(arrays[0]))
-        self._pages = KVCache(geometry, num_blocks, MemoryPool(self._model.device))
+        pages = KVCache(geometry, num_blocks, MemoryPool(self._model.device))
+        self._pages[which] = pages
         if num_host_blocks:
-            self._swap = SwapSpace(self._pages, num_host_blocks)
+            self._swap = SwapSpace(pages, num_host_blocks)
         self._collectives.barrier("pages")
 
+    def _free(self, numbers: list[int], arrays: list[Any]) -> None:
+        for which in numbers:
+            self._pages.pop(which).close()
+
     def _forward(self, numbers: list[int], arrays: list[Any]) -> None:
-        step, wants_logits, *others = numbers
+        step, which, wants_logits, *others = numbers
+        *arrays, layers = arrays
         fields: dict[str, Any] = dict(zip(BATCH_ARRAYS, arrays, strict=True))
         fields |= zip(BATCH_NUMBERS, others, strict=True)
         ids = np.zeros(len(fields["positions"]), np.int32)
         self._group.set_doing(f"step {step} ({len(ids)} tokens)")
         batch = ForwardBatch(token_ids=ids, **fields).to(self._model.device)
-        pages = self._the_pages().layers
+        features = {layer: self._hidden_rows(len(ids)) for layer in layers.tolist()}
+        batch = replace(batch, features=features)
+        pages = self._the_pages(which).layers
         if wants_logits:
             self._model.forward(batch, pages)
         else:
@@ -133,7 +151,36 @@ class Follower:
     def _logits(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("logits")
         first, count = numbers
-        self._model.logits(self._hidden[first : first + count])
+        if first >= 0:
+            hidden = self._hidden[first : first + count]
+        else:
+            hidden = self._collectives.broadcast(self._hidden_rows(count))
+        self._model.logits(hidden)
+
+    def _embed(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("an embedding of drafts")
+        self._model.draft_target.embed(self._model.device.xp.zeros(numbers[0], np.int32))
+
+    def _hidden_rows(self, count: int) -> Any:
+        """Return a new array (count, N) for hidden states, or what else has their shape."""
+        model = self._model
+        return model.device.xp.empty((count, model.config.hidden_size), np_dtype(model.dtype))
+
+    def _trace(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("a trace")
+        self._model.trace(arrays[0])
+
+    def _scales(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("gathering scales")
+        self._model.kv_scales_of(_text(arrays[0]))
+
+    def _set_scales(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("setting scales")
+        self._model.set_kv_scales(arrays[0], _text(arrays[1]))
+
+    def _calibrate(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("calibrating scales")
+        self._model.calibrate_kv_scales(arrays)
 
     def _move_blocks(self, numbers: list[int], arrays: list[Any]) -> None:
         names = "swap_out", "copies", "swap_in", "freed_blocks"
@@ -155,6 +202,7 @@ class Follower:
             block_size,
             max_model_len,
             sorted(set(query_lens)),
+            arrays[0].tolist(),
         )
         self._graphs.capture()
 
@@ -166,10 +214,10 @@ class Follower:
         key = GraphKey(size, max_context_len, query_len, bool(is_tree))
         self._graphs.follow(key, arrays[0])
 
-    def _the_pages(self) -> KVCache:
-        if self._pages is None:
+    def _the_pages(self, which: int = 0) -> KVCache:
+        if which not in self._pages:
             raise RankError(f"rank {self._group.rank} was told of a step before it had pages")
-        return self._pages
+        return self._pages[which]
 
 
 def make_collectives(group: Group, device: Device) -> Collectives:
