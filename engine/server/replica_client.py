@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +35,10 @@ __all__ = ["ReplicaClient"]
 _MAX_CRASHES = 3
 GRACE_SECONDS = 1.0
 _RETRY_SECONDS = 0.2  # between two attempts to reach a replica
+_STATS_SECONDS = 5.0  # that a replica has to answer with its counters; Prometheus waits 10 s
+_DEADLINE_SLACK = 1.0  # seconds that an engine has to end a request that is overdue
 _CHUNK_SIZE = 64  # tokens, at least
+_log = logging.getLogger("engine.server")
 
 
 @dataclass(eq=False, slots=True)
@@ -80,7 +85,7 @@ class ReplicaClient(RequestClient):
         self._seed, self._num_seeds = list(seed), itertools.count()
         self._has_peers, self._grace_seconds = has_peers, grace_seconds
         self._has_replica = asyncio.Event()  # set once there has been one
-        self._router = PrefixRouter(chunk_size=_CHUNK_SIZE)
+        self._router = PrefixRouter(chunk_size=_CHUNK_SIZE)  # until there is a replica
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of each replica, alive or not
         self._addresses: dict[int, str] = {}
         self._clients: dict[int, ZmqEngineClient] = {}  # of those that are ready
@@ -117,19 +122,22 @@ class ReplicaClient(RequestClient):
 
     # ---- replicas
 
-    async def set_replicas(self, addresses: Mapping[int, str]) -> None:
+    async def set_replicas(
+        self, addresses: Mapping[int, str], *, keep_connected: bool = False
+    ) -> None:
         """Connect to these replicas as soon as they are there, and again whenever they are lost.
 
-        Others are left; their requests go to these.
+        Others are left, and their requests go to these; with `keep_connected`, they are left only
+        when they have ended, as `addresses` may be incomplete.
         """
-        kept = self._addresses.items() & addresses.items()
-        for number in self._addresses.keys() - dict(kept).keys():
-            task = self._tasks.pop(number)
-            del self._addresses[number]
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        for number in addresses.keys() - dict(kept).keys():
+        for number, address in list(self._addresses.items()):
+            default = address if keep_connected and number in self._clients else None
+            if addresses.get(number, default) != address:
+                del self._addresses[number]
+                task = self._tasks.pop(number)
+                task.cancel()
+                await asyncio.wait([task])
+        for number in addresses.keys() - self._addresses.keys():
             address = self._addresses[number] = addresses[number]
             self._tasks[number] = asyncio.ensure_future(self._stay_with(number, address))
 
@@ -166,9 +174,10 @@ class ReplicaClient(RequestClient):
             ended.set()
             self._leave(number, requests, error)
 
-        client.on_end, client.on_refusal = on_end, self._on_refusal
+        client.on_end, client.on_refusal, client.answer = on_end, self._on_refusal, self._answer
         if not self._has_replica.is_set():
             self._take_model(client.model_info)
+            self._router = PrefixRouter(chunk_size=max(_CHUNK_SIZE, client.block_size))
             self._has_replica.set()
         self._clients[number] = client
         self._router.add_replica(number, client.num_cache_tokens)
@@ -182,6 +191,7 @@ class ReplicaClient(RequestClient):
         del self._clients[number]
         self._router.remove_replica(number)
         self._last_error = error
+        _log.warning("replica %d has gone with %d requests: %s", number, len(requests), error)
         if not self._clients and self._ending is None:
             loop = asyncio.get_running_loop()
             self._ending = loop.call_later(self._grace_seconds, self._end)
@@ -190,7 +200,9 @@ class ReplicaClient(RequestClient):
                 continue  # its reader has just gone
             self._placed[request] = _Placed()
             request.num_crashes += str(error) not in (m.CLOSED, CLIENT_CLOSED)
-            if request.num_crashes >= _MAX_CRASHES:
+            if request.is_aborted:
+                request.abort()
+            elif request.num_crashes >= _MAX_CRASHES:
                 reason = f"{_MAX_CRASHES} replicas have ended while they had the request"
                 request.fail(EngineError(f"{reason}, the last one as {error}"))
             elif request.resume():
@@ -210,7 +222,20 @@ class ReplicaClient(RequestClient):
             if self._has_peers:
                 for number, client in self._clients.items():
                     self._router.report_load(number, *client.load)
+            self._end_overdue()
             self._place_waiting()
+
+    def _end_overdue(self) -> None:
+        """End the requests whose deadline no engine keeps: it hangs, or there is none."""
+        now = time.monotonic()
+        for request, placed in self._placed.items():
+            deadline, client = request.group.deadline, placed.client
+            if deadline is None or request.is_finished:
+                continue
+            if now > deadline + (0.0 if client is None else _DEADLINE_SLACK):
+                if client is not None:
+                    client.drop(request)
+                request.abort("timeout")
 
     # ---- requests
 
@@ -239,9 +264,12 @@ class ReplicaClient(RequestClient):
         request.message.params.setdefault("seed", self._next_seed())
         self._requests[request.request_id] = request
         placed = self._placed[request] = _Placed()
-        if not self._place(request) and placed.refusing:
+        try:
+            if not self._place(request) and placed.refusing:
+                raise QueueFullError("no replica takes requests at the moment; try again later")
+        except BaseException:
             self.drop(request)
-            raise QueueFullError("no replica takes requests at the moment; try again later")
+            raise
 
     def drop(self, request: RemoteRequest) -> None:
         """End a request that nobody waits for."""
@@ -259,13 +287,15 @@ class ReplicaClient(RequestClient):
         request = self._requests.get(request_id)
         if request is None:
             return
-        request.is_aborted = True  # should it be nowhere
-        if (client := self._placed[request].client) is not None:
+        if (client := self._placed[request].client) is None:
+            request.abort()
+        else:
             await client.abort(request_id)
 
     def _place(self, request: RemoteRequest) -> bool:
         """Send a request to the replica that suits it; False: there is none at the moment."""
         placed, message = self._placed[request], request.message
+        request.update_timeout()
         while True:
             route = self._route(message.token_ids, message.cache_salt, placed.refusing)
             if route is None:
@@ -273,18 +303,21 @@ class ReplicaClient(RequestClient):
             client = self._clients[route.replica]
             try:
                 client.submit(request)
-            except QueueFullError:
+            except BaseException as error:
                 self._router.finished(route)
+                if not isinstance(error, QueueFullError):
+                    raise
                 placed.refusing.add(route.replica)
                 continue
             placed.route, placed.client = route, client
-            if message.resumed is not None:  # its first output has been, and is not waited for
+            if request.has_begun:  # its first output has been, and is not waited for
                 self._router.computed(route, route.num_cached_tokens)
             return True
 
     def _route(
         self, token_ids: Sequence[int], salt: str | None, refusing: set[int]
     ) -> Route | None:
+        """Choose a replica; one that does not respond only if there is no other."""
         found = None
         if self._stuck:
             found = self._router.route(token_ids, salt, refusing | self._stuck)
@@ -294,7 +327,10 @@ class ReplicaClient(RequestClient):
         for request, placed in list(self._placed.items()):
             if placed.client is None and not request.is_finished:
                 placed.refusing.clear()  # it has been accepted
-                self._place(request)
+                try:
+                    self._place(request)
+                except Exception as error:
+                    request.fail(error)
 
     def _on_refusal(self, request: RemoteRequest, error: EngineError) -> bool:
         """Offer a request that a replica's full queue has refused to the others."""
@@ -320,27 +356,34 @@ class ReplicaClient(RequestClient):
         self, answer: Callable[[m.FromClient], Iterable[m.FromEngine]]
     ) -> Iterator[None]:
         """Let `answer`, instead of the engines, answer what is sent meanwhile; see `warm_up`."""
-        with contextlib.ExitStack() as stack:
-            for client in self._clients.values():
-                stack.enter_context(client.answered_by(answer))
+        self._set_answer(answer)  # also of replicas that join meanwhile
+        try:
             yield
-        self._router.forget_prefixes()
+        finally:
+            self._set_answer(None)
+            self._router.forget_prefixes()
+
+    def _set_answer(self, answer: Callable[[m.FromClient], Iterable[m.FromEngine]] | None) -> None:
+        self._answer = answer
+        for client in self._clients.values():
+            client.answer = answer
 
     # ---- calls
 
     async def stats(self) -> EngineStats:
-        """Return the counters of the first replica that is ready; see `stats_by_replica`."""
+        """Return the counters of the first replica that responds; see `stats_by_replica`."""
         return await self._first().stats()
 
     async def stats_by_replica(self) -> dict[int, EngineStats]:
-        """Return the counters of each replica that is ready, since it has started."""
-        clients = sorted(self._clients.items())
-        found = await asyncio.gather(*(c.stats() for _, c in clients), return_exceptions=True)
-        pairs = zip(clients, found, strict=True)
-        return {number: s for (number, _), s in pairs if isinstance(s, EngineStats)}
+        """Return the counters of each replica that responds, since it has started."""
+        numbers = [n for n, client in sorted(self._clients.items()) if client.is_responsive]
+        calls = [asyncio.wait_for(self._clients[n].stats(), _STATS_SECONDS) for n in numbers]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        pairs = zip(numbers, found, strict=True)
+        return {number: stats for number, stats in pairs if isinstance(stats, EngineStats)}
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return what the first replica that is ready does now; see `engine.snapshot`."""
+        """Return what the first replica that responds does now; see `engine.snapshot`."""
         return await self._first().snapshot()
 
     async def embed(
@@ -350,10 +393,11 @@ class ReplicaClient(RequestClient):
         encode = self._maker.encode
         inputs = await asyncio.to_thread(lambda: [encode(each) for each in prompts])
         ids = [each.token_ids for each in inputs]
-        for attempt in itertools.count(1):
+        num_crashes = 0
+        while True:
             self._check_alive()
             # All of it is computed there, whatever is cached.
-            route = self._router.route([id_ for each in ids for id_ in each], "embeddings")
+            route = self._route([id_ for each in ids for id_ in each], "embeddings", set())
             if route is None:
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
@@ -361,16 +405,24 @@ class ReplicaClient(RequestClient):
             try:
                 return await client.embed(ids, pooling, normalize=normalize)
             except EngineError:
-                if client.error is None or attempt >= _MAX_CRASHES:
+                num_crashes += 1
+                if client.error is None or num_crashes >= _MAX_CRASHES:
                     raise
             finally:
                 self._router.finished(route)
-        raise AssertionError
 
     async def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes of all replicas."""
         self._router.forget_prefixes()
-        await asyncio.gather(*(client.reset_prefix_cache() for client in self._clients.values()))
+
+        async def reset(client: ZmqEngineClient) -> None:
+            try:
+                await client.reset_prefix_cache()
+            except EngineError:
+                if client.error is None:  # otherwise it has ended, and its prefixes with it
+                    raise
+
+        await asyncio.gather(*map(reset, self._clients.values()))
 
     async def close(self) -> None:
         """End all requests of this client, with an `EngineError` for each; the engines go on."""
@@ -393,4 +445,5 @@ class ReplicaClient(RequestClient):
         self._check_alive()
         if not self._clients:
             raise EngineError("no replica is ready at the moment; try again later")
-        return self._clients[min(self._clients)]
+        # One that responds, if there is one.
+        return min(self._clients.items(), key=lambda each: (not each[1].is_responsive, each[0]))[1]
