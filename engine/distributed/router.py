@@ -114,7 +114,7 @@ class PrefixRouter:
     Parameters
     ----------
     chunk_size : int
-        Tokens of a chunk, the unit of what is remembered.
+        Tokens of a chunk, the unit of what is remembered; a multiple of the replicas' block size.
     max_chunks : int
         Maximum number of chunks remembered, over all replicas.
     request_tokens : int
@@ -252,12 +252,15 @@ class PrefixRouter:
         owner = route._owner
         if owner.is_removed or not route.num_waiting_tokens:
             return
+        num_tokens = route.num_cached_tokens + route.num_waiting_tokens
         owner.pending.discard(route._number)
         owner.own_tokens -= route.num_waiting_tokens
         route.num_waiting_tokens = 0
         self._note_load(owner)
-        num_found = (num_cached_tokens + 1) // self.chunk_size  # the last token is never reused
-        if num_found < len(route._last_uses):
+        # The block of the last token is computed again, whatever is cached.
+        num_expected = min(len(route._last_uses), (num_tokens - 1) // self.chunk_size)
+        num_found = num_cached_tokens // self.chunk_size
+        if num_found < num_expected:
             missed = route._last_uses[num_found]
             if missed not in owner.pending:  # it had been computed, so it has been evicted
                 self._forget_until(owner, missed)
