@@ -8,7 +8,7 @@ HTTP application, the router and the way in which requests outlive their replica
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -18,9 +18,10 @@ from starlette.applications import Starlette
 
 from engine.checks import shown
 from engine.distributed.autoscaling import replicas_by_requests
-from engine.distributed.ray_launch import actor_options, directory_of, import_ray
+from engine.distributed.ray_launch import RemoteDirectory, actor_options, import_ray
 from engine.errors import ConfigError, EngineError, unknown_keyword
 from engine.sampling_params import NumberRange
+from engine.server.access_log import configure_logging
 from engine.server.api_process import load_model_tokenizer
 from engine.server.app import build_app
 from engine.server.ray_replica import RayReplica
@@ -31,6 +32,14 @@ __all__ = ["RayIngress", "RayServeConfig", "build"]
 
 _FOLLOW_SECONDS = 1.0  # between two looks at the directory
 _GRACE_SECONDS = 600.0  # that requests wait for a replica when there is none
+_log = logging.getLogger("engine.server")
+
+# Options of the sockets, which are Ray Serve's here.
+_REFUSED = (
+    *("root_path", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "hang_timeout"),
+    *("shutdown_timeout", "timeout_keep_alive", "send_timeout"),
+    *("max_connections", "max_header_bytes"),
+)
 _RANGES = {
     "num_ingresses": NumberRange(1, 1024, integer=True),
     "min_replicas": NumberRange(1, 10_000, integer=True),
@@ -55,7 +64,7 @@ class RayServeConfig:
     engine : dict
         Keywords of `LLMEngine.from_name`.
     server : dict
-        Options of `ServerConfig`; those that say where to listen are Ray Serve's.
+        Options of `ServerConfig`, but those of connections, which are Ray Serve's.
     num_ingresses : int
         Actors for HTTP, tokenizing and detokenizing.
     min_replicas, max_replicas : int
@@ -122,7 +131,17 @@ class RayServeConfig:
                 f"max_replicas must be at least min_replicas ({self.min_replicas}); "
                 f"got {self.max_replicas}"
             )
-        ServerConfig.from_options(self.server)
+        num_ranks = self.engine.get("tensor_parallel_size", 1)
+        if 0 < self.num_gpus < num_ranks:
+            raise ConfigError(
+                f"num_gpus must be at least tensor_parallel_size ({num_ranks}), or 0 for the CPU; "
+                f"got {self.num_gpus}"
+            )
+        server = ServerConfig.from_options(self.server)
+        for name in _REFUSED:
+            given, default = getattr(server, name), getattr(ServerConfig, name)
+            if given != default:
+                raise ConfigError(f"{name} must be left out: Ray Serve has its own; got {given!r}")
 
 
 class RayIngress:
@@ -143,8 +162,11 @@ class RayIngress:
         self, model: str, server: dict[str, Any], directory: str, token: str, replicas: Any = None
     ) -> None:
         options = ServerConfig.from_options({"served_model_name": (model,)} | server)
+        configure_logging(
+            options.log_level, json_logs=options.json_logs, access_log=options.access_log
+        )
         tokenizer = await asyncio.to_thread(load_model_tokenizer, model, options.chat_template)
-        self._directory = directory_of(directory)
+        self._directory = RemoteDirectory(directory)
         seed = (secrets.randbits(63),)
         self._client = ReplicaClient(
             token, tokenizer, seed=seed, has_peers=True, grace_seconds=_GRACE_SECONDS
@@ -173,8 +195,12 @@ class RayIngress:
     async def _follow(self) -> None:
         """Keep to the replicas in the directory."""
         while True:
-            with contextlib.suppress(Exception):  # it is started again, if it has ended
-                await self._client.set_replicas(await self._directory.replicas.remote())
+            try:
+                found = await self._directory.call("replicas")
+                # A directory that has just been started again does not know them all.
+                await self._client.set_replicas(found, keep_connected=True)
+            except Exception as error:  # the next call starts it again, if it has ended
+                _log.warning("the directory of replicas cannot be reached: %s", error)
             await asyncio.sleep(_FOLLOW_SECONDS)
 
 
