@@ -22,7 +22,7 @@ class _Entry:
 class Directory:
     """Numbers replicas, and forgets those that have not registered for 15 seconds.
 
-    That a replica has died is noticed by its clients, whose connections end, and at once.
+    Clients notice sooner that a replica has died: their connections end.
 
     Parameters
     ----------

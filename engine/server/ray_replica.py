@@ -69,7 +69,8 @@ class RayReplica:
         EngineError
         """
         if self._error is not None:
-            raise EngineError(f"{type(self._error).__name__}: {self._error}")
+            reason = f"{type(self._error).__name__}: {self._error}"
+            raise EngineError(reason) from self._error
         if not self._thread.is_alive():
             raise EngineError("the engine has ended")
 

@@ -32,6 +32,7 @@ __all__ = ["RayIngress", "RayServeConfig", "build"]
 
 _FOLLOW_SECONDS = 1.0  # between two looks at the directory
 _GRACE_SECONDS = 600.0  # that requests wait for a replica when there is none
+_SPARE_REQUESTS = 64
 _log = logging.getLogger("engine.server")
 
 # Options of the sockets, which are Ray Serve's here.
@@ -41,7 +42,7 @@ _REFUSED = (
     *("max_connections", "max_header_bytes"),
 )
 _RANGES = {
-    "num_ingresses": NumberRange(1, 1024, integer=True),
+    "num_ingresses": NumberRange(1, 512, integer=True),  # an engine has at most twice as many
     "min_replicas": NumberRange(1, 10_000, integer=True),
     "max_replicas": NumberRange(1, 10_000, integer=True),
     "target_requests": NumberRange(1, 1e6),
@@ -239,7 +240,8 @@ def build(arguments: dict[str, Any]) -> Any:
     ingress = serve.deployment(serve.ingress()(RayIngress)).options(
         name="ingress",
         num_replicas=config.num_ingresses,
-        max_ongoing_requests=server.max_concurrent_requests,
+        # More than `RequestSlots` lets in: it answers 429, where Ray Serve would let them wait.
+        max_ongoing_requests=server.max_concurrent_requests + _SPARE_REQUESTS,
         ray_actor_options={"num_cpus": 0.5},
     )
     names = directory, token

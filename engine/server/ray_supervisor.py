@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 import time
@@ -11,6 +10,7 @@ from typing import Any
 
 from engine.distributed.ray_launch import import_ray
 from engine.errors import ConfigError
+from engine.server.child import say
 from engine.server.ray_serve import RayServeConfig, build
 from engine.server.server_config import ServerConfig
 
@@ -53,12 +53,12 @@ def supervise_on_ray(model: str, server: ServerConfig, engine: dict[str, Any]) -
             return 0
         serve.start(http_options={"host": server.host, "port": server.port})
         serve.run(build(arguments), name=_NAME, route_prefix="/")
-        _say(f"ready at {server.url}, on every machine ({time.monotonic() - start:.1f} s)")
+        say(f"ready at {server.url}, on every machine ({time.monotonic() - start:.1f} s)")
         ending.wait()
         serve.delete(_NAME)
         return 0
     except RuntimeError as error:  # Ray Serve's own report says more
-        _say(f"the application could not start: {error}")
+        say(f"the application could not start: {error}")
         with contextlib.suppress(Exception):
             serve.delete(_NAME)
         return 1
@@ -87,13 +87,8 @@ def _wait_for_nodes(ray: Any, count: int, ending: threading.Event) -> bool:
     said = 0.0
     while (found := sum(node["Alive"] for node in ray.nodes())) < count:
         if time.monotonic() - said > _REPORT_SECONDS:
-            _say(f"waiting for {count} machines; the cluster has {found}")
+            say(f"waiting for {count} machines; the cluster has {found}")
             said = time.monotonic()
         if ending.wait(0.2):
             return False
     return True
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, f"engine: {text}\n".encode())

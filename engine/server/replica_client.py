@@ -31,22 +31,18 @@ from engine.stats import EngineStats
 
 __all__ = ["ReplicaClient"]
 
-# A request in so many replicas that ended unexpectedly is taken for the reason.
-_MAX_CRASHES = 3
+_MAX_CRASHES = 3  # replicas that ended with the same request, which then is probably the cause
 GRACE_SECONDS = 1.0
 _RETRY_SECONDS = 0.2  # between two attempts to reach a replica
 _STATS_SECONDS = 5.0  # that a replica has to answer with its counters; Prometheus waits 10 s
 _DEADLINE_SLACK = 1.0  # seconds that an engine has to end a request that is overdue
-_CHUNK_SIZE = 64  # tokens, at least
+_CHUNK_SIZE = 64  # tokens; at least a block of the engine
 _log = logging.getLogger("engine.server")
 
 
 @dataclass(eq=False, slots=True)
 class _Placed:
-    """Where a request is; nowhere while there is no replica.
-
-    `refusing` are the replicas whose queues were full.
-    """
+    """The replica that has a request, if any; `refusing` are those whose queues were full."""
 
     route: Route | None = None
     client: ZmqEngineClient | None = None
@@ -54,9 +50,9 @@ class _Placed:
 
 
 class ReplicaClient(RequestClient):
-    """Talks to replicas, which may come and go; belongs to the event loop that made it.
+    """Distributes requests over replicas that come and go; belongs to one event loop.
 
-    `connect` makes one.
+    `connect` makes one and waits for a replica.
 
     Parameters
     ----------
@@ -66,7 +62,7 @@ class ReplicaClient(RequestClient):
     seed : sequence of int
         Seeds the requests that have no seed of their own.
     has_peers : bool
-        Whether the replicas have other clients, too, whose requests count as load.
+        Whether the replicas have other clients, too; then their heartbeats tell the load.
     grace_seconds : float
         For how long requests wait when no replica is left, before they fail.
     """
@@ -125,10 +121,10 @@ class ReplicaClient(RequestClient):
     async def set_replicas(
         self, addresses: Mapping[int, str], *, keep_connected: bool = False
     ) -> None:
-        """Connect to these replicas as soon as they are there, and again whenever they are lost.
+        """Use these replicas: connect as soon as they are there, and again when they are lost.
 
-        Others are left, and their requests go to these; with `keep_connected`, they are left only
-        when they have ended, as `addresses` may be incomplete.
+        Requests of all others move to these. With `keep_connected`, `addresses` may be incomplete:
+        connected replicas stay until they end.
         """
         for number, address in list(self._addresses.items()):
             default = address if keep_connected and number in self._clients else None
@@ -159,7 +155,7 @@ class ReplicaClient(RequestClient):
         while True:
             try:
                 client = await ZmqEngineClient.connect(address, self._token, self.tokenizer)
-            except EngineError:  # it has ended before it was ready
+            except EngineError:  # the replica has ended before it was ready
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
             ended = asyncio.Event()
@@ -167,7 +163,7 @@ class ReplicaClient(RequestClient):
                 self._join(number, client, ended)
                 await ended.wait()
             finally:
-                await client.close()  # unless it has ended, its requests go to others now
+                await client.close()  # moves the requests, if the replica has not ended
 
     def _join(self, number: int, client: ZmqEngineClient, ended: asyncio.Event) -> None:
         def on_end(requests: list[RemoteRequest], error: EngineError) -> None:
@@ -209,13 +205,13 @@ class ReplicaClient(RequestClient):
                 self._place(request)
 
     def _end(self) -> None:
-        """Tell everybody who waits that no replica is left."""
+        """Fail all requests, as no replica is left."""
         self._error = self._last_error
         for request in list(self._placed):
             request.fail(self._error)
 
     async def _tick(self) -> None:
-        """Look after the replicas now and then."""
+        """Twice a second, update loads, end overdue requests and place waiting ones."""
         while True:
             await asyncio.sleep(m.BEAT_SECONDS)
             self._stuck = {n for n, client in self._clients.items() if not client.is_responsive}
@@ -326,7 +322,7 @@ class ReplicaClient(RequestClient):
     def _place_waiting(self) -> None:
         for request, placed in list(self._placed.items()):
             if placed.client is None and not request.is_finished:
-                placed.refusing.clear()  # it has been accepted
+                placed.refusing.clear()  # of before; the request is accepted by now
                 try:
                     self._place(request)
                 except Exception as error:
