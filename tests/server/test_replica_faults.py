@@ -160,6 +160,27 @@ def test_a_deadline_holds_where_no_engine_keeps_it(is_hung, replicas, monkeypatc
     run(main())
 
 
+def test_two_replicas_that_die_together(replicas):
+    """What both had goes on at the third, and so do requests that arrive at that moment."""
+    found = replicas(3)
+
+    async def main():
+        async with connected(found) as client:
+            streams = [client.generate([1 + i], _greedy(80)) for i in range(9)]
+            for stream in streams:
+                await anext(stream)
+            assert len({placed.route.replica for placed in client._placed.values()}) == 3
+            found[0].die()
+            found[1].die()
+            late = [collected(client, [20 + i], _greedy(30)) for i in range(3)]
+            counts = await asyncio.gather(*map(_num_tokens, streams), *late)
+            assert counts[:9] == [80] * 9
+            assert [len(each[-1].outputs[0].token_ids) for each in counts[9:]] == [30] * 3
+            assert client.replicas == {0: "starting", 1: "starting", 2: "ready"}
+
+    run(main())
+
+
 def test_an_abort_needs_no_replica(replicas):
     found = replicas(1)
 
