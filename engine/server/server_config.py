@@ -99,7 +99,7 @@ class ServerConfig:
     shutdown_timeout: float = _option(30.0, "seconds that running requests have after SIGTERM")
     hang_timeout: float | None = _option(
         None,
-        "seconds that a step may take; a longer one ends the engine, and the last engine the server",
+        "seconds that a step may take; a longer one ends the engine, and the server with the last",
     )
 
     served_model_name: tuple[str, ...] = _option((), "names of the model in the API; repeatable")
