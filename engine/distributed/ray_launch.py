@@ -1,6 +1,6 @@
-"""What is asked of Ray for a replica of an engine: resources, a placement, the directory.
+"""What replicas need of Ray: resources, and an actor with the directory of all replicas.
 
-Ray is imported when it is asked for.
+Ray is imported when it is needed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def actor_options(num_gpus: int, num_cpus: float) -> dict[str, Any]:
 
 
 class _DirectoryActor:
-    """A `Directory` for all machines, which ends when nobody uses it any more."""
+    """A `Directory` for all machines; it ends after two minutes without use."""
 
     def __init__(self) -> None:
         self._directory = Directory()

@@ -41,13 +41,14 @@ class ZmqEngineClient(RequestClient):
     num_cache_tokens, block_size : int
         How many tokens of cached prefixes the engine can hold, in blocks of how many.
     load : (int, int)
-        Tokens of known tokens that the engine has yet to compute, and its requests, those of other
-        clients included; half a second old.
+        Known tokens that the engine has yet to compute, and unfinished requests, those of other
+        clients included; up to half a second old.
     on_end : callable, optional
         ``on_end(requests, error)`` is called once when the engine has ended: unfinished requests
         are left to it.
     on_refusal : callable, optional
-        ``on_refusal(request, error)`` tells whether it takes a request that the engine refuses.
+        ``on_refusal(request, error)`` is called when the engine refuses a request; False: the
+        request fails with `error`.
     answer : callable, optional
         Answers what is sent, instead of the engine; see `answered_by`.
     """

@@ -85,7 +85,7 @@ class RayReplica:
         return {"address": self.address, "pid": os.getpid(), "node": node}
 
     async def __del__(self) -> None:
-        """Tell the clients that it ends: they send what is left to others."""
+        """Leave the directory and end the loop: clients then move its requests to others."""
         if self._registering is not None:
             self._registering.cancel()
             with contextlib.suppress(Exception):  # the directory may have ended before

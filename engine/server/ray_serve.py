@@ -156,7 +156,7 @@ class RayIngress:
     directory, token : str
         As of `RayReplica`.
     replicas : DeploymentHandle
-        Not used: it makes Ray Serve start the replicas, too.
+        Not used; makes Ray Serve deploy the replicas with the ingress.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
@@ -194,7 +194,7 @@ class RayIngress:
         await self._client.close()
 
     async def _follow(self) -> None:
-        """Keep to the replicas in the directory."""
+        """Use the replicas that the directory names."""
         while True:
             try:
                 found = await self._directory.call("replicas")

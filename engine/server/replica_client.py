@@ -135,7 +135,7 @@ class ReplicaClient(RequestClient):
                 await asyncio.wait([task])
         for number in addresses.keys() - self._addresses.keys():
             address = self._addresses[number] = addresses[number]
-            self._tasks[number] = asyncio.ensure_future(self._stay_with(number, address))
+            self._tasks[number] = asyncio.ensure_future(self._keep_connected(number, address))
 
     async def wait_until_ready(self) -> None:
         """Wait until there has been a replica."""
@@ -151,11 +151,12 @@ class ReplicaClient(RequestClient):
             for number in sorted(self._tasks)
         }
 
-    async def _stay_with(self, number: int, address: str) -> None:
+    async def _keep_connected(self, number: int, address: str) -> None:
         while True:
             try:
                 client = await ZmqEngineClient.connect(address, self._token, self.tokenizer)
-            except EngineError:  # the replica has ended before it was ready
+            except EngineError as error:
+                _log.warning("replica %d has ended before it was ready: %s", number, error)
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
             ended = asyncio.Event()
