@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 import re
 import threading
 import time
@@ -19,6 +21,7 @@ from engine.structured_output import StructuredOutput
 from tests.e2e.tiny import Words, make_llm, tiny_model
 from tests.server.loops import TOKEN, collected, eventually, run
 from tests.server.test_replicas import (
+    KINDS,
     _greedy,
     _num_tokens,
     _params,
@@ -303,3 +306,88 @@ def test_replicas_that_are_connected_may_be_missing_in_a_list(replicas):
             assert client.replicas == {1: "ready"}
 
     run(main())
+
+
+async def _disturb(found, client, rng, is_over):
+    """Let replicas break, stop, hang and be missing in the list, until it is over."""
+    addresses = {each.number: each.address for each in found}
+    while not is_over.is_set():
+        await asyncio.sleep(rng.random() * 0.2)
+        victim, what = rng.choice(found), rng.choice(["break", "stop", "hang", "missing"])
+        if what == "hang":
+            victim.may_step.clear()
+            await asyncio.sleep(rng.random() * 0.6)
+            victim.may_step.set()
+        elif what == "missing":
+            others = {n: address for n, address in addresses.items() if n != victim.number}
+            await client.set_replicas(others, keep_connected=rng.random() < 0.5)
+            await asyncio.sleep(rng.random() * 0.1)
+            await client.set_replicas(addresses)
+        else:
+            victim.die() if what == "break" else victim.loop.stop()
+            await asyncio.to_thread(victim.thread.join, 5)
+            if not victim.thread.is_alive():
+                victim.start()
+            victim.is_dying = False
+
+
+async def _read(client, prompt, params, fate, rng):
+    """Return the outputs of a request, which may be aborted, late, or left by its reader."""
+    if fate == "left":
+        stream = client.generate(prompt, params)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(stream), rng.random())
+        await stream.aclose()
+        return []
+    timeout = rng.random() + 0.01 if fate == "late" else None
+    name = f"request-{rng.random()}"
+    reading = asyncio.ensure_future(
+        collected(client, prompt, params, request_id=name, timeout=timeout)
+    )
+    if fate == "aborted":
+        await asyncio.sleep(rng.random() * 0.5)
+        await client.abort(name)
+    outputs = await reading
+    assert outputs[-1].finished
+    return outputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_outputs_are_whole_and_nothing_is_left(seed, replicas, monkeypatch):
+    monkeypatch.setattr("engine.model.Model.has_tokenizer", True)
+    monkeypatch.setattr("engine.model.Model.tokenizer", Words())
+    monkeypatch.setattr(replica_client, "_MAX_CRASHES", 1000)
+    monkeypatch.setattr(replica_client, "_DEADLINE_SLACK", 0.2)
+    rng = random.Random(seed)
+    kinds = [kind for kind in KINDS if "best_of" not in kind]
+    options = [rng.choice(kinds) | {"max_tokens": rng.randrange(30, 90)} for _ in range(40)]
+    prompts = [" ".join(f"w{rng.randrange(4, 90)}" for _ in range(rng.choice([9, 64, 100])))
+               for _ in options]  # fmt: skip
+    want = make_llm(tiny_model(deterministic=True)).generate(
+        prompts, [_params(**o) for o in options]
+    )
+    fates = [rng.choice(["read"] * 5 + ["aborted", "late", "left"]) for _ in options]
+    found = replicas(3)
+
+    async def main():
+        slots, is_over = asyncio.Semaphore(12), asyncio.Event()
+        async with connected(found, Words(), grace_seconds=60, has_peers=bool(seed % 2)) as client:
+
+            async def one(prompt, option, fate):
+                async with slots:
+                    params = _params(**option, output_kind=RequestOutputKind.DELTA)
+                    return await _read(client, prompt, params, fate, rng)
+
+            disturbing = asyncio.ensure_future(_disturb(found, client, rng, is_over))
+            answers = await asyncio.gather(*map(one, prompts, options, fates))
+            is_over.set()
+            await disturbing
+            router = client._router
+            await eventually(lambda: not any(map(router.num_requests, router.replicas)))
+            assert not any(each._requests or each._handles for each in client._clients.values())
+            return answers
+
+    for have, wanted, fate in zip(run(main(), 150), want, fates, strict=True):
+        if fate == "read":
+            assert _rounded(_joined(have)) == _rounded(_joined([wanted]))
