@@ -353,7 +353,7 @@ async def _read(client, prompt, params, fate, rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_whatever_happens_outputs_are_whole_and_nothing_is_left(seed, replicas, monkeypatch):
     monkeypatch.setattr("engine.model.Model.has_tokenizer", True)
     monkeypatch.setattr("engine.model.Model.tokenizer", Words())
@@ -361,7 +361,7 @@ def test_whatever_happens_outputs_are_whole_and_nothing_is_left(seed, replicas, 
     monkeypatch.setattr(replica_client, "_DEADLINE_SLACK", 0.2)
     rng = random.Random(seed)
     kinds = [kind for kind in KINDS if "best_of" not in kind]
-    options = [rng.choice(kinds) | {"max_tokens": rng.randrange(30, 90)} for _ in range(40)]
+    options = [rng.choice(kinds) | {"max_tokens": rng.randrange(30, 90)} for _ in range(20)]
     prompts = [" ".join(f"w{rng.randrange(4, 90)}" for _ in range(rng.choice([9, 64, 100])))
                for _ in options]  # fmt: skip
     want = make_llm(tiny_model(deterministic=True)).generate(
