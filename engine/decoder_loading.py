@@ -47,7 +47,8 @@ def load_decoder(
     shard, parts = WHOLE, WholeParts()
     local, heads = config, slice(None)
     if collectives is not None:
-        shard = Shard(collectives.rank, collectives.size, options.deterministic)
+        how = options.deterministic, options.enable_expert_parallel
+        shard = Shard(collectives.rank, collectives.size, *how)
         parts, local = ParallelParts(config, shard, collectives), local_config(config, shard)
         heads = slice(*shard.cut_shared("num_key_value_heads", config.num_kv_heads))
     weights = _weights(source, config, options, shard, progress=progress)

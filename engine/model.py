@@ -49,6 +49,7 @@ LOAD_OPTIONS = (
     "max_model_len",
     "quantization",
     "deterministic",
+    "enable_expert_parallel",
     "progress",
     "config",
 )
@@ -67,6 +68,7 @@ def load(
     max_model_len: int | None = None,
     quantization: str | None = None,
     deterministic: bool = False,
+    enable_expert_parallel: bool = False,
     progress: bool | None = None,
     config: ModelConfig | None = None,
     collectives: Collectives | None = None,
@@ -99,6 +101,8 @@ def load(
         Batch invariance: a token's logits have the same bits in any batch, at any chunk size and
         after any recomputation, because no kernel's order of summation depends on the batch.
         Slower for few tokens.
+    enable_expert_parallel : bool
+        With several ranks: each has whole experts of a mixture, not a part of every expert.
     progress : bool, optional
         Show progress bars on stderr; by default if it is a terminal.
     config : ModelConfig, optional
@@ -150,6 +154,7 @@ def load(
         max_model_len,
         quantization,
         deterministic,
+        enable_expert_parallel,
     )
     if device == "auto":
         print(f"engine: device {place} ({why}), dtype {options.dtype}", file=sys.stderr)
@@ -423,6 +428,11 @@ class Model:
         self.device.activate()
         layers = [i for i in range(self.config.num_layers) if self.config.moe_of(i) is not None]
         return dict(zip(layers, self._decoder.expert_load(), strict=True))
+
+    @property
+    def expert_runs(self) -> tuple[tuple[int, int], ...]:
+        """Ranges [first, last) of the experts that each rank has whole; none if it has parts."""
+        return () if self._decoder is None else self._decoder.parts.expert_runs
 
     def trace(self, token_ids: Any) -> Trace:
         """Run a sequence through the model and return attention weights and residual streams.

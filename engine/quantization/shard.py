@@ -19,6 +19,8 @@ class Shard:
     by_output : bool
         Divide every matrix by its output features, so that no sum crosses parts. Otherwise the
         second matrix of a pair (the output of attention, down) is divided by its input features.
+    whole_experts : bool
+        Divide a mixture by its experts, which stay whole. Otherwise each expert is divided.
 
     Raises
     ------
@@ -34,6 +36,7 @@ class Shard:
     index: int = 0
     count: int = 1
     by_output: bool = False
+    whole_experts: bool = False
 
     def __post_init__(self) -> None:
         if not (type(self.index) is int and type(self.count) is int and self.count >= 1):
@@ -60,6 +63,31 @@ class Shard:
             raise ConfigError(f"{name} must be a multiple of {self.count} shards; got {size}")
         part = size // self.count
         return self.index * part, (self.index + 1) * part
+
+    def cut_experts(self, num_experts: int) -> tuple[int, int]:
+        """Return this part's range [first, last) of experts: all, unless they are divided whole.
+
+        The parts are as even as they can be.
+
+        Raises
+        ------
+        ConfigError
+            If there are fewer experts than parts.
+
+        Examples
+        --------
+        >>> [Shard(index, 3, whole_experts=True).cut_experts(8) for index in range(3)]
+        [(0, 2), (2, 5), (5, 8)]
+        """
+        if not self.whole_experts:
+            return 0, num_experts
+        if num_experts < self.count:
+            raise ConfigError(
+                f"experts must be at least {self.count}, one for each rank with whole experts; "
+                f"got {num_experts}"
+            )
+        bounds = [index * num_experts // self.count for index in (self.index, self.index + 1)]
+        return bounds[0], bounds[1]
 
     def cut_padded(self, size: int) -> tuple[int, int, int]:
         """Return this part's range [first, last), and its length including padding."""
