@@ -188,7 +188,7 @@ class ReplicaClient(RequestClient):
         del self._clients[number]
         self._router.remove_replica(number)
         self._last_error = error
-        _log.warning("replica %d has gone with %d requests: %s", number, len(requests), error)
+        _log.warning("replica %d is lost with %d requests: %s", number, len(requests), error)
         if not self._clients and self._ending is None:
             loop = asyncio.get_running_loop()
             self._ending = loop.call_later(self._grace_seconds, self._end)
