@@ -118,18 +118,24 @@ def _penalize(
     """Apply penalties: repetition to ids in prompt or output, the others to ids in the output."""
     if history is None:
         return
-    for b, row in enumerate(work):
-        ids = history[b, : lens[b]]
-        inside = (ids >= 0) & (ids < row.size)
-        is_output = inside & (np.arange(len(ids)) >= prompt_lens[b])
-        seen, (used, count) = np.unique(ids[inside]), np.unique(ids[is_output], return_counts=True)
-        if repetition is not None:
-            r = repetition[b]
-            row[seen] = np.where(row[seen] > 0, row[seen] / r, row[seen] * r)
-        if freq is not None:
-            row[used] -= freq[b] * count.astype(np.float32)
-        if presence is not None:
-            row[used] -= presence[b]
+    num_rows, vocab = work.shape
+    columns = np.arange(lens.max(initial=0))
+    ids = history[:, : len(columns)]
+    known = (columns < lens[:, None]) & (ids >= 0) & (ids < vocab)
+    keys = np.arange(num_rows)[:, None] * vocab + ids  # of all rows at once
+    if repetition is not None:
+        seen = np.divmod(np.unique(keys[known]), vocab)
+        values, r = work[seen], repetition[seen[0]]
+        work[seen] = np.where(values > 0, values / r, values * r)
+    if freq is None and presence is None:
+        return
+    is_output = known & (columns >= prompt_lens[:, None])
+    flat, counts = np.unique(keys[is_output], return_counts=True)
+    used = np.divmod(flat, vocab)
+    if freq is not None:
+        work[used] -= freq[used[0]] * counts.astype(np.float32)
+    if presence is not None:
+        work[used] -= presence[used[0]]
 
 
 def _usable(
