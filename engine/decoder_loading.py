@@ -11,7 +11,7 @@ from engine.loading.weights import dummy_weights, load_weights
 from engine.models.decoder import Decoder
 from engine.models.kernel_set import prepare_kernels
 from engine.models.sharding import ParallelParts, WholeParts, local_config
-from engine.quantization import FORMATS, WHOLE, Shard, Weight
+from engine.quantization import ALL_LAYERS, FORMATS, Shard, Stage, Weight
 
 __all__ = ["load_decoder"]
 
@@ -22,6 +22,7 @@ def load_decoder(
     options: LoadConfig,
     collectives: Collectives | None = None,
     *,
+    stage: Stage = ALL_LAYERS,
     progress: bool = False,
 ) -> tuple[Decoder, slice]:
     """Return a decoder, and which of the model's key/value heads it has.
@@ -35,6 +36,8 @@ def load_decoder(
     options : LoadConfig
     collectives : Collectives, optional
         Of the ranks that share the model; this one loads its part only.
+    stage : Stage
+        The layers to load.
     progress : bool
         Show progress bars on stderr.
 
@@ -44,13 +47,16 @@ def load_decoder(
         If the model cannot be divided, the files cannot be used, or there is no room.
     """
     device, dtype = options.device, options.dtype
-    shard, parts = WHOLE, WholeParts()
-    local, heads = config, slice(None)
+    shard, parts = Shard(stage=stage), WholeParts()
+    local, heads = local_config(config, shard), slice(None)
     if collectives is not None:
-        shard = Shard(collectives.rank, collectives.size, options.deterministic)
+        shard = Shard(collectives.rank, collectives.size, options.deterministic, stage)
         parts, local = ParallelParts(config, shard, collectives), local_config(config, shard)
         heads = slice(*shard.cut_shared("num_key_value_heads", config.num_kv_heads))
-    weights = _weights(source, config, options, shard, progress=progress)
+    named = _weights(source, config, options, shard, progress=progress)
+    weights = {stage.local_name(name): weight for name, weight in named.items()}
+    if not stage.is_first:
+        weights.pop("embed", None)  # a tied one, which is the output layer
     device.activate()
     if device.is_cuda and not (shard.by_output and not shard.is_whole):  # which gathers features
         pad_mlps(weights, local, device, dtype)
@@ -60,6 +66,7 @@ def load_decoder(
         options.max_model_len,
         deterministic=options.deterministic,
         parts=parts,
+        stage=stage,
     )
     if device.is_cuda:
         formats = dict.fromkeys(form for weight in weights.values() for form in weight.formats())

@@ -37,6 +37,7 @@ from engine.loading.model_config import load_config
 from engine.model_files import is_present
 from engine.models.decoder import Decoder, Pages
 from engine.models.kernel_set import prepare_code_pages
+from engine.quantization import ALL_LAYERS, Stage
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.trace import Trace, trace_decoder
 
@@ -70,6 +71,7 @@ def load(
     progress: bool | None = None,
     config: ModelConfig | None = None,
     collectives: Collectives | None = None,
+    stage: Stage = ALL_LAYERS,
     **unknown: Any,
 ) -> Model:
     """Load a model, or one rank's part of it.
@@ -107,6 +109,9 @@ def load(
     collectives : Collectives, optional
         Of ranks that share the model (`engine.distributed`): each loads its part of the weights,
         and all must then call the model's methods alike.
+    stage : Stage
+        The layers to load, where several pipeline stages share the model. Such a part computes in
+        an engine only.
 
     Returns
     -------
@@ -153,10 +158,13 @@ def load(
     )
     if device == "auto":
         print(f"engine: device {place} ({why}), dtype {options.dtype}", file=sys.stderr)
-    decoder, heads = load_decoder(source, config, options, collectives, progress=show)
+    decoder, heads = load_decoder(source, config, options, collectives, stage=stage, progress=show)
     made = Model(decoder, options, source)
+    layers = slice(stage.first, stage.last or None)
     if options.load_format != "dummy" and source is not None:
-        page_calibration.take_checkpoint_scales(decoder.kv_scales, source.path, config, heads)
+        page_calibration.take_checkpoint_scales(
+            decoder.kv_scales, source.path, config, heads, layers
+        )
     return made
 
 
@@ -169,10 +177,13 @@ class Model:
     load_config : LoadConfig
         Device, dtype and length, with reasons.
     num_ranks : int
-        Processes that share it.
+        Processes that share its layers.
+    num_stages : int
+        Pipeline stages that have its layers.
     """
 
     num_ranks = 1
+    num_stages = 1
 
     def __init__(
         self, decoder: Decoder, load_config: LoadConfig, source: ModelSource | None = None
@@ -405,6 +416,11 @@ class Model:
         """Compute one step up to the final norm; see `Decoder.hidden_states`."""
         self.device.activate()
         return self.decoder.hidden_states(batch, kv_pages)
+
+    def run_stage(self, batch: ForwardBatch, kv_pages: Pages) -> tuple[Any, Any]:
+        """Compute the layers of a stage that is not the last one; see `Decoder.run_stage`."""
+        self.device.activate()
+        return self.decoder.run_stage(batch, kv_pages)
 
     def logits(self, hidden: Any) -> Any:
         """Return the logits (R, V) float32 of R rows of what `hidden_states` returned."""

@@ -92,13 +92,16 @@ def dummy_weights(
     pool = np.random.default_rng(seed).standard_normal(_POOL, np.float32) * np.float32(_STD)
     tile = xp.asarray(pool.astype(np_dtype(dtype)))
     weights: dict[str, Weight] = {}
-    formats = {} if quantization is None else quantized_formats(config, quantization)
+    formats = {} if quantization is None else quantized_formats(config, quantization, shard)
     if device.is_cuda and dtype == "float32":
         _check_kernels(formats)
     codes = {form: RandomCodes(form, pool, device, _tiled) for form in set(formats.values())}
+    own = weight_shapes(config, shard)
     room: dict[str, Any] = {"max_model_len": max_model_len, "formats": formats, "shard": shard}
     with weight_room(config, device, dtype, **room):
         for name, shape in weight_shapes(config).items():
+            if name not in own:
+                continue
             if name == "lm_head" and name not in formats and config.tie_word_embeddings:
                 weights[name] = weights["embed"]
                 continue

@@ -28,7 +28,7 @@ __all__ = ["ParallelParts", "WholeParts", "local_config"]
 
 
 def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """Return the sizes of one shard: its heads and the features of its MLPs.
+    """Return the sizes of one shard: its heads, the features of its MLPs, and its layers.
 
     Raises
     ------
@@ -50,10 +50,15 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     sizes: dict[str, Any] = {"num_heads": part(heads), "num_kv_heads": part(kv_heads)}
     if config.has_mlp:
         sizes["intermediate_size"] = part(shard.cut("intermediate_size", config.intermediate_size))
-    moe = config.moe
+    layers, moe = slice(shard.stage.first, shard.stage.last or None), config.moe
+    if shard.stage.num_layers:
+        sizes["num_layers"] = shard.stage.last - shard.stage.first
+        sizes["layer_windows"] = config.layer_windows[layers]
+        sizes["rope_layers"] = config.rope_layers[layers]
     if moe is not None:
         moe = replace(
             moe,
+            sparse_layers=moe.sparse_layers[layers],
             intermediate_size=part(shard.cut("the width of an expert", moe.intermediate_size)),
             shared_size=part(shard.cut("the width of the shared expert", moe.shared_size)),
         )
@@ -106,6 +111,14 @@ class WholeParts:
     def moe(self, moe: MoE) -> MoE:
         """Return the mixture of experts."""
         return moe
+
+    def entering(self, delta: Any, residual: Any) -> tuple[Any, Any]:
+        """Return what a stage begins with, of what the stage before has sent."""
+        return delta, residual
+
+    def leaving(self, delta: Any) -> Any:
+        """Return the last layer's output of a stage, whole, for the next stage."""
+        return delta
 
 
 @dataclass(frozen=True)
@@ -188,6 +201,21 @@ class ParallelParts(WholeParts):
             experts = replace(experts, down_bias=None)
         moe.experts = experts
         return moe if self._sums_in_norms else ParallelMoE(moe, self.collectives)
+
+    def entering(self, delta: Any, residual: Any) -> tuple[Any, Any]:
+        """Return what a stage begins with; only rank 0 has been sent anything."""
+        self.collectives.broadcast(residual)
+        if delta is not None:
+            self.collectives.broadcast(delta)
+            if self._sums_in_norms and self.collectives.rank != 0:  # of which rank 0 has the sum
+                delta.view(f"u{delta.itemsize}").fill(0)
+        return delta, residual
+
+    def leaving(self, delta: Any) -> Any:
+        """Return the last layer's output of a stage, whole, on all ranks."""
+        if delta is None or not self._sums_in_norms:
+            return delta
+        return self.collectives.all_reduce(delta, out=delta)
 
     def _share(self, num_heads: int) -> int:
         """Return how many ranks have the same heads, of `num_heads` query or key/value heads."""
