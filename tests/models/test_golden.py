@@ -20,8 +20,8 @@ from engine.device import CPU, to_numpy
 from engine.layers.batch import ForwardBatch
 from engine.loading.model_config import load_config
 from engine.models.decoder import Decoder
-from engine.models.rope_tables import rope_bytes
 from engine.models.registry import FAMILIES
+from engine.models.rope_tables import rope_bytes
 
 GOLDEN = Path(__file__).parents[1] / "golden/models"
 CASES = sorted(p.stem for p in GOLDEN.glob("*.json"))
