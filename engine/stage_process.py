@@ -163,9 +163,16 @@ class StageProcess:
                 self._connection.send(messages.FAIL, (), [to_text(_last_words(error))])
             raise
         finally:
-            self._has_ended = True
+            self._close()
             if self._model is not None:
                 self._model.close()
+
+    def _close(self) -> None:
+        self._has_ended = True
+        before = self._before.connection if self._before is not None else None
+        for each in (self._connection, before, self._after, self._listener):
+            if each is not None:
+                each.close()
 
     # ---- what the engine says
 

@@ -30,7 +30,7 @@ _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
     "from engine.stage_process import run_child; run_child()"
 )
-_END_SECONDS = 5.0
+_END_SECONDS = 3.0
 _WATCH_SECONDS = 0.25
 _WAIT_SECONDS = 0.1  # between two looks at the stages' states
 _GRACE_SECONDS = 1.0  # for a process to end whose connection has
@@ -281,8 +281,15 @@ class StageGroup:
         try:
             self._peers[stage].connection.send(kind, numbers, arrays)
         except OSError as error:
-            time.sleep(_GRACE_SECONDS)  # it may have last words
+            self._find_failure(2 * _GRACE_SECONDS)
             raise self.fail(f"the connection to stage {stage} was lost: {error}") from error
+
+    def _find_failure(self, seconds: float) -> None:
+        """Wait for what a stage that is gone has left: last words, or the end of its process."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.check()
+            time.sleep(_WAIT_SECONDS)
 
     def _answer(self, stage: int, kind: int, what: str, timeout: float) -> Message:
         message = self._wait_for(self._peers[stage], what, timeout)

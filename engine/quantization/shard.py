@@ -33,7 +33,7 @@ class Stage:
 
     @classmethod
     def of(cls, index: int, count: int, num_layers: int) -> Stage:
-        """Return stage `index` of `count`; where they differ, earlier stages have a layer more.
+        """Return stage `index` of `count`; where they differ, the first has one layer more than the last.
 
         Raises
         ------
