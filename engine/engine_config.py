@@ -155,6 +155,9 @@ class EngineConfig:
     pipeline_parallel_size : int
         Stages among which the layers are divided, each with `tensor_parallel_size` processes. The
         last one is the engine's; the others are started likewise.
+    distributed_executor_backend : str, optional
+        "ray": the other stages are actors in a cluster of Ray, on hosts of their own if there are
+        enough. "mp", as by default: they are processes on this host.
     pipeline_address : str, optional
         "HOST:PORT" where stages on other hosts connect (`engine stage`), which are then not
         started here.
@@ -207,6 +210,7 @@ class EngineConfig:
     raise_on_timeout: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
     pipeline_address: str | None = None
     collective_timeout: float = 60.0
     debug: bool | None = None
@@ -239,8 +243,7 @@ class EngineConfig:
             raise ConfigError("preemption_mode='swap' needs a swap_space_gb above 0; got 0.0")
         if self.raise_on_timeout and self.step_timeout is None:
             raise ConfigError("raise_on_timeout needs a step_timeout; got None")
-        if self.pipeline_parallel_size > 1 or self.pipeline_address is not None:
-            self._check_pipeline()
+        self._check_pipeline()
 
     def resolve(self, model: ServedModel, draft: ServedModel | None = None) -> ResolvedConfig:
         """Derive every value left out, with the reason for each.
@@ -325,10 +328,18 @@ class EngineConfig:
     def _check_pipeline(self) -> None:
         """Refuse what several pipeline stages cannot do."""
         size, where = self.pipeline_parallel_size, self.pipeline_address
-        if size == 1:
+        if where is not None and (size == 1 or self.distributed_executor_backend is not None):
             raise ConfigError(
-                f"pipeline_address must be left out with one stage; got {shown(where)}"
+                "pipeline_address must be left out with one stage, and with a "
+                f"distributed_executor_backend; got {shown(where)}"
             )
+        if size == 1 and self.distributed_executor_backend == "ray":
+            raise ConfigError(
+                "distributed_executor_backend must be 'mp' or left out with "
+                "pipeline_parallel_size=1: ranks are in one host; got 'ray'"
+            )
+        if size == 1:
+            return
         for name in ("speculative_config", "max_draft_tokens"):
             if getattr(self, name):
                 raise ConfigError(

@@ -44,6 +44,7 @@ _FLAGS = {
     "async_scheduling": (True, False, None),
     "cuda_graphs": (True, False, None),
     "raise_on_timeout": (True, False),
+    "distributed_executor_backend": (None, "mp", "ray"),
     "debug": (True, False, None),
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "scheduling_policy": POLICIES,

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -90,13 +91,15 @@ class PipelinedModel(Model):
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Compute this stage's part of the oldest step that was announced, or of a new one."""
+        self._check_pages(kv_pages)
         with self.together():
-            return self.own.forward(self._entered(batch, kv_pages), kv_pages)
+            return self.own.forward(self._entered(batch), kv_pages)
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """As `forward`, up to the final norm."""
+        self._check_pages(kv_pages)
         with self.together():
-            return self.own.hidden_states(self._entered(batch, kv_pages), kv_pages)
+            return self.own.hidden_states(self._entered(batch), kv_pages)
 
     def logits(self, hidden: Any) -> Any:
         """Return the logits of rows that the last call of `hidden_states` returned."""
@@ -226,14 +229,16 @@ class PipelinedModel(Model):
         if batch is not None:
             self._announced.append((step, batch.num_tokens))
 
-    def _entered(self, batch: ForwardBatch, kv_pages: Pages) -> ForwardBatch:
-        """Return the batch with what the stage before has made of it."""
+    def _check_pages(self, kv_pages: Pages) -> None:
         pages = self._pages
         if pages is None or address(kv_pages[0][0]) != address(pages.layer(0)[0]):
             raise RequestError(
                 "a model of several pipeline stages computes on its engine's pages only: "
                 "embeddings, Model.step and calibration need pipeline_parallel_size=1"
             )
+
+    def _entered(self, batch: ForwardBatch) -> ForwardBatch:
+        """Return the batch with what the stage before has made of it."""
         if not self._announced:  # nobody else computes this batch: a measurement
             self._announce(_NO_MOVES, batch)
         step, num_tokens = self._announced[0]
@@ -331,21 +336,27 @@ def load_stages(model: Any, config: EngineConfig, loading: Mapping[str, Any]) ->
 
 def _group(config: EngineConfig, is_cuda: bool) -> StageGroup:
     """Return the group of the other stages, which have connected."""
-    size, timeout = config.pipeline_parallel_size, config.collective_timeout
-    if config.pipeline_address is None:
-        group = StageGroup(size, secrets.token_bytes(32), ("127.0.0.1", 0), timeout=timeout)
-    else:
-        there = parse_address(config.pipeline_address)
-        group = StageGroup(size, env.pipeline_secret(), there, timeout=timeout)
+    size, address = config.pipeline_parallel_size, ("127.0.0.1", 0)
+    secret, placed = secrets.token_bytes(32), None
+    if config.pipeline_address is not None:
+        address, secret = parse_address(config.pipeline_address), env.pipeline_secret()
+    elif config.distributed_executor_backend == "ray":
+        ray_stages = import_module("engine.distributed.ray_stages")  # late: it needs Ray
+        placed = ray_stages.RayStages(size, config.tensor_parallel_size if is_cuda else 0)
+        address = placed.host, 0
+    group = StageGroup(size, secret, address, timeout=config.collective_timeout)
     try:
-        if config.pipeline_address is None:
+        if placed is not None:
+            group.on_end = placed.close
+            placed.start(group.address, secret)
+        elif config.pipeline_address is None:
             count = size * config.tensor_parallel_size
             group.start_processes(None if is_cuda else num_threads(count))
-            group.wait_for_stages(_LOCAL_SECONDS)
         else:
             where = f"{group.address[0]}:{group.address[1]}"
             print(f"engine: waiting for {size - 1} stages at {where}", file=sys.stderr)
-            group.wait_for_stages(_REMOTE_SECONDS)
+        is_local = placed is None and config.pipeline_address is None
+        group.wait_for_stages(_LOCAL_SECONDS if is_local else _REMOTE_SECONDS)
     except BaseException:
         group.end()
         raise
@@ -369,7 +380,8 @@ def _gpus(config: EngineConfig, place: Device) -> list[list[int]]:
     """
     size, num_ranks = config.pipeline_parallel_size, config.tensor_parallel_size
     first = list(range(num_ranks))
-    if config.pipeline_address is not None or not place.is_cuda:
+    is_local = config.pipeline_address is None and config.distributed_executor_backend != "ray"
+    if not (is_local and place.is_cuda):
         return [first] * size
     count = place.xp.cuda.runtime.getDeviceCount()
     if count < size * num_ranks:

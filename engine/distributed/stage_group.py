@@ -13,7 +13,7 @@ import math
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine import child_process
@@ -55,6 +55,8 @@ class StageGroup:
     ----------
     failure : str
         Why the group has ended; "" if it has not, or as it should.
+    on_end : callable
+        Called when it ends, once its connections have.
 
     Raises
     ------
@@ -69,6 +71,7 @@ class StageGroup:
         self.timeout = timeout
         self.failure = ""
         self.doing = "starting"
+        self.on_end: Callable[[], object] = tuple
         self._secret = secret
         self._peers: dict[int, Peer] = {}
         self._hellos: dict[int, dict[str, Any]] = {}
@@ -246,6 +249,7 @@ class StageGroup:
             for peer in (*self._peers.values(), *filter(None, [self._link])):
                 peer.connection.close()
             _end_processes(list(self._processes.values()))
+            self.on_end()
 
     # ---- parts
 
@@ -331,7 +335,7 @@ class StageGroup:
         now, silence = time.monotonic(), max(2.0, min(self.timeout, _SILENT_SECONDS))
         for peer in (*peers, *filter(None, [self._link])):
             if peer.lost and now - peer.lost_since > _GRACE_SECONDS:
-                where = f"{peer.connection.peer[0]}"
+                where = peer.connection.peer[0]
                 return (
                     f"the connection to {peer.name} ({where}) was lost: {peer.lost}; it was last "
                     f"in: {peer.doing}"

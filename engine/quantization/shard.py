@@ -33,7 +33,7 @@ class Stage:
 
     @classmethod
     def of(cls, index: int, count: int, num_layers: int) -> Stage:
-        """Return stage `index` of `count`; where they differ, the first has one layer more than the last.
+        """Return stage `index` of `count`; the first ones may have one layer more.
 
         Raises
         ------
@@ -44,7 +44,8 @@ class Stage:
             raise ConfigError(
                 f"pipeline_parallel_size must be at most {num_layers}, the layers; got {count}"
             )
-        first, last = (-(-each * num_layers // count) for each in (index, index + 1))
+        each, rest = divmod(num_layers, count)
+        first, last = (i * each + min(i, rest) for i in (index, index + 1))
         return cls(first, last, num_layers)
 
     @property
