@@ -132,7 +132,8 @@ class StageProcess:
         self._pages: KVCache | None = None
         self._swap: SwapSpace | None = None
         self._listener = Listener(connection.own_host, 0, secret, self._accept) if stage else None
-        hello = {"port": self._listener.port if self._listener else 0, "version": __version__}
+        port = self._listener.port if self._listener else 0
+        hello = {"port": port, "version": __version__, "pid": os.getpid()}
         connection.send(messages.HELLO, [stage], [to_text(hello)])
         threading.Thread(target=self._beat, daemon=True).start()
         self._actions: dict[int, Callable[[list[int], list[Any]], None]] = {

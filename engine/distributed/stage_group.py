@@ -112,6 +112,11 @@ class StageGroup:
         """Process ids of the stages that were started here."""
         return [process.pid for process in self._processes.values()]
 
+    @property
+    def hellos(self) -> Mapping[int, Mapping[str, Any]]:
+        """What each stage has said of itself: "pid", "version", and "port" for the one before."""
+        return self._hellos
+
     def wait_for_stages(self, seconds: float) -> None:
         """Wait until all stages have connected.
 

@@ -14,6 +14,7 @@ import pytest
 from engine.distributed.autoscaling import METRIC, num_replicas, replicas_by_requests
 from engine.distributed.directory import Directory
 from engine.distributed.ray_launch import actor_options, import_ray, placement
+from engine.distributed.ray_stages import stage_bundles
 from engine.errors import ConfigError, UnknownOptionError
 from engine.server.server_config import ServerConfig
 
@@ -45,6 +46,11 @@ def test_a_replica_is_placed_on_one_host():
     assert options["placement_group_strategy"] == "STRICT_PACK"
     assert len(options["placement_group_bundles"]) == 4
     assert actor_options(0, 2)["placement_group_bundles"] == [{"CPU": 2.0}]
+
+
+def test_each_stage_has_a_place():
+    assert stage_bundles(3, 2, "h")[:2] == [{"CPU": 1.0, "GPU": 2.0}] * 2
+    assert stage_bundles(3, 2, "h")[2] == {"GPU": 2.0, "node:h": 0.001}
 
 
 def test_replicas_are_as_many_as_the_requests_need():
@@ -144,6 +150,14 @@ def test_a_killed_replica_is_replaced(story):
 def test_there_are_more_replicas_for_more_requests_and_fewer_afterwards(story):
     assert story["most"] == 3 and story["least"] == 2
     assert story["lengths"] == [2000] * 14
+
+
+@pytest.mark.slow
+def test_the_stages_of_a_pipeline_are_on_different_nodes(story):
+    found = story["stages"]
+    assert found["nodes"] == [2]
+    assert found["tokens_2"] == found["tokens_1"]
+    assert "the connection to stage 0 (" in found["error"] and found["seconds"] < 10
 
 
 @pytest.mark.slow
