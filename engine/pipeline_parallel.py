@@ -192,7 +192,7 @@ class PipelinedModel(Model):
         """
         first = 0 if self._decoder is None else self._decoder.stage.first
         found = {layer + first: load for layer, load in self.own.expert_load().items()}
-        if self.group.is_closing:
+        if self.group.is_closing or self.config.moe is None:
             return found
         for _, _, (layers, loads) in self.group.ask("reading counts", messages.EXPERTS):
             found |= zip(layers.tolist(), loads, strict=True)

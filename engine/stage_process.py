@@ -293,7 +293,13 @@ class StageProcess:
             connection.close()
 
     def _next(self) -> tuple[int, list[int], list[Any]] | None:
-        """Return the engine's next message; None if it has ended."""
+        """Return the engine's next message; None if it has ended.
+
+        Raises
+        ------
+        RankError
+            If a rank of this stage has failed meanwhile.
+        """
         while True:
             try:
                 message = self._engine.next(_WAIT_SECONDS)
@@ -301,6 +307,8 @@ class StageProcess:
                 return None
             if message is not None:
                 return message
+            if self._model is not None:
+                self._model.check_ranks()
 
     def _engine_lives(self) -> None:
         if self._engine.lost:

@@ -34,7 +34,8 @@ _END_SECONDS = 3.0
 _WATCH_SECONDS = 0.25
 _WAIT_SECONDS = 0.1  # between two looks at the stages' states
 _GRACE_SECONDS = 1.0  # for a process to end whose connection has
-_SILENT_SECONDS = 10.0  # a host that is gone says nothing
+_SILENT_SECONDS = 5.0  # a host that is gone says nothing
+_LOADING_SECONDS = 60.0  # likewise, while it loads: the interpreter may be busy
 
 
 class StageGroup:
@@ -77,7 +78,7 @@ class StageGroup:
         self._hellos: dict[int, dict[str, Any]] = {}
         self._link: Peer | None = None  # from the stage before the last
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._is_closing = False
+        self._is_ready = self._is_closing = False
         self._finding, self._ending = threading.Lock(), threading.Lock()
         try:
             self._listener = Listener(*address, secret, self._accept)
@@ -158,6 +159,7 @@ class StageGroup:
         while self._link is None:
             self.check()
             time.sleep(0.01)
+        self._is_ready = True
 
     # ---- messages
 
@@ -338,6 +340,7 @@ class StageGroup:
                 doing = self._peers[stage].doing if stage in self._peers else "starting"
                 return f"stage {stage} {describe_ending(code)}; it was last in: {doing}"
         now, silence = time.monotonic(), max(2.0, min(self.timeout, _SILENT_SECONDS))
+        silence = silence if self._is_ready else _LOADING_SECONDS
         for peer in (*peers, *filter(None, [self._link])):
             if peer.lost and now - peer.lost_since > _GRACE_SECONDS:
                 where = peer.connection.peer[0]
@@ -345,8 +348,10 @@ class StageGroup:
                     f"the connection to {peer.name} ({where}) was lost: {peer.lost}; it was last "
                     f"in: {peer.doing}"
                 )
-        for peer in peers:
+        for stage, peer in sorted(self._peers.items()):
             if now - peer.heard > silence:
+                if stage in self._processes:
+                    self._processes[stage].kill()  # it would not end by itself
                 return f"{peer.name} (in: {peer.doing}) has not been heard of for {silence:g} s"
         return ""
 

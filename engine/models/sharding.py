@@ -204,11 +204,11 @@ class ParallelParts(WholeParts):
 
     def entering(self, delta: Any, residual: Any) -> tuple[Any, Any]:
         """Return what a stage begins with; only rank 0 has been sent anything."""
-        self.collectives.broadcast(residual)
-        if delta is not None:
-            self.collectives.broadcast(delta)
-            if self._sums_in_norms and self.collectives.rank != 0:  # of which rank 0 has the sum
-                delta.view(f"u{delta.itemsize}").fill(0)
+        for array in (residual, delta):
+            if array is not None:  # as integers, which every device can copy
+                self.collectives.broadcast(array.view(f"u{array.itemsize}"))
+        if delta is not None and self._sums_in_norms and self.collectives.rank != 0:
+            delta.view(f"u{delta.itemsize}").fill(0)  # rank 0 has the sum
         return delta, residual
 
     def leaving(self, delta: Any) -> Any:

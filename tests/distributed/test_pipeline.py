@@ -22,7 +22,7 @@ from engine.config import ModelConfig
 from engine.distributed.connection import Listener, connect, parse_address
 from engine.distributed.stage_group import StageGroup
 from engine.engine_config import EngineConfig
-from engine.errors import ConfigError, EngineError, RankError, RequestError
+from engine.errors import ConfigError, EngineError, RankError, RequestError, StepTimeoutError
 from engine.layers.batch import ForwardBatch
 from engine.memory_sizes import geometry_of
 from engine.quantization import Stage
@@ -435,6 +435,39 @@ def test_aborted_requests_in_flight_leave_the_others_as_they_are(in_threads):
         engine.add_request("late", [7] * 20, SamplingParams(max_tokens=9, temperature=0.0))
         alone = _run(engine)
     assert {name: found[name] for name in alone} == alone
+
+
+@pytest.mark.parametrize("error", [StepTimeoutError, ConnectionError])
+def test_steps_in_flight_that_are_rolled_back_are_computed_again(in_threads, monkeypatch, error):
+    """A step that has timed out; and one that cannot be laid out, which nobody was told of."""
+    found = {}
+    for has_failed in (False, True):
+        with _engine(3) as engine:
+            for index in range(4):
+                params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+                engine.add_request(str(index), [index + 1] * 5, params)
+            for _ in range(6):
+                engine.step()
+            assert len(engine._in_flight) == 2
+            if has_failed and error is StepTimeoutError:
+                monkeypatch.setattr(engine.watchdog, "check", _raising(error))
+                with pytest.raises(error):
+                    engine.step()
+                monkeypatch.undo()
+            elif has_failed:
+                monkeypatch.setattr(engine.runner, "_rows_and_starts", _raising(error))
+                while not engine.stats().num_step_failures:
+                    engine.step()
+                monkeypatch.undo()
+            found[has_failed] = _run(engine)
+    assert found[True] == found[False]
+
+
+def _raising(error):
+    def fail(*arguments):
+        raise error("not this time")
+
+    return fail
 
 
 # ---- who may connect
