@@ -18,6 +18,7 @@ import pytest
 import engine as package
 from engine import LLM, LLMEngine, SamplingParams
 from engine.cache.kv_cache import KVCache
+from engine.cli import main
 from engine.config import ModelConfig
 from engine.distributed.connection import Listener, connect, parse_address
 from engine.distributed.stage_group import StageGroup
@@ -592,6 +593,26 @@ def test_stages_started_by_hand(checkpoint, monkeypatch):
     with _engine(1, model=checkpoint) as engine:
         engine.add_request("a", [1, 2], SamplingParams(max_tokens=4, temperature=0.0))
         assert _run(engine) == found
+
+
+def test_the_command_of_a_stage(monkeypatch, capsys):
+    monkeypatch.setenv("ENGINE_PIPELINE_SECRET", SECRET.decode())
+    group = StageGroup(2, SECRET, ("127.0.0.1", 0))
+    try:
+        where = f"127.0.0.1:{group.address[1]}"
+        for arguments, status, text in (
+            (["--connect", where, "--stage", "3"], 1, r"stage must be in [0, 1); got 3"),
+            (["--connect", "there", "--stage", "0"], 2, "must be HOST:PORT; got 'there'"),
+        ):
+            with pytest.raises(SystemExit, match=str(status)):
+                main(["stage", *arguments])
+            assert text in capsys.readouterr().err
+        monkeypatch.setenv("ENGINE_PIPELINE_SECRET", "short")
+        with pytest.raises(SystemExit, match="2"):
+            main(["stage", "--connect", where, "--stage", "0"])
+        assert "at least 16 characters" in capsys.readouterr().err
+    finally:
+        group.end()
 
 
 # ---- what is refused
