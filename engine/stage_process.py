@@ -253,7 +253,9 @@ class StageProcess:
             batch = replace(batch, entering=self._receive(step))
         found = model.run_stage(batch, self._pages.layers)
         self._doing = f"sending step {step}"
-        self._after.send(messages.ACTIVATIONS, [step], to_wire(model.device, *found))
+        sent = to_wire(model.device, *found)
+        model.check_ranks()  # a step in which a rank has died has NaN
+        self._after.send(messages.ACTIVATIONS, [step], sent)
 
     def _receive(self, step: int) -> tuple[Any, Any]:
         """Return what the stage before has sent for a step, on the device."""

@@ -129,7 +129,8 @@ class Listener:
     def __init__(
         self, host: str, port: int, secret: bytes, accept: Callable[[Connection], Any]
     ) -> None:
-        self._socket = socket.create_server((host, port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family)
         self.port: int = self._socket.getsockname()[1]
         self.num_refused = 0
         self._secret = secret

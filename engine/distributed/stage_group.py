@@ -80,6 +80,7 @@ class StageGroup:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._is_ready = self._is_closing = False
         self._finding, self._ending = threading.Lock(), threading.Lock()
+        self._accepting = threading.Lock()
         try:
             self._listener = Listener(*address, secret, self._accept)
         except OSError as error:
@@ -160,6 +161,7 @@ class StageGroup:
             self.check()
             time.sleep(0.01)
         self._is_ready = True
+        self._listener.close()
 
     # ---- messages
 
@@ -264,28 +266,29 @@ class StageGroup:
         """Take a connection: the first message says of which stage it is, and which of its two."""
         try:
             kind, [stage], arrays = connection.receive()
-            if kind == messages.LINK:
-                self._link = Peer(connection, f"stage {stage}")
-                return
-            hello = json.loads(from_text(arrays[0]))
-            why = self._refusal(stage, hello)
+            with self._accepting:
+                if kind == messages.HELLO:
+                    why = self._take(connection, stage, json.loads(from_text(arrays[0])))
+                elif stage == self.num_stages - 2 and self._link is None:
+                    self._link, why = Peer(connection, f"stage {stage}"), ""
+                else:
+                    why = f"stage {stage} is not the one before the last, or has connected already"
             if why:
                 connection.send(messages.FAIL, (), [to_text(why)])
                 connection.close()
-                return
-            self._peers[stage] = Peer(connection, f"stage {stage}")
-            self._hellos[stage] = hello
         except (OSError, RankError, ValueError):
             connection.close()
 
-    def _refusal(self, stage: int, hello: Mapping[str, Any]) -> str:
-        """Return why a stage is not wanted; "" if it is."""
+    def _take(self, connection: Connection, stage: int, hello: Mapping[str, Any]) -> str:
+        """Take a stage; return why it is not wanted, "" if it is."""
         if not 0 <= stage < self.num_stages - 1:
             return f"stage must be in [0, {self.num_stages - 1}); got {stage}"
         if hello.get("version") != __version__:
             return f"stage {stage} has engine {hello.get('version')}, not {__version__}"
         if stage in self._peers:
             return f"stage {stage} has connected already"
+        self._peers[stage] = Peer(connection, f"stage {stage}")
+        self._hellos[stage] = dict(hello)
         return ""
 
     def _send(self, stage: int, kind: int, numbers: Sequence[int], arrays: Sequence[Any]) -> None:
