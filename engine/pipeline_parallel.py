@@ -308,6 +308,7 @@ def load_stages(model: Any, config: EngineConfig, loading: Mapping[str, Any]) ->
     fields = {"tensor_parallel_size", "pipeline_parallel_size", "collective_timeout"}
     options = {
         "model": name,
+        "name": str(model),
         "loading": plain,
         "fingerprint": fingerprint(name, plain),
         "layers": [[each.first, each.last, each.num_layers] for each in stages],

@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,7 @@ from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, RankError
 from engine.layers.batch import ForwardBatch
 from engine.loading.config_json import config_from_json
+from engine.loading.download import resolve_model
 from engine.memory_sizes import geometry_of
 from engine.model import Model, load
 from engine.quantization import Stage
@@ -188,7 +190,7 @@ class StageProcess:
 
     def _load(self, options: dict[str, Any]) -> None:
         self._doing = "comparing files"
-        name, loading = self._name or options["model"], dict(options["loading"])
+        name, loading = _path(self._name, options), dict(options["loading"])
         _compare(self._stage, options["fingerprint"], fingerprint(name, loading))
         there = options["next"] or self._address
         self._after = connect((there[0], there[1]), self._secret)
@@ -339,6 +341,15 @@ class StageProcess:
             if is_late or now - engine.heard > _SILENT_SECONDS:
                 _exit(1)
             time.sleep(PING_SECONDS)
+
+
+def _path(own: str, options: Mapping[str, Any]) -> str:
+    """Return where this host has the model: `own`, or where the engine's has it, or by its name."""
+    loading, name = options["loading"], own or options["model"]
+    if loading.get("config") is not None and loading.get("load_format") == "dummy":
+        return str(name)
+    there = name if own or Path(name).exists() else options["name"]
+    return str(resolve_model(there).path)
 
 
 def _compare(stage: int, wanted: dict[str, str], found: dict[str, str]) -> None:
