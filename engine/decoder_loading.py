@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from os import PathLike
+from typing import Any
+
+from engine.checks import shown
 from engine.config import ModelConfig
+from engine.errors import ConfigError
 from engine.layers.collectives import Collectives
 from engine.loading.download import ModelSource
 from engine.loading.load_config import LoadConfig
@@ -11,9 +16,26 @@ from engine.loading.weights import dummy_weights, load_weights
 from engine.models.decoder import Decoder
 from engine.models.kernel_set import prepare_kernels
 from engine.models.sharding import ParallelParts, WholeParts, local_config
+from engine.page_calibration import take_checkpoint_scales
 from engine.quantization import ALL_LAYERS, FORMATS, Shard, Stage, Weight
 
-__all__ = ["load_decoder"]
+__all__ = ["check_arguments", "load_decoder"]
+
+
+def check_arguments(model: Any, load_format: Any, config: Any) -> None:
+    """Check the arguments of `load` that nothing else checks.
+
+    Raises
+    ------
+    ConfigError
+        Naming the first that is wrong.
+    """
+    if not isinstance(load_format, str) or load_format not in ("auto", "dummy"):
+        raise ConfigError(f"load_format must be 'auto' or 'dummy'; got {shown(load_format)}")
+    if config is not None and not isinstance(config, ModelConfig):
+        raise ConfigError(f"config must be a ModelConfig; got {type(config).__name__}")
+    if not isinstance(model, str | PathLike) or not str(model):
+        raise ConfigError(f"model must be a name or a path; got {shown(model)}")
 
 
 def load_decoder(
@@ -24,8 +46,8 @@ def load_decoder(
     *,
     stage: Stage = ALL_LAYERS,
     progress: bool = False,
-) -> tuple[Decoder, slice]:
-    """Return a decoder, and which of the model's key/value heads it has.
+) -> Decoder:
+    """Return a decoder, with the scales of pages that a checkpoint has.
 
     Parameters
     ----------
@@ -50,7 +72,8 @@ def load_decoder(
     shard, parts = Shard(stage=stage), WholeParts()
     local, heads = local_config(config, shard), slice(None)
     if collectives is not None:
-        shard = Shard(collectives.rank, collectives.size, options.deterministic, stage)
+        how = options.deterministic, options.enable_expert_parallel
+        shard = Shard(collectives.rank, collectives.size, *how, stage)
         parts, local = ParallelParts(config, shard, collectives), local_config(config, shard)
         heads = slice(*shard.cut_shared("num_key_value_heads", config.num_kv_heads))
     named = _weights(source, config, options, shard, progress=progress)
@@ -78,7 +101,9 @@ def load_decoder(
             is_shared=collectives is not None,
             progress=progress,
         )
-    return decoder, heads
+    if options.load_format != "dummy" and source is not None:
+        take_checkpoint_scales(decoder.kv_scales, source.path, config, heads, stage.layers)
+    return decoder
 
 
 def _weights(

@@ -110,7 +110,7 @@ class LLMEngine:
         self._groups: dict[str, OutputGroup] = {}  # unfinished ones, by request id
         self._changed: dict[OutputGroup, RequestOutput | None] = {}  # to report; None: not made yet
         self._deadlines = Deadlines()
-        self.collector = StatsCollector(model.expert_load)
+        self.collector = StatsCollector(model.expert_load, model.expert_runs)
 
     @classmethod
     def from_name(cls, model: str = "smollm2", **options: Any) -> LLMEngine:

@@ -22,7 +22,7 @@ from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVCache, KVGeometry, code_name, kv_dtype
 from engine.checks import is_integer, shown
 from engine.config import ModelConfig
-from engine.decoder_loading import load_decoder
+from engine.decoder_loading import check_arguments, load_decoder
 from engine.device import Device, cupy, resolve_device
 from engine.dtypes import PAGE_CODES
 from engine.errors import ConfigError, RequestError, unknown_keyword
@@ -50,6 +50,7 @@ LOAD_OPTIONS = (
     "max_model_len",
     "quantization",
     "deterministic",
+    "enable_expert_parallel",
     "progress",
     "config",
 )
@@ -68,6 +69,7 @@ def load(
     max_model_len: int | None = None,
     quantization: str | None = None,
     deterministic: bool = False,
+    enable_expert_parallel: bool = False,
     progress: bool | None = None,
     config: ModelConfig | None = None,
     collectives: Collectives | None = None,
@@ -101,6 +103,8 @@ def load(
         Batch invariance: a token's logits have the same bits in any batch, at any chunk size and
         after any recomputation, because no kernel's order of summation depends on the batch.
         Slower for few tokens.
+    enable_expert_parallel : bool
+        With several ranks: each has whole experts of a mixture, not a part of every expert.
     progress : bool, optional
         Show progress bars on stderr; by default if it is a terminal.
     config : ModelConfig, optional
@@ -134,12 +138,7 @@ def load(
     """
     for name in unknown:
         raise unknown_keyword("load", name, LOAD_OPTIONS)
-    if not isinstance(load_format, str) or load_format not in ("auto", "dummy"):
-        raise ConfigError(f"load_format must be 'auto' or 'dummy'; got {shown(load_format)}")
-    if config is not None and not isinstance(config, ModelConfig):
-        raise ConfigError(f"config must be a ModelConfig; got {type(config).__name__}")
-    if not isinstance(model, str | PathLike) or not str(model):
-        raise ConfigError(f"model must be a name or a path; got {shown(model)}")
+    check_arguments(model, load_format, config)
     show = sys.stderr.isatty() if progress is None else progress
     place, why = resolve_device(device)
     source = None
@@ -155,17 +154,12 @@ def load(
         max_model_len,
         quantization,
         deterministic,
+        enable_expert_parallel,
     )
     if device == "auto":
         print(f"engine: device {place} ({why}), dtype {options.dtype}", file=sys.stderr)
-    decoder, heads = load_decoder(source, config, options, collectives, stage=stage, progress=show)
-    made = Model(decoder, options, source)
-    layers = slice(stage.first, stage.last or None)
-    if options.load_format != "dummy" and source is not None:
-        page_calibration.take_checkpoint_scales(
-            decoder.kv_scales, source.path, config, heads, layers
-        )
-    return made
+    decoder = load_decoder(source, config, options, collectives, stage=stage, progress=show)
+    return Model(decoder, options, source)
 
 
 class Model:
@@ -439,6 +433,11 @@ class Model:
         self.device.activate()
         layers = [i for i in range(self.config.num_layers) if self.config.moe_of(i) is not None]
         return dict(zip(layers, self._decoder.expert_load(), strict=True))
+
+    @property
+    def expert_runs(self) -> tuple[tuple[int, int], ...]:
+        """Ranges [first, last) of the experts that each rank has whole; none if it has parts."""
+        return () if self._decoder is None else self._decoder.parts.expert_runs
 
     def trace(self, token_ids: Any) -> Trace:
         """Run a sequence through the model and return attention weights and residual streams.

@@ -80,6 +80,9 @@ class EngineStats:
         rejected drafts as well, and in the last layer perhaps only those whose logits were wanted.
         Whoever else computes with the same `Model` adds to it. Taking a snapshot waits for the
         device to read it.
+    rank_load : mapping of int to tuple of int
+        Layer -> the sum of `expert_load` over the experts of each rank; empty if ranks do not have
+        whole experts (`enable_expert_parallel`).
     """
 
     scheduler: SchedulerStats
@@ -97,6 +100,7 @@ class EngineStats:
     e2e_request_latency_seconds: Histogram
     request_time_per_output_token_seconds: Histogram
     expert_load: Mapping[int, tuple[int, ...]]
+    rank_load: Mapping[int, tuple[int, ...]]
 
     @property
     def num_requests_running(self) -> int:
@@ -159,9 +163,12 @@ class StatsCollector:
     ----------
     expert_load : callable
         `Model.expert_load`.
+    expert_runs : sequence of (int, int)
+        `Model.expert_runs`.
     """
 
     expert_load: Callable[[], ExpertLoad]
+    expert_runs: Sequence[tuple[int, int]] = ()
     prompt_tokens: int = 0
     generation_tokens: int = 0
     admission_rejections: int = 0
@@ -201,6 +208,7 @@ class StatsCollector:
         speculation: SpeculationStats,
     ) -> EngineStats:
         """Return a snapshot, completed with the counts kept elsewhere."""
+        loads = {n: load - self._first_load[n] for n, load in self.expert_load().items()}
         return EngineStats(
             scheduler=scheduler,
             prompt_tokens=self.prompt_tokens,
@@ -210,9 +218,11 @@ class StatsCollector:
             num_step_failures=num_step_failures,
             num_stuck_steps=num_stuck_steps,
             speculation=speculation,
-            expert_load={
-                layer: tuple((load - self._first_load[layer]).tolist())
-                for layer, load in self.expert_load().items()
+            expert_load={layer: tuple(load.tolist()) for layer, load in loads.items()},
+            rank_load={
+                layer: tuple(int(load[first:last].sum()) for first, last in self.expert_runs)
+                for layer, load in loads.items()
+                if self.expert_runs
             },
             **{name: bins.snapshot() for name, bins in self._bins.items()},
         )

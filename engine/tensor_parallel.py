@@ -26,9 +26,11 @@ from engine.layers.batch import ForwardBatch
 from engine.layers.collectives import Collectives
 from engine.loading.config_json import config_to_json
 from engine.loading.download import resolve_model
+from engine.loading.load_config import expert_count
+from engine.loading.model_config import load_config
 from engine.model import Model, load
 from engine.models.decoder import Pages, address
-from engine.quantization import ALL_LAYERS, Stage
+from engine.quantization import ALL_LAYERS, Shard, Stage
 from engine.rank_process import (
     BATCH_ARRAYS,
     BATCH_NUMBERS,
@@ -329,6 +331,8 @@ def load_ranks(
     place, _ = resolve_device(given.get("device", "auto"))
     devices = _devices(place, given.get("device", "auto"), size, gpus)
     name, plain = plain_options(model, given)
+    if given.get("enable_expert_parallel"):
+        _check_experts(name, given.get("config"), size)
     layers = [stage.first, stage.last, stage.num_layers]
     options = {"model": name, "devices": devices, "loading": plain, "stage": layers}
     processes = RankProcesses(
@@ -362,6 +366,19 @@ def _refuse_options(config: EngineConfig, loading: Mapping[str, Any]) -> None:
             f"speculative_config.method must be 'ngram' or 'draft_model' with "
             f"tensor_parallel_size={config.tensor_parallel_size}; got {speculative.method!r}"
         )
+
+
+def _check_experts(name: str, config: Any, size: int) -> None:
+    """Verify that each rank gets experts, before any process is started.
+
+    Raises
+    ------
+    ConfigError
+        If the model has none, or fewer than ranks.
+    """
+    config = load_config(name) if config is None else config
+    if isinstance(config, ModelConfig):  # or `load` will say so
+        Shard(0, size, whole_experts=True).cut_experts(expert_count(config))
 
 
 def _devices(place: Device, given: Any, size: int, gpus: Sequence[int] | None) -> list[str]:

@@ -1,11 +1,11 @@
-"""The options of several GPUs, of the commands that generate."""
+"""The options of the commands that generate which say how a model is divided among processes."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-__all__ = ["PARALLEL_OPTIONS", "add_parallel_argument", "parallel_option"]
+__all__ = ["EXPERT_HELP", "PARALLEL_OPTIONS", "add_parallel_argument", "parallel_option"]
 
 PARALLEL_OPTIONS: dict[str, tuple[str, type, str]] = {
     "tensor_parallel_size": (
@@ -21,14 +21,20 @@ PARALLEL_OPTIONS: dict[str, tuple[str, type, str]] = {
 }
 """Keyword of `EngineConfig` -> short flag, type and description."""
 
+EXPERT_HELP = "give each of these processes whole experts, not a part of every expert"
+
 
 def add_parallel_argument(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     for name, (flag, kind, text) in PARALLEL_OPTIONS.items():
         parser.add_argument(flag, "--" + name.replace("_", "-"), type=kind, default=1, help=text)
+    parser.add_argument("--enable-expert-parallel", action="store_true", help=EXPERT_HELP)
 
 
 def parallel_option(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the keywords for `LLM` or `LLMEngine`; nothing if it is one process."""
+    """Return the keywords for `LLM` or `LLMEngine`: those that are not at their defaults."""
     found = {name: getattr(arguments, name) for name in PARALLEL_OPTIONS}
-    return {name: size for name, size in found.items() if size != 1}
+    options: dict[str, Any] = {name: size for name, size in found.items() if size != 1}
+    if arguments.enable_expert_parallel:
+        options["enable_expert_parallel"] = True
+    return options

@@ -123,8 +123,10 @@ class Experts:
             quantize_x=_takes_codes(self.gate_up, routing, deterministic=deterministic),
         )
 
-    def second_product(self, rows: Any, routing: kernels.Routing, *, deterministic: bool) -> Any:
-        """Return (T, k, N), for what `first_product` returned."""
+    def second_product(
+        self, rows: Any, routing: kernels.Routing, *, deterministic: bool, out: Any = None
+    ) -> Any:
+        """Return (T, k, N), for what `first_product` returned; in `out` (T k, N), if given."""
         pairs = kernels.moe_gemm(
             rows,
             self.down,
@@ -134,6 +136,7 @@ class Experts:
             deterministic=deterministic,
             pdl=True,
             quantize_x=_takes_codes(self.down, routing, deterministic=deterministic),
+            out=out,
         )
         return pairs.reshape(*routing.experts.shape, pairs.shape[1])
 

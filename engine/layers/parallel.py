@@ -4,16 +4,20 @@ Tensor parallelism (Megatron-LM, arXiv:1909.08053): the first matrix of a pair i
 output features, the second by its input features, and what the second gives is summed over the
 ranks. Where no sum may cross ranks (deterministic), the second is divided by output features too,
 its input and its output are gathered, and every number is one dot product in one rank.
+
+Expert parallelism: a rank has some experts whole, and computes the pairs (token, expert) of these.
+All ranks have all tokens, so none is sent to another rank.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from engine import kernels
-from engine.device import array_module
+from engine.device import array_module, empty_like
 from engine.layers.collectives import Collectives
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
@@ -27,6 +31,7 @@ __all__ = [
     "GatheredLinear",
     "GatheredNorm",
     "GatheringLinear",
+    "LocalExperts",
     "ParallelMoE",
     "SummedLinear",
     "SummedNorm",
@@ -291,8 +296,51 @@ class GatheredExperts(Experts):
         return self.second_product(whole, routing, deterministic=deterministic)
 
 
+@dataclass(frozen=True, eq=False)
+class LocalExperts(Experts):
+    """Some of a layer's experts, whole; the other ranks have the others.
+
+    Attributes
+    ----------
+    first : int
+        Number of the first expert.
+    padding_ids : (P,) array of int32
+        `PADDING_ID` in all places; as many as rows are cleared in one launch.
+    collectives : Collectives, optional
+        If given, the outputs of the pairs are gathered, so that all ranks get those of all experts.
+    """
+
+    first: int = 0
+    padding_ids: Any = None
+    collectives: Collectives | None = None
+
+    def __call__(self, x: Any, routing: kernels.Routing, *, deterministic: bool = False) -> Any:
+        """Return (T, k, N) as `Experts`: zeros for pairs of other ranks' experts, if not gathered.
+
+        Pairs are sorted by expert, so those of this rank's are a run: the products of the others
+        are not computed, and their rows of the first product not written.
+        """
+        last = self.first + self.gate_up.shape[0]
+        own = routing._replace(offsets=routing.offsets[self.first : last + 1])
+        # SAFETY: before the first product, whose wait the second one relies on (`Experts`).
+        pairs = self._zeros(x, routing.order.shape[0])
+        rows = self.first_product(x, own, deterministic=deterministic)
+        pairs = self.second_product(rows, own, deterministic=deterministic, out=pairs)
+        if self.collectives is None:
+            return pairs
+        return self.collectives.all_reduce(pairs, out=pairs)  # x + 0 is x, in any order
+
+    def _zeros(self, x: Any, num_rows: int) -> Any:
+        """Return rows (num_rows, N) of zeros; an op's, as a launch plan takes nothing else."""
+        rows, step = empty_like(x, shape=(num_rows, x.shape[1])), len(self.padding_ids)
+        for first in range(0, num_rows, step):
+            part = rows[first : first + step]
+            kernels.embedding(self.padding_ids[: len(part)], x, out=part)
+        return rows
+
+
 class ParallelMoE(MoE):
-    """Experts whose features the ranks have in parts: their outputs are summed, or gathered.
+    """Experts that the ranks have in parts, or some of them: outputs are summed, or gathered.
 
     Parameters
     ----------

@@ -18,7 +18,7 @@ from engine.loading.download import ModelSource
 from engine.quantization import FORMATS
 from engine.quantization.quantize import resolve_format
 
-__all__ = ["LoadConfig", "resolve_load_config"]
+__all__ = ["LoadConfig", "expert_count", "resolve_load_config"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class LoadConfig:
         if those were dequantized.
     deterministic : bool
         Give each token the same bits in any batch and at any chunk size.
+    enable_expert_parallel : bool
+        Give each of several ranks whole experts, not a part of each.
     reasons : mapping of str to str
         Option -> the reason for its value.
     """
@@ -49,6 +51,7 @@ class LoadConfig:
     load_format: str
     quantization: str | None = None
     deterministic: bool = False
+    enable_expert_parallel: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -61,6 +64,7 @@ def resolve_load_config(
     max_model_len: int | None,
     quantization: str | None = None,
     deterministic: bool = False,
+    enable_expert_parallel: bool = False,
 ) -> LoadConfig:
     """Resolve the options that the user left out.
 
@@ -72,17 +76,21 @@ def resolve_load_config(
         The model's files, if any.
     device : (Device, str)
         The device and the reason for choosing it.
-    dtype, load_format, max_model_len, quantization, deterministic
+    dtype, load_format, max_model_len, quantization, deterministic, enable_expert_parallel
         As for `load`.
 
     Raises
     ------
     ConfigError
-        If the dtype or the format is unknown, the length is above the model's own, or
-        `deterministic` is neither True nor False.
+        If the dtype or the format is unknown, the length is above the model's own, a flag is
+        neither True nor False, or experts are to be divided where there are none.
     """
-    if not isinstance(deterministic, bool):
-        raise ConfigError(f"deterministic must be True or False; got {shown(deterministic)}")
+    flags = {"deterministic": deterministic, "enable_expert_parallel": enable_expert_parallel}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ConfigError(f"{name} must be True or False; got {shown(flag)}")
+    if enable_expert_parallel:
+        expert_count(config)
     if isinstance(dtype, type | np.dtype):
         dtype = np.dtype(dtype).name  # np.float32, ml_dtypes.bfloat16, an array's dtype
     reasons = {"device": device[1]}
@@ -105,8 +113,31 @@ def resolve_load_config(
             f"got {shown(int(max_model_len))}"
         )
     return LoadConfig(
-        device[0], dtype, int(max_model_len), load_format, form, deterministic, reasons
+        device[0],
+        dtype,
+        int(max_model_len),
+        load_format,
+        form,
+        deterministic,
+        enable_expert_parallel,
+        reasons,
     )
+
+
+def expert_count(config: ModelConfig) -> int:
+    """Return how many experts `enable_expert_parallel` divides.
+
+    Raises
+    ------
+    ConfigError
+        If there are none.
+    """
+    if config.moe is None:
+        raise ConfigError(
+            "enable_expert_parallel must be False for a model without experts: "
+            f"{config.model_type} is dense, and tensor_parallel_size divides all of it; got True"
+        )
+    return config.moe.num_experts
 
 
 def _format_name(quantization: Any, load_format: str) -> str | None:

@@ -25,6 +25,7 @@ from engine.loading.safetensors_writer import SafetensorsWriter
 from engine.loading.weight_memory import is_quantized
 from engine.loading.weight_table import place_tensors
 from engine.model_files import excerpt, is_present, read_file, read_json
+from engine.models.family import WeightName
 from engine.models.registry import family
 from engine.quantization import Format
 from engine.quantization.compressed_tensors import (
@@ -43,6 +44,9 @@ _NOT_COPIED = ("config.json", "model.safetensors.index.json")
 _OLD_CONFIGS = ("quantize_config.json", "quant_config.json")
 _MAX_COPIED_BYTES = 1 << 28
 _FLOATS = ("float32", "float16", "bfloat16")
+_EXPERTS = ("experts_gate_up", "experts_down")
+# Other readers look for the experts one by one, also where the file has them in one tensor.
+_EVERY_EXPERT = r"re:.*\.experts\."
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class FolderPlan:
     matrices : mapping of str to tuple of Placement
         Tensors to quantize, and the rows of the model's weights that they are loaded into.
     ignored : tuple of str
-        Linear layers that are copied.
+        Linear layers that are copied: names, or "re:" and a regular expression.
     """
 
     source: Path
@@ -120,14 +124,10 @@ def plan_folder(source: Path, form: Format, ignore: Sequence[str] = ()) -> Folde
         for module, name in modules.items()
         if module not in skipped and name in places and _is_chosen(name, places[name][0])
     }
-    plan = FolderPlan(
-        source,
-        config,
-        checkpoint,
-        form,
-        matrices,
-        tuple(module for module, name in modules.items() if name not in matrices),
-    )
+    ignored = [module for module, name in modules.items() if name not in matrices]
+    if any(_is_every_expert(own[0]) for own in places.values()):
+        ignored.append(_EVERY_EXPERT)
+    plan = FolderPlan(source, config, checkpoint, form, matrices, tuple(ignored))
     _check_matrices(plan, places)
     return plan
 
@@ -212,9 +212,14 @@ def _is_linear(name: str, shape: tuple[int, ...], places: Mapping[str, list[Plac
     return len(shape) > 1 and kind != "embed" and not kind.endswith("_bias")
 
 
+def _is_every_expert(place: Placement) -> bool:
+    """Tell whether a tensor has the matrices of all experts of a layer."""
+    return place.target.kind in _EXPERTS and len(place.shape) > 2
+
+
 def _is_chosen(name: str, place: Placement) -> bool:
-    is_expert = place.target.kind in ("experts_gate_up", "experts_down")
-    if is_expert and len(place.shape) > 2:
+    is_expert = place.target.kind in _EXPERTS
+    if _is_every_expert(place):
         raise WeightsError(
             f"tensor {name!r} must be the matrix of one expert; it has those of all, which other "
             f"readers of the format do not take. Ignore it, or save the experts apart"
@@ -222,13 +227,21 @@ def _is_chosen(name: str, place: Placement) -> bool:
     return is_expert or is_quantized(str(place.target))
 
 
+def _product(target: WeightName) -> str:
+    """Return what is quantized as a whole: a weight of the model, or all experts of a layer.
+
+    The engine and other readers load the experts of a layer as one operand.
+    """
+    return f"layers.{target.layer}.experts" if target.kind in _EXPERTS else str(target)
+
+
 def _check_matrices(plan: FolderPlan, places: Mapping[str, list[Placement]]) -> None:
     if not plan.matrices:
         raise WeightsError("ignore must leave a matrix to quantize; it leaves none")
-    fused = {str(p.target) for own in plan.matrices.values() for p in own}
+    fused = {_product(p.target) for own in plan.matrices.values() for p in own}
     for name, own in places.items():
-        target = str(own[0].target)
-        if name not in plan.matrices and target in fused and "experts" not in target:
+        target = _product(own[0].target)
+        if name not in plan.matrices and target in fused:
             raise WeightsError(
                 f"ignore must have all parts of {target} or none, because they are one product; "
                 f"it has {_module(name)!r}"

@@ -32,11 +32,12 @@ def take_shard(weight: Weight, name: str, config: ModelConfig, shard: Shard) -> 
     array([1., 1., 0.], dtype=float32)
     """
     kind, shape = name.rpartition(".")[2], weight_shapes(config, shard)[name]
-    axis = shard_axis(kind, by_output=shard.by_output)
+    axis = shard_axis(kind, by_output=shard.by_output, whole_experts=shard.whole_experts)
     if axis is None:
         return weight
     bits = weight.data.view(f"u{weight.data.itemsize}")  # CuPy copies slices of few dtypes
-    whole = bits if kind.startswith("experts_") else bits[None]
+    is_expert = kind.startswith("experts_")
+    whole = bits[slice(*shard.cut_experts(len(bits)))] if is_expert else bits[None]
     rows, columns = shard_pieces(kind, config, whole.shape[1:], shard)
     own = array_module(bits).zeros((len(whole), *_matrix(shape, kind)), bits.dtype)
     start = 0

@@ -47,10 +47,11 @@ _EXPERTS = "experts_"  # begins the kinds that have a first axis of experts
 _VOCABULARY = ("embed", "lm_head", "lm_head_bias")
 
 
-def shard_axis(kind: str, *, by_output: bool = False) -> int | None:
+def shard_axis(kind: str, *, by_output: bool = False, whole_experts: bool = False) -> int | None:
     """Return the axis along which weights of this kind are sharded; None if they are not.
 
-    With `by_output` no matrix is divided by its input features (`Shard`).
+    With `by_output` no matrix is divided by its input features, with `whole_experts` none of an
+    expert at all (`Shard`).
 
     Examples
     --------
@@ -60,8 +61,12 @@ def shard_axis(kind: str, *, by_output: bool = False) -> int | None:
     [1, 1, 2, None]
     >>> [shard_axis(kind, by_output=True) for kind in ("o", "down_bias", "experts_down")]
     [0, 0, 1]
+    >>> shard_axis("experts_down_bias", whole_experts=True)
+    0
     """
     first = int(kind.startswith(_EXPERTS))
+    if first and whole_experts:
+        return 0
     if by_output and kind.removesuffix("_bias") in _COLUMN_PART:
         return first
     if kind.removesuffix("_bias") in _ROW_PARTS or kind in _VOCABULARY:
@@ -91,11 +96,14 @@ class _Parts:
     Heads of q, k and v and features of an MLP or expert are divided evenly; if there are more
     shards than key/value heads, several shards hold the same head. The vocabulary is padded to
     equal parts. With `by_output`, the output features of the other matrices are divided as well.
+    With `whole_experts`, no feature of an expert is.
     """
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         d = config.head_dim
         self._by_output = shard.by_output and not shard.is_whole
+        self._whole_experts = shard.whole_experts
+        self.experts = (0, 0) if config.moe is None else shard.cut_experts(config.moe.num_experts)
         heads, kv_heads = shard.cut_heads(config.num_heads, config.num_kv_heads)
         self.whole = {"q": config.num_heads * d, "k": config.num_kv_heads * d}
         self.whole["sink"] = config.num_heads
@@ -105,7 +113,9 @@ class _Parts:
             "k": (kv_heads[0] * d, kv_heads[1] * d),
         }
         for part, (key, features) in _features(config).items():
-            self.whole[part], self.local[part] = features, shard.cut(key, features)
+            is_divided = not (part == "expert_gate" and self._whole_experts)
+            self.whole[part] = features
+            self.local[part] = shard.cut(key, features) if is_divided else (0, features)
         for twin, part in _TWINS.items():
             if part in self.whole:
                 self.whole[twin], self.local[twin] = self.whole[part], self.local[part]
@@ -121,7 +131,7 @@ class _Parts:
     def of_rows(self, kind: str) -> tuple[str, ...] | None:
         """Return the parts that make up the rows of a weight of this kind; None: not divided."""
         matrix = kind.removesuffix("_bias")
-        if self._by_output and matrix in _COLUMN_PART:
+        if self._by_output and matrix in _COLUMN_PART and not self._is_whole(kind):
             return ("hidden",)
         return _ROW_PARTS.get(matrix)
 
@@ -137,6 +147,10 @@ class _Parts:
         """Return the shape of the second matrix of a pair, with `n` output features."""
         part = _COLUMN_PART[kind]
         return self.rows(kind, n), self.whole[part] if self._by_output else self.size(part)
+
+    def _is_whole(self, kind: str) -> bool:
+        """Tell whether matrices of this kind are not divided themselves."""
+        return self._whole_experts and kind.startswith(_EXPERTS)
 
     def pieces(self, kind: str, part: str, num_rows: int) -> Iterator[tuple[int, int, int]]:
         """Yield rows [first, last) of a tensor, and the row of the shard's weight they begin at.
@@ -157,6 +171,7 @@ class _Parts:
     def columns(self, kind: str, shard: Shard) -> tuple[int, int] | None:
         """Return the columns of a weight of this kind that are in the shard; None for all."""
         is_divided = kind in _COLUMN_PART and not (shard.is_whole or shard.by_output)
+        is_divided = is_divided and not self._is_whole(kind)
         return self.local[_COLUMN_PART[kind]] if is_divided else None
 
 
@@ -241,6 +256,7 @@ def _moe_shapes(moe: MoeConfig, n: int, parts: _Parts) -> dict[str, tuple[int, .
     if moe.correction:
         shapes["router_correction"] = (e,)
     down = parts.second_shape("experts_down", n)
+    e = parts.experts[1] - parts.experts[0]
     shapes |= {"experts_gate_up": (e, gate_up, n), "experts_down": (e, *down)}
     if moe.expert_bias:
         shapes |= {"experts_gate_up_bias": (e, gate_up), "experts_down_bias": (e, down[0])}
@@ -376,7 +392,10 @@ def _expert_places(
     parts: _Parts,
     shard: Shard,
 ) -> Iterator[Placement]:
-    """Yield the placements of one tensor's pieces: of one expert, or of all (None)."""
+    """Yield the placements of one tensor's pieces: of one expert, or of all (None).
+
+    Nothing of experts that the shard does not have.
+    """
     kind = tensor.target.kind
     columns = parts.columns(kind, shard)
     if columns is None and tensor.layout != ROWS:  # whose shape does not tell the width
@@ -384,14 +403,15 @@ def _expert_places(
     pieces = list(parts.pieces(kind, part, whole[1]))
     rows_in_tensor = parts.whole.get(part, whole[1])
     rows_in_weight = parts.rows(kind, whole[1])
-    for index in range(whole[0]) if expert is None else (expert,):
+    own = range(*parts.experts)
+    for index in own if expert is None else (expert,) if expert in own else ():
         skipped = index * rows_in_tensor if expert is None else 0
         for first, last, start in pieces:
             yield replace(
                 tensor,
                 first=skipped + first,
                 last=skipped + last,
-                start=index * rows_in_weight + start,
+                start=(index - own.start) * rows_in_weight + start,
                 columns=columns,
             )
 

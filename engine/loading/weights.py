@@ -188,10 +188,10 @@ def _rounded(array: Any, form: Format, *, has_all_kernels: bool) -> Weight:
 def _finished(config: ModelConfig, weights: dict[str, Weight], shard: Shard) -> dict[str, Weight]:
     """Return the weights with what they are shards of, and the tied one under its second name."""
     if not shard.is_whole:
+        axis_of = partial(shard_axis, by_output=shard.by_output, whole_experts=shard.whole_experts)
         weights = {
-            name: replace(weight, shard=shard, axis=shard_axis(kind, by_output=shard.by_output))
+            name: replace(weight, shard=shard, axis=axis_of(name.rpartition(".")[2]))
             for name, weight in weights.items()
-            for kind in (name.rpartition(".")[2],)
         }
     if config.tie_word_embeddings and shard.stage.is_last:
         weights.setdefault("lm_head", weights["embed"])

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from engine.config import ModelConfig
+from engine.device import array_module
 from engine.layers.collectives import Collectives
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
-from engine.layers.moe import MoE
+from engine.layers.moe import Experts, MoE
 from engine.layers.norm import Norm
 from engine.layers.parallel import (
     GatheredExperts,
     GatheredLinear,
     GatheredNorm,
     GatheringLinear,
+    LocalExperts,
     ParallelMoE,
     SummedLinear,
     SummedNorm,
@@ -23,12 +27,16 @@ from engine.layers.parallel import (
     VocabularyLinear,
 )
 from engine.quantization import Shard, Weight
+from engine.reference.embedding import PADDING_ID
 
 __all__ = ["ParallelParts", "WholeParts", "local_config"]
 
 
 def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """Return the sizes of one shard: its heads, the features of its MLPs, and its layers.
+
+    The number of experts is the whole model's, from which tokens choose, though the shard may have
+    some of them only.
 
     Raises
     ------
@@ -50,23 +58,31 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     sizes: dict[str, Any] = {"num_heads": part(heads), "num_kv_heads": part(kv_heads)}
     if config.has_mlp:
         sizes["intermediate_size"] = part(shard.cut("intermediate_size", config.intermediate_size))
-    layers, moe = slice(shard.stage.first, shard.stage.last or None), config.moe
+    layers, moe = shard.stage.layers, config.moe
     if shard.stage.num_layers:
         sizes["num_layers"] = shard.stage.last - shard.stage.first
         sizes["layer_windows"] = config.layer_windows[layers]
         sizes["rope_layers"] = config.rope_layers[layers]
     if moe is not None:
-        moe = replace(
-            moe,
-            sparse_layers=moe.sparse_layers[layers],
-            intermediate_size=part(shard.cut("the width of an expert", moe.intermediate_size)),
-            shared_size=part(shard.cut("the width of the shared expert", moe.shared_size)),
-        )
+        width, shared = moe.intermediate_size, moe.shared_size
+        if not shard.whole_experts:
+            width = part(shard.cut("the width of an expert", width))
+        shared = part(shard.cut("the width of the shared expert", shared))
+        sparse = moe.sparse_layers[layers]
+        moe = replace(moe, sparse_layers=sparse, intermediate_size=width, shared_size=shared)
     return replace(config, moe=moe, **sizes)
+
+
+_CLEARED_ROWS = 1 << 16  # in a launch: those of 8192 tokens with 8 experts each
 
 
 class WholeParts:
     """The layers of a model that one process has whole."""
+
+    @property
+    def expert_runs(self) -> tuple[tuple[int, int], ...]:
+        """Ranges [first, last) of the experts that each rank has whole; none if it has parts."""
+        return ()
 
     @property
     def can_plan(self) -> bool:
@@ -136,6 +152,16 @@ class ParallelParts(WholeParts):
     config: ModelConfig
     shard: Shard
     collectives: Collectives
+    _padding_ids: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def expert_runs(self) -> tuple[tuple[int, int], ...]:
+        """Ranges [first, last) of the experts that each rank has whole; none if it has parts."""
+        shard, moe = self.shard, self.config.moe
+        if moe is None or not shard.whole_experts:
+            return ()
+        ranks = (replace(shard, index=index) for index in range(shard.count))
+        return tuple(rank.cut_experts(moe.num_experts) for rank in ranks)
 
     @property
     def can_plan(self) -> bool:
@@ -172,6 +198,8 @@ class ParallelParts(WholeParts):
         """Return the second matrix of a shared expert, whose output is summed with the others'."""
         if not self.shard.by_output:
             return Linear(weight, deterministic=deterministic)
+        if self.shard.whole_experts:  # whose outputs are whole on all ranks
+            return self._second(weight, None, deterministic, 1)
         return GatheredLinear(weight, deterministic=deterministic, collectives=self.collectives)
 
     def row_norm(self, norm: Norm, num_heads: int) -> Norm:
@@ -193,14 +221,29 @@ class ParallelParts(WholeParts):
         )
 
     def moe(self, moe: MoE) -> MoE:
-        """Return the mixture of experts, each of which is divided."""
+        """Return the mixture of experts, each of which is divided, or which are divided whole."""
         experts: Any = moe.experts
+        if self.shard.whole_experts:
+            moe.experts = self._local_experts(experts, array_module(moe.load))
+            # With `by_output` the pairs are gathered, and their sums whole.
+            is_summed = not (self._sums_in_norms or self.shard.by_output)
+            return ParallelMoE(moe, self.collectives) if is_summed else moe
         if self.shard.by_output:
             experts = GatheredExperts(experts, self.collectives)
         elif self.collectives.rank != 0:  # rank 0 adds the bias of the second product
             experts = replace(experts, down_bias=None)
         moe.experts = experts
         return moe if self._sums_in_norms else ParallelMoE(moe, self.collectives)
+
+    def _local_experts(self, experts: Experts, xp: Any) -> LocalExperts:
+        if not self._padding_ids:  # one array for all layers
+            self._padding_ids.append(xp.full(_CLEARED_ROWS, PADDING_ID, np.int32))
+        return LocalExperts(
+            **vars(experts),
+            first=self.expert_runs[self.shard.index][0],
+            padding_ids=self._padding_ids[0],
+            collectives=self.collectives if self.shard.by_output else None,
+        )
 
     def entering(self, delta: Any, residual: Any) -> tuple[Any, Any]:
         """Return what a stage begins with; only rank 0 has been sent anything."""

@@ -49,6 +49,11 @@ class Stage:
         return cls(first, last, num_layers)
 
     @property
+    def layers(self) -> slice:
+        """Which of something that there is for every layer of the model."""
+        return slice(self.first, self.last or None)
+
+    @property
     def is_first(self) -> bool:
         """Tell whether it begins with the embedding."""
         return self.first == 0
@@ -93,6 +98,8 @@ class Shard:
     by_output : bool
         Divide every matrix by its output features, so that no sum crosses parts. Otherwise the
         second matrix of a pair (the output of attention, down) is divided by its input features.
+    whole_experts : bool
+        Divide a mixture by its experts, which stay whole. Otherwise each expert is divided.
     stage : Stage
         The layers of which it is a part.
 
@@ -110,6 +117,7 @@ class Shard:
     index: int = 0
     count: int = 1
     by_output: bool = False
+    whole_experts: bool = False
     stage: Stage = ALL_LAYERS
 
     def __post_init__(self) -> None:
@@ -137,6 +145,31 @@ class Shard:
             raise ConfigError(f"{name} must be a multiple of {self.count} shards; got {size}")
         part = size // self.count
         return self.index * part, (self.index + 1) * part
+
+    def cut_experts(self, num_experts: int) -> tuple[int, int]:
+        """Return this part's range [first, last) of experts: all, unless they are divided whole.
+
+        The parts are as even as they can be.
+
+        Raises
+        ------
+        ConfigError
+            If there are fewer experts than parts.
+
+        Examples
+        --------
+        >>> [Shard(index, 3, whole_experts=True).cut_experts(8) for index in range(3)]
+        [(0, 2), (2, 5), (5, 8)]
+        """
+        if not self.whole_experts:
+            return 0, num_experts
+        if num_experts < self.count:
+            raise ConfigError(
+                f"experts must be at least {self.count}, one for each rank with whole experts; "
+                f"got {num_experts}"
+            )
+        bounds = [index * num_experts // self.count for index in (self.index, self.index + 1)]
+        return bounds[0], bounds[1]
 
     def cut_padded(self, size: int) -> tuple[int, int, int]:
         """Return this part's range [first, last), and its length including padding."""

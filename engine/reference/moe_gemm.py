@@ -35,8 +35,10 @@ def moe_gemm(
     """Multiply the rows of every expert by its matrix; in float32, rounded once.
 
     Rows of tokens (T, K) become rows (P, R) sorted by expert. With `scatter`, rows (P, K) sorted by
-    expert become rows (P, R) in the order of the pairs, each times its pair's weight. With
-    `quantize_x` the matrix and x are the numbers that their codes of e4m3 stand for.
+    expert become rows (P, R) in the order of the pairs, each times its pair's weight. The offsets
+    may be a slice, of some of the experts: rows of pairs of the others are zeros here, and are not
+    written by the kernels. With `quantize_x` the matrix and x are the numbers that their codes of
+    e4m3 stand for.
     """
     (_, top_k), order, offsets = routing.experts.shape, routing.order, routing.offsets
     num_pairs, num_rows = len(order), weight.shape[1]

@@ -68,20 +68,11 @@ class Division:
                 f"pipeline stages must be at most {config.num_layers}, the layers; "
                 f"got {self.pipeline}"
             )
-        if self.expert:
-            if config.moe is None:
-                raise ConfigError("expert parallel ranks need a model with experts")
-            Shard(0, self.tensor).cut("experts", config.moe.num_experts)
-        weight_shapes(_with_any_experts(config, self), Shard(0, self.tensor))
+        if self.expert and config.moe is None:
+            raise ConfigError("expert parallel ranks need a model with experts")
+        weight_shapes(config, Shard(0, self.tensor, whole_experts=self.expert))
         if form is not None and form.block is not None and self.tensor > 1:
             _check_blocks(config, self, form.block[0], form.super_block or form.block[1])
-
-
-def _with_any_experts(config: ModelConfig, division: Division) -> ModelConfig:
-    """Return a model whose experts can be divided, if they are not divided at all."""
-    if config.moe is None or not division.expert:
-        return config
-    return replace(config, moe=replace(config.moe, intermediate_size=division.tensor))
 
 
 def _check_blocks(config: ModelConfig, division: Division, high: int, wide: int) -> None:
@@ -91,7 +82,8 @@ def _check_blocks(config: ModelConfig, division: Division, high: int, wide: int)
     if config.has_mlp:
         sizes["intermediate_size"] = local.intermediate_size
     if local.moe is not None:
-        sizes["the width of an expert"] = local.moe.intermediate_size
+        if not division.expert:
+            sizes["the width of an expert"] = local.moe.intermediate_size
         sizes["the width of the shared expert"] = local.moe.shared_size
     for name, size in sizes.items():
         block = max(high, wide)
@@ -126,8 +118,9 @@ def _factors(number: int) -> list[int]:
 def stages(config: ModelConfig, division: Division) -> list[ModelConfig]:
     """Return what one GPU of each pipeline stage has, as a configuration of its own.
 
-    Heads, features and vocabulary are a rank's; the layers are the stage's. Only embeddings and
-    output layer do not say which stage has them.
+    Heads, features, experts and vocabulary are a rank's, and of whole experts the most that a rank
+    has; the layers are the stage's. Only embeddings and output layer do not say which stage has
+    them.
 
     Examples
     --------
@@ -151,7 +144,7 @@ def _of_rank(config: ModelConfig, division: Division) -> ModelConfig:
     if moe is not None and division.expert:
         moe = replace(
             moe,
-            num_experts=moe.num_experts // shard.count,
+            num_experts=-(-moe.num_experts // shard.count),
             shared_size=moe.shared_size // shard.count,
         )
     elif moe is not None:

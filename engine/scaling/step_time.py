@@ -233,6 +233,8 @@ class StepModel:
             moved += 4 * local.intermediate_size if moe is None else 0
         if moe is not None:
             launches += 2 + (1 if form.activations else 0)  # sums, and placing tokens
+        if moe is not None and division.expert:  # rows of other GPUs' pairs are cleared
+            launches, moved = launches + 1, moved + moe.top_k * hidden
         reading = self._read_us(step.rows * moved * size, self.constants.elementwise)
         return Terms(elementwise=reading, launches=launches * self.constants.elementwise_us)
 
@@ -344,7 +346,8 @@ def _chosen_experts(moe: MoeConfig, num_tokens: int, division: Division) -> tupl
     others = (1 - 1 / count) / count  # variance of one choice
     more_used = deviations * math.sqrt(used * missed * others)
     more_pairs = deviations * math.sqrt(pairs * (1 - moe.top_k / moe.num_experts) * others)
-    return min(used / count + more_used, moe.num_experts / count), pairs / count + more_pairs
+    most_used = math.ceil(moe.num_experts / count)  # the experts of a GPU
+    return min(used / count + more_used, most_used), pairs / count + more_pairs
 
 
 def _padded(rows: float, tile: int) -> float:

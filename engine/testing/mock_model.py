@@ -98,6 +98,8 @@ class MockModel:
         logits[np.arange(len(hidden)), following] = 0.0
         return logits
 
+    expert_runs: tuple[tuple[int, int], ...] = ()
+
     def expert_load(self) -> dict[int, Any]:
         """Return an empty dict, as there are no experts."""
         return {}

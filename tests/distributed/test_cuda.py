@@ -9,12 +9,16 @@ import time
 import pytest
 
 from engine import LLMEngine, SamplingParams, device
-from engine.config import ModelConfig
+from engine.config import ModelConfig, MoeConfig
 from engine.errors import RankError
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = ModelConfig("llama", 1000, 256, 4, 8, 4, 64, 512, 512, dtype="bfloat16")
+SIZES = (1000, 256, 4, 8, 4, 64, 512, 512)
+CONFIG = ModelConfig("llama", *SIZES, dtype="bfloat16")
+# 9 experts, which two ranks do not divide.
+EXPERTS = MoeConfig(9, 3, 128, (True, True, False, True))
+MOE = ModelConfig("qwen3_moe", *SIZES, dtype="bfloat16", qk_norm=True, moe=EXPERTS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,16 +31,16 @@ def _two_gpus():
 
 
 def _engine(size, **options):
+    given = {"config": CONFIG, "collective_timeout": 20.0, **options}
     size = {} if "pipeline_parallel_size" in options else {"tensor_parallel_size": size}
     return LLMEngine.from_name(
         "dummy",
-        config=CONFIG,
         load_format="dummy",
         device="cuda",
         **size,
         num_blocks=200,
         max_num_seqs=8,
-        **{"collective_timeout": 20.0, **options},
+        **given,
     )
 
 
@@ -69,6 +73,20 @@ def test_deterministic_tokens_are_those_of_one_gpu(dtype, cuda_graphs):
 def test_tokens_of_float32_are_those_of_one_gpu(cuda_graphs):
     options = {"dtype": "float32", "cuda_graphs": cuda_graphs}
     assert _tokens(2, **options) == _tokens(1, **options)
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tokens_with_whole_experts_are_those_of_one_gpu(deterministic, cuda_graphs):
+    """By plans and by graphs; summed by norms, or with all pairs gathered."""
+    options = {"dtype": "float32", "deterministic": deterministic, "cuda_graphs": cuda_graphs}
+    options |= {"config": MOE, "enable_expert_parallel": True}
+    assert _tokens(2, **options) == _tokens(1, **options)
+
+
+def test_deterministic_tokens_with_whole_experts_in_16_bits():
+    options = {"config": MOE, "dtype": "bfloat16", "deterministic": True}
+    assert _tokens(2, enable_expert_parallel=True, **options) == _tokens(1, **options)
 
 
 def test_bits_do_not_depend_on_how_steps_are_launched():

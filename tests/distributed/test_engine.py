@@ -242,16 +242,21 @@ def test_random_operations():
     assert found[2] == found[1]
 
 
-def test_llm_generates_with_two_ranks(moe_folder):
-    texts = []
+def test_llm_generates_with_two_ranks_that_have_whole_experts(moe_folder):
+    """And counts the tokens of all 7 experts, of which rank 0 has 3."""
+    texts, loads = [], []
     for size in (1, 2):
-        with LLM(
-            moe_folder, device="cpu", deterministic=True, tensor_parallel_size=size, num_blocks=64
-        ) as llm:
+        options = {"tensor_parallel_size": size, "enable_expert_parallel": True, "num_blocks": 64}
+        with LLM(moe_folder, device="cpu", deterministic=True, **options) as llm:
             prompts = [[1, 2, 3], [4, 5, 6, 7]]
             outputs = llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0.0))
             texts.append([output.outputs[0].token_ids for output in outputs])
+            loads.append(llm.llm_engine.stats())
     assert texts[0] == texts[1]
+    one, two = loads
+    assert two.expert_load == one.expert_load and one.rank_load == {}
+    for layer, load in two.expert_load.items():
+        assert two.rank_load[layer] == (sum(load[:3]), sum(load[3:]))
 
 
 # ---- faults
@@ -393,6 +398,11 @@ def test_different_files_on_ranks_are_found(on_ranks, tmp_path):
             {"tensor_parallel_size": 2, "speculative_config": {"method": "eagle3", "model": "x"}},
             "speculative_config.method must be 'ngram' or 'draft_model' with tensor_par",
         ),
+        (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "enable_expert_parallel must be False for a model without experts: llama is dense",
+        ),
+        ({"enable_expert_parallel": 1}, "enable_expert_parallel must be True or False; got 1"),
     ],
 )
 def test_options_that_are_refused(options, message):

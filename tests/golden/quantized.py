@@ -232,9 +232,9 @@ def ct_packed(
     return Case(ct_config("pack-quantized", weights), linear)
 
 
-def ct_int8(activations: bool, group_size: int = 0) -> Case:
+def ct_int8(activations: bool, group_size: int = 0, bits: int = 8) -> Case:
     def linear(rng: np.random.Generator, shape: tuple[int, int], seed: int):
-        codes = rng.integers(-128, 128, shape)
+        codes = rng.integers(-(1 << bits - 1), 1 << bits - 1, shape)
         groups = -(-shape[1] // group_size) if group_size else 1
         scales = random_scales(rng, (shape[0], groups), 0.01 / np.sqrt(shape[1]), "BF16")
         numbers = np.zeros(shape, np.float32)
@@ -243,7 +243,7 @@ def ct_int8(activations: bool, group_size: int = 0) -> Case:
             numbers[:, column] = codes[:, column] * scales[:, group].astype(np.float32)
         return {"weight": ("I8", codes), "weight_scale": ("BF16", scales)}, numbers
 
-    weights: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True}
+    weights: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": True}
     weights |= {"strategy": "group", "group_size": group_size} if group_size else {}
     weights.setdefault("strategy", "channel")
     tokens = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
@@ -410,6 +410,7 @@ CASES: dict[str, Case] = {
     "ct_int8": ct_int8(activations=True),
     "ct_int8_weight_only": ct_int8(activations=False),
     "ct_int8_groups": ct_int8(activations=False, group_size=128),
+    "ct_int4_bytes": ct_int8(activations=True, group_size=64, bits=4),
     "ct_fp8_tensor": ct_fp8("tensor", static=True),
     "ct_fp8_channel": ct_fp8("channel"),
     "ct_fp8_block": ct_fp8("block"),

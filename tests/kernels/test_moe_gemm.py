@@ -190,6 +190,28 @@ def test_experts_without_tokens_are_not_read(xp, tier, dtype):
     assert_close(got, want, reduction=64)
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("shape", [(1, 4, 2, 64, 96), (33, 7, 3, 64, 64), (300, 5, 3, 136, 520)])
+def test_a_run_of_experts(xp, tier, shape, scatter, dtype):
+    """Offsets that begin later and end earlier: other rows are not computed, nor written."""
+    num_experts = shape[1]
+    x, weight, bias = _inputs(shape, dtype, scatter=scatter)
+    for router in ROUTERS:
+        routing = _routing(*shape[:3], router)
+        want = reference.moe_gemm(x, weight, routing, bias=bias, scatter=scatter)
+        for first, last in ((0, 2), (1, num_experts - 1), (num_experts - 1, num_experts)):
+            run = routing._replace(offsets=routing.offsets[first : last + 1])
+            places = np.arange(*routing.offsets[[first, last]])
+            own = routing.order[places] if scatter else places
+            gx, gw, gb = cases.to_module(xp, x, weight[first:last], bias[first:last])
+            out = cases.to_module(xp, np.zeros_like(want))
+            kernels.moe_gemm(gx, gw, _on(xp, run), bias=gb, scatter=scatter, pdl=True, out=out)
+            kept = want.copy()
+            kept[np.setdiff1d(np.arange(len(want)), own)] = 0
+            assert_close(out, kept, reduction=shape[3], name=f"{router} {first}:{last}")
+
+
 @pytest.mark.parametrize("scatter", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", SHAPES)

@@ -13,7 +13,7 @@ from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels import _module
 from engine.kernels.moe_gemm import codes_sm90, few_tokens, quantized_sm90, scratch
 from engine.quantization import FORMATS, Weight, unpack_weight
-from engine.quantization.stack import stack_matrices
+from engine.quantization.stack import stack_matrices, take_matrices
 from engine.reference import Routing
 from engine.reference._products import rounded_rows
 from engine.testing import cases
@@ -187,6 +187,30 @@ def test_rows_of_codes_do_not_depend_on_the_company(xp, tier):
         rows = kernels.moe_gemm(gx[token : token + 1], gw, _on(xp, alone), bias=gb, **options)
         places = np.argsort(routing.order)[2 * token + alone.order]
         np.testing.assert_array_equal(to_numpy(rows).view("u2"), whole[places].view("u2"))
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_block codes", "mxfp4", "q4_k"])
+def test_a_run_of_experts(xp, tier, name, scatter):
+    """Offsets that begin later and end earlier: other rows are not computed, nor written."""
+    form, _, codes = name.partition(" ")
+    options = {"scatter": scatter, "quantize_x": bool(codes), "pdl": True}
+    for shape in ((5, 16, 4, 256, 96), (33, 7, 3, 512, 256)):
+        routing = _routing(*shape[:3])
+        x, weight, bias = _inputs(form, shape, "bfloat16", scatter=scatter)
+        gx, gb = cases.to_module(xp, x, bias)
+        gw = weight_to(xp, weight)
+        want = to_numpy(kernels.moe_gemm(gx, gw, _on(xp, routing), bias=gb, **options))
+        for first, last in ((1, shape[1] - 1), (shape[1] - 1, shape[1])):
+            run = routing._replace(offsets=routing.offsets[first : last + 1])
+            places = np.arange(*routing.offsets[[first, last]])
+            own = routing.order[places] if scatter else places
+            part = weight_to(xp, take_matrices(weight, first, last))
+            gb, out = cases.to_module(xp, bias[first:last], np.zeros_like(want))
+            kernels.moe_gemm(gx, part, _on(xp, run), bias=gb, out=out, **options)
+            kept = want.copy()
+            kept[np.setdiff1d(np.arange(len(want)), own)] = 0
+            assert_close(out, kept, reduction=max(shape[3], 257), name=f"{first}:{last}")
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8", "mxfp4"])

@@ -214,6 +214,45 @@ def test_the_shards_add_up_to_the_whole(make, case, count):
                 np.testing.assert_array_equal(value, w[part])
 
 
+def _count_bytes(monkeypatch, method, seen):
+    """Note the bytes of experts that this method of a file returns."""
+    read = getattr(SafetensorsFile, method)
+
+    def counted(self, name, *arguments):
+        rows = read(self, name, *arguments)
+        seen.extend([rows.nbytes] * (".experts." in name or "_linear." in name))
+        return rows
+
+    monkeypatch.setattr(SafetensorsFile, method, counted)
+
+
+@pytest.mark.parametrize("case", [*LAYOUTS, "gpt_oss mxfp4"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_whole_experts_of_shards(make, monkeypatch, case, count):
+    """5 experts in uneven runs, of which each shard reads its own rows only."""
+    path, config, layers = make(case, _gpt_oss_mxfp4 if "mxfp4" in case else None)
+    seen = []
+    for method in ("read", "read_bytes"):
+        _count_bytes(monkeypatch, method, seen)
+    load_weights(path, config)
+    whole, shards = sum(seen), []
+    for index in range(count):
+        seen.clear()
+        shard = Shard(index, count, whole_experts=True)
+        shards.append(load_weights(path, config, shard=shard))
+        assert {n: w.shape for n, w in shards[-1].items()} == weight_shapes(config, shard)
+        first, last = shard.cut_experts(E)
+        assert sum(seen) * E == whole * (last - first)
+    for kind in ("experts_gate_up", "experts_down", "experts_gate_up_bias", "experts_down_bias"):
+        for layer in range(len(layers)):
+            name = f"layers.{layer}.{kind}"
+            parts = [shard[name] for shard in shards if name in shard]
+            assert {part.axis for part in parts} <= {0}
+            if parts:
+                shards[0][name] = replace(parts[0], data=np.concatenate([p.data for p in parts]))
+    _assert_experts(shards[0], layers)
+
+
 def test_shared_experts(make):
     path, config, layers = make("qwen2_moe", LAYOUTS["qwen3_moe separate"])
     weights = load_weights(path, config)

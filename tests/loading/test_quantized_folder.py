@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -177,6 +178,82 @@ def test_fused_tensors(tmp_path):
     stored = _stored(tmp_path / "out")
     module = "model.layers.0.self_attn.qkv_proj"
     assert stored[f"{module}.weight_packed"].shape == (len(tensors[f"{module}.weight"]), 64)
+
+
+def _experts_source(folder, *, is_fused=False):
+    """Write a tiny model with two experts a layer; return its tensors."""
+    dense = tiny.config_of("qwen3", **{**_SIZES, "head_dim": 64})
+    shapes = {n: shape for n, shape in tiny.tensor_shapes(dense).items() if ".mlp." not in n}
+    n, f, count = dense["hidden_size"], 128, 2
+    for block in (f"model.layers.{i}.mlp" for i in range(2)):
+        shapes[f"{block}.gate.weight"] = count, n
+        if is_fused:
+            shapes[f"{block}.experts.gate_up_proj"] = count, 2 * f, n
+            shapes[f"{block}.experts.down_proj"] = count, n, f
+            continue
+        for one in (f"{block}.experts.{e}" for e in range(count)):
+            shapes[f"{one}.gate_proj.weight"] = shapes[f"{one}.up_proj.weight"] = f, n
+            shapes[f"{one}.down_proj.weight"] = n, f
+    experts = {"num_experts": count, "num_experts_per_tok": 1, "moe_intermediate_size": f}
+    folder.mkdir()
+    config = {**dense, "model_type": "qwen3_moe", **experts}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: a * 0.1 for name, a in tiny.random_tensors(shapes).items()}
+    tensors = {name: a.astype(ml_dtypes.bfloat16) for name, a in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def _is_ignored(made, module):
+    """Tell whether other readers leave a module as it is: names are whole, patterns begin them."""
+    return any(
+        re.match(one[3:], module) if one.startswith("re:") else one == module
+        for one in made["ignore"]
+    )
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "int8", "int4_g64_zp"])
+def test_experts(tmp_path, name):
+    """Each has tensors of its own; the router is copied."""
+    tensors, form = _experts_source(tmp_path / "in"), FORMATS[name]
+    engine.quantize(tmp_path / "in", tmp_path / "out", format=name)
+    stored = _stored(tmp_path / "out")
+    for module in (f"model.layers.1.mlp.experts.1.{x}_proj" for x in ("gate", "up", "down")):
+        array = tensors[f"{module}.weight"]
+        wanted = dequantize_codes(form, round_to_codes(array, form, "bfloat16"))
+        np.testing.assert_array_equal(_decoded(stored, module, form, array.shape), wanted)
+    made = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert made["ignore"] == ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in (0, 1))]
+    model = engine.load(tmp_path / "out", device="cpu", dtype="float32", progress=False)
+    assert np.isfinite(model.step([[1, 2, 3, 4]], model.new_cache(1, 8))).all()
+
+
+def test_experts_of_a_layer_are_ignored_together(tmp_path):
+    tensors = _experts_source(tmp_path / "in")
+    for ignore in ("model.layers.0.mlp.experts.1.up_proj", r"re:.*\.0\.mlp\.experts.*down_proj"):
+        with pytest.raises(WeightsError, match=r"all parts of layers\.0\.experts or none"):
+            engine.quantize(tmp_path / "in", tmp_path / "out", format="int8", ignore=[ignore])
+    ignore = [r"re:model\.layers\.0\.mlp\.experts"]
+    engine.quantize(tmp_path / "in", tmp_path / "out", format="int8", ignore=ignore)
+    made = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    stored = _stored(tmp_path / "out")
+    for layer in (0, 1):
+        expert = f"model.layers.{layer}.mlp.experts.1.up_proj"
+        assert _is_ignored(made, expert) is (layer == 0)
+        copied = np.array_equal(stored[f"{expert}.weight"], tensors[f"{expert}.weight"])
+        assert copied is (layer == 0)
+
+
+def test_experts_in_one_tensor_are_ignored_one_by_one(tmp_path):
+    """Readers that split them ask for each expert whether it is quantized."""
+    _experts_source(tmp_path / "in", is_fused=True)
+    with pytest.raises(WeightsError, match="must be the matrix of one expert"):
+        engine.quantize(tmp_path / "in", tmp_path / "out", format="fp8")
+    engine.quantize(tmp_path / "in", tmp_path / "out", format="fp8", ignore=["re:.*experts"])
+    made = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert _is_ignored(made, "model.layers.0.mlp.experts.0.gate_proj")
+    assert not _is_ignored(made, "model.layers.0.mlp.shared_experts.gate_proj")
+    assert not _is_ignored(made, "model.layers.0.self_attn.q_proj")
 
 
 def test_shards(tmp_path):

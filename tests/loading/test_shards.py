@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -48,8 +49,8 @@ def test_shards_by_output_add_up_to_the_whole(tmp_path, case, count):
     save_file(random_tensors(record["tensors"]), tmp_path / "model.safetensors")
     config = load_config(tmp_path)
     whole = load_weights(tmp_path, config)
-    for by_output in (True, False):
-        shards = [Shard(index, count, by_output) for index in range(count)]
+    for by_output, experts in product((True, False), (False, True)):
+        shards = [Shard(index, count, by_output, experts) for index in range(count)]
         try:
             parts = [load_weights(tmp_path, config, shard=shard) for shard in shards]
         except ConfigError as error:
@@ -64,7 +65,10 @@ def test_shards_by_output_add_up_to_the_whole(tmp_path, case, count):
             if by_output and kind in ("o", "down", "o_bias", "down_bias", "shared_down"):
                 joined = np.concatenate([part[name].data for part in parts])
                 np.testing.assert_array_equal(joined, weight.data, err_msg=name)
-            if by_output and kind in ("experts_down", "experts_down_bias"):
+            if experts and kind.startswith("experts_"):
+                joined = np.concatenate([part[name].data for part in parts])
+                np.testing.assert_array_equal(joined, weight.data, err_msg=name)
+            elif by_output and kind in ("experts_down", "experts_down_bias"):
                 joined = np.concatenate([part[name].data for part in parts], axis=1)
                 np.testing.assert_array_equal(joined, weight.data, err_msg=name)
 

@@ -114,6 +114,9 @@ def test_commands_take_the_number_of_ranks(deeper, capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["bench", "latency", *options, *lengths, "-tp", "2"])
     assert "tensor_parallel_size 2" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):  # before any process is started
+        main(["generate", "abc", *options, "-tp", "2", "--enable-expert-parallel"])
+    assert "a model without experts: llama is dense" in capsys.readouterr().err
     texts = []
     for sizes in ([], ["--tensor-parallel-size", "2"], ["-pp", "2"]):
         greedy = ["--temperature", "0", "--max-tokens", "5", "--max-model-len", "64"]

@@ -17,6 +17,7 @@ from engine.loading.quantized.tensors import (
     spread_groups,
 )
 from engine.loading.quantized.unpack import as_signed, unpack_words
+from engine.quantization import Format
 
 __all__ = ["int8_shape", "packed_shape", "read_int8", "read_packed"]
 
@@ -126,8 +127,19 @@ def read_int8(
         tensors, "weight", columns, width, form.group if storage.group_size else 1
     )
     codes = tensors.view("weight", ("I8",))[first:last, begin:end]
+    if storage.bits == 4:
+        codes = _nibble_codes(tensors, codes, form)
     if form.is_packed:
         scales = spread_groups(scales, storage.group_size, form, (begin, end))
     else:
         scales = scales.astype(np.float32)
     return check_scales(tensors, "weight_scale", QuantizedRows(form, codes, scales))
+
+
+def _nibble_codes(tensors: ModuleTensors, numbers: Array, form: Format) -> Array:
+    """Return the codes of numbers of 4 bits that have a byte each."""
+    wrong = (numbers < -8) | (numbers > 7)
+    if wrong.any():
+        raise tensors.error("weight", f"must be in [-8, 7] for 4 bits; got {numbers[wrong][0]}")
+    codes: Array = (numbers + np.int8(form.zero)).view(np.uint8)
+    return codes

@@ -122,21 +122,23 @@ def _storage(group: Fields, default: str) -> Storage:
     if stored == "float-quantized":
         raise weights.error("type", "float, since the format is float-quantized")
     is_packed = stored == "pack-quantized"
-    activations = _activations(group, "int", strict=not is_packed)
-    return _int_storage(weights, activations, is_packed, act_order in (True, "group", "dynamic"))
+    return _int_storage(group, weights, is_packed, act_order in (True, "group", "dynamic"))
 
 
-def _int_storage(weights: Fields, activations: str, is_packed: bool, act_order: bool) -> Storage:
+def _int_storage(group: Fields, weights: Fields, is_packed: bool, act_order: bool) -> Storage:
     bits = weights.integer("num_bits", 1, 64, 8)
-    if bits not in ((4, 8) if is_packed else (8,)):
-        raise weights.error("num_bits", "4 or 8" if is_packed else "8")
+    if bits not in (4, 8):
+        raise weights.error("num_bits", "4 or 8")
     strategy, group_size = _strategy(weights, ("tensor", "channel", "group"))
+    # Only rows of 8 bits are multiplied with activations in 8 bits; others leave those as they are.
+    is_byte_rows = not is_packed and bits == 8 and strategy != "group"
+    activations = _activations(group, "int", strict=is_byte_rows)
     symmetric = weights.flag("symmetric", True)
     if not symmetric and not is_packed:
         raise weights.error("symmetric", "true in a format without packing")
     form = format_for(weights, "group_size", bits, group_size, symmetric=symmetric)
     # A scale per row suits products of two operands in 8 bits, if that is what was meant.
-    if not is_packed and activations and strategy != "group":
+    if is_byte_rows and activations:
         form = FORMATS["int8"]
     return Storage(
         layout="packed" if is_packed else "int8",

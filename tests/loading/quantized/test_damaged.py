@@ -165,6 +165,8 @@ WRONG = {
     "awq words": ("awq", cut("qweight", *SHORT), r"scales' must have shape \(2, 120\); got"),
     "awq groups": ("awq", cut("scales", ROW), r"scales' must have shape \(2, 128\); got"),
     "awq zeros": ("awq", cut("qzeros", *SHORT), r"qzeros' must have shape \(2, 16\); got"),
+    "large byte": ("ct_int4_bytes", put("weight", (5, 2), 8), r"in \[-8, 7\] for 4 bits; got 8"),
+    "small byte": ("ct_int4_bytes", put("weight", (0, 9), -9), r"in \[-8, 7\] .*; got -9"),
     "blocks": ("fp8_block", cut("weight_scale_inv", *SHORT), r"must have shape \(1, 2\); got"),
     "channels": ("ct_fp8_channel", cut("weight_scale", ROW), r"must have shape .*; got \(127, 1\)"),
     "float words": (

@@ -19,6 +19,7 @@ FORMAT_NAMES = {
     "ct_int8_packed": "int8_g128", "ct_int8_packed_channel": "int8_g128",
     "ct_int8_packed_asymmetric": "int8_g64_zp", "ct_int8": "int8",
     "ct_int8_weight_only": "int8_g128", "ct_int8_groups": "int8_g128", "ct_fp8_tensor": "fp8",
+    "ct_int4_bytes": "int4_g64",
     "ct_fp8_channel": "fp8", "ct_fp8_block": "fp8_block", "ct_mixed": "int4_g64",
     "ct_mxfp4": "mxfp4",
     "gptq": "int4_g128",

@@ -167,6 +167,9 @@ def test_harmless_keys_and_defaults():
     implied = ct({"strategy": None, "group_size": -1})
     assert storage(implied).format.name == "int4_g128" and storage(implied).group_size == 0
     assert storage(ct(group={"input_activations": {"num_bits": 8, "dynamic": True}})).activations
+    tokens = {"num_bits": 8, "type": "float", "dynamic": True}
+    w4afp8 = ct({"group_size": 64}, {"input_activations": tokens}, format="int-quantized")
+    assert storage(w4afp8).format.name == "int4_g64"  # activations stay in 16 bits
     tensors = {**CASES["ct_fp8_block"].config}
     tensors = json.loads(json.dumps(tensors).replace("[128, 128]", '"128x128"'))
     assert storage(tensors).block == (128, 128)
