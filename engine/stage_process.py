@@ -28,7 +28,7 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import MemoryPool
 from engine.cache.swap import SwapSpace, move_blocks
 from engine.distributed import peer as messages
-from engine.distributed.activations import from_wire, to_wire
+from engine.distributed.activations import ActivationSender, from_wire
 from engine.distributed.connection import Address, Connection, Listener, connect
 from engine.distributed.peer import PING_SECONDS, Peer, from_text, to_text
 from engine.engine_config import EngineConfig
@@ -130,6 +130,7 @@ class StageProcess:
         self._has_ended = False
         self._before: Peer | None = None  # the stage before this one
         self._after: Connection | None = None
+        self._sender: ActivationSender | None = None
         self._model: Model | None = None
         self._pages: KVCache | None = None
         self._swap: SwapSpace | None = None
@@ -162,6 +163,8 @@ class StageProcess:
             self._connection.send(messages.READY)
             self._follow()
         except BaseException as error:
+            if self._engine.lost and not self._engine.words and isinstance(error, RankError):
+                return  # it has ended in the middle of a step
             with contextlib.suppress(OSError):
                 self._connection.send(messages.FAIL, (), [to_text(_last_words(error))])
             raise
@@ -173,7 +176,7 @@ class StageProcess:
     def _close(self) -> None:
         self._has_ended = True
         before = self._before.connection if self._before is not None else None
-        for each in (self._connection, before, self._after, self._listener):
+        for each in (self._connection, before, self._after, self._sender, self._listener):
             if each is not None:
                 each.close()
 
@@ -209,8 +212,11 @@ class StageProcess:
             device = "cpu" if is_cpu else f"cuda:{gpus[0]}"
             self._model = load(name, device=device, progress=False, stage=layers, **loading)
         self._model.num_stages = config.pipeline_parallel_size
+        # A step in which a rank has died has NaN.
+        check = self._model.check_ranks
+        self._sender = ActivationSender(self._after, self._model.device, check)
         while self._stage and self._before is None:
-            self._engine_lives()
+            self._check()
             time.sleep(0.01)
         if self._listener is not None:
             self._listener.close()
@@ -237,7 +243,7 @@ class StageProcess:
         self._connection.send(messages.ANSWER)
 
     def _step(self, numbers: list[int], arrays: list[Any]) -> None:
-        assert self._pages is not None and self._after is not None
+        assert self._pages is not None and self._sender is not None
         step, has_batch, *others = numbers
         self._doing = f"step {step}"
         move_blocks(self._pages, self._swap, _moves(arrays[:NUM_MOVES]))
@@ -253,18 +259,14 @@ class StageProcess:
         batch = replace(host.to(model.device), on_host=host)
         if self._stage:
             batch = replace(batch, entering=self._receive(step))
-        found = model.run_stage(batch, self._pages.layers)
-        self._doing = f"sending step {step}"
-        sent = to_wire(model.device, *found)
-        model.check_ranks()  # a step in which a rank has died has NaN
-        self._after.send(messages.ACTIVATIONS, [step], sent)
+        self._sender.send(step, *model.run_stage(batch, self._pages.layers))
 
     def _receive(self, step: int) -> tuple[Any, Any]:
         """Return what the stage before has sent for a step, on the device."""
         assert self._before is not None
         message = None
         while message is None:
-            self._engine_lives()
+            self._check()
             try:
                 message = self._before.next(_WAIT_SECONDS)
             except RankError:
@@ -311,12 +313,17 @@ class StageProcess:
                 return None
             if message is not None:
                 return message
-            if self._model is not None:
-                self._model.check_ranks()
+            self._check()
 
-    def _engine_lives(self) -> None:
+    def _check(self) -> None:
+        """Verify that the engine lives, the ranks of this stage do, and the next stage listens."""
         if self._engine.lost:
             raise RankError("the engine has ended")
+        if self._model is not None:
+            self._model.check_ranks()
+        if self._sender is not None and self._sender.error is not None:
+            self._wait_for_end()
+            raise self._sender.error
 
     def _wait_for_end(self) -> None:
         """Wait for the engine to end this stage, because another one has ended."""

@@ -35,6 +35,7 @@ class PipelinedRunner(ModelRunner):
 
     def launch(self, output: ScheduleOutput) -> LaunchedStep:
         """Announce `output` to the other stages; see `ModelRunner.launch`."""
+        self.model.device.activate()
         if self._is_debug:
             self._check_copies(output)
         step, inputs = LaunchedStep(output), None
