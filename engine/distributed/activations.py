@@ -51,7 +51,10 @@ class ActivationSender:
 
         On CUDA, later work on the current stream may change them.
         """
-        copy = DeviceToHostCopy(self._device, {"delta": delta, "residual": residual})
+        # As integers, which every device and host can copy.
+        arrays = {"delta": delta, "residual": residual}
+        bits = {n: None if a is None else a.view(f"u{a.itemsize}") for n, a in arrays.items()}
+        copy = DeviceToHostCopy(self._device, bits)
         self._steps.put((step, copy))
 
     def close(self) -> None:
@@ -99,6 +102,7 @@ def from_wire(device: Device, dtype: str, arrays: list[Any]) -> tuple[Any, Any]:
     }
     there, kind = HostToDeviceCopy(device, named).arrays, np_dtype(dtype)
     delta, residual = (
-        there[name].view(kind) if name in there else None for name in ("delta", "residual")
+        None if array is None else there[name].reshape(-1).view(kind).reshape(len(array), -1)
+        for name, array in zip(("delta", "residual"), arrays, strict=True)
     )
     return delta, residual

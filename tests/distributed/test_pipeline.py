@@ -203,7 +203,7 @@ def test_costs_of_preemption_are_measured_on_all_stages(in_threads):
 def test_the_experts_of_all_stages_are_counted(in_threads, tmp_path):
     folder, found, loads = str(write_checkpoint("qwen3_moe", tmp_path)), {}, {}
     for stages in (1, 2):
-        with _engine(stages, model=folder) as engine:
+        with _engine(stages, model=folder, dtype="bfloat16") as engine:
             for index in range(3):
                 params = SamplingParams(max_tokens=12, temperature=0.0)
                 engine.add_request(str(index), [5 + index, 17, 3, 99], params)
