@@ -117,7 +117,7 @@ def _parts(
         config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, model.dtype
     )
     most = max(_num_blocks(batch) for batch in batches)
-    with closing(Cache(geometry, 1, most * _BLOCK_SIZE, model.device)) as cache:
+    with closing(model.make_cache(geometry, 1, most * _BLOCK_SIZE)) as cache:
         for batch in batches:
             outputs = _hidden(model, cache, rows, batch, pooling)
             done: dict[int, _Vector] = {}

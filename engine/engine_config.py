@@ -19,6 +19,7 @@ from engine.config import ModelConfig
 from engine.device import Device
 from engine.distributed.connection import parse_address
 from engine.errors import ConfigError, unknown_keyword
+from engine.layers.collectives import buffer_bytes
 from engine.memory_sizes import DraftSizes, activation_bytes, feature_bytes, geometry_of
 from engine.option_ranges import OPTIONS, checked_option
 from engine.runner.cuda_graph import batch_sizes
@@ -418,12 +419,14 @@ class EngineConfig:
         rows, seqs = (n * (1 + self.max_draft_tokens) for n in (batch_sizes(seqs)[-1], seqs))
         graphs = activation_bytes(model.config, model.dtype, rows, rows) if has_graphs else 0
         activations = activation_bytes(model.config, model.dtype, tokens, seqs)
+        buffers = buffer_bytes(model.num_ranks) if model.device.is_cuda else 0
         return MemoryBudget(
             total=total,
-            others=max(0, total - free - model.weight_bytes),
+            others=max(0, total - free - model.weight_bytes - buffers),
             weights=model.weight_bytes,
             activations=activations + graphs,
             utilization=self.memory_utilization or _UTILIZATION[model.device.kind],
+            collectives=buffers,
         )
 
 
@@ -452,6 +455,7 @@ def default_budget(
     total: int,
     weight_bytes: int,
     draft: DraftSizes | None = None,
+    num_ranks: int = 1,
 ) -> MemoryBudget:
     """Return the budget of an engine with default options that has `total` bytes for itself.
 
@@ -464,6 +468,8 @@ def default_budget(
     total, weight_bytes : int
     draft : DraftSizes, optional
         For `default_num_seqs(kind)` requests.
+    num_ranks : int
+        GPUs that share each layer, of which `model` is one's part.
     """
     seqs = default_num_seqs(kind)
     tokens = max(_BATCHED_TOKENS[kind], seqs)
@@ -471,7 +477,10 @@ def default_budget(
     if kind == "cuda":
         rows = batch_sizes(seqs)[-1]
         activations += activation_bytes(model, dtype, rows, rows)  # of the graphs
-    budget = MemoryBudget(total, 0, weight_bytes, activations, _UTILIZATION[kind])
+    buffers = buffer_bytes(num_ranks) if kind == "cuda" else 0
+    budget = MemoryBudget(
+        total, 0, weight_bytes, activations, _UTILIZATION[kind], collectives=buffers
+    )
     return draft.added_to(budget, tokens, seqs, kind == "cuda") if draft is not None else budget
 
 

@@ -20,10 +20,10 @@ import numpy as np
 from engine import page_calibration
 from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVCache, KVGeometry, code_name, kv_dtype
-from engine.checks import is_integer, shown
+from engine.checks import check_count, shown
 from engine.config import ModelConfig
 from engine.decoder_loading import check_arguments, load_decoder
-from engine.device import Device, cupy, resolve_device
+from engine.device import Device, cupy, resolve_device, to_numpy
 from engine.dtypes import PAGE_CODES
 from engine.errors import ConfigError, RequestError, unknown_keyword
 from engine.layers.batch import ForwardBatch
@@ -36,6 +36,7 @@ from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.loading.model_config import load_config
 from engine.model_files import is_present
 from engine.models.decoder import Decoder, Pages
+from engine.models.draft_heads import DraftTarget
 from engine.models.kernel_set import prepare_code_pages
 from engine.quantization import ALL_LAYERS, Stage
 from engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -44,15 +45,8 @@ from engine.trace import Trace, trace_decoder
 __all__ = ["LOAD_OPTIONS", "Cache", "LoadConfig", "Model", "load"]
 
 LOAD_OPTIONS = (
-    "device",
-    "dtype",
-    "load_format",
-    "max_model_len",
-    "quantization",
-    "deterministic",
-    "enable_expert_parallel",
-    "progress",
-    "config",
+    *("device", "dtype", "load_format", "max_model_len", "quantization", "deterministic"),
+    *("enable_expert_parallel", "progress", "config"),
 )
 """Keywords of `load`."""
 
@@ -195,6 +189,11 @@ class Model:
         return self._decoder
 
     @property
+    def draft_target(self) -> DraftTarget:
+        """What heads that draft for it ask."""
+        return self.decoder
+
+    @property
     def name(self) -> str:
         """Name of its folder or file; "dummy" if the weights are random."""
         return self.source.path.name if self.source else "dummy"
@@ -270,14 +269,16 @@ class Model:
 
     def kv_scales_of(self, kv_cache_dtype: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return the scales of pages of "fp8" or "int8", (num_layers, 2, K), on the host."""
-        return self.decoder.kv_scales.on_host(code_name(kv_cache_dtype))
+        decoder, codes = self.decoder, code_name(kv_cache_dtype)
+        return np.array(to_numpy(decoder.parts.all_kv_heads(decoder.kv_scales.of(codes))))
 
     def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
         """Set the scales of "fp8" or "int8" pages; those of the other get the same largest numbers.
 
         See `PageScales.set`. Caches filled before become invalid.
         """
-        self.decoder.kv_scales.set(scales, code_name(kv_cache_dtype), "set by set_kv_scales")
+        own, codes = self.decoder.parts.own_kv_heads, code_name(kv_cache_dtype)
+        self.decoder.kv_scales.set(scales, codes, "set by set_kv_scales", heads=own)
 
     def calibrate_kv_scales(self, token_ids: Sequence[Sequence[int]]) -> None:
         """Choose the scales by the largest key and value of each head over some sequences.
@@ -290,7 +291,7 @@ class Model:
         Raises
         ------
         RequestError
-            If there are no sequences, one is empty, or an id is outside [0, V).
+            If there are no sequences, one is empty or too long, or an id is outside [0, V).
 
         Notes
         -----
@@ -350,12 +351,16 @@ class Model:
         ConfigError, OutOfMemoryError
             If a number is out of range, or the pages do not fit.
         """
-        _check_count("batch_size", batch_size, 2**20)
-        _check_count("max_tokens", max_tokens, self.max_model_len)
+        check_count("batch_size", batch_size, 2**20)
+        check_count("max_tokens", max_tokens, self.max_model_len)
         c = self.config
         pages = kv_dtype(kv_cache_dtype, self.dtype)
         geometry = KVGeometry(c.num_layers, c.num_kv_heads, c.head_dim, block_size, pages)
         self.prepare_pages(pages)
+        return self.make_cache(geometry, batch_size, max_tokens)
+
+    def make_cache(self, geometry: KVGeometry, batch_size: int, max_tokens: int) -> Cache:
+        """Return an empty `Cache` for this model, whose kernels are loaded. Nothing is checked."""
         return Cache(geometry, batch_size, max_tokens, self.device, owner=self.load_config)
 
     def step(self, token_ids: Any, cache: Cache, logits: Literal["last", "all"] = "last") -> Any:
@@ -462,7 +467,7 @@ class Model:
 
     def read_residual(self, hidden: Any) -> Any:
         """Return the logits (T, V) of residual streams (T, N), as after the last layer."""
-        return self.decoder.logits(self.decoder.final_norm(hidden))
+        return self.logits(self.decoder.final_norm(hidden))
 
     def _advance(
         self, ids: Any, cache: Cache, offset: int, logits: Literal["last", "all", "none"]
@@ -492,8 +497,3 @@ class Model:
 
     def __repr__(self) -> str:
         return f"<Model {self.config.model_type} {self.name!r} {self.dtype} on {self.device}>"
-
-
-def _check_count(name: str, value: Any, limit: int) -> None:
-    if not (is_integer(value) and 1 <= value <= limit):
-        raise ConfigError(f"{name} must be a whole number from 1 to {limit}; got {shown(value)}")

@@ -16,12 +16,14 @@ import numpy as np
 from engine.config import ModelConfig
 from engine.dtypes import PAGE_CODES
 from engine.errors import RequestError
+from engine.layers.token_ids import checked_token_ids
 from engine.loading.kv_scales import read_kv_scales
 from engine.models.page_scales import PageScales
 
 __all__ = [
     "MARGIN",
     "calibrate",
+    "checked_sequences",
     "ensure_scales",
     "fixed_sequences",
     "peaks",
@@ -45,17 +47,27 @@ def peaks(model: Any, sequences: Sequence[Sequence[int]]) -> np.ndarray[Any, np.
     Raises
     ------
     RequestError
-        If there are no sequences, one is empty, or an id is outside [0, V).
+        If there are no sequences, one is empty or longer than the model can take, or an id is
+        outside [0, V).
     """
-    if not len(sequences):
-        raise RequestError("token_ids must hold at least one sequence; got none")
     found = []
-    for ids in sequences:
-        with closing(model.new_cache(1, max(1, len(ids)))) as cache:
+    for ids in checked_sequences(model, sequences):
+        with closing(model.new_cache(1, len(ids))) as cache:
             model.step([ids], cache)
             found.append(cache.peaks())
     largest: np.ndarray[Any, np.dtype[np.float32]] = np.max(found, axis=0)
     return largest
+
+
+def checked_sequences(model: Any, sequences: Sequence[Sequence[int]]) -> list[Any]:
+    """Return the sequences as arrays of int32, checked as `peaks` says."""
+    if not len(sequences):
+        raise RequestError("token_ids must hold at least one sequence; got none")
+    for index, ids in enumerate(sequences):
+        if not 1 <= len(ids) <= model.max_model_len:
+            limit = model.max_model_len
+            raise RequestError(f"token_ids[{index}] must have 1 to {limit} tokens; got {len(ids)}")
+    return [checked_token_ids([ids], 1, model.config.vocab_size)[0] for ids in sequences]
 
 
 def fixed_sequences(config: ModelConfig, max_model_len: int) -> list[list[int]]:

@@ -210,6 +210,10 @@ class PipelinedModel(Model):
         """Refuse: each stage has some of the layers."""
         raise RequestError("a model of several pipeline stages cannot be traced")
 
+    def kv_scales_of(self, kv_cache_dtype: str) -> Any:
+        """Refuse: each stage has scales of its own layers."""
+        raise RequestError("kv_scales cannot be read when several pipeline stages share the model")
+
     def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
         """Refuse: each stage has scales of its own layers."""
         raise RequestError("kv_scales cannot be set when several pipeline stages share the model")

@@ -39,6 +39,7 @@ TARGET = "engine.rank_process:run"
 
 # Kinds of messages.
 PREPARE, SHARE, FORWARD, LOGITS, MOVE_BLOCKS, MOVE_SLOTS, CAPTURE, GRAPH = range(8)
+FREE, TRACE, SCALES, SET_SCALES, CALIBRATE, EMBED = range(8, 14)
 
 # What is wanted of a step.
 WANTS_HIDDEN, WANTS_LOGITS, WANTS_STAGE = range(3)
@@ -49,6 +50,7 @@ BATCH_ARRAYS = (
     *("positions", "rope_positions", "slot_mapping", "cu_seqlens_q", "context_lens"),
     *("block_tables", "logits_indices", "prefill_cu_seqlens_q", "tree_mask"),
 )
+# After these comes an array of the layers whose input rank 0 keeps.
 
 
 def run(group: Group, options: Mapping[str, Any]) -> None:
@@ -96,7 +98,7 @@ class Follower:
         self._model = model
         self._collectives = collectives
         self._messages = Messages(group)
-        self._pages: KVCache | None = None
+        self._pages: dict[int, KVCache] = {}  # by rank 0's number; 0: the engine's
         self._swap: SwapSpace | None = None
         self._graphs: FollowerGraphs | None = None
         self._hidden: Any = None
@@ -109,6 +111,12 @@ class Follower:
             MOVE_SLOTS: self._move_slots,
             CAPTURE: self._capture,
             GRAPH: self._graph,
+            FREE: self._free,
+            TRACE: self._trace,
+            SCALES: self._scales,
+            SET_SCALES: self._set_scales,
+            CALIBRATE: self._calibrate,
+            EMBED: self._embed,
         }
 
     def follow(self) -> None:
@@ -124,23 +132,31 @@ class Follower:
 
     def _share(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("making pages")
-        num_blocks, num_host_blocks, block_size = numbers
+        which, num_blocks, num_host_blocks, block_size = numbers
         geometry = geometry_of(self._model.config, block_size, _text(arrays[0]))
-        self._pages = KVCache(geometry, num_blocks, MemoryPool(self._model.device))
+        pages = KVCache(geometry, num_blocks, MemoryPool(self._model.device))
+        self._pages[which] = pages
         if num_host_blocks:
-            self._swap = SwapSpace(self._pages, num_host_blocks)
+            self._swap = SwapSpace(pages, num_host_blocks)
         self._collectives.barrier("pages")
 
+    def _free(self, numbers: list[int], arrays: list[Any]) -> None:
+        for which in numbers:
+            self._pages.pop(which).close()
+
     def _forward(self, numbers: list[int], arrays: list[Any]) -> None:
-        step, wants, has_delta, *others = numbers
+        step, which, wants, has_delta, *others = numbers
+        *arrays, layers = arrays
         fields: dict[str, Any] = dict(zip(BATCH_ARRAYS, arrays, strict=True))
         fields |= zip(BATCH_NUMBERS, others, strict=True)
         ids = np.zeros(len(fields["positions"]), np.int32)
         self._group.set_doing(f"step {step} ({len(ids)} tokens)")
         batch = ForwardBatch(token_ids=ids, **fields).to(self._model.device)
+        features = {layer: self._hidden_rows(len(ids)) for layer in layers.tolist()}
+        batch = replace(batch, features=features)
         if not self._model.decoder.stage.is_first:
             batch = replace(batch, entering=self._entering(len(ids), bool(has_delta)))
-        pages = self._the_pages().layers
+        pages = self._the_pages(which).layers
         if wants == WANTS_LOGITS:
             self._model.forward(batch, pages)
         elif wants == WANTS_HIDDEN:
@@ -157,7 +173,36 @@ class Follower:
     def _logits(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("logits")
         first, count = numbers
-        self._model.logits(self._hidden[first : first + count])
+        if first >= 0:
+            hidden = self._hidden[first : first + count]
+        else:
+            hidden = self._collectives.broadcast(self._hidden_rows(count))
+        self._model.logits(hidden)
+
+    def _embed(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("an embedding of drafts")
+        self._model.draft_target.embed(self._model.device.xp.zeros(numbers[0], np.int32))
+
+    def _hidden_rows(self, count: int) -> Any:
+        """Return a new array (count, N) for hidden states, or what else has their shape."""
+        model = self._model
+        return model.device.xp.empty((count, model.config.hidden_size), np_dtype(model.dtype))
+
+    def _trace(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("a trace")
+        self._model.trace(arrays[0])
+
+    def _scales(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("gathering scales")
+        self._model.kv_scales_of(_text(arrays[0]))
+
+    def _set_scales(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("setting scales")
+        self._model.set_kv_scales(arrays[0], _text(arrays[1]))
+
+    def _calibrate(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("calibrating scales")
+        self._model.calibrate_kv_scales(arrays)
 
     def _move_blocks(self, numbers: list[int], arrays: list[Any]) -> None:
         names = "swap_out", "copies", "swap_in", "freed_blocks"
@@ -179,6 +224,7 @@ class Follower:
             block_size,
             max_model_len,
             sorted(set(query_lens)),
+            arrays[0].tolist(),
         )
         self._graphs.capture()
 
@@ -190,10 +236,10 @@ class Follower:
         key = GraphKey(size, max_context_len, query_len, bool(is_tree))
         self._graphs.follow(key, arrays[0])
 
-    def _the_pages(self) -> KVCache:
-        if self._pages is None:
+    def _the_pages(self, which: int = 0) -> KVCache:
+        if which not in self._pages:
             raise RankError(f"rank {self._group.rank} was told of a step before it had pages")
-        return self._pages
+        return self._pages[which]
 
 
 def make_collectives(group: Group, device: Device) -> Collectives:

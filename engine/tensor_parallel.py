@@ -14,35 +14,44 @@ from typing import Any
 
 import numpy as np
 
-from engine.cache.kv_cache import KVCache
+from engine.cache.array_cache import Cache
+from engine.cache.kv_cache import KVCache, KVGeometry, code_name
 from engine.checks import shown
 from engine.config import ModelConfig
 from engine.device import Device, resolve_device, to_numpy
 from engine.distributed.messages import Messages, pack
 from engine.distributed.processes import RankProcesses
+from engine.dtypes import np_dtype
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, RankError, RequestError
 from engine.layers.batch import ForwardBatch
 from engine.layers.collectives import Collectives
+from engine.layers.token_ids import checked_token_ids
 from engine.loading.config_json import config_to_json
 from engine.loading.download import resolve_model
 from engine.loading.load_config import expert_count
 from engine.loading.model_config import load_config
 from engine.model import Model, load
 from engine.models.decoder import Pages, address
+from engine.models.draft_heads import DraftTarget
+from engine.page_calibration import checked_sequences
 from engine.quantization import ALL_LAYERS, Shard, Stage
 from engine.rank_process import (
     BATCH_ARRAYS,
     BATCH_NUMBERS,
+    CALIBRATE,
     CAPTURE,
+    EMBED,
     FORWARD,
     GRAPH,
     LOGITS,
     MOVE_BLOCKS,
     MOVE_SLOTS,
     PREPARE,
-    SHARE,
+    SCALES,
+    SET_SCALES,
     TARGET,
+    TRACE,
     WANTS_HIDDEN,
     WANTS_LOGITS,
     WANTS_STAGE,
@@ -51,6 +60,8 @@ from engine.rank_process import (
     num_threads,
 )
 from engine.runner.cuda_graph import DecodeGraphs, GraphKey
+from engine.shared_pages import SharedPages
+from engine.shared_target import SharedTarget
 from engine.trace import Trace
 
 __all__ = ["LeadingModel", "load_ranks", "plain_options"]
@@ -153,7 +164,7 @@ class Leader:
 class LeadingModel(Model):
     """Rank 0's part of a model, which announces each of its steps to the other ranks.
 
-    It serves an engine: its steps are on that engine's pages only.
+    Its steps are on pages that all ranks have: its engine's, and those of `make_cache`.
 
     Parameters
     ----------
@@ -166,28 +177,32 @@ class LeadingModel(Model):
         super().__init__(model.decoder, model.load_config, model.source)
         self.leader = leader
         self.num_ranks = leader.collectives.size
-        self._pages: KVCache | None = None
+        self._pages: KVCache | None = None  # the engine's
+        self._shared = SharedPages(leader)
         self._hidden: Any = None  # of the last step, on which `logits` may be called
         self._num_steps = 0
 
     def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
         """Let all ranks make pages as these."""
-        g, leader = kv_cache.geometry, self.leader
-        numbers = [kv_cache.num_blocks, num_host_blocks, g.block_size]
-        leader.send("making pages", SHARE, numbers, [_text(g.dtype)])
-        with leader.together():
-            leader.collectives.barrier("pages")
-        kv_cache.followers, self._pages = leader, kv_cache
+        self._share(kv_cache, num_host_blocks)
+        kv_cache.followers, self._pages = self.leader, kv_cache
+
+    def make_cache(self, geometry: KVGeometry, batch_size: int, max_tokens: int) -> Cache:
+        """Return an empty `Cache`, whose pages all ranks have; as `Model`.
+
+        The others free theirs before the next step after it was closed or forgotten.
+        """
+        cache = super().make_cache(geometry, batch_size, max_tokens)
+        self._shared.free_closed()
+        self._share(cache.kv)
+        return cache
 
     def prepare_pages(self, dtype: str) -> str:
         """Load the kernels for pages of codes, and measure scales, in all ranks; as `Model`."""
         self.leader.send("preparing pages", PREPARE, arrays=[_text(dtype)])
-        pages, self._pages = self._pages, None
         with self.leader.together():
             # Its steps are this rank's own: the others prepare pages likewise.
-            why = self.own_part.prepare_pages(dtype)
-        self._pages = pages
-        return why
+            return self.own_part.prepare_pages(dtype)
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Compute one step in all ranks; see `Decoder.forward`."""
@@ -209,18 +224,47 @@ class LeadingModel(Model):
             return super().run_stage(batch, kv_pages)
 
     def logits(self, hidden: Any) -> Any:
-        """Return the logits of rows that the last call of `hidden_states` returned."""
-        self.leader.send("logits", LOGITS, [self._first_row(hidden), hidden.shape[0]])
+        """Return the logits of hidden states, of which the others have those of the last step."""
+        first = self._first_row(hidden)
+        self.leader.send("logits", LOGITS, [first, hidden.shape[0]])
         with self.leader.together():
+            if first < 0:
+                self.leader.collectives.broadcast(hidden)
             return super().logits(hidden)
 
     def trace(self, token_ids: Any) -> Trace:
-        """Refuse: each rank has a part of the heads."""
-        raise RequestError("a model that several ranks share cannot be traced")
+        """Trace a sequence in all ranks; as `Model`."""
+        if self.device.is_cuda:
+            return super().trace(token_ids)  # which is refused
+        [ids] = checked_token_ids([token_ids], 1, self.config.vocab_size)
+        self.leader.send("a trace", TRACE, arrays=[ids])
+        with self.leader.together():
+            return super().trace(ids)
+
+    def kv_scales_of(self, kv_cache_dtype: str) -> Any:
+        """Return the scales of the heads of all ranks; as `Model`."""
+        name = code_name(kv_cache_dtype)
+        self.leader.send("gathering scales", SCALES, arrays=[_text(name)])
+        with self.leader.together():
+            return super().kv_scales_of(name)
 
     def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
-        """Refuse: each rank has scales of its own heads."""
-        raise RequestError("kv_scales cannot be set when several ranks share the model")
+        """Set the scales in all ranks; as `Model`."""
+        super().set_kv_scales(scales, kv_cache_dtype)
+        arrays = [np.asarray(scales, np.float32), _text(kv_cache_dtype)]
+        self.leader.send("setting scales", SET_SCALES, arrays=arrays)
+
+    def calibrate_kv_scales(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Choose the scales in all ranks; as `Model`."""
+        sequences = checked_sequences(self, token_ids)
+        self.leader.send("calibrating scales", CALIBRATE, arrays=sequences)
+        with self.leader.together():
+            self.own_part.calibrate_kv_scales(sequences)
+
+    @property
+    def draft_target(self) -> DraftTarget:
+        """What heads that draft for it ask; only rank 0 has the heads."""
+        return SharedTarget(self.decoder, self._embed, self.logits)
 
     @property
     def own_part(self) -> Model:
@@ -232,7 +276,8 @@ class LeadingModel(Model):
         assert self._pages is not None
         table, size = graphs.table_shape, self._pages.geometry.block_size
         numbers = [*table, size, max_model_len, 1, 1 + max_draft_tokens]
-        self.leader.send("capturing graphs", CAPTURE, numbers)
+        layers = np.array(list(graphs.features), np.int32)
+        self.leader.send("capturing graphs", CAPTURE, numbers, [layers])
         graphs.on_send = self._announce_graph
 
     def describe_ranks(self) -> str:
@@ -254,19 +299,26 @@ class LeadingModel(Model):
         self.leader.close()
         super().close()
 
+    def _embed(self, token_ids: Any) -> Any:
+        """Look up token ids in all ranks."""
+        self.leader.send("an embedding of drafts", EMBED, [token_ids.shape[0]])
+        with self.leader.together():
+            return self.decoder.embed(token_ids)
+
+    def _share(self, kv_cache: KVCache, num_host_blocks: int = 0) -> None:
+        self._shared.share(kv_cache, num_host_blocks)
+        with self.leader.together():
+            self.leader.collectives.barrier("pages")
+
     def _announce(self, batch: ForwardBatch, kv_pages: Pages, wants: int) -> None:
-        pages = self._pages
-        if pages is None or address(kv_pages[0][0]) != address(pages.layer(0)[0]):
-            raise RequestError(
-                "a model that several ranks share computes on its engine's pages only: embeddings, "
-                "Model.step and calibration need tensor_parallel_size=1"
-            )
-        host = batch.on_host or batch
+        self._shared.free_closed()
+        which, host = self._shared.number_of(kv_pages), batch.on_host or batch
         self._num_steps += 1
         has_delta = int(batch.entering is not None and batch.entering[0] is not None)
-        numbers = [wants, has_delta, *(getattr(host, name) for name in BATCH_NUMBERS)]
+        numbers = [which, wants, has_delta, *(getattr(host, name) for name in BATCH_NUMBERS)]
         arrays = [getattr(host, name) for name in BATCH_ARRAYS]
         arrays = [None if array is None else to_numpy(array) for array in arrays]
+        arrays.append(np.array(list(batch.features or ()), np.int32))
         what = f"step {self._num_steps} ({batch.num_tokens} tokens)"
         self.leader.send(what, FORWARD, [self._num_steps, *numbers], arrays)
 
@@ -277,17 +329,24 @@ class LeadingModel(Model):
         self.leader.send(what, GRAPH, [self._num_steps, *numbers], [staged])
 
     def _first_row(self, hidden: Any) -> int:
-        """Return the row of the last hidden states that `hidden` begins with."""
-        last = self._hidden
-        if last is not None and hidden.shape[1:] == last.shape[1:] and hidden.dtype == last.dtype:
-            row_bytes = int(last.shape[1] * last.itemsize)
-            first, rest = divmod(address(hidden) - address(last), row_bytes)
+        """Return the row of the last hidden states that `hidden` begins with; -1: it is no part.
+
+        Raises
+        ------
+        RequestError
+            If it has not the shape or the dtype of hidden states.
+        """
+        width, dtype, last = self.config.hidden_size, np_dtype(self.dtype), self._hidden
+        if hidden.ndim != 2 or hidden.shape[1] != width or hidden.dtype != dtype:
+            raise RequestError(
+                f"hidden must be {dtype} (R, {width}), as hidden_states returns; got "
+                f"{hidden.dtype} {hidden.shape}"
+            )
+        if last is not None:
+            first, rest = divmod(address(hidden) - address(last), width * dtype.itemsize)
             if not rest and first >= 0 and first + hidden.shape[0] <= last.shape[0]:
-                return first
-        raise RequestError(
-            "logits of a model that several ranks share must be of rows that hidden_states has "
-            f"just returned; got an array of shape {hidden.shape}"
-        )
+                return int(first)
+        return -1
 
 
 class _Silent(Model):
@@ -327,7 +386,6 @@ def load_ranks(
         If a rank fails, with its last words.
     """
     size, given = config.tensor_parallel_size, dict(loading)
-    _refuse_options(config, given)
     place, _ = resolve_device(given.get("device", "auto"))
     devices = _devices(place, given.get("device", "auto"), size, gpus)
     name, plain = plain_options(model, given)
@@ -356,16 +414,6 @@ def load_ranks(
     except BaseException:
         processes.close()
         raise
-
-
-def _refuse_options(config: EngineConfig, loading: Mapping[str, Any]) -> None:
-    """Refuse what is not divided among ranks yet."""
-    speculative = config.speculative_config
-    if speculative is not None and speculative.method not in ("ngram", "draft_model"):
-        raise ConfigError(
-            f"speculative_config.method must be 'ngram' or 'draft_model' with "
-            f"tensor_parallel_size={config.tensor_parallel_size}; got {speculative.method!r}"
-        )
 
 
 def _check_experts(name: str, config: Any, size: int) -> None:

@@ -15,6 +15,7 @@ from engine.device import CPU
 from engine.errors import DeviceError
 from engine.layers.attention import Attention
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.sharding import WholeParts
 
 __all__ = ["Trace", "trace_decoder"]
 
@@ -51,13 +52,16 @@ def trace_decoder(decoder: Decoder, token_ids: Array) -> Trace:
     result = Trace([], [])
     residual = decoder.embed(token_ids.astype(np.int32))
     for layer in decoder.layers:
-        weights, residual = _walk(layer, residual, positions)
-        result.attention.append(weights)
+        weights, residual = _walk(layer, residual, positions, decoder.parts)
+        by_head = decoder.parts.all_heads(np.moveaxis(weights, 0, -1))
+        result.attention.append(np.ascontiguousarray(np.moveaxis(by_head, -1, 0)))
         result.hidden.append(residual)
     return result
 
 
-def _walk(layer: DecoderLayer, residual: Array, positions: Array) -> tuple[Array, Array]:
+def _walk(
+    layer: DecoderLayer, residual: Array, positions: Array, parts: WholeParts
+) -> tuple[Array, Array]:
     """Return the layer's attention weights and the residual stream after it."""
     given = layer.attn_norm(residual)
     weights, heads = attend(layer.attn, given, positions)
@@ -66,7 +70,7 @@ def _walk(layer: DecoderLayer, residual: Array, positions: Array) -> tuple[Array
         return weights, residual + layer.attn_norm.branch_scale * (x + layer.mlp(given))
     x = x if layer.post_attn_norm is None else layer.post_attn_norm(x)
     x, residual = layer.mlp_norm.add(x, residual.copy())
-    x = layer.mlp(x)
+    x = parts.summed(layer.mlp(x))
     x = x if layer.post_mlp_norm is None else layer.post_mlp_norm(x)
     return weights, residual + layer.mlp_norm.branch_scale * x
 

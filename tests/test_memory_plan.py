@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -63,21 +64,29 @@ def test_float32_pages_take_four_times_8_bits():
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_the_budget_is_the_engines(device, monkeypatch):
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_the_budget_is_the_engines(device, num_ranks, monkeypatch):
+    """GPUs that share a model have allocated the buffers of collectives by then."""
     config = built_in_config("qwen3-0.6b")
     total, weights = 80 * 10**9, 1_200_000_000
-    monkeypatch.setattr(engine_config, "device_memory", lambda place: (total, total - weights))
+    buffers = 3 * 24 << 20 if device.is_cuda and num_ranks > 1 else 0
+    shares = 1 if device.is_cuda else num_ranks  # processes on the memory of this machine
+    left = total - weights * shares - buffers
+    monkeypatch.setattr(engine_config, "device_memory", lambda place: (total * shares, left))
     model = SimpleNamespace(
         config=config,
         device=device,
         dtype="bfloat16",
         weight_bytes=weights,
-        num_ranks=1,
+        num_ranks=num_ranks,
         num_stages=1,
     )
     sizes = (8192, 256, True) if device.is_cuda else (512, 16, False)
-    expected = EngineConfig()._memory(model, *sizes)
-    assert default_budget(config, "bfloat16", device.kind, total, weights) == expected
+    found = EngineConfig()._memory(model, *sizes)
+    expected = default_budget(config, "bfloat16", device.kind, total, weights, num_ranks=num_ranks)
+    assert replace(found, others=0) == expected and expected.collectives == buffers
+    assert found.others == 0 or not device.is_cuda
+    assert ("buffers of collectives 72.00 MiB" in str(found)) == bool(buffers)
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])

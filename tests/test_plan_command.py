@@ -125,6 +125,7 @@ def test_other_cards_say_where_their_constants_are_from(capsys):
         (["--dtype", "float32"], "dtype must be bfloat16 or float16"),
         (["--prompt-len", "200000"], "at most 131072 tokens"),
         (["--num-requests", "-1"], "--num-requests must be from 1"),
+        (["--max-model-len", "1"], "--max-model-len must be at least 2"),
         (["-q", "int3"], "quantization must be one of"),
     ],
 )  # fmt: skip

@@ -238,6 +238,16 @@ def test_one_gpu_has_the_memory_of_the_memory_plan(name, quantization):
     assert row.num_tokens == wanted.pages[0].num_tokens
 
 
+def test_gpus_that_share_layers_have_buffers_for_collectives():
+    model = _model("llama-3.1-8b")
+    ways = [Division(data=8), Division(pipeline=8), Division(4, 2), Division(8)]
+    rows = plan_scaling(model, ways, Workload(4), max_model_len=4096).rows
+    assert [row.collectives >> 20 for row in rows] == [0, 0, 72, 84]
+    for row in rows:
+        used = row.weights + row.activations + row.collectives + row.pages
+        assert used == int(0.9 * model.card.memory)
+
+
 @pytest.mark.parametrize("quantization", [None, "q4_0"])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-0.6b", "mixtral-8x7b"])
 def test_the_stages_have_all_weights(name, quantization):

@@ -31,7 +31,7 @@ LAYERS = {
     "scheduler": 5, "runner": 5, "structured": 5, "distributed": 5,
     "model": 6, "decoder_loading": 6, "trace": 4, "engine_config": 6, "rank_process": 6,
     "engine_loading": 6, "tensor_parallel": 6, "pipeline_parallel": 6, "stage_process": 6,
-    "option_ranges": 6,
+    "option_ranges": 6, "shared_pages": 6, "shared_target": 6,
     "input_processor": 6, "output_processor": 6,
     "deadlines": 6, "watchdog": 6, "stats": 6, "fault_bisection": 6, "recovery": 6,
     "committed": 6,

@@ -35,6 +35,8 @@ class Cache:
 
     Attributes
     ----------
+    kv : KVCache
+        The blocks of all rows.
     block_tables : (B, n) array of int32
         Block ids of each row, on the host.
     pages : list of (k_pages, v_pages)
@@ -56,11 +58,11 @@ class Cache:
         owner: object = None,
     ) -> None:
         blocks = -(-max_tokens // geometry.block_size)
-        self._kv = KVCache(geometry, batch_size * blocks, MemoryPool(device))
+        self.kv = KVCache(geometry, batch_size * blocks, MemoryPool(device))
         self._lengths = np.zeros(batch_size, np.int32)
         self.owner = owner
         self.max_tokens = max_tokens
-        self.pages = self._kv.layers
+        self.pages = self.kv.layers
         self.block_tables = np.arange(batch_size * blocks, dtype=np.int32).reshape(batch_size, -1)
 
     @property
@@ -71,12 +73,12 @@ class Cache:
     @property
     def block_size(self) -> int:
         """Tokens per page."""
-        return self._kv.geometry.block_size
+        return self.kv.geometry.block_size
 
     @property
     def device(self) -> Device:
         """Where the pages live."""
-        return self._kv.device
+        return self.kv.device
 
     @property
     def lengths(self) -> np.ndarray[Any, Any]:
@@ -128,7 +130,7 @@ class Cache:
 
         Only for pages of floats; slots never written are zeros.
         """
-        slab = self._kv.slab
+        slab = self.kv.slab
         found = [
             [abs(part.astype(np.float32)).max(axis=(0, 2, 3)) for part in layer] for layer in slab
         ]
@@ -142,7 +144,7 @@ class Cache:
     def close(self) -> None:
         """Free the pages."""
         self.pages = []
-        self._kv.close()
+        self.kv.close()
 
     def __repr__(self) -> str:
         return f"<Cache {self.lengths.tolist()} of {self.max_tokens} tokens on {self.device}>"

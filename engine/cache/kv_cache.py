@@ -265,6 +265,8 @@ class MemoryBudget:
         Share of `total` that all of these and the pages together may take, in (0, 1].
     drafts : int
         Bytes used by what proposes drafts, apart from its pages for these blocks.
+    collectives : int
+        Bytes of the buffers through which GPUs that share a model exchange arrays.
     """
 
     total: int
@@ -273,6 +275,7 @@ class MemoryBudget:
     activations: int
     utilization: float = 0.9
     drafts: int = 0
+    collectives: int = 0
 
     def __post_init__(self) -> None:
         if not 0.0 < self.utilization <= 1.0:
@@ -282,16 +285,18 @@ class MemoryBudget:
     def left(self) -> int:
         """Bytes left for the pages; negative if the rest already exceeds the share."""
         used = self.others + self.weights + self.activations + self.drafts
-        return int(self.total * self.utilization) - used
+        return int(self.total * self.utilization) - used - self.collectives
 
     def __str__(self) -> str:
         share = f"{100 * self.utilization:.3g}%"
         drafts = f", what proposes drafts {format_bytes(self.drafts)}" if self.drafts else ""
+        size = format_bytes(self.collectives)
+        buffers = f", buffers of collectives {size}" if self.collectives else ""
         return (
             f"{format_bytes(self.total)} in total, of which {share} may be used; "
             f"others use {format_bytes(self.others)}, weights {format_bytes(self.weights)}, "
-            f"activations {format_bytes(self.activations)}{drafts}; left for the KV cache: "
-            f"{format_bytes(self.left)}"
+            f"activations {format_bytes(self.activations)}{drafts}{buffers}; "
+            f"left for the KV cache: {format_bytes(self.left)}"
         )
 
 

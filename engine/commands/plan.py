@@ -171,6 +171,10 @@ def _ways(arguments: argparse.Namespace, config: ModelConfig) -> list[Division]:
 
 
 def _workload(arguments: argparse.Namespace, max_model_len: int) -> Workload:
+    if max_model_len < 2:
+        raise ConfigError(
+            f"--max-model-len must be at least 2, a token and the next one; got {max_model_len}"
+        )
     longest = min(_LENGTHS[1], max_model_len // 2)
     lengths = min(_LENGTHS[0], longest), longest
     prompt = (arguments.prompt_len,) * 2 if arguments.prompt_len else lengths

@@ -1,6 +1,6 @@
-"""How many replicas there should be, for Ray Serve; it knows nothing of our requests by itself.
+"""How many replicas there should be: Ray Serve asks, as our requests do not go through it.
 
-This module is copied into Ray's controller: it imports nothing of the package.
+Ray copies this module into its controller, so it imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ def num_replicas(num_requests: Iterable[float], target: float) -> int:
 
 
 def replicas_by_requests(context: Any) -> tuple[int, dict[str, Any]]:
-    """Decide for Ray Serve, which keeps to its bounds and delays, by `target_ongoing_requests`."""
+    """Return the number of replicas, and no state; Ray Serve applies its bounds and delays."""
     found = (context.aggregated_metrics or {}).get(METRIC, {})
     return num_replicas(found.values(), context.config.target_ongoing_requests), {}

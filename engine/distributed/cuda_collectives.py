@@ -18,6 +18,7 @@ from engine import device, kernels
 from engine.errors import ContractError, DeviceError, RankError
 from engine.kernels._contract import FLOATS
 from engine.kernels._peer_memory import NUM_BUFFERS, PeerMemory
+from engine.layers.collectives import MAX_BUFFERED_BYTES, buffer_capacity
 
 __all__ = ["CudaCollectives"]
 
@@ -59,12 +60,11 @@ class CudaCollectives:
         exchange: Callable[[bytes], list[bytes]],
         *,
         timeout: float = 60.0,
-        max_bytes: int = 16 << 20,
+        max_bytes: int = MAX_BUFFERED_BYTES,
     ) -> None:
         self._exchange = exchange
         self._mapped: list[int] = []
-        # Two shots of max_bytes: sums of a segment arrive, and segments, from each peer.
-        capacity = max_bytes if size <= 2 else math.ceil(2 * (size - 1) / size * max_bytes)
+        capacity = buffer_capacity(size, max_bytes)
         self._memory = PeerMemory(rank, size, capacity=capacity, timeout=timeout)
         runtime = device.cupy().cuda.runtime
         handles = exchange(bytes(runtime.ipcGetMemHandle(self._memory.address)))

@@ -22,7 +22,7 @@ class _Entry:
 class Directory:
     """Numbers replicas, and forgets those that have not registered for 15 seconds.
 
-    That a replica has died is noticed by its clients, whose connections end, and at once.
+    Clients notice sooner that a replica has died: their connections end.
 
     Parameters
     ----------
@@ -42,16 +42,21 @@ class Directory:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
-        self._num_registered = 0
+        self._next_number = 0
         self.last_use = clock()
 
-    def register(self, name: str, address: str) -> int:
-        """Note that a replica is there, and where; return its number, which it keeps."""
+    def register(self, name: str, address: str, number: int | None = None) -> int:
+        """Note that a replica is there, and where; return its number, which it keeps.
+
+        `number` is the one that it had before; a directory that is started again knows none.
+        """
         now = self.last_use = self._clock()
         entry = self._entries.get(name)
         if entry is None:
-            entry = self._entries[name] = _Entry(self._num_registered, address, now)
-            self._num_registered += 1
+            if number is None or any(each.number == number for each in self._entries.values()):
+                number = self._next_number
+            entry = self._entries[name] = _Entry(number, address, now)
+            self._next_number = max(self._next_number, number + 1)
         entry.address, entry.seen = address, now
         return entry.number
 

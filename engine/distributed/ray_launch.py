@@ -1,6 +1,6 @@
-"""What is asked of Ray for a replica of an engine: resources, a placement, the directory.
+"""What replicas need of Ray: resources, and an actor with the directory of all replicas.
 
-Ray is imported when it is asked for.
+Ray is imported when it is needed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from engine.distributed.directory import Directory
 from engine.errors import ConfigError
 
-__all__ = ["actor_options", "directory_of", "import_ray", "placement"]
+__all__ = ["RemoteDirectory", "actor_options", "import_ray"]
 
 _NAMESPACE = "rawengine"
 _IDLE_SECONDS = 120.0  # without a replica or a client, before a directory ends
@@ -35,45 +35,30 @@ def import_ray(module: str = "ray") -> Any:
         ) from error
 
 
-def placement(num_gpus: int, num_cpus: float) -> list[dict[str, float]]:
-    """Return the bundles of a replica, one for each GPU; all belong on one host.
-
-    Examples
-    --------
-    >>> placement(2, 8)
-    [{'CPU': 4.0, 'GPU': 1}, {'CPU': 4.0, 'GPU': 1}]
-    >>> placement(0, 2)
-    [{'CPU': 2.0}]
-    """
-    if num_gpus == 0:
-        return [{"CPU": float(num_cpus)}]
-    return [{"CPU": num_cpus / num_gpus, "GPU": 1} for _ in range(num_gpus)]
-
-
 def actor_options(num_gpus: int, num_cpus: float) -> dict[str, Any]:
     """Return the keywords with which Ray Serve places a replica.
 
-    The replica's actor is in the first bundle; processes of its own use the others.
+    An actor has all that it asks for on one host. Its ranks are processes that Ray does not know,
+    so the GPUs must be the actor's own: only these are visible to it and its processes.
+
+    Examples
+    --------
+    >>> actor_options(2, 8.0)
+    {'ray_actor_options': {'num_cpus': 8.0, 'num_gpus': 2}}
     """
-    bundles = placement(num_gpus, num_cpus)
-    first = bundles[0]
-    return {
-        "ray_actor_options": {"num_cpus": first["CPU"], "num_gpus": first.get("GPU", 0)},
-        "placement_group_bundles": bundles,
-        "placement_group_strategy": "STRICT_PACK",
-    }
+    return {"ray_actor_options": {"num_cpus": num_cpus, "num_gpus": num_gpus}}
 
 
 class _DirectoryActor:
-    """A `Directory` for all machines, which ends when nobody uses it any more."""
+    """A `Directory` for all machines; it ends after two minutes without use."""
 
     def __init__(self) -> None:
         self._directory = Directory()
         self._ending: asyncio.Task[None] | None = None
 
-    async def register(self, name: str, address: str) -> int:
+    async def register(self, name: str, address: str, number: int | None = None) -> int:
         self._watch()
-        return self._directory.register(name, address)
+        return self._directory.register(name, address, number)
 
     async def leave(self, name: str) -> None:
         self._directory.leave(name)
@@ -92,11 +77,30 @@ class _DirectoryActor:
         import_ray("ray.actor").exit_actor()
 
 
-def directory_of(name: str) -> Any:
-    """Return the handle of the directory of this name, which is started if need be."""
-    strategies = import_ray("ray.util.scheduling_strategies")
-    # Otherwise it would end with the placement group of the replica that has started it.
-    nowhere = strategies.PlacementGroupSchedulingStrategy(placement_group=None)
+class RemoteDirectory:
+    """The directory of a name, wherever it is; it is started if need be.
+
+    Parameters
+    ----------
+    name : str
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._actor: Any = None
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the `Directory`; raises what Ray raises when that cannot be reached."""
+        if self._actor is None:
+            self._actor = _directory_actor(self._name)
+        try:
+            return await getattr(self._actor, method).remote(*arguments)
+        except Exception:
+            self._actor = None  # it may have ended: the next call looks for it again
+            raise
+
+
+def _directory_actor(name: str) -> Any:
     return (
         import_ray()
         .remote(_DirectoryActor)
@@ -106,7 +110,6 @@ def directory_of(name: str) -> Any:
             get_if_exists=True,
             lifetime="detached",
             num_cpus=0,
-            scheduling_strategy=nowhere,
             max_restarts=-1,
             max_task_retries=-1,
         )

@@ -1,12 +1,12 @@
 """Which replica serves a prompt: the one that has the least to compute before its first token.
 
-That is what waits there already plus what is not cached there of the prompt, all in tokens. What a
-replica caches is a guess, made of the prompts that were sent to it; a wrong guess costs a prefill,
-never an answer. No input or output, integers only.
+That is what waits there already, plus the part of the prompt that is not cached there, in tokens.
+What a replica has cached is estimated from the prompts that were sent to it; a wrong guess costs a
+prefill, never a wrong answer. No input or output, integers only.
 
-A prompt is known by the hashes of its chunks, each of which covers all tokens before it, too. Per
-replica they are ordered like its own prefix tree: by last use, and a chunk is used whenever one
-after it is. So the chunks that a replica is thought to have always make up whole prefixes.
+A prompt is known by the hashes of its chunks, each of which also covers all tokens before it. The
+chunks of a replica are ordered as in its own prefix tree: by last use, and using a chunk uses all
+those before it. So the chunks that a replica should have always make up whole prefixes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from engine.errors import EngineError
 
 __all__ = ["PrefixRouter", "Route", "chunk_hashes"]
 
-_MAX_HOLDERS = 8  # that are compared; a prefix that more have is as good as everywhere
+_MAX_HOLDERS = 8  # replicas with the longest known prefix that are compared
 
 
 def chunk_hashes(token_ids: Sequence[int], chunk_size: int, salt: str | None = None) -> list[int]:
-    """Return a hash of 64 bits for each full chunk, which covers the salt and all before it.
+    """Return a hash of 64 bits for each full chunk; it covers the salt and all tokens so far.
 
-    Every process computes the same ones.
+    The hashes are the same in every process.
 
     Examples
     --------
@@ -105,16 +105,16 @@ class Route:
 class PrefixRouter:
     """Chooses replicas; what it remembers is bounded.
 
-    What a replica has evicted is learnt in two ways. A replica is thought to hold at most
-    `capacity` tokens, least recently used ones go first. And when a prompt turns out not to be
-    cached where it was thought to be, so is nothing that was used before it. Replicas do not report
-    evictions: most are of prefixes that nobody asks for again, and the reports would have to go to
-    every router.
+    It learns in two ways what a replica has evicted. A replica holds at most `capacity` tokens, so
+    the least recently used ones beyond that are forgotten. And when a chunk turns out not to be
+    cached where it should be, everything that was last used before it is forgotten with it.
+    Replicas do not report evictions: most are of prefixes that nobody requests again, and every
+    replica would have to report to every router.
 
     Parameters
     ----------
     chunk_size : int
-        Tokens of a chunk, the unit of what is remembered.
+        Tokens of a chunk, the unit of what is remembered; a multiple of the replicas' block size.
     max_chunks : int
         Maximum number of chunks remembered, over all replicas.
     request_tokens : int
@@ -168,7 +168,7 @@ class PrefixRouter:
         return self._replicas[replica].num_requests
 
     def add_replica(self, replica: int, capacity: int = 1 << 62) -> None:
-        """Take requests to a replica, which is new and empty and can cache `capacity` tokens."""
+        """Add a replica, which is new and empty and can cache `capacity` tokens."""
         if replica in self._replicas:
             raise EngineError(f"replica must be a new number; got {replica}, which is there")
         new = _Replica(replica, capacity // self.chunk_size)
@@ -181,7 +181,7 @@ class PrefixRouter:
                 self._shrink(each)
 
     def remove_replica(self, replica: int) -> None:
-        """Forget a replica; its open routes may still be reported on, to no effect."""
+        """Forget a replica; `computed` and `finished` of its open routes then do nothing."""
         gone = self._replicas.pop(replica)
         gone.is_removed = True
         self._order.remove(gone)
@@ -196,7 +196,7 @@ class PrefixRouter:
             replica.chunks.clear()
 
     def report_load(self, replica: int, num_waiting_tokens: int, num_requests: int) -> None:
-        """Take a replica's own count of all its requests, those of other routers included."""
+        """Take a replica's own count of all its work, that of other routers included."""
         found = self._replicas.get(replica)
         if found is None:
             return
@@ -219,7 +219,7 @@ class PrefixRouter:
         salt : str, optional
             Prompts of different salts share nothing.
         excluded : collection of int
-            Replicas that are out of the question.
+            Replicas that must not be chosen.
 
         Returns
         -------
@@ -252,12 +252,15 @@ class PrefixRouter:
         owner = route._owner
         if owner.is_removed or not route.num_waiting_tokens:
             return
+        num_tokens = route.num_cached_tokens + route.num_waiting_tokens
         owner.pending.discard(route._number)
         owner.own_tokens -= route.num_waiting_tokens
         route.num_waiting_tokens = 0
         self._note_load(owner)
-        num_found = (num_cached_tokens + 1) // self.chunk_size  # the last token is never reused
-        if num_found < len(route._last_uses):
+        # The block of the last token is computed again, whatever is cached.
+        num_expected = min(len(route._last_uses), (num_tokens - 1) // self.chunk_size)
+        num_found = num_cached_tokens // self.chunk_size
+        if num_found < num_expected:
             missed = route._last_uses[num_found]
             if missed not in owner.pending:  # it had been computed, so it has been evicted
                 self._forget_until(owner, missed)
@@ -282,7 +285,7 @@ class PrefixRouter:
     def _candidates(self, hashes: list[int], excluded: Collection[int]) -> Iterator[_Replica]:
         """Yield the replicas worth a look: few, however many there are."""
         if hashes:
-            # Routers that know nothing of each other send equal prompts to the same replica.
+            # So that routers that do not exchange anything send equal prompts to one replica.
             preferred = self._order[hashes[0] % len(self._order)] if self._order else None
             if preferred is not None and preferred.number not in excluded:
                 yield preferred
@@ -307,7 +310,7 @@ class PrefixRouter:
         return low
 
     def _least_loaded(self, excluded: Collection[int]) -> _Replica | None:
-        """Return it by the heap, whose entries may be of other times, and are skipped then."""
+        """Return the replica with the lowest load; outdated entries of the heap are skipped."""
         heap, kept, found = self._by_load, [], None
         while heap and found is None:
             load, _, replica = heap[0]
@@ -329,7 +332,7 @@ class PrefixRouter:
             heapq.heapify(self._by_load)
 
     def _use(self, replica: _Replica, hashes: list[int], number: int) -> None:
-        """Make these chunks the last used ones, the first of them last of all."""
+        """Make these chunks the most recently used ones, the first chunk most of all."""
         chunks, holders = replica.chunks, self._holders
         for chunk in reversed(hashes):
             if chunks.pop(chunk, None) is None:
@@ -346,7 +349,7 @@ class PrefixRouter:
             self._forget(replica, next(iter(replica.chunks)))
 
     def _forget_until(self, replica: _Replica, number: int) -> None:
-        """Forget what was last used by route `number` or before."""
+        """Forget what was last used by route `number` or an earlier one."""
         while replica.chunks:
             chunk, used = next(iter(replica.chunks.items()))
             if used > number:

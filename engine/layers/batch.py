@@ -191,7 +191,7 @@ class ForwardBatch:
             name: there[offset : offset + a.nbytes].view(a.dtype).reshape(a.shape)
             for offset, (name, a) in zip(offsets, arrays.items(), strict=True)
         }
-        return replace(self, **moved)
+        return replace(self, on_host=self.on_host or self, **moved)
 
 
 def _padded(tables: Rows) -> np.ndarray[Any, Any]:

@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
-__all__ = ["Collectives"]
+from engine.kernels._peer_memory import NUM_BUFFERS
+
+__all__ = ["MAX_BUFFERED_BYTES", "Collectives", "buffer_bytes", "buffer_capacity"]
+
+MAX_BUFFERED_BYTES = 16 << 20
+"""Bytes of an array that two GPUs move in one launch; larger ones take several."""
+
+
+def buffer_capacity(size: int, max_bytes: int = MAX_BUFFERED_BYTES) -> int:
+    """Return the bytes of each of the buffers that a GPU of `size` has for collectives.
+
+    Two shots of `max_bytes` fit: sums of a segment arrive, and segments, from each peer.
+    """
+    return max_bytes if size <= 2 else math.ceil(2 * (size - 1) / size * max_bytes)
+
+
+def buffer_bytes(size: int) -> int:
+    """Return the bytes of all buffers of a GPU of `size` that share a model.
+
+    Examples
+    --------
+    >>> [buffer_bytes(size) >> 20 for size in (1, 2, 4, 8)]
+    [0, 48, 72, 84]
+    """
+    return NUM_BUFFERS * buffer_capacity(size) if size > 1 else 0
 
 
 class Collectives(Protocol):

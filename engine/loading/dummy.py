@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,15 +16,15 @@ from engine.device import CPU, Device, array_module
 from engine.dtypes import np_dtype
 from engine.errors import ConfigError
 from engine.loading.dummy_quantized import RandomCodes
-from engine.loading.shards import take_shard
+from engine.loading.shards import take_part, take_shard
 from engine.loading.weight_memory import (
     is_expert,
     quantized_formats,
     weight_dtype,
     weight_room,
 )
-from engine.loading.weight_table import weight_shapes
-from engine.quantization import WHOLE, Format, Shard, Weight
+from engine.loading.weight_table import shard_axis, weight_shapes
+from engine.quantization import WHOLE, Format, Shard, Weight, unpack_weight
 
 __all__ = ["dummy_weights"]
 
@@ -60,7 +62,8 @@ def dummy_weights(
         Of the matrices of layers: any format, also those that `quantize` cannot make. The output
         layer as with `load_weights`.
     shard : Shard
-        Which part of these weights to keep; each is made whole first.
+        Which part of these weights to keep; each is made whole first. Experts of which a shard
+        has no whole tiles are dequantized.
 
     Returns
     -------
@@ -72,8 +75,7 @@ def dummy_weights(
     OutOfMemoryError
         If the device does not have enough memory.
     ConfigError
-        On CUDA, if dtype is float32 and the format has kernels for 16-bit activations only. If
-        the weights are quantized, and the shard is not the whole.
+        On CUDA, if dtype is float32 and the format has kernels for 16-bit activations only.
 
     Examples
     --------
@@ -82,22 +84,20 @@ def dummy_weights(
     >>> weights["layers.0.qkv"].shape, weights["final_norm"].format.name
     ((64, 32), 'bfloat16')
     """
-    if quantization is not None and not shard.is_whole:
-        raise ConfigError(
-            f"quantization must be None for random weights of one of {shard.count} shards; "
-            f"got {quantization.name!r}"
-        )
     device.activate()
     xp = device.xp
     pool = np.random.default_rng(seed).standard_normal(_POOL, np.float32) * np.float32(_STD)
     tile = xp.asarray(pool.astype(np_dtype(dtype)))
     weights: dict[str, Weight] = {}
-    formats = {} if quantization is None else quantized_formats(config, quantization, shard)
+    formats, own_formats = (
+        {} if quantization is None else quantized_formats(config, quantization, part)
+        for part in (WHOLE, shard)
+    )
     if device.is_cuda and dtype == "float32":
-        _check_kernels(formats)
+        _check_kernels(own_formats)
     codes = {form: RandomCodes(form, pool, device, _tiled) for form in set(formats.values())}
     own = weight_shapes(config, shard)
-    room: dict[str, Any] = {"max_model_len": max_model_len, "formats": formats, "shard": shard}
+    room: dict[str, Any] = {"max_model_len": max_model_len, "formats": own_formats, "shard": shard}
     with weight_room(config, device, dtype, **room):
         for name, shape in weight_shapes(config).items():
             if name not in own:
@@ -108,15 +108,30 @@ def dummy_weights(
             if name.endswith("norm"):
                 norm = _tiled(pool, shape, _start(name)) + np.float32(1 - config.norm_weight_offset)
                 weights[name] = Weight.dense(xp.asarray(norm.astype(np_dtype(dtype))))
+            elif name in own_formats and not shard.is_whole:
+                weights[name] = _quantized_part(codes[formats[name]], name, config, shard)
+                continue
             elif name in formats:
                 weights[name] = codes[formats[name]].weight(shape, _start(name))
+                if name not in own_formats:
+                    numbers = unpack_weight(weights[name])
+                    weights[name] = Weight.dense(numbers.astype(np_dtype(dtype)))
             elif weight_dtype(name, dtype) != dtype:
                 weights[name] = Weight.dense(xp.asarray(_tiled(pool, shape, _start(name))))
             else:
                 weights[name] = Weight.dense(_tiled(tile, shape, _start(name)))
-            if not shard.is_whole and name in weights:
+            if not shard.is_whole:
                 weights[name] = take_shard(weights[name], name, config, shard)
     return weights
+
+
+def _quantized_part(codes: RandomCodes, name: str, config: ModelConfig, shard: Shard) -> Weight:
+    """Return a shard of a quantized weight."""
+    take = partial(take_part, name=name, config=config, shard=shard)
+    part = codes.weight(weight_shapes(config)[name], _start(name), take)
+    kind, experts = name.rpartition(".")[2], shard.whole_experts
+    axis = shard_axis(kind, by_output=shard.by_output, whole_experts=experts)
+    return replace(part, shard=shard, axis=axis)
 
 
 def _check_kernels(formats: Mapping[str, Format]) -> None:

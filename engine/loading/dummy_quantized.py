@@ -12,6 +12,7 @@ import numpy as np
 from engine.device import Device
 from engine.quantization import Format, Weight
 from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS, padded_shape
+from engine.quantization.packing import pack_codes, unpack_codes
 
 __all__ = ["RandomCodes"]
 
@@ -42,26 +43,36 @@ class RandomCodes:
         codes, self._scale = self._codes(pool)
         self._pool = self.xp.asarray(codes)
 
-    def weight(self, shape: tuple[int, ...], start: int) -> Weight:
-        """Return a weight of `shape`, (N, K) or (E, N, K), from element `start` of the pool on."""
+    def weight(
+        self, shape: tuple[int, ...], start: int, take: Callable[[Any], Any] | None = None
+    ) -> Weight:
+        """Return a weight of `shape`, (N, K) or (E, N, K), from element `start` of the pool on.
+
+        `take` cuts a shard out of the codes, if one is wanted; all scales are equal.
+        """
         form = self.form
-        *experts, rows, columns = shape
         if not form.is_packed:
             data = self._tiled(self._pool, shape, start)
+            data = data if take is None else take(data)
             if form.code == "int":
                 data = data.view("i1")
+            *experts, rows, columns = data.shape
             high, wide = form.block or (1, 0)
             blocks = [rows] if wide == 0 else [-(-rows // high), -(-columns // wide)]
             scales = self._filled((*experts, *blocks), self._scale, np.float32)
-            return Weight(form, data, shape, scales=scales)
-        whole = padded_shape((math.prod((*experts, rows)), columns))
-        tiles = whole[0] // TILE_ROWS, whole[1] // TILE_COLUMNS
-        low, fifth = (
+            return Weight(form, data, data.shape, scales=scales)
+        tiles = _tiles(shape)
+        low, high_bits = (
             self._tiled(self._pool, (*tiles, size), start) if size else None
             for size in _PLANES[form.bits]
         )
-        scales, supers = self._scales(tiles)
-        return Weight(form, low, shape, scales=scales, high=fifth, super_scales=supers)
+        if take is not None:
+            matrix = math.prod(shape[:-1]), shape[-1]
+            codes = take(unpack_codes(low, high_bits, form.bits, matrix).reshape(shape))
+            shape = codes.shape
+            low, high_bits = pack_codes(codes.reshape(-1, shape[-1]), form.bits)
+        scales, supers = self._scales(_tiles(shape))
+        return Weight(form, low, shape, scales=scales, high=high_bits, super_scales=supers)
 
     def _codes(self, pool: Array) -> tuple[Array, float]:
         """Return a pool of bytes, and the scale that gives numbers their size."""
@@ -102,3 +113,9 @@ class RandomCodes:
         pairs = np.empty((*shape, 2), dtype)
         pairs[..., 0], pairs[..., 1] = first, second
         return self.xp.asarray(pairs)
+
+
+def _tiles(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return how many tiles high and wide a packed weight of this shape is."""
+    rows, columns = padded_shape((math.prod(shape[:-1]), shape[-1]))
+    return rows // TILE_ROWS, columns // TILE_COLUMNS

@@ -9,7 +9,7 @@ from engine.device import array_module
 from engine.loading.weight_table import shard_axis, shard_pieces, weight_shapes
 from engine.quantization import Shard, Weight
 
-__all__ = ["take_shard"]
+__all__ = ["take_part", "take_shard"]
 
 
 def take_shard(weight: Weight, name: str, config: ModelConfig, shard: Shard) -> Weight:
@@ -31,21 +31,27 @@ def take_shard(weight: Weight, name: str, config: ModelConfig, shard: Shard) -> 
     >>> take_shard(whole, "embed", config, Shard(1, 2)).data[:, 0]
     array([1., 1., 0.], dtype=float32)
     """
-    kind, shape = name.rpartition(".")[2], weight_shapes(config, shard)[name]
+    kind = name.rpartition(".")[2]
     axis = shard_axis(kind, by_output=shard.by_output, whole_experts=shard.whole_experts)
     if axis is None:
         return weight
-    bits = weight.data.view(f"u{weight.data.itemsize}")  # CuPy copies slices of few dtypes
+    return Weight.dense(take_part(weight.data, name, config, shard), shard, axis)
+
+
+def take_part(whole: Any, name: str, config: ModelConfig, shard: Shard) -> Any:
+    """Return the part of an array of a whole weight's shape, such as its codes, as a new array."""
+    kind, shape = name.rpartition(".")[2], weight_shapes(config, shard)[name]
+    bits = whole.view(f"u{whole.itemsize}")  # CuPy copies slices of few dtypes
     is_expert = kind.startswith("experts_")
-    whole = bits[slice(*shard.cut_experts(len(bits)))] if is_expert else bits[None]
-    rows, columns = shard_pieces(kind, config, whole.shape[1:], shard)
-    own = array_module(bits).zeros((len(whole), *_matrix(shape, kind)), bits.dtype)
+    matrices = bits[slice(*shard.cut_experts(len(bits)))] if is_expert else bits[None]
+    rows, columns = shard_pieces(kind, config, matrices.shape[1:], shard)
+    own = array_module(bits).zeros((len(matrices), *_matrix(shape, kind)), bits.dtype)
     start = 0
     for first, last in rows:
-        part = whole[:, first:last]
+        part = matrices[:, first:last]
         own[:, start : start + last - first] = part if columns is None else _cut(part, columns)
         start += last - first
-    return Weight.dense(own.reshape(shape).view(weight.data.dtype), shard, axis)
+    return own.reshape(shape).view(whole.dtype)
 
 
 def _cut(rows: Any, columns: tuple[int, int]) -> Any:

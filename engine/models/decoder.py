@@ -309,7 +309,9 @@ class Decoder:
             return
         if delta is None:
             out[...] = residual
-        elif scale == 1.0:
+            return
+        delta = self.parts.summed(delta)
+        if scale == 1.0:
             kernels.residual_add(delta, residual, out=out)
         else:
             out[...] = delta * delta.dtype.type(scale) + residual

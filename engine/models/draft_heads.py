@@ -8,7 +8,7 @@ run again for the token after.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,15 +24,41 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.norm import Norm
 from engine.layers.rotary import rope_table
-from engine.models.decoder import Decoder
 from engine.quantization import Weight
 
-__all__ = ["DraftHead", "Eagle3Config", "Eagle3Head", "HeadLayer", "MtpHead"]
+__all__ = ["DraftHead", "DraftTarget", "Eagle3Config", "Eagle3Head", "HeadLayer", "MtpHead"]
 
 Pages = tuple[Any, Any]
 """(k_pages, v_pages) of the head, each (P, K, block_size, D)."""
 
 _FLOAT32 = np.dtype(np.float32)
+
+
+class DraftTarget(Protocol):
+    """What heads ask of the model that they draft for; a `Decoder` has it."""
+
+    @property
+    def xp(self) -> Any:
+        """The module of its arrays."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens."""
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        """Its layers."""
+
+    @property
+    def embed(self) -> Callable[[Any], Any]:
+        """Looks up token ids (T,): (T, N)."""
+
+    @property
+    def final_norm(self) -> Callable[[Any], Any]:
+        """Takes what leaves the last layer (T, N) to hidden states (T, N)."""
+
+    def logits(self, hidden: Any) -> Any:
+        """Return the logits (R, V) float32 of hidden states (R, N)."""
 
 
 class DraftHead(Protocol):
@@ -144,15 +170,17 @@ class Eagle3Head:
         "hidden_norm", "final_norm" (N,). "embed" (V, N) and "lm_head" (Vd, N) may be missing:
         then the target's are used. "target_ids" (Vd,) int64 says which token of the target each
         token of the draft vocabulary is; without it they are the same.
-    target : Decoder
+    target : DraftTarget
     """
 
-    def __init__(self, config: Eagle3Config, weights: Mapping[str, Any], target: Decoder) -> None:
+    def __init__(
+        self, config: Eagle3Config, weights: Mapping[str, Any], target: DraftTarget
+    ) -> None:
         layer = config.layer
         self._config, self._weights, self._target = config, dict(weights), target
         self._layer = HeadLayer(layer, weights, target.max_model_len)
         self._fc = Linear(Weight.dense(weights["fc"]))
-        self._embed = target.embed
+        self._embed: Callable[[Any], Any] = target.embed
         if "embed" in weights:
             self._embed = Embedding(Weight.dense(weights["embed"]))
         self._lm_head = Linear(Weight.dense(weights["lm_head"])) if "lm_head" in weights else None
@@ -223,10 +251,12 @@ class MtpHead:
     weights : mapping of str to array
         Those of `HeadLayer`, and "proj" (N, 2N), "embed_norm", "hidden_norm", "attn_norm",
         "final_norm" (N,).
-    target : Decoder
+    target : DraftTarget
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Any], target: Decoder) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Any], target: DraftTarget
+    ) -> None:
         self.config = config
         self._weights, self._target = dict(weights), target
         self._layer = HeadLayer(config, weights, target.max_model_len)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from engine.device import to_numpy
 from engine.dtypes import PAGE_CODES
 from engine.errors import ConfigError
 
@@ -45,11 +44,19 @@ class PageScales:
         """Return the scales (K,) of a layer's keys and values, by codes."""
         return {name: (array[index, 0], array[index, 1]) for name, array in self._arrays.items()}
 
-    def on_host(self, codes: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def of(self, codes: str) -> Any:
         """Return the scales of pages of these codes, (num_layers, 2, K)."""
-        return to_numpy(self._arrays[codes])
+        return self._arrays[codes]
 
-    def set(self, scales: Any, codes: str, source: str, *, also_others: bool = True) -> None:
+    def set(
+        self,
+        scales: Any,
+        codes: str,
+        source: str,
+        *,
+        also_others: bool = True,
+        heads: tuple[int, int, int] | None = None,
+    ) -> None:
         """Set the scales of pages of `codes`. Pages written before are not converted.
 
         Parameters
@@ -62,13 +69,15 @@ class PageScales:
             Where they come from.
         also_others : bool
             Give the other codes scales with the same largest numbers.
+        heads : (int, int, int), optional
+            First, last, count: `scales` are of this many heads, of which these have [first, last).
 
         Raises
         ------
         ConfigError
             Naming the layer of the first scale that is not positive and finite, or the shape.
         """
-        values = self._checked(scales)
+        values = self._checked(scales, heads)
         for name in PAGE_CODES if also_others else (codes,):
             ratio = PAGE_CODES[codes].largest / PAGE_CODES[name].largest  # 1 for `codes`
             given = np.clip(values.astype(np.float64) * ratio, _LEAST, _LARGEST)
@@ -87,8 +96,12 @@ class PageScales:
         scales = np.where(peaks > 0, peaks / largest, np.float32(1))
         self.set(scales, codes, source, also_others=False)
 
-    def _checked(self, scales: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def _checked(
+        self, scales: Any, heads: tuple[int, int, int] | None
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
         given, wanted = np.asarray(scales), next(iter(self._arrays.values())).shape
+        first, last, count = heads or (0, wanted[2], wanted[2])
+        wanted = *wanted[:2], count
         if given.shape != wanted or given.dtype.kind not in "fiu":
             raise ConfigError(
                 f"kv_scales must be numbers of shape {wanted} (layers, k and v, "
@@ -102,4 +115,4 @@ class PageScales:
                 f"{'kv'[which]}_scale of layer {layer}, head {head} must be positive and finite; "
                 f"got {given[layer, which, head]!s}"
             )
-        return values
+        return values[..., first:last]

@@ -128,6 +128,23 @@ class WholeParts:
         """Return the mixture of experts."""
         return moe
 
+    @property
+    def own_kv_heads(self) -> tuple[int, int, int] | None:
+        """Which key/value heads these are of how many: first, last, count; None: all."""
+        return None
+
+    def all_heads(self, x: Any) -> Any:
+        """Return (..., H) for all query heads of the model from `x` (..., h), that of its own."""
+        return x
+
+    def all_kv_heads(self, x: Any) -> Any:
+        """Return (..., K) for all key/value heads of the model from `x` (..., k)."""
+        return x
+
+    def summed(self, x: Any) -> Any:
+        """Return the output of a branch, which the ranks may have in summands, whole."""
+        return x
+
     def entering(self, delta: Any, residual: Any) -> tuple[Any, Any]:
         """Return what a stage begins with, of what the stage before has sent."""
         return delta, residual
@@ -234,6 +251,30 @@ class ParallelParts(WholeParts):
             experts = replace(experts, down_bias=None)
         moe.experts = experts
         return moe if self._sums_in_norms else ParallelMoE(moe, self.collectives)
+
+    @property
+    def own_kv_heads(self) -> tuple[int, int, int] | None:
+        """Which key/value heads these are of how many: first, last, count."""
+        c = self.config
+        _, (first, last) = self.shard.cut_heads(c.num_heads, c.num_kv_heads)
+        return first, last, c.num_kv_heads
+
+    def all_heads(self, x: Any) -> Any:
+        """Return (..., H) for all query heads of the model from `x` (..., h), that of its own."""
+        return self._all(x, self.config.num_heads)
+
+    def all_kv_heads(self, x: Any) -> Any:
+        """Return (..., K) for all key/value heads of the model from `x` (..., k)."""
+        return self._all(x, self.config.num_kv_heads)
+
+    def summed(self, x: Any) -> Any:
+        """Return the output of a branch, which the ranks may have in summands, whole."""
+        return self.collectives.all_reduce(x) if self._sums_in_norms else x
+
+    def _all(self, x: Any, num_heads: int) -> Any:
+        whole = self.collectives.all_gather(x.reshape(-1, x.shape[-1]), axis=1)
+        parts = whole.reshape(-1, self.collectives.size, x.shape[-1])
+        return parts[:, :: self._share(num_heads)].reshape(*x.shape[:-1], num_heads)
 
     def _local_experts(self, experts: Experts, xp: Any) -> LocalExperts:
         if not self._padding_ids:  # one array for all layers

@@ -43,11 +43,12 @@ def multiply_8bit(
     a, b = _values(x), _values(weight)
     y = np.zeros((len(a), len(b)), np.float32)
     if group == 0:
-        y += (a @ b.T) * x_scales * weight_scales
+        y += (a @ b.T).astype(np.float32, copy=False) * x_scales * weight_scales
     else:
         for i in range(-(-a.shape[1] // GROUP)):
             columns = slice(i * GROUP, (i + 1) * GROUP)
-            part = (a[:, columns] @ b[:, columns].T) * x_scales[:, i : i + 1]
+            part = (a[:, columns] @ b[:, columns].T).astype(np.float32, copy=False)
+            part *= x_scales[:, i : i + 1]
             y += part * np.repeat(weight_scales[:, i], GROUP)[: len(b)] if has_blocks else part
         y *= 1 if has_blocks else weight_scales
     return epilogue(y, bias, residual, activation).astype(result_dtype, copy=False)
@@ -61,9 +62,13 @@ def rounded_rows(x: Array) -> Array:
 
 
 def _values(codes: Array) -> Array:
-    """Return the numbers that codes stand for: int8, or the bits of e4m3."""
+    """Return the numbers that codes stand for, of which BLAS adds products without an error.
+
+    int8: up to 1024 products in float32. e4m3, given by its bits: products are multiples of 2^-18
+    below 2^18, so float64 has room for the sum of 2^17. No order of summation changes a result.
+    """
     if codes.dtype == np.int8:
         return codes.astype(np.float32)
-    table = np.arange(256, dtype=np.uint8).view(_E4M3).astype(np.float32)
+    table = np.arange(256, dtype=np.uint8).view(_E4M3).astype(np.float64)
     values: Array = table[codes]
     return values

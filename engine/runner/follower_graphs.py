@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.runner.cuda_graph import DecodeGraphs, GraphKey
+from engine.runner.features import FeatureTap
 from engine.runner.request_rows import RequestRows
 from engine.runner.sampling import SamplingTable
 
@@ -22,6 +23,8 @@ class FollowerGraphs(DecodeGraphs):
     num_rows, max_blocks, block_size, max_model_len : int
         As rank 0's.
     query_lens : sequence of int
+    feature_layers : sequence of int
+        Whose inputs rank 0 keeps, which all ranks sum up.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class FollowerGraphs(DecodeGraphs):
         block_size: int,
         max_model_len: int,
         query_lens: Sequence[int],
+        feature_layers: Sequence[int],
     ) -> None:
         super().__init__(
             model,
@@ -42,6 +46,7 @@ class FollowerGraphs(DecodeGraphs):
             block_size=block_size,
             max_model_len=max_model_len,
             query_lens=query_lens,
+            new_features=FeatureTap(model, feature_layers).new_for_graphs,
         )
 
     def compute(self, key: GraphKey) -> None:

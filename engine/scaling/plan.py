@@ -34,7 +34,7 @@ class PlanRow:
     division : Division
     reason : str
         Why it cannot be; "" if it can.
-    weights, activations, pages : int
+    weights, activations, collectives, pages : int
         Bytes of the fullest GPU; what is left for pages is below 0 if something does not fit.
     num_tokens : int
         Tokens that fit into the pages of a replica.
@@ -54,6 +54,7 @@ class PlanRow:
     reason: str = ""
     weights: int = 0
     activations: int = 0
+    collectives: int = 0
     pages: int = 0
     num_tokens: int = 0
     longest: int = 0
@@ -252,11 +253,19 @@ def _memory(model: StepModel, division: Division, max_model_len: int) -> PlanRow
     for index, local in enumerate(stages(model.config, division)):
         weights = _stage_weights(model, local, index, division) + rope_bytes(local, max_model_len)
         whole_logits = replace(local, vocab_size=model.config.vocab_size)  # gathered on each rank
-        budget = default_budget(whole_logits, model.dtype, "cuda", model.card.memory, weights)
+        budget = default_budget(
+            whole_logits,
+            model.dtype,
+            "cuda",
+            model.card.memory,
+            weights,
+            num_ranks=division.tensor,
+        )
         per_token = geometry_of(local, _BLOCK, model.dtype).bytes_per_token
         per_token = per_token * model.page_itemsize // 2
         tokens = max(0, budget.left) // (per_token * _BLOCK) * _BLOCK
-        row = PlanRow(division, "", weights, budget.activations, budget.left, tokens)
+        sizes = budget.activations, budget.collectives, budget.left
+        row = PlanRow(division, "", weights, *sizes, tokens)
         found.append((budget.left / per_token, index, row))
     return min(found)[2]
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from engine.errors import EngineError
 
-__all__ = ["ChildConfig", "Report", "run_child"]
+__all__ = ["ChildConfig", "Report", "run_child", "say"]
 
 _MAX_LINE = 1 << 20
 
@@ -109,6 +109,12 @@ def run_child(main: Callable[[ChildConfig, Report], None]) -> None:
     sys.stderr.flush()
     # Not `sys.exit`: a thread of a library may not end, and nothing is left to be saved.
     os._exit(status)
+
+
+def say(text: str) -> None:
+    """Write a line to standard error; a supervisor has no logger."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"engine: {text}\n".encode())
 
 
 def _end_with_parent() -> None:

@@ -38,24 +38,28 @@ class ZmqEngineClient(RequestClient):
 
     Attributes
     ----------
-    num_cache_tokens : int
-        How many tokens of cached prefixes the engine can hold.
+    num_cache_tokens, block_size : int
+        How many tokens of cached prefixes the engine can hold, in blocks of how many.
     load : (int, int)
-        Tokens of known tokens that the engine has yet to compute, and its requests, those of other
-        clients included; half a second old.
+        Known tokens that the engine has yet to compute, and unfinished requests, those of other
+        clients included; up to half a second old.
     on_end : callable, optional
         ``on_end(requests, error)`` is called once when the engine has ended: unfinished requests
         are left to it.
     on_refusal : callable, optional
-        ``on_refusal(request, error)`` tells whether it takes a request that the engine refuses.
+        ``on_refusal(request, error)`` is called when the engine refuses a request; False: the
+        request fails with `error`.
+    answer : callable, optional
+        Answers what is sent, instead of the engine; see `answered_by`.
     """
 
     def __init__(self, socket: Socket, monitor: Socket, tokenizer: Any) -> None:
         super().__init__(tokenizer)
-        self.num_cache_tokens = 0
+        self.num_cache_tokens = self.block_size = 0
         self.load = 0, 0
         self.on_end: Callable[[list[RemoteRequest], EngineError], None] | None = None
         self.on_refusal: Callable[[RemoteRequest, EngineError], bool] | None = None
+        self.answer: Callable[[m.FromClient], Iterable[m.FromEngine]] | None = None
         self._socket, self._monitor = socket, monitor
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[m.Ready] = self._loop.create_future()
@@ -67,7 +71,6 @@ class ZmqEngineClient(RequestClient):
         self._error: EngineError | None = None
         self._last_seen = time.monotonic()
         self._step_timeout: float | None = None
-        self._answer: Callable[[m.FromClient], Iterable[m.FromEngine]] | None = None
         self._is_closed = self._is_reading_later = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(m.FromEngine).decode
@@ -98,6 +101,8 @@ class ZmqEngineClient(RequestClient):
         client._send(m.Hello(token))
         try:
             ready = await client._ready
+            if client._error is not None:  # both were in one batch
+                raise client._error
         except BaseException:
             await client.close()
             raise
@@ -111,6 +116,7 @@ class ZmqEngineClient(RequestClient):
             )
         )
         client._step_timeout = ready.step_timeout
+        client.block_size = ready.block_size
         client.num_cache_tokens = ready.num_blocks * ready.block_size
         return client
 
@@ -145,8 +151,6 @@ class ZmqEngineClient(RequestClient):
             raise QueueFullError("the engine takes no requests at the moment; try again later")
         self._requests[message.handle] = request
         self._handles[request_id] = message.handle
-        if request.is_aborted:
-            self._send(m.Abort(message.handle))
 
     def drop(self, request: RemoteRequest) -> None:
         """End a request that nobody waits for."""
@@ -207,16 +211,16 @@ class ZmqEngineClient(RequestClient):
         self, answer: Callable[[m.FromClient], Iterable[m.FromEngine]]
     ) -> Iterator[None]:
         """Let `answer`, instead of the engine, answer what is sent meanwhile; see `warm_up`."""
-        self._answer = answer
+        self.answer = answer
         try:
             yield
         finally:
-            self._answer = None
+            self.answer = None
 
     def _send(self, message: m.FromClient) -> bool:
         """Send without waiting; False: an `Add` that must not wait. Other messages are kept."""
-        if self._answer is not None:
-            for each in self._answer(message):
+        if self.answer is not None:
+            for each in self.answer(message):
                 self._loop.call_soon(self._take, each)
             return True
         if self._is_closed or self._error is not None:

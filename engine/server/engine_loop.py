@@ -28,7 +28,7 @@ from engine.snapshot import StepClock, snapshot
 
 __all__ = ["EngineLoop"]
 
-_MAX_CLIENTS = 256
+_MAX_CLIENTS = 1024
 _NUM_COMPILERS = 2  # threads; the grammars themselves are compiled without Python's lock
 _PREPARING_SECONDS = 0.002  # how often an idle engine looks for compiled grammars
 _ABORTED = "the request was aborted before its grammar was compiled"

@@ -18,7 +18,9 @@ from engine.server.child import ChildConfig, Report
 from engine.server.engine_loop import EngineLoop
 from engine.server.sockets import bound_socket
 
-__all__ = ["main", "replica_device"]
+__all__ = ["main", "replica_device", "replica_gpus"]
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def main(config: ChildConfig, report: Report) -> None:
@@ -27,7 +29,11 @@ def main(config: ChildConfig, report: Report) -> None:
     socket = bound_socket(config.addresses[config.number])
     options = dict(config.engine)
     if len(config.addresses) > 1:
-        options["device"] = replica_device(options.get("device", "auto"), config.number)
+        num_ranks = options.get("tensor_parallel_size", 1)
+        if num_ranks > 1:  # before the first call of CUDA
+            os.environ[_VISIBLE] = replica_gpus(config.number, num_ranks, os.environ.get(_VISIBLE))
+        device = options.get("device", "auto")
+        options["device"] = replica_device(device, config.number, num_ranks)
     engine = LLMEngine.from_name(config.model, **options)
     loop = EngineLoop(engine, socket, config.token, report.alive)
 
@@ -46,8 +52,42 @@ def main(config: ChildConfig, report: Report) -> None:
     engine.model.close()
 
 
-def replica_device(device: str, number: int) -> str:
+def replica_gpus(number: int, num_ranks: int, visible: str | None) -> str:
+    """Return CUDA_VISIBLE_DEVICES for a replica of several ranks, each of which has a GPU.
+
+    Parameters
+    ----------
+    number, num_ranks : int
+        Of the replica, and of its ranks.
+    visible : str or None
+        CUDA_VISIBLE_DEVICES of the server; None: all.
+
+    Raises
+    ------
+    ConfigError
+        If these are too few.
+
+    Examples
+    --------
+    >>> replica_gpus(1, 2, None), replica_gpus(1, 2, "4,5,6,7")
+    ('2,3', '6,7')
+    """
+    first, last = number * num_ranks, (number + 1) * num_ranks
+    if visible is None:
+        return ",".join(map(str, range(first, last)))
+    found = visible.split(",")
+    if len(found) < last:
+        raise ConfigError(
+            f"replica {number} of {num_ranks} ranks needs GPUs {first} to {last - 1} of "
+            f"CUDA_VISIBLE_DEVICES; got {visible!r}"
+        )
+    return ",".join(found[first:last])
+
+
+def replica_device(device: str, number: int, num_ranks: int = 1) -> str:
     """Return the device of a replica: the GPU of its number, or the CPU.
+
+    Of several ranks each takes one of the GPUs that the replica sees; see `replica_gpus`.
 
     Raises
     ------
@@ -56,8 +96,8 @@ def replica_device(device: str, number: int) -> str:
 
     Examples
     --------
-    >>> replica_device("cuda", 3), replica_device("cpu", 3)
-    ('cuda:3', 'cpu')
+    >>> replica_device("cuda", 3), replica_device("cuda", 3, 2), replica_device("cpu", 3)
+    ('cuda:3', 'cuda', 'cpu')
     """
     if device == "auto":
         device = resolve_device(device)[0].kind
@@ -65,4 +105,4 @@ def replica_device(device: str, number: int) -> str:
         raise ConfigError(
             f"device must be 'cpu', 'cuda' or 'auto' with data_parallel_size > 1; got {device!r}"
         )
-    return device if device == "cpu" else f"cuda:{number}"
+    return device if device == "cpu" or num_ranks > 1 else f"cuda:{number}"

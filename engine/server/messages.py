@@ -197,7 +197,7 @@ class Answer(_Message):
 class Heartbeat(_Message):
     """The engine has finished a step, or has nothing to do; at least every `BEAT_SECONDS`.
 
-    What it has yet to do: tokens to compute for known tokens of requests, and requests.
+    What is left to do: known tokens that are not computed yet, and unfinished requests.
     """
 
     num_waiting_tokens: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import threading
 import uuid
@@ -15,7 +16,7 @@ from typing import Any
 
 from engine.distributed.autoscaling import METRIC
 from engine.distributed.directory import REGISTER_SECONDS
-from engine.distributed.ray_launch import directory_of, import_ray
+from engine.distributed.ray_launch import RemoteDirectory, import_ray
 from engine.errors import EngineError
 from engine.llm_engine import LLMEngine
 from engine.server.engine_loop import EngineLoop
@@ -24,6 +25,7 @@ from engine.server.sockets import bound_socket
 __all__ = ["RayReplica"]
 
 _STOP_SECONDS = 10.0
+_log = logging.getLogger("engine.server")
 
 
 class RayReplica:
@@ -44,6 +46,8 @@ class RayReplica:
     ) -> None:
         self.name = uuid.uuid4().hex
         self.address = ""
+        self._directory = RemoteDirectory(directory)
+        self._registering: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._loop: EngineLoop | None = None
         self._engine: LLMEngine | None = None
@@ -54,9 +58,8 @@ class RayReplica:
         self._thread.start()
         await asyncio.to_thread(self._is_ready.wait)
         await self.check_health()
-        self._directory = directory_of(directory)
-        await self._directory.register.remote(self.name, self.address)
-        self._registering = asyncio.ensure_future(self._register())
+        number = await self._directory.call("register", self.name, self.address)
+        self._registering = asyncio.ensure_future(self._register(number))
 
     async def check_health(self) -> None:
         """Raise if the engine has ended; Ray Serve then starts another replica.
@@ -66,7 +69,8 @@ class RayReplica:
         EngineError
         """
         if self._error is not None:
-            raise EngineError(f"{type(self._error).__name__}: {self._error}")
+            reason = f"{type(self._error).__name__}: {self._error}"
+            raise EngineError(reason) from self._error
         if not self._thread.is_alive():
             raise EngineError("the engine has ended")
 
@@ -81,19 +85,22 @@ class RayReplica:
         return {"address": self.address, "pid": os.getpid(), "node": node}
 
     async def __del__(self) -> None:
-        """Tell the clients that it ends: they send what is left to others."""
-        self._registering.cancel()
-        with contextlib.suppress(Exception):  # the directory may have ended before
-            await self._directory.leave.remote(self.name)
+        """Leave the directory and end the loop: clients then move its requests to others."""
+        if self._registering is not None:
+            self._registering.cancel()
+            with contextlib.suppress(Exception):  # the directory may have ended before
+                await self._directory.call("leave", self.name)
         if self._loop is not None:
             self._loop.stop()
         await asyncio.to_thread(self._thread.join, _STOP_SECONDS)
 
-    async def _register(self) -> None:
+    async def _register(self, number: int) -> None:
         while True:
             await asyncio.sleep(REGISTER_SECONDS)
-            with contextlib.suppress(Exception):  # it is started again, if it has ended
-                await self._directory.register.remote(self.name, self.address)
+            try:
+                number = await self._directory.call("register", self.name, self.address, number)
+            except Exception as error:  # the next call starts it again, if it has ended
+                _log.warning("the directory of replicas cannot be reached: %s", error)
 
     def _run(self, model: str, options: dict[str, Any], token: str) -> None:
         """Load and serve; on a thread of its own."""

@@ -8,7 +8,7 @@ HTTP application, the router and the way in which requests outlive their replica
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -18,9 +18,10 @@ from starlette.applications import Starlette
 
 from engine.checks import shown
 from engine.distributed.autoscaling import replicas_by_requests
-from engine.distributed.ray_launch import actor_options, directory_of, import_ray
+from engine.distributed.ray_launch import RemoteDirectory, actor_options, import_ray
 from engine.errors import ConfigError, EngineError, unknown_keyword
 from engine.sampling_params import NumberRange
+from engine.server.access_log import configure_logging
 from engine.server.api_process import load_model_tokenizer
 from engine.server.app import build_app
 from engine.server.ray_replica import RayReplica
@@ -31,8 +32,17 @@ __all__ = ["RayIngress", "RayServeConfig", "build"]
 
 _FOLLOW_SECONDS = 1.0  # between two looks at the directory
 _GRACE_SECONDS = 600.0  # that requests wait for a replica when there is none
+_SPARE_REQUESTS = 64
+_log = logging.getLogger("engine.server")
+
+# Options of the sockets, which are Ray Serve's here.
+_REFUSED = (
+    *("root_path", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "hang_timeout"),
+    *("shutdown_timeout", "timeout_keep_alive", "send_timeout"),
+    *("max_connections", "max_header_bytes"),
+)
 _RANGES = {
-    "num_ingresses": NumberRange(1, 1024, integer=True),
+    "num_ingresses": NumberRange(1, 512, integer=True),  # an engine has at most twice as many
     "min_replicas": NumberRange(1, 10_000, integer=True),
     "max_replicas": NumberRange(1, 10_000, integer=True),
     "target_requests": NumberRange(1, 1e6),
@@ -55,7 +65,7 @@ class RayServeConfig:
     engine : dict
         Keywords of `LLMEngine.from_name`.
     server : dict
-        Options of `ServerConfig`; those that say where to listen are Ray Serve's.
+        Options of `ServerConfig`, but those of connections, which are Ray Serve's.
     num_ingresses : int
         Actors for HTTP, tokenizing and detokenizing.
     min_replicas, max_replicas : int
@@ -122,7 +132,17 @@ class RayServeConfig:
                 f"max_replicas must be at least min_replicas ({self.min_replicas}); "
                 f"got {self.max_replicas}"
             )
-        ServerConfig.from_options(self.server)
+        num_ranks = self.engine.get("tensor_parallel_size", 1)
+        if 0 < self.num_gpus < num_ranks:
+            raise ConfigError(
+                f"num_gpus must be at least tensor_parallel_size ({num_ranks}), or 0 for the CPU; "
+                f"got {self.num_gpus}"
+            )
+        server = ServerConfig.from_options(self.server)
+        for name in _REFUSED:
+            given, default = getattr(server, name), getattr(ServerConfig, name)
+            if given != default:
+                raise ConfigError(f"{name} must be left out: Ray Serve has its own; got {given!r}")
 
 
 class RayIngress:
@@ -136,15 +156,18 @@ class RayIngress:
     directory, token : str
         As of `RayReplica`.
     replicas : DeploymentHandle
-        Not used: it makes Ray Serve start the replicas, too.
+        Not used; makes Ray Serve deploy the replicas with the ingress.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, model: str, server: dict[str, Any], directory: str, token: str, replicas: Any = None
     ) -> None:
         options = ServerConfig.from_options({"served_model_name": (model,)} | server)
+        configure_logging(
+            options.log_level, json_logs=options.json_logs, access_log=options.access_log
+        )
         tokenizer = await asyncio.to_thread(load_model_tokenizer, model, options.chat_template)
-        self._directory = directory_of(directory)
+        self._directory = RemoteDirectory(directory)
         seed = (secrets.randbits(63),)
         self._client = ReplicaClient(
             token, tokenizer, seed=seed, has_peers=True, grace_seconds=_GRACE_SECONDS
@@ -171,10 +194,14 @@ class RayIngress:
         await self._client.close()
 
     async def _follow(self) -> None:
-        """Keep to the replicas in the directory."""
+        """Use the replicas that the directory names."""
         while True:
-            with contextlib.suppress(Exception):  # it is started again, if it has ended
-                await self._client.set_replicas(await self._directory.replicas.remote())
+            try:
+                found = await self._directory.call("replicas")
+                # A directory that has just been started again does not know them all.
+                await self._client.set_replicas(found, keep_connected=True)
+            except Exception as error:  # the next call starts it again, if it has ended
+                _log.warning("the directory of replicas cannot be reached: %s", error)
             await asyncio.sleep(_FOLLOW_SECONDS)
 
 
@@ -213,7 +240,8 @@ def build(arguments: dict[str, Any]) -> Any:
     ingress = serve.deployment(serve.ingress()(RayIngress)).options(
         name="ingress",
         num_replicas=config.num_ingresses,
-        max_ongoing_requests=server.max_concurrent_requests,
+        # More than `RequestSlots` lets in: it answers 429, where Ray Serve would let them wait.
+        max_ongoing_requests=server.max_concurrent_requests + _SPARE_REQUESTS,
         ray_actor_options={"num_cpus": 0.5},
     )
     names = directory, token

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import os
 import signal
 import threading
 import time
@@ -12,7 +10,8 @@ from typing import Any
 
 from engine.distributed.ray_launch import import_ray
 from engine.errors import ConfigError
-from engine.server.ray_serve import build
+from engine.server.child import say
+from engine.server.ray_serve import RayServeConfig, build
 from engine.server.server_config import ServerConfig
 
 __all__ = ["supervise_on_ray"]
@@ -39,7 +38,8 @@ def supervise_on_ray(model: str, server: ServerConfig, engine: dict[str, Any]) -
     ConfigError
         If there is no cluster, or an option is not Ray Serve's.
     """
-    _check(server)
+    arguments = _arguments(model, server, engine)
+    RayServeConfig.from_options(arguments)  # says what is wrong before there is a cluster
     ray, serve = import_ray(), import_ray("ray.serve")
     start, ending = time.monotonic(), threading.Event()
     try:
@@ -52,13 +52,13 @@ def supervise_on_ray(model: str, server: ServerConfig, engine: dict[str, Any]) -
         if not _wait_for_nodes(ray, server.nodes, ending):
             return 0
         serve.start(http_options={"host": server.host, "port": server.port})
-        serve.run(build(_arguments(model, server, engine)), name=_NAME, route_prefix="/")
-        _say(f"ready at {server.url}, on every machine ({time.monotonic() - start:.1f} s)")
+        serve.run(build(arguments), name=_NAME, route_prefix="/")
+        say(f"ready at {server.url}, on every machine ({time.monotonic() - start:.1f} s)")
         ending.wait()
         serve.delete(_NAME)
         return 0
     except RuntimeError as error:  # Ray Serve's own report says more
-        _say(f"the application could not start: {error}")
+        say(f"the application could not start: {error}")
         with contextlib.suppress(Exception):
             serve.delete(_NAME)
         return 1
@@ -66,19 +66,11 @@ def supervise_on_ray(model: str, server: ServerConfig, engine: dict[str, Any]) -
         ray.shutdown()
 
 
-def _check(server: ServerConfig) -> None:
-    """Raise a `ConfigError` for options that Ray Serve decides."""
-    if server.port == 0:
-        raise ConfigError("port must be a fixed one with nodes; got 0")
-    for field in dataclasses.fields(server):
-        given = getattr(server, field.name)
-        if field.name in ("ssl_certfile", "hang_timeout", "root_path") and given != field.default:
-            raise ConfigError(f"{field.name} must be left out with nodes; got {given!r}")
-
-
 def _arguments(model: str, server: ServerConfig, engine: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `build`."""
-    size = server.data_parallel_size
+    if server.port == 0:
+        raise ConfigError("port must be a fixed one with nodes; got 0")
+    size, is_cpu = server.data_parallel_size, engine.get("device") == "cpu"
     return {
         "model": model,
         "engine": engine | {"progress": False},
@@ -86,7 +78,7 @@ def _arguments(model: str, server: ServerConfig, engine: dict[str, Any]) -> dict
         "num_ingresses": server.api_server_count,
         "min_replicas": size,
         "max_replicas": size,
-        "num_gpus": 0 if engine.get("device") == "cpu" else 1,
+        "num_gpus": 0 if is_cpu else engine.get("tensor_parallel_size", 1),
     }
 
 
@@ -95,13 +87,8 @@ def _wait_for_nodes(ray: Any, count: int, ending: threading.Event) -> bool:
     said = 0.0
     while (found := sum(node["Alive"] for node in ray.nodes())) < count:
         if time.monotonic() - said > _REPORT_SECONDS:
-            _say(f"waiting for {count} machines; the cluster has {found}")
+            say(f"waiting for {count} machines; the cluster has {found}")
             said = time.monotonic()
         if ending.wait(0.2):
             return False
     return True
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, f"engine: {text}\n".encode())

@@ -90,6 +90,11 @@ class RemoteRequest:
         """The id of its client."""
         return self.message.request_id
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its present engine goes on with tokens of another one."""
+        return any(self.message.resumed or ())
+
     def resume(self) -> bool:
         """Let `message` ask another engine for the rest; tell whether that may still be done.
 
@@ -103,9 +108,13 @@ class RemoteRequest:
             ([] if is_final else list(stream.request.output_token_ids)) if is_open else None
             for stream, is_open in zip(streams, self._is_open, strict=True)
         ]
-        if self.group.deadline is not None:
-            message.timeout = max(_SHORTEST_TIMEOUT, self.group.deadline - time.monotonic())
         return True
+
+    def update_timeout(self) -> None:
+        """Let `message` ask for no more than the time that is left."""
+        if self.group.deadline is not None:
+            left = self.group.deadline - time.monotonic()
+            self.message.timeout = max(_SHORTEST_TIMEOUT, left)
 
     async def next_output(self) -> RequestOutput:
         """Wait for news and return them; raise `error` if it is set."""
@@ -123,6 +132,13 @@ class RemoteRequest:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    def abort(self, stop_reason: str | None = None) -> None:
+        """End it as an engine does that aborts it, with the tokens so far."""
+        now = time.monotonic()
+        for index, is_open in enumerate(self._is_open):
+            if is_open:
+                self._push(Continuation(index, [], None, "abort", stop_reason), now)
 
     def fail(self, error: BaseException) -> None:
         """Let the reader get `error` after the outputs that it has not taken."""
@@ -144,7 +160,7 @@ class RemoteRequest:
     def push(self, piece: Piece, now: float) -> list[End]:
         """Take what is new; return the ends that the engine does not know of."""
         group = self.group
-        if not any(self.message.resumed or ()):  # otherwise the first engine has said it
+        if not self.has_begun:  # otherwise the first engine has said it
             for stream in group.streams:
                 stream.request.num_cached_tokens = piece.num_cached_tokens
             group.metrics.first_scheduled_time = piece.first_scheduled_time

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,19 +31,18 @@ from engine.stats import EngineStats
 
 __all__ = ["ReplicaClient"]
 
-# A request in so many replicas that ended unexpectedly is taken for the reason.
-_MAX_CRASHES = 3
+_MAX_CRASHES = 3  # replicas that ended with the same request, which then is probably the cause
 GRACE_SECONDS = 1.0
 _RETRY_SECONDS = 0.2  # between two attempts to reach a replica
-_CHUNK_SIZE = 64  # tokens, at least
+_STATS_SECONDS = 5.0  # that a replica has to answer with its counters; Prometheus waits 10 s
+_DEADLINE_SLACK = 1.0  # seconds that an engine has to end a request that is overdue
+_CHUNK_SIZE = 64  # tokens; at least a block of the engine
+_log = logging.getLogger("engine.server")
 
 
 @dataclass(eq=False, slots=True)
 class _Placed:
-    """Where a request is; nowhere while there is no replica.
-
-    `refusing` are the replicas whose queues were full.
-    """
+    """The replica that has a request, if any; `refusing` are those whose queues were full."""
 
     route: Route | None = None
     client: ZmqEngineClient | None = None
@@ -49,9 +50,9 @@ class _Placed:
 
 
 class ReplicaClient(RequestClient):
-    """Talks to replicas, which may come and go; belongs to the event loop that made it.
+    """Distributes requests over replicas that come and go; belongs to one event loop.
 
-    `connect` makes one.
+    `connect` makes one and waits for a replica.
 
     Parameters
     ----------
@@ -61,7 +62,7 @@ class ReplicaClient(RequestClient):
     seed : sequence of int
         Seeds the requests that have no seed of their own.
     has_peers : bool
-        Whether the replicas have other clients, too, whose requests count as load.
+        Whether the replicas have other clients, too; then their heartbeats tell the load.
     grace_seconds : float
         For how long requests wait when no replica is left, before they fail.
     """
@@ -80,7 +81,7 @@ class ReplicaClient(RequestClient):
         self._seed, self._num_seeds = list(seed), itertools.count()
         self._has_peers, self._grace_seconds = has_peers, grace_seconds
         self._has_replica = asyncio.Event()  # set once there has been one
-        self._router = PrefixRouter(chunk_size=_CHUNK_SIZE)
+        self._router = PrefixRouter(chunk_size=_CHUNK_SIZE)  # until there is a replica
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of each replica, alive or not
         self._addresses: dict[int, str] = {}
         self._clients: dict[int, ZmqEngineClient] = {}  # of those that are ready
@@ -117,21 +118,24 @@ class ReplicaClient(RequestClient):
 
     # ---- replicas
 
-    async def set_replicas(self, addresses: Mapping[int, str]) -> None:
-        """Connect to these replicas as soon as they are there, and again whenever they are lost.
+    async def set_replicas(
+        self, addresses: Mapping[int, str], *, keep_connected: bool = False
+    ) -> None:
+        """Use these replicas: connect as soon as they are there, and again when they are lost.
 
-        Others are left; their requests go to these.
+        Requests of all others move to these. With `keep_connected`, `addresses` may be incomplete:
+        connected replicas stay until they end.
         """
-        kept = self._addresses.items() & addresses.items()
-        for number in self._addresses.keys() - dict(kept).keys():
-            task = self._tasks.pop(number)
-            del self._addresses[number]
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        for number in addresses.keys() - dict(kept).keys():
+        for number, address in list(self._addresses.items()):
+            default = address if keep_connected and number in self._clients else None
+            if addresses.get(number, default) != address:
+                del self._addresses[number]
+                task = self._tasks.pop(number)
+                task.cancel()
+                await asyncio.wait([task])
+        for number in addresses.keys() - self._addresses.keys():
             address = self._addresses[number] = addresses[number]
-            self._tasks[number] = asyncio.ensure_future(self._stay_with(number, address))
+            self._tasks[number] = asyncio.ensure_future(self._keep_connected(number, address))
 
     async def wait_until_ready(self) -> None:
         """Wait until there has been a replica."""
@@ -147,11 +151,12 @@ class ReplicaClient(RequestClient):
             for number in sorted(self._tasks)
         }
 
-    async def _stay_with(self, number: int, address: str) -> None:
+    async def _keep_connected(self, number: int, address: str) -> None:
         while True:
             try:
                 client = await ZmqEngineClient.connect(address, self._token, self.tokenizer)
-            except EngineError:  # it has ended before it was ready
+            except EngineError as error:
+                _log.warning("replica %d has ended before it was ready: %s", number, error)
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
             ended = asyncio.Event()
@@ -159,16 +164,17 @@ class ReplicaClient(RequestClient):
                 self._join(number, client, ended)
                 await ended.wait()
             finally:
-                await client.close()  # unless it has ended, its requests go to others now
+                await client.close()  # moves the requests, if the replica has not ended
 
     def _join(self, number: int, client: ZmqEngineClient, ended: asyncio.Event) -> None:
         def on_end(requests: list[RemoteRequest], error: EngineError) -> None:
             ended.set()
             self._leave(number, requests, error)
 
-        client.on_end, client.on_refusal = on_end, self._on_refusal
+        client.on_end, client.on_refusal, client.answer = on_end, self._on_refusal, self._answer
         if not self._has_replica.is_set():
             self._take_model(client.model_info)
+            self._router = PrefixRouter(chunk_size=max(_CHUNK_SIZE, client.block_size))
             self._has_replica.set()
         self._clients[number] = client
         self._router.add_replica(number, client.num_cache_tokens)
@@ -182,6 +188,7 @@ class ReplicaClient(RequestClient):
         del self._clients[number]
         self._router.remove_replica(number)
         self._last_error = error
+        _log.warning("replica %d is lost with %d requests: %s", number, len(requests), error)
         if not self._clients and self._ending is None:
             loop = asyncio.get_running_loop()
             self._ending = loop.call_later(self._grace_seconds, self._end)
@@ -190,27 +197,42 @@ class ReplicaClient(RequestClient):
                 continue  # its reader has just gone
             self._placed[request] = _Placed()
             request.num_crashes += str(error) not in (m.CLOSED, CLIENT_CLOSED)
-            if request.num_crashes >= _MAX_CRASHES:
+            if request.is_aborted:
+                request.abort()
+            elif request.num_crashes >= _MAX_CRASHES:
                 reason = f"{_MAX_CRASHES} replicas have ended while they had the request"
                 request.fail(EngineError(f"{reason}, the last one as {error}"))
             elif request.resume():
                 self._place(request)
 
     def _end(self) -> None:
-        """Tell everybody who waits that no replica is left."""
+        """Fail all requests, as no replica is left."""
         self._error = self._last_error
         for request in list(self._placed):
             request.fail(self._error)
 
     async def _tick(self) -> None:
-        """Look after the replicas now and then."""
+        """Twice a second, update loads, end overdue requests and place waiting ones."""
         while True:
             await asyncio.sleep(m.BEAT_SECONDS)
             self._stuck = {n for n, client in self._clients.items() if not client.is_responsive}
             if self._has_peers:
                 for number, client in self._clients.items():
                     self._router.report_load(number, *client.load)
+            self._end_overdue()
             self._place_waiting()
+
+    def _end_overdue(self) -> None:
+        """End the requests whose deadline no engine keeps: it hangs, or there is none."""
+        now = time.monotonic()
+        for request, placed in self._placed.items():
+            deadline, client = request.group.deadline, placed.client
+            if deadline is None or request.is_finished:
+                continue
+            if now > deadline + (0.0 if client is None else _DEADLINE_SLACK):
+                if client is not None:
+                    client.drop(request)
+                request.abort("timeout")
 
     # ---- requests
 
@@ -239,9 +261,12 @@ class ReplicaClient(RequestClient):
         request.message.params.setdefault("seed", self._next_seed())
         self._requests[request.request_id] = request
         placed = self._placed[request] = _Placed()
-        if not self._place(request) and placed.refusing:
+        try:
+            if not self._place(request) and placed.refusing:
+                raise QueueFullError("no replica takes requests at the moment; try again later")
+        except BaseException:
             self.drop(request)
-            raise QueueFullError("no replica takes requests at the moment; try again later")
+            raise
 
     def drop(self, request: RemoteRequest) -> None:
         """End a request that nobody waits for."""
@@ -259,13 +284,15 @@ class ReplicaClient(RequestClient):
         request = self._requests.get(request_id)
         if request is None:
             return
-        request.is_aborted = True  # should it be nowhere
-        if (client := self._placed[request].client) is not None:
+        if (client := self._placed[request].client) is None:
+            request.abort()
+        else:
             await client.abort(request_id)
 
     def _place(self, request: RemoteRequest) -> bool:
         """Send a request to the replica that suits it; False: there is none at the moment."""
         placed, message = self._placed[request], request.message
+        request.update_timeout()
         while True:
             route = self._route(message.token_ids, message.cache_salt, placed.refusing)
             if route is None:
@@ -273,18 +300,21 @@ class ReplicaClient(RequestClient):
             client = self._clients[route.replica]
             try:
                 client.submit(request)
-            except QueueFullError:
+            except BaseException as error:
                 self._router.finished(route)
+                if not isinstance(error, QueueFullError):
+                    raise
                 placed.refusing.add(route.replica)
                 continue
             placed.route, placed.client = route, client
-            if message.resumed is not None:  # its first output has been, and is not waited for
+            if request.has_begun:  # its first output has been, and is not waited for
                 self._router.computed(route, route.num_cached_tokens)
             return True
 
     def _route(
         self, token_ids: Sequence[int], salt: str | None, refusing: set[int]
     ) -> Route | None:
+        """Choose a replica; one that does not respond only if there is no other."""
         found = None
         if self._stuck:
             found = self._router.route(token_ids, salt, refusing | self._stuck)
@@ -293,8 +323,11 @@ class ReplicaClient(RequestClient):
     def _place_waiting(self) -> None:
         for request, placed in list(self._placed.items()):
             if placed.client is None and not request.is_finished:
-                placed.refusing.clear()  # it has been accepted
-                self._place(request)
+                placed.refusing.clear()  # of before; the request is accepted by now
+                try:
+                    self._place(request)
+                except Exception as error:
+                    request.fail(error)
 
     def _on_refusal(self, request: RemoteRequest, error: EngineError) -> bool:
         """Offer a request that a replica's full queue has refused to the others."""
@@ -320,27 +353,34 @@ class ReplicaClient(RequestClient):
         self, answer: Callable[[m.FromClient], Iterable[m.FromEngine]]
     ) -> Iterator[None]:
         """Let `answer`, instead of the engines, answer what is sent meanwhile; see `warm_up`."""
-        with contextlib.ExitStack() as stack:
-            for client in self._clients.values():
-                stack.enter_context(client.answered_by(answer))
+        self._set_answer(answer)  # also of replicas that join meanwhile
+        try:
             yield
-        self._router.forget_prefixes()
+        finally:
+            self._set_answer(None)
+            self._router.forget_prefixes()
+
+    def _set_answer(self, answer: Callable[[m.FromClient], Iterable[m.FromEngine]] | None) -> None:
+        self._answer = answer
+        for client in self._clients.values():
+            client.answer = answer
 
     # ---- calls
 
     async def stats(self) -> EngineStats:
-        """Return the counters of the first replica that is ready; see `stats_by_replica`."""
+        """Return the counters of the first replica that responds; see `stats_by_replica`."""
         return await self._first().stats()
 
     async def stats_by_replica(self) -> dict[int, EngineStats]:
-        """Return the counters of each replica that is ready, since it has started."""
-        clients = sorted(self._clients.items())
-        found = await asyncio.gather(*(c.stats() for _, c in clients), return_exceptions=True)
-        pairs = zip(clients, found, strict=True)
-        return {number: s for (number, _), s in pairs if isinstance(s, EngineStats)}
+        """Return the counters of each replica that responds, since it has started."""
+        numbers = [n for n, client in sorted(self._clients.items()) if client.is_responsive]
+        calls = [asyncio.wait_for(self._clients[n].stats(), _STATS_SECONDS) for n in numbers]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        pairs = zip(numbers, found, strict=True)
+        return {number: stats for number, stats in pairs if isinstance(stats, EngineStats)}
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return what the first replica that is ready does now; see `engine.snapshot`."""
+        """Return what the first replica that responds does now; see `engine.snapshot`."""
         return await self._first().snapshot()
 
     async def embed(
@@ -350,10 +390,11 @@ class ReplicaClient(RequestClient):
         encode = self._maker.encode
         inputs = await asyncio.to_thread(lambda: [encode(each) for each in prompts])
         ids = [each.token_ids for each in inputs]
-        for attempt in itertools.count(1):
+        num_crashes = 0
+        while True:
             self._check_alive()
             # All of it is computed there, whatever is cached.
-            route = self._router.route([id_ for each in ids for id_ in each], "embeddings")
+            route = self._route([id_ for each in ids for id_ in each], "embeddings", set())
             if route is None:
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
@@ -361,16 +402,24 @@ class ReplicaClient(RequestClient):
             try:
                 return await client.embed(ids, pooling, normalize=normalize)
             except EngineError:
-                if client.error is None or attempt >= _MAX_CRASHES:
+                num_crashes += 1
+                if client.error is None or num_crashes >= _MAX_CRASHES:
                     raise
             finally:
                 self._router.finished(route)
-        raise AssertionError
 
     async def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes of all replicas."""
         self._router.forget_prefixes()
-        await asyncio.gather(*(client.reset_prefix_cache() for client in self._clients.values()))
+
+        async def reset(client: ZmqEngineClient) -> None:
+            try:
+                await client.reset_prefix_cache()
+            except EngineError:
+                if client.error is None:  # otherwise it has ended, and its prefixes with it
+                    raise
+
+        await asyncio.gather(*map(reset, self._clients.values()))
 
     async def close(self) -> None:
         """End all requests of this client, with an `EngineError` for each; the engines go on."""
@@ -393,4 +442,5 @@ class ReplicaClient(RequestClient):
         self._check_alive()
         if not self._clients:
             raise EngineError("no replica is ready at the moment; try again later")
-        return self._clients[min(self._clients)]
+        # One that responds, if there is one.
+        return min(self._clients.items(), key=lambda each: (not each[1].is_responsive, each[0]))[1]

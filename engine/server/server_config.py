@@ -93,12 +93,13 @@ class ServerConfig:
     root_path: str = _option("", "path at which a proxy serves this server")
     api_server_count: int = _option(1, "processes for HTTP, tokenizing and detokenizing")
     data_parallel_size: int = _option(
-        1, "replicas of the engine, each in a process of its own, on a GPU of its own"
+        1, "replicas of the engine, each in a process of its own, on GPUs of its own"
     )
     nodes: int = _option(0, "serve on a Ray cluster, once it has this many machines; 0: here")
     shutdown_timeout: float = _option(30.0, "seconds that running requests have after SIGTERM")
     hang_timeout: float | None = _option(
-        None, "seconds that a step may take; a longer one ends the server, with exit status 1"
+        None,
+        "seconds that a step may take; a longer one ends the engine, and the server with the last",
     )
 
     served_model_name: tuple[str, ...] = _option((), "names of the model in the API; repeatable")
@@ -126,7 +127,9 @@ class ServerConfig:
         4096, "maximum unfinished requests of an API process; more get 429"
     )
     max_requests_per_key: int | None = _option(
-        None, "maximum unfinished requests of an API key; by default its fair share when it is full"
+        None,
+        "maximum unfinished requests of an API key in an API process; by default its fair share "
+        "when that is full",
     )
     max_prompts: int = _option(1024, "maximum prompts of a request")
     max_n: int = _option(16, "maximum n and best_of of a request")

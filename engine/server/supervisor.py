@@ -26,7 +26,7 @@ from typing import Any
 
 from engine.errors import ConfigError, EngineError
 from engine.model_files import excerpt
-from engine.server.child import ChildConfig
+from engine.server.child import ChildConfig, say
 from engine.server.listeners import listening_sockets
 from engine.server.messages import BEAT_SECONDS
 from engine.server.server_config import ServerConfig
@@ -152,10 +152,10 @@ class Supervisor:
         """Start a replica again, unless it ends again and again; the others go on."""
         name = f"replica {child.number}"
         if self._may_restart(name):
-            _say(f"{name} ended ({child.ending()}) and is started again")
+            say(f"{name} ended ({child.ending()}) and is started again")
             await self._spawn_engine(child.number)
         else:
-            _say(f"{name} ended again and again ({child.ending()}): it is given up")
+            say(f"{name} ended again and again ({child.ending()}): it is given up")
 
     async def _restart_api(self, child: _Child) -> None:
         """Start an API process again that has ended."""
@@ -163,7 +163,7 @@ class Supervisor:
             raise _Ended(f"an API process could not start: {child.ending()}", child.status)
         if not self._may_restart(_API):
             raise _Ended(f"an API process ended again and again: {child.ending()}", 1)
-        _say(f"an API process ended ({child.ending()}) and is started again")
+        say(f"an API process ended ({child.ending()}) and is started again")
         await self._spawn(_API, child.number, child.listeners)
 
     def _may_restart(self, name: str) -> bool:
@@ -267,7 +267,7 @@ class Supervisor:
         if not await self._is_hung(engine, limit):
             return
         reason = f"a step has taken longer than hang_timeout={limit:g} s"
-        _say(f"{reason}; the stacks of the engine's threads:")
+        say(f"{reason}; the stacks of the engine's threads:")
         _signal([engine], signal.SIGQUIT)
         await asyncio.sleep(BEAT_SECONDS)
         if engine in self._children and not engine.reason:
@@ -294,7 +294,7 @@ class Supervisor:
         for child in children:
             await child.ready.wait()
         self._is_announced = True
-        _say(f"ready at {self._server.url} ({time.monotonic() - self._start:.1f} s)")
+        say(f"ready at {self._server.url} ({time.monotonic() - self._start:.1f} s)")
 
     def _watch(self, coroutine: Any) -> None:
         task = asyncio.ensure_future(coroutine)
@@ -338,7 +338,7 @@ def supervise(model: str, server: ServerConfig, engine: dict[str, Any]) -> int:
     try:
         return asyncio.run(main())
     except _Ended as error:
-        _say(str(error))
+        say(str(error))
         return error.status
     finally:
         for listener in itertools.chain(*listeners):
@@ -349,8 +349,3 @@ def _signal(children: list[_Child], number: signal.Signals) -> None:
     for child in children:
         with contextlib.suppress(ProcessLookupError):
             child.process.send_signal(number)
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, f"engine: {text}\n".encode())

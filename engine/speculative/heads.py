@@ -101,10 +101,10 @@ def load_head(config: SpeculativeConfig, target: Any) -> LoadedHead:
     if config.method == "mtp":
         layer = load_mtp_config(folder, target.config)
         weights = load_mtp_weights(folder, layer, device, dtype)
-        return LoadedHead(MtpHead(layer, weights, target.decoder), target)
+        return LoadedHead(MtpHead(layer, weights, target.draft_target), target)
     sizes = load_eagle3_config(folder, target.config)
     weights = load_eagle3_weights(folder, sizes, device, dtype)
-    return LoadedHead(Eagle3Head(sizes, weights, target.decoder), target)
+    return LoadedHead(Eagle3Head(sizes, weights, target.draft_target), target)
 
 
 def _folder(config: SpeculativeConfig, target: Any) -> Path:

@@ -6,11 +6,14 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 
 from engine import LLMEngine, SamplingParams, device
 from engine.config import ModelConfig, MoeConfig
+from engine.embeddings import embed
 from engine.errors import RankError
+from tests.speculative import heads
 
 pytestmark = pytest.mark.gpu
 
@@ -102,6 +105,42 @@ def test_tokens_of_two_pipeline_stages_are_those_of_one_gpu(dtype, is_async):
     options = {"dtype": dtype, "deterministic": True, "cuda_graphs": False}
     found = _tokens(2, pipeline_parallel_size=2, async_scheduling=is_async, **options)
     assert found == _tokens(1, **options)
+
+
+def test_arrays_on_pages_of_their_own():
+    """Embeddings, and steps on a cache, beside a request."""
+    found = {}
+    for size in (1, 2):
+        with _engine(size, dtype="float32", deterministic=True) as engine:
+            params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+            engine.add_request("a", [1, 2, 3] * 9, params)
+            engine.step()
+            vectors = embed(engine.model, [[5, 6, 7], [8], list(range(300))], "mean")
+            cache = engine.model.new_cache(2, 64, kv_cache_dtype="fp8")
+            engine.model.calibrate_kv_scales([[1, 2, 3], [4, 5]])
+            rows = engine.model.step([[1, 2], [3, 4]], cache), engine.model.step([[5], [6]], cache)
+            arrays = [*vectors, *map(device.to_numpy, rows), engine.model.kv_scales]
+            tokens = []
+            while engine.has_unfinished_requests():
+                tokens += [output.outputs[0].token_ids for output in engine.step()]
+            found[size] = arrays, tokens[-1]
+    for got, want in zip(found[2][0], found[1][0], strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert found[2][1] == found[1][1]
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_heads_that_draft(tmp_path, deterministic, cuda_graphs):
+    """A head that borrows the embedding and the output layer; tokens are those without it."""
+    values = heads.eagle3_json(CONFIG, draft_vocab_size=CONFIG.vocab_size)
+    tensors = heads.eagle3_tensors(np.random.default_rng(1), values, CONFIG)
+    own = {k: t for k, t in tensors.items() if k not in ("lm_head.weight", "d2t", "t2d")}
+    folder = heads.write(tmp_path, values, own)
+    options = {"dtype": "float32", "deterministic": deterministic, "cuda_graphs": cuda_graphs}
+    speculative = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3}
+    speculative["adaptive"] = False
+    assert _tokens(2, **options, speculative_config=speculative) == _tokens(1, **options)
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])

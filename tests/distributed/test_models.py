@@ -243,10 +243,7 @@ def test_weights_quantized_while_they_are_read(on_ranks, folder, quantization):
 
     want = logits()
     for got in on_ranks(2, logits):
-        if quantization == "fp8":  # whose mirror leaves the order of summation to BLAS
-            assert np.abs(got - want).max() / want.std() < LIMIT
-        else:
-            np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(got, want)
 
 
 def test_the_config_of_a_rank_has_its_heads(on_ranks):
@@ -261,13 +258,23 @@ def test_the_config_of_a_rank_has_its_heads(on_ranks):
     assert on_ranks(4, sizes)[0][:3] == (2, 1, 24)
 
 
-def test_random_quantized_weights_are_refused(on_ranks):
-    def load(collectives):
-        options = {"load_format": "dummy", "device": "cpu", "quantization": "fp8"}
-        engine.load(config=CONFIG, collectives=collectives, **options)
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_block", "int4_g32_zp", "mxfp4", "q4_k"])
+def test_random_quantized_weights(on_ranks, quantization):
+    ids = np.array(PROMPT) % 50
 
-    with pytest.raises(ConfigError, match="quantization must be None for random weights"):
-        on_ranks(2, load)
+    def logits(collectives=None, deterministic=True):
+        options = {"load_format": "dummy", "device": "cpu", "quantization": quantization}
+        options |= {"deterministic": deterministic, "collectives": collectives}
+        model = engine.load(config=CONFIG, **options)
+        return model.step(ids, model.new_cache(2, 16), logits="all")
+
+    want = logits()
+    for got in on_ranks(2, logits):
+        np.testing.assert_array_equal(got, want)
+    # A rank scales its part of a row of activations, which fp8 rounds to 4 bits.
+    limit = 0.3 if quantization.startswith("fp8") else LIMIT
+    for got in on_ranks(2, lambda c: logits(c, deterministic=False)):
+        assert np.abs(got - want).max() / want.std() < limit
 
 
 @pytest.mark.parametrize("quantization", ["int8", "q8_0"])

@@ -577,6 +577,8 @@ def test_what_the_array_door_cannot_do_is_refused(in_threads):
         model = engine.model
         with pytest.raises(RequestError, match="kv_scales cannot be set"):
             model.set_kv_scales(np.ones(3))
+        with pytest.raises(RequestError, match="kv_scales cannot be read"):
+            model.kv_scales  # noqa: B018
         with pytest.raises(RequestError, match="cannot be traced"):
             model.trace([1])
         with pytest.raises(RequestError, match="computes on its engine's pages only"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -11,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.distributed import ray_launch
 from engine.distributed.autoscaling import METRIC, num_replicas, replicas_by_requests
 from engine.distributed.directory import Directory
-from engine.distributed.ray_launch import actor_options, import_ray, placement
+from engine.distributed.ray_launch import RemoteDirectory, actor_options, import_ray
 from engine.distributed.ray_stages import stage_bundles
 from engine.errors import ConfigError, UnknownOptionError
 from engine.server.server_config import ServerConfig
@@ -39,13 +41,50 @@ def test_a_directory_numbers_replicas_and_forgets_them():
     assert directory.last_use == 20.0
 
 
-def test_a_replica_is_placed_on_one_host():
-    assert placement(2, 4) == [{"CPU": 2.0, "GPU": 1}] * 2
-    options = actor_options(4, 8)
-    assert options["ray_actor_options"] == {"num_cpus": 2.0, "num_gpus": 1}
-    assert options["placement_group_strategy"] == "STRICT_PACK"
-    assert len(options["placement_group_bundles"]) == 4
-    assert actor_options(0, 2)["placement_group_bundles"] == [{"CPU": 2.0}]
+def test_a_directory_that_is_started_again_gives_the_same_numbers():
+    directory = Directory()
+    assert directory.register("b", "tcp://b", 1) == 1
+    assert directory.register("c", "tcp://c") == 2
+    assert directory.register("a", "tcp://a", 0) == 0
+    assert directory.register("d", "tcp://d", 2) == 3  # taken meanwhile
+    assert directory.replicas() == {
+        0: "tcp://a",
+        1: "tcp://b",
+        2: "tcp://c",
+        3: "tcp://d",
+    }
+
+
+def test_a_directory_that_has_ended_is_looked_for_again(monkeypatch):
+    class Method:
+        def __init__(self, error):
+            self.error = error
+
+        async def remote(self, *arguments):
+            if self.error is not None:
+                raise self.error
+            return arguments
+
+    errors = [None, RuntimeError("the actor died"), None]
+    actors = iter([SimpleNamespace(register=Method(error)) for error in errors])
+    monkeypatch.setattr(ray_launch, "_directory_actor", lambda name: next(actors))
+
+    async def main():
+        directory = RemoteDirectory("d")
+        assert await directory.call("register", "a", 1) == ("a", 1)
+        assert await directory.call("register", "b") == ("b",)
+        directory._actor = None  # ended
+        with pytest.raises(RuntimeError, match="the actor died"):
+            await directory.call("register", "a")
+        assert await directory.call("register", "c") == ("c",)
+
+    asyncio.run(main())
+    assert next(actors, None) is None
+
+
+def test_a_replica_has_all_its_gpus_itself():
+    """Ray hides those of other placements from an actor, and so from its ranks."""
+    assert actor_options(4, 8) == {"ray_actor_options": {"num_cpus": 8, "num_gpus": 4}}
 
 
 def test_each_stage_has_a_place():
@@ -79,6 +118,8 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
         ({"model": ""}, ConfigError, "model must be a name"),
         ({"engine": []}, ConfigError, "engine must be a table"),
         ({"server": {"prot": 1}}, UnknownOptionError, "'port'"),
+        ({"server": {"max_connections": 7}}, ConfigError, "max_connections must be left out"),
+        ({"engine": {"tensor_parallel_size": 2}}, ConfigError, r"tensor_parallel_size \(2\)"),
     ],
 )
 def test_a_wrong_argument_is_named(options, error, word):
@@ -94,7 +135,8 @@ def test_a_wrong_argument_is_named(options, error, word):
     ("options", "word"),
     [
         ({"port": 0}, "port must be a fixed one with nodes"),
-        ({"hang_timeout": 5.0}, "hang_timeout must be left out with nodes; got 5.0"),
+        ({"hang_timeout": 5.0}, "hang_timeout must be left out: Ray Serve has its own; got 5.0"),
+        ({"shutdown_timeout": 5.0}, "shutdown_timeout must be left out"),
         ({"ssl_certfile": "a", "ssl_keyfile": "b"}, "ssl_certfile must be left out"),
     ],
 )

@@ -238,6 +238,17 @@ def test_a_prefix_that_is_still_being_computed_is_no_evidence():
     router.check_integrity()
 
 
+def test_the_block_of_the_last_token_is_no_evidence():
+    """It is computed again, however much is cached: of whole chunks the last one is never found."""
+    router = make(1)
+    serve(router, prompt(1))
+    serve(router, prompt(2))
+    serve(router, prompt(2), num_cached=38)  # all but the last block of 2 tokens
+    assert router.num_chunks == 20
+    serve(router, prompt(2), num_cached=35)  # a chunk is missing: so is what was used before
+    assert router.num_chunks == 10
+
+
 def test_a_prompt_that_was_never_computed_is_forgotten():
     router = make(1)
     serve(router, prompt(1)[:20])

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, MoeConfig
 from engine.errors import ConfigError
+from engine.loading.dummy import dummy_weights
 from engine.loading.gguf import GgufFile
 from engine.loading.model_config import load_config
 from engine.loading.safetensors import SafetensorsFile
@@ -18,7 +19,7 @@ from engine.loading.shards import take_shard
 from engine.loading.weight_memory import weight_bytes
 from engine.loading.weight_table import shard_axis, weight_shapes
 from engine.loading.weights import load_weights
-from engine.quantization import Shard
+from engine.quantization import FORMATS, Shard, Weight, unpack_weight
 from tests.loading.tiny import random_tensors, save_file
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"
@@ -71,6 +72,28 @@ def test_shards_by_output_add_up_to_the_whole(tmp_path, case, count):
             elif by_output and kind in ("experts_down", "experts_down_bias"):
                 joined = np.concatenate([part[name].data for part in parts], axis=1)
                 np.testing.assert_array_equal(joined, weight.data, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8", "fp8_block", "int8", "mxfp4", "int4_g32_zp", "int8_g64", "q5_1", "q6_k"]
+)
+def test_shards_of_random_quantized_weights(name):
+    """They have the numbers of the whole: codes are cut anywhere, as all scales are equal."""
+    # A rank's columns end within groups, its rows within tiles; experts of 24 rows have no tiles.
+    experts = MoeConfig(num_experts=3, top_k=2, intermediate_size=48, sparse_layers=(True, False))
+    config = ModelConfig("mixtral", 50, 96, 2, 4, 2, 24, 80, 128, moe=experts)
+    form = FORMATS[name]
+    whole = dummy_weights(config, quantization=form)
+    numbers = {name: Weight.dense(unpack_weight(weight)) for name, weight in whole.items()}
+    shards = Shard(1, 2), Shard(3, 4), Shard(1, 4, by_output=True), Shard(1, 2, whole_experts=True)
+    for shard in shards:
+        for name, part in dummy_weights(config, quantization=form, shard=shard).items():
+            assert part.shape == weight_shapes(config, shard)[name]
+            want, got = take_shard(numbers[name], name, config, shard).data, unpack_weight(part)
+            if name == "lm_head":  # whose padding has no meaning
+                first, last, _ = shard.cut_padded(50)
+                got, want = got[: last - first], want[: last - first]
+            np.testing.assert_array_equal(got, want, err_msg=name)
 
 
 def test_an_mlp_without_gate_and_a_bias_of_the_logits_are_divided(tmp_path):

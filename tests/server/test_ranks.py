@@ -57,10 +57,9 @@ def test_answers_are_those_of_one_process(small):
             assert response.status == 200
             texts.append(json.loads(response.read())["choices"])
             embedding = _post(server, {"model": "tiny", "input": "a"}, path="/v1/embeddings")
-            assert (embedding.status == 200) == (not options)
+            assert embedding.status == 200
+            texts[-1].append(json.loads(embedding.read())["data"])
             if options:
-                assert b"tensor_parallel_size=1" in embedding.read()
-                assert _post(server, _body(2)).status == 200
                 pids = _rank_1(server)
                 server.process.send_signal(signal.SIGTERM)
                 assert _end(server)[0] == 0

@@ -20,7 +20,7 @@ from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.server import messages as m
 from engine.server import replica_client, sockets
 from engine.server.engine_loop import EngineLoop
-from engine.server.engine_process import replica_device
+from engine.server.engine_process import replica_device, replica_gpus
 from engine.server.replica_client import ReplicaClient
 from engine.server.sockets import bound_socket
 from engine.server.warm_up import warm_up
@@ -575,6 +575,11 @@ def test_a_replica_has_the_gpu_of_its_number(monkeypatch):
     assert replica_device("cuda", 2) == "cuda:2"
     with pytest.raises(ConfigError, match="data_parallel_size > 1; got 'cuda:1'"):
         replica_device("cuda:1", 0)
+    # Ranks take the GPUs that their replica sees.
+    assert replica_device("cuda", 2, 4) == "cuda"
+    assert [replica_gpus(n, 2, "0,GPU-1f,5,6") for n in (0, 1)] == ["0,GPU-1f", "5,6"]
+    with pytest.raises(ConfigError, match="replica 2 of 2 ranks needs GPUs 4 to 5"):
+        replica_gpus(2, 2, "0,1,5,6")
 
 
 def test_messages_of_before_are_still_read():

@@ -1,0 +1,76 @@
+"""Heads that draft for a model that two processes share: the drafts and tokens of one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import LLMEngine
+from tests.e2e.tiny import mixed_params, run
+from tests.speculative import heads, test_eagle3, test_mtp
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory):
+    folder, _, _ = test_eagle3.make_head(tmp_path_factory.mktemp("eagle3"))
+    model = {"config": test_eagle3.TARGET, "load_format": "dummy"}
+    return "dummy", model, test_eagle3.config_of(folder)
+
+
+@pytest.fixture(scope="module")
+def eagle3_without_layers(tmp_path_factory):
+    """A head that looks up its tokens in the model, and has the model's output layer, too."""
+    rng = np.random.default_rng(1)
+    vocab_size = test_eagle3.TARGET.vocab_size
+    values = heads.eagle3_json(test_eagle3.TARGET, draft_vocab_size=vocab_size)
+    tensors = heads.eagle3_tensors(rng, values, test_eagle3.TARGET)
+    left = {k: t for k, t in tensors.items() if k not in ("lm_head.weight", "d2t", "t2d")}
+    folder = heads.write(tmp_path_factory.mktemp("eagle3"), values, left)
+    model = {"config": test_eagle3.TARGET, "load_format": "dummy"}
+    return "dummy", model, test_eagle3.config_of(folder)
+
+
+@pytest.fixture(scope="module")
+def mtp(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mimo")
+    heads.write(folder, test_mtp.VALUES, test_mtp.mimo_tensors())
+    return str(folder), {}, test_mtp.config_of()
+
+
+@pytest.mark.parametrize(
+    ("head", "deterministic", "is_async", "has_graphs"),
+    [
+        ("eagle3", True, False, False),
+        ("eagle3", False, True, True),
+        ("eagle3_without_layers", False, True, False),
+        ("mtp", True, True, False),
+        ("mtp", False, False, True),
+    ],
+)
+def test_drafts_and_tokens(request, head, deterministic, is_async, has_graphs):
+    """Without `deterministic` the residual streams that a head reads are sums over ranks."""
+    name, model, config = request.getfixturevalue(head)
+    found, drafted, counts = {}, {}, {}
+    for size in (0, 1, 2):  # 0: plain decoding
+        options = {"device": "cpu", "dtype": "float32", "deterministic": deterministic, **model}
+        options |= {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_blocks": 64}
+        options |= {"async_scheduling": is_async, "debug": True, "collective_timeout": 20.0}
+        options |= {"speculative_config": config} if size else {}
+        with LLMEngine.from_name(name, tensor_parallel_size=size or 1, **options) as engine:
+            if has_graphs:
+                limits = engine.config.scheduler
+                engine.runner.capture_graphs(limits.max_model_len, limits.max_draft_tokens)
+            seen = test_eagle3.drafts_of(engine) if size else []
+            rng = np.random.default_rng(7)
+            for index in range(3):
+                prompt = rng.integers(4, 61, 3 + 12 * index).tolist()
+                engine.add_request(f"r{index}", prompt, mixed_params(index, max_tokens=11))
+            outputs = run(engine)
+            found[size] = {k: [o.token_ids for o in v.outputs] for k, v in outputs.items()}
+            drafted[size] = [(*each, list(drafts.token_ids)) for *each, drafts in seen if drafts]
+            if size:
+                counts[size] = engine.stats().speculation
+    assert found[1] == found[0] and found[2] == found[0]
+    assert drafted[2] == drafted[1]
+    assert counts[2].num_draft_tokens == counts[1].num_draft_tokens > 10
+    assert counts[2].num_proposer_failures == 0
