@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
-from engine.errors import RequestError
+from engine.errors import ConfigError, RequestError
 
 __all__ = [
+    "check_count",
     "checked_text",
     "is_integer",
     "items_of",
@@ -161,6 +162,18 @@ def is_integer(value: object) -> bool:
     except TypeError:  # np.timedelta64 calls itself an integer
         return False
     return True
+
+
+def check_count(name: str, value: Any, limit: int) -> None:
+    """Verify that an option is a whole number from 1 to `limit`.
+
+    Raises
+    ------
+    ConfigError
+        Naming it and both.
+    """
+    if not (is_integer(value) and 1 <= value <= limit):
+        raise ConfigError(f"{name} must be a whole number from 1 to {limit}; got {shown(value)}")
 
 
 def _index(item: Any) -> int:

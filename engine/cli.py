@@ -24,6 +24,7 @@ COMMANDS = {
     "run-batch": "answer the requests of a file in OpenAI's batch format",
     "pull": "download a model into the cache",
     "quantize": "write a model with weights of 8 or 4 bits, for this engine and others",
+    "stage": "run some layers of a model for an engine on another host",
     "doctor": "check this machine and say what to install next",
     "plan": "predict memory and speed of a model on GPUs that need not be here",
     "bench": "measure latency, throughput, prefill or startup of a model",

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from engine import env
 from engine.cache.kv_cache import (
-    KV_CACHE_DTYPES,
     KVGeometry,
     MemoryBudget,
     kv_dtype,
@@ -18,13 +17,13 @@ from engine.cache.memory_pool import device_memory
 from engine.checks import shown
 from engine.config import ModelConfig
 from engine.device import Device
-from engine.drafts import MAX_QUERY_LEN
-from engine.errors import ConfigError, RequestError, unknown_keyword
+from engine.distributed.connection import parse_address
+from engine.errors import ConfigError, unknown_keyword
 from engine.layers.collectives import buffer_bytes
 from engine.memory_sizes import DraftSizes, activation_bytes, feature_bytes, geometry_of
+from engine.option_ranges import OPTIONS, checked_option
 from engine.runner.cuda_graph import batch_sizes
-from engine.sampling_params import NumberRange
-from engine.scheduler.config import POLICIES, PREEMPTIONS, SchedulerConfig
+from engine.scheduler.config import SchedulerConfig
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.draft_pages import num_spare_blocks
 
@@ -51,43 +50,6 @@ _SCHEDULER_OPTIONS = {
     "swap_us_per_block": "swap_us_per_block",
 }
 """Options passed on to the scheduler unchanged -> their names there."""
-
-_INT32 = 2**31 - 1
-_RANGES = {
-    "max_model_len": NumberRange(1, _INT32, integer=True, optional=True),
-    "max_num_seqs": NumberRange(1, 2**16, integer=True, optional=True),
-    "max_num_batched_tokens": NumberRange(1, _INT32, integer=True, optional=True),
-    "block_size": NumberRange(16, 128, integer=True),
-    "num_blocks": NumberRange(1, _INT32, integer=True, optional=True),
-    "memory_utilization": NumberRange(0.0, 1.0, optional=True, low_open=True),
-    "seed": NumberRange(0, 2**63 - 1, integer=True),
-    "max_blocks_per_salt": NumberRange(1, _INT32, integer=True, optional=True),
-    "max_prefill_chunk": NumberRange(0, _INT32, integer=True),
-    "max_draft_tokens": NumberRange(0, MAX_QUERY_LEN - 1, integer=True),
-    "priority_window": NumberRange(0, _INT32, integer=True),
-    "max_num_queued_requests": NumberRange(1, 2**63 - 1, integer=True, optional=True),
-    "max_num_queued_tokens": NumberRange(1, 2**63 - 1, integer=True, optional=True),
-    "watermark": NumberRange(0.0, 1.0),
-    "swap_space_gb": NumberRange(0.0, 2.0**20),
-    "recompute_us_per_token": NumberRange(0.0, 1e12, optional=True),
-    "swap_us_per_block": NumberRange(0.0, 1e12, optional=True),
-    "step_timeout": NumberRange(0.0, 1e9, optional=True, low_open=True),
-    "tensor_parallel_size": NumberRange(1, 64, integer=True),
-    "collective_timeout": NumberRange(0.0, 1e9, low_open=True),
-}
-"""Range of every numeric option."""
-
-_FLAGS = {
-    "enable_prefix_caching": (True, False),
-    "async_scheduling": (True, False, None),
-    "cuda_graphs": (True, False, None),
-    "raise_on_timeout": (True, False),
-    "debug": (True, False, None),
-    "kv_cache_dtype": KV_CACHE_DTYPES,
-    "scheduling_policy": POLICIES,
-    "preemption_mode": PREEMPTIONS,
-}
-"""Every other checked option -> its allowed values."""
 
 
 class ServedModel(Protocol):
@@ -119,7 +81,11 @@ class ServedModel(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """Processes that share it."""
+        """Processes that share its layers."""
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages that have its layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +153,15 @@ class EngineConfig:
     tensor_parallel_size : int
         Processes among which the model is divided, each with a GPU or on the CPU. They are
         started by `LLM`, `LLMEngine.from_name` and the commands.
+    pipeline_parallel_size : int
+        Stages among which the layers are divided, each with `tensor_parallel_size` processes. The
+        last one is the engine's; the others are started likewise.
+    distributed_executor_backend : str, optional
+        "ray": the other stages are actors in a cluster of Ray, on hosts of their own if there are
+        enough. "mp", as by default: they are processes on this host.
+    pipeline_address : str, optional
+        "HOST:PORT" where stages on other hosts connect (`engine stage`), which are then not
+        started here.
     collective_timeout : float
         Seconds after which a process that does not come to a common operation ends all of them.
     debug : bool, optional
@@ -235,6 +210,9 @@ class EngineConfig:
     step_timeout: float | None = None
     raise_on_timeout: bool = False
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+    pipeline_address: str | None = None
     collective_timeout: float = 60.0
     debug: bool | None = None
 
@@ -256,18 +234,8 @@ class EngineConfig:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        for name, allowed in _RANGES.items():
-            try:
-                number = allowed.check(name, getattr(self, name))
-            except RequestError as error:
-                raise ConfigError(str(error)) from None
-            object.__setattr__(self, name, number)
-        for name, choices in _FLAGS.items():
-            value = getattr(self, name)
-            # By type too: 1 == True, but 1 is not a flag.
-            if not any(type(value) is type(c) and value == c for c in choices):
-                wanted = ", ".join(map(repr, choices))
-                raise ConfigError(f"{name} must be one of {wanted}; got {shown(value)}")
+        for name in OPTIONS:
+            object.__setattr__(self, name, checked_option(name, getattr(self, name)))
         speculative = SpeculativeConfig.from_option(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculative)
         if speculative is not None and not self.max_draft_tokens:
@@ -276,6 +244,7 @@ class EngineConfig:
             raise ConfigError("preemption_mode='swap' needs a swap_space_gb above 0; got 0.0")
         if self.raise_on_timeout and self.step_timeout is None:
             raise ConfigError("raise_on_timeout needs a step_timeout; got None")
+        self._check_pipeline()
 
     def resolve(self, model: ServedModel, draft: ServedModel | None = None) -> ResolvedConfig:
         """Derive every value left out, with the reason for each.
@@ -350,6 +319,44 @@ class EngineConfig:
                 f"share this model (LLMEngine.from_name starts them); got "
                 f"{self.tensor_parallel_size}"
             )
+        if self.pipeline_parallel_size != model.num_stages:
+            raise ConfigError(
+                f"pipeline_parallel_size must be {model.num_stages}, the number of stages that "
+                f"have this model's layers (LLMEngine.from_name starts them); got "
+                f"{self.pipeline_parallel_size}"
+            )
+
+    def _check_pipeline(self) -> None:
+        """Refuse what several pipeline stages cannot do."""
+        size, where = self.pipeline_parallel_size, self.pipeline_address
+        if where is not None and (size == 1 or self.distributed_executor_backend is not None):
+            raise ConfigError(
+                "pipeline_address must be left out with one stage, and with a "
+                f"distributed_executor_backend; got {shown(where)}"
+            )
+        if size == 1 and self.distributed_executor_backend == "ray":
+            raise ConfigError(
+                "distributed_executor_backend must be 'mp' or left out with "
+                "pipeline_parallel_size=1: ranks are in one host; got 'ray'"
+            )
+        if size == 1:
+            return
+        for name in ("speculative_config", "max_draft_tokens"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name} must be left out with pipeline_parallel_size={size}: drafts follow "
+                    f"the tokens that are in flight; got {shown(getattr(self, name))}"
+                )
+        if self.cuda_graphs:
+            raise ConfigError(
+                f"cuda_graphs must be False or left out with pipeline_parallel_size={size}; "
+                "got True"
+            )
+        try:
+            if where is not None:
+                parse_address(where)
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"pipeline_address: {error}") from None
 
     def _host_blocks(self, geometry: KVGeometry, reasons: dict[str, str]) -> int:
         count = int(self.swap_space_gb * 2**30) // geometry.bytes_per_block
@@ -364,6 +371,9 @@ class EngineConfig:
         return device.is_cuda
 
     def _has_graphs(self, device: Device, reasons: dict[str, str]) -> bool:
+        if self.cuda_graphs is None and self.pipeline_parallel_size > 1:
+            reasons["cuda_graphs"] = "False: there are several pipeline stages"
+            return False
         if self.cuda_graphs is None:
             reasons["cuda_graphs"] = f"{device.is_cuda}: the default on {device.kind}"
             return device.is_cuda
@@ -404,7 +414,8 @@ class EngineConfig:
     def _memory(self, model: ServedModel, tokens: int, seqs: int, has_graphs: bool) -> MemoryBudget:
         total, free = device_memory(model.device)
         if not model.device.is_cuda:  # the ranks share it
-            total, free = total // model.num_ranks, free // model.num_ranks
+            count = model.num_ranks * self.pipeline_parallel_size
+            total, free = total // count, free // count
         rows, seqs = (n * (1 + self.max_draft_tokens) for n in (batch_sizes(seqs)[-1], seqs))
         graphs = activation_bytes(model.config, model.dtype, rows, rows) if has_graphs else 0
         activations = activation_bytes(model.config, model.dtype, tokens, seqs)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from engine.engine_config import EngineConfig
+from engine.engine_config import EngineConfig, ResolvedConfig
 from engine.model import LOAD_OPTIONS, Model, load
 
-__all__ = ["make_engine"]
+__all__ = ["make_engine", "resolved"]
 
 EngineT = TypeVar("EngineT")
 
@@ -34,14 +34,25 @@ def make_engine(make: Callable[..., EngineT], model: str, options: dict[str, Any
     config = EngineConfig.from_options(options, names)  # raise now, not after the load
     if "max_model_len" in options:
         loading["max_model_len"] = options["max_model_len"]
-    if config.tensor_parallel_size == 1:
+    if config.tensor_parallel_size == config.pipeline_parallel_size == 1:
         return make(load(model, **loading), **options)
     # Imported late: most engines are of one process.
+    from engine.pipeline_parallel import load_stages
     from engine.tensor_parallel import load_ranks
 
-    loaded: Model = load_ranks(model, config, loading)
+    is_pipelined = config.pipeline_parallel_size > 1
+    loaded: Model = (load_stages if is_pipelined else load_ranks)(model, config, loading)
     try:
         return make(loaded, **options)
     except BaseException:
         loaded.close()
         raise
+
+
+def resolved(given: EngineConfig, model: Any, draft: Any = None) -> ResolvedConfig:
+    """Return the configuration of an engine; all stages of a model agree on it."""
+    config = given.resolve(model, draft)
+    if model.num_stages == 1:
+        return config
+    agreed: ResolvedConfig = model.agree(given, config)
+    return agreed

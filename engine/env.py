@@ -20,6 +20,7 @@ __all__ = [
     "debug",
     "kernel_tier",
     "offline",
+    "pipeline_secret",
 ]
 
 
@@ -51,6 +52,11 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("ENGINE_DEBUG", "0", "1 checks every block table and poisons freed memory (slow)"),
     Variable("ENGINE_OFFLINE", "0", "1 forbids network access (also HF_HUB_OFFLINE=1)"),
     Variable(
+        "ENGINE_PIPELINE_SECRET",
+        "none",
+        "what the engine and stages of a pipeline on other hosts must both know; 16 characters",
+    ),
+    Variable(
         "ENGINE_COMMIT",
         "git's, in a checkout",
         "the commit that `engine bench` records where git cannot tell it",
@@ -69,6 +75,23 @@ def cache_dir() -> Path:
 def kernel_tier() -> str:
     """Return "auto" or "portable"."""
     return _choice("ENGINE_KERNEL_TIER", "auto", ("auto", "portable"))
+
+
+def pipeline_secret() -> bytes:
+    """Return the secret of a pipeline whose stages are started by hand.
+
+    Raises
+    ------
+    ConfigError
+        If it is not set, or too short.
+    """
+    text = os.environ.get("ENGINE_PIPELINE_SECRET", "")
+    if len(text) < 16:
+        raise ConfigError(
+            "ENGINE_PIPELINE_SECRET must have at least 16 characters, the same on all hosts; got "
+            f"{len(text)}"
+        )
+    return text.encode()
 
 
 def compile_workers() -> int:

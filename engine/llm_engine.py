@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -17,8 +18,8 @@ from engine.checks import request_ids_of, shown_with_type
 from engine.committed import CommittedStep, commit
 from engine.deadlines import Deadlines
 from engine.engine_config import EngineConfig
-from engine.engine_loading import make_engine
-from engine.errors import RequestError
+from engine.engine_loading import make_engine, resolved
+from engine.errors import RankError, RequestError
 from engine.input_processor import InputProcessor, Prompt, PromptInput
 from engine.model import Model
 from engine.one_thread import exclusive
@@ -26,7 +27,8 @@ from engine.output_processor import End, OutputGroup, OutputStream, check_groups
 from engine.outputs import RequestOutput
 from engine.recovery import StepRecovery
 from engine.request import Request, RequestStatus
-from engine.runner.model_runner import LaunchedStep, ModelRunner
+from engine.runner.model_runner import LaunchedStep
+from engine.runner.pipelined_runner import make_runner
 from engine.runner.result import StepResult
 from engine.sampling_params import SamplingParams
 from engine.scheduler.admission import QueueFullError
@@ -70,7 +72,7 @@ class LLMEngine:
         self.model = model
         self.tokenizer = model.tokenizer if model.has_tokenizer else None
         draft = load_draft(given.speculative_config, model)
-        config = given.resolve(model, draft)
+        config = resolved(given, model, draft)
         limits = config.scheduler
         length, seed = limits.max_model_len, config.seed
         self._inputs = InputProcessor(model, self.tokenizer, max_model_len=length, seed=seed)
@@ -82,7 +84,7 @@ class LLMEngine:
         model.share_pages(self.kv_cache, limits.num_host_blocks)
         self.config = config = with_measured_costs(config, model, self.kv_cache, self._swap)
         self.scheduler = Scheduler(config.scheduler)
-        self.runner = ModelRunner(
+        self.runner = make_runner(
             model,
             self.kv_cache,
             max_num_seqs=limits.max_num_seqs,
@@ -102,7 +104,8 @@ class LLMEngine:
         self.watchdog = Watchdog(given.step_timeout, doing, raises=raises)
         self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
         self._in_flight: deque[LaunchedStep] = deque()  # launched, not read back; oldest first
-        self._max_in_flight = int(config.async_scheduling)  # steps in flight after `step`
+        # Steps in flight after `step`: each of several stages has one.
+        self._max_in_flight = int(config.async_scheduling) + model.num_stages - 1
         self._committed: CommittedStep | None = None  # not yet in the output streams
         self._groups: dict[str, OutputGroup] = {}  # unfinished ones, by request id
         self._changed: dict[OutputGroup, RequestOutput | None] = {}  # to report; None: not made yet
@@ -220,7 +223,9 @@ class LLMEngine:
         )
         requests = group.open(requests, self._texts, resumed)
         self._queue(requests, parent, is_resumed=resumed is not None)
-        self._register(group, timeout)
+        self._groups[request_id] = group
+        if timeout is not None:
+            self._deadlines.add(group, group.metrics.arrival_time + timeout)
 
     @exclusive
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -299,7 +304,8 @@ class LLMEngine:
         while self._in_flight:
             step = self._in_flight.pop()
             self.scheduler.rollback(step.output)
-            self.runner.read(step)
+            with contextlib.suppress(RankError):  # nobody wants its result
+                self.runner.read(step)
         self.watchdog.close()
         self.speculation.close()
         if self._swap is not None:
@@ -331,16 +337,13 @@ class LLMEngine:
             )
         self.scheduler.fork_request(origin.streams[0].request, first)
 
-    def _register(self, group: OutputGroup, timeout: float | None) -> None:
-        self._groups[group.request_id] = group
-        if timeout is not None:
-            self._deadlines.add(group, group.metrics.arrival_time + timeout)
-
     # ---- parts of step, in order
 
     def _schedule(self) -> ScheduleOutput:
         """Schedule the next step; empty if there is nothing to compute."""
         for excluded in self._recovery.excluded():
+            if self.model.num_stages > 1:
+                excluded |= self.scheduler.requests_not_due(self._max_in_flight + 1)
             scheduled = self.scheduler.schedule(excluded)
             self.runner.release(scheduled.preempted)
             if not scheduled.is_empty:
@@ -359,10 +362,12 @@ class LLMEngine:
             self._recover(error, scheduled)
 
     def _due(self, scheduled: ScheduleOutput) -> list[LaunchedStep]:
-        """Return the steps to read back now: all in flight, or all but the newest."""
-        must_wait = scheduled.is_empty or self._recovery.is_bisecting
-        keep = 0 if must_wait else self._max_in_flight
-        return list(self._in_flight)[: max(0, len(self._in_flight) - keep)]
+        """Return the steps to read back now: all in flight, or all but the newest ones."""
+        count = len(self._in_flight)
+        keep = 0 if self._recovery.is_bisecting else self._max_in_flight
+        if scheduled.is_empty:  # until the tokens of the oldest are known
+            keep = min(keep, count - 1)
+        return list(self._in_flight)[: max(0, count - keep)]
 
     def _read_back(self, step: LaunchedStep) -> StepResult | None:
         """Wait for a step that is due; None: it was rolled back, as it or an earlier one failed."""

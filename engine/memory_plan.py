@@ -13,7 +13,7 @@ from engine.loading.load_config import LoadConfig
 from engine.loading.weight_memory import quantized_formats, weight_dtype
 from engine.loading.weight_table import weight_shapes
 from engine.memory_sizes import DraftSizes, geometry_of
-from engine.models.decoder import rope_bytes
+from engine.models.rope_tables import rope_bytes
 from engine.quantization import FORMATS, dense_format
 from engine.speculative.draft_pages import num_spare_blocks
 

@@ -20,9 +20,9 @@ import numpy as np
 from engine import page_calibration
 from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVCache, KVGeometry, code_name, kv_dtype
-from engine.checks import is_integer, shown
+from engine.checks import check_count, shown
 from engine.config import ModelConfig
-from engine.decoder_loading import load_decoder
+from engine.decoder_loading import check_arguments, load_decoder
 from engine.device import Device, cupy, resolve_device, to_numpy
 from engine.dtypes import PAGE_CODES
 from engine.errors import ConfigError, RequestError, unknown_keyword
@@ -38,6 +38,7 @@ from engine.model_files import is_present
 from engine.models.decoder import Decoder, Pages
 from engine.models.draft_heads import DraftTarget
 from engine.models.kernel_set import prepare_code_pages
+from engine.quantization import ALL_LAYERS, Stage
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.trace import Trace, trace_decoder
 
@@ -66,6 +67,7 @@ def load(
     progress: bool | None = None,
     config: ModelConfig | None = None,
     collectives: Collectives | None = None,
+    stage: Stage = ALL_LAYERS,
     **unknown: Any,
 ) -> Model:
     """Load a model, or one rank's part of it.
@@ -105,6 +107,9 @@ def load(
     collectives : Collectives, optional
         Of ranks that share the model (`engine.distributed`): each loads its part of the weights,
         and all must then call the model's methods alike.
+    stage : Stage
+        The layers to load, where several pipeline stages share the model. Such a part computes in
+        an engine only.
 
     Returns
     -------
@@ -127,12 +132,7 @@ def load(
     """
     for name in unknown:
         raise unknown_keyword("load", name, LOAD_OPTIONS)
-    if not isinstance(load_format, str) or load_format not in ("auto", "dummy"):
-        raise ConfigError(f"load_format must be 'auto' or 'dummy'; got {shown(load_format)}")
-    if config is not None and not isinstance(config, ModelConfig):
-        raise ConfigError(f"config must be a ModelConfig; got {type(config).__name__}")
-    if not isinstance(model, str | PathLike) or not str(model):
-        raise ConfigError(f"model must be a name or a path; got {shown(model)}")
+    check_arguments(model, load_format, config)
     show = sys.stderr.isatty() if progress is None else progress
     place, why = resolve_device(device)
     source = None
@@ -152,11 +152,8 @@ def load(
     )
     if device == "auto":
         print(f"engine: device {place} ({why}), dtype {options.dtype}", file=sys.stderr)
-    decoder, heads = load_decoder(source, config, options, collectives, progress=show)
-    made = Model(decoder, options, source)
-    if options.load_format != "dummy" and source is not None:
-        page_calibration.take_checkpoint_scales(decoder.kv_scales, source.path, config, heads)
-    return made
+    decoder = load_decoder(source, config, options, collectives, stage=stage, progress=show)
+    return Model(decoder, options, source)
 
 
 class Model:
@@ -168,10 +165,13 @@ class Model:
     load_config : LoadConfig
         Device, dtype and length, with reasons.
     num_ranks : int
-        Processes that share it.
+        Processes that share its layers.
+    num_stages : int
+        Pipeline stages that have its layers.
     """
 
     num_ranks = 1
+    num_stages = 1
 
     def __init__(
         self, decoder: Decoder, load_config: LoadConfig, source: ModelSource | None = None
@@ -351,8 +351,8 @@ class Model:
         ConfigError, OutOfMemoryError
             If a number is out of range, or the pages do not fit.
         """
-        _check_count("batch_size", batch_size, 2**20)
-        _check_count("max_tokens", max_tokens, self.max_model_len)
+        check_count("batch_size", batch_size, 2**20)
+        check_count("max_tokens", max_tokens, self.max_model_len)
         c = self.config
         pages = kv_dtype(kv_cache_dtype, self.dtype)
         geometry = KVGeometry(c.num_layers, c.num_kv_heads, c.head_dim, block_size, pages)
@@ -415,6 +415,11 @@ class Model:
         """Compute one step up to the final norm; see `Decoder.hidden_states`."""
         self.device.activate()
         return self.decoder.hidden_states(batch, kv_pages)
+
+    def run_stage(self, batch: ForwardBatch, kv_pages: Pages) -> tuple[Any, Any]:
+        """Compute the layers of a stage that is not the last one; see `Decoder.run_stage`."""
+        self.device.activate()
+        return self.decoder.run_stage(batch, kv_pages)
 
     def logits(self, hidden: Any) -> Any:
         """Return the logits (R, V) float32 of R rows of what `hidden_states` returned."""
@@ -492,8 +497,3 @@ class Model:
 
     def __repr__(self) -> str:
         return f"<Model {self.config.model_type} {self.name!r} {self.dtype} on {self.device}>"
-
-
-def _check_count(name: str, value: Any, limit: int) -> None:
-    if not (is_integer(value) and 1 <= value <= limit):
-        raise ConfigError(f"{name} must be a whole number from 1 to {limit}; got {shown(value)}")

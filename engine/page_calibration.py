@@ -98,8 +98,11 @@ def take_checkpoint_scales(
     source: str | PathLike[str],
     config: ModelConfig,
     heads: slice = slice(None),
+    layers: slice = slice(None),
 ) -> None:
-    """Set the scales that a checkpoint has of some key/value heads, see `read_kv_scales`.
+    """Set the scales that a checkpoint has of some key/value heads of some layers.
+
+    See `read_kv_scales`.
 
     Those for e4m3, 1 where there is none, also give int8's where all are there and not all are 1,
     which says that nothing was calibrated. Those for int8 are taken if all are there.
@@ -112,7 +115,7 @@ def take_checkpoint_scales(
     if codes == "fp8" or is_calibrated:
         also_others = codes == "fp8" and is_calibrated
         values = np.where(missing, np.float32(1), values)
-        values = values[..., heads]
+        values = values[layers, :, heads]
         scales.set(values, codes, "those of the checkpoint", also_others=also_others)
 
 

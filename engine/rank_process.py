@@ -29,6 +29,7 @@ from engine.layers.collectives import Collectives
 from engine.loading.config_json import config_from_json
 from engine.memory_sizes import geometry_of
 from engine.model import Model, load
+from engine.quantization import Stage
 from engine.runner.cuda_graph import GraphKey
 from engine.runner.follower_graphs import FollowerGraphs
 
@@ -39,6 +40,9 @@ TARGET = "engine.rank_process:run"
 # Kinds of messages.
 PREPARE, SHARE, FORWARD, LOGITS, MOVE_BLOCKS, MOVE_SLOTS, CAPTURE, GRAPH = range(8)
 FREE, TRACE, SCALES, SET_SCALES, CALIBRATE, EMBED = range(8, 14)
+
+# What is wanted of a step.
+WANTS_HIDDEN, WANTS_LOGITS, WANTS_STAGE = range(3)
 
 BATCH_NUMBERS = ("num_decodes", "max_seqlen_q", "max_context_len", "query_len")
 # Token ids are not among them: the embedding takes rank 0's, which only its device may know.
@@ -56,7 +60,8 @@ def run(group: Group, options: Mapping[str, Any]) -> None:
     ----------
     group : Group
     options : mapping
-        "model": its path; "devices": of each rank; "loading": keywords of `load`.
+        "model": its path; "devices": of each rank; "loading": keywords of `load`; "stage": the
+        numbers of a `Stage`.
     """
     group.set_doing("comparing files")
     compare_ranks(group, options["model"], options["loading"])
@@ -66,7 +71,14 @@ def run(group: Group, options: Mapping[str, Any]) -> None:
     loading = dict(options["loading"])
     if loading.get("config") is not None:
         loading["config"] = config_from_json(loading["config"])
-    model = load(options["model"], device=place, progress=False, collectives=collectives, **loading)
+    model = load(
+        options["model"],
+        device=place,
+        progress=False,
+        collectives=collectives,
+        stage=Stage(*options["stage"]),
+        **loading,
+    )
     group.set_ready()
     Follower(group, model, collectives).follow()
 
@@ -133,7 +145,7 @@ class Follower:
             self._pages.pop(which).close()
 
     def _forward(self, numbers: list[int], arrays: list[Any]) -> None:
-        step, which, wants_logits, *others = numbers
+        step, which, wants, has_delta, *others = numbers
         *arrays, layers = arrays
         fields: dict[str, Any] = dict(zip(BATCH_ARRAYS, arrays, strict=True))
         fields |= zip(BATCH_NUMBERS, others, strict=True)
@@ -142,11 +154,21 @@ class Follower:
         batch = ForwardBatch(token_ids=ids, **fields).to(self._model.device)
         features = {layer: self._hidden_rows(len(ids)) for layer in layers.tolist()}
         batch = replace(batch, features=features)
+        if not self._model.decoder.stage.is_first:
+            batch = replace(batch, entering=self._entering(len(ids), bool(has_delta)))
         pages = self._the_pages(which).layers
-        if wants_logits:
+        if wants == WANTS_LOGITS:
             self._model.forward(batch, pages)
-        else:
+        elif wants == WANTS_HIDDEN:
             self._hidden = self._model.hidden_states(batch, pages)
+        else:
+            self._model.run_stage(batch, pages)
+
+    def _entering(self, num_tokens: int, has_delta: bool) -> tuple[Any, Any]:
+        """Return arrays for what rank 0 has of the stage before."""
+        xp, shape = self._model.device.xp, (num_tokens, self._model.config.hidden_size)
+        residual, delta = (xp.empty(shape, np_dtype(self._model.dtype)) for _ in range(2))
+        return delta if has_delta else None, residual
 
     def _logits(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("logits")

@@ -24,8 +24,9 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, Protocol
 
 from engine.drafts import Drafts
+from engine.errors import ContractError
 
-__all__ = ["FINISH_REASONS", "Request", "RequestStatus", "StopRules"]
+__all__ = ["FINISH_REASONS", "Request", "RequestStatus", "StopRules", "finished_status"]
 
 
 class RequestStatus(enum.Enum):
@@ -50,6 +51,19 @@ _FINISHED = frozenset(s for s in RequestStatus if s.name.startswith("FINISHED"))
 
 FINISH_REASONS: dict[str, RequestStatus] = {s.value: s for s in RequestStatus if s in _FINISHED}
 """Finish reason in the API ("stop", "length", "abort", "error") -> status."""
+
+
+def finished_status(reason: str) -> RequestStatus:
+    """Return the status of a request that has finished for this reason.
+
+    Raises
+    ------
+    ContractError
+        If it is none of `FINISH_REASONS`.
+    """
+    if reason not in FINISH_REASONS:
+        raise ContractError(f"reason must be one of {list(FINISH_REASONS)}; got {reason!r}")
+    return FINISH_REASONS[reason]
 
 
 class StopRules(Protocol):

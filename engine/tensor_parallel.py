@@ -35,7 +35,7 @@ from engine.model import Model, load
 from engine.models.decoder import Pages, address
 from engine.models.draft_heads import DraftTarget
 from engine.page_calibration import checked_sequences
-from engine.quantization import Shard
+from engine.quantization import ALL_LAYERS, Shard, Stage
 from engine.rank_process import (
     BATCH_ARRAYS,
     BATCH_NUMBERS,
@@ -52,6 +52,9 @@ from engine.rank_process import (
     SET_SCALES,
     TARGET,
     TRACE,
+    WANTS_HIDDEN,
+    WANTS_LOGITS,
+    WANTS_STAGE,
     compare_ranks,
     make_collectives,
     num_threads,
@@ -61,7 +64,7 @@ from engine.shared_pages import SharedPages
 from engine.shared_target import SharedTarget
 from engine.trace import Trace
 
-__all__ = ["LeadingModel", "load_ranks"]
+__all__ = ["LeadingModel", "load_ranks", "plain_options"]
 
 
 class Leader:
@@ -203,16 +206,22 @@ class LeadingModel(Model):
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Compute one step in all ranks; see `Decoder.forward`."""
-        self._announce(batch, kv_pages, wants_logits=True)
+        self._announce(batch, kv_pages, WANTS_LOGITS)
         with self.leader.together():
             return super().forward(batch, kv_pages)
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Compute one step up to the final norm in all ranks; see `Decoder.hidden_states`."""
-        self._announce(batch, kv_pages, wants_logits=False)
+        self._announce(batch, kv_pages, WANTS_HIDDEN)
         with self.leader.together():
             self._hidden = super().hidden_states(batch, kv_pages)
         return self._hidden
+
+    def run_stage(self, batch: ForwardBatch, kv_pages: Pages) -> tuple[Any, Any]:
+        """Compute the layers of a pipeline stage in all ranks; see `Decoder.run_stage`."""
+        self._announce(batch, kv_pages, WANTS_STAGE)
+        with self.leader.together():
+            return super().run_stage(batch, kv_pages)
 
     def logits(self, hidden: Any) -> Any:
         """Return the logits of hidden states, of which the others have those of the last step."""
@@ -301,11 +310,12 @@ class LeadingModel(Model):
         with self.leader.together():
             self.leader.collectives.barrier("pages")
 
-    def _announce(self, batch: ForwardBatch, kv_pages: Pages, *, wants_logits: bool) -> None:
+    def _announce(self, batch: ForwardBatch, kv_pages: Pages, wants: int) -> None:
         self._shared.free_closed()
         which, host = self._shared.number_of(kv_pages), batch.on_host or batch
         self._num_steps += 1
-        numbers = [which, int(wants_logits), *(getattr(host, name) for name in BATCH_NUMBERS)]
+        has_delta = int(batch.entering is not None and batch.entering[0] is not None)
+        numbers = [which, wants, has_delta, *(getattr(host, name) for name in BATCH_NUMBERS)]
         arrays = [getattr(host, name) for name in BATCH_ARRAYS]
         arrays = [None if array is None else to_numpy(array) for array in arrays]
         arrays.append(np.array(list(batch.features or ()), np.int32))
@@ -346,7 +356,14 @@ class _Silent(Model):
         super().__init__(model.decoder, model.load_config, model.source)
 
 
-def load_ranks(model: Any, config: EngineConfig, loading: Mapping[str, Any]) -> LeadingModel:
+def load_ranks(
+    model: Any,
+    config: EngineConfig,
+    loading: Mapping[str, Any],
+    *,
+    stage: Stage = ALL_LAYERS,
+    gpus: Sequence[int] | None = None,
+) -> LeadingModel:
     """Start the other ranks, load the model in all of them, and return rank 0's part.
 
     Parameters
@@ -356,6 +373,10 @@ def load_ranks(model: Any, config: EngineConfig, loading: Mapping[str, Any]) -> 
         Its `tensor_parallel_size` and `collective_timeout`.
     loading : mapping
         Keywords of `load`.
+    stage : Stage
+        The layers that the ranks share.
+    gpus : sequence of int, optional
+        Of each rank; by default the first ones.
 
     Raises
     ------
@@ -366,27 +387,27 @@ def load_ranks(model: Any, config: EngineConfig, loading: Mapping[str, Any]) -> 
     """
     size, given = config.tensor_parallel_size, dict(loading)
     place, _ = resolve_device(given.get("device", "auto"))
-    devices = _devices(place, given.get("device", "auto"), size)
-    is_dummy = given.get("config") is not None and given.get("load_format") == "dummy"
-    source = None if is_dummy else resolve_model(model)
-    name = str(model) if source is None else str(source.path)
+    devices = _devices(place, given.get("device", "auto"), size, gpus)
+    name, plain = plain_options(model, given)
     if given.get("enable_expert_parallel"):
         _check_experts(name, given.get("config"), size)
-    others = {key: value for key, value in given.items() if key not in ("device", "progress")}
-    options: dict[str, Any] = {"model": name, "devices": devices, "loading": _plain(others)}
+    layers = [stage.first, stage.last, stage.num_layers]
+    options = {"model": name, "devices": devices, "loading": plain, "stage": layers}
     processes = RankProcesses(
         TARGET,
         size,
         options,
         timeout=config.collective_timeout,
-        num_threads=None if place.is_cuda else num_threads(size),
+        num_threads=None if place.is_cuda else num_threads(size * config.pipeline_parallel_size),
     )
     try:
-        compare_ranks(processes.group, name, options["loading"])
+        compare_ranks(processes.group, name, plain)
         collectives = make_collectives(processes.group, place)
         leader = Leader(processes, collectives)
         processes.group.set_doing("loading")
-        own = load(name, **given, collectives=collectives)
+        if gpus is not None and place.is_cuda:
+            given["device"] = devices[0]
+        own = load(name, **given, collectives=collectives, stage=stage)
         processes.group.set_ready()
         processes.group.wait_until_ready(float("inf"))
         return LeadingModel(own, leader)
@@ -408,7 +429,7 @@ def _check_experts(name: str, config: Any, size: int) -> None:
         Shard(0, size, whole_experts=True).cut_experts(expert_count(config))
 
 
-def _devices(place: Device, given: Any, size: int) -> list[str]:
+def _devices(place: Device, given: Any, size: int, gpus: Sequence[int] | None) -> list[str]:
     """Return the device of each rank.
 
     Raises
@@ -426,18 +447,23 @@ def _devices(place: Device, given: Any, size: int) -> list[str]:
     count = place.xp.cuda.runtime.getDeviceCount()
     if count < size:
         raise ConfigError(f"tensor_parallel_size must be at most {count}, the GPUs; got {size}")
-    return [f"cuda:{rank}" for rank in range(size)]
+    return [f"cuda:{gpu}" for gpu in gpus or range(size)]
 
 
-def _plain(loading: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of `load` as values that JSON has."""
-    plain = dict(loading)
+def plain_options(model: Any, loading: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return where a model is, and keywords of `load` as values that JSON has.
+
+    Without "device" and "progress", which are of one process.
+    """
+    is_dummy = loading.get("config") is not None and loading.get("load_format") == "dummy"
+    name = str(model) if is_dummy else str(resolve_model(model).path)
+    plain = {key: value for key, value in loading.items() if key not in ("device", "progress")}
     if isinstance(plain.get("config"), ModelConfig):
         plain["config"] = config_to_json(plain["config"])
     dtype = plain.get("dtype", "auto")
     if not isinstance(dtype, str):
         plain["dtype"] = np.dtype(dtype).name
-    return plain
+    return name, plain
 
 
 def _text(text: str) -> Any:

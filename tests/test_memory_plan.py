@@ -17,7 +17,7 @@ from engine.loading.load_config import LoadConfig
 from engine.loading.weight_memory import quantized_formats, weight_bytes
 from engine.loading.weight_table import weight_shapes
 from engine.memory_plan import _group_of, plan_memory
-from engine.models.decoder import rope_bytes
+from engine.models.rope_tables import rope_bytes
 from engine.quantization import FORMATS
 from engine.runner.features import FeatureTap
 
@@ -74,7 +74,12 @@ def test_the_budget_is_the_engines(device, num_ranks, monkeypatch):
     left = total - weights * shares - buffers
     monkeypatch.setattr(engine_config, "device_memory", lambda place: (total * shares, left))
     model = SimpleNamespace(
-        config=config, device=device, dtype="bfloat16", weight_bytes=weights, num_ranks=num_ranks
+        config=config,
+        device=device,
+        dtype="bfloat16",
+        weight_bytes=weights,
+        num_ranks=num_ranks,
+        num_stages=1,
     )
     sizes = (8192, 256, True) if device.is_cuda else (512, 16, False)
     found = EngineConfig()._memory(model, *sizes)
@@ -90,7 +95,7 @@ def test_features_for_a_head_are_planned(device, monkeypatch):
     config, total = built_in_config("qwen3-0.6b"), 80 * 10**9
     monkeypatch.setattr(engine_config, "device_memory", lambda place: (total, total))
     fields = {"device": device, "dtype": "bfloat16", "deterministic": False, "weight_bytes": 0}
-    fields["num_ranks"] = 1
+    fields["num_ranks"] = fields["num_stages"] = 1
     model = SimpleNamespace(config=config, max_model_len=4096, **fields)
     layers = {"feature_layers": (2, 9, 2)}
     plain, head = (SimpleNamespace(**vars(model), **more) for more in ({}, layers))
@@ -121,6 +126,7 @@ def test_a_draft_model_takes_what_the_engine_gives_it(device, monkeypatch):
     of_small = plan_memory(small, beside, total).budget.weights
     monkeypatch.setattr(engine_config, "device_memory", lambda place: (total, total))
     sizes = {"device": device, "dtype": "bfloat16", "deterministic": False, "num_ranks": 1}
+    sizes["num_stages"] = 1
     made = EngineConfig(max_draft_tokens=20).resolve(
         SimpleNamespace(
             config=config, weight_bytes=plan.budget.weights, max_model_len=4096, **sizes

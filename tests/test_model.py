@@ -19,7 +19,8 @@ from engine.kernels import _module
 from engine.loading.load_config import resolve_load_config
 from engine.loading.weights import dummy_weights, weight_bytes
 from engine.models import decoder as decoder_module
-from engine.models.decoder import Decoder, rope_bytes
+from engine.models.decoder import Decoder
+from engine.models.rope_tables import rope_bytes
 
 CONFIG = ModelConfig(
     "llama",

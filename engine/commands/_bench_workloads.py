@@ -127,6 +127,8 @@ def latency(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
         "ms_per_token": statistics.median(times) * 1e3,
         "ttft_ms": statistics.median(each.ttft for each in metrics) * 1e3,
     }
+    if engine.model.num_stages > 1:  # of which this process has the weights of one
+        return row
     streamed = engine.model.weight_bytes - _unread_bytes(engine)
     return row | {"weight_TB_per_s": streamed / row["ms_per_token"] * 1e-9}
 

@@ -5,28 +5,36 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-__all__ = ["EXPERT_HELP", "PARALLEL_FLAG", "PARALLEL_HELP"]
-__all__ += ["add_parallel_argument", "parallel_option"]
+__all__ = ["EXPERT_HELP", "PARALLEL_OPTIONS", "add_parallel_argument", "parallel_option"]
 
-PARALLEL_FLAG = "-tp"
-PARALLEL_HELP = "processes, each with a GPU, among which the model is divided"
+PARALLEL_OPTIONS: dict[str, tuple[str, type, str]] = {
+    "tensor_parallel_size": (
+        "-tp",
+        int,
+        "processes, each with a GPU, among which the model is divided",
+    ),
+    "pipeline_parallel_size": (
+        "-pp",
+        int,
+        "stages, each with its part of the layers and as many processes",
+    ),
+}
+"""Keyword of `EngineConfig` -> short flag, type and description."""
 
 EXPERT_HELP = "give each of these processes whole experts, not a part of every expert"
 
 
 def add_parallel_argument(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument(
-        PARALLEL_FLAG, "--tensor-parallel-size", type=int, default=1, help=PARALLEL_HELP
-    )
+    for name, (flag, kind, text) in PARALLEL_OPTIONS.items():
+        parser.add_argument(flag, "--" + name.replace("_", "-"), type=kind, default=1, help=text)
     parser.add_argument("--enable-expert-parallel", action="store_true", help=EXPERT_HELP)
 
 
 def parallel_option(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords for `LLM` or `LLMEngine`: those that are not at their defaults."""
-    size, options = arguments.tensor_parallel_size, {}
-    if size != 1:
-        options["tensor_parallel_size"] = size
+    found = {name: getattr(arguments, name) for name in PARALLEL_OPTIONS}
+    options: dict[str, Any] = {name: size for name, size in found.items() if size != 1}
     if arguments.enable_expert_parallel:
         options["enable_expert_parallel"] = True
     return options

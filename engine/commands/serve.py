@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checks import shown
-from engine.commands._parallel import EXPERT_HELP, PARALLEL_FLAG, PARALLEL_HELP
+from engine.commands._parallel import EXPERT_HELP, PARALLEL_OPTIONS
 from engine.commands._speculation import SPECULATION_HELP, parsed_config
 from engine.errors import ConfigError, unknown_keyword
 from engine.model_files import excerpt, read_file
@@ -54,12 +54,14 @@ _ENGINE: dict[str, tuple[type, str]] = {
     "cuda_graphs": (bool, "replay decode steps from CUDA graphs"),
     "step_timeout": (float, "seconds after which a step counts as stuck"),
     "raise_on_timeout": (bool, "whether a stuck step is abandoned"),
-    "tensor_parallel_size": (int, PARALLEL_HELP),
+    **{name: (kind, text) for name, (_, kind, text) in PARALLEL_OPTIONS.items()},
     "enable_expert_parallel": (bool, EXPERT_HELP),
+    "distributed_executor_backend": (str, "ray: the other stages are actors in a cluster of Ray"),
+    "pipeline_address": (str, "HOST:PORT where stages on other hosts connect (engine stage)"),
     "collective_timeout": (float, "seconds after which a process that does not answer is dead"),
     "debug": (bool, "check all tables in each step; slow"),
 }
-_SHORT = {"quantization": "-q", "tensor_parallel_size": PARALLEL_FLAG}
+_SHORT = {"quantization": "-q"} | {name: flag for name, (flag, *_) in PARALLEL_OPTIONS.items()}
 _ALIASES = {"gpu_memory_utilization": "memory_utilization"}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from engine.distributed.group import MESSAGES, Group
 from engine.errors import RankError
 
-__all__ = ["Messages", "pack", "unpack"]
+__all__ = ["Buffer", "Messages", "pack", "pack_parts", "unpack"]
 
 _NUMBER, _SIZE, _LEFT, _SUM = range(4)  # fields of a slot
 
@@ -31,15 +31,20 @@ def pack(kind: int, numbers: Sequence[int], arrays: Sequence[Any]) -> bytearray:
     >>> unpack(pack(3, [7, -1], [np.arange(2, dtype=np.int32), None]))
     (3, [7, -1], [array([0, 1], dtype=int32), None])
     """
+    return bytearray().join(pack_parts(kind, numbers, arrays))
+
+
+def pack_parts(kind: int, numbers: Sequence[int], arrays: Sequence[Any]) -> list[Buffer]:
+    """Return the same message in parts, of which arrays are not copies if they are contiguous."""
     fields = [kind, len(numbers), len(arrays), *numbers]
     for array in arrays:
         fields += _described(array)
-    data = bytearray(np.array(fields, np.int64).tobytes())
+    parts: list[Buffer] = [np.array(fields, np.int64).tobytes()]
     for array in arrays:
-        if array is not None:
-            data += np.ascontiguousarray(array).tobytes()
-            data += bytes(-len(data) % _ALIGNMENT)
-    return data
+        if array is not None and array.size:
+            parts.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            parts.append(bytes(-array.nbytes % _ALIGNMENT))
+    return parts
 
 
 def unpack(data: Buffer) -> tuple[int, list[int], list[Any]]:

@@ -25,7 +25,7 @@ from engine.distributed.group import PID, Group, GroupEnded
 from engine.distributed.segment import Segment
 from engine.errors import RankError
 
-__all__ = ["RankProcesses", "run_rank"]
+__all__ = ["RankProcesses", "describe_ending", "run_rank", "thread_environment"]
 
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
@@ -82,7 +82,7 @@ class RankProcesses:
         task |= {"timeout": timeout, "options": dict(options)}
         try:
             for rank in range(1, size):
-                self._start({**task, "rank": rank}, _environment(num_threads))
+                self._start({**task, "rank": rank}, thread_environment(num_threads))
             self._wait_until_attached()
             threading.Thread(target=_watch, args=(self.group, self._end), daemon=True).start()
         except BaseException:
@@ -126,7 +126,7 @@ def _dead(processes: list[subprocess.Popen[bytes]]) -> Iterator[tuple[int, str]]
     """Yield the ranks whose processes have ended, and how."""
     for rank, process in enumerate(processes, 1):
         if process.poll() is not None:
-            yield rank, _ending(process.returncode)
+            yield rank, describe_ending(process.returncode)
 
 
 def _watch(group: Group, end: Callable[[], Any]) -> None:
@@ -200,14 +200,14 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _environment(num_threads: int | None) -> dict[str, str]:
+def thread_environment(num_threads: int | None) -> dict[str, str]:
     env = dict(os.environ)
     if num_threads is not None and not any(name in env for name in _THREADS):
         env |= dict.fromkeys(_THREADS, str(num_threads))
     return env
 
 
-def _ending(code: int) -> str:
+def describe_ending(code: int) -> str:
     """Return how a process with this exit code has ended."""
     if code < 0:
         with contextlib.suppress(ValueError):

@@ -60,6 +60,8 @@ class ForwardBatch:
     features : mapping of int to (T, N) array, optional
         Layer -> where the model writes the residual stream that enters this layer; the number of
         layers is what leaves the last one. For heads that draft tokens from these.
+    entering : (array or None, array), optional
+        (T, N) each, for a pipeline stage that is not the first: what the stage before has returned.
     on_host : ForwardBatch, optional
         The same batch on the host, but for token ids that only the device knows; for ranks that
         follow this one.
@@ -80,6 +82,7 @@ class ForwardBatch:
     query_len: int = 1
     tree_mask: Any = None
     features: Mapping[int, Any] | None = None
+    entering: tuple[Any, Any] | None = None
     on_host: ForwardBatch | None = None
 
     def __post_init__(self) -> None:

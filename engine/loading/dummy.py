@@ -96,9 +96,12 @@ def dummy_weights(
     if device.is_cuda and dtype == "float32":
         _check_kernels(own_formats)
     codes = {form: RandomCodes(form, pool, device, _tiled) for form in set(formats.values())}
+    own = weight_shapes(config, shard)
     room: dict[str, Any] = {"max_model_len": max_model_len, "formats": own_formats, "shard": shard}
     with weight_room(config, device, dtype, **room):
         for name, shape in weight_shapes(config).items():
+            if name not in own:
+                continue
             if name == "lm_head" and name not in formats and config.tie_word_embeddings:
                 weights[name] = weights["embed"]
                 continue

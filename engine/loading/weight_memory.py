@@ -11,7 +11,7 @@ from engine.config import ModelConfig
 from engine.device import CPU, Device
 from engine.errors import OutOfMemoryError
 from engine.loading.weight_table import weight_shapes
-from engine.models.decoder import rope_bytes
+from engine.models.rope_tables import rope_bytes
 from engine.quantization import FORMATS, WHOLE, Format, Shard, dense_format
 from engine.quantization.formats import GGUF_FORMATS, TILE_ROWS
 
@@ -75,7 +75,7 @@ def quantized_formats(config: ModelConfig, form: Format, shard: Shard = WHOLE) -
         for name, chosen in formats.items()
         if not (is_expert(name) and chosen.is_packed and shapes[name][1] % TILE_ROWS)
     }
-    if form.name in GGUF_FORMATS:
+    if form.name in GGUF_FORMATS and "lm_head" in shapes:
         is_q8 = form.name == "q8_0" or config.hidden_size % FORMATS["q6_k"].super_block
         formats["lm_head"] = FORMATS["q8_0" if is_q8 else "q6_k"]
     return formats
@@ -95,7 +95,7 @@ def weight_bytes(
     """
     shapes = weight_shapes(config, shard)
     if config.tie_word_embeddings and "lm_head" not in formats:
-        del shapes["lm_head"]
+        shapes.pop("lm_head", None)
     return sum(
         (formats.get(name) or dense_format(weight_dtype(name, dtype))).num_bytes(shape)
         for name, shape in shapes.items()

@@ -178,7 +178,8 @@ class _Parts:
 def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every (fused) weight of a shard, (out, in) for a matrix.
 
-    A tied model has "lm_head" too; it is the same weight as "embed".
+    A tied model has "lm_head" too; it is the same weight as "embed". Layers keep their numbers in
+    the model if the shard is of one stage.
 
     Raises
     ------
@@ -202,7 +203,9 @@ def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[
         shapes["final_norm_bias"] = (n,)
     if config.lm_head_bias:
         shapes["lm_head_bias"] = table[:1]
-    return {**shapes, "lm_head": table}
+    shapes["lm_head"] = table
+    stage, is_tied = shard.stage, config.tie_word_embeddings
+    return {name: shape for name, shape in shapes.items() if stage.has(name, is_tied=is_tied)}
 
 
 def _layer_shapes(config: ModelConfig, parts: _Parts, layer: int) -> dict[str, tuple[int, ...]]:

@@ -128,7 +128,7 @@ def load_weights(
     device.activate()
     formats = {}
     if keeps_formats:
-        is_tied = config.tie_word_embeddings
+        is_tied = config.tie_word_embeddings and shard.stage.is_last
         formats = stored_formats(checkpoint, placements, _keeps(device, dtype), is_tied=is_tied)
     if quantization is not None:
         formats = quantized_formats(config, quantization, shard)
@@ -193,7 +193,7 @@ def _finished(config: ModelConfig, weights: dict[str, Weight], shard: Shard) -> 
             name: replace(weight, shard=shard, axis=axis_of(name.rpartition(".")[2]))
             for name, weight in weights.items()
         }
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and shard.stage.is_last:
         weights.setdefault("lm_head", weights["embed"])
     return weights
 
@@ -234,7 +234,9 @@ def _plan(
     # Old GPTQ writers add a bias of zeros to every matrix.
     is_spare = checkpoint.is_spare_bias
     where = str(checkpoint.path)
-    return checkpoint, place_tensors(where, config, table, found, shard, is_spare=is_spare)
+    places = place_tensors(where, config, table, found, shard, is_spare=is_spare)
+    has, is_tied = shard.stage.has, config.tie_word_embeddings
+    return checkpoint, [place for place in places if has(str(place.target), is_tied=is_tied)]
 
 
 def _allocate(
@@ -247,7 +249,7 @@ def _allocate(
     """Return the dense fused arrays, uninitialised apart from padding."""
     shapes = weight_shapes(config, shard)
     if config.tie_word_embeddings:
-        del shapes["lm_head"]
+        shapes.pop("lm_head", None)
     arrays = {
         name: device.xp.empty(shape, np_dtype(weight_dtype(name, dtype)))
         for name, shape in shapes.items()

@@ -24,14 +24,15 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.moe import MoE
 from engine.layers.norm import NoNorm, Norm
-from engine.layers.rotary import long_rope_offset, rope_table, table_shape
+from engine.layers.rotary import long_rope_offset, rope_table
 from engine.models.layer_plans import LayerPlans
 from engine.models.moe_layer import build_moe
 from engine.models.page_scales import PageScales
+from engine.models.rope_tables import rope_index, ropes
 from engine.models.sharding import WholeParts
-from engine.quantization import Weight
+from engine.quantization import ALL_LAYERS, Stage, Weight
 
-__all__ = ["Decoder", "DecoderLayer", "rope_bytes"]
+__all__ = ["Decoder", "DecoderLayer"]
 
 Pages = Sequence[tuple[Any, Any]]
 """(k_pages, v_pages) of every layer, each (P, K, block_size, D)."""
@@ -172,6 +173,9 @@ class Decoder:
         Give each token the same bits in any batch and at any chunk size.
     parts : WholeParts or ParallelParts
         Whether this process has the whole model, or `config` and `weights` are one rank's.
+    stage : Stage
+        Which layers of the model these are. Only the first stage has an embedding, and only the
+        last one has logits.
 
     Attributes
     ----------
@@ -201,26 +205,27 @@ class Decoder:
         *,
         deterministic: bool = False,
         parts: WholeParts = _WHOLE,
+        stage: Stage = ALL_LAYERS,
     ) -> None:
         self.config = config
         self.parts = parts
         self.deterministic = deterministic
         self.weights = dict(weights)
         self.max_model_len = max_model_len
-        self.xp = array_module(self._weight("embed").data)
-        self.rope_tables = tuple(self._rope_table(rope) for rope in _ropes(config))
+        self.stage = stage
+        self.xp = array_module(self._weight("embed" if stage.is_first else "layers.0.qkv").data)
+        self.rope_tables = tuple(self._rope_table(rope) for rope in ropes(config))
         self.long_rope_offset = long_rope_offset(config.rope, max_model_len)
-        embed = Embedding(
-            self._weight("embed"), config.embed_scale, rounds_scale=config.rounds_embed_scale
-        )
-        self.embed = parts.embedding(embed)
+        if stage.is_first:
+            self.embed = parts.embedding(self._embedding())
         self.kv_scales = PageScales(self.xp, config.num_layers, config.num_kv_heads)
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
         self._run_layers = LayerPlans(
             self.layers, [self._numbers(index) for index in range(len(self.layers))]
         )
-        self.final_norm = parts.norm(self._norm("final_norm"))
-        self.lm_head = self._linear("lm_head", config.lm_head_bias, parts.lm_head)
+        if stage.is_last:
+            self.final_norm = parts.norm(self._norm("final_norm"))
+            self.lm_head = self._linear("lm_head", config.lm_head_bias, parts.lm_head)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -260,14 +265,14 @@ class Decoder:
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Return the normalised last hidden states (R, N) of the tokens whose logits are wanted."""
-        rows, x = batch.logits_indices, self.embed(batch.token_ids)
+        rows, (delta, x) = batch.logits_indices, self._enter(batch)
         features, last = batch.features or {}, len(self.layers)
         keep = partial(self._keep, features) if features else None
         can_drop = rows is not None and last not in features
         if can_drop and self._drops_early(batch.num_tokens - rows.shape[0]):
-            delta, residual = self._run_layers(x, batch, kv_pages, rows, keep)
+            delta, residual = self._run_layers(x, batch, kv_pages, rows, keep, delta)
         else:
-            delta, residual = self._run_layers(x, batch, kv_pages, None, keep)
+            delta, residual = self._run_layers(x, batch, kv_pages, None, keep, delta)
             self._keep(features, last, delta, residual)
             if rows is not None:
                 # Gathering rows by index is the same op as the embedding lookup.
@@ -276,6 +281,26 @@ class Decoder:
         if delta is None:
             return self.final_norm(residual)
         return self.final_norm.add(delta, residual)[0]
+
+    def run_stage(self, batch: ForwardBatch, kv_pages: Pages) -> tuple[Any, Any]:
+        """Compute the layers of a stage that is not the last one.
+
+        Returns
+        -------
+        (delta, residual)
+            (T, N) each, what the next stage enters with (`ForwardBatch.entering`); see
+            `DecoderLayer`. New arrays.
+        """
+        delta, x = self._enter(batch)
+        delta, residual = self._run_layers(x, batch, kv_pages, None, None, delta)
+        return self.parts.leaving(delta), residual
+
+    def _enter(self, batch: ForwardBatch) -> tuple[Any, Any]:
+        """Return (delta, residual) before the first layer."""
+        if self.stage.is_first:
+            return None, self.embed(batch.token_ids)
+        assert batch.entering is not None
+        return self.parts.entering(*batch.entering)
 
     def _keep(self, features: Mapping[int, Any], layer: int, delta: Any, residual: Any) -> None:
         """Write the residual stream that enters `layer` to its array, if it has one."""
@@ -352,7 +377,7 @@ class Decoder:
 
     def _numbers(self, layer: int) -> tuple[int, ...]:
         """Return the numbers, apart from weights, in which the layers of a model may differ."""
-        numbers = self.config.window(layer), _rope_index(self.config, layer)
+        numbers = self.config.window(layer), rope_index(self.config, layer)
         return numbers if self.parts.can_plan else (*numbers, layer)  # no two are of one kind
 
     def _weight(self, name: str) -> Weight:
@@ -364,6 +389,10 @@ class Decoder:
     def _linear(self, name: str, has_bias: bool, make: Callable[..., Linear] = Linear) -> Linear:
         bias = self._weight(f"{name}_bias") if has_bias else None
         return make(self._weight(name), bias, deterministic=self.deterministic)
+
+    def _embedding(self) -> Embedding:
+        c = self.config
+        return Embedding(self._weight("embed"), c.embed_scale, rounds_scale=c.rounds_embed_scale)
 
     def _head_norm(self, name: str) -> Norm | None:
         """Return the norm of q or k: of each head, or of all heads of the model together."""
@@ -443,7 +472,7 @@ class Decoder:
             params,
             self._linear(f"{name}.qkv", config.qkv_bias),
             self._linear(f"{name}.o", config.o_bias, self.parts.attention_output),
-            self.rope_tables[_rope_index(config, index)],
+            self.rope_tables[rope_index(config, index)],
             self._head_norm(f"{name}.q_norm"),
             self._head_norm(f"{name}.k_norm"),
             self._weight(f"{name}.sinks").data if config.sinks else None,
@@ -451,28 +480,6 @@ class Decoder:
         )
 
 
-def rope_bytes(config: ModelConfig, max_model_len: int) -> int:
-    """Return the bytes of the rope tables for sequences of up to `max_model_len` tokens."""
-    shapes = [table_shape(rope, max_model_len) for rope in _ropes(config)]
-    return sum(rows * columns * _FLOAT32.itemsize for rows, columns in shapes)
-
-
 def address(array: Any) -> int:
     """Return the address of the array's first element."""
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
-
-
-def _rope_index(config: ModelConfig, layer: int) -> int:
-    """Return the index of the layer's rope table: layers with a window may have their own."""
-    if not config.has_rope(layer):
-        return len(_ropes(config)) - 1
-    return int(config.rope_local is not None and config.window(layer) > 0)
-
-
-def _ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:
-    ropes = (config.rope,) if config.rope_local is None else (config.rope, config.rope_local)
-    if all(config.rope_layers):
-        return ropes
-    # A table is simpler than a second path through the fused ops. It has whole heads, which the
-    # decode kernel needs to store keys itself.
-    return *ropes, RopeConfig(rotary_dim=config.head_dim, scaling="none")

@@ -77,16 +77,20 @@ class LayerPlans:
         kv_pages: Sequence[tuple[Any, Any]],
         rows: Any = None,
         before: Callable[[int, Any, Any], None] | None = None,
+        delta: Any = None,
     ) -> tuple[Any, Any]:
         """Return (delta, residual) of the last layer; overwrites the residual stream.
 
         With `rows` (R,) int32, only for these tokens: the last layer drops the others. `before` is
         called before each layer, with its index, and the delta and residual that it is given.
+        `delta`, which the first layer is given, is overwritten as well.
         """
         if rows is None:
-            return self._run(self._layers, residual, batch, kv_pages, before)
+            return self._run(self._layers, delta, residual, batch, kv_pages, before)
         # The plans are released before the last layer is called, which can reuse their memory.
-        delta, residual = self._run(self._layers[:-1], residual, batch, kv_pages[:-1], before)
+        delta, residual = self._run(
+            self._layers[:-1], delta, residual, batch, kv_pages[:-1], before
+        )
         if before is not None:
             before(len(self._layers) - 1, delta, residual)
         called: tuple[Any, Any] = self._layers[-1](delta, residual, batch, kv_pages[-1], rows)
@@ -95,13 +99,13 @@ class LayerPlans:
     def _run(
         self,
         layers: Sequence[Any],
+        delta: Any,
         residual: Any,
         batch: ForwardBatch,
         kv_pages: Sequence[tuple[Any, Any]],
         before: Callable[[int, Any, Any], None] | None,
     ) -> tuple[Any, Any]:
-        """Run `layers`, the first ones of the model."""
-        delta = None
+        """Run `layers`, the first ones."""
         plans: dict[Hashable, _Planned | None] = {}
         for index, (layer, pages) in enumerate(zip(layers, kv_pages, strict=True)):
             if before is not None:

@@ -33,7 +33,7 @@ __all__ = ["ParallelParts", "WholeParts", "local_config"]
 
 
 def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """Return the sizes of one shard: its heads and the features of its MLPs.
+    """Return the sizes of one shard: its heads, the features of its MLPs, and its layers.
 
     The number of experts is the whole model's, from which tokens choose, though the shard may have
     some of them only.
@@ -58,13 +58,18 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     sizes: dict[str, Any] = {"num_heads": part(heads), "num_kv_heads": part(kv_heads)}
     if config.has_mlp:
         sizes["intermediate_size"] = part(shard.cut("intermediate_size", config.intermediate_size))
-    moe = config.moe
+    layers, moe = shard.stage.layers, config.moe
+    if shard.stage.num_layers:
+        sizes["num_layers"] = shard.stage.last - shard.stage.first
+        sizes["layer_windows"] = config.layer_windows[layers]
+        sizes["rope_layers"] = config.rope_layers[layers]
     if moe is not None:
         width, shared = moe.intermediate_size, moe.shared_size
         if not shard.whole_experts:
             width = part(shard.cut("the width of an expert", width))
         shared = part(shard.cut("the width of the shared expert", shared))
-        moe = replace(moe, intermediate_size=width, shared_size=shared)
+        sparse = moe.sparse_layers[layers]
+        moe = replace(moe, sparse_layers=sparse, intermediate_size=width, shared_size=shared)
     return replace(config, moe=moe, **sizes)
 
 
@@ -139,6 +144,14 @@ class WholeParts:
     def summed(self, x: Any) -> Any:
         """Return the output of a branch, which the ranks may have in summands, whole."""
         return x
+
+    def entering(self, delta: Any, residual: Any) -> tuple[Any, Any]:
+        """Return what a stage begins with, of what the stage before has sent."""
+        return delta, residual
+
+    def leaving(self, delta: Any) -> Any:
+        """Return the last layer's output of a stage, whole, for the next stage."""
+        return delta
 
 
 @dataclass(frozen=True)
@@ -272,6 +285,21 @@ class ParallelParts(WholeParts):
             padding_ids=self._padding_ids[0],
             collectives=self.collectives if self.shard.by_output else None,
         )
+
+    def entering(self, delta: Any, residual: Any) -> tuple[Any, Any]:
+        """Return what a stage begins with; only rank 0 has been sent anything."""
+        for array in (residual, delta):
+            if array is not None:  # as integers, which every device can copy
+                self.collectives.broadcast(array.view(f"u{array.itemsize}"))
+        if delta is not None and self._sums_in_norms and self.collectives.rank != 0:
+            delta.view(f"u{delta.itemsize}").fill(0)  # rank 0 has the sum
+        return delta, residual
+
+    def leaving(self, delta: Any) -> Any:
+        """Return the last layer's output of a stage, whole, on all ranks."""
+        if delta is None or not self._sums_in_norms:
+            return delta
+        return self.collectives.all_reduce(delta, out=delta)
 
     def _share(self, num_heads: int) -> int:
         """Return how many ranks have the same heads, of `num_heads` query or key/value heads."""

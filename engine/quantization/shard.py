@@ -1,4 +1,4 @@
-"""The part of a model that one rank holds."""
+"""The part of a model that one rank holds: of every layer, and of all layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,86 @@ from dataclasses import dataclass
 
 from engine.errors import ConfigError
 
-__all__ = ["WHOLE", "Shard"]
+__all__ = ["ALL_LAYERS", "WHOLE", "Shard", "Stage"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers of one pipeline stage: [first, last) of `num_layers`.
+
+    The first stage has the embedding, the last one the final norm and the output layer.
+
+    Attributes
+    ----------
+    first, last, num_layers : int
+        All 0: every layer of a model.
+
+    Examples
+    --------
+    >>> stages = [Stage.of(index, 3, 7) for index in range(3)]
+    >>> [(stage.first, stage.last) for stage in stages]
+    [(0, 3), (3, 5), (5, 7)]
+    """
+
+    first: int = 0
+    last: int = 0
+    num_layers: int = 0
+
+    @classmethod
+    def of(cls, index: int, count: int, num_layers: int) -> Stage:
+        """Return stage `index` of `count`; the first ones may have one layer more.
+
+        Raises
+        ------
+        ConfigError
+            If there are fewer layers than stages.
+        """
+        if num_layers < count:
+            raise ConfigError(
+                f"pipeline_parallel_size must be at most {num_layers}, the layers; got {count}"
+            )
+        each, rest = divmod(num_layers, count)
+        first, last = (i * each + min(i, rest) for i in (index, index + 1))
+        return cls(first, last, num_layers)
+
+    @property
+    def layers(self) -> slice:
+        """Which of something that there is for every layer of the model."""
+        return slice(self.first, self.last or None)
+
+    @property
+    def is_first(self) -> bool:
+        """Tell whether it begins with the embedding."""
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Tell whether it ends with the output layer."""
+        return self.last == self.num_layers
+
+    def has(self, name: str, *, is_tied: bool) -> bool:
+        """Tell whether a weight is in this stage; the last one has a tied embedding as well."""
+        if name.startswith("layers."):
+            return not self.num_layers or self.first <= int(name.split(".")[1]) < self.last
+        if name == "embed":
+            return self.is_first or (self.is_last and is_tied)
+        return self.is_last
+
+    def local_name(self, name: str) -> str:
+        """Return a weight's name with the layers numbered from 0.
+
+        Examples
+        --------
+        >>> Stage(2, 4, 4).local_name("layers.3.qkv"), Stage(2, 4, 4).local_name("lm_head")
+        ('layers.1.qkv', 'lm_head')
+        """
+        if not name.startswith("layers."):
+            return name
+        layer, kind = name.split(".")[1:]
+        return f"layers.{int(layer) - self.first}.{kind}"
+
+
+ALL_LAYERS = Stage()
 
 
 @dataclass(frozen=True)
@@ -21,6 +100,8 @@ class Shard:
         second matrix of a pair (the output of attention, down) is divided by its input features.
     whole_experts : bool
         Divide a mixture by its experts, which stay whole. Otherwise each expert is divided.
+    stage : Stage
+        The layers of which it is a part.
 
     Raises
     ------
@@ -37,6 +118,7 @@ class Shard:
     count: int = 1
     by_output: bool = False
     whole_experts: bool = False
+    stage: Stage = ALL_LAYERS
 
     def __post_init__(self) -> None:
         if not (type(self.index) is int and type(self.count) is int and self.count >= 1):
@@ -48,7 +130,7 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether there is only one part."""
+        """Tell whether there is only one part of each layer."""
         return self.count == 1
 
     def cut(self, name: str, size: int) -> tuple[int, int]:

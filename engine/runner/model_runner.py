@@ -194,7 +194,7 @@ class ModelRunner:
         """Start `output`; steps must be launched in the order in which they were scheduled."""
         self.model.device.activate()
         if self._is_debug:
-            self.kv_cache.check_blocks([b for pair in output.copies for b in pair], "block copies")
+            self._check_copies(output)
         move_blocks(self.kv_cache, self._swap, output)
         if not output.sequences:
             return LaunchedStep(output)
@@ -212,7 +212,7 @@ class ModelRunner:
                 ]
             return LaunchedStep(output, output.sequences, first_logits_rows, tokens=tokens)
         inputs = build_inputs(output, rows, starts, self._table, self._block_size)
-        return self._compute(output, inputs)
+        return self._compute(LaunchedStep(output), inputs)
 
     def sample(self, step: LaunchedStep) -> None:
         """Start the sampling of a step, if it had to wait until the earlier steps are committed."""
@@ -274,6 +274,9 @@ class ModelRunner:
         self._sampling.assign(request)
         return row
 
+    def _check_copies(self, output: ScheduleOutput) -> None:
+        self.kv_cache.check_blocks([b for pair in output.copies for b in pair], "block copies")
+
     def _check_tables(self, output: ScheduleOutput, rows: IntArray, starts: IntArray) -> None:
         """Verify block tables, rows and positions before anything is launched (debug mode)."""
         sequences, size = output.sequences, self._block_size
@@ -282,10 +285,12 @@ class ModelRunner:
         self._table.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
         self._table.check(sequences, rows, starts, self.kv_cache.num_blocks, size)
 
-    def _compute(self, output: ScheduleOutput, inputs: StepInputs) -> LaunchedStep:
-        logits, scored = self._forward(inputs, self._prompt_parts(output, inputs))
+    def _compute(self, step: LaunchedStep, inputs: StepInputs) -> LaunchedStep:
+        """Run the model on a step, and start its sampling unless that has to wait."""
+        output = step.output
+        logits, step.prompts = self._forward(inputs, self._prompt_parts(output, inputs))
         self.features.report(output, inputs.batch.cu_seqlens_q[:-1])
-        step = LaunchedStep(output, inputs.sampled, prompts=scored)
+        step.sampled = inputs.sampled
         if inputs.paths is not None:
             step.sampled = [s for s in output.sequences if s.is_sampled]
             step.first_logits_rows = np.cumsum([0] + [s.num_logits for s in step.sampled])[

@@ -13,7 +13,7 @@ from engine.engine_config import default_budget
 from engine.errors import ConfigError
 from engine.loading.weight_memory import quantized_formats, weight_bytes
 from engine.memory_sizes import geometry_of
-from engine.models.decoder import rope_bytes
+from engine.models.rope_tables import rope_bytes
 from engine.quantization import FORMATS, dense_format
 from engine.scaling.division import Division, stages
 from engine.scaling.speed import Speed, Workload

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from engine.cache.block_manager import BlockManager, BlockMoves
 from engine.errors import ContractError
-from engine.request import FINISH_REASONS, Request, RequestStatus
+from engine.request import Request, RequestStatus, finished_status
 from engine.scheduler.check import check_output
 from engine.scheduler.chunks import UnchangedBatch, add_chunk, chunk_size, put_decodes_first
 from engine.scheduler.config import SchedulerConfig
@@ -28,6 +28,7 @@ from engine.scheduler.output import BatchSize, InFlightSteps, ScheduledSequence,
 from engine.scheduler.preemption import prefers_swap
 from engine.scheduler.prefixes_in_flight import PrefixesInFlight
 from engine.scheduler.request_queues import RequestQueues
+from engine.scheduler.spreading import requests_not_due
 from engine.scheduler.stats import SchedulerStats, collect
 
 __all__ = ["Scheduler"]
@@ -150,7 +151,7 @@ class Scheduler:
             "stop", "length", "abort" or "error".
         stop_reason : int or str, optional
         """
-        status = _finished_status(reason)
+        status = finished_status(reason)
         if not request.is_finished:
             request.stop_reason = stop_reason
             self._queues.finish(request, status)
@@ -168,7 +169,7 @@ class Scheduler:
         `num_output_tokens`: where its output ends; a step with drafts may have added tokens after
         that. Return how many tokens are dropped.
         """
-        status = _finished_status(reason)
+        status = finished_status(reason)
         if not request.is_finished:
             raise ContractError(f"request {request.request_id!r} must have finished; it has not")
         request.status, request.stop_reason = status, stop_reason
@@ -226,6 +227,10 @@ class Scheduler:
         request.drafts = drafts
         self._has_drafts = True
         return True
+
+    def requests_not_due(self, num_groups: int) -> set[Request]:
+        """Return the requests to exclude from a pipeline's next step; see `requests_not_due`."""
+        return requests_not_due(self._queues.running, num_groups)
 
     # ---- one step
 
@@ -492,9 +497,3 @@ class Scheduler:
         """
         in_flight = [host for output in self._in_flight for host, _ in output.swap_in]
         self._queues.check_integrity(in_flight)
-
-
-def _finished_status(reason: str) -> RequestStatus:
-    if reason not in FINISH_REASONS:
-        raise ContractError(f"reason must be one of {list(FINISH_REASONS)}; got {reason!r}")
-    return FINISH_REASONS[reason]

@@ -67,6 +67,11 @@ class LoadedHead:
         return 1
 
     @property
+    def num_stages(self) -> int:
+        """One, too."""
+        return 1
+
+    @property
     def deterministic(self) -> bool:
         """False: its drafts depend on the batch."""
         return False

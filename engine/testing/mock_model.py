@@ -36,6 +36,7 @@ class MockModel:
     has_tokenizer = False
     tokenizer: Any = None
     num_ranks = 1
+    num_stages = 1
 
     def __init__(
         self,

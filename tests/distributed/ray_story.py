@@ -1,6 +1,7 @@
 """A cluster of two local nodes, in a process of its own; prints what happened as JSON.
 
-Streams while a replica is killed; more requests than two replicas should have, and then none.
+Streams while a replica is killed; more requests than two replicas should have, and then none; and
+a model whose stages are on both nodes.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
+from engine import LLMEngine, SamplingParams
+from engine.config import ModelConfig
+from engine.errors import RankError
 from engine.server.ray_serve import build
 from tests.server.test_serve import CONFIG, _tokenizer
 
+LAYERS = ModelConfig("llama", 50, 64, 4, 8, 2, 16, 96, 256)
 ENGINE = {"device": "cpu", "load_format": "dummy", "num_blocks": 4096, "max_num_seqs": 16}
 SCALING = {"min_replicas": 2, "max_replicas": 3, "target_requests": 4, "look_back_period_s": 1.0}
 DELAYS = {"upscale_delay_s": 0.0, "downscale_delay_s": 1.0}
@@ -116,7 +121,39 @@ def _faults(cluster, folder):
     port = _free_port()
     serve.start(http_options={"port": port, "location": "HeadOnly"})
     serve.run(build(options), route_prefix="/")
-    return asyncio.run(_story(port))
+    return asyncio.run(_story(port)) | {"stages": _stages()}
+
+
+def _stages():
+    """Return the tokens of one process and of two stages, and how a killed stage is named."""
+    serve.shutdown()  # the nodes have one core each
+    found = {}
+    for stages in (1, 2):
+        options = {"pipeline_parallel_size": stages, "num_blocks": 64, "device": "cpu"}
+        options |= {"distributed_executor_backend": "ray" if stages > 1 else None}
+        with LLMEngine.from_name("x", config=LAYERS, load_format="dummy", **options) as engine:
+            found[f"tokens_{stages}"] = _tokens(engine)
+            if stages > 1:
+                groups = ray.util.placement_group_table().values()
+                bundles = [g["bundles_to_node_id"] for g in groups if g["state"] == "CREATED"]
+                found["nodes"] = [len(set(nodes.values())) for nodes in bundles]
+                os.kill(engine.model.group.hellos[0]["pid"], signal.SIGKILL)
+                start = time.monotonic()
+                try:
+                    _tokens(engine)
+                except RankError as error:
+                    found |= {"error": str(error), "seconds": time.monotonic() - start}
+    return found
+
+
+def _tokens(engine):
+    params, found = SamplingParams(max_tokens=20, temperature=0.0), {}
+    for index in range(3):
+        engine.add_request(str(index), [index, 5, 6], params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            found[output.request_id] = output.outputs[0].token_ids
+    return found
 
 
 def _command(cluster, folder):

@@ -35,11 +35,12 @@ def _two_gpus():
 
 def _engine(size, **options):
     given = {"config": CONFIG, "collective_timeout": 20.0, **options}
+    size = {} if "pipeline_parallel_size" in options else {"tensor_parallel_size": size}
     return LLMEngine.from_name(
         "dummy",
         load_format="dummy",
         device="cuda",
-        tensor_parallel_size=size,
+        **size,
         num_blocks=200,
         max_num_seqs=8,
         **given,
@@ -95,6 +96,15 @@ def test_bits_do_not_depend_on_how_steps_are_launched():
     """With sums in norms, by plans, by graphs."""
     first = _tokens(2, dtype="float32", cuda_graphs=False)
     assert _tokens(2, dtype="float32", cuda_graphs=True, async_scheduling=False) == first
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_of_two_pipeline_stages_are_those_of_one_gpu(dtype, is_async):
+    """Each on a GPU; activations go through the host."""
+    options = {"dtype": dtype, "deterministic": True, "cuda_graphs": False}
+    found = _tokens(2, pipeline_parallel_size=2, async_scheduling=is_async, **options)
+    assert found == _tokens(1, **options)
 
 
 def test_arrays_on_pages_of_their_own():

@@ -16,6 +16,7 @@ from engine.distributed import ray_launch
 from engine.distributed.autoscaling import METRIC, num_replicas, replicas_by_requests
 from engine.distributed.directory import Directory
 from engine.distributed.ray_launch import RemoteDirectory, actor_options, import_ray
+from engine.distributed.ray_stages import stage_bundles
 from engine.errors import ConfigError, UnknownOptionError
 from engine.server.server_config import ServerConfig
 
@@ -84,6 +85,11 @@ def test_a_directory_that_has_ended_is_looked_for_again(monkeypatch):
 def test_a_replica_has_all_its_gpus_itself():
     """Ray hides those of other placements from an actor, and so from its ranks."""
     assert actor_options(4, 8) == {"ray_actor_options": {"num_cpus": 8, "num_gpus": 4}}
+
+
+def test_each_stage_has_a_place():
+    assert stage_bundles(3, 2, "h")[:2] == [{"CPU": 1.0, "GPU": 2.0}] * 2
+    assert stage_bundles(3, 2, "h")[2] == {"GPU": 2.0, "node:h": 0.001}
 
 
 def test_replicas_are_as_many_as_the_requests_need():
@@ -186,6 +192,14 @@ def test_a_killed_replica_is_replaced(story):
 def test_there_are_more_replicas_for_more_requests_and_fewer_afterwards(story):
     assert story["most"] == 3 and story["least"] == 2
     assert story["lengths"] == [2000] * 14
+
+
+@pytest.mark.slow
+def test_the_stages_of_a_pipeline_are_on_different_nodes(story):
+    found = story["stages"]
+    assert found["nodes"] == [2]
+    assert found["tokens_2"] == found["tokens_1"]
+    assert "the connection to stage 0 (" in found["error"] and found["seconds"] < 10
 
 
 @pytest.mark.slow

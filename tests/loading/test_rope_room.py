@@ -14,7 +14,7 @@ from engine.loading import weight_memory
 from engine.loading.hf_config import config_from_dict
 from engine.loading.weight_memory import weight_room
 from engine.model import load
-from engine.models import decoder
+from engine.models import decoder, rope_tables
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_what_would_fit_does(absurd):
     config = config_from_dict(absurd)
     with pytest.raises(OutOfMemoryError, match=f"What would fit: max_model_len={1 << 21}$"):
         weight_room(config, CPU, "float32", max_model_len=1 << 24).__enter__()
-    assert decoder.rope_bytes(config, 1 << 21) == weight_memory._MAX_ROPE_BYTES
+    assert rope_tables.rope_bytes(config, 1 << 21) == weight_memory._MAX_ROPE_BYTES
     assert load(config=config, load_format="dummy", device="cpu", max_model_len=64).step
 
 

@@ -19,8 +19,9 @@ from engine.cache.memory_pool import MemoryPool
 from engine.device import CPU, to_numpy
 from engine.layers.batch import ForwardBatch
 from engine.loading.model_config import load_config
-from engine.models.decoder import Decoder, rope_bytes
+from engine.models.decoder import Decoder
 from engine.models.registry import FAMILIES
+from engine.models.rope_tables import rope_bytes
 
 GOLDEN = Path(__file__).parents[1] / "golden/models"
 CASES = sorted(p.stem for p in GOLDEN.glob("*.json"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +31,15 @@ from tests.server.test_serve import (
 def small(model):  # noqa: F811
     options = ("--deterministic", "--collective-timeout", "20", "--served-model-name", "tiny")
     return (model, *SMALL, *options)
+
+
+@pytest.fixture
+def deeper(model, tmp_path):  # noqa: F811
+    """The same with two layers."""
+    folder = Path(shutil.copytree(model, tmp_path / "deeper"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    return str(folder)
 
 
 def _rank_1(server):
@@ -79,8 +90,25 @@ def test_a_killed_engine_leaves_no_rank(small):
         _wait_until(lambda: not _is_alive(rank))
 
 
-def test_commands_take_the_number_of_ranks(model, capsys):  # noqa: F811
-    options = ["--model", model, "--device", "cpu", "--load-format", "dummy"]
+def test_a_killed_stage_ends_an_idle_server_with_its_last_words(deeper):
+    options = ("--deterministic", "--served-model-name", "tiny", "-pp", "2")
+    with serving(deeper, *SMALL, *options) as server:
+        assert len(json.loads(_post(server, _body(40)).read())["choices"]) == 1
+        embedding = _post(server, {"model": "tiny", "input": "a"}, path="/v1/embeddings")
+        assert embedding.status == 400 and b"pipeline_parallel_size=1" in embedding.read()
+        assert _post(server, _body(2)).status == 200
+        [engine] = _children(server.process.pid, "engine.server.engine_process")
+        [stage] = _children(engine, "engine.stage_process")
+        start = time.monotonic()
+        os.kill(stage, signal.SIGKILL)
+        status, text = _end(server)
+        assert status == 2 and time.monotonic() - start < 10
+        assert "stage 0 was killed by SIGKILL; it was last in: " in text
+        assert not _is_alive(engine)
+
+
+def test_commands_take_the_number_of_ranks(deeper, capsys):
+    options = ["--model", deeper, "--device", "cpu", "--load-format", "dummy"]
     lengths = ["--prompt-len", "8", "--output-len", "6", "--repeats", "1"]
     with pytest.raises(SystemExit, match="0"):
         main(["bench", "latency", *options, *lengths, "-tp", "2"])
@@ -89,10 +117,10 @@ def test_commands_take_the_number_of_ranks(model, capsys):  # noqa: F811
         main(["generate", "abc", *options, "-tp", "2", "--enable-expert-parallel"])
     assert "a model without experts: llama is dense" in capsys.readouterr().err
     texts = []
-    for size in ("1", "2"):
+    for sizes in ([], ["--tensor-parallel-size", "2"], ["-pp", "2"]):
         greedy = ["--temperature", "0", "--max-tokens", "5", "--max-model-len", "64"]
-        generate = ["generate", "abc", *options, *greedy, "--tensor-parallel-size", size]
+        generate = ["generate", "abc", *options, *greedy, *sizes]
         with pytest.raises(SystemExit, match="0"):
             main(generate)
         texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]

@@ -1,0 +1,46 @@
+"""`engine stage`: one stage of a pipeline whose engine is on another host."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from engine import env
+from engine.distributed.connection import parse_address
+from engine.errors import ConfigError, RankError
+
+__all__ = ["add_arguments", "run"]
+
+_WAIT_SECONDS = 600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--connect",
+        required=True,
+        metavar="HOST:PORT",
+        help="pipeline_address of the engine, whose ENGINE_PIPELINE_SECRET this process must have",
+    )
+    parser.add_argument("--stage", required=True, type=int, help="number of this stage, from 0")
+    parser.add_argument(
+        "--model", default="", help="where this host has the model, if not where the engine has it"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the stage until the engine ends; the status is 1 if it has failed."""
+    try:
+        address = parse_address(arguments.connect)
+    except ValueError as error:
+        raise ConfigError(f"--connect: {error}") from None
+    secret = env.pipeline_secret()
+    # Imported late: `--help` and wrong options do not need it.
+    from engine.stage_process import run_stage
+
+    try:
+        run_stage(address, arguments.stage, secret, model=arguments.model, seconds=_WAIT_SECONDS)
+    except RankError as error:
+        print(f"engine stage: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,245 @@
+"""Connections between the stages of a pipeline: framed messages over TCP, after a mutual proof.
+
+Both ends prove that they know the secret of the pipeline before anything else is read (HMAC-SHA256
+over a challenge of each), in messages of fixed size. Whoever does not is refused. What follows is
+checksummed, but neither encrypted nor signed: the network between the hosts must be trusted.
+
+A frame is its checksum (CRC-32) and its length, then a message as `messages.pack` makes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.distributed.messages import pack_parts, unpack
+from engine.errors import RankError
+
+__all__ = ["Address", "Connection", "Listener", "connect", "parse_address"]
+
+Address = tuple[str, int]
+Message = tuple[int, list[int], list[Any]]
+
+_LOG = logging.getLogger("engine")
+_GREETING = b"engine pipeline 1\n"
+_NONCE_BYTES = 32
+_HEAD = struct.Struct("<IQ")
+_MAX_BYTES = 1 << 36  # of a frame; a damaged head must not allocate more
+_PROOF_SECONDS = 10.0
+
+
+class Connection:
+    """One end of a connection whose other end has proved that it knows the secret.
+
+    One thread may receive; any may send.
+
+    Parameters
+    ----------
+    sock : socket
+
+    Attributes
+    ----------
+    peer : (host, port)
+        Of the other end.
+    own_host : str
+        By which address the other end knows this host.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._sending = threading.Lock()
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer: Address = sock.getpeername()[:2]
+        self.own_host: str = sock.getsockname()[0]
+
+    def send(self, kind: int, numbers: Sequence[int] = (), arrays: Sequence[Any] = ()) -> None:
+        """Send a message of whole numbers and NumPy arrays, some of which may be None.
+
+        Raises
+        ------
+        OSError
+            If the other end is gone.
+        """
+        parts = pack_parts(kind, numbers, arrays)
+        checksum = 0
+        for part in parts:
+            checksum = zlib.crc32(part, checksum)
+        with self._sending:
+            self._socket.sendall(_HEAD.pack(checksum, sum(map(len, parts))) + bytes(parts[0]))
+            for part in parts[1:]:
+                self._socket.sendall(part)
+
+    def receive(self) -> Message:
+        """Wait for the next message; its arrays can be written to.
+
+        Raises
+        ------
+        OSError
+            If the other end is gone.
+        RankError
+            If the message is damaged.
+        """
+        checksum, size = _HEAD.unpack(_receive(self._socket, _HEAD.size))
+        if size > _MAX_BYTES:
+            raise RankError(f"a message from {self.peer} is damaged: {size} bytes")
+        data = _receive(self._socket, size)
+        if zlib.crc32(data) != checksum:
+            raise RankError(f"a message from {self.peer} is damaged: its checksum is wrong")
+        return unpack(data)
+
+    def close(self) -> None:
+        """End the connection, also for a thread that receives; a second call does nothing."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class Listener:
+    """Accepts connections on a port until it is closed.
+
+    Parameters
+    ----------
+    host, port : str, int
+        0: any free port.
+    secret : bytes
+    accept : callable
+        Called with each `Connection`, in a thread of its own.
+
+    Attributes
+    ----------
+    port : int
+    num_refused : int
+        Connections that did not prove to know the secret.
+
+    Raises
+    ------
+    OSError
+        If the port cannot be had.
+    """
+
+    def __init__(
+        self, host: str, port: int, secret: bytes, accept: Callable[[Connection], Any]
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family)
+        self.port: int = self._socket.getsockname()[1]
+        self.num_refused = 0
+        self._secret = secret
+        self._accept = accept
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no more connections; a second call does nothing."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._socket.close()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                sock, peer = self._socket.accept()
+            except OSError:
+                return
+            # In a thread: one that says nothing must not keep others waiting.
+            threading.Thread(target=self._prove, args=(sock, peer), daemon=True).start()
+
+    def _prove(self, sock: socket.socket, peer: Any) -> None:
+        try:
+            sock.settimeout(_PROOF_SECONDS)
+            own = secrets.token_bytes(_NONCE_BYTES)
+            sock.sendall(_GREETING + own)
+            theirs = bytes(_receive(sock, _NONCE_BYTES))
+            proof = bytes(_receive(sock, _NONCE_BYTES))
+            if not hmac.compare_digest(proof, _proof(self._secret, b"client", own, theirs)):
+                raise RankError("its secret is another one")
+            sock.sendall(_proof(self._secret, b"server", theirs, own))
+            connection = Connection(sock)
+        except (OSError, RankError) as error:
+            self.num_refused += 1
+            _LOG.warning("a connection from %s:%s was refused: %s", *peer[:2], error)
+            sock.close()
+            return
+        self._accept(connection)
+
+
+def connect(address: Address, secret: bytes, timeout: float = _PROOF_SECONDS) -> Connection:
+    """Connect to a `Listener`, and prove to know its secret.
+
+    Raises
+    ------
+    RankError
+        If nobody listens there, or its secret is another one.
+    """
+    where = f"{address[0]}:{address[1]}"
+    try:
+        sock = socket.create_connection(address, timeout)
+    except OSError as error:
+        raise RankError(f"{where} cannot be reached: {error}") from error
+    try:
+        greeting = _receive(sock, len(_GREETING) + _NONCE_BYTES)
+        if greeting[: len(_GREETING)] != _GREETING:
+            raise RankError(f"{where} is no stage of a pipeline, or of another version")
+        theirs, own = bytes(greeting[len(_GREETING) :]), secrets.token_bytes(_NONCE_BYTES)
+        sock.sendall(own + _proof(secret, b"client", theirs, own))
+        proof = bytes(_receive(sock, _NONCE_BYTES))
+        if not hmac.compare_digest(proof, _proof(secret, b"server", own, theirs)):
+            raise RankError(f"{where} does not know the secret of this pipeline")
+        return Connection(sock)
+    except OSError as error:
+        sock.close()
+        raise RankError(
+            f"{where} refused the connection: is the secret the same? ({error})"
+        ) from error
+    except BaseException:
+        sock.close()
+        raise
+
+
+def parse_address(text: str) -> Address:
+    """Return the host and the port of "HOST:PORT".
+
+    Raises
+    ------
+    ValueError
+        If it is something else.
+
+    Examples
+    --------
+    >>> parse_address("10.0.0.1:29500"), parse_address("[::1]:80")
+    (('10.0.0.1', 29500), ('::1', 80))
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"an address must be HOST:PORT; got {text!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _proof(secret: bytes, role: bytes, challenge: bytes, own: bytes) -> bytes:
+    return hmac.digest(secret, role + challenge + own, "sha256")
+
+
+def _receive(sock: socket.socket, size: int) -> bytearray:
+    """Return so many bytes.
+
+    Raises
+    ------
+    OSError
+        If the other end is gone before.
+    """
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = sock.recv_into(view, min(len(view), 1 << 24))
+        if not count:
+            raise ConnectionResetError("the other end has closed the connection")
+        view = view[count:]
+    return data

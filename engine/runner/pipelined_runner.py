@@ -1,0 +1,99 @@
+"""Runs steps of a model of which this process has the last pipeline stage.
+
+`launch` announces a step to the other stages; this stage's part of it, and its sampling, come when
+the step is read, or when a request of it must give up its row. So several steps are in flight, each
+of other requests, and every stage does what it does in the order of the launches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from engine.cache.swap import move_blocks
+from engine.errors import RankError
+from engine.layers.sampler import SamplingBatch
+from engine.request import Request
+from engine.runner.batch import StepInputs, build_inputs
+from engine.runner.model_runner import LaunchedStep, ModelRunner
+from engine.runner.result import StepResult
+from engine.scheduler.output import ScheduleOutput
+
+__all__ = ["PipelinedRunner", "make_runner"]
+
+
+class PipelinedRunner(ModelRunner):
+    """A `ModelRunner` whose model is a `PipelinedModel`; its parameters are the same."""
+
+    def __init__(self, model: Any, *args: Any, **options: Any) -> None:
+        super().__init__(model, *args, **options)
+        self._stages = model
+        # Announced, but not computed by this stage yet; oldest first.
+        self._announced: deque[tuple[LaunchedStep, StepInputs | None]] = deque()
+
+    def launch(self, output: ScheduleOutput) -> LaunchedStep:
+        """Announce `output` to the other stages; see `ModelRunner.launch`."""
+        self.model.device.activate()
+        if self._is_debug:
+            self._check_copies(output)
+        step, inputs = LaunchedStep(output), None
+        if output.sequences:
+            rows, starts = self._rows_and_starts(output)
+            if self._is_debug:
+                self._check_tables(output, rows, starts)
+            inputs = build_inputs(output, rows, starts, self._table, self._block_size)
+        self._stages.announce(output, None if inputs is None else inputs.batch)
+        self._announced.append((step, inputs))
+        return step
+
+    def read(self, step: LaunchedStep, timeout: float | None = None) -> StepResult:
+        """Compute this stage's part of a step, and of those before it; as `ModelRunner.read`."""
+        while any(other is step for other, _ in self._announced):
+            self._compute_oldest()
+        return super().read(step, timeout)
+
+    def release(self, requests: Iterable[Request]) -> None:
+        """Release the rows of these requests, once no step in flight needs them any more."""
+        requests = list(requests)
+        with contextlib.suppress(RankError):  # which the next step raises as well
+            while self._announced and not self._has_none_of(requests):
+                self._compute_oldest()
+        super().release(requests)
+
+    def _has_none_of(self, requests: list[Request]) -> bool:
+        """Tell whether no step that this stage has to compute is of one of these requests."""
+        ids = {id(request) for request in requests if request.row >= 0}
+        return not any(
+            id(sequence.request) in ids
+            for step, _ in self._announced
+            for sequence in step.output.sequences
+        )
+
+    def _compute_oldest(self) -> None:
+        step, inputs = self._announced[0]
+        self.model.device.activate()
+        with self._stages.together():
+            move_blocks(self.kv_cache, self._swap, step.output)
+            if inputs is not None:
+                self._compute(step, inputs)
+        self._announced.popleft()
+
+    def _sample(
+        self,
+        step: LaunchedStep,
+        logits: Any,
+        inputs: StepInputs,
+        sampling: SamplingBatch,
+        on_device: Mapping[str, Any],
+    ) -> None:
+        super()._sample(step, logits, inputs, sampling, on_device)
+        # When their requests are scheduled again, the first stage needs the ids from the host.
+        self._table.last_positions[inputs.sampled_rows] = -1
+
+
+def make_runner(model: Any, *args: Any, **options: Any) -> ModelRunner:
+    """Return the runner of a model, of all its layers or of the last pipeline stage's."""
+    kind = ModelRunner if model.num_stages == 1 else PipelinedRunner
+    return kind(model, *args, **options)

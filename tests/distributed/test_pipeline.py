@@ -1,0 +1,593 @@
+"""Pipelines: the same outputs as one process, steps that overlap, and faults."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import engine as package
+from engine import LLM, LLMEngine, SamplingParams
+from engine.cache.kv_cache import KVCache
+from engine.cli import main
+from engine.config import ModelConfig
+from engine.distributed.stage_group import StageGroup
+from engine.engine_config import EngineConfig
+from engine.errors import ConfigError, EngineError, RankError, RequestError, StepTimeoutError
+from engine.layers.batch import ForwardBatch
+from engine.memory_sizes import geometry_of
+from engine.quantization import Stage
+from engine.stage_process import run_stage
+from tests.distributed.golden import CASES, write_checkpoint
+
+CONFIG = ModelConfig("llama", 50, 64, 4, 8, 2, 16, 96, 256)
+SECRET = b"a secret of a test"
+
+
+@pytest.fixture
+def in_threads(monkeypatch):
+    """Let stages be threads of this process, which start at once; the sockets are the same."""
+
+    def run(*arguments):
+        with contextlib.suppress(Exception):  # the engine is told
+            run_stage(*arguments)
+
+    def start(group, num_threads):
+        for stage in range(group.num_stages - 1):
+            arguments = (group.address, stage, group._secret)
+            threading.Thread(target=run, args=arguments, daemon=True).start()
+
+    monkeypatch.setattr(StageGroup, "start_processes", start)
+
+
+def _engine(stages, **options):
+    given = {"config": CONFIG, "load_format": "dummy", "device": "cpu", "deterministic": True}
+    given |= {"num_blocks": 64, "max_num_seqs": 4, "collective_timeout": 20.0}
+    model = options.pop("model", "dummy")
+    if model != "dummy":
+        del given["config"], given["load_format"]
+    return LLMEngine.from_name(model, pipeline_parallel_size=stages, **(given | options))
+
+
+def _run(engine):
+    """Step until nothing is left; return everything that the outputs say."""
+    found = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                found[output.request_id] = [
+                    (o.index, o.token_ids, o.finish_reason, o.logprobs) for o in output.outputs
+                ] + [output.prompt_logprobs]
+        engine.check_integrity()
+    return found
+
+
+def _is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+# ---- stages of a model
+
+
+def test_layers_are_divided_evenly():
+    for count, num_layers in ((1, 1), (2, 5), (3, 7), (4, 4), (7, 30)):
+        stages = [Stage.of(index, count, num_layers) for index in range(count)]
+        assert [s.first for s in stages] == [0, *(s.last for s in stages[:-1])]
+        assert stages[-1].last == num_layers
+        sizes = [s.last - s.first for s in stages]
+        assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size must be at most 2, the layers"):
+        Stage.of(0, 3, 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_of_every_family(case, tmp_path):
+    """Prompts, tokens after them, and one token alone, whose layers may be fused."""
+    path, count = write_checkpoint(case, tmp_path), 2
+    whole = package.load(path, device="cpu", progress=False)
+    num_layers = whole.config.num_layers
+    stages = [Stage.of(index, count, num_layers) for index in range(count)]
+    parts = [package.load(path, device="cpu", progress=False, stage=each) for each in stages]
+    assert [part.config.num_layers for part in parts] == [s.last - s.first for s in stages]
+    assert "lm_head" not in parts[0].decoder.weights and "embed" not in parts[1].decoder.weights
+    pages = [KVCache(geometry_of(m.config, 16, m.dtype), 2) for m in (whole, *parts)]
+    prompts = [[5, 17, 3, 99, 41, 8, 2, 60, 77, 12, 1], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11]]
+    tables = [[0], [1]]
+    for ids, starts in ((prompts, [0, 0]), ([[3], [4]], [11, 11]), ([[7]], [12])):
+        batch = ForwardBatch.build(ids, starts, tables[: len(ids)], 16)
+        want = whole.forward(batch, pages[0].layers)
+        entering = parts[0].run_stage(batch, pages[1].layers)
+        got = parts[1].forward(replace(batch, entering=entering), pages[2].layers)
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "q8_0"])
+def test_quantized_stages_have_the_weights_of_the_whole(quantization, tmp_path):
+    """With q8_0 a tied output layer has another format than the embedding."""
+    path = write_checkpoint("llama_tied_new_keys", tmp_path)
+    options = {"device": "cpu", "progress": False, "quantization": quantization}
+    whole = package.load(path, **options).decoder.weights
+    found = {}
+    for index in range(2):
+        stage = Stage.of(index, 2, 2)
+        part = package.load(path, stage=stage, **options).decoder.weights
+        numbered = {n.replace("layers.0", f"layers.{stage.first}"): w for n, w in part.items()}
+        assert not numbered.keys() & found.keys()
+        found |= numbered
+    assert found.keys() == whole.keys()
+    for name, weight in found.items():
+        assert weight.format == whole[name].format
+        for (_, ours), (_, theirs) in zip(weight.arrays(), whole[name].arrays(), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+# ---- engines
+
+
+def _requests(engine):
+    common = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+    variants = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 5, "n": 3},
+        {"temperature": 0.0, "logprobs": 3},
+        {"temperature": 0.0, "prompt_logprobs": 1},
+        {"temperature": 0.7, "seed": 1, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "allowed_token_ids": [1, 2, 3, 30]},
+        {"temperature": 0.0, "logit_bias": {7: 4.0}},
+        {"temperature": 0.0, "logits_processors": [lambda ids, row: np.roll(row, len(ids))]},
+    ]
+    for index, variant in enumerate(variants):
+        params = SamplingParams(max_tokens=10 + index, ignore_eos=True, **variant)
+        engine.add_request(f"r{index}", common[: 20 - index] + [index] * 30, params)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one process answers to requests of every kind."""
+    with _engine(1) as engine:
+        _requests(engine)
+        return _run(engine)
+
+
+@pytest.mark.parametrize(("stages", "is_async"), [(2, False), (3, False), (2, True)])
+def test_every_kind_of_request(in_threads, alone, stages, is_async):
+    """Random and greedy ones, log-probabilities, penalties, biases, masks and processors."""
+    with _engine(stages, async_scheduling=is_async, max_num_batched_tokens=40) as engine:
+        _requests(engine)
+        assert _run(engine) == alone
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preemption_and_shared_prefixes(in_threads, mode):
+    """Few blocks: requests in flight are preempted, recomputed or swapped, and share prefixes."""
+    options = {"num_blocks": 12, "preemption_mode": mode, "debug": True}
+    options |= {"swap_space_gb": 0.01} if mode == "swap" else {}
+    found = {}
+    for stages in (1, 2):
+        with _engine(stages, **(options if stages > 1 else {})) as engine:
+            for index in range(5):
+                params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+                engine.add_request(f"r{index}", [1, 2, 3] * 7 + [index % 3] * 5, params)
+            found[stages] = _run(engine)
+            stats = engine.stats().scheduler
+    assert stats.num_preemptions > 0 and stats.prefix_cache_hits > 0
+    assert (stats.num_swaps > 0) == (mode == "swap")
+    assert found[2] == found[1]
+
+
+def test_costs_of_preemption_are_measured_on_all_stages(in_threads):
+    options = {"num_blocks": 12, "swap_space_gb": 0.01, "kv_cache_dtype": "fp8"}
+    found = {}
+    for stages in (1, 2):
+        with _engine(stages, **options) as engine:
+            assert "measured" in engine.config.reasons["recompute_us_per_token"]
+            for index in range(4):
+                params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+                engine.add_request(f"r{index}", [index + 1] * 30, params)
+            found[stages] = _run(engine)
+    assert found[2] == found[1]
+
+
+def test_the_experts_of_all_stages_are_counted(in_threads, tmp_path):
+    folder, found, loads = str(write_checkpoint("qwen3_moe", tmp_path)), {}, {}
+    for stages in (1, 2):
+        with _engine(stages, model=folder, dtype="bfloat16") as engine:
+            for index in range(3):
+                params = SamplingParams(max_tokens=12, temperature=0.0)
+                engine.add_request(str(index), [5 + index, 17, 3, 99], params)
+            found[stages] = _run(engine)
+            loads[stages] = engine.stats().expert_load
+    assert found[2] == found[1]
+    assert loads[2].keys() == loads[1].keys()
+    assert all(np.array_equal(loads[2][layer], loads[1][layer]) for layer in loads[1])
+
+
+def test_every_stage_has_as_many_blocks_as_the_poorest(in_threads, monkeypatch):
+    """Five layers: the first stage has three of them, and its blocks are larger."""
+
+    class Poor(EngineConfig):
+        def resolve(self, model, draft=None):
+            found = super().resolve(model, draft)
+            return replace(found, scheduler=replace(found.scheduler, num_blocks=40))
+
+    monkeypatch.setattr("engine.stage_process.EngineConfig", Poor)
+    with _engine(2, config=replace(CONFIG, num_layers=5), swap_space_gb=0.01) as engine:
+        limits, geometry = engine.config.scheduler, engine.config.geometry
+        assert limits.num_host_blocks == int(0.01 * 2**30) // (geometry.bytes_per_block * 3 // 2)
+        assert limits.num_blocks == engine.kv_cache.num_blocks == 40
+        assert engine.config.reasons["num_blocks"] == "40: the least of 2 stages"
+
+
+def test_random_operations(in_threads):
+    """Requests come, end and are aborted at random; blocks are few."""
+    rng, found = np.random.default_rng(0), {}
+    plan = [
+        (int(rng.integers(3)), int(rng.integers(1, 60)), int(rng.integers(1, 25)))
+        for _ in range(40)
+    ]
+    for stages in (1, 2):
+        with _engine(stages, num_blocks=20, swap_space_gb=0.001, debug=True) as engine:
+            outputs, alive = {}, []
+            for turn, (what, length, count) in enumerate(plan):
+                if what == 0 and alive:
+                    engine.abort_request([alive.pop(length % len(alive))])
+                if what != 1:
+                    penalty = 1.2 if turn % 5 == 0 else 1.0
+                    params = SamplingParams(
+                        max_tokens=count,
+                        temperature=0.5 * (turn % 2),
+                        seed=turn,
+                        ignore_eos=True,
+                        repetition_penalty=penalty,
+                    )
+                    ids = [(turn * i * i) % 7 for i in range(length)]
+                    engine.add_request(f"r{turn}", ids, params, priority=turn % 3)
+                    alive.append(f"r{turn}")
+                for _ in range(2):
+                    for output in engine.step():
+                        outputs[output.request_id] = output.outputs[0]
+                    engine.check_integrity()
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    outputs[output.request_id] = output.outputs[0]
+            found[stages] = outputs
+    assert found[1].keys() == found[2].keys()
+    num_whole = 0
+    for name, output in found[1].items():
+        ours, other = output.token_ids, found[2][name].token_ids
+        shorter = min(len(ours), len(other))
+        assert ours[:shorter] == other[:shorter]
+        if "abort" not in (output.finish_reason, found[2][name].finish_reason):
+            assert len(ours) == len(other)
+            num_whole += 1
+    assert num_whole > 15
+
+
+def test_steps_overlap(in_threads, monkeypatch):
+    """While one stage computes a step, the stage before it computes a later one."""
+    spans = {0: [], 1: []}
+
+    def slowed(name, stage):
+        inner = getattr(package.model.Model, name)
+
+        def run(self, batch, pages):
+            start = time.monotonic()
+            time.sleep(0.02)
+            result = inner(self, batch, pages)
+            spans[stage].append((start, time.monotonic()))
+            return result
+
+        monkeypatch.setattr(package.model.Model, name, run)
+
+    with _engine(2) as engine:
+        slowed("run_stage", 0), slowed("forward", 1)
+        for index in range(4):
+            params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+            engine.add_request(str(index), [index + 1] * 3, params)
+        sizes = []
+        while engine.has_unfinished_requests():
+            engine.step()
+            sizes.append(len(engine._in_flight))
+    assert max(sizes) == 1  # after a step; during one, it is two
+    overlapping = [
+        first
+        for first, (start, end) in enumerate(spans[1])
+        for begin, stop in spans[0][first + 1 : first + 2]
+        if begin < end and start < stop
+    ]
+    assert len(overlapping) > len(spans[1]) // 2
+    total = sum(end - start for times in spans.values() for start, end in times)
+    assert max(e for _, e in spans[1]) - min(s for s, _ in spans[0]) < 0.9 * total
+
+
+# ---- processes
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(write_checkpoint("llama", tmp_path_factory.mktemp("llama")))
+
+
+def test_stages_of_two_ranks_each(checkpoint):
+    outputs = []
+    for size in (1, 2):
+        options = {"tensor_parallel_size": size, "pipeline_parallel_size": size}
+        with LLM(checkpoint, device="cpu", deterministic=True, num_blocks=64, **options) as llm:
+            prompts = [[1, 2, 3], [4, 5, 6, 7], [8] * 20]
+            found = llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0.0))
+            outputs.append([output.outputs[0].token_ids for output in found])
+    assert outputs[0] == outputs[1]
+
+
+def _started(stages, **options):
+    engine = _engine(stages, **options)
+    params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    for index in range(3):
+        engine.add_request(str(index), [1, 2, index], params)
+    for _ in range(5):
+        engine.step()
+    return engine
+
+
+def _steps_until_error(engine, seconds=12.0):
+    start = time.monotonic()
+    while time.monotonic() - start < seconds:
+        engine.step()
+    raise AssertionError("no error")
+
+
+def test_a_killed_stage_ends_all():
+    engine = _started(3)
+    pids = engine.model.group.pids
+    os.kill(pids[0], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"stage 0 was killed by SIGKILL; it was last in: "):
+        _steps_until_error(engine)
+    assert time.monotonic() - start < 10
+    assert not any(map(_is_alive, pids))
+    with pytest.raises(RankError, match="stage 0 was killed"):
+        engine.step()
+    engine.close()
+
+
+def test_a_stopped_stage_is_named_and_killed():
+    engine = _started(2, collective_timeout=1.5)
+    assert "stage 0 is in: " in engine.model.describe_ranks()
+    [pid] = engine.model.group.pids
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RankError, match=r"stage 0 .*(did not send|has not been heard of)"):
+        _steps_until_error(engine)
+    assert not _is_alive(pid)
+    engine.close()
+
+
+def test_stages_that_are_left_alone_end(checkpoint):
+    """One fails at the start, with its last words; and then nothing is left of the other."""
+    (Path(checkpoint).parent / "other").mkdir()
+    before = set(_children())
+    with pytest.raises(EngineError, match="pipeline_parallel_size must be at most 2, the layers"):
+        _engine(3, model=checkpoint)
+    with pytest.raises(ConfigError, match="kv_cache_dtype must be 'auto' or 'fp8' with pipeline"):
+        _engine(2, model=checkpoint, kv_cache_dtype="int8")
+    assert set(_children()) <= before
+
+
+def _children():
+    found = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    return [int(pid) for pid in found if _is_alive(int(pid))]
+
+
+# ---- faults that threads can have
+
+
+def test_last_words_of_a_stage(in_threads, monkeypatch):
+    engine = _started(2)
+
+    def fail(self, batch, pages):
+        raise ValueError("a broken layer")
+
+    monkeypatch.setattr(package.model.Model, "run_stage", fail)
+    with pytest.raises(RankError, match=r"stage 0 failed; its last words:(?s:.)*a broken layer"):
+        _steps_until_error(engine)
+    engine.close()
+
+
+def test_an_error_of_the_last_stage_ends_all(in_threads, monkeypatch):
+    engine = _started(2)
+    monkeypatch.setattr(engine.model.decoder, "final_norm", None)
+    with pytest.raises(RankError, match=r"stage 1 failed in step \d+ .*NoneType"):
+        _steps_until_error(engine)
+    assert engine.model.group.is_closing
+    engine.close()
+
+
+def test_a_lost_connection_is_named(in_threads):
+    engine = _started(2)
+    engine.model.group._peers[0].connection._socket.shutdown(socket.SHUT_RDWR)
+    match = r"the connection to stage 0 \(127.0.0.1\) was lost.*it was last in: "
+    with pytest.raises(RankError, match=match):
+        _steps_until_error(engine)
+    engine.close()
+
+
+def test_aborted_requests_in_flight_leave_the_others_as_they_are(in_threads):
+    with _engine(2) as engine:
+        for index in range(4):
+            params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+            engine.add_request(f"r{index}", [index + 1] * 20, params)
+        for _ in range(6):
+            engine.step()
+        engine.abort_request([f"r{index}" for index in (1, 3)])
+        engine.add_request("late", [7] * 20, SamplingParams(max_tokens=9, temperature=0.0))
+        found = _run(engine)
+    with _engine(1) as engine:
+        for index in (0, 2):
+            params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+            engine.add_request(f"r{index}", [index + 1] * 20, params)
+        engine.add_request("late", [7] * 20, SamplingParams(max_tokens=9, temperature=0.0))
+        alone = _run(engine)
+    assert {name: found[name] for name in alone} == alone
+
+
+@pytest.mark.parametrize("error", [StepTimeoutError, ConnectionError])
+def test_steps_in_flight_that_are_rolled_back_are_computed_again(in_threads, monkeypatch, error):
+    """A step that has timed out; and one that cannot be laid out, which nobody was told of."""
+    found = {}
+    for has_failed in (False, True):
+        with _engine(3) as engine:
+            for index in range(4):
+                params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+                engine.add_request(str(index), [index + 1] * 5, params)
+            for _ in range(6):
+                engine.step()
+            assert len(engine._in_flight) == 2
+            if has_failed and error is StepTimeoutError:
+                monkeypatch.setattr(engine.watchdog, "check", _raising(error))
+                with pytest.raises(error):
+                    engine.step()
+                monkeypatch.undo()
+            elif has_failed:
+                monkeypatch.setattr(engine.runner, "_rows_and_starts", _raising(error))
+                while not engine.stats().num_step_failures:
+                    engine.step()
+                monkeypatch.undo()
+            found[has_failed] = _run(engine)
+    assert found[True] == found[False]
+
+
+def _raising(error):
+    def fail(*arguments):
+        raise error("not this time")
+
+    return fail
+
+
+# ---- who may take part
+
+
+def test_unwanted_stages_are_told_why():
+    group = StageGroup(2, SECRET, ("127.0.0.1", 0))
+    try:
+        with pytest.raises(RankError, match=r"stage must be in \[0, 1\); got 1"):
+            run_stage(group.address, 1, SECRET)
+        with pytest.raises(RankError, match=r"stage 0 did not connect to 127.0.0.1:\d+ within"):
+            group.wait_for_stages(0.05)
+    finally:
+        group.end()
+
+
+def test_different_files_are_found(in_threads, checkpoint, monkeypatch):
+    import engine.stage_process as process
+
+    found = process.fingerprint
+
+    def other(name, loading):
+        return found(name, loading) | {"the content of config.json": "another"}
+
+    monkeypatch.setattr(process, "fingerprint", other)
+    with pytest.raises(
+        RankError, match=r"stage 0 differs from the engine in the content of config.json: another"
+    ):
+        _engine(2, model=checkpoint)
+
+
+def test_stages_started_by_hand(checkpoint, monkeypatch):
+    """As on another host: they wait for the engine, know where the model is, and its secret."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    monkeypatch.setenv("ENGINE_PIPELINE_SECRET", "a secret of sixteen characters")
+    key = os.environ["ENGINE_PIPELINE_SECRET"].encode()
+    stage = threading.Thread(
+        target=run_stage, args=(("127.0.0.1", port), 0, key), kwargs={"model": checkpoint}
+    )
+    stage.start()
+    with _engine(2, model=checkpoint, pipeline_address=f"127.0.0.1:{port}") as engine:
+        engine.add_request("a", [1, 2], SamplingParams(max_tokens=4, temperature=0.0))
+        found = _run(engine)
+    stage.join(10)
+    assert not stage.is_alive()
+    with _engine(1, model=checkpoint) as engine:
+        engine.add_request("a", [1, 2], SamplingParams(max_tokens=4, temperature=0.0))
+        assert _run(engine) == found
+
+
+def test_the_command_of_a_stage(monkeypatch, capsys):
+    monkeypatch.setenv("ENGINE_PIPELINE_SECRET", SECRET.decode())
+    group = StageGroup(2, SECRET, ("127.0.0.1", 0))
+    try:
+        where = f"127.0.0.1:{group.address[1]}"
+        for arguments, status, text in (
+            (["--connect", where, "--stage", "3"], 1, r"stage must be in [0, 1); got 3"),
+            (["--connect", "there", "--stage", "0"], 2, "must be HOST:PORT; got 'there'"),
+        ):
+            with pytest.raises(SystemExit, match=str(status)):
+                main(["stage", *arguments])
+            assert text in capsys.readouterr().err
+        monkeypatch.setenv("ENGINE_PIPELINE_SECRET", "short")
+        with pytest.raises(SystemExit, match="2"):
+            main(["stage", "--connect", where, "--stage", "0"])
+        assert "at least 16 characters" in capsys.readouterr().err
+    finally:
+        group.end()
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size must be a whole number in"),
+        (
+            {"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram"}},
+            "speculative_config must be left out with pipeline_parallel_size=2",
+        ),
+        ({"pipeline_parallel_size": 2, "cuda_graphs": True}, "cuda_graphs must be False or left"),
+        ({"pipeline_address": "a:1"}, "pipeline_address must be left out with one stage"),
+        (
+            {"pipeline_parallel_size": 2, "pipeline_address": "nowhere"},
+            "pipeline_address: an address must be HOST:PORT; got 'nowhere'",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "pipeline_address": "127.0.0.1:0"},
+            "ENGINE_PIPELINE_SECRET must have at least 16 characters",
+        ),
+    ],
+)
+def test_options_that_are_refused(options, message, monkeypatch):
+    monkeypatch.delenv("ENGINE_PIPELINE_SECRET", raising=False)
+    with pytest.raises(ConfigError, match=message):
+        LLMEngine.from_name("x", config=CONFIG, load_format="dummy", device="cpu", **options)
+
+
+def test_what_the_array_door_cannot_do_is_refused(in_threads):
+    with _engine(2) as engine:
+        model = engine.model
+        with pytest.raises(RequestError, match="kv_scales cannot be set"):
+            model.set_kv_scales(np.ones(3))
+        with pytest.raises(RequestError, match="kv_scales cannot be read"):
+            model.kv_scales  # noqa: B018
+        with pytest.raises(RequestError, match="cannot be traced"):
+            model.trace([1])
+        with pytest.raises(RequestError, match="computes on its engine's pages only"):
+            model.step([[1]], model.new_cache(1, 16))
+        engine.add_request("a", [1, 2], SamplingParams(max_tokens=2))  # and it still works
+        assert _run(engine)["a"][0][2] == "length"
+
+
+def test_a_loaded_model_is_not_divided_afterwards():
+    model = package.load(config=CONFIG, load_format="dummy", device="cpu")
+    with pytest.raises(ConfigError, match="pipeline_parallel_size must be 1, the number of stag"):
+        LLMEngine(model, pipeline_parallel_size=2)
