@@ -16,9 +16,10 @@ from engine.errors import ConfigError
 from engine.llm_engine import LLMEngine
 from engine.server.child import ChildConfig, Report
 from engine.server.engine_loop import EngineLoop
+from engine.server.gpus import engine_gpus, replica_gpus
 from engine.server.sockets import bound_socket
 
-__all__ = ["main", "replica_device", "replica_gpus"]
+__all__ = ["main", "replica_device"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -29,7 +30,7 @@ def main(config: ChildConfig, report: Report) -> None:
     socket = bound_socket(config.addresses[config.number])
     options = dict(config.engine)
     if len(config.addresses) > 1:
-        num_ranks = options.get("tensor_parallel_size", 1)
+        num_ranks = engine_gpus(options)
         if num_ranks > 1:  # before the first call of CUDA
             os.environ[_VISIBLE] = replica_gpus(config.number, num_ranks, os.environ.get(_VISIBLE))
         device = options.get("device", "auto")
@@ -52,42 +53,10 @@ def main(config: ChildConfig, report: Report) -> None:
     engine.model.close()
 
 
-def replica_gpus(number: int, num_ranks: int, visible: str | None) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a replica of several ranks, each of which has a GPU.
-
-    Parameters
-    ----------
-    number, num_ranks : int
-        Of the replica, and of its ranks.
-    visible : str or None
-        CUDA_VISIBLE_DEVICES of the server; None: all.
-
-    Raises
-    ------
-    ConfigError
-        If these are too few.
-
-    Examples
-    --------
-    >>> replica_gpus(1, 2, None), replica_gpus(1, 2, "4,5,6,7")
-    ('2,3', '6,7')
-    """
-    first, last = number * num_ranks, (number + 1) * num_ranks
-    if visible is None:
-        return ",".join(map(str, range(first, last)))
-    found = visible.split(",")
-    if len(found) < last:
-        raise ConfigError(
-            f"replica {number} of {num_ranks} ranks needs GPUs {first} to {last - 1} of "
-            f"CUDA_VISIBLE_DEVICES; got {visible!r}"
-        )
-    return ",".join(found[first:last])
-
-
 def replica_device(device: str, number: int, num_ranks: int = 1) -> str:
     """Return the device of a replica: the GPU of its number, or the CPU.
 
-    Of several ranks each takes one of the GPUs that the replica sees; see `replica_gpus`.
+    Of several ranks each takes one of the GPUs that the replica sees; see `gpus.replica_gpus`.
 
     Raises
     ------

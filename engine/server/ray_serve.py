@@ -24,6 +24,7 @@ from engine.sampling_params import NumberRange
 from engine.server.access_log import configure_logging
 from engine.server.api_process import load_model_tokenizer
 from engine.server.app import build_app
+from engine.server.gpus import engine_gpus
 from engine.server.ray_replica import RayReplica
 from engine.server.replica_client import ReplicaClient
 from engine.server.server_config import ServerConfig
@@ -132,11 +133,11 @@ class RayServeConfig:
                 f"max_replicas must be at least min_replicas ({self.min_replicas}); "
                 f"got {self.max_replicas}"
             )
-        num_ranks = self.engine.get("tensor_parallel_size", 1)
-        if 0 < self.num_gpus < num_ranks:
+        needed = engine_gpus(self.engine)
+        if 0 < self.num_gpus < needed:
             raise ConfigError(
-                f"num_gpus must be at least tensor_parallel_size ({num_ranks}), or 0 for the CPU; "
-                f"got {self.num_gpus}"
+                f"num_gpus must be at least {needed}, a GPU for each rank of each stage, or 0 for "
+                f"the CPU; got {self.num_gpus}"
             )
         server = ServerConfig.from_options(self.server)
         for name in _REFUSED:

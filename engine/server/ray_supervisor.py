@@ -11,6 +11,7 @@ from typing import Any
 from engine.distributed.ray_launch import import_ray
 from engine.errors import ConfigError
 from engine.server.child import say
+from engine.server.gpus import engine_gpus
 from engine.server.ray_serve import RayServeConfig, build
 from engine.server.server_config import ServerConfig
 
@@ -78,7 +79,7 @@ def _arguments(model: str, server: ServerConfig, engine: dict[str, Any]) -> dict
         "num_ingresses": server.api_server_count,
         "min_replicas": size,
         "max_replicas": size,
-        "num_gpus": 0 if is_cpu else engine.get("tensor_parallel_size", 1),
+        "num_gpus": 0 if is_cpu else engine_gpus(engine),
     }
 
 

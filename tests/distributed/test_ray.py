@@ -119,7 +119,8 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
         ({"engine": []}, ConfigError, "engine must be a table"),
         ({"server": {"prot": 1}}, UnknownOptionError, "'port'"),
         ({"server": {"max_connections": 7}}, ConfigError, "max_connections must be left out"),
-        ({"engine": {"tensor_parallel_size": 2}}, ConfigError, r"tensor_parallel_size \(2\)"),
+        ({"engine": {"tensor_parallel_size": 2}}, ConfigError, "num_gpus must be at least 2"),
+        ({"engine": {"pipeline_parallel_size": 3}}, ConfigError, "num_gpus must be at least 3"),
     ],
 )
 def test_a_wrong_argument_is_named(options, error, word):

@@ -20,7 +20,8 @@ from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.server import messages as m
 from engine.server import replica_client, sockets
 from engine.server.engine_loop import EngineLoop
-from engine.server.engine_process import replica_device, replica_gpus
+from engine.server.engine_process import replica_device
+from engine.server.gpus import replica_gpus
 from engine.server.replica_client import ReplicaClient
 from engine.server.sockets import bound_socket
 from engine.server.warm_up import warm_up
