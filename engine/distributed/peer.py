@@ -17,7 +17,7 @@ __all__ = ["PING_SECONDS", "Peer", "from_text", "to_text"]
 
 # Kinds of messages. A stage says who it is, and which link it is at the other end of:
 HELLO, LINK = range(2)
-# Both, once a second: that they live, and what they are doing.
+# Both, twice a second: that they live, and what they are doing.
 PING = 2
 # A stage: that it is ready, an answer, and its last words.
 READY, ANSWER, FAIL = range(3, 6)
