@@ -227,6 +227,12 @@ class EngineConfig:
             if "memory_utilization" in given:
                 raise ConfigError("give memory_utilization or gpu_memory_utilization, not both")
             given["memory_utilization"] = given.pop("gpu_memory_utilization")
+        if (replicas := given.pop("data_parallel_size", 1)) != 1:
+            raise ConfigError(
+                "data_parallel_size must be 1, since this is one engine: for more, use "
+                "'engine serve --data-parallel-size', or a process with an LLM for each GPU; "
+                f"got {shown(replicas)}"
+            )
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine import LLM, BeamSearchParams, SamplingParams, engine_loading
-from engine.errors import RequestError, UnknownOptionError
+from engine.errors import ConfigError, RequestError, UnknownOptionError
 from tests.e2e.tiny import CONFIG, check_drained, greedy_alone, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -76,6 +76,16 @@ def test_unknown_options_are_refused_before_loading(monkeypatch):
     for name, nearest in (("devcie", "device"), ("max_num_seq", "max_num_seqs")):
         with pytest.raises(UnknownOptionError, match=f"'{name}'; did you mean '{nearest}'"):
             LLM(**{name: 1})
+
+
+def test_replicas_are_the_servers(monkeypatch):
+    monkeypatch.setattr(engine_loading, "load", None)  # must not be called
+    with pytest.raises(ConfigError, match=r"data_parallel_size must be 1.*engine serve.*got 2"):
+        LLM("m", data_parallel_size=2)
+    monkeypatch.undo()
+    options = {"config": CONFIG, "load_format": "dummy", "device": "cpu", "num_blocks": 8}
+    with LLM(**options, data_parallel_size=1) as llm:
+        assert len(_ids(llm.generate([[5]], GREEDY))[0]) == 3
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
