@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -25,7 +25,13 @@ from engine.distributed.group import PID, Group, GroupEnded
 from engine.distributed.segment import Segment
 from engine.errors import RankError
 
-__all__ = ["RankProcesses", "describe_ending", "run_rank", "thread_environment"]
+__all__ = [
+    "RankProcesses",
+    "describe_ending",
+    "end_processes",
+    "run_rank",
+    "thread_environment",
+]
 
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
@@ -143,13 +149,20 @@ def _watch(group: Group, end: Callable[[], Any]) -> None:
 
 
 def _end(group: Group, processes: list[subprocess.Popen[bytes]]) -> None:
-    """End the processes of a group; kill those that do not end by themselves within seconds."""
+    """End the processes of a group."""
     group.close()
+    end_processes(processes, _END_SECONDS)
+    group.segment.close()
+
+
+def end_processes(processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Close the pipes of processes that end with them; kill those that have not after a time."""
+    processes = list(processes)
     for process in processes:
         assert process.stdin is not None
         with contextlib.suppress(OSError):
             process.stdin.close()
-    deadline = time.monotonic() + _END_SECONDS
+    deadline = time.monotonic() + seconds
     for process in processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
@@ -158,7 +171,6 @@ def _end(group: Group, processes: list[subprocess.Popen[bytes]]) -> None:
             process.wait()
         assert process.stdout is not None
         process.stdout.close()
-    group.segment.close()
 
 
 def run_rank() -> None:

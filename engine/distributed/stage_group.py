@@ -21,7 +21,7 @@ from engine._version import __version__
 from engine.distributed import peer as messages
 from engine.distributed.connection import Address, Connection, Listener, Message
 from engine.distributed.peer import PING_SECONDS, Peer, from_text, to_text
-from engine.distributed.processes import describe_ending, thread_environment
+from engine.distributed.processes import describe_ending, end_processes, thread_environment
 from engine.errors import RankError
 
 __all__ = ["StageGroup"]
@@ -257,7 +257,7 @@ class StageGroup:
             self._listener.close()
             for peer in (*self._peers.values(), *filter(None, [self._link])):
                 peer.connection.close()
-            _end_processes(list(self._processes.values()))
+            end_processes(self._processes.values(), _END_SECONDS)
             self.on_end()
 
     # ---- parts
@@ -370,19 +370,3 @@ class StageGroup:
                     with contextlib.suppress(OSError):
                         peer.connection.send(messages.PING, (), [to_text(self.doing)])
             time.sleep(_WATCH_SECONDS)
-
-
-def _end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-    deadline = time.monotonic() + _END_SECONDS
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        assert process.stdout is not None
-        process.stdout.close()

@@ -13,63 +13,19 @@ import numpy as np
 import pytest
 
 from engine import LLM, LLMEngine, SamplingParams
-from engine.config import ModelConfig
 from engine.errors import ConfigError, EngineError, RankError
+from tests.distributed.engines import CONFIG, add_every_kind_of_request, is_alive, make_engine, run
 from tests.distributed.golden import write_checkpoint
 
-CONFIG = ModelConfig("llama", 50, 64, 2, 8, 2, 16, 96, 256)
 MOE = "qwen3_moe"
 
 
 def _engine(size, **options):
-    given = {"config": CONFIG, "load_format": "dummy", "device": "cpu", "deterministic": True}
-    given |= {"num_blocks": 64, "max_num_seqs": 4, "collective_timeout": 20.0}
-    model = options.pop("model", "dummy")
-    if model != "dummy":
-        del given["config"], given["load_format"]
-    return LLMEngine.from_name(model, tensor_parallel_size=size, **(given | options))
-
-
-def _is_alive(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+    return make_engine(tensor_parallel_size=size, **options)
 
 
 def _pids(engine):
     return engine.model.leader.processes.pids
-
-
-def _run(engine):
-    """Step until nothing is left; return everything that the outputs say."""
-    found = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                found[output.request_id] = [
-                    (o.index, o.token_ids, o.finish_reason, o.logprobs) for o in output.outputs
-                ] + [output.prompt_logprobs]
-        engine.check_integrity()
-    return found
-
-
-def _requests(engine):
-    common = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
-    variants = [
-        {"temperature": 0.0},
-        {"temperature": 0.9, "seed": 5, "n": 3},
-        {"temperature": 0.0, "logprobs": 3},
-        {"temperature": 0.0, "prompt_logprobs": 1},
-        {"temperature": 0.7, "seed": 1, "repetition_penalty": 1.3},
-        {"temperature": 0.0, "allowed_token_ids": [1, 2, 3, 30]},
-        {"temperature": 0.0, "bad_words": None, "logit_bias": {7: 4.0}},
-        {"temperature": 0.0, "logits_processors": [lambda ids, row: np.roll(row, len(ids))]},
-    ]
-    for index, variant in enumerate(variants):
-        params = SamplingParams(max_tokens=10 + index, ignore_eos=True, **variant)
-        engine.add_request(f"r{index}", common[: 20 - index] + [index] * 30, params)
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +39,8 @@ def test_every_kind_of_request(is_async):
     found = {}
     for size in (1, 2):
         with _engine(size, async_scheduling=is_async) as engine:
-            _requests(engine)
-            found[size] = _run(engine)
+            add_every_kind_of_request(engine)
+            found[size] = run(engine)
     assert found[2] == found[1]
 
 
@@ -95,7 +51,7 @@ def test_a_checkpoint_of_experts_on_four_ranks(moe_folder):
             for index in range(3):
                 params = SamplingParams(max_tokens=12, temperature=0.0)
                 engine.add_request(str(index), [5 + index, 17, 3, 99], params)
-            found[size] = _run(engine)
+            found[size] = run(engine)
             load = engine.stats().expert_load
     assert found[4] == found[1]
     assert load
@@ -112,7 +68,7 @@ def test_preemption_and_shared_prefixes(mode):
             for index in range(6):
                 params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
                 engine.add_request(f"r{index}", [1, 2, 3] * 7 + [index % 3] * 5, params)
-            found[size] = _run(engine)
+            found[size] = run(engine)
             preempted[size] = engine.stats().scheduler.num_preemptions
     assert found[2] == found[1]
     assert preempted[2] == preempted[1] > 0
@@ -129,7 +85,7 @@ def test_drafts_from_the_text_itself(method):
             for index in range(3):
                 params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
                 engine.add_request(f"r{index}", [4, 5, 6, 7] * 6 + [index], params)
-            found[size] = _run(engine)
+            found[size] = run(engine)
             assert engine.stats().speculation.num_draft_tokens
     assert found[2] == found[1]
 
@@ -144,7 +100,7 @@ def test_drafts_of_a_model_that_rank_0_has_whole(tmp_path):
             for index in range(3):
                 params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
                 engine.add_request(f"r{index}", [4, 5, 6, 7, index], params)
-            found[size] = _run(engine)
+            found[size] = run(engine)
             assert engine.stats().speculation.num_accepted_tokens
     assert found[2] == found[1]
 
@@ -169,7 +125,7 @@ def test_steps_of_decode_graphs(num_drafts):
                     ignore_eos=True,
                 )
                 engine.add_request(f"r{index}", [1 + index, 2, 3, 4] * 5, params)
-            found[size] = _run(engine)
+            found[size] = run(engine)
             if size == 2:
                 assert ", as a graph)" in engine.model.describe_ranks()
     assert found[2] == found[1]
@@ -185,7 +141,7 @@ def test_beams_and_a_forked_request():
             engine.add_request(
                 "b", [1, 2, 3] * 6, SamplingParams(max_tokens=5, temperature=0.0), parent="a"
             )
-            found[size] = _run(engine)
+            found[size] = run(engine)
     assert found[2] == found[1]
 
 
@@ -195,7 +151,7 @@ def test_pages_of_codes(codes):
     for size in (1, 2):
         with _engine(size, kv_cache_dtype=codes) as engine:
             engine.add_request("a", [1, 2, 3] * 6, SamplingParams(max_tokens=20, temperature=0.0))
-            found[size] = _run(engine)
+            found[size] = run(engine)
     assert found[2] == found[1]
 
 
@@ -207,12 +163,12 @@ def test_requests_that_are_aborted_leave_the_others_as_they_are():
         for _ in range(6):
             engine.step()
         engine.abort_request(["r1", "r3"])
-        found = _run(engine)
+        found = run(engine)
     with _engine(1) as engine:
         for index in (0, 2):
             params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
             engine.add_request(f"r{index}", [index + 1] * 20, params)
-        alone = _run(engine)
+        alone = run(engine)
     assert {name: found[name] for name in alone} == alone
     assert found["r1"][0][2] == "abort"
 
@@ -240,7 +196,7 @@ def test_random_operations():
                 for output in engine.step():
                     outputs[output.request_id] = output.outputs[0].token_ids
                 engine.check_integrity()
-            found[size] = outputs, _run(engine)
+            found[size] = outputs, run(engine)
     assert found[2] == found[1]
 
 
@@ -288,7 +244,7 @@ def test_a_killed_rank_ends_the_group():
     with pytest.raises(RankError, match=r"rank 2 was killed by SIGKILL; it was last in: "):
         _steps_until_error(engine)
     assert time.monotonic() - start < 10
-    assert not any(map(_is_alive, pids))
+    assert not any(map(is_alive, pids))
     with pytest.raises(RankError, match="the ranks have ended; rank 2 was killed"):
         engine.step()
     engine.close()
@@ -299,9 +255,9 @@ def test_a_rank_that_is_killed_while_nothing_runs_ends_the_group():
         pids = _pids(engine)
         os.kill(pids[0], signal.SIGKILL)
         deadline = time.monotonic() + 10
-        while any(map(_is_alive, pids)) and time.monotonic() < deadline:
+        while any(map(is_alive, pids)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not any(map(_is_alive, pids))
+        assert not any(map(is_alive, pids))
         with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
             engine.model.check_ranks()
         engine.add_request("a", [1], SamplingParams(max_tokens=2))
@@ -315,7 +271,7 @@ def test_a_stopped_rank_is_named_after_the_time_out():
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(RankError, match=r"rank 1 \(in: .*\) did not come to .* within 1.5 s"):
         _steps_until_error(engine)
-    assert not _is_alive(pid)
+    assert not is_alive(pid)
     engine.close()
 
 
@@ -325,7 +281,7 @@ def test_an_error_of_rank_0_in_a_step_ends_the_group(monkeypatch):
     monkeypatch.setattr(engine.model.decoder, "final_norm", None)
     with pytest.raises(RankError, match=r"rank 0 failed in step \d+ .*NoneType"):
         engine.step()
-    assert not _is_alive(pid)
+    assert not is_alive(pid)
     engine.close()
 
 
@@ -333,7 +289,7 @@ def test_a_closed_engine_leaves_no_process():
     engine = _started(4)
     pids = _pids(engine)
     engine.close()
-    assert not any(map(_is_alive, pids))
+    assert not any(map(is_alive, pids))
     engine.close()
 
 
@@ -344,7 +300,7 @@ def test_a_forgotten_engine_leaves_no_process():
     import gc
 
     gc.collect()
-    assert not any(map(_is_alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 def test_the_watchdog_says_what_ranks_are_doing():

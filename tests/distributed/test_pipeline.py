@@ -18,7 +18,6 @@ import engine as package
 from engine import LLM, LLMEngine, SamplingParams
 from engine.cache.kv_cache import KVCache
 from engine.cli import main
-from engine.config import ModelConfig
 from engine.distributed.stage_group import StageGroup
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineError, RankError, RequestError, StepTimeoutError
@@ -26,9 +25,11 @@ from engine.layers.batch import ForwardBatch
 from engine.memory_sizes import geometry_of
 from engine.quantization import Stage
 from engine.stage_process import run_stage
+from tests.distributed.engines import CONFIG as TWO_LAYERS
+from tests.distributed.engines import add_every_kind_of_request, is_alive, make_engine, run
 from tests.distributed.golden import CASES, write_checkpoint
 
-CONFIG = ModelConfig("llama", 50, 64, 4, 8, 2, 16, 96, 256)
+CONFIG = replace(TWO_LAYERS, num_layers=4)
 SECRET = b"a secret of a test"
 
 
@@ -49,33 +50,7 @@ def in_threads(monkeypatch):
 
 
 def _engine(stages, **options):
-    given = {"config": CONFIG, "load_format": "dummy", "device": "cpu", "deterministic": True}
-    given |= {"num_blocks": 64, "max_num_seqs": 4, "collective_timeout": 20.0}
-    model = options.pop("model", "dummy")
-    if model != "dummy":
-        del given["config"], given["load_format"]
-    return LLMEngine.from_name(model, pipeline_parallel_size=stages, **(given | options))
-
-
-def _run(engine):
-    """Step until nothing is left; return everything that the outputs say."""
-    found = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                found[output.request_id] = [
-                    (o.index, o.token_ids, o.finish_reason, o.logprobs) for o in output.outputs
-                ] + [output.prompt_logprobs]
-        engine.check_integrity()
-    return found
-
-
-def _is_alive(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+    return make_engine(pipeline_parallel_size=stages, **({"config": CONFIG} | options))
 
 
 # ---- stages of a model
@@ -136,37 +111,20 @@ def test_quantized_stages_have_the_weights_of_the_whole(quantization, tmp_path):
 # ---- engines
 
 
-def _requests(engine):
-    common = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
-    variants = [
-        {"temperature": 0.0},
-        {"temperature": 0.9, "seed": 5, "n": 3},
-        {"temperature": 0.0, "logprobs": 3},
-        {"temperature": 0.0, "prompt_logprobs": 1},
-        {"temperature": 0.7, "seed": 1, "repetition_penalty": 1.3},
-        {"temperature": 0.0, "allowed_token_ids": [1, 2, 3, 30]},
-        {"temperature": 0.0, "logit_bias": {7: 4.0}},
-        {"temperature": 0.0, "logits_processors": [lambda ids, row: np.roll(row, len(ids))]},
-    ]
-    for index, variant in enumerate(variants):
-        params = SamplingParams(max_tokens=10 + index, ignore_eos=True, **variant)
-        engine.add_request(f"r{index}", common[: 20 - index] + [index] * 30, params)
-
-
 @pytest.fixture(scope="module")
 def alone():
     """What one process answers to requests of every kind."""
     with _engine(1) as engine:
-        _requests(engine)
-        return _run(engine)
+        add_every_kind_of_request(engine)
+        return run(engine)
 
 
 @pytest.mark.parametrize(("stages", "is_async"), [(2, False), (3, False), (2, True)])
 def test_every_kind_of_request(in_threads, alone, stages, is_async):
     """Random and greedy ones, log-probabilities, penalties, biases, masks and processors."""
     with _engine(stages, async_scheduling=is_async, max_num_batched_tokens=40) as engine:
-        _requests(engine)
-        assert _run(engine) == alone
+        add_every_kind_of_request(engine)
+        assert run(engine) == alone
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -180,7 +138,7 @@ def test_preemption_and_shared_prefixes(in_threads, mode):
             for index in range(5):
                 params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
                 engine.add_request(f"r{index}", [1, 2, 3] * 7 + [index % 3] * 5, params)
-            found[stages] = _run(engine)
+            found[stages] = run(engine)
             stats = engine.stats().scheduler
     assert stats.num_preemptions > 0 and stats.prefix_cache_hits > 0
     assert (stats.num_swaps > 0) == (mode == "swap")
@@ -196,7 +154,7 @@ def test_costs_of_preemption_are_measured_on_all_stages(in_threads):
             for index in range(4):
                 params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
                 engine.add_request(f"r{index}", [index + 1] * 30, params)
-            found[stages] = _run(engine)
+            found[stages] = run(engine)
     assert found[2] == found[1]
 
 
@@ -207,7 +165,7 @@ def test_the_experts_of_all_stages_are_counted(in_threads, tmp_path):
             for index in range(3):
                 params = SamplingParams(max_tokens=12, temperature=0.0)
                 engine.add_request(str(index), [5 + index, 17, 3, 99], params)
-            found[stages] = _run(engine)
+            found[stages] = run(engine)
             loads[stages] = engine.stats().expert_load
     assert found[2] == found[1]
     assert loads[2].keys() == loads[1].keys()
@@ -356,7 +314,7 @@ def test_a_killed_stage_ends_all():
     with pytest.raises(RankError, match=r"stage 0 was killed by SIGKILL; it was last in: "):
         _steps_until_error(engine)
     assert time.monotonic() - start < 10
-    assert not any(map(_is_alive, pids))
+    assert not any(map(is_alive, pids))
     with pytest.raises(RankError, match="stage 0 was killed"):
         engine.step()
     engine.close()
@@ -369,7 +327,7 @@ def test_a_stopped_stage_is_named_and_killed():
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(RankError, match=r"stage 0 .*(did not send|has not been heard of)"):
         _steps_until_error(engine)
-    assert not _is_alive(pid)
+    assert not is_alive(pid)
     engine.close()
 
 
@@ -386,7 +344,7 @@ def test_stages_that_are_left_alone_end(checkpoint):
 
 def _children():
     found = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
-    return [int(pid) for pid in found if _is_alive(int(pid))]
+    return [int(pid) for pid in found if is_alive(int(pid))]
 
 
 # ---- faults that threads can have
@@ -431,13 +389,13 @@ def test_aborted_requests_in_flight_leave_the_others_as_they_are(in_threads):
             engine.step()
         engine.abort_request([f"r{index}" for index in (1, 3)])
         engine.add_request("late", [7] * 20, SamplingParams(max_tokens=9, temperature=0.0))
-        found = _run(engine)
+        found = run(engine)
     with _engine(1) as engine:
         for index in (0, 2):
             params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
             engine.add_request(f"r{index}", [index + 1] * 20, params)
         engine.add_request("late", [7] * 20, SamplingParams(max_tokens=9, temperature=0.0))
-        alone = _run(engine)
+        alone = run(engine)
     assert {name: found[name] for name in alone} == alone
 
 
@@ -463,7 +421,7 @@ def test_steps_in_flight_that_are_rolled_back_are_computed_again(in_threads, mon
                 while not engine.stats().num_step_failures:
                     engine.step()
                 monkeypatch.undo()
-            found[has_failed] = _run(engine)
+            found[has_failed] = run(engine)
     assert found[True] == found[False]
 
 
@@ -515,12 +473,12 @@ def test_stages_started_by_hand(checkpoint, monkeypatch):
     stage.start()
     with _engine(2, model=checkpoint, pipeline_address=f"127.0.0.1:{port}") as engine:
         engine.add_request("a", [1, 2], SamplingParams(max_tokens=4, temperature=0.0))
-        found = _run(engine)
+        found = run(engine)
     stage.join(10)
     assert not stage.is_alive()
     with _engine(1, model=checkpoint) as engine:
         engine.add_request("a", [1, 2], SamplingParams(max_tokens=4, temperature=0.0))
-        assert _run(engine) == found
+        assert run(engine) == found
 
 
 def test_the_command_of_a_stage(monkeypatch, capsys):
@@ -584,7 +542,7 @@ def test_what_the_array_door_cannot_do_is_refused(in_threads):
         with pytest.raises(RequestError, match="computes on its engine's pages only"):
             model.step([[1]], model.new_cache(1, 16))
         engine.add_request("a", [1, 2], SamplingParams(max_tokens=2))  # and it still works
-        assert _run(engine)["a"][0][2] == "length"
+        assert run(engine)["a"][0][2] == "length"
 
 
 def test_a_loaded_model_is_not_divided_afterwards():
