@@ -23,6 +23,7 @@ import numpy as np
 
 from engine import env
 from engine.cache.kv_cache import KVCache
+from engine.cache.move_arrays import NUM_MOVE_ARRAYS, moves_to_arrays
 from engine.checks import shown
 from engine.config import ModelConfig
 from engine.device import Device, resolve_device, to_numpy
@@ -47,7 +48,7 @@ __all__ = ["PipelinedModel", "load_stages"]
 
 _LOCAL_SECONDS = 120.0  # for interpreters to start and import, on a busy machine
 _REMOTE_SECONDS = 600.0  # for stages that somebody else starts
-_NO_MOVES = [np.zeros((0, 2), np.int32)] * 3 + [np.zeros(0, np.int32)]
+_NO_MOVES = [np.zeros(0, np.int32)] * NUM_MOVE_ARRAYS
 
 
 class PipelinedModel(Model):
@@ -86,8 +87,7 @@ class PipelinedModel(Model):
         batch : ForwardBatch or None
             On the host, with all token ids.
         """
-        lists = moves.swap_out, moves.copies, moves.swap_in, moves.freed_blocks
-        self._announce([np.array(pairs, np.int32) for pairs in lists], batch)
+        self._announce(moves_to_arrays(moves), batch)
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Compute this stage's part of the oldest step that was announced, or of a new one."""

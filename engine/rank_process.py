@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy as np
 from engine._version import __version__
 from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import MemoryPool
+from engine.cache.move_arrays import moves_from_arrays
 from engine.cache.swap import SwapSpace, move_blocks
 from engine.device import Device, resolve_device
 from engine.distributed.collectives import SharedMemoryCollectives
@@ -50,7 +50,7 @@ BATCH_ARRAYS = (
     *("positions", "rope_positions", "slot_mapping", "cu_seqlens_q", "context_lens"),
     *("block_tables", "logits_indices", "prefill_cu_seqlens_q", "tree_mask"),
 )
-# After these comes an array of the layers whose input rank 0 keeps.
+# A step's last array follows these: the layers whose input rank 0 keeps.
 
 
 def run(group: Group, options: Mapping[str, Any]) -> None:
@@ -205,10 +205,7 @@ class Follower:
         self._model.calibrate_kv_scales(arrays)
 
     def _move_blocks(self, numbers: list[int], arrays: list[Any]) -> None:
-        names = "swap_out", "copies", "swap_in", "freed_blocks"
-        lists = [[_pair(item) for item in array.tolist()] for array in arrays]
-        moves: Any = SimpleNamespace(**dict(zip(names, lists, strict=True)))
-        move_blocks(self._the_pages(), self._swap, moves)
+        move_blocks(self._the_pages(), self._swap, moves_from_arrays(arrays))
 
     def _move_slots(self, numbers: list[int], arrays: list[Any]) -> None:
         self._the_pages().move_slots(*(array.tolist() for array in arrays))
@@ -299,7 +296,3 @@ def num_threads(size: int) -> int:
 
 def _text(array: Any) -> str:
     return bytes(array).decode()
-
-
-def _pair(item: Any) -> Any:
-    return tuple(item) if isinstance(item, list) else item

@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from engine import child_process
 from engine._version import __version__
 from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import MemoryPool
+from engine.cache.move_arrays import NUM_MOVE_ARRAYS, moves_from_arrays
 from engine.cache.swap import SwapSpace, move_blocks
 from engine.distributed import peer as messages
 from engine.distributed.activations import ActivationSender, from_wire
@@ -42,9 +42,7 @@ from engine.quantization import Stage
 from engine.rank_process import BATCH_ARRAYS, BATCH_NUMBERS, fingerprint
 from engine.tensor_parallel import load_ranks
 
-__all__ = ["NUM_MOVES", "StageProcess", "run_child", "run_stage"]
-
-NUM_MOVES = 4  # arrays of a step that are block moves
+__all__ = ["StageProcess", "run_child", "run_stage"]
 
 _RETRY_SECONDS = 0.2
 _WAIT_SECONDS = 0.5
@@ -246,10 +244,10 @@ class StageProcess:
         assert self._pages is not None and self._sender is not None
         step, has_batch, *others = numbers
         self._doing = f"step {step}"
-        move_blocks(self._pages, self._swap, _moves(arrays[:NUM_MOVES]))
+        move_blocks(self._pages, self._swap, moves_from_arrays(arrays[:NUM_MOVE_ARRAYS]))
         if not has_batch:
             return
-        token_ids, *rest = arrays[NUM_MOVES:]
+        token_ids, *rest = arrays[NUM_MOVE_ARRAYS:]
         fields: dict[str, Any] = dict(zip(BATCH_ARRAYS, rest, strict=True))
         fields |= zip(BATCH_NUMBERS, others, strict=True)
         host = ForwardBatch(token_ids=token_ids, **fields)
@@ -366,15 +364,6 @@ def _compare(stage: int, wanted: dict[str, str], found: dict[str, str]) -> None:
             raise ConfigError(
                 f"stage {stage} differs from the engine in {name}: {found.get(name)}, not {value}"
             )
-
-
-def _moves(arrays: list[Any]) -> Any:
-    names = "swap_out", "copies", "swap_in", "freed_blocks"
-    lists = [
-        [tuple(item) if isinstance(item, list) else item for item in array.tolist()]
-        for array in arrays
-    ]
-    return SimpleNamespace(**dict(zip(names, lists, strict=True)))
 
 
 def _last_words(error: BaseException) -> str:

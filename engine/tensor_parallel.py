@@ -16,6 +16,7 @@ import numpy as np
 
 from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVCache, KVGeometry, code_name
+from engine.cache.move_arrays import moves_to_arrays
 from engine.checks import shown
 from engine.config import ModelConfig
 from engine.device import Device, resolve_device, to_numpy
@@ -128,9 +129,8 @@ class Leader:
 
     def move_blocks(self, moves: Any) -> None:
         """Announce a step's block moves, if there are any; see `Followers`."""
-        lists = moves.swap_out, moves.copies, moves.swap_in, moves.freed_blocks
-        if any(lists):
-            arrays = [np.array(pairs, np.int32) for pairs in lists]
+        arrays = moves_to_arrays(moves)
+        if any(array.size for array in arrays):
             self.send("block moves", MOVE_BLOCKS, arrays=arrays)
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -15,15 +15,15 @@ from engine.errors import RankError
 
 __all__ = ["PING_SECONDS", "Peer", "from_text", "to_text"]
 
-# Kinds of messages. A stage says who it is, and which link it is at the other end of:
+# Kinds of messages. What a stage says first, to the engine and to the next stage:
 HELLO, LINK = range(2)
-# Both, twice a second: that they live, and what they are doing.
+# In both directions, twice a second: the sender lives, and this is what it is doing.
 PING = 2
-# A stage: that it is ready, an answer, and its last words.
+# From a stage to the engine; FAIL has its last words.
 READY, ANSWER, FAIL = range(3, 6)
-# The engine: what to load, and what to do.
+# From the engine to the stages; WELCOME says what to load.
 WELCOME, PLAN, PREPARE, SHARE, STEP, EXPERTS = range(6, 12)
-# A stage to the next one.
+# From a stage to the next one.
 ACTIVATIONS = 12
 
 PING_SECONDS = 0.5

@@ -33,7 +33,7 @@ def replica_gpus(number: int, num_ranks: int, visible: str | None) -> str:
     Parameters
     ----------
     number, num_ranks : int
-        Of the replica, and of its ranks.
+        Of the replica, and of its ranks in all stages.
     visible : str or None
         CUDA_VISIBLE_DEVICES of the server; None: all.
 

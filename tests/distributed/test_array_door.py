@@ -8,7 +8,7 @@ import pytest
 from engine import SamplingParams
 from engine.embeddings import embed_in_parts
 from engine.errors import ConfigError, RequestError
-from tests.distributed.test_engine import CONFIG, _engine, _run
+from tests.distributed.engines import CONFIG, make_engine, run
 
 # Lengths around a page, single tokens, and one that takes two forward passes.
 SEQUENCES = [[(7 * i + n) % 50 for i in range(n)] for n in (5, 1, 16, 17, 200)]
@@ -19,8 +19,8 @@ IDS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]
 def engines(request):
     """An engine of one process, and one of two."""
     with (
-        _engine(1, deterministic=request.param) as one,
-        _engine(2, deterministic=request.param) as two,
+        make_engine(deterministic=request.param) as one,
+        make_engine(tensor_parallel_size=2, deterministic=request.param) as two,
     ):
         yield one, two
 
@@ -50,7 +50,7 @@ def test_embeddings_between_steps_of_requests(engines, pooling, monkeypatch):
         for part in embed_in_parts(model, SEQUENCES, pooling):
             found.update(part)
             engine.step()
-        tokens[model.num_ranks] = _run(engine)
+        tokens[model.num_ranks] = run(engine)
         return [found[index] for index in range(len(SEQUENCES))]
 
     _assert_same(engines, vectors)

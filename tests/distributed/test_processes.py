@@ -17,6 +17,7 @@ from engine.distributed.collectives import SharedMemoryCollectives
 from engine.distributed.messages import Messages
 from engine.distributed.processes import RankProcesses
 from engine.errors import RankError
+from tests.distributed.engines import is_alive
 
 FOLDER = str(Path(__file__).parent)
 
@@ -40,15 +41,7 @@ def _ranks(name, size, options, **settings):
         start = time.monotonic()
         processes.close()
         assert time.monotonic() - start < 8
-        assert not any(map(_is_alive, pids))
-
-
-def _is_alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        assert not any(map(is_alive, pids))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -125,11 +118,11 @@ def test_no_rank_outlives_its_parent(tmp_path):
     )
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2
-    assert all(map(_is_alive, pids))
+    assert all(map(is_alive, pids))
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
     deadline = time.monotonic() + 10
-    while any(map(_is_alive, pids)) and time.monotonic() < deadline:
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(_is_alive, pids))
+    assert not any(map(is_alive, pids))

@@ -275,5 +275,5 @@ def test_ten_thousand_requests_leak_nothing():
     assert ours < 64 << 10, [str(d) for d in grown[:5]]
     speculation = engine.speculation
     assert not speculation._num_real and not speculation._controller._of
-    # How many depends on the time that steps take here.
+    # At least some: drafting stops where measured steps are too slow for it to pay.
     assert engine.stats().speculation.num_accepted_tokens > 0
