@@ -187,6 +187,8 @@ class Group:
             if now - looked > _CHECK_SECONDS or turns == _TURNS:
                 looked = now
                 self.check()
+                if self.is_closing:  # this is rank 0, which has told the others to end
+                    raise GroupEnded(f"the group has ended; nobody comes to {what}")
             if now - start > seconds:
                 who = ", ".join(f"rank {r} (in: {self.doing(r)})" for r in absent)
                 raise RankError(f"{who} did not come to {what} within {seconds:g} s")

@@ -54,7 +54,10 @@ class FollowerGraphs(DecodeGraphs):
         self._forward(key)
 
     def follow(self, key: GraphKey, staged: Any) -> None:
-        """Compute the step of which rank 0 has sent its staging buffer."""
+        """Compute the step of which rank 0 has sent its staging buffer; empty: it repeats one."""
+        if not staged.size:
+            self.replay(key)
+            return
         buffer = self._inputs.load(staged)
         self.replay(key)
         self._inputs.release(buffer)

@@ -134,7 +134,7 @@ def _step_seconds(runner: Any, requests: Sequence[Request], query_len: int) -> f
 
 def _graph_seconds(runner: Any, num_sequences: int, query_len: int) -> float:
     key = runner.graphs.key(num_sequences, query_len, query_len)
-    return _shortest(lambda: runner.graphs.replay(key), runner.model.device)
+    return _shortest(lambda: runner.graphs.repeat(key), runner.model.device)
 
 
 def _forward_seconds(runner: Any, num_tokens: int) -> float:

@@ -160,6 +160,13 @@ def test_a_killed_rank_ends_the_group_within_seconds(cuda_graphs):
     engine.close()
 
 
+def test_a_closed_engine_waits_for_nobody():
+    engine = _engine(2, collective_timeout=30.0)
+    start = time.monotonic()
+    engine.close()
+    assert time.monotonic() - start < 10
+
+
 def test_a_stopped_rank_is_named():
     engine = _engine(2, collective_timeout=2.0)
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))

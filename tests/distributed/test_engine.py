@@ -14,6 +14,7 @@ import pytest
 
 from engine import LLM, LLMEngine, SamplingParams
 from engine.errors import ConfigError, EngineError, RankError
+from engine.speculative.costs import measure_step_costs
 from tests.distributed.engines import CONFIG, add_every_kind_of_request, is_alive, make_engine, run
 from tests.distributed.golden import write_checkpoint
 
@@ -116,6 +117,8 @@ def test_steps_of_decode_graphs(num_drafts):
         with _engine(size, **options) as engine:
             limits = engine.config.scheduler
             engine.runner.capture_graphs(limits.max_model_len, limits.max_draft_tokens)
+            # Speculation repeats steps to see what they cost.
+            measure_step_costs(engine.runner, sorted({1, 1 + num_drafts}), limits.max_num_seqs)
             for index in range(6):
                 params = SamplingParams(
                     max_tokens=20 + index,

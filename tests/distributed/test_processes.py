@@ -97,6 +97,15 @@ def test_ranks_that_call_different_operations_are_told(targets):
         targets.disagree(processes.group, {})
 
 
+def test_nobody_is_waited_for_after_the_end(targets):
+    with _ranks("rounds", 2, {"count": 8}, timeout=30.0) as processes:
+        targets.rounds(processes.group, {"count": 8})
+    start = time.monotonic()
+    with pytest.raises(RankError, match="the group has ended"):
+        SharedMemoryCollectives(processes.group).exchange(b"")
+    assert time.monotonic() - start < 5
+
+
 def test_a_target_that_is_not_there_is_told(targets):
     with (
         _ranks("nothing", 2, {}, timeout=5.0) as processes,

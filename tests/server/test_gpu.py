@@ -51,7 +51,7 @@ def test_streams_have_the_tokens_of_offline_generation(model, options):
             responses = [_post(server, body) for body in bodies]  # all at once
             for response, text in zip(responses, want, strict=True):
                 events = _events(response)
-                assert len(events) > 10
+                assert len(events) > 2  # a chunk may hold several tokens, on a busy machine
                 assert "".join(e["choices"][0]["text"] for e in events if e["choices"]) == text
 
 
