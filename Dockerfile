@@ -3,26 +3,26 @@
 #   docker build --target cpu -t engine:cpu .
 #   docker build --target cuda -t engine:cuda .
 #
-# The images have Python, the installed packages and nothing else: no compiler, no pip, no CUDA
-# toolkit. NVRTC and the headers come with the extra `cuda12`; the driver is the host's, which
-# NVIDIA's container toolkit brings in.
+# The images have Python, the installed packages and nothing else: no compiler, no CUDA toolkit. pip
+# is among them, since smollm2 is pulled as a wheel. NVRTC and the headers come with the extra
+# `cuda12`; the driver is the host's, which NVIDIA's container toolkit brings in.
 
 ARG PYTHON=python:3.12.11-slim-bookworm
 
 # ---- packages, in an environment that is copied as a whole
 
 FROM ${PYTHON} AS source
-RUN python -m venv --without-pip /opt/venv
+RUN python -m venv /opt/venv
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY cuda_src ./cuda_src
 COPY engine ./engine
 
 FROM source AS packages-cpu
-RUN pip --python /opt/venv/bin/python install --no-cache-dir '.[serve,grammar,hub]'
+RUN /opt/venv/bin/pip install --no-cache-dir '.[serve,grammar,hub]'
 
 FROM source AS packages-cuda
-RUN pip --python /opt/venv/bin/python install --no-cache-dir '.[serve,grammar,hub,cuda12]'
+RUN /opt/venv/bin/pip install --no-cache-dir '.[serve,grammar,hub,cuda12]'
 
 # ---- what both targets have in common
 
