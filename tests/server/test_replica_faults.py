@@ -145,7 +145,7 @@ def test_a_deadline_holds_where_no_engine_keeps_it(is_hung, replicas, monkeypatc
     found = replicas(1)
 
     async def main():
-        async with connected(found) as client:
+        async with connected(found, grace_seconds=30) as client:
             stream = client.generate([1, 2], _greedy(200), timeout=0.8)
             await anext(stream)
             found[0].may_step.clear()
