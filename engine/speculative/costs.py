@@ -14,7 +14,7 @@ from engine.runner.sampling import SamplingSpec
 from engine.sampling_params import SamplingParams
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
 
-__all__ = ["StepCosts", "measure_propose_costs", "measure_step_costs"]
+__all__ = ["StepCosts", "graph_seconds", "measure_propose_costs", "measure_step_costs"]
 
 _SIZES = (1, 8, 64, 256)  # sequences, of steps that are CUDA graphs
 _NUM_TOKENS = (1, 2, 4, 8, 16)  # of other steps
@@ -86,7 +86,7 @@ def measure_step_costs(runner: Any, query_lens: Sequence[int], max_num_seqs: int
     """
     if runner.graphs is not None:
         sizes = [n for n in _SIZES if n < max_num_seqs] + [max_num_seqs]
-        seconds = [[_graph_seconds(runner, n, length) for length in query_lens] for n in sizes]
+        seconds = [[graph_seconds(runner, n, length) for length in query_lens] for n in sizes]
         return StepCosts(sizes, query_lens, seconds)
     room = runner.kv_cache.num_blocks * runner.kv_cache.geometry.block_size
     lens = [n for n in _NUM_TOKENS if n <= max(1, min(room, max(query_lens)))]
@@ -132,7 +132,8 @@ def _step_seconds(runner: Any, requests: Sequence[Request], query_len: int) -> f
     return _shortest(lambda: runner.read(runner.launch(step)), runner.model.device)
 
 
-def _graph_seconds(runner: Any, num_sequences: int, query_len: int) -> float:
+def graph_seconds(runner: Any, num_sequences: int, query_len: int) -> float:
+    """Return the seconds of the graph of a step of so many sequences and tokens of each."""
     key = runner.graphs.key(num_sequences, query_len, query_len)
     return _shortest(lambda: runner.graphs.repeat(key), runner.model.device)
 

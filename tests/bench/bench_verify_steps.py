@@ -9,17 +9,20 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from unittest import mock
 
-from engine import load
+from engine import llm_engine, load
 from engine.commands._bench_models import built_in_config
 from engine.commands._bench_workloads import Work, serve
 from engine.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
+from engine.speculative.costs import graph_seconds
 
 _MODELS = {"cuda": ("qwen3-0.6b", "llama-3.1-8b"), "cpu": ("qwen2.5-0.5b",)}
 _STEPS = {"cuda": 60, "cpu": 4}
 _PROMPT = {"cuda": 500, "cpu": 50}
 _REQUESTS, _ROUNDS = 64, 3
+_DRAFTS = 4
 _MAX_ID = 9999
 
 
@@ -36,16 +39,22 @@ def _step_seconds(model, num_drafts, device):
     """Return the seconds of a step that verifies so many drafts of one request."""
     config = _random_drafts(num_drafts) if num_drafts else None
     with LLMEngine(model, max_num_seqs=1, speculative_config=config) as engine:
-        steps = _STEPS[device.kind]
-        prompt = Work.same(1, _PROMPT[device.kind], 1).prompts[0]
-        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=(steps + 8) * 4)
-        engine.add_request("a", prompt, params)
-        for _ in range(4):
-            engine.step()
-        start = time.perf_counter()
-        for _ in range(steps):
-            engine.step()
-        return (time.perf_counter() - start) / steps
+        return _rounds_seconds(engine, device)
+
+
+def _rounds_seconds(engine, device):
+    """Return the seconds of a step of one request."""
+    steps = _STEPS[device.kind]
+    prompt = Work.same(1, _PROMPT[device.kind], 1).prompts[0]
+    # Until it has 1,024 tokens, if all drafts are accepted.
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=(steps + 8) * (1 + _DRAFTS))
+    engine.add_request("a", prompt, params)
+    for _ in range(4):
+        engine.step()
+    start = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    return (time.perf_counter() - start) / steps
 
 
 def _verify_rows(name, model, device):
@@ -75,6 +84,28 @@ def _random_text_row(name, model, device):
     return row | {"plain tokens/s": plain, "ngram tokens/s": ngram, "x plain": ngram / plain}
 
 
+def _own_draft_row(name, model, device):
+    """Return what a round of 4 drafts takes whose draft model is the model, beside its graphs."""
+    given = {"config": built_in_config(name), "load_format": "dummy"}
+    draft = load(**given, max_model_len=1024, device=str(device))
+    config = {"method": "draft_model", "model": name, "adaptive": False}
+    config["num_speculative_tokens"] = _DRAFTS
+    with (
+        mock.patch.object(llm_engine, "load_draft", lambda config, target: draft),
+        LLMEngine(model, max_num_seqs=1, speculative_config=config) as engine,
+    ):
+        seconds = _rounds_seconds(engine, device)
+        proposer = engine.speculation._proposer._proposer
+        first, later = (graph_seconds(proposer.runner, 1, length) for length in (2, 1))
+        verify = graph_seconds(engine.runner, 1, 1 + _DRAFTS)
+        graphs = first + (_DRAFTS - 1) * later + verify
+        accepted = engine.stats().speculation.acceptance_rate
+    draft.close()
+    row = {"op": "verify_steps", "case": f"{name} 1 sequence, {_DRAFTS} drafts of itself"}
+    row |= {"round us": seconds * 1e6, "graphs us": graphs * 1e6, "accepted": accepted}
+    return row | {"overhead %": 100 * (seconds / graphs - 1)}
+
+
 def main(device):
     """Measure, print, and return the rows."""
     rows = []
@@ -82,6 +113,8 @@ def main(device):
         config = built_in_config(name)
         model = load(config=config, load_format="dummy", max_model_len=1024, device=str(device))
         rows += [*_verify_rows(name, model, device), _random_text_row(name, model, device)]
+        if device.is_cuda:
+            rows.append(_own_draft_row(name, model, device))
         model.close()
     for row in rows:
         print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in row.items()))
