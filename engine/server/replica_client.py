@@ -142,6 +142,11 @@ class ReplicaClient(RequestClient):
         await self._has_replica.wait()
 
     @property
+    def has_replica(self) -> bool:
+        """Whether any replica is connected; without one, requests wait."""
+        return bool(self._clients)
+
+    @property
     def replicas(self) -> dict[int, str]:
         """The state of each replica: "ready", "stuck" (in a long step) or "starting"."""
         return {

@@ -19,7 +19,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,6 +88,7 @@ class Supervisor:
         self._children: set[_Child] = set()
         self._engines: dict[int, _Child] = {}  # the last one of each replica
         self._restarts: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._failed_starts: Counter[int] = Counter()  # of each replica, in a row
         self._is_announced = False
         self._num_signals = 0
         self._is_ending = asyncio.Event()
@@ -151,7 +152,10 @@ class Supervisor:
     async def _restart_engine(self, child: _Child) -> None:
         """Start a replica again, unless it ends again and again; the others go on."""
         name = f"replica {child.number}"
-        if self._may_restart(name):
+        # Counted apart: starts that fail slowly are few in any span.
+        failed = 0 if child.ready.is_set() else self._failed_starts[child.number] + 1
+        self._failed_starts[child.number] = failed
+        if self._may_restart(name) and failed <= _MAX_RESTARTS:
             say(f"{name} ended ({child.ending()}) and is started again")
             await self._spawn_engine(child.number)
         else:

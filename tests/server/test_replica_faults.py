@@ -8,6 +8,7 @@ import random
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -15,7 +16,9 @@ import pytest
 from engine.sampling_params import RequestOutputKind
 from engine.server import messages as m
 from engine.server import replica_client
+from engine.server.protocol.errors import APIError
 from engine.server.replica_client import ReplicaClient
+from engine.server.routes import health
 from engine.server.sockets import bound_socket
 from engine.structured_output import StructuredOutput
 from tests.e2e.tiny import Words, make_llm, tiny_model
@@ -180,6 +183,26 @@ def test_two_replicas_that_die_together(replicas):
             assert counts[:9] == [80] * 9
             assert [len(each[-1].outputs[0].token_ids) for each in counts[9:]] == [30] * 3
             assert client.replicas == {0: "starting", 1: "starting", 2: "ready"}
+
+    run(main())
+
+
+def test_a_server_without_replica_is_alive_and_not_ready(replicas):
+    found = replicas(1)
+
+    async def main():
+        async with connected(found, grace_seconds=30) as client:
+            state = SimpleNamespace(client=client, is_draining=False)
+            request = SimpleNamespace(app=SimpleNamespace(state=state))
+            assert (await health.ready(request)).status_code == 200
+            stream = client.generate([1, 2], _greedy(200))
+            await anext(stream)
+            found[0].die()
+            await eventually(lambda: client.replicas == {0: "starting"})
+            assert (await health.health(request)).status_code == 200
+            with pytest.raises(APIError, match="no replica is ready"):
+                await health.ready(request)
+            await stream.aclose()
 
     run(main())
 

@@ -140,6 +140,32 @@ def test_a_replica_that_ends_again_and_again_is_given_up(watched, monkeypatch, c
     assert "replica 0 ended again and again" in capfd.readouterr().err
 
 
+def test_a_replica_that_never_gets_ready_is_given_up(watched, monkeypatch, capfd):
+    """Each start takes longer than the span in which restarts are counted."""
+    watcher, engine, _ = watched
+    started = []
+
+    async def spawn(number):
+        started.append(number)
+
+    monkeypatch.setattr(watcher, "_spawn_engine", spawn)
+    monkeypatch.setattr(supervisor, "_RESTART_SPAN", 0.0)
+
+    async def main():
+        engine.ready = SimpleNamespace(is_set=lambda: True)
+        for _ in range(3 * supervisor._MAX_RESTARTS):  # each served for a while
+            await watcher._restart_engine(engine)
+        assert len(started) == 3 * supervisor._MAX_RESTARTS
+        started.clear()
+        engine.ready = SimpleNamespace(is_set=lambda: False)
+        for _ in range(supervisor._MAX_RESTARTS + 2):
+            await watcher._restart_engine(engine)
+
+    asyncio.run(main())
+    assert started == [0] * supervisor._MAX_RESTARTS
+    assert "replica 0 ended again and again" in capfd.readouterr().err
+
+
 def test_an_api_process_that_cannot_start_ends_a_server_whose_engine_loads(watched):
     watcher, _, _ = watched
     process = SimpleNamespace(returncode=None)

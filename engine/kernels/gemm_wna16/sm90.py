@@ -87,7 +87,8 @@ class HopperConfig:
     def _slice(self) -> tuple[int, int]:
         """Return the rows and the tokens of what one CTA of a cluster finishes."""
         vecs = self.mma_tiles * self.tokens // 8
-        size = vecs // min(self.splits, vecs)
+        finishers = 1 << min(self.splits, vecs).bit_length() - 1
+        size = vecs // finishers
         mma_tiles = min(size, self.mma_tiles)
         return self.warpgroups * mma_tiles * 64, size // mma_tiles * 8
 
@@ -197,11 +198,15 @@ class _Cost:
 
 # Fitted to int4_g128 in bfloat16, four layers of Llama 3.1 8B at 32 to 8192 rows.
 _TILES: dict[HopperConfig, _Cost] = {
+    HopperConfig(32, 2, 1, splits=6, depth=2, blocks=2, scales_sums=True): _Cost(1.51, 3.11, 0.367),
     HopperConfig(32, 2, 1, splits=4, depth=2, blocks=2, scales_sums=True): _Cost(1.51, 3.11, 0.367),
     HopperConfig(32, 2, 1, depth=2, blocks=2, scales_sums=True): _Cost(2.75, 1.97, 0.358),
+    HopperConfig(32, 2, 1, splits=6, depth=2, blocks=2): _Cost(1.51, 2.5, 0.46),
     HopperConfig(32, 2, 1, splits=4, depth=2, blocks=2): _Cost(1.51, 2.5, 0.46),
     HopperConfig(32, 1, 2, depth=2, blocks=2): _Cost(2.75, 1.97, 0.41),
+    HopperConfig(64, 2, 1, splits=3, depth=2, scales_sums=True): _Cost(1.2, 3.11, 0.277),
     HopperConfig(64, 2, 1, splits=2, depth=2, scales_sums=True): _Cost(1.2, 3.11, 0.277),
+    HopperConfig(64, 2, 1, splits=3, depth=2): _Cost(1.2, 3.41, 0.3),
     HopperConfig(64, 2, 1, splits=2, depth=2): _Cost(1.2, 3.41, 0.3),
     HopperConfig(64, 2, 2, depth=2): _Cost(1.2, 3.55, 0.518),
     HopperConfig(128, splits=2): _Cost(1.2, 4.04, 0.393),
