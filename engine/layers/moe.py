@@ -106,8 +106,18 @@ class Experts:
         rows = self.first_product(x, routing, deterministic=deterministic)
         return self.second_product(rows, routing, deterministic=deterministic)
 
-    def first_product(self, x: Any, routing: kernels.Routing, *, deterministic: bool) -> Any:
-        """Return act(gate) * up of every pair of token and expert, (T k, I), by expert."""
+    def first_product(
+        self,
+        x: Any,
+        routing: kernels.Routing,
+        *,
+        deterministic: bool,
+        num_experts: int | None = None,
+    ) -> Any:
+        """Return act(gate) * up of every pair of token and expert, (T k, I), by expert.
+
+        `num_experts`: of the layer, if these are some of them.
+        """
         # pdl is safe: no kernel writes the weights or biases, and the second product follows the
         # first, which lets it start only when the routing is there.
         return kernels.moe_gemm(
@@ -121,10 +131,17 @@ class Experts:
             deterministic=deterministic,
             pdl=True,
             quantize_x=_takes_codes(self.gate_up, routing, deterministic=deterministic),
+            num_experts=num_experts,
         )
 
     def second_product(
-        self, rows: Any, routing: kernels.Routing, *, deterministic: bool, out: Any = None
+        self,
+        rows: Any,
+        routing: kernels.Routing,
+        *,
+        deterministic: bool,
+        num_experts: int | None = None,
+        out: Any = None,
     ) -> Any:
         """Return (T, k, N), for what `first_product` returned; in `out` (T k, N), if given."""
         pairs = kernels.moe_gemm(
@@ -136,6 +153,7 @@ class Experts:
             deterministic=deterministic,
             pdl=True,
             quantize_x=_takes_codes(self.down, routing, deterministic=deterministic),
+            num_experts=num_experts,
             out=out,
         )
         return pairs.reshape(*routing.experts.shape, pairs.shape[1])

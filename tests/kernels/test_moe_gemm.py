@@ -9,6 +9,7 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels.moe_gemm import portable
+from engine.kernels.moe_gemm.operands import MoeOperands
 from engine.kernels.moe_gemm.portable import choose_config, tile_configs
 from engine.reference import Routing
 from engine.testing import cases
@@ -206,10 +207,18 @@ def test_a_run_of_experts(xp, tier, shape, scatter, dtype):
             own = routing.order[places] if scatter else places
             gx, gw, gb = cases.to_module(xp, x, weight[first:last], bias[first:last])
             out = cases.to_module(xp, np.zeros_like(want))
-            kernels.moe_gemm(gx, gw, _on(xp, run), bias=gb, scatter=scatter, pdl=True, out=out)
+            options = {"bias": gb, "scatter": scatter, "pdl": True, "out": out}
+            kernels.moe_gemm(gx, gw, _on(xp, run), **options, num_experts=num_experts)
             kept = want.copy()
             kept[np.setdiff1d(np.arange(len(want)), own)] = 0
             assert_close(out, kept, reduction=shape[3], name=f"{router} {first}:{last}")
+
+
+def test_tiles_are_for_the_pairs_of_some_experts():
+    weight, out = np.empty((64, 2, 4)), np.empty((2048, 2))
+    own = (None, weight, None, out, None, None, 1.7, 7.0, False, False, False)
+    assert MoeOperands(*own, num_experts=128).expected_pairs == 1024
+    assert MoeOperands(*own, num_experts=64).expected_pairs == 2048
 
 
 @pytest.mark.parametrize("scatter", [False, True])
@@ -285,6 +294,8 @@ def test_contract(xp):
         op(x, weight[:, :5], routing, activation="swiglu")
     with pytest.raises(ShapeError, match=r"bias: must have shape \(E, R\); R = 6 from weight"):
         op(x, weight, routing, bias=xp.zeros((4, 5), np.float16))
+    with pytest.raises(ContractError, match=r"num_experts: must be a number from 4 .*; got 3"):
+        op(x, weight, routing, num_experts=3)
     with pytest.raises(ContractError, match=r"limit: must be a number from 0.0 .*; got -1"):
         op(x, weight, routing, limit=-1)
     with pytest.raises(ShapeError, match=r"out: must have shape \(6, 3\); got \(6, 6\)"):

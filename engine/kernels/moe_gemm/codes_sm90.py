@@ -75,7 +75,7 @@ def launch(operands: MoeOperands, codes: Any, scales: Any) -> None:
 
     The kernel before wrote them, and let this one start no earlier than the routing was there.
     """
-    config = choose_config(operands.out.shape[0], operands.weight.shape[0])
+    config = choose_config(operands.expected_pairs, operands.weight.shape[0])
     launch_module(
         _spec(config, dtype_name(operands.x.dtype)),
         config,

@@ -62,6 +62,7 @@ def moe_gemm(
     deterministic: bool = False,
     pdl: bool = False,
     quantize_x: bool = False,
+    num_experts: int | None = None,
     out: Any = None,
 ) -> Any:
     """Multiply the rows that every expert has by its own matrix.
@@ -96,6 +97,9 @@ def moe_gemm(
     quantize_x : bool
         Round rows of x to e4m3 with a scale for each 128 columns first, as `quantize_rows` does;
         only with a weight in blocks of 128 x 128 ("fp8_block").
+    num_experts : int, optional
+        Among how many experts the pairs are divided, by default E. Where `weight` and the offsets
+        are those of some of them, the tile is chosen for the pairs that these have on average.
     out : (P, R) or, with an activation, (P, R / 2) array of x's dtype, optional
         Where to put the result.
 
@@ -153,6 +157,8 @@ def moe_gemm(
         bias = call.array("bias", bias, "E R", x.dtype)
     call.number("alpha", alpha)
     call.number("limit", limit, low=0.0)
+    num_experts = call["E"] if num_experts is None else num_experts
+    call.number("num_experts", num_experts, low=call["E"])
     routing = Routing(experts, weights, order, offsets)
     if call.on_cpu:
         result = reference.moe_gemm(
@@ -171,7 +177,7 @@ def moe_gemm(
     columns = rows if activation is None else rows // 2
     out = call.output("out", out, (call["P"], columns), x.dtype)
     own = (x, weight, routing, out, bias, activation, alpha, limit, scatter, deterministic, pdl)
-    operands = MoeOperands(*own)
+    operands = MoeOperands(*own, num_experts)
     if quantize_x:
         _launch_quantized(call, operands)
     else:

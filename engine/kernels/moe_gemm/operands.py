@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from engine.kernels._launch import ceil_div
 from engine.reference import Routing
 
 __all__ = ["ACTIVATIONS", "MoeOperands"]
@@ -28,7 +29,13 @@ class MoeOperands:
     scatter: bool
     deterministic: bool
     pdl: bool
+    num_experts: int
     quantize_x: bool = False
+
+    @property
+    def expected_pairs(self) -> int:
+        """Pairs that the experts of `weight` have on average, if they are some of `num_experts`."""
+        return ceil_div(int(self.out.shape[0]) * int(self.weight.shape[0]), self.num_experts)
 
     @property
     def top_k(self) -> int:

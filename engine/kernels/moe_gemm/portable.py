@@ -103,7 +103,7 @@ def launch(operands: MoeOperands) -> None:
     (num_experts, num_rows, k), dtype = weight.shape, dtype_name(x.dtype)
     pairs, columns = out.shape
     fits = k % vector_width(x) == 0 and is_aligned(x, weight)
-    config = choose_config(pairs, num_experts, dtype, is_aligned=fits)
+    config = choose_config(operands.expected_pairs, num_experts, dtype, is_aligned=fits)
     # A gated tile has as many rows of up as of gate; the last one may lack some of both.
     product_columns = num_rows if operands.activation is None else 2 * ceil_div(columns, 8) * 8
     _KERNELS[config.kernel].launch(

@@ -103,7 +103,7 @@ def is_possible(operands: MoeOperands) -> bool:
 def launch(operands: MoeOperands) -> None:
     """Launch on CuPy arrays."""
     x, weight, dtype = operands.x, operands.weight, dtype_name(operands.x.dtype)
-    config = choose_config(operands.out.shape[0], weight.shape[0], weight.format)
+    config = choose_config(operands.expected_pairs, weight.shape[0], weight.format)
     launch_module(
         _spec(config, base_of(weight, dtype), weight.format),
         config,

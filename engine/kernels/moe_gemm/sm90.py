@@ -157,7 +157,7 @@ def launch(operands: MoeOperands) -> None:
     x, weight, routing = operands.x, operands.weight, operands.routing
     (num_experts, rows, k), dtype = weight.shape, dtype_name(x.dtype)
     pairs, columns = operands.out.shape
-    config = choose_config(pairs, num_experts)
+    config = choose_config(operands.expected_pairs, num_experts)
     step = weight.itemsize
     map_w = tensor_map(
         weight.data.ptr,
