@@ -78,21 +78,25 @@ struct PushedPartials {
 __device__ __forceinline__ void combine_pushed(const unsigned char* smem, int num_rows,
                                                const Output& output) {
   constexpr int kWords = PushedPartials::kShare / 4;
-  const int row = threadIdx.x / kWords, column = threadIdx.x % kWords * 4;
+  constexpr int kRounds = (kRows * kWords + kConsumerThreads - 1) / kConsumerThreads;
   const int own = blockIdx.x % kCluster;
-  static_assert(!kPushesPartials || kRows * kWords <= kConsumerThreads, "a word a thread");
-  if (row >= num_rows) return;
   const auto at = [&](int offset) { return reinterpret_cast<const float*>(smem + offset); };
-  Vec<float, 2> stats[kCluster];
-  Vec<float, 4> partial[kCluster];
 #pragma unroll
-  for (int rank = 0; rank < kCluster; ++rank) {
-    stats[rank] = load_vec<float, 2>(at(PushedPartials::stats_at(row, rank, own)));
-    partial[rank] = load_vec<float, 4>(at(PushedPartials::columns_at(row, rank, own)) + column);
+  for (int round = 0; round < kRounds; ++round) {
+    const unsigned i = round * kConsumerThreads + threadIdx.x;
+    const int row = i / kWords, column = i % kWords * 4;
+    if (row >= num_rows) return;
+    Vec<float, 2> stats[kCluster];
+    Vec<float, 4> partial[kCluster];
+#pragma unroll
+    for (int rank = 0; rank < kCluster; ++rank) {
+      stats[rank] = load_vec<float, 2>(at(PushedPartials::stats_at(row, rank, own)));
+      partial[rank] = load_vec<float, 4>(at(PushedPartials::columns_at(row, rank, own)) + column);
+    }
+    const ClusterSum<4> all(stats, partial);
+    const int first = own * PushedPartials::kShare;
+    write_row<4>(output, row, first + column, all.base, all.sum, all.o);
   }
-  const ClusterSum<4> all(stats, partial);
-  const int first = own * PushedPartials::kShare;
-  write_row<4>(output, row, first + column, all.base, all.sum, all.o);
 }
 
 // ---- pull: many rows ---------------------------------------------------------------------------
