@@ -246,8 +246,9 @@ class BlockManager:
     def take_moves(self) -> BlockMoves:
         """Return the moves collected since the last call."""
         moves, self._moves = self._moves, BlockMoves()
-        self._free(self._copied)
-        self._copied = []
+        if self._copied:
+            self._free(self._copied)
+            self._copied = []
         if self.tree is not None:
             moves.swap_out.extend(self.tree.take_offloads())
         return moves

@@ -203,7 +203,7 @@ class Controller:
 
     def graph_len(self, most: int) -> int:
         """Return for how many drafts of every sequence there is a graph: at least `most`."""
-        return next((n - 1 for n in self._lens or () if n > most), most)
+        return next(iter([n - 1 for n in self._lens or () if n > most]), most)
 
     def _best(
         self,

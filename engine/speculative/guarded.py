@@ -51,6 +51,8 @@ class GuardedProposer:
             return []
         num_failures, proposals = self.num_failures, []
         for (request, most), proposal in zip(wanted, self._ask(tuple(wanted)), strict=True):
+            if proposal is None:
+                continue
             drafts = self._checked(proposal, most)
             if drafts is not None and len(drafts):
                 proposals.append((request, drafts))
@@ -101,9 +103,7 @@ class GuardedProposer:
         return given
 
     def _checked(self, proposal: Any, most: int) -> Drafts | None:
-        """Return a proposal as drafts that are valid whatever it is; None if there is none."""
-        if proposal is None:
-            return None
+        """Return a proposal as drafts that are valid whatever it is; None if it is no proposal."""
         try:
             return self._drafts(proposal, most)
         except Exception as error:
@@ -117,12 +117,14 @@ class GuardedProposer:
             raise TypeError(f"it returned {type(proposal).__name__} in place of Drafts")
         if self._may_defer and isinstance(proposal, DeferredDrafts) and len(proposal) <= most:
             return proposal
-        # A copy, which is checked: a subclass, or one made without __init__, may hold anything.
-        ids, parents = tuple(islice(proposal.token_ids, most + 1)), proposal.parents
+        ids, parents = proposal.token_ids, proposal.parents
+        if type(ids) is not tuple:
+            ids = tuple(islice(ids, most + 1))
         if len(ids) > most:
             raise ValueError(f"it returned more than the {most} drafts that were wanted")
         if parents is not None:
             parents = tuple(islice(parents, most + 1))
+        # Made anew, and so checked: a subclass, or one made without __init__, may hold anything.
         drafts = Drafts(ids, parents)
         if ids and max(ids) >= self.vocab_size:
             raise ValueError(f"it returned id {max(ids)}; the vocabulary has {self.vocab_size}")
