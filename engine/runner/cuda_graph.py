@@ -156,10 +156,11 @@ class DecodeGraphs:
 
     def _key_of(self, context_lens: IntArray, query_len: int) -> GraphKey:
         """Return `key`; finds the maximum only where it decides, which is among few."""
-        of_size = self._by_size[self._sizes[bisect_left(self._sizes, len(context_lens))], query_len]
-        if len(of_size) == 1:
+        size = self._sizes[bisect_left(self._sizes, len(context_lens))]
+        of_size, lens = self._by_size[size, query_len], self._max_context_lens[size]
+        if len(lens) == 1:
             return of_size[0]
-        return self.key(len(context_lens), max(context_lens.tolist()), query_len)
+        return of_size[bisect_left(lens, max(context_lens.tolist()))]
 
     def launch(
         self, output: ScheduleOutput, rows: IntArray, starts: IntArray

@@ -436,19 +436,19 @@ class ModelRunner:
         counts = step.counts or [None] * len(step.sampled)
         for sequence, first, count in zip(step.sampled, first_logits_rows, counts, strict=True):
             request, drafts = sequence.request, sequence.drafts
-            logits_rows = [first]
+            accepted = [0]
             if drafts is not None:
                 accepted = drafts.accepted_rows(all_ids[first : first + 1 + len(drafts)])
-                logits_rows = [first + index for index in accepted]
                 if drafts.parents is not None:
                     moves += self._slot_moves(sequence, drafts.moves(accepted))
-            if has_failures and status[logits_rows].any():
+            if has_failures and any([status[first + row] for row in accepted]):
                 result.failed.setdefault(request, _NO_SAMPLE)
             if request in result.failed:
                 continue
-            ids = result.token_ids[request] = [all_ids[index] for index in logits_rows]
+            ids = result.token_ids[request] = [all_ids[first + row] for row in accepted]
             if count is not None:
-                result.logprobs[request] = logprob_entries(arrays, logits_rows, ids, count)
+                rows = [first + row for row in accepted]
+                result.logprobs[request] = logprob_entries(arrays, rows, ids, count)
             if drafts is not None and request.row >= 0 and is_penalised[request.row]:
                 self._sampling.history.write(request.row, sequence.num_reached_tokens, ids)
         if moves:

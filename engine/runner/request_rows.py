@@ -88,7 +88,11 @@ class RequestRows:
         request.row = -1
 
     def check_integrity(self) -> None:
-        """Verify that each row is free or has one owner, an unfinished request."""
+        """Verify that each row is free or has one owner, an unfinished request, and the counts."""
+        if (self.num_slots != self.num_blocks * self._block_size).any():
+            raise EngineError(f"rows with {self.num_blocks} blocks hold {self.num_slots} tokens")
+        if not self.has_unsent and (self.num_sent != self.num_blocks).any():
+            raise EngineError(f"rows have {self.num_blocks} blocks; only {self.num_sent} are sent")
         owned = [row for row, owner in enumerate(self.owners) if owner is not None]
         if sorted(owned + self._free) != list(range(len(self.owners))):
             raise EngineError(
