@@ -198,8 +198,8 @@ class GraphInputs:
         sequences, query_len = output.sequences, output.query_len
         on_device = _drafts_on_device(sequences, query_len)
         ids: list[int] = []
-        positions, has_parents = starts[:, None] + self._offsets[:query_len], False
-        kv_positions = positions.ravel()
+        positions = starts[:, None] + self._offsets[:query_len]
+        kv_positions, has_parents = positions.ravel(), False
         last_positions = self._table.last_positions[rows].tolist()
         for sequence, last_position in zip(sequences, last_positions, strict=True):
             start, drafts = sequence.start, sequence.drafts

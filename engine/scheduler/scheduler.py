@@ -423,12 +423,13 @@ class Scheduler:
         """Put the decodes first, and add the block moves."""
         put_decodes_first(output)
         self.last_batch = output.size
-        moves = self.blocks.take_moves()
-        output.swap_out, output.copies, output.swap_in = moves.swap_out, moves.copies, moves.swap_in
+        if self.blocks.has_moves:
+            new = self.blocks.take_moves()
+            output.swap_out, output.copies, output.swap_in = new.swap_out, new.copies, new.swap_in
         if not output.is_empty:
             self._in_flight.append(output)
         if self.config.debug:
-            output.freed_blocks = self.blocks.take_freed(moves)
+            output.freed_blocks = self.blocks.take_freed([*output.copies, *output.swap_in])
             check_output(output, self.config)
             self.check_integrity()
 
