@@ -225,10 +225,14 @@ class Speculation:
         counts = self._controller.choose(proposals, len(requests), certain=self._certain, room=room)
         self._num_real = dict(counts)
         chosen = {r: drafts.prefix(counts[r]) for r, drafts in proposals if r in counts}
-        if chosen and needs_equal:
-            length = self._controller.graph_len(max(counts.values()))
-            padding = Drafts((0,) * length)
-            return {r: _padded(chosen[r], length) if r in chosen else padding for r in requests}
+        if not chosen or not needs_equal:
+            return chosen
+        length = self._controller.graph_len(max(counts.values()))
+        for request, drafts in chosen.items():
+            if len(drafts) < length:
+                chosen[request] = _padded(drafts, length)
+        if len(chosen) < len(requests):
+            return dict.fromkeys(requests, Drafts((0,) * length)) | chosen
         return chosen
 
     def _ask_all(self, requests: Sequence[Request], count: int) -> list[tuple[Request, Drafts]]:
@@ -275,8 +279,6 @@ def _may_be_padded(request: Request) -> bool:
 
 def _padded(drafts: Drafts, length: int) -> Drafts:
     """Return drafts of which the first are `drafts`, and the rest a chain that only pads."""
-    if len(drafts) == length:
-        return drafts
     ids = (*drafts.token_ids, *drafts.token_ids[-1:] * (length - len(drafts)))
     if drafts.parents is None:
         return Drafts(ids)
