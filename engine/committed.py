@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.request import Request
 from engine.runner.result import StepResult
@@ -13,8 +13,7 @@ from engine.scheduler.scheduler import Scheduler
 __all__ = ["CommittedStep", "commit"]
 
 
-@dataclass(frozen=True)
-class CommittedStep:
+class CommittedStep(NamedTuple):
     """A step whose tokens are appended to its requests, but not yet to their output streams.
 
     Attributes
@@ -28,7 +27,7 @@ class CommittedStep:
 
     result: StepResult
     ended: tuple[Request, ...]
-    time: float = field(default_factory=time.monotonic)
+    time: float
 
 
 def commit(scheduler: Scheduler, output: ScheduleOutput, result: StepResult) -> CommittedStep:
@@ -36,13 +35,12 @@ def commit(scheduler: Scheduler, output: ScheduleOutput, result: StepResult) -> 
 
     The results of requests that end inside their accepted drafts are cut there.
     """
-    failed = {r: why for r, why in result.failed.items() if not r.is_finished}
-    for request, why in failed.items():
-        scheduler.finish_request(request, "error", stop_reason=why)
-    lengths = {}
-    if output.num_draft_tokens:
-        lengths = {request: request.num_output_tokens for request in result.token_ids}
+    failed = [r for r in result.failed if not r.is_finished]
+    for request in failed:
+        scheduler.finish_request(request, "error", stop_reason=result.failed[request])
     finished = scheduler.commit(output, result.token_ids)
-    for request in lengths.keys() & finished:
-        result.keep(request, request.num_output_tokens - lengths[request])
-    return CommittedStep(result, (*finished, *failed))
+    if finished and output.num_draft_tokens:
+        lengths = {s.request: s.num_reached_tokens for s in output.sequences}
+        for request in finished:
+            result.keep(request, request.num_known_tokens - lengths[request])
+    return CommittedStep(result, (*finished, *failed), time.monotonic())

@@ -49,6 +49,16 @@ class Drafts:
     parents: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Verify ids and parents; whoever makes drafts does so.
+
+        Raises
+        ------
+        RequestError
+            If they are no whole numbers, or no tree.
+        """
         ids, parents = self.token_ids, self.parents
         if not all([(type(i) is int or _is_whole(i)) and i >= 0 for i in ids]):
             raise RequestError(f"draft token_ids must be whole numbers >= 0; got {ids}")

@@ -236,7 +236,7 @@ class Request:
             return self.output_token_ids[start - num_prompt : stop - num_prompt]
         ids = self.prompt_token_ids[start:stop]
         if stop > num_prompt:
-            ids = ids + self.output_token_ids[: stop - num_prompt]
+            ids += self.output_token_ids[: stop - num_prompt]
         return ids
 
     def drop_drafts(self) -> None:

@@ -243,6 +243,13 @@ class BlockManager:
 
     # ---- moves
 
+    @property
+    def has_moves(self) -> bool:
+        """Tell whether moves were collected since the last call of `take_moves`."""
+        moves, tree = self._moves, self.tree
+        has_offloads = tree is not None and tree.has_offloads
+        return bool(moves.swap_out or moves.copies or moves.swap_in or has_offloads)
+
     def take_moves(self) -> BlockMoves:
         """Return the moves collected since the last call."""
         moves, self._moves = self._moves, BlockMoves()
@@ -252,9 +259,9 @@ class BlockManager:
             moves.swap_out.extend(self.tree.take_offloads())
         return moves
 
-    def take_freed(self, moves: BlockMoves) -> list[int]:
-        """Return the blocks freed since the last call that `moves` does not fill (debug mode)."""
-        filled = {block for _, block in moves.copies} | {block for _, block in moves.swap_in}
+    def take_freed(self, copies: Iterable[tuple[int, int]]) -> list[int]:
+        """Return the blocks freed since the last call that no copy is to fill (debug mode)."""
+        filled = {block for _, block in copies}
         return sorted(set(self.allocator.take_freed()) - filled)
 
     def settle(self, swap_in: Iterable[tuple[int, int]]) -> None:

@@ -234,6 +234,11 @@ class PrefixTree:
             self._host_lru.push(node, self.num_host_nodes)
         return count
 
+    @property
+    def has_offloads(self) -> bool:
+        """Tell whether blocks to be copied to the host were evicted since `take_offloads`."""
+        return bool(self._offloads)
+
     def take_offloads(self) -> list[tuple[int, int]]:
         """Return the (device, host) copies of blocks evicted since the last call."""
         pairs = [(device, host) for host, device in self._offloads.items()]

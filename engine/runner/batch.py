@@ -78,12 +78,11 @@ def build_inputs(
     counts = np.full(len(sequences), output.query_len, np.int32)
     counts[num_decodes:] = [s.num_scheduled_tokens for s in sequences[num_decodes:]]
     lens = starts + counts
-    num_blocks = (lens - 1) // block_size + 1
-    table.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
+    table.update_tables(sequences, rows, lens, rewritten=bool(output.copies))
     cu_seqlens = np.zeros(len(sequences) + 1, np.int32)
     np.cumsum(counts, out=cu_seqlens[1:])
     seq_index, kv_positions = _token_positions(starts, counts, cu_seqlens)
-    tables = table.block_tables[rows, : num_blocks.max()]
+    tables = table.block_tables[rows, : (lens.max() - 1) // block_size + 1]
     blocks = tables[seq_index, kv_positions // block_size].astype(np.int64)
     is_sampled = np.array([s.is_sampled for s in sequences], np.bool_)
     last = cu_seqlens[1:] - np.int32(1)  # the last token of each sequence, drafts aside
@@ -144,7 +143,7 @@ def _build_decodes(
     """Build the arrays of an unchanged batch, without a loop over its sequences."""
     sequences, count = output.sequences, len(rows)
     lens, block_indices = starts + np.int32(1), starts // block_size
-    table.update_tables(sequences, rows, block_indices + 1, rewritten=bool(output.copies))
+    table.update_tables(sequences, rows, lens, rewritten=bool(output.copies))
     uses_last_id = table.last_positions[rows] == starts
     tables = table.block_tables[rows, : block_indices.max() + 1]
     index, cu_seqlens = np.arange(count), np.arange(count + 1, dtype=np.int32)

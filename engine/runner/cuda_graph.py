@@ -101,10 +101,9 @@ class DecodeGraphs:
         self._batch_tables = xp.zeros((max_size, width), np.int32)  # block tables of the batch
         index = np.arange(max_size + 1, dtype=np.int32)
         self._cu_seqlens = {n: xp.asarray(index * np.int32(n)) for n in query_lens}
+        lens = self._max_context_lens = {s: context_buckets(s, max_model_len) for s in self._sizes}
         self._by_size = {
-            (size, n): [
-                GraphKey(size, length, n) for length in context_buckets(size, max_model_len)
-            ]
+            (size, n): [GraphKey(size, length, n) for length in lens[size]]
             for n in sorted(query_lens)
             for size in self._sizes
         }
@@ -153,14 +152,15 @@ class DecodeGraphs:
         """Return the smallest captured graph that fits this number of sequences and context."""
         size = self._sizes[bisect_left(self._sizes, num_sequences)]
         of_size = self._by_size[size, query_len]
-        return next(key for key in of_size if key.max_context_len >= max_context_len)
+        return of_size[bisect_left(self._max_context_lens[size], max_context_len)]
 
     def _key_of(self, context_lens: IntArray, query_len: int) -> GraphKey:
-        """Return `key`; NumPy takes microseconds to find a maximum that may not be needed."""
-        of_size = self._by_size[self._sizes[bisect_left(self._sizes, len(context_lens))], query_len]
-        if len(of_size) == 1:
+        """Return `key`; finds the maximum only where it decides, which is among few."""
+        size = self._sizes[bisect_left(self._sizes, len(context_lens))]
+        of_size, lens = self._by_size[size, query_len], self._max_context_lens[size]
+        if len(lens) == 1:
             return of_size[0]
-        return self.key(len(context_lens), int(context_lens.max()), query_len)
+        return of_size[bisect_left(lens, max(context_lens.tolist()))]
 
     def launch(
         self, output: ScheduleOutput, rows: IntArray, starts: IntArray
@@ -177,17 +177,16 @@ class DecodeGraphs:
         """
         sequences, query_len = output.sequences, output.query_len
         is_supported = output.num_decodes == len(sequences) and (
-            output.is_unchanged or all(s.is_sampled for s in sequences)
+            output.is_unchanged or all([s.is_sampled for s in sequences])
         )
         if not is_supported or query_len not in self._cu_seqlens:
             return None
         columns = self._filling.columns(rows, query_len)
         if columns is None:
             return None
-        stops = starts + np.int32(query_len)
+        stops = starts + query_len
         key = self._key_of(stops, query_len)
-        num_blocks = (stops - 1) // self._block_size + 1
-        self._table.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
+        self._table.update_tables(sequences, rows, stops, rewritten=bool(output.copies))
         tokens = self._filling.tokens(output, rows, starts)
         if tokens.tree_mask is not None:
             key = replace(key, is_tree=True)
@@ -242,10 +241,12 @@ class DecodeGraphs:
         if not self._graphs:
             self.compute(key)
             return
-        if key not in self._graphs:
+        graph = self._graphs.get(key)
+        if graph is None:
             with self._capturing() as stream:
-                self._graphs[key], _ = self._capture(partial(self.compute, key), stream)
-        self._graphs[key].launch()
+                graph, _ = self._capture(partial(self.compute, key), stream)
+            self._graphs[key] = graph
+        graph.launch()
 
     def compute(self, key: GraphKey) -> None:
         """Launch the kernels of a step one by one; graphs are captured from these launches."""

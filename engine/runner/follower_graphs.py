@@ -41,7 +41,7 @@ class FollowerGraphs(DecodeGraphs):
         super().__init__(
             model,
             kv_pages,
-            RequestRows(num_rows, max_blocks, model.device),
+            RequestRows(num_rows, max_blocks, block_size, model.device),
             SamplingTable(1, model.config.vocab_size, (), model.device),
             block_size=block_size,
             max_model_len=max_model_len,

@@ -128,7 +128,7 @@ class GraphInputs:
         fields, num_tokens = buffer.fields, len(columns.rope_offsets)
         fields["token_ids"][:num_tokens] = tokens.token_ids
         fields["positions"][:num_tokens] = tokens.kv_positions
-        np.add(tokens.positions, 1, out=fields["sample_positions"][:num_tokens])
+        fields["sample_positions"][:num_tokens] = tokens.positions + 1
         rotated = fields["rope_positions"][:num_tokens]
         np.add(tokens.positions, columns.rope_offsets, out=rotated)
         fields["context_lens"][:count] = stops
@@ -157,10 +157,10 @@ class GraphInputs:
 
     def fill_blocks(self, buffer: StagingBuffer, rows: IntArray, size: int) -> int:
         """Write the block ids that the device does not have yet; return their number."""
-        held, sent = self._table.num_blocks[rows], self._table.num_sent[rows]
-        if held.tobytes() == sent.tobytes():  # much faster than to compare them as arrays
-            buffer.fields["cu_new_blocks"][: size + 1] = 0
+        if not self._table.has_unsent:
+            buffer.fill_no_blocks()
             return 0
+        held, sent = self._table.num_blocks[rows], self._table.num_sent[rows]
         counts = held - sent
         buffer.fill(len(rows), size, new_starts=sent)
         offsets = buffer.fill_blocks(counts, size)
@@ -168,7 +168,7 @@ class GraphInputs:
         for index in counts.nonzero()[0].tolist():
             new = tables[rows[index], sent[index] : held[index]]
             blocks[offsets[index] : offsets[index + 1]] = new
-        self._table.num_sent[rows] = held
+        self._table.note_sent(rows)
         return int(offsets[-1])
 
     def send(self, buffer: StagingBuffer, num_new_blocks: int, tokens: Tokens) -> None:

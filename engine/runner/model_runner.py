@@ -135,7 +135,7 @@ class ModelRunner:
         # Step id, rows and starts of the last step.
         self._last_step: tuple[int, IntArray, IntArray] = (-1, nothing, nothing)
         max_blocks = -(-max_model_len // self._block_size)
-        self._table = RequestRows(max_num_seqs, max_blocks, model.device)
+        self._table = RequestRows(max_num_seqs, max_blocks, self._block_size, model.device)
         self._sampling = SamplingTable(
             max_num_seqs, model.config.vocab_size, model.eos_token_ids, model.device
         )
@@ -260,7 +260,8 @@ class ModelRunner:
             found = [s.request.row for s in output.sequences]
             if min(found) < 0:
                 found = [self._row(s.request) for s in output.sequences]
-            rows = np.array(found, np.int64)
+            if rows.tolist() != found:
+                rows = np.array(found, np.int64)
             starts = np.array([s.start for s in output.sequences], np.int32)
         self._last_step = output.step_id, rows, starts
         return rows, starts
@@ -281,8 +282,7 @@ class ModelRunner:
         """Verify block tables, rows and positions before anything is launched (debug mode)."""
         sequences, size = output.sequences, self._block_size
         lens = starts + np.array([s.num_scheduled_tokens for s in sequences], np.int32)
-        num_blocks = (lens - 1) // size + 1
-        self._table.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
+        self._table.update_tables(sequences, rows, lens, rewritten=bool(output.copies))
         self._table.check(sequences, rows, starts, self.kv_cache.num_blocks, size)
 
     def _compute(self, step: LaunchedStep, inputs: StepInputs) -> LaunchedStep:
@@ -431,25 +431,25 @@ class ModelRunner:
     ) -> None:
         """Read a step with drafts: a sequence gets its accepted drafts and one token more."""
         all_ids, status = arrays["token_ids"].tolist(), arrays["status"]
-        has_failures = any(status.tolist())
+        has_failures, is_penalised = any(status.tolist()), self._sampling.is_penalised
         moves: list[tuple[int, int]] = []
         counts = step.counts or [None] * len(step.sampled)
         for sequence, first, count in zip(step.sampled, first_logits_rows, counts, strict=True):
             request, drafts = sequence.request, sequence.drafts
-            logits_rows = [first]
+            accepted = [0]
             if drafts is not None:
-                accepted = drafts.accepted_rows(all_ids[first : first + sequence.num_logits])
-                logits_rows = [first + index for index in accepted]
+                accepted = drafts.accepted_rows(all_ids[first : first + 1 + len(drafts)])
                 if drafts.parents is not None:
                     moves += self._slot_moves(sequence, drafts.moves(accepted))
-            if has_failures and status[logits_rows].any():
+            if has_failures and any([status[first + row] for row in accepted]):
                 result.failed.setdefault(request, _NO_SAMPLE)
             if request in result.failed:
                 continue
-            ids = result.token_ids[request] = [all_ids[index] for index in logits_rows]
+            ids = result.token_ids[request] = [all_ids[first + row] for row in accepted]
             if count is not None:
-                result.logprobs[request] = logprob_entries(arrays, logits_rows, ids, count)
-            if drafts is not None and request.row >= 0 and request.spec.is_penalised:
+                rows = [first + row for row in accepted]
+                result.logprobs[request] = logprob_entries(arrays, rows, ids, count)
+            if drafts is not None and request.row >= 0 and is_penalised[request.row]:
                 self._sampling.history.write(request.row, sequence.num_reached_tokens, ids)
         if moves:
             self.kv_cache.move_slots(*zip(*moves, strict=True))

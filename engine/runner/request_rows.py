@@ -30,6 +30,8 @@ class RequestRows:
         Maximum requests that run at once.
     max_blocks : int
         Maximum length of a block table.
+    block_size : int
+        Tokens per block.
     device : Device
         Where `last_ids` lives.
 
@@ -39,8 +41,12 @@ class RequestRows:
         The request that has each row; None: the row is free.
     block_tables : (num_rows, max_blocks) int32
         Block ids; entries past a table's length are stale.
+    num_slots : (num_rows,) int64
+        Tokens for which the block tables here have blocks.
     num_blocks, num_sent : (num_rows,) int64
         Lengths of the block tables here, and of their copies on the device (`decode_inputs`).
+    has_unsent : bool
+        Whether these may differ.
     last_ids : (num_rows,) int32, on the device
         The last id sampled for each row. The host may not know it yet.
     last_positions : (num_rows,) int32
@@ -49,14 +55,17 @@ class RequestRows:
         First row of the rope table for the request.
     """
 
-    def __init__(self, num_rows: int, max_blocks: int, device: Device) -> None:
+    def __init__(self, num_rows: int, max_blocks: int, block_size: int, device: Device) -> None:
+        self._block_size = block_size
         self.owners: list[Request | None] = [None] * num_rows
         self.block_tables = np.zeros((num_rows, max_blocks), np.int32)
         self.last_ids = device.xp.zeros(num_rows, np.int32)
         self.last_positions = np.full(num_rows, -1, np.int32)
         self.rope_offsets = np.zeros(num_rows, np.int32)
+        self.num_slots = np.zeros(num_rows, np.int64)
         self.num_blocks = np.zeros(num_rows, np.int64)
         self.num_sent = np.zeros(num_rows, np.int64)
+        self.has_unsent = False
         self._free = list(range(num_rows - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -69,7 +78,7 @@ class RequestRows:
         row = request.row = self._free.pop()
         self.owners[row] = request
         self.last_positions[row] = -1
-        self.num_blocks[row] = self.num_sent[row] = 0
+        self.num_slots[row] = self.num_blocks[row] = self.num_sent[row] = 0
         return row
 
     def release(self, request: Request) -> None:
@@ -79,7 +88,11 @@ class RequestRows:
         request.row = -1
 
     def check_integrity(self) -> None:
-        """Verify that each row is free or has one owner, an unfinished request."""
+        """Verify that each row is free or has one owner, an unfinished request, and the counts."""
+        if (self.num_slots != self.num_blocks * self._block_size).any():
+            raise EngineError(f"rows with {self.num_blocks} blocks hold {self.num_slots} tokens")
+        if not self.has_unsent and (self.num_sent != self.num_blocks).any():
+            raise EngineError(f"rows have {self.num_blocks} blocks; only {self.num_sent} are sent")
         owned = [row for row, owner in enumerate(self.owners) if owner is not None]
         if sorted(owned + self._free) != list(range(len(self.owners))):
             raise EngineError(
@@ -98,7 +111,7 @@ class RequestRows:
         self,
         sequences: Sequence[ScheduledSequence],
         rows: IntArray,
-        num_blocks: IntArray,
+        lens: IntArray,
         *,
         rewritten: bool,
     ) -> None:
@@ -109,21 +122,28 @@ class RequestRows:
         sequences : sequence of ScheduledSequence
         rows : (B,) int64
             Their rows.
-        num_blocks : (B,) int
-            Number of blocks of each table that the step uses.
+        lens : (B,) int
+            Number of tokens whose blocks the step uses.
         rewritten : bool
             Whether existing entries may have changed; otherwise tables have only grown.
         """
-        held = self.num_blocks[rows]
         if rewritten:
-            held[:] = self.num_sent[rows] = 0
-        for index in (num_blocks > held).nonzero()[0].tolist():
-            table, row, start = sequences[index].request.block_table, rows[index], held[index]
+            self.num_slots[rows] = self.num_blocks[rows] = self.num_sent[rows] = 0
+        for index in (lens > self.num_slots[rows]).nonzero()[0].tolist():
+            table, row = sequences[index].request.block_table, rows[index]
+            start = self.num_blocks[row]
             if len(table) - start == 1:
                 self.block_tables[row, start] = table[start]
             else:
                 self.block_tables[row, start : len(table)] = table[start:]
             self.num_blocks[row] = len(table)
+            self.num_slots[row] = len(table) * self._block_size
+            self.has_unsent = True
+
+    def note_sent(self, rows: IntArray) -> None:
+        """Note that the device gets all of these block tables."""
+        self.num_sent[rows] = self.num_blocks[rows]
+        self.has_unsent = self.num_sent.tobytes() != self.num_blocks.tobytes()
 
     def check(
         self,

@@ -57,6 +57,8 @@ class StagingBuffer:
     results : (2 * max_tokens,) int32
     holds : object
         What its user left in it that a later step can use again; None: nothing.
+    has_blocks : bool
+        Whether "cu_new_blocks" may tell of new blocks.
     """
 
     def __init__(self, memory: IntArray, fields: dict[str, IntArray], results: IntArray) -> None:
@@ -64,6 +66,7 @@ class StagingBuffer:
         self.fields = fields
         self.results = results
         self.holds: object = None
+        self.has_blocks = True
         self.done: Any = None
         # Asked for once: NumPy takes microseconds to return an address.
         self.address, self.results_address = memory.ctypes.data, results.ctypes.data
@@ -87,11 +90,16 @@ class StagingBuffer:
 
     def fill_blocks(self, counts: IntArray, size: int) -> IntArray:
         """Write the offsets of each sequence's new blocks, and return them, (len(counts) + 1,)."""
-        offsets = self.fields["cu_new_blocks"]
+        offsets, self.has_blocks = self.fields["cu_new_blocks"], True
         offsets[0] = 0
         np.cumsum(counts, out=offsets[1 : len(counts) + 1])
         offsets[len(counts) + 1 : size + 1] = offsets[len(counts)]
         return offsets[: len(counts) + 1]
+
+    def fill_no_blocks(self) -> None:
+        """Write that no sequence has new blocks, whatever the size of the batch."""
+        if self.has_blocks:
+            self.fields["cu_new_blocks"][:], self.has_blocks = 0, False
 
 
 class StaticInputs:
@@ -165,7 +173,7 @@ class StaticInputs:
     def load(self, data: Any) -> StagingBuffer:
         """Copy what `used` returned in another process to a staging buffer, and send it."""
         buffer = self.next_buffer()
-        buffer.memory[: len(data)], buffer.holds = data, None
+        buffer.memory[: len(data)], buffer.holds, buffer.has_blocks = data, None, True
         self.send(buffer, (len(data) - self._base) // 4)
         return buffer
 

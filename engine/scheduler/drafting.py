@@ -58,16 +58,17 @@ def fitting_drafts(
     `reserved`: tokens of the step's budget to leave for requests scheduled later.
     """
     drafts = request.drafts
-    if drafts is not None and not config.draft_trees:
-        drafts = drafts.chain()
     if drafts is None or request.num_computed_tokens + num_new < request.num_tokens:
         return None
     room = min(
         config.max_num_batched_tokens - output.num_scheduled_tokens - num_new - reserved,
         config.max_model_len - request.num_tokens,
     )
-    if drafts.is_tree:
-        room = min(room, MAX_QUERY_LEN - num_new)
+    if drafts.parents is not None:
+        if not config.draft_trees:
+            drafts = drafts.chain()
+        if drafts.is_tree:
+            room = min(room, MAX_QUERY_LEN - num_new)
     return drafts.prefix(room) if room > 0 else None
 
 
@@ -77,7 +78,7 @@ def group_decodes(output: ScheduleOutput) -> None:
     The others are computed like prefills, which support no trees: a tree is truncated to a chain.
     """
     first = output.sequences[0].num_scheduled_tokens
-    if all(s.num_scheduled_tokens == first and s.is_decode for s in output.sequences):
+    if all([s.num_scheduled_tokens == first and s.is_decode for s in output.sequences]):
         output.num_decodes, output.query_len = len(output.sequences), first
         return
     lengths = Counter(s.num_scheduled_tokens for s in output.sequences if s.is_decode)

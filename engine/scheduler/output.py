@@ -95,7 +95,11 @@ class DraftedSequence(ScheduledSequence):
         num_pending_tokens: int,
         drafts: Drafts,
     ) -> None:
-        super().__init__(request, start, num_scheduled_tokens, True, num_pending_tokens)
+        self.request = request
+        self.start = start
+        self.num_scheduled_tokens = num_scheduled_tokens
+        self.is_sampled = True
+        self.num_pending_tokens = num_pending_tokens
         self.drafts: Drafts = drafts
 
 
@@ -185,9 +189,8 @@ class InFlightSteps(list[ScheduleOutput]):
         self._settle(output, -1)
 
     def _settle(self, output: ScheduleOutput, index: int) -> None:
-        if output.is_empty:
-            return
-        if not self or self[index] is not output:
+        if self and self[index] is output:
+            self.pop(index)
+        elif not output.is_empty:
             reason = f"step {self[index].step_id} comes first" if self else "none is in flight"
             raise ContractError(f"step {output.step_id} cannot be settled now; {reason}")
-        self.pop(index)

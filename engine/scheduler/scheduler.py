@@ -286,10 +286,10 @@ class Scheduler:
             status = request.status
             if status is not _RUNNING and request.is_finished:
                 continue
-            start = sequence.start
+            start, drafts = sequence.start, None
             reached = start + sequence.num_scheduled_tokens
-            if has_drafts:
-                reached = sequence.num_reached_tokens
+            if has_drafts and (drafts := sequence.drafts) is not None:
+                reached -= len(drafts)
             if request.num_computed_tokens >= reached:  # not preempted since
                 request.num_committed_tokens = reached
                 if has_prompts and start < len(request.prompt_token_ids) and status is _RUNNING:
@@ -300,7 +300,7 @@ class Scheduler:
                 continue
             if not (ids := sampled.get(request)):
                 raise ContractError(f"no token was sampled for request {request.request_id!r}")
-            if has_drafts and sequence.drafts is not None:
+            if drafts is not None:
                 count_accepted(request, ids)
             if (end := request.append_tokens(ids)) is not None:
                 self._queues.retire(request, end)
@@ -340,7 +340,7 @@ class Scheduler:
         others: list[Request] = []
         sequences, block_size = output.sequences, self.config.block_size
         if has_drafts := self._has_drafts:
-            self._has_drafts = any(r.drafts is not None for r in self._queues.running)
+            self._has_drafts = any([r.drafts is not None for r in self._queues.running])
         for request in self._queues.running:  # `_make_room` may preempt its tail
             if excluded and request in excluded:
                 continue
@@ -423,12 +423,13 @@ class Scheduler:
         """Put the decodes first, and add the block moves."""
         put_decodes_first(output)
         self.last_batch = output.size
-        moves = self.blocks.take_moves()
-        output.swap_out, output.copies, output.swap_in = moves.swap_out, moves.copies, moves.swap_in
+        if self.blocks.has_moves:
+            new = self.blocks.take_moves()
+            output.swap_out, output.copies, output.swap_in = new.swap_out, new.copies, new.swap_in
         if not output.is_empty:
             self._in_flight.append(output)
         if self.config.debug:
-            output.freed_blocks = self.blocks.take_freed(moves)
+            output.freed_blocks = self.blocks.take_freed([*output.copies, *output.swap_in])
             check_output(output, self.config)
             self.check_integrity()
 

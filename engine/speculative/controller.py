@@ -35,6 +35,8 @@ class _Evidence:
 
     def fade(self, step: int) -> None:
         """Weaken the evidence by the steps that have passed since it was last seen."""
+        if step == self.step:
+            return
         keep = _KEEP_IDLE ** (step - self.step)
         self.accepted *= keep
         self.rejected *= keep
@@ -136,7 +138,8 @@ class Controller:
         """
         if not self._is_adaptive or not requests:
             return most if requests else 0
-        rates = np.array([self._rate(request) for request in requests])
+        prior = self._prior()
+        rates = np.array([self._rate(request, prior) for request in requests])
         if self._lens is None:
             lens = {count: count + 1 for count in range(1, most + 1)}
         else:
@@ -203,7 +206,8 @@ class Controller:
 
     def graph_len(self, most: int) -> int:
         """Return for how many drafts of every sequence there is a graph: at least `most`."""
-        return next((n - 1 for n in self._lens or () if n > most), most)
+        fitting = [n - 1 for n in self._lens or () if n > most]
+        return fitting[0] if fitting else most
 
     def _best(
         self,
@@ -213,19 +217,17 @@ class Controller:
         lens: Sequence[int] | None,
     ) -> tuple[float, list[int]]:
         """Return the largest gain over plain decoding, and how many drafts of each give it."""
-        rates = [1.0 if r in certain else self._rate(r) for r, _ in proposals]
-        pairs = [(drafts, rate) for (_, drafts), rate in zip(proposals, rates, strict=True)]
+        prior = self._prior()
+        pairs = [(d, 1.0 if r in certain else self._rate(r, prior)) for r, d in proposals]
         if lens is None:
             return self._best_of_any([_acceptance(*pair) for pair in pairs], num_decodes)
         plain, *seconds = self._costs.all_of(num_decodes, (1, *lens))
-        wait = self._host_seconds
-        gains = [
-            (1 + sum([_num_accepted(*pair, n - 1) for pair in pairs]) / num_decodes)
-            * (plain / (time + wait))
-            for n, time in zip(lens, seconds, strict=True)
-        ]
-        gain = max(gains)
-        most = lens[gains.index(gain)] - 1
+        gain, most = 0.0, 0
+        for length, time in zip(lens, seconds, strict=True):
+            accepted = sum([_num_accepted(drafts, rate, length - 1) for drafts, rate in pairs])
+            new_gain = (1 + accepted / num_decodes) * (plain / (time + self._host_seconds))
+            if new_gain > gain:
+                gain, most = new_gain, length - 1
         return gain, [min(most, len(drafts)) for drafts, _ in pairs]
 
     def _best_of_any(self, expected: Sequence[Array], num_decodes: int) -> tuple[float, list[int]]:
@@ -255,9 +257,12 @@ class Controller:
         self._is_on = gain > self._least_gain
         return self._is_on
 
-    def _rate(self, request: Request) -> float:
+    def _prior(self) -> float:
+        """Return the rate of all requests."""
         self._of_all.fade(self._step)
-        prior = self._of_all.rate(_PRIOR)
+        return self._of_all.rate(_PRIOR)
+
+    def _rate(self, request: Request, prior: float) -> float:
         own = self._of.get(request)
         if own is None:
             return prior
@@ -267,7 +272,7 @@ class Controller:
 
 def _num_accepted(drafts: Drafts, rate: float, most: int) -> float:
     """Return how many of the first `most` drafts are expected to be accepted."""
-    if drafts.is_tree:
+    if drafts.parents is not None and drafts.is_tree:
         return float(_acceptance(drafts, rate)[:most].sum())
     count = min(most, len(drafts))
     return count if rate == 1.0 else rate * (1 - rate**count) / (1 - rate)

@@ -51,6 +51,8 @@ class GuardedProposer:
             return []
         num_failures, proposals = self.num_failures, []
         for (request, most), proposal in zip(wanted, self._ask(tuple(wanted)), strict=True):
+            if proposal is None:
+                continue
             drafts = self._checked(proposal, most)
             if drafts is not None and len(drafts):
                 proposals.append((request, drafts))
@@ -101,29 +103,32 @@ class GuardedProposer:
         return given
 
     def _checked(self, proposal: Any, most: int) -> Drafts | None:
-        """Return a proposal as drafts that are valid whatever it is; None if there is none."""
-        if proposal is None:
-            return None
+        """Return a proposal as drafts that are valid whatever it is; None if it is no proposal."""
         try:
             return self._drafts(proposal, most)
         except Exception as error:
             self._note(_reason(error))
             return None
 
-    def _drafts(self, proposal: Any, most: int) -> Drafts:
-        if isinstance(proposal, Exception):
-            raise proposal
-        if not isinstance(proposal, Drafts):
-            raise TypeError(f"it returned {type(proposal).__name__} in place of Drafts")
-        if self._may_defer and isinstance(proposal, DeferredDrafts) and len(proposal) <= most:
-            return proposal
-        # A copy, which is checked: a subclass, or one made without __init__, may hold anything.
-        ids, parents = tuple(islice(proposal.token_ids, most + 1)), proposal.parents
+    def _drafts(self, given: Any, most: int) -> Drafts:
+        if isinstance(given, Exception):
+            raise given
+        if not isinstance(given, Drafts):
+            raise TypeError(f"it returned {type(given).__name__} in place of Drafts")
+        if self._may_defer and isinstance(given, DeferredDrafts) and len(given) <= most:
+            return given
+        # A subclass, or one made without __init__, may hold anything: all is checked, and copied
+        # unless it cannot change.
+        drafts, ids, parents = given, given.token_ids, given.parents
+        is_constant = type(given) is Drafts and type(ids) is tuple and parents is None
+        if not is_constant:
+            ids = tuple(islice(ids, most + 1))
         if len(ids) > most:
             raise ValueError(f"it returned more than the {most} drafts that were wanted")
-        if parents is not None:
-            parents = tuple(islice(parents, most + 1))
-        drafts = Drafts(ids, parents)
+        if is_constant:
+            drafts.check()
+        else:
+            drafts = Drafts(ids, None if parents is None else tuple(islice(parents, most + 1)))
         if ids and max(ids) >= self.vocab_size:
             raise ValueError(f"it returned id {max(ids)}; the vocabulary has {self.vocab_size}")
         return drafts

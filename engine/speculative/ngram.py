@@ -48,9 +48,8 @@ class NgramProposer:
         proposals: list[Drafts | None] = []
         budget = _READ_PER_CALL
         for request, count in wanted:
-            index, num_read = self._index(request, budget)
+            index, num_read, is_read = self._index(request, budget)
             budget -= num_read
-            is_read = len(index.token_ids) == request.num_known_tokens
             proposals.append(self._drafts(index, count) if is_read else None)
         return proposals
 
@@ -72,8 +71,8 @@ class NgramProposer:
         """Drop all indices."""
         self._indices.clear()
 
-    def _index(self, request: Request, budget: int) -> tuple[NgramIndex, int]:
-        """Return the index with at most `budget` more tokens of the request, and how many."""
+    def _index(self, request: Request, budget: int) -> tuple[NgramIndex, int, bool]:
+        """Return the index with at most `budget` more tokens, how many, and if it has all then."""
         known, index = request.num_known_tokens, self._indices.get(request)
         if index is None or index.is_full or not _is_prefix(index.token_ids, request):
             index = self._indices[request] = NgramIndex(*self._lengths, num_tokens=known)
@@ -81,7 +80,7 @@ class NgramProposer:
         stop = min(known, start + budget)
         if stop > start:
             index.extend(request.token_ids(start, stop))
-        return index, stop - start
+        return index, stop - start, stop == known
 
     def _drafts(self, index: NgramIndex, count: int) -> Drafts | None:
         _, ends = index.matches(all_of_them=False)

@@ -35,16 +35,20 @@ class _Chains:
         self._hash = 0  # of the last n tokens: sum of token * _BASE ** (1 + distance from the last)
         self._leaving = pow(_BASE, n + 1, 2**60)
 
-    def append(self, token_id: int, position: int, leaving: int) -> None:
-        """Add the n-gram that ends with `token_id`; `leaving` is the token before it."""
-        value = ((self._hash + token_id) * _BASE - leaving * self._leaving) & _MASK
+    def append(self, ids: Sequence[int], start: int) -> None:
+        """Add the n-grams of `ids` that end at `start` and after, one by one."""
+        n, value, power, shift = self.n, self._hash, self._leaving, self._shift
+        head, link = self._head, self.link
+        for position in range(start, len(ids)):
+            leaving = ids[position - n] if position >= n else 0
+            value = ((value + ids[position]) * _BASE - leaving * power) & _MASK
+            if position < n - 1:
+                link.append(-1)
+                continue
+            bucket = value >> shift
+            link.append(head[bucket])
+            head[bucket] = position
         self._hash = value
-        if position < self.n - 1:
-            self.link.append(-1)
-            return
-        head, bucket = self._head, value >> self._shift
-        self.link.append(head[bucket])
-        head[bucket] = position
 
     def extend(self, hashes: Any, start: int) -> None:
         """Add the n-grams with these hashes, (T,) uint64, that end at `start` and after."""
@@ -119,12 +123,8 @@ class NgramIndex:
         if len(token_ids) >= _BULK:
             self._extend_bulk(start)
             return
-        ids = self.token_ids
-        for position in range(start, len(ids)):
-            token_id = ids[position]
-            for chains in self._chains:
-                leaving = ids[position - chains.n] if position >= chains.n else 0
-                chains.append(token_id, position, leaving)
+        for chains in self._chains:
+            chains.append(self.token_ids, start)
 
     def matches(self, *, all_of_them: bool = True) -> tuple[int, list[int]]:
         """Return the longest match's length, and where its occurrences end, the latest first.

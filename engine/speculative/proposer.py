@@ -96,6 +96,6 @@ class CustomProposer:
             ids = self._call(request.token_ids(0, request.num_known_tokens), count)
             if ids is None or isinstance(ids, Drafts):
                 return ids
-            return Drafts(tuple(index(i) for i in islice(ids, count + 1)))  # at most one too many
+            return Drafts(tuple(map(index, islice(ids, count + 1))))  # at most one too many
         except Exception as error:  # it must not keep others from their drafts
             return error

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from engine.drafts import MAX_QUERY_LEN, Drafts
 from engine.request import Request
@@ -22,8 +23,14 @@ _PATIENCE = 2  # steps without drafts, before it waits
 _LONGEST_WAIT = 16  # steps
 _NUM_PEEKED = 16  # requests looked at per step while steps overlap
 
-_Result = tuple[Request, Drafts, int, Sequence[int], bool]
-"""Drafts of a request, how many do not only pad, its tokens, and whether they are certain."""
+
+class _Result(NamedTuple):
+    """A step with drafts that was read back."""
+
+    output: ScheduleOutput
+    token_ids: Mapping[Request, Sequence[int]]
+    num_real: Mapping[Request, int]  # drafts that do not only pad
+    certain: Collection[Request]  # whose drafts are forced
 
 
 class NoSpeculation:
@@ -99,7 +106,8 @@ class Speculation:
         self._num_futile = 0  # times in a row that nothing was verified
         self._num_waits = 0  # steps until drafts are looked for again
         self._num_peeks = 0
-        self._read_at = 0.0  # when the device began to wait for the next step; 0: it does not
+        self._read_at = 0.0  # when the last step with drafts was read, until the next is launched
+        self._num_read = 0  # sequences of that step
 
     def propose(self) -> None:
         """Propose drafts for the next step; called before it is scheduled."""
@@ -109,7 +117,7 @@ class Speculation:
             self._num_waits = max(0, self._num_waits - 1)
             self.is_active = False
             return
-        if any(request.num_pending_tokens for request in requests):
+        if any([request.num_pending_tokens for request in requests]):
             self.is_active = self._peek(requests)
             return
         count = self._num_to_ask(requests)
@@ -126,7 +134,7 @@ class Speculation:
     def read_ahead(self, admitted: Sequence[Request]) -> None:
         """Let the proposer read the prompts that the step just launched begins to compute."""
         if self._read_at:
-            self._controller.note_host_seconds(time.perf_counter() - self._read_at)
+            self._note_wait(time.perf_counter() - self._read_at)
             self._read_at = 0.0
         if admitted:
             self._proposer.read_ahead([r for r in admitted if _wants_drafts(r)])
@@ -135,27 +143,27 @@ class Speculation:
         """Keep the result of a step that was read back for `learn`; before it is committed."""
         if not output.num_draft_tokens:
             return
-        if self._overlaps and self._is_free(len(output.sequences)):
-            self._read_at = time.perf_counter()
-        num_real, self._num_real = self._num_real, {}
-        for sequence in output.sequences:
-            request, drafts = sequence.request, sequence.drafts
-            real = num_real.get(request, 0)
-            if drafts is not None and real and request in token_ids:
-                is_certain = request in self._certain
-                self._results.append((request, drafts, real, token_ids[request], is_certain))
+        self._read_at, self._num_read = time.perf_counter(), len(output.sequences)
+        # A copy: those that end have fewer tokens once the step is committed.
+        self._results.append(_Result(output, dict(token_ids), self._num_real, self._certain))
+        self._num_real = {}
 
     def learn(self) -> None:
         """Count the drafts of steps that were read back: there is time, the next is launched."""
         results, self._results = self._results, []
-        for request, drafts, num_real, token_ids, is_certain in results:
-            real = drafts.prefix(num_real)
-            depths = real.depths
-            deepest = max(depths)
-            num_accepted = real.num_accepted(token_ids)
-            self._counts.add([depths.count(d + 1) for d in range(deepest)], num_accepted)
-            if not is_certain:
-                self._controller.record(request, num_accepted, deepest)
+        for result in results:
+            for sequence in result.output.sequences:
+                request, drafts = sequence.request, sequence.drafts
+                num_real = result.num_real.get(request, 0)
+                if drafts is None or not num_real or request not in result.token_ids:
+                    continue
+                real = drafts.prefix(num_real)
+                depths = real.depths
+                deepest = max(depths)
+                num_accepted = real.num_accepted(result.token_ids[request])
+                self._counts.add([depths.count(d + 1) for d in range(deepest)], num_accepted)
+                if request not in result.certain:
+                    self._controller.record(request, num_accepted, deepest)
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request that has ended."""
@@ -172,6 +180,11 @@ class Speculation:
     def close(self) -> None:
         """Free what the proposer holds."""
         self._proposer.close()
+
+    def _note_wait(self, seconds: float) -> None:
+        """Note for how long the device waited, if a step without drafts would have overlapped."""
+        if self._overlaps and self._is_free(self._num_read):
+            self._controller.note_host_seconds(seconds)
 
     # ---- parts of propose
 
@@ -206,15 +219,20 @@ class Speculation:
         room = MAX_QUERY_LEN
         if needs_equal:
             room = self._scheduler.config.max_model_len
-            room -= max(request.num_known_tokens for request in requests)
-            if not all(map(_may_be_padded, requests)):
+            room -= max([request.num_known_tokens for request in requests])
+            if not all([_may_be_padded(request) for request in requests]):
                 return {}
         counts = self._controller.choose(proposals, len(requests), certain=self._certain, room=room)
         self._num_real = dict(counts)
         chosen = {r: drafts.prefix(counts[r]) for r, drafts in proposals if r in counts}
-        if chosen and needs_equal:
-            length = self._controller.graph_len(max(counts.values()))
-            return {r: _padded(chosen.get(r), length) for r in requests}
+        if not chosen or not needs_equal:
+            return chosen
+        length = self._controller.graph_len(max(counts.values()))
+        for request, drafts in chosen.items():
+            if len(drafts) < length:
+                chosen[request] = _padded(drafts, length)
+        if len(chosen) < len(requests):
+            return dict.fromkeys(requests, Drafts((0,) * length)) | chosen
         return chosen
 
     def _ask_all(self, requests: Sequence[Request], count: int) -> list[tuple[Request, Drafts]]:
@@ -228,10 +246,11 @@ class Speculation:
                 if request.spec.grammar is not None:
                     with_grammar.append((request, most))
         proposals = self._forced.ask(with_grammar)
-        self._certain = {request for request, _ in proposals}
+        certain = self._certain = {request for request, _ in proposals}
         if count:
-            rest = [each for each in wanted if each[0] not in self._certain]
-            proposals += self._proposer.ask(rest)
+            if certain:
+                wanted = [each for each in wanted if each[0] not in certain]
+            proposals += self._proposer.ask(wanted)
         return proposals
 
     def _is_free(self, num_sequences: int) -> bool:
@@ -258,13 +277,9 @@ def _may_be_padded(request: Request) -> bool:
     return _wants_drafts(request) or not request.spec.params.logits_processors
 
 
-def _padded(drafts: Drafts | None, length: int) -> Drafts:
+def _padded(drafts: Drafts, length: int) -> Drafts:
     """Return drafts of which the first are `drafts`, and the rest a chain that only pads."""
-    drafts = drafts or Drafts(())
-    if len(drafts) == length:
-        return drafts
-    missing = length - len(drafts)
-    ids = (*drafts.token_ids, *[drafts.token_ids[-1] if len(drafts) else 0] * missing)
+    ids = (*drafts.token_ids, *drafts.token_ids[-1:] * (length - len(drafts)))
     if drafts.parents is None:
         return Drafts(ids)
     return Drafts(ids, (*drafts.parents, *range(len(drafts) - 1, length - 1)))

@@ -2,22 +2,29 @@
 
 One step of N running decode requests, on the mock model: schedule, lay out, commit, hand out. The
 time of `forward` and of the sampler is taken off.
+
+With drafts, also from a step's result to the launch of the next one, while the device waits. The
+graphs are not computed: their results count on, so what "ngram" proposes after a text that counts
+is accepted, and other drafts are not.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from random import Random
 
 import numpy as np
 
 from engine import LLMEngine, SamplingParams
 from engine.kernels.sample import SampleResult
 from engine.sampling_params import RequestOutputKind
+from engine.speculative import make_speculation
 from engine.testing.mock_model import MockModel
 
 DEVICE = "CPU"
 _STEPS = 200
+_PERIOD, _VOCAB = 20, 1000  # the text counts from 0 to _PERIOD - 1, again and again
 
 
 class _FreeOfCharge:
@@ -92,6 +99,74 @@ def _measure(name, num_requests, kind, *, with_text=False, num_changed=0):
     return row
 
 
+def _random_drafts(count):
+    rng = Random(0)
+
+    def propose(token_ids, num_tokens):
+        return [rng.randrange(_PERIOD, _VOCAB) for _ in range(count)]
+
+    return {"proposer": propose, "num_speculative_tokens": count, "adaptive": False}
+
+
+def _engine_with_drafts(num_requests, config):
+    model = MockModel(_VOCAB, max_model_len=4096)
+    engine = LLMEngine(
+        model,
+        max_num_seqs=num_requests,
+        max_num_batched_tokens=8192,
+        num_blocks=num_requests * 128,
+        async_scheduling=True,
+        speculative_config=config,
+    )
+    limits, runner = engine.config.scheduler, engine.runner
+    runner.capture_graphs(limits.max_model_len, limits.max_draft_tokens)
+    engine.speculation = make_speculation(
+        engine.config.speculative, engine.scheduler, runner, overlaps=True
+    )
+    params = SamplingParams(max_tokens=1500, ignore_eos=True, temperature=0)
+    for index in range(num_requests):
+        engine.add_request(f"r{index}", [*range(_PERIOD)] * 25, params)
+    for _ in range(num_requests * 500 // 8192 + 12):
+        engine.step()
+    return engine
+
+
+def _measure_drafts(name, num_requests, config):
+    """Measure steps that verify drafts: all of the host's time, and that for which they wait."""
+    engine = _engine_with_drafts(num_requests, config)
+    inputs, now, at = engine.runner.graphs._inputs, time.perf_counter, {}
+
+    def replay(key):
+        at["launch"] = now()
+        ids = inputs.arrays["token_ids"][: key.num_tokens]
+        inputs.results[: key.num_tokens] = (ids + 1) % _PERIOD
+        inputs.results[key.num_tokens : 2 * key.num_tokens] = 0
+        at["launched"] = now()
+
+    engine.runner.graphs.replay = replay
+    engine.runner._check_ranks = lambda: at.update(result=now())  # it comes when results are there
+    waits, times = [], []
+    for _ in range(_STEPS):
+        start = now()
+        engine.step()
+        times.append(now() - start - (at["launched"] - at["launch"]))
+        if at["result"] < at["launch"]:
+            waits.append(at["launch"] - at["result"])
+    assert len(waits) > _STEPS // 2, "hardly any step has verified drafts"
+    waits.sort()
+    times.sort()
+    row = {
+        "op": "engine_host",
+        "case": f"{name} {num_requests}",
+        "median us": times[len(times) // 2] * 1e6,
+        "best us": times[len(times) // 20] * 1e6,
+        "result to launch, median us": waits[len(waits) // 2] * 1e6,
+        "result to launch, best us": waits[len(waits) // 20] * 1e6,
+    }
+    print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in row.items()))
+    return row
+
+
 def main():
     final, delta = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
     rows = [_measure("decode, final output only", n, final) for n in (1, 16, 64, 256)]
@@ -99,4 +174,8 @@ def main():
     rows.append(_measure("decode, 4 come and go a step", 256, final, num_changed=4))
     rows.append(_measure("decode, deltas", 256, delta))
     rows.append(_measure("decode, deltas with text", 256, delta, with_text=True))
+    for count in (1, 64):
+        rows.append(_measure_drafts("4 tokens, random drafts", count, _random_drafts(3)))
+        ngram = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+        rows.append(_measure_drafts("4 tokens, n-gram", count, ngram))
     return rows

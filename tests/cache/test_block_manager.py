@@ -74,7 +74,7 @@ def test_take_freed_excludes_blocks_that_a_move_fills():
     assert manager.grow(child, child.num_tokens)
     moves = manager.take_moves()
     assert moves.copies == [(1, 2)]
-    assert manager.take_freed(moves) == []  # block 2 was freed, and is filled by the copy
+    assert manager.take_freed(moves.copies) == []  # block 2 was freed, and is filled by the copy
 
 
 def test_a_swapped_request_shares_no_more_than_it_had_computed():

@@ -37,7 +37,7 @@ def test_one_request_gets_the_best_number(per_token, rate):
     for step in range(300):
         controller.next_step()
         controller.record(request, tries[0] if step % 10 < 9 else 0, 12)
-    estimate = controller._rate(request)
+    estimate = controller._rate(request, controller._prior())
     gains = [
         (1 + sum(estimate**d for d in range(1, n + 1))) / (1 + per_token * n) for n in range(13)
     ]
