@@ -58,6 +58,9 @@ _CASES = (
     AttentionCase((1,) * 12, (*range(126, 131), 0, 1, 4000, 513, 77, 0, 3), 14, 2, 64, 16),
     AttentionCase((1,) * 15, (*range(60, 70), 0, 1, 1000, 513, 2), 28, 4, 128, block_size=16),
     AttentionCase((1,) * 15, (*range(60, 70), 0, 1, 1000, 513, 2), 28, 4, 64, block_size=32),
+    AttentionCase((1,) * 33, (*range(60, 70), 0, 1, 1000, *_MANY[:20]), 28, 4, 128, block_size=16),
+    AttentionCase((1,) * 33, (*range(60, 70), 0, 1, 1000, *_MANY[:20]), 14, 2, 64, block_size=32),
+    AttentionCase((1,) * 40, (1500, *_MANY[:39]), 12, 3, 128, block_size=16),
     AttentionCase((1,) * 2, (70, 16), 4, 2, 96, block_size=16),
     AttentionCase((1,) * 2, (70, 16), 6, 2, 20, block_size=16),
 )

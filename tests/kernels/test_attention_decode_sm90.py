@@ -47,6 +47,14 @@ _CASES = (
     AttentionCase((8,) * 2, (1300, 0), 64, 8, 64, block_size=16, window=300),
     AttentionCase((1,) * 15, (*range(60, 70), 0, 1, 1000, 513, 2), 28, 4, 128, block_size=16),
     AttentionCase((2,) * 15, (*range(60, 70), 0, 1, 1000, 513, 2), 28, 4, 64, block_size=32),
+    AttentionCase((1,) * 10, (0, 4096, 1, 3000, 64, 65, 2000, 127, 129, 3), 16, 4, 128, 16),
+    # Clusters of two.
+    AttentionCase((1,) * 33, (*range(60, 70), 0, 1, 1000, *_MANY[:20]), 28, 4, 128, block_size=16),
+    AttentionCase((2,) * 16, (*range(60, 70), 2, 3, 1000, 513, 2, 4), 28, 4, 64, block_size=32),
+    AttentionCase((1,) * 10, (0, 4096, 1, 3000, 64, 65, 2000, 127, 129, 3), 32, 8, 128, 16),
+    # Persistent, one CTA an SM.
+    AttentionCase((1,) * 40, (1500, *_MANY[:39]), 12, 3, 128, block_size=16),
+    AttentionCase((3,) * 40, (2000, *(_MANY[:39] + 3)), 12, 3, 64, block_size=32, window=77),
 )
 
 
@@ -114,9 +122,9 @@ def test_hopper_tiles_are_chosen_as_measured(monkeypatch):
     assert choice(1, 1024) == (8, 1, 8, 1)
     assert choice(1, 1025) == choice(1, 16384) == (16, 1, 8, 1)
     assert choice(2, 1024) == choice(3, 4096) == (16, 1, 4, 1)
-    assert choice(4, 1024) == choice(7, 1024) == (8, 1, 4, 2)
-    assert choice(3, 4097) == choice(4, 1025) == choice(16, 16384) == (16, 1, 1, 1)
-    assert choice(8, 1024) == (16, 1, 1, 1)
+    assert choice(4, 1024) == choice(7, 4096) == (8, 1, 4, 2)
+    assert choice(8, 1024) == choice(16, 1024) == choice(11, 4096) == (8, 1, 2, 2)
+    assert choice(3, 4097) == choice(12, 1025) == choice(16, 16384) == (16, 1, 1, 1)
     assert choice(2, 4096, num_queries=8) == (16, 2, 4, 1)
     assert choice(4, 1024, num_queries=8) == (16, 2, 1, 1)
     assert choice(17, 1024) == choice(256, 16384) == (8, 1, 1, 2)

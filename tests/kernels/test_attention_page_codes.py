@@ -177,7 +177,7 @@ def test_new_token_is_stored_and_read_as_a_code(
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("batch", [3, 20, 90])
+@pytest.mark.parametrize("batch", [3, 20, 40, 90])
 def test_new_token_gives_the_bits_of_two_ops(xp, batch, dtype, head_dim, codes):
     lens = tuple(int(n) for n in np.random.default_rng(batch).integers(1, 700, batch))
     case = AttentionCase((1,) * batch, lens, 8, 2, head_dim, block_size=16)

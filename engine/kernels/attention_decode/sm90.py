@@ -225,7 +225,7 @@ def _variants(tile: HopperTile) -> list[HopperTile]:
         found.append(short)
     else:
         found += [many, short]
-        found.append(replace(short, cluster=_CLUSTER // 2, ctas_per_sm=2))
+        found += [replace(short, cluster=n, ctas_per_sm=2) for n in (_CLUSTER // 2, _CLUSTER // 4)]
         found += [replace(each, new_token=True) for each in found]
     return found
 
@@ -268,18 +268,21 @@ def choose_cluster(num_pairs: int, sm_count: int, max_context_len: int) -> tuple
 
     Examples
     --------
-    >>> [choose_cluster(pairs, sm_count=132, max_context_len=1000) for pairs in (15, 30, 60, 61)]
-    [(8, 1), (4, 1), (4, 2), (1, 1)]
-    >>> [choose_cluster(pairs, sm_count=132, max_context_len=2000) for pairs in (15, 30, 60, 61)]
-    [(8, 1), (4, 1), (1, 1), (1, 1)]
+    >>> [choose_cluster(n, sm_count=132, max_context_len=1000) for n in (15, 30, 60, 132, 133)]
+    [(8, 1), (4, 1), (4, 2), (2, 2), (1, 1)]
+    >>> [choose_cluster(n, sm_count=132, max_context_len=4096) for n in (15, 30, 60, 90, 91)]
+    [(8, 1), (4, 1), (4, 2), (2, 2), (1, 1)]
     """
     room = _room(sm_count)
     if num_pairs <= room:
         return _CLUSTER, 1
-    if num_pairs <= 2 * room and max_context_len <= _HALF_CLUSTER_KEYS:
-        return _CLUSTER // 2, 1
-    if num_pairs <= 4 * room and max_context_len <= _SHORT_KEYS:
-        return _CLUSTER // 2, 2
+    if max_context_len > _HALF_CLUSTER_KEYS:
+        return 1, 1
+    if num_pairs <= 4 * room:
+        return _CLUSTER // 2, 1 if num_pairs <= 2 * room else 2
+    # More pairs fit in clusters of two, but with many keys the persistent schedule is as fast.
+    if num_pairs <= (sm_count if max_context_len <= _SHORT_KEYS else 6 * room):
+        return _CLUSTER // 4, 2
     return 1, 1
 
 
