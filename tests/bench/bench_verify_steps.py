@@ -74,7 +74,7 @@ def _verify_rows(name, model, device):
 
 def _random_text_row(name, model, device):
     """Return what n-gram drafts cost where the text has hardly any to give."""
-    count, length = (_REQUESTS, 128) if device.is_cuda else (2, 16)
+    count, length = (_REQUESTS, 400) if device.is_cuda else (2, 16)
     rates = {"plain": [], "ngram": []}
     for _ in range(_ROUNDS):  # in turn, as a card's clock drifts
         for method, found in rates.items():
