@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tests.bench.figure import FOLDER, Bars, Lines, Picture, Roofline, draw
@@ -499,8 +500,8 @@ def _serve() -> Picture:
     return Picture("The server, Qwen3-0.6B's shape", source, panels, 1, 1.6)
 
 
-def _speculative() -> Picture:
-    record = _load("speculative_cpu")
+def _speculative(name: str, title: str) -> Picture:
+    record = _load(name)
     tasks = list(dict.fromkeys(row["task"] for row in record["rows"]))
     times = {(row["task"], row["config"]): row["x plain"] for row in record["rows"]}
     panels = [
@@ -508,7 +509,7 @@ def _speculative() -> Picture:
              {"ours": [times[task, name] for task in tasks]}, digits=".2f")
         for name in ("ngram 4", "ngram 8", "ngram 15", "suffix 15")
     ]  # fmt: skip
-    return Picture("Speculative decoding on two CPU cores", _source(record), panels, 2, 1.6)
+    return Picture(f"Speculative decoding on {title}", _source(record), panels, 2, 1.6)
 
 
 def _best_of(rows: list[dict[str, Any]], gpus: int, key: str, **wanted: Any) -> float | None:
@@ -570,7 +571,8 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "sample_elementwise": _sample_elementwise,
     "host": _host,
     "serve": _serve,
-    "speculative": _speculative,
+    "speculative": partial(_speculative, "speculative_cpu", "two CPU cores"),
+    "speculative_h100": partial(_speculative, "speculative_h100", "an H100"),
     "swap": _swap,
     "decode_loop": _decode_loop,
     "deterministic": _deterministic,
