@@ -88,13 +88,16 @@ def _measure(name, num_requests, kind, *, with_text=False, num_changed=0):
         start = time.perf_counter()
         engine.step()
         times.append(time.perf_counter() - start - free.seconds)
-    times.sort()
-    row = {
-        "op": "engine_host",
-        "case": f"{name} {num_requests}",
-        "median us": times[len(times) // 2] * 1e6,
-        "best us": times[len(times) // 20] * 1e6,
-    }
+    return _row(f"{name} {num_requests}", {"": times})
+
+
+def _row(case, all_seconds):
+    """Print and return a row with the median and the fastest twentieth of each list of times."""
+    row = {"op": "engine_host", "case": case}
+    for what, seconds in all_seconds.items():
+        ordered = sorted(seconds)
+        row[f"{what}median us"] = ordered[len(ordered) // 2] * 1e6
+        row[f"{what}best us"] = ordered[len(ordered) // 20] * 1e6
     print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in row.items()))
     return row
 
@@ -153,18 +156,7 @@ def _measure_drafts(name, num_requests, config):
         if at["result"] < at["launch"]:
             waits.append(at["launch"] - at["result"])
     assert len(waits) > _STEPS // 2, "hardly any step has verified drafts"
-    waits.sort()
-    times.sort()
-    row = {
-        "op": "engine_host",
-        "case": f"{name} {num_requests}",
-        "median us": times[len(times) // 2] * 1e6,
-        "best us": times[len(times) // 20] * 1e6,
-        "result to launch, median us": waits[len(waits) // 2] * 1e6,
-        "result to launch, best us": waits[len(waits) // 20] * 1e6,
-    }
-    print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in row.items()))
-    return row
+    return _row(f"{name} {num_requests}", {"": times, "result to launch, ": waits})
 
 
 def main():

@@ -122,14 +122,20 @@ def test_a_drain_waits_for_its_time(monkeypatch):
     assert time.monotonic() - start >= 0.5
 
 
-def test_a_replica_that_ends_again_and_again_is_given_up(watched, monkeypatch, capfd):
-    watcher, engine, _ = watched
+def _noted_starts(watcher, monkeypatch):
+    """Return a list of the replicas that are started again from now on, in name only."""
     started = []
 
     async def spawn(number):
         started.append(number)
 
     monkeypatch.setattr(watcher, "_spawn_engine", spawn)
+    return started
+
+
+def test_a_replica_that_ends_again_and_again_is_given_up(watched, monkeypatch, capfd):
+    watcher, engine, _ = watched
+    started = _noted_starts(watcher, monkeypatch)
 
     async def main():
         for _ in range(supervisor._MAX_RESTARTS + 2):
@@ -143,12 +149,7 @@ def test_a_replica_that_ends_again_and_again_is_given_up(watched, monkeypatch, c
 def test_a_replica_that_never_gets_ready_is_given_up(watched, monkeypatch, capfd):
     """Each start takes longer than the span in which restarts are counted."""
     watcher, engine, _ = watched
-    started = []
-
-    async def spawn(number):
-        started.append(number)
-
-    monkeypatch.setattr(watcher, "_spawn_engine", spawn)
+    started = _noted_starts(watcher, monkeypatch)
     monkeypatch.setattr(supervisor, "_RESTART_SPAN", 0.0)
 
     async def main():
