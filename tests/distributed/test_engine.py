@@ -246,8 +246,9 @@ def test_a_killed_rank_ends_the_group():
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 2 was killed by SIGKILL; it was last in: "):
         _steps_until_error(engine)
-    assert time.monotonic() - start < 10
-    assert not any(map(is_alive, pids))
+    while any(map(is_alive, pids)):  # it may be told before the others have ended
+        assert time.monotonic() - start < 10
+        time.sleep(0.02)
     with pytest.raises(RankError, match="the ranks have ended; rank 2 was killed"):
         engine.step()
     engine.close()

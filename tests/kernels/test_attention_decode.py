@@ -386,7 +386,7 @@ def test_tiles_fit_every_chip():
     assert choose_tile("float16", 96, num_rows=16).warps_n == 4
     assert choose_tile("float16", 96, num_rows=17).warps_m == 4
     assert len(specs("float16", head_dim=80, num_rows=4)) == 1
-    assert len(specs("float16", head_dim=64, num_rows=4)) == 13  # and twelve of Hopper's
+    assert len(specs("float16", head_dim=64, num_rows=4)) == 15  # and fourteen of Hopper's
     assert choose_hopper_tile("bfloat16", 128, num_rows=32).rows == 32
     assert choose_hopper_tile("bfloat16", 128, num_rows=65) is None
     assert choose_hopper_tile("float32", 128, num_rows=1) is None
