@@ -250,6 +250,8 @@ def test_ten_thousand_requests_leak_nothing():
     engine = LLMEngine(
         mock, max_num_seqs=64, max_num_batched_tokens=512, num_blocks=200, speculative_config=config
     )
+    # Those measured on a busy machine may say that drafts do not pay.
+    engine.speculation._controller._costs = StepCosts([1], [1, 256], [[0.01, 0.011]])
     params = SamplingParams(max_tokens=4)
 
     def serve(count):
@@ -275,5 +277,4 @@ def test_ten_thousand_requests_leak_nothing():
     assert ours < 64 << 10, [str(d) for d in grown[:5]]
     speculation = engine.speculation
     assert not speculation._num_real and not speculation._controller._of
-    # At least some: drafting stops where measured steps are too slow for it to pay.
-    assert engine.stats().speculation.num_accepted_tokens > 0
+    assert engine.stats().speculation.num_accepted_tokens > 1000

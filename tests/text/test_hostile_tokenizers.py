@@ -492,10 +492,15 @@ def test_listed_regexes_take_linear_time(regex):
     for unit in units:
         for end in ("", "x", " ", "\n", "$"):
             text = unit * (20_000 // len(unit)) + end
-            start = time.thread_time()
-            cut.pre_tokenize_str(text)
-            # Linear ones take 0.03 s; a quadratic one (\s+$) takes 2 s.
-            assert time.thread_time() - start < 0.5, (unit, end)
+            # Linear ones take 0.03 s; a quadratic one (\s+$) takes 2 s. On a busy machine the time
+            # that others take may count.
+            assert any(_seconds(cut, text) < 0.5 for _ in range(3)), (unit, end)
+
+
+def _seconds(cut, text):
+    start = time.thread_time()
+    cut.pre_tokenize_str(text)
+    return time.thread_time() - start
 
 
 def test_a_panic_is_caught_and_an_interrupt_is_not():
