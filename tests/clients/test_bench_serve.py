@@ -7,14 +7,16 @@ import json
 import math
 import re
 import statistics
+import time
 from array import array
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
 from engine import cli
 from engine.commands import _record
-from engine.commands.bench_serve import driver, plot
+from engine.commands.bench_serve import driver, plot, worker
 from engine.commands.bench_serve.connection import Answer
 from engine.commands.bench_serve.driver import Target, run_load
 from engine.commands.bench_serve.figures import parse_goodput, summarize
@@ -267,6 +269,29 @@ def test_answers_are_in_the_order_of_the_jobs():
     assert [answer.num_output_tokens for answer in answers] == list(range(1, 8))
 
 
+def test_requests_of_one_moment_keep_their_order(monkeypatch):
+    """Also where the moment passes while they are prepared."""
+    sent, monotonic = [], time.monotonic
+
+    class Pool:
+        async def send(self, data, answer, **options):
+            sent.append(json.loads(data.split(b"\r\n\r\n")[1]))
+
+        def close(self):
+            pass
+
+    def late():
+        time.sleep(0.02)
+        return monotonic()
+
+    monkeypatch.setattr(worker, "ConnectionPool", lambda *place, **options: Pool())
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=late))
+    plan = {"host": "h", "port": 1, "tls": False, "path": "/", "headers": {}, "timeout": 1}
+    plan |= {"jobs": [(0.0, index, 1) for index in range(6)], "max_concurrency": 1}
+    asyncio.run(worker.run_jobs(plan, monotonic() + 0.05, lambda: None))
+    assert sent == list(range(6))
+
+
 def test_requests_are_sent_at_their_moments():
     moments = [0.0, 0.1, 0.4]
     jobs = [Job({"prompt": "x"}, 1)] * 3
@@ -400,9 +425,9 @@ def test_the_command_sweeps_and_keeps_its_results(capsys, tmp_path, monkeypatch)
     body = rest[0].body
     assert body["ignore_eos"] is True and body["top_k"] == 5 and body["temperature"] == 0
     assert len(body["prompt"]) == 8 and body["stream_options"] == {"include_usage": True}
-    # All come at once: which is sent first is not said.
-    jobs = random_jobs(6, Lengths(8, 4), COMPLETIONS, 5, 10_000)
-    assert sorted(e.body["prompt"] for e in rest[:6]) == sorted(j.prompt["prompt"] for j in jobs)
+    assert [e.body["prompt"] for e in rest[:6]] == [
+        job.prompt["prompt"] for job in random_jobs(6, Lengths(8, 4), COMPLETIONS, 5, 10_000)
+    ]
 
 
 def test_one_run_is_drawn_as_its_distributions(capsys, tmp_path):

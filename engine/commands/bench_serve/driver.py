@@ -116,7 +116,7 @@ def run_load(
     target : Target
     jobs : sequence of Job
     moments : sequence of float
-        Seconds from the start.
+        Seconds from the start, ascending.
     max_concurrency : int
         Requests in flight at most, shared by the workers; 0 sets no limit.
     workers : int

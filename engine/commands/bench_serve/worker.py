@@ -39,7 +39,8 @@ async def run_jobs(plan: dict[str, Any], start: float, note: Callable[[], None])
     ----------
     plan : dict
         ``host``, ``port``, ``tls``, ``path``, ``headers``; ``jobs``, a list of (moment in seconds
-        from the start, body, max_tokens); ``max_concurrency`` (0: no limit); ``timeout`` in s.
+        from the start, ascending; body; max_tokens); ``max_concurrency`` (0: no limit); ``timeout``
+        in s.
     start : float
         A moment of `time.monotonic`.
     note : callable
@@ -49,10 +50,8 @@ async def run_jobs(plan: dict[str, Any], start: float, note: Callable[[], None])
     places = asyncio.Semaphore(plan["max_concurrency"] or len(plan["jobs"]) or 1)
     fixed, each = _BODY_BYTES
 
-    async def one(moment: float, data: bytes, max_tokens: int) -> Answer:
+    async def one(data: bytes, max_tokens: int) -> Answer:
         answer = Answer()
-        if (delay := start + moment - time.monotonic()) > 0:
-            await asyncio.sleep(delay)
         async with places:
             most = fixed + each * max_tokens
             await pool.send(data, answer, max_body=most, timeout=plan["timeout"])
@@ -64,7 +63,12 @@ async def run_jobs(plan: dict[str, Any], start: float, note: Callable[[], None])
     gc.collect()
     gc.freeze()
     try:
-        return await asyncio.gather(*(one(*job) for job in ready))
+        tasks = []
+        for moment, *job in ready:  # one after the other: those of a moment keep their order
+            if (delay := start + moment - time.monotonic()) > 0:
+                await asyncio.sleep(delay)
+            tasks.append(asyncio.ensure_future(one(*job)))
+        return await asyncio.gather(*tasks)
     finally:
         pool.close()
 
