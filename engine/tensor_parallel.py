@@ -97,6 +97,7 @@ class Leader:
             If a rank has failed; the group has ended then.
         """
         if self._group.is_closing:
+            self.processes.close()  # the thread that watches them may be ending them still
             raise RankError(
                 f"the ranks have ended; {self._group.failure or 'the model was closed'}"
             )

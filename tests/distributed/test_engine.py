@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from engine import LLM, LLMEngine, SamplingParams
+from engine.distributed import processes
 from engine.errors import ConfigError, EngineError, RankError
 from engine.speculative.costs import measure_step_costs
 from tests.distributed.engines import CONFIG, add_every_kind_of_request, is_alive, make_engine, run
@@ -246,11 +247,34 @@ def test_a_killed_rank_ends_the_group():
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 2 was killed by SIGKILL; it was last in: "):
         _steps_until_error(engine)
-    while any(map(is_alive, pids)):  # it may be told before the others have ended
-        assert time.monotonic() - start < 10
-        time.sleep(0.02)
+    assert time.monotonic() - start < 10
+    assert not any(map(is_alive, pids))
     with pytest.raises(RankError, match="the ranks have ended; rank 2 was killed"):
         engine.step()
+    engine.close()
+
+
+def test_no_rank_is_left_when_the_error_comes(monkeypatch):
+    """Also where another thread is ending them, and they do not end by themselves."""
+    end_processes = processes.end_processes
+
+    def end_slowly(others, seconds):
+        for other in others:
+            if other.poll() is None:
+                os.kill(other.pid, signal.SIGSTOP)
+        time.sleep(0.5)
+        end_processes(others, 0.1)
+
+    monkeypatch.setattr(processes, "end_processes", end_slowly)
+    engine = _started(4)
+    pids = _pids(engine)
+    os.kill(pids[1], signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while not engine.model.leader.processes.group.is_closing and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(RankError, match="rank 2 was killed by SIGKILL"):
+        engine.step()
+    assert not any(map(is_alive, pids))
     engine.close()
 
 

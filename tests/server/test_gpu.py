@@ -36,7 +36,7 @@ def _events(response):
 def test_streams_have_the_tokens_of_offline_generation(model, options):
     prompts = [[5 + index, 6, 7] * (1 + index) for index in range(8)]
     given = [
-        {"temperature": index % 2 * 0.8, "seed": 1000 + index, "max_tokens": 20 + 9 * index}
+        {"temperature": index % 2 * 0.8, "seed": 1000 + index, "max_tokens": 80 + 9 * index}
         for index in range(8)
     ]
     with LLM(model, device="cuda", load_format="dummy", deterministic=True, num_blocks=1024) as llm:
@@ -51,7 +51,7 @@ def test_streams_have_the_tokens_of_offline_generation(model, options):
             responses = [_post(server, body) for body in bodies]  # all at once
             for response, text in zip(responses, want, strict=True):
                 events = _events(response)
-                assert len(events) > 2  # a chunk may hold several tokens, on a busy machine
+                assert len(events) > 10
                 assert "".join(e["choices"][0]["text"] for e in events if e["choices"]) == text
 
 
