@@ -52,7 +52,7 @@ class Drafts:
         self.check()
 
     def check(self) -> None:
-        """Verify ids and parents; whoever makes drafts does so.
+        """Verify ids and parents, as making the drafts does.
 
         Raises
         ------

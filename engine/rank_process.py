@@ -50,7 +50,7 @@ BATCH_ARRAYS = (
     *("positions", "rope_positions", "slot_mapping", "cu_seqlens_q", "context_lens"),
     *("block_tables", "logits_indices", "prefill_cu_seqlens_q", "tree_mask"),
 )
-# A step's last array follows these: the layers whose input rank 0 keeps.
+# One more array follows these: the numbers of the layers whose input rank 0 keeps.
 
 
 def run(group: Group, options: Mapping[str, Any]) -> None:

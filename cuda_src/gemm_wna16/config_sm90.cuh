@@ -50,8 +50,8 @@ static_assert(kRowTiles % 8 == 0, "half of the row tiles have whole 128 bytes of
 constexpr int kDataBox = 256;  // bytes of a row of map_data
 
 // A slice of a tile's sums, that one CTA of the cluster finishes: some tokens, or one m-tile of
-// each warpgroup for eight tokens. A thread has it as vectors of four sums. Slices are equal, and
-// there are 2^i of them; where there are more CTAs the last ones finish nothing.
+// each warpgroup for eight tokens. A thread has it as vectors of four sums. The number of slices is
+// a power of two, so that they are equal; where there are more CTAs, the last ones finish nothing.
 constexpr int kVecs = kMmaTiles * kTokens / 8;
 __host__ __device__ constexpr int floor_power_of_two(int n) {
   return n < 2 ? 1 : 2 * floor_power_of_two(n / 2);

@@ -94,7 +94,8 @@ def to_wire(copy: DeviceToHostCopy) -> list[Any]:
 
 def from_wire(device: Device, dtype: str, arrays: list[Any]) -> tuple[Any, Any]:
     """Return what `to_wire` made bytes of, as new arrays of `dtype` on the device."""
-    # Bytes of a message may lie at any address; a copy is aligned. On CUDA the transfer is one.
+    # The bytes of a message may lie at any address; a copy is aligned. For CUDA they are copied
+    # anyway.
     named = {
         name: array if device.is_cuda else np.array(array)
         for name, array in zip(("delta", "residual"), arrays, strict=True)

@@ -324,9 +324,9 @@ class LocalExperts(Experts):
         own = routing._replace(offsets=routing.offsets[self.first : last + 1])
         # SAFETY: before the first product, whose wait the second one relies on (`Experts`).
         pairs = self._zeros(x, routing.order.shape[0])
-        share = {"deterministic": deterministic, "num_experts": routing.offsets.shape[0] - 1}
-        rows = self.first_product(x, own, **share)
-        pairs = self.second_product(rows, own, **share, out=pairs)
+        options = {"deterministic": deterministic, "num_experts": routing.offsets.shape[0] - 1}
+        rows = self.first_product(x, own, **options)
+        pairs = self.second_product(rows, own, **options, out=pairs)
         if self.collectives is None:
             return pairs
         return self.collectives.all_reduce(pairs, out=pairs)  # x + 0 is x, in any order

@@ -155,7 +155,7 @@ class DecodeGraphs:
         return of_size[bisect_left(self._max_context_lens[size], max_context_len)]
 
     def _key_of(self, context_lens: IntArray, query_len: int) -> GraphKey:
-        """Return `key`; finds the maximum only where it decides, which is among few."""
+        """Return `key`; looks for the longest context only where it decides, for few sequences."""
         size = self._sizes[bisect_left(self._sizes, len(context_lens))]
         of_size, lens = self._by_size[size, query_len], self._max_context_lens[size]
         if len(lens) == 1:

@@ -80,7 +80,7 @@ class ReplicaClient(RequestClient):
         self._token = token
         self._seed, self._num_seeds = list(seed), itertools.count()
         self._has_peers, self._grace_seconds = has_peers, grace_seconds
-        self._has_replica = asyncio.Event()  # set once there has been one
+        self._has_begun = asyncio.Event()  # set once there has been a replica
         self._router = PrefixRouter(chunk_size=_CHUNK_SIZE)  # until there is a replica
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of each replica, alive or not
         self._addresses: dict[int, str] = {}
@@ -139,7 +139,7 @@ class ReplicaClient(RequestClient):
 
     async def wait_until_ready(self) -> None:
         """Wait until there has been a replica."""
-        await self._has_replica.wait()
+        await self._has_begun.wait()
 
     @property
     def has_replica(self) -> bool:
@@ -177,10 +177,10 @@ class ReplicaClient(RequestClient):
             self._leave(number, requests, error)
 
         client.on_end, client.on_refusal, client.answer = on_end, self._on_refusal, self._answer
-        if not self._has_replica.is_set():
+        if not self._has_begun.is_set():
             self._take_model(client.model_info)
             self._router = PrefixRouter(chunk_size=max(_CHUNK_SIZE, client.block_size))
-            self._has_replica.set()
+            self._has_begun.set()
         self._clients[number] = client
         self._router.add_replica(number, client.num_cache_tokens)
         if self._ending is not None:

@@ -152,7 +152,7 @@ class Supervisor:
     async def _restart_engine(self, child: _Child) -> None:
         """Start a replica again, unless it ends again and again; the others go on."""
         name = f"replica {child.number}"
-        # Counted apart: starts that fail slowly are few in any span.
+        # Starts that take long to fail never are many within `_RESTART_SPAN`.
         failed = 0 if child.ready.is_set() else self._failed_starts[child.number] + 1
         self._failed_starts[child.number] = failed
         if self._may_restart(name) and failed <= _MAX_RESTARTS:

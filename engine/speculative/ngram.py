@@ -72,7 +72,7 @@ class NgramProposer:
         self._indices.clear()
 
     def _index(self, request: Request, budget: int) -> tuple[NgramIndex, int, bool]:
-        """Return the index with at most `budget` more tokens, how many, and if it has all then."""
+        """Add at most `budget` tokens; return the index, how many, and whether it has all now."""
         known, index = request.num_known_tokens, self._indices.get(request)
         if index is None or index.is_full or not _is_prefix(index.token_ids, request):
             index = self._indices[request] = NgramIndex(*self._lengths, num_tokens=known)

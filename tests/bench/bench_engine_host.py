@@ -55,16 +55,21 @@ class _Tokenizer:
         return b"word "
 
 
-def _engine(num_requests, kind, *, with_text):
-    model = MockModel(vocab_size=32, max_model_len=8192)
-    model.has_tokenizer, model.tokenizer = with_text, _Tokenizer()
-    engine = LLMEngine(
+def _engine_of(model, num_requests, blocks_of_each, **options):
+    return LLMEngine(
         model,
         max_num_seqs=num_requests,
         max_num_batched_tokens=8192,
-        num_blocks=num_requests * 48,
+        num_blocks=num_requests * blocks_of_each,
         async_scheduling=True,
+        **options,
     )
+
+
+def _engine(num_requests, kind, *, with_text):
+    model = MockModel(vocab_size=32, max_model_len=8192)
+    model.has_tokenizer, model.tokenizer = with_text, _Tokenizer()
+    engine = _engine_of(model, num_requests, 48)
     free = _FreeOfCharge()
     model.forward = free.wrap(model.forward)
     engine.runner.sampler = free.wrap(_sample)
@@ -113,14 +118,7 @@ def _random_drafts(count):
 
 def _engine_with_drafts(num_requests, config):
     model = MockModel(_VOCAB, max_model_len=4096)
-    engine = LLMEngine(
-        model,
-        max_num_seqs=num_requests,
-        max_num_batched_tokens=8192,
-        num_blocks=num_requests * 128,
-        async_scheduling=True,
-        speculative_config=config,
-    )
+    engine = _engine_of(model, num_requests, 128, speculative_config=config)
     limits, runner = engine.config.scheduler, engine.runner
     runner.capture_graphs(limits.max_model_len, limits.max_draft_tokens)
     engine.speculation = make_speculation(

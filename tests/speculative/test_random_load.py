@@ -250,7 +250,7 @@ def test_ten_thousand_requests_leak_nothing():
     engine = LLMEngine(
         mock, max_num_seqs=64, max_num_batched_tokens=512, num_blocks=200, speculative_config=config
     )
-    # Those measured on a busy machine may say that drafts do not pay.
+    # On a busy machine the measured costs may say that drafts do not pay.
     engine.speculation._controller._costs = StepCosts([1], [1, 256], [[0.01, 0.011]])
     params = SamplingParams(max_tokens=4)
 

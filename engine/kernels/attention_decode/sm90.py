@@ -280,7 +280,7 @@ def choose_cluster(num_pairs: int, sm_count: int, max_context_len: int) -> tuple
         return 1, 1
     if num_pairs <= 4 * room:
         return _CLUSTER // 2, 1 if num_pairs <= 2 * room else 2
-    # More pairs fit in clusters of two, but with many keys the persistent schedule is as fast.
+    # Clusters of two have room for more pairs. With many keys the persistent schedule is as fast.
     if num_pairs <= (sm_count if max_context_len <= _SHORT_KEYS else 6 * room):
         return _CLUSTER // 4, 2
     return 1, 1
