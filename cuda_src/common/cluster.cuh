@@ -99,6 +99,21 @@ __device__ __forceinline__ float load_cluster_float(const float* p, int rank, in
   return *p;
 }
 
+// Stores to the shared memory of CTA `rank`, at the place `p` has in this one's; `size` as above.
+__device__ __forceinline__ void store_cluster_float(float* p, int rank, int size, float x) {
+  if constexpr (kHasClusters) {
+    if (size > 1) {
+      asm volatile(
+          "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+          "st.shared::cluster.f32 [there], %2;\n}" ::"r"(smem_address(p)),
+          "r"(rank), "f"(x)
+          : "memory");
+      return;
+    }
+  }
+  *p = x;
+}
+
 // An mbarrier for bulk copies that one thread starts and all wait for. Used for one phase only.
 struct BulkBarrier {
   uint64_t state;

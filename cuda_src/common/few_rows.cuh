@@ -4,18 +4,22 @@
 
 #include "common/cp_async.cuh"
 
-constexpr int kMaxStages = 4;  // of a ring
+constexpr int kMaxStages = 6;  // of a ring
 
 // Waits until the oldest of the ring's stages has arrived, all of which are in flight or have: one
 // group of copies each.
 __device__ __forceinline__ void wait_for_oldest(int num_stages) {
-  static_assert(kMaxStages == 4, "a case each");
+  static_assert(kMaxStages == 6, "a case each");
   if (num_stages == 3)
     cp_async_wait<2>();
   else if (num_stages == 2)
     cp_async_wait<1>();
   else if (num_stages == 4)
     cp_async_wait<3>();
+  else if (num_stages == 6)
+    cp_async_wait<5>();
+  else if (num_stages == 5)
+    cp_async_wait<4>();
   else
     cp_async_wait<0>();
 }

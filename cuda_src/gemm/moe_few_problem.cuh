@@ -20,8 +20,12 @@ struct MoeFewParams {
   const int* offsets;           // (E + 1,)
   const float* pair_weights;    // (P,), or null
   const scalar_t* bias;         // (E, R), or null
-  scalar_t* out;                // (P, R), or (P, R / 2) with an activation
-  int num_pairs, num_experts, num_rows, k, top_k;
+  // Of moe_gemm_combine: (T, R), (T,) and (T, R), or null; residual may be out.
+  const scalar_t* shared;
+  const scalar_t* shared_gate;
+  const scalar_t* residual;
+  scalar_t* out;  // (P, R), or (P, R / 2) with an activation; of moe_gemm_combine (T, R)
+  int num_tokens, num_pairs, num_experts, num_rows, k, top_k;
   int groups, num_supers;  // of a packed row
   int max_rows;            // of x in a tile
   int part_stages;         // stages of k that a warp sums
@@ -103,9 +107,10 @@ struct MoeFewBlock {
   int num_gates;  // rows of gate; 0: no gate
   int columns;    // of out
   int num_units;  // of a tile
+  int stages;     // of k
   int stage_begin, stage_end;
 
-  __device__ __forceinline__ MoeFewBlock(const MoeFewParams& p, int stages) {
+  __device__ __forceinline__ MoeFewBlock(const MoeFewParams& p, int stages) : stages(stages) {
     lane_idx = threadIdx.x;
     warp_idx = threadIdx.z * blockDim.y + threadIdx.y;
     num_warps = blockDim.y * blockDim.z;

@@ -9,94 +9,10 @@
 // the order of summation is fixed, but depends on the number of tokens.
 #pragma once
 
-#include "common/few_rows.cuh"
 #include "common/pdl.cuh"
-#include "gemm/moe_few_problem.cuh"
-
-enum MoeFewKind { kFewPacked = 1, kFewBytes = 2 };  // WEIGHTS
-#if WEIGHTS == 1
-#include "gemm/moe_few_packed.cuh"
-#else
-#include "gemm/moe_few_bytes.cuh"
-#endif
+#include "gemm/moe_few_loader.cuh"
 
 #if ENGINE_DTYPE != 0
-
-// Loads the stages of a warp in the order it multiplies them.
-struct MoeFewLoader {
-  static constexpr int kChunks = kStageColumns / 8;  // of 16 bytes, of a row of x in a stage
-  static constexpr int kRowsAtOnce = kWarpSize / kChunks;
-
-  const MoeFewParams& p;
-  const MoeFewBlock& b;
-  const MoeFewRouting& routing;
-  MoeFewWeight weight;
-  int tile, unit, stage;  // of the next stage; tile is num_tiles behind the last one
-  int num_tiles;
-  uint32_t to, begin, end;
-  int stage_bytes;
-  // Of the tile's rows of x: how many there are, this lane's chunk of the first that it copies, and
-  // the columns that are left there; none if the row does not exist.
-  int count;
-  const scalar_t* x_from;
-  int x_left, x_place;
-
-  __device__ __forceinline__ MoeFewLoader(const MoeFewParams& p, const MoeFewBlock& b,
-                                          const MoeFewRouting& routing, unsigned char* ring,
-                                          int stage_bytes)
-      : p(p), b(b), routing(routing), weight(p, b.lane_idx), stage_bytes(stage_bytes) {
-    begin = to = smem_address(ring), end = begin + p.num_stages * stage_bytes;
-    tile = 0, unit = blockIdx.x, num_tiles = routing.num_tiles;
-    x_place = kStageBytes + b.lane_idx / kChunks * kXPitch + b.lane_idx % kChunks * 16;
-    start_unit();
-  }
-
-  // Row `index` of the tile, of this lane's columns of the next stage; null: there is none.
-  __device__ __forceinline__ const scalar_t* x_row(int index) const {
-    const int place = routing.tiles[tile].first + index;
-    const int row = p.pair_weights == nullptr ? routing.rows[place] : place;
-    if (row < 0) return nullptr;
-    const int column = stage * kStageColumns + b.lane_idx % kChunks * 8;
-    return p.x + static_cast<int64_t>(row) * p.k + column;
-  }
-
-  __device__ __forceinline__ void start_unit() {
-    while (unit >= b.num_units && tile < num_tiles) unit -= b.num_units, ++tile;
-    stage = b.stage_begin;
-    if (stage >= b.stage_end) tile = num_tiles;
-    if (tile == num_tiles) return;
-    count = routing.tiles[tile].count;
-    weight.start(routing.tiles[tile].expert, b.first_row(unit, threadIdx.z), stage, b.lane_idx);
-    const int own = b.lane_idx / kChunks;
-    x_from = own < count ? x_row(own) : nullptr;
-    x_left = x_from == nullptr ? 0 : p.k - stage * kStageColumns - b.lane_idx % kChunks * 8;
-  }
-
-  // The columns of the stage of the tile's rows of x.
-  __device__ __forceinline__ void load_x() {
-    if (b.lane_idx / kChunks < count) cp_async_16(to + x_place, x_from, x_left > 0);
-#pragma unroll 1
-    for (int first = kRowsAtOnce; first < count; first += kRowsAtOnce) {
-      const int index = first + b.lane_idx / kChunks;
-      if (index >= count) break;
-      const scalar_t* from = x_row(index);
-      const bool valid = stage * kStageColumns + b.lane_idx % kChunks * 8 < p.k && from != nullptr;
-      cp_async_16(to + x_place + first * kXPitch, from, valid);
-    }
-  }
-
-  template <bool kWeight, bool kX>
-  __device__ __forceinline__ void load() {
-    if (tile < num_tiles) {
-      if constexpr (kWeight) weight.load_stage(to);
-      if constexpr (kX) load_x();
-      x_from += kStageColumns, x_left -= kStageColumns;
-      if (++stage == b.stage_end) unit += gridDim.x, start_unit();
-    }
-    to += stage_bytes;
-    if (to == end) to = begin;
-  }
-};
 
 // An element of out that a thread finishes: of row tile z (gated: of z and z + 1) of a unit.
 struct MoeFewOutput {
@@ -175,35 +91,16 @@ __device__ __forceinline__ void moe_few_tokens(const MoeFewParams& p) {
   unsigned char* ring = smem + b.warp_idx * (p.num_stages * stage_bytes);
   float* const first_sums =
       reinterpret_cast<float*>(smem + b.num_warps * p.num_stages * stage_bytes);
-  MoeFewLoader loader(p, b, routing, ring, stage_bytes);
-  if (p.is_early == 0) {
-#pragma unroll 1
-    for (int i = 0; i < p.num_stages; ++i) {
-      loader.template load<true, true>();
-      cp_async_commit();
-    }
-  } else {  // the first group of copies has the weights of all
-    MoeFewLoader behind = loader;
-#pragma unroll 1
-    for (int i = 0; i < p.num_stages; ++i) loader.template load<true, false>();
-    pdl_wait();
-    pdl_trigger();
-#pragma unroll 1
-    for (int i = 0; i < p.num_stages; ++i) {
-      behind.template load<false, true>();
-      cp_async_commit();
-    }
-  }
+  MoeFewLoader<MoeUnitWalk> loader(p, b, routing, ring, stage_bytes);
+  loader.fill();
 
   float* sums = first_sums;
   const unsigned char* stage_at = ring;
   const unsigned char* const ring_end = ring + p.num_stages * stage_bytes;
-  int tile = 0;
 #pragma unroll 1
-  for (int unit = blockIdx.x;; unit += gridDim.x) {
-    while (unit >= b.num_units && tile < routing.num_tiles) unit -= b.num_units, ++tile;
-    if (tile >= routing.num_tiles) break;
-    const MoeFewTile t = routing.tiles[tile];
+  for (MoeUnitWalk walk(b, routing); !walk.is_done(); walk.next()) {
+    const int unit = walk.run.unit;
+    const MoeFewTile t = routing.tiles[walk.run.tile];
     MoeFewOutput first;
     const float2 bias = first.set(b, t, unit, b.thread) ? first.load_bias(p, b, t) : float2{};
     Product product;

@@ -25,6 +25,7 @@ from engine.kernels.kv_swap import kv_swap
 from engine.kernels.merge_states import merge_states
 from engine.kernels.moe_combine import moe_combine
 from engine.kernels.moe_gemm import moe_gemm
+from engine.kernels.moe_gemm_combine import moe_gemm_combine
 from engine.kernels.moe_route import Routing, moe_route
 from engine.kernels.permute_columns import permute_columns
 from engine.kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -35,6 +36,7 @@ from engine.kernels.residual_add import residual_add
 from engine.kernels.rmsnorm import rmsnorm
 from engine.kernels.rmsnorm_gemm import rmsnorm_gemm
 from engine.kernels.rmsnorm_gemm_wna16 import rmsnorm_gemm_wna16
+from engine.kernels.rmsnorm_moe_route import rmsnorm_moe_route
 from engine.kernels.rmsnorm_quantize import rmsnorm_quantize
 from engine.kernels.rope import rope
 from engine.kernels.sample import sample
@@ -70,6 +72,7 @@ __all__ = [
     "merge_states",
     "moe_combine",
     "moe_gemm",
+    "moe_gemm_combine",
     "moe_route",
     "permute_columns",
     "qk_norm_rope_store",
@@ -80,6 +83,7 @@ __all__ = [
     "rmsnorm",
     "rmsnorm_gemm",
     "rmsnorm_gemm_wna16",
+    "rmsnorm_moe_route",
     "rmsnorm_quantize",
     "rope",
     "sample",

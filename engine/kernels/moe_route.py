@@ -15,9 +15,12 @@ __all__ = [
     "MAX_EXPERTS",
     "MAX_GROUPS",
     "MAX_TOP_K",
+    "WIDTHS",
     "Routing",
+    "check_options",
     "chunk_tokens",
     "moe_route",
+    "new_routing",
     "specs",
 ]
 
@@ -31,7 +34,7 @@ _WARP = 32
 _FEW_TOKENS = 16
 _THREADS = 512
 _MAX_CHUNKS = 128  # about the multiprocessors of a large chip
-_WIDTHS = (32, 64, 128, 256, 512)  # most experts of each entry point
+WIDTHS = (32, 64, 128, 256, 512)  # most experts of each entry point
 
 _PARAMS = (
     "logits:ptr correction:ptr experts:ptr weights:ptr order:ptr offsets:ptr slots:ptr load:ptr "
@@ -42,7 +45,7 @@ _PARAMS = (
 
 
 def _kernels(name: str) -> dict[int, Kernel]:
-    return {n: Kernel(f"moe_route_{name}_{n}", _PARAMS, struct="MoeRouteParams") for n in _WIDTHS}
+    return {n: Kernel(f"moe_route_{name}_{n}", _PARAMS, struct="MoeRouteParams") for n in WIDTHS}
 
 
 _FEW, _CHOOSE, _PLACE = (_kernels(name) for name in ("few", "choose", "place"))
@@ -126,21 +129,18 @@ def moe_route(
     """
     call = Contract("moe_route")
     logits = call.array("logits", logits, "T E", FLOAT32)
-    num_experts = call["E"]
-    call.check(
-        "logits", 1 <= num_experts <= MAX_EXPERTS, f"of 1 to {MAX_EXPERTS} experts", num_experts
+    correction, slots, load = check_options(
+        call,
+        "logits",
+        top_k,
+        score=score,
+        correction=correction,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scale=scale,
+        slots=slots,
+        load=load,
     )
-    limit = min(num_experts, MAX_TOP_K)
-    call.check("top_k", _is_int(top_k) and 1 <= top_k <= limit, f"from 1 to {limit}", top_k)
-    call.check("score", score in _SCORES, f"one of {_SCORES}", score)
-    if correction is not None:
-        correction = call.array("correction", correction, "E", FLOAT32)
-    _check_groups(call, top_k, num_groups, top_groups, has_correction=correction is not None)
-    call.number("scale", scale)
-    if slots is not None:
-        slots = call.array("slots", slots, "T", INT64)
-    if load is not None:
-        load = call.written("load", load, "E", INT64)
     options = {
         "score": score,
         "correction": correction,
@@ -153,15 +153,52 @@ def moe_route(
     }
     if call.on_cpu:
         return reference.moe_route(logits, top_k, **options)
+    routing = new_routing(call, top_k)
+    _launch(logits, routing, **options)
+    return routing
+
+
+def new_routing(call: Contract, top_k: int) -> Routing:
+    """Return arrays for the routing of T tokens to E experts, sizes that `call` has bound."""
     tokens, pairs = call["T"], call["T"] * top_k
-    routing = Routing(
+    return Routing(
         call.output("experts", None, (tokens, top_k), INT32),
         call.output("weights", None, (tokens, top_k), FLOAT32),
         call.output("order", None, (pairs,), INT32),
-        call.output("offsets", None, (num_experts + 1,), INT32),
+        call.output("offsets", None, (call["E"] + 1,), INT32),
     )
-    _launch(logits, routing, **options)
-    return routing
+
+
+def check_options(
+    call: Contract,
+    source: str,
+    top_k: int,
+    *,
+    score: str,
+    correction: Any,
+    num_groups: int,
+    top_groups: int,
+    scale: float,
+    slots: Any,
+    load: Any,
+) -> tuple[Any, Any, Any]:
+    """Return correction, slots and load, checked; `source`, an argument, has bound T and E."""
+    num_experts = call["E"]
+    call.check(
+        source, 1 <= num_experts <= MAX_EXPERTS, f"of 1 to {MAX_EXPERTS} experts", num_experts
+    )
+    limit = min(num_experts, MAX_TOP_K)
+    call.check("top_k", _is_int(top_k) and 1 <= top_k <= limit, f"from 1 to {limit}", top_k)
+    call.check("score", score in _SCORES, f"one of {_SCORES}", score)
+    if correction is not None:
+        correction = call.array("correction", correction, "E", FLOAT32)
+    _check_groups(call, top_k, num_groups, top_groups, has_correction=correction is not None)
+    call.number("scale", scale)
+    if slots is not None:
+        slots = call.array("slots", slots, "T", INT64)
+    if load is not None:
+        load = call.written("load", load, "E", INT64)
+    return correction, slots, load
 
 
 def _is_int(value: Any) -> bool:
@@ -213,7 +250,7 @@ def _launch(
 ) -> None:
     (num_tokens, num_experts), chunk = logits.shape, chunk_tokens(logits.shape[0])
     num_chunks = ceil_div(num_tokens, chunk) if chunk else 1
-    width = next(n for n in _WIDTHS if n >= num_experts)
+    width = next(n for n in WIDTHS if n >= num_experts)
     arguments = {
         "logits": logits,
         "correction": correction,

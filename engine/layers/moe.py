@@ -106,6 +106,25 @@ class Experts:
         rows = self.first_product(x, routing, deterministic=deterministic)
         return self.second_product(rows, routing, deterministic=deterministic)
 
+    def combined(
+        self, x: Any, routing: kernels.Routing, *, deterministic: bool = False, **others: Any
+    ) -> Any:
+        """Return (T, N): for `x` (T, N) the sum of the outputs of a token's experts, weighted.
+
+        `others` are added, and may be `out`: arguments of `kernels.moe_combine`.
+        """
+        rows = self.first_product(x, routing, deterministic=deterministic)
+        return kernels.moe_gemm_combine(
+            rows,
+            self.down,
+            routing,
+            bias=None if self.down_bias is None else self.down_bias.data,
+            deterministic=deterministic,
+            pdl=True,  # safe, as in `first_product`
+            quantize_x=_takes_codes(self.down, routing, deterministic=deterministic),
+            **others,
+        )
+
     def first_product(
         self,
         x: Any,
@@ -242,29 +261,45 @@ class MoE:
         With a `residual` (T, N), which may be `x`, the output is added to it. With `slots` (T,)
         int64, tokens without a slot (negative) are not counted in `load`.
         """
-        if norm is not None:
-            x = norm(x)
-        routing = self._route(x, slots)
-        pairs = self.experts(x, routing, deterministic=self.deterministic)
-        return kernels.moe_combine(
-            pairs,
+        x, routing = self._normed_and_routed(x, norm, slots)
+        return self.experts.combined(
+            x,
+            routing,
+            deterministic=self.deterministic,
             shared=None if self.shared is None else self.shared(x),
             shared_gate=None if self.shared_gate is None else self.shared_gate(x),
             residual=residual,
             out=residual,
         )
 
-    def _route(self, x: Any, slots: Any) -> kernels.Routing:
+    def _normed_and_routed(
+        self, x: Any, norm: Norm | None, slots: Any
+    ) -> tuple[Any, kernels.Routing]:
+        """Return what the experts take, and which take it."""
         p = self.params
-        return kernels.moe_route(
-            self.router(x, out_dtype=_FLOAT32),
-            p.top_k,
-            score=p.score,
-            correction=self.correction,
-            num_groups=p.num_groups,
-            top_groups=p.top_groups,
-            renormalize=p.renormalize,
-            scale=p.scale,
-            slots=slots,
-            load=self.load,
-        )
+        options = {
+            "score": p.score,
+            "correction": self.correction,
+            "num_groups": p.num_groups,
+            "top_groups": p.top_groups,
+            "renormalize": p.renormalize,
+            "scale": p.scale,
+            "slots": slots,
+            "load": self.load,
+        }
+        router = self.router
+        is_plain = norm is not None and not norm.subtract_mean and router.weight.format.is_dense
+        if norm is not None and is_plain and not self.deterministic:
+            return kernels.rmsnorm_moe_route(
+                x,
+                norm.weight,
+                router.weight.data,
+                p.top_k,
+                bias=router.bias,
+                eps=norm.eps,
+                weight_offset=norm.offset,
+                **options,
+            )
+        if norm is not None:
+            x = norm(x)
+        return x, kernels.moe_route(router(x, out_dtype=_FLOAT32), p.top_k, **options)

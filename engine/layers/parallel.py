@@ -295,6 +295,12 @@ class GatheredExperts(Experts):
         whole = collectives.all_gather(rows, axis=1)
         return self.second_product(whole, routing, deterministic=deterministic)
 
+    def combined(
+        self, x: Any, routing: kernels.Routing, *, deterministic: bool = False, **others: Any
+    ) -> Any:
+        """Return this rank's columns (T, N / ranks); as `Experts`."""
+        return kernels.moe_combine(self(x, routing, deterministic=deterministic), **others)
+
 
 @dataclass(frozen=True, eq=False)
 class LocalExperts(Experts):
@@ -330,6 +336,12 @@ class LocalExperts(Experts):
         if self.collectives is None:
             return pairs
         return self.collectives.all_reduce(pairs, out=pairs)  # x + 0 is x, in any order
+
+    def combined(
+        self, x: Any, routing: kernels.Routing, *, deterministic: bool = False, **others: Any
+    ) -> Any:
+        """Return (T, N) as `Experts`: the sum of this rank's experts, if pairs are not gathered."""
+        return kernels.moe_combine(self(x, routing, deterministic=deterministic), **others)
 
     def _zeros(self, x: Any, num_rows: int) -> Any:
         """Return rows (num_rows, N) of zeros; an op's, as a launch plan takes nothing else."""

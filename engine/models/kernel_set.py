@@ -14,7 +14,7 @@ from engine.quantization import Format
 
 __all__ = ["code_page_specs", "kernel_specs", "prepare_code_pages", "prepare_kernels"]
 
-_MOE_OPS = ("moe_combine", "moe_gemm", "moe_route")
+_MOE_OPS = ("moe_combine", "moe_gemm", "moe_gemm_combine", "moe_route", "rmsnorm_moe_route")
 _PAGE_OPS = (
     "attention_decode",
     "attention_prefill",

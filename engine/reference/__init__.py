@@ -24,6 +24,7 @@ from engine.reference.kv_swap import kv_swap
 from engine.reference.merge_states import merge_states
 from engine.reference.moe_combine import moe_combine
 from engine.reference.moe_gemm import moe_gemm
+from engine.reference.moe_gemm_combine import moe_gemm_combine
 from engine.reference.moe_route import Routing, moe_route
 from engine.reference.permute_columns import permute_columns
 from engine.reference.qk_norm_rope_store import qk_norm_rope_store
@@ -34,6 +35,7 @@ from engine.reference.residual_add import residual_add
 from engine.reference.rmsnorm import rmsnorm
 from engine.reference.rmsnorm_gemm import rmsnorm_gemm
 from engine.reference.rmsnorm_gemm_wna16 import rmsnorm_gemm_wna16
+from engine.reference.rmsnorm_moe_route import rmsnorm_moe_route
 from engine.reference.rmsnorm_quantize import rmsnorm_quantize
 from engine.reference.rope import rope
 from engine.reference.sample import sample
@@ -67,6 +69,7 @@ __all__ = [
     "merge_states",
     "moe_combine",
     "moe_gemm",
+    "moe_gemm_combine",
     "moe_route",
     "permute_columns",
     "qk_norm_rope_store",
@@ -77,6 +80,7 @@ __all__ = [
     "rmsnorm",
     "rmsnorm_gemm",
     "rmsnorm_gemm_wna16",
+    "rmsnorm_moe_route",
     "rmsnorm_quantize",
     "rope",
     "sample",

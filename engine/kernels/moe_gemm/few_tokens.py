@@ -11,28 +11,45 @@ from engine.dtypes import dtype_name
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec
 from engine.kernels.moe_gemm.formats import base_of, bases, kind, weight_arrays
-from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
+from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands, Summed
 from engine.quantization import FORMATS, Format
 from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
 
-__all__ = ["FewTokensConfig", "all_configs", "choose", "choose_few_tokens", "launch", "specs"]
-__all__ += ["MAX_TOKENS", "few_tokens_config"]
+__all__ = [
+    "MAX_PAIRS",
+    "MAX_TOKENS",
+    "MAX_WARPS",
+    "FewTokensConfig",
+    "all_configs",
+    "choose",
+    "choose_few_tokens",
+    "few_tokens_config",
+    "is_possible",
+    "launch",
+    "shared_limit",
+    "specs",
+    "stage_columns",
+    "sums_x",
+    "weight_bytes",
+]
 
-_FILE = "gemm/moe_gemm.cu"
 _PARAMS = (
     "data:ptr high:ptr scales:ptr supers:ptr x:ptr order:ptr offsets:ptr pair_weights:ptr bias:ptr "
-    "out:ptr num_pairs:i32 num_experts:i32 num_rows:i32 k:i32 top_k:i32 groups:i32 num_supers:i32 "
-    "max_rows:i32 part_stages:i32 num_stages:i32 activation:i32 alpha:f32 limit:f32 is_early:i32"
+    "shared:ptr shared_gate:ptr residual:ptr out:ptr num_tokens:i32 num_pairs:i32 num_experts:i32 "
+    "num_rows:i32 k:i32 top_k:i32 groups:i32 num_supers:i32 max_rows:i32 part_stages:i32 "
+    "num_stages:i32 activation:i32 alpha:f32 limit:f32 is_early:i32"
 )
-_KERNELS = {
-    tokens: Kernel(f"moe_gemm_few_{tokens}", _PARAMS, struct="MoeFewParams") for tokens in (1, 8)
-}
 MAX_TOKENS = 8
-_MAX_PAIRS = 128  # kMaxPairs of the CUDA file
+_KERNELS = {
+    (op, tokens): Kernel(f"{op}_few_{tokens}", _PARAMS, struct="MoeFewParams")
+    for op in ("moe_gemm", "moe_gemm_combine")
+    for tokens in (1, MAX_TOKENS)
+}
+MAX_PAIRS = 128  # kMaxPairs of the CUDA file
 _DTYPES = ("float16", "bfloat16")
 _ROW_BYTES = 128  # of a row of a stage, in formats that are not packed
 
-_MAX_WARPS = 16  # of a block
+MAX_WARPS = 16  # of a block
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 _STAGES = (3, 2)  # of a ring, the best first
 _LARGEST_SHARED = 227 * 1024  # of a block on Hopper
@@ -70,21 +87,21 @@ class FewTokensConfig:
     shared_bytes: int
 
 
-def _columns(form: Format) -> int:
+def stage_columns(form: Format) -> int:
     """Return the columns of a stage."""
     if not form.is_packed:
         return _ROW_BYTES
     return (2 if form.bits == 8 else 4) * TILE_COLUMNS
 
 
-def _weight_bytes(form: Format) -> int:
+def weight_bytes(form: Format) -> int:
     """Return the bytes of a stage: codes and scales."""
     if not form.is_packed:
         return TILE_ROWS * (_ROW_BYTES + 4)
     last, size = 2 if form.offset else 1, 1 if form.super_block or form.code == "e2m1" else 2
-    scales = _columns(form) // form.group * TILE_ROWS * size * last
+    scales = stage_columns(form) // form.group * TILE_ROWS * size * last
     supers = TILE_ROWS * 2 * last if form.super_block else 0
-    return TILE_ROWS * _columns(form) * form.bits // 8 + scales + supers
+    return TILE_ROWS * stage_columns(form) * form.bits // 8 + scales + supers
 
 
 @cache
@@ -109,7 +126,7 @@ def choose_few_tokens(
     >>> config.parts * config.part_stages
     16
     """
-    if not 0 < tokens <= MAX_TOKENS or tokens * top_k > _MAX_PAIRS:
+    if not 0 < tokens <= MAX_TOKENS or tokens * top_k > MAX_PAIRS:
         return None
     best, least = None, 0.0
     for parts, row_tiles, stages in _ways(is_gated=is_gated):
@@ -127,7 +144,7 @@ def choose_few_tokens(
 def _ways(*, is_gated: bool) -> Iterator[tuple[int, int, int]]:
     """Yield warps along k and along rows of a block, and stages of a ring."""
     for parts in _PARTS:
-        for row_tiles in range(_MAX_WARPS // parts, 0, -1):
+        for row_tiles in range(MAX_WARPS // parts, 0, -1):
             if not (is_gated and row_tiles % 2):
                 for stages in _STAGES:
                     yield parts, row_tiles, stages
@@ -155,17 +172,17 @@ def few_tokens_config(
 
     A warp's ring has `stages`.
     """
-    part_stages = ceil_div(ceil_div(shape[2], _columns(form)), parts)
+    part_stages = ceil_div(ceil_div(shape[2], stage_columns(form)), parts)
     experts = min(shape[0], tokens * top_k)
     units = experts * _units(shape, row_tiles, is_gated=is_gated)
     warps = parts * row_tiles
-    stage = _weight_bytes(form) + tokens * (_columns(form) * 2 + 16)
-    sums = 2 * warps * (1 if tokens == 1 and not _sums_x(form) else MAX_TOKENS) * (TILE_ROWS + 4)
+    stage = weight_bytes(form) + tokens * (stage_columns(form) * 2 + 16)
+    sums = 2 * warps * (1 if tokens == 1 and not sums_x(form) else MAX_TOKENS) * (TILE_ROWS + 4)
     shared = warps * stages * stage + sums * 4
     return FewTokensConfig(parts, row_tiles, part_stages, stages, min(sms, units), shared)
 
 
-def _sums_x(form: Format) -> bool:
+def sums_x(form: Format) -> bool:
     """Tell whether the kernel sums x by products of eight tokens (kSumsX of the CUDA file)."""
     if not form.is_packed:
         return False
@@ -188,10 +205,10 @@ def _estimate(
     rounds, warps = ceil_div(units, config.blocks), config.parts * config.row_tiles
     factor = _PACKED_FACTOR if form.is_packed else 1.0
     schedulers_full = ceil_div(warps, 4) * 4
-    memory = warps * _weight_bytes(form) / _BYTES_PER_NS
+    memory = warps * weight_bytes(form) / _BYTES_PER_NS
     work = max(memory, schedulers_full * _WARP_NS * factor)
     stage: float = (work**3 + (_STAGE_NS * factor) ** 3) ** (1 / 3)
-    is_alone = 2 * warps > _MAX_WARPS
+    is_alone = 2 * warps > MAX_WARPS
     return rounds * (config.part_stages * stage + _UNIT_NS) + is_alone * _ALONE_NS
 
 
@@ -208,40 +225,46 @@ def all_configs(
     return [each for each in configs if each.shared_bytes + _STATIC_BYTES <= _LARGEST_SHARED]
 
 
-def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `launch` may launch for weights of `formats`."""
+def specs(dtype: str, formats: tuple[str, ...], op: str = "moe_gemm") -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch` may launch for `op` and weights of `formats`."""
     if dtype not in _DTYPES:
         return ()
     forms = (FORMATS[name] for name in formats if not FORMATS[name].is_dense)
-    return tuple(_spec(base, form) for form in forms for base in bases(dtype, form))
+    return tuple(_spec(op, base, form) for form in forms for base in bases(dtype, form))
 
 
-def _spec(base: ModuleSpec, form: Format) -> ModuleSpec:
-    return ModuleSpec(_FILE, base.dtype, (*base.defines, ("WEIGHTS", kind(form))))
+def _spec(op: str, base: ModuleSpec, form: Format) -> ModuleSpec:
+    return ModuleSpec(f"gemm/{op}.cu", base.dtype, (*base.defines, ("WEIGHTS", kind(form))))
 
 
 def choose(operands: MoeOperands) -> FewTokensConfig | None:
     """Return the configuration for CuPy arrays, or None if another kernel must do it."""
-    x, weight, experts = operands.x, operands.weight, operands.routing.experts
-    if operands.deterministic or dtype_name(x.dtype) not in _DTYPES or operands.out.size == 0:
+    if not is_possible(operands):
         return None
-    is_gated, form, k = operands.activation is not None, weight.format, x.shape[1]
-    if k == 0 or (form.is_packed and is_gated and weight.shape[1] % (2 * TILE_ROWS)):
-        return None  # gate and up share a row tile
-    steps = [array.data.ptr for array in (x, *(array for _, array in weight.arrays()))]
-    steps += [k * x.itemsize, 0 if form.is_packed else k]
-    if any(step % 16 for step in steps):
-        return None
-    limit = _shared_limit(device.cupy().cuda.runtime.getDevice())
+    tokens, top_k = operands.routing.experts.shape
+    is_gated, weight = operands.activation is not None, operands.weight
     return choose_few_tokens(
-        experts.shape[0],
-        experts.shape[1],
-        weight.shape,
-        form,
-        sm_count(),
-        limit,
+        *(tokens, top_k, weight.shape, weight.format, sm_count(), shared_limit()),
         is_gated=is_gated,
     )
+
+
+def is_possible(operands: MoeOperands) -> bool:
+    """Tell whether the kernels for few tokens take the arrays, however many tokens there are."""
+    x, weight = operands.x, operands.weight
+    if operands.deterministic or dtype_name(x.dtype) not in _DTYPES or operands.out.size == 0:
+        return False
+    is_gated, form, k = operands.activation is not None, weight.format, x.shape[1]
+    if k == 0 or (form.is_packed and is_gated and weight.shape[1] % (2 * TILE_ROWS)):
+        return False  # gate and up share a row tile
+    steps = [array.data.ptr for array in (x, *(array for _, array in weight.arrays()))]
+    steps += [k * x.itemsize, 0 if form.is_packed else k]
+    return not any(step % 16 for step in steps)
+
+
+def shared_limit() -> int:
+    """Return the bytes of shared memory that a block may have on the current device."""
+    return _shared_limit(device.cupy().cuda.runtime.getDevice())
 
 
 @cache
@@ -254,8 +277,10 @@ def launch(operands: MoeOperands, config: FewTokensConfig) -> None:
     x, weight, routing = operands.x, operands.weight, operands.routing
     (num_experts, rows, k), dtype = weight.shape, dtype_name(x.dtype)
     tokens, top_k = routing.experts.shape
-    _KERNELS[1 if tokens == 1 else MAX_TOKENS].launch(
-        _spec(base_of(weight, dtype), weight.format),
+    op = "moe_gemm" if operands.summed is None else "moe_gemm_combine"
+    summed = operands.summed or Summed()
+    _KERNELS[op, 1 if tokens == 1 else MAX_TOKENS].launch(
+        _spec(op, base_of(weight, dtype), weight.format),
         (config.blocks,),
         (32, config.parts, config.row_tiles),
         config.shared_bytes,
@@ -265,7 +290,11 @@ def launch(operands: MoeOperands, config: FewTokensConfig) -> None:
         offsets=routing.offsets,
         pair_weights=routing.weights if operands.scatter else None,
         bias=operands.bias,
+        shared=summed.shared,
+        shared_gate=summed.shared_gate,
+        residual=summed.residual,
         out=operands.out,
+        num_tokens=tokens,
         num_pairs=tokens * top_k,
         num_experts=num_experts,
         num_rows=rows,

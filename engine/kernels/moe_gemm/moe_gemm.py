@@ -28,10 +28,10 @@ from engine.quantization import FORMATS, Format, Weight
 from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
 from engine.reference import Routing
 
-__all__ = ["moe_gemm", "specs"]
+__all__ = ["SAMPLES", "check_product", "launch", "moe_gemm", "specs"]
 
 _ROWS = Format("rows of x", 8, (1, GROUP), 32, "e4m3", activations="fp8")
-_SAMPLES = ("fp8_block", "int8", "mxfp4", "int4_g128", "q4_k", "q6_k")
+SAMPLES = ("fp8_block", "int8", "mxfp4", "int4_g128", "q4_k", "q6_k")
 
 
 def specs(
@@ -41,7 +41,7 @@ def specs(
 
     With `patterns` the formats are a few that between them have every way to decode.
     """
-    names = _SAMPLES if patterns else formats
+    names = SAMPLES if patterns else formats
     quantized = (few_tokens, quantized_sm90, codes_sm90, scratch)
     found = [spec for module in quantized for spec in module.specs(dtype, names)]
     if any(FORMATS[name].block == (GROUP, GROUP) for name in names):
@@ -134,32 +134,17 @@ def moe_gemm(
     array([3., 2.], dtype=float32)
     """
     call = Contract("moe_gemm")
-    experts = call.array("routing.experts", routing.experts, "T k", INT32)
-    call.bind("P", call["T"] * call["k"], "routing.experts")
-    x = call.array("x", x, "P K" if scatter else "T K", FLOATS)
-    if isinstance(weight, Weight) and weight.format.is_dense:
-        weight = weight.data
-    if isinstance(weight, Weight):
-        weight = _check_quantized(call, weight)
-    else:
-        weight = call.array("weight", weight, "E R K", x.dtype)
-    weights = call.array("routing.weights", routing.weights, "T k", FLOAT32)
-    order = call.array("routing.order", routing.order, "P", INT32)
-    offsets = call.array("routing.offsets", routing.offsets, f"{call['E'] + 1}", INT32)
+    x, weight, routing, bias = check_product(
+        call, x, weight, routing, bias, scatter=scatter, quantize_x=quantize_x
+    )
     call.check("activation", activation in ACTIVATIONS, f"one of {ACTIVATIONS}", activation)
     rows = call["R"]
     if activation is not None:
         call.check("weight", rows % 2 == 0, "of as many rows of gate as of up", f"{rows} rows")
-    if quantize_x:
-        is_possible = isinstance(weight, Weight) and weight.format.block == (GROUP, GROUP)
-        call.check("weight", is_possible, "in blocks of 128 x 128 with quantize_x", _name(weight))
-    if bias is not None:
-        bias = call.array("bias", bias, "E R", x.dtype)
     call.number("alpha", alpha)
     call.number("limit", limit, low=0.0)
     num_experts = call["E"] if num_experts is None else num_experts
     call.number("num_experts", num_experts, low=call["E"])
-    routing = Routing(experts, weights, order, offsets)
     if call.on_cpu:
         result = reference.moe_gemm(
             x,
@@ -178,11 +163,47 @@ def moe_gemm(
     out = call.output("out", out, (call["P"], columns), x.dtype)
     own = (x, weight, routing, out, bias, activation, alpha, limit, scatter, deterministic, pdl)
     operands = MoeOperands(*own, num_experts)
+    launch(call, operands, quantize_x=quantize_x)
+    return out
+
+
+def launch(call: Contract, operands: MoeOperands, *, quantize_x: bool) -> None:
+    """Launch on CuPy arrays that `check_product` has checked."""
     if quantize_x:
         _launch_quantized(call, operands)
     else:
         _launch(operands)
-    return out
+
+
+def check_product(
+    call: Contract,
+    x: Any,
+    weight: Any,
+    routing: Routing,
+    bias: Any,
+    *,
+    scatter: bool,
+    quantize_x: bool,
+) -> tuple[Any, Any, Routing, Any]:
+    """Return x, weight, routing and bias, which `call` has checked; a dense weight as an array."""
+    experts = call.array("routing.experts", routing.experts, "T k", INT32)
+    call.bind("P", call["T"] * call["k"], "routing.experts")
+    x = call.array("x", x, "P K" if scatter else "T K", FLOATS)
+    if isinstance(weight, Weight) and weight.format.is_dense:
+        weight = weight.data
+    if isinstance(weight, Weight):
+        weight = _check_quantized(call, weight)
+    else:
+        weight = call.array("weight", weight, "E R K", x.dtype)
+    weights = call.array("routing.weights", routing.weights, "T k", FLOAT32)
+    order = call.array("routing.order", routing.order, "P", INT32)
+    offsets = call.array("routing.offsets", routing.offsets, f"{call['E'] + 1}", INT32)
+    if quantize_x:
+        is_possible = isinstance(weight, Weight) and weight.format.block == (GROUP, GROUP)
+        call.check("weight", is_possible, "in blocks of 128 x 128 with quantize_x", _name(weight))
+    if bias is not None:
+        bias = call.array("bias", bias, "E R", x.dtype)
+    return x, weight, Routing(experts, weights, order, offsets), bias
 
 
 def _launch_quantized(call: Contract, operands: MoeOperands) -> None:

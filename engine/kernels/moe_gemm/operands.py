@@ -8,15 +8,24 @@ from typing import Any
 from engine.kernels._launch import ceil_div
 from engine.reference import Routing
 
-__all__ = ["ACTIVATIONS", "MoeOperands"]
+__all__ = ["ACTIVATIONS", "MoeOperands", "Summed"]
 
 ACTIVATIONS: tuple[str | None, ...] = (None, "swiglu", "swiglu_clamped")
 """In the order of `enum MoeActivation`."""
 
 
 @dataclass(frozen=True)
+class Summed:
+    """What `moe_gemm_combine` adds to the outputs of a token's experts."""
+
+    shared: Any = None
+    shared_gate: Any = None
+    residual: Any = None
+
+
+@dataclass(frozen=True)
 class MoeOperands:
-    """CuPy arrays and options, as `moe_gemm` takes them."""
+    """CuPy arrays and options, as `moe_gemm` takes them, or `moe_gemm_combine` with `summed`."""
 
     x: Any
     weight: Any
@@ -31,6 +40,7 @@ class MoeOperands:
     pdl: bool
     num_experts: int
     quantize_x: bool = False
+    summed: Summed | None = None
 
     @property
     def expected_pairs(self) -> int:

@@ -1,0 +1,283 @@
+// How the experts of tokens are chosen, and how a block sorts the pairs (token, expert) of a few
+// tokens by expert: moe_route.cu gives the formulas.
+#pragma once
+
+#include "common/reduce.cuh"
+#include "common/types.cuh"
+
+constexpr int kMaxTopK = 16;
+constexpr int kMaskWords = 2;
+constexpr int kMaskTokens = 32 * kMaskWords;    // that one block can sort at a time
+constexpr uint32_t kMinusInfKey = 0x007fffffu;  // key_of(-inf)
+
+struct MoeRouteParams {
+  const float* logits;      // (T, E)
+  const float* correction;  // (E,), or null
+  int* experts;             // (T, top_k)
+  float* weights;           // (T, top_k)
+  int* order;               // (T * top_k,)
+  int* offsets;             // (E + 1,)
+  const int64_t* slots;     // (T,), or null: tokens with a negative slot are not in `load`
+  int64_t* load;            // (E,), to which the pairs are added; or null
+  int* counts;              // (chunks, E) pairs of each chunk of tokens; unused with few tokens
+  int num_tokens, num_experts, top_k;
+  int is_sigmoid;
+  int num_groups, top_groups;  // num_groups <= 32; 1: no groups
+  int renormalize;
+  float scale;
+  int chunk_tokens;  // of a block; the last has the rest
+};
+
+// Larger for larger x. 0 and -0 have one key; NaN has the lowest, 1; no float has 0.
+__device__ __forceinline__ uint32_t key_of(float x) {
+  const uint32_t bits = x == 0.0f ? 0 : __float_as_uint(x);
+  const uint32_t key = bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
+  return x != x ? 1 : key;
+}
+
+__device__ __forceinline__ float value_of(uint32_t key) {
+  return __uint_as_float(key >> 31 != 0 ? key ^ 0x80000000u : ~key);
+}
+
+// Of a lane's experts: i * 32 + lane. `key` ranks them, 0 if they do not exist or are taken.
+template <int kPer>
+struct Ranked {
+  float score[kPer];
+  uint32_t key[kPer];
+};
+
+// Turns a row of logits into scores and their ranks.
+template <int kPer>
+__device__ __forceinline__ void load_scores(const MoeRouteParams& p, int token, Ranked<kPer>& r) {
+  const int lane_idx = threadIdx.x % kWarpSize;
+  const float* row = p.logits + static_cast<int64_t>(token) * p.num_experts;
+  const auto exists = [&](int i) { return i * kWarpSize + lane_idx < p.num_experts; };
+#pragma unroll
+  for (int i = 0; i < kPer; ++i)
+    r.score[i] = exists(i) ? row[i * kWarpSize + lane_idx] : value_of(kMinusInfKey);
+  if (p.is_sigmoid) {
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) r.score[i] = __frcp_rn(1.0f + expf(-r.score[i]));
+  } else {
+    float largest = r.score[0], sum = 0.0f;
+#pragma unroll
+    for (int i = 1; i < kPer; ++i) largest = fmaxf(largest, r.score[i]);
+    largest = value_of(__reduce_max_sync(kFullMask, key_of(largest)));
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      r.score[i] = exists(i) ? expf(r.score[i] - largest) : 0.0f;
+      sum += r.score[i];
+    }
+    const float scale = 1.0f / warp_sum(sum);
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) r.score[i] *= scale;
+  }
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) {
+    float rank = r.score[i];
+    if (p.correction != nullptr && exists(i)) rank += p.correction[i * kWarpSize + lane_idx];
+    r.key[i] = exists(i) ? key_of(rank) : 0;
+  }
+}
+
+// Leaves the token's best groups of neighbouring experts; the others rank as -inf. Lane g has group
+// g: a group's rank is its best expert's, or with a correction the sum of its two best.
+template <int kPer>
+__device__ __forceinline__ void keep_best_groups(const MoeRouteParams& p, Ranked<kPer>& r) {
+  const int lane_idx = threadIdx.x % kWarpSize, size = p.num_experts / p.num_groups;
+  int group[kPer];
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) group[i] = (i * kWarpSize + lane_idx) / size;
+  uint32_t own = 0;
+#pragma unroll 1
+  for (int g = 0; g < p.num_groups; ++g) {
+    uint32_t best = 0, second = 0;  // of this lane's experts in the group
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      if (group[i] != g) continue;
+      second = max(second, min(best, r.key[i]));
+      best = max(best, r.key[i]);
+    }
+    const uint32_t largest = __reduce_max_sync(kFullMask, best);
+    float value = value_of(largest);
+    if (p.correction != nullptr) {
+      const unsigned holders = __ballot_sync(kFullMask, best == largest);
+      const bool is_first = lane_idx == __ffs(static_cast<int>(holders)) - 1;
+      value += value_of(__reduce_max_sync(kFullMask, is_first ? second : best));
+    }
+    if (lane_idx == g) own = key_of(value);
+  }
+  int better = 0;
+#pragma unroll 1
+  for (int g = 0; g < p.num_groups; ++g) {
+    const uint32_t other = __shfl_sync(kFullMask, own, g);
+    better += other > own || (other == own && g < lane_idx);
+  }
+  const bool is_kept = lane_idx < p.num_groups && better < p.top_groups;
+  const unsigned kept = __ballot_sync(kFullMask, is_kept);
+#pragma unroll
+  for (int i = 0; i < kPer; ++i)
+    if (r.key[i] != 0 && (kept >> group[i] & 1) == 0) r.key[i] = kMinusInfKey;
+}
+
+// Writes a token's experts and weights and returns, in lane j < top_k, the j-th expert.
+template <int kPer>
+__device__ __forceinline__ int choose(const MoeRouteParams& p, int token) {
+  const int lane_idx = threadIdx.x % kWarpSize;
+  Ranked<kPer> r;
+  load_scores(p, token, r);
+  if (p.num_groups > 1) keep_best_groups(p, r);
+  int expert = 0;
+  float weight = 0.0f, total = 0.0f;
+#pragma unroll 1
+  for (int rank = 0; rank < p.top_k; ++rank) {
+    uint32_t best = r.key[0];
+    int place = 0;
+#pragma unroll
+    for (int i = 1; i < kPer; ++i) {
+      if (r.key[i] > best) best = r.key[i], place = i;
+    }
+    const uint32_t largest = __reduce_max_sync(kFullMask, best);
+    const unsigned own = place * kWarpSize + lane_idx;
+    // Below num_experts: at least one of its keys is not 0, as top_k <= num_experts.
+    const int winner = __reduce_min_sync(kFullMask, best == largest ? own : ~0u);
+    float score = r.score[0];
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      if (i == winner / kWarpSize) {
+        score = r.score[i];
+        if (lane_idx == winner % kWarpSize) r.key[i] = 0;
+      }
+    }
+    score = __shfl_sync(kFullMask, score, winner % kWarpSize);
+    total += score;
+    if (lane_idx == rank) expert = winner, weight = score;
+  }
+  if (lane_idx < p.top_k) {
+    if (p.renormalize) weight /= total < 1e-20f ? 1e-20f : total;  // a NaN stays
+    const int64_t pair = static_cast<int64_t>(token) * p.top_k + lane_idx;
+    p.experts[pair] = expert;
+    p.weights[pair] = weight * p.scale;
+    if (p.load != nullptr && (p.slots == nullptr || p.slots[token] >= 0))
+      atomicAdd(reinterpret_cast<unsigned long long*>(p.load + expert), 1ull);
+  }
+  return expert;
+}
+
+// Which of kMaskTokens tokens chose each expert.
+template <int kPer>
+struct TokenMasks {
+  static constexpr int kExperts = kPer * kWarpSize;
+  uint32_t words[kMaskWords][kExperts];
+
+  __device__ __forceinline__ void clear(int expert) {
+#pragma unroll
+    for (int w = 0; w < kMaskWords; ++w) words[w][expert] = 0;
+  }
+  __device__ __forceinline__ void add(int expert, int token) {
+    atomicOr(&words[token / 32][expert], 1u << token % 32);
+  }
+  __device__ __forceinline__ int count(int expert) const {
+    int sum = 0;
+#pragma unroll
+    for (int w = 0; w < kMaskWords; ++w) sum += __popc(words[w][expert]);
+    return sum;
+  }
+  // How many tokens before this one chose the expert.
+  __device__ __forceinline__ int rank(int expert, int token) const {
+    int sum = 0;
+#pragma unroll
+    for (int w = 0; w < kMaskWords; ++w) {
+      const int bits = min(max(token - w * 32, 0), 32);  // of the word
+      sum += __popc(words[w][expert] & (bits == 32 ? ~0u : (1u << bits) - 1));
+    }
+    return sum;
+  }
+  // Of this lane's experts lane * kPer + i; in accesses of several words, without bank conflicts.
+  __device__ __forceinline__ void count_own(int (&counts)[kPer]) const {
+    constexpr int kWidth = kPer < 4 ? kPer : 4;
+    const int first = threadIdx.x % kWarpSize * kPer;
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) counts[i] = 0;
+#pragma unroll
+    for (int w = 0; w < kMaskWords; ++w)
+#pragma unroll
+      for (int i = 0; i < kPer; i += kWidth) {
+        const auto part = load_vec<uint32_t, kWidth>(&words[w][first + i]);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) counts[i + j] += __popc(part.v[j]);
+      }
+  }
+};
+
+// Replaces each of a warp's counts, expert lane * kPer + i, by the sum of those before it.
+template <int kPer>
+__device__ __forceinline__ void sums_before(int (&counts)[kPer]) {
+  const int lane_idx = threadIdx.x % kWarpSize;
+  int own = 0;
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) own += counts[i];
+  int before = own;
+#pragma unroll
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    const int other = __shfl_up_sync(kFullMask, before, step);
+    if (lane_idx >= step) before += other;
+  }
+  before -= own;
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) {
+    const int count = counts[i];
+    counts[i] = before;
+    before += count;
+  }
+}
+
+// Where the experts' pairs begin, `begins` as sums_before leaves it.
+template <int kPer>
+__device__ __forceinline__ void store_offsets(const MoeRouteParams& p, const int (&begins)[kPer]) {
+  const int lane_idx = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int i = 0; i < kPer; ++i)
+    if (lane_idx * kPer + i < p.num_experts) p.offsets[lane_idx * kPer + i] = begins[i];
+  if (lane_idx == 0) p.offsets[p.num_experts] = p.num_tokens * p.top_k;
+}
+
+template <int kPer>
+struct RouteShared {
+  alignas(16) TokenMasks<kPer> masks;
+  int experts[kMaskTokens][kMaxTopK];
+};
+
+// All of it for up to kMaskTokens tokens, in one block of any number of warps. The masks are clear,
+// and a barrier has made them and the logits visible.
+template <int kPer>
+__device__ __forceinline__ void route_few(const MoeRouteParams& p, RouteShared<kPer>& shared) {
+  const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
+  const int num_warps = blockDim.x / kWarpSize;
+#pragma unroll 1
+  for (int token = warp_idx; token < p.num_tokens; token += num_warps) {
+    const int expert = choose<kPer>(p, token);
+    if (lane_idx < p.top_k) {
+      shared.experts[token][lane_idx] = expert;
+      shared.masks.add(expert, token);
+    }
+  }
+  __syncthreads();
+  // Every warp by itself, which costs less than another barrier.
+  int begins[kPer];
+  shared.masks.count_own(begins);
+  sums_before<kPer>(begins);
+  if (warp_idx == 0) store_offsets<kPer>(p, begins);
+#pragma unroll 1
+  for (int token = warp_idx; token < p.num_tokens; token += num_warps) {
+    const int expert = lane_idx < p.top_k ? shared.experts[token][lane_idx] : 0;
+    int begin = 0;
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      const int other = __shfl_sync(kFullMask, begins[i], expert / kPer);
+      if (expert % kPer == i) begin = other;
+    }
+    if (lane_idx < p.top_k)
+      p.order[begin + shared.masks.rank(expert, token)] = token * p.top_k + lane_idx;
+  }
+}

@@ -1,0 +1,116 @@
+// The norm in front of a mixture of experts, its router and its routing, of one token.
+//
+//   y       = x / sqrt(mean(x^2) + eps) * (norm_weight + weight_offset)    (rounded to scalar_t)
+//   logits  = weight y + bias                                              (float)
+//   routing = as moe_route.cu, of these logits
+//
+// Arguments: RmsnormMoeRouteParams, below.
+//
+// Numerics: as rmsnorm.cu and moe_route.cu. A logit is summed in float, by the lanes of a warp and
+// then over them.
+// Parallelisation: one cluster. Each block computes the whole norm, and the logits of some experts,
+// whose weights it has asked for while the preceding kernel still runs; a warp sums those of an
+// expert. The logits go to the first block's shared memory, where it chooses.
+// Mirror: engine/reference/rmsnorm_moe_route.py
+#include "common/cluster.cuh"
+#include "common/moe_route.cuh"
+#include "common/pdl.cuh"
+#include "common/rmsnorm_row.cuh"
+
+constexpr int kThreads = 512, kWarps = kThreads / kWarpSize;
+
+struct RmsnormMoeRouteParams {
+  const scalar_t* x;            // (1, N)
+  const scalar_t* norm_weight;  // (N,)
+  const scalar_t* weight;       // (E, N)
+  const scalar_t* bias;         // (E,), or null
+  scalar_t* y;                  // (1, N)
+  // As in MoeRouteParams, of one token.
+  const float* correction;
+  int* experts;
+  float* weights;
+  int* order;
+  int* offsets;
+  const int64_t* slots;
+  int64_t* load;
+  int n, num_experts, top_k, is_sigmoid, num_groups, top_groups, renormalize;
+  float scale, eps, weight_offset;
+};
+
+// Dynamic shared memory: the block's rows of weight, y, and the logits.
+template <int kPer>
+__device__ __forceinline__ void rmsnorm_moe_route(const RmsnormMoeRouteParams& p) {
+  if constexpr (!kHasClusters) return;  // there its parts are launched instead
+  extern __shared__ __align__(128) unsigned char smem[];
+  __shared__ RouteShared<kPer> shared;
+  __shared__ BulkBarrier barrier;
+  __shared__ float smem_sums[kWarps];
+  const int size = cluster_size(), rank = cluster_rank();
+  const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
+  const int own = (p.num_experts + size - 1) / size;
+  const int first = min(p.num_experts, rank * own);
+  const int count = min(p.num_experts, first + own) - first;
+  const scalar_t* rows = reinterpret_cast<const scalar_t*>(smem);
+  scalar_t* y = reinterpret_cast<scalar_t*>(smem) + static_cast<int64_t>(own) * p.n;
+  float* logits = reinterpret_cast<float*>(y + p.n);
+
+  pdl_trigger();
+  if (threadIdx.x == 0) {
+    barrier.init();
+    barrier.expect(count * p.n * sizeof(scalar_t));
+    // SAFETY: no kernel writes a weight.
+    for (int i = 0; i < count; ++i)
+      barrier.copy(smem + static_cast<int64_t>(i) * p.n * sizeof(scalar_t),
+                   p.weight + static_cast<int64_t>(first + i) * p.n, p.n * sizeof(scalar_t));
+  }
+  for (int e = threadIdx.x; e < kPer * kWarpSize; e += kThreads) shared.masks.clear(e);
+  if (size > 1) cluster_arrive_relaxed();  // the first block runs
+  pdl_wait();
+  {
+    const Row row{p.x,     nullptr, p.norm_weight, nullptr,         p.y,
+                  nullptr, p.n,     p.eps,         p.weight_offset, 1.0f};
+    rmsnorm_register_row<kWarps, 2>(row, smem_sums, [&](int, int i, const Vec<scalar_t, kVec>& v) {
+      store_vec(y + i, v);
+      if (rank == 0) store_vec(p.y + i, v);
+    });
+  }
+  __syncthreads();
+  barrier.wait();
+  if (size > 1) cluster_wait();
+#pragma unroll 1
+  for (int e = warp_idx; e < count; e += kWarps) {
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int i = lane_idx * kVec; i < p.n; i += kWarpSize * kVec) {
+      const auto a = load_vec<scalar_t, kVec>(rows + static_cast<int64_t>(e) * p.n + i);
+      const auto b = load_vec<scalar_t, kVec>(y + i);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) sum = fmaf(to_float(a.v[j]), to_float(b.v[j]), sum);
+    }
+    sum = warp_sum(sum);
+    if (lane_idx == 0) {
+      if (p.bias != nullptr) sum += to_float(p.bias[first + e]);
+      store_cluster_float(logits + first + e, 0, size, sum);
+    }
+  }
+  __syncwarp();
+  cluster_sync(size);
+  if (rank != 0) return;
+  route_few<kPer>(MoeRouteParams{logits, p.correction, p.experts, p.weights, p.order, p.offsets,
+                                 p.slots, p.load, nullptr, 1, p.num_experts, p.top_k, p.is_sigmoid,
+                                 p.num_groups, p.top_groups, p.renormalize, p.scale, 0},
+                  shared);
+}
+
+// The entry points for up to 32 * per experts.
+#define ENGINE_RMSNORM_MOE_ROUTE(per, experts)                                       \
+  extern "C" __global__ void __launch_bounds__(kThreads, 1)                          \
+      rmsnorm_moe_route_##experts(const __grid_constant__ RmsnormMoeRouteParams p) { \
+    rmsnorm_moe_route<per>(p);                                                       \
+  }
+
+ENGINE_RMSNORM_MOE_ROUTE(1, 32)
+ENGINE_RMSNORM_MOE_ROUTE(2, 64)
+ENGINE_RMSNORM_MOE_ROUTE(4, 128)
+ENGINE_RMSNORM_MOE_ROUTE(8, 256)
+ENGINE_RMSNORM_MOE_ROUTE(16, 512)

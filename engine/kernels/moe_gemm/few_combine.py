@@ -1,0 +1,118 @@
+"""moe_gemm_combine for few tokens: how the problem is cut, and which arrays the kernel takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from engine.kernels._launch import ceil_div, sm_count
+from engine.kernels.moe_gemm.few_tokens import (
+    MAX_PAIRS,
+    MAX_TOKENS,
+    MAX_WARPS,
+    FewTokensConfig,
+    is_possible,
+    shared_limit,
+    stage_columns,
+    sums_x,
+    weight_bytes,
+)
+from engine.kernels.moe_gemm.operands import MoeOperands
+from engine.quantization import Format
+from engine.quantization.formats import TILE_ROWS
+
+__all__ = ["all_configs", "choose", "choose_few_combine", "few_combine_config"]
+
+_STAGES = (6, 4, 3, 2)  # of a ring, the best first
+_STATIC_BYTES = 4096  # of shared memory: what the kernels declare, and what the driver reserves
+# Warps of a block: where a multiprocessor has one, the registers of as many are left to the first
+# product, so that the weights are on their way before it has ended.
+_WARPS = MAX_WARPS // 2
+_EVEN = 0.85  # how full multiprocessors must be
+
+
+@cache
+def choose_few_combine(
+    tokens: int,
+    top_k: int,
+    shape: tuple[int, int, int],
+    form: Format,
+    sms: int,
+    limit: int,
+) -> FewTokensConfig | None:
+    """Choose for `tokens` tokens and a weight of `shape` (E, R, K); None if two kernels are faster.
+
+    A block has as many row tiles as leave a multiprocessor no more than two blocks.
+
+    Examples
+    --------
+    >>> from engine.quantization import FORMATS
+    >>> shape = (128, 2048, 768)
+    >>> config = choose_few_combine(1, 8, shape, FORMATS["fp8_block"], 132, 227 << 10)
+    >>> config.blocks, config.parts, config.row_tiles, config.num_stages
+    (128, 8, 1, 6)
+    """
+    if not 0 < tokens <= MAX_TOKENS or tokens * top_k > MAX_PAIRS:
+        return None
+    row_tiles = 1
+    while _blocks(shape, row_tiles) > 2 * sms:
+        row_tiles *= 2
+    parts, blocks = _WARPS // row_tiles, _blocks(shape, row_tiles)
+    shares = ceil_div(blocks, sms)
+    # Where some multiprocessors have one block more than others, these wait, with more tokens for
+    # longer than another launch takes.
+    if parts == 0 or (tokens > 1 and blocks < _EVEN * shares * sms):
+        return None
+    for stages in _STAGES:
+        config = few_combine_config(tokens, top_k, shape, form, parts, row_tiles, stages)
+        if shares * (config.shared_bytes + _STATIC_BYTES) <= limit:
+            return config
+    return None
+
+
+def _blocks(shape: tuple[int, int, int], row_tiles: int) -> int:
+    return ceil_div(ceil_div(shape[1], TILE_ROWS), row_tiles)
+
+
+def few_combine_config(
+    tokens: int,
+    top_k: int,
+    shape: tuple[int, int, int],
+    form: Format,
+    parts: int,
+    row_tiles: int,
+    stages: int,
+) -> FewTokensConfig:
+    """Return the configuration with `parts` warps along k and `row_tiles` along rows of a block.
+
+    A warp's ring has at most `stages`.
+    """
+    experts = min(shape[0], tokens * top_k)
+    part_stages = ceil_div(experts * ceil_div(shape[2], stage_columns(form)), parts)
+    stages = min(stages, part_stages)
+    warps, room = parts * row_tiles, 1 if tokens == 1 else MAX_TOKENS
+    stage = weight_bytes(form) + tokens * (stage_columns(form) * 2 + 16)
+    of_tile = MAX_TOKENS if sums_x(form) else room
+    sums = warps * (room + of_tile) * (TILE_ROWS + 4)
+    return FewTokensConfig(
+        *(parts, row_tiles, part_stages, stages, _blocks(shape, row_tiles)),
+        shared_bytes=warps * stages * stage + sums * 4,
+    )
+
+
+def all_configs(
+    tokens: int, top_k: int, shape: tuple[int, int, int], form: Format
+) -> Iterator[FewTokensConfig]:
+    """Yield several ways to cut a problem: for tests and for tuning."""
+    for parts, row_tiles, stages in ((1, 2, 3), (16, 1, 2), (3, 4, 2), (8, 1, 4), (5, 1, 3)):
+        yield few_combine_config(tokens, top_k, shape, form, parts, row_tiles, stages)
+
+
+def choose(operands: MoeOperands) -> FewTokensConfig | None:
+    """Return the configuration for CuPy arrays, or None if other kernels must do it."""
+    if not is_possible(operands):
+        return None
+    tokens, top_k = operands.routing.experts.shape
+    weight = operands.weight
+    limit = shared_limit()
+    return choose_few_combine(tokens, top_k, weight.shape, weight.format, sm_count(), limit)

@@ -1,0 +1,114 @@
+"""The second product of experts and the sum over a token's: `cuda_src/gemm/moe_gemm_combine.cu`.
+
+The mirror is `reference/moe_gemm_combine.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import reference
+from engine.kernels._contract import Contract
+from engine.kernels._module import ModuleSpec
+from engine.kernels.moe_combine import moe_combine
+from engine.kernels.moe_combine import specs as combine_specs
+from engine.kernels.moe_gemm import few_combine, few_tokens, moe_gemm
+from engine.kernels.moe_gemm import specs as product_specs
+from engine.kernels.moe_gemm.moe_gemm import SAMPLES, check_product
+from engine.kernels.moe_gemm.operands import MoeOperands, Summed
+from engine.quantization import Weight
+from engine.reference import Routing
+
+__all__ = ["moe_gemm_combine", "specs"]
+
+
+def specs(
+    dtype: str, *, formats: tuple[str, ...] = (), patterns: bool = False, **_: Any
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype` and weights of `formats`."""
+    own = few_tokens.specs(dtype, SAMPLES if patterns else formats, "moe_gemm_combine")
+    products = product_specs(dtype, formats=formats, patterns=patterns)
+    return (*own, *products, *combine_specs(dtype))
+
+
+def moe_gemm_combine(
+    x: Any,
+    weight: Any,
+    routing: Routing,
+    *,
+    bias: Any = None,
+    shared: Any = None,
+    shared_gate: Any = None,
+    residual: Any = None,
+    deterministic: bool = False,
+    pdl: bool = False,
+    quantize_x: bool = False,
+    out: Any = None,
+) -> Any:
+    """Multiply the rows of each expert by its matrix, and add the outputs of a token's experts.
+
+    Parameters
+    ----------
+    x : (P, K) array of float32, float16 or bfloat16
+        Rows sorted by expert: what `moe_gemm` returned.
+    weight : (E, R, K) array of x's dtype, or Weight
+    routing : Routing
+        Of T tokens with k experts each, P = T·k; its offsets are those of all experts.
+    bias : (E, R) array of x's dtype, optional
+        Added to an expert's output, before the weight of the pair.
+    shared, shared_gate, residual : optional
+        (T, R), (T, 1) and (T, R) of x's dtype, as `moe_combine` takes them.
+    deterministic, pdl, quantize_x : bool
+        As `moe_gemm` takes them.
+    out : (T, R) array of x's dtype, optional
+        Where to put the result; may be `residual`.
+
+    Returns
+    -------
+    (T, R) array of x's dtype
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract.
+
+    Notes
+    -----
+    `moe_combine` of `moe_gemm` with scatter. For one token and quantized weights it is one kernel,
+    and for up to 8 where its blocks fill the multiprocessors evenly; it does not round the outputs
+    of the experts before it adds them. `deterministic` and `quantize_x` exclude it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from engine.kernels import moe_route
+    >>> routing = moe_route(np.array([[2.0, 2.0]], np.float32), 2)  # both experts, a half each
+    >>> weight = np.array([[[1.0, 0.0]], [[0.0, 1.0]]], np.float32)  # expert 1 takes column 1
+    >>> moe_gemm_combine(np.array([[1.0, 2.0], [3.0, 4.0]], np.float32), weight, routing)
+    array([[2.5]], dtype=float32)
+    """
+    call = Contract("moe_gemm_combine")
+    x, weight, routing, bias = check_product(
+        call, x, weight, routing, bias, scatter=True, quantize_x=quantize_x
+    )
+    call.check("shared_gate", shared_gate is None or shared is not None, "None without shared", "")
+    if shared is not None:
+        shared = call.array("shared", shared, "T R", x.dtype)
+    if shared_gate is not None:
+        shared_gate = call.array("shared_gate", shared_gate, "T 1", x.dtype)
+    if residual is not None:
+        residual = call.array("residual", residual, "T R", x.dtype)
+    options = {"bias": bias, "deterministic": deterministic, "quantize_x": quantize_x}
+    others = {"shared": shared, "shared_gate": shared_gate, "residual": residual}
+    if call.on_cpu:
+        result = reference.moe_gemm_combine(x, weight, routing, **options, **others)
+        return call.finish(out, result)
+    out = call.output("out", out, (call["T"], call["R"]), x.dtype)
+    if isinstance(weight, Weight) and not quantize_x:
+        own = (x, weight, routing, out, bias, None, 0.0, 0.0, True, deterministic, pdl, call["E"])
+        operands = MoeOperands(*own, summed=Summed(**others))
+        if (config := few_combine.choose(operands)) is not None:
+            few_tokens.launch(operands, config)
+            return out
+    pairs = moe_gemm(x, weight, routing, scatter=True, pdl=pdl, **options)
+    return moe_combine(pairs.reshape(*routing.experts.shape, call["R"]), out=out, **others)

@@ -1,0 +1,194 @@
+"""The norm, the router and the routing of experts: `cuda_src/rmsnorm_moe_route.cu`.
+
+The mirror is `reference/rmsnorm_moe_route.py`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from engine import device, reference
+from engine.dtypes import dtype_name
+from engine.kernels._contract import FLOAT32, FLOATS, Contract
+from engine.kernels._elementwise import is_aligned, vector_width
+from engine.kernels._launch import Kernel, ceil_div, has_pdl
+from engine.kernels._module import ModuleSpec
+from engine.kernels.gemm import gemm
+from engine.kernels.gemm import specs as gemm_specs
+from engine.kernels.moe_route import WIDTHS, check_options, moe_route, new_routing
+from engine.kernels.moe_route import specs as route_specs
+from engine.kernels.rmsnorm import rmsnorm
+from engine.kernels.rmsnorm import specs as norm_specs
+from engine.reference import Routing
+
+__all__ = ["rmsnorm_moe_route", "specs"]
+
+_PARAMS = (
+    "x:ptr norm_weight:ptr weight:ptr bias:ptr y:ptr correction:ptr experts:ptr weights:ptr "
+    "order:ptr offsets:ptr slots:ptr load:ptr n:i32 num_experts:i32 top_k:i32 is_sigmoid:i32 "
+    "num_groups:i32 top_groups:i32 renormalize:i32 scale:f32 eps:f32 weight_offset:f32"
+)
+_KERNELS = {
+    width: Kernel(f"rmsnorm_moe_route_{width}", _PARAMS, struct="RmsnormMoeRouteParams")
+    for width in WIDTHS
+}
+_THREADS = 512  # kThreads of the CUDA file
+_CLUSTER = 8  # blocks, the most that every chip with clusters has
+_MAX_VECTORS = 2 * _THREADS  # of a row
+_STATIC_BYTES = 12 * 1024  # of shared memory: what the kernels declare, the driver reserves
+
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`."""
+    parts = (*norm_specs(dtype), *gemm_specs(dtype), *route_specs(dtype))
+    return (_spec(dtype), *parts)
+
+
+def _spec(dtype: str) -> ModuleSpec:
+    return ModuleSpec("rmsnorm_moe_route.cu", dtype)
+
+
+def rmsnorm_moe_route(
+    x: Any,
+    norm_weight: Any,
+    weight: Any,
+    top_k: int,
+    *,
+    bias: Any = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    score: str = "softmax",
+    correction: Any = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    renormalize: bool = True,
+    scale: float = 1.0,
+    slots: Any = None,
+    load: Any = None,
+) -> tuple[Any, Routing]:
+    """Normalise tokens, multiply them by a router's weight, and choose their experts.
+
+    Parameters
+    ----------
+    x : (T, N) array of float32, float16 or bfloat16
+    norm_weight : (N,) array of x's dtype
+    weight : (E, N) array of x's dtype
+        Of the router. No other kernel may write it: it is read early.
+    top_k : int
+    bias : (E,) array of x's dtype, optional
+        Added to the logits.
+    eps, weight_offset : float
+        As `rmsnorm` takes them.
+    score, correction, num_groups, top_groups, renormalize, scale, slots, load : optional
+        As `moe_route` takes them.
+
+    Returns
+    -------
+    y : (T, N) array of x's dtype
+        The normalised tokens.
+    routing : Routing
+        As of `moe_route`.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract.
+
+    Notes
+    -----
+    `rmsnorm`, `gemm` to float32 and `moe_route`. For one token it is one kernel on a GPU that has
+    thread block clusters, if they have room for the weight.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.array([[3.0, 4.0]], np.float32)
+    >>> router = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
+    >>> y, routing = rmsnorm_moe_route(x, np.ones(2, np.float32), router, 1)
+    >>> y.round(3), routing.experts.tolist()
+    (array([[0.849, 1.131]], dtype=float32), [[1]])
+    """
+    call = Contract("rmsnorm_moe_route")
+    x = call.array("x", x, "T N", FLOATS)
+    norm_weight = call.array("norm_weight", norm_weight, "N", x.dtype)
+    weight = call.array("weight", weight, "E N", x.dtype)
+    call.check("x", call["N"] > 0, "of at least one feature", x.shape)
+    call.number("eps", eps, low=0.0)
+    call.number("weight_offset", weight_offset)
+    if bias is not None:
+        bias = call.array("bias", bias, "E", x.dtype)
+    correction, slots, load = check_options(
+        call,
+        "weight",
+        top_k,
+        score=score,
+        correction=correction,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scale=scale,
+        slots=slots,
+        load=load,
+    )
+    norm: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
+    options: dict[str, Any] = {
+        "score": score,
+        "correction": correction,
+        "num_groups": num_groups,
+        "top_groups": top_groups,
+        "renormalize": bool(renormalize),
+        "scale": scale,
+        "slots": slots,
+        "load": load,
+    }
+    if call.on_cpu:
+        return reference.rmsnorm_moe_route(
+            x, norm_weight, weight, top_k, bias=bias, **norm, **options
+        )
+    shared_bytes = _shared_bytes(x, norm_weight, weight)
+    if not shared_bytes:
+        y = rmsnorm(x, norm_weight, **norm)
+        logits = gemm(y, weight, bias=bias, out_dtype=FLOAT32, pdl=True)
+        return y, moe_route(logits, top_k, **options)
+    y, routing = call.output("y", None, x.shape, x.dtype), new_routing(call, top_k)
+    arrays = {"x": x, "norm_weight": norm_weight, "weight": weight, "bias": bias, "y": y}
+    _launch(shared_bytes, routing, **arrays, **norm, **options)
+    return y, routing
+
+
+def _launch(shared_bytes: int, routing: Routing, *, weight: Any, score: str, **others: Any) -> None:
+    num_experts, n = weight.shape
+    _KERNELS[next(width for width in WIDTHS if width >= num_experts)].launch(
+        _spec(dtype_name(weight.dtype)),
+        (_CLUSTER,),
+        (_THREADS,),
+        shared_bytes,
+        cluster=_CLUSTER,
+        pdl=True,
+        weight=weight,
+        n=n,
+        num_experts=num_experts,
+        top_k=routing.experts.shape[1],
+        is_sigmoid=score == "sigmoid",
+        **routing._asdict(),
+        **others,
+    )
+
+
+def _shared_bytes(x: Any, norm_weight: Any, weight: Any) -> int:
+    """Return the dynamic shared memory of a block of the one kernel; 0 if it cannot be launched."""
+    index = device.cupy().cuda.runtime.getDevice()
+    (num_tokens, n), num_experts = x.shape, weight.shape[0]
+    if num_tokens != 1 or not has_pdl(index) or not is_aligned(x, norm_weight, weight):
+        return 0
+    width = vector_width(x)
+    if n % width or n // width > _MAX_VECTORS:
+        return 0
+    rows = ceil_div(num_experts, _CLUSTER) + 1
+    size = int(rows * n * x.itemsize + num_experts * 4)
+    return size if size + _STATIC_BYTES <= _shared_limit(index) else 0
+
+
+@cache
+def _shared_limit(index: int) -> int:
+    return int(device.cupy().cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])

@@ -1,0 +1,49 @@
+"""NumPy mirror of `engine.kernels.moe_gemm_combine`: its specification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.quantization import Weight
+from engine.reference.moe_combine import moe_combine
+from engine.reference.moe_gemm import moe_gemm
+from engine.reference.moe_route import Routing
+
+__all__ = ["moe_gemm_combine"]
+
+Array = np.ndarray[Any, Any]
+
+
+def moe_gemm_combine(
+    x: Array,
+    weight: Array | Weight,
+    routing: Routing,
+    *,
+    bias: Array | None = None,
+    shared: Array | None = None,
+    shared_gate: Array | None = None,
+    residual: Array | None = None,
+    deterministic: bool = False,
+    quantize_x: bool = False,
+) -> Array:
+    """Multiply the rows (P, K) of every expert by its matrix, and add those of a token.
+
+    The outputs of experts are rounded before the sum.
+    """
+    pairs = moe_gemm(
+        x,
+        weight,
+        routing,
+        bias=bias,
+        scatter=True,
+        deterministic=deterministic,
+        quantize_x=quantize_x,
+    )
+    return moe_combine(
+        pairs.reshape(*routing.experts.shape, pairs.shape[1]),
+        shared=shared,
+        shared_gate=shared_gate,
+        residual=residual,
+    )

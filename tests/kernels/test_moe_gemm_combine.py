@@ -1,0 +1,207 @@
+"""moe_gemm_combine: the kernels against the mirror, the mirror against a loop, the contract."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import kernels, reference
+from engine.device import to_numpy
+from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels.moe_gemm import few_combine, few_tokens
+from engine.quantization import FORMATS, unpack_weight
+from engine.quantization.stack import stack_matrices
+from engine.reference import Routing
+from engine.testing import cases
+from engine.testing.cases_elementwise import assert_guards, misaligned
+from engine.testing.cases_moe import routing_of
+from engine.testing.cases_quantized import BYTE_FORMATS, PACKED_FORMATS, random_weight, weight_to
+from engine.testing.tolerances import assert_close
+
+# One for every way to decode: kind of code, of scale and of offset.
+SAMPLES = ("fp8_block", "fp8", "int8", "mxfp4", "int4_g128", "int8_g64_zp", "q5_1", "q4_k", "q6_k")
+# (T, E, k, K, R): one token, several with experts in common, k and R that no stage or row tile
+# divides, fewer experts than pairs, many tokens.
+SHAPES = (
+    (1, 8, 4, 768, 64),
+    (1, 3, 1, 16, 16),
+    (5, 16, 4, 272, 96),
+    (8, 6, 3, 528, 208),
+    (8, 128, 16, 144, 32),
+    (3, 1, 1, 1040, 48),
+    (33, 7, 3, 144, 64),
+    (0, 4, 2, 64, 32),
+)
+LARGEST_SHARED = 220 << 10  # of a block on Hopper, beside what the kernels declare
+EXTRAS = ((), ("bias", "residual"), ("shared", "shared_gate", "residual"), ("shared", "bias"))
+
+
+def _inputs(name, shape, dtype, extras=EXTRAS[1]):
+    num_tokens, num_experts, top_k, k, rows = shape
+    rng = np.random.default_rng([num_tokens, num_experts, top_k])
+    chosen = np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :top_k]
+    x = cases.normal((num_tokens * top_k, k), dtype, seed=1)
+    if name == "dense":
+        weight = cases.normal((num_experts, rows, k), dtype, seed=2)
+    else:
+        weight = stack_matrices([random_weight(name, rows, k, seed) for seed in range(num_experts)])
+    others = {
+        "bias": cases.normal((num_experts, rows), dtype, seed=3),
+        "shared": cases.normal((num_tokens, rows), dtype, seed=4, scale=9.0),
+        "shared_gate": cases.normal((num_tokens, 1), dtype, seed=5, scale=4.0),
+        "residual": cases.normal((num_tokens, rows), dtype, seed=6, scale=9.0),
+    }
+    routing = routing_of(chosen, num_experts, seed=num_tokens)
+    return x, weight, routing, {key: others[key] for key in extras}
+
+
+def _wanted(x, weight, routing, others):
+    """Return the mirror's result; the one kernel rounds neither weights nor outputs of experts."""
+    wide = {key: value.astype(np.float32) for key, value in others.items()}
+    result = reference.moe_gemm_combine(x.astype(np.float32), weight, routing, **wide)
+    return result.astype(x.dtype)
+
+
+def _check(xp, name, shape, dtype, extras):
+    x, weight, routing, others = _inputs(name, shape, dtype, extras)
+    want = _wanted(x, weight, routing, others)
+    out, buffer = cases.guarded(xp, want.shape, want.dtype)
+    gx = xp.asarray(x)
+    gw = xp.asarray(weight) if name == "dense" else weight_to(xp, weight)
+    on_device = {key: xp.asarray(value) for key, value in others.items()}
+    moved = Routing(*cases.to_module(xp, *routing))
+    for _ in range(2):  # the second call may overlap the first
+        got = kernels.moe_gemm_combine(gx, gw, moved, pdl=True, out=out, **on_device)
+        assert got is out
+    # Other kernels and the mirrors round what each expert adds, and its weights.
+    assert_close(got, want, reduction=max(shape[3], 257) * shape[2], name=f"{name} {shape}")
+    assert_guards(buffer)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dense_weights_match_mirror(xp, shape, dtype):
+    for extras in EXTRAS:
+        _check(xp, "dense", shape, dtype, extras)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_quantized_weights_match_mirror(xp, name, shape):
+    for dtype, extras in zip(("float16", "bfloat16") * 2, EXTRAS, strict=True):
+        _check(xp, name, shape, dtype, extras)
+
+
+@pytest.mark.parametrize("name", [n for n in (*PACKED_FORMATS, *BYTE_FORMATS) if n not in SAMPLES])
+def test_every_other_format(xp, name):
+    for shape in ((1, 8, 4, 768, 64), (6, 9, 3, 272, 96)):
+        _check(xp, name, shape, "bfloat16", EXTRAS[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_way_to_cut(cp, monkeypatch, name):
+    for shape in SHAPES[:5]:
+        tokens, num_experts, top_k, k, rows = shape
+        of = (tokens, top_k, (num_experts, rows, k), FORMATS[name])
+        chosen = few_combine.choose_few_combine(*of, rows // 16, LARGEST_SHARED)
+        assert chosen is not None
+        for config in (chosen, *few_combine.all_configs(*of)):
+            if config.shared_bytes > LARGEST_SHARED:
+                continue
+            monkeypatch.setattr(few_combine, "choose", lambda *_, own=config: own)
+            _check(cp, name, shape, "bfloat16", EXTRAS[1])
+
+
+@pytest.mark.gpu
+def test_which_calls_are_one_kernel(cp, monkeypatch):
+    calls, launch = [], few_tokens.launch
+
+    def noted(operands, config):
+        calls.append(operands.summed is not None)
+        launch(operands, config)
+
+    monkeypatch.setattr(few_tokens, "launch", noted)
+
+    def ways(shape, *, move=cp.asarray, **options):
+        calls.clear()
+        x, weight, routing, others = _inputs("fp8_block", shape, "bfloat16")
+        moved = Routing(*cases.to_module(cp, *routing))
+        on_device = {key: cp.asarray(value) for key, value in others.items()}
+        got = kernels.moe_gemm_combine(
+            move(x), weight_to(cp, weight), moved, **on_device, **options
+        )
+        want = _wanted(x, weight, routing, others)
+        assert_close(got, want, reduction=shape[3] * shape[2], dtype="bfloat16")
+        return calls
+
+    rows = 16 * cp.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]
+    assert ways((8, 6, 3, 528, rows)) == [True]
+    assert ways((1, 6, 3, 528, 208)) == [True]
+    assert True not in ways((2, 6, 3, 528, rows + 16))  # one multiprocessor has a block more
+    assert True not in ways((9, 6, 3, 528, rows))
+    assert True not in ways((2, 6, 3, 528, rows), deterministic=True)
+    assert True not in ways((2, 6, 3, 520, rows))  # rows of x that are not aligned
+    assert True not in ways((2, 6, 3, 528, rows), move=lambda x: misaligned(cp, x))
+
+
+@pytest.mark.parametrize("name", ["dense", "q4_k"])
+def test_in_place(xp, name):
+    x, weight, routing, others = _inputs(name, SHAPES[2], "bfloat16")
+    want = _wanted(x, weight, routing, others)
+    on_device = {key: xp.asarray(value) for key, value in others.items()}
+    gw = xp.asarray(weight) if name == "dense" else weight_to(xp, weight)
+    moved = Routing(*cases.to_module(xp, *routing))
+    target = on_device["residual"]
+    got = kernels.moe_gemm_combine(xp.asarray(x), gw, moved, **on_device, out=target)
+    assert got is target
+    assert_close(got, want, reduction=SHAPES[2][3] * SHAPES[2][2], dtype="bfloat16")
+
+
+def test_broken_numbers_stay_with_their_token(xp):
+    """A NaN in a token's rows is in its result and in no other's."""
+    x, weight, routing, _ = _inputs("fp8_block", (5, 16, 4, 272, 96), "bfloat16")
+    x[np.flatnonzero(routing.order // 4 == 2)[1], 7] = np.nan
+    moved = Routing(*cases.to_module(xp, *routing))
+    got = to_numpy(kernels.moe_gemm_combine(xp.asarray(x), weight_to(xp, weight), moved))
+    got = got.astype(np.float32)
+    assert np.isnan(got[2]).all()
+    assert np.isfinite(np.delete(got, 2, axis=0)).all()
+
+
+def test_the_mirror_against_a_loop():
+    x, weight, routing, others = _inputs("fp8_block", (5, 6, 3, 272, 96), "float32", EXTRAS[2])
+    matrices = unpack_weight(weight).astype(np.float64)
+    want = np.zeros((5, 96))
+    for place, pair in enumerate(routing.order):
+        token, rank = divmod(int(pair), 3)
+        product = matrices[routing.experts[token, rank]] @ x[place].astype(np.float64)
+        want[token] += routing.weights[token, rank] * product
+    want += others["shared"] / (1 + np.exp(-others["shared_gate"])) + others["residual"]
+    got = reference.moe_gemm_combine(x, weight, routing, **others)
+    assert_close(got, want.astype(np.float32), reduction=272 * 3)
+
+
+def test_the_contract(xp):
+    x, weight, routing, others = _inputs("dense", (2, 4, 2, 64, 32), "float32", EXTRAS[2])
+    moved = Routing(*cases.to_module(xp, *routing))
+    gx, gw = xp.asarray(x), xp.asarray(weight)
+    shared, gate, residual = (xp.asarray(value) for value in others.values())
+
+    def op(*args, **options):
+        return kernels.moe_gemm_combine(*args, **options)
+
+    with pytest.raises(ShapeError, match="residual"):
+        op(gx, gw, moved, residual=residual[:1])
+    with pytest.raises(ShapeError, match="shared"):
+        op(gx, gw, moved, shared=shared[:, :5])
+    with pytest.raises(ContractError, match="shared_gate"):
+        op(gx, gw, moved, shared_gate=gate)
+    with pytest.raises(DTypeError, match="residual"):
+        op(gx, gw, moved, residual=residual.astype("float16"))
+    with pytest.raises(ShapeError, match="x"):
+        op(gx[:3], gw, moved)
+    with pytest.raises(ContractError, match="128 x 128"):
+        op(gx, gw, moved, quantize_x=True)
+    with pytest.raises(ShapeError, match="out"):
+        op(gx, gw, moved, out=residual[:1])

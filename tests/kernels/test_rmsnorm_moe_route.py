@@ -1,0 +1,151 @@
+"""rmsnorm_moe_route: the kernel against the mirror, against its parts, the contract."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import kernels, reference
+from engine.device import to_numpy
+from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels import rmsnorm_moe_route as op
+from engine.kernels._launch import Kernel
+from engine.testing import cases
+from engine.testing.cases_elementwise import misaligned
+from engine.testing.cases_moe import distinct_logits
+from engine.testing.tolerances import assert_close
+
+# (T, N, E, k): widths and experts of models, those that no warp or block divides, one expert, the
+# most there are, a weight that does not fit into shared memory, several tokens, none.
+SHAPES = (
+    (1, 2048, 128, 8),
+    (1, 2880, 32, 4),
+    (1, 4096, 8, 2),
+    (1, 64, 7, 3),
+    (1, 72, 33, 16),
+    (1, 40, 1, 1),
+    (1, 512, 512, 9),
+    (1, 8192, 160, 6),
+    (1, 63, 40, 4),
+    (5, 256, 64, 8),
+    (0, 64, 16, 2),
+)
+OPTIONS = (
+    {},
+    {"score": "sigmoid", "renormalize": False, "scale": 2.5},
+    {"weight_offset": 1.0, "eps": 1e-3},
+)
+
+
+def _inputs(shape, dtype, weight_offset=0.0, eps=1e-6):
+    """Return x, the norm's and the router's weights; the router's logits are far apart."""
+    num_tokens, n, num_experts, _ = shape
+    x = cases.normal((num_tokens, n), dtype, seed=n)
+    norm_weight = cases.normal((n,), dtype, seed=1)
+    spread = distinct_logits(1, num_experts, seed=2)[0]
+    y = reference.rmsnorm(x[:1], norm_weight, eps=eps, weight_offset=weight_offset)
+    y = y.astype(np.float64).sum(axis=0)
+    direction = y / max(float(y @ y), 1e-9)
+    weight = (spread[:, None] * direction).astype(np.float32).astype(x.dtype)
+    return x, norm_weight, weight, cases.normal((num_experts,), dtype, seed=3, scale=1e-3)
+
+
+def _assert_same(got, want, name):
+    y, routing = got
+    assert_close(y, want[0], reduction=64, name=name)
+    for field in ("experts", "order", "offsets"):
+        own, other = to_numpy(getattr(routing, field)), getattr(want[1], field)
+        assert own.dtype == np.int32
+        np.testing.assert_array_equal(own, other, err_msg=f"{field} {name}")
+    np.testing.assert_allclose(to_numpy(routing.weights), want[1].weights, rtol=2e-2, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matches_mirror(xp, shape, dtype):
+    for options in OPTIONS:
+        norm = {key: options[key] for key in ("weight_offset", "eps") if key in options}
+        x, norm_weight, weight, bias = _inputs(shape, dtype, **norm)
+        for own_bias in (None, bias):
+            want = reference.rmsnorm_moe_route(
+                x, norm_weight, weight, shape[3], bias=own_bias, **options
+            )
+            arrays = cases.to_module(xp, x, norm_weight, weight)
+            on_device = None if own_bias is None else xp.asarray(own_bias)
+            for _ in range(2):  # the second call may overlap the first
+                got = kernels.rmsnorm_moe_route(*arrays, shape[3], bias=on_device, **options)
+            if shape[0] == 1:
+                _assert_same(got, want, f"{options}")
+            else:
+                assert_close(got[0], want[0], reduction=64)
+                assert to_numpy(got[1].offsets)[-1] == shape[0] * shape[3]
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_groups_correction_and_load(xp, dtype):
+    shape = (1, 512, 64, 6)
+    x, norm_weight, weight, _ = _inputs(shape, dtype)
+    correction = distinct_logits(1, 64, seed=7)[0] * 0.01
+    options = {"score": "sigmoid", "num_groups": 8, "top_groups": 3}
+    load = np.zeros(64, np.int64)
+    arguments = (x, norm_weight, weight, 6)
+    want = reference.rmsnorm_moe_route(*arguments, correction=correction, load=load, **options)
+    own = xp.zeros(64, np.int64)
+    arrays = cases.to_module(xp, x, norm_weight, weight, correction)
+    for slot in (3, -1):  # padding is not counted
+        got = kernels.rmsnorm_moe_route(
+            *arrays[:3], 6, correction=arrays[3], load=own, slots=xp.asarray([slot]), **options
+        )
+        _assert_same(got, want, "groups")
+        np.testing.assert_array_equal(to_numpy(own), load)
+
+
+@pytest.mark.gpu
+def test_which_calls_are_one_kernel(cp, monkeypatch):
+    launched, launch = [], Kernel.launch
+
+    def noted(kernel, *args, **options):
+        launched.append(kernel.entry)
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(Kernel, "launch", noted)
+    for index, shape in enumerate(SHAPES[:-1]):
+        launched.clear()
+        kernels.rmsnorm_moe_route(*cases.to_module(cp, *_inputs(shape, "bfloat16")[:3]), shape[3])
+        is_one = index < 7  # not: too large, not aligned, more tokens
+        assert launched[0].startswith("rmsnorm_moe_route") == is_one, (shape, launched)
+        assert len(launched) == 1 or not is_one
+    launched.clear()
+    x, *others = _inputs(SHAPES[0], "bfloat16")[:3]
+    got = kernels.rmsnorm_moe_route(misaligned(cp, x), *cases.to_module(cp, *others), 8)
+    assert len(launched) > 1
+    _assert_same(got, reference.rmsnorm_moe_route(x, *others, 8), "misaligned")
+
+
+@pytest.mark.gpu
+def test_broken_numbers(cp):
+    """Experts exist and are distinct, whatever x is."""
+    x, *others = _inputs(SHAPES[0], "bfloat16")[:3]
+    for broken in (np.nan, np.inf):
+        x[0, 5] = broken
+        _, routing = op(*cases.to_module(cp, x, *others), 8)
+        chosen = to_numpy(routing.experts)[0]
+        assert len(set(chosen)) == 8
+        assert chosen.min() >= 0
+        assert chosen.max() < 128
+
+
+def test_the_contract(xp):
+    x, norm_weight, weight, bias = cases.to_module(xp, *_inputs((2, 64, 8, 2), "float32"))
+    with pytest.raises(ShapeError, match="weight"):
+        op(x, norm_weight, weight[:, :63], 2)
+    with pytest.raises(ShapeError, match="bias"):
+        op(x, norm_weight, weight, 2, bias=bias[:5])
+    with pytest.raises(DTypeError, match="norm_weight"):
+        op(x, norm_weight.astype("float16"), weight, 2)
+    with pytest.raises(ContractError, match="top_k"):
+        op(x, norm_weight, weight, 9)
+    with pytest.raises(ContractError, match="num_groups"):
+        op(x, norm_weight, weight, 2, num_groups=3)
+    with pytest.raises(ContractError, match="score"):
+        op(x, norm_weight, weight, 2, score="relu")
