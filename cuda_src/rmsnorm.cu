@@ -30,6 +30,7 @@ struct RmsnormParams {
   int n, num_b;
   int64_t x_stride_a, x_stride_b, out_stride_a, out_stride_b;  // elements
   float eps, weight_offset, x_scale;
+  int is_late;  // the next kernel may start once the one before this has ended, else at once
 };
 
 struct Rows {
@@ -100,8 +101,9 @@ __device__ __forceinline__ void rmsnorm_long_row(const Row& row, float* smem_sum
 // so no barrier waits for a thread that has left.
 template <int kThreads, int kWarpsPerRow, auto kRowFunction>
 __device__ __forceinline__ void rmsnorm(const RmsnormParams& p) {
-  pdl_trigger();
+  if (p.is_late == 0) pdl_trigger();
   pdl_wait();
+  if (p.is_late != 0) pdl_trigger();
   __shared__ float smem_sums[kThreads / kWarpSize];
   constexpr int kRowThreads = kWarpsPerRow * kWarpSize;
   const int64_t row =

@@ -45,7 +45,7 @@ LAYERS = {
 # Keywords of public ops that only affect where or how the kernel runs, absent from the mirror.
 LAUNCH_KEYWORDS = {
     "max_seqlen_q", "max_seqlen_k", "max_context_len", "num_splits", "pdl", "total_tokens",
-    "deterministic", "num_experts",
+    "deterministic", "num_experts", "is_late",
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ __all__ = ["Config", "choose_config", "rmsnorm", "specs"]
 _PARAMS = (
     "x:ptr residual:ptr weight:ptr bias:ptr out:ptr residual_out:ptr num_rows:i64 n:i32 num_b:i32 "
     "x_stride_a:i64 x_stride_b:i64 out_stride_a:i64 out_stride_b:i64 eps:f32 weight_offset:f32 "
-    "x_scale:f32"
+    "x_scale:f32 is_late:i32"
 )
 # Rows that stay in registers: size of the longest row (KiB) -> threads a block; fit with
 # `python -m tests.bench rmsnorm`.
@@ -81,6 +81,7 @@ def rmsnorm(
     bias: Any = None,
     out: Any = None,
     residual_out: Any = None,
+    is_late: bool = False,
 ) -> Any:
     """Normalise the last axis by its root mean square, or to mean 0 and variance 1 (LayerNorm).
 
@@ -103,6 +104,9 @@ def rmsnorm(
         Added last; only with `subtract_mean`.
     out, residual_out : (..., N) array of x's dtype, optional
         Where to put the results; may be `x` and `residual`.
+    is_late : bool
+        The next kernel on the stream may start once the one before this has ended, not earlier. It
+        has no effect on the results: a product by a packed weight is faster so.
 
     Returns
     -------
@@ -164,7 +168,7 @@ def rmsnorm(
     if residual is not None:
         h = call.output("residual_out", residual_out, x.shape, x.dtype)
     spec = _spec(dtype_name(x.dtype), subtract_mean)
-    _launch(spec, x, weight, residual, y, h, bias=bias, **numbers)
+    _launch(spec, x, weight, residual, y, h, bias=bias, is_late=is_late, **numbers)
     return y if residual is None else (y, h)
 
 
@@ -177,6 +181,7 @@ def _launch(
     h: Any,
     *,
     bias: Any,
+    is_late: bool,
     **numbers: Any,
 ) -> None:
     n = x.shape[-1]
@@ -205,6 +210,7 @@ def _launch(
         x_stride_b=x_strides[1],
         out_stride_a=y_strides[0],
         out_stride_b=y_strides[1],
+        is_late=is_late,
         **numbers,
     )
 

@@ -60,9 +60,10 @@ class Norm:
         """Return `x` (..., N) normalised; in `out` if given (which may be `x`)."""
         return kernels.rmsnorm(x, self.weight, out=out, **self._options())
 
-    def add(self, x: Any, residual: Any) -> tuple[Any, Any]:
+    def add(self, x: Any, residual: Any, *, is_late: bool = False) -> tuple[Any, Any]:
         """Return (norm(h), h) of h = branch_scale * x + residual, in place of `x` and `residual`.
 
+        `is_late` is that of `kernels.rmsnorm`.
         SAFETY: nothing else may hold a view of `x` or `residual` (T, N), or read them afterwards.
         """
         y, h = kernels.rmsnorm(
@@ -72,6 +73,7 @@ class Norm:
             x_scale=self.branch_scale,
             out=x,
             residual_out=residual,
+            is_late=is_late,
             **self._options(),
         )
         return y, h
@@ -82,7 +84,7 @@ class Norm:
         If the format has both operands in 8 bits, norm(h) is returned as `Codes`.
         """
         if form is None or not form.activations or self.weight is None or self.subtract_mean:
-            return self.add(x, residual)
+            return self.add(x, residual, is_late=form is not None and form.is_packed)
         codes, scales, h = kernels.rmsnorm_quantize(
             x,
             self.weight,
@@ -125,7 +127,7 @@ class NoNorm(Norm):
         """Return `x` itself."""
         return x
 
-    def add(self, x: Any, residual: Any) -> tuple[Any, Any]:
+    def add(self, x: Any, residual: Any, *, is_late: bool = False) -> tuple[Any, Any]:
         """Return (x + residual) twice, the same array, written to `residual` in place."""
         h = kernels.residual_add(x, residual, out=residual)
         return h, h

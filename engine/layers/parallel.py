@@ -193,10 +193,11 @@ class SummedNorm(Norm):
         super().__init__(norm.weight, norm.eps, norm.offset)
         self._collectives = collectives
 
-    def add(self, x: Any, residual: Any) -> tuple[Any, Any]:
+    def add(self, x: Any, residual: Any, *, is_late: bool = False) -> tuple[Any, Any]:
         """Return (norm(h), h) of h = the sum of all ranks' x + residual; as `Norm.add`."""
         if self.offset:
-            return super().add(self._collectives.all_reduce(x, out=x), residual)
+            x = self._collectives.all_reduce(x, out=x)
+            return super().add(x, residual, is_late=is_late)
         return self._collectives.all_reduce_rmsnorm(x, residual, self.weight, self.eps, out=x)
 
     def add_for(self, form: Format | None, x: Any, residual: Any) -> tuple[Any, Any]:

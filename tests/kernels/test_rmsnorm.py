@@ -155,3 +155,19 @@ def test_contract(xp):
 def test_mixed_modules(cp):
     with pytest.raises(ContractError, match="weight: is a numpy array, but x is a cupy array"):
         kernels.rmsnorm(cp.ones((2, 8), np.float32), np.ones(8, np.float32))
+
+
+@pytest.mark.gpu
+def test_a_late_launch_has_the_same_bits(cp):
+    """Between products, whose kernels begin before those in front have ended."""
+    x, residual, norm_weight = cases.to_module(cp, *_inputs(9, 1024, "bfloat16"))
+    weight = cp.asarray(cases.normal((1024, 1024), "bfloat16", seed=7, scale=1 / 32))
+
+    def chain(is_late):
+        y = x
+        for _ in range(20):
+            y = kernels.gemm(y, weight, pdl=True)
+            y, _ = kernels.rmsnorm(y, norm_weight, residual=residual, is_late=is_late)
+        return to_numpy(y).view("u2")
+
+    np.testing.assert_array_equal(chain(True), chain(False))
