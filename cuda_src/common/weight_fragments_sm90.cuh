@@ -13,9 +13,10 @@ constexpr bool kIsExactPair =
 constexpr bool kIsSplit = !kIsHalf && !kIsExactPair && !kHasMinimum;
 constexpr bool kIsPairs = kIsExactPair || kIsSplit;
 constexpr int kUnbias = kCodeBias + kZero;
-// In float the codes' bias is part of the offset, where its product with the scale is exact.
-constexpr bool kFoldsBias =
-    !kIsPairs && kCodeBias != 0 && !kHasMinimum && kScaleType <= kBfloat16Scale;
+// In float the codes' bias is part of the offset: its product with the scale is exact. Added to a
+// minimum it is rounded, by 2^-17 of the scale at most; that changes a weight in bfloat16 only where
+// it lies that close to half way between two numbers. float16 has too many bits for it.
+constexpr bool kFoldsBias = !kIsPairs && kCodeBias != 0 && !(kHasMinimum && kIsHalf);
 
 // The scales of a group from its stored words and the factors of its super-block.
 __device__ __forceinline__ GroupScales group_scales(uint2 own, const GroupScales& factors) {
@@ -117,7 +118,8 @@ struct RowScales {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       scale[i] = from.scale[i];
-      offset[i] = kHasMinimum ? from.offset[i] : -(from.offset[i] + kFolded) * scale[i];
+      offset[i] = kHasMinimum ? fmaf(-kFolded, scale[i], from.offset[i])
+                              : -(from.offset[i] + kFolded) * scale[i];
     }
   }
 };

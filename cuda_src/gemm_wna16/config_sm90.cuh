@@ -69,7 +69,11 @@ constexpr int kStagingRow = kSliceRows + 4;
 
 // Large tiles have a second way to memory, for results of 16 bits that need no other array: each
 // warpgroup stages 64 tokens by 64 rows.
-constexpr bool kStoresHalves = kSplits == 1 && kTokens % 64 == 0 && kTokens >= 128;
+constexpr bool kStoresHalves =
+    kSplits == 1 && kMmaTiles == 1 && kTokens % 64 == 0 && kTokens >= 128;
+// Of a gated product, a warp with two m-tiles has rows of gate in the first and the same rows of up
+// in the second. Else each m-tile has 8 rows of gate, as a warp's rows g, and of up, as rows g + 8.
+constexpr bool kPairsTiles = kMmaTiles == 2 && kSplits == 1;
 constexpr int kHalvesTokens = 64, kHalvesBytes = kHalvesTokens * kMmaM * 2;
 static_assert(!kStoresHalves || kWarpgroups * kHalvesBytes <= kChunk * kStagingRow * 4, "staging");
 

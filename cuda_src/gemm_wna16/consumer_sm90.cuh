@@ -20,9 +20,13 @@ struct Consumer {
   int warpgroup, warp_idx, lane_idx;
   bool is_gated;
 
+  // The row tile of an m-tile of this warp. If it mixes tiles, one of gate and up in turn.
   __device__ __forceinline__ int row_tile(int mma) const {
+    if (kPairsTiles && is_gated) return mma * (kRowTiles / 2) + paired_tile();
     return (warpgroup * kMmaTiles + mma) * 4 + warp_idx % 4;
   }
+  __device__ __forceinline__ int paired_tile() const { return warpgroup * 4 + warp_idx % 4; }
+  __device__ __forceinline__ bool mixes_tiles() const { return !kPairsTiles && is_gated; }
 
   // SAFETY: every lane releases a stage, as it has read the weights by ordinary loads; one arrival
   // a warp would do, but compute-sanitizer then reports races.
@@ -35,7 +39,7 @@ struct Consumer {
   __device__ __forceinline__ uint2 small_words(const unsigned char* array, int tile,
                                                int tile_bytes) const {
     const unsigned char* from = array + lane_idx / 4 * kBytes;
-    if (!is_gated) return load_small<kBytes>(from + tile * tile_bytes);
+    if (!mixes_tiles()) return load_small<kBytes>(from + tile * tile_bytes);
     const unsigned char* gate = from + tile / 2 * tile_bytes;
     return mix<kBytes>(load_small<kBytes>(gate),
                        load_small<kBytes>(gate + kRowTiles / 2 * tile_bytes), tile % 2);
@@ -61,7 +65,7 @@ struct Consumer {
                  smem.weight[stage] + kAtHigh + place * kHighBytes, lane_idx);
       return words;
     };
-    if (!is_gated) return load(tile);
+    if (!mixes_tiles()) return load(tile);
     return mix(load(tile / 2), load(kRowTiles / 2 + tile / 2), tile % 2);
   }
 
@@ -224,6 +228,15 @@ struct Consumer {
   // Of a gated product, turns the sums of a slice of gate into results. `mma` is its first m-tile.
   __device__ __forceinline__ void combine(const RowEpilogue& e, float* sums, int block,
                                           int mma) const {
+    if constexpr (kPairsTiles)
+      combine_tiles(e, sums, block);
+    else
+      combine_rows(e, sums, block, mma);
+  }
+
+  // Rows g are of gate, rows g + 8 of up.
+  __device__ __forceinline__ void combine_rows(const RowEpilogue& e, float* sums, int block,
+                                               int mma) const {
 #pragma unroll
     for (int j = 0; j < kSliceMmaTiles; ++j) {
       const int column = block * (kRows / 2) + row_tile(mma + j) * 8 + lane_idx / 4;
@@ -235,6 +248,24 @@ struct Consumer {
         float* v = sums + j * kSliceTokens / 2 + 4 * i;
         v[0] = silu(v[0] + gate) * (v[2] + up), v[1] = silu(v[1] + gate) * (v[3] + up);
       }
+    }
+  }
+
+  // The first m-tile is of gate, the second of up; results take the place of gate's sums.
+  __device__ __forceinline__ void combine_tiles(const RowEpilogue& e, float* sums,
+                                                int block) const {
+    float gate[2] = {}, up[2] = {};  // biases of rows g and g + 8
+    const int first = block * (kRows / 2) + paired_tile() * kTileRows + lane_idx / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = first + 8 * i;
+      if (e.e.bias == nullptr || column >= e.columns) continue;
+      gate[i] = to_float(e.e.bias[column]), up[i] = to_float(e.e.bias[e.num_gates + column]);
+    }
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; ++i) {
+      const int row = i / 2 % 2;
+      sums[i] = silu(sums[i] + gate[row]) * (sums[kTokens / 2 + i] + up[row]);
     }
   }
 
@@ -320,15 +351,19 @@ struct Consumer {
 
   // kChunk tokens of each m-tile of a slice, from the first one's `sums` on.
   __device__ __forceinline__ void stage(const float* sums) const {
-    const int g = lane_idx / 4, t = lane_idx % 4, rows = is_gated ? kTileRows / 2 : kTileRows;
+    const int g = lane_idx / 4, t = lane_idx % 4, rows = mixes_tiles() ? kTileRows / 2 : kTileRows;
+    const bool is_paired = kPairsTiles && is_gated;
 #pragma unroll
     for (int j = 0; j < kSliceMmaTiles; ++j) {
-      const int row = ((warpgroup * kSliceMmaTiles + j) * 4 + warp_idx % 4) * rows + g;
+      if (is_paired && j > 0) break;  // up's sums
+      const int tile =
+          is_paired ? paired_tile() : (warpgroup * kSliceMmaTiles + j) * 4 + warp_idx % 4;
+      const int row = tile * rows + g;
 #pragma unroll
       for (int i = 0; i < kChunk / 8; ++i)
 #pragma unroll
         for (int c = 0; c < 4; ++c)
-          if (c < 2 || !is_gated)
+          if (c < 2 || !mixes_tiles())
             smem.staging[(i * 8 + 2 * t + c % 2) * kStagingRow + row + c / 2 * 8] =
                 sums[j * kSliceTokens / 2 + 4 * i + c];
     }

@@ -196,12 +196,14 @@ class _Cost:
     slab_us: float
 
 
-# Fitted to int4_g128 in bfloat16, four layers of Llama 3.1 8B at 32 to 8192 rows. Three and six
-# splits have the constants of two and four.
+# Fitted to int4_g128 in bfloat16, four layers of Llama 3.1 8B at 32 to 8192 rows; those of 96 and
+# 128 tokens with two m-tiles, and of 32 tokens with scales_sums, on an H100. Three and six splits
+# have the constants of two and four.
 _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(32, 2, 1, splits=6, depth=2, blocks=2, scales_sums=True): _Cost(1.51, 3.11, 0.367),
     HopperConfig(32, 2, 1, splits=4, depth=2, blocks=2, scales_sums=True): _Cost(1.51, 3.11, 0.367),
     HopperConfig(32, 2, 1, depth=2, blocks=2, scales_sums=True): _Cost(2.75, 1.97, 0.358),
+    HopperConfig(32, 1, 2, depth=2, blocks=2, scales_sums=True): _Cost(2.75, 1.97, 0.32),
     HopperConfig(32, 2, 1, splits=6, depth=2, blocks=2): _Cost(1.51, 2.5, 0.46),
     HopperConfig(32, 2, 1, splits=4, depth=2, blocks=2): _Cost(1.51, 2.5, 0.46),
     HopperConfig(32, 1, 2, depth=2, blocks=2): _Cost(2.75, 1.97, 0.41),
@@ -210,6 +212,9 @@ _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(64, 2, 1, splits=3, depth=2): _Cost(1.2, 3.41, 0.3),
     HopperConfig(64, 2, 1, splits=2, depth=2): _Cost(1.2, 3.41, 0.3),
     HopperConfig(64, 2, 2, depth=2): _Cost(1.2, 3.55, 0.518),
+    HopperConfig(96, 2, 2): _Cost(1.2, 3.55, 0.6),
+    HopperConfig(128, 2, 2): _Cost(1.2, 3.55, 0.69),
+    HopperConfig(128, splits=3): _Cost(1.2, 4.04, 0.393),
     HopperConfig(128, splits=2): _Cost(1.2, 4.04, 0.393),
     HopperConfig(128): _Cost(1.2, 3.0, 0.386),
     HopperConfig(256): _Cost(1.2, 6.03, 0.556),
