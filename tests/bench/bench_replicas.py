@@ -1,8 +1,8 @@
 """replicas: output tokens per second of 1, 2, ... replicas behind one server, one a GPU.
 
-Each replica has 256 streams at a time (2 on the CPU, where replicas share the cores and little is
-gained); the requests share no prefix. Llama-3.1-8B's shape with random weights, on the CPU a small
-one.
+Each replica computes up to 256 requests at a time and is sent 320 (3 and 2 on the CPU, where
+replicas share the cores and little is gained), so that none runs dry while another has more; the
+requests share no prefix. Llama-3.1-8B's shape with random weights, on the CPU a small one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
-# Per kind of device: model, streams and requests of a replica, tokens of a prompt and an answer.
-_WORK = {"cuda": ("llama-3.1-8b", 256, 768, 512, 256), "cpu": ("qwen2.5-0.5b", 2, 4, 16, 8)}
+# Per kind of device: model, streams and requests of a replica, tokens of a prompt, and those of
+# answers on average.
+_WORK = {"cuda": ("llama-3.1-8b", 320, 960, 512, 256), "cpu": ("qwen2.5-0.5b", 3, 6, 16, 8)}
+_RUNNING = {"cuda": 256, "cpu": 2}  # requests that a replica computes at a time
 
 
 @contextlib.contextmanager
@@ -27,7 +29,8 @@ def _server(model, device, size):
     """Serve `size` replicas; yield the server's URL."""
     command = [sys.executable, "-m", "engine", "serve", model, "--port", "0", "--device", device]
     command += ["--data-parallel-size", str(size), "--api-server-count", str(2 * size)]
-    command += ["--no-access-log", "--max-model-len", "2048", "--max-num-seqs", "256"]
+    command += ["--no-access-log", "--max-model-len", "2048"]
+    command += ["--max-num-seqs", str(_RUNNING[device])]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             lines = []
@@ -55,13 +58,14 @@ def _tokens_per_second(url, work, size):
     _, streams, requests, num_input, num_output = work
     rng = random.Random(0)
     prompts = [rng.choices(range(10_000), k=num_input) for _ in range(size * requests)]
+    lengths = [rng.randint(num_output // 2, num_output * 3 // 2) for _ in prompts]
     with ThreadPoolExecutor(size * streams) as pool:
         warm_ups = [[i] * num_input for i in range(size * streams)]
         list(pool.map(lambda prompt: _ask(url, prompt, 8), warm_ups))
         start = time.perf_counter()
-        counts = list(pool.map(lambda prompt: _ask(url, prompt, num_output), prompts))
+        counts = list(pool.map(lambda *request: _ask(url, *request), prompts, lengths))
         seconds = time.perf_counter() - start
-    assert counts == [num_output] * len(prompts)
+    assert counts == lengths
     return sum(counts) / seconds
 
 
