@@ -1,4 +1,5 @@
-// From packed codes to fragments of weights, rounded to scalar_t as `dequantize` rounds them.
+// From packed codes to fragments of weights, rounded to scalar_t as `dequantize` rounds them, but
+// for what kIsSplit and kFoldsBias say.
 #pragma once
 
 #include "common/weight_decode.cuh"
