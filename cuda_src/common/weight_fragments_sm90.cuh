@@ -15,7 +15,7 @@ constexpr bool kIsSplit = !kIsHalf && !kIsExactPair && !kHasMinimum;
 constexpr bool kIsPairs = kIsExactPair || kIsSplit;
 constexpr int kUnbias = kCodeBias + kZero;
 // In float the codes' bias is part of the offset: its product with the scale is exact. Added to a
-// minimum it is rounded, by 2^-17 of the scale at most; that changes a weight in bfloat16 only
+// minimum it is rounded, by some 2^-17 of the scale; that changes a weight in bfloat16 only
 // where it lies that close to half way between two numbers. float16 has too many bits for it.
 constexpr bool kFoldsBias = !kIsPairs && kCodeBias != 0 && !(kHasMinimum && kIsHalf);
 
