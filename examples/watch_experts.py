@@ -20,6 +20,7 @@ import numpy as np
 
 import engine
 from engine.config import MoeConfig
+from engine.layers.moe import Experts
 
 E, TOP_K, LAYERS = 8, 2, 4
 folder = Path(os.environ.get("ENGINE_EXAMPLES_OUT", "."))
@@ -94,13 +95,14 @@ def routings(ids):
     """Return the `Routing` of every layer that has experts."""
     seen, mixtures = [], [layer.mlp for layer in model.decoder.layers[:LAYERS]]
     originals = [mixture.experts for mixture in mixtures]
-    for mixture, experts in zip(mixtures, originals, strict=True):
 
-        def recorded(x, routing, *, experts=experts, **options):
+    class WatchedExperts(Experts):
+        def combined(self, x, routing, **options):
             seen.append(routing)
-            return experts(x, routing, **options)
+            return super().combined(x, routing, **options)
 
-        mixture.experts = recorded
+    for mixture, experts in zip(mixtures, originals, strict=True):
+        mixture.experts = WatchedExperts(**vars(experts))
     model.trace(ids)
     for mixture, experts in zip(mixtures, originals, strict=True):
         mixture.experts = experts

@@ -1,5 +1,5 @@
-// From packed codes to fragments of weights, rounded to scalar_t as `dequantize` rounds them, but
-// for what kIsSplit and kFoldsBias say.
+// From packed codes to fragments of weights, rounded to scalar_t as `dequantize` rounds them, or
+// nearly so: see kIsSplit and kFoldsBias.
 #pragma once
 
 #include "common/weight_decode.cuh"
@@ -15,8 +15,9 @@ constexpr bool kIsSplit = !kIsHalf && !kIsExactPair && !kHasMinimum;
 constexpr bool kIsPairs = kIsExactPair || kIsSplit;
 constexpr int kUnbias = kCodeBias + kZero;
 // In float the codes' bias is part of the offset: its product with the scale is exact. Added to a
-// minimum it is rounded, by some 2^-17 of the scale; that changes a weight in bfloat16 only
-// where it lies that close to half way between two numbers. float16 has too many bits for it.
+// minimum it is rounded, by 2^-24 (128 scale + |minimum|) at most: a weight that is much smaller
+// than its scale may differ from that of `dequantize` by several steps of bfloat16. float16 has
+// too many bits for it.
 constexpr bool kFoldsBias = !kIsPairs && kCodeBias != 0 && !(kHasMinimum && kIsHalf);
 
 // The scales of a group from its stored words and the factors of its super-block.
@@ -128,7 +129,7 @@ struct RowScales {
 // ---- gate and up --------------------------------------------------------------------------------
 //
 // Of a gated product a warp multiplies 8 rows of gate, as its rows g, and the same of up, as its
-// rows g + 8: rows 8 `half` of a row tile of each.
+// rows g + 8: rows 8 `half` of a row tile of each. Warps with whole tiles of both need no mixing.
 
 template <int kShift, uint32_t kLow>
 __device__ __forceinline__ uint32_t mix_words(uint32_t gate, uint32_t up, int half) {

@@ -150,9 +150,9 @@ struct MoeFewLoader {
     if (to == end) to = begin;
   }
 
-  // Fills the ring, each stage a group of copies, the kernel's first of memory that another one
-  // writes. SAFETY: with is_early the preceding kernel may still run; it must not write the weight
-  // or the routing.
+  // Fills the ring, one group of copies a stage. x, which another kernel writes, is copied only
+  // after pdl_wait. SAFETY: with is_early the preceding kernel may still run; it must not write the
+  // weight or the routing.
   __device__ __forceinline__ void fill() {
     if (p.is_early == 0) {
 #pragma unroll 1

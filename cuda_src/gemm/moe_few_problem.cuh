@@ -4,7 +4,7 @@
 // `offsets`. A unit is blockDim.z row tiles (16 rows) of that expert's matrix; the units of all
 // tiles follow each other, and a block takes every gridDim.x-th. Warp (y, z) multiplies row tile z
 // of a unit by the part_stages stages of k from y * part_stages on; the parts' sums are added in
-// their order.
+// their order. moe_gemm_combine.cu has the same tiles, but cuts k otherwise: see there.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -28,7 +28,7 @@ struct MoeFewParams {
   int num_tokens, num_pairs, num_experts, num_rows, k, top_k;
   int groups, num_supers;  // of a packed row
   int max_rows;            // of x in a tile
-  int part_stages;         // stages of k that a warp sums
+  int part_stages;         // stages of k that a warp sums; not of moe_gemm_combine
   int num_stages;          // of each warp's ring
   int activation;          // a MoeActivation
   float alpha, limit;
@@ -46,7 +46,7 @@ struct MoeFewTile {
 // What a block reads of the routing.
 struct MoeFewRouting {
   MoeFewTile tiles[kMaxPairs];
-  int rows[kMaxPairs];       // of a place: of x, or with pair_weights of out; -1: none
+  int rows[kMaxPairs];       // of a place: the row of x, or with pair_weights the pair; -1: none
   float weights[kMaxPairs];  // of the places' pairs; 1 without pair_weights
   int warp_tiles[kMaxWarps];
   int num_tiles;

@@ -3,16 +3,19 @@
 //   out[t] = sum over j of (weight[e] x[i] + bias[e]) pair_weights[t, j]
 //            + shared[t] sigmoid(shared_gate[t]) + residual[t]
 //
-// with e = experts[t, j], and i the place of pair t top_k + j in `order`. Of one format of weights.
+// with e = experts[t, j], and i the place of pair t top_k + j in `order`. A module is compiled for
+// one format of weights.
 // Arguments: MoeFewParams in gemm/moe_few_problem.cuh.
 //
 // Numerics: as moe_gemm_few_*, but the outputs of experts are not rounded; the parts' sums of a
-// token are added in their order, then shared, then residual, and rounded once.
+// token are added in their order, then shared, then residual, and rounded once. Where a part ends,
+// and so a token's sum, depends on the experts of all tokens.
 // Parallelisation: a block has blockDim.z row tiles (16 rows) of every expert's matrix, and with
 // them those columns of out. The stages of all tiles follow each other, and warp (y, z) multiplies
 // the y-th part of row tile z's: often of several experts, or of a part of one. At the end of an
-// expert's stages it adds its sums, times the weights of the pairs, to those of the tokens. With
-// nothing to wait for in between, weights are on their way before the first product has ended.
+// expert's stages it adds its sums, times the weights of the pairs, to those of the tokens. No warp
+// waits for another one before its last stage, and the first stages are loaded before the first
+// product has ended.
 // Mirror: engine/reference/moe_gemm_combine.py
 #include "common/pdl.cuh"
 #include "gemm/moe_few_loader.cuh"

@@ -68,7 +68,7 @@ constexpr int kChunk = kSliceTokens < CHUNK ? kSliceTokens : CHUNK;
 constexpr int kStagingRow = kSliceRows + 4;
 
 // Large tiles have a second way to memory, for results of 16 bits that need no other array: each
-// warpgroup stages 64 tokens by 64 rows.
+// warpgroup stages 64 tokens by 64 rows. Not with two m-tiles: it would have to know of pairs.
 constexpr bool kStoresHalves =
     kSplits == 1 && kMmaTiles == 1 && kTokens % 64 == 0 && kTokens >= 128;
 // Of a gated product, a warp with two m-tiles has rows of gate in the first and the same rows of up

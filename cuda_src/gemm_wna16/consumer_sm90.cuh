@@ -20,8 +20,8 @@ struct Consumer {
   int warpgroup, warp_idx, lane_idx;
   bool is_gated;
 
-  // The row tile of m-tile `mma` of this warp. If it mixes tiles: twice the number of a tile of gate
-  // and of up, plus 1 for their last 8 rows.
+  // The row tile of m-tile `mma` of this warp. If tiles are mixed: rows 8 (tile % 2) of tile
+  // `tile / 2` of gate, and of up.
   __device__ __forceinline__ int row_tile(int mma) const {
     if (kPairsTiles && is_gated) return mma * (kRowTiles / 2) + paired_tile();
     return (warpgroup * kMmaTiles + mma) * 4 + warp_idx % 4;

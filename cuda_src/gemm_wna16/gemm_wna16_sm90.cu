@@ -5,8 +5,9 @@
 // With num_gates the rows of gate precede those of up, and out = silu(gate) * up.
 // Arguments: GemmWna16Sm90Params, below. The weight's layout: engine/quantization/packing.py.
 //
-// Numerics: weights are rounded to scalar_t, as `dequantize` rounds them, or (SCALES_SUMS) codes
-// are multiplied and the sums over a group scaled. Products on tensor cores (wgmma); sums, bias,
+// Numerics: weights are rounded to scalar_t, as `dequantize` rounds them or nearly so
+// (common/weight_fragments_sm90.cuh), or (SCALES_SUMS) codes are multiplied and the sums over a
+// group scaled. Products on tensor cores (wgmma); sums, bias,
 // activation and residual in float, one rounding at the end. Without SPLITS and SCALES_SUMS the
 // sums go through k in ascending steps of 16, whatever M is.
 // Parallelisation: a persistent CTA computes work tiles of kRows rows of the weight by kTokens rows

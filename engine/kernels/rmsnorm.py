@@ -105,8 +105,8 @@ def rmsnorm(
     out, residual_out : (..., N) array of x's dtype, optional
         Where to put the results; may be `x` and `residual`.
     is_late : bool
-        The next kernel on the stream may start once the one before this has ended, not earlier. It
-        has no effect on the results: a product by a packed weight is faster so.
+        Let the next kernel on the stream start only once the preceding one has ended. Results are
+        the same; a product with a packed weight that follows is faster.
 
     Returns
     -------

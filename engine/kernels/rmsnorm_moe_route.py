@@ -5,7 +5,6 @@ The mirror is `reference/rmsnorm_moe_route.py`.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from engine import device, reference
@@ -16,6 +15,7 @@ from engine.kernels._launch import Kernel, ceil_div, has_pdl
 from engine.kernels._module import ModuleSpec
 from engine.kernels.gemm import gemm
 from engine.kernels.gemm import specs as gemm_specs
+from engine.kernels.moe_gemm.few_tokens import shared_limit
 from engine.kernels.moe_route import WIDTHS, check_options, moe_route, new_routing
 from engine.kernels.moe_route import specs as route_specs
 from engine.kernels.rmsnorm import rmsnorm
@@ -27,7 +27,8 @@ __all__ = ["rmsnorm_moe_route", "specs"]
 _PARAMS = (
     "x:ptr norm_weight:ptr weight:ptr bias:ptr y:ptr correction:ptr experts:ptr weights:ptr "
     "order:ptr offsets:ptr slots:ptr load:ptr n:i32 num_experts:i32 top_k:i32 is_sigmoid:i32 "
-    "num_groups:i32 top_groups:i32 renormalize:i32 scale:f32 eps:f32 weight_offset:f32"
+    "num_groups:i32 top_groups:i32 renormalize:i32 scale:f32 eps:f32 weight_offset:f32 "
+    "is_early:i32"
 )
 _KERNELS = {
     width: Kernel(f"rmsnorm_moe_route_{width}", _PARAMS, struct="RmsnormMoeRouteParams")
@@ -36,7 +37,7 @@ _KERNELS = {
 _THREADS = 512  # kThreads of the CUDA file
 _CLUSTER = 8  # blocks, the most that every chip with clusters has
 _MAX_VECTORS = 2 * _THREADS  # of a row
-_STATIC_BYTES = 12 * 1024  # of shared memory: what the kernels declare, the driver reserves
+_STATIC_BYTES = 12 * 1024  # of shared memory, static or the driver's
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -66,6 +67,7 @@ def rmsnorm_moe_route(
     scale: float = 1.0,
     slots: Any = None,
     load: Any = None,
+    pdl: bool = False,
 ) -> tuple[Any, Routing]:
     """Normalise tokens, multiply them by a router's weight, and choose their experts.
 
@@ -74,7 +76,7 @@ def rmsnorm_moe_route(
     x : (T, N) array of float32, float16 or bfloat16
     norm_weight : (N,) array of x's dtype
     weight : (E, N) array of x's dtype
-        Of the router. No other kernel may write it: it is read early.
+        Of the router.
     top_k : int
     bias : (E,) array of x's dtype, optional
         Added to the logits.
@@ -82,6 +84,9 @@ def rmsnorm_moe_route(
         As `rmsnorm` takes them.
     score, correction, num_groups, top_groups, renormalize, scale, slots, load : optional
         As `moe_route` takes them.
+    pdl : bool
+        The preceding kernel on the stream writes neither `weight` nor `bias`, so that they may be
+        read before it has ended.
 
     Returns
     -------
@@ -148,11 +153,11 @@ def rmsnorm_moe_route(
     shared_bytes = _shared_bytes(x, norm_weight, weight)
     if not shared_bytes:
         y = rmsnorm(x, norm_weight, **norm)
-        logits = gemm(y, weight, bias=bias, out_dtype=FLOAT32, pdl=True)
+        logits = gemm(y, weight, bias=bias, out_dtype=FLOAT32, pdl=pdl)
         return y, moe_route(logits, top_k, **options)
     y, routing = call.output("y", None, x.shape, x.dtype), new_routing(call, top_k)
     arrays = {"x": x, "norm_weight": norm_weight, "weight": weight, "bias": bias, "y": y}
-    _launch(shared_bytes, routing, **arrays, **norm, **options)
+    _launch(shared_bytes, routing, **arrays, is_early=pdl, **norm, **options)
     return y, routing
 
 
@@ -186,9 +191,4 @@ def _shared_bytes(x: Any, norm_weight: Any, weight: Any) -> int:
         return 0
     rows = ceil_div(num_experts, _CLUSTER) + 1
     size = int(rows * n * x.itemsize + num_experts * 4)
-    return size if size + _STATIC_BYTES <= _shared_limit(index) else 0
-
-
-@cache
-def _shared_limit(index: int) -> int:
-    return int(device.cupy().cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
+    return size if size + _STATIC_BYTES <= shared_limit() else 0

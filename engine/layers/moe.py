@@ -275,7 +275,7 @@ class MoE:
     def _normed_and_routed(
         self, x: Any, norm: Norm | None, slots: Any
     ) -> tuple[Any, kernels.Routing]:
-        """Return what the experts take, and which take it."""
+        """Return the normalised `x`, or `x` without a norm, and its routing."""
         p = self.params
         options = {
             "score": p.score,
@@ -288,8 +288,8 @@ class MoE:
             "load": self.load,
         }
         router = self.router
-        is_plain = norm is not None and not norm.subtract_mean and router.weight.format.is_dense
-        if norm is not None and is_plain and not self.deterministic:
+        is_dense = router.weight.format.is_dense
+        if norm is not None and norm.is_plain and is_dense and not self.deterministic:
             return kernels.rmsnorm_moe_route(
                 x,
                 norm.weight,
@@ -298,6 +298,7 @@ class MoE:
                 bias=router.bias,
                 eps=norm.eps,
                 weight_offset=norm.offset,
+                pdl=True,  # no kernel writes the weight or the bias
                 **options,
             )
         if norm is not None:

@@ -50,6 +50,11 @@ class Norm:
         self.subtract_mean = subtract_mean
         self.bias = bias
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a call is an RMSNorm of the rows that it gets."""
+        return not self.subtract_mean
+
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array it holds."""
         yield "weight", self.weight
@@ -118,6 +123,11 @@ class NoNorm(Norm):
         if branch_scale != 1.0:
             raise ConfigError(f"branch_scale must be 1 without pre_norms; got {branch_scale}")
         super().__init__(None, 0.0)
+
+    @property
+    def is_plain(self) -> bool:
+        """As of `Norm`: no."""
+        return False
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield nothing: it holds no array."""

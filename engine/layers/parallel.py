@@ -165,6 +165,11 @@ class GatheredNorm(Norm):
         self._collectives = collectives
         self._share = share
 
+    @property
+    def is_plain(self) -> bool:
+        """As of `Norm`: no, a row is of all ranks' parts."""
+        return False
+
     def __call__(self, x: Any, *, out: Any = None) -> Any:
         """Return this rank's part (T, N) of the norm of whole rows."""
         own = array_module(x).ascontiguousarray(x)
@@ -203,7 +208,7 @@ class SummedNorm(Norm):
     def add_for(self, form: Format | None, x: Any, residual: Any) -> tuple[Any, Any]:
         """As `add`, for a product whose weight has this format; as `Norm.add_for`."""
         if form is None or not form.activations:
-            return self.add(x, residual)
+            return self.add(x, residual, is_late=form is not None and form.is_packed)
         return super().add_for(form, self._collectives.all_reduce(x, out=x), residual)
 
 

@@ -20,7 +20,10 @@ from engine.testing.tolerances import assert_close
 
 HALVES = ("float16", "bfloat16")
 CONFIGS = [
-    pytest.param(c, id=f"{c.tokens}x{c.rows}-{c.splits}{'-sums' if c.scales_sums else ''}")
+    pytest.param(
+        c,
+        id=f"{c.tokens}x{c.rows}-{c.mma_tiles}-{c.splits}{'-sums' if c.scales_sums else ''}",
+    )
     for c in HOPPER_CONFIGS
 ]
 

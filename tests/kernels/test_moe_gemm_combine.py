@@ -10,6 +10,7 @@ from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels.moe_gemm import few_combine, few_tokens
 from engine.quantization import FORMATS, unpack_weight
+from engine.quantization.formats import TILE_ROWS
 from engine.quantization.stack import stack_matrices
 from engine.reference import Routing
 from engine.testing import cases
@@ -34,6 +35,30 @@ SHAPES = (
 )
 LARGEST_SHARED = 220 << 10  # of a block on Hopper, beside what the kernels declare
 EXTRAS = ((), ("bias", "residual"), ("shared", "shared_gate", "residual"), ("shared", "bias"))
+
+
+@pytest.fixture
+def one_kernel(xp, monkeypatch):
+    """Up to 8 tokens are one kernel, however few blocks it has; the number of those launched."""
+    launched, launch = [], few_tokens.launch
+    if xp is np:
+        return launched
+
+    def choose(operands):
+        if not few_combine.is_possible(operands):
+            return None
+        (tokens, top_k), weight = operands.routing.experts.shape, operands.weight
+        sms = -(-weight.shape[1] // TILE_ROWS)
+        of = (tokens, top_k, weight.shape, weight.format)
+        return few_combine.choose_few_combine(*of, sms, LARGEST_SHARED)
+
+    def noted(operands, config):
+        launched.append(operands.summed is not None)
+        launch(operands, config)
+
+    monkeypatch.setattr(few_combine, "choose", choose)
+    monkeypatch.setattr(few_tokens, "launch", noted)
+    return launched
 
 
 def _inputs(name, shape, dtype, extras=EXTRAS[1]):
@@ -92,10 +117,20 @@ def test_quantized_weights_match_mirror(xp, name, shape):
         _check(xp, name, shape, dtype, extras)
 
 
+@pytest.mark.parametrize("shape", SHAPES[:6])
+@pytest.mark.parametrize("name", SAMPLES)
+def test_one_kernel_matches_mirror(xp, one_kernel, name, shape):
+    for dtype in ("float16", "bfloat16"):
+        for extras in EXTRAS:
+            _check(xp, name, shape, dtype, extras)
+    assert one_kernel == [True] * (16 if xp is not np else 0)  # each call twice
+
+
 @pytest.mark.parametrize("name", [n for n in (*PACKED_FORMATS, *BYTE_FORMATS) if n not in SAMPLES])
-def test_every_other_format(xp, name):
+def test_every_other_format(xp, one_kernel, name):
     for shape in ((1, 8, 4, 768, 64), (6, 9, 3, 272, 96)):
         _check(xp, name, shape, "bfloat16", EXTRAS[1])
+    assert one_kernel == [True] * (4 if xp is not np else 0)
 
 
 @pytest.mark.gpu
@@ -146,7 +181,7 @@ def test_which_calls_are_one_kernel(cp, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["dense", "q4_k"])
-def test_in_place(xp, name):
+def test_in_place(xp, one_kernel, name):
     x, weight, routing, others = _inputs(name, SHAPES[2], "bfloat16")
     want = _wanted(x, weight, routing, others)
     on_device = {key: xp.asarray(value) for key, value in others.items()}
@@ -156,9 +191,10 @@ def test_in_place(xp, name):
     got = kernels.moe_gemm_combine(xp.asarray(x), gw, moved, **on_device, out=target)
     assert got is target
     assert_close(got, want, reduction=SHAPES[2][3] * SHAPES[2][2], dtype="bfloat16")
+    assert one_kernel == [True] * (xp is not np and name != "dense")
 
 
-def test_broken_numbers_stay_with_their_token(xp):
+def test_broken_numbers_stay_with_their_token(xp, one_kernel):
     """A NaN in a token's rows is in its result and in no other's."""
     x, weight, routing, _ = _inputs("fp8_block", (5, 16, 4, 272, 96), "bfloat16")
     x[np.flatnonzero(routing.order // 4 == 2)[1], 7] = np.nan
@@ -167,6 +203,38 @@ def test_broken_numbers_stay_with_their_token(xp):
     got = got.astype(np.float32)
     assert np.isnan(got[2]).all()
     assert np.isfinite(np.delete(got, 2, axis=0)).all()
+    assert one_kernel == [True] * (xp is not np)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp4"])
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_a_chain_in_place_has_the_bits_of_single_calls(cp, one_kernel, name, num_tokens):
+    """Each kernel begins before those have ended whose results it takes."""
+    hidden, width, experts, top_k = 512, 256, 16, 4
+    matrices = [
+        weight_to(cp, stack_matrices([random_weight(name, *shape, s) for s in range(experts)]))
+        for shape in ((2 * width, hidden), (hidden, width))
+    ]
+    router = cp.asarray(cases.normal((experts, hidden), "bfloat16", seed=8, scale=0.1))
+    norm = cp.asarray(cases.normal((hidden,), "bfloat16", seed=9, mean=1.0, scale=0.1))
+    start = cases.normal((num_tokens, hidden), "bfloat16", seed=1)
+
+    def chain(finish):
+        x = cp.asarray(start)
+        for _ in range(20):
+            y, routing = kernels.rmsnorm_moe_route(x, norm, router, top_k, pdl=True)
+            finish()
+            rows = kernels.moe_gemm(y, matrices[0], routing, activation="swiglu", pdl=True)
+            finish()
+            kernels.moe_gemm_combine(rows, matrices[1], routing, residual=x, pdl=True, out=x)
+            finish()
+        return to_numpy(x).view("u2")
+
+    apart = chain(cp.cuda.Device().synchronize)
+    for _ in range(3):
+        np.testing.assert_array_equal(chain(lambda: None), apart)
+    assert one_kernel.count(True) == 80
 
 
 def test_the_mirror_against_a_loop():

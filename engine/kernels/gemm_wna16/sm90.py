@@ -189,16 +189,16 @@ class HopperConfig:
 
 @dataclass(frozen=True)
 class _Cost:
-    """Microseconds on an H200: of a launch, of a tile beside its slabs, of a slab of a tile."""
+    """Microseconds: of a launch, of a tile beside its slabs, of a slab of a tile."""
 
     launch_us: float
     tile_us: float
     slab_us: float
 
 
-# Fitted to int4_g128 in bfloat16, four layers of Llama 3.1 8B at 32 to 8192 rows; those of 96 and
-# 128 tokens with two m-tiles, and of 32 tokens with scales_sums, on an H100. Three and six splits
-# have the constants of two and four.
+# Fitted on an H200 to int4_g128 in bfloat16, four layers of Llama 3.1 8B at 32 to 8192 rows; on an
+# H100 those of 96 and 128 tokens with two m-tiles, and (32, 1, 2) with scales_sums. Three and six
+# splits have the constants of two and four.
 _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(32, 2, 1, splits=6, depth=2, blocks=2, scales_sums=True): _Cost(1.51, 3.11, 0.367),
     HopperConfig(32, 2, 1, splits=4, depth=2, blocks=2, scales_sums=True): _Cost(1.51, 3.11, 0.367),

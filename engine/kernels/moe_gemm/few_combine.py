@@ -42,7 +42,7 @@ def choose_few_combine(
 ) -> FewTokensConfig | None:
     """Choose for `tokens` tokens and a weight of `shape` (E, R, K); None if two kernels are faster.
 
-    A block has as many row tiles as leave a multiprocessor no more than two blocks.
+    A block has the fewest row tiles with which no multiprocessor has more than two blocks.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Few tokens: how the problem is cut, a pure function, and the launch of moe_gemm.cu's kernels."""
+"""Few tokens: how a product is cut, and the launch of moe_gemm.cu's and moe_gemm_combine.cu's."""
 
 from __future__ import annotations
 
