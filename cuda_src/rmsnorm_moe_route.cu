@@ -35,7 +35,6 @@ struct RmsnormMoeRouteParams {
   int64_t* load;
   int n, num_experts, top_k, is_sigmoid, num_groups, top_groups, renormalize;
   float scale, eps, weight_offset;
-  int is_early;  // the preceding kernel does not write weight
 };
 
 // Dynamic shared memory: the block's rows of weight, y, and the logits.
@@ -56,10 +55,10 @@ __device__ __forceinline__ void rmsnorm_moe_route(const RmsnormMoeRouteParams& p
   float* logits = reinterpret_cast<float*>(y + p.n);
 
   pdl_trigger();
-  if (p.is_early == 0) pdl_wait();
   if (threadIdx.x == 0) {
     barrier.init();
     barrier.expect(count * p.n * sizeof(scalar_t));
+    // SAFETY: the preceding kernel must not write weight.
     for (int i = 0; i < count; ++i)
       barrier.copy(smem + static_cast<int64_t>(i) * p.n * sizeof(scalar_t),
                    p.weight + static_cast<int64_t>(first + i) * p.n, p.n * sizeof(scalar_t));

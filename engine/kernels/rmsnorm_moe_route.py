@@ -27,8 +27,7 @@ __all__ = ["rmsnorm_moe_route", "specs"]
 _PARAMS = (
     "x:ptr norm_weight:ptr weight:ptr bias:ptr y:ptr correction:ptr experts:ptr weights:ptr "
     "order:ptr offsets:ptr slots:ptr load:ptr n:i32 num_experts:i32 top_k:i32 is_sigmoid:i32 "
-    "num_groups:i32 top_groups:i32 renormalize:i32 scale:f32 eps:f32 weight_offset:f32 "
-    "is_early:i32"
+    "num_groups:i32 top_groups:i32 renormalize:i32 scale:f32 eps:f32 weight_offset:f32"
 )
 _KERNELS = {
     width: Kernel(f"rmsnorm_moe_route_{width}", _PARAMS, struct="RmsnormMoeRouteParams")
@@ -102,8 +101,8 @@ def rmsnorm_moe_route(
 
     Notes
     -----
-    `rmsnorm`, `gemm` to float32 and `moe_route`. For one token it is one kernel on a GPU that has
-    thread block clusters, if they have room for the weight.
+    `rmsnorm`, `gemm` to float32 and `moe_route`. For one token and with `pdl` it is one kernel on a
+    GPU that has thread block clusters, if they have room for the weight.
 
     Examples
     --------
@@ -150,14 +149,15 @@ def rmsnorm_moe_route(
         return reference.rmsnorm_moe_route(
             x, norm_weight, weight, top_k, bias=bias, **norm, **options
         )
-    shared_bytes = _shared_bytes(x, norm_weight, weight)
+    # The one kernel always reads the weight early.
+    shared_bytes = _shared_bytes(x, norm_weight, weight) if pdl else 0
     if not shared_bytes:
         y = rmsnorm(x, norm_weight, **norm)
         logits = gemm(y, weight, bias=bias, out_dtype=FLOAT32, pdl=pdl)
         return y, moe_route(logits, top_k, **options)
     y, routing = call.output("y", None, x.shape, x.dtype), new_routing(call, top_k)
     arrays = {"x": x, "norm_weight": norm_weight, "weight": weight, "bias": bias, "y": y}
-    _launch(shared_bytes, routing, **arrays, is_early=pdl, **norm, **options)
+    _launch(shared_bytes, routing, **arrays, **norm, **options)
     return y, routing
 
 

@@ -15,7 +15,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def _one_kernel(top_k, x, norm_weight, weight):
-    return kernels.rmsnorm_moe_route(x, norm_weight, weight, top_k)[0]
+    return kernels.rmsnorm_moe_route(x, norm_weight, weight, top_k, pdl=True)[0]
 
 
 def _parts(top_k, x, norm_weight, weight):

@@ -77,7 +77,7 @@ def test_matches_mirror(xp, shape, dtype):
             on_device = None if own_bias is None else xp.asarray(own_bias)
             for _ in range(2):  # the second call may overlap the first
                 got = kernels.rmsnorm_moe_route(
-                    *arrays, shape[3], bias=on_device, pdl=own_bias is None, **options
+                    *arrays, shape[3], bias=on_device, pdl=True, **options
                 )
             if shape[0] == 1:
                 _assert_same(got, want, f"{options}")
@@ -102,7 +102,13 @@ def test_groups_correction_and_load(xp, dtype):
     arrays = cases.to_module(xp, x, norm_weight, weight, correction)
     for slot in (3, -1):  # padding is not counted
         got = kernels.rmsnorm_moe_route(
-            *arrays[:3], 6, correction=arrays[3], load=own, slots=xp.asarray([slot]), **options
+            *arrays[:3],
+            6,
+            correction=arrays[3],
+            load=own,
+            slots=xp.asarray([slot]),
+            pdl=True,
+            **options,
         )
         _assert_same(got, want, "groups")
         np.testing.assert_array_equal(to_numpy(own), load)
@@ -119,14 +125,19 @@ def test_which_calls_are_one_kernel(cp, monkeypatch):
     monkeypatch.setattr(Kernel, "launch", noted)
     for index, shape in enumerate(SHAPES[:-1]):
         launched.clear()
-        kernels.rmsnorm_moe_route(*cases.to_module(cp, *_inputs(shape, "bfloat16")[:3]), shape[3])
+        arrays = cases.to_module(cp, *_inputs(shape, "bfloat16")[:3])
+        kernels.rmsnorm_moe_route(*arrays, shape[3], pdl=True)
         is_one = index < 7  # not: too large, not aligned, more tokens
         assert launched[0].startswith("rmsnorm_moe_route") == is_one, (shape, launched)
         assert len(launched) == 1 or not is_one
     launched.clear()
     x, *others = _inputs(SHAPES[0], "bfloat16")[:3]
-    got = kernels.rmsnorm_moe_route(misaligned(cp, x), *cases.to_module(cp, *others), 8)
+    moved = cases.to_module(cp, *others)
+    got = kernels.rmsnorm_moe_route(misaligned(cp, x), *moved, 8, pdl=True)
     assert len(launched) > 1
+    launched.clear()
+    kernels.rmsnorm_moe_route(cp.asarray(x), *moved, 8)
+    assert len(launched) > 1  # the weight may not be read early
     _assert_same(got, reference.rmsnorm_moe_route(x, *others, 8), "misaligned")
 
 
@@ -136,7 +147,7 @@ def test_broken_numbers(cp):
     x, *others = _inputs(SHAPES[0], "bfloat16")[:3]
     for broken in (np.nan, np.inf):
         x[0, 5] = broken
-        _, routing = op(*cases.to_module(cp, x, *others), 8)
+        _, routing = op(*cases.to_module(cp, x, *others), 8, pdl=True)
         chosen = to_numpy(routing.experts)[0]
         assert len(set(chosen)) == 8
         assert chosen.min() >= 0
