@@ -36,6 +36,7 @@ __all__ = ["Supervisor", "supervise"]
 _MAX_ADDRESS = 100  # bytes; the kernel's limit for the path of a socket is 104 or 108
 _MAX_RESTARTS, _RESTART_SPAN = 5, 60.0  # of API processes, and of each replica, in seconds
 _SLACK_SECONDS = 6.0  # that a child has to end, beyond `shutdown_timeout`
+_NOTICE_SECONDS = 2.0  # until an engine's end is known, after an API process has noticed it
 _LAST_WORDS_SECONDS = 3.0  # that API processes have to answer when the engine has ended
 _ENGINE, _API = "engine.server.engine_process", "engine.server.api_process"
 # Not `-m`, which would import from the current folder first.
@@ -164,6 +165,12 @@ class Supervisor:
     async def _restart_api(self, child: _Child) -> None:
         """Start an API process again that has ended."""
         if not child.ready.is_set():
+            # Perhaps as an engine has ended, whose end is noticed later than the API process's.
+            engines = list(self._engines.values())
+            await self._wait_for(engines, _NOTICE_SECONDS)
+            for engine in engines:
+                if engine not in self._children:
+                    raise _engine_ended(engine)
             raise _Ended(f"an API process could not start: {child.ending()}", child.status)
         if not self._may_restart(_API):
             raise _Ended(f"an API process ended again and again: {child.ending()}", 1)

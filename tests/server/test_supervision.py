@@ -170,7 +170,9 @@ def test_a_replica_that_never_gets_ready_is_given_up(watched, monkeypatch, capfd
 def test_an_api_process_that_cannot_start_ends_a_server_whose_engine_loads(watched):
     watcher, _, _ = watched
     process = SimpleNamespace(returncode=None)
-    watcher._engines[0] = supervisor._Child(supervisor._ENGINE, 0, process, [], asyncio.Event())
+    engine = supervisor._Child(supervisor._ENGINE, 0, process, [], asyncio.Event())
+    watcher._engines[0] = engine
+    watcher._children.add(engine)
     ended = SimpleNamespace(returncode=2)
     api = supervisor._Child(supervisor._API, 0, ended, [], asyncio.Event(), reason="why", status=2)
 
@@ -178,5 +180,27 @@ def test_an_api_process_that_cannot_start_ends_a_server_whose_engine_loads(watch
         watcher._ended.put_nowait(api)
         with pytest.raises(EngineError, match="an API process could not start: why"):
             await asyncio.wait_for(watcher._watch_over(), 5)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_cannot_start_is_the_reason_though_an_api_process_ends_first(watched):
+    watcher, _, _ = watched
+    process = SimpleNamespace(returncode=None)
+    engine = supervisor._Child(supervisor._ENGINE, 0, process, [], asyncio.Event())
+    watcher._engines[0] = engine
+    watcher._children.add(engine)
+    ended = SimpleNamespace(returncode=2)
+    api = supervisor._Child(supervisor._API, 0, ended, [], asyncio.Event(), reason="its end")
+
+    async def main():
+        watcher._ended.put_nowait(api)
+        task = asyncio.ensure_future(watcher._watch_over())
+        await asyncio.sleep(0.2)
+        engine.reason, engine.status = "block_size must be a power of two", 2
+        watcher._children.discard(engine)
+        with pytest.raises(EngineError, match="block_size") as caught:
+            await asyncio.wait_for(task, 5)
+        assert caught.value.status == 2
 
     asyncio.run(main())
