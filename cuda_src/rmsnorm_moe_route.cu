@@ -10,7 +10,7 @@
 // then over them.
 // Parallelisation: one cluster. Each block computes the whole norm, and the logits of some experts,
 // whose weights it has asked for while the preceding kernel still runs; a warp sums those of an
-// expert. The logits go to the first block's shared memory, where it chooses.
+// expert. The logits go to the shared memory of the first block, which chooses the experts.
 // Mirror: engine/reference/rmsnorm_moe_route.py
 #include "common/cluster.cuh"
 #include "common/moe_route.cuh"

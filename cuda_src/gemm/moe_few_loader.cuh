@@ -41,7 +41,7 @@ struct MoeUnitWalk {
   }
 };
 
-// The runs of a sum over experts: of the stages of all tiles, one after another, the warp's part.
+// The runs of a sum over experts: the stages of all tiles are one sequence, cut among the warps.
 struct MoeSumWalk {
   MoeRun run;
   int stages;  // of a tile
@@ -125,7 +125,7 @@ struct MoeFewLoader {
     x_left = x_from == nullptr ? 0 : p.k - stage * kStageColumns - b.lane_idx % kChunks * 8;
   }
 
-  // The columns of the stage of the tile's rows of x.
+  // Copies the stage's columns of the tile's rows of x.
   __device__ __forceinline__ void load_x() {
     if (b.lane_idx / kChunks < count) cp_async_16(to + x_place, x_from, x_left > 0);
 #pragma unroll 1

@@ -24,7 +24,7 @@ from engine.kernels._module import ModuleSpec, load_module
 from engine.kernels._params import ParamStruct
 from engine.kernels._prepared_launch import PreparedLaunch
 
-__all__ = ["KERNELS", "Kernel", "ceil_div", "has_pdl", "sm_count"]
+__all__ = ["KERNELS", "Kernel", "ceil_div", "has_pdl", "shared_limit", "sm_count"]
 
 _NULL = np.uint64(0)
 
@@ -184,6 +184,16 @@ def sm_count() -> int:
 def _sm_count(index: int) -> int:
     """Cached per device, since CuPy queries a hundred attributes each time."""
     return int(device.cupy().cuda.Device(index).attributes["MultiProcessorCount"])
+
+
+def shared_limit() -> int:
+    """Return the bytes of shared memory that a block may have on the current device."""
+    return _shared_limit(device.cupy().cuda.runtime.getDevice())
+
+
+@cache
+def _shared_limit(index: int) -> int:
+    return int(device.cupy().cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
 
 
 @cache

@@ -11,11 +11,10 @@ from engine import device, reference
 from engine.dtypes import dtype_name
 from engine.kernels._contract import FLOAT32, FLOATS, Contract
 from engine.kernels._elementwise import is_aligned, vector_width
-from engine.kernels._launch import Kernel, ceil_div, has_pdl
+from engine.kernels._launch import Kernel, ceil_div, has_pdl, shared_limit
 from engine.kernels._module import ModuleSpec
 from engine.kernels.gemm import gemm
 from engine.kernels.gemm import specs as gemm_specs
-from engine.kernels.moe_gemm.few_tokens import shared_limit
 from engine.kernels.moe_route import WIDTHS, check_options, moe_route, new_routing
 from engine.kernels.moe_route import specs as route_specs
 from engine.kernels.rmsnorm import rmsnorm

@@ -287,7 +287,17 @@ class VocabularyLinear(Linear):
         return array_module(logits).ascontiguousarray(logits[:, : self._vocab_size])
 
 
-class GatheredExperts(Experts):
+class _PairedExperts(Experts):
+    """Experts that do more to the outputs of pairs than a product, so the sum comes apart."""
+
+    def combined(
+        self, x: Any, routing: kernels.Routing, *, deterministic: bool = False, **others: Any
+    ) -> Any:
+        """Return the sum over a token's pairs that a call returns; as `Experts`."""
+        return kernels.moe_combine(self(x, routing, deterministic=deterministic), **others)
+
+
+class GatheredExperts(_PairedExperts):
     """Experts whose second matrix is divided by output features: (E, N / ranks, I)."""
 
     def __init__(self, experts: Experts, collectives: Collectives) -> None:
@@ -301,15 +311,9 @@ class GatheredExperts(Experts):
         whole = collectives.all_gather(rows, axis=1)
         return self.second_product(whole, routing, deterministic=deterministic)
 
-    def combined(
-        self, x: Any, routing: kernels.Routing, *, deterministic: bool = False, **others: Any
-    ) -> Any:
-        """Return this rank's columns (T, N / ranks); as `Experts`."""
-        return kernels.moe_combine(self(x, routing, deterministic=deterministic), **others)
-
 
 @dataclass(frozen=True, eq=False)
-class LocalExperts(Experts):
+class LocalExperts(_PairedExperts):
     """Some of a layer's experts, whole; the other ranks have the others.
 
     Attributes
@@ -342,12 +346,6 @@ class LocalExperts(Experts):
         if self.collectives is None:
             return pairs
         return self.collectives.all_reduce(pairs, out=pairs)  # x + 0 is x, in any order
-
-    def combined(
-        self, x: Any, routing: kernels.Routing, *, deterministic: bool = False, **others: Any
-    ) -> Any:
-        """Return (T, N) as `Experts`: the sum of this rank's experts, if pairs are not gathered."""
-        return kernels.moe_combine(self(x, routing, deterministic=deterministic), **others)
 
     def _zeros(self, x: Any, num_rows: int) -> Any:
         """Return rows (num_rows, N) of zeros; an op's, as a launch plan takes nothing else."""

@@ -98,7 +98,7 @@ def _check(xp, name, shape, dtype, extras):
     for _ in range(2):  # the second call may overlap the first
         got = kernels.moe_gemm_combine(gx, gw, moved, pdl=True, out=out, **on_device)
         assert got is out
-    # Other kernels and the mirrors round what each expert adds, and its weights.
+    # Where two kernels are launched, they round each expert's output, and maybe its weights.
     assert_close(got, want, reduction=max(shape[3], 257) * shape[2], name=f"{name} {shape}")
     assert_guards(buffer)
 

@@ -9,7 +9,7 @@ from functools import cache
 from engine import device
 from engine.dtypes import dtype_name
 from engine.kernels._contract import FLOAT32
-from engine.kernels._launch import Kernel, ceil_div, has_pdl, sm_count
+from engine.kernels._launch import Kernel, ceil_div, has_pdl, shared_limit, sm_count
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import format_spec, format_specs, planes, scale_dtype
 from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Norm, Operands, row_stride
@@ -215,7 +215,7 @@ def choose(operands: Operands, norm: Norm | None = None) -> FewRowsConfig | None
         weight.shape[1],
         weight.format,
         sm_count(),
-        _shared_limit(index),
+        shared_limit(),
         max_cluster=4 if has_pdl(index) and norm is None else 1,
         is_gated=operands.activation == SWIGLU,
     )
@@ -229,11 +229,6 @@ def _num_blocks(config: FewRowsConfig) -> int:
     """
     blocks = config.clusters * config.cluster
     return max(blocks, sm_count()) if config.tokens == 1 else blocks
-
-
-@cache
-def _shared_limit(index: int) -> int:
-    return int(device.cupy().cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
 
 
 def launch(operands: Operands, config: FewRowsConfig, norm: Norm | None = None) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from engine.kernels._launch import ceil_div, sm_count
+from engine.kernels._launch import ceil_div, shared_limit, sm_count
 from engine.kernels.moe_gemm.few_tokens import (
     MAX_PAIRS,
     MAX_TOKENS,
     MAX_WARPS,
     FewTokensConfig,
     is_possible,
-    shared_limit,
     stage_columns,
     sums_x,
     weight_bytes,
@@ -114,5 +113,5 @@ def choose(operands: MoeOperands) -> FewTokensConfig | None:
         return None
     tokens, top_k = operands.routing.experts.shape
     weight = operands.weight
-    limit = shared_limit()
-    return choose_few_combine(tokens, top_k, weight.shape, weight.format, sm_count(), limit)
+    of = (tokens, top_k, weight.shape, weight.format)
+    return choose_few_combine(*of, sm_count(), shared_limit())

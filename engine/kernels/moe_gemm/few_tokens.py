@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from engine import device
 from engine.dtypes import dtype_name
-from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._launch import Kernel, ceil_div, shared_limit, sm_count
 from engine.kernels._module import ModuleSpec
 from engine.kernels.moe_gemm.formats import base_of, bases, kind, weight_arrays
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands, Summed
@@ -26,7 +25,6 @@ __all__ = [
     "few_tokens_config",
     "is_possible",
     "launch",
-    "shared_limit",
     "specs",
     "stage_columns",
     "sums_x",
@@ -260,16 +258,6 @@ def is_possible(operands: MoeOperands) -> bool:
     steps = [array.data.ptr for array in (x, *(array for _, array in weight.arrays()))]
     steps += [k * x.itemsize, 0 if form.is_packed else k]
     return not any(step % 16 for step in steps)
-
-
-def shared_limit() -> int:
-    """Return the bytes of shared memory that a block may have on the current device."""
-    return _shared_limit(device.cupy().cuda.runtime.getDevice())
-
-
-@cache
-def _shared_limit(index: int) -> int:
-    return int(device.cupy().cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
 
 
 def launch(operands: MoeOperands, config: FewTokensConfig) -> None:
