@@ -21,14 +21,14 @@ from engine._version import __version__
 if TYPE_CHECKING:
     from engine import errors, kernels, reference
     from engine.async_engine import AsyncEngine
-    from engine.beam_search import BeamSearchParams
     from engine.llm import LLM
     from engine.llm_engine import LLMEngine
     from engine.model import Model, load
     from engine.outputs import CompletionOutput, RequestOutput
-    from engine.quantize_model import quantize
+    from engine.quantization.quantize_model import quantize
     from engine.sampling_params import SamplingParams
-    from engine.structured_output import StructuredOutput
+    from engine.structured.spec import StructuredOutput
+    from engine.tasks.beam_search import BeamSearchParams
 
 __all__ = [
     "LLM",
@@ -51,15 +51,15 @@ __all__ = [
 _HOMES = {
     "LLM": "engine.llm",
     "AsyncEngine": "engine.async_engine",
-    "BeamSearchParams": "engine.beam_search",
+    "BeamSearchParams": "engine.tasks.beam_search",
     "CompletionOutput": "engine.outputs",
     "LLMEngine": "engine.llm_engine",
     "Model": "engine.model",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.sampling_params",
-    "StructuredOutput": "engine.structured_output",
+    "StructuredOutput": "engine.structured.spec",
     "load": "engine.model",
-    "quantize": "engine.quantize_model",
+    "quantize": "engine.quantization.quantize_model",
 }
 
 

@@ -12,14 +12,14 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from engine.embeddings import embed_in_parts
+from engine.core.stats import EngineStats
 from engine.errors import EngineError
 from engine.llm_engine import LLMEngine, Prompt
 from engine.outputs import RequestOutput
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.shared_engine import SharedEngine
 from engine.snapshot import snapshot
-from engine.stats import EngineStats
+from engine.tasks.embeddings import embed_in_parts
 
 __all__ = ["LONG_TEXT", "AsyncEngine", "EngineClient", "ModelInfo"]
 
@@ -272,7 +272,7 @@ class AsyncEngine:
         prompts : sequence of str, of sequences of int, or of mappings
             As for `LLMEngine.add_request`.
         pooling, normalize
-            As for `engine.embeddings.embed`.
+            As for `engine.tasks.embeddings.embed`.
 
         Returns
         -------

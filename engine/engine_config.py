@@ -20,9 +20,9 @@ from engine.device import Device
 from engine.distributed.connection import parse_address
 from engine.errors import ConfigError, unknown_keyword
 from engine.layers.collectives import buffer_bytes
-from engine.memory_sizes import DraftSizes, activation_bytes, feature_bytes, geometry_of
 from engine.option_ranges import OPTIONS, checked_option
 from engine.runner.cuda_graph import batch_sizes
+from engine.runner.memory_sizes import DraftSizes, activation_bytes, feature_bytes, geometry_of
 from engine.scheduler.config import SchedulerConfig
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.draft_pages import num_spare_blocks

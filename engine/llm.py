@@ -10,14 +10,14 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from engine.checks import length_of, shown_with_type
+from engine.core.stats import EngineStats
 from engine.errors import RequestError, TemplateError, unknown_keyword
 from engine.llm_engine import LLMEngine, Prompt
 from engine.outputs import RequestOutput
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.shared_engine import SharedEngine
-from engine.stats import EngineStats
+from engine.tasks.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from engine.text import template_process
 from engine.text.chat_template import RESERVED_VARIABLES
 

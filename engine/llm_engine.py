@@ -13,19 +13,21 @@ from typing import Any
 from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import MemoryPool
 from engine.cache.swap import SwapSpace
-from engine.calibration import with_measured_costs
 from engine.checks import request_ids_of, shown_with_type
-from engine.committed import CommittedStep, commit
-from engine.deadlines import Deadlines
+from engine.core.commit import CommittedStep, commit
+from engine.core.deadlines import Deadlines
+from engine.core.input_processor import InputProcessor, Prompt, PromptInput
+from engine.core.locks import exclusive
+from engine.core.make_engine import make_engine, resolved
+from engine.core.output_processor import End, OutputGroup, OutputStream, check_groups, token_texts
+from engine.core.preemption_costs import with_measured_costs
+from engine.core.recovery import StepRecovery
+from engine.core.stats import EngineStats, StatsCollector
+from engine.core.watchdog import Watchdog
 from engine.engine_config import EngineConfig
-from engine.engine_loading import make_engine, resolved
 from engine.errors import RankError, RequestError
-from engine.input_processor import InputProcessor, Prompt, PromptInput
 from engine.model import Model
-from engine.one_thread import exclusive
-from engine.output_processor import End, OutputGroup, OutputStream, check_groups, token_texts
 from engine.outputs import RequestOutput
-from engine.recovery import StepRecovery
 from engine.request import Request, RequestStatus
 from engine.runner.model_runner import LaunchedStep
 from engine.runner.pipelined_runner import make_runner
@@ -36,8 +38,6 @@ from engine.scheduler.output import ScheduleOutput
 from engine.scheduler.scheduler import Scheduler
 from engine.speculative import make_speculation
 from engine.speculative.draft_loading import load_draft
-from engine.stats import EngineStats, StatsCollector
-from engine.watchdog import Watchdog
 
 __all__ = ["LLMEngine", "Prompt", "QueueFullError"]
 

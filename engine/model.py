@@ -17,18 +17,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from engine import page_calibration
 from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVCache, KVGeometry, code_name, kv_dtype
 from engine.checks import check_count, shown
 from engine.config import ModelConfig
-from engine.decoder_loading import check_arguments, load_decoder
 from engine.device import Device, cupy, resolve_device, to_numpy
 from engine.dtypes import PAGE_CODES
 from engine.errors import ConfigError, RequestError, unknown_keyword
 from engine.layers.batch import ForwardBatch
 from engine.layers.collectives import Collectives
 from engine.layers.token_ids import checked_token_ids
+from engine.loading import page_calibration
+from engine.loading.decoder import check_arguments, load_decoder
 from engine.loading.download import ModelSource, resolve_model
 from engine.loading.gguf import GgufFile
 from engine.loading.hf_config import generation_config
@@ -38,9 +38,9 @@ from engine.model_files import is_present
 from engine.models.decoder import Decoder, Pages
 from engine.models.draft_heads import DraftTarget
 from engine.models.kernel_set import prepare_code_pages
-from engine.quantization import ALL_LAYERS, Stage
+from engine.models.trace import Trace, trace_decoder
 from engine.text.tokenizer import Tokenizer, load_tokenizer
-from engine.trace import Trace, trace_decoder
+from engine.weights import ALL_LAYERS, Stage
 
 __all__ = ["LOAD_OPTIONS", "Cache", "LoadConfig", "Model", "load"]
 

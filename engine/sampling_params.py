@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.checks import checked_text, items_of, shown_with_type, token_ids_of
 from engine.errors import ConfigError, RequestError, unknown_keyword
-from engine.structured_output import StructuredOutput, structured_output_of
+from engine.structured.spec import StructuredOutput, structured_output_of
 
 __all__ = [
     "GREEDY_EPSILON",

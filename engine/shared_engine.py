@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
+from engine.core.locks import EngineLock
 from engine.errors import RequestError
 from engine.llm_engine import LLMEngine
-from engine.one_thread import EngineLock
 from engine.outputs import RequestOutput
 from engine.snapshot import StepClock
 

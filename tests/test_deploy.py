@@ -231,7 +231,7 @@ def test_the_dashboard_holds_together():
 
 
 def test_the_ray_serve_application_is_understood():
-    ray_serve = pytest.importorskip("engine.server.ray_serve")
+    ray_serve = pytest.importorskip("engine.server.replicas.ray_serve")
     (application,) = _yaml("ray_serve.yaml")["applications"]
     module, _, name = application["import_path"].partition(":")
     assert module == ray_serve.__name__ and callable(getattr(ray_serve, name))

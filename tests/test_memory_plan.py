@@ -16,10 +16,10 @@ from engine.engine_config import EngineConfig, default_budget
 from engine.loading.load_config import LoadConfig
 from engine.loading.weight_memory import quantized_formats, weight_bytes
 from engine.loading.weight_table import weight_shapes
-from engine.memory_plan import _group_of, plan_memory
 from engine.models.rope_tables import rope_bytes
-from engine.quantization import FORMATS
 from engine.runner.features import FeatureTap
+from engine.scaling.memory import _group_of, plan_memory
+from engine.weights import FORMATS
 
 CUDA = Device("cuda", 0)
 

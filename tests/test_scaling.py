@@ -16,8 +16,6 @@ from engine.device import Device
 from engine.errors import ConfigError
 from engine.loading.load_config import LoadConfig
 from engine.loading.weight_memory import quantized_formats, weight_bytes
-from engine.memory_plan import plan_memory
-from engine.quantization import FORMATS
 from engine.scaling import (
     CARDS,
     NCCL,
@@ -34,8 +32,10 @@ from engine.scaling import (
     find_card,
 )
 from engine.scaling.division import stages
+from engine.scaling.memory import plan_memory
 from engine.scaling.plan import _stage_weights, plan_scaling
 from engine.scaling.step_time import _chosen_experts
+from engine.weights import FORMATS
 from tests.bench.fit_scaling import FITTED, best_us
 from tests.bench.scaling_points import UNFITTED, collective_points, measured_points
 from tests.bench.scaling_record import predictions, table

@@ -18,29 +18,17 @@ ROOT = Path(__file__).parents[1]
 OPS = sorted(m.name for m in pkgutil.iter_modules(kernels.__path__) if not m.name.startswith("_"))
 OUTPUT_KEYWORDS = {"out", "residual_out"}
 
-# Layer of each part of the package; a module imports only from its own layer or below.
-LAYERS = {
-    "errors": 0, "env": 0, "dtypes": 0, "device": 0, "config": 0, "drafts": 0, "request": 0,
-    "plan_array": 0, "model_files": 0, "checks": 0, "one_thread": 0, "child_process": 0,
-    "sampling_params": 0, "structured_output": 0, "outputs": 0, "_version": 0, "reference": 0,
-    "quantization": 0,
-    "kernels": 1, "text": 1,
-    "testing": 2, "layers": 2,
-    "models": 3,
-    "cache": 4, "loading": 4,
-    "scheduler": 5, "runner": 5, "structured": 5, "distributed": 5,
-    "model": 6, "decoder_loading": 6, "trace": 4, "engine_config": 6, "rank_process": 6,
-    "engine_loading": 6, "tensor_parallel": 6, "pipeline_parallel": 6, "stage_process": 6,
-    "option_ranges": 6, "shared_pages": 6, "shared_target": 6,
-    "input_processor": 6, "output_processor": 6,
-    "deadlines": 6, "watchdog": 6, "stats": 6, "fault_bisection": 6, "recovery": 6,
-    "committed": 6,
-    "beam_search": 6, "evaluation": 6, "memory_plan": 6, "memory_sizes": 6, "calibration": 6,
-    "llm_engine": 6, "llm": 6, "shared_engine": 6, "async_engine": 6, "gptq_layers": 6,
-    "quantize_model": 6, "page_calibration": 6, "snapshot": 6, "embeddings": 6, "speculative": 6,
-    "scaling": 6,
-    "commands": 7, "server": 7, "cli": 7, "__main__": 7, "__init__": 7,
-}  # fmt: skip
+# From the ground up: a module imports only from parts that stand before its own, or its own.
+ORDER = (
+    *("_version", "errors", "config", "outputs", "checks", "drafts", "env", "plan_array"),
+    *("device", "dtypes", "model_files", "request"),
+    *("text", "weights", "reference", "structured", "sampling_params", "kernels", "cache"),
+    *("layers", "distributed", "models", "testing", "scheduler", "loading", "runner"),
+    *("option_ranges", "model", "quantization", "speculative", "engine_config", "scaling"),
+    *("parallel", "core", "llm_engine", "snapshot", "tasks", "shared_engine", "async_engine"),
+    *("llm", "__init__", "server", "commands", "cli", "__main__"),
+)
+LAYERS = {part: number for number, part in enumerate(ORDER)}
 
 # Keywords of public ops that only affect where or how the kernel runs, absent from the mirror.
 LAUNCH_KEYWORDS = {

@@ -11,7 +11,7 @@ import pytest
 
 from engine import SamplingParams
 from engine.errors import RequestError, UnknownOptionError
-from engine.structured_output import (
+from engine.structured.spec import (
     MAX_CHOICES,
     MAX_GRAMMAR_CHARS,
     MAX_REGEX_CHARS,

@@ -1,6 +1,6 @@
 // From stored codes to the first operand of mma.sync and wgmma: registers of two 16-bit numbers.
 //
-// A lane's words of a tile of 16 rows by 64 columns (engine/quantization/packing.py) are the codes
+// A lane's words of a tile of 16 rows by 64 columns (engine/weights/packing.py) are the codes
 // of its fragments, step by step of 16 columns: register j of a step has row g + 8 (j % 2) and
 // columns 2t, 2t + 1, plus 8 if j >= 2 (lane 4 g + t), the first column in the lower half.
 //

@@ -1,4 +1,4 @@
-// The format of a packed weight (engine/quantization/formats.py and packing.py): the module's
+// The format of a packed weight (engine/weights/formats.py and packing.py): the module's
 // macros as constants, and what a group's stored scales mean.
 //
 // A number is scale * (q - zero), or scale * q + minimum; q is a code. Lane 4 g + t of a warp has

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "gemm/gemv.cuh"
-#include "gemm/mma_tile.cuh"
-#include "gemm/simt_tile.cuh"
+#include "common/mma_tile.cuh"
+#include "common/simt_tile.cuh"
 #include "gemm/skinny_direct.cuh"
 #include "gemm/skinny_ring.cuh"
 

@@ -4,7 +4,7 @@
 //
 // With activation "silu_and_mul" the weight's rows, and the bias, are gate and up in turn, eight of
 // each (N a multiple of 16): out is silu(gate) * up + residual, (M, N / 2), as residual is.
-// Arguments: GemmParams and SkinnyParams in gemm/problem.cuh; of gemm_reduce, below.
+// Arguments: GemmParams and SkinnyParams in common/gemm_problem.cuh; of gemm_reduce, below.
 //
 // Numerics: products of 16-bit values on tensor cores (mma.sync), of float32 on CUDA cores without
 // TF32; sums, bias, activation and residual in float, one rounding at the end. Every order of

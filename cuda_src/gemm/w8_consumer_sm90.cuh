@@ -6,7 +6,7 @@
 #pragma once
 
 #include "gemm/consumer_sm90.cuh"
-#include "gemm/wgmma_codes.cuh"
+#include "common/wgmma_codes.cuh"
 
 constexpr int kScaleBlock = 128;
 static_assert(kSlabK == kScaleBlock, "a slab of k is a block of scales");

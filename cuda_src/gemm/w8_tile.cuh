@@ -4,8 +4,8 @@
 // Each element sums k in ascending order whatever m is.
 #pragma once
 
-#include "gemm/tile_epilogue.cuh"
-#include "gemm/tile_loader.cuh"
+#include "common/tile_epilogue.cuh"
+#include "common/tile_loader.cuh"
 #include "gemm/w8_problem.cuh"
 
 constexpr int kW8Tile = 64, kW8Warp = 32;  // rows and columns of a block's tile, of a warp's

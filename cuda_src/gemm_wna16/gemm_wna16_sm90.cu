@@ -3,7 +3,7 @@
 //   out = activation(x weight^T + bias) + residual
 //
 // With num_gates the rows of gate precede those of up, and out = silu(gate) * up.
-// Arguments: GemmWna16Sm90Params, below. The weight's layout: engine/quantization/packing.py.
+// Arguments: GemmWna16Sm90Params, below. The weight's layout: engine/weights/packing.py.
 //
 // Numerics: weights are rounded to scalar_t, as `dequantize` rounds them or nearly so
 // (common/weight_fragments_sm90.cuh), or (SCALES_SUMS) codes are multiplied and the sums over a

@@ -25,8 +25,8 @@ from engine.errors import CompileError, ConfigError
 from engine.kernels import _module, _nvrtc
 from engine.loading.download import local_path
 from engine.loading.load_config import LoadConfig, resolve_load_config
-from engine.memory_plan import plan_memory
 from engine.model_files import excerpt
+from engine.scaling.memory import plan_memory
 from engine.speculative import SpeculativeConfig
 
 __all__ = ["add_arguments", "run"]

@@ -14,9 +14,9 @@ from engine.commands._quantization import add_quantization_argument, quantizatio
 from engine.commands._record import check_json_file, write_record
 from engine.commands._streams import read_input
 from engine.errors import ConfigError, RequestError
-from engine.evaluation import Comparison, PerplexityResult, compare, perplexity, text_ids
 from engine.model import Model, load
 from engine.model_files import excerpt, read_file
+from engine.tasks.evaluation import Comparison, PerplexityResult, compare, perplexity, text_ids
 
 __all__ = ["add_arguments", "run"]
 

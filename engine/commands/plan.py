@@ -19,9 +19,9 @@ from engine.loading.gguf import GgufFile
 from engine.loading.load_config import resolve_load_config
 from engine.loading.quantized.scheme import load_scheme
 from engine.model_files import excerpt
-from engine.quantization import FORMATS
 from engine.scaling import CARDS, Constants, Division, StepModel, Workload, divisions, find_card
 from engine.scaling.plan import ScalingPlan, plan_scaling
+from engine.weights import FORMATS
 
 __all__ = ["add_arguments", "run"]
 

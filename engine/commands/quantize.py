@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from engine.quantization.compressed_tensors import STORABLE
-from engine.quantize_model import quantize
+from engine.quantization.quantize_model import quantize
+from engine.weights.compressed_tensors import STORABLE
 
 __all__ = ["add_arguments", "run"]
 

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     model, server, engine = _split(options)
     name, function = "engine.server.supervisor", "supervise"
     if server.nodes:
-        name, function = "engine.server.ray_supervisor", "supervise_on_ray"
+        name, function = "engine.server.replicas.ray_supervisor", "supervise_on_ray"
     try:
         supervisor = importlib.import_module(name)
         importlib.import_module("zmq")

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--connect: {error}") from None
     secret = env.pipeline_secret()
     # Imported late: `--help` and wrong options do not need it.
-    from engine.stage_process import run_stage
+    from engine.parallel.stage import run_stage
 
     try:
         run_stage(address, arguments.stage, secret, model=arguments.model, seconds=_WAIT_SECONDS)

@@ -20,10 +20,10 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from engine import child_process
 from engine.distributed.group import PID, Group, GroupEnded
 from engine.distributed.segment import Segment
 from engine.errors import RankError
+from engine.text import child_process
 
 __all__ = [
     "RankProcesses",

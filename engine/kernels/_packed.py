@@ -10,8 +10,8 @@ from engine.dtypes import BFLOAT16, dtype_name
 from engine.errors import DTypeError, ShapeError
 from engine.kernels._contract import INT32, Contract
 from engine.kernels._module import ModuleSpec
-from engine.quantization import FORMATS, Format, Weight
-from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
+from engine.weights import FORMATS, Format, Weight
+from engine.weights.formats import TILE_COLUMNS, TILE_ROWS
 
 __all__ = ["SAMPLE", "check_planes", "check_weight", "format_spec", "format_specs", "planes"]
 __all__ += ["scale_dtype"]

@@ -17,8 +17,8 @@ from engine.kernels._packed import (
     planes,
     scale_dtype,
 )
-from engine.quantization import FORMATS, Weight
-from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
+from engine.weights import FORMATS, Weight
+from engine.weights.formats import TILE_COLUMNS, TILE_ROWS
 
 __all__ = ["dequantize", "launch", "specs"]
 
@@ -82,7 +82,7 @@ def dequantize(weight: Weight, dtype: str, *, out: Any = None) -> Any:
     Examples
     --------
     >>> import numpy as np
-    >>> from engine.quantization.quantize import quantize
+    >>> from engine.weights.quantize import quantize
     >>> weight = quantize(np.array([[-1.0, 0.5, 0.0]], np.float32), FORMATS["mxfp4"])
     >>> dequantize(weight, "float32")
     array([[-1. ,  0.5,  0. ]], dtype=float32)

@@ -1,4 +1,4 @@
-"""The second product of experts and the sum over a token's: `cuda_src/gemm/moe_gemm_combine.cu`.
+"""The second product of experts, summed over each token's: `moe_gemm/moe_gemm_combine.cu`.
 
 The mirror is `reference/moe_gemm_combine.py`.
 """
@@ -16,8 +16,8 @@ from engine.kernels.moe_gemm import few_combine, few_tokens, moe_gemm
 from engine.kernels.moe_gemm import specs as product_specs
 from engine.kernels.moe_gemm.moe_gemm import SAMPLES, check_product
 from engine.kernels.moe_gemm.operands import MoeOperands, Summed
-from engine.quantization import Weight
 from engine.reference import Routing
+from engine.weights import Weight
 
 __all__ = ["moe_gemm_combine", "specs"]
 

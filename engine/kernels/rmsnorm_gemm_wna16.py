@@ -23,7 +23,7 @@ from engine.kernels.gemm_wna16.operands import Norm, Operands
 from engine.kernels.permute_columns import permute_columns
 from engine.kernels.rmsnorm import rmsnorm
 from engine.kernels.rmsnorm import specs as rmsnorm_specs
-from engine.quantization import Weight
+from engine.weights import Weight
 
 __all__ = ["rmsnorm_gemm_wna16", "specs"]
 
@@ -94,8 +94,8 @@ def rmsnorm_gemm_wna16(
     Examples
     --------
     >>> import numpy as np
-    >>> from engine.quantization import FORMATS
-    >>> from engine.quantization.quantize import quantize
+    >>> from engine.weights import FORMATS
+    >>> from engine.weights.quantize import quantize
     >>> weight = quantize(np.ones((1, 64), np.float32), FORMATS["mxfp4"])
     >>> x = np.full((1, 64), 3, np.float32)
     >>> rmsnorm_gemm_wna16(x, np.ones(64, np.float32), weight, eps=0.0)

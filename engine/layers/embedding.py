@@ -6,7 +6,7 @@ from typing import Any
 
 from engine import kernels
 from engine.errors import WeightsError
-from engine.quantization import Weight
+from engine.weights import Weight
 
 __all__ = ["Embedding"]
 

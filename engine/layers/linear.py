@@ -13,8 +13,8 @@ from engine.layers.arrays import arrays_of
 from engine.layers.codes import Codes
 from engine.layers.norm import Norm
 from engine.layers.stacked import stacked_product
-from engine.quantization import FORMATS, Weight
-from engine.quantization.formats import STACKED
+from engine.weights import FORMATS, Weight
+from engine.weights.formats import STACKED
 
 __all__ = ["PRODUCTS", "Linear", "Product"]
 

@@ -15,7 +15,7 @@ from engine.layers.arrays import arrays_of
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.norm import Norm
-from engine.quantization import Weight
+from engine.weights import Weight
 
 __all__ = ["Experts", "MoE", "RoutingParams"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from engine import kernels
 from engine.errors import ConfigError
 from engine.layers.codes import Codes
-from engine.quantization import Format
+from engine.weights import Format
 
 __all__ = ["NoNorm", "Norm"]
 

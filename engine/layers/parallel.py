@@ -23,8 +23,8 @@ from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.layers.moe import Experts, MoE
 from engine.layers.norm import Norm
-from engine.quantization import Format, Weight
 from engine.reference.embedding import PADDING_ID
+from engine.weights import Format, Weight
 
 __all__ = [
     "GatheredExperts",

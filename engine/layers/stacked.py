@@ -7,7 +7,7 @@ from typing import Any
 
 from engine import kernels
 from engine.device import empty_like
-from engine.quantization import Weight
+from engine.weights import Weight
 
 __all__ = ["stacked_product"]
 

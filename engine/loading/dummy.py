@@ -24,7 +24,7 @@ from engine.loading.weight_memory import (
     weight_room,
 )
 from engine.loading.weight_table import shard_axis, weight_shapes
-from engine.quantization import WHOLE, Format, Shard, Weight, unpack_weight
+from engine.weights import WHOLE, Format, Shard, Weight, unpack_weight
 
 __all__ = ["dummy_weights"]
 

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 
 from engine.device import Device
-from engine.quantization import Format, Weight
-from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS, padded_shape
-from engine.quantization.packing import pack_codes, unpack_codes
+from engine.weights import Format, Weight
+from engine.weights.formats import TILE_COLUMNS, TILE_ROWS, padded_shape
+from engine.weights.packing import pack_codes, unpack_codes
 
 __all__ = ["RandomCodes"]
 

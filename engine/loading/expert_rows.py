@@ -14,7 +14,7 @@ from engine.loading.quantized.reader import QuantizedCheckpoint
 from engine.loading.quantized.rows import QuantizedRows
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
 from engine.models.tensor_layout import ROWS, scales_name
-from engine.quantization import FORMATS, Format
+from engine.weights import FORMATS, Format
 
 __all__ = ["read_expert_rows", "read_stored_rows", "stored_format"]
 

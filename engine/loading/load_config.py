@@ -15,8 +15,8 @@ from engine.device import Device
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError, WeightsError
 from engine.loading.download import ModelSource
-from engine.quantization import FORMATS
-from engine.quantization.quantize import resolve_format
+from engine.weights import FORMATS
+from engine.weights.quantize import resolve_format
 
 __all__ = ["LoadConfig", "expert_count", "resolve_load_config"]
 

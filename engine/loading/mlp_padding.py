@@ -11,7 +11,7 @@ from engine.config import ModelConfig
 from engine.device import Device, array_module
 from engine.dtypes import itemsize
 from engine.loading.weight_memory import weight_room
-from engine.quantization import Weight
+from engine.weights import Weight
 
 __all__ = ["pad_features", "pad_mlps"]
 

@@ -27,14 +27,14 @@ from engine.loading.weight_table import place_tensors
 from engine.model_files import excerpt, is_present, read_file, read_json
 from engine.models.family import WeightName
 from engine.models.registry import family
-from engine.quantization import Format
-from engine.quantization.compressed_tensors import (
+from engine.weights import Format
+from engine.weights.compressed_tensors import (
     layout_fault,
     quantization_config,
     stored_arrays,
     stored_shapes,
 )
-from engine.quantization.quantize import Codes, round_to_codes
+from engine.weights.quantize import Codes, round_to_codes
 
 __all__ = ["FolderPlan", "check_output", "plan_folder", "scale_dtype"]
 __all__ += ["take_rows", "write_folder"]

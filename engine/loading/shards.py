@@ -7,7 +7,7 @@ from typing import Any
 from engine.config import ModelConfig
 from engine.device import array_module
 from engine.loading.weight_table import shard_axis, shard_pieces, weight_shapes
-from engine.quantization import Shard, Weight
+from engine.weights import Shard, Weight
 
 __all__ = ["take_part", "take_shard"]
 

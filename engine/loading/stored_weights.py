@@ -14,9 +14,9 @@ from engine.loading.placement import Placement
 from engine.loading.quantized.reader import QuantizedCheckpoint
 from engine.loading.quantized.rows import QuantizedRows
 from engine.loading.weight_memory import is_quantized
-from engine.quantization import Format, Weight
-from engine.quantization.formats import TILE_ROWS
-from engine.quantization.stack import stack_matrices
+from engine.weights import Format, Weight
+from engine.weights.formats import TILE_ROWS
+from engine.weights.stack import stack_matrices
 
 __all__ = ["StoredWeights", "stored_formats"]
 

@@ -12,8 +12,8 @@ from engine.device import CPU, Device
 from engine.errors import OutOfMemoryError
 from engine.loading.weight_table import weight_shapes
 from engine.models.rope_tables import rope_bytes
-from engine.quantization import FORMATS, WHOLE, Format, Shard, dense_format
-from engine.quantization.formats import GGUF_FORMATS, TILE_ROWS
+from engine.weights import FORMATS, WHOLE, Format, Shard, dense_format
+from engine.weights.formats import GGUF_FORMATS, TILE_ROWS
 
 __all__ = ["is_expert", "is_quantized", "quantized_formats", "weight_bytes", "weight_dtype"]
 __all__ += ["weight_room"]

@@ -13,7 +13,7 @@ from engine.loading.kv_scales import is_kv_scale
 from engine.loading.placement import Placement
 from engine.models.family import TensorName, WeightName
 from engine.models.tensor_layout import ROWS
-from engine.quantization import WHOLE, Shard
+from engine.weights import WHOLE, Shard
 
 __all__ = ["place_tensors", "shard_axis", "shard_pieces", "weight_shapes"]
 

@@ -46,8 +46,8 @@ from engine.loading.weight_table import place_tensors, shard_axis, weight_shapes
 from engine.model_files import is_present
 from engine.models.registry import family
 from engine.models.tensor_layout import ROWS
-from engine.quantization import WHOLE, Format, Shard, Weight, unpack_weight
-from engine.quantization.quantize import quantize
+from engine.weights import WHOLE, Format, Shard, Weight, unpack_weight
+from engine.weights.quantize import quantize
 
 __all__ = ["dummy_weights", "half_split", "load_weights", "weight_bytes", "weight_shapes"]
 

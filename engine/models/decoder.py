@@ -30,7 +30,7 @@ from engine.models.moe_layer import build_moe
 from engine.models.page_scales import PageScales
 from engine.models.rope_tables import rope_index, ropes
 from engine.models.sharding import WholeParts
-from engine.quantization import ALL_LAYERS, Stage, Weight
+from engine.weights import ALL_LAYERS, Stage, Weight
 
 __all__ = ["Decoder", "DecoderLayer"]
 

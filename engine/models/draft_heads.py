@@ -24,7 +24,7 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.norm import Norm
 from engine.layers.rotary import rope_table
-from engine.quantization import Weight
+from engine.weights import Weight
 
 __all__ = ["DraftHead", "DraftTarget", "Eagle3Config", "Eagle3Head", "HeadLayer", "MtpHead"]
 

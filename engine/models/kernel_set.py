@@ -10,7 +10,7 @@ from engine.config import ModelConfig
 from engine.device import Device
 from engine.kernels import _module
 from engine.kernels._module import ModuleSpec
-from engine.quantization import Format
+from engine.weights import Format
 
 __all__ = ["code_page_specs", "kernel_specs", "prepare_code_pages", "prepare_kernels"]
 

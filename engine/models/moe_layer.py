@@ -9,7 +9,7 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.moe import Experts, MoE, RoutingParams
 from engine.models.sharding import WholeParts
-from engine.quantization import Weight
+from engine.weights import Weight
 
 __all__ = ["build_moe"]
 

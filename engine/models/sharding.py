@@ -26,8 +26,8 @@ from engine.layers.parallel import (
     VocabularyEmbedding,
     VocabularyLinear,
 )
-from engine.quantization import Shard, Weight
 from engine.reference.embedding import PADDING_ID
+from engine.weights import Shard, Weight
 
 __all__ = ["ParallelParts", "WholeParts", "local_config"]
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from engine.device import array_module
 from engine.errors import WeightsError
-from engine.quantization.formats import Format
-from engine.quantization.quantize import Codes, round_groups
+from engine.weights.formats import Format
+from engine.weights.quantize import Codes, round_groups
 
 __all__ = ["Hessian", "gptq"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.dtypes import np_dtype
-from engine.quantization import Weight, unpack_weight
+from engine.weights import Weight, unpack_weight
 
 __all__ = ["dequantize"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.quantization import Weight, unpack_weight
 from engine.reference.gemm import gemm
+from engine.weights import Weight, unpack_weight
 
 __all__ = ["gemm_wna16"]
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from engine.quantization import Weight
-from engine.quantization.stack import take_matrices
-from engine.quantization.values import unpack_weight
 from engine.reference import _activation
 from engine.reference._products import rounded_rows
 from engine.reference._row_by_row import multiply_row_by_row
 from engine.reference.moe_route import Routing
+from engine.weights import Weight
+from engine.weights.stack import take_matrices
+from engine.weights.values import unpack_weight
 
 __all__ = ["moe_gemm"]
 

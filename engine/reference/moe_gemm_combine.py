@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.quantization import Weight
 from engine.reference.moe_combine import moe_combine
 from engine.reference.moe_gemm import moe_gemm
 from engine.reference.moe_route import Routing
+from engine.weights import Weight
 
 __all__ = ["moe_gemm_combine"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.quantization import Weight
 from engine.reference.gemm_wna16 import gemm_wna16
 from engine.reference.rmsnorm import rmsnorm
+from engine.weights import Weight
 
 __all__ = ["rmsnorm_gemm_wna16"]
 

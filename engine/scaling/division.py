@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.loading.weight_table import weight_shapes
-from engine.quantization import Format, Shard
+from engine.weights import Format, Shard
 
 __all__ = ["Division", "divisions", "stages"]
 

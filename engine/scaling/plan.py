@@ -12,13 +12,13 @@ from engine.config import ModelConfig
 from engine.engine_config import default_budget
 from engine.errors import ConfigError
 from engine.loading.weight_memory import quantized_formats, weight_bytes
-from engine.memory_sizes import geometry_of
 from engine.models.rope_tables import rope_bytes
-from engine.quantization import FORMATS, dense_format
+from engine.runner.memory_sizes import geometry_of
 from engine.scaling.division import Division, stages
 from engine.scaling.speed import Speed, Workload
 from engine.scaling.step_time import StepModel
 from engine.scaling.terms import Terms
+from engine.weights import FORMATS, dense_format
 
 __all__ = ["PlanRow", "ScalingPlan", "plan_scaling"]
 

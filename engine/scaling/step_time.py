@@ -13,12 +13,12 @@ from engine.dtypes import itemsize
 from engine.errors import ConfigError
 from engine.loading.weight_memory import quantized_formats, weight_dtype
 from engine.loading.weight_table import weight_shapes
-from engine.quantization import FORMATS, Format, dense_format
 from engine.runner.cuda_graph import batch_sizes
 from engine.scaling.cards import CARDS, Card
 from engine.scaling.constants import Constants
 from engine.scaling.division import Division
 from engine.scaling.terms import Terms
+from engine.weights import FORMATS, Format, dense_format
 
 __all__ = ["Step", "StepModel"]
 

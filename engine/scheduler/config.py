@@ -74,8 +74,8 @@ class SchedulerConfig:
         it has room), or "auto" = whichever is cheaper by the two costs below.
     recompute_us_per_token, swap_us_per_block : float, optional
         Costs in microseconds: of one prefill token, and of swapping one block out and in. The
-        engine measures the ones left out (`engine.calibration`); a scheduler on its own assumes 50
-        and 100.
+        engine measures the ones left out (`engine.core.preemption_costs`); a scheduler on its own
+        assumes 50 and 100.
     max_num_queued_requests, max_num_queued_tokens : int, optional
         Maximum requests and prompt tokens that may wait; beyond that, new ones are rejected.
     debug : bool

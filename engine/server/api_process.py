@@ -28,7 +28,7 @@ from engine.server.auth import read_keys
 from engine.server.child import ChildConfig, Report
 from engine.server.engine_client import ZmqEngineClient
 from engine.server.http_protocol import http_protocol
-from engine.server.replica_client import ReplicaClient
+from engine.server.replicas.client import ReplicaClient
 from engine.server.server_config import ServerConfig
 from engine.server.warm_up import warm_up
 from engine.text import template_process

@@ -15,6 +15,7 @@ import numpy as np
 import zmq
 
 from engine.async_engine import ModelInfo
+from engine.core.stats import EngineStats
 from engine.errors import EngineError, RequestError
 from engine.llm_engine import Prompt
 from engine.scheduler.admission import QueueFullError
@@ -22,7 +23,6 @@ from engine.server import messages as m
 from engine.server.remote_request import RemoteRequest
 from engine.server.request_client import RequestClient
 from engine.server.sockets import Socket, connected_socket, descriptor, has_input
-from engine.stats import EngineStats
 
 __all__ = ["CLIENT_CLOSED", "ZmqEngineClient"]
 

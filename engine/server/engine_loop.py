@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 import zmq
 
-from engine.embeddings import embed_in_parts
 from engine.errors import EngineError
 from engine.llm_engine import LLMEngine
 from engine.outputs import RequestOutput
@@ -25,6 +24,7 @@ from engine.server import messages as m
 from engine.server.remote_request import engine_params
 from engine.server.sockets import Socket, has_input
 from engine.snapshot import StepClock, snapshot
+from engine.tasks.embeddings import embed_in_parts
 
 __all__ = ["EngineLoop"]
 

@@ -18,7 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from engine.stats import EngineStats, Histogram
+from engine.core.stats import EngineStats, Histogram
 
 __all__ = ["CONTENT_TYPE", "COUNTERS", "GAUGES", "HISTOGRAMS", "metrics_text"]
 

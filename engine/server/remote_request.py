@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine.async_engine import ModelInfo
+from engine.core.input_processor import InputProcessor, Prompt, PromptInput
+from engine.core.output_processor import OutputGroup, OutputStream, token_texts
 from engine.errors import RequestError
-from engine.input_processor import InputProcessor, Prompt, PromptInput
-from engine.output_processor import OutputGroup, OutputStream, token_texts
 from engine.outputs import RequestOutput
 from engine.request import FINISH_REASONS
 from engine.runner.sampling import SamplingSpec

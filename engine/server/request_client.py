@@ -19,7 +19,7 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.server.remote_request import RemoteRequest, RequestMaker
 from engine.structured import check_structured
-from engine.structured_output import StructuredOutput
+from engine.structured.spec import StructuredOutput
 
 __all__ = ["RequestClient"]
 

@@ -13,9 +13,9 @@ import subprocess
 import threading
 import weakref
 
-from engine.child_process import ask, end, start
 from engine.errors import RequestError
 from engine.structured.check_worker import MAX_MEMORY, MAX_SECONDS
+from engine.text.child_process import ask, end, start
 
 __all__ = ["MAX_WAIT", "CheckProcess", "check"]
 

@@ -19,8 +19,8 @@ import threading
 from types import ModuleType
 from typing import Any
 
-from engine.child_process import receive, send
 from engine.structured.sources import compile_matcher, library, reason
+from engine.text.child_process import receive, send
 
 __all__ = ["MAX_MEMORY", "MAX_SECONDS", "main"]
 

@@ -14,7 +14,7 @@ from engine.errors import RequestError
 from engine.structured.check_process import check
 from engine.structured.prefixes import MaskStore, Prefix, PrefixTree
 from engine.structured.sources import compile_matcher, library, reason, source_of
-from engine.structured_output import StructuredOutput
+from engine.structured.spec import StructuredOutput
 
 __all__ = ["Grammar", "GrammarCompiler", "GrammarState", "check_structured"]
 

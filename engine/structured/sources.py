@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from engine.errors import RequestError
-from engine.structured_output import StructuredOutput
+from engine.structured.spec import StructuredOutput
 
 __all__ = ["compile_matcher", "library", "reason", "source_of"]
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from engine.dtypes import np_dtype
-from engine.quantization import FORMATS, Weight, pack_weight
+from engine.weights import FORMATS, Weight, pack_weight
 
 __all__ = ["BYTE_FORMATS", "PACKED_FORMATS", "random_weight", "weight_to"]
 

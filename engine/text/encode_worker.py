@@ -28,8 +28,8 @@ from typing import Any, BinaryIO
 import tokenizers
 from tokenizers import AddedToken
 
-from engine.child_process import end, receive, send, start
 from engine.errors import ConfigError, EngineError, RequestError
+from engine.text.child_process import end, receive, send, start
 from engine.text.library_errors import library_errors
 from engine.text.tokenizer_json import build_backend, parse
 

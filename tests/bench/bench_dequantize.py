@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from engine import kernels, reference
 from engine.device import to_numpy
-from engine.quantization import FORMATS, Weight
 from engine.testing.cases_quantized import random_weight, weight_to
 from engine.testing.tolerances import assert_close
+from engine.weights import FORMATS, Weight
 from tests.bench.case import BenchCase
 
 _FORMATS = ("int4_g128", "mxfp4", "q4_k", "q5_k", "q6_k", "q8_0", "fp8", "fp8_block", "int8")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from engine import device, kernels, reference
 from engine.device import to_numpy
-from engine.quantization import FORMATS
 from engine.testing.cases_gemm import MODEL_LAYERS
 from engine.testing.tolerances import assert_close
+from engine.weights import FORMATS
 from tests.bench.bench_dequantize import first_rows, repeated
 from tests.bench.bench_gemm import filled, sample
 from tests.bench.case import BenchCase

@@ -16,13 +16,13 @@ import numpy as np
 
 from engine import kernels, reference
 from engine.device import to_numpy
-from engine.quantization import FORMATS
-from engine.quantization.stack import matrices, stack_matrices, take_matrices
 from engine.reference import Routing
 from engine.testing import cases
 from engine.testing.cases_moe import MOE_LAYERS, routing_of
 from engine.testing.cases_quantized import random_weight, weight_to
 from engine.testing.tolerances import assert_close
+from engine.weights import FORMATS
+from engine.weights.stack import matrices, stack_matrices, take_matrices
 from tests.bench import moe_peers
 from tests.bench.bench_gemm import filled
 from tests.bench.case import BenchCase

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from engine import kernels, reference
 from engine.device import to_numpy
-from engine.quantization import FORMATS
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS
 from engine.testing.tolerances import assert_close
+from engine.weights import FORMATS
 from tests.bench.bench_dequantize import first_rows, repeated
 from tests.bench.bench_gemm import filled
 from tests.bench.case import BenchCase

@@ -16,7 +16,7 @@ from engine.commands._bench_models import built_in_config
 from engine.commands._bench_workloads import Work
 from engine.llm_engine import LLMEngine
 from engine.sampling_params import RequestOutputKind, SamplingParams
-from engine.structured_output import StructuredOutput
+from engine.structured.spec import StructuredOutput
 from tests.bench.made_vocabulary import MadeTokenizer
 
 _MODELS = {"cuda": ("qwen3-0.6b", 256, 1024), "cpu": ("qwen2.5-0.5b", 2, 16)}

@@ -10,7 +10,7 @@ import numpy as np
 from engine.distributed.collectives import SharedMemoryCollectives
 from engine.distributed.messages import Messages
 from engine.errors import OutOfMemoryError
-from engine.rank_process import compare_ranks
+from engine.parallel.rank import compare_ranks
 
 
 def array_of(rank, dtype, count=1000):

@@ -25,7 +25,7 @@ from ray.cluster_utils import Cluster
 from engine import LLMEngine, SamplingParams
 from engine.config import ModelConfig
 from engine.errors import RankError
-from engine.server.ray_serve import build
+from engine.server.replicas.ray_serve import build
 from tests.server.test_serve import CONFIG, _tokenizer
 
 LAYERS = ModelConfig("llama", 50, 64, 4, 8, 2, 16, 96, 256)

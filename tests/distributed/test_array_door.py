@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from engine import SamplingParams
-from engine.embeddings import embed_in_parts
 from engine.errors import ConfigError, RequestError
+from engine.tasks.embeddings import embed_in_parts
 from tests.distributed.engines import CONFIG, make_engine, run
 
 # Lengths around a page, single tokens, and one that takes two forward passes.
@@ -39,7 +39,7 @@ def _assert_same(engines, of_model):
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_embeddings_between_steps_of_requests(engines, pooling, monkeypatch):
-    monkeypatch.setattr("engine.embeddings._MAX_TOKENS", {"cpu": 128})
+    monkeypatch.setattr("engine.tasks.embeddings._MAX_TOKENS", {"cpu": 128})
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     tokens = {}
 

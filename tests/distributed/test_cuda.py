@@ -11,8 +11,8 @@ import pytest
 
 from engine import LLMEngine, SamplingParams, device
 from engine.config import ModelConfig, MoeConfig
-from engine.embeddings import embed
 from engine.errors import RankError
+from engine.tasks.embeddings import embed
 from tests.speculative import heads
 
 pytestmark = pytest.mark.gpu

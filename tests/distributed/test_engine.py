@@ -344,7 +344,7 @@ def test_an_error_at_load_is_told(tmp_path):
 
 def test_a_rank_without_room_for_its_weights_is_told(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.setattr("engine.tensor_parallel.TARGET", "rank_targets:out_of_memory")
+    monkeypatch.setattr("engine.parallel.tensor.TARGET", "rank_targets:out_of_memory")
     with pytest.raises(RankError, match=r"rank 1 failed(?s:.)*cuda:1 has no room for 8.00 GiB"):
         _engine(2)
 
@@ -358,7 +358,7 @@ def test_a_damaged_file_is_told(tmp_path):
 
 
 def test_different_files_on_ranks_are_found(on_ranks, tmp_path):
-    from engine.rank_process import compare_ranks
+    from engine.parallel.rank import compare_ranks
 
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -12,13 +12,13 @@ from engine import kernels
 from engine.layers.moe import Experts
 from engine.layers.parallel import LocalExperts
 from engine.plan_array import PlanArray, unwrapped
-from engine.quantization import Weight
-from engine.quantization.stack import stack_matrices, take_matrices
 from engine.reference import Routing
 from engine.reference.embedding import PADDING_ID
 from engine.testing import cases
 from engine.testing.cases_moe import routing_of
 from engine.testing.cases_quantized import random_weight
+from engine.weights import Weight
+from engine.weights.stack import stack_matrices, take_matrices
 
 N, E = 256, 7  # as many features as hidden ones: of whole blocks in every format
 RUNS = {1: [(0, 7)], 2: [(0, 3), (3, 7)], 4: [(0, 1), (1, 3), (3, 5), (5, 7)]}

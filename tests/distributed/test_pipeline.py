@@ -18,13 +18,13 @@ import engine as package
 from engine import LLM, LLMEngine, SamplingParams
 from engine.cache.kv_cache import KVCache
 from engine.cli import main
-from engine.distributed.stage_group import StageGroup
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineError, RankError, RequestError, StepTimeoutError
 from engine.layers.batch import ForwardBatch
-from engine.memory_sizes import geometry_of
-from engine.quantization import Stage
-from engine.stage_process import run_stage
+from engine.parallel.stage import run_stage
+from engine.parallel.stage_group import StageGroup
+from engine.runner.memory_sizes import geometry_of
+from engine.weights import Stage
 from tests.distributed.engines import CONFIG as TWO_LAYERS
 from tests.distributed.engines import add_every_kind_of_request, is_alive, make_engine, run
 from tests.distributed.golden import CASES, write_checkpoint
@@ -180,7 +180,7 @@ def test_every_stage_has_as_many_blocks_as_the_poorest(in_threads, monkeypatch):
             found = super().resolve(model, draft)
             return replace(found, scheduler=replace(found.scheduler, num_blocks=40))
 
-    monkeypatch.setattr("engine.stage_process.EngineConfig", Poor)
+    monkeypatch.setattr("engine.parallel.stage.EngineConfig", Poor)
     with _engine(2, config=replace(CONFIG, num_layers=5), swap_space_gb=0.01) as engine:
         limits, geometry = engine.config.scheduler, engine.config.geometry
         assert limits.num_host_blocks == int(0.01 * 2**30) // (geometry.bytes_per_block * 3 // 2)
@@ -447,7 +447,7 @@ def test_unwanted_stages_are_told_why():
 
 
 def test_different_files_are_found(in_threads, checkpoint, monkeypatch):
-    import engine.stage_process as process
+    import engine.parallel.stage as process
 
     found = process.fingerprint
 

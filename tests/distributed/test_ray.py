@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from engine.distributed import ray_launch
-from engine.distributed.autoscaling import METRIC, num_replicas, replicas_by_requests
 from engine.distributed.directory import Directory
 from engine.distributed.ray_launch import RemoteDirectory, actor_options, import_ray
-from engine.distributed.ray_stages import stage_bundles
 from engine.errors import ConfigError, UnknownOptionError
+from engine.parallel.ray_stages import stage_bundles
+from engine.server.replicas.autoscaling import METRIC, num_replicas, replicas_by_requests
 from engine.server.server_config import ServerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +124,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     ],
 )
 def test_a_wrong_argument_is_named(options, error, word):
-    serve = pytest.importorskip("engine.server.ray_serve")
+    serve = pytest.importorskip("engine.server.replicas.ray_serve")
     with pytest.raises(error, match=word):
         serve.RayServeConfig.from_options(options)
 
@@ -142,7 +142,7 @@ def test_a_wrong_argument_is_named(options, error, word):
     ],
 )
 def test_options_that_ray_serve_decides_are_refused(options, word):
-    ray_supervisor = pytest.importorskip("engine.server.ray_supervisor")
+    ray_supervisor = pytest.importorskip("engine.server.replicas.ray_supervisor")
     with pytest.raises(ConfigError, match=word):
         ray_supervisor.supervise_on_ray("m", ServerConfig(nodes=1, **options), {})
 

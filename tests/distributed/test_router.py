@@ -15,8 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.distributed.router import PrefixRouter, chunk_hashes
 from engine.errors import EngineError
+from engine.server.replicas.router import PrefixRouter, chunk_hashes
 
 EXAMPLES = int(os.environ.get("ENGINE_TEST_EXAMPLES", "40"))
 SIZE = 4
@@ -60,7 +60,7 @@ def test_a_hash_covers_all_that_is_before_it():
 
 
 def test_another_process_computes_the_same_hashes():
-    code = "from engine.distributed.router import *; print(chunk_hashes([*range(9)], 4, 'é'))"
+    code = "from engine.server.replicas.router import *; print(chunk_hashes([*range(9)], 4, 'é'))"
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment

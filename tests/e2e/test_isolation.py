@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine import SamplingParams
-from engine.fault_bisection import FaultBisection
+from engine.core.fault_bisection import FaultBisection
 from tests.e2e.tiny import VOCAB, greedy_alone, make_engine, run, swap_gb, tiny_model
 
 PILL = VOCAB - 1  # only in prompts that are to fail

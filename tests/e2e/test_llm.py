@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from engine import LLM, BeamSearchParams, SamplingParams, engine_loading
+from engine import LLM, BeamSearchParams, SamplingParams
+from engine.core import make_engine
 from engine.errors import ConfigError, RequestError, UnknownOptionError
 from tests.e2e.tiny import CONFIG, check_drained, greedy_alone, tiny_model
 
@@ -72,14 +73,14 @@ def test_other_bad_arguments_are_named(llm):
 
 
 def test_unknown_options_are_refused_before_loading(monkeypatch):
-    monkeypatch.setattr(engine_loading, "load", None)  # must not be called
+    monkeypatch.setattr(make_engine, "load", None)  # must not be called
     for name, nearest in (("devcie", "device"), ("max_num_seq", "max_num_seqs")):
         with pytest.raises(UnknownOptionError, match=f"'{name}'; did you mean '{nearest}'"):
             LLM(**{name: 1})
 
 
 def test_replicas_are_the_servers(monkeypatch):
-    monkeypatch.setattr(engine_loading, "load", None)  # must not be called
+    monkeypatch.setattr(make_engine, "load", None)  # must not be called
     with pytest.raises(ConfigError, match=r"data_parallel_size must be 1.*engine serve.*got 2"):
         LLM("m", data_parallel_size=2)
     monkeypatch.undo()

@@ -15,7 +15,7 @@ from engine.config import RopeConfig
 from engine.dtypes import PAGE_CODES
 from engine.errors import ConfigError, RequestError, WeightsError
 from engine.loading.kv_scales import read_kv_scales
-from engine.page_calibration import take_checkpoint_scales
+from engine.loading.page_calibration import take_checkpoint_scales
 from tests.e2e.tiny import BYTES_PER_BLOCK, CONFIG, make_engine, run, tiny_model
 
 CODE_BLOCK = BYTES_PER_BLOCK // 4  # bytes of a block of codes: those of float32 / 4

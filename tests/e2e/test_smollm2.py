@@ -11,9 +11,9 @@ import pytest
 
 import engine
 from engine import LLMEngine, SamplingParams
+from engine.core.input_processor import InputProcessor
 from engine.device import resolve_device, to_numpy
 from engine.errors import DownloadError, RequestError, UnknownOptionError
-from engine.input_processor import InputProcessor
 from engine.loading.download import resolve_model
 from engine.sampling_params import RequestOutputKind
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from engine import SamplingParams
-from engine.output_processor import OutputStream
+from engine.core.output_processor import OutputStream
 from engine.sampling_params import RequestOutputKind
 from tests.e2e.tiny import EOS, make_engine, swap_gb, tiny_model
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from engine import SamplingParams, load
-from engine.beam_search import BeamSearchParams
 from engine.checks import shown
 from engine.errors import ConfigError, EngineError, OutOfMemoryError, RequestError
+from engine.tasks.beam_search import BeamSearchParams
 from tests.e2e.tiny import CONFIG, VOCAB, make_engine, make_llm, run, tiny_model
 
 HUGE = 10**5000  # str() of it raises

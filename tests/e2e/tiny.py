@@ -10,7 +10,7 @@ import pytest
 
 from engine import LLM, LLMEngine, SamplingParams, device, load
 from engine.config import ModelConfig, RopeConfig
-from engine.input_processor import InputProcessor
+from engine.core.input_processor import InputProcessor
 from engine.sampling_params import RequestOutputKind
 from engine.shared_engine import SharedEngine
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from engine import LLM, LLMEngine, SamplingParams, load
-from engine.beam_search import BeamSearchParams
 from engine.engine_config import EngineConfig
 from engine.errors import EngineError
+from engine.tasks.beam_search import BeamSearchParams
 from tests.fuzz.api_values import VALUES, CallersError
 from tests.fuzz.limits import Limits, outcome_of
 from tests.fuzz.tokenizer import BASES

@@ -8,10 +8,10 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
-from engine.quantization import Weight
 from engine.testing import cases
 from engine.testing.cases_quantized import BYTE_FORMATS, PACKED_FORMATS, random_weight, weight_to
 from engine.testing.tolerances import assert_close
+from engine.weights import Weight
 
 
 def _same(got, want):

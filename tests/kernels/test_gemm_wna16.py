@@ -9,11 +9,11 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels.gemm_wna16 import few_rows
-from engine.quantization import FORMATS, unpack_weight
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS
 from engine.testing.cases_quantized import PACKED_FORMATS, random_weight, weight_to
 from engine.testing.tolerances import assert_close
+from engine.weights import FORMATS, unpack_weight
 
 HALVES = ("float16", "bfloat16")
 ROWS = (1, 2, 7, 8, 9, 16, 17, 40)

@@ -12,11 +12,11 @@ from engine.kernels import _module
 from engine.kernels._launch import sm_count
 from engine.kernels.gemm_wna16 import few_rows, sm90
 from engine.kernels.gemm_wna16.sm90 import HOPPER_CONFIGS, choose_hopper
-from engine.quantization import FORMATS
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS
 from engine.testing.cases_quantized import PACKED_FORMATS, random_weight, weight_to
 from engine.testing.tolerances import assert_close
+from engine.weights import FORMATS
 
 HALVES = ("float16", "bfloat16")
 CONFIGS = [

@@ -9,15 +9,15 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels.moe_gemm import few_combine, few_tokens
-from engine.quantization import FORMATS, unpack_weight
-from engine.quantization.formats import TILE_ROWS
-from engine.quantization.stack import stack_matrices
 from engine.reference import Routing
 from engine.testing import cases
 from engine.testing.cases_elementwise import assert_guards, misaligned
 from engine.testing.cases_moe import routing_of
 from engine.testing.cases_quantized import BYTE_FORMATS, PACKED_FORMATS, random_weight, weight_to
 from engine.testing.tolerances import assert_close
+from engine.weights import FORMATS, unpack_weight
+from engine.weights.formats import TILE_ROWS
+from engine.weights.stack import stack_matrices
 
 # One for every way to decode: kind of code, of scale and of offset.
 SAMPLES = ("fp8_block", "fp8", "int8", "mxfp4", "int4_g128", "int8_g64_zp", "q5_1", "q4_k", "q6_k")

@@ -12,8 +12,6 @@ from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels import _module
 from engine.kernels.moe_gemm import codes_sm90, few_tokens, quantized_sm90, scratch
-from engine.quantization import FORMATS, Weight, unpack_weight
-from engine.quantization.stack import stack_matrices, take_matrices
 from engine.reference import Routing
 from engine.reference._products import rounded_rows
 from engine.testing import cases
@@ -21,6 +19,8 @@ from engine.testing.cases_elementwise import assert_guards
 from engine.testing.cases_moe import routing_of
 from engine.testing.cases_quantized import BYTE_FORMATS, PACKED_FORMATS, random_weight, weight_to
 from engine.testing.tolerances import assert_close
+from engine.weights import FORMATS, Weight, unpack_weight
+from engine.weights.stack import stack_matrices, take_matrices
 
 NAMES = (*PACKED_FORMATS, *BYTE_FORMATS)
 # One for every way to decode: kind of code, of scale and of offset.

@@ -10,8 +10,8 @@ from engine.layers import linear
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, Product
 from engine.layers.norm import Norm
-from engine.quantization import FORMATS, Format, Weight
-from engine.quantization.quantize import quantize
+from engine.weights import FORMATS, Format, Weight
+from engine.weights.quantize import quantize
 
 INT8 = Format("int8 a row", 8, (1, 0), 32)
 

@@ -14,12 +14,12 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.moe import Experts, MoE, RoutingParams
 from engine.layers.norm import Norm
-from engine.quantization import Format, Weight
-from engine.quantization.stack import stack_matrices
 from engine.reference import Routing, moe_route
 from engine.testing import cases
 from engine.testing.cases_quantized import random_weight, weight_to
 from engine.testing.tolerances import assert_close
+from engine.weights import Format, Weight
+from engine.weights.stack import stack_matrices
 
 N, F, E, SHARED = 24, 10, 7, 14
 rng = np.random.default_rng(5)

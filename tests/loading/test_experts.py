@@ -18,7 +18,7 @@ from engine.loading.safetensors import SafetensorsFile
 from engine.loading.weight_memory import weight_bytes
 from engine.loading.weight_table import shard_axis, weight_shapes
 from engine.loading.weights import load_weights
-from engine.quantization import WHOLE, Shard, unpack_weight
+from engine.weights import WHOLE, Shard, unpack_weight
 
 E, N, F, S = 5, 64, 96, 24  # experts, hidden size, features of an expert and of the shared one
 SIZES = {

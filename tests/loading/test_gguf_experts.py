@@ -16,7 +16,7 @@ from engine.loading.gguf_quants import FORMATS
 from engine.loading.model_config import load_config
 from engine.loading.weight_table import weight_shapes
 from engine.loading.weights import load_weights
-from engine.quantization import Shard
+from engine.weights import Shard
 from tests.loading.test_gguf_families import GRANITE, YARN, Converted, record_of, rounded, write
 from tests.loading.tiny import random_tensors
 

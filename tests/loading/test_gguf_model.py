@@ -13,7 +13,7 @@ from engine.errors import ConfigError, WeightsError
 from engine.loading.gguf import GgufFile
 from engine.loading.model_config import load_config
 from engine.loading.weights import load_weights
-from engine.quantization import unpack_weight
+from engine.weights import unpack_weight
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text"]
 

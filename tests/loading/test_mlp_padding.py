@@ -16,8 +16,8 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.loading.mlp_padding import pad_features, pad_mlps
 from engine.models.decoder import Decoder
-from engine.quantization import Weight
 from engine.testing import cases
+from engine.weights import Weight
 from tests.models.test_layer_plans import CONFIG
 
 

@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import save_file
 
 import engine
-from engine import quantize_model
 from engine.cli import main
 from engine.device import to_numpy
 from engine.errors import RequestError, WeightsError
@@ -20,9 +19,10 @@ from engine.loading import quantized_folder
 from engine.loading.safetensors import open_safetensors
 from engine.loading.safetensors_writer import SafetensorsWriter
 from engine.loading.weights import half_split
-from engine.quantization import FORMATS
-from engine.quantization.compressed_tensors import STORABLE
-from engine.quantization.quantize import dequantize_codes, round_to_codes
+from engine.quantization import quantize_model
+from engine.weights import FORMATS
+from engine.weights.compressed_tensors import STORABLE
+from engine.weights.quantize import dequantize_codes, round_to_codes
 from tests.loading import tiny
 
 _SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_key_value_heads": 2}
@@ -105,7 +105,7 @@ def test_the_engine_reads_it(tmp_path, source, name):
     model = engine.load(tmp_path / "out", device="cpu", dtype="float32", progress=False)
     down = "model.layers.1.mlp.down_proj.weight"
     wanted = dequantize_codes(form, round_to_codes(tensors[down], form, "bfloat16"))
-    got = engine.quantization.unpack_weight(model.decoder.weights["layers.1.down"])
+    got = engine.weights.unpack_weight(model.decoder.weights["layers.1.down"])
     np.testing.assert_array_equal(got, wanted)
     logits = model.step([[1, 2, 3, 4]], model.new_cache(1, 8))
     assert np.isfinite(logits).all()
@@ -367,8 +367,10 @@ def test_calibrated_weights_disturb_the_last_layer_less(tmp_path, kind, device, 
 def test_rows_of_a_tensor_are_those_of_the_weight(tmp_path, kind, monkeypatch):
     """With a GPTQ that is the rounding to the nearest, both ways write the same files."""
     _source(tmp_path / "in", kind, max_position_embeddings=256)
-    monkeypatch.setattr("engine.gptq_layers.gptq", lambda matrix, hessian, form, **options:
-                        round_to_codes(matrix, form, **options))  # fmt: skip
+    monkeypatch.setattr(
+        "engine.quantization.gptq_layers.gptq",
+        lambda matrix, hessian, form, **options: round_to_codes(matrix, form, **options),
+    )
     options = {"format": "int4_g32_zp", "device": "cpu"}
     engine.quantize(tmp_path / "in", tmp_path / "a", **options)
     engine.quantize(tmp_path / "in", tmp_path / "b", calibrate=[1, 2, 3, 4] * 64, **options)

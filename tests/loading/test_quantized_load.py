@@ -12,8 +12,8 @@ from engine.errors import ConfigError
 from engine.loading.model_config import load_config
 from engine.loading.weight_memory import quantized_formats, weight_bytes
 from engine.loading.weights import dummy_weights, load_weights
-from engine.quantization import FORMATS, Shard, unpack_weight
-from engine.quantization.quantize import QUANTIZABLE, quantize
+from engine.weights import FORMATS, Shard, unpack_weight
+from engine.weights.quantize import QUANTIZABLE, quantize
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from engine.loading.shards import take_shard
 from engine.loading.weight_memory import weight_bytes
 from engine.loading.weight_table import shard_axis, weight_shapes
 from engine.loading.weights import load_weights
-from engine.quantization import FORMATS, Shard, Weight, unpack_weight
+from engine.weights import FORMATS, Shard, Weight, unpack_weight
 from tests.loading.tiny import random_tensors, save_file
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models"

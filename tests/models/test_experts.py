@@ -15,9 +15,9 @@ from engine.layers.moe import MoE
 from engine.loading.dummy import dummy_weights
 from engine.loading.mlp_padding import pad_mlps
 from engine.loading.model_config import load_config
-from engine.memory_sizes import activation_bytes
 from engine.models.decoder import Decoder
 from engine.models.kernel_set import kernel_specs
+from engine.runner.memory_sizes import activation_bytes
 from tests.models.test_layer_plans import CONFIG, FAMILIES
 
 MIXED = FAMILIES["experts in some layers"]

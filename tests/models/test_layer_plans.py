@@ -242,7 +242,7 @@ def _parts(part):
     slots = [name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ())]
     for name in (*slots, *getattr(part, "__dict__", ())):
         value = getattr(part, name, None)
-        if type(value).__module__.startswith(("engine.layers", "engine.quantization.weight")):
+        if type(value).__module__.startswith(("engine.layers", "engine.weights.weight")):
             yield from _parts(value)
 
 

@@ -15,7 +15,7 @@ from engine.errors import ConfigError
 from engine.kernels import _module
 from engine.loading.dummy import dummy_weights
 from engine.models.decoder import Decoder
-from engine.quantization import FORMATS, Weight, unpack_weight
+from engine.weights import FORMATS, Weight, unpack_weight
 
 NAMES = [name for name, form in FORMATS.items() if not form.is_dense]
 CONFIG = ModelConfig("llama", 320, 256, 2, 4, 2, 64, 512, 512)

@@ -22,14 +22,14 @@ import engine
 from engine.commands._record import check_json_file, conditions
 from engine.device import array_module, to_numpy
 from engine.errors import ConfigError
-from engine.evaluation import PerplexityResult, compare_all, perplexity, text_ids
 from engine.loading.download import resolve_model
 from engine.loading.weight_memory import is_quantized
 from engine.loading.weights import load_weights
 from engine.model import Model
 from engine.models.decoder import Decoder
-from engine.quantization import FORMATS, Weight, unpack_weight
-from engine.quantization.quantize import QUANTIZABLE
+from engine.tasks.evaluation import PerplexityResult, compare_all, perplexity, text_ids
+from engine.weights import FORMATS, Weight, unpack_weight
+from engine.weights.quantize import QUANTIZABLE
 from tests.quality.text import SHA256, text
 
 FILE = Path(__file__).parents[2] / "docs" / "benchmarks" / "quantization.json"

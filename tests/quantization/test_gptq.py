@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from engine.errors import WeightsError
-from engine.quantization import FORMATS
 from engine.quantization.gptq import Hessian, gptq
-from engine.quantization.quantize import dequantize_codes, round_to_codes
+from engine.weights import FORMATS
+from engine.weights.quantize import dequantize_codes, round_to_codes
 
 _NAMES = ("int4_g128", "int4_g32", "int4_g64_zp", "int8_g64")
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from engine import LLM
-from engine.embeddings import embed
 from engine.errors import EngineError, RequestError
 from engine.llm_engine import QueueFullError
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.server import messages, sockets
 from engine.server.engine_client import ZmqEngineClient
+from engine.tasks.embeddings import embed
 from tests.e2e.tiny import VOCAB, Words, check_drained, make_engine, make_llm, tiny_model
 from tests.server.loops import collected, connected, eventually, run, served
 

@@ -98,7 +98,7 @@ def test_a_killed_stage_ends_an_idle_server_with_its_last_words(deeper):
         assert embedding.status == 400 and b"pipeline_parallel_size=1" in embedding.read()
         assert _post(server, _body(2)).status == 200
         [engine] = _children(server.process.pid, "engine.server.engine_process")
-        [stage] = _children(engine, "engine.stage_process")
+        [stage] = _children(engine, "engine.parallel.stage")
         start = time.monotonic()
         os.kill(stage, signal.SIGKILL)
         status, text = _end(server)

@@ -17,10 +17,10 @@ from engine.sampling_params import RequestOutputKind
 from engine.server import messages as m
 from engine.server import replica_client
 from engine.server.protocol.errors import APIError
-from engine.server.replica_client import ReplicaClient
+from engine.server.replicas.client import ReplicaClient
 from engine.server.routes import health
 from engine.server.sockets import bound_socket
-from engine.structured_output import StructuredOutput
+from engine.structured.spec import StructuredOutput
 from tests.e2e.tiny import Words, make_llm, tiny_model
 from tests.server.loops import TOKEN, collected, eventually, run
 from tests.server.test_replicas import (

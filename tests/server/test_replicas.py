@@ -22,7 +22,7 @@ from engine.server import replica_client, sockets
 from engine.server.engine_loop import EngineLoop
 from engine.server.engine_process import replica_device
 from engine.server.gpus import replica_gpus
-from engine.server.replica_client import ReplicaClient
+from engine.server.replicas.client import ReplicaClient
 from engine.server.sockets import bound_socket
 from engine.server.warm_up import warm_up
 from tests.e2e.tiny import Words, check_drained, make_engine, make_llm, tiny_model

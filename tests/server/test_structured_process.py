@@ -13,7 +13,7 @@ pytest.importorskip("llguidance", reason="needs the extra grammar")
 from engine import LLM
 from engine.errors import EngineError, RequestError
 from engine.sampling_params import SamplingParams
-from engine.structured_output import StructuredOutput
+from engine.structured.spec import StructuredOutput
 from tests.server.loops import collected, connected, eventually, run, served
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from engine import child_process
 from engine.errors import RequestError
 from engine.structured import check_process, check_structured, grammar
 from engine.structured.check_process import CheckProcess
-from engine.structured_output import StructuredOutput
+from engine.structured.spec import StructuredOutput
+from engine.text import child_process
 
 
 def test_it_raises_what_compiling_would():

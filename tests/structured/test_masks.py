@@ -10,7 +10,7 @@ import pytest
 
 from engine.structured import GrammarCompiler
 from engine.structured.masks import MaskPlan
-from engine.structured_output import StructuredOutput
+from engine.structured.spec import StructuredOutput
 
 TOKENS = [b"", b"<eos>", b"a", b"b", b"c", b"ab", b"bc", b"aab", b"\xc3", b"\xa9", b"\xc3\xa9b"]
 EOS, VOCAB = 1, 70  # ids without a token at the end, in three words

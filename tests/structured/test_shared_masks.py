@@ -11,7 +11,7 @@ from engine.drafts import Drafts
 from engine.structured import GrammarCompiler, sources
 from engine.structured import masks as masks_module
 from engine.structured.masks import MaskPlan
-from engine.structured_output import StructuredOutput
+from engine.structured.spec import StructuredOutput
 
 EOS, VOCAB = 1, 130
 TOKENS = [b"", b"<eos>", *(bytes([i]) for i in range(32, 127)), b"\n", b'{"', b'": ', b"ab", b"bc"]

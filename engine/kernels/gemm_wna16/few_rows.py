@@ -13,8 +13,8 @@ from engine.kernels._launch import Kernel, ceil_div, has_pdl, shared_limit, sm_c
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import format_spec, format_specs, planes, scale_dtype
 from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Norm, Operands, row_stride
-from engine.quantization import Format
-from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
+from engine.weights import Format
+from engine.weights.formats import TILE_COLUMNS, TILE_ROWS
 
 __all__ = ["FewRowsConfig", "all_configs", "choose_few_rows", "few_rows_config", "launch", "specs"]
 
@@ -105,7 +105,7 @@ def choose_few_rows(
 
     Examples
     --------
-    >>> from engine.quantization import FORMATS
+    >>> from engine.weights import FORMATS
     >>> config = choose_few_rows(1, 4096, 4096, FORMATS["int4_g128"], 132, 227 << 10)
     >>> config.row_tiles, config.clusters
     (2, 128)

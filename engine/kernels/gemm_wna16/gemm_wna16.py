@@ -24,8 +24,8 @@ from engine.kernels.permute_columns import permute_columns
 from engine.kernels.permute_columns import specs as permute_specs
 from engine.kernels.swiglu import specs as swiglu_specs
 from engine.kernels.swiglu import swiglu
-from engine.quantization import Weight
-from engine.quantization.formats import TILE_ROWS
+from engine.weights import Weight
+from engine.weights.formats import TILE_ROWS
 
 __all__ = ["HALVES", "MAX_FEW_ROWS", "check_columns", "gemm_wna16", "launch", "specs"]
 
@@ -108,8 +108,8 @@ def gemm_wna16(
     Examples
     --------
     >>> import numpy as np
-    >>> from engine.quantization import FORMATS
-    >>> from engine.quantization.quantize import quantize
+    >>> from engine.weights import FORMATS
+    >>> from engine.weights.quantize import quantize
     >>> weight = quantize(np.eye(2, 64, dtype=np.float32), FORMATS["mxfp4"])
     >>> gemm_wna16(np.arange(64, dtype=np.float32)[None], weight)
     array([[0., 1.]], dtype=float32)

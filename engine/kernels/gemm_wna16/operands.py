@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.quantization import Weight
+from engine.weights import Weight
 
 __all__ = ["ACTIVATIONS", "SWIGLU", "Norm", "Operands", "row_stride"]
 

@@ -14,8 +14,8 @@ from engine.kernels.dequantize import launch as launch_dequantize
 from engine.kernels.gemm.gemm import gemm
 from engine.kernels.gemm_wna16.operands import SWIGLU, Operands
 from engine.kernels.swiglu import swiglu
-from engine.quantization import Weight
-from engine.quantization.formats import TILE_ROWS
+from engine.weights import Weight
+from engine.weights.formats import TILE_ROWS
 
 __all__ = ["launch", "parts"]
 

@@ -15,8 +15,8 @@ from engine.kernels._packed import format_spec, format_specs, scale_dtype
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
 from engine.kernels.gemm.sm90 import is_hopper
 from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands, row_stride
-from engine.quantization import FORMATS, Format, Weight
-from engine.quantization.formats import TILE_ROWS
+from engine.weights import FORMATS, Format, Weight
+from engine.weights.formats import TILE_ROWS
 
 __all__ = [
     "HOPPER_CONFIGS",

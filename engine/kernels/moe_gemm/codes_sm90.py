@@ -1,4 +1,4 @@
-"""moe_gemm of e4m3 codes on Hopper, both operands in 8 bits: `cuda_src/gemm/moe_gemm_sm90.cu`."""
+"""moe_gemm of e4m3 codes on Hopper, both operands in 8 bits (`moe_gemm_sm90.cu`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.kernels.moe_gemm.operands import MoeOperands
 from engine.kernels.moe_gemm.quantized_sm90 import FILE, byte_maps, launch_module
 from engine.kernels.moe_gemm.sm90 import MoeTileConfig
 from engine.kernels.moe_route import MAX_EXPERTS
-from engine.quantization import FORMATS
+from engine.weights import FORMATS
 
 __all__ = ["CODES_CONFIGS", "choose_config", "is_possible", "launch", "specs"]
 

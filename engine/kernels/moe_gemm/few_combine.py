@@ -17,8 +17,8 @@ from engine.kernels.moe_gemm.few_tokens import (
     weight_bytes,
 )
 from engine.kernels.moe_gemm.operands import MoeOperands
-from engine.quantization import Format
-from engine.quantization.formats import TILE_ROWS
+from engine.weights import Format
+from engine.weights.formats import TILE_ROWS
 
 __all__ = ["all_configs", "choose", "choose_few_combine", "few_combine_config"]
 
@@ -45,7 +45,7 @@ def choose_few_combine(
 
     Examples
     --------
-    >>> from engine.quantization import FORMATS
+    >>> from engine.weights import FORMATS
     >>> shape = (128, 2048, 768)
     >>> config = choose_few_combine(1, 8, shape, FORMATS["fp8_block"], 132, 227 << 10)
     >>> config.blocks, config.parts, config.row_tiles, config.num_stages

@@ -11,8 +11,8 @@ from engine.kernels._launch import Kernel, ceil_div, shared_limit, sm_count
 from engine.kernels._module import ModuleSpec
 from engine.kernels.moe_gemm.formats import base_of, bases, kind, weight_arrays
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands, Summed
-from engine.quantization import FORMATS, Format
-from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
+from engine.weights import FORMATS, Format
+from engine.weights.formats import TILE_COLUMNS, TILE_ROWS
 
 __all__ = [
     "MAX_PAIRS",
@@ -117,7 +117,7 @@ def choose_few_tokens(
 
     Examples
     --------
-    >>> from engine.quantization import FORMATS
+    >>> from engine.weights import FORMATS
     >>> config = choose_few_tokens(
     ...     1, 8, (128, 1536, 2048), FORMATS["fp8_block"], 132, 227 << 10, is_gated=True
     ... )

@@ -7,8 +7,8 @@ from typing import Any
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import format_spec, format_specs, planes, scale_dtype
 from engine.kernels._tensor_map import tensor_map
-from engine.quantization import Format, Weight
-from engine.quantization.formats import TILE_COLUMNS
+from engine.weights import Format, Weight
+from engine.weights.formats import TILE_COLUMNS
 
 __all__ = ["MAPS", "base_of", "bases", "kind", "plane_maps", "weight_arrays"]
 

@@ -1,4 +1,4 @@
-"""Products of tokens with their experts' matrices: `cuda_src/gemm/moe_gemm.cu`, `moe_gemm_sm90.cu`.
+"""Products of tokens with their experts' matrices: `cuda_src/moe_gemm/`.
 
 `few_tokens.py`, `portable.py` and the `sm90.py` launch them; the mirror is `reference/moe_gemm.py`.
 """
@@ -24,9 +24,9 @@ from engine.kernels.moe_gemm import codes_sm90, few_tokens, portable, quantized_
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
 from engine.kernels.quantize_rows import launch as quantize_rows
 from engine.kernels.quantize_rows import specs as quantize_specs
-from engine.quantization import FORMATS, Format, Weight
-from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
 from engine.reference import Routing
+from engine.weights import FORMATS, Format, Weight
+from engine.weights.formats import TILE_COLUMNS, TILE_ROWS
 
 __all__ = ["SAMPLES", "check_product", "launch", "moe_gemm", "specs"]
 

@@ -1,4 +1,4 @@
-"""moe_gemm on any GPU from sm_80 on, `cuda_src/gemm/moe_gemm.cu`."""
+"""moe_gemm on any GPU from sm_80 on, `cuda_src/moe_gemm/moe_gemm.cu`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def tile_configs(dtype: str) -> tuple[TileConfig, ...]:
 
 def specs(dtype: str) -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch` may launch for `dtype`."""
-    return (ModuleSpec("gemm/moe_gemm.cu", dtype),)
+    return (ModuleSpec("moe_gemm/moe_gemm.cu", dtype),)
 
 
 def choose_config(

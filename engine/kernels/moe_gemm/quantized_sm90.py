@@ -1,4 +1,4 @@
-"""moe_gemm of quantized weights on Hopper, `cuda_src/gemm/moe_gemm_sm90.cu`."""
+"""moe_gemm of quantized weights on Hopper, `cuda_src/moe_gemm/moe_gemm_sm90.cu`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from engine.kernels.moe_gemm.formats import MAPS, base_of, bases, kind, plane_ma
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
 from engine.kernels.moe_gemm.sm90 import MoeTileConfig
 from engine.kernels.moe_route import MAX_EXPERTS
-from engine.quantization import FORMATS, Format, Weight
-from engine.quantization.formats import TILE_ROWS
+from engine.weights import FORMATS, Format, Weight
+from engine.weights.formats import TILE_ROWS
 
 __all__ = ["FILE", "QUANTIZED_CONFIGS", "choose_config", "is_possible", "launch", "specs"]
 __all__ += ["byte_maps", "launch_module"]
@@ -26,7 +26,7 @@ _KERNEL = Kernel(
     "num_rows:i32 k:i32 top_k:i32 activation:i32 alpha:f32 limit:f32 is_early:i32",
     struct="MoeGemmQuantizedSm90Params",
 )
-FILE = "gemm/moe_gemm_sm90.cu"
+FILE = "moe_gemm/moe_gemm_sm90.cu"
 _SLAB_K = 64
 _MMA_ROWS = 64
 _BOX_ROWS = 16

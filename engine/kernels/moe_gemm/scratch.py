@@ -13,7 +13,7 @@ from engine.kernels.dequantize import launch as dequantize
 from engine.kernels.dequantize import specs as dequantize_specs
 from engine.kernels.moe_gemm import portable
 from engine.kernels.moe_gemm.operands import MoeOperands
-from engine.quantization.stack import matrices, take_matrices
+from engine.weights.stack import matrices, take_matrices
 
 __all__ = ["launch", "parts", "specs"]
 

@@ -1,4 +1,4 @@
-"""moe_gemm on Hopper, `cuda_src/gemm/moe_gemm_sm90.cu`."""
+"""moe_gemm on Hopper, `cuda_src/moe_gemm/moe_gemm_sm90.cu`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BOX_ROWS = 16
 _STAGING_TOKENS = 64
 _RECORDS = 2  # of tiles, that the producer is ahead
 _DTYPES = ("float16", "bfloat16")
-_FILE = "gemm/moe_gemm_sm90.cu"
+_FILE = "moe_gemm/moe_gemm_sm90.cu"
 
 
 @dataclass(frozen=True)

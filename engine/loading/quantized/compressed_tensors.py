@@ -17,7 +17,7 @@ from engine.loading.quantized.tensors import (
     spread_groups,
 )
 from engine.loading.quantized.unpack import as_signed, unpack_words
-from engine.quantization import Format
+from engine.weights import Format
 
 __all__ = ["int8_shape", "packed_shape", "read_int8", "read_packed"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from engine.loading._fields import Fields
 from engine.loading.quantized.module_rules import NO_MODULE, ModuleRules
 from engine.loading.quantized.storage import Storage, group_format
-from engine.quantization import Format
+from engine.weights import Format
 
 __all__ = ["QuantizationScheme", "format_for", "group_size_of"]
 

@@ -14,7 +14,7 @@ from engine.loading.quantized.module_rules import (
     texts_of,
 )
 from engine.loading.quantized.storage import Storage
-from engine.quantization import FORMATS
+from engine.weights import FORMATS
 
 __all__ = ["compressed_tensors_scheme"]
 

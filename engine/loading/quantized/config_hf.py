@@ -17,7 +17,7 @@ from engine.loading.quantized.module_rules import (
     texts_of,
 )
 from engine.loading.quantized.storage import Storage
-from engine.quantization import FORMATS
+from engine.weights import FORMATS
 
 __all__ = ["awq_scheme", "fp8_scheme", "gptq_scheme", "mxfp4_scheme"]
 

@@ -14,7 +14,7 @@ from engine.loading.quantized.tensors import (
     check_columns,
     check_scales,
 )
-from engine.quantization.values import E8M0
+from engine.weights.values import E8M0
 
 __all__ = ["fp8_shape", "read_fp8"]
 

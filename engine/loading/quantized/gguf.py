@@ -11,7 +11,7 @@ from engine.checks import shown
 from engine.errors import WeightsError
 from engine.loading.gguf import GgufFile
 from engine.loading.quantized.rows import QuantizedRows
-from engine.quantization import FORMATS
+from engine.weights import FORMATS
 
 __all__ = ["GGUF_FORMATS", "read_gguf_rows"]
 

@@ -12,7 +12,7 @@ from engine.loading.quantized.tensors import ModuleTensors, check_columns, check
 from engine.loading.quantized.unpack import unpack_nibbles
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
 from engine.models.tensor_layout import scales_name
-from engine.quantization import FORMATS
+from engine.weights import FORMATS
 
 __all__ = ["mxfp4_shape", "read_mxfp4", "read_mxfp4_experts"]
 

@@ -28,7 +28,7 @@ from engine.loading.quantized.rows import QuantizedRows
 from engine.loading.quantized.storage import Storage
 from engine.loading.quantized.tensors import ModuleTensors
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
-from engine.quantization import Format
+from engine.weights import Format
 
 __all__ = ["QuantizedCheckpoint", "read_rows"]
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from engine.dtypes import BFLOAT16
 from engine.errors import WeightsError
-from engine.quantization import Format, Weight, pack_weight
-from engine.quantization.values import E2M1, E4M3, E8M0
+from engine.weights import Format, Weight, pack_weight
+from engine.weights.values import E2M1, E4M3, E8M0
 
 __all__ = ["QuantizedRows"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.quantization import FORMATS, Format
+from engine.weights import FORMATS, Format
 
 __all__ = ["Storage", "group_format"]
 

@@ -12,8 +12,8 @@ from engine.checks import shown
 from engine.errors import WeightsError
 from engine.loading.quantized.rows import QuantizedRows
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
-from engine.quantization import Format
-from engine.quantization.values import E8M0
+from engine.weights import Format
+from engine.weights.values import E8M0
 
 __all__ = ["SCALE_DTYPES", "ModuleTensors", "check_columns", "check_scales", "spread_groups"]
 

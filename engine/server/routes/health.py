@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from engine.server.openapi import Endpoint
 from engine.server.protocol.errors import APIError
-from engine.server.replica_client import ReplicaClient
+from engine.server.replicas.client import ReplicaClient
 
 __all__ = ["ENDPOINTS", "routes"]
 

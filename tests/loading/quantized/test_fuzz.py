@@ -11,7 +11,7 @@ import pytest
 from engine.errors import ConfigError, WeightsError
 from engine.loading.quantized import QuantizedCheckpoint, load_scheme
 from engine.loading.safetensors import SafetensorsFile
-from engine.quantization import unpack_weight
+from engine.weights import unpack_weight
 from tests.fuzz.loader import QUANTIZATION_KEYS
 from tests.fuzz.values import change_document, dump
 from tests.golden.quantized import CASES, make_linear, write_safetensors

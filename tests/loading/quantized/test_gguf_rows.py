@@ -12,7 +12,7 @@ from engine.loading.gguf import GgufFile
 from engine.loading.gguf_quants import FORMATS
 from engine.loading.quantized import QuantizedCheckpoint, QuantizedRows
 from engine.loading.quantized.gguf import GGUF_FORMATS
-from engine.quantization import unpack_weight
+from engine.weights import unpack_weight
 
 KINDS = [Type[name] for name in GGUF_FORMATS]
 ROWS, COLUMNS = 24, 512

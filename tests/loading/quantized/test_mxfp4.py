@@ -9,7 +9,7 @@ from engine.errors import WeightsError
 from engine.loading.mxfp4 import dequantize_mxfp4
 from engine.loading.quantized.mxfp4 import read_mxfp4_experts
 from engine.loading.safetensors import SafetensorsFile
-from engine.quantization import unpack_weight
+from engine.weights import unpack_weight
 from tests.golden.quantized import write_safetensors
 
 BLOCKS, SCALES = "m.experts.gate_up_proj_blocks", "m.experts.gate_up_proj_scales"

@@ -9,7 +9,7 @@ import pytest
 from engine.errors import WeightsError
 from engine.loading.quantized import QuantizedCheckpoint, QuantizedRows, load_scheme, read_rows
 from engine.loading.safetensors import open_safetensors
-from engine.quantization import FORMATS, unpack_weight
+from engine.weights import FORMATS, unpack_weight
 from tests.golden.quantized import CASES, CONFIG, LINEARS, make, make_linear, write_safetensors
 
 FORMAT_NAMES = {

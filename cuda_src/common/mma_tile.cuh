@@ -1,0 +1,157 @@
+// Tiled product of 16-bit values on tensor cores: cp.async into a ring of kStages shared-memory
+// stages, ldmatrix one step ahead of mma, float accumulation.
+//
+// Each element sums k in ascending steps of 16 whatever the tile, so results depend on the number
+// of splits along k but not on the tile nor on m.
+#pragma once
+
+#include "common/mma.cuh"
+#include "common/tile_epilogue.cuh"
+#include "common/tile_loader.cuh"
+
+// A warp's kWarpM x kWarpN part of the tile: accumulators, and two sets of operand fragments.
+template <int kWarpM, int kWarpN>
+struct MmaCore {
+  static constexpr int kTilesM = kWarpM / 16, kTilesN = kWarpN / 8;
+  static constexpr int kPitch = kWarpN + 8;  // floats; 8 mod 32: no bank conflicts
+  static constexpr int kStagingBytes = 16 * kPitch * 4;
+
+  float acc[kTilesM][kTilesN][4] = {};
+  uint32_t frag_a[2][kTilesM][4];
+  uint32_t frag_b[2][kTilesN / 2][4];
+  int offset_a, offset_b;  // of this lane's first ldmatrix address in each operand's tile
+
+  __device__ __forceinline__ MmaCore(int warp_row, int warp_col) {
+    const int lane_idx = threadIdx.x % kWarpSize;
+    // Matrices in the order a[0..3] wants: rows 0-7, rows 8-15, then the same at k + 8.
+    offset_a = swizzled(warp_row + lane_idx % 16, lane_idx / 16);
+    // Two n-tiles together: b[0], b[1] of columns 0-7, then of columns 8-15.
+    offset_b = swizzled(warp_col + lane_idx % 8 + lane_idx / 16 * 8, lane_idx / 8 % 2);
+  }
+
+  // Loads the fragments of 16-wide step kStep of a stage into set kStep.
+  template <int kStep>
+  __device__ __forceinline__ void load(const unsigned char* smem_a, const unsigned char* smem_b) {
+    constexpr int kFlip = kStep * 2 << 4;  // chunk + 2, after the swizzle
+#pragma unroll
+    for (int i = 0; i < kTilesM; ++i)
+      ldmatrix_x4(frag_a[kStep][i], smem_a + (offset_a ^ kFlip) + i * 16 * kTileRowBytes);
+#pragma unroll
+    for (int j = 0; j < kTilesN / 2; ++j)
+      ldmatrix_x4(frag_b[kStep][j], smem_b + (offset_b ^ kFlip) + j * 16 * kTileRowBytes);
+  }
+
+  template <int kStep>
+  __device__ __forceinline__ void multiply() {
+#pragma unroll
+    for (int i = 0; i < kTilesM; ++i)
+#pragma unroll
+      for (int j = 0; j < kTilesN; ++j) {
+        const uint32_t b[2] = {frag_b[kStep][j / 2][j % 2 * 2],
+                               frag_b[kStep][j / 2][j % 2 * 2 + 1]};
+        mma_m16n8k16<scalar_t>(acc[i][j], frag_a[kStep][i], b);
+      }
+  }
+
+  // Through this warp's own part of shared memory, 16 rows at a time, so that global memory sees
+  // whole lines. The outer loop stays rolled, to have the epilogue's code once.
+  template <typename E>
+  __device__ __forceinline__ void store(const E& e, float* staging, int row0, int col0, int m,
+                                        int n) {
+    const int lane_idx = threadIdx.x % kWarpSize;
+#pragma unroll 1
+    for (int slice = 0; slice < kTilesM; ++slice) {
+      __syncwarp();  // SAFETY: all lanes have read the slice before.
+#pragma unroll
+      for (int i = 0; i < kTilesM; ++i)
+        if (i == slice) stage(acc[i], staging, lane_idx);
+      __syncwarp();
+      using Rows = Slice<kWarpN, kPitch, kWarpSize, kWarpM == 64 || kWarpN == 32>;
+      store_slice(e, Rows{staging, lane_idx, row0 + slice * 16, col0, m, n});
+    }
+  }
+
+  __device__ __forceinline__ void stage(const float (&rows)[kTilesN][4], float* staging,
+                                        int lane_idx) {
+    float* p = staging + lane_idx / 4 * kPitch + lane_idx % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kTilesN; ++j) {
+      store_vec(p + j * 8, Vec<float, 2>{rows[j][0], rows[j][1]});
+      store_vec(p + j * 8 + 8 * kPitch, Vec<float, 2>{rows[j][2], rows[j][3]});
+    }
+  }
+};
+
+// Adds the products over k from k_begin to k_end to the core's sums. `prepare(smem, k)` changes
+// x's tile in place, before others than the threads that loaded it may read it. All threads have
+// left the stages at the end.
+template <int kStages, int kBytesA, int kStageBytes, typename Core, typename LoaderX,
+          typename LoaderW, typename Prepare>
+__device__ __forceinline__ void mma_sums(Core& core, const LoaderX& x, const LoaderW& weight,
+                                         unsigned char* smem, int k_begin, int k_end,
+                                         const Prepare& prepare) {
+  static_assert(kTileK == 32 || sizeof(scalar_t) == 4, "two steps of 16 a stage");
+  const int num_tiles = (k_end - k_begin + kTileK - 1) / kTileK;
+  const auto stage = [&](int tile) { return smem + tile % kStages * kStageBytes; };
+  const auto load = [&](int tile) {
+    if (tile < num_tiles) {
+      x.load(stage(tile), k_begin + tile * kTileK, k_end);
+      weight.load(stage(tile) + kBytesA, k_begin + tile * kTileK, k_end);
+    }
+    cp_async_commit();  // an empty one too: the wait counts groups
+  };
+  // Waits until `tile` has arrived for every thread. SAFETY: after the barrier all warps have also
+  // read the fragments of tile - 1, whose stage may be filled again.
+  const auto await = [&](int tile) {
+    cp_async_wait<kStages - 2>();
+    if (tile < num_tiles) prepare(stage(tile), k_begin + tile * kTileK);
+    __syncthreads();
+  };
+
+#pragma unroll
+  for (int tile = 0; tile < kStages - 1; ++tile) load(tile);
+  await(0);
+  if (num_tiles > 0) core.template load<0>(stage(0), stage(0) + kBytesA);
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    core.template load<1>(stage(tile), stage(tile) + kBytesA);
+    load(tile + kStages - 1);
+    core.template multiply<0>();
+    await(tile + 1);
+    if (tile + 1 < num_tiles) core.template load<0>(stage(tile + 1), stage(tile + 1) + kBytesA);
+    core.template multiply<1>();
+  }
+  cp_async_wait<0>();
+  __syncthreads();  // SAFETY: the stages are reused as staging of the epilogue.
+}
+
+// One block computes one kTileM x kTileN tile of out, or its share of k of one.
+// Dynamic shared memory: kStages * (kTileM + kTileN) * kTileRowBytes.
+template <int kTileM, int kTileN, int kWarpM, int kWarpN, int kStages, bool kAligned, bool kNorm>
+__device__ __forceinline__ void mma_tile(const Problem& p) {
+  constexpr int kWarpsN = kTileN / kWarpN;
+  constexpr int kThreads = kTileM / kWarpM * kWarpsN * kWarpSize;
+  constexpr int kBytesA = kTileM * kTileRowBytes, kStageBytes = (kTileM + kTileN) * kTileRowBytes;
+  using Core = MmaCore<kWarpM, kWarpN>;
+  using LoaderX = TileLoader<kTileM, kThreads, kAligned>;
+  using LoaderW = TileLoader<kTileN, kThreads, kAligned>;
+  static_assert(kThreads / kWarpSize * Core::kStagingBytes <= kStages * kStageBytes, "staging");
+  extern __shared__ __align__(128) unsigned char smem[];
+
+  const TileOrigin origin = tile_origin<kTileM, kTileN>(p.m, p.n);
+  const int warp_idx = threadIdx.x / kWarpSize;
+  const int warp_row = warp_idx / kWarpsN * kWarpM, warp_col = warp_idx % kWarpsN * kWarpN;
+  const int k_begin = blockIdx.y * p.k_per_split;
+  const int k_end = min(p.k, k_begin + p.k_per_split);
+
+  const LoaderX x(p.x, p.x_stride, origin.row, p.m);
+  const LoaderW weight(p.weight, p.k, origin.col, p.n);
+  const TileNorm<LoaderX, kAligned, kNorm> norm{p.norm, origin.row};
+  Core core(warp_row, warp_col);
+  mma_sums<kStages, kBytesA, kStageBytes>(
+      core, x, weight, smem, k_begin, k_end,
+      [&](unsigned char* tile, int k) { norm.apply(x, tile, k, k_end); });
+  float* staging = reinterpret_cast<float*>(smem) + warp_idx * (Core::kStagingBytes / 4);
+  store_tile(p, [&](const Epilogue& e) {
+    core.store(e, staging, origin.row + warp_row, origin.col + warp_col, p.m, p.n);
+  });
+}

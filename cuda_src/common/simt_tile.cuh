@@ -1,0 +1,123 @@
+// Tiled float32 product on CUDA cores (no TF32): cp.async into a ring of shared-memory stages, and
+// kPerThread x kPerThread outputs in each thread's registers.
+//
+// Each element sums k in ascending order whatever the tile.
+#pragma once
+
+#include "common/tile_epilogue.cuh"
+#include "common/tile_loader.cuh"
+
+constexpr int kSimtThreads = 256;
+
+// Thread (ty, tx) of 16 x 16 has rows ty + 16 i and columns tx + 16 j. A warp is 4 x 8 of them, so
+// that its reads of x are broadcasts and its reads of the weight have no bank conflicts.
+template <int kPerThread>
+struct SimtCore {
+  using V = Vec<float, kVec>;
+  float acc[kPerThread][kPerThread] = {};
+  int row, col;
+
+  __device__ __forceinline__ SimtCore() {
+    const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
+    row = warp_idx / 2 * 4 + lane_idx / 8;
+    col = warp_idx % 2 * 8 + lane_idx % 8;
+  }
+
+  __device__ __forceinline__ void multiply(const unsigned char* smem_a,
+                                           const unsigned char* smem_b) {
+#pragma unroll 1  // unrolled, it would need too many registers
+    for (int chunk = 0; chunk < kChunksPerRow; ++chunk) {
+      const unsigned char* from_a = smem_a + swizzled(row, chunk);
+      const unsigned char* from_b = smem_b + swizzled(col, chunk);
+      V a[kPerThread];
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i)
+        a[i] =
+            load_vec<float, kVec>(reinterpret_cast<const float*>(from_a + i * 16 * kTileRowBytes));
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) {
+        const V b =
+            load_vec<float, kVec>(reinterpret_cast<const float*>(from_b + j * 16 * kTileRowBytes));
+#pragma unroll
+        for (int k = 0; k < kVec; ++k)
+#pragma unroll
+          for (int i = 0; i < kPerThread; ++i) acc[i][j] += a[i].v[k] * b.v[k];
+      }
+    }
+  }
+
+  // As MmaCore::store, but 16 rows of the whole block at a time.
+  template <typename E>
+  __device__ __forceinline__ void store(const E& e, float* staging, TileOrigin origin, int m,
+                                        int n) {
+    constexpr int kCols = kPerThread * 16, kPitch = kCols + 8;
+#pragma unroll 1
+    for (int slice = 0; slice < kPerThread; ++slice) {
+      __syncthreads();  // SAFETY: all threads have read the slice before.
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i)
+        if (i == slice) {
+#pragma unroll
+          for (int j = 0; j < kPerThread; ++j) staging[row * kPitch + col + j * 16] = acc[i][j];
+        }
+      __syncthreads();
+      using Rows = Slice<kCols, kPitch, kSimtThreads, kPerThread <= 4>;
+      store_slice(e, Rows{staging, static_cast<int>(threadIdx.x), origin.row + slice * 16,
+                          origin.col, m, n});
+    }
+  }
+};
+
+// As mma_sums, but only the caller's own copies are known to have arrived and been read at the end.
+template <int kStages, int kTileBytes, typename Core, typename LoaderX, typename LoaderW,
+          typename Prepare>
+__device__ __forceinline__ void simt_sums(Core& core, const LoaderX& x, const LoaderW& weight,
+                                          unsigned char* smem, int k_begin, int k_end,
+                                          const Prepare& prepare) {
+  const int num_tiles = (k_end - k_begin + kTileK - 1) / kTileK;
+  const auto stage = [&](int tile) { return smem + tile % kStages * 2 * kTileBytes; };
+  const auto load = [&](int tile) {
+    if (tile < num_tiles) {
+      x.load(stage(tile), k_begin + tile * kTileK, k_end);
+      weight.load(stage(tile) + kTileBytes, k_begin + tile * kTileK, k_end);
+    }
+    cp_async_commit();  // an empty one too: the wait counts groups
+  };
+
+#pragma unroll
+  for (int tile = 0; tile < kStages - 1; ++tile) load(tile);
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    cp_async_wait<kStages - 2>();
+    prepare(stage(tile), k_begin + tile * kTileK);
+    __syncthreads();  // SAFETY: `tile` is visible to all, and all have read tile - 1.
+    load(tile + kStages - 1);
+    core.multiply(stage(tile), stage(tile) + kTileBytes);
+  }
+  cp_async_wait<0>();
+}
+
+// One block computes one square tile of kPerThread * 16 of out, or its share of k of one.
+// Dynamic shared memory: kStages * 2 * kPerThread * 16 * kTileRowBytes.
+template <int kPerThread, int kStages, bool kAligned, bool kNorm>
+__device__ __forceinline__ void simt_tile(const Problem& p) {
+  constexpr int kTile = kPerThread * 16;
+  constexpr int kTileBytes = kTile * kTileRowBytes, kStageBytes = 2 * kTileBytes;
+  using Loader = TileLoader<kTile, kSimtThreads, kAligned>;
+  static_assert(16 * (kTile + 8) * 4 <= kStages * kStageBytes, "staging");
+  extern __shared__ __align__(128) unsigned char smem[];
+
+  const TileOrigin origin = tile_origin<kTile, kTile>(p.m, p.n);
+  const int k_begin = blockIdx.y * p.k_per_split;
+  const int k_end = min(p.k, k_begin + p.k_per_split);
+
+  const Loader x(p.x, p.x_stride, origin.row, p.m);
+  const Loader weight(p.weight, p.k, origin.col, p.n);
+  const TileNorm<Loader, kAligned, kNorm> norm{p.norm, origin.row};
+  SimtCore<kPerThread> core;
+  simt_sums<kStages, kTileBytes>(
+      core, x, weight, smem, k_begin, k_end,
+      [&](unsigned char* tile, int k) { norm.apply(x, tile, k, k_end); });
+  store_tile(p, [&](const Epilogue& e) {
+    core.store(e, reinterpret_cast<float*>(smem), origin, p.m, p.n);
+  });
+}

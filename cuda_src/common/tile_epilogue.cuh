@@ -1,0 +1,104 @@
+// How the portable tiles (mma_tile.cuh, simt_tile.cuh) write their sums: staged in shared memory,
+// so that global memory sees whole lines.
+#pragma once
+
+#include "common/reduce.cuh"  // kWarpSize
+#include "common/gemm_problem.cuh"
+
+// Stores this block's sums: to `out` with the epilogue, or, where k is split, as they are to its
+// partials. Two calls, so that the compiler specialises the second one, which needs few registers.
+template <typename Store>
+__device__ __forceinline__ void store_tile(const Problem& p, const Store& store) {
+  if (p.partials == nullptr) {
+    store(p.epilogue);
+  } else {
+    float* partials = p.partials + static_cast<int64_t>(blockIdx.y) * p.m * p.n;
+    store(Epilogue{nullptr, nullptr, partials, 0, p.n, kIdentity, true, p.n % 4 == 0});
+  }
+}
+
+// 16 rows of a tile from (row0, col0) on, staged as floats with kPitch floats per row. The kThreads
+// threads that share them (thread is 0 .. kThreads - 1) each take groups of four columns.
+template <int kCols_, int kPitch_, int kThreads_, bool kMayGate_ = true>
+struct Slice {
+  static constexpr bool kMayGate = kMayGate_;  // false in kernels short of registers
+  static constexpr int kCols = kCols_, kPitch = kPitch_, kThreads = kThreads_;
+  static constexpr int kGroups = 16 * kCols / 4 / kThreads;
+  static constexpr int kBatch = kGroups < 4 ? kGroups : 4;  // groups loaded together
+  static_assert(kGroups * kThreads * 4 == 16 * kCols && kGroups % kBatch == 0,
+                "threads do not divide the slice");
+
+  float* smem;
+  int thread, row0, col0, m, n;
+
+  __device__ __forceinline__ int row(int group) const {
+    return (group * kThreads + thread) / (kCols / 4);
+  }
+  __device__ __forceinline__ int col(int group) const {
+    return (group * kThreads + thread) % (kCols / 4) * 4;
+  }
+  __device__ __forceinline__ bool exists(int group) const {
+    return row0 + row(group) < m && col0 + col(group) < n;
+  }
+  __device__ __forceinline__ float* at(int group) const {
+    return smem + row(group) * kPitch + col(group);
+  }
+};
+
+// Bias and activation, in place. Rolled: long code, and a small part of the time. Gated, a thread
+// reads up from groups of other threads, which none writes, and replaces only its groups of gate.
+template <typename S>
+__device__ __forceinline__ void activate_slice(const Epilogue& e, const S& s) {
+#pragma unroll 1
+  for (int i = 0; i < S::kGroups * 4; ++i) {
+    const int col = s.col0 + s.col(i / 4) + i % 4;
+    float* p = s.at(i / 4) + i % 4;
+    if (col >= s.n) continue;
+    if (!S::kMayGate || !e.is_gated())
+      *p = e.biased(col, *p);
+    else if (col % 16 < 8)
+      *p = e.gated(col, *p, p[8]);
+  }
+}
+
+template <typename Out, typename S>
+__device__ __forceinline__ void store_slice_as(const Epilogue& e, const S& s) {
+  const bool is_gated = S::kMayGate && e.is_gated();
+  const int n = is_gated ? s.n / 2 : s.n;
+  const auto col = [&](int group) {
+    const int c = s.col0 + s.col(group);
+    return is_gated ? Epilogue::gated_column(c) : c;
+  };
+  const auto exists = [&](int group) {
+    return s.exists(group) && !(is_gated && s.col(group) % 16 >= 8);
+  };
+#pragma unroll 1
+  for (int first = 0; first < S::kGroups; first += S::kBatch) {
+    Vec<Out, 4> r[S::kBatch] = {};
+    if (e.residual != nullptr) {
+#pragma unroll
+      for (int i = 0; i < S::kBatch; ++i)
+        if (exists(first + i))
+          r[i] = e.load_residual<Out>(s.row0 + s.row(first + i), col(first + i), n);
+    }
+#pragma unroll
+    for (int i = 0; i < S::kBatch; ++i) {
+      const Vec<float, 4> sum = load_vec<float, 4>(s.at(first + i));
+#pragma unroll
+      for (int j = 0; j < 4; ++j)  // without a residual r is 0, and -0 + 0 would lose the sign
+        r[i].v[j] =
+            from_float<Out>(e.residual != nullptr ? sum.v[j] + to_float(r[i].v[j]) : sum.v[j]);
+      if (exists(first + i)) e.store<Out>(s.row0 + s.row(first + i), col(first + i), n, r[i]);
+    }
+  }
+}
+
+// A thread reads and writes only its own groups of the slice: no barrier between the two steps.
+template <typename S>
+__device__ __forceinline__ void store_slice(const Epilogue& e, const S& s) {
+  if (!e.is_bare()) activate_slice(e, s);
+  if (sizeof(scalar_t) == sizeof(float) || e.is_float)
+    store_slice_as<float>(e, s);
+  else
+    store_slice_as<scalar_t>(e, s);
+}

@@ -1,0 +1,120 @@
+// How the portable tiles of x and weight reach shared memory.
+#pragma once
+
+#include "common/cp_async.cuh"
+#include "common/gemm_problem.cuh"
+
+// A tile in shared memory has rows of 64 bytes: four 16-byte chunks, 32 values of 16 bits or 16
+// floats along k. Chunk c of row r is at c ^ (r / 2) % 4: chunks c of eight rows from a multiple of
+// 8 on are in different banks, so neither ldmatrix nor a 16-byte load of eight lanes has a bank
+// conflict.
+constexpr int kTileRowBytes = 64;
+constexpr int kChunksPerRow = 4;
+constexpr int kTileK = kChunksPerRow * kVec;
+
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+  return row * kTileRowBytes + ((chunk ^ ((row >> 1) & 3)) << 4);
+}
+
+struct TileOrigin {
+  int row, col;
+};
+
+// Blocks compute the tiles in bands of kBandRows tiles along m, down first: blocks that run at the
+// same time read few rows of x and weight, which stay in L2.
+template <int kTileM, int kTileN>
+__device__ __forceinline__ TileOrigin tile_origin(int m, int n) {
+  constexpr int kBandRows = 8;
+  const int tiles_m = (m + kTileM - 1) / kTileM, tiles_n = (n + kTileN - 1) / kTileN;
+  const int band = blockIdx.x / (kBandRows * tiles_n), within = blockIdx.x % (kBandRows * tiles_n);
+  const int rows = min(kBandRows, tiles_m - band * kBandRows);
+  return {(band * kBandRows + within % rows) * kTileM, within / rows * kTileN};
+}
+
+// Copies a row's chunk from `column` on; values from column k_end on, or of a row that does not
+// exist, become zero. `anywhere` is an address that a copy of no bytes may name.
+template <bool kAligned>
+__device__ __forceinline__ void load_chunk(unsigned char* to, const scalar_t* from,
+                                           const scalar_t* anywhere, bool has_row, int column,
+                                           int k_end) {
+  if constexpr (kAligned) {
+    const bool valid = has_row && column < k_end;
+    cp_async_16(to, valid ? from : anywhere, valid);
+  } else {
+    Vec<scalar_t, kVec> values = {};
+#pragma unroll
+    for (int j = 0; j < kVec; ++j)
+      if (has_row && column + j < k_end) values.v[j] = from[j];
+    store_vec(reinterpret_cast<scalar_t*>(to), values);
+  }
+}
+
+// Copies kRows rows of a matrix to shared memory, a tile along k at a time. A thread always copies
+// the same chunk of rows first_row + i * kRowStep, so only the column changes from call to call.
+template <int kRows, int kThreads, bool kAligned>
+struct TileLoader {
+  static constexpr int kRowStep = kThreads / kChunksPerRow;
+  static constexpr int kNumRows = kRows / kRowStep;
+  static_assert(kRowStep % 8 == 0 && kNumRows * kRowStep == kRows, "the swizzle must not change");
+
+  const scalar_t *matrix, *first;  // `first`: this thread's chunk of its first row
+  int64_t step;                    // between its rows, in elements
+  int first_row, rows_left;        // within the tile, and how many from there on exist
+  int column, smem_offset;
+
+  __device__ __forceinline__ TileLoader(const scalar_t* matrix, int64_t stride, int row0, int rows)
+      : matrix(matrix),
+        first_row(threadIdx.x / kChunksPerRow),
+        rows_left(rows - row0 - first_row),
+        column(threadIdx.x % kChunksPerRow * kVec) {
+    first = matrix + (static_cast<int64_t>(row0) + first_row) * stride + column;
+    step = stride * kRowStep;
+    smem_offset = swizzled(first_row, threadIdx.x % kChunksPerRow);
+  }
+
+  __device__ __forceinline__ bool has_row(int i) const { return i * kRowStep < rows_left; }
+
+  // Columns [k, k + kTileK); those from k_end on, and rows that do not exist, become zero.
+  __device__ __forceinline__ void load(unsigned char* smem, int k, int k_end) const {
+#pragma unroll
+    for (int i = 0; i < kNumRows; ++i)
+      load_chunk<kAligned>(smem + smem_offset + i * kRowStep * kTileRowBytes, first + i * step + k,
+                           matrix, has_row(i), k + column, k_end);
+  }
+};
+
+// Applies the norm in place to the chunks of x's tile that this thread has loaded: after its own
+// cp_async_wait, before the barrier that makes them visible to others.
+template <typename Loader, bool kAligned, bool kEnabled>
+struct TileNorm {
+  const Norm norm;
+  int row0;
+
+  __device__ __forceinline__ void apply(const Loader& loader, unsigned char* smem, int k,
+                                        int k_end) const {
+    if constexpr (!kEnabled) return;
+    using V = Vec<scalar_t, kVec>;
+    const int column = k + loader.column;
+    if (column >= k_end) return;  // zeros stay zeros
+    V w = {};
+    if constexpr (kAligned) {
+      w = load_vec<scalar_t, kVec>(norm.weight + column);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j)
+        if (column + j < k_end) w.v[j] = norm.weight[column + j];
+    }
+#pragma unroll 2  // not 4: registers are scarce here
+    for (int i = 0; i < Loader::kNumRows; ++i) {
+      scalar_t* p = reinterpret_cast<scalar_t*>(smem + loader.smem_offset +
+                                                i * Loader::kRowStep * kTileRowBytes);
+      const int row = row0 + loader.first_row + i * Loader::kRowStep;
+      // From L1 each time: no register is free for it.
+      const float scale = loader.has_row(i) ? norm.row_scales[row] : 0.0f;
+      V x = load_vec<scalar_t, kVec>(p);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) x.v[j] = norm.apply(x.v[j], scale, w.v[j]);
+      store_vec(p, x);
+    }
+  }
+};

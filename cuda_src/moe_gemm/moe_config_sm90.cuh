@@ -1,0 +1,98 @@
+// The work tile that a module of moe_gemm_sm90.cu is compiled for, given by -D (MoeTileConfig in
+// engine/kernels/moe_gemm/sm90.py), and what follows from it.
+#pragma once
+
+#include "common/reduce.cuh"  // kWarpSize
+#include "common/sm90.cuh"
+#include "common/wgmma.cuh"
+
+constexpr int kWarpgroups = WARPGROUPS;  // that multiply
+// A warpgroup has two m-tiles: the same 64 rows of gate and of up, or 128 rows one after another.
+// With MMA_TILES 1 it has 64 rows, of a product without gate.
+constexpr int kMmaTiles = MMA_TILES;
+constexpr int kTokens = TOKENS;  // rows of x in a tile, at most
+constexpr int kDepth = DEPTH;    // slabs in a stage
+constexpr int kStages = STAGES;
+constexpr int kBlocks = BLOCKS;  // CTAs per multiprocessor
+constexpr int kMaxExperts = 512;
+constexpr int kMmaM = 64;  // rows that a wgmma multiplies
+#if WEIGHTS == 3
+using operand_t = unsigned char;  // of rows of x
+#else
+using operand_t = scalar_t;
+#endif
+constexpr int kSlabK = 128 / sizeof(operand_t);  // of a slab: the widest swizzle
+constexpr int kSlabRowBytes = 128;
+constexpr int kBoxRows = 16;  // of sorted rows of x that one copy loads
+constexpr int kConsumerThreads = kWarpgroups * 128;
+constexpr int kProducerThreads = 128;
+constexpr int kThreads = kConsumerThreads + kProducerThreads;
+constexpr bool kMovesRegisters = kWarpgroups > 1 || kBlocks > 1;
+// Together at most what the launch gave: 168 a thread of three warpgroups, else 128. With more the
+// kernel would wait forever.
+constexpr int kProducerRegisters = kWarpgroups == 3 ? 80
+                                   : kBlocks > 1    ? 88
+                                   : WEIGHTS % 2    ? 104
+                                                    : 88;
+constexpr int kConsumerRegisters = kWarpgroups == 3 ? 144
+                                   : kBlocks > 1    ? 168
+                                   : WEIGHTS % 2    ? 200
+                                                    : 208;
+static_assert(!kMovesRegisters || kConsumerRegisters * kWarpgroups + kProducerRegisters <=
+                                      (kWarpgroups == 2 ? 168 * 3 : 128 * (kWarpgroups + 1)),
+              "registers");
+
+constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles of a tile of the weight
+constexpr int kSlabX = kTokens * kSlabRowBytes, kStageX = kDepth * kSlabX;
+enum MoeWeightKind { kDense = 0, kPacked = 1, kBytes = 2, kCodes = 3 };
+#if WEIGHTS == 0
+#include "moe_gemm/moe_dense_sm90.cuh"
+#elif WEIGHTS == 1
+#include "moe_gemm/moe_packed_sm90.cuh"
+#elif WEIGHTS == 2
+#include "moe_gemm/moe_bytes_sm90.cuh"
+#else
+#include "moe_gemm/moe_codes_sm90.cuh"
+#endif
+#if WEIGHTS != 3
+constexpr int kStageScales = 4;  // that lie apart from the stage: none, but arrays have a size
+
+struct MoeRowScales {  // rows of x have none
+  template <typename Params>
+  __device__ __forceinline__ explicit MoeRowScales(const Params&) {}
+  __device__ __forceinline__ void begin(int) const {}
+  __device__ __forceinline__ void load(float*, int) const {}
+};
+#endif
+// Staging of a warpgroup's results: rows of tokens, 64 features each.
+constexpr int kStagingTokens = kTokens < 64 ? kTokens : 64;
+constexpr int kStaging = kStagingTokens * kMmaM * 2;
+static_assert(kTokens % 16 == 0, "sorted rows of x come in boxes of 16");
+
+struct MoeTile {
+  int expert;
+  int first, count;  // places in the sorted order
+  int row;           // first row of the weight, or of its gate's half
+};
+
+// What the producer tells the consumers of a tile.
+struct MoeTileRecord {
+  MoeTile tile;
+  int rows[kTokens];       // of out, where results are scattered
+  float weights[kTokens];  // of these pairs
+};
+constexpr int kRecords = 2;
+constexpr int kRecordWriters = kProducerThreads - kWarpSize;  // all but the warp that starts copies
+
+// Dynamic shared memory, from an address aligned to the swizzle's atoms.
+struct MoeShared {
+  unsigned char w[kStages][kStageW];
+  unsigned char x[kStages][kStageX];
+  unsigned char staging[kWarpgroups][kStaging];
+  float scales[kStages][kStageScales];
+  MoeTileRecord records[kRecords];
+  uint64_t full[kStages], empty[kStages];
+  uint64_t record_full[kRecords], record_empty[kRecords];
+  int offsets[kMaxExperts + 1];
+  int tiles[kMaxExperts + 1];  // tiles of the experts before
+};

@@ -1,0 +1,33 @@
+// The consumers of moe_gemm_sm90.cu: a tile's sums, then the epilogue.
+#pragma once
+
+#include "moe_gemm/moe_config_sm90.cuh"
+#if WEIGHTS == 0
+#include "moe_gemm/moe_multiply_sm90.cuh"
+#elif WEIGHTS == 3
+#include "moe_gemm/moe_multiply_codes_sm90.cuh"
+#else
+#include "moe_gemm/moe_multiply_quantized_sm90.cuh"
+#endif
+
+__device__ __forceinline__ void consume(const MoeEpilogue& e, MoeShared& smem, int num_tiles,
+                                        int num_slabs) {
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
+  PipelineState<kStages> state(0);
+  PipelineState<kRecords> next(0);
+#pragma unroll 1
+  for (int index = blockIdx.x; index < num_tiles; index += gridDim.x) {
+    mbarrier_wait(smem_address(&smem.record_full[next.stage]), next.phase);
+    const MoeTileRecord& record = smem.records[next.stage];
+    MoeSums acc = {};  // as multiply does not write all of it
+    multiply_few(record.tile.count, smem, warpgroup, num_slabs, !e.scatters, state, acc);
+    finish(e, record, warpgroup, acc);
+    const int column = record.tile.row + warpgroup * (e.is_gated() ? 1 : kMmaTiles) * kMmaM;
+    store(e, smem, record, warpgroup, column, acc[0]);
+    if constexpr (kMmaTiles > 1)
+      if (!e.is_gated()) store(e, smem, record, warpgroup, column + kMmaM, acc[1]);
+    named_barrier_sync<128>(1 + warpgroup);  // all have read the record
+    if (threadIdx.x % 128 == 0) mbarrier_arrive(smem_address(&smem.record_empty[next.stage]));
+    next.advance();
+  }
+}

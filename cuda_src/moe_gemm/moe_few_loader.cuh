@@ -1,0 +1,178 @@
+// How a warp of the kernels for few tokens walks through its stages, and how it loads them.
+#pragma once
+
+#include "common/few_rows.cuh"
+#include "moe_gemm/moe_few_problem.cuh"
+
+enum MoeFewKind { kFewPacked = 1, kFewBytes = 2 };  // WEIGHTS
+#if WEIGHTS == 1
+#include "moe_gemm/moe_few_packed.cuh"
+#else
+#include "moe_gemm/moe_few_bytes.cuh"
+#endif
+
+#if ENGINE_DTYPE != 0
+
+// Stages that follow each other: of the rows of unit `unit` of a tile's matrix.
+struct MoeRun {
+  int tile, unit, begin, end;
+};
+
+// The runs of a product: the warp's part of k, of every unit of every tile in turn.
+struct MoeUnitWalk {
+  const MoeFewBlock& b;
+  MoeRun run;
+  int num_tiles;
+
+  __device__ __forceinline__ MoeUnitWalk(const MoeFewBlock& b, const MoeFewRouting& routing)
+      : b(b), num_tiles(routing.num_tiles) {
+    run = {0, static_cast<int>(blockIdx.x), b.stage_begin, b.stage_end};
+    skip_tiles();
+  }
+  __device__ __forceinline__ bool is_done() const { return run.tile >= num_tiles; }
+  __device__ __forceinline__ void next() {
+    run.unit += gridDim.x;
+    skip_tiles();
+  }
+
+ private:
+  __device__ __forceinline__ void skip_tiles() {
+    while (run.unit >= b.num_units && run.tile < num_tiles) run.unit -= b.num_units, ++run.tile;
+  }
+};
+
+// The runs of a sum over experts: the stages of all tiles are one sequence, cut among the warps.
+struct MoeSumWalk {
+  MoeRun run;
+  int stages;  // of a tile
+  int left;    // stages behind the run
+
+  __device__ __forceinline__ MoeSumWalk(const MoeFewBlock& b, const MoeFewRouting& routing)
+      : stages(b.stages) {
+    const int all = routing.num_tiles * stages, parts = blockDim.y;
+    const int first = all * static_cast<int>(threadIdx.y) / parts;
+    left = all * (static_cast<int>(threadIdx.y) + 1) / parts - first;
+    run = {first / stages, static_cast<int>(blockIdx.x), first % stages, 0};
+    set_end();
+  }
+  __device__ __forceinline__ bool is_done() const { return run.end <= run.begin; }
+  __device__ __forceinline__ void next() {
+    ++run.tile, run.begin = 0;
+    set_end();
+  }
+
+ private:
+  __device__ __forceinline__ void set_end() {
+    const int count = min(left, stages - run.begin);
+    run.end = run.begin + count, left -= count;
+  }
+};
+
+// Loads the stages of a warp in the order it multiplies them.
+template <typename Walk>
+struct MoeFewLoader {
+  static constexpr int kChunks = kStageColumns / 8;  // of 16 bytes, of a row of x in a stage
+  static constexpr int kRowsAtOnce = kWarpSize / kChunks;
+
+  const MoeFewParams& p;
+  const MoeFewBlock& b;
+  const MoeFewRouting& routing;
+  MoeFewWeight weight;
+  Walk walk;
+  int stage;  // of the run, the next one
+  bool is_done;
+  uint32_t to, begin, end;
+  int stage_bytes;
+  // Of the tile's rows of x: how many there are, this lane's chunk of the first that it copies, and
+  // the columns that are left there; none if the row does not exist.
+  int count;
+  const scalar_t* x_from;
+  int x_left, x_place;
+
+  __device__ __forceinline__ MoeFewLoader(const MoeFewParams& p, const MoeFewBlock& b,
+                                          const MoeFewRouting& routing, unsigned char* ring,
+                                          int stage_bytes)
+      : p(p),
+        b(b),
+        routing(routing),
+        weight(p, b.lane_idx),
+        walk(b, routing),
+        stage_bytes(stage_bytes) {
+    begin = to = smem_address(ring), end = begin + p.num_stages * stage_bytes;
+    x_place = kStageBytes + b.lane_idx / kChunks * kXPitch + b.lane_idx % kChunks * 16;
+    start_run();
+  }
+
+  // Row `index` of the tile, of this lane's columns of the next stage; null: there is none.
+  __device__ __forceinline__ const scalar_t* x_row(int index) const {
+    const int place = routing.tiles[walk.run.tile].first + index;
+    const int row = p.pair_weights == nullptr ? routing.rows[place] : place;
+    if (row < 0) return nullptr;
+    const int column = stage * kStageColumns + b.lane_idx % kChunks * 8;
+    return p.x + static_cast<int64_t>(row) * p.k + column;
+  }
+
+  __device__ __forceinline__ void start_run() {
+    const MoeRun& run = walk.run;
+    is_done = walk.is_done() || run.begin >= run.end;
+    if (is_done) return;
+    stage = run.begin;
+    const MoeFewTile t = routing.tiles[run.tile];
+    count = t.count;
+    weight.start(t.expert, b.first_row(run.unit, threadIdx.z), stage, b.lane_idx);
+    const int own = b.lane_idx / kChunks;
+    x_from = own < count ? x_row(own) : nullptr;
+    x_left = x_from == nullptr ? 0 : p.k - stage * kStageColumns - b.lane_idx % kChunks * 8;
+  }
+
+  // Copies the stage's columns of the tile's rows of x.
+  __device__ __forceinline__ void load_x() {
+    if (b.lane_idx / kChunks < count) cp_async_16(to + x_place, x_from, x_left > 0);
+#pragma unroll 1
+    for (int first = kRowsAtOnce; first < count; first += kRowsAtOnce) {
+      const int index = first + b.lane_idx / kChunks;
+      if (index >= count) break;
+      const scalar_t* from = x_row(index);
+      const bool valid = stage * kStageColumns + b.lane_idx % kChunks * 8 < p.k && from != nullptr;
+      cp_async_16(to + x_place + first * kXPitch, from, valid);
+    }
+  }
+
+  template <bool kWeight, bool kX>
+  __device__ __forceinline__ void load() {
+    if (!is_done) {
+      if constexpr (kWeight) weight.load_stage(to);
+      if constexpr (kX) load_x();
+      x_from += kStageColumns, x_left -= kStageColumns;
+      if (++stage == walk.run.end) walk.next(), start_run();
+    }
+    to += stage_bytes;
+    if (to == end) to = begin;
+  }
+
+  // Fills the ring, one group of copies a stage. x, which another kernel writes, is copied only
+  // after pdl_wait. SAFETY: with is_early the preceding kernel may still run; it must not write the
+  // weight or the routing.
+  __device__ __forceinline__ void fill() {
+    if (p.is_early == 0) {
+#pragma unroll 1
+      for (int i = 0; i < p.num_stages; ++i) {
+        load<true, true>();
+        cp_async_commit();
+      }
+      return;
+    }
+    MoeFewLoader behind = *this;  // the first group of copies has the weights of all
+#pragma unroll 1
+    for (int i = 0; i < p.num_stages; ++i) load<true, false>();
+    pdl_wait();
+    pdl_trigger();
+#pragma unroll 1
+    for (int i = 0; i < p.num_stages; ++i) {
+      behind.template load<false, true>();
+      cp_async_commit();
+    }
+  }
+};
+
+#endif

@@ -1,0 +1,54 @@
+// A stage of a packed weight, for few tokens.
+#pragma once
+
+#include "common/weight_product.cuh"
+#include "common/weight_stage.cuh"
+#include "moe_gemm/moe_few_problem.cuh"
+
+#if ENGINE_DTYPE != 0
+
+constexpr int kXPitch = kStageColumns * 2 + 16;  // of x in a stage: ldmatrix has no bank conflicts
+
+struct MoeFewWeight : StageCopier<MoeFewParams> {
+  __device__ __forceinline__ void load_stage(uint32_t stage_at) {
+    to = stage_at + lane_idx * 16;
+    StageCopier<MoeFewParams>::load_stage();
+  }
+
+  __device__ __forceinline__ MoeFewWeight(const MoeFewParams& p, int lane_idx)
+      : StageCopier<MoeFewParams>{p, lane_idx, num_tiles(p)} {}
+
+  __device__ __forceinline__ static int num_tiles(const MoeFewParams& p) {
+    return (p.k + kTileColumns - 1) / kTileColumns;
+  }
+  __device__ __forceinline__ static int num_stages(const MoeFewParams& p) {
+    return (num_tiles(p) + kStageTiles - 1) / kStageTiles;
+  }
+  // Goes to the stage `first` of 16 rows; rows that do not exist are the last ones.
+  __device__ __forceinline__ void start(int expert, int row, int first, int) {
+    const int tiles = p.num_rows / kTileRows;
+    go_to(expert * tiles + min(row / kTileRows, tiles - 1), first);
+  }
+};
+
+template <int kTokens>
+struct MoeFewProduct {
+  // The sum of x over a group comes from a product with ones, also of one token.
+  using Shape = FewRowsShape<kSumsX ? 8 : kTokens>;
+  StageProduct<Shape> product;
+
+  __device__ __forceinline__ void clear() { product.clear(); }
+
+  // Adds a stage, behind which x has `count` rows.
+  __device__ __forceinline__ void multiply(const unsigned char* stage, int count, int lane_idx) {
+    const unsigned char* x = stage + kStageBytes;
+    const uint32_t x_at[1] = {smem_address(x) + min(lane_idx % 8, count - 1) * kXPitch +
+                              lane_idx / 8 * 16};
+    product.multiply(stage, nullptr, x_at, lane_idx);
+  }
+  __device__ __forceinline__ void store(float* sums, int lane_idx) {
+    product.store(sums, lane_idx / 4, lane_idx % 4);
+  }
+};
+
+#endif

@@ -1,0 +1,138 @@
+// What the kernels of moe_gemm.cu for few tokens compute, and how a block cuts it.
+//
+// A tile is the rows of x of one expert, at most max_rows; blocks find the tiles by a scan of
+// `offsets`. A unit is blockDim.z row tiles (16 rows) of that expert's matrix; the units of all
+// tiles follow each other, and a block takes every gridDim.x-th. Warp (y, z) multiplies row tile z
+// of a unit by the part_stages stages of k from y * part_stages on; the parts' sums are added in
+// their order. moe_gemm_combine.cu has the same tiles, but cuts k otherwise: see there.
+#pragma once
+
+#include "common/reduce.cuh"
+#include "moe_gemm/moe_activation.cuh"
+
+struct MoeFewParams {
+  const unsigned char* data;    // (E, R, K) bytes; packed: the planes of the matrix (E R, K)
+  const unsigned char* high;    // packed only: or null
+  const unsigned char* scales;  // bytes: float, (E, blocks of rows, blocks of columns)
+  const unsigned char* supers;  // packed only: or null
+  const scalar_t* x;            // (T, K), or (P, K) with pair_weights; contiguous
+  const int* order;             // (P,)
+  const int* offsets;           // (E + 1,)
+  const float* pair_weights;    // (P,), or null
+  const scalar_t* bias;         // (E, R), or null
+  // Of moe_gemm_combine: (T, R), (T,) and (T, R), or null; residual may be out.
+  const scalar_t* shared;
+  const scalar_t* shared_gate;
+  const scalar_t* residual;
+  scalar_t* out;  // (P, R), or (P, R / 2) with an activation; of moe_gemm_combine (T, R)
+  int num_tokens, num_pairs, num_experts, num_rows, k, top_k;
+  int groups, num_supers;  // of a packed row
+  int max_rows;            // of x in a tile
+  int part_stages;         // stages of k that a warp sums; not of moe_gemm_combine
+  int num_stages;          // of each warp's ring
+  int activation;          // a MoeActivation
+  float alpha, limit;
+  int is_early;  // the preceding kernel writes neither weight, bias nor the routing
+};
+
+constexpr int kWeightRows = 16;  // of a row tile
+constexpr int kMaxPairs = 128;
+constexpr int kMaxWarps = 16;
+
+struct MoeFewTile {
+  int expert, first, count;  // places in the sorted order
+};
+
+// What a block reads of the routing.
+struct MoeFewRouting {
+  MoeFewTile tiles[kMaxPairs];
+  int rows[kMaxPairs];       // of a place: the row of x, or with pair_weights the pair; -1: none
+  float weights[kMaxPairs];  // of the places' pairs; 1 without pair_weights
+  int warp_tiles[kMaxWarps];
+  int num_tiles;
+
+  // Warps before this one, and all, have so many tiles; all threads call it.
+  __device__ __forceinline__ int2 tiles_before(int own, int lane_idx, int warp_idx, int num_warps) {
+    int after = own;
+#pragma unroll
+    for (int step = 1; step < kWarpSize; step *= 2) {
+      const int other = __shfl_up_sync(kFullMask, after, step);
+      if (lane_idx >= step) after += other;
+    }
+    if (lane_idx == kWarpSize - 1) warp_tiles[warp_idx] = after;
+    __syncthreads();
+    int before = after - own, all = 0;
+    for (int i = 0; i < num_warps; ++i) {
+      if (i < warp_idx) before += warp_tiles[i];
+      all += warp_tiles[i];
+    }
+    return int2{before, all};
+  }
+
+  // By all threads; a barrier must follow.
+  __device__ __forceinline__ void find(const MoeFewParams& p, int thread, int threads) {
+    const int lane_idx = thread % kWarpSize, warp_idx = thread / kWarpSize;
+    // By the last threads: the first ones wait for `offsets` meanwhile.
+    for (int place = threads - 1 - thread; place < p.num_pairs; place += threads) {
+      const int pair = p.order[place];
+      const bool valid = pair >= 0 && pair < p.num_pairs;
+      const bool is_gathered = p.pair_weights == nullptr;
+      rows[place] = !valid ? -1 : is_gathered ? pair / p.top_k : pair;
+      weights[place] = is_gathered || !valid ? 1.0f : p.pair_weights[pair];
+    }
+    int found = 0;
+    for (int begin = 0; begin < p.num_experts; begin += threads) {
+      const int expert = begin + thread;
+      int first = 0, last = 0;
+      if (expert < p.num_experts) {
+        first = min(max(p.offsets[expert], 0), p.num_pairs);
+        last = min(max(p.offsets[expert + 1], first), p.num_pairs);
+      }
+      const int own = (last - first + p.max_rows - 1) / p.max_rows;
+      const int2 before = tiles_before(own, lane_idx, warp_idx, threads / kWarpSize);
+      for (int i = 0, at = found + before.x; i < own && at < kMaxPairs; ++i, ++at) {
+        const int place = first + i * p.max_rows;
+        tiles[at] = {expert, place, min(p.max_rows, last - place)};
+      }
+      found += before.y;
+      __syncthreads();  // SAFETY: the next round writes warp_tiles again.
+    }
+    if (thread == 0) num_tiles = min(found, kMaxPairs);
+  }
+};
+
+// A warp's place in a block, and the block's in the problem.
+struct MoeFewBlock {
+  int lane_idx, warp_idx, num_warps, threads, thread;
+  int num_gates;  // rows of gate; 0: no gate
+  int columns;    // of out
+  int num_units;  // of a tile
+  int stages;     // of k
+  int stage_begin, stage_end;
+
+  __device__ __forceinline__ MoeFewBlock(const MoeFewParams& p, int stages) : stages(stages) {
+    lane_idx = threadIdx.x;
+    warp_idx = threadIdx.z * blockDim.y + threadIdx.y;
+    num_warps = blockDim.y * blockDim.z;
+    threads = num_warps * kWarpSize;
+    thread = warp_idx * kWarpSize + lane_idx;
+    num_gates = p.activation != kNone ? p.num_rows / 2 : 0;
+    columns = num_gates > 0 ? num_gates : p.num_rows;
+    const int row_tiles = (columns + kWeightRows - 1) / kWeightRows;
+    const int tiles = out_tiles();
+    num_units = (row_tiles + tiles - 1) / tiles;
+    stage_begin = min(stages, static_cast<int>(threadIdx.y) * p.part_stages);
+    stage_end = min(stages, stage_begin + p.part_stages);
+  }
+  // Row tiles of out in a unit.
+  __device__ __forceinline__ int out_tiles() const {
+    return num_gates > 0 ? blockDim.z / 2 : blockDim.z;
+  }
+  // The first row of row tile z of a unit of a tile. Gated, even ones are of gate and odd ones the
+  // matching ones of up. It may lie behind the last row.
+  __device__ __forceinline__ int first_row(int unit, int z) const {
+    const int index = unit * static_cast<int>(blockDim.z) + z;
+    if (num_gates == 0) return index * kWeightRows;
+    return index / 2 * kWeightRows + index % 2 * num_gates;
+  }
+};

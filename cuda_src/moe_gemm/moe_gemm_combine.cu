@@ -1,0 +1,159 @@
+// The second product of experts and the sum over those of a token, for few tokens.
+//
+//   out[t] = sum over j of (weight[e] x[i] + bias[e]) pair_weights[t, j]
+//            + shared[t] sigmoid(shared_gate[t]) + residual[t]
+//
+// with e = experts[t, j], and i the place of pair t top_k + j in `order`. A module is compiled for
+// one format of weights.
+// Arguments: MoeFewParams in moe_gemm/moe_few_problem.cuh.
+//
+// Numerics: as moe_gemm_few_*, but the outputs of experts are not rounded; the parts' sums of a
+// token are added in their order, then shared, then residual, and rounded once. Where a part ends,
+// and so a token's sum, depends on the experts of all tokens.
+// Parallelisation: a block has blockDim.z row tiles (16 rows) of every expert's matrix, and with
+// them those columns of out. The stages of all tiles follow each other, and warp (y, z) multiplies
+// the y-th part of row tile z's: often of several experts, or of a part of one. At the end of an
+// expert's stages it adds its sums, times the weights of the pairs, to those of the tokens. No warp
+// waits for another one before its last stage, and the first stages are loaded before the first
+// product has ended.
+// Mirror: engine/reference/moe_gemm_combine.py
+#include "common/pdl.cuh"
+#include "moe_gemm/moe_few_loader.cuh"
+
+#if ENGINE_DTYPE != 0
+
+// An element of out that a thread finishes.
+struct MoeCombinedOutput {
+  int z, row, token;  // row of row tile z
+  int64_t at;         // of out, shared and residual
+
+  // Element `index` of the block; false if it does not exist.
+  __device__ __forceinline__ bool set(const MoeFewParams& p, int index) {
+    row = index % kWeightRows;
+    z = index / kWeightRows % blockDim.z;
+    token = index / kWeightRows / blockDim.z;
+    const int column = (blockIdx.x * blockDim.z + z) * kWeightRows + row;
+    at = static_cast<int64_t>(token) * p.num_rows + column;
+    return token < p.num_tokens && column < p.num_rows;
+  }
+  // What is added to the sum over experts.
+  __device__ __forceinline__ float2 load_others(const MoeFewParams& p) const {
+    float2 others{0.0f, 0.0f};
+    if (p.shared != nullptr) {
+      others.x = to_float(p.shared[at]);
+      if (p.shared_gate != nullptr)
+        others.x *= 1.0f / (1.0f + expf(-to_float(p.shared_gate[token])));
+    }
+    if (p.residual != nullptr) others.y = to_float(p.residual[at]);
+    return others;
+  }
+};
+
+// The sums of a warp: of every token [token][row], and of a tile's rows of x.
+template <int kTokens>
+struct MoeTokenSums {
+  using Shape = typename MoeFewProduct<kTokens>::Shape;
+  static constexpr int kPitch = Shape::kPitch;
+  static constexpr int kFloats = kTokens * kPitch + Shape::kSumFloats;  // of a warp
+  float* of_tokens;
+  float* of_tile;
+
+  __device__ __forceinline__ explicit MoeTokenSums(float* own)
+      : of_tokens(own), of_tile(own + kTokens * kPitch) {}
+
+  __device__ __forceinline__ void clear(int lane_idx) {
+    for (int i = lane_idx; i < kTokens * kPitch; i += kWarpSize) of_tokens[i] = 0.0f;
+  }
+  // Adds a tile's sums, and its bias of row `lane_idx`, which 16 lanes have.
+  __device__ __forceinline__ void add(MoeFewProduct<kTokens>& product, const MoeFewTile& t,
+                                      const MoeFewRouting& routing, int top_k, float bias,
+                                      int lane_idx) {
+    product.store(of_tile, lane_idx);
+    __syncwarp();
+    if (lane_idx < kWeightRows) {
+      for (int i = 0; i < t.count; ++i) {
+        const int pair = routing.rows[t.first + i];
+        if (pair < 0) continue;
+        float& sum = of_tokens[pair / top_k * kPitch + lane_idx];
+        sum = fmaf(routing.weights[t.first + i], of_tile[i * kPitch + lane_idx] + bias, sum);
+      }
+    }
+    __syncwarp();  // SAFETY: the next tile's sums overwrite these.
+  }
+};
+
+// SAFETY: as moe_few_tokens.
+template <int kTokens>
+__device__ __forceinline__ void moe_few_combine(const MoeFewParams& p) {
+  using Sums = MoeTokenSums<kTokens>;
+  extern __shared__ __align__(128) unsigned char smem[];
+  __shared__ MoeFewRouting routing;
+  const MoeFewBlock b(p, MoeFewWeight::num_stages(p));
+  if (p.is_early == 0) {
+    pdl_wait();
+    pdl_trigger();
+  }
+  routing.find(p, b.thread, b.threads);
+  __syncthreads();
+  const int stage_bytes = kStageBytes + p.max_rows * kXPitch;
+  unsigned char* ring = smem + b.warp_idx * (p.num_stages * stage_bytes);
+  float* const all_sums = reinterpret_cast<float*>(smem + b.num_warps * p.num_stages * stage_bytes);
+  MoeFewLoader<MoeSumWalk> loader(p, b, routing, ring, stage_bytes);
+  loader.fill();
+  MoeCombinedOutput o;
+  float2 others{0.0f, 0.0f};
+  if (o.set(p, b.thread)) others = o.load_others(p);
+
+  Sums sums(all_sums + b.warp_idx * Sums::kFloats);
+  sums.clear(b.lane_idx);
+  const unsigned char* stage_at = ring;
+  const unsigned char* const ring_end = ring + p.num_stages * stage_bytes;
+#pragma unroll 1
+  for (MoeSumWalk walk(b, routing); !walk.is_done(); walk.next()) {
+    const MoeRun run = walk.run;
+    const MoeFewTile t = routing.tiles[run.tile];
+    // SAFETY: a bias is of a row that exists.
+    const int row =
+        min(b.first_row(run.unit, threadIdx.z) + b.lane_idx % kWeightRows, p.num_rows - 1);
+    float bias = 0.0f;
+    if (p.bias != nullptr && run.begin == 0)
+      bias = to_float(p.bias[static_cast<int64_t>(t.expert) * p.num_rows + row]);
+    MoeFewProduct<kTokens> product;
+    product.clear();
+#pragma unroll 1
+    for (int stage = run.begin; stage < run.end; ++stage) {
+      wait_for_oldest(p.num_stages);
+      __syncwarp();  // SAFETY: the lanes see each other's copies,
+      product.multiply(stage_at, t.count, b.lane_idx);
+      __syncwarp();  // and have read the stage before it is filled again.
+      loader.template load<true, true>();
+      cp_async_commit();
+      stage_at += stage_bytes;
+      if (stage_at == ring_end) stage_at = ring;
+    }
+    sums.add(product, t, routing, p.top_k, bias, b.lane_idx);
+  }
+  __syncthreads();
+  const int count = blockDim.z * kWeightRows * p.num_tokens;
+#pragma unroll 1
+  for (int index = b.thread; index < count; index += b.threads) {
+    if (!o.set(p, index)) continue;
+    if (index != b.thread) others = o.load_others(p);
+    const int first = o.z * blockDim.y * Sums::kFloats + o.token * Sums::kPitch + o.row;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int part = 0; part < blockDim.y; ++part) sum += all_sums[first + part * Sums::kFloats];
+    p.out[o.at] = from_float<scalar_t>(sum + others.x + others.y);
+  }
+}
+
+#define ENGINE_MOE_FEW_COMBINE(tokens)                                        \
+  extern "C" __global__ void __launch_bounds__(512, 1)                        \
+      moe_gemm_combine_few_##tokens(const __grid_constant__ MoeFewParams p) { \
+    moe_few_combine<tokens>(p);                                               \
+  }
+
+ENGINE_MOE_FEW_COMBINE(1)
+ENGINE_MOE_FEW_COMBINE(8)
+
+#endif

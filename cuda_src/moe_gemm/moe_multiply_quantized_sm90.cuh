@@ -1,0 +1,111 @@
+// The products of quantized weights in moe_gemm_sm90.cu: codes become fragments in registers while
+// wgmma multiplies those before with the rows of x in shared memory.
+#pragma once
+
+#include "moe_gemm/moe_epilogue_sm90.cuh"
+#include "common/wgmma_weights.cuh"
+
+constexpr int kSteps = kSlabK / 16;
+
+// The products of a slab, step by step, of each its m-tiles, come in sets. The fragments of one set
+// are decoded while wgmma reads those of the one before; a set costs some 60 clocks beside its
+// products. With more registers ptxas has each wgmma wait for the one before (C7512).
+constexpr int kSetProducts = kTokens > 96 ? 1 : kTokens > 64 || kWarpgroups > 2 ? 2 : 4;
+constexpr int kSets = kSteps * kMmaTiles / kSetProducts;
+static_assert(kSets % 2 == 0, "a slab begins with the same registers");
+using MoeFragments = uint32_t[kSetProducts][4];
+
+struct MoeMultiplier {
+  MoeShared& smem;
+  int num_slabs;
+  bool is_gathered;
+
+  // Lets the producer fill a stage again. SAFETY: by every lane, as it has read the weights by
+  // ordinary loads; one arrival a warp would do, but compute-sanitizer then reports races.
+  __device__ __forceinline__ void release(int stage) const {
+    mbarrier_arrive(smem_address(&smem.empty[stage]));
+  }
+
+  __device__ __forceinline__ void wait(const PipelineState<kStages>& state) const {
+    mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
+    if (is_gathered) fence_async_proxy();  // SAFETY: cp.async wrote x, wgmma reads it.
+  }
+
+  // Multiplies set kSet of slab d, whose fragments are in `now`, and the sets behind it. `held`: a
+  // stage that may be filled again once the slab before has been multiplied, or -1.
+  template <int kN, int kSet = 0>
+  __device__ __forceinline__ void multiply_slab(MoeDecoder& decoder, int d, uint64_t b,
+                                                bool is_first, int held, MoeFragments& now,
+                                                MoeFragments& next, MoeSums& acc) const {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSetProducts; ++i) {
+      const int step = (kSet * kSetProducts + i) / kMmaTiles;
+      const int tile = (kSet * kSetProducts + i) % kMmaTiles;
+      wgmma_weights<kN>(reinterpret_cast<float (&)[kN / 2]>(acc[tile]), now[i], b + step * 2,
+                        !is_first || step > 0);
+    }
+    wgmma_commit();
+    if constexpr (kSet + 1 < kSets) {
+      wgmma_wait<1>();  // `next` may be written
+      if (kSet == 0 && held >= 0) release(held);
+      decoder.decode<(kSet + 1) * kSetProducts>(d, next);
+      multiply_slab<kN, kSet + 1>(decoder, d, b, is_first, held, next, now, acc);
+    }
+  }
+
+  // The sums of the first kN tokens; k in ascending steps of 16, whatever kN is.
+  template <int kN>
+  __device__ __forceinline__ void multiply(int warpgroup, PipelineState<kStages>& state,
+                                           MoeSums& acc) const {
+    const unsigned x = smem_address(smem.x[0]);
+    state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
+    MoeDecoder decoder(warpgroup);
+    MoeFragments even, odd;
+    int d = 0, held = -1;  // the stage of the slab before, if that ended it
+    wait(state);
+    decoder.begin_stage(smem.w[state.stage]);
+    decoder.begin_slab(0);
+    decoder.decode<0>(0, even);
+#pragma unroll 1
+    for (int slab = 0;;) {
+      const uint64_t b = wgmma_descriptor(x + state.stage * kStageX + d * kSlabX);
+      multiply_slab<kN>(decoder, d, b, slab == 0, held, even, odd, acc);
+      held = -1;
+      if (++d == kDepth || slab + 1 == num_slabs) {
+        held = state.stage, d = 0;
+        state.advance();
+      }
+      if (++slab == num_slabs) break;
+      if (held >= 0) {
+        wait(state);
+        decoder.begin_stage(smem.w[state.stage]);
+      }
+      decoder.begin_slab(d);
+      wgmma_wait<1>();  // `even` may be written
+      decoder.decode<0>(d, even);
+    }
+    wgmma_wait<0>();
+    release(held);
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
+  }
+
+  // With the smallest of a few instructions that has room for `count` tokens.
+  template <int kN = 16>
+  __device__ __forceinline__ void few(int count, int warpgroup, PipelineState<kStages>& state,
+                                      MoeSums& acc) const {
+    if constexpr (kN < kTokens) {
+      constexpr int kMore = kN < 64 ? kN + 16 : kN + 32;
+      if (count > kN) return few<kMore>(count, warpgroup, state, acc);
+    }
+    multiply<kN>(warpgroup, state, acc);
+  }
+};
+
+// As in moe_multiply_sm90.cuh.
+__device__ __forceinline__ void multiply_few(int count, MoeShared& smem, int warpgroup,
+                                             int num_slabs, bool is_gathered,
+                                             PipelineState<kStages>& state, MoeSums& acc) {
+  MoeMultiplier{smem, num_slabs, is_gathered}.few(count, warpgroup, state, acc);
+}

@@ -1,0 +1,259 @@
+"""Checks and converts user input (prompts, sampling parameters, bad words) into requests."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.checks import items_of, length_of, shown, shown_with_type, token_ids_of
+from engine.errors import RequestError
+from engine.model import Model
+from engine.request import Request
+from engine.runner.sampling import SamplingSpec
+from engine.sampling_params import NumberRange, SamplingParams
+from engine.structured import Grammar, GrammarCompiler, GrammarState
+from engine.structured.spec import StructuredOutput
+
+__all__ = ["InputProcessor", "Prompt", "PromptInput"]
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or a mapping with "prompt" or "prompt_token_ids" (and "cache_salt")."""
+
+_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_PRIORITY = NumberRange(1 - 2**31, 2**31 - 1, integer=True)
+_TIMEOUT = NumberRange(0, math.inf, optional=True, low_open=True)
+
+
+@dataclass(frozen=True)
+class PromptInput:
+    """A checked prompt; `text` is None if only token ids were given."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None = None
+
+
+class InputProcessor:
+    """Checks and encodes prompts, and makes the scheduler's requests of them.
+
+    Parameters
+    ----------
+    model : Model
+    tokenizer : Tokenizer or None
+    max_model_len : int
+        Maximum tokens of a request, prompt and output.
+    seed : int
+        Seeds the requests that have no seed of their own.
+    """
+
+    def __init__(self, model: Model, tokenizer: Any, *, max_model_len: int, seed: int = 0) -> None:
+        self.tokenizer = tokenizer
+        self._model = model
+        self._vocab_size = model.config.vocab_size
+        self._max_model_len = max_model_len
+        self._seed = seed
+        self._counter = itertools.count()
+        self._grammars: GrammarCompiler | None = None  # made when first needed
+        self._grammars_lock = threading.Lock()
+
+    def encode(self, prompt: Prompt, cache_salt: str | None = None) -> PromptInput:
+        """Return the prompt's text (if any), token ids and salt; `cache_salt` overrides its own.
+
+        Raises
+        ------
+        RequestError
+            If it is not a prompt, holds an id outside the vocabulary, or has more than
+            `max_model_len` tokens.
+        """
+        text, salt, content = None, _checked_salt(cache_salt), prompt
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - _KEYS
+            if unknown or not ({"prompt", "prompt_token_ids"} & set(prompt)):
+                raise RequestError(
+                    'prompt, as a mapping, must have "prompt" or "prompt_token_ids", and may have '
+                    f'"cache_salt"; got {shown_with_type(list(prompt))}'
+                )
+            text, own_salt = prompt.get("prompt"), _checked_salt(prompt.get("cache_salt"))
+            salt = own_salt if salt is None else salt
+            content = prompt.get("prompt_token_ids", text)
+            if text is not None and not isinstance(text, str):
+                raise RequestError(f'prompt["prompt"] must be a str; got {shown_with_type(text)}')
+        if isinstance(content, str):
+            return PromptInput(content, self._checked_ids(self._encode_text(content)), salt)
+        return PromptInput(text, self._checked_ids(content), salt)
+
+    def check(
+        self, request_id: str, params: SamplingParams, priority: int, timeout: float | None
+    ) -> tuple[int, float | None]:
+        """Check the arguments that accompany a prompt.
+
+        Returns
+        -------
+        tuple
+            `priority` as Python's int and `timeout` as a float.
+
+        Raises
+        ------
+        RequestError
+            If an argument has the wrong type, or `params` names token ids outside the vocabulary
+            or needs a tokenizer that the model does not have.
+        """
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a str; got {shown_with_type(request_id)}")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be a SamplingParams; got {type(params).__name__}")
+        priority, timeout = (
+            _PRIORITY.check("priority", priority),
+            _TIMEOUT.check("timeout", timeout),
+        )
+        params.validate_for(self._vocab_size)
+        for name in ("stop", "bad_words", "structured"):
+            value = getattr(params, name)
+            if value and self.tokenizer is None:
+                raise RequestError(f"{name} needs a model with a tokenizer; got {shown(value)}")
+        return priority, timeout
+
+    def sampling_specs(self, params: SamplingParams) -> list[SamplingSpec]:
+        """Return the sampling spec of each continuation.
+
+        They differ in their seeds: the first has the request's own seed, or one derived from the
+        engine's seed and the request's number; each further seed is derived from the first and its
+        index. Each has a state of its own in the grammar, if there is one.
+
+        Raises
+        ------
+        RequestError
+            If `params.structured` cannot be compiled.
+        """
+        states = self._grammar_states(params)
+        seed = params.seed
+        if seed is None:
+            seed = _derived_seed(self._seed, next(self._counter))
+        is_ranked = params.num_continuations > params.n
+        num_logprobs = 0 if params.logprobs is None and is_ranked else params.logprobs
+        bad_words = self._bad_words(params)
+        return [
+            SamplingSpec(
+                params,
+                seed if index == 0 else _derived_seed(seed, index),
+                bad_words,
+                num_logprobs,
+                state,
+            )
+            for index, state in enumerate(states)
+        ]
+
+    def requests(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        specs: Sequence[SamplingSpec],
+        arrival_time: float,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[Request]:
+        """Return one scheduler request for each of `specs`; they share one list of prompt ids.
+
+        The first one has the user's id, the others "<id>#1", "<id>#2" and so on.
+        """
+        params, longest = specs[0].params, self._max_model_len
+        if params.max_tokens is not None:
+            longest = min(longest, len(token_ids) + params.max_tokens)
+        return [
+            Request(
+                f"{request_id}#{index}" if index else request_id,
+                token_ids,
+                params,
+                arrival_time=arrival_time,
+                priority=priority,
+                cache_salt=cache_salt,
+                long_rope=self._model.uses_long_rope(longest),
+                reuse_prefix=params.prompt_logprobs is None,
+                eos_token_ids=self._model.eos_token_ids,
+                always_ends_at_eos=spec.grammar is not None,
+                spec=spec,
+            )
+            for index, spec in enumerate(specs)
+        ]
+
+    def _encode_text(self, text: str) -> list[int]:
+        """Tokenize; a text too long to fit even in the longest tokens is refused untokenized."""
+        if self.tokenizer is None:
+            raise RequestError("prompt must be token ids, as the model has no tokenizer; got text")
+        limit = self._max_model_len * self.tokenizer.max_token_chars
+        if len(text) > limit:
+            raise RequestError(
+                f"prompt must have at most {limit} characters to fit into max_model_len="
+                f"{self._max_model_len}; got {len(text)}"
+            )
+        return list(self.tokenizer.encode(text))
+
+    def _checked_ids(self, ids: Any) -> list[int]:
+        # A set has no order, and a 0-d array cannot be iterated over.
+        is_no_list = isinstance(ids, str | bytes | bytearray | set | frozenset | Mapping)
+        if is_no_list or not hasattr(ids, "__iter__") or getattr(ids, "ndim", 1) != 1:
+            raise RequestError(f"prompt must be text or token ids; got {type(ids).__name__}")
+        if not hasattr(ids, "__len__"):  # an iterator, which may be endless
+            ids = list(itertools.islice(ids, self._max_model_len + 1))
+        count, limit = length_of(ids), self._max_model_len
+        if count is not None and count > limit:
+            raise RequestError(
+                f"the prompt must have 1 to {limit - 1} tokens (max_model_len {limit} minus one to "
+                f"generate); got {shown_with_type(count)}"
+            )
+        items = items_of("prompt", ids, "token ids", limit)
+        wanted = f"a token id, a whole number in [0, {self._vocab_size})"
+        return token_ids_of("prompt", items, self._vocab_size, wanted)
+
+    def grammar(self, params: SamplingParams) -> Grammar | None:
+        """Return the compiled grammar of `params`, if there is one; any thread may call it.
+
+        Raises
+        ------
+        RequestError
+            If it cannot be compiled.
+        """
+        if params.structured is None or self.tokenizer is None:
+            return None
+        assert isinstance(params.structured, StructuredOutput)
+        with self._grammars_lock:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(
+                    self.tokenizer, self._vocab_size, self._model.eos_token_ids
+                )
+        return self._grammars.compile(params.structured)
+
+    def _grammar_states(self, params: SamplingParams) -> list[GrammarState | None]:
+        """Return the initial state of each continuation in its grammar; None without one."""
+        grammar = self.grammar(params)
+        count = params.num_continuations
+        return [None if grammar is None else grammar.new_state() for _ in range(count)]
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return each bad word's token sequences, at the start of a text and after a space."""
+        words: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words or ():
+            for text in (word.lstrip() or word, " " + word.lstrip()):
+                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+                if ids:
+                    words[ids] = None
+        return tuple(words)
+
+
+def _checked_salt(salt: Any) -> str | None:
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(
+            f"cache_salt must be a non-empty str, or None; got {shown_with_type(salt)}"
+        )
+    return salt
+
+
+def _derived_seed(seed: int, number: int) -> int:
+    """Return a seed in [0, 2**63), the range open to users, that depends on both numbers."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1)

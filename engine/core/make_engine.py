@@ -1,0 +1,58 @@
+"""Loads a model and makes its engine, in one process or in several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from engine.engine_config import EngineConfig, ResolvedConfig
+from engine.model import LOAD_OPTIONS, Model, load
+
+__all__ = ["make_engine", "resolved"]
+
+EngineT = TypeVar("EngineT")
+
+
+def make_engine(make: Callable[..., EngineT], model: str, options: dict[str, Any]) -> EngineT:
+    """Return ``make(model, **options)`` for the model of this name.
+
+    Parameters
+    ----------
+    make : callable
+        Called with the loaded model, and the options that are not `load`'s.
+    model : str
+    options : dict
+        Keywords of `load` and of `EngineConfig`.
+
+    Raises
+    ------
+    UnknownOptionError, ConfigError
+        If an option is wrong; nothing was loaded then.
+    """
+    names = tuple(name for name in LOAD_OPTIONS if name != "max_model_len")  # both have that
+    loading = {name: options.pop(name) for name in names if name in options}
+    config = EngineConfig.from_options(options, names)  # raise now, not after the load
+    if "max_model_len" in options:
+        loading["max_model_len"] = options["max_model_len"]
+    if config.tensor_parallel_size == config.pipeline_parallel_size == 1:
+        return make(load(model, **loading), **options)
+    # Imported late: most engines are of one process.
+    from engine.parallel.pipeline import load_stages
+    from engine.parallel.tensor import load_ranks
+
+    is_pipelined = config.pipeline_parallel_size > 1
+    loaded: Model = (load_stages if is_pipelined else load_ranks)(model, config, loading)
+    try:
+        return make(loaded, **options)
+    except BaseException:
+        loaded.close()
+        raise
+
+
+def resolved(given: EngineConfig, model: Any, draft: Any = None) -> ResolvedConfig:
+    """Return the configuration of an engine; all stages of a model agree on it."""
+    config = given.resolve(model, draft)
+    if model.num_stages == 1:
+        return config
+    agreed: ResolvedConfig = model.agree(given, config)
+    return agreed

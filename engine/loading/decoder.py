@@ -1,0 +1,137 @@
+"""Makes a decoder of a model's files, or of random weights: the whole model, or one rank's part."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+from engine.checks import shown
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+from engine.layers.collectives import Collectives
+from engine.loading.download import ModelSource
+from engine.loading.load_config import LoadConfig
+from engine.loading.mlp_padding import pad_mlps
+from engine.loading.page_calibration import take_checkpoint_scales
+from engine.loading.weights import dummy_weights, load_weights
+from engine.models.decoder import Decoder
+from engine.models.kernel_set import prepare_kernels
+from engine.models.sharding import ParallelParts, WholeParts, local_config
+from engine.weights import ALL_LAYERS, FORMATS, Shard, Stage, Weight
+
+__all__ = ["check_arguments", "load_decoder"]
+
+
+def check_arguments(model: Any, load_format: Any, config: Any) -> None:
+    """Check the arguments of `load` that nothing else checks.
+
+    Raises
+    ------
+    ConfigError
+        Naming the first that is wrong.
+    """
+    if not isinstance(load_format, str) or load_format not in ("auto", "dummy"):
+        raise ConfigError(f"load_format must be 'auto' or 'dummy'; got {shown(load_format)}")
+    if config is not None and not isinstance(config, ModelConfig):
+        raise ConfigError(f"config must be a ModelConfig; got {type(config).__name__}")
+    if not isinstance(model, str | PathLike) or not str(model):
+        raise ConfigError(f"model must be a name or a path; got {shown(model)}")
+
+
+def load_decoder(
+    source: ModelSource | None,
+    config: ModelConfig,
+    options: LoadConfig,
+    collectives: Collectives | None = None,
+    *,
+    stage: Stage = ALL_LAYERS,
+    progress: bool = False,
+) -> Decoder:
+    """Return a decoder, with the scales of pages that a checkpoint has.
+
+    Parameters
+    ----------
+    source : ModelSource or None
+        The model's files.
+    config : ModelConfig
+        Of the whole model.
+    options : LoadConfig
+    collectives : Collectives, optional
+        Of the ranks that share the model; this one loads its part only.
+    stage : Stage
+        The layers to load.
+    progress : bool
+        Show progress bars on stderr.
+
+    Raises
+    ------
+    ConfigError, WeightsError, OutOfMemoryError
+        If the model cannot be divided, the files cannot be used, or there is no room.
+    """
+    device, dtype = options.device, options.dtype
+    shard, parts = Shard(stage=stage), WholeParts()
+    local, heads = local_config(config, shard), slice(None)
+    if collectives is not None:
+        how = options.deterministic, options.enable_expert_parallel
+        shard = Shard(collectives.rank, collectives.size, *how, stage)
+        parts, local = ParallelParts(config, shard, collectives), local_config(config, shard)
+        heads = slice(*shard.cut_shared("num_key_value_heads", config.num_kv_heads))
+    named = _weights(source, config, options, shard, progress=progress)
+    weights = {stage.local_name(name): weight for name, weight in named.items()}
+    if not stage.is_first:
+        weights.pop("embed", None)  # a tied one, which is the output layer
+    device.activate()
+    if device.is_cuda and not (shard.by_output and not shard.is_whole):  # which gathers features
+        pad_mlps(weights, local, device, dtype)
+    decoder = Decoder(
+        local,
+        weights,
+        options.max_model_len,
+        deterministic=options.deterministic,
+        parts=parts,
+        stage=stage,
+    )
+    if device.is_cuda:
+        formats = dict.fromkeys(form for weight in weights.values() for form in weight.formats())
+        prepare_kernels(
+            local,
+            dtype,
+            device,
+            formats=formats,
+            is_shared=collectives is not None,
+            progress=progress,
+        )
+    if options.load_format != "dummy" and source is not None:
+        take_checkpoint_scales(decoder.kv_scales, source.path, config, heads, stage.layers)
+    return decoder
+
+
+def _weights(
+    source: ModelSource | None,
+    config: ModelConfig,
+    options: LoadConfig,
+    shard: Shard,
+    *,
+    progress: bool,
+) -> dict[str, Weight]:
+    form = FORMATS.get(options.quantization or "")
+    if options.load_format == "dummy" or source is None:
+        return dummy_weights(
+            config,
+            device=options.device,
+            dtype=options.dtype,
+            max_model_len=options.max_model_len,
+            quantization=form,
+            shard=shard,
+        )
+    return load_weights(
+        source,
+        config,
+        device=options.device,
+        dtype=options.dtype,
+        quantization=form,
+        keeps_formats=options.quantization != "none",
+        shard=shard,
+        max_model_len=options.max_model_len,
+        progress=progress,
+    )

@@ -1,0 +1,398 @@
+"""The last stage of a pipeline: this process has the engine, and samples.
+
+Every step is announced to all stages when it is launched. They compute their layers one after the
+other and pass on the activations; this one computes its part, and samples, when the step is due.
+Meanwhile the stages before work on later steps, of other requests. So logits never travel, and the
+token ids of a step go to the first stage with its announcement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from engine import env
+from engine.cache.kv_cache import KVCache
+from engine.cache.move_arrays import NUM_MOVE_ARRAYS, moves_to_arrays
+from engine.checks import shown
+from engine.config import ModelConfig
+from engine.device import Device, resolve_device, to_numpy
+from engine.distributed import peer as messages
+from engine.distributed.connection import parse_address
+from engine.distributed.peer import to_text
+from engine.engine_config import EngineConfig, ResolvedConfig
+from engine.errors import ConfigError, RankError, RequestError
+from engine.layers.batch import ForwardBatch
+from engine.loading.download import resolve_model
+from engine.loading.model_config import load_config
+from engine.model import Model, load
+from engine.models.decoder import Pages, address
+from engine.models.trace import Trace
+from engine.parallel.activations import from_wire
+from engine.parallel.rank import BATCH_ARRAYS, BATCH_NUMBERS, fingerprint, num_threads
+from engine.parallel.stage_group import StageGroup
+from engine.parallel.tensor import load_ranks, plain_options
+from engine.weights import Stage
+
+__all__ = ["PipelinedModel", "load_stages"]
+
+_LOCAL_SECONDS = 120.0  # for interpreters to start and import, on a busy machine
+_REMOTE_SECONDS = 600.0  # for stages that somebody else starts
+_NO_MOVES = [np.zeros(0, np.int32)] * NUM_MOVE_ARRAYS
+
+
+class PipelinedModel(Model):
+    """The last stage's part of a model, which announces each of its steps to the other stages.
+
+    It serves an engine: its steps are on that engine's pages only.
+
+    Parameters
+    ----------
+    own : Model
+        This stage's part, or rank 0's of it.
+    group : StageGroup
+    """
+
+    def __init__(self, own: Model, group: StageGroup) -> None:
+        super().__init__(own.decoder, own.load_config, own.source)
+        self.own = own
+        self.group = group
+        self.num_ranks = own.num_ranks
+        self.num_stages = own.num_stages = group.num_stages
+        self._end = weakref.finalize(self, group.end)  # also if the model is forgotten
+        self._pages: KVCache | None = None
+        self._announced: deque[tuple[int, int]] = deque()  # (step, tokens), not computed here yet
+        self._num_steps = 0
+
+    # ---- steps
+
+    def announce(self, moves: Any, batch: ForwardBatch | None) -> None:
+        """Tell the other stages of a step: its block moves, and what to compute, if anything.
+
+        This stage's part of both is done later, in the same order.
+
+        Parameters
+        ----------
+        moves : Moves
+        batch : ForwardBatch or None
+            On the host, with all token ids.
+        """
+        self._announce(moves_to_arrays(moves), batch)
+
+    def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
+        """Compute this stage's part of the oldest step that was announced, or of a new one."""
+        self._check_pages(kv_pages)
+        with self.together():
+            return self.own.forward(self._entered(batch), kv_pages)
+
+    def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
+        """As `forward`, up to the final norm."""
+        self._check_pages(kv_pages)
+        with self.together():
+            return self.own.hidden_states(self._entered(batch), kv_pages)
+
+    def logits(self, hidden: Any) -> Any:
+        """Return the logits of rows that the last call of `hidden_states` returned."""
+        with self.together():
+            return self.own.logits(hidden)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Do this stage's part of a step: if that fails, all stages end.
+
+        Raises
+        ------
+        RankError
+            Instead of any other error: the other stages cannot be told to forget a step.
+        """
+        try:
+            yield
+        except BaseException as error:
+            stage, doing = self.num_stages - 1, self.group.doing
+            text = (
+                str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
+            )
+            failure = self.group.fail(f"stage {stage} failed in {doing}: {text}")
+            self._close_own()
+            if isinstance(error, Exception):
+                raise failure from error
+            raise
+
+    # ---- pages
+
+    def agree(self, given: EngineConfig, config: ResolvedConfig) -> ResolvedConfig:
+        """Return `config` with as many blocks as every stage has room for."""
+        plain = {f.name: getattr(given, f.name) for f in dataclasses.fields(given)}
+        answers = self.group.ask("planning pages", messages.PLAN, arrays=[to_text(plain)])
+        limits = config.scheduler
+        own = [limits.num_blocks, limits.num_host_blocks]
+        blocks, host = (min(own[i], *(numbers[i] for _, numbers, _ in answers)) for i in (0, 1))
+        reason = f"{blocks}: the least of {self.num_stages} stages" if blocks < own[0] else ""
+        limits = replace(limits, num_blocks=blocks, num_host_blocks=host)
+        return replace(config, scheduler=limits).with_reason("num_blocks", reason)
+
+    def prepare_pages(self, dtype: str) -> str:
+        """Load the kernels for pages of codes in all stages; as `Model`.
+
+        Raises
+        ------
+        ConfigError
+            If scales would have to be measured.
+        """
+        if dtype == "int8" and not self.decoder.kv_scales.sources[dtype]:
+            raise ConfigError(
+                "kv_cache_dtype must be 'auto' or 'fp8' with "
+                f"pipeline_parallel_size={self.num_stages}, unless the checkpoint has scales; "
+                "got 'int8'"
+            )
+        self.group.send("preparing pages", messages.PREPARE, arrays=[to_text(dtype)])
+        return self.own.prepare_pages(dtype)
+
+    def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
+        """Let all stages make pages of as many blocks."""
+        g = kv_cache.geometry
+        numbers = [kv_cache.num_blocks, num_host_blocks, g.block_size]
+        self.group.ask("making pages", messages.SHARE, numbers, [to_text(g.dtype)])
+        self.own.share_pages(kv_cache, num_host_blocks)
+        kv_cache.followers = _Followers(self, kv_cache.followers)
+        self._pages = kv_cache
+
+    # ---- the other stages
+
+    def check_ranks(self) -> None:
+        """Verify that all stages live, and the ranks of this one.
+
+        Raises
+        ------
+        RankError
+            With the first that failed, and its last words.
+        """
+        self.group.check()
+        with self.together():
+            self.own.check_ranks()
+
+    def describe_ranks(self) -> str:
+        """Return what the other stages are doing, and the ranks of this one."""
+        return self.group.describe() + self.own.describe_ranks()
+
+    def expert_load(self) -> dict[int, np.ndarray[Any, np.dtype[np.int64]]]:
+        """Return the counts of all stages' layers; as `Model`. Waits for the steps in flight.
+
+        Of this stage alone once the others have ended.
+        """
+        first = 0 if self._decoder is None else self._decoder.stage.first
+        found = {layer + first: load for layer, load in self.own.expert_load().items()}
+        if self.group.is_closing or self.config.moe is None:
+            return found
+        for _, _, (layers, loads) in self.group.ask("reading counts", messages.EXPERTS):
+            found |= zip(layers.tolist(), loads, strict=True)
+        return dict(sorted(found.items()))
+
+    def close(self) -> None:
+        """Free the weights, and end the other stages."""
+        self._end()
+        self._close_own()
+        super().close()
+
+    # ---- what an engine does not do
+
+    def trace(self, token_ids: Any) -> Trace:
+        """Refuse: each stage has some of the layers."""
+        raise RequestError("a model of several pipeline stages cannot be traced")
+
+    def kv_scales_of(self, kv_cache_dtype: str) -> Any:
+        """Refuse: each stage has scales of its own layers."""
+        raise RequestError("kv_scales cannot be read when several pipeline stages share the model")
+
+    def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
+        """Refuse: each stage has scales of its own layers."""
+        raise RequestError("kv_scales cannot be set when several pipeline stages share the model")
+
+    # ---- parts
+
+    def _announce(self, moves: Sequence[Any], batch: ForwardBatch | None) -> None:
+        self._num_steps += 1
+        step, numbers, arrays = self._num_steps, [0] * len(BATCH_NUMBERS), list(moves)
+        what = f"step {step}"
+        if batch is not None:
+            numbers = [int(getattr(batch, name)) for name in BATCH_NUMBERS]
+            found = [getattr(batch, name) for name in ("token_ids", *BATCH_ARRAYS)]
+            arrays += [None if array is None else to_numpy(array) for array in found]
+            what += f" ({batch.num_tokens} tokens)"
+        self.group.send(what, messages.STEP, [step, int(batch is not None), *numbers], arrays)
+        if batch is not None:
+            self._announced.append((step, batch.num_tokens))
+
+    def _check_pages(self, kv_pages: Pages) -> None:
+        pages = self._pages
+        if pages is None or address(kv_pages[0][0]) != address(pages.layer(0)[0]):
+            raise RequestError(
+                "a model of several pipeline stages computes on its engine's pages only: "
+                "embeddings, Model.step and calibration need pipeline_parallel_size=1"
+            )
+
+    def _entered(self, batch: ForwardBatch) -> ForwardBatch:
+        """Return the batch with what the stage before has made of it."""
+        if not self._announced:  # nobody else computes this batch: a measurement
+            self._announce(_NO_MOVES, batch)
+        step, num_tokens = self._announced[0]
+        if num_tokens != batch.num_tokens:
+            raise RankError(f"step {step} has {num_tokens} tokens; got {batch.num_tokens}")
+        sent = self.group.activations(step)
+        self._announced.popleft()
+        self.device.activate()
+        return replace(batch, entering=from_wire(self.device, self.dtype, sent))
+
+    def _close_own(self) -> None:
+        """End the ranks of this stage."""
+        if self.own.num_ranks > 1:
+            self.own.close()
+
+
+class _Followers:
+    """Told of what this stage does to its pages: the others do it when a step is announced."""
+
+    def __init__(self, model: PipelinedModel, ranks: Any) -> None:
+        self._model = weakref.ref(model)
+        self._ranks = ranks  # of this stage
+
+    def move_blocks(self, moves: Any) -> None:
+        if self._ranks is not None:
+            self._ranks.move_blocks(moves)
+
+    def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        raise RequestError("slots do not move with several pipeline stages: there are no drafts")
+
+    def close(self) -> None:
+        if (model := self._model()) is not None:
+            model._end()
+        if self._ranks is not None:
+            self._ranks.close()
+
+
+def load_stages(model: Any, config: EngineConfig, loading: Mapping[str, Any]) -> PipelinedModel:
+    """Start the other stages, load the model in all of them, and return the last one's part.
+
+    Parameters
+    ----------
+    model : str or path
+    config : EngineConfig
+        Its `pipeline_parallel_size`, `pipeline_address` and what `load_ranks` needs.
+    loading : mapping
+        Keywords of `load`.
+
+    Raises
+    ------
+    ConfigError, DeviceError, DownloadError
+        If the model or an option cannot be used.
+    RankError
+        If a stage fails, with its last words.
+    """
+    given, size = dict(loading), config.pipeline_parallel_size
+    place, _ = resolve_device(given.get("device", "auto"))
+    if place.is_cuda and given.get("device", "auto") not in ("auto", "cuda"):
+        raise ConfigError(
+            f"device must be 'cpu', 'cuda' or 'auto' with pipeline_parallel_size={size}: stages "
+            f"take the GPUs in order; got {shown(given['device'])}"
+        )
+    name, plain = plain_options(model, given)
+    num_layers = _num_layers(name, given)
+    stages = [Stage.of(index, size, num_layers) for index in range(size)]
+    gpus = _gpus(config, place)
+    fields = {"tensor_parallel_size", "pipeline_parallel_size", "collective_timeout"}
+    options = {
+        "model": name,
+        "name": str(model),
+        "loading": plain,
+        "fingerprint": fingerprint(name, plain),
+        "layers": [[each.first, each.last, each.num_layers] for each in stages],
+        "engine": {field: getattr(config, field) for field in fields},
+        "device": place.kind,
+        "gpus": gpus,
+    }
+    group = _group(config, place.is_cuda)
+    own: Model | None = None
+    try:
+        group.welcome(options)
+        if config.tensor_parallel_size > 1:
+            own = load_ranks(name, config, given, stage=stages[-1], gpus=gpus[-1])
+        else:
+            if place.is_cuda:
+                given["device"] = f"cuda:{gpus[-1][0]}"
+            own = load(name, **given, stage=stages[-1])
+        group.wait_until_ready()
+        return PipelinedModel(own, group)
+    except BaseException:
+        group.end()
+        if own is not None:
+            own.close()
+        raise
+
+
+def _group(config: EngineConfig, is_cuda: bool) -> StageGroup:
+    """Return the group of the other stages, which have connected."""
+    size, address = config.pipeline_parallel_size, ("127.0.0.1", 0)
+    secret, placed = secrets.token_bytes(32), None
+    if config.pipeline_address is not None:
+        address, secret = parse_address(config.pipeline_address), env.pipeline_secret()
+    elif config.distributed_executor_backend == "ray":
+        ray_stages = import_module("engine.parallel.ray_stages")  # late: it needs Ray
+        placed = ray_stages.RayStages(size, config.tensor_parallel_size if is_cuda else 0)
+        address = placed.host, 0
+    group = StageGroup(size, secret, address, timeout=config.collective_timeout)
+    try:
+        if placed is not None:
+            group.on_end = placed.close
+            placed.start(group.address, secret)
+        elif config.pipeline_address is None:
+            count = size * config.tensor_parallel_size
+            group.start_processes(None if is_cuda else num_threads(count))
+        else:
+            where = f"{group.address[0]}:{group.address[1]}"
+            print(f"engine: waiting for {size - 1} stages at {where}", file=sys.stderr)
+        is_local = placed is None and config.pipeline_address is None
+        group.wait_for_stages(_LOCAL_SECONDS if is_local else _REMOTE_SECONDS)
+    except BaseException:
+        group.end()
+        raise
+    return group
+
+
+def _num_layers(name: str, loading: Mapping[str, Any]) -> int:
+    config = loading.get("config")
+    if not isinstance(config, ModelConfig):
+        config = load_config(resolve_model(name))
+    return config.num_layers
+
+
+def _gpus(config: EngineConfig, place: Device) -> list[list[int]]:
+    """Return the GPUs of each stage: the first ones of its host, or this process's and then others.
+
+    Raises
+    ------
+    ConfigError
+        If this host has too few.
+    """
+    size, num_ranks = config.pipeline_parallel_size, config.tensor_parallel_size
+    first = list(range(num_ranks))
+    is_local = config.pipeline_address is None and config.distributed_executor_backend != "ray"
+    if not (is_local and place.is_cuda):
+        return [first] * size
+    count = place.xp.cuda.runtime.getDeviceCount()
+    if count < size * num_ranks:
+        raise ConfigError(
+            f"pipeline_parallel_size * tensor_parallel_size must be at most {count}, the GPUs; "
+            f"got {size} * {num_ranks}"
+        )
+    others = [[(stage + 1) * num_ranks + gpu for gpu in first] for stage in range(size - 1)]
+    return [*others, first]

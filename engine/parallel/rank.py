@@ -1,0 +1,298 @@
+"""What ranks 1, 2, ... run: they load their part of the model and follow rank 0's messages."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine._version import __version__
+from engine.cache.kv_cache import KVCache
+from engine.cache.memory_pool import MemoryPool
+from engine.cache.move_arrays import moves_from_arrays
+from engine.cache.swap import SwapSpace, move_blocks
+from engine.device import Device, resolve_device
+from engine.distributed.collectives import SharedMemoryCollectives
+from engine.distributed.group import Group
+from engine.distributed.messages import Messages, unpack
+from engine.dtypes import np_dtype
+from engine.errors import RankError
+from engine.layers.batch import ForwardBatch
+from engine.layers.collectives import Collectives
+from engine.loading.config_json import config_from_json
+from engine.model import Model, load
+from engine.runner.cuda_graph import GraphKey
+from engine.runner.follower_graphs import FollowerGraphs
+from engine.runner.memory_sizes import geometry_of
+from engine.weights import Stage
+
+__all__ = ["Follower", "compare_ranks", "make_collectives", "num_threads", "run"]
+
+TARGET = "engine.parallel.rank:run"
+
+# Kinds of messages.
+PREPARE, SHARE, FORWARD, LOGITS, MOVE_BLOCKS, MOVE_SLOTS, CAPTURE, GRAPH = range(8)
+FREE, TRACE, SCALES, SET_SCALES, CALIBRATE, EMBED = range(8, 14)
+
+# What is wanted of a step.
+WANTS_HIDDEN, WANTS_LOGITS, WANTS_STAGE = range(3)
+
+BATCH_NUMBERS = ("num_decodes", "max_seqlen_q", "max_context_len", "query_len")
+# Token ids are not among them: the embedding takes rank 0's, which only its device may know.
+BATCH_ARRAYS = (
+    *("positions", "rope_positions", "slot_mapping", "cu_seqlens_q", "context_lens"),
+    *("block_tables", "logits_indices", "prefill_cu_seqlens_q", "tree_mask"),
+)
+# One more array follows these: the numbers of the layers whose input rank 0 keeps.
+
+
+def run(group: Group, options: Mapping[str, Any]) -> None:
+    """Load a rank's part of the model, and follow rank 0 until it ends the group.
+
+    Parameters
+    ----------
+    group : Group
+    options : mapping
+        "model": its path; "devices": of each rank; "loading": keywords of `load`; "stage": the
+        numbers of a `Stage`.
+    """
+    group.set_doing("comparing files")
+    compare_ranks(group, options["model"], options["loading"])
+    place, _ = resolve_device(options["devices"][group.rank])
+    collectives = make_collectives(group, place)
+    group.set_doing("loading")
+    loading = dict(options["loading"])
+    if loading.get("config") is not None:
+        loading["config"] = config_from_json(loading["config"])
+    model = load(
+        options["model"],
+        device=place,
+        progress=False,
+        collectives=collectives,
+        stage=Stage(*options["stage"]),
+        **loading,
+    )
+    group.set_ready()
+    Follower(group, model, collectives).follow()
+
+
+class Follower:
+    """Does to this rank's part of a model and of the pages what rank 0 says.
+
+    Parameters
+    ----------
+    group : Group
+    model : Model
+    collectives : Collectives
+    """
+
+    def __init__(self, group: Group, model: Model, collectives: Collectives) -> None:
+        self._group = group
+        self._model = model
+        self._collectives = collectives
+        self._messages = Messages(group)
+        self._pages: dict[int, KVCache] = {}  # by rank 0's number; 0: the engine's
+        self._swap: SwapSpace | None = None
+        self._graphs: FollowerGraphs | None = None
+        self._hidden: Any = None
+        self._actions: dict[int, Callable[[list[int], list[Any]], None]] = {
+            PREPARE: self._prepare,
+            SHARE: self._share,
+            FORWARD: self._forward,
+            LOGITS: self._logits,
+            MOVE_BLOCKS: self._move_blocks,
+            MOVE_SLOTS: self._move_slots,
+            CAPTURE: self._capture,
+            GRAPH: self._graph,
+            FREE: self._free,
+            TRACE: self._trace,
+            SCALES: self._scales,
+            SET_SCALES: self._set_scales,
+            CALIBRATE: self._calibrate,
+            EMBED: self._embed,
+        }
+
+    def follow(self) -> None:
+        """Do what each message says, until rank 0 ends the group (`GroupEnded`)."""
+        while True:
+            self._group.set_doing("waiting for a step")
+            kind, numbers, arrays = unpack(self._messages.receive())
+            self._actions[kind](numbers, arrays)
+
+    def _prepare(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("preparing pages")
+        self._model.prepare_pages(_text(arrays[0]))
+
+    def _share(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("making pages")
+        which, num_blocks, num_host_blocks, block_size = numbers
+        geometry = geometry_of(self._model.config, block_size, _text(arrays[0]))
+        pages = KVCache(geometry, num_blocks, MemoryPool(self._model.device))
+        self._pages[which] = pages
+        if num_host_blocks:
+            self._swap = SwapSpace(pages, num_host_blocks)
+        self._collectives.barrier("pages")
+
+    def _free(self, numbers: list[int], arrays: list[Any]) -> None:
+        for which in numbers:
+            self._pages.pop(which).close()
+
+    def _forward(self, numbers: list[int], arrays: list[Any]) -> None:
+        step, which, wants, has_delta, *others = numbers
+        *arrays, layers = arrays
+        fields: dict[str, Any] = dict(zip(BATCH_ARRAYS, arrays, strict=True))
+        fields |= zip(BATCH_NUMBERS, others, strict=True)
+        ids = np.zeros(len(fields["positions"]), np.int32)
+        self._group.set_doing(f"step {step} ({len(ids)} tokens)")
+        batch = ForwardBatch(token_ids=ids, **fields).to(self._model.device)
+        features = {layer: self._hidden_rows(len(ids)) for layer in layers.tolist()}
+        batch = replace(batch, features=features)
+        if not self._model.decoder.stage.is_first:
+            batch = replace(batch, entering=self._entering(len(ids), bool(has_delta)))
+        pages = self._the_pages(which).layers
+        if wants == WANTS_LOGITS:
+            self._model.forward(batch, pages)
+        elif wants == WANTS_HIDDEN:
+            self._hidden = self._model.hidden_states(batch, pages)
+        else:
+            self._model.run_stage(batch, pages)
+
+    def _entering(self, num_tokens: int, has_delta: bool) -> tuple[Any, Any]:
+        """Return arrays for what rank 0 has of the stage before."""
+        xp, shape = self._model.device.xp, (num_tokens, self._model.config.hidden_size)
+        residual, delta = (xp.empty(shape, np_dtype(self._model.dtype)) for _ in range(2))
+        return delta if has_delta else None, residual
+
+    def _logits(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("logits")
+        first, count = numbers
+        if first >= 0:
+            hidden = self._hidden[first : first + count]
+        else:
+            hidden = self._collectives.broadcast(self._hidden_rows(count))
+        self._model.logits(hidden)
+
+    def _embed(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("an embedding of drafts")
+        self._model.draft_target.embed(self._model.device.xp.zeros(numbers[0], np.int32))
+
+    def _hidden_rows(self, count: int) -> Any:
+        """Return a new array (count, N) for hidden states, or what else has their shape."""
+        model = self._model
+        return model.device.xp.empty((count, model.config.hidden_size), np_dtype(model.dtype))
+
+    def _trace(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("a trace")
+        self._model.trace(arrays[0])
+
+    def _scales(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("gathering scales")
+        self._model.kv_scales_of(_text(arrays[0]))
+
+    def _set_scales(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("setting scales")
+        self._model.set_kv_scales(arrays[0], _text(arrays[1]))
+
+    def _calibrate(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("calibrating scales")
+        self._model.calibrate_kv_scales(arrays)
+
+    def _move_blocks(self, numbers: list[int], arrays: list[Any]) -> None:
+        move_blocks(self._the_pages(), self._swap, moves_from_arrays(arrays))
+
+    def _move_slots(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._the_pages().move_slots(*(array.tolist() for array in arrays))
+
+    def _capture(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("capturing graphs")
+        num_rows, max_blocks, block_size, max_model_len, *query_lens = numbers
+        self._graphs = FollowerGraphs(
+            self._model,
+            self._the_pages().layers,
+            num_rows,
+            max_blocks,
+            block_size,
+            max_model_len,
+            sorted(set(query_lens)),
+            arrays[0].tolist(),
+        )
+        self._graphs.capture()
+
+    def _graph(self, numbers: list[int], arrays: list[Any]) -> None:
+        step, size, max_context_len, query_len, is_tree = numbers
+        self._group.set_doing(f"step {step} ({size * query_len} tokens, as a graph)")
+        if self._graphs is None:
+            raise RankError(f"rank {self._group.rank} was told of a graph before it had any")
+        key = GraphKey(size, max_context_len, query_len, bool(is_tree))
+        self._graphs.follow(key, arrays[0])
+
+    def _the_pages(self, which: int = 0) -> KVCache:
+        if which not in self._pages:
+            raise RankError(f"rank {self._group.rank} was told of a step before it had pages")
+        return self._pages[which]
+
+
+def make_collectives(group: Group, device: Device) -> Collectives:
+    """Return the collectives of a rank on this device."""
+    shared = SharedMemoryCollectives(group)
+    if not device.is_cuda:
+        return shared
+    # Imported late: it needs CuPy, which ranks on the CPU may not have.
+    module = import_module("engine.distributed.cuda_collectives")
+    device.activate()
+    made: Collectives = module.CudaCollectives(
+        group.rank, group.size, shared.exchange, timeout=group.timeout
+    )
+    return made
+
+
+def compare_ranks(group: Group, model: str, loading: Mapping[str, Any]) -> None:
+    """Verify that all ranks have the same program, files and options.
+
+    Raises
+    ------
+    RankError
+        Naming a rank that differs from rank 0, and in what.
+    """
+    own = fingerprint(model, loading)
+    answers = SharedMemoryCollectives(group).exchange(json.dumps(own).encode())
+    first = json.loads(answers[0])
+    for rank, answer in enumerate(answers):
+        theirs = json.loads(answer)
+        for name, value in first.items():
+            if theirs.get(name) != value:
+                raise RankError(
+                    f"rank {rank} differs from rank 0 in {name}: {theirs.get(name)}, not {value}"
+                )
+
+
+def fingerprint(model: str, loading: Mapping[str, Any]) -> dict[str, str]:
+    """Return what must be the same on all ranks: the program, the files, the options."""
+    path = Path(model)
+    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.exists() else []
+    found = {"engine's version": __version__, "options": json.dumps(loading, sort_keys=True)[:2000]}
+    for file in files:
+        if file.suffix in (".safetensors", ".gguf"):
+            found[f"the size of {file.name}"] = str(file.stat().st_size)
+        elif file.name in ("config.json", "model.safetensors.index.json"):
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            found[f"the content of {file.name}"] = digest[:16]
+    return found
+
+
+def num_threads(size: int) -> int:
+    """Return how many threads each of `size` processes has for itself on this machine."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, cores // size)
+
+
+def _text(array: Any) -> str:
+    return bytes(array).decode()

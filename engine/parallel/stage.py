@@ -1,0 +1,377 @@
+"""What a pipeline stage other than the last runs: it loads its layers and follows the engine.
+
+It is started by the engine on the same host, by Ray, or by hand with `engine stage` on another
+host. It ends when its connection to the engine does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine._version import __version__
+from engine.cache.kv_cache import KVCache
+from engine.cache.memory_pool import MemoryPool
+from engine.cache.move_arrays import NUM_MOVE_ARRAYS, moves_from_arrays
+from engine.cache.swap import SwapSpace, move_blocks
+from engine.distributed import peer as messages
+from engine.distributed.connection import Address, Connection, Listener, connect
+from engine.distributed.peer import PING_SECONDS, Peer, from_text, to_text
+from engine.engine_config import EngineConfig
+from engine.errors import ConfigError, RankError
+from engine.layers.batch import ForwardBatch
+from engine.loading.config_json import config_from_json
+from engine.loading.download import resolve_model
+from engine.model import Model, load
+from engine.parallel.activations import ActivationSender, from_wire
+from engine.parallel.rank import BATCH_ARRAYS, BATCH_NUMBERS, fingerprint
+from engine.parallel.tensor import load_ranks
+from engine.runner.memory_sizes import geometry_of
+from engine.text import child_process
+from engine.weights import Stage
+
+__all__ = ["StageProcess", "run_child", "run_stage"]
+
+_RETRY_SECONDS = 0.2
+_WAIT_SECONDS = 0.5
+_SILENT_SECONDS = 15.0  # of the engine, whose host is gone then
+_END_SECONDS = 2.5  # for this process to end by itself when the engine has
+_LINK_SECONDS = 5.0  # for the engine to find out why another stage has ended
+
+
+def run_child() -> None:
+    """Run the stage that standard input says, in a process that the engine started."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine is told, and ends this one
+    frame = child_process.receive(sys.stdin.buffer)
+    if frame is None:
+        sys.exit(1)
+    task = json.loads(frame)
+    host, port = task["address"]
+    try:
+        run_stage((host, port), task["stage"], bytes.fromhex(task["secret"]))
+    except BaseException:  # the engine has been told
+        _exit(1)
+    _exit(0)
+
+
+def run_stage(
+    address: Address, stage: int, secret: bytes, *, model: str = "", seconds: float = 60.0
+) -> None:
+    """Run a stage until the engine ends.
+
+    Parameters
+    ----------
+    address : (host, port)
+        Where the engine listens.
+    stage : int
+    secret : bytes
+    model : str, optional
+        Where this host has the model; by default, where the engine's host has it.
+    seconds : float
+        How long to wait for the engine to listen.
+
+    Raises
+    ------
+    RankError, ConfigError
+        If the engine cannot be reached or refuses the stage, or files differ.
+    """
+    StageProcess(_connected(address, secret, seconds), address, stage, secret, model).run()
+
+
+def _connected(address: Address, secret: bytes, seconds: float) -> Connection:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return connect(address, secret)
+        except RankError as error:
+            if not isinstance(error.__cause__, ConnectionRefusedError | TimeoutError):
+                raise
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_RETRY_SECONDS)
+
+
+class StageProcess:
+    """One stage: its layers, their pages, and its connections.
+
+    Parameters
+    ----------
+    connection : Connection
+        To the engine.
+    address : (host, port)
+        Of the engine.
+    stage : int
+    secret : bytes
+    model : str
+        See `run_stage`.
+    """
+
+    def __init__(
+        self, connection: Connection, address: Address, stage: int, secret: bytes, model: str
+    ) -> None:
+        self._address, self._stage, self._secret, self._name = address, stage, secret, model
+        self._connection = connection
+        self._engine = Peer(connection, "the engine")
+        self._doing = "starting"
+        self._has_ended = False
+        self._before: Peer | None = None  # the stage before this one
+        self._after: Connection | None = None
+        self._sender: ActivationSender | None = None
+        self._model: Model | None = None
+        self._pages: KVCache | None = None
+        self._swap: SwapSpace | None = None
+        self._listener = Listener(connection.own_host, 0, secret, self._accept) if stage else None
+        port = self._listener.port if self._listener else 0
+        hello = {"port": port, "version": __version__, "pid": os.getpid()}
+        connection.send(messages.HELLO, [stage], [to_text(hello)])
+        threading.Thread(target=self._beat, daemon=True).start()
+        self._actions: dict[int, Callable[[list[int], list[Any]], None]] = {
+            messages.PLAN: self._plan,
+            messages.PREPARE: self._prepare,
+            messages.SHARE: self._share,
+            messages.STEP: self._step,
+            messages.EXPERTS: self._experts,
+        }
+
+    def run(self) -> None:
+        """Load the layers, and do what the engine says until it ends.
+
+        Raises
+        ------
+        Exception
+            What has failed; the engine has been told.
+        """
+        try:
+            message = self._next()
+            if message is None:
+                raise RankError(self._engine.words or "the engine has ended")
+            self._load(json.loads(from_text(message[2][0])))
+            self._connection.send(messages.READY)
+            self._follow()
+        except BaseException as error:
+            if self._engine.lost and not self._engine.words and isinstance(error, RankError):
+                return  # it has ended in the middle of a step
+            with contextlib.suppress(OSError):
+                self._connection.send(messages.FAIL, (), [to_text(_last_words(error))])
+            raise
+        finally:
+            self._close()
+            if self._model is not None:
+                self._model.close()
+
+    def _close(self) -> None:
+        self._has_ended = True
+        before = self._before.connection if self._before is not None else None
+        for each in (self._connection, before, self._after, self._sender, self._listener):
+            if each is not None:
+                each.close()
+
+    # ---- what the engine says
+
+    def _follow(self) -> None:
+        while True:
+            self._doing = "waiting for a step"
+            message = self._next()
+            if message is None:
+                return
+            kind, numbers, arrays = message
+            self._actions[kind](numbers, arrays)
+
+    def _load(self, options: dict[str, Any]) -> None:
+        self._doing = "comparing files"
+        name, loading = _path(self._name, options), dict(options["loading"])
+        _compare(self._stage, options["fingerprint"], fingerprint(name, loading))
+        there = options["next"] or self._address
+        self._after = connect((there[0], there[1]), self._secret)
+        self._after.send(messages.LINK, [self._stage])
+        self._doing = "loading"
+        if loading.get("config") is not None:
+            loading["config"] = config_from_json(loading["config"])
+        layers = Stage(*options["layers"][self._stage])
+        config = EngineConfig(**options["engine"])
+        gpus = options["gpus"][self._stage]
+        is_cpu = options["device"] == "cpu"
+        if config.tensor_parallel_size > 1:
+            loading["device"] = "cpu" if is_cpu else "cuda"
+            self._model = load_ranks(name, config, loading, stage=layers, gpus=gpus)
+        else:
+            device = "cpu" if is_cpu else f"cuda:{gpus[0]}"
+            self._model = load(name, device=device, progress=False, stage=layers, **loading)
+        self._model.num_stages = config.pipeline_parallel_size
+        # A step in which a rank has died has NaN.
+        check = self._model.check_ranks
+        self._sender = ActivationSender(self._after, self._model.device, check)
+        while self._stage and self._before is None:
+            self._check()
+            time.sleep(0.01)
+        if self._listener is not None:
+            self._listener.close()
+
+    def _plan(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._doing = "planning pages"
+        config = EngineConfig(**json.loads(from_text(arrays[0])))
+        limits = config.resolve(self._the_model()).scheduler
+        self._connection.send(messages.ANSWER, [limits.num_blocks, limits.num_host_blocks])
+
+    def _prepare(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._doing = "preparing pages"
+        self._the_model().prepare_pages(from_text(arrays[0]))
+
+    def _share(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._doing = "making pages"
+        num_blocks, num_host_blocks, block_size = numbers
+        model = self._the_model()
+        geometry = geometry_of(model.config, block_size, from_text(arrays[0]))
+        self._pages = KVCache(geometry, num_blocks, MemoryPool(model.device))
+        if num_host_blocks:
+            self._swap = SwapSpace(self._pages, num_host_blocks)
+        model.share_pages(self._pages, num_host_blocks)
+        self._connection.send(messages.ANSWER)
+
+    def _step(self, numbers: list[int], arrays: list[Any]) -> None:
+        assert self._pages is not None and self._sender is not None
+        step, has_batch, *others = numbers
+        self._doing = f"step {step}"
+        move_blocks(self._pages, self._swap, moves_from_arrays(arrays[:NUM_MOVE_ARRAYS]))
+        if not has_batch:
+            return
+        token_ids, *rest = arrays[NUM_MOVE_ARRAYS:]
+        fields: dict[str, Any] = dict(zip(BATCH_ARRAYS, rest, strict=True))
+        fields |= zip(BATCH_NUMBERS, others, strict=True)
+        host = ForwardBatch(token_ids=token_ids, **fields)
+        self._doing = f"step {step} ({host.num_tokens} tokens)"
+        model = self._the_model()
+        model.device.activate()
+        batch = replace(host.to(model.device), on_host=host)
+        if self._stage:
+            batch = replace(batch, entering=self._receive(step))
+        self._sender.send(step, *model.run_stage(batch, self._pages.layers))
+
+    def _receive(self, step: int) -> tuple[Any, Any]:
+        """Return what the stage before has sent for a step, on the device."""
+        assert self._before is not None
+        message = None
+        while message is None:
+            self._check()
+            try:
+                message = self._before.next(_WAIT_SECONDS)
+            except RankError:
+                self._wait_for_end()
+                raise
+        kind, numbers, arrays = message
+        if kind != messages.ACTIVATIONS or numbers != [step]:
+            raise RankError(f"{self._before.name} sent step {numbers} instead of step {step}")
+        model = self._the_model()
+        return from_wire(model.device, model.dtype, arrays)
+
+    def _experts(self, numbers: list[int], arrays: list[Any]) -> None:
+        model = self._the_model()
+        found = model.expert_load()
+        layers = np.array(list(found), np.int64) + model.decoder.stage.first
+        loads = np.array(list(found.values()), np.int64)
+        self._connection.send(messages.ANSWER, (), [layers, loads])
+
+    # ---- the other processes
+
+    def _accept(self, connection: Connection) -> None:
+        try:
+            kind, [stage], _ = connection.receive()
+        except (OSError, RankError, ValueError):
+            connection.close()
+            return
+        if kind == messages.LINK and stage == self._stage - 1:
+            self._before = Peer(connection, f"stage {stage}")
+        else:
+            connection.close()
+
+    def _next(self) -> tuple[int, list[int], list[Any]] | None:
+        """Return the engine's next message; None if it has ended.
+
+        Raises
+        ------
+        RankError
+            If a rank of this stage has failed meanwhile.
+        """
+        while True:
+            try:
+                message = self._engine.next(_WAIT_SECONDS)
+            except RankError:
+                return None
+            if message is not None:
+                return message
+            self._check()
+
+    def _check(self) -> None:
+        """Verify that the engine lives, the ranks of this stage do, and the next stage listens."""
+        if self._engine.lost:
+            raise RankError("the engine has ended")
+        if self._model is not None:
+            self._model.check_ranks()
+        if self._sender is not None and self._sender.error is not None:
+            self._wait_for_end()
+            raise self._sender.error
+
+    def _wait_for_end(self) -> None:
+        """Wait for the engine to end this stage, because another one has ended."""
+        deadline = time.monotonic() + _LINK_SECONDS
+        while not self._engine.lost and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _the_model(self) -> Model:
+        if self._model is None:
+            raise RankError(f"stage {self._stage} was told of a step before it was loaded")
+        return self._model
+
+    def _beat(self) -> None:
+        """Tell the engine that this process lives, and end it when the engine has ended."""
+        engine = self._engine
+        while not self._has_ended:
+            ranks = self._model.describe_ranks() if self._model is not None else ""
+            with contextlib.suppress(OSError):
+                self._connection.send(messages.PING, (), [to_text(self._doing + ranks)])
+            now = time.monotonic()
+            is_late = engine.lost and now - engine.lost_since > _END_SECONDS
+            if is_late or now - engine.heard > _SILENT_SECONDS:
+                _exit(1)
+            time.sleep(PING_SECONDS)
+
+
+def _path(own: str, options: Mapping[str, Any]) -> str:
+    """Return where this host has the model: `own`, or where the engine's has it, or by its name."""
+    loading, name = options["loading"], own or options["model"]
+    if loading.get("config") is not None and loading.get("load_format") == "dummy":
+        return str(name)
+    there = name if own or Path(name).exists() else options["name"]
+    return str(resolve_model(there).path)
+
+
+def _compare(stage: int, wanted: dict[str, str], found: dict[str, str]) -> None:
+    """Verify that a stage has the engine's program, files and options."""
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            raise ConfigError(
+                f"stage {stage} differs from the engine in {name}: {found.get(name)}, not {value}"
+            )
+
+
+def _last_words(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))[-8000:]
+
+
+def _exit(status: int) -> None:
+    """Exit at once: nothing is left to be written, and a driver may hang in its own exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

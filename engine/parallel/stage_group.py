@@ -1,0 +1,372 @@
+"""The stages of a pipeline, as the process with the last one and the engine sees them.
+
+It listens on a port; the other stages connect to it. Each is a process on this host that it starts,
+or one that was started elsewhere. Whatever fails ends all of them: a stage ends when its connection
+to the engine does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from engine._version import __version__
+from engine.distributed import peer as messages
+from engine.distributed.connection import Address, Connection, Listener, Message
+from engine.distributed.peer import PING_SECONDS, Peer, from_text, to_text
+from engine.distributed.processes import describe_ending, end_processes, thread_environment
+from engine.errors import RankError
+from engine.text import child_process
+
+__all__ = ["StageGroup"]
+
+_CODE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
+    "from engine.parallel.stage import run_child; run_child()"
+)
+_END_SECONDS = 3.0
+_WATCH_SECONDS = 0.25
+_WAIT_SECONDS = 0.1  # between two looks at the stages' states
+_GRACE_SECONDS = 1.0  # for a process to end whose connection has
+_SILENT_SECONDS = 5.0  # a host that is gone says nothing
+_LOADING_SECONDS = 60.0  # likewise, while it loads: the interpreter may be busy
+
+
+class StageGroup:
+    """All stages of a pipeline but the last, which is this process's.
+
+    Parameters
+    ----------
+    num_stages : int
+        The last one included.
+    secret : bytes
+        What every connection must prove to know.
+    address : (host, port)
+        Where to listen; port 0 is any free one.
+    timeout : float
+        Seconds after which a stage that does not send its activations counts as stuck.
+
+    Attributes
+    ----------
+    failure : str
+        Why the group has ended; "" if it has not, or as it should.
+    on_end : callable
+        Called when it ends, once its connections have.
+
+    Raises
+    ------
+    RankError
+        If nothing can listen at the address.
+    """
+
+    def __init__(
+        self, num_stages: int, secret: bytes, address: Address, *, timeout: float = 60.0
+    ) -> None:
+        self.num_stages = num_stages
+        self.timeout = timeout
+        self.failure = ""
+        self.doing = "starting"
+        self.on_end: Callable[[], object] = tuple
+        self._secret = secret
+        self._peers: dict[int, Peer] = {}
+        self._hellos: dict[int, dict[str, Any]] = {}
+        self._link: Peer | None = None  # from the stage before the last
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._is_ready = self._is_closing = False
+        self._finding, self._ending = threading.Lock(), threading.Lock()
+        self._accepting = threading.Lock()
+        try:
+            self._listener = Listener(*address, secret, self._accept)
+        except OSError as error:
+            where = f"{address[0]}:{address[1]}"
+            raise RankError(f"the engine cannot listen at {where}: {error}") from error
+        self.address: Address = address[0], self._listener.port
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    # ---- the start
+
+    def start_processes(self, num_threads: int | None) -> None:
+        """Start all stages on this host; `num_threads` of each, unless the environment says it.
+
+        Raises
+        ------
+        RankError
+            If one cannot be started.
+        """
+        for stage in range(self.num_stages - 1):
+            task = {"address": list(self.address), "stage": stage, "secret": self._secret.hex()}
+            try:
+                process = child_process.start(_CODE, thread_environment(num_threads), stderr=None)
+            except OSError as error:
+                raise RankError(f"stage {stage} could not be started: {error}") from error
+            self._processes[stage] = process
+            with contextlib.suppress(OSError):  # it has ended: found when it does not connect
+                child_process.send(process.stdin, json.dumps(task).encode())
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the stages that were started here."""
+        return [process.pid for process in self._processes.values()]
+
+    @property
+    def hellos(self) -> Mapping[int, Mapping[str, Any]]:
+        """What each stage has said of itself: "pid", "version", and "port" for the one before."""
+        return self._hellos
+
+    def wait_for_stages(self, seconds: float) -> None:
+        """Wait until all stages have connected.
+
+        Raises
+        ------
+        RankError
+            If one has not after the time.
+        """
+        deadline = time.monotonic() + seconds
+        while missing := [s for s in range(self.num_stages - 1) if s not in self._hellos]:
+            self.check()
+            if time.monotonic() > deadline:
+                who = ", ".join(f"stage {stage}" for stage in missing)
+                refused = self._listener.num_refused
+                raise RankError(
+                    f"{who} did not connect to {self.address[0]}:{self.address[1]} within "
+                    f"{seconds:g} s" + (f"; {refused} connections were refused" * bool(refused))
+                )
+            time.sleep(0.01)
+
+    def welcome(self, options: Mapping[str, Any]) -> None:
+        """Tell each stage what to load; wait for all, while this process loads its own part later.
+
+        Parameters
+        ----------
+        options : mapping
+            Plain values for `engine.parallel.stage`; "next", where the stage sends its activations,
+            is added.
+        """
+        for stage in range(self.num_stages - 1):
+            after = self._peers.get(stage + 1)  # None: this process, whose address a stage knows
+            there = after and [after.connection.peer[0], self._hellos[stage + 1]["port"]]
+            self._send(stage, messages.WELCOME, (), [to_text({**options, "next": there})])
+
+    def wait_until_ready(self) -> None:
+        """Wait until all stages have loaded their layers, and are connected in order."""
+        for stage in range(self.num_stages - 1):
+            self._answer(stage, messages.READY, "the start", math.inf)
+        while self._link is None:
+            self.check()
+            time.sleep(0.01)
+        self._is_ready = True
+        self._listener.close()
+
+    # ---- messages
+
+    def send(
+        self, what: str, kind: int, numbers: Sequence[int] = (), arrays: Sequence[Any] = ()
+    ) -> None:
+        """Tell all stages something; `what` is for errors.
+
+        Raises
+        ------
+        RankError
+            If a stage has failed; all have ended then.
+        """
+        self.check()
+        self.doing = what
+        for stage in range(self.num_stages - 1):
+            self._send(stage, kind, numbers, arrays)
+
+    def ask(
+        self, what: str, kind: int, numbers: Sequence[int] = (), arrays: Sequence[Any] = ()
+    ) -> list[Message]:
+        """Tell all stages something, and return what each answers.
+
+        Raises
+        ------
+        RankError
+            If a stage has failed; all have ended then.
+        """
+        self.send(what, kind, numbers, arrays)
+        stages = range(self.num_stages - 1)
+        return [self._answer(stage, messages.ANSWER, what, math.inf) for stage in stages]
+
+    def activations(self, step: int) -> list[Any]:
+        """Return the arrays that the stage before the last one has sent for a step.
+
+        Raises
+        ------
+        RankError
+            If a stage has failed, or does not send them in time; all have ended then.
+        """
+        assert self._link is not None
+        message = self._wait_for(self._link, f"the activations of step {step}", self.timeout)
+        kind, numbers, arrays = message
+        if kind != messages.ACTIVATIONS or numbers != [step]:
+            raise self.fail(f"{self._link.name} sent step {numbers} instead of step {step}")
+        return arrays
+
+    # ---- failures
+
+    @property
+    def is_closing(self) -> bool:
+        """Tell whether the stages have ended, or are about to."""
+        return self._is_closing
+
+    def check(self) -> None:
+        """Verify that all stages live.
+
+        Raises
+        ------
+        RankError
+            With the first that has failed, and its last words; the same ever after. All have ended
+            then.
+        """
+        with self._finding:
+            if not self.failure and not self._is_closing:
+                self.failure = self._first_failure()
+        if self.failure:
+            self.end()
+            raise RankError(self.failure)
+        if self._is_closing:
+            raise RankError("the stages have ended: the model was closed")
+
+    def fail(self, text: str) -> RankError:
+        """End all stages because of `text`, unless one has failed before; return the error."""
+        with self._finding:
+            self.failure = self.failure or self._first_failure() or text
+        self.end()
+        return RankError(self.failure)
+
+    def describe(self) -> str:
+        """Return what each stage is doing."""
+        return "".join(f"; {peer.name} is in: {peer.doing}" for peer in self._sorted())
+
+    def end(self) -> None:
+        """End all stages; a second call does nothing.
+
+        Processes of this host that do not end by themselves within seconds are killed.
+        """
+        with self._ending:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._listener.close()
+            for peer in (*self._peers.values(), *filter(None, [self._link])):
+                peer.connection.close()
+            end_processes(self._processes.values(), _END_SECONDS)
+            self.on_end()
+
+    # ---- parts
+
+    def _accept(self, connection: Connection) -> None:
+        """Take a connection: the first message says of which stage it is, and which of its two."""
+        try:
+            kind, [stage], arrays = connection.receive()
+            with self._accepting:
+                if kind == messages.HELLO:
+                    why = self._take(connection, stage, json.loads(from_text(arrays[0])))
+                elif stage == self.num_stages - 2 and self._link is None:
+                    self._link, why = Peer(connection, f"stage {stage}"), ""
+                else:
+                    why = f"stage {stage} is not the one before the last, or has connected already"
+            if why:
+                connection.send(messages.FAIL, (), [to_text(why)])
+                connection.close()
+        except (OSError, RankError, ValueError):
+            connection.close()
+
+    def _take(self, connection: Connection, stage: int, hello: Mapping[str, Any]) -> str:
+        """Take a stage; return why it is not wanted, "" if it is."""
+        if not 0 <= stage < self.num_stages - 1:
+            return f"stage must be in [0, {self.num_stages - 1}); got {stage}"
+        if hello.get("version") != __version__:
+            return f"stage {stage} has engine {hello.get('version')}, not {__version__}"
+        if stage in self._peers:
+            return f"stage {stage} has connected already"
+        self._peers[stage] = Peer(connection, f"stage {stage}")
+        self._hellos[stage] = dict(hello)
+        return ""
+
+    def _send(self, stage: int, kind: int, numbers: Sequence[int], arrays: Sequence[Any]) -> None:
+        try:
+            self._peers[stage].connection.send(kind, numbers, arrays)
+        except OSError as error:
+            self._find_failure(2 * _GRACE_SECONDS)
+            raise self.fail(f"the connection to stage {stage} was lost: {error}") from error
+
+    def _find_failure(self, seconds: float) -> None:
+        """Wait for what a stage that is gone has left: last words, or the end of its process."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.check()
+            time.sleep(_WAIT_SECONDS)
+
+    def _answer(self, stage: int, kind: int, what: str, timeout: float) -> Message:
+        message = self._wait_for(self._peers[stage], what, timeout)
+        if message[0] != kind:
+            raise self.fail(f"stage {stage} answered message {message[0]} to {what}")
+        return message
+
+    def _wait_for(self, peer: Peer, what: str, timeout: float) -> Message:
+        """Return a stage's next message; ends the group if it does not come."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                message = peer.next(_WAIT_SECONDS)
+            except RankError:
+                message = None
+                time.sleep(_WAIT_SECONDS)
+            if message is not None:
+                return message
+            self.check()
+            if time.monotonic() > deadline:
+                raise self.fail(
+                    f"{peer.name} did not send {what} within {timeout:g} s{self.describe()}"
+                )
+
+    def _sorted(self) -> list[Peer]:
+        return [peer for _, peer in sorted(self._peers.items())]
+
+    def _first_failure(self) -> str:
+        """Return which stage has failed or died, and how; "" if none has."""
+        peers = self._sorted()
+        ended = {stage: process.poll() for stage, process in self._processes.items()}
+        for peer in peers:
+            if peer.words:
+                return f"{peer.name} failed; its last words:\n{peer.words}"
+        for stage, code in ended.items():
+            if code is not None:
+                doing = self._peers[stage].doing if stage in self._peers else "starting"
+                return f"stage {stage} {describe_ending(code)}; it was last in: {doing}"
+        now, silence = time.monotonic(), max(2.0, min(self.timeout, _SILENT_SECONDS))
+        silence = silence if self._is_ready else _LOADING_SECONDS
+        for peer in (*peers, *filter(None, [self._link])):
+            if peer.lost and now - peer.lost_since > _GRACE_SECONDS:
+                where = peer.connection.peer[0]
+                return (
+                    f"the connection to {peer.name} ({where}) was lost: {peer.lost}; it was last "
+                    f"in: {peer.doing}"
+                )
+        for stage, peer in sorted(self._peers.items()):
+            if now - peer.heard > silence:
+                if stage in self._processes:
+                    self._processes[stage].kill()  # it would not end by itself
+                return f"{peer.name} (in: {peer.doing}) has not been heard of for {silence:g} s"
+        return ""
+
+    def _watch(self) -> None:
+        """Tell all stages that this process lives, and find those that have failed."""
+        last = 0.0
+        while not self._is_closing:
+            with contextlib.suppress(RankError):
+                self.check()
+            if time.monotonic() - last > PING_SECONDS:
+                last = time.monotonic()
+                for peer in list(self._peers.values()):
+                    with contextlib.suppress(OSError):
+                        peer.connection.send(messages.PING, (), [to_text(self.doing)])
+            time.sleep(_WATCH_SECONDS)

@@ -1,0 +1,471 @@
+"""Rank 0 of a model that several processes share: it leads, the others follow.
+
+Rank 0 has the engine, and samples. Whatever it does to the model or the pages it announces first,
+in one message through shared memory, and then does its own part; the others (`parallel/rank.py`) do
+theirs. Inside the model all ranks meet in collectives. So scheduling, grammars, log-probabilities
+and drafts need nothing of their own here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.cache.array_cache import Cache
+from engine.cache.kv_cache import KVCache, KVGeometry, code_name
+from engine.cache.move_arrays import moves_to_arrays
+from engine.checks import shown
+from engine.config import ModelConfig
+from engine.device import Device, resolve_device, to_numpy
+from engine.distributed.messages import Messages, pack
+from engine.distributed.processes import RankProcesses
+from engine.dtypes import np_dtype
+from engine.engine_config import EngineConfig
+from engine.errors import ConfigError, RankError, RequestError
+from engine.layers.batch import ForwardBatch
+from engine.layers.collectives import Collectives
+from engine.layers.token_ids import checked_token_ids
+from engine.loading.config_json import config_to_json
+from engine.loading.download import resolve_model
+from engine.loading.load_config import expert_count
+from engine.loading.model_config import load_config
+from engine.loading.page_calibration import checked_sequences
+from engine.model import Model, load
+from engine.models.decoder import Pages, address
+from engine.models.draft_heads import DraftTarget
+from engine.models.trace import Trace
+from engine.parallel.draft_target import SharedTarget
+from engine.parallel.pages import SharedPages
+from engine.parallel.rank import (
+    BATCH_ARRAYS,
+    BATCH_NUMBERS,
+    CALIBRATE,
+    CAPTURE,
+    EMBED,
+    FORWARD,
+    GRAPH,
+    LOGITS,
+    MOVE_BLOCKS,
+    MOVE_SLOTS,
+    PREPARE,
+    SCALES,
+    SET_SCALES,
+    TARGET,
+    TRACE,
+    WANTS_HIDDEN,
+    WANTS_LOGITS,
+    WANTS_STAGE,
+    compare_ranks,
+    make_collectives,
+    num_threads,
+)
+from engine.runner.cuda_graph import DecodeGraphs, GraphKey
+from engine.weights import ALL_LAYERS, Shard, Stage
+
+__all__ = ["LeadingModel", "load_ranks", "plain_options"]
+
+
+class Leader:
+    """Announces to the other ranks what rank 0 does, and ends the group when something fails.
+
+    Parameters
+    ----------
+    processes : RankProcesses
+    collectives : Collectives
+    """
+
+    def __init__(self, processes: RankProcesses, collectives: Collectives) -> None:
+        self.processes = processes
+        self.collectives = collectives
+        self._group = processes.group
+        self._messages = Messages(processes.group)
+        # On a device an operation may wait for a rank that has died.
+        self._check_device: Callable[[], Any] = getattr(collectives, "check", tuple)
+        self._group.on_failure = getattr(collectives, "abort", tuple)
+
+    def send(
+        self, what: str, kind: int, numbers: Sequence[int] = (), arrays: Sequence[Any] = ()
+    ) -> None:
+        """Announce something; `what` is for errors.
+
+        Raises
+        ------
+        RankError
+            If a rank has failed; the group has ended then.
+        """
+        if self._group.is_closing:
+            self.processes.close()  # the thread that watches them may be ending them still
+            raise RankError(
+                f"the ranks have ended; {self._group.failure or 'the model was closed'}"
+            )
+        self._group.set_doing(what)
+        with self.together():
+            self._group.check()
+            self._messages.send(pack(kind, numbers, arrays))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Do this rank's part of what was announced: if that fails, the group ends.
+
+        Raises
+        ------
+        RankError
+            Instead of any other error: the other ranks are in the middle of something, and cannot
+            be told to forget it.
+        """
+        try:
+            yield
+        except BaseException as error:
+            text = f"rank 0 failed in {self._group.doing(0)}: {type(error).__name__}: {error}"
+            self._group.failure = self._group.failure or text
+            with contextlib.suppress(Exception):  # the group ends whatever it does
+                self._group.on_failure()
+            self.close()
+            if isinstance(error, RankError) or not isinstance(error, Exception):
+                raise
+            raise RankError(text) from error
+
+    def move_blocks(self, moves: Any) -> None:
+        """Announce a step's block moves, if there are any; see `Followers`."""
+        arrays = moves_to_arrays(moves)
+        if any(array.size for array in arrays):
+            self.send("block moves", MOVE_BLOCKS, arrays=arrays)
+
+    def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Announce that single tokens are copied; see `Followers`."""
+        arrays = [np.array(slots, np.int64) for slots in (sources, targets)]
+        self.send("the moves of accepted drafts", MOVE_SLOTS, arrays=arrays)
+
+    def check(self) -> None:
+        """Verify that all ranks live.
+
+        Raises
+        ------
+        RankError
+        """
+        with self.together():
+            if self._group.failure:
+                raise RankError(self._group.failure)
+            self._check_device()
+
+    def describe(self) -> str:
+        """Return what each rank is doing."""
+        group = self._group
+        return "".join(f"; rank {r} is in: {group.doing(r)}" for r in range(group.size))
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self.processes.close()
+        self.collectives.close()
+
+
+class LeadingModel(Model):
+    """Rank 0's part of a model, which announces each of its steps to the other ranks.
+
+    Its steps are on pages that all ranks have: its engine's, and those of `make_cache`.
+
+    Parameters
+    ----------
+    model : Model
+        Rank 0's part.
+    leader : Leader
+    """
+
+    def __init__(self, model: Model, leader: Leader) -> None:
+        super().__init__(model.decoder, model.load_config, model.source)
+        self.leader = leader
+        self.num_ranks = leader.collectives.size
+        self._pages: KVCache | None = None  # the engine's
+        self._shared = SharedPages(leader)
+        self._hidden: Any = None  # of the last step, on which `logits` may be called
+        self._num_steps = 0
+
+    def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
+        """Let all ranks make pages as these."""
+        self._share(kv_cache, num_host_blocks)
+        kv_cache.followers, self._pages = self.leader, kv_cache
+
+    def make_cache(self, geometry: KVGeometry, batch_size: int, max_tokens: int) -> Cache:
+        """Return an empty `Cache`, whose pages all ranks have; as `Model`.
+
+        The others free theirs before the next step after it was closed or forgotten.
+        """
+        cache = super().make_cache(geometry, batch_size, max_tokens)
+        self._shared.free_closed()
+        self._share(cache.kv)
+        return cache
+
+    def prepare_pages(self, dtype: str) -> str:
+        """Load the kernels for pages of codes, and measure scales, in all ranks; as `Model`."""
+        self.leader.send("preparing pages", PREPARE, arrays=[_text(dtype)])
+        with self.leader.together():
+            # Its steps are this rank's own: the others prepare pages likewise.
+            return self.own_part.prepare_pages(dtype)
+
+    def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
+        """Compute one step in all ranks; see `Decoder.forward`."""
+        self._announce(batch, kv_pages, WANTS_LOGITS)
+        with self.leader.together():
+            return super().forward(batch, kv_pages)
+
+    def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
+        """Compute one step up to the final norm in all ranks; see `Decoder.hidden_states`."""
+        self._announce(batch, kv_pages, WANTS_HIDDEN)
+        with self.leader.together():
+            self._hidden = super().hidden_states(batch, kv_pages)
+        return self._hidden
+
+    def run_stage(self, batch: ForwardBatch, kv_pages: Pages) -> tuple[Any, Any]:
+        """Compute the layers of a pipeline stage in all ranks; see `Decoder.run_stage`."""
+        self._announce(batch, kv_pages, WANTS_STAGE)
+        with self.leader.together():
+            return super().run_stage(batch, kv_pages)
+
+    def logits(self, hidden: Any) -> Any:
+        """Return the logits of hidden states, of which the others have those of the last step."""
+        first = self._first_row(hidden)
+        self.leader.send("logits", LOGITS, [first, hidden.shape[0]])
+        with self.leader.together():
+            if first < 0:
+                self.leader.collectives.broadcast(hidden)
+            return super().logits(hidden)
+
+    def trace(self, token_ids: Any) -> Trace:
+        """Trace a sequence in all ranks; as `Model`."""
+        if self.device.is_cuda:
+            return super().trace(token_ids)  # which is refused
+        [ids] = checked_token_ids([token_ids], 1, self.config.vocab_size)
+        self.leader.send("a trace", TRACE, arrays=[ids])
+        with self.leader.together():
+            return super().trace(ids)
+
+    def kv_scales_of(self, kv_cache_dtype: str) -> Any:
+        """Return the scales of the heads of all ranks; as `Model`."""
+        name = code_name(kv_cache_dtype)
+        self.leader.send("gathering scales", SCALES, arrays=[_text(name)])
+        with self.leader.together():
+            return super().kv_scales_of(name)
+
+    def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
+        """Set the scales in all ranks; as `Model`."""
+        super().set_kv_scales(scales, kv_cache_dtype)
+        arrays = [np.asarray(scales, np.float32), _text(kv_cache_dtype)]
+        self.leader.send("setting scales", SET_SCALES, arrays=arrays)
+
+    def calibrate_kv_scales(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Choose the scales in all ranks; as `Model`."""
+        sequences = checked_sequences(self, token_ids)
+        self.leader.send("calibrating scales", CALIBRATE, arrays=sequences)
+        with self.leader.together():
+            self.own_part.calibrate_kv_scales(sequences)
+
+    @property
+    def draft_target(self) -> DraftTarget:
+        """What heads that draft for it ask; only rank 0 has the heads."""
+        return SharedTarget(self.decoder, self._embed, self.logits)
+
+    @property
+    def own_part(self) -> Model:
+        """This rank's part, whose steps are not announced."""
+        return _Silent(self)
+
+    def lead_graphs(self, graphs: DecodeGraphs, max_model_len: int, max_draft_tokens: int) -> None:
+        """Let all ranks capture graphs as these, and launch them when these are."""
+        assert self._pages is not None
+        table, size = graphs.table_shape, self._pages.geometry.block_size
+        numbers = [*table, size, max_model_len, 1, 1 + max_draft_tokens]
+        layers = np.array(list(graphs.features), np.int32)
+        self.leader.send("capturing graphs", CAPTURE, numbers, [layers])
+        graphs.on_send = self._announce_graph
+
+    def describe_ranks(self) -> str:
+        """Return what each rank is doing."""
+        return self.leader.describe()
+
+    def check_ranks(self) -> None:
+        """Verify that all ranks live.
+
+        Raises
+        ------
+        RankError
+            With the first that failed, and its last words.
+        """
+        self.leader.check()
+
+    def close(self) -> None:
+        """Free the weights, and end the other ranks."""
+        self.leader.close()
+        super().close()
+
+    def _embed(self, token_ids: Any) -> Any:
+        """Look up token ids in all ranks."""
+        self.leader.send("an embedding of drafts", EMBED, [token_ids.shape[0]])
+        with self.leader.together():
+            return self.decoder.embed(token_ids)
+
+    def _share(self, kv_cache: KVCache, num_host_blocks: int = 0) -> None:
+        self._shared.share(kv_cache, num_host_blocks)
+        with self.leader.together():
+            self.leader.collectives.barrier("pages")
+
+    def _announce(self, batch: ForwardBatch, kv_pages: Pages, wants: int) -> None:
+        self._shared.free_closed()
+        which, host = self._shared.number_of(kv_pages), batch.on_host or batch
+        self._num_steps += 1
+        has_delta = int(batch.entering is not None and batch.entering[0] is not None)
+        numbers = [which, wants, has_delta, *(getattr(host, name) for name in BATCH_NUMBERS)]
+        arrays = [getattr(host, name) for name in BATCH_ARRAYS]
+        arrays = [None if array is None else to_numpy(array) for array in arrays]
+        arrays.append(np.array(list(batch.features or ()), np.int32))
+        what = f"step {self._num_steps} ({batch.num_tokens} tokens)"
+        self.leader.send(what, FORWARD, [self._num_steps, *numbers], arrays)
+
+    def _announce_graph(self, key: GraphKey, staged: Any) -> None:
+        self._num_steps += 1
+        numbers = [key.size, key.max_context_len, key.query_len, int(key.is_tree)]
+        what = f"step {self._num_steps} ({key.num_tokens} tokens, as a graph)"
+        self.leader.send(what, GRAPH, [self._num_steps, *numbers], [staged])
+
+    def _first_row(self, hidden: Any) -> int:
+        """Return the row of the last hidden states that `hidden` begins with; -1: it is no part.
+
+        Raises
+        ------
+        RequestError
+            If it has not the shape or the dtype of hidden states.
+        """
+        width, dtype, last = self.config.hidden_size, np_dtype(self.dtype), self._hidden
+        if hidden.ndim != 2 or hidden.shape[1] != width or hidden.dtype != dtype:
+            raise RequestError(
+                f"hidden must be {dtype} (R, {width}), as hidden_states returns; got "
+                f"{hidden.dtype} {hidden.shape}"
+            )
+        if last is not None:
+            first, rest = divmod(address(hidden) - address(last), width * dtype.itemsize)
+            if not rest and first >= 0 and first + hidden.shape[0] <= last.shape[0]:
+                return int(first)
+        return -1
+
+
+class _Silent(Model):
+    """The same part of a model, without announcements."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model.decoder, model.load_config, model.source)
+
+
+def load_ranks(
+    model: Any,
+    config: EngineConfig,
+    loading: Mapping[str, Any],
+    *,
+    stage: Stage = ALL_LAYERS,
+    gpus: Sequence[int] | None = None,
+) -> LeadingModel:
+    """Start the other ranks, load the model in all of them, and return rank 0's part.
+
+    Parameters
+    ----------
+    model : str or path
+    config : EngineConfig
+        Its `tensor_parallel_size` and `collective_timeout`.
+    loading : mapping
+        Keywords of `load`.
+    stage : Stage
+        The layers that the ranks share.
+    gpus : sequence of int, optional
+        Of each rank; by default the first ones.
+
+    Raises
+    ------
+    ConfigError, DeviceError, DownloadError
+        If the model or an option cannot be used.
+    RankError
+        If a rank fails, with its last words.
+    """
+    size, given = config.tensor_parallel_size, dict(loading)
+    place, _ = resolve_device(given.get("device", "auto"))
+    devices = _devices(place, given.get("device", "auto"), size, gpus)
+    name, plain = plain_options(model, given)
+    if given.get("enable_expert_parallel"):
+        _check_experts(name, given.get("config"), size)
+    layers = [stage.first, stage.last, stage.num_layers]
+    options = {"model": name, "devices": devices, "loading": plain, "stage": layers}
+    processes = RankProcesses(
+        TARGET,
+        size,
+        options,
+        timeout=config.collective_timeout,
+        num_threads=None if place.is_cuda else num_threads(size * config.pipeline_parallel_size),
+    )
+    try:
+        compare_ranks(processes.group, name, plain)
+        collectives = make_collectives(processes.group, place)
+        leader = Leader(processes, collectives)
+        processes.group.set_doing("loading")
+        if gpus is not None and place.is_cuda:
+            given["device"] = devices[0]
+        own = load(name, **given, collectives=collectives, stage=stage)
+        processes.group.set_ready()
+        processes.group.wait_until_ready(float("inf"))
+        return LeadingModel(own, leader)
+    except BaseException:
+        processes.close()
+        raise
+
+
+def _check_experts(name: str, config: Any, size: int) -> None:
+    """Verify that each rank gets experts, before any process is started.
+
+    Raises
+    ------
+    ConfigError
+        If the model has none, or fewer than ranks.
+    """
+    config = load_config(name) if config is None else config
+    if isinstance(config, ModelConfig):  # or `load` will say so
+        Shard(0, size, whole_experts=True).cut_experts(expert_count(config))
+
+
+def _devices(place: Device, given: Any, size: int, gpus: Sequence[int] | None) -> list[str]:
+    """Return the device of each rank.
+
+    Raises
+    ------
+    ConfigError
+        If there are not enough GPUs, or the option names one.
+    """
+    if not place.is_cuda:
+        return ["cpu"] * size
+    if given not in ("auto", "cuda"):
+        raise ConfigError(
+            f"device must be 'cpu', 'cuda' or 'auto' with tensor_parallel_size={size}: ranks take "
+            f"cuda:0, cuda:1, ...; got {shown(given)}"
+        )
+    count = place.xp.cuda.runtime.getDeviceCount()
+    if count < size:
+        raise ConfigError(f"tensor_parallel_size must be at most {count}, the GPUs; got {size}")
+    return [f"cuda:{gpu}" for gpu in gpus or range(size)]
+
+
+def plain_options(model: Any, loading: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return where a model is, and keywords of `load` as values that JSON has.
+
+    Without "device" and "progress", which are of one process.
+    """
+    is_dummy = loading.get("config") is not None and loading.get("load_format") == "dummy"
+    name = str(model) if is_dummy else str(resolve_model(model).path)
+    plain = {key: value for key, value in loading.items() if key not in ("device", "progress")}
+    if isinstance(plain.get("config"), ModelConfig):
+        plain["config"] = config_to_json(plain["config"])
+    dtype = plain.get("dtype", "auto")
+    if not isinstance(dtype, str):
+        plain["dtype"] = np.dtype(dtype).name
+    return name, plain
+
+
+def _text(text: str) -> Any:
+    return np.frombuffer(text.encode(), np.uint8)

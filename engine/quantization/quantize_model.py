@@ -1,0 +1,173 @@
+"""`engine.quantize`: a checkpoint of 16 or 32 bits becomes one of 8 or 4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.checks import is_integer, shown
+from engine.device import Device, resolve_device
+from engine.errors import RequestError, WeightsError
+from engine.layers.token_ids import checked_token_ids
+from engine.loading.download import resolve_model
+from engine.loading.placement import Placement
+from engine.loading.quantized_folder import (
+    FolderPlan,
+    check_output,
+    plan_folder,
+    scale_dtype,
+    take_rows,
+    write_folder,
+)
+from engine.loading.weights import half_split, load_weights
+from engine.model_files import excerpt, read_file
+from engine.models.decoder import Decoder
+from engine.models.registry import family
+from engine.quantization.gptq_layers import gptq_layers
+from engine.text.tokenizer import load_tokenizer
+from engine.weights.compressed_tensors import storable_format
+from engine.weights.quantize import Codes
+
+__all__ = ["quantize"]
+
+_LENGTH = 512  # tokens of a calibration sequence
+_MAX_TEXT_BYTES = 1 << 30
+_CHARACTERS_PER_TOKEN = 16  # a text is cut after so many for each token wanted
+
+
+def quantize(
+    model: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    format: str = "int4",
+    calibrate: str | PathLike[str] | Sequence[int] | None = None,
+    calibration_tokens: int = 32768,
+    ignore: Sequence[str] = (),
+    device: str | Device = "auto",
+    progress: bool = False,
+) -> Path:
+    """Write a quantized copy of a model, in the layout of compressed-tensors.
+
+    The linear layers of the decoder layers are quantized. Embeddings, the output layer, norms and
+    routers are copied, and so are the files of the tokenizer.
+
+    Parameters
+    ----------
+    model : str or path
+        A folder in Hugging Face's layout with safetensors, or a hub id.
+    out : str or path
+        The new folder; absent or empty. It appears when it is complete.
+    format : str
+        "fp8", "fp8_block", "int8", "int4" (in groups of 128), or "int4_g32", "int4_g64_zp", ...
+        (see `docs/quantization.md`).
+    calibrate : path or sequence of int, optional
+        A text file in UTF-8, or token ids: matrices in groups are rounded with GPTQ, so that the
+        layers' outputs change least for such text. Matrices of experts are rounded to the nearest.
+    calibration_tokens : int
+        At most this many tokens of it are used, in sequences of 512.
+    ignore : sequence of str
+        Linear layers to copy: names, or "re:" and a regular expression for the beginning of names.
+    device : str
+        Where to calibrate; without `calibrate` it is not used.
+    progress : bool
+        Show a progress bar on stderr, if that is a terminal, while weights are loaded.
+
+    Returns
+    -------
+    Path
+        The folder `out`.
+
+    Raises
+    ------
+    ConfigError, WeightsError, DownloadError
+        If the model or an option cannot be used; a quantized model or a .gguf is refused.
+    RequestError
+        If the calibration text is unreadable or too short.
+    """
+    form, out = storable_format(format), Path(out)
+    if isinstance(ignore, str) or not all(isinstance(one, str) for one in ignore):
+        raise WeightsError(f"ignore must be a sequence of names; got {shown(ignore)}")
+    if calibrate is not None and not form.is_packed:
+        raise WeightsError(
+            f"calibrate needs a format in groups, which GPTQ rounds to; got {form.name!r}"
+        )
+    check_output(out)
+    source = resolve_model(model, progress=progress)
+    if source.kind == "gguf":
+        raise WeightsError(
+            f"{excerpt(source.path)} must be a folder with safetensors; a .gguf is quantized "
+            "already, and would be rounded twice"
+        )
+    plan = plan_folder(source.path, form, ignore)
+    calibrated: Iterator[tuple[str, Codes]] = iter(())
+    if calibrate is not None:
+        sequences = _sequences(plan, calibrate, calibration_tokens)
+        calibrated = _calibrated(plan, sequences, resolve_device(device)[0], progress)
+    write_folder(plan, out, calibrated)
+    return out
+
+
+def _sequences(plan: FolderPlan, calibrate: Any, count: int) -> np.ndarray[Any, Any]:
+    """Return token ids (B, L) of the calibration text."""
+    if not is_integer(count) or count < 1:
+        raise RequestError(f"calibration_tokens must be a whole number >= 1; got {shown(count)}")
+    length = min(_LENGTH, plan.config.max_position_embeddings, count)
+    ids: Any = calibrate
+    if isinstance(calibrate, str | PathLike):
+        data = read_file(Path(calibrate), _MAX_TEXT_BYTES, None, RequestError)
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise RequestError(f"{excerpt(calibrate)}: must be UTF-8 ({error.reason})") from None
+        ids = load_tokenizer(plan.source).encode(text[: count * _CHARACTERS_PER_TOKEN])
+    ids = checked_token_ids([ids], 1, plan.config.vocab_size)[0]
+    rows = min(len(ids), count) // length
+    if rows < 1:
+        raise RequestError(f"calibrate must have at least {length} tokens; got {len(ids)}")
+    return np.ascontiguousarray(ids[: rows * length].reshape(rows, length))
+
+
+def _calibrated(
+    plan: FolderPlan, sequences: np.ndarray[Any, Any], device: Device, progress: bool
+) -> Iterator[tuple[str, Codes]]:
+    """Yield the codes of the checkpoint's tensors, layer by layer."""
+    config = plan.config
+    dtype = config.dtype if device.is_cuda else "float32"
+    max_len = sequences.shape[1]
+    weights = load_weights(
+        plan.source, config, device=device, dtype=dtype, max_model_len=max_len, progress=progress
+    )
+    tensors: dict[str, dict[str, tuple[Placement, ...]]] = {}
+    for name, places in plan.matrices.items():
+        tensors.setdefault(str(places[0].target), {})[name] = places
+    dtypes = {
+        target: scale_dtype(plan.form, plan.dtype(next(iter(own))))
+        for target, own in tensors.items()
+    }
+    layers = gptq_layers(
+        Decoder(config, weights, max_len),
+        device,
+        sequences,
+        plan.form,
+        scale_dtype=dtypes.__getitem__,
+        wanted=tensors.__contains__,
+    )
+    for target, made in layers:
+        for name, places in tensors[target].items():
+            yield name, take_rows(made, _rows(plan, places))
+
+
+def _rows(plan: FolderPlan, places: Sequence[Placement]) -> np.ndarray[Any, Any]:
+    """Return, for every row of a tensor, the row of the weight that it is loaded into."""
+    config, is_interleaved = plan.config, family(plan.config.model_type).interleaved_rope
+    rows = np.empty(places[0].shape[0], np.int64)
+    for place in places:
+        own = np.arange(place.last - place.first)
+        if place.is_rotated and is_interleaved:
+            own = np.argsort(half_split(own, config.head_dim, config.rope.rotary_dim))
+        rows[place.first : place.last] = place.start + own
+    return rows

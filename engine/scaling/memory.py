@@ -1,0 +1,199 @@
+"""What of a model fits into a memory, and where the memory goes, from its configuration alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.cache.kv_cache import MemoryBudget
+from engine.cache.memory_pool import format_bytes
+from engine.config import ModelConfig
+from engine.dtypes import itemsize
+from engine.engine_config import default_budget, default_num_seqs
+from engine.loading.load_config import LoadConfig
+from engine.loading.weight_memory import quantized_formats, weight_dtype
+from engine.loading.weight_table import weight_shapes
+from engine.models.rope_tables import rope_bytes
+from engine.runner.memory_sizes import DraftSizes, geometry_of
+from engine.speculative.draft_pages import num_spare_blocks
+from engine.weights import FORMATS, dense_format
+
+__all__ = ["MemoryPlan", "PagePlan", "WeightGroup", "plan_memory"]
+
+# Group of weights -> its kinds; "_" at the end: all kinds that begin like this.
+_GROUPS = {
+    "experts": ("experts_", "router", "router_correction"),
+    "shared experts": ("shared_",),
+    "embeddings": ("embed",),
+    "output layer": ("lm_head",),
+    "MLPs": ("gate_up", "up", "down"),
+    "attention": ("qkv", "o", "sinks"),
+}
+_NORMS = "norms"
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """Weights of one purpose: their bytes, and the formats they are in."""
+
+    name: str
+    num_bytes: int
+    formats: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PagePlan:
+    """Pages of one dtype: bytes of a token, and how many tokens fit."""
+
+    dtype: str
+    bytes_per_token: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the memory of a device goes.
+
+    Attributes
+    ----------
+    weights : tuple of WeightGroup
+    rope_bytes : int
+        Bytes of the rope tables.
+    budget : MemoryBudget
+        Of an engine with default options that has the device for itself; rope tables are among the
+        weights.
+    pages : tuple of PagePlan
+        In the model's dtype, and in 8 bits.
+    max_model_len : int
+    draft : DraftSizes or None
+        Of a draft model; its pages are among those of each token.
+    """
+
+    weights: tuple[WeightGroup, ...]
+    rope_bytes: int
+    budget: MemoryBudget
+    pages: tuple[PagePlan, ...]
+    max_model_len: int
+    draft: DraftSizes | None = None
+
+    def __str__(self) -> str:
+        budget = self.budget
+        rows = [("weights", sum(group.num_bytes for group in self.weights), "")]
+        rows += [(f"  {each.name}", each.num_bytes, ", ".join(each.formats))
+                 for each in self.weights]  # fmt: skip
+        rows.append(("rope tables", self.rope_bytes, f"for {self.max_model_len} tokens"))
+        rows.append(("activations", budget.activations, "at most, with default options"))
+        if self.draft is not None:
+            rows.append(("draft model", budget.drafts, str(self.draft)))
+        share = f"{100 * budget.utilization:.3g} % of {format_bytes(budget.total)} are used"
+        rows.append(("left for pages", budget.left, share))
+        lines = [
+            f"{name:18} {format_bytes(size):>11}  {note}".rstrip() for name, size, note in rows
+        ]
+        for each in self.pages:
+            requests = each.num_tokens // self.max_model_len
+            lines.append(
+                f"  {each.dtype + ' pages':16} {each.num_tokens:>11,}  tokens of "
+                f"{format_bytes(each.bytes_per_token)}: {requests} requests of {self.max_model_len}"
+            )
+        if budget.left < 0:
+            lines.append(f"does not fit: {format_bytes(-budget.left)} are missing")
+        return "\n".join(lines)
+
+
+def plan_memory(
+    config: ModelConfig,
+    load_config: LoadConfig,
+    total: int,
+    *,
+    block_size: int = 16,
+    draft: tuple[ModelConfig, LoadConfig] | None = None,
+    num_drafts: int = 0,
+) -> MemoryPlan:
+    """Return where a memory of `total` bytes goes. Nothing is allocated.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    load_config : LoadConfig
+        How the model would be loaded; of the device only the kind matters.
+    total : int
+        Bytes of the device.
+    block_size : int
+        Tokens per page.
+    draft : (ModelConfig, LoadConfig), optional
+        A draft model, and how it would be loaded.
+    num_drafts : int
+        Maximum drafts of a request.
+
+    Examples
+    --------
+    >>> from engine.device import CPU
+    >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
+    >>> plan = plan_memory(config, LoadConfig(CPU, "float16", 128, "auto"), 1 << 20)
+    >>> [(group.name, group.num_bytes) for group in plan.weights][:2]
+    [('MLPs', 9216), ('attention', 6144)]
+    >>> [(page.dtype, page.bytes_per_token) for page in plan.pages]
+    [('float16', 64), ('8-bit', 32)]
+    """
+    dtype, length, kind = load_config.dtype, load_config.max_model_len, load_config.device.kind
+    groups = _weight_groups(config, dtype, load_config.quantization)
+    tables = rope_bytes(config, length)
+    weights = sum(group.num_bytes for group in groups) + tables
+    beside = None if draft is None else _draft_sizes(*draft, block_size, num_drafts)
+    budget = default_budget(config, dtype, kind, total, weights, beside)
+    geometry = geometry_of(config, block_size, dtype)
+    of_drafts = 0 if beside is None else beside.bytes_per_block // block_size
+    pages = []
+    for name, divisor in ((dtype, 1), ("8-bit", itemsize(dtype))):
+        per_token = geometry.bytes_per_token // divisor + of_drafts
+        blocks = max(0, budget.left) // (per_token * block_size)
+        pages.append(PagePlan(name, per_token, blocks * block_size))
+    return MemoryPlan(groups, tables, budget, tuple(pages), length, beside)
+
+
+def _draft_sizes(
+    config: ModelConfig, load_config: LoadConfig, block_size: int, num_drafts: int
+) -> DraftSizes:
+    dtype = load_config.dtype
+    groups = _weight_groups(config, dtype, load_config.quantization)
+    weights = sum(group.num_bytes for group in groups)
+    weights += rope_bytes(config, load_config.max_model_len)
+    per_block = geometry_of(config, block_size, dtype).bytes_per_block
+    seqs = default_num_seqs(load_config.device.kind)
+    num_spare = seqs * num_spare_blocks(block_size, num_drafts)
+    return DraftSizes(config, dtype, weights, per_block, num_spare)
+
+
+def _weight_groups(
+    config: ModelConfig, dtype: str, quantization: str | None
+) -> tuple[WeightGroup, ...]:
+    """Return the groups that have weights, the largest first; tied embeddings count once."""
+    form = FORMATS.get(quantization or "")
+    quantized = {} if form is None else quantized_formats(config, form)
+    shapes = weight_shapes(config)
+    if config.tie_word_embeddings and "lm_head" not in quantized:
+        del shapes["lm_head"]
+    sizes: dict[str, int] = {}
+    formats: dict[str, dict[str, None]] = {}
+    for name, shape in shapes.items():
+        group = _group_of(name.rpartition(".")[2])
+        chosen = quantized.get(name) or dense_format(weight_dtype(name, dtype))
+        sizes[group] = sizes.get(group, 0) + chosen.num_bytes(shape)
+        formats.setdefault(group, {})[chosen.name] = None
+    order = sorted(sizes, key=lambda group: -sizes[group])
+    return tuple(WeightGroup(group, sizes[group], tuple(formats[group])) for group in order)
+
+
+def _group_of(kind: str) -> str:
+    """Return the group of a kind of weight.
+
+    Examples
+    --------
+    >>> [_group_of(kind) for kind in ("o", "o_bias", "experts_down", "q_norm", "final_norm_bias")]
+    ['attention', 'attention', 'experts', 'norms', 'norms']
+    """
+    for group, kinds in _GROUPS.items():
+        for each in kinds:
+            if kind.removesuffix("_bias") == each or (each[-1] == "_" and kind.startswith(each)):
+                return group
+    return _NORMS

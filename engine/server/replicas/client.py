@@ -1,0 +1,451 @@
+"""`ReplicaClient`: several engines of one model as one, with the methods of `AsyncEngine`.
+
+A request goes to the replica that the router chooses. When its replica ends, another one gets the
+prompt and the tokens so far, and goes on with the tokens that the first would have generated: every
+request has a seed from its beginning, and a draw depends on the seed and the position only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engine.core.stats import EngineStats
+from engine.errors import EngineError, RequestError
+from engine.llm_engine import Prompt
+from engine.outputs import RequestOutput
+from engine.scheduler.admission import QueueFullError
+from engine.server import messages as m
+from engine.server.engine_client import CLIENT_CLOSED, ZmqEngineClient
+from engine.server.remote_request import RemoteRequest
+from engine.server.replicas.router import PrefixRouter, Route
+from engine.server.request_client import RequestClient
+
+__all__ = ["ReplicaClient"]
+
+_MAX_CRASHES = 3  # replicas that ended with the same request, which then is probably the cause
+GRACE_SECONDS = 1.0
+_RETRY_SECONDS = 0.2  # between two attempts to reach a replica
+_STATS_SECONDS = 5.0  # that a replica has to answer with its counters; Prometheus waits 10 s
+_DEADLINE_SLACK = 1.0  # seconds that an engine has to end a request that is overdue
+_CHUNK_SIZE = 64  # tokens; at least a block of the engine
+_log = logging.getLogger("engine.server")
+
+
+@dataclass(eq=False, slots=True)
+class _Placed:
+    """The replica that has a request, if any; `refusing` are those whose queues were full."""
+
+    route: Route | None = None
+    client: ZmqEngineClient | None = None
+    refusing: set[int] = field(default_factory=set)
+
+
+class ReplicaClient(RequestClient):
+    """Distributes requests over replicas that come and go; belongs to one event loop.
+
+    `connect` makes one and waits for a replica.
+
+    Parameters
+    ----------
+    token : str
+        What the engines were given.
+    tokenizer : Tokenizer or None
+    seed : sequence of int
+        Seeds the requests that have no seed of their own.
+    has_peers : bool
+        Whether the replicas have other clients, too; then their heartbeats tell the load.
+    grace_seconds : float
+        For how long requests wait when no replica is left, before they fail.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        tokenizer: Any = None,
+        *,
+        seed: Sequence[int] = (0,),
+        has_peers: bool,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        super().__init__(tokenizer)
+        self._token = token
+        self._seed, self._num_seeds = list(seed), itertools.count()
+        self._has_peers, self._grace_seconds = has_peers, grace_seconds
+        self._has_begun = asyncio.Event()  # set once there has been a replica
+        self._router = PrefixRouter(chunk_size=_CHUNK_SIZE)  # until there is a replica
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of each replica, alive or not
+        self._addresses: dict[int, str] = {}
+        self._clients: dict[int, ZmqEngineClient] = {}  # of those that are ready
+        self._requests: dict[str, RemoteRequest] = {}
+        self._placed: dict[RemoteRequest, _Placed] = {}
+        self._stuck: set[int] = set()  # replicas that do not respond
+        self._error: EngineError | None = None
+        self._last_error = EngineError("no replica is ready")
+        self._ending: asyncio.TimerHandle | None = None
+        self._answer: Callable[[m.FromClient], Iterable[m.FromEngine]] | None = None
+        self._ticking = asyncio.ensure_future(self._tick())
+
+    @classmethod
+    async def connect(
+        cls, addresses: Mapping[int, str], token: str, tokenizer: Any = None, **options: Any
+    ) -> ReplicaClient:
+        """Connect to replicas, and wait until one of them is ready.
+
+        Parameters
+        ----------
+        addresses : mapping of int to str
+            The address of each replica, by its number.
+        token, tokenizer, **options
+            As of `ReplicaClient`.
+        """
+        client = cls(token, tokenizer, **options)
+        try:
+            await client.set_replicas(addresses)
+            await client.wait_until_ready()
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    # ---- replicas
+
+    async def set_replicas(
+        self, addresses: Mapping[int, str], *, keep_connected: bool = False
+    ) -> None:
+        """Use these replicas: connect as soon as they are there, and again when they are lost.
+
+        Requests of all others move to these. With `keep_connected`, `addresses` may be incomplete:
+        connected replicas stay until they end.
+        """
+        for number, address in list(self._addresses.items()):
+            default = address if keep_connected and number in self._clients else None
+            if addresses.get(number, default) != address:
+                del self._addresses[number]
+                task = self._tasks.pop(number)
+                task.cancel()
+                await asyncio.wait([task])
+        for number in addresses.keys() - self._addresses.keys():
+            address = self._addresses[number] = addresses[number]
+            self._tasks[number] = asyncio.ensure_future(self._keep_connected(number, address))
+
+    async def wait_until_ready(self) -> None:
+        """Wait until there has been a replica."""
+        await self._has_begun.wait()
+
+    @property
+    def has_replica(self) -> bool:
+        """Whether any replica is connected; without one, requests wait."""
+        return bool(self._clients)
+
+    @property
+    def replicas(self) -> dict[int, str]:
+        """The state of each replica: "ready", "stuck" (in a long step) or "starting"."""
+        return {
+            number: "starting"
+            if number not in self._clients
+            else ("ready" if self._clients[number].is_responsive else "stuck")
+            for number in sorted(self._tasks)
+        }
+
+    async def _keep_connected(self, number: int, address: str) -> None:
+        while True:
+            try:
+                client = await ZmqEngineClient.connect(address, self._token, self.tokenizer)
+            except EngineError as error:
+                _log.warning("replica %d has ended before it was ready: %s", number, error)
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            ended = asyncio.Event()
+            try:
+                self._join(number, client, ended)
+                await ended.wait()
+            finally:
+                await client.close()  # moves the requests, if the replica has not ended
+
+    def _join(self, number: int, client: ZmqEngineClient, ended: asyncio.Event) -> None:
+        def on_end(requests: list[RemoteRequest], error: EngineError) -> None:
+            ended.set()
+            self._leave(number, requests, error)
+
+        client.on_end, client.on_refusal, client.answer = on_end, self._on_refusal, self._answer
+        if not self._has_begun.is_set():
+            self._take_model(client.model_info)
+            self._router = PrefixRouter(chunk_size=max(_CHUNK_SIZE, client.block_size))
+            self._has_begun.set()
+        self._clients[number] = client
+        self._router.add_replica(number, client.num_cache_tokens)
+        if self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
+        self._place_waiting()
+
+    def _leave(self, number: int, requests: list[RemoteRequest], error: EngineError) -> None:
+        """Note that a replica has gone, and send its requests to others."""
+        del self._clients[number]
+        self._router.remove_replica(number)
+        self._last_error = error
+        _log.warning("replica %d is lost with %d requests: %s", number, len(requests), error)
+        if not self._clients and self._ending is None:
+            loop = asyncio.get_running_loop()
+            self._ending = loop.call_later(self._grace_seconds, self._end)
+        for request in requests:
+            if request not in self._placed:
+                continue  # its reader has just gone
+            self._placed[request] = _Placed()
+            request.num_crashes += str(error) not in (m.CLOSED, CLIENT_CLOSED)
+            if request.is_aborted:
+                request.abort()
+            elif request.num_crashes >= _MAX_CRASHES:
+                reason = f"{_MAX_CRASHES} replicas have ended while they had the request"
+                request.fail(EngineError(f"{reason}, the last one as {error}"))
+            elif request.resume():
+                self._place(request)
+
+    def _end(self) -> None:
+        """Fail all requests, as no replica is left."""
+        self._error = self._last_error
+        for request in list(self._placed):
+            request.fail(self._error)
+
+    async def _tick(self) -> None:
+        """Twice a second, update loads, end overdue requests and place waiting ones."""
+        while True:
+            await asyncio.sleep(m.BEAT_SECONDS)
+            self._stuck = {n for n, client in self._clients.items() if not client.is_responsive}
+            if self._has_peers:
+                for number, client in self._clients.items():
+                    self._router.report_load(number, *client.load)
+            self._end_overdue()
+            self._place_waiting()
+
+    def _end_overdue(self) -> None:
+        """End the requests whose deadline no engine keeps: it hangs, or there is none."""
+        now = time.monotonic()
+        for request, placed in self._placed.items():
+            deadline, client = request.group.deadline, placed.client
+            if deadline is None or request.is_finished:
+                continue
+            if now > deadline + (0.0 if client is None else _DEADLINE_SLACK):
+                if client is not None:
+                    client.drop(request)
+                request.abort("timeout")
+
+    # ---- requests
+
+    @property
+    def error(self) -> EngineError | None:
+        """Why no more requests are served: no replica is left; None while there is one."""
+        return self._error
+
+    @property
+    def is_responsive(self) -> bool:
+        """Whether a replica is alive in which no step takes longer than its `step_timeout`."""
+        if self._error is not None:
+            return False
+        return not self._clients or any(c.is_responsive for c in self._clients.values())
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests of this client that are waiting or running."""
+        return sum(not request.is_finished for request in self._placed)
+
+    def submit(self, request: RemoteRequest) -> None:
+        """Send a request to a replica; see `RequestClient.submit`."""
+        self._check_alive()
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id[:80]!r} is in use")
+        request.message.params.setdefault("seed", self._next_seed())
+        self._requests[request.request_id] = request
+        placed = self._placed[request] = _Placed()
+        try:
+            if not self._place(request) and placed.refusing:
+                raise QueueFullError("no replica takes requests at the moment; try again later")
+        except BaseException:
+            self.drop(request)
+            raise
+
+    def drop(self, request: RemoteRequest) -> None:
+        """End a request that nobody waits for."""
+        placed = self._placed.pop(request, None)
+        if placed is None:
+            return
+        del self._requests[request.request_id]
+        if placed.route is not None:
+            self._router.finished(placed.route)
+        if placed.client is not None:
+            placed.client.drop(request)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; see `AsyncEngine.abort`."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if (client := self._placed[request].client) is None:
+            request.abort()
+        else:
+            await client.abort(request_id)
+
+    def _place(self, request: RemoteRequest) -> bool:
+        """Send a request to the replica that suits it; False: there is none at the moment."""
+        placed, message = self._placed[request], request.message
+        request.update_timeout()
+        while True:
+            route = self._route(message.token_ids, message.cache_salt, placed.refusing)
+            if route is None:
+                return False
+            client = self._clients[route.replica]
+            try:
+                client.submit(request)
+            except BaseException as error:
+                self._router.finished(route)
+                if not isinstance(error, QueueFullError):
+                    raise
+                placed.refusing.add(route.replica)
+                continue
+            placed.route, placed.client = route, client
+            if request.has_begun:  # its first output has been, and is not waited for
+                self._router.computed(route, route.num_cached_tokens)
+            return True
+
+    def _route(
+        self, token_ids: Sequence[int], salt: str | None, refusing: set[int]
+    ) -> Route | None:
+        """Choose a replica; one that does not respond only if there is no other."""
+        found = None
+        if self._stuck:
+            found = self._router.route(token_ids, salt, refusing | self._stuck)
+        return found or self._router.route(token_ids, salt, refusing)
+
+    def _place_waiting(self) -> None:
+        for request, placed in list(self._placed.items()):
+            if placed.client is None and not request.is_finished:
+                placed.refusing.clear()  # of before; the request is accepted by now
+                try:
+                    self._place(request)
+                except Exception as error:
+                    request.fail(error)
+
+    def _on_refusal(self, request: RemoteRequest, error: EngineError) -> bool:
+        """Offer a request that a replica's full queue has refused to the others."""
+        placed = self._placed.get(request)
+        if placed is None or placed.route is None or not isinstance(error, QueueFullError):
+            return False
+        self._router.finished(placed.route)
+        placed.refusing.add(placed.route.replica)
+        placed.route = placed.client = None
+        return self._place(request)
+
+    def _note_first(self, request: RemoteRequest, output: RequestOutput) -> None:
+        placed = self._placed.get(request)
+        if placed is not None and placed.route is not None:
+            self._router.computed(placed.route, output.num_cached_tokens)
+
+    def _next_seed(self) -> int:
+        entropy = [*self._seed, next(self._num_seeds)]
+        return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
+
+    @contextlib.contextmanager
+    def answered_by(
+        self, answer: Callable[[m.FromClient], Iterable[m.FromEngine]]
+    ) -> Iterator[None]:
+        """Let `answer`, instead of the engines, answer what is sent meanwhile; see `warm_up`."""
+        self._set_answer(answer)  # also of replicas that join meanwhile
+        try:
+            yield
+        finally:
+            self._set_answer(None)
+            self._router.forget_prefixes()
+
+    def _set_answer(self, answer: Callable[[m.FromClient], Iterable[m.FromEngine]] | None) -> None:
+        self._answer = answer
+        for client in self._clients.values():
+            client.answer = answer
+
+    # ---- calls
+
+    async def stats(self) -> EngineStats:
+        """Return the counters of the first replica that responds; see `stats_by_replica`."""
+        return await self._first().stats()
+
+    async def stats_by_replica(self) -> dict[int, EngineStats]:
+        """Return the counters of each replica that responds, since it has started."""
+        numbers = [n for n, client in sorted(self._clients.items()) if client.is_responsive]
+        calls = [asyncio.wait_for(self._clients[n].stats(), _STATS_SECONDS) for n in numbers]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        pairs = zip(numbers, found, strict=True)
+        return {number: stats for number, stats in pairs if isinstance(stats, EngineStats)}
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Return what the first replica that responds does now; see `engine.snapshot`."""
+        return await self._first().snapshot()
+
+    async def embed(
+        self, prompts: Sequence[Prompt], pooling: str = "last", *, normalize: bool = True
+    ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        """Return an embedding of each prompt; see `AsyncEngine.embed`."""
+        encode = self._maker.encode
+        inputs = await asyncio.to_thread(lambda: [encode(each) for each in prompts])
+        ids = [each.token_ids for each in inputs]
+        num_crashes = 0
+        while True:
+            self._check_alive()
+            # All of it is computed there, whatever is cached.
+            route = self._route([id_ for each in ids for id_ in each], "embeddings", set())
+            if route is None:
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            client = self._clients[route.replica]
+            try:
+                return await client.embed(ids, pooling, normalize=normalize)
+            except EngineError:
+                num_crashes += 1
+                if client.error is None or num_crashes >= _MAX_CRASHES:
+                    raise
+            finally:
+                self._router.finished(route)
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes of all replicas."""
+        self._router.forget_prefixes()
+
+        async def reset(client: ZmqEngineClient) -> None:
+            try:
+                await client.reset_prefix_cache()
+            except EngineError:
+                if client.error is None:  # otherwise it has ended, and its prefixes with it
+                    raise
+
+        await asyncio.gather(*map(reset, self._clients.values()))
+
+    async def close(self) -> None:
+        """End all requests of this client, with an `EngineError` for each; the engines go on."""
+        self._ticking.cancel()
+        if self._ending is not None:
+            self._ending.cancel()
+        if self._error is None:
+            self._last_error = EngineError(CLIENT_CLOSED)
+        clients = list(self._clients.values())
+        for client in clients:
+            client.on_end = None
+        self._end()
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for client in clients:
+            await client.close()
+
+    def _first(self) -> ZmqEngineClient:
+        self._check_alive()
+        if not self._clients:
+            raise EngineError("no replica is ready at the moment; try again later")
+        # One that responds, if there is one.
+        return min(self._clients.items(), key=lambda each: (not each[1].is_responsive, each[0]))[1]

@@ -1,0 +1,79 @@
+"""Weights of several matrices (E, N, K), such as those of all experts.
+
+In a packed format the planes are those of the matrix (E N, K), so N must be a multiple of 16;
+otherwise every array has the experts as its first axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.device import array_module
+from engine.errors import WeightsError
+from engine.weights.formats import TILE_ROWS
+from engine.weights.weight import Weight
+
+__all__ = ["matrices", "stack_matrices", "take_matrices"]
+
+_PLANES = ("data", "scales", "high", "super_scales")
+
+
+def stack_matrices(parts: Sequence[Weight]) -> Weight:
+    """Return matrices (N, K) of one format and shape as one weight (E, N, K).
+
+    Raises
+    ------
+    WeightsError
+        If their formats or shapes differ, or packed rows are no whole tiles, or columns are
+        permuted.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from engine.weights import FORMATS, Weight
+    >>> from engine.weights.quantize import quantize
+    >>> one = quantize(np.ones((16, 64), np.float32), FORMATS["q4_0"])
+    >>> both = stack_matrices([one, one])
+    >>> both.shape, both.data.shape
+    ((2, 16, 64), (2, 1, 512))
+    """
+    first = parts[0]
+    form, shape = first.format, first.shape
+    if any(part.format != form or part.shape != shape for part in parts):
+        raise WeightsError("matrices of one weight must have the same format and shape")
+    if any(part.permutation is not None for part in parts):
+        raise WeightsError("matrices of one weight must not have permuted columns")
+    if form.is_packed and shape[0] % TILE_ROWS:
+        raise WeightsError(f"rows of {form.name} must be a multiple of {TILE_ROWS}; got {shape[0]}")
+    xp = array_module(first.data)
+    join = xp.concatenate if form.is_packed else xp.stack
+    planes: dict[str, Any] = {}
+    for name in _PLANES:
+        arrays = [getattr(part, name) for part in parts]
+        planes[name] = None if arrays[0] is None else join(arrays)
+    return replace(first, shape=(len(parts), *shape), **planes)
+
+
+def take_matrices(weight: Weight, first: int, last: int) -> Weight:
+    """Return matrices [first, last) of a weight (E, N, K), as views."""
+    _, rows, columns = weight.shape
+    taken = slice(first, last)
+    if weight.format.is_packed:
+        taken = slice(first * rows // TILE_ROWS, last * rows // TILE_ROWS)
+    arrays = {name: getattr(weight, name) for name in _PLANES}
+    planes: dict[str, Any] = {
+        name: None if array is None else array[taken] for name, array in arrays.items()
+    }
+    return replace(weight, shape=(last - first, rows, columns), **planes)
+
+
+def matrices(weight: Weight) -> Iterator[Weight]:
+    """Yield the matrices (N, K) of a weight (E, N, K), as views."""
+    for expert in range(weight.shape[0]):
+        part = take_matrices(weight, expert, expert + 1)
+        if not weight.format.is_packed:
+            scales = None if part.scales is None else part.scales[0]
+            part = replace(part, data=part.data[0], scales=scales)
+        yield replace(part, shape=weight.shape[1:])

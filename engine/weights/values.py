@@ -1,0 +1,174 @@
+"""From codes and scales to a weight, and back to its numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from engine.device import array_module
+from engine.errors import WeightsError
+from engine.weights.formats import Format, padded_shape
+from engine.weights.packing import (
+    pack_codes,
+    tile_groups,
+    unpack_codes,
+    untile_groups,
+)
+from engine.weights.stack import matrices
+from engine.weights.weight import Weight
+
+__all__ = ["E2M1", "E4M3", "E8M0", "pack_weight", "unpack_weight"]
+
+_BYTES = np.arange(256, dtype=np.uint8)
+
+E4M3 = _BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+"""The number of every e4m3 code (1 bit of sign, 4 of exponent, 3 of mantissa); 2 are NaN."""
+
+E2M1 = _BYTES[:16].view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+"""The number of every e2m1 code: 1 bit of sign, 2 of exponent, 1 of mantissa."""
+
+E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+"""The factor of every e8m0 exponent; the last is no number."""
+
+
+def pack_weight(
+    form: Format,
+    codes: Any,
+    scales: Any,
+    offsets: Any = None,
+    super_scales: Any = None,
+    permutation: Any = None,
+) -> Weight:
+    """Return a weight of a packed format.
+
+    Parameters
+    ----------
+    form : Format
+        With `is_packed`.
+    codes : (N, K) array of uint8, or int8 for 8 bits
+    scales : (N, G) array
+        G = ceil(K / group). float16 or bfloat16; uint8 exponents for "mxfp4"; with a super-block
+        uint8 or int8 factors.
+    offsets : (N, G) array, optional
+        The zero points (whole numbers) or minimums, as the format says.
+    super_scales : (N, K / 256) or (N, K / 256, 2) array of float16, optional
+        d, or d and dmin.
+    permutation : (K,) array of int32, optional
+        As in `Weight`.
+
+    Raises
+    ------
+    WeightsError
+        If a shape or a dtype does not match the format.
+    """
+    rows, columns = codes.shape
+    groups = -(-columns // form.group)
+    _check("scales", scales, (rows, groups))
+    if bool(form.offset) != (offsets is not None):
+        wanted = "given" if form.offset else "None"
+        raise WeightsError(f"offsets of {form.name} must be {wanted}")
+    if offsets is not None:
+        _check("offsets", offsets, (rows, groups))
+        xp = array_module(codes)
+        scales = xp.stack([scales, offsets.astype(scales.dtype)], axis=-1)
+    if form.super_block:
+        last = (2,) if form.offset else ()
+        _check("super_scales", super_scales, (rows, -(-columns // form.super_block), *last))
+    data, high = pack_codes(codes, form.bits)
+    # Groups of padding, so that every tile has its scales.
+    padded = padded_shape((rows, columns))[1]
+    return Weight(
+        form,
+        data,
+        (rows, columns),
+        scales=tile_groups(_with_groups(scales, -(-padded // form.group))),
+        high=high,
+        super_scales=None if super_scales is None else tile_groups(super_scales),
+        permutation=permutation,
+    )
+
+
+def unpack_weight(weight: Weight) -> Any:
+    """Return the numbers (N, K) float32 of a weight in any format, in their logical order.
+
+    A weight of several matrices (E, N, K) gives (E, N, K).
+    """
+    if weight.parts:
+        parts = [unpack_weight(part) for part in weight.parts]
+        return array_module(*parts).concatenate(parts)
+    form, xp = weight.format, array_module(weight.data)
+    if form.is_dense:
+        return weight.data.astype(np.float32)
+    if len(weight.shape) > 2:
+        numbers = [unpack_weight(matrix) for matrix in matrices(weight)]
+        return xp.stack(numbers) if numbers else xp.zeros(weight.shape, np.float32)
+    if form.activations:
+        numbers = xp.asarray(E4M3)[weight.data.view("u1")]
+        if form.code == "int":
+            numbers = weight.data.astype(np.float32)
+        return numbers * _expanded(weight.scales, form, weight.shape)
+    rows, columns = weight.shape
+    codes = unpack_codes(weight.data, weight.high, form.bits, (rows, columns))
+    scales, offsets = _scales_of(weight)
+    if form.code == "e2m1":
+        numbers = xp.asarray(E2M1)[codes]
+    else:
+        numbers = codes.astype(np.float32) - np.float32(form.zero)
+    if form.offset == "zero":
+        numbers -= _repeated(offsets, form.group, columns)
+    numbers *= _repeated(scales, form.group, columns)
+    if form.offset == "min":
+        numbers += _repeated(offsets, form.group, columns)
+    if weight.permutation is not None:
+        logical = xp.empty_like(numbers)
+        logical[:, weight.permutation] = numbers
+        return logical
+    return numbers
+
+
+def _scales_of(weight: Weight) -> tuple[Any, Any]:
+    """Return scales and offsets (N, G) of a packed weight in float32; offsets may be None."""
+    form, xp, rows = weight.format, array_module(weight.data), weight.shape[0]
+    values = untile_groups(weight.scales, rows)
+    if form.code == "e2m1":
+        return xp.asarray(E8M0)[values], None
+    values = values.astype(np.float32)
+    if form.super_block:
+        factors = untile_groups(weight.super_scales, rows).astype(np.float32)
+        values = values * _repeated(factors, form.super_block // form.group, values.shape[1])
+    if not form.offset:
+        return values, None
+    scales, offsets = values[..., 0], values[..., 1]
+    return scales, -offsets if form.super_block else offsets
+
+
+def _repeated(values: Any, count: int, length: int) -> Any:
+    """Return `values` with each along axis 1 repeated `count` times, cut to `length`."""
+    return array_module(values).repeat(values, count, axis=1)[:, :length]
+
+
+def _expanded(scales: Any, form: Format, shape: tuple[int, ...]) -> Any:
+    """Return the scales of rows or blocks in the shape of the weight, or one that broadcasts."""
+    if form.block is None or form.block[1] == 0:
+        return scales[:, None]
+    high, wide = form.block
+    rows = array_module(scales).repeat(scales, high, axis=0)[: shape[0]]
+    return _repeated(rows, wide, shape[1])
+
+
+def _with_groups(values: Any, groups: int) -> Any:
+    """Return `values` (N, G, ...) with zeros for groups of padding."""
+    missing = groups - values.shape[1]
+    if missing <= 0:
+        return values
+    xp = array_module(values)
+    rows, _, *rest = values.shape
+    return xp.concatenate([values, xp.zeros((rows, missing, *rest), values.dtype)], axis=1)
+
+
+def _check(name: str, array: Any, shape: tuple[int, ...]) -> None:
+    if array is None or tuple(array.shape) != shape:
+        got = None if array is None else tuple(array.shape)
+        raise WeightsError(f"{name} must have shape {shape}; got {got}")
