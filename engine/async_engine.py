@@ -287,7 +287,8 @@ class AsyncEngine:
             If the engine fails or is closed before.
         """
         inputs = await asyncio.to_thread(lambda: [self._engine.encode(each) for each in prompts])
-        ids, model = [each.token_ids for each in inputs], self._engine.model
+        ids = [each.token_ids for each in inputs]
+        model = self._engine.model
         parts = embed_in_parts(model, ids, pooling, normalize=normalize)
         found: dict[int, Any] = {}
         try:
@@ -332,9 +333,11 @@ class AsyncEngine:
         def call() -> None:
             try:
                 self._check_alive()
-                value, error = function(), None
+                value = function()
+                error = None
             except Exception as raised:
-                value, error = None, raised
+                value = None
+                error = raised
             _call_soon(loop, settle, value, error)
 
         self._call(call)

@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         prepare_streams()
     except EngineError as error:
-        status, reason = 1, f"engine: {error}"
+        status = 1
+        reason = f"engine: {error}"
     else:
         status, reason = _run(argv)
     if reason:
@@ -76,10 +77,12 @@ def _run(argv: Sequence[str] | None) -> tuple[int, str]:
             options = _parser().parse_args(argv)
             name = f"engine {options.command}"
             words = options.arguments
-            module, description = options.command.replace("-", "_"), COMMANDS[options.command]
+            module = options.command.replace("-", "_")
+            description = COMMANDS[options.command]
             if (kind := (options.command, *words[:1])) in _SUBCOMMANDS:
                 module, description = _SUBCOMMANDS[kind]
-                name, words = f"{name} {words[0]}", words[1:]
+                name = f"{name} {words[0]}"
+                words = words[1:]
             command = importlib.import_module(f"engine.commands.{module}")
             parser = argparse.ArgumentParser(prog=name, description=description)
             command.add_arguments(parser)

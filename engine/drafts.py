@@ -59,7 +59,8 @@ class Drafts:
         RequestError
             If they are no whole numbers, or no tree.
         """
-        ids, parents = self.token_ids, self.parents
+        ids = self.token_ids
+        parents = self.parents
         if not all([(type(i) is int or _is_whole(i)) and i >= 0 for i in ids]):
             raise RequestError(f"draft token_ids must be whole numbers >= 0; got {ids}")
         if parents is None:
@@ -138,7 +139,8 @@ class Drafts:
         if self.parents is None:
             return list(range(1 + _num_equal(self.token_ids, sampled)))
         children = {(self._parent(i), t): i for i, t in enumerate(self.token_ids)}
-        rows, index = [0], -1
+        rows = [0]
+        index = -1
         while (found := children.get((index, sampled[rows[-1]]))) is not None:
             index = found
             rows.append(1 + index)
@@ -155,11 +157,13 @@ class Drafts:
         if self.parents is None:
             return _num_equal(self.token_ids, token_ids[:-1])
         children = {(self._parent(i), t): i for i, t in enumerate(self.token_ids)}
-        count, index = 0, -1
+        count = 0
+        index = -1
         for token_id in token_ids[:-1]:
             if (found := children.get((index, token_id))) is None:
                 break
-            count, index = count + 1, found
+            count = count + 1
+            index = found
         return count
 
     def moves(self, rows: Sequence[int]) -> list[tuple[int, int]]:

@@ -267,7 +267,8 @@ class EngineConfig:
         ConfigError, OutOfMemoryError
             If the options contradict the model, or the pages do not fit.
         """
-        device, reasons = model.device, dict[str, str]()
+        device = model.device
+        reasons = dict[str, str]()
         self._check_ranks(model)
         length = self._length(model.max_model_len, reasons)
         seqs = self._or_default("max_num_seqs", _SEQUENCES[device.kind], device, reasons)
@@ -282,7 +283,8 @@ class EngineConfig:
         if draft is not None:
             sizes = self._draft_sizes(model, draft, tokens, seqs, has_graphs)
             memory = sizes.added_to(memory, tokens, seqs, has_graphs)
-            per_block, reasons["draft_model"] = sizes.bytes_per_block, str(sizes)
+            per_block = sizes.bytes_per_block
+            reasons["draft_model"] = str(sizes)
         plan = plan_num_blocks(
             memory,
             geometry,
@@ -334,7 +336,8 @@ class EngineConfig:
 
     def _check_pipeline(self) -> None:
         """Refuse what several pipeline stages cannot do."""
-        size, where = self.pipeline_parallel_size, self.pipeline_address
+        size = self.pipeline_parallel_size
+        where = self.pipeline_address
         if where is not None and (size == 1 or self.distributed_executor_backend is not None):
             raise ConfigError(
                 "pipeline_address must be left out with one stage, and with a "
@@ -421,7 +424,8 @@ class EngineConfig:
         total, free = device_memory(model.device)
         if not model.device.is_cuda:  # the ranks share it
             count = model.num_ranks * self.pipeline_parallel_size
-            total, free = total // count, free // count
+            total = total // count
+            free = free // count
         rows, seqs = (n * (1 + self.max_draft_tokens) for n in (batch_sizes(seqs)[-1], seqs))
         graphs = activation_bytes(model.config, model.dtype, rows, rows) if has_graphs else 0
         activations = activation_bytes(model.config, model.dtype, tokens, seqs)

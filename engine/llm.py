@@ -286,7 +286,8 @@ class LLM:
         return outputs
 
     def _outputs(self, ids: Sequence[str]) -> Generator[Any, None, None]:
-        shared, waiting = self._shared, dict.fromkeys(ids)
+        shared = self._shared
+        waiting = dict.fromkeys(ids)
         inbox = shared.inbox[ids[0]] if ids else []
         try:
             yield None
@@ -294,7 +295,8 @@ class LLM:
                 with shared.lock:
                     if not inbox:
                         shared.step()
-                    arrived, inbox[:] = inbox[:], []
+                    arrived = inbox[:]
+                    inbox[:] = []
                 for output in arrived:
                     if output.finished:
                         del waiting[output.request_id]

@@ -74,7 +74,8 @@ class LLMEngine:
         draft = load_draft(given.speculative_config, model)
         config = resolved(given, model, draft)
         limits = config.scheduler
-        length, seed = limits.max_model_len, config.seed
+        length = limits.max_model_len
+        seed = config.seed
         self._inputs = InputProcessor(model, self.tokenizer, max_model_len=length, seed=seed)
         self._texts = token_texts(self.tokenizer)
         config = config.with_reason("kv_scales", model.prepare_pages(config.geometry.dtype))
@@ -94,12 +95,14 @@ class LLMEngine:
             feature_layers=getattr(draft, "feature_layers", ()),
         )
         if config.cuda_graphs:
-            show, drafts = sys.stderr.isatty(), limits.max_draft_tokens
+            show = sys.stderr.isatty()
+            drafts = limits.max_draft_tokens
             self.runner.capture_graphs(length, drafts, progress=show)
         parts = config.speculative, self.scheduler, self.runner, draft
         self.speculation = make_speculation(*parts, overlaps=config.async_scheduling)
         self._entry = threading.Lock()  # see `exclusive`
-        describe, raises = self.scheduler.describe, given.raise_on_timeout
+        describe = self.scheduler.describe
+        raises = given.raise_on_timeout
         doing = lambda: describe() + model.describe_ranks()  # noqa: E731
         self.watchdog = Watchdog(given.step_timeout, doing, raises=raises)
         self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
@@ -216,7 +219,8 @@ class LLMEngine:
         priority, timeout = self._inputs.check(request_id, params, priority, timeout)
         if request_id in self._groups:
             raise RequestError(f"request id {request_id[:80]!r} is in use")
-        specs, salt = self._inputs.sampling_specs(params), checked.cache_salt
+        specs = self._inputs.sampling_specs(params)
+        salt = checked.cache_salt
         group = OutputGroup(request_id, checked.text, params, time.monotonic(), self.tokenizer)
         requests = self._inputs.requests(
             request_id, checked.token_ids, specs, group.metrics.arrival_time, priority, salt
@@ -403,7 +407,8 @@ class LLMEngine:
 
     def _take_outputs(self) -> list[RequestOutput]:
         """Return the outputs of the requests that changed."""
-        changed, self._changed = self._changed, {}
+        changed = self._changed
+        self._changed = {}
         return [o or g.output() for g, o in changed.items() if o is not None or g.wants_output]
 
     # ---- parts of the above
@@ -421,7 +426,8 @@ class LLMEngine:
 
     def _publish(self, *, is_last: bool) -> None:
         """Append what was committed to the streams; `is_last`: then outputs are made of them."""
-        committed, self._committed = self._committed, None
+        committed = self._committed
+        self._committed = None
         if committed is None:
             return
         self.speculation.learn()
@@ -431,7 +437,8 @@ class LLMEngine:
 
     def _update_streams(self, result: StepResult, now: float, *, is_last: bool) -> None:
         """Append a step's results to the streams of its requests; note which outputs changed."""
-        changed, num_tokens = self._changed, 0
+        changed = self._changed
+        num_tokens = 0
         for request, (position, entries) in result.prompt_logprobs.items():
             if request.stream is not None:
                 request.stream.group.add_prompt_logprobs(position, entries)
@@ -461,7 +468,8 @@ class LLMEngine:
 
         Return how many of its tokens come after that end, and are dropped.
         """
-        request, reason = stream.request, end.finish_reason
+        request = stream.request
+        reason = end.finish_reason
         self.scheduler.finish_request(request, reason)  # does nothing if it has finished
         num_cut = self.scheduler.correct_finish(
             request, reason, stop_reason=end.stop_reason, num_output_tokens=end.num_output_tokens
@@ -478,7 +486,8 @@ class LLMEngine:
 
     def _release(self, stream: OutputStream) -> None:
         """Release what a finished continuation holds; the next outputs report its request."""
-        request, group = stream.request, stream.group
+        request = stream.request
+        group = stream.group
         request.stream = None
         self._recovery.forget(request)
         self.speculation.forget(request)

@@ -269,7 +269,8 @@ class Model:
 
     def kv_scales_of(self, kv_cache_dtype: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return the scales of pages of "fp8" or "int8", (num_layers, 2, K), on the host."""
-        decoder, codes = self.decoder, code_name(kv_cache_dtype)
+        decoder = self.decoder
+        codes = code_name(kv_cache_dtype)
         return np.array(to_numpy(decoder.parts.all_kv_heads(decoder.kv_scales.of(codes))))
 
     def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
@@ -277,7 +278,8 @@ class Model:
 
         See `PageScales.set`. Caches filled before become invalid.
         """
-        own, codes = self.decoder.parts.own_kv_heads, code_name(kv_cache_dtype)
+        own = self.decoder.parts.own_kv_heads
+        codes = code_name(kv_cache_dtype)
         self.decoder.kv_scales.set(scales, codes, "set by set_kv_scales", heads=own)
 
     def calibrate_kv_scales(self, token_ids: Sequence[Sequence[int]]) -> None:

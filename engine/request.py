@@ -251,7 +251,9 @@ class Request:
         status itself; `stop_reason` is set here, if the id is a stop id and not an end-of-sequence
         id.
         """
-        output, ends, limit = self.output_token_ids, self._ends, self.max_num_tokens
+        output = self.output_token_ids
+        ends = self._ends
+        limit = self.max_num_tokens
         for token_id in token_ids:
             output.append(token_id)
             if self.num_pending_tokens:

@@ -45,7 +45,8 @@ class StepClock:
         now = time.monotonic()
         if (span := now - self._since) >= _MIN_SPAN:
             self._rate = max(0, num_tokens - self._num_tokens) / span
-            self._since, self._num_tokens = now, num_tokens
+            self._since = now
+            self._num_tokens = num_tokens
         return self._rate
 
 
@@ -77,7 +78,8 @@ def snapshot(engine: LLMEngine, clock: StepClock | None = None) -> dict[str, Any
     (1, 8, 'waiting')
     """
     scheduler = engine.scheduler
-    blocks, batch = scheduler.blocks.allocator, scheduler.last_batch
+    blocks = scheduler.blocks.allocator
+    batch = scheduler.last_batch
     requests = islice(scheduler.unfinished_requests(), _MAX_REQUESTS)
     return {
         "time": time.time(),

@@ -126,7 +126,8 @@ class BlockAllocator:
         EngineError
             If a block has no owner (a double free).
         """
-        owners, cached = self._num_owners, []
+        owners = self._num_owners
+        cached = []
         for block in blocks:
             count = owners[block]
             if count == 0:

@@ -87,7 +87,8 @@ class BlockManager:
         if self.tree is None or not request.reuse_prefix:
             return PrefixMatch()
         # The head of the queue is looked up again in every step until it is admitted.
-        last, state = self._last_match, (self.tree.generation, request.num_tokens)
+        last = self._last_match
+        state = (self.tree.generation, request.num_tokens)
         if last is not None and last[0] is request and last[1] == state:
             return last[2]
         num_tokens = (request.num_tokens - 1) // self.block_size * self.block_size
@@ -191,7 +192,8 @@ class BlockManager:
         """Insert the full blocks of committed tokens into the tree, for others to share."""
         if self.tree is None:
             return
-        size, start = self.block_size, request.num_tree_blocks
+        size = self.block_size
+        start = request.num_tree_blocks
         num_full = min(request.num_committed_tokens, request.num_known_tokens) // size
         if num_full <= start:
             return
@@ -246,13 +248,15 @@ class BlockManager:
     @property
     def has_moves(self) -> bool:
         """Tell whether moves were collected since the last call of `take_moves`."""
-        moves, tree = self._moves, self.tree
+        moves = self._moves
+        tree = self.tree
         has_offloads = tree is not None and tree.has_offloads
         return bool(moves.swap_out or moves.copies or moves.swap_in or has_offloads)
 
     def take_moves(self) -> BlockMoves:
         """Return the moves collected since the last call."""
-        moves, self._moves = self._moves, BlockMoves()
+        moves = self._moves
+        self._moves = BlockMoves()
         self._free(self._copied)
         self._copied = []
         if self.tree is not None:
@@ -321,7 +325,8 @@ class BlockManager:
     def _bring_back(self, request: Request, num_shared: int) -> None:
         """Collect the copies of a swapped request's blocks that were not in the tree."""
         assert self.host_allocator is not None
-        host, request.host_block_table = request.host_block_table, []
+        host = request.host_block_table
+        request.host_block_table = []
         table = request.block_table[num_shared : len(host)]
         self._moves.swap_in.extend(zip(host[num_shared:], table, strict=True))
         self.host_allocator.free(host[:num_shared])
@@ -336,7 +341,8 @@ class BlockManager:
         return index if is_shared else -1
 
     def _copy_on_write(self, table: list[int], index: int) -> None:
-        source, (table[index],) = table[index], self._take(1)
+        source = table[index]
+        (table[index],) = self._take(1)
         self._moves.copies.append((source, table[index]))
         # Owned until the moves are taken; if it were free, another move could overwrite it first.
         self._copied.append(source)
@@ -348,7 +354,8 @@ class BlockManager:
         return self.allocator.allocate(num_blocks)
 
     def _free_table(self, request: Request) -> None:
-        table, request.block_table = request.block_table, []
+        table = request.block_table
+        request.block_table = []
         request.num_tree_blocks = 0
         request.shares_last_block = False
         self._free(table)

@@ -42,7 +42,8 @@ def host_memory(
     if available is None:  # not Linux
         available = page * os.sysconf("SC_AVPHYS_PAGES")
     for group, files in _groups(proc, cgroups):
-        limit, usage = _number(group / files.limit), _number(group / files.usage)
+        limit = _number(group / files.limit)
+        usage = _number(group / files.usage)
         if limit is None or usage is None:
             continue
         reclaimable = _value(group / "memory.stat", files.reclaimable) or 0
@@ -56,9 +57,11 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:
     for line in _lines(proc / "self" / "cgroup"):
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if number == "0":
-            root, files = cgroups, _VERSION_2
+            root = cgroups
+            files = _VERSION_2
         elif "memory" in controllers.split(","):
-            root, files = cgroups / "memory", _VERSION_1
+            root = cgroups / "memory"
+            files = _VERSION_1
         else:
             continue
         inside = PurePosixPath(path.lstrip("/"))

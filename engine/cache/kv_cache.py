@@ -210,7 +210,8 @@ class KVCache:
         """
         if self.followers is not None:
             self.followers.move_slots(sources, targets)
-        xp, size = self.device.xp, self.geometry.block_size
+        xp = self.device.xp
+        size = self.geometry.block_size
         by_slot = self.flat_pages.transpose(1, 3, 0, 2, 4)
         read, write = (divmod(np.array(slots, np.int64), size) for slots in (sources, targets))
         moved = by_slot[xp.asarray(read[0]), xp.asarray(read[1])]
@@ -354,12 +355,14 @@ def plan_num_blocks(
     if fitting < wanted:
         raise _does_not_fit(budget, geometry, size, wanted, fitting, max_model_len, num_blocks)
     if num_blocks is not None:
-        chosen, why = num_blocks, "as asked for"
+        chosen = num_blocks
+        why = "as asked for"
     elif fitting >= per_request * max_num_seqs:
         chosen = per_request * max_num_seqs
         why = f"enough for {max_num_seqs} requests of {max_model_len} tokens"
     else:
-        chosen, why = fitting, f"as many as fit into {format_bytes(budget.left)}"
+        chosen = fitting
+        why = f"as many as fit into {format_bytes(budget.left)}"
     tokens = chosen * geometry.block_size
     text = f"{chosen} blocks ({tokens} tokens, {format_bytes(chosen * size)}): {why}"
     return BlockPlan(chosen, tokens, chosen * size, text)

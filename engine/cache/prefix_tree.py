@@ -176,7 +176,8 @@ class PrefixTree:
         if num_full <= 0:
             return start
         node = self._nodes[blocks[start - 1]] if start else self._root(key)
-        num_known, is_own_path = start, True
+        num_known = start
+        is_own_path = True
         for index, chunk in enumerate(split_chunks(token_ids, self.block_size, num_full), start):
             block = blocks[index]
             child = node.children.get(chunk)
@@ -223,7 +224,8 @@ class PrefixTree:
 
     def evict_host(self, num_blocks: int) -> int:
         """Free up to `num_blocks` host blocks, in the same order; return how many were freed."""
-        count, kept = 0, []
+        count = 0
+        kept = []
         while count < num_blocks and (node := self._host_lru.pop()) is not None:
             if node.is_pinned:
                 kept.append(node)
@@ -355,7 +357,8 @@ class PrefixTree:
 
     def _remove(self, node: TreeNode) -> None:
         """Remove a childless node from the tree and free its block."""
-        parent, space = node.parent, node.space
+        parent = node.parent
+        space = node.space
         assert parent is not None and not node.children
         if node.host_block != NO_BLOCK:
             self._free_host(node)

@@ -138,5 +138,6 @@ def split_chunks(token_ids: Sequence[int], block_size: int, num_chunks: int) -> 
     [64, 64]
     """
     ids = array("i", token_ids[: num_chunks * block_size])
-    data, width = ids.tobytes(), block_size * ids.itemsize
+    data = ids.tobytes()
+    width = block_size * ids.itemsize
     return (data[at : at + width] for at in range(0, num_chunks * width, width))

@@ -156,7 +156,8 @@ class Batch:
             if self._client.error is not None:
                 raise EngineError(f"the engine has failed: {self._client.error}") from error
             refusal = api_error(error)
-            found, status = error_body(refusal), refusal.status
+            found = error_body(refusal)
+            status = refusal.status
         response = BatchResponse(status, request_id, msgspec.Raw(found))
         return BatchResult(name, custom_id, response)
 
@@ -192,7 +193,8 @@ class Batch:
         return await answer_completion(job)
 
     async def _chat_completion(self, body: ChatCompletionRequest, request_id: str) -> Any:
-        name, created = f"chatcmpl-{secrets.token_hex(16)}", int(time.time())
+        name = f"chatcmpl-{secrets.token_hex(16)}"
+        created = int(time.time())
         chat = await self._chat.prepare(body, name)
         stream = ChatStream(self._client, chat)
         return await answer_chat(stream, name, self._model(body), created, chat.params.n)

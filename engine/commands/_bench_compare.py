@@ -93,7 +93,8 @@ def transformers_latency(
 
 
 def _model(torch: Any, transformers: Any, arguments: argparse.Namespace, dtype: str) -> Any:
-    name, kind = arguments.model, getattr(torch, dtype)
+    name = arguments.model
+    kind = getattr(torch, dtype)
     if name not in built_in_names():
         path = resolve_model(name).path
         return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=kind)

@@ -84,7 +84,8 @@ def _loading(
     arguments: argparse.Namespace, max_model_len: int | None
 ) -> tuple[str, dict[str, Any]]:
     """Return the model's name, and the keywords of `load`."""
-    name, is_built_in = arguments.model, arguments.model in built_in_names()
+    name = arguments.model
+    is_built_in = arguments.model in built_in_names()
     config = built_in_config(name) if is_built_in else load_config(resolve_model(name))
     most = config.max_position_embeddings
     if max_model_len is not None and max_model_len > most:

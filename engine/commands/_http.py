@@ -75,7 +75,8 @@ class Server:
             port = parts.port
             (parts.hostname or "").encode("idna")  # as a lookup does
         except ValueError:
-            parts, port = urllib.parse.urlsplit(""), None
+            parts = urllib.parse.urlsplit("")
+            port = None
         simple = not (parts.query or parts.fragment or parts.username or parts.password)
         plain = url.isascii() and url.isprintable() and " " not in url
         simple = simple and bool(parts.hostname) and port != 0

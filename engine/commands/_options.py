@@ -90,7 +90,8 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def summary(llm: LLM, output: RequestOutput, num_tokens: int) -> str:
     """Return the line printed after an answer: tokens, tokens per second, device, dtype."""
-    model, metrics = llm.llm_engine.model, output.metrics
+    model = llm.llm_engine.model
+    metrics = output.metrics
     seconds = (metrics.decode_time or 0.0) if metrics is not None else 0.0
     rate = f"{(num_tokens - 1) / seconds:.1f} tokens/s" if seconds and num_tokens > 1 else "-"
     prompt = len(output.prompt_token_ids)

@@ -27,7 +27,8 @@ _KINDS = {
 }
 _DEFAULTS = {"latency": (1, 128, 512), "throughput": (256, 1024, 1024), "prefill": (16, 4096, 1)}
 _REPEATS = 3
-_MAX_REPEATS, _MAX_COUNT = 10_000, 1 << 24
+_MAX_REPEATS = 10_000
+_MAX_COUNT = 1 << 24
 
 _COUNTS = (
     *("num_requests", "prompt_len", "output_len", "repeats"),
@@ -152,7 +153,8 @@ def _measure(arguments: argparse.Namespace) -> tuple[Device, list[dict[str, Any]
     from engine.commands._bench_models import make_engine
     from engine.commands._bench_workloads import Work
 
-    kind, repeats = arguments.kind, arguments.repeats or _REPEATS
+    kind = arguments.kind
+    repeats = arguments.repeats or _REPEATS
     num_requests, prompt_len, output_len = _sizes(arguments)
     length = prompt_len + output_len
     engine = make_engine(arguments, max_model_len=length, max_num_seqs=num_requests)

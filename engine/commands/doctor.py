@@ -93,11 +93,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _show(name: str, check: Callable[[], str]) -> str:
     """Run a check, print its line, and return "ok", "--" (not here) or "FAIL"."""
     try:
-        text, state = check(), "ok"
+        text = check()
+        state = "ok"
     except _NotHereError as error:
-        text, state = f"not here: {error}", "--"
+        text = f"not here: {error}"
+        state = "--"
     except Exception as error:  # report every failure, whatever its type
-        text, state = f"{type(error).__name__}: {error}", "FAIL"
+        text = f"{type(error).__name__}: {error}"
+        state = "FAIL"
     print(f"{state:4} {name:14} {text}")
     return state
 
@@ -123,17 +126,20 @@ def _plan(arguments: argparse.Namespace) -> str:
         place = device.resolve_device("auto")[0]
         total = device_memory(place)[0]
     else:
-        place, total = device.Device("cuda", 0), _parsed_memory(arguments.memory)
+        place = device.Device("cuda", 0)
+        total = _parsed_memory(arguments.memory)
     options = (arguments.dtype or "auto", "auto", arguments.max_model_len, arguments.quantization)
     how = resolve_load_config(config, source, (place, ""), *options)
     where = place if arguments.memory is None else f"{format_bytes(total)} of a GPU"
     title = f"{excerpt(arguments.plan)} in {how.quantization or how.dtype} on {where}"
-    draft, num_drafts = None, 0
+    draft = None
+    num_drafts = 0
     speculative = SpeculativeConfig.from_option(
         speculation_option(arguments).get("speculative_config")
     )
     if speculative is not None and speculative.method == "draft_model":
-        draft, num_drafts = _draft(speculative, how), speculative.num_tokens
+        draft = _draft(speculative, how)
+        num_drafts = speculative.num_tokens
     return f"{title}\n{plan_memory(config, how, total, draft=draft, num_drafts=num_drafts)}"
 
 

@@ -84,7 +84,8 @@ def _read_prompt(arguments: argparse.Namespace) -> str:
 
 
 def _record(llm: LLM, output: RequestOutput, text: str, ids: list[int]) -> dict[str, Any]:
-    completion, metrics = output.outputs[0], output.metrics
+    completion = output.outputs[0]
+    metrics = output.metrics
     return {
         "text": text,
         "token_ids": ids,

@@ -32,7 +32,8 @@ _WAYS = {
     "pipeline": "stages of layers",
     "data": "replicas",
 }
-_MOST, _MOST_GPUS = 10**6, 1024
+_MOST = 10**6
+_MOST_GPUS = 1024
 _PAGES = ("auto", "fp8", "int8")
 
 
@@ -183,7 +184,8 @@ def _workload(arguments: argparse.Namespace, max_model_len: int) -> Workload:
 
 
 def _title(arguments: argparse.Namespace, plan: ScalingPlan) -> str:
-    model, work = plan.model, plan.work
+    model = plan.model
+    work = plan.work
     names: dict[str, Any] = {"prompts": work.prompt, "outputs": work.output}
     lengths = " and ".join(
         f"{name} of {low if low == high else f'{low} to {high}'}"

@@ -88,7 +88,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"run-batch needs {' and '.join(missing)}: pip install 'rawengine[serve]'"
         )
-    output, file = arguments.output_file, arguments.file
+    output = arguments.output_file
+    file = arguments.file
     if output.is_dir() or not output.parent.is_dir():
         raise ConfigError(f"--output-file must be in an existing folder; got {excerpt(output)}")
     for written in (output, _partial_of(output)):

@@ -89,9 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
     file = given.pop("config", None)
     options = ({} if file is None else _read(file)) | given
     model, server, engine = _split(options)
-    name, function = "engine.server.supervisor", "supervise"
+    name = "engine.server.supervisor"
+    function = "supervise"
     if server.nodes:
-        name, function = "engine.server.replicas.ray_supervisor", "supervise_on_ray"
+        name = "engine.server.replicas.ray_supervisor"
+        function = "supervise_on_ray"
     try:
         supervisor = importlib.import_module(name)
         importlib.import_module("zmq")

@@ -71,7 +71,9 @@ class InputProcessor:
             If it is not a prompt, holds an id outside the vocabulary, or has more than
             `max_model_len` tokens.
         """
-        text, salt, content = None, _checked_salt(cache_salt), prompt
+        text = None
+        salt = _checked_salt(cache_salt)
+        content = prompt
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - _KEYS
             if unknown or not ({"prompt", "prompt_token_ids"} & set(prompt)):
@@ -79,7 +81,8 @@ class InputProcessor:
                     'prompt, as a mapping, must have "prompt" or "prompt_token_ids", and may have '
                     f'"cache_salt"; got {shown_with_type(list(prompt))}'
                 )
-            text, own_salt = prompt.get("prompt"), _checked_salt(prompt.get("cache_salt"))
+            text = prompt.get("prompt")
+            own_salt = _checked_salt(prompt.get("cache_salt"))
             salt = own_salt if salt is None else salt
             content = prompt.get("prompt_token_ids", text)
             if text is not None and not isinstance(text, str):
@@ -108,10 +111,8 @@ class InputProcessor:
             raise RequestError(f"request_id must be a str; got {shown_with_type(request_id)}")
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be a SamplingParams; got {type(params).__name__}")
-        priority, timeout = (
-            _PRIORITY.check("priority", priority),
-            _TIMEOUT.check("timeout", timeout),
-        )
+        priority = _PRIORITY.check("priority", priority)
+        timeout = _TIMEOUT.check("timeout", timeout)
         params.validate_for(self._vocab_size)
         for name in ("stop", "bad_words", "structured"):
             value = getattr(params, name)
@@ -162,7 +163,8 @@ class InputProcessor:
 
         The first one has the user's id, the others "<id>#1", "<id>#2" and so on.
         """
-        params, longest = specs[0].params, self._max_model_len
+        params = specs[0].params
+        longest = self._max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(token_ids) + params.max_tokens)
         return [
@@ -201,7 +203,8 @@ class InputProcessor:
             raise RequestError(f"prompt must be text or token ids; got {type(ids).__name__}")
         if not hasattr(ids, "__len__"):  # an iterator, which may be endless
             ids = list(itertools.islice(ids, self._max_model_len + 1))
-        count, limit = length_of(ids), self._max_model_len
+        count = length_of(ids)
+        limit = self._max_model_len
         if count is not None and count > limit:
             raise RequestError(
                 f"the prompt must have 1 to {limit - 1} tokens (max_model_len {limit} minus one to "

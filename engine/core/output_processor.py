@@ -27,7 +27,8 @@ from engine.text.stop import StopChecker
 
 __all__ = ["End", "OutputGroup", "OutputStream", "check_groups", "token_texts"]
 
-_FINAL_ONLY, _DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
+_FINAL_ONLY = RequestOutputKind.FINAL_ONLY
+_DELTA = RequestOutputKind.DELTA
 
 
 class End(NamedTuple):
@@ -124,7 +125,8 @@ class OutputStream:
         """Begin after these tokens, which have been reported; None: after the end."""
         request = self.request
         if token_ids is None:
-            request.status, request.stream = RequestStatus.FINISHED_ABORTED, None
+            request.status = RequestStatus.FINISHED_ABORTED
+            request.stream = None
             self._is_finish_sent = True
             return
         request.output_token_ids = list(token_ids)
@@ -153,7 +155,9 @@ class OutputStream:
         The fast path of `append` and `OutputGroup.output`, taken by most tokens. Returns None and
         changes nothing if the tokenizer raised; the slow path then reports the error.
         """
-        text, group, request = "", self.group, self.request
+        text = ""
+        group = self.group
+        request = self.request
         if self._detokenizer is not None:
             try:
                 text = self._detokenizer.push_token(token_ids[0])
@@ -163,7 +167,8 @@ class OutputStream:
         self._sent_tokens += 1
         if not self._is_delta:
             self._text.append(text)
-            text, token_ids = self._new_text(), request.output_token_ids.copy()
+            text = self._new_text()
+            token_ids = request.output_token_ids.copy()
         metrics = group.metrics
         metrics.num_generation_tokens += 1
         metrics.last_token_time = now
@@ -193,10 +198,13 @@ class OutputStream:
 
     def completion(self, index: int) -> CompletionOutput:
         """Return the continuation: all of it, or what is new since the last call (DELTA)."""
-        request, logprobs = self.request, self._logprobs
-        ids, start = request.output_token_ids, self._sent_tokens if self._is_delta else 0
+        request = self.request
+        logprobs = self._logprobs
+        ids = request.output_token_ids
+        start = self._sent_tokens if self._is_delta else 0
         reason = request.finish_reason
-        self._sent_tokens, self._is_finish_sent = len(ids), reason is not None
+        self._sent_tokens = len(ids)
+        self._is_finish_sent = reason is not None
         return CompletionOutput(
             index,
             self._new_text() if self._text else "",
@@ -397,7 +405,8 @@ class OutputGroup:
 
     def output(self) -> RequestOutput:
         """Return the request's state: all of it, or what is new since the last call (DELTA)."""
-        request, metrics = self.streams[0].request, self.metrics
+        request = self.streams[0].request
+        metrics = self.metrics
         metrics.num_cached_tokens = request.num_cached_tokens
         return RequestOutput(
             self.request_id,

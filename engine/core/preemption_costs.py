@@ -25,7 +25,9 @@ __all__ = ["measure_recompute", "measure_swap", "with_measured_costs"]
 
 _SWAP_BYTES = 32 << 20  # enough to fill the link
 _PREFILL_TOKENS = {"cpu": 64, "cuda": 2048}
-_CALLS, _SECONDS = 4, 0.5  # stop at whichever comes first
+# Measuring stops at whichever limit comes first.
+_CALLS = 4
+_SECONDS = 0.5
 
 
 def with_measured_costs(
@@ -44,10 +46,12 @@ def with_measured_costs(
     swap : SwapSpace or None
         Not yet in use; its blocks are overwritten.
     """
-    limits, reasons = config.scheduler, dict(config.reasons)
+    limits = config.scheduler
+    reasons = dict(config.reasons)
     if swap is None or limits.preemption != "auto":
         return config
-    per_token, per_block = limits.recompute_us_per_token, limits.swap_us_per_block
+    per_token = limits.recompute_us_per_token
+    per_block = limits.swap_us_per_block
     if per_token is None:
         count = _num_prefill_tokens(config, kv)
         per_token = _rounded(measure_recompute(model, kv, count))

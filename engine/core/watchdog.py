@@ -123,7 +123,8 @@ class Watchdog:
 
 def _start_thread(dog: Watchdog, timeout: float, closed: threading.Event) -> threading.Thread:
     # A weak reference, so that the thread does not keep an unclosed engine alive.
-    name, seen = "engine-watchdog", weakref.ref(dog)
+    name = "engine-watchdog"
+    seen = weakref.ref(dog)
     thread = threading.Thread(target=_watch, args=(seen, timeout / 4, closed), name=name)
     thread.daemon = True
     thread.start()

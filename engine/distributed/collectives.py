@@ -100,7 +100,8 @@ class SharedMemoryCollectives:
         """Overwrite `x` with that of rank `root`; see `Collectives`."""
         if not 0 <= root < self.size:
             raise ContractError(f"root must be a rank below {self.size}; got {root}")
-        flat, received = np.ascontiguousarray(x).reshape(-1), np.empty(x.size, x.dtype)
+        flat = np.ascontiguousarray(x).reshape(-1)
+        received = np.empty(x.size, x.dtype)
         for part, theirs in self._meet(f"broadcast {_shown(x)} from {root}", flat, root):
             received[part] = theirs[root]
         if self.rank != root:
@@ -143,8 +144,10 @@ class SharedMemoryCollectives:
     def _announce(self, what: str, own: Array) -> int:
         """Write this rank's part, wait for the others, and return which buffer has their parts."""
         self._group.count += 1  # several objects of one group count together
-        count, turn = self._group.count, self._group.count & 1
-        ranks, group = self._segment.ranks, self._group
+        count = self._group.count
+        turn = self._group.count & 1
+        ranks = self._segment.ranks
+        group = self._group
         self._segment.data[group.rank, turn, : own.size] = own
         ranks[group.rank, SIZES + turn] = own.size
         group.write_text(turn, what)

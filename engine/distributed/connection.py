@@ -188,7 +188,8 @@ def connect(address: Address, secret: bytes, timeout: float = _PROOF_SECONDS) ->
         greeting = _receive(sock, len(_GREETING) + _NONCE_BYTES)
         if greeting[: len(_GREETING)] != _GREETING:
             raise RankError(f"{where} is no stage of a pipeline, or of another version")
-        theirs, own = bytes(greeting[len(_GREETING) :]), secrets.token_bytes(_NONCE_BYTES)
+        theirs = bytes(greeting[len(_GREETING) :])
+        own = secrets.token_bytes(_NONCE_BYTES)
         sock.sendall(own + _proof(secret, b"client", theirs, own))
         proof = bytes(_receive(sock, _NONCE_BYTES))
         if not hmac.compare_digest(proof, _proof(secret, b"server", own, theirs)):

@@ -57,7 +57,8 @@ class Directory:
                 number = self._next_number
             entry = self._entries[name] = _Entry(number, address, now)
             self._next_number = max(self._next_number, number + 1)
-        entry.address, entry.seen = address, now
+        entry.address = address
+        entry.seen = now
         return entry.number
 
     def leave(self, name: str) -> None:

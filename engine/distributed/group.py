@@ -13,8 +13,13 @@ from engine.errors import ConfigError, RankError
 
 __all__ = ["Group", "GroupEnded"]
 
-# Fields of a rank.
-STATE, COUNT, MESSAGES, SIZES, WORDS, PID = 0, 1, 2, 3, 5, 6  # SIZES: two, used alternately
+# Fields of a rank. SIZES is two fields, used alternately.
+STATE = 0
+COUNT = 1
+MESSAGES = 2
+SIZES = 3
+WORDS = 5
+PID = 6
 # Fields of the group.
 _CLOSING = 0
 # States of a rank.
@@ -22,7 +27,8 @@ _STARTING, _READY, _FAILED, _ENDED = range(4)
 
 _DOING = 2  # the third text of a rank
 _TURNS = 200  # polls without a pause: a rank that is nearly there is not waited for longer
-_SHORTEST, _LONGEST = 20e-6, 1e-3  # seconds between two polls
+_SHORTEST = 20e-6  # seconds between two polls
+_LONGEST = 1e-3
 _SOON = 0.1  # seconds after which pauses become longer
 _CHECK_SECONDS = 0.02  # between two looks at the others' states
 
@@ -92,7 +98,8 @@ class Group:
     def fail(self, error: BaseException) -> None:
         """Leave last words: the error and its traceback. The group ends with them."""
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        words, room = self.segment.words[self.rank], self.segment.words.shape[1]
+        words = self.segment.words[self.rank]
+        room = self.segment.words.shape[1]
         data = lines.encode("utf-8", "replace")[-room:]
         words[: len(data)] = bytearray(data)
         self.segment.ranks[self.rank, WORDS] = len(data)
@@ -177,7 +184,8 @@ class Group:
         """
         seconds = self.timeout if timeout is None else timeout
         start = looked = time.monotonic()
-        turns, pause = 0, _SHORTEST
+        turns = 0
+        pause = _SHORTEST
         while absent := list(missing()):
             turns += 1
             if turns < _TURNS:

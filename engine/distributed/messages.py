@@ -107,9 +107,11 @@ class Messages:
         RankError
             If a rank has failed, or does not read.
         """
-        rest, room = memoryview(data), self._segment.slots.shape[1]
+        rest = memoryview(data)
+        room = self._segment.slots.shape[1]
         while True:
-            part, rest = rest[:room], rest[room:]
+            part = rest[:room]
+            rest = rest[room:]
             self._write(part, len(rest))
             if not len(rest):
                 return
@@ -145,7 +147,8 @@ class Messages:
         number = self._count = self._count + 1
         fields, slot = self._slot(number)
         self._group.wait(lambda: () if fields[_NUMBER] == number else (0,), "a step", math.inf)
-        size, left = int(fields[_SIZE]), int(fields[_LEFT])
+        size = int(fields[_SIZE])
+        left = int(fields[_LEFT])
         part = slot[:size].tobytes()
         if zlib.crc32(part) != int(fields[_SUM]):
             raise RankError(f"rank {self._group.rank} got a damaged message (number {number})")

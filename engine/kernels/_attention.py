@@ -150,7 +150,9 @@ def _is_usual(number: float) -> bool:
 
 def check_heads(call: Contract) -> None:
     """Check the sizes H, K and D bound by the arrays."""
-    h, k, d = call["H"], call["K"], call["D"]
+    h = call["H"]
+    k = call["K"]
+    d = call["D"]
     call.check("H", h > 0, "1 or more", h)
     call.check("K", k > 0 and h % k == 0, f"a divisor of the number of query heads, {h}", k)
     call.check("D", 0 < d <= MAX_HEAD_DIM, f"from 1 to {MAX_HEAD_DIM}", d)

@@ -65,7 +65,8 @@ class BlockSparse:
             object.__setattr__(self, name, _check_int(call, name, getattr(self, name), 1, _MAX - 1))
 
     def __repr__(self) -> str:
-        (rows, columns), seen = self.mask.shape, self.mask.sum()
+        (rows, columns) = self.mask.shape
+        seen = self.mask.sum()
         return f"BlockSparse({seen} of {rows} x {columns}, {self.block_q}, {self.block_k})"
 
     def words(self) -> Any:

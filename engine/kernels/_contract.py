@@ -192,7 +192,9 @@ class Contract:
         xp = np if isinstance(array, np.ndarray) else device.cupy()
         where = None if xp is np else array.device.id
         if self.xp is None:
-            self.xp, self._first, self._device = xp, name, where
+            self.xp = xp
+            self._first = name
+            self._device = where
         elif self.xp is not xp:
             raise ContractError(
                 f"{self.op}: {name}: is a {xp.__name__} array, but {self._first} is a "

@@ -104,8 +104,10 @@ def gated(
     if call.on_cpu:
         return call.finish(out, mirror(x), layout=layout)
     out = call.output("out", out, shape, x.dtype, layout=layout)
-    num_rows, f = math.prod(shape[:-1]), shape[-1]
-    rows, out_rows = x.reshape(num_rows, 2 * f), out.reshape(num_rows, f)
+    num_rows = math.prod(shape[:-1])
+    f = shape[-1]
+    rows = x.reshape(num_rows, 2 * f)
+    out_rows = out.reshape(num_rows, f)
     fits = f % vector_width(x) == 0 and is_aligned(rows, out_rows)
     kernel = kernels["vector" if fits else "scalar"]
     items = f // vector_width(x) if fits else f

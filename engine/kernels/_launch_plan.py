@@ -218,7 +218,8 @@ class _Places:
 def _kernel_launch(
     name: str, launch: PreparedLaunch, values: tuple[Any, ...], places: _Places
 ) -> KernelLaunch:
-    pointers, maps = [], []
+    pointers = []
+    maps = []
     for index, value in enumerate(values):
         if value is None or isinstance(value, np.generic | int | float):
             continue
@@ -245,7 +246,8 @@ def active_builder() -> PlanBuilder | None:
 @contextlib.contextmanager
 def making_plan() -> Iterator[PlanBuilder]:
     """Record every launch that this thread makes in the `with` block; they are made as well."""
-    previous, builder = active_builder(), PlanBuilder()
+    previous = active_builder()
+    builder = PlanBuilder()
     _local.builder = builder
     try:
         yield builder

@@ -166,7 +166,8 @@ def compile_all(
 def current_architecture(index: int) -> str:
     """Return NVRTC's name for the architecture of CUDA device `index`, such as "sm_90a"."""
     properties = device.cupy().cuda.runtime.getDeviceProperties(index)
-    major, minor = properties["major"], properties["minor"]
+    major = properties["major"]
+    minor = properties["minor"]
     if (major, minor) < (8, 0):
         raise CompileError(
             f"compute capability must be at least 8.0; cuda:{index} has {major}.{minor}"

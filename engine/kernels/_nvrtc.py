@@ -75,7 +75,8 @@ def version() -> tuple[int, int]:
     CompileError
         If NVRTC is missing or older than 12.9.
     """
-    major, minor = ctypes.c_int(), ctypes.c_int()
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     _check(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
     found = (major.value, minor.value)
     if found < _MIN_VERSION:
@@ -146,12 +147,17 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 def _parse_ptxas(log: str) -> tuple[EntryInfo, ...]:
     """Read the lines that `-Xptxas=-v` prints, one group per kernel."""
     entries: list[EntryInfo] = []
-    name, stack, spill = "", 0, 0
+    name = ""
+    stack = 0
+    spill = 0
     for line in log.splitlines():
         if match := _ENTRY.search(line):
-            name, stack, spill = match[1], 0, 0
+            name = match[1]
+            stack = 0
+            spill = 0
         elif match := _STACK.search(line):
-            stack, spill = int(match[1]), int(match[2]) + int(match[3])
+            stack = int(match[1])
+            spill = int(match[2]) + int(match[3])
         elif name and (match := _USED.search(line)):
             shared = _SHARED.search(line)
             entries.append(

@@ -18,7 +18,8 @@ __all__ += ["scale_dtype"]
 
 _OFFSETS = ("", "zero", "min")
 _SCALE_TYPES = {"float16": 0, "bfloat16": 1}
-_E8M0, _BYTES = 2, 3
+_E8M0 = 2
+_BYTES = 3
 
 SAMPLE = ("int4_g128", "int4_g32_zp", "int8_g64", "mxfp4", "q4_k", "q5_1", "q6_k")
 """Packed formats that together decode in every way there is: those that tests compile."""
@@ -65,7 +66,8 @@ def check_weight(call: Contract, weight: Any, *, is_packed: bool = True) -> Weig
     """
     if not isinstance(weight, Weight):
         raise DTypeError(f"{call.op}: weight: must be a Weight; got {type(weight).__name__}")
-    form, ok = weight.format, weight.format.is_packed or not (is_packed or weight.format.is_dense)
+    form = weight.format
+    ok = weight.format.is_packed or not (is_packed or weight.format.is_dense)
     wanted = "a packed format" if is_packed else "a format that is not dense"
     call.check("weight", ok and len(weight.shape) == 2, f"a matrix in {wanted}", form.name)
     n, k = weight.shape

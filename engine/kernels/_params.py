@@ -93,7 +93,8 @@ class ParamStruct:
         return view
 
     def _format(self, types: Sequence[str]) -> str:
-        parts, end = ["<"], 0
+        parts = ["<"]
+        end = 0
         for kind, offset in zip(types, self._offsets, strict=True):
             parts.append(f"{offset - end}x{_FIELDS[kind][1]}")
             end = offset + np.dtype(_FIELDS[kind][0]).itemsize
@@ -108,7 +109,8 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
 
 def _offsets(types: Sequence[str]) -> list[int]:
     """Return where C puts fields of these types."""
-    offsets, end = [], 0
+    offsets = []
+    end = 0
     for kind in types:
         dtype, _, alignment = _FIELDS[kind]
         offsets.append(-(-end // alignment) * alignment)

@@ -107,7 +107,9 @@ class PeerMemory:
         call.number("timeout", timeout, low=0.0)
         call.number("capacity", capacity, low=VECTOR_BYTES, high=2**31 - 1)
         cupy = device.cupy()
-        self.rank, self.size, self.timeout = rank, size, timeout
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
         self.capacity = capacity // VECTOR_BYTES
         self.device = int(cupy.cuda.runtime.getDevice())
         self.max_blocks = max_blocks or 2 * sm_count()
@@ -132,7 +134,9 @@ class PeerMemory:
         """
         line = np.zeros((), _GROUP)
         line["buffers"][: self.size] = addresses
-        line["rank"], line["size"], line["capacity"] = self.rank, self.size, self.capacity
+        line["rank"] = self.rank
+        line["size"] = self.size
+        line["capacity"] = self.capacity
         line["timeout"] = int(self.timeout * 1e9)
         line["host_error"] = self._host.ptr
         self.group.set(np.frombuffer(line.tobytes(), np.uint8))

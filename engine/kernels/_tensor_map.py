@@ -41,7 +41,8 @@ def tensor_map_2d(array: Any, dtype: str, box: tuple[int, int]) -> Any:
         If the driver rejects the map.
     """
     rows, columns = array.shape
-    sizes, strides = (columns, rows), (array.strides[0],)
+    sizes = (columns, rows)
+    strides = (array.strides[0],)
     return tensor_map(array.data.ptr, dtype, sizes, strides, box[::-1], promote=128)
 
 

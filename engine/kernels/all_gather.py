@@ -56,11 +56,13 @@ def all_gather(x: Any, peers: Any, *, out: Any = None) -> Any:
     if call.on_cpu:
         return call.finish(out, reference.all_gather(x, checked_parts(call, x, peers)))
     memory = peer_memory(call, x, peers)
-    n, size = call["N"], memory.size
+    n = call["N"]
+    size = memory.size
     out = call.output("out", out, (*x.shape[:-1], size * n), x.dtype)
     if not x.size:
         return out
-    rows, gathered = x.reshape(-1, n), out.reshape(-1, size * n)
+    rows = x.reshape(-1, n)
+    gathered = out.reshape(-1, size * n)
     step = memory.capacity // max(1, size - 1) * VECTOR_BYTES // (n * x.itemsize)
     call.check("x", step > 0, f"at most {memory.capacity * VECTOR_BYTES} bytes a row", x.shape)
     for begin in range(0, rows.shape[0], step):

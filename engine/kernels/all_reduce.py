@@ -89,7 +89,8 @@ def all_reduce(x: Any, peers: Any, *, out: Any = None) -> Any:
     memory = peer_memory(call, x, peers)
     out = call.output("out", out, x.shape, x.dtype)
     step = _most_bytes(memory) // x.itemsize
-    flat_x, flat_out = x.reshape(-1), out.reshape(-1)
+    flat_x = x.reshape(-1)
+    flat_out = out.reshape(-1)
     for begin in range(0, x.size, step):
         _launch(memory, flat_x[begin : begin + step], flat_out[begin : begin + step])
     return out

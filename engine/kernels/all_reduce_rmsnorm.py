@@ -111,7 +111,8 @@ def all_reduce_rmsnorm(
     if call.on_cpu:
         parts = checked_parts(call, x, peers)
         y, h = reference.all_reduce_rmsnorm(x, parts, residual, weight, **numbers)
-        y_to, h_to = call.target(out, y), call.target(residual_out, h, "residual_out")
+        y_to = call.target(out, y)
+        h_to = call.target(residual_out, h, "residual_out")
         return call.fill(y_to, y), call.fill(h_to, h)
     memory = peer_memory(call, x, peers)
     y = call.output("out", out, x.shape, x.dtype)

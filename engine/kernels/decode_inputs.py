@@ -112,7 +112,9 @@ def decode_inputs(
         names = ("out[0]", "out[1]", "out[2]")
         targets = [call.target(*three) for three in zip(outs, results, names, strict=True)]
         return tuple(map(call.fill, targets, results))
-    batch, width, query_len = call["B"], call["W"], call["Q"]
+    batch = call["B"]
+    width = call["W"]
+    query_len = call["Q"]
     outs = (
         call.output("out[0]", outs[0], (batch, query_len), INT32),
         call.output("out[1]", outs[1], (batch, query_len), INT64),

@@ -35,7 +35,8 @@ _BYTES = Kernel(
     "is_vector:i32",
 )
 _WARPS = 4  # of a block, each with a tile
-_BYTES_THREADS, _BYTES_CODES = 256, 16  # of a block; of a thread
+_BYTES_THREADS = 256  # threads per block
+_BYTES_CODES = 16  # codes per thread
 _MAX_ROWS = 65535  # of blocks, which then take several
 _BYTES_MODULE = FORMATS["q8_0"]  # any module has the kernel for formats that lie row by row
 

@@ -73,7 +73,8 @@ def embedding(token_ids: Any, weight: Any, *, scale: float = 1.0, out: Any = Non
     call.number("scale", scale)
     if call.on_cpu:
         return call.finish(out, reference.embedding(token_ids, weight, scale=scale))
-    num_tokens, n = call["T"], call["N"]
+    num_tokens = call["T"]
+    n = call["N"]
     out = call.output("out", out, (num_tokens, n), weight.dtype)
     fits = n % vector_width(weight) == 0 and is_aligned(weight, out)
     items = n // vector_width(weight) if fits else n

@@ -91,7 +91,8 @@ def kv_gather(
     if call.on_cpu:
         _check_values(call, tables, lens, starts, num_rows)
         k, v = reference.kv_gather(k_pages, v_pages, tables, lens, starts, total_tokens=num_rows)
-        k_to, v_to = call.target(k_out, k, "out[0]"), call.target(v_out, v, "out[1]")
+        k_to = call.target(k_out, k, "out[0]")
+        v_to = call.target(v_out, v, "out[1]")
         return call.fill(k_to, k), call.fill(v_to, v)
     shape = (num_rows, call["K"], call["D"])
     k = call.output("out[0]", k_out, shape, k_pages.dtype)

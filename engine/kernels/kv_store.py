@@ -105,6 +105,7 @@ def kv_store(
 
 def _check_slots(call: Contract, slot_mapping: Any, num_slots: int) -> None:
     if slot_mapping.size:
-        low, high = int(slot_mapping.min()), int(slot_mapping.max())
+        low = int(slot_mapping.min())
+        high = int(slot_mapping.max())
         ok = low >= -1 and high < num_slots
         call.check("slot_mapping", ok, f"-1 or in [0, {num_slots}), the slots", (low, high))

@@ -75,7 +75,8 @@ def kv_swap(source: Any, target: Any, block_pairs: Any) -> None:
         return
     block_elements = math.prod(source.shape[2:])
     fits = block_elements % vector_width(source) == 0 and is_aligned(_rows(source), _rows(target))
-    source_strides, target_strides = element_strides(source), element_strides(target)
+    source_strides = element_strides(source)
+    target_strides = element_strides(target)
     (_VECTOR if fits else _SCALAR).launch(
         copy_spec("kv_swap.cu", str(source.dtype), codes_of(source.dtype)),
         (call["n"], min(call["S"], MAX_GRID_Y)),
@@ -105,7 +106,8 @@ def _rows(pages: Any) -> Any:
 
 def _check_pairs(call: Contract, source: Any, target: Any, block_pairs: Any) -> None:
     for column, symbol in enumerate("PQ"):
-        ids, limit = block_pairs[:, column], call[symbol]
+        ids = block_pairs[:, column]
+        limit = call[symbol]
         ok = bool(((ids >= 0) & (ids < limit)).all())
         wanted = f"block ids in [0, {limit}) in column {column}"
         call.check("block_pairs", ok, wanted, block_pairs.tolist())

@@ -106,7 +106,8 @@ def _states(call: Contract, name: str, value: Any, shape: str, dtype: Any) -> An
 
 
 def _launch(outputs: Any, lses: Any, out: Any, lse: Any) -> None:
-    num_states, first = len(outputs), outputs[0]
+    num_states = len(outputs)
+    first = outputs[0]
     rest, rest_lses = (x[1] if num_states > 1 else x[0] for x in (outputs, lses))
     head_dim = first.shape[2]
     num_rows = first.shape[0] * first.shape[1]

@@ -160,7 +160,8 @@ def moe_route(
 
 def new_routing(call: Contract, top_k: int) -> Routing:
     """Return arrays for the routing of T tokens to E experts, sizes that `call` has bound."""
-    tokens, pairs = call["T"], call["T"] * top_k
+    tokens = call["T"]
+    pairs = call["T"] * top_k
     return Routing(
         call.output("experts", None, (tokens, top_k), INT32),
         call.output("weights", None, (tokens, top_k), FLOAT32),
@@ -248,7 +249,8 @@ def _launch(
     slots: Any,
     load: Any,
 ) -> None:
-    (num_tokens, num_experts), chunk = logits.shape, chunk_tokens(logits.shape[0])
+    (num_tokens, num_experts) = logits.shape
+    chunk = chunk_tokens(logits.shape[0])
     num_chunks = ceil_div(num_tokens, chunk) if chunk else 1
     width = next(n for n in WIDTHS if n >= num_experts)
     arguments = {

@@ -16,7 +16,9 @@ _KERNEL = Kernel(
     "permute_columns_kernel",
     "x:ptr x_stride:i64 permutation:ptr out:ptr out_stride:i64 m:i32 n:i32 k:i32",
 )
-_THREADS, _ROWS, _MAX_BLOCKS = 256, 8, 65535
+_THREADS = 256
+_ROWS = 8
+_MAX_BLOCKS = 65535
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -56,7 +58,8 @@ def permute_columns(x: Any, permutation: Any, *, out: Any = None) -> Any:
     permutation = call.array("permutation", permutation, "K", INT32)
     if call.on_cpu:
         return call.finish(out, reference.permute_columns(x, permutation), layout="rows")
-    m, k = call["M"], call["K"]
+    m = call["M"]
+    k = call["K"]
     out = call.output("out", out, (m, k), x.dtype, layout="rows")
     _KERNEL.launch(
         specs(dtype_name(x.dtype))[0],

@@ -188,10 +188,13 @@ def qk_norm_rope_store(
 def _check_values(call: Contract, positions: Any, slot_mapping: Any) -> None:
     if not positions.size:
         return
-    low, high = int(positions.min()), int(positions.max())
-    ok, limit = low >= 0 and high < call["P"], call["P"]
+    low = int(positions.min())
+    high = int(positions.max())
+    ok = low >= 0 and high < call["P"]
+    limit = call["P"]
     call.check("positions", ok, f"in [0, {limit}), the rows of cos_sin", (low, high))
-    low, high = int(slot_mapping.min()), int(slot_mapping.max())
+    low = int(slot_mapping.min())
+    high = int(slot_mapping.max())
     limit = call["pages"] * call["block_size"]
     ok = low >= -1 and high < limit
     call.check("slot_mapping", ok, f"-1 or in [0, {limit}), the slots", (low, high))

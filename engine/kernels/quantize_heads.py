@@ -88,7 +88,8 @@ def quantize_heads(x: Any, *, offset: Any = None, rotate: bool = False) -> tuple
     codes = call.xp.empty(x.shape, np.uint8)
     scale = call.xp.ones(num_heads, np.float32)
     peaks = call.xp.zeros(num_heads, np.uint32)
-    spec, blocks = specs(dtype_name(x.dtype))[0], ceil_div(num_tokens, _ROWS)
+    spec = specs(dtype_name(x.dtype))[0]
+    blocks = ceil_div(num_tokens, _ROWS)
     strides = element_strides(x)
     shared = {
         "x": x,

@@ -154,7 +154,8 @@ def rmsnorm_moe_route(
         y = rmsnorm(x, norm_weight, **norm)
         logits = gemm(y, weight, bias=bias, out_dtype=FLOAT32, pdl=pdl)
         return y, moe_route(logits, top_k, **options)
-    y, routing = call.output("y", None, x.shape, x.dtype), new_routing(call, top_k)
+    y = call.output("y", None, x.shape, x.dtype)
+    routing = new_routing(call, top_k)
     arrays = {"x": x, "norm_weight": norm_weight, "weight": weight, "bias": bias, "y": y}
     _launch(shared_bytes, routing, **arrays, **norm, **options)
     return y, routing
@@ -182,7 +183,8 @@ def _launch(shared_bytes: int, routing: Routing, *, weight: Any, score: str, **o
 def _shared_bytes(x: Any, norm_weight: Any, weight: Any) -> int:
     """Return the dynamic shared memory of a block of the one kernel; 0 if it cannot be launched."""
     index = device.cupy().cuda.runtime.getDevice()
-    (num_tokens, n), num_experts = x.shape, weight.shape[0]
+    (num_tokens, n) = x.shape
+    num_experts = weight.shape[0]
     if num_tokens != 1 or not has_pdl(index) or not is_aligned(x, norm_weight, weight):
         return 0
     width = vector_width(x)

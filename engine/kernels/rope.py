@@ -59,7 +59,8 @@ def choose_config(
     >>> choose_config(128, 96, vector_width=8, can_vectorise=True, in_place=False)
     Config(width=8, items_per_head=10)
     """
-    half, rest = rotary_dim // 2, head_dim - rotary_dim
+    half = rotary_dim // 2
+    rest = head_dim - rotary_dim
     fits = can_vectorise and half % vector_width == 0 and rest % vector_width == 0
     width = vector_width if fits else 1
     return Config(width, half // width + (0 if in_place else rest // width))
@@ -138,7 +139,8 @@ def rope(
 
 def _check_positions(call: Contract, positions: Any) -> None:
     if positions.size:
-        low, high = int(positions.min()), int(positions.max())
+        low = int(positions.min())
+        high = int(positions.max())
         limit = call["P"]
         ok = low >= 0 and high < limit
         call.check("positions", ok, f"in [0, {limit}), the rows of cos_sin", (low, high))
@@ -160,7 +162,8 @@ def _launch(
         can_vectorise=is_aligned(q, k, q_out, k_out, cos_sin),
         in_place=_is_same(q, q_out) and _is_same(k, k_out),
     )
-    num_heads, items = num_q_heads + k.shape[1], config.items_per_head
+    num_heads = num_q_heads + k.shape[1]
+    items = config.items_per_head
     # With few tokens as many heads a block as it has threads for, else as many as can be in flight.
     heads_per_block = _THREADS // min(max(items, 1), _THREADS)
     if num_tokens > _FEW_TOKENS * sm_count():

@@ -31,11 +31,15 @@ _UINT64 = np.dtype(np.uint64)
 # Sizes that the sources in cuda_src/sample have too.
 _SCAN_THREADS = 128
 _CHOOSE_THREADS = 512
-_SEGMENT, _TILE = 128, 1024  # logits
+_SEGMENT = 128  # logits
+_TILE = 1024  # logits
 _TILES_PER_BLOCK = 4
 _MAX_SEGMENTS = 2048
 # Words of 8 bytes of a Tile, a DrawState, the WalkQueue and a Walk.
-_TILE_WORDS, _STATE_WORDS, _QUEUE_WORDS, _WALK_WORDS = 2, 2, 130, 4104
+_TILE_WORDS = 2
+_STATE_WORDS = 2
+_QUEUE_WORDS = 130
+_WALK_WORDS = 4104
 _MAX_WALKS = 256
 
 _PENALTIES = "repetition_penalty:ptr presence_penalty:ptr frequency_penalty:ptr "
@@ -101,9 +105,11 @@ def choose_config(num_rows: int, vocab_size: int, *, num_sms: int) -> Config:
     >>> choose_config(1, 151936, num_sms=132)
     Config(num_tiles=149, shift=0, num_segments=1187, draw_blocks=75)
     """
-    num_segments, shift = ceil_div(vocab_size, _SEGMENT), 0
+    num_segments = ceil_div(vocab_size, _SEGMENT)
+    shift = 0
     while num_segments > _MAX_SEGMENTS:
-        num_segments, shift = ceil_div(num_segments, 2), shift + 1
+        num_segments = ceil_div(num_segments, 2)
+        shift = shift + 1
     per_row = ceil_div(vocab_size, 4 * _CHOOSE_THREADS)
     draw_blocks = min(per_row, num_sms // max(num_rows, 1))
     return Config(ceil_div(vocab_size, _TILE), shift, num_segments, max(draw_blocks, 1))
@@ -240,7 +246,9 @@ def sample(
 
 
 def _launch(call: Contract, args: dict[str, Any]) -> SampleResult:
-    xp, num_rows, vocab_size = call.xp, call["B"], call["V"]
+    xp = call.xp
+    num_rows = call["B"]
+    vocab_size = call["V"]
     num_logprobs = args["num_logprobs"]
     spec = specs("float32")[0]
     config = choose_config(num_rows, vocab_size, num_sms=sm_count())
@@ -347,7 +355,8 @@ def _check_together(
 def _check_values(call: Contract, args: dict[str, Any]) -> None:
     """Check the numbers in the arrays, which only the host can; the kernels clamp them."""
     if args["history"] is not None:
-        lens, prompt = args["history_lens"], args["prompt_lens"]
+        lens = args["history_lens"]
+        prompt = args["prompt_lens"]
         ok = bool(((lens >= 0) & (lens <= call["L"])).all())
         call.check("history_lens", ok, f"in 0..{call['L']}", lens)
         call.check(
@@ -357,7 +366,8 @@ def _check_values(call: Contract, args: dict[str, Any]) -> None:
             prompt,
         )
     if args["cu_logit_bias"] is not None:
-        cu, ids = args["cu_logit_bias"], args["logit_bias_ids"]
+        cu = args["cu_logit_bias"]
+        ids = args["logit_bias_ids"]
         rising = cu[0] == 0 and cu[-1] == ids.size and bool((np.diff(cu) >= 0).all())
         call.check("cu_logit_bias", rising, f"rising from 0 to {ids.size}", cu)
         inside = bool(((ids >= 0) & (ids < call["V"])).all())

@@ -70,7 +70,8 @@ def swiglu_quantize(x: Any, *, dtype: str = "fp8", group: int = 0) -> tuple[Any,
     if call.on_cpu:
         result: tuple[Any, Any] = reference.swiglu_quantize(x, dtype=dtype, group=group)
         return result
-    m, n = x.shape[0], x.shape[1] // 2
+    m = x.shape[0]
+    n = x.shape[1] // 2
     codes, scales = new_codes(call, m, n, dtype, group)
     size, threads = row_kernel(n, x.itemsize, is_aligned=rows_are_aligned(x, n))
     _KERNELS[dtype, size].launch(

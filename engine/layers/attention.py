@@ -157,10 +157,13 @@ class Attention:
 
         They are before the rotation, and before the norm of heads; a norm of rows is applied.
         """
-        h, k, d = self.params.num_heads, self.params.num_kv_heads, self.params.head_dim
+        h = self.params.num_heads
+        k = self.params.num_kv_heads
+        d = self.params.head_dim
         fused = self.qkv(x) if norm is None else self.qkv.of_normed(x, norm)
         if self.q_norm is not None and self.k_norm is not None and self.norms_whole_rows:
-            query, key = fused[:, : h * d], fused[:, h * d : (h + k) * d]
+            query = fused[:, : h * d]
+            key = fused[:, h * d : (h + k) * d]
             self.q_norm(query, out=query)
             self.k_norm(key, out=key)
         rows = fused.reshape(x.shape[0], h + 2 * k, d)
@@ -252,7 +255,8 @@ class Attention:
         `embedding` or `qk_norm_rope_store`, whichever ran last; both wait for their predecessor
         before they let the next kernel start.
         """
-        n, num_tokens = batch.num_decodes, batch.num_decode_tokens
+        n = batch.num_decodes
+        num_tokens = batch.num_decode_tokens
         shape = n, batch.query_len, *q.shape[1:]
         result = kernels.attention_decode(
             q[:num_tokens].reshape(shape),
@@ -272,7 +276,8 @@ class Attention:
     def _prefill(
         self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any, out: Any = None
     ) -> Any:
-        n, num_decode_tokens = batch.num_decodes, batch.num_decode_tokens
+        n = batch.num_decodes
+        num_decode_tokens = batch.num_decode_tokens
         return kernels.attention_prefill(
             q[num_decode_tokens:],
             k_pages,

@@ -177,7 +177,8 @@ class ForwardBatch:
             return self
         arrays = {f.name: getattr(self, f.name) for f in fields(self)}
         arrays = {name: a for name, a in arrays.items() if isinstance(a, np.ndarray)}
-        offsets, size = [], 0
+        offsets = []
+        size = 0
         for array in arrays.values():
             offsets.append(size)
             size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT

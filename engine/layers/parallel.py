@@ -235,7 +235,8 @@ class VocabularyEmbedding(Embedding):
         Those of other ranks are overwritten: only rank 0's device may know them.
         """
         self._collectives.broadcast(token_ids)
-        xp, num_rows = array_module(token_ids), self.weight.shape[0]
+        xp = array_module(token_ids)
+        num_rows = self.weight.shape[0]
         own = token_ids - np.int32(self._first)
         is_own = own.view(np.uint32) < np.uint32(num_rows)
         rows = super().__call__(xp.where(is_own, own, np.int32(PADDING_ID)))
@@ -349,7 +350,8 @@ class LocalExperts(_PairedExperts):
 
     def _zeros(self, x: Any, num_rows: int) -> Any:
         """Return rows (num_rows, N) of zeros; an op's, as a launch plan takes nothing else."""
-        rows, step = empty_like(x, shape=(num_rows, x.shape[1])), len(self.padding_ids)
+        rows = empty_like(x, shape=(num_rows, x.shape[1]))
+        step = len(self.padding_ids)
         for first in range(0, num_rows, step):
             part = rows[first : first + step]
             kernels.embedding(self.padding_ids[: len(part)], x, out=part)

@@ -164,7 +164,8 @@ def _powers(theta: float | Array, rotary_dim: int) -> Array:
 
 def _dynamic(config: RopeConfig, lengths: Array) -> Array:
     """Return the frequencies for sequences of `lengths` tokens: longer ones have a larger base."""
-    dim, original = config.rotary_dim, config.original_max_position
+    dim = config.rotary_dim
+    original = config.original_max_position
     stretch = config.factor * np.maximum(lengths, original) / original - (config.factor - 1.0)
     return _powers(config.theta * stretch ** (dim / (dim - 2)), dim)
 
@@ -178,10 +179,13 @@ def _yarn(config: RopeConfig, frequencies: Array) -> Array:
         wavelengths = config.original_max_position / (rotations * 2 * math.pi)
         return dim * math.log(wavelengths) / (2 * math.log(config.theta))
 
-    low, high = bound(config.beta_fast), bound(config.beta_slow)
+    low = bound(config.beta_fast)
+    high = bound(config.beta_slow)
     if config.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     # A ramp of zero width would divide by zero; the constant is Hugging Face's.
     width = high - low or 0.001
     stretched = np.clip((np.arange(dim // 2) - low) / width, 0.0, 1.0)

@@ -70,7 +70,8 @@ class Sampler:
         """
         args = {f.name: getattr(batch, f.name) for f in fields(batch)}
         num_logprobs = args.pop("num_logprobs")
-        xp, vocab_size = device.array_module(logits), logits.shape[-1]
+        xp = device.array_module(logits)
+        vocab_size = logits.shape[-1]
         if num_logprobs is None or 0 <= num_logprobs <= min(MAX_LOGPROBS, vocab_size):
             return kernels.sample(logits, num_logprobs=num_logprobs, **args)
         count = vocab_size if num_logprobs < 0 else min(num_logprobs, vocab_size)

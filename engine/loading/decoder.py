@@ -68,13 +68,17 @@ def load_decoder(
     ConfigError, WeightsError, OutOfMemoryError
         If the model cannot be divided, the files cannot be used, or there is no room.
     """
-    device, dtype = options.device, options.dtype
-    shard, parts = Shard(stage=stage), WholeParts()
-    local, heads = local_config(config, shard), slice(None)
+    device = options.device
+    dtype = options.dtype
+    shard = Shard(stage=stage)
+    parts = WholeParts()
+    local = local_config(config, shard)
+    heads = slice(None)
     if collectives is not None:
         how = options.deterministic, options.enable_expert_parallel
         shard = Shard(collectives.rank, collectives.size, *how, stage)
-        parts, local = ParallelParts(config, shard, collectives), local_config(config, shard)
+        parts = ParallelParts(config, shard, collectives)
+        local = local_config(config, shard)
         heads = slice(*shard.cut_shared("num_key_value_heads", config.num_kv_heads))
     named = _weights(source, config, options, shard, progress=progress)
     weights = {stage.local_name(name): weight for name, weight in named.items()}

@@ -129,7 +129,8 @@ def _quantized_part(codes: RandomCodes, name: str, config: ModelConfig, shard: S
     """Return a shard of a quantized weight."""
     take = partial(take_part, name=name, config=config, shard=shard)
     part = codes.weight(weight_shapes(config)[name], _start(name), take)
-    kind, experts = name.rpartition(".")[2], shard.whole_experts
+    kind = name.rpartition(".")[2]
+    experts = shard.whole_experts
     axis = shard_axis(kind, by_output=shard.by_output, whole_experts=experts)
     return replace(part, shard=shard, axis=axis)
 

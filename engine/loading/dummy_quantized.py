@@ -38,7 +38,9 @@ class RandomCodes:
     def __init__(
         self, form: Format, pool: Array, device: Device, tiled: Callable[..., Any]
     ) -> None:
-        self.form, self.xp, self._tiled = form, device.xp, tiled
+        self.form = form
+        self.xp = device.xp
+        self._tiled = tiled
         self._std = np.float32(pool.std())
         codes, self._scale = self._codes(pool)
         self._pool = self.xp.asarray(codes)
@@ -88,7 +90,8 @@ class RandomCodes:
 
     def _scales(self, tiles: tuple[int, int]) -> tuple[Any, Any]:
         """Return scales and super-scales of a packed weight, all groups alike, around 0."""
-        form, scale = self.form, self._scale
+        form = self.form
+        scale = self._scale
         columns = tiles[1] * TILE_COLUMNS
         groups = (tiles[0], -(-columns // form.group), 8, 2)
         middle = (2.0**form.bits - 1) / 2 if form.bits < 8 else -0.5
@@ -103,7 +106,8 @@ class RandomCodes:
         supers = (tiles[0], -(-columns // form.super_block), 8, 2)
         if not form.offset:
             return self._filled(groups, 32, np.int8), self._filled(supers, scale / 32, np.float16)
-        d, dmin = scale / 32, scale * middle / 32
+        d = scale / 32
+        dmin = scale * middle / 32
         return self._pairs(groups, 32, 32, np.uint8), self._pairs(supers, d, dmin, np.float16)
 
     def _filled(self, shape: tuple[int, ...], value: Any, dtype: Any) -> Any:
@@ -111,7 +115,8 @@ class RandomCodes:
 
     def _pairs(self, shape: tuple[int, ...], first: Any, second: Any, dtype: Any) -> Any:
         pairs = np.empty((*shape, 2), dtype)
-        pairs[..., 0], pairs[..., 1] = first, second
+        pairs[..., 0] = first
+        pairs[..., 1] = second
         return self.xp.asarray(pairs)
 
 

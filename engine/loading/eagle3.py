@@ -76,7 +76,8 @@ def load_eagle3_weights(
     """
     tensors = HeadTensors(directory, device, dtype)
     prefix = next((p for p in _PREFIXES if f"{p}input_layernorm.weight" in tensors), _PREFIXES[0])
-    c, n = config.layer, config.layer.hidden_size
+    c = config.layer
+    n = config.layer.hidden_size
     tensors.ignore("t2d")
     weights = tensors.layer(prefix, c, width=2 * n)
     norms = {"norm": "final_norm", f"{prefix}input_layernorm": "attn_norm"}
@@ -109,7 +110,8 @@ def _layer_config(values: Mapping[str, Any], target: ModelConfig, where: str) ->
 
 def _feature_layers(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
     """Return the layers whose input the head reads: the file's, or EAGLE-3's three."""
-    key, last = "eagle_aux_hidden_state_layer_ids", target.num_layers
+    key = "eagle_aux_hidden_state_layer_ids"
+    last = target.num_layers
     if not fields.has(key) and fields.has("eagle_config"):
         fields = fields.child("eagle_config")
         if not fields.flag("use_aux_hidden_state", True):
@@ -134,7 +136,8 @@ def _feature_layers(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
 
 def _target_ids(tensors: HeadTensors, config: Eagle3Config) -> np.ndarray[Any, Any]:
     """Return the target's id of each id of the draft vocabulary; the file has their difference."""
-    count, size = config.draft_vocab_size, config.layer.vocab_size
+    count = config.draft_vocab_size
+    size = config.layer.vocab_size
     offsets = tensors.integers("d2t", (count,))
     ids: np.ndarray[Any, Any] = np.arange(count) + np.clip(offsets, -size, size)
     if ids.min() < 0 or ids.max() >= size or len(np.unique(ids)) != count:

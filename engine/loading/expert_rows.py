@@ -35,7 +35,8 @@ def read_expert_rows(
     (last - first, place.width) array
         Of any float dtype; perhaps a view of the file.
     """
-    layout, shape = place.layout, place.shape
+    layout = place.layout
+    shape = place.shape
     expert, num_rows, own = _rows_of_expert(place, first, last)
     if layout.transposed:
         num_columns = shape[1] if len(shape) > 2 else 1
@@ -74,20 +75,24 @@ def read_stored_rows(checkpoint: QuantizedCheckpoint, place: Placement) -> Quant
 
 def _rows_of_expert(place: Placement, first: int, last: int) -> tuple[int, int, slice]:
     """Return the expert of rows [first, last), its number of rows, and where it stores these."""
-    layout, shape = place.layout, place.shape
+    layout = place.layout
+    shape = place.shape
     num_rows = shape[-1] if layout.transposed else shape[1]
     expert, row = divmod(first, num_rows)
-    start, step = row, 1
+    start = row
+    step = 1
     if layout.interleaved:
         is_up, row = divmod(row, num_rows // 2)
-        start, step = 2 * row + is_up, 2
+        start = 2 * row + is_up
+        step = 2
     return expert, num_rows, slice(start, start + (last - first - 1) * step + 1, step)
 
 
 def _mxfp4_rows(checkpoint: _Safetensors, place: Placement, rows: slice) -> Array:
     """Dequantize rows of the tensor to float32: only the blocks with some of the columns."""
     begin, end = place.columns or (0, place.shape[2] * _BLOCK)
-    first, last = begin // _BLOCK, -(-end // _BLOCK)
+    first = begin // _BLOCK
+    last = -(-end // _BLOCK)
     blocks = checkpoint.read_bytes(place.name, rows.start, rows.stop)
     scales = checkpoint.read_bytes(scales_name(place.name), rows.start, rows.stop)
     values = dequantize_mxfp4(blocks[:: rows.step, first:last], scales[:: rows.step, first:last])

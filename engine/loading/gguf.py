@@ -27,7 +27,8 @@ from engine.model_files import excerpt
 __all__ = ["GgufFile", "GgufMetadata", "GgufTensor"]
 
 _MAX_DIMS = 4
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _SCALARS: dict[int, np.dtype[Any]] = {
     0: np.dtype("u1"),
     1: np.dtype("i1"),
@@ -60,14 +61,17 @@ class _Cursor:
     """A position in the mapped file; reads beyond its end raise."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.at = path, data, 0
+        self.path = path
+        self.data = data
+        self.at = 0
 
     def fail(self, message: str) -> WeightsError:
         return WeightsError(f"{self.path}: {message}")
 
     def skip(self, count: int, what: str) -> int:
         """Advance by `count` bytes and return where they start."""
-        start, self.at = self.at, self.at + count
+        start = self.at
+        self.at = self.at + count
         if self.at > len(self.data):
             raise self.fail(
                 f"is truncated: {excerpt(what)} needs {count} bytes at byte {start}; the file has "
@@ -153,7 +157,9 @@ class GgufMetadata(Mapping[str, Any]):
             raise cursor.fail(f"metadata {shown(key)}: unknown value type {kind}")
 
     def _skip_strings(self, count: int, key: str) -> None:
-        at, data, size = self._cursor.at, self._cursor.data, len(self._cursor.data)
+        at = self._cursor.at
+        data = self._cursor.data
+        size = len(self._cursor.data)
         unpack = struct.Struct("<Q").unpack_from
         for _ in range(count):
             if at + 8 > size:
@@ -172,7 +178,8 @@ class GgufMetadata(Mapping[str, Any]):
             return np.frombuffer(cursor.data, _SCALARS[kind], 1, start)[0].item()
         if kind == _STRING:
             return cursor.text(key)
-        item, count = cursor.number("<I", key), cursor.number("<Q", key)
+        item = cursor.number("<I", key)
+        count = cursor.number("<Q", key)
         if item == _STRING:
             return [cursor.text(key) for _ in range(count)]
         return np.frombuffer(cursor.data, _SCALARS[item], count, cursor.at).tolist()
@@ -225,10 +232,12 @@ class GgufFile:
         are decoded. A view for F32, F16 and BF16, a new float32 array for quantized formats.
         """
         tensor = self.tensors[name]
-        form, rest = tensor.format, tensor.shape[1:][-1:]
+        form = tensor.format
+        rest = tensor.shape[1:][-1:]
         if columns is None:
             return form.decode(self._bytes(name, start, stop)).reshape(stop - start, *rest)
-        begin, end = columns[0] // form.block, -(-columns[1] // form.block)
+        begin = columns[0] // form.block
+        end = -(-columns[1] // form.block)
         blocks = self.read_blocks(name, start, stop)[:, begin:end]
         part = form.decode(np.ascontiguousarray(blocks).reshape(-1)).reshape(stop - start, -1)
         return part[:, columns[0] - begin * form.block : columns[1] - begin * form.block]
@@ -243,7 +252,8 @@ class GgufFile:
     def _bytes(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Return the bytes of rows [start, stop) of tensor `name`: a view."""
         tensor = self.tensors[name]
-        form, width = tensor.format, math.prod(tensor.shape[1:][-1:])
+        form = tensor.format
+        width = math.prod(tensor.shape[1:][-1:])
         first = tensor.start + form.nbytes(start * width)
         return np.frombuffer(self._data, np.uint8, form.nbytes((stop - start) * width), first)
 
@@ -331,11 +341,13 @@ def _place_tensors(
 
 
 def _refuse_overlap(cursor: _Cursor, tensors: dict[str, GgufTensor]) -> None:
-    end, before = 0, ""
+    end = 0
+    before = ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
         if tensor.start < end:
             raise cursor.fail(
                 f"tensor {shown(name)} overlaps {shown(before)}: it starts at byte {tensor.start}; "
                 f"it must start at {end} or later"
             )
-        end, before = tensor.stop, name
+        end = tensor.stop
+        before = name

@@ -198,7 +198,8 @@ def _experts(file: GgufFile, arch: str, moe: MoeFamily) -> dict[str, Any]:
 
 def _head_dim(values: Mapping[str, Any]) -> int | None:
     """Return D, or None if the metadata is invalid (a later check reports it)."""
-    heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
+    heads = values.get("num_attention_heads")
+    hidden = values.get("hidden_size")
     head_dim = values.get("head_dim")
     if head_dim is None and type(heads) is int and type(hidden) is int and heads > 0:
         return hidden // heads
@@ -222,7 +223,8 @@ def _rope(file: GgufFile, arch: str, family: Family, values: Mapping[str, Any]) 
     result = _scaling(file, arch, values, family)
     if f"{arch}.rope.freq_base_swa" in metadata:
         result["rope_local_base_freq"] = metadata[f"{arch}.rope.freq_base_swa"]
-    rotary, head_dim = metadata.get(f"{arch}.rope.dimension_count"), _head_dim(values)
+    rotary = metadata.get(f"{arch}.rope.dimension_count")
+    head_dim = _head_dim(values)
     if rotary is None or head_dim is None:
         return result
     is_partial = family.has_partial_rope
@@ -239,7 +241,8 @@ def _scaling(
     file: GgufFile, arch: str, values: Mapping[str, Any], family: Family
 ) -> dict[str, Any]:
     """Return the rope scaling as keys of a config.json."""
-    metadata, prefix = file.metadata, f"{arch}.rope.scaling"
+    metadata = file.metadata
+    prefix = f"{arch}.rope.scaling"
     original = metadata.get(f"{prefix}.original_context_length")
     kind = metadata.get(f"{prefix}.type")
     scaling: dict[str, Any] = {"rope_type": "default"}

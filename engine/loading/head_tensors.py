@@ -73,7 +73,8 @@ class HeadTensors:
 
     def layer(self, prefix: str, config: ModelConfig, width: int) -> dict[str, Any]:
         """Return the weights of a `HeadLayer` under `prefix`; `width`: columns of q, k and v."""
-        c, heads = config, (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        c = config
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         rows = {
             "qkv": [count * c.head_dim for count in heads],
             "o": [c.hidden_size],

@@ -66,7 +66,8 @@ def read_kv_scales(
     for name, match in found:
         if match is None or match["kind"] == "zero_point" or match["direct"] == "q":
             continue
-        layer, kind = int(match["layer"]), match["direct"] or match["proj"] or match["packed"]
+        layer = int(match["layer"])
+        kind = match["direct"] or match["proj"] or match["packed"]
         if layer >= config.num_layers + config.num_extra_layers:
             last = config.num_layers - 1
             raise WeightsError(f"{folder}: tensor {name!r} must be of a layer from 0 to {last}")

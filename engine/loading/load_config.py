@@ -104,7 +104,8 @@ def resolve_load_config(
     form = _format_name(quantization, load_format)
     limit = config.max_position_embeddings
     if max_model_len is None:
-        max_model_len, reasons["max_model_len"] = limit, "the model's own"
+        max_model_len = limit
+        reasons["max_model_len"] = "the model's own"
     elif isinstance(max_model_len, bool) or not isinstance(max_model_len, numbers.Integral):
         raise ConfigError(f"max_model_len must be a whole number; got {shown(max_model_len)}")
     elif not 1 <= max_model_len <= limit:

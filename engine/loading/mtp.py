@@ -67,7 +67,8 @@ def load_mtp_weights(
         If a file is damaged, or a tensor of the layer is missing, unexpected, or has the wrong
         shape or dtype.
     """
-    tensors, n = HeadTensors(directory, device, dtype), config.hidden_size
+    tensors = HeadTensors(directory, device, dtype)
+    n = config.hidden_size
     weights = tensors.layer(_PREFIX, config, width=n)
     for name, kind in _NORMS.items():
         weights[kind] = tensors.read(f"{_PREFIX}{name}.weight", (n,))

@@ -33,7 +33,8 @@ __all__ = [
 MARGIN = 1.25
 """Room above the peaks of `fixed_sequences`, as texts and later positions have larger ones."""
 
-_SEQUENCES, _TOKENS = 4, 256
+_SEQUENCES = 4
+_TOKENS = 256
 
 
 def peaks(model: Any, sequences: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -80,7 +80,8 @@ class FolderPlan:
         """Return dtype and shape of every tensor that is written."""
         entries: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name in self.checkpoint.names():
-            shape, dtype = self.checkpoint.shape(name), self.dtype(name)
+            shape = self.checkpoint.shape(name)
+            dtype = self.dtype(name)
             if name not in self.matrices:
                 entries[name] = dtype, shape
                 continue
@@ -110,7 +111,8 @@ def plan_folder(source: Path, form: Format, ignore: Sequence[str] = ()) -> Folde
         one tensor, or an entry of `ignore` matches no layer.
     """
     _refuse_quantized(source)
-    config, checkpoint = load_hf_config(source), open_safetensors(source)
+    config = load_hf_config(source)
+    checkpoint = open_safetensors(source)
     found = {name: checkpoint.shape(name) for name in checkpoint.names()}
     table = family(config.model_type).names
     places: dict[str, list[Placement]] = {}

@@ -74,7 +74,8 @@ def _rope_objects(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     """Return the rope keys of full-attention layers and of sliding layers (None: shared)."""
     flat = {"rope_theta": fields.raw("rope_theta")}
-    old, new = fields.raw("rope_scaling"), fields.raw("rope_parameters")
+    old = fields.raw("rope_scaling")
+    new = fields.raw("rope_parameters")
     for key, value in (("rope_scaling", old), ("rope_parameters", new)):
         if value is not None and not isinstance(value, Mapping):
             raise fields.error(key, "an object")

@@ -337,7 +337,8 @@ def _read_tensors(
     tensors = {
         name: _read_tensor(path, name, entry, data_start, size) for name, entry in header.items()
     }
-    end, before = data_start, "the header"
+    end = data_start
+    before = "the header"
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if info.start != end:
             fault = "overlaps" if info.start < end else "leaves a gap after"
@@ -345,7 +346,8 @@ def _read_tensors(
                 f"{path}: tensor {shown(name)} {fault} {before}: it starts at byte {info.start}; "
                 f"it must start at {end}"
             )
-        end, before = info.stop, shown(name)
+        end = info.stop
+        before = shown(name)
     if end != size:
         raise WeightsError(f"{path}: tensors must end with the file, at {size}; got {end}")
     return tensors

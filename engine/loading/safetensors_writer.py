@@ -118,10 +118,12 @@ class SafetensorsWriter:
         # Large elements first, so that every tensor is aligned: readers map them as they are.
         ordered = sorted(shard, key=lambda name: -_dtype(self._entries[name][0]).itemsize)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        starts, start = {}, 0
+        starts = {}
+        start = 0
         for name in ordered:
             dtype, shape = self._entries[name]
-            starts[name], stop = start, start + _nbytes(self._entries[name])
+            starts[name] = start
+            stop = start + _nbytes(self._entries[name])
             offsets = [start, stop]
             header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
             start = stop
@@ -154,7 +156,8 @@ def _shards(entries: Entries, most: int) -> Iterator[list[str]]:
     for name, entry in entries.items():
         if shard and size + _nbytes(entry) > most:
             yield shard
-            shard, size = [], 0
+            shard = []
+            size = 0
         shard.append(name)
         size += _nbytes(entry)
     yield shard

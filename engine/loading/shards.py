@@ -40,7 +40,8 @@ def take_shard(weight: Weight, name: str, config: ModelConfig, shard: Shard) -> 
 
 def take_part(whole: Any, name: str, config: ModelConfig, shard: Shard) -> Any:
     """Return the part of an array of a whole weight's shape, such as its codes, as a new array."""
-    kind, shape = name.rpartition(".")[2], weight_shapes(config, shard)[name]
+    kind = name.rpartition(".")[2]
+    shape = weight_shapes(config, shard)[name]
     bits = whole.view(f"u{whole.itemsize}")  # CuPy copies slices of few dtypes
     is_expert = kind.startswith("experts_")
     matrices = bits[slice(*shard.cut_experts(len(bits)))] if is_expert else bits[None]

@@ -89,7 +89,8 @@ class StoredWeights:
             rows = self._rows(place)
             if parts and not (rows is not None and _can_join(parts[-1], rows)):
                 yield places, QuantizedRows.concat(parts)
-                places, parts = [], []
+                places = []
+                parts = []
             if rows is None:
                 yield [place], None
             else:
@@ -99,7 +100,8 @@ class StoredWeights:
             yield places, QuantizedRows.concat(parts)
 
     def _rows(self, place: Placement) -> QuantizedRows | None:
-        rows, order = read_stored_rows(self.checkpoint, place), self.order(place)
+        rows = read_stored_rows(self.checkpoint, place)
+        order = self.order(place)
         return rows if rows is None or order is None else rows.take(order)
 
     def _on_device(self, rows: QuantizedRows) -> Weight:

@@ -118,7 +118,8 @@ class _Parts:
             self.local[part] = shard.cut(key, features) if is_divided else (0, features)
         for twin, part in _TWINS.items():
             if part in self.whole:
-                self.whole[twin], self.local[twin] = self.whole[part], self.local[part]
+                self.whole[twin] = self.whole[part]
+                self.local[twin] = self.local[part]
         if self._by_output:
             n = self.whole["hidden"] = config.hidden_size
             self.local["hidden"] = shard.cut("hidden_size", n)
@@ -162,11 +163,13 @@ class _Parts:
             yield 0, num_rows, 0
             return
         there = (part,) if part else fused
-        before, start = 0, sum(map(self.size, fused[: fused.index(there[0])]))
+        before = 0
+        start = sum(map(self.size, fused[: fused.index(there[0])]))
         for one in there:
             first, last = self.local[one]
             yield before + first, before + last, start
-            before, start = before + self.whole[one], start + last - first
+            before = before + self.whole[one]
+            start = start + last - first
 
     def columns(self, kind: str, shard: Shard) -> tuple[int, int] | None:
         """Return the columns of a weight of this kind that are in the shard; None for all."""
@@ -192,7 +195,8 @@ def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[
     >>> weight_shapes(config)["layers.0.qkv"], weight_shapes(config, Shard(1, 4))["layers.0.qkv"]
     ((64, 32), (24, 32))
     """
-    n, parts = config.hidden_size, _Parts(config, shard)
+    n = config.hidden_size
+    parts = _Parts(config, shard)
     table = (shard.cut_padded(config.vocab_size)[2], n)
     shapes: dict[str, tuple[int, ...]] = {"embed": table}
     for layer in range(config.num_layers):
@@ -204,14 +208,17 @@ def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[
     if config.lm_head_bias:
         shapes["lm_head_bias"] = table[:1]
     shapes["lm_head"] = table
-    stage, is_tied = shard.stage, config.tie_word_embeddings
+    stage = shard.stage
+    is_tied = config.tie_word_embeddings
     return {name: shape for name, shape in shapes.items() if stage.has(name, is_tied=is_tied)}
 
 
 def _layer_shapes(config: ModelConfig, parts: _Parts, layer: int) -> dict[str, tuple[int, ...]]:
     """Return name and shape of the weights of one layer."""
-    n, d = config.hidden_size, config.head_dim
-    qkv, moe = parts.rows("qkv"), config.moe_of(layer)
+    n = config.hidden_size
+    d = config.head_dim
+    qkv = parts.rows("qkv")
+    moe = config.moe_of(layer)
     shapes: dict[str, tuple[int, ...]] = {"attn_norm": (n,)} if config.pre_norms else {}
     shapes["qkv"] = (qkv, n)
     if config.qkv_bias:
@@ -239,7 +246,8 @@ def _layer_shapes(config: ModelConfig, parts: _Parts, layer: int) -> dict[str, t
 
 
 def _mlp_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
-    n, first = config.hidden_size, "gate_up" if config.gated_mlp else "up"
+    n = config.hidden_size
+    first = "gate_up" if config.gated_mlp else "up"
     rows = parts.rows(first)
     down = parts.second_shape("down", n)
     shapes: dict[str, tuple[int, ...]] = {first: (rows, n), "down": down}
@@ -249,7 +257,8 @@ def _mlp_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]
 
 
 def _moe_shapes(moe: MoeConfig, n: int, parts: _Parts) -> dict[str, tuple[int, ...]]:
-    e, gate_up = moe.num_experts, parts.rows("experts_gate_up")
+    e = moe.num_experts
+    gate_up = parts.rows("experts_gate_up")
     shapes: dict[str, tuple[int, ...]] = {"router": (e, n)}
     if moe.router_bias:
         shapes["router_bias"] = (e,)
@@ -362,7 +371,8 @@ def _all_tensors(
     config: ModelConfig, table: Iterable[TensorName], shard: Shard
 ) -> Iterator[tuple[str, WeightName, _Wanted]]:
     """Yield the form, the target, and the tensors of each name in the table that applies."""
-    shapes, parts = weight_shapes(config), _Parts(config, shard)
+    shapes = weight_shapes(config)
+    parts = _Parts(config, shard)
     num_experts = config.moe.num_experts if config.moe is not None else 0
     if config.tie_word_embeddings:
         del shapes["lm_head"]
@@ -370,7 +380,9 @@ def _all_tensors(
         for name, target, expert in template.expand(config.num_layers, num_experts):
             if str(target) not in shapes:
                 continue
-            whole, part, layout = shapes[str(target)], template.part, template.layout
+            whole = shapes[str(target)]
+            part = template.part
+            layout = template.layout
             if target.kind.startswith(_EXPERTS):
                 matrix = (parts.whole.get(part, whole[1]), *whole[2:])
                 shape = layout.shape((whole[0], *matrix)) if expert is None else matrix
@@ -378,7 +390,8 @@ def _all_tensors(
                 places = partial(_expert_places, tensor, part, expert, whole, parts, shard)
                 extra = layout.companions(name, whole)
             else:
-                shape, extra = (parts.whole.get(part, whole[0]), *whole[1:]), {}
+                shape = (parts.whole.get(part, whole[0]), *whole[1:])
+                extra = {}
                 places = partial(_places, name, target, part, shape, parts, shard)
             others: _Wanted = {other: (size, tuple) for other, size in extra.items()}
             yield template.form, target, {name: (shape, places), **others}
@@ -429,7 +442,8 @@ def _places(
         first, last, _ = shard.cut_padded(shape[0])
         yield Placement(name, target, shape, first, last)
         return
-    columns, is_rotated = parts.columns(target.kind, shard), part in ("q", "k")
+    columns = parts.columns(target.kind, shard)
+    is_rotated = part in ("q", "k")
     for first, last, start in parts.pieces(target.kind, part, shape[0]):
         yield Placement(name, target, shape, first, last, start, columns, is_rotated)
 

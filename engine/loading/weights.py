@@ -226,16 +226,19 @@ def _plan(
     """Open the checkpoint and place its tensors in the model's weights."""
     kind = family(config.model_type)
     if source.suffix == ".gguf":
-        checkpoint, table = QuantizedCheckpoint(GgufFile(source)), kind.gguf_names
+        checkpoint = QuantizedCheckpoint(GgufFile(source))
+        table = kind.gguf_names
     else:
         scheme = load_scheme(source) if is_present(source / "config.json") else None
-        checkpoint, table = QuantizedCheckpoint(open_safetensors(source), scheme), kind.names
+        checkpoint = QuantizedCheckpoint(open_safetensors(source), scheme)
+        table = kind.names
     found = {name: checkpoint.shape(name) for name in checkpoint.names()}
     # Old GPTQ writers add a bias of zeros to every matrix.
     is_spare = checkpoint.is_spare_bias
     where = str(checkpoint.path)
     places = place_tensors(where, config, table, found, shard, is_spare=is_spare)
-    has, is_tied = shard.stage.has, config.tie_word_embeddings
+    has = shard.stage.has
+    is_tied = config.tie_word_embeddings
     return checkpoint, [place for place in places if has(str(place.target), is_tied=is_tied)]
 
 

@@ -133,7 +133,8 @@ class DecoderLayer:
             x = self.attn_norm(residual)
         else:
             x, residual = self.attn_norm.add_for(self.attn_format, delta, residual)
-        given, x = x, self.attn(x, batch, *pages, rows=rows)
+        given = x
+        x = self.attn(x, batch, *pages, rows=rows)
         if rows is not None:
             residual = kernels.embedding(rows, residual)
         if self.mlp_norm is None:
@@ -265,8 +266,10 @@ class Decoder:
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Return the normalised last hidden states (R, N) of the tokens whose logits are wanted."""
-        rows, (delta, x) = batch.logits_indices, self._enter(batch)
-        features, last = batch.features or {}, len(self.layers)
+        rows = batch.logits_indices
+        (delta, x) = self._enter(batch)
+        features = batch.features or {}
+        last = len(self.layers)
         keep = partial(self._keep, features) if features else None
         can_drop = rows is not None and last not in features
         if can_drop and self._drops_early(batch.num_tokens - rows.shape[0]):
@@ -304,7 +307,8 @@ class Decoder:
 
     def _keep(self, features: Mapping[int, Any], layer: int, delta: Any, residual: Any) -> None:
         """Write the residual stream that enters `layer` to its array, if it has one."""
-        out, scale = features.get(layer), self.config.branch_scale
+        out = features.get(layer)
+        scale = self.config.branch_scale
         if out is None:
             return
         if delta is None:
@@ -427,7 +431,8 @@ class Decoder:
             ) from error
 
     def _layer(self, index: int) -> DecoderLayer:
-        config, name = self.config, f"layers.{index}"
+        config = self.config
+        name = f"layers.{index}"
         return DecoderLayer(
             self._attention(index),
             self._mlp(index),
@@ -439,7 +444,8 @@ class Decoder:
         )
 
     def _mlp(self, index: int) -> MLP | MoE:
-        config, name = self.config, f"layers.{index}"
+        config = self.config
+        name = f"layers.{index}"
         moe = config.moe_of(index)
         if moe is not None:
             return build_moe(
@@ -458,7 +464,8 @@ class Decoder:
         )
 
     def _attention(self, index: int) -> Attention:
-        config, name = self.config, f"layers.{index}"
+        config = self.config
+        name = f"layers.{index}"
         params = AttentionParams(
             config.num_heads,
             config.num_kv_heads,

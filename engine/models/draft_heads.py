@@ -114,7 +114,8 @@ class HeadLayer:
         q_norm = self._norm(config, "q_norm") if config.qk_norm else None
         k_norm = self._norm(config, "k_norm") if config.qk_norm else None
         table = xp.asarray(rope_table(config.rope, max_model_len))
-        qkv, o = self._linear("qkv"), self._linear("o")
+        qkv = self._linear("qkv")
+        o = self._linear("o")
         self.attn = Attention(params, qkv, o, table, q_norm, k_norm)
         self.mlp_norm = self._norm(config, "mlp_norm")
         self.mlp = MLP(self._linear("gate_up"), self._linear("down"), config.activation)
@@ -177,7 +178,9 @@ class Eagle3Head:
         self, config: Eagle3Config, weights: Mapping[str, Any], target: DraftTarget
     ) -> None:
         layer = config.layer
-        self._config, self._weights, self._target = config, dict(weights), target
+        self._config = config
+        self._weights = dict(weights)
+        self._target = target
         self._layer = HeadLayer(layer, weights, target.max_model_len)
         self._fc = Linear(Weight.dense(weights["fc"]))
         self._embed: Callable[[Any], Any] = target.embed
@@ -258,7 +261,8 @@ class MtpHead:
         self, config: ModelConfig, weights: Mapping[str, Any], target: DraftTarget
     ) -> None:
         self.config = config
-        self._weights, self._target = dict(weights), target
+        self._weights = dict(weights)
+        self._target = target
         self._layer = HeadLayer(config, weights, target.max_model_len)
         self._proj = Linear(Weight.dense(weights["proj"]))
         norms = (Norm(weights[name], config.rms_norm_eps) for name in _MTP_NORMS)

@@ -29,7 +29,8 @@ def separate_expert_names(
     block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[TensorName, ...]:
     """Name the three matrices of every expert in `block`."""
-    expert, form = f"model.layers.{{i}}.{block}.experts.{{e}}", "separate"
+    expert = f"model.layers.{{i}}.{block}.experts.{{e}}"
+    form = "separate"
     return (
         TensorName(f"{expert}.{gate}.weight", "experts_gate_up", "expert_gate", form=form),
         TensorName(f"{expert}.{up}.weight", "experts_gate_up", "expert_up", form=form),

@@ -11,7 +11,8 @@ from engine.errors import ConfigError
 
 __all__ = ["PageScales"]
 
-_LEAST, _LARGEST = np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max
+_LEAST = np.finfo(np.float32).smallest_subnormal
+_LARGEST = np.finfo(np.float32).max
 
 
 class PageScales:
@@ -99,7 +100,8 @@ class PageScales:
     def _checked(
         self, scales: Any, heads: tuple[int, int, int] | None
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
-        given, wanted = np.asarray(scales), next(iter(self._arrays.values())).shape
+        given = np.asarray(scales)
+        wanted = next(iter(self._arrays.values())).shape
         first, last, count = heads or (0, wanted[2], wanted[2])
         wanted = *wanted[:2], count
         if given.shape != wanted or given.dtype.kind not in "fiu":

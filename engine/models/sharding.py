@@ -58,13 +58,15 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     sizes: dict[str, Any] = {"num_heads": part(heads), "num_kv_heads": part(kv_heads)}
     if config.has_mlp:
         sizes["intermediate_size"] = part(shard.cut("intermediate_size", config.intermediate_size))
-    layers, moe = shard.stage.layers, config.moe
+    layers = shard.stage.layers
+    moe = config.moe
     if shard.stage.num_layers:
         sizes["num_layers"] = shard.stage.last - shard.stage.first
         sizes["layer_windows"] = config.layer_windows[layers]
         sizes["rope_layers"] = config.rope_layers[layers]
     if moe is not None:
-        width, shared = moe.intermediate_size, moe.shared_size
+        width = moe.intermediate_size
+        shared = moe.shared_size
         if not shard.whole_experts:
             width = part(shard.cut("the width of an expert", width))
         shared = part(shard.cut("the width of the shared expert", shared))
@@ -174,7 +176,8 @@ class ParallelParts(WholeParts):
     @property
     def expert_runs(self) -> tuple[tuple[int, int], ...]:
         """Ranges [first, last) of the experts that each rank has whole; none if it has parts."""
-        shard, moe = self.shard, self.config.moe
+        shard = self.shard
+        moe = self.config.moe
         if moe is None or not shard.whole_experts:
             return ()
         ranks = (replace(shard, index=index) for index in range(shard.count))

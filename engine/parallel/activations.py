@@ -101,7 +101,8 @@ def from_wire(device: Device, dtype: str, arrays: list[Any]) -> tuple[Any, Any]:
         for name, array in zip(("delta", "residual"), arrays, strict=True)
         if array is not None
     }
-    there, kind = HostToDeviceCopy(device, named).arrays, np_dtype(dtype)
+    there = HostToDeviceCopy(device, named).arrays
+    kind = np_dtype(dtype)
     delta, residual = (
         None if array is None else there[name].reshape(-1).view(kind).reshape(len(array), -1)
         for name, array in zip(("delta", "residual"), arrays, strict=True)

@@ -40,7 +40,8 @@ class SharedPages:
 
     def share(self, kv_cache: KVCache, num_host_blocks: int = 0) -> None:
         """Let the others make pages as these; those with blocks on the host come first."""
-        g, which = kv_cache.geometry, self._count
+        g = kv_cache.geometry
+        which = self._count
         numbers = [which, kv_cache.num_blocks, num_host_blocks, g.block_size]
         dtype = np.frombuffer(g.dtype.encode(), np.uint8)
         self._sender.send("making pages", SHARE, numbers, [dtype])

@@ -118,7 +118,8 @@ class PipelinedModel(Model):
         try:
             yield
         except BaseException as error:
-            stage, doing = self.num_stages - 1, self.group.doing
+            stage = self.num_stages - 1
+            doing = self.group.doing
             text = (
                 str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
             )
@@ -222,7 +223,9 @@ class PipelinedModel(Model):
 
     def _announce(self, moves: Sequence[Any], batch: ForwardBatch | None) -> None:
         self._num_steps += 1
-        step, numbers, arrays = self._num_steps, [0] * len(BATCH_NUMBERS), list(moves)
+        step = self._num_steps
+        numbers = [0] * len(BATCH_NUMBERS)
+        arrays = list(moves)
         what = f"step {step}"
         if batch is not None:
             numbers = [int(getattr(batch, name)) for name in BATCH_NUMBERS]
@@ -298,7 +301,8 @@ def load_stages(model: Any, config: EngineConfig, loading: Mapping[str, Any]) ->
     RankError
         If a stage fails, with its last words.
     """
-    given, size = dict(loading), config.pipeline_parallel_size
+    given = dict(loading)
+    size = config.pipeline_parallel_size
     place, _ = resolve_device(given.get("device", "auto"))
     if place.is_cuda and given.get("device", "auto") not in ("auto", "cuda"):
         raise ConfigError(
@@ -341,10 +345,13 @@ def load_stages(model: Any, config: EngineConfig, loading: Mapping[str, Any]) ->
 
 def _group(config: EngineConfig, is_cuda: bool) -> StageGroup:
     """Return the group of the other stages, which have connected."""
-    size, address = config.pipeline_parallel_size, ("127.0.0.1", 0)
-    secret, placed = secrets.token_bytes(32), None
+    size = config.pipeline_parallel_size
+    address = ("127.0.0.1", 0)
+    secret = secrets.token_bytes(32)
+    placed = None
     if config.pipeline_address is not None:
-        address, secret = parse_address(config.pipeline_address), env.pipeline_secret()
+        address = parse_address(config.pipeline_address)
+        secret = env.pipeline_secret()
     elif config.distributed_executor_backend == "ray":
         ray_stages = import_module("engine.parallel.ray_stages")  # late: it needs Ray
         placed = ray_stages.RayStages(size, config.tensor_parallel_size if is_cuda else 0)
@@ -383,7 +390,8 @@ def _gpus(config: EngineConfig, place: Device) -> list[list[int]]:
     ConfigError
         If this host has too few.
     """
-    size, num_ranks = config.pipeline_parallel_size, config.tensor_parallel_size
+    size = config.pipeline_parallel_size
+    num_ranks = config.tensor_parallel_size
     first = list(range(num_ranks))
     is_local = config.pipeline_address is None and config.distributed_executor_backend != "ray"
     if not (is_local and place.is_cuda):

@@ -166,7 +166,8 @@ class Follower:
 
     def _entering(self, num_tokens: int, has_delta: bool) -> tuple[Any, Any]:
         """Return arrays for what rank 0 has of the stage before."""
-        xp, shape = self._model.device.xp, (num_tokens, self._model.config.hidden_size)
+        xp = self._model.device.xp
+        shape = (num_tokens, self._model.config.hidden_size)
         residual, delta = (xp.empty(shape, np_dtype(self._model.dtype)) for _ in range(2))
         return delta if has_delta else None, residual
 

@@ -70,7 +70,8 @@ class RayStages:
             self._ray.init(log_to_driver=False)
         util = import_ray("ray.util")
         self.host: str = util.get_node_ip_address()
-        self._num_stages, self._num_gpus = num_stages, num_gpus
+        self._num_stages = num_stages
+        self._num_gpus = num_gpus
         self._actors: list[Any] = []
         num_nodes = sum(node["Alive"] for node in self._ray.nodes())
         strategy = "STRICT_SPREAD" if num_nodes >= num_stages else "PACK"

@@ -121,7 +121,10 @@ class StageProcess:
     def __init__(
         self, connection: Connection, address: Address, stage: int, secret: bytes, model: str
     ) -> None:
-        self._address, self._stage, self._secret, self._name = address, stage, secret, model
+        self._address = address
+        self._stage = stage
+        self._secret = secret
+        self._name = model
         self._connection = connection
         self._engine = Peer(connection, "the engine")
         self._doing = "starting"
@@ -191,7 +194,8 @@ class StageProcess:
 
     def _load(self, options: dict[str, Any]) -> None:
         self._doing = "comparing files"
-        name, loading = _path(self._name, options), dict(options["loading"])
+        name = _path(self._name, options)
+        loading = dict(options["loading"])
         _compare(self._stage, options["fingerprint"], fingerprint(name, loading))
         there = options["next"] or self._address
         self._after = connect((there[0], there[1]), self._secret)
@@ -350,7 +354,8 @@ class StageProcess:
 
 def _path(own: str, options: Mapping[str, Any]) -> str:
     """Return where this host has the model: `own`, or where the engine's has it, or by its name."""
-    loading, name = options["loading"], own or options["model"]
+    loading = options["loading"]
+    name = own or options["model"]
     if loading.get("config") is not None and loading.get("load_format") == "dummy":
         return str(name)
     there = name if own or Path(name).exists() else options["name"]

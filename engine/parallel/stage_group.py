@@ -79,7 +79,8 @@ class StageGroup:
         self._link: Peer | None = None  # from the stage before the last
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._is_ready = self._is_closing = False
-        self._finding, self._ending = threading.Lock(), threading.Lock()
+        self._finding = threading.Lock()
+        self._ending = threading.Lock()
         self._accepting = threading.Lock()
         try:
             self._listener = Listener(*address, secret, self._accept)
@@ -270,7 +271,8 @@ class StageGroup:
                 if kind == messages.HELLO:
                     why = self._take(connection, stage, json.loads(from_text(arrays[0])))
                 elif stage == self.num_stages - 2 and self._link is None:
-                    self._link, why = Peer(connection, f"stage {stage}"), ""
+                    self._link = Peer(connection, f"stage {stage}")
+                    why = ""
                 else:
                     why = f"stage {stage} is not the one before the last, or has connected already"
             if why:
@@ -342,7 +344,8 @@ class StageGroup:
             if code is not None:
                 doing = self._peers[stage].doing if stage in self._peers else "starting"
                 return f"stage {stage} {describe_ending(code)}; it was last in: {doing}"
-        now, silence = time.monotonic(), max(2.0, min(self.timeout, _SILENT_SECONDS))
+        now = time.monotonic()
+        silence = max(2.0, min(self.timeout, _SILENT_SECONDS))
         silence = silence if self._is_ready else _LOADING_SECONDS
         for peer in (*peers, *filter(None, [self._link])):
             if peer.lost and now - peer.lost_since > _GRACE_SECONDS:

@@ -186,7 +186,8 @@ class LeadingModel(Model):
     def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
         """Let all ranks make pages as these."""
         self._share(kv_cache, num_host_blocks)
-        kv_cache.followers, self._pages = self.leader, kv_cache
+        kv_cache.followers = self.leader
+        self._pages = kv_cache
 
     def make_cache(self, geometry: KVGeometry, batch_size: int, max_tokens: int) -> Cache:
         """Return an empty `Cache`, whose pages all ranks have; as `Model`.
@@ -275,7 +276,8 @@ class LeadingModel(Model):
     def lead_graphs(self, graphs: DecodeGraphs, max_model_len: int, max_draft_tokens: int) -> None:
         """Let all ranks capture graphs as these, and launch them when these are."""
         assert self._pages is not None
-        table, size = graphs.table_shape, self._pages.geometry.block_size
+        table = graphs.table_shape
+        size = self._pages.geometry.block_size
         numbers = [*table, size, max_model_len, 1, 1 + max_draft_tokens]
         layers = np.array(list(graphs.features), np.int32)
         self.leader.send("capturing graphs", CAPTURE, numbers, [layers])
@@ -313,7 +315,8 @@ class LeadingModel(Model):
 
     def _announce(self, batch: ForwardBatch, kv_pages: Pages, wants: int) -> None:
         self._shared.free_closed()
-        which, host = self._shared.number_of(kv_pages), batch.on_host or batch
+        which = self._shared.number_of(kv_pages)
+        host = batch.on_host or batch
         self._num_steps += 1
         has_delta = int(batch.entering is not None and batch.entering[0] is not None)
         numbers = [which, wants, has_delta, *(getattr(host, name) for name in BATCH_NUMBERS)]
@@ -337,7 +340,9 @@ class LeadingModel(Model):
         RequestError
             If it has not the shape or the dtype of hidden states.
         """
-        width, dtype, last = self.config.hidden_size, np_dtype(self.dtype), self._hidden
+        width = self.config.hidden_size
+        dtype = np_dtype(self.dtype)
+        last = self._hidden
         if hidden.ndim != 2 or hidden.shape[1] != width or hidden.dtype != dtype:
             raise RequestError(
                 f"hidden must be {dtype} (R, {width}), as hidden_states returns; got "
@@ -386,7 +391,8 @@ def load_ranks(
     RankError
         If a rank fails, with its last words.
     """
-    size, given = config.tensor_parallel_size, dict(loading)
+    size = config.tensor_parallel_size
+    given = dict(loading)
     place, _ = resolve_device(given.get("device", "auto"))
     devices = _devices(place, given.get("device", "auto"), size, gpus)
     name, plain = plain_options(model, given)

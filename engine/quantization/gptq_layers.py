@@ -104,7 +104,8 @@ def _linears(layer: DecoderLayer, index: int) -> dict[str, tuple[Any, str]]:
     mlp: Any = layer.mlp
     prefix = ""
     if isinstance(mlp, MoE):
-        mlp, prefix = mlp.shared, "shared_"
+        mlp = mlp.shared
+        prefix = "shared_"
     if isinstance(mlp, MLP):
         found[f"{prefix}{'gate_up' if mlp.is_gated else 'up'}"] = mlp, "gate_up"
         found[f"{prefix}down"] = mlp, "down"
@@ -134,7 +135,8 @@ def _observe(
 
 def _batches(device: Device, sequences: np.ndarray[Any, Any]) -> Iterator[ForwardBatch]:
     length = sequences.shape[1]
-    step, blocks = max(1, _MAX_TOKENS[device.kind] // length), -(-length // _BLOCK_SIZE)
+    step = max(1, _MAX_TOKENS[device.kind] // length)
+    blocks = -(-length // _BLOCK_SIZE)
     for first in range(0, len(sequences), step):
         rows = sequences[first : first + step]
         tables = np.arange(len(rows) * blocks, dtype=np.int32).reshape(len(rows), blocks)

@@ -88,7 +88,8 @@ def quantize(
     RequestError
         If the calibration text is unreadable or too short.
     """
-    form, out = storable_format(format), Path(out)
+    form = storable_format(format)
+    out = Path(out)
     if isinstance(ignore, str) or not all(isinstance(one, str) for one in ignore):
         raise WeightsError(f"ignore must be a sequence of names; got {shown(ignore)}")
     if calibrate is not None and not form.is_packed:
@@ -163,7 +164,8 @@ def _calibrated(
 
 def _rows(plan: FolderPlan, places: Sequence[Placement]) -> np.ndarray[Any, Any]:
     """Return, for every row of a tensor, the row of the weight that it is loaded into."""
-    config, is_interleaved = plan.config, family(plan.config.model_type).interleaved_rope
+    config = plan.config
+    is_interleaved = family(plan.config.model_type).interleaved_rope
     rows = np.empty(places[0].shape[0], np.int64)
     for place in places:
         own = np.arange(place.last - place.first)

@@ -37,14 +37,16 @@ def attend(
     (n,) are bit masks: of the last n keys, query i sees key j only if bit j of tree[i] is set.
     `sinks` (H,) are one more score of each head's rows, without a value; the log-sum-exp has them.
     """
-    (n, num_heads, _), (_, m, _) = q.shape, k.shape
+    (n, num_heads, _) = q.shape
+    (_, m, _) = k.shape
     out = np.zeros(q.shape, q.dtype)
     lse = np.full((n, num_heads), -np.inf, np.float32)
     step = max(1, _MAX_SCORES // max(1, num_heads * m))
     for start in range(0, n, step):
         rows = slice(start, min(n, start + step))
         last = np.arange(m - n, m)[rows] if causal else np.full(n, m - 1)[rows]  # last visible key
-        low, high = max(0, last[0] - window + 1) if window else 0, last[-1] + 1
+        low = max(0, last[0] - window + 1) if window else 0
+        high = last[-1] + 1
         if high > low:
             scores = _scores(q[rows], k[:, low:high], scale, softcap)  # (K, H/K, rows, keys)
             keys = np.arange(low, high)
@@ -80,16 +82,19 @@ def _sees(pattern: Any, positions: Array, keys: Array) -> Array:
         distance = positions[:, None] - keys + pattern.offset
         found: Array = distance % pattern.period < pattern.width
         return found
-    rows, columns = positions // pattern.block_q, keys // pattern.block_k
+    rows = positions // pattern.block_q
+    columns = keys // pattern.block_k
     num_rows, num_columns = pattern.mask.shape
     seen: Array = np.zeros((len(rows), len(columns)), bool)
-    row_ok, column_ok = (rows >= 0) & (rows < num_rows), columns < num_columns
+    row_ok = (rows >= 0) & (rows < num_rows)
+    column_ok = columns < num_columns
     seen[np.ix_(row_ok, column_ok)] = pattern.mask[np.ix_(rows[row_ok], columns[column_ok])]
     return seen
 
 
 def _scores(q: Array, k: Array, scale: float, softcap: float) -> Array:
-    (n, _, head_dim), (num_kv_heads, m, _) = q.shape, k.shape
+    (n, _, head_dim) = q.shape
+    (num_kv_heads, m, _) = k.shape
     grouped = q.reshape(n, num_kv_heads, -1, head_dim).transpose(1, 2, 0, 3)
     grouped = grouped.astype(np.float32).reshape(num_kv_heads, -1, head_dim) * np.float32(scale)
     scores: Array = grouped @ k.astype(np.float32, copy=False).transpose(0, 2, 1)

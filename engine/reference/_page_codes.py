@@ -15,7 +15,8 @@ __all__ = ["from_codes", "to_codes"]
 Array = np.ndarray[Any, Any]
 
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-_LARGEST_E4M3, _LARGEST_INT8 = np.float32(448), np.float32(127)
+_LARGEST_E4M3 = np.float32(448)
+_LARGEST_INT8 = np.float32(127)
 _NAN = np.uint8(0x7F)
 
 

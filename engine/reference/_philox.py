@@ -49,10 +49,14 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> list
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        p0, p1 = c0 * _MULTIPLY[0], c2 * _MULTIPLY[1]
-        c0, c1 = (p1 >> np.uint64(32)) ^ c1 ^ k0, p1 & _LOW
-        c2, c3 = (p0 >> np.uint64(32)) ^ c3 ^ k1, p0 & _LOW
-        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+        p0 = c0 * _MULTIPLY[0]
+        p1 = c2 * _MULTIPLY[1]
+        c0 = (p1 >> np.uint64(32)) ^ c1 ^ k0
+        c1 = p1 & _LOW
+        c2 = (p0 >> np.uint64(32)) ^ c3 ^ k1
+        c3 = p0 & _LOW
+        k0 = (k0 + _WEYL[0]) & _LOW
+        k1 = (k1 + _WEYL[1]) & _LOW
     return [np.asarray(c).astype(np.uint32) for c in (c0, c1, c2, c3)]
 
 
@@ -75,7 +79,8 @@ def gumbel_all(seeds: Array, positions: Array, vocab_size: int) -> Array:
 
 
 def _words(seeds: Array, positions: Array, groups: Array) -> list[Array]:
-    at, high = positions.astype(np.uint64), np.uint64(32)
+    at = positions.astype(np.uint64)
+    high = np.uint64(32)
     counter = (groups, at & _LOW, at >> high, np.zeros_like(at))
     return philox4x32(counter, (seeds & _LOW, seeds >> high))
 

@@ -40,7 +40,8 @@ def multiply_8bit(
         if norm_weight is not None:
             x = rmsnorm(x, norm_weight, eps=eps, weight_offset=weight_offset)
         x, x_scales = quantize_rows(x, dtype=dtype, group=group)
-    a, b = _values(x), _values(weight)
+    a = _values(x)
+    b = _values(weight)
     y = np.zeros((len(a), len(b)), np.float32)
     if group == 0:
         y += (a @ b.T).astype(np.float32, copy=False) * x_scales * weight_scales

@@ -19,7 +19,8 @@ def multiply_row_by_row(x: Array, matrix: Array) -> Array:
     In one product BLAS's order of summation varies by row. It also varies in the last outputs of a
     product whose number of outputs is no multiple of four: they get zeros beside them.
     """
-    count, rows = matrix.shape[1], x[:, None, :]
+    count = matrix.shape[1]
+    rows = x[:, None, :]
     whole = count // _TOGETHER * _TOGETHER
     y = np.empty((len(x), count), np.float32)
     y[:, :whole] = np.matmul(rows, matrix[:, :whole])[:, 0]

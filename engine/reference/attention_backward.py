@@ -27,7 +27,8 @@ def attention_backward(
     softcap: float = 0.0,
 ) -> tuple[Array, Array, Array]:
     """dQ, dK, dV of sum(dout * attention_prefill(q, k, v)), from its `out` and log-sum-exp."""
-    (_, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
+    (_, num_heads, head_dim) = q.shape
+    num_kv_heads = k.shape[1]
     scale = np.float32(head_dim**-0.5 if scale is None else scale)
     dq, dk, dv = (np.zeros(x.shape, q.dtype) for x in (q, k, v))
     for b in range(len(cu_seqlens_q) - 1):
@@ -36,12 +37,14 @@ def attention_backward(
             first = kv_head * (num_heads // num_kv_heads)
             heads = slice(first, first + num_heads // num_kv_heads)
             q_, dout_, out_ = (_float32(x[rows, heads]).swapaxes(0, 1) for x in (q, dout, out))
-            k_, v_ = _float32(k[keys, kv_head]), _float32(v[keys, kv_head])
+            k_ = _float32(k[keys, kv_head])
+            v_ = _float32(v[keys, kv_head])
             scores = scale * (q_ @ k_.T)  # (H/K, queries, keys)
             slope = np.float32(1.0)
             if softcap:
                 tanh = np.tanh(scores / np.float32(softcap))
-                scores, slope = np.float32(softcap) * tanh, 1 - tanh * tanh
+                scores = np.float32(softcap) * tanh
+                slope = 1 - tanh * tanh
             top = np.where(np.isneginf(lse[rows, heads]), np.inf, lse[rows, heads]).T[..., None]
             hidden = _hidden(scores.shape[1], len(k_), causal, window)
             p = np.exp(np.where(hidden, np.float32(-np.inf), scores) - top)
@@ -56,7 +59,8 @@ def attention_backward(
 
 def _hidden(num_queries: int, num_keys: int, causal: bool, window: int) -> Array:
     """Return the mask of hidden (query, key) pairs; if causal, the last query sees all keys."""
-    key, query = np.arange(num_keys), np.arange(num_queries)[:, None]
+    key = np.arange(num_keys)
+    query = np.arange(num_queries)[:, None]
     last = query + num_keys - num_queries if causal else np.full_like(query, num_keys - 1)
     return (key > last) | (key <= last - window if window else np.False_)
 

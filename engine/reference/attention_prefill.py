@@ -51,7 +51,8 @@ def attention_prefill(
         else:
             assert cu_seqlens_k is not None
             tokens = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
-            keys, values = k[tokens].transpose(1, 0, 2), v[tokens].transpose(1, 0, 2)
+            keys = k[tokens].transpose(1, 0, 2)
+            values = v[tokens].transpose(1, 0, 2)
         rule = {"scale": scale, "window": window, "softcap": softcap, "pattern": pattern}
         result = attend(q[rows], keys, values, causal=causal, sinks=sinks, **rule)
         out[rows], lse[rows] = result

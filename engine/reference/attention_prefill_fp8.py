@@ -37,8 +37,10 @@ def attention_prefill_fp8(
     group = q.shape[1] // k.shape[1]
     factor = (q.shape[-1] ** -0.5 if scale is None else scale) * np.log2(np.e)
     for b in range(len(cu_seqlens_q) - 1):
-        rows, keys = slice(*cu_seqlens_q[b : b + 2]), slice(*cu_seqlens_k[b : b + 2])
-        n, m = rows.stop - rows.start, keys.stop - keys.start
+        rows = slice(*cu_seqlens_q[b : b + 2])
+        keys = slice(*cu_seqlens_k[b : b + 2])
+        n = rows.stop - rows.start
+        m = keys.stop - keys.start
         if m == 0:
             continue
         hidden = np.arange(m) > np.arange(m - n, m)[:, None] if causal else np.zeros((n, m), bool)

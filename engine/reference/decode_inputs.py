@@ -30,9 +30,11 @@ def decode_inputs(
     for b in used[np.diff(cu_new_blocks)[used] > 0]:
         blocks = new_blocks[cu_new_blocks[b] : cu_new_blocks[b + 1]]
         tables[rows[b], new_starts[b] : new_starts[b] + len(blocks)] = blocks
-    ids, slots = np.full_like(token_ids, PADDING_ID), np.full(token_ids.shape, -1, np.int64)
+    ids = np.full_like(token_ids, PADDING_ID)
+    slots = np.full(token_ids.shape, -1, np.int64)
     tables_out = np.zeros((len(rows), tables.shape[1]), np.int32)
-    row, position = rows[used, None], positions[used]
+    row = rows[used, None]
+    position = positions[used]
     ids[used] = np.where(token_ids[used] >= 0, token_ids[used], last_ids[row])
     blocks = tables[row, position // block_size].astype(np.int64)
     slots[used] = blocks * block_size + position % block_size

@@ -29,7 +29,8 @@ def kv_store(
     """
     is_kept = slot_mapping >= 0
     block, offset = np.divmod(slot_mapping[is_kept], k_pages.shape[2])
-    k, v = k[is_kept], v[is_kept]
+    k = k[is_kept]
+    v = v[is_kept]
     if k_scale is not None and v_scale is not None:
         k, v = (to_codes(x, s, k_pages.dtype) for x, s in ((k, k_scale), (v, v_scale)))
     k_pages[block, :, offset] = k

@@ -40,9 +40,13 @@ def moe_gemm(
     written by the kernels. With `quantize_x` the matrix and x are the numbers that their codes of
     e4m3 stand for.
     """
-    (_, top_k), order, offsets = routing.experts.shape, routing.order, routing.offsets
-    num_pairs, num_rows = len(order), weight.shape[1]
-    result_dtype, matrix_dtype = x.dtype, np.dtype(np.float32) if quantize_x else x.dtype
+    (_, top_k) = routing.experts.shape
+    order = routing.order
+    offsets = routing.offsets
+    num_pairs = len(order)
+    num_rows = weight.shape[1]
+    result_dtype = x.dtype
+    matrix_dtype = np.dtype(np.float32) if quantize_x else x.dtype
     if quantize_x:
         x = rounded_rows(x)
     y = np.zeros((num_pairs, num_rows // 2 if activation else num_rows), np.float32)
@@ -81,5 +85,6 @@ def _gated(z: Array, activation: str | None, alpha: np.float32, limit: np.float3
     gate, up = np.split(z, 2, axis=-1)
     if activation == "swiglu":
         return np.asarray(_activation.silu(gate) * up)
-    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    gate = np.minimum(gate, limit)
+    up = np.clip(up, -limit, limit)
     return np.asarray((up + 1) * (gate / (1 + np.exp(-alpha * gate))))

@@ -34,7 +34,8 @@ def qk_norm_rope_store(
     v_scale: Array | None = None,
 ) -> None:
     """Norm the heads of q and k, apply rope, write q in place and k and v to their pages."""
-    rotated, keys = q, k
+    rotated = q
+    keys = k
     if q_weight is not None:
         rotated = rmsnorm(rotated, q_weight, eps=eps, weight_offset=weight_offset)
     if k_weight is not None:

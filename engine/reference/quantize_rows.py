@@ -20,7 +20,8 @@ def quantize_rows(x: Array, *, dtype: str = "fp8", group: int = 0) -> tuple[Arra
     Products and quotients are single float32 operations. The factor largest / peak is bounded by
     the largest float32, so that zeros have codes 0 and scale 0. NaN makes its group's scale NaN.
     """
-    (m, k), largest = x.shape, _LARGEST[dtype]
+    (m, k) = x.shape
+    largest = _LARGEST[dtype]
     width = group or max(k, 1)
     groups = max(1, -(-k // width))
     padded = np.zeros((m, groups * width), np.float32)

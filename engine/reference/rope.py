@@ -18,11 +18,14 @@ def rope(
     rotary_dim = cos_sin.shape[1]
     half = rotary_dim // 2
     rows = cos_sin[positions][:, None, :]  # (T, 1, R)
-    cos, sin = rows[..., :half], rows[..., half:]
+    cos = rows[..., :half]
+    sin = rows[..., half:]
     if interleaved:
-        first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
+        first = slice(0, rotary_dim, 2)
+        second = slice(1, rotary_dim, 2)
     else:
-        first, second = slice(0, half), slice(half, rotary_dim)
+        first = slice(0, half)
+        second = slice(half, rotary_dim)
 
     def rotate(x: Array) -> Array:
         a, b = (x[..., part].astype(np.float32, copy=False) for part in (first, second))

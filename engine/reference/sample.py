@@ -13,7 +13,9 @@ __all__ = ["BAD_LOGITS", "BAD_PARAMETER", "OK", "SampleResult", "sample"]
 
 Array = np.ndarray[Any, Any]
 
-OK, BAD_LOGITS, BAD_PARAMETER = 0, 1, 2
+OK = 0
+BAD_LOGITS = 1
+BAD_PARAMETER = 2
 
 _LOG2_E = np.float32(1.4426950408889634)
 _FLOAT_MAX = np.finfo(np.float32).max
@@ -76,7 +78,8 @@ def sample(
             finite &= ~np.any(np.isnan(logits[rows]) | (logits[rows] == np.inf), axis=1)
         status[rows][(status[rows] == OK) & ~finite] = BAD_LOGITS
         good = np.flatnonzero(status[rows] == OK)
-        token_ids[start + good], num_kept[start + good] = best[good], 1
+        token_ids[start + good] = best[good]
+        num_kept[start + good] = 1
         drawn = start + good[temperature[rows][good] > 0]
         if len(drawn):
             filters = (temperature[drawn], top_k[drawn], top_p[drawn], min_p[drawn])
@@ -125,7 +128,8 @@ def _penalize(
     keys = np.arange(num_rows)[:, None] * vocab + ids  # of all rows at once
     if repetition is not None:
         seen = np.divmod(np.unique(keys[known]), vocab)
-        values, r = work[seen], repetition[seen[0]]
+        values = work[seen]
+        r = repetition[seen[0]]
         work[seen] = np.where(values > 0, values / r, values * r)
     if freq is None and presence is None:
         return
@@ -213,7 +217,8 @@ def _largest(order: Array, width: int) -> tuple[Array, Array]:
 
 def _share(total: Array, top_p: Array) -> Array:
     """Return ceil(top_p * total), top_p rounded up to steps of 2**-24, without overflow."""
-    steps, bits = np.ceil(top_p * np.float32(2**24)).astype(np.uint64), np.uint64(24)
+    steps = np.ceil(top_p * np.float32(2**24)).astype(np.uint64)
+    bits = np.uint64(24)
     low = (total & np.uint64(2**24 - 1)) * steps + np.uint64(2**24 - 1)
     return np.asarray((total >> bits) * steps + (low >> bits))
 

@@ -51,7 +51,8 @@ class AllowedMasks:
 
     def assign(self, request: Request) -> None:
         """Fill the row of `request`."""
-        row, spec = request.row, request.spec
+        row = request.row
+        spec = request.spec
         allowed_ids = spec.params.allowed_token_ids
         self._fixed.pop(row, None)
         if allowed_ids is not None:
@@ -80,7 +81,8 @@ class AllowedMasks:
         if not len(by_grammar) and not len(by_ids):
             return {}
         plan = self._plan(sampled, rows, by_grammar, paths)
-        firsts, num_plans = by_grammar[plan.firsts], len(plan.firsts)
+        firsts = by_grammar[plan.firsts]
+        num_plans = len(plan.firsts)
         needed = np.concatenate([firsts, by_ids])
         masks = self._pinned.next((len(needed), len(self._eos)), np.int32)
         is_allowed = plan.fill(masks[:num_plans])
@@ -103,7 +105,8 @@ class AllowedMasks:
         paths: Sequence[tuple[int, ...]] | None,
     ) -> MaskPlan:
         """Let the grammars follow their requests' output; return which masks they need."""
-        indices, states = by_grammar.tolist(), []
+        indices = by_grammar.tolist()
+        states = []
         for index in indices:
             request = sampled[index].request
             state = request.spec.grammar

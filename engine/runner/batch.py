@@ -74,7 +74,8 @@ def build_inputs(
     """
     if output.is_unchanged:
         return _build_decodes(output, rows, starts, table, block_size)
-    sequences, num_decodes = output.sequences, output.num_decodes
+    sequences = output.sequences
+    num_decodes = output.num_decodes
     counts = np.full(len(sequences), output.query_len, np.int32)
     counts[num_decodes:] = [s.num_scheduled_tokens for s in sequences[num_decodes:]]
     lens = starts + counts
@@ -86,14 +87,17 @@ def build_inputs(
     blocks = tables[seq_index, kv_positions // block_size].astype(np.int64)
     is_sampled = np.array([s.is_sampled for s in sequences], np.bool_)
     last = cu_seqlens[1:] - np.int32(1)  # the last token of each sequence, drafts aside
-    positions, paths = kv_positions, None
+    positions = kv_positions
+    paths = None
     if output.num_draft_tokens:
         num_drafts = np.array([s.num_draft_tokens for s in sequences], np.int32)
         last -= num_drafts
         sampled, logits_indices = _logits(last, is_sampled, num_drafts)
-        positions, paths = _tree_positions(kv_positions, sequences, last), _paths(sequences)
+        positions = _tree_positions(kv_positions, sequences, last)
+        paths = _paths(sequences)
     else:
-        sampled, logits_indices = is_sampled.nonzero()[0], last[is_sampled]
+        sampled = is_sampled.nonzero()[0]
+        logits_indices = last[is_sampled]
     uses_last_id = table.last_positions[rows] == kv_positions[last]
     batch = ForwardBatch(
         token_ids=_token_ids(sequences, cu_seqlens, uses_last_id),
@@ -141,12 +145,15 @@ def _build_decodes(
     output: ScheduleOutput, rows: IntArray, starts: IntArray, table: RequestRows, block_size: int
 ) -> StepInputs:
     """Build the arrays of an unchanged batch, without a loop over its sequences."""
-    sequences, count = output.sequences, len(rows)
-    lens, block_indices = starts + np.int32(1), starts // block_size
+    sequences = output.sequences
+    count = len(rows)
+    lens = starts + np.int32(1)
+    block_indices = starts // block_size
     table.update_tables(sequences, rows, lens, rewritten=bool(output.copies))
     uses_last_id = table.last_positions[rows] == starts
     tables = table.block_tables[rows, : block_indices.max() + 1]
-    index, cu_seqlens = np.arange(count), np.arange(count + 1, dtype=np.int32)
+    index = np.arange(count)
+    cu_seqlens = np.arange(count + 1, dtype=np.int32)
     last_id_tokens = np.flatnonzero(uses_last_id)
     slots = tables[index, block_indices].astype(np.int64) * block_size + starts % block_size
     batch = ForwardBatch(
@@ -221,7 +228,8 @@ def _token_ids(
     known: list[int] = []
     for index in np.flatnonzero(is_known).tolist():
         sequence = sequences[index]
-        start, first = sequence.start, int(cu_seqlens[index])
+        start = sequence.start
+        first = int(cu_seqlens[index])
         num_known = sequence.num_reached_tokens - int(uses_last_id[index]) - start
         indices += range(first, first + num_known)
         known += sequence.request.token_ids(start, start + num_known)

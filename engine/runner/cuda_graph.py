@@ -132,7 +132,8 @@ class DecodeGraphs:
         self._model.device.activate()
         cuda = self._model.device.xp.cuda
         cuda.get_current_stream().synchronize()
-        self._pool, self._stream = cuda.MemoryPool(), cuda.Stream(non_blocking=True)
+        self._pool = cuda.MemoryPool()
+        self._stream = cuda.Stream(non_blocking=True)
         largest_first = sorted(self._keys, key=lambda key: (key.num_tokens, key), reverse=True)
         keys = tqdm(
             largest_first,  # smaller graphs then fit into its memory
@@ -157,7 +158,8 @@ class DecodeGraphs:
     def _key_of(self, context_lens: IntArray, query_len: int) -> GraphKey:
         """Return `key`; looks for the longest context only where it decides, for few sequences."""
         size = self._sizes[bisect_left(self._sizes, len(context_lens))]
-        of_size, lens = self._by_size[size, query_len], self._max_context_lens[size]
+        of_size = self._by_size[size, query_len]
+        lens = self._max_context_lens[size]
         if len(lens) == 1:
             return of_size[0]
         return of_size[bisect_left(lens, max(context_lens.tolist()))]
@@ -175,7 +177,8 @@ class DecodeGraphs:
             Of "token_ids" and "status", `query_len` for each sequence. None: nothing was done, and
             the step has to be computed kernel by kernel.
         """
-        sequences, query_len = output.sequences, output.query_len
+        sequences = output.sequences
+        query_len = output.query_len
         is_supported = output.num_decodes == len(sequences) and (
             output.is_unchanged or all([s.is_sampled for s in sequences])
         )
@@ -203,7 +206,8 @@ class DecodeGraphs:
         They are valid until the next step is computed. None if no graph supports the step; then
         nothing was done.
         """
-        batch, rows = inputs.batch, inputs.rows
+        batch = inputs.batch
+        rows = inputs.rows
         is_supported = (
             batch.num_decodes == batch.num_sequences and batch.query_len in self._cu_seqlens
         )
@@ -216,7 +220,8 @@ class DecodeGraphs:
         positions = inputs.sampled_positions - np.int32(1)
         mask = None if batch.tree_mask is None else batch.tree_mask.ravel()
         tokens = Tokens(ids, batch.positions, positions, mask)
-        size, query_len = key.size, key.query_len
+        size = key.size
+        query_len = key.query_len
         buffer = self._filling.fill_all(rows, size, query_len, tokens, batch.context_lens)
         self._send(buffer, key, rows, tokens)
         self._inputs.release(buffer)
@@ -250,7 +255,8 @@ class DecodeGraphs:
 
     def compute(self, key: GraphKey) -> None:
         """Launch the kernels of a step one by one; graphs are captured from these launches."""
-        arrays, num_tokens = self._inputs.arrays, key.num_tokens
+        arrays = self._inputs.arrays
+        num_tokens = key.num_tokens
         shape = key.size, key.query_len
         logits = self._forward(key)
         columns = {name: arrays[name][:num_tokens] for name in _SAMPLING}
@@ -265,7 +271,9 @@ class DecodeGraphs:
         )
 
     def _forward(self, key: GraphKey) -> Any:
-        arrays, size, batch = self._inputs.arrays, key.size, self._batch(key)
+        arrays = self._inputs.arrays
+        size = key.size
+        batch = self._batch(key)
         shape = size, key.query_len
         kernels.decode_inputs(
             arrays["rows"][:size],
@@ -297,7 +305,9 @@ class DecodeGraphs:
         return logits
 
     def _batch(self, key: GraphKey) -> ForwardBatch:
-        arrays, size, num_tokens = self._inputs.arrays, key.size, key.num_tokens
+        arrays = self._inputs.arrays
+        size = key.size
+        num_tokens = key.num_tokens
         cu_seqlens = self._cu_seqlens[key.query_len]
         mask = arrays["tree_mask"][:num_tokens].reshape(size, key.query_len)
         return ForwardBatch(

@@ -73,5 +73,6 @@ class FeatureTap:
         if not self._layers:
             return {}
         shape = num_tokens, self._model.config.hidden_size
-        xp, dtype = self._model.device.xp, np_dtype(self._model.dtype)
+        xp = self._model.device.xp
+        dtype = np_dtype(self._model.dtype)
         return {layer: xp.empty(shape, dtype) for layer in self._layers}

@@ -120,12 +120,14 @@ class GraphInputs:
         stops : (B,) int32
             The context lengths.
         """
-        buffer, count = self.static.next_buffer(), len(columns.rows)
+        buffer = self.static.next_buffer()
+        count = len(columns.rows)
         if buffer.holds != (columns.key, size):
             buffer.pad(count, size, columns.query_len)
             buffer.fill(count, count, columns.query_len, rows=columns.rows, **columns.sampling)
             buffer.holds = columns.key, size
-        fields, num_tokens = buffer.fields, len(columns.rope_offsets)
+        fields = buffer.fields
+        num_tokens = len(columns.rope_offsets)
         fields["token_ids"][:num_tokens] = tokens.token_ids
         fields["positions"][:num_tokens] = tokens.kv_positions
         fields["sample_positions"][:num_tokens] = tokens.positions + 1
@@ -140,7 +142,8 @@ class GraphInputs:
         self, rows: IntArray, size: int, query_len: int, tokens: Tokens, stops: IntArray
     ) -> StagingBuffer:
         """Return the next staging buffer, for a step that is not sampled by its graph."""
-        buffer, count = self.static.next_buffer(), len(rows)
+        buffer = self.static.next_buffer()
+        count = len(rows)
         buffer.holds = None
         offsets = self._table.rope_offsets[rows].repeat(query_len)
         columns: dict[str, Any] = {
@@ -160,11 +163,13 @@ class GraphInputs:
         if not self._table.has_unsent:
             buffer.fill_no_blocks()
             return 0
-        held, sent = self._table.num_blocks[rows], self._table.num_sent[rows]
+        held = self._table.num_blocks[rows]
+        sent = self._table.num_sent[rows]
         counts = held - sent
         buffer.fill(len(rows), size, new_starts=sent)
         offsets = buffer.fill_blocks(counts, size)
-        blocks, tables = buffer.fields["new_blocks"], self._table.block_tables
+        blocks = buffer.fields["new_blocks"]
+        tables = self._table.block_tables
         for index in counts.nonzero()[0].tolist():
             new = tables[rows[index], sent[index] : held[index]]
             blocks[offsets[index] : offsets[index + 1]] = new
@@ -195,14 +200,17 @@ class GraphInputs:
         self, output: ScheduleOutput, rows: IntArray, starts: IntArray
     ) -> Tokens:
         """Return the tokens of decodes that have drafts."""
-        sequences, query_len = output.sequences, output.query_len
+        sequences = output.sequences
+        query_len = output.query_len
         on_device = _drafts_on_device(sequences, query_len)
         ids: list[int] = []
         positions = starts[:, None] + self._offsets[:query_len]
-        kv_positions, has_parents = positions.ravel(), False
+        kv_positions = positions.ravel()
+        has_parents = False
         last_positions = self._table.last_positions[rows].tolist()
         for sequence, last_position in zip(sequences, last_positions, strict=True):
-            start, drafts = sequence.start, sequence.drafts
+            start = sequence.start
+            drafts = sequence.drafts
             num_drafts = 0 if drafts is None else len(drafts)
             reached = start + sequence.num_scheduled_tokens - num_drafts
             known = sequence.request.token_ids(start, reached)

@@ -74,7 +74,8 @@ def history_indices(inputs: StepInputs, history_lens: IntArray) -> dict[str, Int
     is_plain = [inputs.sampled[row].drafts is None for row in penalised.tolist()]
     entries: list[tuple[int, int, int]] = []
     for row in penalised.tolist():
-        path, stop = inputs.paths[row], int(history_lens[row])
+        path = inputs.paths[row]
+        stop = int(history_lens[row])
         entries += [(row, stop - len(path) + i, token) for i, token in enumerate(path)]
     rows, columns, ids = np.array(entries, np.int64).reshape(-1, 3).T.copy()
     return {

@@ -158,7 +158,8 @@ class ModelRunner:
             lead(self.graphs, max_model_len, max_draft_tokens)
         self.graphs.capture(progress=progress)
         # CuPy compiles indexing by an array on first use: do it now, not in the first step.
-        last_ids, first = self._table.last_ids, self.model.device.xp.zeros(1, np.int64)
+        last_ids = self._table.last_ids
+        first = self.model.device.xp.zeros(1, np.int64)
         last_ids[first] = last_ids[first]
 
     def release(self, requests: Iterable[Request]) -> None:
@@ -218,7 +219,8 @@ class ModelRunner:
         """Start the sampling of a step, if it had to wait until the earlier steps are committed."""
         if step.unsampled is None:
             return
-        (logits, inputs), step.unsampled = step.unsampled, None
+        (logits, inputs) = step.unsampled
+        step.unsampled = None
         sampling = self._sampling.build(
             inputs.sampled, inputs.sampled_rows, inputs.sampled_positions, inputs.paths
         )
@@ -280,7 +282,8 @@ class ModelRunner:
 
     def _check_tables(self, output: ScheduleOutput, rows: IntArray, starts: IntArray) -> None:
         """Verify block tables, rows and positions before anything is launched (debug mode)."""
-        sequences, size = output.sequences, self._block_size
+        sequences = output.sequences
+        size = self._block_size
         lens = starts + np.array([s.num_scheduled_tokens for s in sequences], np.int32)
         self._table.update_tables(sequences, rows, lens, rewritten=bool(output.copies))
         self._table.check(sequences, rows, starts, self.kv_cache.num_blocks, size)
@@ -373,10 +376,8 @@ class ModelRunner:
                 self._table.last_positions[rows[first]] = -1
         if "penalised" in on_device:
             chosen = on_device["penalised"]
-            history_rows, positions = (
-                on_device["sampled_rows"][chosen],
-                columns["positions"][chosen],
-            )
+            history_rows = on_device["sampled_rows"][chosen]
+            positions = columns["positions"][chosen]
             self._sampling.history.append(history_rows, positions, sampled.token_ids[chosen])
         wanted = {"token_ids": sampled.token_ids, "status": sampled.status}
         if sampling.num_logprobs is not None:
@@ -410,7 +411,8 @@ class ModelRunner:
         if step.first_logits_rows is not None:
             self._read_drafted(step, step.first_logits_rows, arrays, result)
             return
-        token_ids, sampled = arrays["token_ids"].tolist(), step.sampled
+        token_ids = arrays["token_ids"].tolist()
+        sampled = step.sampled
         result.token_ids = {s.request: [i] for s, i in zip(sampled, token_ids, strict=True)}
         for index in np.flatnonzero(arrays["status"]).tolist():
             result.failed.setdefault(sampled[index].request, _NO_SAMPLE)
@@ -430,12 +432,15 @@ class ModelRunner:
         result: StepResult,
     ) -> None:
         """Read a step with drafts: a sequence gets its accepted drafts and one token more."""
-        all_ids, status = arrays["token_ids"].tolist(), arrays["status"]
-        has_failures, is_penalised = any(status.tolist()), self._sampling.is_penalised
+        all_ids = arrays["token_ids"].tolist()
+        status = arrays["status"]
+        has_failures = any(status.tolist())
+        is_penalised = self._sampling.is_penalised
         moves: list[tuple[int, int]] = []
         counts = step.counts or [None] * len(step.sampled)
         for sequence, first, count in zip(step.sampled, first_logits_rows, counts, strict=True):
-            request, drafts = sequence.request, sequence.drafts
+            request = sequence.request
+            drafts = sequence.drafts
             accepted = [0]
             if drafts is not None:
                 accepted = drafts.accepted_rows(all_ids[first : first + 1 + len(drafts)])

@@ -38,7 +38,8 @@ class PipelinedRunner(ModelRunner):
         self.model.device.activate()
         if self._is_debug:
             self._check_copies(output)
-        step, inputs = LaunchedStep(output), None
+        step = LaunchedStep(output)
+        inputs = None
         if output.sequences:
             rows, starts = self._rows_and_starts(output)
             if self._is_debug:

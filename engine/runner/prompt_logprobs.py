@@ -108,7 +108,8 @@ def score_parts(
 ) -> list[ScoredPart]:
     """Score `parts`, whose hidden states are concatenated in `hidden` (M, N)."""
     size = max(1, _SLICE_LOGITS // vocab_size)
-    scored, first = [], 0
+    scored = []
+    first = 0
     for part in parts:
         slices = []
         for start in range(0, len(part.token_ids), size):

@@ -130,7 +130,8 @@ class RequestRows:
         if rewritten:
             self.num_slots[rows] = self.num_blocks[rows] = self.num_sent[rows] = 0
         for index in (lens > self.num_slots[rows]).nonzero()[0].tolist():
-            table, row = sequences[index].request.block_table, rows[index]
+            table = sequences[index].request.block_table
+            row = rows[index]
             start = self.num_blocks[row]
             if len(table) - start == 1:
                 self.block_tables[row, start] = table[start]
@@ -167,7 +168,8 @@ class RequestRows:
             raise EngineError(f"rows and positions must be {wanted}; got {rows} and {starts}")
         writers: dict[int, str] = {}
         for sequence in sequences:
-            request, stop = sequence.request, (sequence.context_len - 1) // block_size + 1
+            request = sequence.request
+            stop = (sequence.context_len - 1) // block_size + 1
             table = request.block_table[:stop]
             row = self.block_tables[request.row, : len(table)].tolist()
             if row != table or not all(0 <= block < num_blocks for block in table):

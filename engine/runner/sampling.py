@@ -102,7 +102,8 @@ class SamplingTable:
     def assign(self, request: Request) -> None:
         """Fill the row of `request`."""
         self.version += 1
-        row, spec = request.row, request.spec
+        row = request.row
+        spec = request.spec
         params = spec.params
         for name, column in self._floats.items():
             column[row] = getattr(params, name)

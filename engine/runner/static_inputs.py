@@ -69,7 +69,8 @@ class StagingBuffer:
         self.has_blocks = True
         self.done: Any = None
         # Asked for once: NumPy takes microseconds to return an address.
-        self.address, self.results_address = memory.ctypes.data, results.ctypes.data
+        self.address = memory.ctypes.data
+        self.results_address = results.ctypes.data
 
     def fill(self, num_sequences: int, size: int, query_len: int = 1, /, **columns: Any) -> None:
         """Write the fields `columns` of `num_sequences`, and padding up to `size` sequences.
@@ -90,7 +91,8 @@ class StagingBuffer:
 
     def fill_blocks(self, counts: IntArray, size: int) -> IntArray:
         """Write the offsets of each sequence's new blocks, and return them, (len(counts) + 1,)."""
-        offsets, self.has_blocks = self.fields["cu_new_blocks"], True
+        offsets = self.fields["cu_new_blocks"]
+        self.has_blocks = True
         offsets[0] = 0
         np.cumsum(counts, out=offsets[1 : len(counts) + 1])
         offsets[len(counts) + 1 : size + 1] = offsets[len(counts)]
@@ -99,7 +101,8 @@ class StagingBuffer:
     def fill_no_blocks(self) -> None:
         """Write that no sequence has new blocks, whatever the size of the batch."""
         if self.has_blocks:
-            self.fields["cu_new_blocks"][:], self.has_blocks = 0, False
+            self.fields["cu_new_blocks"][:] = 0
+            self.has_blocks = False
 
 
 class StaticInputs:
@@ -173,7 +176,9 @@ class StaticInputs:
     def load(self, data: Any) -> StagingBuffer:
         """Copy what `used` returned in another process to a staging buffer, and send it."""
         buffer = self.next_buffer()
-        buffer.memory[: len(data)], buffer.holds, buffer.has_blocks = data, None, True
+        buffer.memory[: len(data)] = data
+        buffer.holds = None
+        buffer.has_blocks = True
         self.send(buffer, (len(data) - self._base) // 4)
         return buffer
 
@@ -215,7 +220,8 @@ class StaticInputs:
 
 def _layout(max_sequences: int, max_tokens: int) -> tuple[dict[str, tuple[int, str, int]], int]:
     """Return name -> (first byte, dtype, length), and the total number of bytes."""
-    layout, size = {}, 0
+    layout = {}
+    size = 0
     sizes = {name: (dtype, max_tokens) for name, (dtype, _) in _TOKEN_FIELDS.items()}
     sizes |= {name: (dtype, max_sequences) for name, (dtype, _) in _SEQUENCE_FIELDS.items()}
     sizes["cu_new_blocks"] = ("int32", max_sequences + 1)

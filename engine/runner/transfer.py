@@ -74,7 +74,8 @@ class HostToDeviceCopy:
         host = {n: a for n, a in self.arrays.items() if isinstance(a, np.ndarray) and a.size}
         empty = {n: a for n, a in self.arrays.items() if isinstance(a, np.ndarray) and not a.size}
         self.arrays |= {name: cp.empty(array.shape, array.dtype) for name, array in empty.items()}
-        offsets, size = [], 0
+        offsets = []
+        size = 0
         for array in host.values():
             offsets.append(size)
             size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -83,7 +84,8 @@ class HostToDeviceCopy:
         for offset, array in zip(offsets, host.values(), strict=True):
             part = pinned[offset : offset + array.nbytes]
             part.view(array.dtype).reshape(array.shape)[...] = array
-        memory, stream = cp.empty(pinned.shape, np.uint8), cp.cuda.get_current_stream()
+        memory = cp.empty(pinned.shape, np.uint8)
+        stream = cp.cuda.get_current_stream()
         memory.set(pinned, stream=stream)
         done = cp.cuda.Event(disable_timing=True)
         done.record(stream)
@@ -125,7 +127,8 @@ class PinnedArrays:
             self._stream = cuda.Stream(non_blocking=True)
             self._buffers = [_Buffer(cuda) for _ in range(_NUM_TURNS)]
         current = cuda.get_current_stream()
-        buffer, last = self._buffers[0], self._buffers[-1]
+        buffer = self._buffers[0]
+        last = self._buffers[-1]
         last.is_free.record(current)  # what reads it has been launched by now
         buffer.is_free.synchronize()
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
@@ -144,7 +147,8 @@ class PinnedArrays:
         """
         if not self._device.is_cuda:
             return self._array
-        buffer, array = self._buffers[0], self._array
+        buffer = self._buffers[0]
+        array = self._array
         device = buffer.device[: array.nbytes].view(array.dtype).reshape(array.shape)
         device.set(array, stream=self._stream)
         buffer.is_sent.record(self._stream)

@@ -129,7 +129,9 @@ def stages(config: ModelConfig, division: Division) -> list[ModelConfig]:
     [(2, 1, 16), (1, 1, 16)]
     """
     local = _of_rank(config, division)
-    count, first, found = division.pipeline, 0, []
+    count = division.pipeline
+    first = 0
+    found = []
     for stage in range(count):
         last = first + (config.num_layers + count - 1 - stage) // count
         found.append(_layers(local, first, last))

@@ -135,7 +135,9 @@ def plan_memory(
     >>> [(page.dtype, page.bytes_per_token) for page in plan.pages]
     [('float16', 64), ('8-bit', 32)]
     """
-    dtype, length, kind = load_config.dtype, load_config.max_model_len, load_config.device.kind
+    dtype = load_config.dtype
+    length = load_config.max_model_len
+    kind = load_config.device.kind
     groups = _weight_groups(config, dtype, load_config.quantization)
     tables = rope_bytes(config, length)
     weights = sum(group.num_bytes for group in groups) + tables

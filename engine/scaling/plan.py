@@ -113,7 +113,8 @@ class ScalingPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as numbers, strings, and dicts and lists of these."""
-        latency, throughput = self.fastest_token, self.most_tokens
+        latency = self.fastest_token
+        throughput = self.most_tokens
         return {
             "gpu": asdict(self.model.card),
             "num_gpus": self.num_gpus,
@@ -130,7 +131,8 @@ class ScalingPlan:
     def __str__(self) -> str:
         lines = [_HEAD, *map(_line, self.possible)]
         lines += [f"{row.division!s:24} {row.reason}" for row in self.rows if row.reason]
-        latency, throughput = self.fastest_token, self.most_tokens
+        latency = self.fastest_token
+        throughput = self.most_tokens
         if latency is not None and throughput is not None:
             lines.append(
                 f"lowest latency: {latency.division}, {latency.ms_per_token:.2f} ms a token: "
@@ -220,7 +222,8 @@ def plan_scaling(
 def _row(
     speed: Speed, work: Workload, max_model_len: int, prompt_len: int, max_num_seqs: int
 ) -> PlanRow:
-    division, model = speed.division, speed.model
+    division = speed.division
+    model = speed.model
     try:
         division.check(model.config, speed.gpus_per_host, FORMATS.get(model.quantization or ""))
     except ConfigError as error:
@@ -275,9 +278,12 @@ def _stage_weights(model: StepModel, local: ModelConfig, stage: int, division: D
     form = FORMATS.get(model.quantization or "")
     formats = {} if form is None else quantized_formats(local, form)
     num_bytes = weight_bytes(local, model.dtype, formats=formats)
-    shape, dense = (local.vocab_size, local.hidden_size), dense_format(model.dtype)
-    embed, head = dense.num_bytes(shape), formats.get("lm_head", dense).num_bytes(shape)
-    is_first, is_last = stage == 0, stage == division.pipeline - 1
+    shape = (local.vocab_size, local.hidden_size)
+    dense = dense_format(model.dtype)
+    embed = dense.num_bytes(shape)
+    head = formats.get("lm_head", dense).num_bytes(shape)
+    is_first = stage == 0
+    is_last = stage == division.pipeline - 1
     if local.tie_word_embeddings and "lm_head" not in formats:  # one table for both
         return num_bytes - (0 if is_first or is_last else embed)
     return num_bytes - (0 if is_first else embed) - (0 if is_last else head)

@@ -80,7 +80,8 @@ class Speed:
 
     def stage_times(self, step: Step) -> list[Terms]:
         """Return the device's time of each pipeline stage, transfers to the next one included."""
-        count, found = len(self._stages), []
+        count = len(self._stages)
+        found = []
         for index, local in enumerate(self._stages):
             is_last = index == count - 1
             terms = self.model.stage_terms(local, step, self.division, is_last=is_last)
@@ -89,7 +90,8 @@ class Speed:
 
     def _transfer(self, stage: int, step: Step) -> Terms:
         """Return the time to send a step's activations from stage `stage` to the next one."""
-        constants, tensor = self.model.constants, self.division.tensor
+        constants = self.model.constants
+        tensor = self.division.tensor
         num_bytes = step.num_tokens * self.model.config.hidden_size * itemsize(self.model.dtype)
         if (stage + 1) * tensor % self.gpus_per_host == 0:  # the next one is in another host
             return Terms(transfers=constants.network_us + num_bytes / constants.network_rate / 1e3)

@@ -184,10 +184,12 @@ class StepModel:
         whole = self.config.moe
         assert whole is not None
         used, pairs = _chosen_experts(whole, step.num_tokens, division)
-        constants, terms = self.constants, Terms(routing=self.constants.route_us)
+        constants = self.constants
+        terms = Terms(routing=self.constants.route_us)
         rows = _padded(pairs / used, 16)
         for kind in ("experts_gate_up", "experts_down"):
-            shape, name = shapes[f"layers.{layer}.{kind}"], f"layers.{layer}.{kind}"
+            shape = shapes[f"layers.{layer}.{kind}"]
+            name = f"layers.{layer}.{kind}"
             form = self._format(name, formats)
             share = constants.read_experts if form.is_dense else constants.read_expert_codes
             reading = self._read_us(form.num_bytes(shape) * used / moe.num_experts, share)
@@ -203,7 +205,8 @@ class StepModel:
     def _attention(self, local: ModelConfig, window: int, step: Step) -> Terms:
         """Return the time of attention, with the rotation and the storing of keys and values."""
         context = min(step.context, window) if window else step.context
-        constants, heads = self.constants, local.num_heads
+        constants = self.constants
+        heads = local.num_heads
         kv_bytes = 2 * local.num_kv_heads * local.head_dim * self.page_itemsize
         if step.is_decode:
             share = constants.read_pages if self.page_itemsize > 1 else constants.read_page_codes
@@ -224,7 +227,8 @@ class StepModel:
     ) -> Terms:
         """Return the time of the launches around a layer's products."""
         is_fused = step.rows <= _FUSED_ROWS and not form.activations and division.tensor == 1
-        size, hidden = itemsize(self.dtype), local.hidden_size
+        size = itemsize(self.dtype)
+        hidden = local.hidden_size
         features = local.qkv_dim + (0 if moe is None else (moe.top_k + 1) * hidden)
         launches, moved = (0, 0) if is_fused else (2, 8 * hidden + 2 * features)
         if form.activations:
@@ -234,7 +238,8 @@ class StepModel:
         if moe is not None:
             launches += 2 + (1 if form.activations else 0)  # sums, and placing tokens
         if moe is not None and division.expert:  # rows of other GPUs' pairs are cleared
-            launches, moved = launches + 1, moved + moe.top_k * hidden
+            launches = launches + 1
+            moved = moved + moe.top_k * hidden
         reading = self._read_us(step.rows * moved * size, self.constants.elementwise)
         return Terms(elementwise=reading, launches=launches * self.constants.elementwise_us)
 
@@ -312,7 +317,8 @@ def _weights(
 
     A kind is the first layer of it, and its window.
     """
-    shapes, form = weight_shapes(local), FORMATS.get(quantization or "")
+    shapes = weight_shapes(local)
+    form = FORMATS.get(quantization or "")
     formats = {} if form is None else quantized_formats(local, form)
     first: dict[tuple[object, ...], int] = {}
     kinds: Counter[tuple[int, int]] = Counter()
@@ -338,7 +344,8 @@ def _chosen_experts(moe: MoeConfig, num_tokens: int, division: Division) -> tupl
     [1.06, 1.06]
     """
     missed = (1 - moe.top_k / moe.num_experts) ** num_tokens
-    used, pairs = moe.num_experts * (1 - missed), float(num_tokens * moe.top_k)
+    used = moe.num_experts * (1 - missed)
+    pairs = float(num_tokens * moe.top_k)
     if not division.expert:
         return used, pairs
     count = division.tensor

@@ -73,7 +73,8 @@ class Terms:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __add__(self, other: Terms) -> Terms:
-        mine, others = self.as_dict(), other.as_dict()
+        mine = self.as_dict()
+        others = other.as_dict()
         return Terms(**{name: mine[name] + others[name] for name in mine})
 
     def times(self, factor: float) -> Terms:

@@ -34,8 +34,10 @@ def check_queues(
 
 def check_request_state(request: Request, config: SchedulerConfig) -> None:
     """Verify the token counts of an unfinished request, and the blocks it holds."""
-    name, status = _name(request), request.status
-    known, computed = request.num_known_tokens, request.num_computed_tokens
+    name = _name(request)
+    status = request.status
+    known = request.num_known_tokens
+    computed = request.num_computed_tokens
     _verify(not request.is_finished, f"{name} is finished, but still queued")
     _verify(
         request.num_tokens == known + request.num_pending_tokens,
@@ -53,7 +55,8 @@ def check_request_state(request: Request, config: SchedulerConfig) -> None:
         not request.num_draft_tokens or request.drafts is not None,
         f"{name}: drafts are in flight, but not kept",
     )
-    is_running, is_swapped = status is RequestStatus.RUNNING, status is RequestStatus.SWAPPED
+    is_running = status is RequestStatus.RUNNING
+    is_swapped = status is RequestStatus.SWAPPED
     _verify(is_running or request.drafts is None, f"{name} is waiting, but has drafts")
     _verify(is_running or not request.block_table, f"{name} is waiting, but holds blocks")
     _verify(

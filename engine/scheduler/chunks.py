@@ -52,7 +52,8 @@ def add_chunk(
 
 def put_decodes_first(output: ScheduleOutput) -> None:
     """Move the decodes before the other chunks; the first `num_decodes` are in place already."""
-    first, sequences = output.num_decodes, output.sequences
+    first = output.num_decodes
+    sequences = output.sequences
     if output.num_draft_tokens:
         group_decodes(output)
     elif first < len(sequences):

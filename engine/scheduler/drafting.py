@@ -79,7 +79,8 @@ def group_decodes(output: ScheduleOutput) -> None:
     """
     first = output.sequences[0].num_scheduled_tokens
     if all([s.num_scheduled_tokens == first and s.is_decode for s in output.sequences]):
-        output.num_decodes, output.query_len = len(output.sequences), first
+        output.num_decodes = len(output.sequences)
+        output.query_len = first
         return
     lengths = Counter(s.num_scheduled_tokens for s in output.sequences if s.is_decode)
     length = max(lengths, key=lambda n: (lengths[n], n), default=1)
@@ -97,7 +98,8 @@ def group_decodes(output: ScheduleOutput) -> None:
             output.num_draft_tokens -= num_cut
     # A truncated tree stays a prefill, even if it is now as long as the decodes.
     output.sequences[:] = decodes + others
-    output.num_decodes, output.query_len = len(decodes), length
+    output.num_decodes = len(decodes)
+    output.query_len = length
 
 
 def count_accepted(request: Request, token_ids: Sequence[int]) -> None:

@@ -26,6 +26,7 @@ def prefers_swap(request: Request, blocks: BlockManager, config: SchedulerConfig
     num_shared = sum(blocks.allocator.num_owners(block) > 1 for block in request.block_table)
     num_lost = max(0, request.num_computed_tokens - num_shared * blocks.block_size)
     num_saved = blocks.num_blocks_for(request.num_computed_tokens)
-    per_token, per_block = config.recompute_us_per_token, config.swap_us_per_block
+    per_token = config.recompute_us_per_token
+    per_block = config.swap_us_per_block
     recompute_us = num_lost * (_RECOMPUTE_US_PER_TOKEN if per_token is None else per_token)
     return num_saved * (_SWAP_US_PER_BLOCK if per_block is None else per_block) < recompute_us

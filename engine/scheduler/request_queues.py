@@ -83,7 +83,8 @@ class RequestQueues:
 
     def release_siblings(self, request: Request) -> None:
         """Start or queue the siblings of `request`, whose prompt is now computed."""
-        siblings, request.siblings = request.siblings, []
+        siblings = request.siblings
+        request.siblings = []
         for sibling in siblings:
             sibling.leader = None
             self._start_or_queue(request, sibling)
@@ -173,7 +174,8 @@ class RequestQueues:
         """Remove `request`, which ends early, from its group; its siblings get another leader."""
         if request.siblings:
             first, *others = request.siblings
-            request.siblings, first.leader = [], None
+            request.siblings = []
+            first.leader = None
             self.waiting.push(first)
             self._set_leader(first, others)
         if request.leader is not None:

@@ -172,7 +172,8 @@ class Scheduler:
         status = finished_status(reason)
         if not request.is_finished:
             raise ContractError(f"request {request.request_id!r} must have finished; it has not")
-        request.status, request.stop_reason = status, stop_reason
+        request.status = status
+        request.stop_reason = stop_reason
         num_cut = 0
         if num_output_tokens is not None:
             num_cut = request.num_output_tokens - num_output_tokens
@@ -286,7 +287,8 @@ class Scheduler:
             status = request.status
             if status is not _RUNNING and request.is_finished:
                 continue
-            start, drafts = sequence.start, None
+            start = sequence.start
+            drafts = None
             reached = start + sequence.num_scheduled_tokens
             if has_drafts and (drafts := sequence.drafts) is not None:
                 reached -= len(drafts)
@@ -338,13 +340,15 @@ class Scheduler:
         The others are prefills already begun, and requests with drafts.
         """
         others: list[Request] = []
-        sequences, block_size = output.sequences, self.config.block_size
+        sequences = output.sequences
+        block_size = self.config.block_size
         if has_drafts := self._has_drafts:
             self._has_drafts = any([r.drafts is not None for r in self._queues.running])
         for request in self._queues.running:  # `_make_room` may preempt its tail
             if excluded and request in excluded:
                 continue
-            start, num_tokens = request.num_computed_tokens, request.num_tokens
+            start = request.num_computed_tokens
+            num_tokens = request.num_tokens
             if num_tokens - start != 1 or (has_drafts and request.drafts is not None):
                 others.append(request)
                 continue
@@ -389,7 +393,8 @@ class Scheduler:
 
     def _admit(self, output: ScheduleOutput, excluded: Collection[Request]) -> None:
         """Admit waiting requests, in order of service, until one does not fit."""
-        queues, config = self._queues, self.config
+        queues = self._queues
+        config = self.config
         if not len(queues.waiting):
             return
         passed = [request for request in excluded if request in queues.waiting]
@@ -425,7 +430,9 @@ class Scheduler:
         self.last_batch = output.size
         if self.blocks.has_moves:
             new = self.blocks.take_moves()
-            output.swap_out, output.copies, output.swap_in = new.swap_out, new.copies, new.swap_in
+            output.swap_out = new.swap_out
+            output.copies = new.copies
+            output.swap_in = new.swap_in
         if not output.is_empty:
             self._in_flight.append(output)
         if self.config.debug:

@@ -56,7 +56,8 @@ class SchedulerStats:
 
 def collect(blocks: BlockManager, **counts: int) -> SchedulerStats:
     """Return the scheduler's own `counts` together with those of `blocks`."""
-    device, host = blocks.allocator, blocks.host_allocator
+    device = blocks.allocator
+    host = blocks.host_allocator
     tree = blocks.tree.stats if blocks.tree else TreeStats()
     return SchedulerStats(
         num_blocks=device.num_blocks,

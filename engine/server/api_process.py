@@ -74,12 +74,14 @@ def _check_files(options: ServerConfig) -> None:
         read_keys(options.api_key_file)
     if options.ssl_certfile is None:
         return
-    context, names = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "ssl_certfile and ssl_keyfile"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    names = "ssl_certfile and ssl_keyfile"
     files = f"{excerpt(options.ssl_certfile)} and {excerpt(options.ssl_keyfile)}"
     try:
         context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
         if options.ssl_ca_certs is not None:
-            names, files = "ssl_ca_certs", excerpt(options.ssl_ca_certs)
+            names = "ssl_ca_certs"
+            files = excerpt(options.ssl_ca_certs)
             context.load_verify_locations(options.ssl_ca_certs)
     except OSError as error:  # also of OpenSSL
         raise ConfigError(f"{names} must be files in PEM; got {files}: {error}") from error
@@ -116,7 +118,8 @@ async def _serve(
     listeners: list[socket.socket],
     report: Report,
 ) -> None:
-    loop, is_ending = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    is_ending = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, is_ending.set)
     client = await _connect(config, options, tokenizer)
     await warm_up(client)

@@ -46,7 +46,8 @@ def build_app(client: EngineClient, config: ServerConfig) -> Starlette:
         If an option does not fit the model, or the key file cannot be used.
     """
     modules = _modules(config)
-    keys, slots = KeyRing(config), RequestSlots(config)
+    keys = KeyRing(config)
+    slots = RequestSlots(config)
     public = OPEN_PATHS.union(*(getattr(module, "PUBLIC_PATHS", ()) for module in modules))
     app = Starlette(
         routes=_routes(modules),
@@ -58,7 +59,10 @@ def build_app(client: EngineClient, config: ServerConfig) -> Starlette:
     )
     app.router.redirect_slashes = False
     state = app.state
-    state.client, state.config, state.slots, state.is_draining = client, config, slots, False
+    state.client = client
+    state.config = config
+    state.slots = slots
+    state.is_draining = False
     state.created = int(time.time())
     state.endpoints = tuple(e for module in modules for e in getattr(module, "ENDPOINTS", ()))
     state.model_names = config.served_model_name or (client.model_info.model,)

@@ -352,7 +352,8 @@ class _Answer:
             thought, text = self._reasoning.feed(text)
             if is_last:
                 more_thought, more = self._reasoning.finish()
-                thought, text = thought + more_thought, text + more
+                thought = thought + more_thought
+                text = text + more
         if self._tools is None:
             return thought, text, ()
         events = self._tools.feed(text) if text else []
@@ -380,7 +381,8 @@ class _NamedCall:
 
     def feed(self, delta: str) -> list[Event]:
         """Return the start of the call once, and the delta as its arguments."""
-        start, self._start = self._start, None
+        start = self._start
+        self._start = None
         events: list[Event] = [ToolCallDelta(0, delta)]
         return events if start is None else [start, *events]
 

@@ -60,7 +60,8 @@ class ZmqEngineClient(RequestClient):
         self.on_end: Callable[[list[RemoteRequest], EngineError], None] | None = None
         self.on_refusal: Callable[[RemoteRequest, EngineError], bool] | None = None
         self.answer: Callable[[m.FromClient], Iterable[m.FromEngine]] | None = None
-        self._socket, self._monitor = socket, monitor
+        self._socket = socket
+        self._monitor = monitor
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[m.Ready] = self._loop.create_future()
         self._requests: dict[int, RemoteRequest] = {}
@@ -143,7 +144,8 @@ class ZmqEngineClient(RequestClient):
     def submit(self, request: RemoteRequest) -> None:
         """Ask the engine for a request; see `RequestClient.submit`."""
         self._check_alive()
-        request_id, message = request.request_id, request.message
+        request_id = request.request_id
+        message = request.message
         if request_id in self._handles:
             raise RequestError(f"request id {request_id[:80]!r} is in use")
         message.handle = next(self._numbers)
@@ -322,7 +324,8 @@ class ZmqEngineClient(RequestClient):
             self._ready.set_result(message)
 
     def _take_step(self, step: m.StepResult) -> None:
-        now, requests = time.monotonic(), self._requests
+        now = time.monotonic()
+        requests = self._requests
         for handle, token_id in zip(step.handles, step.token_ids, strict=True):
             request = requests.get(handle)
             if request is not None:

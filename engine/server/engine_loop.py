@@ -65,7 +65,9 @@ class _Client:
         if not (self.handles or self.pieces):
             return None
         result = m.StepResult(self.handles, self.token_ids, self.pieces)
-        self.handles, self.token_ids, self.pieces = [], [], []
+        self.handles = []
+        self.token_ids = []
+        self.pieces = []
         return result
 
 
@@ -183,7 +185,8 @@ class EngineLoop:
             self._handlers[type(message)](client, message)
 
     def _ready(self) -> m.Ready:
-        engine, model = self._engine, self._engine.model
+        engine = self._engine
+        model = self._engine.model
         return m.Ready(
             model.name,
             engine.config.scheduler.max_model_len,
@@ -372,7 +375,8 @@ class EngineLoop:
             if not client.is_behind:
                 self._send(client, beat)
             elif self._send(client, m.Lost(client.lost, _TOO_SLOW)):
-                client.lost, client.is_behind = [], False
+                client.lost = []
+                client.is_behind = False
 
     def _heartbeat(self) -> m.Heartbeat:
         num_tokens = num_requests = 0

@@ -124,7 +124,8 @@ class _Visit:
 
     def log(self) -> None:
         """Write the line of this request."""
-        scope, seconds = self.scope, time.monotonic() - self._begin
+        scope = self.scope
+        seconds = time.monotonic() - self._begin
         log_request(
             self.request_id,
             scope["method"],

@@ -47,7 +47,8 @@ def replica_gpus(number: int, num_ranks: int, visible: str | None) -> str:
     >>> replica_gpus(1, 2, None), replica_gpus(1, 2, "4,5,6,7")
     ('2,3', '6,7')
     """
-    first, last = number * num_ranks, (number + 1) * num_ranks
+    first = number * num_ranks
+    last = (number + 1) * num_ranks
     if visible is None:
         return ",".join(map(str, range(first, last)))
     found = visible.split(",")

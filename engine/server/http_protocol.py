@@ -55,7 +55,8 @@ class _BoundedProtocol(HttpToolsProtocol):
             if not size:
                 self._refuse(431, f"the headers must have at most {limit} bytes")
                 return
-            part, data = data[:size], data[size:]
+            part = data[:size]
+            data = data[size:]
             self._has_ended = False
             super().data_received(part)
             if self._is_in_headers and not self._has_ended:
@@ -63,7 +64,8 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_in_headers, self._num_header_bytes = True, 0
+        self._is_in_headers = True
+        self._num_header_bytes = 0
         self._start_header_timer()
 
     def on_headers_complete(self) -> None:
@@ -74,7 +76,8 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._is_in_headers, self._num_header_bytes = True, 0
+        self._is_in_headers = True
+        self._num_header_bytes = 0
         self._has_ended = True
 
     def _start_header_timer(self) -> None:

@@ -58,7 +58,8 @@ async def read_body(request: Request) -> bytes:
 
 
 async def _read(request: Request, config: ServerConfig) -> bytes:
-    parts, size = [], 0
+    parts = []
+    size = 0
     async for part in request.stream():
         size += len(part)
         if size > config.max_body_bytes:

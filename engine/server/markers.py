@@ -90,5 +90,6 @@ class TextGate:
 
     def finish(self) -> str:
         """Return the white space at the end of the text."""
-        held, self._held = "".join(self._held), []
+        held = "".join(self._held)
+        self._held = []
         return held

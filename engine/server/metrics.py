@@ -144,7 +144,8 @@ def _number(stats: EngineStats, value: _Value) -> float:
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     """Return Prometheus's buckets, each of which counts those below it, too."""
-    found, count = [], 0
+    found = []
+    count = 0
     bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
     for bound, number in zip(bounds, histogram.counts, strict=True):
         count += number

@@ -40,11 +40,13 @@ class ReadAhead(Generic[T]):
             What the generator raises.
         """
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise error
         if self._step is None:
             return await anext(self._source, None)
-        step, self._step = self._step, None
+        step = self._step
+        self._step = None
         try:
             item: T = await _resume(step, self._future)
         except StopAsyncIteration:
@@ -71,7 +73,8 @@ class ReadAhead(Generic[T]):
 
     async def close(self) -> None:
         """Close the generator, wherever it is."""
-        step, self._step = self._step, None
+        step = self._step
+        self._step = None
         if step is not None:
             with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
                 await _resume(step, self._future, asyncio.CancelledError())

@@ -13,7 +13,8 @@ from engine.server.markers import Markers, TextGate
 
 __all__ = ["NAMES", "ReasoningParser", "detect", "get"]
 
-_OPEN, _CLOSE = "<think>", "</think>"
+_OPEN = "<think>"
+_CLOSE = "</think>"
 _MARKERS = Markers(_CLOSE)
 _DEEPSEEK = "<\uff5cAssistant\uff5c>"
 

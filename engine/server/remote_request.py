@@ -102,7 +102,8 @@ class RemoteRequest:
         """
         if self.is_finished:
             return False
-        message, streams = self.message, self.group.streams
+        message = self.message
+        streams = self.group.streams
         is_final = message.is_final_only  # of those the engine has said nothing yet
         message.resumed = [
             ([] if is_final else list(stream.request.output_token_ids)) if is_open else None
@@ -120,7 +121,8 @@ class RemoteRequest:
         """Wait for news and return them; raise `error` if it is set."""
         while True:
             if self._arrived is not None:
-                output, self._arrived = self._arrived, None
+                output = self._arrived
+                self._arrived = None
                 return output
             if self._has_news and self.group.wants_output:
                 self._has_news = False
@@ -142,7 +144,8 @@ class RemoteRequest:
 
     def fail(self, error: BaseException) -> None:
         """Let the reader get `error` after the outputs that it has not taken."""
-        self.error, self.is_finished = error, True
+        self.error = error
+        self.is_finished = True
         self._wake()
 
     def push_token(self, token_id: int, now: float) -> list[End]:
@@ -179,7 +182,8 @@ class RemoteRequest:
     def _push(self, new: Continuation, now: float) -> list[End]:
         if not self._is_open[new.index]:
             return []  # its text has ended it, which the engine did not know yet
-        group, stream = self.group, self.group.streams[new.index]
+        group = self.group
+        stream = self.group.streams[new.index]
         request = stream.request
         request.output_token_ids += new.token_ids
         if new.finish_reason is not None:

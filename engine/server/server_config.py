@@ -181,7 +181,8 @@ class ServerConfig:
             if not isinstance(value, tuple) or not all(isinstance(v, str) and v for v in value):
                 raise ConfigError(f"{name} must be texts that are not empty; got {shown(value)}")
         for name in _TEXTS:
-            value, is_optional = getattr(self, name), type(self).__dict__[name] is None
+            value = getattr(self, name)
+            is_optional = type(self).__dict__[name] is None
             if not isinstance(value, str) and not (value is None and is_optional):
                 raise ConfigError(f"{name} must be a text; got {shown(value)}")
         if self.log_level not in LOG_LEVELS:

@@ -39,7 +39,8 @@ def connected_socket(address: str) -> tuple[Socket, Socket]:
     """Return a client's socket, and the one that tells when its engine has gone."""
     socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.linger = 0
-    socket.sndhwm, socket.rcvhwm = _MAX_UNSENT, MAX_UNREAD
+    socket.sndhwm = _MAX_UNSENT
+    socket.rcvhwm = MAX_UNREAD
     _notice_silence(socket, address)
     socket.setsockopt(zmq.IDENTITY, os.urandom(16).hex().encode())
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -50,7 +51,8 @@ def connected_socket(address: str) -> tuple[Socket, Socket]:
 def _notice_silence(socket: Socket, address: str) -> None:
     """End connections to machines that do not answer any more."""
     if address.startswith("tcp:"):
-        socket.heartbeat_ivl, socket.heartbeat_timeout = _PING_MS, 5 * _PING_MS
+        socket.heartbeat_ivl = _PING_MS
+        socket.heartbeat_timeout = 5 * _PING_MS
 
 
 def has_input(socket: Socket) -> bool:

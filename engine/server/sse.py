@@ -174,7 +174,8 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 
     async def _finish_comment(self) -> None:
-        task, self._comment = self._comment, None
+        task = self._comment
+        self._comment = None
         if task is not None:
             with contextlib.suppress(Exception):
                 await task

@@ -34,11 +34,14 @@ from engine.server.server_config import ServerConfig
 __all__ = ["Supervisor", "supervise"]
 
 _MAX_ADDRESS = 100  # bytes; the kernel's limit for the path of a socket is 104 or 108
-_MAX_RESTARTS, _RESTART_SPAN = 5, 60.0  # of API processes, and of each replica, in seconds
+# Maximum restarts of the API processes, and of each replica, within the span.
+_MAX_RESTARTS = 5
+_RESTART_SPAN = 60.0  # seconds
 _SLACK_SECONDS = 6.0  # that a child has to end, beyond `shutdown_timeout`
 _NOTICE_SECONDS = 2.0  # until an engine's end is known, after an API process has noticed it
 _LAST_WORDS_SECONDS = 3.0  # that API processes have to answer when the engine has ended
-_ENGINE, _API = "engine.server.engine_process", "engine.server.api_process"
+_ENGINE = "engine.server.engine_process"
+_API = "engine.server.api_process"
 # Not `-m`, which would import from the current folder first.
 _CODE = """import sys; module, *sys.path[:] = sys.argv[1:]
 from importlib import import_module
@@ -179,7 +182,8 @@ class Supervisor:
 
     def _may_restart(self, name: str) -> bool:
         """Count a restart, and tell whether there have been few of late."""
-        now, restarts = time.monotonic(), self._restarts[name]
+        now = time.monotonic()
+        restarts = self._restarts[name]
         restarts.append(now)
         while restarts[0] < now - _RESTART_SPAN:
             restarts.popleft()
@@ -267,7 +271,8 @@ class Supervisor:
                 if message.get("ready"):
                     child.ready.set()
                 elif "reason" in message:
-                    child.reason, child.status = message["reason"], message["status"]
+                    child.reason = message["reason"]
+                    child.status = message["status"]
         await child.process.wait()
         self._children.discard(child)
         self._ended.put_nowait(child)
@@ -287,7 +292,9 @@ class Supervisor:
 
     async def _is_hung(self, engine: _Child, limit: float) -> bool:
         """Wait until the engine hangs, or until it ends or has to."""
-        seen, start, looked = 0.0, 0.0, time.monotonic()
+        seen = 0.0
+        start = 0.0
+        looked = time.monotonic()
         while engine in self._children and not engine.is_ending:
             now = time.monotonic()
             if now - looked > 2 * BEAT_SECONDS:  # this process was stopped: the engine, too, maybe

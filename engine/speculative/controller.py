@@ -17,7 +17,9 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _PRIOR = 0.6  # assumed probability that a draft is accepted if its parent was, before any was seen
 _WEIGHT = 4.0  # how many drafts the assumption counts as
-_KEEP_REQUEST, _KEEP_ALL = 0.9, 0.98  # weight of older evidence at each step with drafts
+# Factor on older evidence at each step with drafts.
+_KEEP_REQUEST = 0.9
+_KEEP_ALL = 0.98
 _KEEP_IDLE = 1 - 1 / 256  # and at each step without: what was bad is tried again some day
 _GAIN_TO_START = 1.03  # of tokens per second, over plain decoding
 _NEW_SECONDS = 0.1  # weight of the latest time that was measured
@@ -222,12 +224,14 @@ class Controller:
         if lens is None:
             return self._best_of_any([_acceptance(*pair) for pair in pairs], num_decodes)
         plain, *seconds = self._costs.all_of(num_decodes, (1, *lens))
-        gain, most = 0.0, 0
+        gain = 0.0
+        most = 0
         for length, time in zip(lens, seconds, strict=True):
             accepted = sum([_num_accepted(drafts, rate, length - 1) for drafts, rate in pairs])
             new_gain = (1 + accepted / num_decodes) * (plain / (time + self._host_seconds))
             if new_gain > gain:
-                gain, most = new_gain, length - 1
+                gain = new_gain
+                most = length - 1
         return gain, [min(most, len(drafts)) for drafts, _ in pairs]
 
     def _best_of_any(self, expected: Sequence[Array], num_decodes: int) -> tuple[float, list[int]]:

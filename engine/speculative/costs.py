@@ -18,7 +18,9 @@ __all__ = ["StepCosts", "graph_seconds", "measure_propose_costs", "measure_step_
 
 _SIZES = (1, 8, 64, 256)  # sequences, of steps that are CUDA graphs
 _NUM_TOKENS = (1, 2, 4, 8, 16)  # of other steps
-_CALLS, _SECONDS = 3, 0.5  # stop at whichever comes first
+# Measuring stops at whichever limit comes first.
+_CALLS = 3
+_SECONDS = 0.5
 
 
 class StepCosts:
@@ -115,7 +117,8 @@ def measure_propose_costs(runner: Any, max_num_seqs: int, num_blocks: int) -> St
 def _dummy_request(block: int) -> Request:
     params = SamplingParams(temperature=0.0)
     request = Request(f"dummy-{block}", [0, 0], params, spec=SamplingSpec(params, seed=0))
-    request.block_table, request.max_num_tokens = [block], 3
+    request.block_table = [block]
+    request.max_num_tokens = 3
     return request
 
 
@@ -139,7 +142,8 @@ def graph_seconds(runner: Any, num_sequences: int, query_len: int) -> float:
 
 
 def _forward_seconds(runner: Any, num_tokens: int) -> float:
-    model, size = runner.model, runner.kv_cache.geometry.block_size
+    model = runner.model
+    size = runner.kv_cache.geometry.block_size
     table = list(range(-(-num_tokens // size)))
     ids = np.arange(num_tokens, dtype=np.int32) % model.config.vocab_size
     batch = ForwardBatch.build([ids], [0], [table], size, logits="all").to(model.device)

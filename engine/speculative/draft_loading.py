@@ -74,7 +74,8 @@ def check_vocabulary(draft: Any, target: Any) -> None:
         if sizes[0] != sizes[1]:
             raise _differs(draft, target, f"they have {sizes[0]} and {sizes[1]} ids")
         return
-    ours, theirs = draft.tokenizer, target.tokenizer
+    ours = draft.tokenizer
+    theirs = target.tokenizer
     if ours.vocab_size != theirs.vocab_size:
         what = f"their tokenizers have {ours.vocab_size} and {theirs.vocab_size} ids"
         raise _differs(draft, target, what)

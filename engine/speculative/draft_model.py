@@ -83,7 +83,8 @@ class DraftModelProposer:
         limits: SchedulerConfig,
         num_drafts: int,
     ) -> None:
-        c, size = model.config, limits.block_size
+        c = model.config
+        size = limits.block_size
         self._model = model
         self._num_ids = min(vocab_size, c.vocab_size)  # that both models know
         self._token_budget = limits.max_num_batched_tokens
@@ -179,7 +180,8 @@ class DraftModelProposer:
         return [self._drafted[request] for request in requests]
 
     def _new(self, request: Request, index: int) -> _Drafted:
-        spec, limit = request.spec, request.max_num_tokens
+        spec = request.spec
+        limit = request.max_num_tokens
         long_rope = self._model.uses_long_rope(limit)
         shadow = Request(
             request.request_id,
@@ -189,7 +191,8 @@ class DraftModelProposer:
             spec=SamplingSpec(_plain(spec.params), spec.seed),
         )
         shadow.output_token_ids = request.output_token_ids  # the same list, as it grows
-        shadow.status, shadow.max_num_tokens = RequestStatus.RUNNING, limit
+        shadow.status = RequestStatus.RUNNING
+        shadow.max_num_tokens = limit
         first = self._num_blocks + index * self._num_spare
         spare = list(range(first, first + self._num_spare))
         return _Drafted(request, shadow, SequencePages(spare, salt=int(long_rope)), index)
@@ -199,19 +202,23 @@ class DraftModelProposer:
 
         Sets `num_wanted`, to 0 if the request cannot get drafts now.
         """
-        request, pages, shadow = drafted.request, drafted.pages, drafted.shadow
+        request = drafted.request
+        pages = drafted.pages
+        shadow = drafted.shadow
         known = request.num_known_tokens
         new_ids = request.token_ids(drafted.num_known, known)
         if drafted.drafts is not None:
             pages.num_valid += _num_equal(drafted.drafts.token_ids[:-1], new_ids)
-        drafted.drafts, drafted.num_wanted = None, 0
+        drafted.drafts = None
+        drafted.num_wanted = 0
         if max(new_ids, default=0) >= self._num_ids:
             return []
         drafted.num_known = known
         copies = self._pages.follow(pages, request)
         if pages.is_rewritten:
             self.runner.release([shadow])  # a new row takes over the whole table
-            shadow.block_table, pages.is_rewritten = pages.table[: self._max_blocks], False
+            shadow.block_table = pages.table[: self._max_blocks]
+            pages.is_rewritten = False
         room = min(len(shadow.block_table) * self.kv_cache.geometry.block_size, self._max_len)
         drafted.num_wanted = min(count, room + 1 - known)
         return copies
@@ -220,11 +227,14 @@ class DraftModelProposer:
         """Compute a chunk of missing keys; return those of which at most two are missing then."""
         sequences: list[ScheduledSequence] = []
         ready: list[_Drafted] = []
-        left, size = self._token_budget, self.kv_cache.geometry.block_size
+        left = self._token_budget
+        size = self.kv_cache.geometry.block_size
         claimed: set[int] = set()
         for drafted in all_drafted:
-            pages, shadow = drafted.pages, drafted.shadow
-            start, stop = pages.num_valid, drafted.num_known - _FIRST_LEN
+            pages = drafted.pages
+            shadow = drafted.shadow
+            start = pages.num_valid
+            stop = drafted.num_known - _FIRST_LEN
             count = max(0, min(stop - start, left))
             blocks = shadow.block_table[start // size : (start + count - 1) // size + 1]
             if count and claimed.isdisjoint(blocks):  # another computes a common prefix
@@ -245,7 +255,8 @@ class DraftModelProposer:
         unread: list[tuple[list[_Drafted], LaunchedStep]] = []
         active: list[_Drafted] = []
         for number in range(ready[0].num_wanted if ready else 0):
-            before, active = active, [d for d in ready if d.num_wanted > number]
+            before = active
+            active = [d for d in ready if d.num_wanted > number]
             step = self._next_step(active, number) if number else self._first_step(active)
             step.is_unchanged = number > 1 and len(active) == len(before)
             unread.append((active, self._launch(step)))
@@ -268,7 +279,8 @@ class DraftModelProposer:
         Ids are clamped to the target's vocabulary on the device too, so that host and device see
         the same drafts.
         """
-        device, ids = self._model.device, self._sampled[:count]
+        device = self._model.device
+        ids = self._sampled[:count]
         device.xp.clip(ids, 0, self._num_ids - 1, out=ids)
         copy = DeviceToHostCopy(device, {"ids": ids if device.is_cuda else ids.copy()})
         return DraftIds(ids, lambda: copy.wait()["ids"].tolist())

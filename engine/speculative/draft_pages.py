@@ -61,7 +61,8 @@ class SequencePages:
     @property
     def table(self) -> list[int]:
         """The block table: the target's blocks, and after them the spare ones."""
-        first, count = len(self.blocks), len(self.spare)
+        first = len(self.blocks)
+        count = len(self.spare)
         return self.blocks + [self.spare[i % count] for i in range(first, first + count)]
 
 
@@ -99,16 +100,19 @@ class DraftPages:
         list of (int, int)
             (source, destination) blocks to copy before anything is computed.
         """
-        blocks, copies = request.block_table, []
+        blocks = request.block_table
+        copies = []
         if request.shares_last_block:  # it is copied before the target writes to it
             blocks = blocks[:-1]
         if pages.num_restarts != request.num_restarts:  # others may have had its blocks
             pages.num_restarts = request.num_restarts
-            pages.blocks, pages.num_valid = [], 0
+            pages.blocks = []
+            pages.num_valid = 0
         if blocks != pages.blocks:
             copies = self._adopt(pages, request, list(blocks))
         size = self._block_size
-        index, stop = pages.num_valid // size, request.num_known_tokens // size
+        index = pages.num_valid // size
+        stop = request.num_known_tokens // size
         first = index
         while index < min(stop, len(pages.blocks)):
             if self._filled.get(pages.blocks[index]) != self._hash(pages, request, index):
@@ -130,7 +134,8 @@ class DraftPages:
         self, pages: SequencePages, request: Request, blocks: list[int]
     ) -> list[tuple[int, int]]:
         """Replace the target's blocks; return the spare blocks that become one of them."""
-        size, old = self._block_size, pages.blocks
+        size = self._block_size
+        old = pages.blocks
         kept = _common_length(old, blocks)
         if len(blocks) < len(old):
             pages.num_valid = min(pages.num_valid, len(blocks) * size)
@@ -142,7 +147,8 @@ class DraftPages:
                 pages.num_valid = index * size
                 break
             copies.append((pages.spare[index % len(pages.spare)], blocks[index]))
-        pages.blocks, pages.is_rewritten = blocks, True
+        pages.blocks = blocks
+        pages.is_rewritten = True
         pages.num_recorded = min(pages.num_recorded, kept)
         self._drop_others(pages, request, kept)
         return copies

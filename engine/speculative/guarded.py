@@ -49,7 +49,8 @@ class GuardedProposer:
         """Return the valid proposals, as of `Proposer.propose`."""
         if not wanted or self.is_given_up:
             return []
-        num_failures, proposals = self.num_failures, []
+        num_failures = self.num_failures
+        proposals = []
         for (request, most), proposal in zip(wanted, self._ask(tuple(wanted)), strict=True):
             if proposal is None:
                 continue
@@ -119,7 +120,9 @@ class GuardedProposer:
             return given
         # A subclass, or one made without __init__, may hold anything: all is checked, and copied
         # unless it cannot change.
-        drafts, ids, parents = given, given.token_ids, given.parents
+        drafts = given
+        ids = given.token_ids
+        parents = given.parents
         is_constant = type(given) is Drafts and type(ids) is tuple and parents is None
         if not is_constant:
             ids = tuple(islice(ids, most + 1))

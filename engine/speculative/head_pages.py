@@ -84,10 +84,12 @@ class HeadPages:
 
     def follow(self, sequence: HeadSequence, request: Request) -> None:
         """Drop the keys in blocks that the request does not have any more, and those after them."""
-        entries, table = sequence.blocks, request.block_table
+        entries = sequence.blocks
+        table = request.block_table
         first = max(0, len(entries) - 1)  # without a restart only the last block is replaced
         if request.num_restarts != sequence.num_restarts:
-            sequence.num_restarts, first = request.num_restarts, 0
+            sequence.num_restarts = request.num_restarts
+            first = 0
         for number in range(first, len(entries)):
             entry = entries[number]
             is_there = entry.index < len(table) and table[entry.index] == entry.block
@@ -115,11 +117,13 @@ class HeadPages:
         """
         if start > sequence.next_position:
             self._skip(sequence, request, start)
-        size, first = self._block_size, sequence.num_keys
+        size = self._block_size
+        first = sequence.num_keys
         while len(sequence.blocks) * size < first + stop - start:
             position = start + len(sequence.blocks) * size - first
             self._append(sequence, request, position)
-        sequence.num_keys, sequence.next_position = first + stop - start, stop
+        sequence.num_keys = first + stop - start
+        sequence.next_position = stop
         for number in range(first // size, sequence.num_keys // size):
             entry = sequence.blocks[number]
             if entry.is_exact:

@@ -76,7 +76,8 @@ class HeadProposer:
     def __init__(
         self, head: DraftHead, runner: Any, limits: SchedulerConfig, num_drafts: int
     ) -> None:
-        c, size = head.config, limits.block_size
+        c = head.config
+        size = limits.block_size
         self._head = head
         self._device = runner.model.device
         self._tap: FeatureTap = runner.features
@@ -98,7 +99,8 @@ class HeadProposer:
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Drafts | None]:
         """Return the drafts of each request that was in the last step."""
         if self._fault is not None:
-            fault, self._fault = self._fault, None
+            fault = self._fault
+            self._fault = None
             raise fault
         try:
             return self._propose(wanted)
@@ -120,7 +122,8 @@ class HeadProposer:
         if self.kv_cache.is_closed:
             return
         self._tap.on_step = None
-        self._features, self._rows = {}, {}
+        self._features = {}
+        self._rows = {}
         self.kv_cache.close()
         del self._head
 
@@ -138,10 +141,12 @@ class HeadProposer:
             self._reset()
 
     def _note(self, output: ScheduleOutput, first_tokens: Any, features: Features) -> None:
-        self._features, self._rows = features, {}
+        self._features = features
+        self._rows = {}
         works = []
         for sequence, first in zip(output.sequences, first_tokens.tolist(), strict=True):
-            request, start = sequence.request, sequence.start
+            request = sequence.request
+            start = sequence.start
             if not request.spec.params.use_speculation:
                 continue
             self._rows[request] = _Rows(first, start, start + sequence.num_scheduled_tokens)
@@ -205,11 +210,13 @@ class HeadProposer:
 
     def _draft(self, works: Sequence[_Work], count: int) -> DraftIds:
         """Return `count` drafts for each, on the device; where none can be sampled, any id."""
-        xp, requests = self._device.xp, [work.request for work in works]
+        xp = self._device.xp
+        requests = [work.request for work in works]
         lasts = [work.stop - 1 - work.start for work in works]
         state = self._state(np.array([w.first_row + i for w, i in zip(works, lasts, strict=True)]))
         batches = self._chain_batches(works, count)
-        token_ids, drafts = None, []
+        token_ids = None
+        drafts = []
         for step, batch in enumerate(batches):
             token_ids = batch.token_ids if token_ids is None else token_ids
             state = self._head.forward(token_ids, state, batch, self.kv_cache.layer(0))
@@ -231,7 +238,8 @@ class HeadProposer:
         ids = [work.request.token_ids(work.stop, work.stop + 1) for work in works]
         positions = np.array([work.stop - 1 for work in works], np.int32)
         first = self._batch(works, ids, keys.tolist(), [positions])
-        tables, size = first.block_tables, self.kv_cache.geometry.block_size
+        tables = first.block_tables
+        size = self.kv_cache.geometry.block_size
         batch = first.to(self._device)
         yield batch
         for step in range(1, count):
@@ -249,7 +257,8 @@ class HeadProposer:
 
     def _reset(self) -> None:
         """Forget all keys, some of which may not have been written."""
-        self._rows, self._sequences = {}, {}
+        self._rows = {}
+        self._sequences = {}
         self._pages = HeadPages(self.kv_cache.geometry.block_size)
 
     def _state(self, rows: Any) -> Any:
@@ -284,9 +293,12 @@ class HeadProposer:
 
     def _seconds(self, size: int, width: int) -> float:
         """Return the seconds of one draft for `size` sequences; the first call loads kernels."""
-        device, xp, times = self._device, self._device.xp, []
+        device = self._device
+        xp = self._device.xp
+        times = []
         tables = [self._scratch(number) for number in range(size)]
-        shape, dtype = (size, width), np_dtype(self.kv_cache.geometry.dtype)
+        shape = (size, width)
+        dtype = np_dtype(self.kv_cache.geometry.dtype)
         features = [xp.zeros(shape, dtype) for _ in self._head.feature_layers]
         block_size = self.kv_cache.geometry.block_size
         for _ in range(1 + _CALLS):

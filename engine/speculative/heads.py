@@ -97,7 +97,8 @@ def load_head(config: SpeculativeConfig, target: Any) -> LoadedHead:
             f"method={config.method!r}; got {config.dtype!r}"
         )
     folder = _folder(config, target)
-    device, dtype = target.device, target.dtype
+    device = target.device
+    dtype = target.dtype
     if config.method == "mtp":
         layer = load_mtp_config(folder, target.config)
         weights = load_mtp_weights(folder, layer, device, dtype)

@@ -73,7 +73,8 @@ class NgramProposer:
 
     def _index(self, request: Request, budget: int) -> tuple[NgramIndex, int, bool]:
         """Add at most `budget` tokens; return the index, how many, and whether it has all now."""
-        known, index = request.num_known_tokens, self._indices.get(request)
+        known = request.num_known_tokens
+        index = self._indices.get(request)
         if index is None or index.is_full or not _is_prefix(index.token_ids, request):
             index = self._indices[request] = NgramIndex(*self._lengths, num_tokens=known)
         start = len(index.token_ids)
@@ -149,7 +150,8 @@ def _vote(
     The branch is its share of the occurrences, its depth, and where they end.
     """
     main: list[int] = []
-    branch, num_all = None, len(ends)
+    branch = None
+    num_all = len(ends)
     while len(ends) > 1 and len(main) < count:
         depth = len(main)
         following = Counter(ids[end + 1 + depth] for end in ends if end + 1 + depth < len(ids))

@@ -37,8 +37,12 @@ class _Chains:
 
     def append(self, ids: Sequence[int], start: int) -> None:
         """Add the n-grams of `ids` that end at `start` and after, one by one."""
-        n, value, power, shift = self.n, self._hash, self._leaving, self._shift
-        head, link = self._head, self.link
+        n = self.n
+        value = self._hash
+        power = self._leaving
+        shift = self._shift
+        head = self._head
+        link = self.link
         for position in range(start, len(ids)):
             leaving = ids[position - n] if position >= n else 0
             value = ((value + ids[position]) * _BASE - leaving * power) & _MASK
@@ -60,7 +64,8 @@ class _Chains:
             return
         # Sorted by bucket, and by position within: neighbours of a bucket are linked.
         order = np.sort(buckets << 32 | np.arange(len(buckets))) & 0xFFFFFFFF
-        buckets, positions = buckets[order], (order + start + skipped).astype(np.int32)
+        buckets = buckets[order]
+        positions = (order + start + skipped).astype(np.int32)
         head = np.frombuffer(self._head, np.int32)
         is_first = np.append(True, buckets[1:] != buckets[:-1])
         earlier = np.where(is_first, head[buckets], np.roll(positions, 1))
@@ -147,7 +152,9 @@ class NgramIndex:
 
     def _walk(self, chains: _Chains, last: int, all_of_them: bool) -> tuple[int, list[int]]:
         """Return what `matches` does, among those of at least the length of these chains."""
-        ids, link, longest = self.token_ids, chains.link, self._longest
+        ids = self.token_ids
+        link = chains.link
+        longest = self._longest
         best = chains.n
         ends: list[int] = []
         wanted = ids[last + 1 - best : last + 1]
@@ -159,7 +166,8 @@ class NgramIndex:
             if at >= best - 1 and ids[at + 1 - best : at + 1] == wanted:
                 length = self._length(at, last, best)
                 if length > best:
-                    best, ends = length, []
+                    best = length
+                    ends = []
                     wanted = ids[last + 1 - best : last + 1]
                 if all_of_them or not ends:
                     ends.append(at)
@@ -183,7 +191,9 @@ class NgramIndex:
         ids = np.array(self.token_ids[first:], np.uint64)
         padded = np.append(np.zeros(longest - 1 - (start - first), np.uint64), ids)
         count = len(self.token_ids) - start
-        hashes, power, distance = np.zeros(count, np.uint64), 1, 0
+        hashes = np.zeros(count, np.uint64)
+        power = 1
+        distance = 0
         for chains in self._chains:
             while distance < chains.n:
                 power = power * _BASE & _MASK

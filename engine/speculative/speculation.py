@@ -143,17 +143,20 @@ class Speculation:
         """Keep the result of a step that was read back for `learn`; before it is committed."""
         if not output.num_draft_tokens:
             return
-        self._read_at, self._num_read = time.perf_counter(), len(output.sequences)
+        self._read_at = time.perf_counter()
+        self._num_read = len(output.sequences)
         # A copy: those that end have fewer tokens once the step is committed.
         self._results.append(_Result(output, dict(token_ids), self._num_real, self._certain))
         self._num_real = {}
 
     def learn(self) -> None:
         """Count the drafts of steps that were read back: there is time, the next is launched."""
-        results, self._results = self._results, []
+        results = self._results
+        self._results = []
         for result in results:
             for sequence in result.output.sequences:
-                request, drafts = sequence.request, sequence.drafts
+                request = sequence.request
+                drafts = sequence.drafts
                 num_real = result.num_real.get(request, 0)
                 if drafts is None or not num_real or request not in result.token_ids:
                     continue

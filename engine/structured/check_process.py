@@ -52,7 +52,9 @@ class CheckProcess:
 
     def _ask(self, request: bytes) -> tuple[bytes | None, int | None]:
         """Return the answer, or None and the exit code of the process; None: it was given up."""
-        answer, code, is_late = None, None, False
+        answer = None
+        code = None
+        is_late = False
         process = self._running()
         try:
             answer = ask(process, request, MAX_WAIT)
@@ -77,7 +79,8 @@ class CheckProcess:
             raise RequestError(
                 f"the process that checks grammars cannot be started ({error})"
             ) from None
-        self._process, self._pid = process, os.getpid()
+        self._process = process
+        self._pid = os.getpid()
         self._finish = weakref.finalize(self, end, process)
         return process
 

@@ -60,7 +60,8 @@ def _serve() -> None:
     tokenizer = module.LLTokenizer(_ByteVocabulary(), n_vocab=257, eos_token=[256])
     _check(module, tokenizer, "lark", 'start: "a"')  # memory that every grammar takes
     _limit_memory()
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    source = sys.stdin.buffer
+    sink = sys.stdout.buffer
     while frame := receive(source):
         kind, text = json.loads(frame)
         signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)

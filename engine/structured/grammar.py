@@ -219,7 +219,8 @@ class GrammarState:
     def catch_up(self) -> None:
         """Let the matcher consume what it has not; sets `error` if it does not allow that."""
         if self.unread:
-            unread, self.unread = self.unread, []
+            unread = self.unread
+            self.unread = []
             if not self.error and not all(map(self.matcher.consume_token, unread)):
                 self.note_error()
 

@@ -60,7 +60,8 @@ class MaskPlan:
         self._states = states
         self._paths = paths
         rules = rules or [0] * len(states)
-        indices, firsts = self.indices, self.firsts
+        indices = self.indices
+        firsts = self.firsts
         known: dict[Any, int] = {}
         for row, state in enumerate(states):
             index = len(firsts)
@@ -114,7 +115,8 @@ class MaskPlan:
         The first state may have failed after a draft that the others do not have. A second failure
         would be that of all others: they get its error without a try, which takes long.
         """
-        states, sharers = self._states, {index: list[int]() for index in failed}
+        states = self._states
+        sharers = {index: list[int]() for index in failed}
         for row, index in enumerate(self.indices):
             if index in sharers:
                 sharers[index].append(row)
@@ -130,17 +132,21 @@ class MaskPlan:
 
     def _runs(self) -> tuple[list[Run], list[Run]]:
         """Return masks that are made together, after each draft of a chain, and the others."""
-        states, paths = self._states, self._paths
+        states = self._states
+        paths = self._paths
         if paths is None:
             return [(states[row], i, ()) for i, row in enumerate(self.firsts)], []
         runs: list[Run] = []
         alone: list[Run] = []
-        is_run, last = False, 0
+        is_run = False
+        last = 0
         for index, row in enumerate(self.firsts):
-            state, path = states[row], paths[row]
+            state = states[row]
+            path = paths[row]
             if not path:
                 runs.append((state, index, ()))
-                is_run, last = True, row
+                is_run = True
+                last = row
             elif is_run and row == last + 1 and state is runs[-1][0] and path[:-1] == runs[-1][2]:
                 runs[-1] = state, runs[-1][1], path
                 last = row
@@ -174,7 +180,8 @@ def _keep(run: Run, masks: MaskArray, is_allowed: Sequence[bool]) -> None:
 def _check(run: Run, masks: MaskArray, is_allowed: list[bool]) -> None:
     """Find which drafts of a chain are allowed; after one that is not, every token is."""
     _, index, chain = run
-    num_words, stop = masks.shape[1], index + 1 + len(chain)
+    num_words = masks.shape[1]
+    stop = index + 1 + len(chain)
     for i, token in enumerate(chain, index):
         word, bit = divmod(token, 32)
         if word >= num_words or not masks[i, word] >> bit & 1:

@@ -72,7 +72,8 @@ class PrefixTree:
     def start(self) -> Prefix:
         """Return the prefix of no ids."""
         if self._num_prefixes > _MAX_PREFIXES:
-            self._root, self._num_prefixes = Prefix(), 1
+            self._root = Prefix()
+            self._num_prefixes = 1
         self._root.num_visits += 1
         return self._root
 

@@ -175,7 +175,8 @@ def _dumped(value: object) -> str:
     if not isinstance(value, Mapping):
         raise RequestError(f"json must be a str or a dict; got {shown_with_type(value)}")
     encoder = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    parts, size = [], 0
+    parts = []
+    size = 0
     try:
         for part in encoder.iterencode(dict(value)):
             parts.append(part)

@@ -195,7 +195,8 @@ class BeamSearch:
         return BeamSearchOutput(self._prompt.text, self._prompt.token_ids, best)
 
     def _receive(self, beam: _Beam) -> None:
-        outputs, self._inbox[beam.request_id] = self._inbox[beam.request_id], []
+        outputs = self._inbox[beam.request_id]
+        self._inbox[beam.request_id] = []
         for output in outputs:
             for completion in output.outputs:
                 if completion.finish_reason in ("error", "abort"):
@@ -241,7 +242,8 @@ class BeamSearch:
             token_ids = (*parent.token_ids, token_id)
             if token_id == parent.next_own_id:
                 beam = _Beam(parent.request_id, token_ids, total, parent.start)
-                beam.logprobs, beam.own_ids = parent.logprobs, parent.own_ids
+                beam.logprobs = parent.logprobs
+                beam.own_ids = parent.own_ids
             else:
                 beam = _Beam(next(self._names), token_ids, total, len(token_ids))
                 self._start(beam.request_id, token_ids, parent.request_id)

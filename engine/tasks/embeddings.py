@@ -157,7 +157,8 @@ def _hidden(
     model: Model, cache: Cache, rows: list[Any], batch: list[_Chunk], pooling: str
 ) -> list[_Vector]:
     """Compute the chunks; return of each the sum (or last) of its outputs, (N,) float32."""
-    tables, first = [], 0
+    tables = []
+    first = 0
     for _, _, stop in batch:
         count = -(-stop // _BLOCK_SIZE)
         tables.append(range(first, first + count))

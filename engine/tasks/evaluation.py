@@ -335,7 +335,8 @@ def _scored(model: Model, cache: Any, window: _Window) -> Iterator[tuple[Any, An
     ids = window.token_ids[None]
     cache.reset()
     # The logits of a token predict the next one.
-    first, last = window.first - 1, ids.shape[1] - 1
+    first = window.first - 1
+    last = ids.shape[1] - 1
     if first:
         model.step(ids[:, :first], cache)
     size = max(1, _MAX_LOGITS // model.config.vocab_size)
@@ -373,7 +374,8 @@ def _nll(logits: Any, targets: Any) -> _Floats:
 def _compared(ours: Any, theirs: Any, targets: Any) -> _Floats:
     """Return (4, R): our nll, the reference's, KL divergence, whether the best token agrees."""
     xp = array_module(ours)
-    log_q, log_p = _log_softmax(ours), _log_softmax(theirs)
+    log_q = _log_softmax(ours)
+    log_p = _log_softmax(theirs)
     kl = (xp.exp(log_p) * (log_p - log_q)).sum(axis=1)
     same = (log_q.argmax(axis=1) == log_p.argmax(axis=1)).astype(xp.float64)
     rows = [-_picked(log_q, targets), -_picked(log_p, targets), kl, same]

@@ -184,7 +184,9 @@ DECODE: tuple[AttentionCase, ...] = (
 
 # Sinks beside the scores, far above and far below them, and none; and -1e5 alone in rows without a
 # key, whose log-sum-exp it is.
-_MIXED, _HUGE, _TINY = (0.5, 2.0, -1.0, 1e4, -1e4, 0.0, -np.inf), (1e5, 3e37), (-1e5, -3e37)
+_MIXED = (0.5, 2.0, -1.0, 1e4, -1e4, 0.0, -np.inf)
+_HUGE = (1e5, 3e37)
+_TINY = (-1e5, -3e37)
 _SINKS = replace(_BASE, num_heads=8, num_kv_heads=1, sinks=_MIXED)
 PREFILL_SINKS: tuple[AttentionCase, ...] = (
     _SINKS,

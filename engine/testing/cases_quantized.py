@@ -27,7 +27,8 @@ def random_weight(
     >>> random_weight("q4_0", 20, 70).data.shape
     (2, 2, 512)
     """
-    form, rng = FORMATS[name], np.random.default_rng([seed, n, k])
+    form = FORMATS[name]
+    rng = np.random.default_rng([seed, n, k])
     size = max(k, 1) ** -0.5 / (1 if form.code in ("e2m1", "e4m3") else 1 << (form.bits - 2))
     if form.activations:
         return _random_bytes(name, n, k, rng, size)

@@ -56,7 +56,8 @@ def time_gpu(
         graph.launch(stream)
         times: list[float] = []
         for _ in range(replays):
-            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+            start = cupy.cuda.Event()
+            stop = cupy.cuda.Event()
             start.record(stream)
             graph.launch(stream)
             stop.record(stream)

@@ -88,7 +88,8 @@ def assert_close(
     if want.size == 0 or _is_same(host, want):
         return
     limit = tolerance(dtype if dtype is not None else want.dtype, reduction)
-    a, b = host.astype(np.float64), want.astype(np.float64)
+    a = host.astype(np.float64)
+    b = want.astype(np.float64)
     same = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities and NaNs must agree exactly
     finite = np.isfinite(b)
     rms = float(np.sqrt(np.mean(np.square(b[finite])))) if finite.any() else 0.0

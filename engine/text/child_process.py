@@ -68,7 +68,8 @@ def ask(process: subprocess.Popen[bytes], frame: bytes, seconds: float) -> bytes
     """
     assert process.stdin is not None and process.stdout is not None
     deadline = time.monotonic() + seconds
-    source, sink = process.stdout.fileno(), process.stdin.fileno()
+    source = process.stdout.fileno()
+    sink = process.stdin.fileno()
     for descriptor in (source, sink):
         os.set_blocking(descriptor, False)
     unsent = memoryview(len(frame).to_bytes(_HEAD_BYTES, "little") + frame)

@@ -141,7 +141,8 @@ class IncrementalDetokenizer:
 
     def push(self, ids: Iterable[int]) -> str:
         """Add tokens; return the text that they complete."""
-        skipped, token_bytes = self._skipped, self._tokenizer.token_bytes
+        skipped = self._skipped
+        token_bytes = self._tokenizer.token_bytes
         data = b"".join([token_bytes(i) for i in ids if i not in skipped])
         return self._decode(data, final=False)
 
@@ -180,7 +181,8 @@ class IncrementalDetokenizer:
 
     def _without_broken(self, piece: str, data: bytes) -> str:
         """Return `piece` without the prompt's last character, if that stayed incomplete."""
-        num_shown, self._num_shown = self._num_shown, 0
+        num_shown = self._num_shown
+        self._num_shown = 0
         is_broken = piece.startswith(_REPLACEMENT) and not data.startswith(_REPLACEMENT_BYTES)
         return piece[num_shown:] if is_broken else piece
 

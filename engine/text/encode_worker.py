@@ -136,7 +136,8 @@ class WorkerEncoder:
             process = _start()
         except OSError as error:
             raise kind(f"the tokenizer's process cannot be started ({error})") from None
-        self._process, self._pid = process, os.getpid()
+        self._process = process
+        self._pid = os.getpid()
         self._finish = weakref.finalize(self, end, process)
         answer = self._exchange(process, [self._added, self._data], kind)
         if answer[:1] != b"k":
@@ -191,7 +192,8 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_MEMORY, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    source = sys.stdin.buffer
+    sink = sys.stdout.buffer
     try:
         backend = _load(source)
     except EngineError as error:
@@ -204,7 +206,8 @@ def main() -> None:
 
 def _load(source: BinaryIO) -> tokenizers.Tokenizer:
     signal.setitimer(signal.ITIMER_PROF, LOAD_SECONDS)
-    added, data = receive(source), receive(source)
+    added = receive(source)
+    data = receive(source)
     if added is None or data is None:
         sys.exit(1)
     backend = build_backend(parse(data), with_steps=True)

@@ -139,7 +139,8 @@ def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     with library_errors(ConfigError, "the vocabulary of the .gguf file is invalid"):
         backend, add_bos = builders[kind](meta)
         _add_whole_tokens(backend, meta)
-    bos, eos = meta.token_id("bos_token_id"), meta.token_id("eos_token_id")
+    bos = meta.token_id("bos_token_id")
+    eos = meta.token_id("eos_token_id")
     set_bos_eos(
         backend,
         bos if meta.flag("add_bos_token", add_bos) else None,
@@ -249,7 +250,8 @@ def _merges_of_scores(
         if kind != TokenType.NORMAL and not is_space_run:
             continue
         for cut in range(1, len(token)):
-            left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
+            left = vocab.get(token[:cut])
+            right = vocab.get(token[cut:])
             if left is not None and right is not None:
                 found.append((rank, left, right, token[:cut], token[cut:]))
         if len(found) > _MAX_MERGES:

@@ -157,7 +157,8 @@ def _is_short_template(step: object) -> bool:
     """Tell whether a template has the text once, and few special tokens, all of them defined."""
     if not isinstance(step, dict):
         return False
-    pieces, defined = step.get("single"), step.get("special_tokens")
+    pieces = step.get("single")
+    defined = step.get("special_tokens")
     if not isinstance(pieces, list) or len(pieces) > _MAX_PIECES or not isinstance(defined, dict):
         return False
     names = [piece["SpecialToken"] for piece in pieces if _has(piece, "SpecialToken")]

@@ -71,11 +71,9 @@ def _gpt4(digits: str) -> str:
 
 def _camel_case(suffix: str, digits: str) -> str:
     """Return GPT-4o's expression (o200k): words also end between lower and upper case."""
-    lead, upper, lower = (
-        r"[^\r\n\p{L}\p{N}]?",
-        r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
-        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
-    )
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+    lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     return (
         f"{lead}{upper}*{lower}+{suffix}|{lead}{upper}+{lower}*{suffix}|{digits}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"

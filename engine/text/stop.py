@@ -85,7 +85,8 @@ class StopChecker:
 
     def flush(self) -> str:
         """Return the text still held back, when the text ends without a stop string."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
     def _first_match(self, seen: str) -> tuple[int, str] | None:

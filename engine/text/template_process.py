@@ -205,7 +205,8 @@ class TemplateProcess:
             raise
 
     def _end(self, wait: float = 0.0) -> int:
-        worker, self._worker = self._worker, None
+        worker = self._worker
+        self._worker = None
         return worker.stop(wait) if worker else 0
 
 
@@ -240,7 +241,9 @@ def _cause_of_death(code: int) -> str:
 
 
 _PROCESS = TemplateProcess()
-ask, close, start = _PROCESS.ask, _PROCESS.close, _PROCESS.start
+ask = _PROCESS.ask
+close = _PROCESS.close
+start = _PROCESS.start
 worker_pid = _PROCESS.worker_pid
 os.register_at_fork(after_in_child=_PROCESS.forget)
 atexit.register(close)

@@ -118,7 +118,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def concat(self, pieces: Iterable[str]) -> str:
         """Join the pieces of output of a block or of the whole template."""
-        found, total = [], 0
+        found = []
+        total = 0
         for piece in pieces:
             total += len(piece)
             if total > self._max_chars:

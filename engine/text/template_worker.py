@@ -50,8 +50,10 @@ def main() -> None:
     # Blocked and ignored signals are inherited from the parent.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    answer, is_last = _prepare(), False
+    requests = sys.stdin.buffer
+    answers = sys.stdout.buffer
+    answer = _prepare()
+    is_last = False
     while not is_last and (header := requests.read(LENGTH_BYTES)):
         request = json.loads(requests.read(int.from_bytes(header, "big")))
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])

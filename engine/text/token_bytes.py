@@ -113,11 +113,13 @@ def _read_decoder(decoder: Any) -> tuple[str | None, bool, int]:
     state = json.loads(decoder.__getstate__())
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
     space: str | None = None
-    has_bytes, strip = False, 0
+    has_bytes = False
+    strip = 0
     for step in steps:
         kind = step["type"]
         if kind == "Metaspace":
-            space, strip = step["replacement"], int(step.get("prepend_scheme") != "never")
+            space = step["replacement"]
+            strip = int(step.get("prepend_scheme") != "never")
         elif kind == "Replace" and step["content"] == " " and "String" in step["pattern"]:
             space = step["pattern"]["String"]
         elif kind == "ByteFallback":

@@ -220,7 +220,8 @@ def _bpe(fields: _Fields) -> models.Model:
 
 
 def _unigram(fields: _Fields) -> models.Model:
-    pieces, unknown = fields.get("vocab"), fields.get("unk_id")
+    pieces = fields.get("vocab")
+    unknown = fields.get("unk_id")
     if not isinstance(pieces, list) or not pieces:
         raise ConfigError(f"model.vocab must be an array of pieces and scores; {_got(pieces)}")
     vocab = [_piece(i, item) for i, item in enumerate(pieces)]

@@ -83,7 +83,8 @@ def stored_shapes(
         high, wide = form.block
         scales = (rows, 1) if not wide else (-(-rows // high), -(-columns // wide))
         return {"weight": (code, shape), "weight_scale": (dtype, scales)}
-    per_word, groups = _WORD // form.bits, -(-columns // form.group)
+    per_word = _WORD // form.bits
+    groups = -(-columns // form.group)
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {
         "weight_packed": ("int32", (rows, -(-columns // per_word))),
         "weight_scale": (dtype, (rows, groups)),
@@ -96,7 +97,8 @@ def stored_shapes(
 
 def stored_arrays(form: Format, made: Codes, dtype: str) -> dict[str, np.ndarray[Any, Any]]:
     """Return the tensors that store a matrix, of the dtypes and shapes of `stored_shapes`."""
-    codes, scales = to_numpy(made.codes), to_numpy(made.scales)
+    codes = to_numpy(made.codes)
+    scales = to_numpy(made.scales)
     if form.activations:
         scales = scales if scales.ndim == 2 else scales[:, None]
         codes = codes if form.code == "int" else codes.view(ml_dtypes.float8_e4m3fn)

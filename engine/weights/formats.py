@@ -13,7 +13,9 @@ from engine.errors import WeightsError
 __all__ = ["FORMATS", "GGUF_FORMATS", "STACKED", "TILE_COLUMNS", "TILE_ROWS", "Format"]
 __all__ += ["dense_format", "format_of", "padded_shape"]
 
-TILE_ROWS, TILE_COLUMNS = 16, 64  # of packed formats, see `packing`
+# Tile of the packed formats; see `packing`.
+TILE_ROWS = 16
+TILE_COLUMNS = 64
 
 
 def padded_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -25,7 +27,8 @@ def padded_shape(shape: Sequence[int]) -> tuple[int, ...]:
     (48, 128)
     """
     *rest, rows, columns = shape
-    high, wide = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
+    high = -(-rows // TILE_ROWS)
+    wide = -(-columns // TILE_COLUMNS)
     return *rest, high * TILE_ROWS, wide * TILE_COLUMNS
 
 
@@ -108,8 +111,10 @@ class Format:
         """Return how many scales a weight of this shape has."""
         if self.block is None:
             return 0
-        rows, columns = math.prod(shape[:-1]), shape[-1]
-        high, wide = self.block[0] or rows, self.block[1] or columns
+        rows = math.prod(shape[:-1])
+        columns = shape[-1]
+        high = self.block[0] or rows
+        wide = self.block[1] or columns
         return -(-rows // high) * -(-columns // wide)
 
     def num_bytes(self, shape: Sequence[int]) -> int:
@@ -118,7 +123,8 @@ class Format:
             shape = padded_shape(shape)
         bits = math.prod(shape) * self.bits + self.num_scales(shape) * self.scale_bits
         if self.super_block:
-            rows, columns = math.prod(shape[:-1]), shape[-1]
+            rows = math.prod(shape[:-1])
+            columns = shape[-1]
             scales = 2 if self.offset else 1
             bits += rows * -(-columns // self.super_block) * scales * 16
         return -(-bits // 8)

@@ -113,7 +113,8 @@ def _tiles(codes: Any) -> Any:
     rows, columns = codes.shape
     padded = xp.zeros(padded_shape(codes.shape), codes.dtype)
     padded[:rows, :columns] = codes
-    high, wide = padded.shape[0] // TILE_ROWS, padded.shape[1] // TILE_COLUMNS
+    high = padded.shape[0] // TILE_ROWS
+    wide = padded.shape[1] // TILE_COLUMNS
     return xp.moveaxis(padded.reshape(high, *_AXES[:2], wide, *_AXES[2:]), 3, 1)
 
 
@@ -161,7 +162,8 @@ def _pack_bits(codes: Any, bits: int) -> Any:
 def _unpack_bits(packed: Any, bits: int) -> Any:
     """Undo `_pack_bits`."""
     xp = array_module(packed)
-    per_byte, mask = 8 // bits, (1 << bits) - 1
+    per_byte = 8 // bits
+    mask = (1 << bits) - 1
     codes = xp.empty((*packed.shape, per_byte), "u1")
     for place in range(per_byte):
         codes[..., place] = (packed >> (bits * place)) & mask

@@ -12,7 +12,8 @@ from engine.weights.formats import FORMATS
 __all__ = ["round_q6_k"]
 
 _FORM = FORMATS["q6_k"]
-_LOW, _HIGH = -_FORM.zero, _FORM.zero - 1
+_LOW = -_FORM.zero
+_HIGH = _FORM.zero - 1
 
 
 def round_q6_k(numbers: Any) -> tuple[Any, Any, Any]:
@@ -39,7 +40,8 @@ def round_q6_k(numbers: Any) -> tuple[Any, Any, Any]:
     ([[0, 33, 32]], [[-128]], [[0.015625]])
     """
     xp = array_module(numbers)
-    (rows, columns), group = numbers.shape, _FORM.group
+    (rows, columns) = numbers.shape
+    group = _FORM.group
     blocks = -(-columns // _FORM.super_block)
     padded = xp.zeros((rows, blocks * _FORM.super_block), np.float32)
     padded[:, :columns] = numbers
@@ -57,7 +59,8 @@ def round_q6_k(numbers: Any) -> tuple[Any, Any, Any]:
 
 def _extreme(values: Any) -> Any:
     """Return the number of the largest magnitude along the last axis."""
-    high, low = values.max(axis=-1), values.min(axis=-1)
+    high = values.max(axis=-1)
+    low = values.min(axis=-1)
     return array_module(values).where(high > -low, high, low)
 
 

@@ -214,8 +214,10 @@ def _round_rows(numbers: Any, form: Format, scale_dtype: str) -> Codes:
 def _round_blocks(numbers: Any, form: Format, scale_dtype: str) -> Codes:
     xp = array_module(numbers)
     assert form.block is not None
-    (rows, columns), (high, wide) = numbers.shape, form.block
-    down, across = -(-rows // high), -(-columns // wide)
+    (rows, columns) = numbers.shape
+    (high, wide) = form.block
+    down = -(-rows // high)
+    across = -(-columns // wide)
     padded = xp.zeros((down * high, across * wide), np.float32)
     padded[:rows, :columns] = numbers
     most = abs(padded).reshape(down, high, across, wide).max(axis=(1, 3))
@@ -285,7 +287,8 @@ def _int_groups(grouped: Any, form: Format, scale_dtype: str) -> Codes:
         back *= scales[..., None]
         error = ((back - grouped) ** 2).sum(axis=2)
         if best is None or least is None:
-            best, least = tried, error
+            best = tried
+            least = error
             continue
         better = error < least
         least = xp.where(better, error, least)
@@ -313,7 +316,8 @@ def _int_codes(grouped: Any, form: Format, shrink: Any, scale_dtype: str) -> Cod
         # With 127.5 the largest positive number would be half a step above the largest code.
         half = 127.0 if form.bits == 8 else (high - low) / 2
         scales = _exact_in(most / np.float32(half), scale_dtype)
-        zeros, shift = None, np.float32(form.zero)
+        zeros = None
+        shift = np.float32(form.zero)
     codes = xp.clip(xp.rint(_divided(grouped, scales[..., None]) + shift), low, high)
     return Codes(codes.astype("i1" if form.bits == 8 else "u1"), scales, zeros)
 

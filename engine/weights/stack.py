@@ -40,7 +40,8 @@ def stack_matrices(parts: Sequence[Weight]) -> Weight:
     ((2, 16, 64), (2, 1, 512))
     """
     first = parts[0]
-    form, shape = first.format, first.shape
+    form = first.format
+    shape = first.shape
     if any(part.format != form or part.shape != shape for part in parts):
         raise WeightsError("matrices of one weight must have the same format and shape")
     if any(part.permutation is not None for part in parts):

@@ -98,7 +98,8 @@ def unpack_weight(weight: Weight) -> Any:
     if weight.parts:
         parts = [unpack_weight(part) for part in weight.parts]
         return array_module(*parts).concatenate(parts)
-    form, xp = weight.format, array_module(weight.data)
+    form = weight.format
+    xp = array_module(weight.data)
     if form.is_dense:
         return weight.data.astype(np.float32)
     if len(weight.shape) > 2:
@@ -130,7 +131,9 @@ def unpack_weight(weight: Weight) -> Any:
 
 def _scales_of(weight: Weight) -> tuple[Any, Any]:
     """Return scales and offsets (N, G) of a packed weight in float32; offsets may be None."""
-    form, xp, rows = weight.format, array_module(weight.data), weight.shape[0]
+    form = weight.format
+    xp = array_module(weight.data)
+    rows = weight.shape[0]
     values = untile_groups(weight.scales, rows)
     if form.code == "e2m1":
         return xp.asarray(E8M0)[values], None
@@ -140,7 +143,8 @@ def _scales_of(weight: Weight) -> tuple[Any, Any]:
         values = values * _repeated(factors, form.super_block // form.group, values.shape[1])
     if not form.offset:
         return values, None
-    scales, offsets = values[..., 0], values[..., 1]
+    scales = values[..., 0]
+    offsets = values[..., 1]
     return scales, -offsets if form.super_block else offsets
 
 

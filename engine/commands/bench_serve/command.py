@@ -140,13 +140,15 @@ def _add_result_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the figures of each run; 1 if every request of a run has failed."""
     _check(arguments)
-    goals, metadata = parse_goodput(arguments.goodput), _metadata(arguments.metadata)
+    goals = parse_goodput(arguments.goodput)
+    metadata = _metadata(arguments.metadata)
     extra = _extra_body(arguments.extra_body)
     jobs = _jobs(arguments)
     moments = arrivals(len(jobs), arguments.request_rate, arguments.burstiness, arguments.seed)
     target = _target(arguments, extra)
     _warm_up(target, jobs[0], arguments.num_warmups)
-    rows, details = [], []
+    rows = []
+    details = []
     for limit in arguments.max_concurrency or [0]:
         answers = run_load(
             target,
@@ -225,7 +227,8 @@ def _extra_body(given: str) -> dict[str, Any]:
 
 
 def _jobs(arguments: argparse.Namespace) -> list[Job]:
-    count, endpoint = arguments.num_prompts, arguments.endpoint
+    count = arguments.num_prompts
+    endpoint = arguments.endpoint
     if arguments.dataset_path is not None:
         return file_jobs(arguments.dataset_path, count, endpoint, arguments.custom_output_len)
     lengths = Lengths(
@@ -286,7 +289,8 @@ def _conditions(arguments: argparse.Namespace, target: Target, limit: int) -> di
 
 def _print(row: dict[str, Any], answers: Sequence[Any]) -> None:
     limit = row["max_concurrency"]
-    rate, what = row["request_rate"], "no limit" if limit is None else f"at most {limit}"
+    rate = row["request_rate"]
+    what = "no limit" if limit is None else f"at most {limit}"
     print(f"{row['num_prompts']} requests, {rate} requests/s, {what} in flight")
     print(table(row))
     for reason, count in row["failures"].items():

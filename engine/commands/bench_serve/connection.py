@@ -85,8 +85,11 @@ class Connection(asyncio.Protocol):
         self.has_received = False
         if self._transport is None or not self.is_open:
             raise ResponseError("disconnected", "before the request was sent")
-        self._answer, self._http, self._sse = answer, HttpReader(max_body), SseReader()
-        self._error_body, self._has_ended = b"", False
+        self._answer = answer
+        self._http = HttpReader(max_body)
+        self._sse = SseReader()
+        self._error_body = b""
+        self._has_ended = False
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(data)
         await self._done
@@ -107,7 +110,8 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self.is_open = transport, True  # type: ignore[assignment]
+        self._transport = transport  # type: ignore[assignment]
+        self.is_open = True
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
@@ -252,11 +256,14 @@ class ConnectionPool:
         try:
             await asyncio.wait_for(self._send(data, answer, max_body), timeout)
         except asyncio.TimeoutError:
-            answer.failure, answer.detail = "timeout", f"after {timeout:g} s"
+            answer.failure = "timeout"
+            answer.detail = f"after {timeout:g} s"
         except ResponseError as failure:
-            answer.failure, answer.detail = failure.reason, str(failure)
+            answer.failure = failure.reason
+            answer.detail = str(failure)
         except OSError as error:
-            answer.failure, answer.detail = "no connection", str(error)
+            answer.failure = "no connection"
+            answer.detail = str(error)
         answer.end = time.monotonic()
 
     async def _send(self, data: bytes, answer: Answer, max_body: int) -> None:

@@ -66,7 +66,8 @@ class HttpReader:
             If this is no HTTP/1.1, or too long.
         """
         if self._tail:
-            data, self._tail = self._tail + data, b""
+            data = self._tail + data
+            self._tail = b""
         if self._step == "header":
             end = data.find(b"\r\n\r\n")
             if end < 0:
@@ -139,7 +140,9 @@ class HttpReader:
 
     def _chunks(self, data: bytes) -> bytes:
         """Take as many chunks as there are; what a chunk has of its payload is given at once."""
-        at, size, step = 0, len(data), self._step
+        at = 0
+        size = len(data)
+        step = self._step
         pieces = []
         while at < size and not self.complete:
             if step == "data":
@@ -154,7 +157,8 @@ class HttpReader:
                 self._keep(data[at:], _MAX_SIZE_LINE, "a chunk's line")
                 at = size
                 break
-            line, at = data[at:end], end + 2
+            line = data[at:end]
+            at = end + 2
             step = self._next_step(step, line)
         self._step = step
         if self.complete:

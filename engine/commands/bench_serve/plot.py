@@ -17,7 +17,9 @@ __all__ = ["check", "draw"]
 
 _KINDS = (".png", ".svg")
 _TOP = 1.08  # of the highest value
-_BLUE, _ORANGE, _GREY = "#1f5fbf", "#e8852b", "#8c8c8c"
+_BLUE = "#1f5fbf"
+_ORANGE = "#e8852b"
+_GREY = "#8c8c8c"
 
 
 def check(file: Path) -> None:

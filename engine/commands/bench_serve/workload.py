@@ -14,7 +14,8 @@ from engine.model_files import excerpt, read_file
 
 __all__ = ["CHAT", "COMPLETIONS", "Job", "Lengths", "arrivals", "file_jobs", "random_jobs"]
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 
 _MAX_FILE = 1 << 30
 _MAX_LINE = 16 << 20
@@ -138,7 +139,8 @@ def _job(line: bytes, endpoint: str, output_len: int) -> Job:
 
 
 def _prompt(row: dict[str, Any], endpoint: str) -> dict[str, Any]:
-    text, messages = row.get("prompt"), row.get("messages")
+    text = row.get("prompt")
+    messages = row.get("messages")
     if endpoint == CHAT:
         if isinstance(messages, list) and messages:
             return {"messages": messages}
@@ -176,7 +178,8 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     if math.isinf(rate):
         return [0.0] * count
     rng = random.Random(seed)
-    moments, now = [], 0.0
+    moments = []
+    now = 0.0
     for _ in range(count):
         moments.append(now)
         even = math.isinf(burstiness)

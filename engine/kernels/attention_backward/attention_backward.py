@@ -271,8 +271,10 @@ def _launch(
     max_q: int,
     max_k: int,
 ) -> None:
-    q, k = arrays["q"], arrays["k"]
-    (total_q, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
+    q = arrays["q"]
+    k = arrays["k"]
+    (total_q, num_heads, head_dim) = q.shape
+    dtype = dtype_name(q.dtype)
     num_kv_heads = k.shape[1]
     tile = choose_tile(dtype, head_dim)
     delta = workspace(total_q * num_heads)
@@ -309,7 +311,8 @@ def _launch(
     }
     key_tiles, query_tiles = (ceil_div(n, tile.rows) for n in (max_k, max_q))
     batch = starts["cu_seqlens_q"].size - 1
-    block, shared = (32 * tile.warps,), tile.shared_bytes(dtype)
+    block = (32 * tile.warps,)
+    shared = tile.shared_bytes(dtype)
     grid = (key_tiles * tile.key_parts, num_kv_heads, batch)
     _KEYS.launch(tile.spec(dtype), grid, block, shared, **args)
     _QUERIES.launch(tile.spec(dtype), (query_tiles, num_heads, batch), block, shared, **args)

@@ -94,7 +94,8 @@ def specs(dtype: str, *, head_dim: int | None = None) -> tuple[ModuleSpec, ...]:
 
 def is_supported(rule: ScoreRule, arrays: dict[str, Any]) -> bool:
     """Tell whether the current device and the problem are for the Hopper kernel."""
-    q, k = arrays["q"], arrays["k"]
+    q = arrays["q"]
+    k = arrays["k"]
     return (
         choose_hopper_tile(dtype_name(q.dtype), q.shape[2]) is not None
         and not rule.window
@@ -118,12 +119,15 @@ def launch(
     deterministic: bool,
 ) -> None:
     """Launch on arrays that `is_supported` accepts."""
-    q, k = arrays["q"], arrays["k"]
-    (total_q, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
+    q = arrays["q"]
+    k = arrays["k"]
+    (total_q, num_heads, head_dim) = q.shape
+    dtype = dtype_name(q.dtype)
     total_k, num_kv_heads, _ = k.shape
     tile = choose_hopper_tile(dtype, head_dim)
     assert tile is not None
-    batch, spec = starts["cu_seqlens_q"].size - 1, tile.spec(dtype)
+    batch = starts["cu_seqlens_q"].size - 1
+    spec = tile.spec(dtype)
     scratch = _scratch((total_q // tile.queries + batch) * num_heads, tile, deterministic)
     common: dict[str, Any] = {
         "cu_seqlens_q": starts["cu_seqlens_q"],
@@ -171,7 +175,9 @@ def _summed(arrays: dict[str, Any]) -> dict[str, Any]:
 def _scratch(tiles: int, tile: HopperTile, deterministic: bool) -> dict[str, Any]:
     """Return the arrays between the launches, for `tiles` tiles of queries of one head."""
     sizes = {"dq_sum": 2 * _HALF_FLOATS, "statistics": 2 * tile.queries, "order": 2}
-    floats, found, at = workspace(tiles * sum(sizes.values())), {}, 0
+    floats = workspace(tiles * sum(sizes.values()))
+    found = {}
+    at = 0
     for name, size in sizes.items():
         found[name] = floats[at : at + tiles * size]
         at += tiles * size
@@ -185,6 +191,7 @@ def _maps(arrays: dict[str, Any], dtype: str, tile: HopperTile) -> dict[str, Any
     for name in ("q", "k", "v", "dout"):
         x = arrays[name]
         rows = _KEYS if name in "kv" else tile.queries
-        sizes, strides = (x.shape[2], x.shape[1], x.shape[0]), (x.strides[1], x.strides[0])
+        sizes = (x.shape[2], x.shape[1], x.shape[0])
+        strides = (x.strides[1], x.strides[0])
         maps[f"{name}_map"] = tensor_map(x.data.ptr, dtype, sizes, strides, (64, 1, rows))
     return maps

@@ -213,7 +213,8 @@ def attention_decode(
     lse = call.xp.empty(q.shape[:3], np.float32) if return_lse else None
     if new_tokens is not None and not sm90.is_supported(q, pages, out, new_tokens):
         new_tokens.store(q, pages)
-        new_tokens, pdl = None, True  # always safe after qk_norm_rope_store: see the docstring
+        new_tokens = None
+        pdl = True  # always safe after qk_norm_rope_store: see the docstring
     problem = (q, pages, out, lse, rule, num_splits, max_context_len)
     extra = {"tree_mask": tree_mask, "sinks": sinks}
     if sm90.is_supported(q, pages, out):

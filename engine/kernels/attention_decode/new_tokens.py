@@ -100,7 +100,8 @@ class NewTokens:
 
     def launch_arguments(self) -> dict[str, Any]:
         """Return the values of `PARAMS`."""
-        k_strides, v_strides = element_strides(self.k), element_strides(self.v)
+        k_strides = element_strides(self.k)
+        v_strides = element_strides(self.v)
         return {
             "new_k": self.k,
             "new_v": self.v,
@@ -121,5 +122,6 @@ class NewTokens:
 
 def _check_range(call: Contract, name: str, values: Any, first: int, end: int) -> None:
     if values.size:
-        low, high = int(values.min()), int(values.max())
+        low = int(values.min())
+        high = int(values.max())
         call.check(name, low >= first and high < end, f"from {first} to {end - 1}", (low, high))

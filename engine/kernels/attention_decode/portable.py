@@ -33,7 +33,8 @@ _MAX_SPLITS = 128
 # Costs in units of the time a block takes for _SPLIT_GRAIN keys; fit with
 # `ENGINE_KERNEL_TIER=portable python -m tests.bench attention_decode`.
 _WAVE_COST = 2.0
-_COMBINE_COST, _COMBINE_COST_OF_A_SPLIT = 4.0, 0.1
+_COMBINE_COST = 4.0
+_COMBINE_COST_OF_A_SPLIT = 0.1
 
 # With up to 16 rows the warps divide the keys, with more the rows.
 _NARROW_16 = (
@@ -117,7 +118,8 @@ def launch(
     sinks: Any,
 ) -> None:
     """Launch on CuPy arrays; num_splits None: chosen for lengths up to `max_context_len`."""
-    (batch, num_queries, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
+    (batch, num_queries, num_heads, head_dim) = q.shape
+    dtype = dtype_name(q.dtype)
     num_kv_heads = pages.k.shape[1]
     num_rows = num_queries * (num_heads // num_kv_heads)
     tile = choose_tile(dtype, head_dim, num_rows)

@@ -239,7 +239,8 @@ def _many_and_short(tile: HopperTile) -> tuple[HopperTile, HopperTile]:
 def is_supported(q: Any, pages: Pages, out: Any, new_tokens: NewTokens | None = None) -> bool:
     """Tell whether the Hopper kernel takes the problem on the current device."""
     group = q.shape[2] // pages.k.shape[1]
-    dtype, num_rows = dtype_name(q.dtype), q.shape[1] * group
+    dtype = dtype_name(q.dtype)
+    num_rows = q.shape[1] * group
     tile = choose_hopper_tile(dtype, q.shape[3], num_rows, pages.codes)
     return (
         tile is not None
@@ -345,14 +346,17 @@ def _page_maps(pages: Pages, dtype: str, box_keys: int) -> dict[str, Any]:
     num_rows = num_blocks * num_kv_heads * block_size
     sizes: tuple[int, ...]
     if pages.codes:
-        sizes, strides, box = (head_dim, num_rows, 1), (head_dim, head_dim), (head_dim, box_keys, 1)
+        sizes = (head_dim, num_rows, 1)
+        strides = (head_dim, head_dim)
+        box = (head_dim, box_keys, 1)
         k, v = (
             tensor_map(array.data.ptr, "uint8", sizes, strides, box, promote=0, swizzle=head_dim)
             for array in (pages.k, pages.v)
         )
         return {"k_map": k, "v_map": v}
     sizes = (64, num_rows, head_dim // 64)
-    strides, box = (head_dim * 2, 128), (64, box_keys, head_dim // 64)
+    strides = (head_dim * 2, 128)
+    box = (64, box_keys, head_dim // 64)
     k, v = (
         tensor_map(array.data.ptr, dtype, sizes, strides, box, promote=0)
         for array in (pages.k, pages.v)
@@ -375,12 +379,15 @@ def launch(
     new_tokens: NewTokens | None = None,
 ) -> None:
     """Launch on arrays that `is_supported` accepts; num_splits None: equal work for all CTAs."""
-    (batch, num_queries, num_heads, head_dim), num_kv_heads = q.shape, pages.k.shape[1]
+    (batch, num_queries, num_heads, head_dim) = q.shape
+    num_kv_heads = pages.k.shape[1]
     token_parts = 1
     if num_splits is None:
         token_parts = choose_token_parts(batch, num_queries, num_heads, num_kv_heads, sm_count())
-    batch, num_queries = batch * token_parts, num_queries // token_parts
-    num_rows, dtype = num_queries * (num_heads // num_kv_heads), dtype_name(q.dtype)
+    batch = batch * token_parts
+    num_queries = num_queries // token_parts
+    num_rows = num_queries * (num_heads // num_kv_heads)
+    dtype = dtype_name(q.dtype)
     shape = batch, num_queries, num_heads, head_dim
     tile = _choose(
         dtype,
@@ -425,7 +432,8 @@ def launch(
 
 def _arrays(q: Any, pages: Pages, out: Any, lse: Any) -> dict[str, Any]:
     """Return the arrays, and their strides and sizes."""
-    q_strides, out_strides = element_strides(q), element_strides(out)
+    q_strides = element_strides(q)
+    out_strides = element_strides(out)
     return {
         "q": q,
         "k_pages": pages.k,

@@ -265,8 +265,12 @@ def _check_keys(
         pages = Pages.checked(
             call, {"k": k, "v": v}, q.dtype, block_tables, context_lens, k_scale, v_scale
         )
-        k_scale, v_scale = pages.k_scale, pages.v_scale
-        k, v, block_tables, context_lens = pages.k, pages.v, pages.block_tables, pages.context_lens
+        k_scale = pages.k_scale
+        v_scale = pages.v_scale
+        k = pages.k
+        v = pages.v
+        block_tables = pages.block_tables
+        context_lens = pages.context_lens
         wanted = f"of length B+1 = {call['B'] + 1}, with B from block_tables"
         call.check("cu_seqlens_q", call["B+1"] == call["B"] + 1, wanted, call["B+1"])
     else:
@@ -308,11 +312,16 @@ def _launch(
     pattern: _attention_pattern.Pattern | None,
     sinks: Any,
 ) -> None:
-    (total_q, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
+    (total_q, num_heads, head_dim) = q.shape
+    dtype = dtype_name(q.dtype)
     tile = choose_tile(dtype, head_dim)
-    k, v, tables = keys["k"], keys["v"], keys["block_tables"]
-    is_paged, num_kv_heads = tables is not None, k.shape[1]
-    k_strides, v_strides = element_strides(k), element_strides(v)
+    k = keys["k"]
+    v = keys["v"]
+    tables = keys["block_tables"]
+    is_paged = tables is not None
+    num_kv_heads = k.shape[1]
+    k_strides = element_strides(k)
+    v_strides = element_strides(v)
     num_tiles = ceil_div(min(max_q, total_q) * (num_heads // num_kv_heads), tile.rows(dtype))
     _KERNEL.launch(
         _spec(tile, dtype, int(pattern is not None), codes_of(k.dtype)),

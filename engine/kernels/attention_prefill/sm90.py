@@ -220,13 +220,15 @@ def launch(
     sinks: Any = None,
 ) -> None:
     """Launch on arrays that `is_supported` accepts; num_splits None: as many as fill the device."""
-    (total_q, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
+    (total_q, num_heads, head_dim) = q.shape
+    dtype = dtype_name(q.dtype)
     tile = choose_hopper_tile(dtype, head_dim, pattern, codes_of(keys["k"].dtype))
     assert tile is not None
     spec = tile.spec(dtype)
     pairs = (keys["cu_seqlens_q"].size - 1) * keys["k"].shape[1]
     group = num_heads // keys["k"].shape[1]
-    tokens, longest = min(max_q, total_q), _longest(keys)
+    tokens = min(max_q, total_q)
+    longest = _longest(keys)
     tile_tokens = tile.rows // group
     key_tiles = ceil_div(longest, tile.keys)
     tiles = pairs * ceil_div(tokens, tile_tokens)
@@ -236,7 +238,8 @@ def launch(
     work = cut_into_tiles(tokens, tile_tokens, pairs, splits, cut)
     rows = total_q * num_heads
     partial = workspace(splits * rows * (head_dim + 1)) if splits > 1 else None
-    strides, lengths = element_strides(out), _lengths(keys, tile)
+    strides = element_strides(out)
+    lengths = _lengths(keys, tile)
     shared = {
         "out": out,
         "lse": lse,
@@ -274,7 +277,8 @@ def launch(
 
 def _longest(keys: dict[str, Any]) -> int:
     """Return a guess of the longest sequence's keys: a bound in pages, the mean if dense."""
-    k, tables = keys["k"], keys["block_tables"]
+    k = keys["k"]
+    tables = keys["block_tables"]
     batch = max(1, keys["cu_seqlens_q"].size - 1)
     bound = ceil_div(k.shape[0], batch) if tables is None else tables.shape[1] * k.shape[2]
     return max(1, int(bound))
@@ -282,7 +286,8 @@ def _longest(keys: dict[str, Any]) -> int:
 
 def _lengths(keys: dict[str, Any], tile: HopperTile) -> dict[str, Any]:
     """Return the arguments that say where the keys of each sequence are."""
-    k, tables = keys["k"], keys["block_tables"]
+    k = keys["k"]
+    tables = keys["block_tables"]
     where = {name: keys[name] for name in _WHERE}
     if tables is None:
         return where | {
@@ -335,10 +340,12 @@ def _maps(q: Any, keys: dict[str, Any], dtype: str, tile: HopperTile, group: int
                     swizzle=head_dim,
                 )
                 continue
-            sizes, strides = (head_dim, 1, x.size // head_dim), (row, row)
+            sizes = (head_dim, 1, x.size // head_dim)
+            strides = (row, row)
             box = (64, 1, _box_keys(x.shape[2], tile))
         else:
-            sizes, strides = (head_dim, x.shape[1], x.shape[0]), (x.strides[1], x.strides[0])
+            sizes = (head_dim, x.shape[1], x.shape[0])
+            strides = (x.strides[1], x.strides[0])
             box = (64, 1, tile.keys)
         maps[f"{name}_map"] = tensor_map(x.data.ptr, dtype, sizes, strides, box)
     return maps

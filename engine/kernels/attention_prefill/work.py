@@ -88,7 +88,8 @@ def _rounds(long: int, short: int, share: float, sm_count: int) -> float:
         return early + max(0, int((end - whole - 1) / share + 1e-6)) * rest
 
     # The last one ends some tasks after a long one does; each multiprocessor has about `each`.
-    each, spread = short // sm_count, int(1 / share) + 2
+    each = short // sm_count
+    spread = int(1 / share) + 2
     around = range(max(0, each - spread), each + spread + 1)
     ends = sorted([whole + n * share for n in around] + [whole + 1 + n * share for n in around])
     return max(float(last), next(end for end in ends if end >= whole and over_by(end) >= short))

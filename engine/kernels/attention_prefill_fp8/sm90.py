@@ -152,7 +152,8 @@ def launch(
     tile = tile or choose_fp8_tile(head_dim)
     assert tile is not None
     max_keys, num_kv_heads, _ = k.shape
-    group, batch = num_heads // num_kv_heads, shared["cu_seqlens_q"].size - 1
+    group = num_heads // num_kv_heads
+    batch = shared["cu_seqlens_q"].size - 1
     pairs = batch * num_kv_heads
     tiles_of_pair = ceil_div(min(max_q, total_q), tile.rows // group)
     longest = ceil_div(max_keys, max(1, batch))
@@ -195,6 +196,7 @@ def _query_map(q: Any, tile: Fp8Tile, group: int) -> Any:
 
 def _key_map(x: Any, tile: Fp8Tile) -> Any:
     """Describe k or v as (Tk, K, D) to TMA."""
-    sizes, strides = (x.shape[2], x.shape[1], x.shape[0]), (x.strides[1], x.strides[0])
+    sizes = (x.shape[2], x.shape[1], x.shape[0])
+    strides = (x.strides[1], x.strides[0])
     box = (tile.head_dim, 1, _KEYS)
     return tensor_map(x.data.ptr, "uint8", sizes, strides, box, swizzle=tile.head_dim)

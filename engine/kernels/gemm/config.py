@@ -51,7 +51,8 @@ class Config:
 
     def grid(self, m: int, n: int) -> tuple[int, int]:
         """Return how many blocks a problem of `m` rows and `n` columns takes."""
-        rows, cols = ceil_div(m, self.tile_m), ceil_div(n, self.tile_n)
+        rows = ceil_div(m, self.tile_m)
+        cols = ceil_div(n, self.tile_n)
         return (cols, rows) if self.is_skinny else (rows * cols, self.num_splits)
 
 
@@ -98,7 +99,9 @@ _DIRECT_MAX_M = {2: 8, 4: 16}  # rows of x, by itemsize
 # Where there are Hopper's tiles, ring kernels take up to _RING_MAX_M rows, or _RING_MAX_M_SMALL
 # with a weight of at most _SMALL_WEIGHT elements. So a model's step is fastest (`python -m
 # tests.bench decode_loop`), though alone tiles are faster (docs/benchmarks/gemm_sm90.md).
-_RING_MAX_M, _RING_MAX_M_SMALL, _SMALL_WEIGHT = 8, 16, 1 << 23
+_RING_MAX_M = 8
+_RING_MAX_M_SMALL = 16
+_SMALL_WEIGHT = 1 << 23
 
 # Of `_estimate`, for Hopper, estimated as the rates are.
 _BYTES_PER_CYCLE = 2400  # of memory, whole chip

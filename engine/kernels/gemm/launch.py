@@ -75,7 +75,8 @@ _ROW_SCALES_ROWS = 8  # rows a block
 _MAX_INT32 = 2**31 - 1
 # Up to so many rows of x and elements of the weight, Hopper's tiles leave swiglu to a kernel of its
 # own. From a model's step: `python -m tests.bench decode_loop`.
-_APART_MAX_M, _APART_MAX_WEIGHT = 256, 1 << 24
+_APART_MAX_M = 256
+_APART_MAX_WEIGHT = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ def check_columns(call: Contract, activation: str | None) -> int:
 def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
     """Launch `op` ("gemm", or "rmsnorm_gemm" with a norm) on CuPy arrays."""
     x = operands.x
-    (m, k), n = x.shape, operands.weight.shape[0]
+    (m, k) = x.shape
+    n = operands.weight.shape[0]
     if m == 0 or n == 0:
         return
     dtype = dtype_name(x.dtype)
@@ -175,7 +177,8 @@ def _fuses_swiglu(
 
 def _launch_apart(op: str, operands: Operands, norm: Norm | None) -> None:
     """Launch the product, then swiglu."""
-    x, rows = operands.x, operands.weight.shape[0]
+    x = operands.x
+    rows = operands.weight.shape[0]
     packed = device.cupy().empty((x.shape[0], rows), x.dtype)
     launch(op, replace(operands, activation=None, out=packed), norm)
     swiglu(packed, out=operands.out)
@@ -184,8 +187,11 @@ def _launch_apart(op: str, operands: Operands, norm: Norm | None) -> None:
 def _launch_portable(
     op: str, operands: Operands, norm: Norm | None, config: Config, aligned: bool
 ) -> None:
-    x, out = operands.x, operands.out
-    (m, k), n, dtype = x.shape, operands.weight.shape[0], dtype_name(x.dtype)
+    x = operands.x
+    out = operands.out
+    (m, k) = x.shape
+    n = operands.weight.shape[0]
+    dtype = dtype_name(x.dtype)
     if math.prod(config.grid(m, n)) > _MAX_INT32:
         raise ContractError(f"{op}: x: {m} x {k} by {n} x {k} is more than one launch can do")
     row_scales, partials = _scratch(config, m, n, needs_scales=norm is not None)
@@ -226,8 +232,10 @@ def _launch_portable(
 
 
 def _launch_skinny(op: str, operands: Operands, norm: Norm | None, config: SkinnyConfig) -> None:
-    x, out = operands.x, operands.out
-    (m, k), n = x.shape, operands.weight.shape[0]
+    x = operands.x
+    out = operands.out
+    (m, k) = x.shape
+    n = operands.weight.shape[0]
     pdl = operands.pdl and limits(device.cupy().cuda.runtime.getDevice()).has_clusters
     _KERNELS[f"{op}_{config.kernel}"].launch(
         ModuleSpec(f"gemm/{op}.cu", dtype_name(x.dtype)),
@@ -291,7 +299,8 @@ def _launch_row_scales(spec: ModuleSpec, x: Any, scales: Any, eps: float, aligne
 
 
 def _epilogue(operands: Operands) -> dict[str, Any]:
-    out, residual = operands.out, operands.residual
+    out = operands.out
+    residual = operands.residual
     activation = "silu_and_mul" if operands.activation == SWIGLU else operands.activation
     return {
         "bias": operands.bias,

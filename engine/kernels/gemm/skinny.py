@@ -157,7 +157,8 @@ def _num_parts(n: int, k: int, sm_count: int) -> int:
 
     A part has a few steps: the prologue and the reduction cost a warp as much as a step or two.
     """
-    groups, steps = ceil_div(n, _ROWS), ceil_div(k, _STEP_K)
+    groups = ceil_div(n, _ROWS)
+    steps = ceil_div(k, _STEP_K)
     least = _MIN_PART_STEPS if groups >= sm_count else 1
     parts = [p for p in (1, 2, 4, 8) if p == 1 or steps // p >= least]
     return min(parts, key=lambda p: ceil_div(ceil_div(groups, 8 // p), sm_count) * (8 // p))
@@ -177,13 +178,16 @@ def _layouts(parts: int, n: int, sm_count: int, has_clusters: bool) -> Iterator[
 def _config(
     shape: _Shape, m: int, n: int, k: int, layout: Layout, sm_count: int, limits: Limits
 ) -> SkinnyConfig:
-    warps, cluster = layout.warps, layout.cluster
+    warps = layout.warps
+    cluster = layout.cluster
     part_k = max(1, ceil_div(ceil_div(k, _STEP_K), layout.parts)) * _STEP_K
     k_warps = layout.parts // cluster
     tile_n = warps // k_warps * _ROWS
-    stages, buffers = shape.stages, shape.buffers
+    stages = shape.stages
+    buffers = shape.buffers
     if ceil_div(n, tile_n) * cluster <= sm_count:  # a tile each
-        stages, buffers = min(stages, part_k // _STEP_K), 1
+        stages = min(stages, part_k // _STEP_K)
+        buffers = 1
     shared = shape.shared_bytes(m, warps, stages, buffers, k_warps * part_k)
     per_sm = max(1, min(2, (limits.shared_bytes + 1024) // (shared + _STATIC_BYTES)))
     return SkinnyConfig(
@@ -221,7 +225,8 @@ def _choose_gemv(n: int, k: int, sm_count: int, *, has_norm: bool) -> SkinnyConf
     groups = ceil_div(ceil_div(n, _ROWS), sm_count)
     for cluster in (1,) if has_norm else (2, 1):  # a norm needs the whole row in a block
         config = _gemv_config(k, n, groups, cluster)
-        blocks, warps = config.max_clusters * cluster, config.threads // 32
+        blocks = config.max_clusters * cluster
+        warps = config.threads // 32
         if warps <= _GEMV_MAX_WARPS and _GEMV_MIN_FILL * sm_count <= blocks <= sm_count:
             return config
     return None
@@ -236,7 +241,8 @@ def gemv_configs(n: int, k: int, clusters: tuple[int, ...] = (1, 2)) -> list[Ski
 def _gemv_config(k: int, n: int, groups: int, cluster: int) -> SkinnyConfig:
     """Return the GEMV with `groups` of 16 rows a block."""
     k_warps = ceil_div(ceil_div(ceil_div(k, _STEP_K), _GEMV_STEPS), cluster)
-    warps, part_k = k_warps * groups, _GEMV_STEPS * _STEP_K
+    warps = k_warps * groups
+    part_k = _GEMV_STEPS * _STEP_K
     tile_n = groups * _ROWS
     return SkinnyConfig(
         kernel=_GEMV,

@@ -326,7 +326,8 @@ def choose_hopper(
     def estimate(config: HopperConfig) -> float:
         if m <= MAX_FEW_ROWS:
             return _few_rows_us(config, m, n, k, sm_count) + _FEW_ROWS[config]
-        cost, waves = _TILES[config], config.waves(m, n, sm_count)
+        cost = _TILES[config]
+        waves = config.waves(m, n, sm_count)
         return cost.launch_us + waves * (cost.tile_us + cost.stage_us * config.tile_steps(k))
 
     configs: Iterable[HopperConfig] = _FEW_ROWS if m <= MAX_FEW_ROWS else _TILES
@@ -363,11 +364,15 @@ def launch_hopper(
     With `pdl` weight and bias are read before the preceding kernel has ended; with `is_split` all
     rows of gate precede those of up, else there are eight of each in turn.
     """
-    (m, k), n, dtype = x.shape, weight.shape[0], dtype_name(x.dtype)
-    num_sms, clusters = sm_count(), config.clusters(m, n)
+    (m, k) = x.shape
+    n = weight.shape[0]
+    dtype = dtype_name(x.dtype)
+    num_sms = sm_count()
+    clusters = config.clusters(m, n)
     if config.cluster_k == 1:  # persistent
         clusters = min(clusters, config.max_clusters(num_sms))
-    x_part, tail_part = config.x_part(m), config.x_part(m % config.tile_m or config.tile_m)
+    x_part = config.x_part(m)
+    tail_part = config.x_part(m % config.tile_m or config.tile_m)
     stages = config.stages(m)
     if config.tile_m == 64:  # the preceding and the next kernel can have the rest
         stages = min(stages, config.steps(m, n, k, num_sms))

@@ -48,7 +48,8 @@ _KERNELS = {
     for op in _OPS
     for name in ("tile", "unaligned", "skinny_5", "skinny_4", "skinny_3")
 }
-_TILE, _TILE_THREADS = 64, 128
+_TILE = 64
+_TILE_THREADS = 128
 _MAX_INT32 = 2**31 - 1
 
 MAX_SKINNY_ROWS = 8
@@ -167,7 +168,8 @@ def _num_parts(n: int, k: int, sm_count: int, warps: int) -> int:
 
     To finish a tile costs a warp as much as a stage.
     """
-    groups, stages = ceil_div(n, _ROWS), ceil_div(k, 2 * _STEP_PAIRS)
+    groups = ceil_div(n, _ROWS)
+    stages = ceil_div(k, 2 * _STEP_PAIRS)
 
     def cost(parts: int) -> int:
         waves = ceil_div(ceil_div(groups, warps // parts), sm_count)
@@ -207,8 +209,10 @@ def _check(
     call: Contract, codes: str, x: Any, weight: Any, weight_scales: Any, options: dict[str, Any]
 ) -> int:
     """Put the checked arrays into `options`; return how many columns the result has."""
-    norm_weight, activation = options["norm_weight"], options["activation"]
-    bias, residual = options["bias"], options["residual"]
+    norm_weight = options["norm_weight"]
+    activation = options["activation"]
+    bias = options["bias"]
+    residual = options["residual"]
     x, x_scales = _check_x(call, codes, x, options["x_scales"], norm_weight)
     weight = call.array("weight", weight, "N K", CODES[codes])
     weight_scales, x_scales = _check_scales(call, codes, weight_scales, x_scales)
@@ -279,7 +283,8 @@ def _module_dtype(x: Any, x_scales: Any, bias: Any, result_dtype: np.dtype[Any])
 
 
 def _launch(o: W8Operands) -> None:
-    (m, k), n = o.x.shape, o.weight.shape[0]
+    (m, k) = o.x.shape
+    n = o.weight.shape[0]
     if m == 0 or n == 0:
         return
     if max(m, n, k) > _MAX_INT32 - 512:
@@ -367,7 +372,8 @@ def _is_hopper(o: W8Operands) -> bool:
 
 
 def _launch_hopper(o: W8Operands) -> None:
-    (m, k), n = o.x.shape, o.weight.shape[0]
+    (m, k) = o.x.shape
+    n = o.weight.shape[0]
     is_split = o.activation == SWIGLU
     config = choose_w8_hopper(
         m,

@@ -126,11 +126,15 @@ def launch_w8_hopper(
     is_split: bool = False,
 ) -> None:
     """Launch on CuPy arrays: x (M, K) and weight (N, K) codes, `arguments` the other pointers."""
-    (m, k), n = x.shape, weight.shape[0]
-    num_sms, clusters, pairs = sm_count(), config.clusters(m, n), ceil_div(k, 2)
+    (m, k) = x.shape
+    n = weight.shape[0]
+    num_sms = sm_count()
+    clusters = config.clusters(m, n)
+    pairs = ceil_div(k, 2)
     if config.cluster_k == 1:  # persistent
         clusters = min(clusters, config.max_clusters(num_sms))
-    x_part, tail_part = config.x_part(m), config.x_part(m % config.tile_m or config.tile_m)
+    x_part = config.x_part(m)
+    tail_part = config.x_part(m % config.tile_m or config.tile_m)
     stages = config.stages(m)
     if config.tile_m == 64:  # the preceding and the next kernel can have the rest
         stages = min(stages, config.steps(m, n, pairs, num_sms))

@@ -39,7 +39,10 @@ _STATIC_BYTES = 7680  # of shared memory: what the kernels declare, and what the
 # Estimated for an H200: what a multiprocessor reads in a ns, how long a warp takes for a stage,
 # what a unit costs beside its stages, and what is lost where the next kernel's block does not fit
 # beside this one's.
-_BYTES_PER_NS, _STAGE_NS, _UNIT_NS, _ALONE_NS = 33.0, 1000.0, 500.0, 300.0
+_BYTES_PER_NS = 33.0
+_STAGE_NS = 1000.0
+_UNIT_NS = 500.0
+_ALONE_NS = 300.0
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,8 @@ def choose_few_rows(
     """
     if not 0 < m <= _TOKENS[-1] or k == 0 or n == 0 or (is_gated and n % (2 * TILE_ROWS)):
         return None
-    best, least = None, 0.0
+    best = None
+    least = 0.0
     for cluster in (1, 2, 4):
         if best is not None or cluster > (max_cluster if m > 1 else 1):
             break  # clusters are for x that does not fit otherwise
@@ -122,7 +126,8 @@ def choose_few_rows(
                 continue
             cost = _estimate(config, n, form, shared_limit)
             if best is None or cost < least:
-                best, least = config, cost
+                best = config
+                least = cost
     return best
 
 
@@ -174,7 +179,8 @@ def few_rows_config(
     units = ceil_div(ceil_div(n, TILE_ROWS), row_tiles)
     rounds = ceil_div(units, max(1, sms // cluster))
     num_stages = min(stages, rounds * part_stages)
-    warps, buffers = parts * row_tiles, 1 if rounds == 1 else 2
+    warps = parts * row_tiles
+    buffers = 1 if rounds == 1 else 2
     shared = warps * num_stages * stage_bytes(form)
     shared += m * (parts * part_stages * columns * 2 + 16)
     shared += parts * part_stages * columns // form.group * 4  # sums of x
@@ -202,7 +208,8 @@ def specs(op: str, dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ..
 
 def choose(operands: Operands, norm: Norm | None = None) -> FewRowsConfig | None:
     """Return the configuration for CuPy arrays, or None if another kernel must do it."""
-    x, weight = operands.x, operands.weight
+    x = operands.x
+    weight = operands.weight
     steps = [x.data.ptr, x.shape[1] * x.itemsize, x.strides[0] if x.shape[0] > 1 else 0]
     if norm is not None:
         steps.append(norm.weight.data.ptr)
@@ -234,7 +241,10 @@ def _num_blocks(config: FewRowsConfig) -> int:
 def launch(operands: Operands, config: FewRowsConfig, norm: Norm | None = None) -> None:
     """Launch on CuPy arrays, with a norm before the product or without one."""
     op = _OPS[0 if norm is None else 1]
-    x, weight, out, residual = operands.x, operands.weight, operands.out, operands.residual
+    x = operands.x
+    weight = operands.weight
+    out = operands.out
+    residual = operands.residual
     n, k = weight.shape
     pdl = operands.pdl and has_pdl(device.cupy().cuda.runtime.getDevice())
     _KERNELS[op, config.tokens].launch(

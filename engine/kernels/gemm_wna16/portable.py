@@ -24,7 +24,9 @@ _PART_BYTES = 64 << 20  # of dequantized rows
 
 def launch(operands: Operands) -> None:
     """Launch on CuPy arrays: dequantize, then multiply."""
-    x, weight, out = operands.x, operands.weight, operands.out
+    x = operands.x
+    weight = operands.weight
+    out = operands.out
     n, k = weight.shape
     pieces = list(parts(n, k * x.itemsize))
     if operands.activation == SWIGLU and len(pieces) > 1:
@@ -39,7 +41,8 @@ def launch(operands: Operands) -> None:
         numbers = space.view(x.dtype)[: (last - first) * k].reshape(last - first, k)
         launch_dequantize(part, dtype_name(x.dtype), numbers)
         columns = slice(None) if is_whole else slice(first, last)
-        bias, residual = operands.bias, operands.residual
+        bias = operands.bias
+        residual = operands.residual
         gemm(
             x,
             numbers,

@@ -257,7 +257,8 @@ def choose_hopper(
     >>> choose_hopper(4096, 6144, 4096, FORMATS["int4_g128"], 132).tokens
     256
     """
-    slabs, columns = ceil_div(k, _SLAB_K), n // 2 if is_gated else n
+    slabs = ceil_div(k, _SLAB_K)
+    columns = n // 2 if is_gated else n
 
     def is_possible(config: HopperConfig) -> bool:
         if config.splits > sm_count or not config.supports(form):
@@ -280,7 +281,8 @@ def choose_hopper(
 
 def choose(operands: Operands) -> HopperConfig | None:
     """Return the tile for CuPy arrays, or None if another kernel must do it."""
-    x, weight = operands.x, operands.weight
+    x = operands.x
+    weight = operands.weight
     if not is_hopper(dtype_name(x.dtype)) or x.shape[1] == 0:
         return None
     rows = x.strides[0] if x.shape[0] > 1 or operands.deterministic else 0
@@ -302,13 +304,19 @@ def choose(operands: Operands) -> HopperConfig | None:
 
 def launch(operands: Operands, config: HopperConfig) -> None:
     """Launch on CuPy arrays."""
-    x, weight, out, residual = operands.x, operands.weight, operands.out, operands.residual
-    (m, k), n, dtype = x.shape, weight.shape[0], dtype_name(x.dtype)
+    x = operands.x
+    weight = operands.weight
+    out = operands.out
+    residual = operands.residual
+    (m, k) = x.shape
+    n = weight.shape[0]
+    dtype = dtype_name(x.dtype)
     is_gated = operands.activation == SWIGLU
     clusters = config.clusters(m, out.shape[1], is_gated=is_gated)
     if config.splits == 1:  # persistent
         clusters = min(clusters, config.max_clusters(sm_count()))
-    x_part, tail_part = min(m, config.tokens), m % config.tokens or config.tokens
+    x_part = min(m, config.tokens)
+    tail_part = m % config.tokens or config.tokens
     base = format_spec(_FILE, dtype, weight.format, scale_dtype(weight))
     _KERNEL.launch(
         config.spec(base, weight.format),

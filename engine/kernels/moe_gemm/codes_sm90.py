@@ -23,7 +23,8 @@ _BOX_ROWS = 16
 _MMA_ROWS = 64
 _DTYPES = ("float16", "bfloat16")
 
-_FEW, _MANY = MoeTileConfig(1, 64, 1, blocks=2), MoeTileConfig(2, 80, 1)
+_FEW = MoeTileConfig(1, 64, 1, blocks=2)
+_MANY = MoeTileConfig(2, 80, 1)
 CODES_CONFIGS = (_FEW, _MANY)
 _MANY_FROM = 32  # tokens an expert, on average
 
@@ -58,7 +59,9 @@ def _bytes(config: MoeTileConfig) -> tuple[int, int]:
 
 def is_possible(operands: MoeOperands) -> bool:
     """Tell whether the current device runs the kernel for these operands, their x as codes."""
-    x, weight, out = operands.x, operands.weight, operands.out
+    x = operands.x
+    weight = operands.weight
+    out = operands.out
     num_experts, num_rows, k = weight.shape
     if not is_hopper(dtype_name(x.dtype)) or num_experts > MAX_EXPERTS:
         return False

@@ -56,7 +56,8 @@ def choose_few_combine(
     row_tiles = 1
     while _blocks(shape, row_tiles) > 2 * sms:
         row_tiles *= 2
-    parts, blocks = _WARPS // row_tiles, _blocks(shape, row_tiles)
+    parts = _WARPS // row_tiles
+    blocks = _blocks(shape, row_tiles)
     shares = ceil_div(blocks, sms)
     # Where some multiprocessors have one block more than others, these wait, with more tokens for
     # longer than another launch takes.
@@ -89,7 +90,8 @@ def few_combine_config(
     experts = min(shape[0], tokens * top_k)
     part_stages = ceil_div(experts * ceil_div(shape[2], stage_columns(form)), parts)
     stages = min(stages, part_stages)
-    warps, room = parts * row_tiles, 1 if tokens == 1 else MAX_TOKENS
+    warps = parts * row_tiles
+    room = 1 if tokens == 1 else MAX_TOKENS
     stage = weight_bytes(form) + tokens * (stage_columns(form) * 2 + 16)
     of_tile = MAX_TOKENS if sums_x(form) else room
     sums = warps * (room + of_tile) * (TILE_ROWS + 4)

@@ -55,7 +55,11 @@ _STATIC_BYTES = 4096  # of shared memory: what the kernels declare, and what the
 # Fitted on an H200 to fp8_block and mxfp4 in bfloat16, in ns: a stage's bytes, its latency, what a
 # stage of each further warp adds, what a unit costs beside its stages, and what is lost where the
 # registers have no room for the next kernel's block. Decoding packed codes takes longer.
-_BYTES_PER_NS, _STAGE_NS, _WARP_NS, _UNIT_NS, _ALONE_NS = 33.0, 490.0, 65.0, 300.0, 630.0
+_BYTES_PER_NS = 33.0
+_STAGE_NS = 490.0
+_WARP_NS = 65.0
+_UNIT_NS = 300.0
+_ALONE_NS = 630.0
 _PACKED_FACTOR = 1.5
 
 
@@ -96,7 +100,8 @@ def weight_bytes(form: Format) -> int:
     """Return the bytes of a stage: codes and scales."""
     if not form.is_packed:
         return TILE_ROWS * (_ROW_BYTES + 4)
-    last, size = 2 if form.offset else 1, 1 if form.super_block or form.code == "e2m1" else 2
+    last = 2 if form.offset else 1
+    size = 1 if form.super_block or form.code == "e2m1" else 2
     scales = stage_columns(form) // form.group * TILE_ROWS * size * last
     supers = TILE_ROWS * 2 * last if form.super_block else 0
     return TILE_ROWS * stage_columns(form) * form.bits // 8 + scales + supers
@@ -126,7 +131,8 @@ def choose_few_tokens(
     """
     if not 0 < tokens <= MAX_TOKENS or tokens * top_k > MAX_PAIRS:
         return None
-    best, least = None, 0.0
+    best = None
+    least = 0.0
     for parts, row_tiles, stages in _ways(is_gated=is_gated):
         config = few_tokens_config(
             tokens, top_k, shape, form, sms, parts, row_tiles, stages, is_gated=is_gated
@@ -135,7 +141,8 @@ def choose_few_tokens(
             continue
         cost = _estimate(config, tokens, top_k, shape, form, is_gated=is_gated)
         if best is None or cost < least:
-            best, least = config, cost
+            best = config
+            least = cost
     return best
 
 
@@ -200,7 +207,8 @@ def _estimate(
     num_experts = shape[0]
     experts = num_experts * (1 - (1 - min(top_k, num_experts) / num_experts) ** tokens)
     units = round(experts) * _units(shape, config.row_tiles, is_gated=is_gated)
-    rounds, warps = ceil_div(units, config.blocks), config.parts * config.row_tiles
+    rounds = ceil_div(units, config.blocks)
+    warps = config.parts * config.row_tiles
     factor = _PACKED_FACTOR if form.is_packed else 1.0
     schedulers_full = ceil_div(warps, 4) * 4
     memory = warps * weight_bytes(form) / _BYTES_PER_NS
@@ -240,7 +248,8 @@ def choose(operands: MoeOperands) -> FewTokensConfig | None:
     if not is_possible(operands):
         return None
     tokens, top_k = operands.routing.experts.shape
-    is_gated, weight = operands.activation is not None, operands.weight
+    is_gated = operands.activation is not None
+    weight = operands.weight
     return choose_few_tokens(
         *(tokens, top_k, weight.shape, weight.format, sm_count(), shared_limit()),
         is_gated=is_gated,
@@ -249,10 +258,13 @@ def choose(operands: MoeOperands) -> FewTokensConfig | None:
 
 def is_possible(operands: MoeOperands) -> bool:
     """Tell whether the kernels for few tokens take the arrays, however many tokens there are."""
-    x, weight = operands.x, operands.weight
+    x = operands.x
+    weight = operands.weight
     if operands.deterministic or dtype_name(x.dtype) not in _DTYPES or operands.out.size == 0:
         return False
-    is_gated, form, k = operands.activation is not None, weight.format, x.shape[1]
+    is_gated = operands.activation is not None
+    form = weight.format
+    k = x.shape[1]
     if k == 0 or (form.is_packed and is_gated and weight.shape[1] % (2 * TILE_ROWS)):
         return False  # gate and up share a row tile
     steps = [array.data.ptr for array in (x, *(array for _, array in weight.arrays()))]
@@ -262,8 +274,11 @@ def is_possible(operands: MoeOperands) -> bool:
 
 def launch(operands: MoeOperands, config: FewTokensConfig) -> None:
     """Launch on CuPy arrays."""
-    x, weight, routing = operands.x, operands.weight, operands.routing
-    (num_experts, rows, k), dtype = weight.shape, dtype_name(x.dtype)
+    x = operands.x
+    weight = operands.weight
+    routing = operands.routing
+    (num_experts, rows, k) = weight.shape
+    dtype = dtype_name(x.dtype)
     tokens, top_k = routing.experts.shape
     op = "moe_gemm" if operands.summed is None else "moe_gemm_combine"
     summed = operands.summed or Summed()

@@ -12,7 +12,9 @@ from engine.weights.formats import TILE_COLUMNS
 
 __all__ = ["MAPS", "base_of", "bases", "kind", "plane_maps", "weight_arrays"]
 
-_PACKED, _BYTES = 1, 2  # WEIGHTS of the CUDA files
+# Values of the macro WEIGHTS in the CUDA files.
+_PACKED = 1
+_BYTES = 2
 MAPS = ("map_data", "map_high", "map_scales", "map_supers")
 """The kernels' maps of a packed weight's planes."""
 
@@ -74,7 +76,8 @@ def plane_maps(weight: Weight, depth: int) -> dict[str, Any]:
             continue
         tile_bytes = int(array.nbytes) // array.shape[0]
         row = row or tile_bytes // array.shape[1]
-        sizes, strides = (row, tile_bytes // row, array.shape[0]), (row, tile_bytes)
+        sizes = (row, tile_bytes // row, array.shape[0])
+        strides = (row, tile_bytes)
         box = (row, rows, _BOX_TILES)
         pointer = int(array.data.ptr)
         maps[name] = tensor_map(pointer, "uint8", sizes, strides, box, promote=128, swizzle=0)

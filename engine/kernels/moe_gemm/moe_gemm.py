@@ -238,7 +238,8 @@ def _name(weight: Any) -> str:
 
 def _check_quantized(call: Contract, weight: Weight) -> Weight:
     """Check a quantized weight (E, R, K), and bind its sizes."""
-    form, shape = weight.format, weight.shape
+    form = weight.format
+    shape = weight.shape
     call.check("weight", len(shape) == 3, "of shape (E, R, K)", shape)
     for symbol, size in zip("ERK", shape, strict=True):
         if call.bind(symbol, size, "weight") != size:

@@ -99,8 +99,12 @@ def choose_config(
 
 def launch(operands: MoeOperands) -> None:
     """Launch on CuPy arrays."""
-    x, weight, out, routing = operands.x, operands.weight, operands.out, operands.routing
-    (num_experts, num_rows, k), dtype = weight.shape, dtype_name(x.dtype)
+    x = operands.x
+    weight = operands.weight
+    out = operands.out
+    routing = operands.routing
+    (num_experts, num_rows, k) = weight.shape
+    dtype = dtype_name(x.dtype)
     pairs, columns = out.shape
     fits = k % vector_width(x) == 0 and is_aligned(x, weight)
     config = choose_config(operands.expected_pairs, num_experts, dtype, is_aligned=fits)

@@ -32,7 +32,8 @@ _MMA_ROWS = 64
 _BOX_ROWS = 16
 _DTYPES = ("float16", "bfloat16")
 
-_FEW, _MANY = MoeTileConfig(2, 64, 2), MoeTileConfig(2, 128, 2)
+_FEW = MoeTileConfig(2, 64, 2)
+_MANY = MoeTileConfig(2, 128, 2)
 _FEW_E2M1 = MoeTileConfig(3, 64, 2)  # other decoders want more registers
 QUANTIZED_CONFIGS = (_FEW, _FEW_E2M1, _MANY)
 _MANY_FROM = 256  # tokens an expert, on average
@@ -73,7 +74,8 @@ def _spec(config: MoeTileConfig, base: ModuleSpec, form: Format) -> ModuleSpec:
 
 def _stage_bytes(config: MoeTileConfig, form: Format) -> int:
     """Return kStageW of the CUDA file: codes and scales of a stage."""
-    k, tiles = config.depth * _SLAB_K, config.rows // TILE_ROWS
+    k = config.depth * _SLAB_K
+    tiles = config.rows // TILE_ROWS
     if not form.is_packed:
         return config.rows * k + -(-config.rows * 4 // 1024) * 1024
     values = 2 if form.offset else 1
@@ -86,7 +88,9 @@ def _stage_bytes(config: MoeTileConfig, form: Format) -> int:
 
 def is_possible(operands: MoeOperands) -> bool:
     """Tell whether the current device runs the kernel for these operands, and may."""
-    x, weight, out = operands.x, operands.weight, operands.out
+    x = operands.x
+    weight = operands.weight
+    out = operands.out
     num_experts, num_rows, k = weight.shape
     if not is_hopper(dtype_name(x.dtype)) or num_experts > MAX_EXPERTS:
         return False
@@ -102,7 +106,9 @@ def is_possible(operands: MoeOperands) -> bool:
 
 def launch(operands: MoeOperands) -> None:
     """Launch on CuPy arrays."""
-    x, weight, dtype = operands.x, operands.weight, dtype_name(operands.x.dtype)
+    x = operands.x
+    weight = operands.weight
+    dtype = dtype_name(operands.x.dtype)
     config = choose_config(operands.expected_pairs, weight.shape[0], weight.format)
     launch_module(
         _spec(config, base_of(weight, dtype), weight.format),
@@ -130,7 +136,8 @@ def launch_module(
 
     `has_routing`: the routing is there before the kernel may start.
     """
-    weight, routing = operands.weight, operands.routing
+    weight = operands.weight
+    routing = operands.routing
     num_experts, rows, k = weight.shape
     pairs, columns = operands.out.shape
     is_gated = operands.activation is not None

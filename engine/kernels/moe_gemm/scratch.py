@@ -27,7 +27,8 @@ def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
 
 def launch(operands: MoeOperands) -> None:
     """Launch on CuPy arrays: dequantize a few experts, and multiply the rows that they have."""
-    weight, dtype = operands.weight, dtype_name(operands.x.dtype)
+    weight = operands.weight
+    dtype = dtype_name(operands.x.dtype)
     num_experts, rows, k = weight.shape
     matrix = rows * k
     for first, last in parts(num_experts, matrix * operands.x.itemsize):

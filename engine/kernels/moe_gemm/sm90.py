@@ -110,10 +110,14 @@ class MoeTileConfig:
 
 # Half of the shared memory is faster for one token in a layer (docs/lab-notebook.md).
 _ONE = MoeTileConfig(1, 16, 1, blocks=2)
-_FEW, _SOME, _MANY = MoeTileConfig(1, 16, 2), MoeTileConfig(1, 64, 2), MoeTileConfig(2, 144, 1)
+_FEW = MoeTileConfig(1, 16, 2)
+_SOME = MoeTileConfig(1, 64, 2)
+_MANY = MoeTileConfig(2, 144, 1)
 MOE_CONFIGS = (_ONE, _FEW, _SOME, _MANY)
 _ONE_TO = 8  # pairs
-_SOME_FROM, _MANY_FROM = 4, 32  # tokens an expert, on average
+# Average number of tokens per expert from which a larger tile pays.
+_SOME_FROM = 4
+_MANY_FROM = 32
 
 
 def specs(dtype: str) -> tuple[ModuleSpec, ...]:
@@ -142,7 +146,9 @@ def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
 
 def is_possible(operands: MoeOperands) -> bool:
     """Tell whether the current device runs the kernel for these operands, and may."""
-    x, weight, out = operands.x, operands.weight, operands.out
+    x = operands.x
+    weight = operands.weight
+    out = operands.out
     if not is_hopper(dtype_name(x.dtype)) or weight.shape[0] > MAX_EXPERTS:
         return False
     if weight.size == 0 or out.size == 0:
@@ -154,8 +160,11 @@ def is_possible(operands: MoeOperands) -> bool:
 
 def launch(operands: MoeOperands) -> None:
     """Launch on CuPy arrays."""
-    x, weight, routing = operands.x, operands.weight, operands.routing
-    (num_experts, rows, k), dtype = weight.shape, dtype_name(x.dtype)
+    x = operands.x
+    weight = operands.weight
+    routing = operands.routing
+    (num_experts, rows, k) = weight.shape
+    dtype = dtype_name(x.dtype)
     pairs, columns = operands.out.shape
     config = choose_config(operands.expected_pairs, num_experts)
     step = weight.itemsize

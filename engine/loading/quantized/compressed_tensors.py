@@ -53,7 +53,8 @@ def read_packed(
     columns: tuple[int, int] | None = None,
 ) -> QuantizedRows:
     """Read rows [first, last) of a matrix in "pack-quantized" (see `reader.read_rows`)."""
-    form, per_word = storage.format, 32 // storage.bits
+    form = storage.format
+    per_word = 32 // storage.bits
     num_rows, width = packed_shape(tensors, storage)
     groups = -(-width // (storage.group_size or width))
     scales = _scales(tensors, num_rows, groups)

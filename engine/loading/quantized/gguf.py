@@ -46,7 +46,8 @@ def read_gguf_rows(
     form = GGUF_FORMATS.get(tensor.format.name)
     if form is None or len(tensor.shape) < 2:
         return None
-    block, width = tensor.format.block, tensor.shape[-1]
+    block = tensor.format.block
+    width = tensor.shape[-1]
     begin, end = columns or (0, width)
     if not 0 <= begin < end <= width or begin % block or end % block:
         raise WeightsError(

@@ -41,7 +41,8 @@ def read_gptq(
     columns: tuple[int, int] | None = None,
 ) -> QuantizedRows:
     """Read rows [first, last) of a GPTQ matrix (see `reader.read_rows`)."""
-    form, per_word = storage.format, 32 // storage.bits
+    form = storage.format
+    per_word = 32 // storage.bits
     num_rows, width = gptq_shape(tensors, storage)
     groups = -(-width // (storage.group_size or width))
     scales = tensors.view("scales", SCALE_DTYPES, (groups, num_rows))[:, first:last].T
@@ -70,7 +71,8 @@ def _zero_points(
 ) -> Array | None:
     """Return the zero points (n, G) of rows [first, last); None if they are symmetric."""
     groups, num_rows = shape
-    bits, per_word = storage.bits, 32 // storage.bits
+    bits = storage.bits
+    per_word = 32 // storage.bits
     if storage.symmetric and not tensors.has("qzeros"):
         return None
     words = tensors.view("qzeros", ("I32",), (groups, -(-num_rows // per_word)))

@@ -66,7 +66,8 @@ def read_mxfp4_experts(
     WeightsError
         If a tensor is missing or has another shape or dtype, or an exponent is NaN.
     """
-    blocks, exponents = name, scales_name(name)
+    blocks = name
+    exponents = scales_name(name)
     for one in (blocks, exponents):
         if one not in checkpoint:
             raise WeightsError(f"{checkpoint.path}: tensor {shown(one)} is missing")

@@ -95,7 +95,8 @@ class QuantizedRows:
 
     def numbers(self) -> Array:
         """Return the numbers (n, K) in float32, in the order of the matrix's columns."""
-        form, columns = self.format, self.shape[1]
+        form = self.format
+        columns = self.shape[1]
         numbers = _decoded(form, self.codes)
         scales, offsets = self._float_scales()
         if form.offset == "zero" and offsets is not None:
@@ -132,7 +133,8 @@ class QuantizedRows:
 
     def _float_scales(self) -> tuple[Array, Array | None]:
         """Return scales and offsets (n, G) in float32."""
-        form, offsets = self.format, self.offsets
+        form = self.format
+        offsets = self.offsets
         if form.code == "e2m1":
             return E8M0[self.scales], None
         scales = self.scales.astype(np.float32)
@@ -176,7 +178,8 @@ def _spread(values: Array, group: int, columns: int) -> Array:
 def _rounded(scales: Array) -> Array:
     """Return float32 scales in the 16-bit dtype that loses less."""
     with np.errstate(over="ignore"):
-        half, bfloat = scales.astype(np.float16), scales.astype(BFLOAT16)
+        half = scales.astype(np.float16)
+        bfloat = scales.astype(BFLOAT16)
     if np.array_equal(bfloat.astype(np.float32), scales):
         return bfloat
     magnitude = np.abs(half)

@@ -151,12 +151,15 @@ def check_scales(tensors: ModuleTensors, kind: str, rows: QuantizedRows) -> Quan
 
 def _lost_groups(rows: QuantizedRows, zeros: Array) -> Array:
     """Tell which groups with scale 0 have codes that do not stand for 0."""
-    form, codes = rows.format, rows.codes
+    form = rows.format
+    codes = rows.codes
     some = np.flatnonzero(zeros.any(axis=1))
-    codes, zeros = codes[some], zeros[some]
+    codes = codes[some]
+    zeros = zeros[some]
     zero_codes: Any = form.zero
     if form.code in ("e4m3", "e2m1"):
-        codes, zero_codes = codes & (0x7F if form.bits == 8 else 7), 0
+        codes = codes & (0x7F if form.bits == 8 else 7)
+        zero_codes = 0
     elif rows.offsets is not None:
         width = codes.shape[1]
         zero_codes = np.repeat(rows.offsets[some], form.group, axis=1)[:, :width]

@@ -147,7 +147,8 @@ class MessageBuilder:
 
     def _begin(self, block: dict[str, Any]) -> _Events:
         yield from self._end()
-        self._block, self._parts = block, []
+        self._block = block
+        self._parts = []
         self.message["content"].append(block)
         index = len(self.message["content"]) - 1
         yield {"type": "content_block_start", "index": index, "content_block": block.copy()}
@@ -158,7 +159,8 @@ class MessageBuilder:
 
     def _end(self) -> _Events:
         """End the block that is being written."""
-        block, self._block = self._block, None
+        block = self._block
+        self._block = None
         if block is None:
             return
         text = "".join(self._parts)

@@ -367,7 +367,8 @@ def required_tool(body: ChatCompletionRequest) -> FunctionDefinition | None:
     APIError
         If `tool_choice` asks for a tool that the request does not have.
     """
-    choice, tools = body.tool_choice, body.tools or []
+    choice = body.tool_choice
+    tools = body.tools or []
     if choice is None or choice in ("none", "auto"):
         return None
     if not tools:

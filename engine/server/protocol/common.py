@@ -187,7 +187,8 @@ def _invalid(message: str, kind: Any) -> APIError:
         if param is None and (missing := _MISSING.match(text)):
             param = missing[1]
         return APIError(400, f"{where}: {text[:1].lower()}{text[1:]}", param=param)
-    name, path = unknown[1][:80], unknown[2] or ""
+    name = unknown[1][:80]
+    path = unknown[2] or ""
     known = sorted({field for struct in _structs_at(kind, path) for field in _names(struct)})
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"

@@ -158,7 +158,8 @@ class ResponseBuilder:
 
     def _begin(self, item: dict[str, Any]) -> _Events:
         yield from self._end("completed")
-        self._item, self._parts = item, []
+        self._item = item
+        self._parts = []
         self.response["output"].append(item)
         yield self._output_event("output_item.added", item.copy())
 
@@ -167,7 +168,8 @@ class ResponseBuilder:
         item = self._item
         if item is None:
             return
-        item["status"], text = status, "".join(self._parts)
+        item["status"] = status
+        text = "".join(self._parts)
         if item["type"] == "function_call":
             item["arguments"] = text
             yield self._item_event(
@@ -212,7 +214,8 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 
 def _usage(usage: dict[str, int]) -> dict[str, Any]:
-    given, made = usage["input_tokens"], usage["output_tokens"]
+    given = usage["input_tokens"]
+    made = usage["output_tokens"]
     return {
         "input_tokens": given,
         "input_tokens_details": {
@@ -226,7 +229,8 @@ def _usage(usage: dict[str, int]) -> dict[str, Any]:
 
 
 def _new_response(request: ResponsesRequest, model: str) -> dict[str, Any]:
-    reasoning, text = request.reasoning, request.text
+    reasoning = request.reasoning
+    text = request.text
     return {
         "id": random_id("resp_", 32),
         "object": "response",

@@ -78,8 +78,10 @@ class ReplicaClient(RequestClient):
     ) -> None:
         super().__init__(tokenizer)
         self._token = token
-        self._seed, self._num_seeds = list(seed), itertools.count()
-        self._has_peers, self._grace_seconds = has_peers, grace_seconds
+        self._seed = list(seed)
+        self._num_seeds = itertools.count()
+        self._has_peers = has_peers
+        self._grace_seconds = grace_seconds
         self._has_begun = asyncio.Event()  # set once there has been a replica
         self._router = PrefixRouter(chunk_size=_CHUNK_SIZE)  # until there is a replica
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of each replica, alive or not
@@ -176,7 +178,9 @@ class ReplicaClient(RequestClient):
             ended.set()
             self._leave(number, requests, error)
 
-        client.on_end, client.on_refusal, client.answer = on_end, self._on_refusal, self._answer
+        client.on_end = on_end
+        client.on_refusal = self._on_refusal
+        client.answer = self._answer
         if not self._has_begun.is_set():
             self._take_model(client.model_info)
             self._router = PrefixRouter(chunk_size=max(_CHUNK_SIZE, client.block_size))
@@ -231,7 +235,8 @@ class ReplicaClient(RequestClient):
         """End the requests whose deadline no engine keeps: it hangs, or there is none."""
         now = time.monotonic()
         for request, placed in self._placed.items():
-            deadline, client = request.group.deadline, placed.client
+            deadline = request.group.deadline
+            client = placed.client
             if deadline is None or request.is_finished:
                 continue
             if now > deadline + (0.0 if client is None else _DEADLINE_SLACK):
@@ -296,7 +301,8 @@ class ReplicaClient(RequestClient):
 
     def _place(self, request: RemoteRequest) -> bool:
         """Send a request to the replica that suits it; False: there is none at the moment."""
-        placed, message = self._placed[request], request.message
+        placed = self._placed[request]
+        message = request.message
         request.update_timeout()
         while True:
             route = self._route(message.token_ids, message.cache_salt, placed.refusing)
@@ -311,7 +317,8 @@ class ReplicaClient(RequestClient):
                     raise
                 placed.refusing.add(route.replica)
                 continue
-            placed.route, placed.client = route, client
+            placed.route = route
+            placed.client = client
             if request.has_begun:  # its first output has been, and is not waited for
                 self._router.computed(route, route.num_cached_tokens)
             return True

@@ -141,7 +141,8 @@ class RayServeConfig:
             )
         server = ServerConfig.from_options(self.server)
         for name in _REFUSED:
-            given, default = getattr(server, name), getattr(ServerConfig, name)
+            given = getattr(server, name)
+            default = getattr(ServerConfig, name)
             if given != default:
                 raise ConfigError(f"{name} must be left out: Ray Serve has its own; got {given!r}")
 
@@ -220,7 +221,8 @@ def build(arguments: dict[str, Any]) -> Any:
     """
     serve = import_ray("ray.serve")
     config = RayServeConfig.from_options(arguments)
-    directory, token = f"replicas-{secrets.token_hex(8)}", secrets.token_hex(16)
+    directory = f"replicas-{secrets.token_hex(8)}"
+    token = secrets.token_hex(16)
     scaling = {
         "min_replicas": config.min_replicas,
         "max_replicas": config.max_replicas,

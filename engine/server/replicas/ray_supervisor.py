@@ -41,8 +41,10 @@ def supervise_on_ray(model: str, server: ServerConfig, engine: dict[str, Any]) -
     """
     arguments = _arguments(model, server, engine)
     RayServeConfig.from_options(arguments)  # says what is wrong before there is a cluster
-    ray, serve = import_ray(), import_ray("ray.serve")
-    start, ending = time.monotonic(), threading.Event()
+    ray = import_ray()
+    serve = import_ray("ray.serve")
+    start = time.monotonic()
+    ending = threading.Event()
     try:
         ray.init(address=_ADDRESS, log_to_driver=False, logging_level="warning")
     except ConnectionError as error:
@@ -71,7 +73,8 @@ def _arguments(model: str, server: ServerConfig, engine: dict[str, Any]) -> dict
     """Return the arguments of `build`."""
     if server.port == 0:
         raise ConfigError("port must be a fixed one with nodes; got 0")
-    size, is_cpu = server.data_parallel_size, engine.get("device") == "cpu"
+    size = server.data_parallel_size
+    is_cpu = engine.get("device") == "cpu"
     return {
         "model": model,
         "engine": engine | {"progress": False},

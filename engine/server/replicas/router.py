@@ -69,7 +69,9 @@ class _Replica:
 
     def depth(self, hashes: Sequence[int], known: int = 0) -> int:
         """Return how many of these chunks are here; at least `known`."""
-        chunks, low, high = self.chunks, known, len(hashes)
+        chunks = self.chunks
+        low = known
+        high = len(hashes)
         while low < high:
             middle = (low + high) // 2
             if hashes[middle] in chunks:
@@ -227,12 +229,16 @@ class PrefixRouter:
             None: there is no replica left.
         """
         hashes = chunk_hashes(token_ids, self.chunk_size, salt)
-        chosen, depth, least = None, 0, 0
+        chosen = None
+        depth = 0
+        least = 0
         for replica in self._candidates(hashes, excluded):
             found = replica.depth(hashes)
             cost = replica.load - found * self.chunk_size
             if chosen is None or cost < least:
-                chosen, depth, least = replica, found, cost
+                chosen = replica
+                depth = found
+                least = cost
         if chosen is None:
             return None
         self._num_routes += 1
@@ -300,7 +306,9 @@ class PrefixRouter:
 
     def _depth(self, hashes: Sequence[int]) -> int:
         """Return how many of these chunks any replica has."""
-        holders, low, high = self._holders, 0, len(hashes)
+        holders = self._holders
+        low = 0
+        high = len(hashes)
         while low < high:
             middle = (low + high) // 2
             if hashes[middle] in holders:
@@ -311,7 +319,9 @@ class PrefixRouter:
 
     def _least_loaded(self, excluded: Collection[int]) -> _Replica | None:
         """Return the replica with the lowest load; outdated entries of the heap are skipped."""
-        heap, kept, found = self._by_load, [], None
+        heap = self._by_load
+        kept = []
+        found = None
         while heap and found is None:
             load, _, replica = heap[0]
             if replica.is_removed or replica.load != load:
@@ -333,7 +343,8 @@ class PrefixRouter:
 
     def _use(self, replica: _Replica, hashes: list[int], number: int) -> None:
         """Make these chunks the most recently used ones, the first chunk most of all."""
-        chunks, holders = replica.chunks, self._holders
+        chunks = replica.chunks
+        holders = self._holders
         for chunk in reversed(hashes):
             if chunks.pop(chunk, None) is None:
                 holders.setdefault(chunk, []).append(replica)

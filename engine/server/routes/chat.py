@@ -63,7 +63,8 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_struct(request, ChatCompletionRequest)
     state = request.app.state
     model = check_model(body.model, request)
-    request_id, created = f"chatcmpl-{secrets.token_hex(16)}", int(time.time())
+    request_id = f"chatcmpl-{secrets.token_hex(16)}"
+    created = int(time.time())
     chat = await state.chat.prepare(body, request_id)
     stream = ChatStream(state.client, chat)
     if body.stream:
@@ -106,7 +107,8 @@ class _Choice:
             self.last = piece
 
     def choice(self, index: int) -> ChatChoice:
-        parsed, last = collect(self.events), self.last
+        parsed = collect(self.events)
+        last = self.last
         calls = [
             AnswerToolCall(call.id, CalledFunction(call.name, call.arguments))
             for call in parsed.tool_calls
@@ -165,7 +167,8 @@ async def _frames(
                 for delta, logprobs in _deltas(piece):
                     yield chunks.choice(index, delta, logprobs)
             if piece.finish_reason is not None:
-                reason, stop = piece.finish_reason, piece.stop_reason
+                reason = piece.finish_reason
+                stop = piece.stop_reason
                 yield chunks.choice(index, {}, None, reason, stop)
     if shows_usage:
         yield chunks.usage(usage_of(stream))

@@ -65,7 +65,8 @@ async def create_completion(request: Request) -> Response:
     state = request.app.state
     model = check_model(body.model, request)
     check_fields(body, state.config)
-    defaults, limit = state.chat.generation_defaults, state.config.max_prompts
+    defaults = state.chat.generation_defaults
+    limit = state.config.max_prompts
     job = await prepare_completion(state.client, body, model, defaults, limit)
     if state.config.log_prompts:
         for prompt in job.prompts:
@@ -213,21 +214,25 @@ class _ChoiceWriter:
 
     def choice(self, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
         """Return a choice with everything that a continuation's output has."""
-        job, reason = self._job, completion.finish_reason
+        job = self._job
+        reason = completion.finish_reason
         if reason == "error":
             raise APIError(500, f"the request failed: {completion.stop_reason}")
         is_first = completion.index not in self._offsets
         offset = self._offsets.setdefault(completion.index, 0)
-        text, logprobs = "", CompletionLogprobs([], [], [], []) if self._has_logprobs else None
+        text = ""
+        logprobs = CompletionLogprobs([], [], [], []) if self._has_logprobs else None
         if is_first and job.body.echo:
             text = self._prompt_text(output)
             if logprobs is not None and output.prompt_logprobs is not None:
-                ids, entries = output.prompt_token_ids, output.prompt_logprobs
+                ids = output.prompt_token_ids
+                entries = output.prompt_logprobs
                 logprobs, offset = completion_logprobs(ids, entries, offset, job.client.tokenizer)
         if not self.hides_output:
             text += completion.text
             if logprobs is not None and completion.logprobs is not None:
-                ids, entries = completion.token_ids, completion.logprobs
+                ids = completion.token_ids
+                entries = completion.logprobs
                 more, offset = completion_logprobs(ids, entries, offset, job.client.tokenizer)
                 logprobs = _joined(logprobs, more)
         self._offsets[completion.index] = offset
@@ -282,7 +287,8 @@ class _FrameWriter:
         """Return the frames of an output; b"" if it shows nothing new."""
         if self.shows_usage:
             self._usage.note(prompt_index, output)
-        writer, found = self._writers[prompt_index], b""
+        writer = self._writers[prompt_index]
+        found = b""
         for completion in output.outputs:
             if self._is_plain and completion.finish_reason is None:
                 if completion.text:

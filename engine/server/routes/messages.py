@@ -23,7 +23,8 @@ from engine.server.sse import EventStream, unless_disconnected
 
 __all__ = ["ENDPOINTS", "routes"]
 
-_MESSAGES, _COUNT = "/v1/messages", "/v1/messages/count_tokens"
+_MESSAGES = "/v1/messages"
+_COUNT = "/v1/messages/count_tokens"
 
 ENDPOINTS = (
     Endpoint(
@@ -109,7 +110,8 @@ def _start(answered: Answered, builder: MessageBuilder) -> Iterator[dict[str, An
 
 
 def _ending(answered: Answered, builder: MessageBuilder) -> Iterator[dict[str, Any]]:
-    last, count = answered.last, answered.stream.num_output_tokens
+    last = answered.last
+    count = answered.stream.num_output_tokens
     if last is None:
         return builder.finish("stop", None, count)
     stop = last.stop_reason if isinstance(last.stop_reason, str) else None

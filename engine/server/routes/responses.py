@@ -50,7 +50,8 @@ async def create_response(request: Request) -> Response:
     answer = _Answer(request, Answered(stream), builder)
     if body.stream:
         interval = request.app.state.config.sse_keep_alive
-        frames, error_frame = answer.frames(), answer.error_frame
+        frames = answer.frames()
+        error_frame = answer.error_frame
         return EventStream(frames, keep_alive=interval, error_frame=error_frame, last=b"")
     await unless_disconnected(request.receive, answer.whole())
     return Response(msgspec.json.encode(builder.response), media_type="application/json")
@@ -92,11 +93,13 @@ class _Answer:
         return self._take_start() + _frames_of(self._builder.fail(error.message, code))
 
     def _take_start(self) -> bytes:
-        start, self._start = self._start, b""
+        start = self._start
+        self._start = b""
         return start
 
     async def _ending(self) -> list[dict[str, Any]]:
-        stream, last = self._answered.stream, self._answered.last
+        stream = self._answered.stream
+        last = self._answered.last
         num_reasoning = await num_tokens(self._request, "".join(self._answered.thoughts))
         usage = {
             "input_tokens": stream.num_prompt_tokens,

@@ -67,14 +67,16 @@ class StateParser:
     def _run(self, text: str, is_last: bool) -> None:
         at = 0
         while at < len(text):
-            state, start = self._state, at
+            state = self._state
+            start = at
             at = state(text, at, is_last)
             if at == start and state == self._state:
                 break
         self._pending = text[at:]
 
     def _take_events(self) -> list[Event]:
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     # ---- text

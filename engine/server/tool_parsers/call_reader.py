@@ -64,7 +64,9 @@ class CallReader:
     ) -> None:
         self.mark: Mark | None = None
         self.is_started = self.is_ended = False
-        self._index, self._id, self._names = index, call_id, names
+        self._index = index
+        self._id = call_id
+        self._names = names
         self._requires_arguments = requires_arguments
         self._scanner = JsonScanner()
         self._held = [source]  # given back if this is no call; after the arguments, what follows
@@ -140,7 +142,8 @@ class CallReader:
             self._end(events)
         if self._value is None:
             return True
-        value, self._value = "".join(self._value), None
+        value = "".join(self._value)
+        self._value = None
         if value.startswith('"'):
             value = json.loads(value)
             if self._scanner.key == "name":
@@ -194,7 +197,8 @@ class ArgumentsReader:
         if not self.is_started:
             events.append(self._start)
             self.is_started = True
-        begin, mark = at, None
+        begin = at
+        mark = None
         while at < len(text) and mark not in (Mark.END, Mark.FAILED):
             at, mark = self._scanner.advance(text, at)
         if at > begin:

@@ -129,7 +129,8 @@ def collect(events: Iterable[Event]) -> ParsedText:
         if isinstance(event, TextDelta):
             texts.append(event.text)
         elif isinstance(event, ToolCallStart):
-            start, arguments = event, []
+            start = event
+            arguments = []
         elif isinstance(event, ToolCallDelta):
             arguments.append(event.arguments)
         elif event.is_complete:

@@ -7,7 +7,8 @@ from engine.server.tool_parsers._parser import MAX_CALLS, StateParser
 
 __all__ = ["HermesParser"]
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
 _MARKERS = Markers(_OPEN)
 
 

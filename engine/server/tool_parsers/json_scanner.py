@@ -234,7 +234,9 @@ def is_json_object(text: str) -> bool:
     >>> is_json_object('{"a": 1} '), is_json_object("[1]"), is_json_object('{"a": 1')
     (True, False, False)
     """
-    scanner, at, mark = JsonScanner(), 0, None
+    scanner = JsonScanner()
+    at = 0
+    mark = None
     while mark not in (Mark.END, Mark.FAILED):
         at, mark = scanner.advance(text, at)
         if mark is None:
