@@ -87,6 +87,10 @@ class ServedModel(Protocol):
     def num_stages(self) -> int:
         """Pipeline stages that have its layers."""
 
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose input it reads as a draft."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -413,7 +417,7 @@ class EngineConfig:
     ) -> DraftSizes:
         per_block = geometry_of(draft.config, self.block_size, draft.dtype).bytes_per_block
         num_spare = seqs * num_spare_blocks(self.block_size, self.max_draft_tokens)
-        num_layers = len(set(getattr(draft, "feature_layers", ())))
+        num_layers = len(set(draft.feature_layers))
         rows = batch_sizes(seqs)[-1] * (1 + self.max_draft_tokens) if has_graphs else 0
         features = feature_bytes(model.config, model.dtype, num_layers, tokens, rows)
         return DraftSizes(

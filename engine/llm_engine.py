@@ -92,7 +92,7 @@ class LLMEngine:
             max_model_len=limits.max_model_len,
             swap=self._swap,
             is_debug=config.is_debug,
-            feature_layers=getattr(draft, "feature_layers", ()),
+            feature_layers=() if draft is None else draft.feature_layers,
         )
         if config.cuda_graphs:
             show = sys.stderr.isatty()

@@ -39,6 +39,7 @@ from engine.models.decoder import Decoder, Pages
 from engine.models.draft_heads import DraftTarget
 from engine.models.kernel_set import prepare_code_pages
 from engine.models.trace import Trace, trace_decoder
+from engine.runner.cuda_graph import DecodeGraphs
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.weights import ALL_LAYERS, Stage
 
@@ -168,10 +169,13 @@ class Model:
         Processes that share its layers.
     num_stages : int
         Pipeline stages that have its layers.
+    feature_layers : tuple of int
+        Layers of the target whose input it reads as a draft: none. Draft heads have some.
     """
 
     num_ranks = 1
     num_stages = 1
+    feature_layers: tuple[int, ...] = ()
 
     def __init__(
         self, decoder: Decoder, load_config: LoadConfig, source: ModelSource | None = None
@@ -315,8 +319,16 @@ class Model:
     def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
         """Let all ranks make pages as these; here there is one rank."""
 
+    @property
+    def local_model(self) -> Model:
+        """This process's shard, whose forward passes are not announced to other ranks."""
+        return self
+
+    def share_graphs(self, graphs: DecodeGraphs, max_model_len: int, max_draft_tokens: int) -> None:
+        """Let the other ranks capture the same graphs; a model in one process has none."""
+
     def check_ranks(self) -> None:
-        """Verify that all ranks live; here there is one."""
+        """Verify that all ranks are alive; a model in one process has no others."""
 
     def describe_ranks(self) -> str:
         """Return what other ranks are doing; "" without any."""

@@ -97,8 +97,8 @@ def test_features_for_a_head_are_planned(device, monkeypatch):
     fields = {"device": device, "dtype": "bfloat16", "deterministic": False, "weight_bytes": 0}
     fields["num_ranks"] = fields["num_stages"] = 1
     model = SimpleNamespace(config=config, max_model_len=4096, **fields)
-    layers = {"feature_layers": (2, 9, 2)}
-    plain, head = (SimpleNamespace(**vars(model), **more) for more in ({}, layers))
+    plain = SimpleNamespace(**vars(model), feature_layers=())
+    head = SimpleNamespace(**vars(model), feature_layers=(2, 9, 2))
     sizes = {"max_num_batched_tokens": 1000, "max_num_seqs": 20, "max_draft_tokens": 3}
     tap = FeatureTap(SimpleNamespace(config=config, device=CPU, dtype="bfloat16"), (2, 9, 2))
     counts = [1000, 1000] + [64 * (1 + 3)] * device.is_cuda
@@ -126,7 +126,7 @@ def test_a_draft_model_takes_what_the_engine_gives_it(device, monkeypatch):
     of_small = plan_memory(small, beside, total).budget.weights
     monkeypatch.setattr(engine_config, "device_memory", lambda place: (total, total))
     sizes = {"device": device, "dtype": "bfloat16", "deterministic": False, "num_ranks": 1}
-    sizes["num_stages"] = 1
+    sizes |= {"num_stages": 1, "feature_layers": ()}
     made = EngineConfig(max_draft_tokens=20).resolve(
         SimpleNamespace(
             config=config, weight_bytes=plan.budget.weights, max_model_len=4096, **sizes

@@ -120,6 +120,12 @@ class SharedMemoryCollectives:
         sizes = self._segment.ranks[:, SIZES + turn].tolist()
         return [self._segment.data[r, turn, :n].tobytes() for r, n in enumerate(sizes)]
 
+    def check(self, doing: str = "") -> None:
+        """Do nothing: every operation has raised its own error."""
+
+    def abort(self) -> None:
+        """Do nothing: the group ends the ranks that wait."""
+
     def close(self) -> None:
         """Do nothing: the segment belongs to the group."""
 

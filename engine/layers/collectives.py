@@ -74,5 +74,14 @@ class Collectives(Protocol):
     def barrier(self, name: str) -> None:
         """Wait until all ranks are here."""
 
+    def check(self, doing: str = "") -> None:
+        """Raise a RankError if an operation on the device waited for a rank that did not come.
+
+        Call it when results are read: those of the failed operation are NaN.
+        """
+
+    def abort(self) -> None:
+        """End the operations on the device that wait for a rank; all later results are NaN."""
+
     def close(self) -> None:
         """Free what the operations need; nothing may be called afterwards."""

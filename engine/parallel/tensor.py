@@ -9,7 +9,7 @@ and drafts need nothing of their own here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,9 +82,7 @@ class Leader:
         self.collectives = collectives
         self._group = processes.group
         self._messages = Messages(processes.group)
-        # On a device an operation may wait for a rank that has died.
-        self._check_device: Callable[[], Any] = getattr(collectives, "check", tuple)
-        self._group.on_failure = getattr(collectives, "abort", tuple)
+        self._group.on_failure = collectives.abort
 
     def send(
         self, what: str, kind: int, numbers: Sequence[int] = (), arrays: Sequence[Any] = ()
@@ -149,7 +147,7 @@ class Leader:
         with self.together():
             if self._group.failure:
                 raise RankError(self._group.failure)
-            self._check_device()
+            self.collectives.check()
 
     def describe(self) -> str:
         """Return what each rank is doing."""
@@ -204,7 +202,7 @@ class LeadingModel(Model):
         self.leader.send("preparing pages", PREPARE, arrays=[_text(dtype)])
         with self.leader.together():
             # Its steps are this rank's own: the others prepare pages likewise.
-            return self.own_part.prepare_pages(dtype)
+            return self.local_model.prepare_pages(dtype)
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Compute one step in all ranks; see `Decoder.forward`."""
@@ -261,7 +259,7 @@ class LeadingModel(Model):
         sequences = checked_sequences(self, token_ids)
         self.leader.send("calibrating scales", CALIBRATE, arrays=sequences)
         with self.leader.together():
-            self.own_part.calibrate_kv_scales(sequences)
+            self.local_model.calibrate_kv_scales(sequences)
 
     @property
     def draft_target(self) -> DraftTarget:
@@ -269,11 +267,11 @@ class LeadingModel(Model):
         return SharedTarget(self.decoder, self._embed, self.logits)
 
     @property
-    def own_part(self) -> Model:
+    def local_model(self) -> Model:
         """This rank's part, whose steps are not announced."""
         return _Silent(self)
 
-    def lead_graphs(self, graphs: DecodeGraphs, max_model_len: int, max_draft_tokens: int) -> None:
+    def share_graphs(self, graphs: DecodeGraphs, max_model_len: int, max_draft_tokens: int) -> None:
         """Let all ranks capture graphs as these, and launch them when these are."""
         assert self._pages is not None
         table = graphs.table_shape

@@ -41,7 +41,7 @@ _NO_SAMPLE = "its logits are NaN, or leave no token to choose"
 
 
 class RunnableModel(Protocol):
-    """What the runner requires of a model (`engine.testing.mock_model` has another one)."""
+    """The part of `Model` that the runner calls; `engine.testing.mock_model` implements it too."""
 
     @property
     def config(self) -> ModelConfig:
@@ -67,6 +67,16 @@ class RunnableModel(Protocol):
 
     def logits(self, hidden: Any) -> Any:
         """Return the logits (R, V) float32."""
+
+    @property
+    def local_model(self) -> RunnableModel:
+        """This process's shard, whose forward passes are not announced to other ranks."""
+
+    def share_graphs(self, graphs: DecodeGraphs, max_model_len: int, max_draft_tokens: int) -> None:
+        """Let the other ranks capture the same graphs and replay them with these."""
+
+    def check_ranks(self) -> None:
+        """Verify that all ranks are alive; otherwise raise a RankError."""
 
 
 @dataclass(eq=False)
@@ -129,8 +139,6 @@ class ModelRunner:
         self._pages = kv_cache.layers
         self._swap = swap
         self._is_debug = is_debug
-        # A step in which another process died has NaN.
-        self._check_ranks = getattr(model, "check_ranks", None)
         nothing = np.zeros(0, np.int64)
         # Step id, rows and starts of the last step.
         self._last_step: tuple[int, IntArray, IntArray] = (-1, nothing, nothing)
@@ -145,7 +153,7 @@ class ModelRunner:
     ) -> None:
         """Capture CUDA graphs for decode steps, without drafts and with `max_draft_tokens` each."""
         self.graphs = DecodeGraphs(
-            getattr(self.model, "own_part", self.model),
+            self.model.local_model,
             self._pages,
             self._table,
             self._sampling,
@@ -154,8 +162,7 @@ class ModelRunner:
             query_lens=sorted({1, 1 + max_draft_tokens}),
             new_features=self.features.new_for_graphs,
         )
-        if (lead := getattr(self.model, "lead_graphs", None)) is not None:
-            lead(self.graphs, max_model_len, max_draft_tokens)
+        self.model.share_graphs(self.graphs, max_model_len, max_draft_tokens)
         self.graphs.capture(progress=progress)
         # CuPy compiles indexing by an array on first use: do it now, not in the first step.
         last_ids = self._table.last_ids
@@ -244,8 +251,7 @@ class ModelRunner:
         result = StepResult(failed=step.failed)
         if step.tokens is not None:
             arrays = step.tokens.wait(timeout)
-            if self._check_ranks is not None:
-                self._check_ranks()
+            self.model.check_ranks()  # the logits are NaN if another rank died in this step
             self._read_tokens(step, arrays, result)
         for scored in step.prompts:
             scored.read(result)

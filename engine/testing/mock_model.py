@@ -70,6 +70,14 @@ class MockModel:
     def share_pages(self, kv_cache: Any, num_host_blocks: int) -> None:
         """Do nothing: there is one rank."""
 
+    @property
+    def local_model(self) -> MockModel:
+        """The model itself: there is one rank."""
+        return self
+
+    def share_graphs(self, graphs: Any, max_model_len: int, max_draft_tokens: int) -> None:
+        """Do nothing: there is one rank."""
+
     def check_ranks(self) -> None:
         """Do nothing: there is one rank."""
 

@@ -85,7 +85,7 @@ def test_caches_that_were_closed_or_forgotten_are_freed_everywhere(engines):
 
 def _foreign(model):
     """Return a cache that only this process has."""
-    return model.own_part.new_cache(1, 32)
+    return model.local_model.new_cache(1, 32)
 
 
 def test_traces_and_what_is_read_from_their_residuals(engines):
