@@ -17,8 +17,8 @@ from engine.errors import DTypeError
 __all__ = [
     "BFLOAT16",
     "FLOAT_NAMES",
-    "PAGE_CODES",
-    "PageCodes",
+    "KV_CODE_DTYPES",
+    "KVCodeDtype",
     "dtype_name",
     "itemsize",
     "np_dtype",
@@ -35,21 +35,21 @@ _BY_NAME: dict[str, np.dtype[Any]] = {
 
 
 @dataclass(frozen=True)
-class PageCodes:
-    """Pages of one-byte codes, which stand for code * scale; the scale is that of the head.
+class KVCodeDtype:
+    """One-byte dtype of a quantized KV cache: a value is code * scale, one scale per head.
 
     Attributes
     ----------
     name : str
-        What `kv_cache_dtype` calls them.
+        Its name as a `kv_cache_dtype`.
     dtype : np.dtype
-        Dtype of their arrays, which tells kernels and mirrors what they hold. CuPy has no fp8.
+        Dtype of the arrays. Kernels and mirrors recognise the codes by it; CuPy has no fp8.
     largest : float
-        The largest number of a code. Larger ones saturate.
+        Largest number a code represents. Larger ones saturate.
     poison : int
-        A code that no finite number has, for blocks that must not be read.
+        A code that no finite number is stored as; fills blocks that must not be read.
     macro : int
-        PAGE_CODES of the CUDA sources.
+        Value of the CUDA macro PAGE_CODES.
     """
 
     name: str
@@ -59,14 +59,14 @@ class PageCodes:
     macro: int
 
 
-PAGE_CODES: dict[str, PageCodes] = {
+KV_CODE_DTYPES: dict[str, KVCodeDtype] = {
     codes.name: codes
     for codes in (
-        PageCodes("fp8", np.dtype(np.uint8), largest=448.0, poison=0x7F, macro=1),  # e4m3; NaN
-        PageCodes("int8", np.dtype(np.int8), largest=127.0, poison=-128, macro=2),
+        KVCodeDtype("fp8", np.dtype(np.uint8), largest=448.0, poison=0x7F, macro=1),  # e4m3; NaN
+        KVCodeDtype("int8", np.dtype(np.int8), largest=127.0, poison=-128, macro=2),
     )
 }
-"""The codes that pages may hold, by name."""
+"""Dtypes of a quantized KV cache, by name."""
 
 FLOAT_NAMES: tuple[str, ...] = tuple(_BY_NAME)
 
@@ -92,14 +92,14 @@ def np_dtype(name: str) -> np.dtype[Any]:
 
 
 def page_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of the arrays of pages called `name`: as `np_dtype`, or of PAGE_CODES.
+    """Return the array dtype of KV pages of dtype `name`: a float name or one of KV_CODE_DTYPES.
 
     Examples
     --------
     >>> page_dtype("fp8")
     dtype('uint8')
     """
-    return PAGE_CODES[name].dtype if name in PAGE_CODES else np_dtype(name)
+    return KV_CODE_DTYPES[name].dtype if name in KV_CODE_DTYPES else np_dtype(name)
 
 
 def dtype_name(dtype: Any) -> str:

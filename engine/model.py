@@ -18,11 +18,11 @@ from typing import Any, Literal
 import numpy as np
 
 from engine.cache.array_cache import Cache
-from engine.cache.kv_cache import KVCache, KVGeometry, code_name, kv_dtype
+from engine.cache.kv_cache import KVCache, KVGeometry, kv_dtype, quantized_kv_dtype
 from engine.checks import check_count, shown
 from engine.config import ModelConfig
 from engine.device import Device, cupy, resolve_device, to_numpy
-from engine.dtypes import PAGE_CODES
+from engine.dtypes import KV_CODE_DTYPES
 from engine.errors import ConfigError, RequestError, unknown_keyword
 from engine.layers.batch import ForwardBatch
 from engine.layers.collectives import Collectives
@@ -274,16 +274,16 @@ class Model:
     def kv_scales_of(self, kv_cache_dtype: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return the scales of pages of "fp8" or "int8", (num_layers, 2, K), on the host."""
         decoder = self.decoder
-        codes = code_name(kv_cache_dtype)
+        codes = quantized_kv_dtype(kv_cache_dtype)
         return np.array(to_numpy(decoder.parts.all_kv_heads(decoder.kv_scales.of(codes))))
 
     def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
         """Set the scales of "fp8" or "int8" pages; those of the other get the same largest numbers.
 
-        See `PageScales.set`. Caches filled before become invalid.
+        See `KVScales.set`. Caches filled before become invalid.
         """
         own = self.decoder.parts.own_kv_heads
-        codes = code_name(kv_cache_dtype)
+        codes = quantized_kv_dtype(kv_cache_dtype)
         self.decoder.kv_scales.set(scales, codes, "set by set_kv_scales", heads=own)
 
     def calibrate_kv_scales(self, token_ids: Sequence[Sequence[int]]) -> None:
@@ -311,7 +311,7 @@ class Model:
 
         Returns where the scales come from; "" for pages of the model's own dtype.
         """
-        if dtype not in PAGE_CODES:
+        if dtype not in KV_CODE_DTYPES:
             return ""
         prepare_code_pages(self.config, self.dtype, dtype, self.device)
         return page_calibration.ensure_scales(self, self.decoder.kv_scales, dtype)

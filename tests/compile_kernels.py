@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from engine import kernels
-from engine.dtypes import FLOAT_NAMES, PAGE_CODES
+from engine.dtypes import FLOAT_NAMES, KV_CODE_DTYPES
 from engine.kernels._module import ARCHITECTURES, CompiledModule, ModuleSpec, compile_module
 
 # (architecture, file, dtype, entry) -> why its spills are acceptable. Ideally empty.
@@ -38,8 +38,8 @@ def every_spec() -> list[ModuleSpec]:
         if not info.name.startswith("_"):
             module = importlib.import_module(f"engine.kernels.{info.name}")
             for dtype in FLOAT_NAMES:
-                for codes in ("", *PAGE_CODES):
-                    specs += module.specs(dtype, patterns=True, page_codes=codes)
+                for codes in ("", *KV_CODE_DTYPES):
+                    specs += module.specs(dtype, patterns=True, kv_dtype=codes)
     return list(dict.fromkeys(specs))
 
 

@@ -22,15 +22,15 @@ __all__ = [
     "KVCache",
     "KVGeometry",
     "MemoryBudget",
-    "code_name",
     "kv_dtype",
     "plan_num_blocks",
+    "quantized_kv_dtype",
 ]
 
 BLOCK_SIZES = (16, 32, 64, 128)
 """Allowed numbers of tokens per block."""
 
-KV_CACHE_DTYPES = ("auto", *dtypes.PAGE_CODES)
+KV_CACHE_DTYPES = ("auto", *dtypes.KV_CODE_DTYPES)
 """What `kv_cache_dtype` may be."""
 
 
@@ -57,8 +57,8 @@ def kv_dtype(kv_cache_dtype: str, dtype: str) -> str:
     return dtype if kv_cache_dtype == "auto" else kv_cache_dtype
 
 
-def code_name(kv_cache_dtype: str) -> str:
-    """Return `kv_cache_dtype`, checked to be one of pages of codes.
+def quantized_kv_dtype(kv_cache_dtype: str) -> str:
+    """Return `kv_cache_dtype`, checked to be the dtype of a quantized KV cache.
 
     Raises
     ------
@@ -67,18 +67,18 @@ def code_name(kv_cache_dtype: str) -> str:
 
     Examples
     --------
-    >>> code_name("int8")
+    >>> quantized_kv_dtype("int8")
     'int8'
     """
-    if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in dtypes.PAGE_CODES:
-        wanted = " or ".join(map(repr, dtypes.PAGE_CODES))
+    if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in dtypes.KV_CODE_DTYPES:
+        wanted = " or ".join(map(repr, dtypes.KV_CODE_DTYPES))
         raise ConfigError(f"kv_cache_dtype must be {wanted}; got {shown(kv_cache_dtype)}")
     return kv_cache_dtype
 
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """Shape and dtype of one block. The dtype may be a name of PAGE_CODES.
+    """Shape and dtype of one block. The dtype may be a name of KV_CODE_DTYPES.
 
     Examples
     --------
@@ -223,7 +223,7 @@ class KVCache:
         Among whole numbers, which have no NaN, with one that nothing else has.
         """
         if blocks:
-            codes = dtypes.PAGE_CODES.get(self.geometry.dtype)
+            codes = dtypes.KV_CODE_DTYPES.get(self.geometry.dtype)
             value = codes.poison if codes else math.nan
             self.flat_pages[:, self.device.xp.asarray(blocks)] = value
 
@@ -394,7 +394,7 @@ def _does_not_fit(
     if geometry.dtype == "float32" and saved >= lacking:
         cures.append('dtype="bfloat16", which halves weights and cache')
     halved = wanted * (size - geometry.bytes_per_block / 2)
-    if geometry.dtype not in ("float32", *dtypes.PAGE_CODES) and halved <= budget.left:
+    if geometry.dtype not in ("float32", *dtypes.KV_CODE_DTYPES) and halved <= budget.left:
         cures.append('kv_cache_dtype="fp8" or "int8", which halves the cache')
     cures.append(f"free {format_bytes(lacking)} elsewhere")
     return OutOfMemoryError(

@@ -12,7 +12,7 @@ from engine.dtypes import itemsize
 from engine.errors import ShapeError
 from engine.kernels._contract import FLOAT32, INT32, Contract
 from engine.kernels._module import ModuleSpec
-from engine.kernels._page_scales import checked_scales, codes_of, page_dtypes
+from engine.kernels._quantized_kv import checked_scales, kv_dtype_of, page_dtypes
 
 __all__ = [
     "BLOCK_SIZES",
@@ -68,7 +68,7 @@ class ScoreRule:
 class Pages:
     """K and V in pages (P, K, block_size, D), and the block table of each sequence.
 
-    Pages of codes have the scales (K,) of the key/value heads, others None.
+    Quantized pages come with the scales (K,) of the key/value heads; for others these are None.
     """
 
     k: Any
@@ -110,9 +110,9 @@ class Pages:
         return found
 
     @property
-    def codes(self) -> str:
-        """Which codes the pages hold, a name of PAGE_CODES; "": none."""
-        return codes_of(self.k.dtype)
+    def kv_dtype(self) -> str:
+        """Name of the pages' dtype in KV_CODE_DTYPES if they are quantized, else ""."""
+        return kv_dtype_of(self.k.dtype)
 
     @property
     def scales(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from engine.kernels._contract import INT32, Contract
 from engine.kernels._elementwise import MAX_GRID_Y, VECTOR_BYTES, vector_width
 from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
-from engine.kernels._page_scales import ANY_PAGES, codes_of, copy_spec
+from engine.kernels._quantized_kv import KV_DTYPES, copy_spec, kv_dtype_of
 
 __all__ = ["kv_copy", "specs"]
 
@@ -22,9 +22,9 @@ _VECTOR = Kernel("kv_copy_vector", _PARAMS)
 _SCALAR = Kernel("kv_copy_scalar", _PARAMS)
 
 
-def specs(dtype: str, *, page_codes: str = "", **_: Any) -> tuple[ModuleSpec, ...]:
+def specs(dtype: str, *, kv_dtype: str = "", **_: Any) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for `dtype`; or for pages of codes."""
-    return (copy_spec("kv_copy.cu", dtype, page_codes),)
+    return (copy_spec("kv_copy.cu", dtype, kv_dtype),)
 
 
 def kv_copy(pages: Any, block_pairs: Any) -> None:
@@ -53,7 +53,7 @@ def kv_copy(pages: Any, block_pairs: Any) -> None:
     array([2., 1., 2.], dtype=float32)
     """
     call = Contract("kv_copy")
-    pages = call.written("pages", pages, "* P K block_size D", ANY_PAGES)
+    pages = call.written("pages", pages, "* P K block_size D", KV_DTYPES)
     block_pairs = call.array("block_pairs", block_pairs, "n 2", INT32)
     if call.on_cpu:
         _check_pairs(call, block_pairs)
@@ -63,7 +63,7 @@ def kv_copy(pages: Any, block_pairs: Any) -> None:
     block_elements = math.prod(pages.shape[-3:])
     fits = block_elements % vector_width(pages) == 0 and pages.data.ptr % VECTOR_BYTES == 0
     (_VECTOR if fits else _SCALAR).launch(
-        copy_spec("kv_copy.cu", str(pages.dtype), codes_of(pages.dtype)),
+        copy_spec("kv_copy.cu", str(pages.dtype), kv_dtype_of(pages.dtype)),
         (call["n"], min(num_slabs, MAX_GRID_Y)),
         (_THREADS,),
         pages=pages,

@@ -10,7 +10,7 @@ from engine.kernels._contract import FLOATS, INT64, Contract
 from engine.kernels._elementwise import ROW_THREADS, element_strides, is_aligned, vector_width
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
-from engine.kernels._page_scales import checked_scales, code_macros, codes_of, page_dtypes
+from engine.kernels._quantized_kv import checked_scales, kv_dtype_of, kv_macros, page_dtypes
 
 __all__ = ["kv_store", "specs"]
 
@@ -23,9 +23,9 @@ _VECTOR = Kernel("kv_store_vector", _PARAMS, struct="KvStoreParams")
 _SCALAR = Kernel("kv_store_scalar", _PARAMS, struct="KvStoreParams")
 
 
-def specs(dtype: str, *, page_codes: str = "", **_: Any) -> tuple[ModuleSpec, ...]:
+def specs(dtype: str, *, kv_dtype: str = "", **_: Any) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for `dtype`; or for pages of codes."""
-    return (ModuleSpec("kv_store.cu", dtype, tuple(code_macros(page_codes).items())),)
+    return (ModuleSpec("kv_store.cu", dtype, tuple(kv_macros(kv_dtype).items())),)
 
 
 def kv_store(
@@ -83,7 +83,7 @@ def kv_store(
     fits = call["D"] % vector_width(k) == 0 and is_aligned(k, v, k_pages, v_pages)
     items = 2 * call["K"] * (call["D"] // vector_width(k) if fits else call["D"])
     (_VECTOR if fits else _SCALAR).launch(
-        specs(dtype_name(k.dtype), page_codes=codes_of(k_pages.dtype))[0],
+        specs(dtype_name(k.dtype), kv_dtype=kv_dtype_of(k_pages.dtype))[0],
         (call["T"], ceil_div(items, ROW_THREADS)),
         (ROW_THREADS,),
         k=k,

@@ -16,7 +16,7 @@ from engine.kernels._contract import INT32, Contract
 from engine.kernels._elementwise import MAX_GRID_Y, element_strides, is_aligned, vector_width
 from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
-from engine.kernels._page_scales import ANY_PAGES, codes_of, copy_spec
+from engine.kernels._quantized_kv import KV_DTYPES, copy_spec, kv_dtype_of
 
 __all__ = ["kv_swap", "specs"]
 
@@ -31,9 +31,9 @@ _VECTOR = Kernel("kv_swap_vector", _PARAMS)
 _SCALAR = Kernel("kv_swap_scalar", _PARAMS)
 
 
-def specs(dtype: str, *, page_codes: str = "", **_: Any) -> tuple[ModuleSpec, ...]:
+def specs(dtype: str, *, kv_dtype: str = "", **_: Any) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for `dtype`; or for pages of codes."""
-    return (copy_spec("kv_swap.cu", dtype, page_codes),)
+    return (copy_spec("kv_swap.cu", dtype, kv_dtype),)
 
 
 def kv_swap(source: Any, target: Any, block_pairs: Any) -> None:
@@ -64,7 +64,7 @@ def kv_swap(source: Any, target: Any, block_pairs: Any) -> None:
     array([3., 1.], dtype=float32)
     """
     call = Contract("kv_swap")
-    source = call.array("source", source, "S P K block_size D", ANY_PAGES, layout="any")
+    source = call.array("source", source, "S P K block_size D", KV_DTYPES, layout="any")
     target = call.written("target", target, "S Q K block_size D", source.dtype, layout="any")
     block_pairs = call.array("block_pairs", block_pairs, "n 2", INT32)
     for name, pages in (("source", source), ("target", target)):
@@ -78,7 +78,7 @@ def kv_swap(source: Any, target: Any, block_pairs: Any) -> None:
     source_strides = element_strides(source)
     target_strides = element_strides(target)
     (_VECTOR if fits else _SCALAR).launch(
-        copy_spec("kv_swap.cu", str(source.dtype), codes_of(source.dtype)),
+        copy_spec("kv_swap.cu", str(source.dtype), kv_dtype_of(source.dtype)),
         (call["n"], min(call["S"], MAX_GRID_Y)),
         (_THREADS,),
         source=source,

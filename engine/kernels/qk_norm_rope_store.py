@@ -14,7 +14,7 @@ from engine.kernels._contract import FLOAT32, FLOATS, INT32, INT64, Contract
 from engine.kernels._elementwise import element_strides, is_aligned, vector_width
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec
-from engine.kernels._page_scales import checked_scales, code_macros, codes_of, page_dtypes
+from engine.kernels._quantized_kv import checked_scales, kv_dtype_of, kv_macros, page_dtypes
 
 __all__ = ["Config", "choose_config", "qk_norm_rope_store", "specs"]
 
@@ -48,9 +48,9 @@ class Config:
     heads_per_block: int
 
 
-def specs(dtype: str, *, page_codes: str = "", **_: Any) -> tuple[ModuleSpec, ...]:
+def specs(dtype: str, *, kv_dtype: str = "", **_: Any) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for `dtype`; or for pages of codes."""
-    return (ModuleSpec("qk_norm_rope_store.cu", dtype, tuple(code_macros(page_codes).items())),)
+    return (ModuleSpec("qk_norm_rope_store.cu", dtype, tuple(kv_macros(kv_dtype).items())),)
 
 
 def choose_config(
@@ -221,7 +221,7 @@ def _launch(
         for i, axis in enumerate("th")
     }
     _KERNELS[pairing, config.access].launch(
-        specs(dtype_name(rows[0].dtype), page_codes=codes_of(places[1].dtype))[0],
+        specs(dtype_name(rows[0].dtype), kv_dtype=kv_dtype_of(places[1].dtype))[0],
         (call["T"], ceil_div(call["H"] + 2 * call["K"], config.heads_per_block)),
         (_THREADS,),
         pdl=True,

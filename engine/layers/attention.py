@@ -11,7 +11,7 @@ import numpy as np
 from engine import kernels
 from engine.device import array_module, empty_like
 from engine.errors import ContractError
-from engine.kernels._page_scales import codes_of
+from engine.kernels._quantized_kv import kv_dtype_of
 from engine.layers.arrays import arrays_of
 from engine.layers.batch import ForwardBatch
 from engine.layers.linear import Linear
@@ -183,7 +183,7 @@ class Attention:
 
     def _scales(self, pages: Any) -> dict[str, Any]:
         """Return the scales of the key/value heads, if the pages hold codes."""
-        if not (codes := codes_of(pages.dtype)):
+        if not (codes := kv_dtype_of(pages.dtype)):
             return {}
         k_scale, v_scale = self.kv_scales[codes]
         return {"k_scale": k_scale, "v_scale": v_scale}

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from engine.config import ModelConfig
-from engine.dtypes import PAGE_CODES
+from engine.dtypes import KV_CODE_DTYPES
 from engine.errors import RequestError
 from engine.layers.token_ids import checked_token_ids
 from engine.loading.kv_scales import read_kv_scales
-from engine.models.page_scales import PageScales
+from engine.models.kv_scales import KVScales
 
 __all__ = [
     "MARGIN",
@@ -87,15 +87,15 @@ def fixed_sequences(config: ModelConfig, max_model_len: int) -> list[list[int]]:
     return [[int(i) for i in row] for row in ids]
 
 
-def calibrate(model: Any, scales: PageScales, sequences: Sequence[Sequence[int]]) -> None:
+def calibrate(model: Any, scales: KVScales, sequences: Sequence[Sequence[int]]) -> None:
     """Set the scales of all codes by the peaks of some sequences; see `peaks`."""
     found = peaks(model, sequences)
-    for codes in PAGE_CODES:
+    for codes in KV_CODE_DTYPES:
         scales.set_peaks(found, codes, "set by calibrate_kv_scales")
 
 
 def take_checkpoint_scales(
-    scales: PageScales,
+    scales: KVScales,
     source: str | PathLike[str],
     config: ModelConfig,
     heads: slice = slice(None),
@@ -120,7 +120,7 @@ def take_checkpoint_scales(
         scales.set(values, codes, "those of the checkpoint", also_others=also_others)
 
 
-def ensure_scales(model: Any, scales: PageScales, codes: str) -> str:
+def ensure_scales(model: Any, scales: KVScales, codes: str) -> str:
     """Measure the scales of int8 pages where they are not set; return where `codes`' come from."""
     if not scales.sources[codes]:
         if codes == "fp8":

@@ -25,9 +25,9 @@ from engine.layers.mlp import MLP
 from engine.layers.moe import MoE
 from engine.layers.norm import NoNorm, Norm
 from engine.layers.rotary import long_rope_offset, rope_table
+from engine.models.kv_scales import KVScales
 from engine.models.layer_plans import LayerPlans
 from engine.models.moe_layer import build_moe
-from engine.models.page_scales import PageScales
 from engine.models.rope_tables import rope_index, ropes
 from engine.models.sharding import WholeParts
 from engine.weights import ALL_LAYERS, Stage, Weight
@@ -187,7 +187,7 @@ class Decoder:
     rope_tables : tuple of array
         (P, R) float32 tables: one for all layers, or one for full attention and one for windows;
         last one that rotates nothing, if there are layers without rope.
-    kv_scales : PageScales
+    kv_scales : KVScales
         Scale of each layer's keys and values by head, for pages of codes.
     long_rope_offset : int
         First row of longrope's long factors in the table; 0 where there are none.
@@ -219,7 +219,7 @@ class Decoder:
         self.long_rope_offset = long_rope_offset(config.rope, max_model_len)
         if stage.is_first:
             self.embed = parts.embedding(self._embedding())
-        self.kv_scales = PageScales(self.xp, config.num_layers, config.num_kv_heads)
+        self.kv_scales = KVScales(self.xp, config.num_layers, config.num_kv_heads)
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
         self._run_layers = LayerPlans(
             self.layers, [self._numbers(index) for index in range(len(self.layers))]

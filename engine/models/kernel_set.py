@@ -103,7 +103,7 @@ def code_page_specs(config: ModelConfig, dtype: str, codes: str) -> list[ModuleS
     specs: list[ModuleSpec] = []
     for op in _PAGE_OPS:
         module = importlib.import_module(f"engine.kernels.{op}")
-        specs += module.specs(dtype, head_dim=config.head_dim, page_codes=codes)
+        specs += module.specs(dtype, head_dim=config.head_dim, kv_dtype=codes)
     return list(dict.fromkeys(specs))
 
 
@@ -139,7 +139,7 @@ def prepare_kernels(
 
 
 def prepare_code_pages(config: ModelConfig, dtype: str, codes: str, device: Device) -> None:
-    """Load the kernels for pages of `codes`, a name of PAGE_CODES, as well; none on the CPU.
+    """Load the kernels for pages of `codes`, a name of KV_CODE_DTYPES, as well; none on the CPU.
 
     Raises
     ------

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from engine.cache.array_cache import Cache
-from engine.cache.kv_cache import KVCache, KVGeometry, code_name
+from engine.cache.kv_cache import KVCache, KVGeometry, quantized_kv_dtype
 from engine.cache.move_arrays import moves_to_arrays
 from engine.checks import shown
 from engine.config import ModelConfig
@@ -243,7 +243,7 @@ class LeadingModel(Model):
 
     def kv_scales_of(self, kv_cache_dtype: str) -> Any:
         """Return the scales of the heads of all ranks; as `Model`."""
-        name = code_name(kv_cache_dtype)
+        name = quantized_kv_dtype(kv_cache_dtype)
         self.leader.send("gathering scales", SCALES, arrays=[_text(name)])
         with self.leader.together():
             return super().kv_scales_of(name)

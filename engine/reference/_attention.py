@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.reference._page_codes import from_codes
+from engine.reference._quantized_kv import dequantize_kv
 
 __all__ = ["attend", "gather_pages"]
 
@@ -136,4 +136,4 @@ def gather_pages(
     blocks = block_table[: -(-length // block_size)]
     tokens: Array = pages[blocks, np.arange(num_kv_heads)[:, None]]  # (K, blocks, block_size, D)
     tokens = tokens.reshape(num_kv_heads, -1, head_dim)[:, :length]
-    return tokens if scale is None else from_codes(tokens, scale)
+    return tokens if scale is None else dequantize_kv(tokens, scale)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.reference._page_codes import to_codes
+from engine.reference._quantized_kv import quantize_kv
 
 __all__ = ["kv_store"]
 
@@ -32,6 +32,6 @@ def kv_store(
     k = k[is_kept]
     v = v[is_kept]
     if k_scale is not None and v_scale is not None:
-        k, v = (to_codes(x, s, k_pages.dtype) for x, s in ((k, k_scale), (v, v_scale)))
+        k, v = (quantize_kv(x, s, k_pages.dtype) for x, s in ((k, k_scale), (v, v_scale)))
     k_pages[block, :, offset] = k
     v_pages[block, :, offset] = v

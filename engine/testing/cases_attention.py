@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.dtypes import PAGE_CODES, np_dtype
-from engine.reference._page_codes import to_codes
+from engine.dtypes import KV_CODE_DTYPES, np_dtype
+from engine.reference._quantized_kv import quantize_kv
 from engine.testing.cases import normal
 
 __all__ = [
@@ -233,12 +233,12 @@ def as_codes(pages: Array, seed: int, codes: str = "fp8") -> tuple[Array, Array]
     Some heads' scales are so small that their largest values saturate. NaN becomes the codes'
     poison.
     """
-    kind = PAGE_CODES[codes]
+    kind = KV_CODE_DTYPES[codes]
     num_blocks, num_heads, block_size, head_dim = pages.shape
     rows = pages.transpose(0, 2, 1, 3).reshape(-1, num_heads, head_dim)
     factors = np.random.default_rng(seed).uniform(0.3, 2.0, num_heads)
     scale = (factors * 3.0 / kind.largest).astype(np.float32)
-    stored = to_codes(rows, scale, kind.dtype)
+    stored = quantize_kv(rows, scale, kind.dtype)
     stored[np.isnan(rows)] = kind.poison
     stored = stored.reshape(num_blocks, block_size, num_heads, head_dim)
     return np.ascontiguousarray(stored.transpose(0, 2, 1, 3)), scale

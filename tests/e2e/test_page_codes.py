@@ -12,7 +12,7 @@ import pytest
 from engine import LLMEngine, SamplingParams, device, load
 from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.config import RopeConfig
-from engine.dtypes import PAGE_CODES
+from engine.dtypes import KV_CODE_DTYPES
 from engine.errors import ConfigError, RequestError, WeightsError
 from engine.loading.kv_scales import read_kv_scales
 from engine.loading.page_calibration import take_checkpoint_scales
@@ -33,7 +33,7 @@ def _prompts(seed, count):
     return [(start + ids) if i % 2 else ids for i, ids in enumerate(own)]
 
 
-@pytest.fixture(params=PAGE_CODES)
+@pytest.fixture(params=KV_CODE_DTYPES)
 def pages(request):
     """The `kv_cache_dtype`."""
     return request.param
@@ -94,7 +94,7 @@ def test_tokens_do_not_depend_on_other_requests(model, options, pages):
         block = KVGeometry(*sizes, dtype=pages).bytes_per_block
         options = options | {"swap_space_gb": options["swap_space_gb"] * block / 2**30}
     engine = make_engine(model, kv_cache_dtype=pages, **options)
-    assert engine.kv_cache.slab.dtype == PAGE_CODES[pages].dtype
+    assert engine.kv_cache.slab.dtype == KV_CODE_DTYPES[pages].dtype
     prompts = _prompts(1, 9)
     for i, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, max_tokens=5 + 2 * i, ignore_eos=True)
@@ -176,7 +176,7 @@ def test_calibration_takes_the_largest_magnitude(pages):
     model.calibrate_kv_scales(prompts)
     cache = model.new_cache(1, 128)
     model.step([prompts[0]], cache)
-    one, scales = cache.peaks() / PAGE_CODES[pages].largest, model.kv_scales_of(pages)
+    one, scales = cache.peaks() / KV_CODE_DTYPES[pages].largest, model.kv_scales_of(pages)
     assert (scales >= one * (1 - 1e-6)).all() and (scales < 3 * one).all()
     with pytest.raises(RequestError, match="at least one sequence"):
         model.calibrate_kv_scales([])
@@ -219,7 +219,7 @@ def test_scales_of_int8_are_measured_where_there_are_none():
 def test_freed_blocks_are_poisoned(pages):
     cache = KVCache(KVGeometry(2, 2, 8, dtype=pages), num_blocks=4)
     cache.poison([1, 3])
-    assert (cache.slab[:, :, [1, 3]] == PAGE_CODES[pages].poison).all()
+    assert (cache.slab[:, :, [1, 3]] == KV_CODE_DTYPES[pages].poison).all()
     assert (cache.slab[:, :, [0, 2]] == 0).all()
 
 

@@ -409,7 +409,7 @@ def test_every_tile_that_is_chosen_can_compute_a_new_token(monkeypatch):
                 shape,
                 kv_heads,
                 bound,
-                page_codes="",
+                kv_dtype="",
                 may_use_clusters=may_use_clusters,
             )
             assert tile.can_compute_new_token(group)

@@ -115,7 +115,7 @@ def test_hopper_tiles_are_chosen_as_measured(monkeypatch):
 
     def choice(batch, bound, num_queries=1, may_use_clusters=True):
         shape = batch, num_queries, 32, 128
-        how = {"page_codes": "", "may_use_clusters": may_use_clusters}
+        how = {"kv_dtype": "", "may_use_clusters": may_use_clusters}
         tile = decode_sm90._choose("bfloat16", shape, 8, bound, **how)
         return tile.box_keys, tile.row_tiles, tile.cluster, tile.ctas_per_sm
 

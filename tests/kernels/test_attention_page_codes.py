@@ -9,9 +9,9 @@ import pytest
 
 from engine import kernels, reference
 from engine.device import to_numpy
-from engine.dtypes import PAGE_CODES
+from engine.dtypes import KV_CODE_DTYPES
 from engine.errors import ContractError, DTypeError, ShapeError
-from engine.reference._page_codes import from_codes
+from engine.reference._quantized_kv import dequantize_kv
 from engine.testing import cases
 from engine.testing.cases_attention import (
     DECODE,
@@ -36,7 +36,7 @@ _CODED = [
 ]
 
 
-@pytest.fixture(params=PAGE_CODES)
+@pytest.fixture(params=KV_CODE_DTYPES)
 def codes(request):
     """The kind of codes."""
     return request.param
@@ -212,7 +212,7 @@ def test_mirror_is_that_of_the_values(codes):
     scales = {name: arrays.pop(f"{name}_scale") for name in "kv"}
     for name in "kv":
         pages = arrays[f"{name}_pages"].transpose(1, 0, 2, 3)
-        values = from_codes(np.ascontiguousarray(pages), scales[name]).transpose(1, 0, 2, 3)
+        values = dequantize_kv(np.ascontiguousarray(pages), scales[name]).transpose(1, 0, 2, 3)
         arrays[f"{name}_pages"] = np.ascontiguousarray(values)
     np.testing.assert_array_equal(reference.attention_decode(q, **arrays), want)
 
@@ -224,7 +224,7 @@ def test_error_against_float_pages_is_bounded(head_dim, codes):
     q = _queries(case, "float32")
     k, v, tables, lens = paged_cache(case.lens_k, 2, 16, head_dim, "float32", seed=2)
     exact = reference.attention_decode(q, k, v, block_tables=tables, context_lens=lens)
-    kind, low, high = PAGE_CODES[codes], *{"fp8": (0.001, 0.06), "int8": (0.001, 0.03)}[codes]
+    kind, low, high = KV_CODE_DTYPES[codes], *{"fp8": (0.001, 0.06), "int8": (0.001, 0.03)}[codes]
     scale = np.full(2, 6 / kind.largest, np.float32)
     stored_pages = []
     for pages in (k, v):
@@ -267,7 +267,7 @@ def test_missing_and_superfluous_scales_are_refused(codes):
         kernels.attention_decode(q, **(arrays | {"v_scale": np.ones(3, np.float32)}))
     with pytest.raises(DTypeError, match="v_scale"):
         kernels.attention_decode(q, **(arrays | {"v_scale": np.ones(2)}))
-    with pytest.raises(DTypeError, match=f"v_pages: must be {PAGE_CODES[codes].dtype}"):
+    with pytest.raises(DTypeError, match=f"v_pages: must be {KV_CODE_DTYPES[codes].dtype}"):
         kernels.attention_decode(q, **(arrays | {"v_pages": np.zeros((3, 2, 16, 16), np.float32)}))
     pages = {name: np.zeros(arrays[name].shape, np.float32) for name in ("k_pages", "v_pages")}
     with pytest.raises(ContractError, match="k_scale: must be None with pages of float32"):

@@ -8,13 +8,13 @@ import pytest
 
 from engine import kernels, reference
 from engine.device import to_numpy
-from engine.dtypes import PAGE_CODES
+from engine.dtypes import KV_CODE_DTYPES
 from engine.errors import ContractError, DTypeError
 from engine.testing import cases
 from engine.testing.cases_elementwise import PAGES
 
 _E4M3 = ml_dtypes.float8_e4m3fn
-_KINDS = [pytest.param(codes, id=name) for name, codes in PAGE_CODES.items()]
+_KINDS = [pytest.param(codes, id=name) for name, codes in KV_CODE_DTYPES.items()]
 
 
 def _inputs(shape, dtype):

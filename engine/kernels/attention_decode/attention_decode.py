@@ -31,18 +31,18 @@ def specs(
     *,
     head_dim: int | None = None,
     num_rows: int | None = None,
-    page_codes: str = "",
+    kv_dtype: str = "",
     **_: Any,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch: for one head dim and number of rows, or for all.
 
-    `num_rows` is Q * H / K; None stands for any. `page_codes`: those of the pages; "": none.
+    `num_rows` is Q * H / K; None stands for any. `kv_dtype`: those of the pages; "": none.
     """
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     rows = (1, 17) if num_rows is None else (num_rows,)
     tiles = dict.fromkeys(choose_tile(dtype, dim, n) for n in rows for dim in dims)
-    any_chip = tuple(portable.spec(tile, dtype, page_codes) for tile in tiles)
-    return any_chip + sm90.specs(dtype, head_dim=head_dim, num_rows=num_rows, page_codes=page_codes)
+    any_chip = tuple(portable.spec(tile, dtype, kv_dtype) for tile in tiles)
+    return any_chip + sm90.specs(dtype, head_dim=head_dim, num_rows=num_rows, kv_dtype=kv_dtype)
 
 
 def attention_decode(

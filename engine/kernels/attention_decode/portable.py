@@ -12,7 +12,7 @@ from engine.dtypes import dtype_name
 from engine.kernels._attention import Pages, ScoreRule, Tile, are_aligned, element_strides
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec
-from engine.kernels._page_scales import code_macros
+from engine.kernels._quantized_kv import kv_macros
 
 __all__ = ["choose_num_splits", "choose_tile", "launch", "spec"]
 
@@ -67,9 +67,9 @@ def choose_tile(dtype: str, head_dim: int, num_rows: int) -> Tile:
     return next(tile for tile in tiles if head_dim <= tile.head_dim)
 
 
-def spec(tile: Tile, dtype: str, page_codes: str) -> ModuleSpec:
+def spec(tile: Tile, dtype: str, kv_dtype: str) -> ModuleSpec:
     """Return the module of a tile, for pages of these codes; "": of none."""
-    return tile.spec("attention_decode/attention_decode.cu", dtype, **code_macros(page_codes))
+    return tile.spec("attention_decode/attention_decode.cu", dtype, **kv_macros(kv_dtype))
 
 
 @lru_cache(maxsize=4096)
@@ -123,7 +123,7 @@ def launch(
     num_kv_heads = pages.k.shape[1]
     num_rows = num_queries * (num_heads // num_kv_heads)
     tile = choose_tile(dtype, head_dim, num_rows)
-    module = spec(tile, dtype, pages.codes)
+    module = spec(tile, dtype, pages.kv_dtype)
     row_tiles = ceil_div(num_rows, tile.rows(dtype))
     if num_splits is None:
         keys = min(max_context_len, rule.window + num_queries) if rule.window else max_context_len

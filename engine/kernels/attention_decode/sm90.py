@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import device, env
-from engine.dtypes import PAGE_CODES, dtype_name
+from engine.dtypes import KV_CODE_DTYPES, dtype_name
 from engine.kernels._attention import Pages, ScoreRule, are_aligned, element_strides
 from engine.kernels._launch import Kernel, sm_count
 from engine.kernels._module import ModuleSpec, current_architecture
-from engine.kernels._page_scales import code_macros
+from engine.kernels._quantized_kv import kv_macros
 from engine.kernels._tensor_map import tensor_map
 from engine.kernels._workspace import counters, workspace
 from engine.kernels.attention_decode.new_tokens import NO_NEW_TOKENS, NewTokens
@@ -52,8 +52,8 @@ class HopperTile:
         The newest token comes as the projection left it.
     ctas_per_sm : int
         CTAs that share a multiprocessor: 1 or 2.
-    page_codes : str
-        Which codes the pages hold, a name of PAGE_CODES; "": none.
+    kv_dtype : str
+        Which codes the pages hold, a name of KV_CODE_DTYPES; "": none.
     """
 
     head_dim: int
@@ -64,7 +64,7 @@ class HopperTile:
     cluster: int = 1
     new_token: bool = False
     ctas_per_sm: int = 1
-    page_codes: str = ""
+    kv_dtype: str = ""
 
     @property
     def rows(self) -> int:
@@ -79,7 +79,7 @@ class HopperTile:
     @property
     def threads(self) -> int:
         """Threads of a CTA: the consumer warps and the producer warp, or its warpgroup."""
-        has_many_values = bool(self.page_codes) and self.ctas_per_sm == 2
+        has_many_values = bool(self.kv_dtype) and self.ctas_per_sm == 2
         needs_registers = self.consumer_warps == 8 or self.new_token or has_many_values
         moves_registers = needs_registers and self.cluster == 1
         return 32 * (self.consumer_warps + (4 if moves_registers else 1))
@@ -88,7 +88,7 @@ class HopperTile:
     def shared_bytes(self) -> int:
         """Shared memory as config_sm90.cuh lays it out."""
         padding = 0 if self.cluster == 1 else 16
-        page_row = self.head_dim * (1 if self.page_codes else 2)
+        page_row = self.head_dim * (1 if self.kv_dtype else 2)
         ring = 2 * self.stages * 8 * (self.box_keys * page_row + padding)
         probs = 2 * self.rows * (8 * self.box_keys * 2 + 16)
         exchange = 3 * self.rows * self.consumer_warps * 4
@@ -121,7 +121,7 @@ class HopperTile:
             "NEW_TOKEN": int(self.new_token),
             "CTAS_PER_SM": self.ctas_per_sm,
             "SHARED_BYTES": self.shared_bytes,
-        } | code_macros(self.page_codes)
+        } | kv_macros(self.kv_dtype)
         return ModuleSpec("attention_decode/attention_decode_sm90.cu", dtype, tuple(macros.items()))
 
 
@@ -164,11 +164,11 @@ _SHORT_CODE_TILES = {dim: replace(tile, stages=4) for dim, tile in _SHORT_TILES.
 # up to 16 rows, and those for few keys.
 _CHOICES = {"": (_TILES, _MANY_TILES, _SHORT_TILES)} | {
     name: (
-        tuple(replace(tile, page_codes=name) for tile in _CODE_TILES),
-        {dim: replace(tile, page_codes=name) for dim, tile in _MANY_CODE_TILES.items()},
-        {dim: replace(tile, page_codes=name) for dim, tile in _SHORT_CODE_TILES.items()},
+        tuple(replace(tile, kv_dtype=name) for tile in _CODE_TILES),
+        {dim: replace(tile, kv_dtype=name) for dim, tile in _MANY_CODE_TILES.items()},
+        {dim: replace(tile, kv_dtype=name) for dim, tile in _SHORT_CODE_TILES.items()},
     )
-    for name in PAGE_CODES
+    for name in KV_CODE_DTYPES
 }
 _SHORT_KEYS = 1024  # keys up to which _SHORT_TILES are faster
 # Keys up to which clusters of four are taken: even one sequence of eight heads alone, which leaves
@@ -177,11 +177,11 @@ _HALF_CLUSTER_KEYS = 4096
 
 
 def choose_hopper_tile(
-    dtype: str, head_dim: int, num_rows: int, page_codes: str = ""
+    dtype: str, head_dim: int, num_rows: int, kv_dtype: str = ""
 ) -> HopperTile | None:
     """Return the tile for `num_rows` = Q * H / K rows that share their keys; None: not for Hopper.
 
-    `page_codes`: those of the pages; "": none.
+    `kv_dtype`: those of the pages; "": none.
 
     Examples
     --------
@@ -190,7 +190,7 @@ def choose_hopper_tile(
     """
     if dtype not in _DTYPES:
         return None
-    fits = (t for t in _CHOICES[page_codes][0] if t.head_dim == head_dim and t.rows >= num_rows)
+    fits = (t for t in _CHOICES[kv_dtype][0] if t.head_dim == head_dim and t.rows >= num_rows)
     return next(fits, None)
 
 
@@ -199,16 +199,16 @@ def specs(
     *,
     head_dim: int | None = None,
     num_rows: int | None = None,
-    page_codes: str = "",
+    kv_dtype: str = "",
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules for one head dim and number of rows, or for all (None)."""
-    all_tiles = _CHOICES[page_codes][0]
+    all_tiles = _CHOICES[kv_dtype][0]
     dims = {t.head_dim for t in all_tiles} if head_dim is None else {head_dim}
     rows = {t.rows for t in all_tiles} if num_rows is None else {num_rows}
     tiles: dict[HopperTile, None] = {}
     for dim in sorted(dims):
         for n in sorted(rows):
-            tile = choose_hopper_tile(dtype, dim, n, page_codes)
+            tile = choose_hopper_tile(dtype, dim, n, kv_dtype)
             if tile is not None:
                 tiles |= dict.fromkeys(_variants(tile))
     return tuple(tile.spec(dtype) for tile in tiles)
@@ -232,7 +232,7 @@ def _variants(tile: HopperTile) -> list[HopperTile]:
 
 def _many_and_short(tile: HopperTile) -> tuple[HopperTile, HopperTile]:
     """Return the tiles of up to 16 rows for many sequences, and for few keys."""
-    _, many, short = _CHOICES[tile.page_codes]
+    _, many, short = _CHOICES[tile.kv_dtype]
     return many[tile.head_dim], short[tile.head_dim]
 
 
@@ -241,7 +241,7 @@ def is_supported(q: Any, pages: Pages, out: Any, new_tokens: NewTokens | None = 
     group = q.shape[2] // pages.k.shape[1]
     dtype = dtype_name(q.dtype)
     num_rows = q.shape[1] * group
-    tile = choose_hopper_tile(dtype, q.shape[3], num_rows, pages.codes)
+    tile = choose_hopper_tile(dtype, q.shape[3], num_rows, pages.kv_dtype)
     return (
         tile is not None
         and env.kernel_tier() == "auto"
@@ -317,7 +317,7 @@ def _choose(
     num_kv_heads: int,
     max_context_len: int,
     *,
-    page_codes: str,
+    kv_dtype: str,
     may_use_clusters: bool,
 ) -> HopperTile:
     """Choose the tile for q of this shape and up to `max_context_len` keys.
@@ -326,7 +326,7 @@ def _choose(
     """
     batch, num_queries, num_heads, head_dim = shape
     group = num_heads // num_kv_heads
-    tile = choose_hopper_tile(dtype, head_dim, num_queries * group, page_codes)
+    tile = choose_hopper_tile(dtype, head_dim, num_queries * group, kv_dtype)
     assert tile is not None
     many, short = _many_and_short(tile)
     # can_compute_new_token also where there is no new token: the bits are then the same.
@@ -345,7 +345,7 @@ def _page_maps(pages: Pages, dtype: str, box_keys: int) -> dict[str, Any]:
     num_blocks, num_kv_heads, block_size, head_dim = pages.k.shape
     num_rows = num_blocks * num_kv_heads * block_size
     sizes: tuple[int, ...]
-    if pages.codes:
+    if pages.kv_dtype:
         sizes = (head_dim, num_rows, 1)
         strides = (head_dim, head_dim)
         box = (head_dim, box_keys, 1)
@@ -394,7 +394,7 @@ def launch(
         shape,
         num_kv_heads,
         max_context_len,
-        page_codes=pages.codes,
+        kv_dtype=pages.kv_dtype,
         may_use_clusters=num_splits is None,
     )
     tile = replace(tile, new_token=new_tokens is not None)

@@ -23,7 +23,7 @@ from engine.kernels._attention import (
 from engine.kernels._contract import FLOATS, INT32, Contract
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
-from engine.kernels._page_scales import code_macros, codes_of
+from engine.kernels._quantized_kv import kv_dtype_of, kv_macros
 from engine.kernels.attention_prefill import sm90
 
 __all__ = ["attention_prefill", "choose_tile", "specs"]
@@ -74,23 +74,23 @@ def specs(
     *,
     head_dim: int | None = None,
     patterns: bool = False,
-    page_codes: str = "",
+    kv_dtype: str = "",
     **_: Any,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch, of one head dim or all.
 
-    `patterns`: those for patterns, too. `page_codes`: those for pages of these codes instead.
+    `patterns`: those for patterns, too. `kv_dtype`: those for pages of these codes instead.
     """
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     tiles = dict.fromkeys(choose_tile(dtype, dim) for dim in dims)
-    kinds = (0, 1) if patterns and not page_codes else (0,)
-    portable = tuple(_spec(tile, dtype, kind, page_codes) for kind in kinds for tile in tiles)
-    hopper = sm90.specs(dtype, head_dim=head_dim, patterns=patterns, page_codes=page_codes)
+    kinds = (0, 1) if patterns and not kv_dtype else (0,)
+    portable = tuple(_spec(tile, dtype, kind, kv_dtype) for kind in kinds for tile in tiles)
+    hopper = sm90.specs(dtype, head_dim=head_dim, patterns=patterns, kv_dtype=kv_dtype)
     return portable + hopper
 
 
-def _spec(tile: Tile, dtype: str, is_patterned: int, page_codes: str) -> ModuleSpec:
-    return tile.spec(_FILE, dtype, PATTERN=is_patterned, **code_macros(page_codes))
+def _spec(tile: Tile, dtype: str, is_patterned: int, kv_dtype: str) -> ModuleSpec:
+    return tile.spec(_FILE, dtype, PATTERN=is_patterned, **kv_macros(kv_dtype))
 
 
 def attention_prefill(
@@ -324,7 +324,7 @@ def _launch(
     v_strides = element_strides(v)
     num_tiles = ceil_div(min(max_q, total_q) * (num_heads // num_kv_heads), tile.rows(dtype))
     _KERNEL.launch(
-        _spec(tile, dtype, int(pattern is not None), codes_of(k.dtype)),
+        _spec(tile, dtype, int(pattern is not None), kv_dtype_of(k.dtype)),
         (num_tiles, num_kv_heads, keys["cu_seqlens_q"].size - 1),
         (tile.threads,),
         tile.shared_bytes(dtype),

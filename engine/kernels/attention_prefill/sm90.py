@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import device, env
-from engine.dtypes import PAGE_CODES, dtype_name
+from engine.dtypes import KV_CODE_DTYPES, dtype_name
 from engine.kernels._attention import ScoreRule, are_aligned, element_strides
 from engine.kernels._attention_pattern import PARAMS, BlockSparse, Pattern, arguments
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec, current_architecture
-from engine.kernels._page_scales import code_macros, codes_of
+from engine.kernels._quantized_kv import kv_dtype_of, kv_macros
 from engine.kernels._tensor_map import tensor_map
 from engine.kernels._workspace import counters, workspace
 from engine.kernels.attention_prefill.work import (
@@ -65,8 +65,8 @@ class HopperTile:
         Keys of a key tile; stages of the rings of K and V, and of Q.
     is_patterned : bool
         Whether it may skip and mask keys by a pattern.
-    page_codes : str
-        Which codes the pages of keys and values hold, a name of PAGE_CODES; "": none.
+    kv_dtype : str
+        Which codes the pages of keys and values hold, a name of KV_CODE_DTYPES; "": none.
     """
 
     head_dim: int
@@ -75,7 +75,7 @@ class HopperTile:
     stages: int
     q_stages: int
     is_patterned: bool = False
-    page_codes: str = ""
+    kv_dtype: str = ""
 
     @property
     def rows(self) -> int:
@@ -94,7 +94,7 @@ class HopperTile:
         tiles = self.q_stages * self.rows * row + 2 * self.stages * self.keys * row
         boxes = self.keys // 16  # of the smallest pages
         barriers = 3 * self.q_stages + 5 * self.stages + 1
-        codes = _CODE_STAGES * (self.keys * self.head_dim + 20) if self.page_codes else 0
+        codes = _CODE_STAGES * (self.keys * self.head_dim + 20) if self.kv_dtype else 0
         others = 64 * self.q_stages + 8 * barriers + 4 * self.stages * (1 + boxes)
         return 1024 + tiles + others + codes
 
@@ -108,7 +108,7 @@ class HopperTile:
             "Q_STAGES": self.q_stages,
             "SHARED_BYTES": self.shared_bytes,
             "PATTERN": int(self.is_patterned),
-        } | code_macros(self.page_codes)
+        } | kv_macros(self.kv_dtype)
         return ModuleSpec(
             "attention_prefill/attention_prefill_sm90.cu", dtype, tuple(macros.items())
         )
@@ -129,10 +129,10 @@ _TILES = (
 # Other head dims have rows that TMA does not swizzle.
 _CODE_TILES = {
     name: (
-        HopperTile(64, consumers=3, keys=112, stages=4, q_stages=2, page_codes=name),
-        HopperTile(128, consumers=3, keys=80, stages=3, q_stages=1, page_codes=name),
+        HopperTile(64, consumers=3, keys=112, stages=4, q_stages=2, kv_dtype=name),
+        HopperTile(128, consumers=3, keys=80, stages=3, q_stages=1, kv_dtype=name),
     )
-    for name in PAGE_CODES
+    for name in KV_CODE_DTYPES
 }
 
 # With a pattern: two warpgroups, whose rows are mostly in one block of it.
@@ -154,7 +154,7 @@ _SMALL_BLOCKS = (
 
 
 def choose_hopper_tile(
-    dtype: str, head_dim: int, pattern: Pattern | None = None, page_codes: str = ""
+    dtype: str, head_dim: int, pattern: Pattern | None = None, kv_dtype: str = ""
 ) -> HopperTile | None:
     """Return the tile for heads of `head_dim`, and pages of these codes; None: not for Hopper.
 
@@ -165,8 +165,8 @@ def choose_hopper_tile(
     """
     if dtype not in _DTYPES or head_dim % 8 or head_dim <= 32:
         return None
-    if page_codes:
-        found = (tile for tile in _CODE_TILES[page_codes] if head_dim == tile.head_dim)
+    if kv_dtype:
+        found = (tile for tile in _CODE_TILES[kv_dtype] if head_dim == tile.head_dim)
         return next(found, None) if pattern is None else None
     tiles = _TILES if pattern is None else _PATTERNED
     if isinstance(pattern, BlockSparse) and pattern.block_k % 128:
@@ -179,23 +179,23 @@ def specs(
     *,
     head_dim: int | None = None,
     patterns: bool = False,
-    page_codes: str = "",
+    kv_dtype: str = "",
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that may be launched, of one head dim or all; `patterns`: those too."""
     if dtype not in _DTYPES:
         return ()
     tiles = _TILES + tuple(dict.fromkeys(_PATTERNED + _SMALL_BLOCKS)) * patterns
-    if page_codes:
-        tiles = _CODE_TILES[page_codes]
+    if kv_dtype:
+        tiles = _CODE_TILES[kv_dtype]
     if head_dim is not None:
-        wanted = choose_hopper_tile(dtype, head_dim, page_codes=page_codes)
+        wanted = choose_hopper_tile(dtype, head_dim, kv_dtype=kv_dtype)
         tiles = tuple(t for t in tiles if wanted is not None and t.head_dim == wanted.head_dim)
     return tuple(tile.spec(dtype) for tile in tiles)
 
 
 def is_supported(q: Any, k: Any, v: Any, out: Any, pattern: Pattern | None = None) -> bool:
     """Tell whether the current device and the problem are for the Hopper kernel."""
-    tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[2], pattern, codes_of(k.dtype))
+    tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[2], pattern, kv_dtype_of(k.dtype))
     return (
         tile is not None
         and env.kernel_tier() == "auto"
@@ -222,7 +222,7 @@ def launch(
     """Launch on arrays that `is_supported` accepts; num_splits None: as many as fill the device."""
     (total_q, num_heads, head_dim) = q.shape
     dtype = dtype_name(q.dtype)
-    tile = choose_hopper_tile(dtype, head_dim, pattern, codes_of(keys["k"].dtype))
+    tile = choose_hopper_tile(dtype, head_dim, pattern, kv_dtype_of(keys["k"].dtype))
     assert tile is not None
     spec = tile.spec(dtype)
     pairs = (keys["cu_seqlens_q"].size - 1) * keys["k"].shape[1]
@@ -330,7 +330,7 @@ def _maps(q: Any, keys: dict[str, Any], dtype: str, tile: HopperTile, group: int
         x = keys[name]
         if keys["block_tables"] is not None:
             row = head_dim * x.itemsize
-            if tile.page_codes:
+            if tile.kv_dtype:
                 maps[f"{name}_map"] = tensor_map(
                     x.data.ptr,
                     "uint8",

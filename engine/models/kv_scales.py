@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from engine.dtypes import PAGE_CODES
+from engine.dtypes import KV_CODE_DTYPES
 from engine.errors import ConfigError
 
-__all__ = ["PageScales"]
+__all__ = ["KVScales"]
 
 _LEAST = np.finfo(np.float32).smallest_subnormal
 _LARGEST = np.finfo(np.float32).max
 
 
-class PageScales:
+class KVScales:
     """The scales of a model's keys and values, (num_layers, 2, K) for each kind of codes.
 
     They are changed in place, so that captured graphs see it.
@@ -37,9 +37,9 @@ class PageScales:
         self._xp = xp
         # Rows are padded to whole 16-byte words: the layers of a plan must be aligned alike.
         padded = -(-num_kv_heads // 4) * 4
-        scales = xp.ones((len(PAGE_CODES), num_layers, 2, padded), np.float32)
-        self._arrays = dict(zip(PAGE_CODES, scales[..., :num_kv_heads], strict=True))
-        self.sources = dict.fromkeys(PAGE_CODES, "")
+        scales = xp.ones((len(KV_CODE_DTYPES), num_layers, 2, padded), np.float32)
+        self._arrays = dict(zip(KV_CODE_DTYPES, scales[..., :num_kv_heads], strict=True))
+        self.sources = dict.fromkeys(KV_CODE_DTYPES, "")
 
     def of_layer(self, index: int) -> dict[str, tuple[Any, Any]]:
         """Return the scales (K,) of a layer's keys and values, by codes."""
@@ -65,7 +65,7 @@ class PageScales:
         scales : (num_layers, 2, K) array_like of float
             On the host.
         codes : str
-            A name of PAGE_CODES.
+            A name of KV_CODE_DTYPES.
         source : str
             Where they come from.
         also_others : bool
@@ -79,8 +79,8 @@ class PageScales:
             Naming the layer of the first scale that is not positive and finite, or the shape.
         """
         values = self._checked(scales, heads)
-        for name in PAGE_CODES if also_others else (codes,):
-            ratio = PAGE_CODES[codes].largest / PAGE_CODES[name].largest  # 1 for `codes`
+        for name in KV_CODE_DTYPES if also_others else (codes,):
+            ratio = KV_CODE_DTYPES[codes].largest / KV_CODE_DTYPES[name].largest  # 1 for `codes`
             given = np.clip(values.astype(np.float64) * ratio, _LEAST, _LARGEST)
             self._arrays[name][...] = self._xp.asarray(given.astype(np.float32))
             self.sources[name] = source
@@ -93,7 +93,7 @@ class PageScales:
         ConfigError
             If a peak is infinite.
         """
-        largest = np.float32(PAGE_CODES[codes].largest)
+        largest = np.float32(KV_CODE_DTYPES[codes].largest)
         scales = np.where(peaks > 0, peaks / largest, np.float32(1))
         self.set(scales, codes, source, also_others=False)
 

@@ -1,4 +1,4 @@
-"""Pages of 8 bits: which codes pages may hold, and the check of their scales."""
+"""Quantized KV caches: dtypes and macros of the pages, and the check of their scales."""
 
 from __future__ import annotations
 
@@ -6,48 +6,48 @@ from typing import Any
 
 import numpy as np
 
-from engine.dtypes import PAGE_CODES
+from engine.dtypes import KV_CODE_DTYPES
 from engine.kernels._contract import FLOAT32, FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 
-__all__ = ["ANY_PAGES", "checked_scales", "code_macros", "codes_of", "copy_spec", "page_dtypes"]
+__all__ = ["KV_DTYPES", "checked_scales", "copy_spec", "kv_dtype_of", "kv_macros", "page_dtypes"]
 
-_NAMES = {codes.dtype: name for name, codes in PAGE_CODES.items()}
+_NAMES = {codes.dtype: name for name, codes in KV_CODE_DTYPES.items()}
 
-ANY_PAGES: tuple[np.dtype[Any], ...] = (*FLOATS, *_NAMES)
-"""Dtypes of pages."""
+KV_DTYPES: tuple[np.dtype[Any], ...] = (*FLOATS, *_NAMES)
+"""Dtypes that KV pages may have, quantized or not."""
 
 
-def codes_of(dtype: np.dtype[Any]) -> str:
-    """Return which codes pages of `dtype` hold, a name of PAGE_CODES; "": none.
+def kv_dtype_of(dtype: np.dtype[Any]) -> str:
+    """Return the name in KV_CODE_DTYPES of quantized pages of `dtype`; "" if not quantized.
 
     Examples
     --------
-    >>> codes_of(np.dtype(np.uint8)), codes_of(np.dtype(np.int8)), codes_of(np.dtype(np.float16))
-    ('fp8', 'int8', '')
+    >>> [kv_dtype_of(np.dtype(dtype)) for dtype in (np.uint8, np.int8, np.float16)]
+    ['fp8', 'int8', '']
     """
     return _NAMES.get(dtype, "")
 
 
 def page_dtypes(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], ...]:
-    """Return the dtypes that pages of keys and values of `dtype` may have."""
+    """Return the dtypes that pages may have when new keys and values are of `dtype`."""
     return (dtype, *_NAMES)
 
 
-def code_macros(page_codes: str) -> dict[str, int]:
-    """Return the macros of a module for pages of these codes; none for "".
+def kv_macros(kv_dtype: str) -> dict[str, int]:
+    """Return the macros of a module for pages of `kv_dtype`; none if that is "".
 
     Examples
     --------
-    >>> code_macros("int8"), code_macros("")
+    >>> kv_macros("int8"), kv_macros("")
     ({'PAGE_CODES': 2}, {})
     """
-    return {"PAGE_CODES": PAGE_CODES[page_codes].macro} if page_codes else {}
+    return {"PAGE_CODES": KV_CODE_DTYPES[kv_dtype].macro} if kv_dtype else {}
 
 
-def copy_spec(file: str, dtype: str, page_codes: str) -> ModuleSpec:
-    """Return the module that copies pages of `dtype`, or of codes: bytes, whatever they are."""
-    if page_codes:
+def copy_spec(file: str, dtype: str, kv_dtype: str) -> ModuleSpec:
+    """Return the module that copies pages of `dtype`, or quantized pages of any `kv_dtype`."""
+    if kv_dtype:
         return ModuleSpec(file, "float16", (("PAGE_CODES", 1),))
     return ModuleSpec(file, dtype)
 
@@ -55,11 +55,12 @@ def copy_spec(file: str, dtype: str, page_codes: str) -> ModuleSpec:
 def checked_scales(call: Contract, pages: Any, k_scale: Any, v_scale: Any) -> dict[str, Any]:
     """Check the scales (K,) of `pages`, after the sizes are bound; return both by name.
 
-    Pages of codes need them, other pages have none. Values are checked on NumPy arrays.
+    They are required for quantized pages and must be None for others. Their values are checked
+    on NumPy arrays only.
     """
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     for name, scale in scales.items():
-        if not codes_of(pages.dtype):
+        if not kv_dtype_of(pages.dtype):
             call.check(name, scale is None, f"None with pages of {pages.dtype}", scale)
             continue
         wanted = f"an array (K,) with pages of {pages.dtype} codes"

@@ -1,6 +1,6 @@
-"""Keys and values in pages of 8 bits: codes with a scale for each key/value head.
+"""Quantized keys and values: one-byte codes with a scale for each key/value head.
 
-Arrays of uint8 hold e4m3 codes, those of int8 whole numbers from -127 to 127.
+uint8 arrays hold e4m3 codes, int8 arrays integers from -127 to 127.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["from_codes", "to_codes"]
+__all__ = ["dequantize_kv", "quantize_kv"]
 
 Array = np.ndarray[Any, Any]
 
@@ -20,10 +20,10 @@ _LARGEST_INT8 = np.float32(127)
 _NAN = np.uint8(0x7F)
 
 
-def to_codes(x: Array, scale: Array, dtype: Any) -> Array:
-    """Return x (T, K, D) as codes of `dtype`: x / scale, rounded to nearest even, saturated.
+def quantize_kv(x: Array, scale: Array, dtype: Any) -> Array:
+    """Return codes of `dtype` for x (T, K, D): x / scale, rounded to nearest even, saturated.
 
-    NaN stays NaN in e4m3; among whole numbers it is 0.
+    NaN stays NaN in e4m3 and becomes 0 in int8.
     """
     y = np.asarray(x, np.float32) / scale[:, None]
     if dtype == np.int8:
@@ -34,8 +34,8 @@ def to_codes(x: Array, scale: Array, dtype: Any) -> Array:
     return codes
 
 
-def from_codes(codes: Array, scale: Array) -> Array:
-    """Return codes (K, ..., D) as float32: code * scale of the head."""
+def dequantize_kv(codes: Array, scale: Array) -> Array:
+    """Return the float32 values of codes (K, ..., D): code * scale of the head."""
     numbers = codes if codes.dtype == np.int8 else codes.view(_E4M3)
     values: Array = numbers.astype(np.float32)
     values *= scale.reshape(-1, *(1,) * (codes.ndim - 1))
