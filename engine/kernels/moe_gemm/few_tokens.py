@@ -240,7 +240,7 @@ def specs(dtype: str, formats: tuple[str, ...], op: str = "moe_gemm") -> tuple[M
 
 
 def _spec(op: str, base: ModuleSpec, form: Format) -> ModuleSpec:
-    return ModuleSpec(f"gemm/{op}.cu", base.dtype, (*base.defines, ("WEIGHTS", kind(form))))
+    return ModuleSpec(f"moe_gemm/{op}.cu", base.dtype, (*base.defines, ("WEIGHTS", kind(form))))
 
 
 def choose(operands: MoeOperands) -> FewTokensConfig | None:
