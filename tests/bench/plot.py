@@ -450,37 +450,24 @@ def _quantization() -> Picture:
                    shared_cases=True)  # fmt: skip
 
 
-def _quantized_models() -> Picture:
-    record = _load("quantized_models")
-    names = ("fp8", "int4_g128", "q4_0", "q4_k", "q8_0")
-
-    def values(rows: list[dict[str, Any]], key: str, peer: str = "") -> list[float | None]:
-        found = {
-            (row["weights"], row.get("pages", "")): row.get(key)
-            for row in rows
-            if row["model"] == "llama-3.1-8b" and row.get("peer", "") == peer
-        }
-        return [found.get((name, "")) for name in names]
+def _whole_models() -> Picture:
+    record = _load("whole_models")
 
     def panel(title: str, unit: str, key: str, digits: str) -> Bars:
-        peers = record["peers_2026_11_23"]
+        rows = [row for row in record["rows"] if key in row]
         series = {
-            "ours": values(record["rows"], key),
-            "vLLM": values(peers, key, "vLLM 0.24"),
-            "llama.cpp": values(peers, key, "llama.cpp"),
+            "ours": [row[key] for row in rows],
+            "vLLM": [row.get(f"vllm_{key}") for row in rows],
         }
-        series = {name: row for name, row in series.items() if any(row)}
-        kept = [i for i in range(len(names)) if any(row[i] for row in series.values())]
-        picked = {name: [row[i] for i in kept] for name, row in series.items()}
-        return Bars(title, unit, [names[i] for i in kept], picked, digits=digits)
+        cases = [f"{row['model']}, {row['weights']}" for row in rows]
+        return Bars(title, unit, cases, series, digits=digits)
 
     panels = [
         panel("one request", "ms a token, less is better", "ms_per_token", ".2f"),
         panel("256 requests", "output tokens/s", "output_tokens_per_s", ".0f"),
         panel("16 prompts of 4,096", "prompt tokens/s", "prompt_tokens_per_s", ".0f"),
     ]
-    source = f"{_source(record)} (q formats: 6a7a02c); peers: another H200, 2026-11-23"
-    return Picture("Llama-3.1-8B, quantized", source, panels, 3, 2.7)
+    return Picture("Whole models beside vLLM 0.24", _source(record), panels, 3, 3.6)
 
 
 def _serve() -> Picture:
@@ -579,7 +566,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "all_reduce": _all_reduce,
     "attention_roofline": _roofline,
     "quantization": _quantization,
-    "quantized_models": _quantized_models,
+    "whole_models": _whole_models,
     "scaling": _scaling,
 }
 
