@@ -113,17 +113,17 @@ class KVGeometry:
         return self.bytes_per_token * self.block_size
 
 
-class Followers(Protocol):
-    """Other processes with a cache of the same blocks, which do the same with theirs."""
+class Workers(Protocol):
+    """The other ranks: each holds a cache of the same blocks, and repeats every move in it."""
 
     def move_blocks(self, moves: Any) -> None:
-        """Move blocks as a step's `Moves` say."""
+        """Announce a step's block `Moves`."""
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy single tokens."""
+        """Announce copies of single tokens."""
 
     def close(self) -> None:
-        """End."""
+        """End the other ranks."""
 
 
 class KVCache:
@@ -142,8 +142,8 @@ class KVCache:
 
     Attributes
     ----------
-    followers : Followers or None
-        Are told of every move first.
+    workers : Workers or None
+        Other ranks, told of each move before it happens here.
 
     Examples
     --------
@@ -167,7 +167,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.pool = pool or MemoryPool(CPU)
         self._name = name
-        self.followers: Followers | None = None
+        self.workers: Workers | None = None
         # Zero-filled: a kernel may load a whole block and mask the slots past the sequence's end.
         self.slab = self.pool.allocate(
             name,
@@ -208,8 +208,8 @@ class KVCache:
         sources, targets : sequence of int
             Slots, ``block_id * block_size + offset``.
         """
-        if self.followers is not None:
-            self.followers.move_slots(sources, targets)
+        if self.workers is not None:
+            self.workers.move_slots(sources, targets)
         xp = self.device.xp
         size = self.geometry.block_size
         by_slot = self.flat_pages.transpose(1, 3, 0, 2, 4)
@@ -243,8 +243,8 @@ class KVCache:
 
     def close(self) -> None:
         """Return the slab to the pool; a second call does nothing."""
-        if self.followers is not None:
-            self.followers.close()
+        if self.workers is not None:
+            self.workers.close()
         if not self.is_closed:
             self.pool.free(self._name)
         self.slab = np.empty((self.geometry.num_layers, 2, 0, 0, 0, 0))

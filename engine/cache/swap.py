@@ -55,8 +55,8 @@ def move_blocks(kv: KVCache, swap: SwapSpace | None, moves: Moves) -> None:
     """
     if swap is None and (moves.swap_out or moves.swap_in):
         raise ConfigError("swap must be a SwapSpace for a step that swaps blocks; got None")
-    if kv.followers is not None:
-        kv.followers.move_blocks(moves)
+    if kv.workers is not None:
+        kv.workers.move_blocks(moves)
     if swap is not None:
         swap.swap_blocks_to_cpu(moves.swap_out)
     if moves.copies:

@@ -130,8 +130,8 @@ def _quantized_part(codes: RandomCodes, name: str, config: ModelConfig, shard: S
     take = partial(take_part, name=name, config=config, shard=shard)
     part = codes.weight(weight_shapes(config)[name], _start(name), take)
     kind = name.rpartition(".")[2]
-    experts = shard.whole_experts
-    axis = shard_axis(kind, by_output=shard.by_output, whole_experts=experts)
+    experts = shard.expert_parallel
+    axis = shard_axis(kind, by_output=shard.by_output, expert_parallel=experts)
     return replace(part, shard=shard, axis=axis)
 
 

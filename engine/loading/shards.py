@@ -32,7 +32,7 @@ def take_shard(weight: Weight, name: str, config: ModelConfig, shard: Shard) -> 
     array([1., 1., 0.], dtype=float32)
     """
     kind = name.rpartition(".")[2]
-    axis = shard_axis(kind, by_output=shard.by_output, whole_experts=shard.whole_experts)
+    axis = shard_axis(kind, by_output=shard.by_output, expert_parallel=shard.expert_parallel)
     if axis is None:
         return weight
     return Weight.dense(take_part(weight.data, name, config, shard), shard, axis)

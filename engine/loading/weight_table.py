@@ -47,10 +47,10 @@ _EXPERTS = "experts_"  # begins the kinds that have a first axis of experts
 _VOCABULARY = ("embed", "lm_head", "lm_head_bias")
 
 
-def shard_axis(kind: str, *, by_output: bool = False, whole_experts: bool = False) -> int | None:
+def shard_axis(kind: str, *, by_output: bool = False, expert_parallel: bool = False) -> int | None:
     """Return the axis along which weights of this kind are sharded; None if they are not.
 
-    With `by_output` no matrix is divided by its input features, with `whole_experts` none of an
+    With `by_output` no matrix is divided by its input features, with `expert_parallel` none of an
     expert at all (`Shard`).
 
     Examples
@@ -61,11 +61,11 @@ def shard_axis(kind: str, *, by_output: bool = False, whole_experts: bool = Fals
     [1, 1, 2, None]
     >>> [shard_axis(kind, by_output=True) for kind in ("o", "down_bias", "experts_down")]
     [0, 0, 1]
-    >>> shard_axis("experts_down_bias", whole_experts=True)
+    >>> shard_axis("experts_down_bias", expert_parallel=True)
     0
     """
     first = int(kind.startswith(_EXPERTS))
-    if first and whole_experts:
+    if first and expert_parallel:
         return 0
     if by_output and kind.removesuffix("_bias") in _COLUMN_PART:
         return first
@@ -96,13 +96,13 @@ class _Parts:
     Heads of q, k and v and features of an MLP or expert are divided evenly; if there are more
     shards than key/value heads, several shards hold the same head. The vocabulary is padded to
     equal parts. With `by_output`, the output features of the other matrices are divided as well.
-    With `whole_experts`, no feature of an expert is.
+    With `expert_parallel`, no feature of an expert is.
     """
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         d = config.head_dim
         self._by_output = shard.by_output and not shard.is_whole
-        self._whole_experts = shard.whole_experts
+        self._expert_parallel = shard.expert_parallel
         self.experts = (0, 0) if config.moe is None else shard.cut_experts(config.moe.num_experts)
         heads, kv_heads = shard.cut_heads(config.num_heads, config.num_kv_heads)
         self.whole = {"q": config.num_heads * d, "k": config.num_kv_heads * d}
@@ -113,7 +113,7 @@ class _Parts:
             "k": (kv_heads[0] * d, kv_heads[1] * d),
         }
         for part, (key, features) in _features(config).items():
-            is_divided = not (part == "expert_gate" and self._whole_experts)
+            is_divided = not (part == "expert_gate" and self._expert_parallel)
             self.whole[part] = features
             self.local[part] = shard.cut(key, features) if is_divided else (0, features)
         for twin, part in _TWINS.items():
@@ -151,7 +151,7 @@ class _Parts:
 
     def _is_whole(self, kind: str) -> bool:
         """Tell whether matrices of this kind are not divided themselves."""
-        return self._whole_experts and kind.startswith(_EXPERTS)
+        return self._expert_parallel and kind.startswith(_EXPERTS)
 
     def pieces(self, kind: str, part: str, num_rows: int) -> Iterator[tuple[int, int, int]]:
         """Yield rows [first, last) of a tensor, and the row of the shard's weight they begin at.

@@ -188,7 +188,9 @@ def _rounded(array: Any, form: Format, *, has_all_kernels: bool) -> Weight:
 def _finished(config: ModelConfig, weights: dict[str, Weight], shard: Shard) -> dict[str, Weight]:
     """Return the weights with what they are shards of, and the tied one under its second name."""
     if not shard.is_whole:
-        axis_of = partial(shard_axis, by_output=shard.by_output, whole_experts=shard.whole_experts)
+        axis_of = partial(
+            shard_axis, by_output=shard.by_output, expert_parallel=shard.expert_parallel
+        )
         weights = {
             name: replace(weight, shard=shard, axis=axis_of(name.rpartition(".")[2]))
             for name, weight in weights.items()

@@ -67,7 +67,7 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     if moe is not None:
         width = moe.intermediate_size
         shared = moe.shared_size
-        if not shard.whole_experts:
+        if not shard.expert_parallel:
             width = part(shard.cut("the width of an expert", width))
         shared = part(shard.cut("the width of the shared expert", shared))
         sparse = moe.sparse_layers[layers]
@@ -178,7 +178,7 @@ class ParallelParts(WholeParts):
         """Ranges [first, last) of the experts that each rank has whole; none if it has parts."""
         shard = self.shard
         moe = self.config.moe
-        if moe is None or not shard.whole_experts:
+        if moe is None or not shard.expert_parallel:
             return ()
         ranks = (replace(shard, index=index) for index in range(shard.count))
         return tuple(rank.cut_experts(moe.num_experts) for rank in ranks)
@@ -218,7 +218,7 @@ class ParallelParts(WholeParts):
         """Return the second matrix of a shared expert, whose output is summed with the others'."""
         if not self.shard.by_output:
             return Linear(weight, deterministic=deterministic)
-        if self.shard.whole_experts:  # whose outputs are whole on all ranks
+        if self.shard.expert_parallel:  # whose outputs are whole on all ranks
             return self._second(weight, None, deterministic, 1)
         return GatheredLinear(weight, deterministic=deterministic, collectives=self.collectives)
 
@@ -243,7 +243,7 @@ class ParallelParts(WholeParts):
     def moe(self, moe: MoE) -> MoE:
         """Return the mixture of experts, each of which is divided, or which are divided whole."""
         experts: Any = moe.experts
-        if self.shard.whole_experts:
+        if self.shard.expert_parallel:
             moe.experts = self._local_experts(experts, array_module(moe.load))
             # With `by_output` the pairs are gathered, and their sums whole.
             is_summed = not (self._sums_in_norms or self.shard.by_output)

@@ -165,7 +165,7 @@ class PipelinedModel(Model):
         numbers = [kv_cache.num_blocks, num_host_blocks, g.block_size]
         self.group.ask("making pages", messages.SHARE, numbers, [to_text(g.dtype)])
         self.own.share_pages(kv_cache, num_host_blocks)
-        kv_cache.followers = _Followers(self, kv_cache.followers)
+        kv_cache.workers = _StageWorkers(self, kv_cache.workers)
         self._pages = kv_cache
 
     # ---- the other stages
@@ -262,7 +262,7 @@ class PipelinedModel(Model):
             self.own.close()
 
 
-class _Followers:
+class _StageWorkers:
     """Told of what this stage does to its pages: the others do it when a step is announced."""
 
     def __init__(self, model: PipelinedModel, ranks: Any) -> None:

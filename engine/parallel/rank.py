@@ -29,8 +29,8 @@ from engine.layers.collectives import Collectives
 from engine.loading.config_json import config_from_json
 from engine.model import Model, load
 from engine.runner.cuda_graph import GraphKey
-from engine.runner.follower_graphs import FollowerGraphs
 from engine.runner.memory_sizes import geometry_of
+from engine.runner.worker_graphs import WorkerGraphs
 from engine.weights import Stage
 
 __all__ = ["Follower", "compare_ranks", "make_collectives", "num_threads", "run"]
@@ -100,7 +100,7 @@ class Follower:
         self._messages = Messages(group)
         self._pages: dict[int, KVCache] = {}  # by rank 0's number; 0: the engine's
         self._swap: SwapSpace | None = None
-        self._graphs: FollowerGraphs | None = None
+        self._graphs: WorkerGraphs | None = None
         self._hidden: Any = None
         self._actions: dict[int, Callable[[list[int], list[Any]], None]] = {
             PREPARE: self._prepare,
@@ -214,7 +214,7 @@ class Follower:
     def _capture(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("capturing graphs")
         num_rows, max_blocks, block_size, max_model_len, *query_lens = numbers
-        self._graphs = FollowerGraphs(
+        self._graphs = WorkerGraphs(
             self._model,
             self._the_pages().layers,
             num_rows,

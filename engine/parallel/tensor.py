@@ -127,13 +127,13 @@ class Leader:
             raise RankError(text) from error
 
     def move_blocks(self, moves: Any) -> None:
-        """Announce a step's block moves, if there are any; see `Followers`."""
+        """Announce a step's block moves, if there are any; see `Workers`."""
         arrays = moves_to_arrays(moves)
         if any(array.size for array in arrays):
             self.send("block moves", MOVE_BLOCKS, arrays=arrays)
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Announce that single tokens are copied; see `Followers`."""
+        """Announce that single tokens are copied; see `Workers`."""
         arrays = [np.array(slots, np.int64) for slots in (sources, targets)]
         self.send("the moves of accepted drafts", MOVE_SLOTS, arrays=arrays)
 
@@ -184,7 +184,7 @@ class LeadingModel(Model):
     def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
         """Let all ranks make pages as these."""
         self._share(kv_cache, num_host_blocks)
-        kv_cache.followers = self.leader
+        kv_cache.workers = self.leader
         self._pages = kv_cache
 
     def make_cache(self, geometry: KVGeometry, batch_size: int, max_tokens: int) -> Cache:
@@ -431,7 +431,7 @@ def _check_experts(name: str, config: Any, size: int) -> None:
     """
     config = load_config(name) if config is None else config
     if isinstance(config, ModelConfig):  # or `load` will say so
-        Shard(0, size, whole_experts=True).cut_experts(expert_count(config))
+        Shard(0, size, expert_parallel=True).cut_experts(expert_count(config))
 
 
 def _devices(place: Device, given: Any, size: int, gpus: Sequence[int] | None) -> list[str]:

@@ -70,7 +70,7 @@ class Division:
             )
         if self.expert and config.moe is None:
             raise ConfigError("expert parallel ranks need a model with experts")
-        weight_shapes(config, Shard(0, self.tensor, whole_experts=self.expert))
+        weight_shapes(config, Shard(0, self.tensor, expert_parallel=self.expert))
         if form is not None and form.block is not None and self.tensor > 1:
             _check_blocks(config, self, form.block[0], form.super_block or form.block[1])
 

@@ -98,7 +98,7 @@ class Shard:
     by_output : bool
         Divide every matrix by its output features, so that no sum crosses parts. Otherwise the
         second matrix of a pair (the output of attention, down) is divided by its input features.
-    whole_experts : bool
+    expert_parallel : bool
         Divide a mixture by its experts, which stay whole. Otherwise each expert is divided.
     stage : Stage
         The layers of which it is a part.
@@ -117,7 +117,7 @@ class Shard:
     index: int = 0
     count: int = 1
     by_output: bool = False
-    whole_experts: bool = False
+    expert_parallel: bool = False
     stage: Stage = ALL_LAYERS
 
     def __post_init__(self) -> None:
@@ -158,10 +158,10 @@ class Shard:
 
         Examples
         --------
-        >>> [Shard(index, 3, whole_experts=True).cut_experts(8) for index in range(3)]
+        >>> [Shard(index, 3, expert_parallel=True).cut_experts(8) for index in range(3)]
         [(0, 2), (2, 5), (5, 8)]
         """
-        if not self.whole_experts:
+        if not self.expert_parallel:
             return 0, num_experts
         if num_experts < self.count:
             raise ConfigError(

@@ -238,7 +238,7 @@ def test_whole_experts_of_shards(make, monkeypatch, case, count):
     whole, shards = sum(seen), []
     for index in range(count):
         seen.clear()
-        shard = Shard(index, count, whole_experts=True)
+        shard = Shard(index, count, expert_parallel=True)
         shards.append(load_weights(path, config, shard=shard))
         assert {n: w.shape for n, w in shards[-1].items()} == weight_shapes(config, shard)
         first, last = shard.cut_experts(E)

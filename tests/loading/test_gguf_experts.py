@@ -121,7 +121,7 @@ def test_shards_add_up_to_the_whole(tmp_path, case):
     file, _, _ = _write(tmp_path, case)
     config = load_config(file)
     whole = load_weights(file, config)
-    runs = [load_weights(file, config, shard=Shard(i, 2, whole_experts=True)) for i in range(2)]
+    runs = [load_weights(file, config, shard=Shard(i, 2, expert_parallel=True)) for i in range(2)]
     for name in (name for name in whole if ".experts_" in name):
         joined = np.concatenate([run[name].data for run in runs])
         np.testing.assert_array_equal(joined, whole[name].data)

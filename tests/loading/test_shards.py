@@ -85,7 +85,12 @@ def test_shards_of_random_quantized_weights(name):
     form = FORMATS[name]
     whole = dummy_weights(config, quantization=form)
     numbers = {name: Weight.dense(unpack_weight(weight)) for name, weight in whole.items()}
-    shards = Shard(1, 2), Shard(3, 4), Shard(1, 4, by_output=True), Shard(1, 2, whole_experts=True)
+    shards = (
+        Shard(1, 2),
+        Shard(3, 4),
+        Shard(1, 4, by_output=True),
+        Shard(1, 2, expert_parallel=True),
+    )
     for shard in shards:
         for name, part in dummy_weights(config, quantization=form, shard=shard).items():
             assert part.shape == weight_shapes(config, shard)[name]

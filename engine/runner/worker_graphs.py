@@ -1,4 +1,4 @@
-"""Decode graphs of a rank that follows rank 0: they end with the logits, which rank 0 samples."""
+"""Decode graphs of ranks 1, 2, ...: they end with the logits, since rank 0 samples."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from engine.runner.features import FeatureTap
 from engine.runner.request_rows import RequestRows
 from engine.runner.sampling import SamplingTable
 
-__all__ = ["FollowerGraphs"]
+__all__ = ["WorkerGraphs"]
 
 
-class FollowerGraphs(DecodeGraphs):
-    """Computes the decode steps that rank 0 computes by graphs, from its staging buffers.
+class WorkerGraphs(DecodeGraphs):
+    """Replays the decode graphs that rank 0 replays, from copies of its staging buffers.
 
     Parameters
     ----------
     model : Model
     kv_pages : sequence of (k_pages, v_pages)
     num_rows, max_blocks, block_size, max_model_len : int
-        As rank 0's.
+        Those of rank 0.
     query_lens : sequence of int
     feature_layers : sequence of int
-        Whose inputs rank 0 keeps, which all ranks sum up.
+        Layers whose inputs rank 0 keeps: all ranks take part in their sums.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FollowerGraphs(DecodeGraphs):
         self._forward(key)
 
     def follow(self, key: GraphKey, staged: Any) -> None:
-        """Compute the step of which rank 0 has sent its staging buffer; empty: it repeats one."""
+        """Replay a step from rank 0's staging buffer; an empty buffer repeats the previous step."""
         if not staged.size:
             self.replay(key)
             return
