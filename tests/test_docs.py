@@ -15,7 +15,7 @@ DOCUMENTS = sorted(
 )
 PAGES = sorted(set(BENCHMARKS.glob("*.md")) - {BENCHMARKS / "README.md"})
 HEADINGS = ["What is measured", "Picture", "Beside the peers", "Run it again", "What limits it"]
-SCREEN = (60, 112)  # lines, columns
+SCREEN = (66, 112)  # lines; columns of a table
 
 _LINK = re.compile(r"\[([^\]\[]*)\]\(([^)\s]+)\)")
 _SOURCES = {".cu", ".cuh", ".py"}
@@ -91,6 +91,16 @@ def test_the_notebook_lists_its_entries():
     entries = re.findall(r"^### ", notebook.read_text(), re.MULTILINE)
     listed = re.findall(r"^  - \[[^\]]+\]\(#", notebook.read_text(), re.MULTILINE)
     assert len(listed) == len(entries)
+
+
+def test_prose_wraps_at_100_columns():
+    """Not tables, code, pictures, nor a line whose only word is longer."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        is_code = False
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            is_code ^= line.lstrip().startswith("```")
+            is_free = is_code or line.lstrip().startswith(("|", "![", "    ")) or "](" in line
+            assert is_free or len(line) <= 100, f"{page.name}:{number} has {len(line)} columns"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
