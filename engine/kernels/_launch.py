@@ -12,19 +12,19 @@ A kernel with many parameters takes them as one struct (`_params.py`); launches 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NoReturn
 
 import numpy as np
 
 from engine import device
 from engine.errors import ContractError
+from engine.kernels._chip import DEFAULT_SHARED_BYTES, limits_of
 from engine.kernels._launch_plan import active_builder
 from engine.kernels._module import ModuleSpec, load_module
 from engine.kernels._params import ParamStruct
 from engine.kernels._prepared_launch import PreparedLaunch
 
-__all__ = ["KERNELS", "Kernel", "ceil_div", "has_pdl", "shared_limit", "sm_count"]
+__all__ = ["KERNELS", "Kernel", "ceil_div"]
 
 _NULL = np.uint64(0)
 
@@ -38,8 +38,6 @@ _CASTS: dict[str, Callable[[Any], Any]] = {
     "f64": np.float64,
     "tmap": lambda value: value,
 }
-
-_DEFAULT_SHARED_LIMIT = 48 * 1024
 
 KERNELS: list[Kernel] = []
 """Every kernel declared by the imported modules."""
@@ -114,7 +112,7 @@ class Kernel:
         values = self._values(args)
         index = device.cupy().cuda.runtime.getDevice()
         function = self._function(spec, shared_mem, index)
-        pdl = pdl and has_pdl(index)
+        pdl = pdl and limits_of(index).has_clusters
         builder = active_builder()
         if cluster == 1 and not pdl and builder is None and self.struct is None:
             function(grid, block, values, shared_mem=shared_mem)
@@ -151,7 +149,7 @@ class Kernel:
             function = load_module(spec).get_function(self.entry)
             self._functions[spec, index] = function
             # What a kernel declares counts, too.
-            limit = _DEFAULT_SHARED_LIMIT - function.shared_size_bytes
+            limit = DEFAULT_SHARED_BYTES - function.shared_size_bytes
             self._shared_limits[spec, index] = limit
         if shared_mem > self._shared_limits[spec, index]:
             function.max_dynamic_shared_size_bytes = shared_mem
@@ -173,30 +171,3 @@ def ceil_div(a: int, b: int) -> int:
     3
     """
     return -(-a // b)
-
-
-def sm_count() -> int:
-    """Return the number of multiprocessors of the current device."""
-    return _sm_count(device.cupy().cuda.runtime.getDevice())
-
-
-@cache
-def _sm_count(index: int) -> int:
-    """Cached per device, since CuPy queries a hundred attributes each time."""
-    return int(device.cupy().cuda.Device(index).attributes["MultiProcessorCount"])
-
-
-def shared_limit() -> int:
-    """Return the bytes of shared memory that a block may have on the current device."""
-    return _shared_limit(device.cupy().cuda.runtime.getDevice())
-
-
-@cache
-def _shared_limit(index: int) -> int:
-    return int(device.cupy().cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
-
-
-@cache
-def has_pdl(index: int) -> bool:
-    """Tell whether device `index` supports programmatic dependent launch."""
-    return int(device.cupy().cuda.runtime.getDeviceProperties(index)["major"]) >= 9

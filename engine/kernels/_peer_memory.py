@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from engine import device
+from engine.kernels._chip import sm_count
 from engine.kernels._contract import Contract
 from engine.kernels._elementwise import VECTOR_BYTES
-from engine.kernels._launch import ceil_div, sm_count
+from engine.kernels._launch import ceil_div
 
 __all__ = ["MAX_RANKS", "MissingRank", "PeerConfig", "PeerMemory", "choose_threads"]
 __all__ += ["checked_parts", "connected_ranks", "peer_memory"]

@@ -10,9 +10,10 @@ from typing import Any
 
 from engine import reference
 from engine.dtypes import dtype_name
+from engine.kernels._chip import sm_count
 from engine.kernels._contract import FLOAT32, FLOATS, INT32, INT64, Contract
 from engine.kernels._elementwise import element_strides, is_aligned, vector_width
-from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._quantized_kv import checked_scales, kv_dtype_of, kv_macros, page_dtypes
 

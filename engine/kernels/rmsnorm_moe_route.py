@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine import device, reference
+from engine import reference
 from engine.dtypes import dtype_name
+from engine.kernels._chip import limits
 from engine.kernels._contract import FLOAT32, FLOATS, Contract
 from engine.kernels._elementwise import is_aligned, vector_width
-from engine.kernels._launch import Kernel, ceil_div, has_pdl, shared_limit
+from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels.gemm import gemm
 from engine.kernels.gemm import specs as gemm_specs
@@ -182,14 +183,13 @@ def _launch(shared_bytes: int, routing: Routing, *, weight: Any, score: str, **o
 
 def _shared_bytes(x: Any, norm_weight: Any, weight: Any) -> int:
     """Return the dynamic shared memory of a block of the one kernel; 0 if it cannot be launched."""
-    index = device.cupy().cuda.runtime.getDevice()
     (num_tokens, n) = x.shape
     num_experts = weight.shape[0]
-    if num_tokens != 1 or not has_pdl(index) or not is_aligned(x, norm_weight, weight):
+    if num_tokens != 1 or not limits().has_clusters or not is_aligned(x, norm_weight, weight):
         return 0
     width = vector_width(x)
     if n % width or n // width > _MAX_VECTORS:
         return 0
     rows = ceil_div(num_experts, _CLUSTER) + 1
     size = int(rows * n * x.itemsize + num_experts * 4)
-    return size if size + _STATIC_BYTES <= shared_limit() else 0
+    return size if size + _STATIC_BYTES <= limits().shared_bytes else 0

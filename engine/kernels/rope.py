@@ -7,6 +7,7 @@ from typing import Any
 
 from engine import reference
 from engine.dtypes import dtype_name
+from engine.kernels._chip import sm_count
 from engine.kernels._contract import FLOAT32, FLOATS, INT32, Contract
 from engine.kernels._elementwise import (
     element_strides,
@@ -14,7 +15,7 @@ from engine.kernels._elementwise import (
     is_large,
     vector_width,
 )
-from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 
 __all__ = ["Config", "choose_config", "rope", "specs"]

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from engine import reference
+from engine.kernels._chip import sm_count
 from engine.kernels._contract import FLOAT32, INT32, INT64, Contract
-from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.reference.sample import SampleResult
 

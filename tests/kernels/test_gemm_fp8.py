@@ -9,8 +9,8 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.dtypes import np_dtype
 from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels._chip import Limits
 from engine.kernels.gemm import w8
-from engine.kernels.gemm.skinny import Limits
 from engine.kernels.gemm.w8_sm90 import w8_configs
 from engine.testing import cases
 from engine.testing.cases_w8 import PRODUCTS_8BIT, dequantized, quantized_weight

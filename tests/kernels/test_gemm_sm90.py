@@ -8,9 +8,9 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.kernels import _module
+from engine.kernels._chip import Limits
 from engine.kernels.gemm import launch as gemm_launch
 from engine.kernels.gemm.config import choose_config
-from engine.kernels.gemm.skinny import Limits
 from engine.kernels.gemm.sm90 import HOPPER_CONFIGS, HopperConfig, choose_hopper, hopper_specs
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS

@@ -9,7 +9,7 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.dtypes import dtype_name
 from engine.kernels import _module
-from engine.kernels._launch import sm_count
+from engine.kernels._chip import sm_count
 from engine.kernels.gemm_wna16 import few_rows, sm90
 from engine.kernels.gemm_wna16.sm90 import HOPPER_CONFIGS, choose_hopper
 from engine.testing import cases

@@ -8,6 +8,7 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels import _chip
 from engine.kernels.gemm import launch as gemm_launch
 from engine.kernels.gemm.config import all_configs, choose_config
 from engine.kernels.gemm.skinny import gemv_configs, ring_configs
@@ -184,7 +185,7 @@ def test_a_row_has_the_same_bits_alone(xp, monkeypatch, k, dtype):
     """One row goes through registers, several through a bulk copy."""
     if xp is np:
         pytest.skip("BLAS sums a row as the matrix's shape wants it")
-    limits = gemm_launch.limits(xp.cuda.runtime.getDevice())
+    limits = _chip.limits()
     config = choose_config(3, 64, k, dtype, 132, limits=limits)
     monkeypatch.setattr(gemm_launch, "choose_config", lambda *_, **__: config)
     x, norm_weight, weight, _ = _inputs(3, 64, k, dtype)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from engine import device, env
 from engine.dtypes import dtype_name
 from engine.kernels._attention import ScoreRule, are_aligned, element_strides
-from engine.kernels._launch import Kernel, ceil_div, sm_count
-from engine.kernels._module import ModuleSpec, current_architecture
+from engine.kernels._chip import HOPPER_DTYPES, is_hopper, sm_count
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map
 from engine.kernels._workspace import counters, workspace
 
@@ -80,7 +80,7 @@ def choose_hopper_tile(dtype: str, head_dim: int) -> HopperTile | None:
     >>> choose_hopper_tile("bfloat16", 80).head_dim, choose_hopper_tile("float32", 64)
     (128, None)
     """
-    if dtype not in ("float16", "bfloat16") or head_dim % 8 or head_dim <= 32:
+    if dtype not in HOPPER_DTYPES or head_dim % 8 or head_dim <= 32:
         return None
     return next((tile for tile in _TILES if head_dim <= tile.head_dim), None)
 
@@ -100,8 +100,7 @@ def is_supported(rule: ScoreRule, arrays: dict[str, Any]) -> bool:
         choose_hopper_tile(dtype_name(q.dtype), q.shape[2]) is not None
         and not rule.window
         and not rule.softcap
-        and env.kernel_tier() == "auto"
-        and current_architecture(device.cupy().cuda.runtime.getDevice()) == "sm_90a"
+        and is_hopper(dtype_name(q.dtype))
         and q.size > 0
         and k.size > 0
         and are_aligned(*(arrays[name] for name in ("dout", "q", "k", "v", "out")))

@@ -10,7 +10,8 @@ import numpy as np
 from engine import device
 from engine.dtypes import dtype_name
 from engine.kernels._attention import Pages, ScoreRule, Tile, are_aligned, element_strides
-from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._chip import sm_count
+from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._quantized_kv import kv_macros
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine import device, env
 from engine.dtypes import KV_CODE_DTYPES, dtype_name
 from engine.kernels._attention import Pages, ScoreRule, are_aligned, element_strides
-from engine.kernels._launch import Kernel, sm_count
-from engine.kernels._module import ModuleSpec, current_architecture
+from engine.kernels._chip import HOPPER_DTYPES, is_hopper, sm_count
+from engine.kernels._launch import Kernel
+from engine.kernels._module import ModuleSpec
 from engine.kernels._quantized_kv import kv_macros
 from engine.kernels._tensor_map import tensor_map
 from engine.kernels._workspace import counters, workspace
@@ -27,7 +27,6 @@ _PARAMS = (
     f"score_inner:f32 score_factor:f32 {_NEW_TOKEN_PARAMS} k_scale:ptr v_scale:ptr"
 )
 _KERNEL = Kernel("attention_decode_sm90", _PARAMS, struct="AttentionDecodeSm90Params")
-_DTYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,7 @@ def choose_hopper_tile(
     >>> choose_hopper_tile("bfloat16", 128, 4).rows, choose_hopper_tile("float16", 80, 4)
     (16, None)
     """
-    if dtype not in _DTYPES:
+    if dtype not in HOPPER_DTYPES:
         return None
     fits = (t for t in _CHOICES[kv_dtype][0] if t.head_dim == head_dim and t.rows >= num_rows)
     return next(fits, None)
@@ -244,8 +243,7 @@ def is_supported(q: Any, pages: Pages, out: Any, new_tokens: NewTokens | None = 
     tile = choose_hopper_tile(dtype, q.shape[3], num_rows, pages.kv_dtype)
     return (
         tile is not None
-        and env.kernel_tier() == "auto"
-        and current_architecture(device.cupy().cuda.runtime.getDevice()) == "sm_90a"
+        and is_hopper(dtype)
         and are_aligned(q, pages.k, pages.v, out)
         and 0 < pages.k.size // q.shape[3] < 2**31  # rows of the pages: TMA counts them in int32
         and (new_tokens is None or (tile.can_compute_new_token(group) and new_tokens.are_vectors()))

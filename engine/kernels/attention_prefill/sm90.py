@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from engine import device, env
 from engine.dtypes import KV_CODE_DTYPES, dtype_name
 from engine.kernels._attention import ScoreRule, are_aligned, element_strides
 from engine.kernels._attention_pattern import PARAMS, BlockSparse, Pattern, arguments
-from engine.kernels._launch import Kernel, ceil_div, sm_count
-from engine.kernels._module import ModuleSpec, current_architecture
+from engine.kernels._chip import HOPPER_DTYPES, is_hopper, sm_count
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
 from engine.kernels._quantized_kv import kv_dtype_of, kv_macros
 from engine.kernels._tensor_map import tensor_map
 from engine.kernels._workspace import counters, workspace
@@ -24,7 +24,6 @@ from engine.kernels.attention_prefill.work import (
 
 __all__ = ["HopperTile", "choose_hopper_tile", "is_supported", "launch", "specs"]
 
-_DTYPES = ("float16", "bfloat16")
 _PARAMS = (
     "q_map:tmap k_map:tmap v_map:tmap cu_seqlens_q:ptr cu_seqlens_k:ptr block_tables:ptr "
     "context_lens:ptr sinks:ptr out:ptr lse:ptr partial:ptr counter:ptr table_stride:i64 "
@@ -163,7 +162,7 @@ def choose_hopper_tile(
     >>> choose_hopper_tile("bfloat16", 80).head_dim, choose_hopper_tile("float32", 64)
     (96, None)
     """
-    if dtype not in _DTYPES or head_dim % 8 or head_dim <= 32:
+    if dtype not in HOPPER_DTYPES or head_dim % 8 or head_dim <= 32:
         return None
     if kv_dtype:
         found = (tile for tile in _CODE_TILES[kv_dtype] if head_dim == tile.head_dim)
@@ -182,7 +181,7 @@ def specs(
     kv_dtype: str = "",
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that may be launched, of one head dim or all; `patterns`: those too."""
-    if dtype not in _DTYPES:
+    if dtype not in HOPPER_DTYPES:
         return ()
     tiles = _TILES + tuple(dict.fromkeys(_PATTERNED + _SMALL_BLOCKS)) * patterns
     if kv_dtype:
@@ -198,8 +197,7 @@ def is_supported(q: Any, k: Any, v: Any, out: Any, pattern: Pattern | None = Non
     tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[2], pattern, kv_dtype_of(k.dtype))
     return (
         tile is not None
-        and env.kernel_tier() == "auto"
-        and current_architecture(device.cupy().cuda.runtime.getDevice()) == "sm_90a"
+        and is_hopper(dtype_name(q.dtype))
         and q.size > 0
         and k.size > 0
         and q.shape[1] // k.shape[1] <= tile.rows

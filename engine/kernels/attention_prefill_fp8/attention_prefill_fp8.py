@@ -12,6 +12,7 @@ from engine import reference
 from engine.dtypes import np_dtype
 from engine.errors import DTypeError
 from engine.kernels._attention import check_count, check_heads, checked_scale, element_strides
+from engine.kernels._chip import HOPPER_DTYPES
 from engine.kernels._contract import FLOAT32, INT32, Contract
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
@@ -28,14 +29,13 @@ _KERNEL = Kernel(
     struct="AttentionPrefillFp8Params",
 )
 _ROWS = 4  # of a block: a warp each
-_OUT_DTYPES = ("float16", "bfloat16")
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _CODES = (np.dtype(np.uint8), _E4M3)
 
 
 def specs(dtype: str, *, head_dim: int | None = None, **_: Any) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for results of `dtype`: none for float32."""
-    if dtype not in _OUT_DTYPES:
+    if dtype not in HOPPER_DTYPES:
         return ()
     portable = ModuleSpec("attention_prefill_fp8/attention_prefill_fp8.cu", dtype)
     return (portable, *sm90.specs(dtype, head_dim=head_dim))
@@ -132,8 +132,8 @@ def attention_prefill_fp8(
     arrays = _check_arrays(call, q, k, v, q_scale, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k)
     check_heads(call)
     scale = checked_scale(call, call["D"], scale)
-    if not isinstance(dtype, str) or dtype not in _OUT_DTYPES:
-        raise DTypeError(f"{call.op}: dtype: must be one of {_OUT_DTYPES}; got {dtype!r}")
+    if not isinstance(dtype, str) or dtype not in HOPPER_DTYPES:
+        raise DTypeError(f"{call.op}: dtype: must be one of {HOPPER_DTYPES}; got {dtype!r}")
     if max_seqlen_q is not None:
         max_seqlen_q = check_count(call, "max_seqlen_q", max_seqlen_q)
     if call.on_cpu:

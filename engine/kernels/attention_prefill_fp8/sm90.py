@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine import device, env
+from engine.dtypes import dtype_name
 from engine.kernels._attention import are_aligned, element_strides
-from engine.kernels._launch import Kernel, ceil_div, sm_count
-from engine.kernels._module import ModuleSpec, current_architecture
+from engine.kernels._chip import is_hopper, sm_count
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map
 from engine.kernels._workspace import counters
 
@@ -126,8 +127,7 @@ def is_supported(q: Any, k: Any, v: Any, out: Any) -> bool:
     tile = choose_fp8_tile(q.shape[2])
     return (
         tile is not None
-        and env.kernel_tier() == "auto"
-        and current_architecture(device.cupy().cuda.runtime.getDevice()) == "sm_90a"
+        and is_hopper(dtype_name(out.dtype))
         and q.size > 0
         and k.size > 0
         and q.shape[1] // k.shape[1] <= tile.rows

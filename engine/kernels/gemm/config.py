@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from engine.dtypes import itemsize
+from engine.kernels._chip import PORTABLE, Limits
 from engine.kernels._launch import ceil_div
 from engine.kernels.gemm.skinny import (
-    PORTABLE_LIMITS,
-    Limits,
     SkinnyConfig,
     choose_skinny,
     ring_configs,
@@ -123,7 +122,7 @@ def choose_config(
     is_hopper: bool = False,
     is_gated: bool = False,
     has_norm: bool = False,
-    limits: Limits = PORTABLE_LIMITS,
+    limits: Limits = PORTABLE,
 ) -> Config | HopperConfig | SkinnyConfig:
     """Choose for x (m, k) and weight (n, k) of `dtype` on `sm_count` multiprocessors.
 

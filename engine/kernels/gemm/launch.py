@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from engine import device
 from engine.dtypes import dtype_name
 from engine.errors import ContractError
+from engine.kernels._chip import is_hopper, limits, sm_count
 from engine.kernels._contract import FLOAT32, Contract
-from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._workspace import workspace
 from engine.kernels.gemm import config as configs
 from engine.kernels.gemm import skinny
 from engine.kernels.gemm.config import Config, choose_config
-from engine.kernels.gemm.skinny import Limits, SkinnyConfig
-from engine.kernels.gemm.sm90 import HopperConfig, OutVector, is_hopper, launch_hopper
+from engine.kernels.gemm.skinny import SkinnyConfig
+from engine.kernels.gemm.sm90 import HopperConfig, OutVector, launch_hopper
 from engine.kernels.swiglu import swiglu
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "check_columns",
     "is_vector",
     "launch",
-    "limits",
     "out_vector",
     "row_stride",
 ]
@@ -135,7 +134,7 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
         is_hopper=norm is None and is_hopper(dtype),
         is_gated=operands.activation in ("silu_and_mul", SWIGLU),
         has_norm=norm is not None,
-        limits=limits(device.cupy().cuda.runtime.getDevice()),
+        limits=limits(),
     )
     is_split = operands.activation == SWIGLU
     if is_split and not _fuses_swiglu(config, m, n, k, operands.deterministic):
@@ -236,7 +235,7 @@ def _launch_skinny(op: str, operands: Operands, norm: Norm | None, config: Skinn
     out = operands.out
     (m, k) = x.shape
     n = operands.weight.shape[0]
-    pdl = operands.pdl and limits(device.cupy().cuda.runtime.getDevice()).has_clusters
+    pdl = operands.pdl and limits().has_clusters
     _KERNELS[f"{op}_{config.kernel}"].launch(
         ModuleSpec(f"gemm/{op}.cu", dtype_name(x.dtype)),
         config.grid(m, n),
@@ -262,14 +261,6 @@ def _launch_skinny(op: str, operands: Operands, norm: Norm | None, config: Skinn
         warms_up=config.warms_up and pdl,
         **_epilogue(operands),
     )
-
-
-@cache
-def limits(index: int) -> Limits:
-    cuda = device.cupy().cuda
-    shared_bytes = int(cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
-    major = int(cuda.runtime.getDeviceProperties(index)["major"])
-    return Limits(shared_bytes, has_clusters=major >= 9)
 
 
 def _scratch(config: Config, m: int, n: int, *, needs_scales: bool) -> tuple[Any, Any]:

@@ -9,28 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from engine.kernels._chip import PORTABLE, Limits
 from engine.kernels._launch import ceil_div
 
 __all__ = [
     "KERNELS",
-    "PORTABLE_LIMITS",
-    "Limits",
     "SkinnyConfig",
     "choose_skinny",
     "gemv_configs",
     "ring_configs",
 ]
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What a chip allows: shared memory of a block in bytes, and clusters of blocks."""
-
-    shared_bytes: int
-    has_clusters: bool
-
-
-PORTABLE_LIMITS = Limits(99 * 1024, False)  # every chip's from sm_80 on
 
 _ROWS = 16  # of the weight, of a warp
 _STEP_K = 128  # values of k that a warp multiplies at a time
@@ -147,7 +136,7 @@ def choose_skinny(
     parts = _num_parts(n, k, sm_count)
     for layout in _layouts(parts, n, sm_count, limits.has_clusters):
         config = _config(shape, m, n, k, layout, sm_count, limits)
-        if config.shared_bytes + _STATIC_BYTES <= limits.shared_bytes + 1024:
+        if config.shared_bytes + _STATIC_BYTES <= limits.sm_shared_bytes:
             return config
     return None
 
@@ -189,7 +178,7 @@ def _config(
         stages = min(stages, part_k // _STEP_K)
         buffers = 1
     shared = shape.shared_bytes(m, warps, stages, buffers, k_warps * part_k)
-    per_sm = max(1, min(2, (limits.shared_bytes + 1024) // (shared + _STATIC_BYTES)))
+    per_sm = max(1, min(2, (limits.sm_shared_bytes) // (shared + _STATIC_BYTES)))
     return SkinnyConfig(
         kernel=shape.kernel,
         tile_m=shape.tokens,
@@ -264,7 +253,7 @@ def ring_configs(k: int) -> list[SkinnyConfig]:
     layouts = ((1, 1, 8), (1, 1, 4), (2, 1, 8), (4, 1, 4), (8, 1, 8), (4, 2, 8), (2, 2, 4))
     wide = ((4, 1, 12), (8, 1, 16))
     return [
-        _config(shape, shape.tokens, 1 << 20, k, Layout(*layout), 3, PORTABLE_LIMITS)
+        _config(shape, shape.tokens, 1 << 20, k, Layout(*layout), 3, PORTABLE)
         for shape in _SHAPES
         for layout in layouts
-    ] + [_config(_SHAPES[0], 8, 1 << 11, k, Layout(*w), 132, PORTABLE_LIMITS) for w in wide]
+    ] + [_config(_SHAPES[0], 8, 1 << 11, k, Layout(*w), 132, PORTABLE) for w in wide]

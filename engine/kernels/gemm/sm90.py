@@ -8,10 +8,10 @@ from enum import IntEnum
 from functools import cache
 from typing import Any
 
-from engine import device, env
 from engine.dtypes import dtype_name
-from engine.kernels._launch import Kernel, ceil_div, sm_count
-from engine.kernels._module import ModuleSpec, current_architecture
+from engine.kernels._chip import HOPPER, HOPPER_DTYPES, sm_count
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "OutVector",
     "choose_hopper",
     "hopper_specs",
-    "is_hopper",
     "launch_hopper",
 ]
 
@@ -34,13 +33,11 @@ _KERNEL = Kernel(
 )
 
 _SLAB_K = 64  # values of k in 128 bytes, the widest swizzle
-_SHARED_BYTES = 232_448  # of a CTA, at most
 _WARP_STAGING = 2048  # bytes
 _BOX_ROWS = 16  # of out, that a warp stores
 _MAX_STAGES = 16
 _BAND = 8  # rows of super-tiles computed before the next column
 _PAIR = 8  # rows of gate, then as many of up
-_DTYPES = ("float16", "bfloat16")
 
 
 class OutVector(IntEnum):
@@ -109,7 +106,7 @@ class HopperConfig:
         is_paired = all(self.tile_n // size % 16 == 0 for size in (self.cluster_m, self.cluster_k))
         return is_paired and self.warpgroups != 3
 
-    def stages(self, m: int, limit: int = _SHARED_BYTES) -> int:
+    def stages(self, m: int, limit: int = HOPPER.shared_bytes) -> int:
         """Return how many stages of x (of `m` rows) and weight fit into shared memory."""
         free = limit - 1024 - 512 - self._beside_stages
         return min(_MAX_STAGES, free // self._stage_bytes(m))
@@ -283,14 +280,7 @@ HOPPER_CONFIGS: tuple[HopperConfig, ...] = (*_TILES, *_FEW_ROWS)
 
 def hopper_specs(dtype: str) -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch_hopper` may launch for `dtype`."""
-    return tuple(config.spec(dtype) for config in HOPPER_CONFIGS) if dtype in _DTYPES else ()
-
-
-def is_hopper(dtype: str) -> bool:
-    """Tell whether the current device runs gemm_sm90.cu for `dtype`, and may."""
-    index = device.cupy().cuda.runtime.getDevice()
-    tier = env.kernel_tier()
-    return dtype in _DTYPES and tier == "auto" and current_architecture(index) == "sm_90a"
+    return tuple(config.spec(dtype) for config in HOPPER_CONFIGS) if dtype in HOPPER_DTYPES else ()
 
 
 @cache

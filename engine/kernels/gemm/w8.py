@@ -11,8 +11,9 @@ import numpy as np
 from engine import device
 from engine.dtypes import dtype_name
 from engine.errors import ContractError
+from engine.kernels._chip import HOPPER_DTYPES, Limits, is_hopper, limits, sm_count
 from engine.kernels._contract import FLOAT32, FLOATS, Contract
-from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._quantize import CODES, GROUP, num_scales
 from engine.kernels.gemm.launch import (
@@ -20,12 +21,9 @@ from engine.kernels.gemm.launch import (
     SWIGLU,
     check_columns,
     is_vector,
-    limits,
     out_vector,
     row_stride,
 )
-from engine.kernels.gemm.skinny import Limits
-from engine.kernels.gemm.sm90 import is_hopper
 from engine.kernels.gemm.w8_sm90 import choose_w8_hopper, launch_w8_hopper, w8_hopper_specs
 from engine.kernels.quantize_rows import quantize_rows
 from engine.kernels.quantize_rows import specs as rows_specs
@@ -59,7 +57,6 @@ _STAGE_BYTES = 4096
 _LONG_STAGES = 12  # that a warp goes through; from there on a longer ring pays
 _MAX_QUANTIZED_K = 16384  # of a row that the skinny kernels quantize themselves
 _STATIC_BYTES = 2048  # of shared memory: what kernels declare, and what the driver reserves
-_SKINNY_DTYPES = ("float16", "bfloat16")
 
 
 def w8_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
@@ -157,7 +154,7 @@ def choose_skinny(
     is_long = waves * part_pairs >= _LONG_STAGES * _STEP_PAIRS
     for stages in (5, 4, 3) if is_long else (4, 3):
         shared = warps * stages * _STAGE_BYTES + beside
-        if shared + _STATIC_BYTES <= limits.shared_bytes + 1024:
+        if shared + _STATIC_BYTES <= limits.sm_shared_bytes:
             tiles = ceil_div(n, warps // parts * _ROWS)
             return SkinnyW8(stages, warps, parts, part_pairs, shared, min(tiles, sm_count))
     return None
@@ -297,7 +294,7 @@ def _launch(o: W8Operands) -> None:
             n,
             k,
             sm_count(),
-            limits(device.cupy().cuda.runtime.getDevice()),
+            limits(),
             group=o.group,
         )
         if config is not None:
@@ -317,7 +314,7 @@ def _launch(o: W8Operands) -> None:
 def _may_skip_tiles(o: W8Operands) -> bool:
     """Tell whether a skinny kernel can compute the product."""
     m, k = o.x.shape
-    if m > MAX_SKINNY_ROWS or o.deterministic or o.dtype not in _SKINNY_DTYPES or k % 16:
+    if m > MAX_SKINNY_ROWS or o.deterministic or o.dtype not in HOPPER_DTYPES or k % 16:
         return False
     if o.activation == SWIGLU and o.weight.shape[0] % 16:
         return False
@@ -346,7 +343,7 @@ def _quantized(o: W8Operands) -> W8Operands:
 
 def _launch_skinny(o: W8Operands, config: SkinnyW8) -> None:
     n = o.weight.shape[0]
-    pdl = o.pdl and limits(device.cupy().cuda.runtime.getDevice()).has_clusters
+    pdl = o.pdl and limits().has_clusters
     _KERNELS[f"{o.op}_skinny_{config.stages}"].launch(
         ModuleSpec(f"gemm/gemm_{o.codes}.cu", o.dtype),
         (config.blocks,),

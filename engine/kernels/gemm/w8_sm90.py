@@ -9,7 +9,8 @@ from functools import cache
 from typing import Any
 
 from engine.dtypes import dtype_name
-from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._chip import HOPPER_DTYPES, sm_count
+from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
 from engine.kernels.gemm.sm90 import HopperConfig, OutVector
@@ -30,7 +31,6 @@ _OUT_COLUMNS = 64  # of out that a warp stores, 16 bits each
 _BOX_ROWS = 16
 _PAIR = 8  # rows of gate, then as many of up
 _CODES = {"fp8": 1, "int8": 2}  # in config_sm90.cuh
-_DTYPES = ("float16", "bfloat16")
 _BLOCK = 128  # of weights that share a scale: a tile has columns of one
 
 # Microseconds on an H200: of a launch, of a tile beside its stages, of a stage of a tile. Fitted to
@@ -56,7 +56,7 @@ def w8_configs(*, has_blocks: bool) -> tuple[HopperConfig, ...]:
 
 def w8_hopper_specs(codes: str, dtype: str) -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch_w8_hopper` may launch."""
-    if dtype not in _DTYPES:
+    if dtype not in HOPPER_DTYPES:
         return ()
     blocks = (False, True) if codes == "fp8" else (False,)
     return tuple(

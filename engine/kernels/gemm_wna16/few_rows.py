@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from engine import device
 from engine.dtypes import dtype_name
+from engine.kernels._chip import HOPPER, limits, sm_count
 from engine.kernels._contract import FLOAT32
-from engine.kernels._launch import Kernel, ceil_div, has_pdl, shared_limit, sm_count
+from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import format_spec, format_specs, planes, scale_dtype
 from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Norm, Operands, row_stride
@@ -34,7 +34,6 @@ _KERNELS = {
 
 _MAX_WARPS = {1: 16, 8: 16, 16: 12}  # of a block, by the tokens of its kernel
 _STAGES = (3, 4, 2)  # of a ring, the best first
-_LARGEST_SHARED = 227 * 1024  # of a block on Hopper
 _STATIC_BYTES = 7680  # of shared memory: what the kernels declare, and what the driver reserves
 # Estimated for an H200: what a multiprocessor reads in a ns, how long a warp takes for a stage,
 # what a unit costs beside its stages, and what is lost where the next kernel's block does not fit
@@ -198,7 +197,7 @@ def all_configs(m: int, n: int, k: int, form: Format) -> list[FewRowsConfig]:
     most = _MAX_WARPS[_tokens(m)]
     fitting = [way for way in (*ways, *shared) if way[0] * way[1] <= most]
     configs = [few_rows_config(m, n, k, form, sms, *way) for way in fitting for sms in (4, 1000)]
-    return [config for config in configs if config.shared_bytes <= _LARGEST_SHARED]
+    return [config for config in configs if config.shared_bytes <= HOPPER.shared_bytes]
 
 
 def specs(op: str, dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
@@ -215,15 +214,15 @@ def choose(operands: Operands, norm: Norm | None = None) -> FewRowsConfig | None
         steps.append(norm.weight.data.ptr)
     if operands.deterministic or any(step % 16 for step in steps):
         return None
-    index = device.cupy().cuda.runtime.getDevice()
+    chip = limits()
     return choose_few_rows(
         x.shape[0],
         weight.shape[0],
         weight.shape[1],
         weight.format,
         sm_count(),
-        shared_limit(),
-        max_cluster=4 if has_pdl(index) and norm is None else 1,
+        chip.shared_bytes,
+        max_cluster=4 if chip.has_clusters and norm is None else 1,
         is_gated=operands.activation == SWIGLU,
     )
 
@@ -246,7 +245,7 @@ def launch(operands: Operands, config: FewRowsConfig, norm: Norm | None = None) 
     out = operands.out
     residual = operands.residual
     n, k = weight.shape
-    pdl = operands.pdl and has_pdl(device.cupy().cuda.runtime.getDevice())
+    pdl = operands.pdl and limits().has_clusters
     _KERNELS[op, config.tokens].launch(
         format_spec(f"{op}.cu", dtype_name(x.dtype), weight.format, scale_dtype(weight)),
         (_num_blocks(config),),

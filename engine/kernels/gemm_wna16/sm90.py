@@ -8,12 +8,12 @@ from functools import cache
 from typing import Any
 
 from engine.dtypes import dtype_name
+from engine.kernels._chip import HOPPER, HOPPER_DTYPES, is_hopper, sm_count
 from engine.kernels._contract import FLOAT32
-from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import format_spec, format_specs, scale_dtype
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
-from engine.kernels.gemm.sm90 import is_hopper
 from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands, row_stride
 from engine.weights import FORMATS, Format, Weight
 from engine.weights.formats import TILE_ROWS
@@ -37,11 +37,9 @@ _KERNEL = Kernel(
 
 _FILE = "gemm_wna16_sm90.cu"
 _SLAB_K = 64  # values of k in 128 bytes, the widest swizzle
-_SHARED_BYTES = 233_472  # of a multiprocessor; each CTA takes 1024 more than it asks for
 _MAX_STAGES = 16
 _PLANES = ("data", "high", "scales", "supers")
 _DATA_BOX = 256  # bytes of a row of map_data, the most that a box may have
-_DTYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class HopperConfig:
 
     def stages(self, form: Format) -> int:
         """Return how many stages fit into shared memory."""
-        free = _SHARED_BYTES // self.blocks - 1024 - self._beside_stages
+        free = HOPPER.shared_per_block(self.blocks) - self._beside_stages
         return min(_MAX_STAGES, free // (self._stage_bytes(form) + 16))
 
     def shared_bytes(self, form: Format) -> int:
@@ -226,7 +224,7 @@ HOPPER_CONFIGS: tuple[HopperConfig, ...] = tuple(_TILES)
 
 def specs(dtype: str, formats: tuple[str, ...] = ()) -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch` may launch for weights of `formats`."""
-    if dtype not in _DTYPES:
+    if dtype not in HOPPER_DTYPES:
         return ()
     return tuple(
         config.spec(base, FORMATS[name])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from engine.dtypes import dtype_name
+from engine.kernels._chip import HOPPER_DTYPES, is_hopper
 from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map_2d
-from engine.kernels.gemm.sm90 import is_hopper
 from engine.kernels.moe_gemm.operands import MoeOperands
 from engine.kernels.moe_gemm.quantized_sm90 import FILE, byte_maps, launch_module
 from engine.kernels.moe_gemm.sm90 import MoeTileConfig
@@ -21,7 +21,6 @@ _BLOCK = (128, 128)  # of the weight: rows and columns that share a scale
 _SLAB_BYTES = 128
 _BOX_ROWS = 16
 _MMA_ROWS = 64
-_DTYPES = ("float16", "bfloat16")
 
 _FEW = MoeTileConfig(1, 64, 1, blocks=2)
 _MANY = MoeTileConfig(2, 80, 1)
@@ -42,7 +41,7 @@ def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
 
 def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch` may launch for weights of `formats`."""
-    if dtype not in _DTYPES or not any(FORMATS[name].block == _BLOCK for name in formats):
+    if dtype not in HOPPER_DTYPES or not any(FORMATS[name].block == _BLOCK for name in formats):
         return ()
     return tuple(_spec(config, dtype) for config in CODES_CONFIGS)
 

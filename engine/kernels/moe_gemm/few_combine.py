@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from engine.kernels._launch import ceil_div, shared_limit, sm_count
+from engine.kernels._chip import limits, sm_count
+from engine.kernels._launch import ceil_div
 from engine.kernels.moe_gemm.few_tokens import (
     MAX_PAIRS,
     MAX_TOKENS,
@@ -116,4 +117,4 @@ def choose(operands: MoeOperands) -> FewTokensConfig | None:
     tokens, top_k = operands.routing.experts.shape
     weight = operands.weight
     of = (tokens, top_k, weight.shape, weight.format)
-    return choose_few_combine(*of, sm_count(), shared_limit())
+    return choose_few_combine(*of, sm_count(), limits().shared_bytes)

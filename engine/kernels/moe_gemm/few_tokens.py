@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from engine.dtypes import dtype_name
-from engine.kernels._launch import Kernel, ceil_div, shared_limit, sm_count
+from engine.kernels._chip import HOPPER, HOPPER_DTYPES, limits, sm_count
+from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels.moe_gemm.formats import base_of, bases, kind, weight_arrays
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands, Summed
@@ -44,13 +45,11 @@ _KERNELS = {
     for tokens in (1, MAX_TOKENS)
 }
 MAX_PAIRS = 128  # kMaxPairs of the CUDA file
-_DTYPES = ("float16", "bfloat16")
 _ROW_BYTES = 128  # of a row of a stage, in formats that are not packed
 
 MAX_WARPS = 16  # of a block
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 _STAGES = (3, 2)  # of a ring, the best first
-_LARGEST_SHARED = 227 * 1024  # of a block on Hopper
 _STATIC_BYTES = 4096  # of shared memory: what the kernels declare, and what the driver reserves
 # Fitted on an H200 to fp8_block and mxfp4 in bfloat16, in ns: a stage's bytes, its latency, what a
 # stage of each further warp adds, what a unit costs beside its stages, and what is lost where the
@@ -228,12 +227,12 @@ def all_configs(
         for way in ways
         for sms in (3, 1000)
     ]
-    return [each for each in configs if each.shared_bytes + _STATIC_BYTES <= _LARGEST_SHARED]
+    return [each for each in configs if each.shared_bytes + _STATIC_BYTES <= HOPPER.shared_bytes]
 
 
 def specs(dtype: str, formats: tuple[str, ...], op: str = "moe_gemm") -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch` may launch for `op` and weights of `formats`."""
-    if dtype not in _DTYPES:
+    if dtype not in HOPPER_DTYPES:
         return ()
     forms = (FORMATS[name] for name in formats if not FORMATS[name].is_dense)
     return tuple(_spec(op, base, form) for form in forms for base in bases(dtype, form))
@@ -251,7 +250,7 @@ def choose(operands: MoeOperands) -> FewTokensConfig | None:
     is_gated = operands.activation is not None
     weight = operands.weight
     return choose_few_tokens(
-        *(tokens, top_k, weight.shape, weight.format, sm_count(), shared_limit()),
+        *(tokens, top_k, weight.shape, weight.format, sm_count(), limits().shared_bytes),
         is_gated=is_gated,
     )
 
@@ -260,7 +259,7 @@ def is_possible(operands: MoeOperands) -> bool:
     """Tell whether the kernels for few tokens take the arrays, however many tokens there are."""
     x = operands.x
     weight = operands.weight
-    if operands.deterministic or dtype_name(x.dtype) not in _DTYPES or operands.out.size == 0:
+    if operands.deterministic or dtype_name(x.dtype) not in HOPPER_DTYPES or operands.out.size == 0:
         return False
     is_gated = operands.activation is not None
     form = weight.format

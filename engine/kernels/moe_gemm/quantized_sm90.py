@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from engine.dtypes import dtype_name
+from engine.kernels._chip import HOPPER_DTYPES, is_hopper
 from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
-from engine.kernels.gemm.sm90 import is_hopper
 from engine.kernels.moe_gemm.formats import MAPS, base_of, bases, kind, plane_maps
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
 from engine.kernels.moe_gemm.sm90 import MoeTileConfig
@@ -30,7 +30,6 @@ FILE = "moe_gemm/moe_gemm_sm90.cu"
 _SLAB_K = 64
 _MMA_ROWS = 64
 _BOX_ROWS = 16
-_DTYPES = ("float16", "bfloat16")
 
 _FEW = MoeTileConfig(2, 64, 2)
 _MANY = MoeTileConfig(2, 128, 2)
@@ -58,7 +57,7 @@ def _few(form: Format) -> MoeTileConfig:
 
 def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch` may launch for weights of `formats`."""
-    if dtype not in _DTYPES:
+    if dtype not in HOPPER_DTYPES:
         return ()
     found = []
     for form in (FORMATS[name] for name in formats if not FORMATS[name].is_dense):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.dtypes import dtype_name
-from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._chip import HOPPER, HOPPER_DTYPES, is_hopper, sm_count
+from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
-from engine.kernels.gemm.sm90 import is_hopper
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
 from engine.kernels.moe_route import MAX_EXPERTS
 
@@ -22,12 +22,10 @@ _KERNEL = Kernel(
     struct="MoeGemmSm90Params",
 )
 _SLAB_K = 64  # values of k in 128 bytes, the widest swizzle
-_SHARED_BYTES = 232_448  # of a CTA, at most
 _MMA_ROWS = 64
 _BOX_ROWS = 16
 _STAGING_TOKENS = 64
 _RECORDS = 2  # of tiles, that the producer is ahead
-_DTYPES = ("float16", "bfloat16")
 _FILE = "moe_gemm/moe_gemm_sm90.cu"
 
 
@@ -67,9 +65,8 @@ class MoeTileConfig:
 
     def stages(self, weight_bytes: int | None = None, scale_bytes: int = 0) -> int:
         """Return how many stages with this much of a weight, and of scales apart from it, fit."""
-        free = _SHARED_BYTES // self.blocks - 1024 - self._beside_stages
-        stage = self._stage_bytes(weight_bytes) + 32 + scale_bytes
-        return (free - (self.blocks - 1) * 1024) // stage
+        free = HOPPER.shared_per_block(self.blocks) - self._beside_stages - 1024
+        return free // (self._stage_bytes(weight_bytes) + 32 + scale_bytes)
 
     def shared_bytes(self, weight_bytes: int | None = None, scale_bytes: int = 0) -> int:
         """Return the dynamic shared memory of a CTA: `MoeShared` and its alignment."""
@@ -122,7 +119,7 @@ _MANY_FROM = 32
 
 def specs(dtype: str) -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch` may launch for `dtype`."""
-    return tuple(config.spec(dtype) for config in MOE_CONFIGS) if dtype in _DTYPES else ()
+    return tuple(config.spec(dtype) for config in MOE_CONFIGS) if dtype in HOPPER_DTYPES else ()
 
 
 def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
