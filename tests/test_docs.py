@@ -99,7 +99,7 @@ def test_prose_wraps_at_100_columns():
         is_code = False
         for number, line in enumerate(page.read_text().splitlines(), 1):
             is_code ^= line.lstrip().startswith("```")
-            is_free = is_code or line.lstrip().startswith(("|", "![", "    ")) or "](" in line
+            is_free = is_code or line.lstrip().startswith(("|", "![", "#", "    ")) or "](" in line
             assert is_free or len(line) <= 100, f"{page.name}:{number} has {len(line)} columns"
 
 
