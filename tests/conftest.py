@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 # Before NumPy is imported: the suite runs in parallel, and BLAS threads that spin on busy cores
 # cost far more than they gain.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,35 +25,115 @@ settings.register_profile("fixed", derandomize=True, database=None)
 settings.load_profile("fixed")
 
 
-# They choose among kernels: the mirrors have no tiers, and do not split keys.
-_KERNEL_ONLY = ("tier", "num_splits")
+# Axes of a grid that choose among kernels: none run on NumPy.
+_KERNEL_AXES = ("tier", "num_splits", "config")
 
 
-def pytest_collection_modifyitems(config, items):
-    """Leave out tests on NumPy that differ from an earlier one only in what kernels do."""
-    seen, repeated = set(), []
-    for item in items:
-        call = getattr(item, "callspec", None)
-        if call is None or call.params.get("xp") != "numpy":
-            continue
-        others = sorted((n, id(v)) for n, v in call.params.items() if n not in _KERNEL_ONLY)
-        key = item.nodeid.partition("[")[0], *others
-        if key in seen:
-            repeated.append(item)
-        seen.add(key)
-    config.hook.pytest_deselected(items=repeated)
-    left_out = set(repeated)
-    items[:] = [item for item in items if item not in left_out]
+class _Point(NamedTuple):
+    """One point of an axis: the values of its parameters, its id and its marks."""
+
+    values: dict[str, Any]
+    id: str
+    marks: tuple[Any, ...] = ()
 
 
-@pytest.fixture(
-    params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)],
-)
+_NUMPY = _Point({"xp": "numpy"}, "numpy")
+_CUPY = _Point({"xp": "cupy"}, "cupy", (pytest.mark.gpu,))
+
+
+def pytest_generate_tests(metafunc):
+    """Generate the cases of `xp`, of `tier` and of the marks `grid`.
+
+    `@pytest.mark.grid` has the arguments of `parametrize`. On a GPU, the cases are the product of
+    the axes. On NumPy an op is its mirror, and a product would compare the mirror with itself:
+    each value of each axis is in at least one case, and axes that choose among kernels have one
+    value. Without a GPU, one skipped case stands for all cases that need one.
+    """
+    marks = list(metafunc.definition.iter_markers("grid"))
+    axes = [_axis(*mark.args, **mark.kwargs) for mark in marks]
+    if "tier" in metafunc.fixturenames and not _is_parametrized(metafunc, "tier"):
+        axes.append(_axis("tier", ("auto", "portable")))
+    has_xp = "xp" in metafunc.fixturenames
+    cases = [list(points) for points in itertools.product(*axes)] if axes else [[]]
+    cases = cases if not marks or _has_gpu() else cases[:1]
+    if has_xp:
+        on_numpy = [[_NUMPY, *points] for points in _each_value_once(axes)]
+        cases = on_numpy + [[_CUPY, *points] for points in cases]
+    if has_xp or axes:
+        names = [name for point in cases[0] for name in point.values]
+        indirect = [name for name in ("xp", "tier") if name in names]
+        metafunc.parametrize(names, [_merged(points) for points in cases], indirect=indirect)
+
+
+def _is_parametrized(metafunc, name):
+    """Tell whether a mark of the test sets `name`."""
+    marks = [*metafunc.definition.iter_markers()]
+    return any(name in mark.args[0] for mark in marks if mark.name in ("grid", "parametrize"))
+
+
+def _axis(names, values, ids=None):
+    """Return the points of one `grid` mark, from the arguments of `parametrize`."""
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    ids = ids if callable(ids) or ids is None else list(ids)
+    points = []
+    for index, value in enumerate(values):
+        point = value if hasattr(value, "marks") else pytest.param(*_row(names, value))
+        row = dict(zip(names, point.values, strict=True))
+        if callable(ids):
+            words = [str(ids(x)) for x in point.values]
+        elif ids:
+            words = [str(ids[index])]
+        else:
+            words = [_word(name, x, index) for name, x in row.items()]
+        points.append(_Point(row, point.id or "-".join(words), tuple(point.marks)))
+    return points
+
+
+def _row(names, value):
+    return value if len(names) > 1 else [value]
+
+
+def _word(name, value, index):
+    if value is None or isinstance(value, str | int | float):
+        return str(value)
+    return getattr(value, "__name__", f"{name}{index}")
+
+
+def _each_value_once(axes):
+    """Return cases in which each point of each axis occurs, of as few as there can be."""
+    distinct = []
+    for axis in axes:
+        points = {}
+        for point in axis:
+            key = [repr(x) for name, x in point.values.items() if name not in _KERNEL_AXES]
+            points.setdefault(tuple(key), point)
+        distinct.append(list(points.values()))
+    num_cases = max((len(axis) for axis in distinct), default=1)
+    return [[axis[i % len(axis)] for axis in distinct] for i in range(num_cases)]
+
+
+def _merged(points):
+    values = [value for point in points for value in point.values.values()]
+    marks = [mark for point in points for mark in point.marks]
+    return pytest.param(*values, id="-".join(point.id for point in points), marks=marks)
+
+
+@cache
+def _has_gpu():
+    return os.environ.get("ENGINE_REQUIRE_GPU") == "1" or device.resolve_device("auto")[0].is_cuda
+
+
+@pytest.fixture
 def xp(request):
-    """The array modules that a test body runs on: NumPy, and CuPy if there is a GPU."""
-    if request.param == "numpy":
-        return np
-    return _cupy_or_skip()
+    """The array module that a test body runs on: NumPy, or CuPy if there is a GPU."""
+    return np if request.param == "numpy" else _cupy_or_skip()
+
+
+@pytest.fixture
+def tier(request, monkeypatch):
+    """The kernels of the chip's tier, or those that run on any chip."""
+    monkeypatch.setenv("ENGINE_KERNEL_TIER", request.param)
+    return request.param
 
 
 @pytest.fixture

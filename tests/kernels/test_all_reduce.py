@@ -33,8 +33,8 @@ def _run(xp, parts, ranks=None):
     return outs
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("size", PEER_SIZES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("size", PEER_SIZES)
 def test_matches_mirror_in_every_rank(xp, size, dtype):
     ranks = None if xp is np else Ranks(size)
     for shape in FLAT_SHAPES:

@@ -44,8 +44,8 @@ def _run(xp, parts, residual, weight, ranks=None, numbers=NUMBERS):
     return list(zip(ys, hs, strict=True))
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("size", PEER_SIZES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("size", PEER_SIZES)
 def test_matches_mirror_in_every_rank(xp, size, dtype):
     ranks = None if xp is np else Ranks(size)
     for n in WIDTHS if size == 2 else (576, 63):

@@ -141,8 +141,8 @@ def test_formula_is_the_derivative(case):
             assert abs((losses[0] - losses[1]) / (2 * step) - got[index]) < 1e-7
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("case", CASES, ids=str)
 def test_matches_mirror(xp, case, dtype):
     arrays, where, rule = _inputs(case, dtype)
     want = reference.attention_backward(**arrays, **where, **rule)
@@ -151,8 +151,8 @@ def test_matches_mirror(xp, case, dtype):
         _assert_gradients(case, got, want)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("head_dim", "offset"), [(64, 0), (80, 0), (64, 1), (20, 0)])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(("head_dim", "offset"), [(64, 0), (80, 0), (64, 1), (20, 0)])
 def test_views_into_fused_qkv(xp, head_dim, offset, dtype):
     """q, k and v are columns of one matrix, at an odd address too."""
     tokens, heads, kv_heads = 100, 4, 2

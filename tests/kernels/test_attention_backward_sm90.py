@@ -111,8 +111,8 @@ _BORDERS = (0, 1, 2, 15, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", _HALVES)
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.grid("dtype", _HALVES)
+@pytest.mark.grid("seed", range(25))
 def test_random_problems(cp, seed, dtype):
     rng = np.random.default_rng(seed)
     batch = int(rng.integers(1, 6))

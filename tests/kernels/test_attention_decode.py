@@ -66,9 +66,9 @@ def test_mirror_is_the_formula():
             np.testing.assert_allclose(lse[b, i, h], np.log(total), rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_splits", [None, 1, 3])
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("case", DECODE, ids=str)
+@pytest.mark.grid("num_splits", [None, 1, 3])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("case", DECODE, ids=str)
 def test_matches_mirror(xp, case, dtype, num_splits):
     arrays = _inputs(case, dtype)
     want, want_lse = _run(reference.attention_decode, np, arrays, **case.rule, return_lse=True)
@@ -89,8 +89,8 @@ def test_matches_mirror(xp, case, dtype, num_splits):
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
-@pytest.mark.parametrize("num_queries", range(1, 9))
-@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.grid("num_queries", range(1, 9))
+@pytest.mark.grid("group", [1, 3, 4, 8])
 def test_queries_and_groups(xp, num_queries, group):
     """Every way to fill a tile of rows: one to 64 of them."""
     case = AttentionCase((num_queries,) * 3, (130, 64, 7), 2 * group, 2, 64, block_size=16)
@@ -163,11 +163,9 @@ def _float64(case, q, keys, values, tree):
     return out, lse
 
 
-@pytest.mark.parametrize("tier", ["auto", "portable"])
 @pytest.mark.parametrize("seed", range(24))
-def test_random_problems(xp, seed, tier, monkeypatch):
+def test_random_problems(xp, seed, tier):
     """Shapes, lengths around the borders of pages and tiles, shared blocks, options: at random."""
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
     rng = np.random.default_rng(seed)
     num_queries, batch = int(rng.choice([1, 1, 2, 3, 5, 8])), int(rng.choice([1, 2, 5, 18]))
     borders = [0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 257]
@@ -201,12 +199,10 @@ def test_random_problems(xp, seed, tier, monkeypatch):
         assert_close(lse, want_lse, reduction=case.reduction, name="lse")
 
 
-@pytest.mark.parametrize("tier", ["auto", "portable"])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("num_queries", [1, 3])
-def test_huge_and_infinite_scores(xp, num_queries, dtype, tier, monkeypatch):
+def test_huge_and_infinite_scores(xp, num_queries, dtype, tier):
     """Whole-number scores up to 16,384 are exact, so only the softmax can go wrong."""
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
     case = AttentionCase((num_queries,) * 2, (90, 300), 4, 2, 64, block_size=16, scale=1.0)
     q, k, v, tables, lens = _inputs(case, dtype)
     rng = np.random.default_rng(6)
@@ -249,10 +245,10 @@ _OFFSETS = {
 }
 
 
-@pytest.mark.parametrize("offsets", _OFFSETS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("batch", "num_splits"), [(1, 1), (1, None), (10, None), (40, None)])
+@pytest.mark.grid("offsets", _OFFSETS)
+@pytest.mark.grid("dtype", ["float16", "bfloat16"])
+@pytest.mark.grid("head_dim", [64, 128])
+@pytest.mark.grid(("batch", "num_splits"), [(1, 1), (1, None), (10, None), (40, None)])
 def test_tiles_whose_scores_lie_far_apart(xp, batch, num_splits, head_dim, dtype, offsets):
     """Many tiles of one sequence a CTA: alone, in clusters of eight and of four, persistent."""
     case = AttentionCase((1,) * batch, (1500,) * batch, 4, 2, head_dim, block_size=16, scale=1.0)
@@ -316,11 +312,9 @@ def test_mirror_of_a_tree_is_each_branch_by_itself():
         np.testing.assert_allclose(got[0, i], want[0, -1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("tier", ["auto", "portable"])
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("case", _TREES, ids=str)
-def test_trees(xp, case, dtype, tier, monkeypatch):
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("case", _TREES, ids=str)
+def test_trees(xp, case, dtype, tier):
     arrays, masks = _inputs(case, dtype), _trees(case)
     want, want_lse = _run(
         reference.attention_decode, np, arrays, **case.rule, tree_mask=masks, return_lse=True

@@ -73,11 +73,11 @@ def test_judge_agrees_with_the_mirror(group, num_queries):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(("batch", "num_queries"), [(2, 1), (40, 1), (2, 4)])
-@pytest.mark.parametrize("num_keys", [100, 1000, 8192])
-@pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.grid("dtype", ["float16", "bfloat16"])
+@pytest.mark.grid(("batch", "num_queries"), [(2, 1), (40, 1), (2, 4)])
+@pytest.mark.grid("num_keys", [100, 1000, 8192])
+@pytest.mark.grid("group", [1, 4, 8])
+@pytest.mark.grid("head_dim", [64, 128])
 def test_error_is_about_cudnns(cp, head_dim, group, num_keys, batch, num_queries, dtype):
     """A sequence for many blocks (batch 2), and many sequences, which are cut otherwise (40)."""
     torch = pytest.importorskip("torch")

@@ -156,14 +156,12 @@ def test_mirror_leaves_its_rows():
     np.testing.assert_array_equal(qkv, before)
 
 
-@pytest.mark.parametrize("tier", ["auto", "portable"])
-@pytest.mark.parametrize("norms", _NORMS[:2])
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("case", _CASES, ids=range(len(_CASES)))
-def test_matches_mirror(xp, case, dtype, norms, tier, monkeypatch):
+@pytest.mark.grid("norms", _NORMS[:2])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("case", _CASES, ids=range(len(_CASES)))
+def test_matches_mirror(xp, case, dtype, norms, tier):
     if xp is np and tier == "portable":
         pytest.skip("there is one mirror for both tiers")
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
     lost = len(case.lens_k) // 3 if norms == "both" else 0
     inputs = _inputs(case, dtype, norms, num_lost=lost, seed=len(norms))
     options = {"eps": 1e-5, "weight_offset": 0.5, "return_lse": True}
@@ -182,9 +180,9 @@ def test_matches_mirror(xp, case, dtype, norms, tier, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("norms", _NORMS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("case", _CASES, ids=range(len(_CASES)))
+@pytest.mark.grid("norms", _NORMS)
+@pytest.mark.grid("dtype", ["float16", "bfloat16"])
+@pytest.mark.grid("case", _CASES, ids=range(len(_CASES)))
 def test_bits_are_those_of_the_two_ops(cp, case, dtype, norms):
     inputs = _inputs(case, dtype, norms, num_lost=len(case.lens_k) // 4, seed=7)
     for num_splits in (None, 3):

@@ -73,11 +73,9 @@ def _run(op, xp, arrays, **keywords):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tier", ["auto", "portable"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("case", _CASES, ids=range(len(_CASES)))
-def test_both_tiers(cp, case, dtype, tier, monkeypatch):
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+@pytest.mark.grid("dtype", ["float16", "bfloat16"])
+@pytest.mark.grid("case", _CASES, ids=range(len(_CASES)))
+def test_both_tiers(cp, case, dtype, tier):
     arrays = _inputs(case, dtype)
     want, want_lse = _run(reference.attention_decode, np, arrays, **case.rule, return_lse=True)
     for num_splits in (None, 3):
@@ -95,10 +93,8 @@ def test_both_tiers(cp, case, dtype, tier, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tier", ["auto", "portable"])
-def test_num_splits_makes_a_result_independent_of_the_batch(cp, tier, monkeypatch):
+def test_num_splits_makes_a_result_independent_of_the_batch(cp, tier):
     """A sequence alone and one among others have the same bits."""
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
     case = AttentionCase((2,) * 30, (900, 40, 333) * 10, 8, 2, 128, block_size=16)
     q, k, v, tables, lens = cases.to_module(cp, *_inputs(case, "bfloat16"))
     whole = kernels.attention_decode(q, k, v, block_tables=tables, context_lens=lens, num_splits=5)

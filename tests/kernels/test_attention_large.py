@@ -19,13 +19,6 @@ _HEADS, _KV_HEADS, _DIM, _SIZE = 32, 8, 128, 16
 _NUM_QUERIES, _NUM_KEYS = 70, 300
 
 
-@pytest.fixture(params=[pytest.param("auto"), pytest.param("portable")])
-def tier(request, monkeypatch, xp):
-    if xp is np and request.param == "portable":
-        pytest.skip("there is one mirror for both tiers")
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", request.param)
-
-
 def _needs(xp, gigabytes):
     if xp is not np and xp.cuda.Device().mem_info[0] < gigabytes << 30:
         pytest.skip(f"needs {gigabytes} GB of free device memory")

@@ -70,12 +70,10 @@ def _rule(xp, case):
     return case.rule | {"sinks": xp.asarray(case.head_sinks) if case.sinks else None}
 
 
-@pytest.mark.parametrize("tier", ["auto", "portable"])
-@pytest.mark.parametrize("num_splits", [None, 3])
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("case", [*_CODED, *DECODE_SINKS], ids=str)
-def test_decode_matches_mirror(xp, case, dtype, num_splits, tier, codes, monkeypatch):
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+@pytest.mark.grid("num_splits", [None, 3])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("case", [*_CODED, *DECODE_SINKS], ids=str)
+def test_decode_matches_mirror(xp, case, dtype, num_splits, tier, codes):
     q, arrays = _queries(case, dtype), _inputs(case, codes)
     want, want_lse = reference.attention_decode(q, **arrays, **_rule(np, case), return_lse=True)
     out, buffer = cases.guarded(xp, want.shape, want.dtype)
@@ -93,11 +91,9 @@ def test_decode_matches_mirror(xp, case, dtype, num_splits, tier, codes, monkeyp
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
-@pytest.mark.parametrize("tier", ["auto", "portable"])
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("case", [*_PAGED, *PREFILL_SINKS], ids=str)
-def test_prefill_matches_mirror(xp, case, dtype, tier, codes, monkeypatch):
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("case", [*_PAGED, *PREFILL_SINKS], ids=str)
+def test_prefill_matches_mirror(xp, case, dtype, tier, codes):
     case = case if case.block_size else replace(case, block_size=16)
     q = cases.normal((sum(case.lens_q), case.num_heads, case.head_dim), dtype, seed=1)
     arrays = _inputs(case, codes)
@@ -114,11 +110,9 @@ def test_prefill_matches_mirror(xp, case, dtype, tier, codes, monkeypatch):
         assert_close(lse, want_lse, reduction=case.reduction, name="lse")
 
 
-@pytest.mark.parametrize("tier", ["auto", "portable"])
-@pytest.mark.parametrize("num_queries", [1, 2, 4, 5, 8])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_trees(xp, num_queries, head_dim, tier, codes, monkeypatch):
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+@pytest.mark.grid("num_queries", [1, 2, 4, 5, 8])
+@pytest.mark.grid("head_dim", [64, 128])
+def test_trees(xp, num_queries, head_dim, tier, codes):
     case = AttentionCase((num_queries,) * 3, (130, 64, 8), 8, 2, head_dim, block_size=16)
     rng = np.random.default_rng(3)
     masks = rng.integers(0, 2**num_queries, (3, num_queries)).astype(np.uint64)
@@ -154,15 +148,11 @@ def _new_token_inputs(case, dtype, has_norm, codes):
     return arrays
 
 
-@pytest.mark.parametrize("tier", ["auto", "portable"])
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 128, 80])
-@pytest.mark.parametrize("batch", [1, 5, 20, 90])
-def test_new_token_is_stored_and_read_as_a_code(
-    xp, batch, head_dim, dtype, has_norm, tier, codes, monkeypatch
-):
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+@pytest.mark.grid("has_norm", [False, True])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("head_dim", [64, 128, 80])
+@pytest.mark.grid("batch", [1, 5, 20, 90])
+def test_new_token_is_stored_and_read_as_a_code(xp, batch, head_dim, dtype, has_norm, tier, codes):
     lens = tuple(int(n) for n in np.random.default_rng(batch).integers(0, 700, batch))
     case = AttentionCase((1,) * batch, lens, 8, 2, head_dim, block_size=16)
     q, arrays = _queries(case, dtype), _new_token_inputs(case, dtype, has_norm, codes)

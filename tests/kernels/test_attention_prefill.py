@@ -78,8 +78,8 @@ def test_mirror_is_the_formula(case):
         np.testing.assert_allclose(lse[rows], want_lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("case", PREFILL, ids=str)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("case", PREFILL, ids=str)
 def test_matches_mirror(xp, case, dtype):
     q, k, v, where = _inputs(case, dtype)
     rule = {"causal": case.causal, **case.rule, "return_lse": True}
@@ -94,8 +94,8 @@ def test_matches_mirror(xp, case, dtype):
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("head_dim", "offset"), [(64, 0), (80, 0), (64, 1), (20, 0)])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(("head_dim", "offset"), [(64, 0), (80, 0), (64, 1), (20, 0)])
 def test_views_into_fused_qkv_in_place(xp, head_dim, offset, dtype):
     """q, k and v are columns of one matrix (at an odd address too), and the result replaces q."""
     tokens, heads, kv_heads = 100, 4, 2

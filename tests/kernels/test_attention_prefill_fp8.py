@@ -91,8 +91,8 @@ def _check(got, want, lse, want_lse):
     assert (got[~seen] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", _HALVES)
-@pytest.mark.parametrize("case", _CASES, ids=str)
+@pytest.mark.grid("dtype", _HALVES)
+@pytest.mark.grid("case", _CASES, ids=str)
 def test_matches_mirror(xp, case, dtype):
     named = _arguments(case)
     out, guards = cases.guarded(xp, named["q"].shape, cases.normal((1,), dtype, 0).dtype)
@@ -136,10 +136,8 @@ def _random_case(rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tier", ["auto", "portable"])
-@pytest.mark.parametrize("seed", range(25))
-def test_random_problems(cp, monkeypatch, seed, tier):
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+@pytest.mark.grid("seed", range(25))
+def test_random_problems(cp, seed, tier):
     rng = np.random.default_rng(seed)
     case = _random_case(rng)
     named = _arguments(case, seed, spread=float(rng.choice([0.1, 1.0, 4.0])))

@@ -89,14 +89,12 @@ def test_mirror_is_the_formula(pattern, causal):
                 np.testing.assert_allclose(got[1], s.max() + np.log(p.sum()), atol=1e-5)
 
 
-@pytest.mark.parametrize("tier", ["auto", "portable"])
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(
     ("head_dim", "block_size", "causal"), [(64, 0, True), (128, 16, True), (80, 0, False)]
 )
-@pytest.mark.parametrize("pattern", _PATTERNS, ids=str)
-def test_matches_mirror(xp, pattern, head_dim, block_size, causal, dtype, tier, monkeypatch):
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+@pytest.mark.grid("pattern", _PATTERNS, ids=str)
+def test_matches_mirror(xp, pattern, head_dim, block_size, causal, dtype, tier):
     case = AttentionCase(_CASE.lens_q, _CASE.lens_k, 4, 2, head_dim, block_size)
     q, k, v, where = _inputs(case, dtype)
     rule = {"causal": causal, "pattern": pattern, "return_lse": True}
@@ -109,9 +107,9 @@ def test_matches_mirror(xp, pattern, head_dim, block_size, causal, dtype, tier, 
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
-@pytest.mark.parametrize("options", [{"window": 50}, {"softcap": 5.0}, {"num_splits": 3}], ids=str)
-@pytest.mark.parametrize("pattern", [_PATTERNS[0], _PATTERNS[6]], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.grid("options", [{"window": 50}, {"softcap": 5.0}, {"num_splits": 3}], ids=str)
+@pytest.mark.grid("pattern", [_PATTERNS[0], _PATTERNS[6]], ids=str)
+@pytest.mark.grid("head_dim", [64, 96, 128, 192, 256])
 def test_goes_with_the_other_options(xp, head_dim, pattern, options):
     case = AttentionCase((300, 33), (700, 33), 8, 1, head_dim)
     q, k, v, where = _inputs(case, "bfloat16")
@@ -134,10 +132,8 @@ def test_a_pattern_that_hides_nothing_changes_nothing(xp):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tier", ["auto", "portable"])
-def test_skipped_keys_are_not_read(cp, tier, monkeypatch):
+def test_skipped_keys_are_not_read(cp, tier):
     """NaN in K and V where no query looks: a mask put on afterwards would spread it from V."""
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
     n = 1024
     q, k, v = (cases.normal((n, 2, 64), "bfloat16", seed) for seed in range(3))
     k[256:768], v[256:768] = np.nan, np.nan

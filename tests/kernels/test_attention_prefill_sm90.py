@@ -207,8 +207,8 @@ def _random_case(rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", _HALVES)
-@pytest.mark.parametrize("seed", range(32))
+@pytest.mark.grid("dtype", _HALVES)
+@pytest.mark.grid("seed", range(32))
 def test_random_problems(cp, seed, dtype):
     rng = np.random.default_rng(seed)
     case = _random_case(rng)
@@ -217,9 +217,9 @@ def test_random_problems(cp, seed, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", _HALVES)
-@pytest.mark.parametrize("growth", [0.02, 0.5, -0.5])
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.grid("dtype", _HALVES)
+@pytest.mark.grid("growth", [0.02, 0.5, -0.5])
+@pytest.mark.grid("head_dim", [64, 256])
 def test_scores_that_grow_or_fall_with_the_key(cp, growth, dtype, head_dim):
     """The maximum rises with every tile, or never, as tiles come from the last key on."""
     n = 700
@@ -307,9 +307,9 @@ def test_portable_tier_can_be_forced(cp, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("n", [1000, 8192])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.grid("causal", [False, True])
+@pytest.mark.grid("n", [1000, 8192])
+@pytest.mark.grid("head_dim", [64, 96, 128, 192, 256])
 def test_error_is_no_larger_than_cudnns(cp, head_dim, n, causal):
     torch = pytest.importorskip("torch")
     from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -19,8 +19,6 @@ from engine.testing.cases_attention import (
 from engine.testing.cases_elementwise import cos_sin_table
 from engine.testing.tolerances import assert_close
 
-_TIERS = ["auto", "portable"]
-
 
 def _prefill_inputs(case, dtype):
     """Return q, k, v, and the keywords that are arrays."""
@@ -107,12 +105,10 @@ def test_decode_mirror_is_a_softmax_with_one_more_column(case):
         np.testing.assert_allclose(lse[b], want_lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_splits", [None, 1, 3])
-@pytest.mark.parametrize("tier", _TIERS)
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("case", PREFILL_SINKS, ids=str)
-def test_prefill_matches_mirror(xp, case, dtype, tier, num_splits, monkeypatch):
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+@pytest.mark.grid("num_splits", [None, 1, 3])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("case", PREFILL_SINKS, ids=str)
+def test_prefill_matches_mirror(xp, case, dtype, tier, num_splits):
     arrays, more = _prefill_inputs(case, dtype)
     rule = {**case.rule, "causal": case.causal, "return_lse": True}
     want, want_lse = reference.attention_prefill(*arrays, **more, **rule)
@@ -126,12 +122,10 @@ def test_prefill_matches_mirror(xp, case, dtype, tier, num_splits, monkeypatch):
     assert bool((alone == got).all())
 
 
-@pytest.mark.parametrize("num_splits", [None, 1, 3])
-@pytest.mark.parametrize("tier", _TIERS)
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("case", DECODE_SINKS, ids=str)
-def test_decode_matches_mirror(xp, case, dtype, tier, num_splits, monkeypatch):
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+@pytest.mark.grid("num_splits", [None, 1, 3])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("case", DECODE_SINKS, ids=str)
+def test_decode_matches_mirror(xp, case, dtype, tier, num_splits):
     arrays, more = _decode_inputs(case, dtype)
     rule = {**case.rule, "return_lse": True}
     want, want_lse = reference.attention_decode(*arrays, **more, **rule)
@@ -144,11 +138,9 @@ def test_decode_matches_mirror(xp, case, dtype, tier, num_splits, monkeypatch):
     assert bool((alone == got).all())
 
 
-@pytest.mark.parametrize("tier", _TIERS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("batch", [1, 6, 40, 150])  # clusters of 8 and 4, persistent CTAs
-def test_new_tokens(xp, batch, head_dim, tier, monkeypatch):
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+def test_new_tokens(xp, batch, head_dim, tier):
     lens = tuple((np.arange(batch) * 37 % 500).tolist())
     sinks = (0.5, 3.0, -2.0, 1e4, -1e4)
     case = AttentionCase((1,) * batch, lens, 16, 4, head_dim, 16, window=128, sinks=sinks)
@@ -168,9 +160,7 @@ def test_new_tokens(xp, batch, head_dim, tier, monkeypatch):
     assert_close(got, want, reduction=case.reduction)
 
 
-@pytest.mark.parametrize("tier", _TIERS)
-def test_goes_with_a_pattern_and_with_a_tree(xp, tier, monkeypatch):
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+def test_goes_with_a_pattern_and_with_a_tree(xp, tier):
     case = PREFILL_SINKS[0]
     arrays, more = _prefill_inputs(case, "bfloat16")
     pattern = Periodic(16, 4)

@@ -20,9 +20,9 @@ def _same(got, want):
     np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("n", "k"), [(16, 64), (37, 200), (1, 1), (70, 512), (0, 64)])
-@pytest.mark.parametrize("name", [*PACKED_FORMATS, *BYTE_FORMATS])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(("n", "k"), [(16, 64), (37, 200), (1, 1), (70, 512), (0, 64)])
+@pytest.mark.grid("name", [*PACKED_FORMATS, *BYTE_FORMATS])
 def test_has_the_mirrors_bits(xp, name, n, k, dtype):
     weight = random_weight(name, n, k)
     out, buffer = cases.guarded(xp, (n, k), cases.normal((1,), dtype, 0).dtype)

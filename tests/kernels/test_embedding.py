@@ -23,9 +23,9 @@ def _inputs(case, dtype):
     return ids, cases.normal((vocab, n), dtype, seed=2)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("scale", [1.0, 24.0, 0.3])
-@pytest.mark.parametrize("case", _CASES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("scale", [1.0, 24.0, 0.3])
+@pytest.mark.grid("case", _CASES)
 def test_matches_mirror(xp, case, scale, dtype):
     ids, weight = _inputs(case, dtype)
     out, buffer = cases.guarded(xp, (case[0], case[2]), weight.dtype)

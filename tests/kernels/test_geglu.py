@@ -19,9 +19,9 @@ _APPROXIMATE = ("tanh", "none")
 _CASES = (*cases.ROWS, (70000, 3))
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("approximate", _APPROXIMATE)
-@pytest.mark.parametrize(("rows", "f"), _CASES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("approximate", _APPROXIMATE)
+@pytest.mark.grid(("rows", "f"), _CASES)
 def test_matches_mirror(xp, rows, f, approximate, dtype):
     x = cases.normal((rows, 2 * f), dtype, seed=1, scale=3.0)
     out, buffer = cases.guarded(xp, (rows, f), x.dtype)
@@ -31,9 +31,9 @@ def test_matches_mirror(xp, rows, f, approximate, dtype):
     assert_guards(buffer)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("approximate", _APPROXIMATE)
-@pytest.mark.parametrize("f", [64, 20])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("approximate", _APPROXIMATE)
+@pytest.mark.grid("f", [64, 20])
 def test_strided_rows_in_and_out(xp, f, approximate, dtype):
     wide = cases.normal((6, 2 * f + 32), dtype, seed=2)
     want = reference.geglu(wide[:, 16 : 16 + 2 * f], approximate=approximate)
@@ -56,8 +56,8 @@ def test_over_the_gate_half(xp, f, dtype):
     np.testing.assert_array_equal(to_numpy(array)[:, f:], x[:, f:])
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("shape", [(48,), (2, 3, 40), (2, 0, 40), (2, 1, 3, 6)])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("shape", [(48,), (2, 3, 40), (2, 0, 40), (2, 1, 3, 6)])
 def test_any_leading_axes(xp, shape, dtype):
     x = cases.normal(shape, dtype, seed=4)
     assert_close(kernels.geglu(xp.asarray(x)), reference.geglu(x))

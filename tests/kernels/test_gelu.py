@@ -18,9 +18,9 @@ from engine.testing.tolerances import assert_close
 _APPROXIMATE = ("none", "tanh")
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("approximate", _APPROXIMATE)
-@pytest.mark.parametrize("shape", FLAT_SHAPES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("approximate", _APPROXIMATE)
+@pytest.mark.grid("shape", FLAT_SHAPES)
 def test_matches_mirror(xp, shape, approximate, dtype):
     x = cases.normal(shape, dtype, seed=1, scale=3.0)
     out, buffer = cases.guarded(xp, shape, x.dtype)

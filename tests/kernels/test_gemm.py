@@ -48,8 +48,8 @@ def _configs(k=264, is_gated=False):
     ]
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("m", "n", "k"), PRODUCTS)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(("m", "n", "k"), PRODUCTS)
 def test_matches_mirror(xp, m, n, k, dtype):
     x, weight, _, _ = _inputs(m, n, k, dtype)
     out, buffer = cases.guarded(xp, (m, n), x.dtype)
@@ -59,9 +59,9 @@ def test_matches_mirror(xp, m, n, k, dtype):
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 576, 576), (20, 70, 136), (70, 132, 512), (5, 9, 7)])
+@pytest.mark.grid("activation", ACTIVATIONS)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(("m", "n", "k"), [(1, 576, 576), (20, 70, 136), (70, 132, 512), (5, 9, 7)])
 def test_epilogue_matches_mirror(xp, m, n, k, dtype, activation):
     x, weight, bias, residual = _inputs(m, n, k, dtype)
     want = reference.gemm(x, weight, bias=bias, residual=residual, activation=activation)
@@ -82,8 +82,8 @@ def test_float32_result(xp, m, n, k, dtype):
     assert_close(got, want, reduction=k, dtype="float32")
 
 
-@pytest.mark.parametrize(("dtype", "config"), _configs())
-@pytest.mark.parametrize("m", [1, 19, 133])
+@pytest.mark.grid(("dtype", "config"), _configs())
+@pytest.mark.grid("m", [1, 19, 133])
 def test_every_kernel_matches_mirror(xp, monkeypatch, m, dtype, config):
     n, k = 300, 264
     x, weight, bias, residual = _inputs(m, n, k, dtype)
@@ -96,8 +96,8 @@ def test_every_kernel_matches_mirror(xp, monkeypatch, m, dtype, config):
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
-@pytest.mark.parametrize(("dtype", "config"), _configs(is_gated=True))
-@pytest.mark.parametrize("m", [1, 19, 133])
+@pytest.mark.grid(("dtype", "config"), _configs(is_gated=True))
+@pytest.mark.grid("m", [1, 19, 133])
 def test_every_kernel_makes_silu_and_mul(xp, monkeypatch, m, dtype, config):
     n, k = 304, 264
     x, weight, bias, _ = _inputs(m, n, k, dtype)
@@ -112,8 +112,8 @@ def test_every_kernel_makes_silu_and_mul(xp, monkeypatch, m, dtype, config):
         assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
-@pytest.mark.parametrize(("dtype", "config"), _configs())
-@pytest.mark.parametrize("m", [1, 6, 133])
+@pytest.mark.grid(("dtype", "config"), _configs())
+@pytest.mark.grid("m", [1, 6, 133])
 def test_every_kernel_makes_swiglu(xp, monkeypatch, m, dtype, config):
     """In the product, or by a kernel of its own after it."""
     n, k = 304, 264
@@ -148,9 +148,9 @@ def test_swiglu_is_the_formula(xp, m, f, k, dtype):
     assert_close(got, want, reduction=max(k, 1))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("config", gemv_configs(304, 1032), ids=_name)
-@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.grid("dtype", ["float16", "bfloat16"])
+@pytest.mark.grid("config", gemv_configs(304, 1032), ids=_name)
+@pytest.mark.grid("pdl", [False, True])
 def test_gemv(xp, monkeypatch, config, dtype, pdl):
     n, k = 304, 1032
     x, weight, bias, residual = _inputs(1, n, k, dtype)
@@ -197,7 +197,7 @@ def test_silu_and_mul_of_packed_weights(xp, m, f, k, dtype):
     assert_close(got, want.astype(np.float32), reduction=k, dtype="float32")
 
 
-@pytest.mark.parametrize(("dtype", "config"), _configs())
+@pytest.mark.grid(("dtype", "config"), _configs())
 def test_a_permutation_only_moves_values(xp, monkeypatch, dtype, config):
     """Sums with one term each: whatever reaches the wrong place or is missing shows exactly."""
     m, k = 140, 264
@@ -289,12 +289,11 @@ def test_doubling_x_doubles_the_result(xp):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("n", [256, 10000])
-@pytest.mark.parametrize(("tier", "most"), [("portable", 16), ("auto", 8)])
-def test_skinny_rows_do_not_depend_on_their_neighbours(cp, monkeypatch, tier, most, n, dtype):
-    """Up to 16 rows; where there are Hopper's tiles, these begin at nine."""
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("n", [256, 10000])
+@pytest.mark.grid(("tier", "most"), [("portable", 16), ("auto", 8)])
+def test_skinny_rows_do_not_depend_on_their_neighbours(cp, tier, most, n, dtype):
+    """Up to 16 rows; Hopper's tiles, in the tier "auto", begin at nine."""
     x, weight, _, _ = _inputs(16, n, 1096, dtype)
     gx, gw = cases.to_module(cp, x, weight)
     together = to_numpy(kernels.gemm(gx[-most:], gw)).astype(np.float32)

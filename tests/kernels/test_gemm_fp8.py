@@ -44,18 +44,18 @@ def compare(xp, x, weight, scales, *, dtype=None, deterministic=False, pdl=False
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
-@pytest.mark.parametrize("has_blocks", BLOCKS)
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("m", "n", "k"), PRODUCTS_8BIT)
+@pytest.mark.grid("has_blocks", BLOCKS)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(("m", "n", "k"), PRODUCTS_8BIT)
 def test_matches_mirror(xp, m, n, k, dtype, has_blocks):
     x, weight, scales, bias, residual = inputs(m, n, k, dtype, has_blocks)
     compare(xp, x, weight, scales, bias=bias, residual=residual, activation="silu")
     compare(xp, x, weight, scales, deterministic=True)
 
 
-@pytest.mark.parametrize("has_blocks", BLOCKS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("m", [1, 7, 40, 150])
+@pytest.mark.grid("has_blocks", BLOCKS)
+@pytest.mark.grid("activation", ACTIVATIONS)
+@pytest.mark.grid("m", [1, 7, 40, 150])
 def test_epilogues(xp, m, activation, has_blocks):
     is_gated = activation in ("swiglu", "silu_and_mul")
     for n in (256, 96):
@@ -122,7 +122,7 @@ TILES = [(config, b) for b in BLOCKS for config in w8_configs(has_blocks=b)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("config", "has_blocks"), TILES, ids=str)
+@pytest.mark.grid(("config", "has_blocks"), TILES, ids=str)
 def test_every_tile_matches_mirror(cp, monkeypatch, config, has_blocks):
     """Where it is Hopper; elsewhere the same tile each time."""
     monkeypatch.setattr(w8, "MAX_SKINNY_ROWS", 0)

@@ -41,16 +41,16 @@ def compare(xp, x, weight, scales, *, deterministic=False, pdl=False, **args):
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("m", "n", "k"), PRODUCTS_8BIT)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(("m", "n", "k"), PRODUCTS_8BIT)
 def test_matches_mirror(xp, m, n, k, dtype):
     x, weight, scales, bias, residual = inputs(m, n, k, dtype)
     compare(xp, x, weight, scales, bias=bias, residual=residual, activation="silu")
     compare(xp, x, weight, scales, deterministic=True)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("m", [1, 7, 40, 150])
+@pytest.mark.grid("activation", ACTIVATIONS)
+@pytest.mark.grid("m", [1, 7, 40, 150])
 def test_epilogues(xp, m, activation):
     is_gated = activation in ("swiglu", "silu_and_mul")
     for n in (256, 96):

@@ -45,8 +45,8 @@ def _inputs(m, n, k, dtype, seed=0):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.grid("dtype", HALVES)
+@pytest.mark.grid("config", CONFIGS)
 def test_every_tile_matches_mirror(hopper, monkeypatch, config, dtype):
     """Random sizes that nothing divides, all results' alignments, nothing written outside."""
     _force(monkeypatch, config)
@@ -70,8 +70,8 @@ def test_every_tile_matches_mirror(hopper, monkeypatch, config, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.grid("pdl", [False, True])
+@pytest.mark.grid("config", CONFIGS)
 def test_ctas_that_compute_many_tiles(hopper, monkeypatch, config, pdl):
     """Two launches, so that the second one begins while the first one stores."""
     _force(monkeypatch, config)
@@ -105,8 +105,8 @@ def test_results_by_map_into_rows_that_lie_apart(hopper, monkeypatch, config, ac
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "relu"])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.grid("activation", [None, "silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.grid("config", CONFIGS)
 def test_epilogues(hopper, monkeypatch, config, activation):
     _force(monkeypatch, config)
     m, n, k = 150, 268, 576
@@ -125,8 +125,8 @@ def test_epilogues(hopper, monkeypatch, config, activation):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 50, 150])
-@pytest.mark.parametrize("config", GATED)
+@pytest.mark.grid("m", [1, 50, 150])
+@pytest.mark.grid("config", GATED)
 def test_silu_and_mul(hopper, monkeypatch, config, m):
     _force(monkeypatch, config)
     n, k = 272, 1104
@@ -144,8 +144,8 @@ def test_silu_and_mul(hopper, monkeypatch, config, m):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("config", GATED)
+@pytest.mark.grid("dtype", HALVES)
+@pytest.mark.grid("config", GATED)
 def test_swiglu(hopper, monkeypatch, config, dtype):
     """Gate before up; sizes whose halves end within a tile, and fewer rows than a tile has."""
     _force(monkeypatch, config)
@@ -210,7 +210,7 @@ def test_where_swiglu_is_fused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.grid("config", CONFIGS)
 def test_rows_that_do_not_fill_a_tile(hopper, monkeypatch, config):
     """A last tile of one row to all but one, also where a cluster's second tile has none."""
     _force(monkeypatch, config)
@@ -225,7 +225,7 @@ def test_rows_that_do_not_fill_a_tile(hopper, monkeypatch, config):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.grid("config", CONFIGS)
 def test_a_permutation_only_moves_values(hopper, monkeypatch, config):
     _force(monkeypatch, config)
     m, k = 700, 1032
@@ -286,9 +286,7 @@ def test_a_chain_in_which_each_reads_what_the_last_wrote(hopper, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tier", ["auto", "portable"])
 def test_the_tier_decides(hopper, monkeypatch, tier):
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
     launched = []
     monkeypatch.setattr(
         gemm_launch, "launch_hopper", lambda *args, **_: launched.append(args) or args[3].fill(0)

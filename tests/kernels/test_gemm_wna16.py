@@ -24,10 +24,10 @@ def _extras(m, n, dtype):
     return cases.normal((n,), dtype, seed=3), cases.normal((m, n), dtype, seed=4)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("m", ROWS)
-@pytest.mark.parametrize(("n", "k"), SIZES)
-@pytest.mark.parametrize("name", PACKED_FORMATS)
+@pytest.mark.grid("dtype", HALVES)
+@pytest.mark.grid("m", ROWS)
+@pytest.mark.grid(("n", "k"), SIZES)
+@pytest.mark.grid("name", PACKED_FORMATS)
 def test_matches_mirror(xp, name, n, k, m, dtype):
     weight, x = random_weight(name, n, k), cases.normal((m, k), dtype, seed=1)
     out, buffer = cases.guarded(xp, (m, n), x.dtype)
@@ -37,9 +37,9 @@ def test_matches_mirror(xp, name, n, k, m, dtype):
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
-@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "relu"])
-@pytest.mark.parametrize("m", [1, 5, 12, 30])
-@pytest.mark.parametrize("name", ["int4_g128", "q4_k", "q8_0"])
+@pytest.mark.grid("activation", [None, "silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.grid("m", [1, 5, 12, 30])
+@pytest.mark.grid("name", ["int4_g128", "q4_k", "q8_0"])
 def test_epilogue_matches_mirror(xp, name, m, activation):
     n, k = 70, 512
     weight, x = random_weight(name, n, k), cases.normal((m, k), "bfloat16", seed=1)
@@ -61,9 +61,9 @@ def _is_close(got, want, reduction):
     return True
 
 
-@pytest.mark.parametrize("m", [1, 3, 16, 20])
-@pytest.mark.parametrize(("f", "k"), [(32, 256), (160, 512), (40, 128), (35, 64)])
-@pytest.mark.parametrize("name", ["int4_g64_zp", "q6_k", "mxfp4"])
+@pytest.mark.grid("m", [1, 3, 16, 20])
+@pytest.mark.grid(("f", "k"), [(32, 256), (160, 512), (40, 128), (35, 64)])
+@pytest.mark.grid("name", ["int4_g64_zp", "q6_k", "mxfp4"])
 def test_swiglu_matches_mirror(xp, name, f, k, m):
     weight, x = random_weight(name, 2 * f, k), cases.normal((m, k), "bfloat16", seed=1)
     bias = cases.normal((2 * f,), "bfloat16", seed=3)
@@ -92,9 +92,9 @@ def test_float32_result(xp, m):
     assert_close(got, want, reduction=k, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("scales", HALVES)
-@pytest.mark.parametrize("m", [1, 11, 24])
-@pytest.mark.parametrize("name", ["int4_g32", "int4_g128_zp", "int8_g128"])
+@pytest.mark.grid("scales", HALVES)
+@pytest.mark.grid("m", [1, 11, 24])
+@pytest.mark.grid("name", ["int4_g32", "int4_g128_zp", "int8_g128"])
 def test_scales_of_checkpoints(xp, name, m, scales):
     weight, x = random_weight(name, 64, 384, scales=scales), cases.normal((m, 384), "float16", 1)
     got = kernels.gemm_wna16(xp.asarray(x), weight_to(xp, weight))
@@ -111,8 +111,8 @@ def test_columns_in_another_order(xp, name, m):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 6, 16])
-@pytest.mark.parametrize("name", ["int4_g128", "q4_0", "q6_k", "q8_0"])
+@pytest.mark.grid("m", [1, 6, 16])
+@pytest.mark.grid("name", ["int4_g128", "q4_0", "q6_k", "q8_0"])
 def test_every_way_to_cut(cp, monkeypatch, name, m):
     n, k, form = 608, 1096, FORMATS[name]
     weight, x = random_weight(name, n, k), cases.normal((m, k), "bfloat16", seed=1)

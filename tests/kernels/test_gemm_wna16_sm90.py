@@ -57,8 +57,8 @@ def _is_untouched(xp, buffer):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", PACKED_FORMATS)
+@pytest.mark.grid("dtype", HALVES)
+@pytest.mark.grid("name", PACKED_FORMATS)
 def test_every_format_matches_mirror(hopper, name, dtype):
     for i, (m, n, k) in enumerate([(9, 48, 512), (40, 37, 1096), (130, 264, 200), (300, 77, 640)]):
         weight, x = random_weight(name, n, k), cases.normal((m, k), dtype, seed=1)
@@ -80,8 +80,8 @@ def test_scales_in_bfloat16(hopper, name, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["int4_g128", "q6_k"])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.grid("name", ["int4_g128", "q6_k"])
+@pytest.mark.grid("config", CONFIGS)
 def test_every_tile_matches_mirror(hopper, monkeypatch, config, name):
     """Sizes that nothing divides, fewer rows than a tile has, nothing written outside."""
     if not config.supports(FORMATS[name]):
@@ -104,7 +104,7 @@ def test_every_tile_matches_mirror(hopper, monkeypatch, config, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.grid("config", CONFIGS)
 def test_ctas_that_compute_many_tiles(hopper, monkeypatch, config):
     """Two launches, so that the second one begins while the first one stores."""
     _force(monkeypatch, config)
@@ -119,8 +119,8 @@ def test_ctas_that_compute_many_tiles(hopper, monkeypatch, config):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "relu"])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.grid("activation", [None, "silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.grid("config", CONFIGS)
 def test_epilogues(hopper, monkeypatch, config, activation):
     _force(monkeypatch, config)
     m, n, k = 150, 268, 1088
@@ -140,7 +140,7 @@ def test_epilogues(hopper, monkeypatch, config, activation):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.grid("config", CONFIGS)
 def test_swiglu(hopper, monkeypatch, config):
     """Halves that end within a tile, and one that is no whole row tiles."""
     name = "int8_g128" if config.scales_sums else "q4_k"
@@ -201,9 +201,7 @@ def test_a_chain_in_which_each_reads_what_the_last_wrote(hopper, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tier", ["auto", "portable"])
 def test_the_tier_decides(hopper, monkeypatch, tier):
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
     launched = []
     monkeypatch.setattr(sm90, "launch", lambda *args: launched.append(args))
     weight, x = random_weight("q8_0", 256, 512), cases.normal((200, 512), "bfloat16", seed=1)
@@ -223,10 +221,10 @@ def test_choice_covers_the_problem(sm_count):
 
 
 @pytest.mark.parametrize("name", PACKED_FORMATS)
-@pytest.mark.parametrize("config", CONFIGS)
-def test_stages_fit(config, name):
+def test_stages_fit(name):
     form = FORMATS[name]
-    assert config.blocks * (config.shared_bytes(form) + 1024) <= 228 * 1024
+    for config in HOPPER_CONFIGS:
+        assert config.blocks * (config.shared_bytes(form) + 1024) <= 228 * 1024
 
 
 @pytest.mark.parametrize("name", PACKED_FORMATS)

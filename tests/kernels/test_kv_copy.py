@@ -21,9 +21,9 @@ def _pairs(num_blocks):
     return pairs
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("slabs", [(), (3,), (4, 2)])
-@pytest.mark.parametrize("shape", PAGES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("slabs", [(), (3,), (4, 2)])
+@pytest.mark.grid("shape", PAGES)
 def test_matches_mirror(xp, shape, slabs, dtype):
     host = cases.normal((*slabs, *shape), dtype, seed=2)
     pairs = _pairs(shape[0])

@@ -26,9 +26,9 @@ def _inputs(shape, dtype, lens):
     return k_pages, v_pages, tables, np.array(lens, np.int32), cu
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("lens", [[1], [37, 16, 5], [0, 3, 0, 0, 33, 0], [], [0]])
-@pytest.mark.parametrize("shape", PAGES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("lens", [[1], [37, 16, 5], [0, 3, 0, 0, 33, 0], [], [0]])
+@pytest.mark.grid("shape", PAGES)
 def test_matches_mirror(xp, shape, lens, dtype):
     inputs = _inputs(shape, dtype, lens)
     want = reference.kv_gather(*inputs)

@@ -23,8 +23,8 @@ def _inputs(pages_shape, dtype, *, tokens=None):
     return k, v, slots
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("shape", PAGES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("shape", PAGES)
 def test_matches_mirror(xp, shape, dtype):
     k, v, slots = _inputs(shape, dtype)
     want = np.full((2, *shape), np.nan, k.dtype)
@@ -39,8 +39,8 @@ def test_matches_mirror(xp, shape, dtype):
     assert_guards(v_buffer)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("shape", PAGES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("shape", PAGES)
 def test_views_of_fused_rows(xp, shape, dtype):
     """k and v straight out of the qkv projection; pages that are one layer of a slab."""
     _, heads, _, head_dim = shape

@@ -19,9 +19,9 @@ def _pairs(num_source, num_target):
     return np.stack([rng.integers(0, num_source, len(targets)), targets], axis=1).astype(np.int32)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("num_slabs", [1, 8])
-@pytest.mark.parametrize("shape", PAGES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("num_slabs", [1, 8])
+@pytest.mark.grid("shape", PAGES)
 def test_matches_mirror(xp, shape, num_slabs, dtype):
     source = cases.normal((num_slabs, *shape), dtype, seed=2)
     pairs = _pairs(shape[0], 5)

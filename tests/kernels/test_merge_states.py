@@ -41,8 +41,8 @@ def _states(shape, dtype, *, has_empty=True):
     return outputs, lses
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("shape", SHAPES)
 def test_matches_mirror(xp, shape, dtype):
     outputs, lses = _states(shape, dtype)
     want, want_lse = reference.merge_states(outputs, lses)

@@ -42,9 +42,9 @@ def _inputs(shape, dtype):
     }
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("extras", EXTRAS, ids="-".join)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("extras", EXTRAS, ids="-".join)
+@pytest.mark.grid("shape", SHAPES)
 def test_matches_mirror(xp, shape, extras, dtype):
     pairs, options = _inputs(shape, dtype)
     options = {name: options[name] for name in extras}

@@ -38,13 +38,6 @@ ACTIVATIONS = (None, "swiglu", "swiglu_clamped")
 ROUTERS = ("random", "one", "few")
 
 
-@pytest.fixture(params=["auto", "portable"])
-def tier(request, monkeypatch):
-    """The kernels that the chip's tier has, and those of any chip."""
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", request.param)
-    return request.param
-
-
 def _routing(num_tokens, num_experts, top_k, router="random"):
     """Tokens to random experts; all to the same ones; to a third of the experts."""
     rng = np.random.default_rng([num_tokens, num_experts, top_k])
@@ -89,9 +82,9 @@ def _loop(x, weight, routing, bias=None, activation=None, alpha=1.702, limit=7.0
     return result
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("scatter", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("scatter", [False, True])
+@pytest.mark.grid("shape", SHAPES)
 def test_matches_mirror(xp, tier, shape, scatter, dtype):
     x, weight, _ = _inputs(shape, dtype, scatter=scatter)
     for router in ROUTERS:
@@ -105,9 +98,9 @@ def test_matches_mirror(xp, tier, shape, scatter, dtype):
         assert_guards(buffer)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] and s[4]])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("activation", ACTIVATIONS)
+@pytest.mark.grid("shape", [s for s in SHAPES if s[0] and s[4]])
 def test_epilogue_matches_mirror(xp, tier, shape, activation, dtype):
     for scatter in (False, True):
         x, weight, bias = _inputs(shape, dtype, scatter=scatter)
@@ -122,7 +115,7 @@ def test_epilogue_matches_mirror(xp, tier, shape, activation, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
+@pytest.mark.grid(
     ("dtype", "config"),
     [
         pytest.param(dtype, config, id=f"{dtype}-{config.kernel}")
@@ -130,7 +123,7 @@ def test_epilogue_matches_mirror(xp, tier, shape, activation, dtype):
         for config in tile_configs(dtype)
     ],
 )
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.grid("activation", ACTIVATIONS)
 def test_every_tile_matches_mirror(cp, monkeypatch, config, dtype, activation):
     """Any tile may have any number of rows of an expert."""
     monkeypatch.setenv("ENGINE_KERNEL_TIER", "portable")
@@ -191,9 +184,9 @@ def test_experts_without_tokens_are_not_read(xp, tier, dtype):
     assert_close(got, want, reduction=64)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("scatter", [False, True])
-@pytest.mark.parametrize("shape", [(1, 4, 2, 64, 96), (33, 7, 3, 64, 64), (300, 5, 3, 136, 520)])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("scatter", [False, True])
+@pytest.mark.grid("shape", [(1, 4, 2, 64, 96), (33, 7, 3, 64, 64), (300, 5, 3, 136, 520)])
 def test_a_run_of_experts(xp, tier, shape, scatter, dtype):
     """Offsets that begin later and end earlier: other rows are not computed, nor written."""
     num_experts = shape[1]

@@ -103,22 +103,22 @@ def _check(xp, name, shape, dtype, extras):
     assert_guards(buffer)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("shape", SHAPES)
 def test_dense_weights_match_mirror(xp, shape, dtype):
     for extras in EXTRAS:
         _check(xp, "dense", shape, dtype, extras)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.grid("shape", SHAPES)
+@pytest.mark.grid("name", SAMPLES)
 def test_quantized_weights_match_mirror(xp, name, shape):
     for dtype, extras in zip(("float16", "bfloat16") * 2, EXTRAS, strict=True):
         _check(xp, name, shape, dtype, extras)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:6])
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.grid("shape", SHAPES[:6])
+@pytest.mark.grid("name", SAMPLES)
 def test_one_kernel_matches_mirror(xp, one_kernel, name, shape):
     for dtype in ("float16", "bfloat16"):
         for extras in EXTRAS:
@@ -126,7 +126,7 @@ def test_one_kernel_matches_mirror(xp, one_kernel, name, shape):
     assert one_kernel == [True] * (16 if xp is not np else 0)  # each call twice
 
 
-@pytest.mark.parametrize("name", [n for n in (*PACKED_FORMATS, *BYTE_FORMATS) if n not in SAMPLES])
+@pytest.mark.grid("name", [n for n in (*PACKED_FORMATS, *BYTE_FORMATS) if n not in SAMPLES])
 def test_every_other_format(xp, one_kernel, name):
     for shape in ((1, 8, 4, 768, 64), (6, 9, 3, 272, 96)):
         _check(xp, name, shape, "bfloat16", EXTRAS[1])

@@ -46,13 +46,6 @@ CODES_CONFIGS = [
 ]
 
 
-@pytest.fixture(params=["auto", "portable"])
-def tier(request, monkeypatch):
-    """The kernels that the chip's tier has, and those of any chip."""
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", request.param)
-    return request.param
-
-
 @pytest.fixture
 def hopper(cp):
     """CuPy, on a device that runs these kernels."""
@@ -152,8 +145,8 @@ CODES_SHAPES = (
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", CODES_SHAPES)
+@pytest.mark.grid("dtype", DTYPES)
+@pytest.mark.grid("shape", CODES_SHAPES)
 def test_codes_match_mirror(xp, tier, monkeypatch, shape, dtype):
     for router in ("random", "one"):
         for activation in (None, "swiglu", "swiglu_clamped"):
@@ -229,17 +222,17 @@ def test_codes_match_loop():
     assert_close(got, want[routing.order], reduction=300)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.grid("dtype", DTYPES)
+@pytest.mark.grid("name", NAMES)
 def test_every_format_matches_mirror(xp, tier, name, dtype):
     for shape in ((5, 16, 4, 256, 96), (33, 3, 2, 520, 96)):
         _check(xp, name, shape, dtype, "random", activation="swiglu")
         _check(xp, name, shape, dtype, "random", scatter=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.grid("dtype", DTYPES)
+@pytest.mark.grid("shape", SHAPES)
+@pytest.mark.grid("name", SAMPLES)
 def test_every_shape_matches_mirror(xp, tier, name, shape, dtype):
     for router in ("random", "one"):
         for activation in (None, "swiglu", "swiglu_clamped"):
@@ -248,9 +241,9 @@ def test_every_shape_matches_mirror(xp, tier, name, shape, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.grid("dtype", DTYPES)
+@pytest.mark.grid("config", CONFIGS)
+@pytest.mark.grid("name", SAMPLES)
 def test_every_tile_matches_mirror(hopper, monkeypatch, name, config, dtype):
     """Any tile may have any number of rows of an expert."""
     monkeypatch.setattr(quantized_sm90, "choose_config", lambda *_, **__: config)
@@ -263,8 +256,8 @@ def test_every_tile_matches_mirror(hopper, monkeypatch, name, config, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.grid("dtype", DTYPES)
+@pytest.mark.grid("name", SAMPLES)
 def test_every_way_to_cut(cp, monkeypatch, name, dtype):
     """Parts of k, units of several rounds, experts with several tokens."""
     for shape in ((1, 4, 2, 1104, 96), (3, 7, 3, 528, 224), (8, 3, 2, 272, 288)):

@@ -36,9 +36,9 @@ def _poisoned(cp, shape, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize(
+@pytest.mark.grid("dtype", ["float16", "bfloat16"])
+@pytest.mark.grid("config", CONFIGS)
+@pytest.mark.grid(
     ("num_tokens", "num_experts", "top_k", "hidden", "width"),
     [(1, 4, 1, 64, 8), (5, 128, 8, 136, 72), (33, 7, 3, 520, 264), (700, 4, 2, 72, 136),
      (500, 256, 2, 64, 64)],

@@ -99,7 +99,7 @@ def _loop(logits, top_k, score="softmax", correction=None, num_groups=1, top_gro
     return np.array(experts), np.array(weights)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), SHAPES)
+@pytest.mark.grid(("num_tokens", "num_experts", "top_k"), SHAPES)
 def test_matches_mirror(xp, num_tokens, num_experts, top_k):
     logits = distinct_logits(num_tokens, num_experts, seed=1)
     got = kernels.moe_route(xp.asarray(logits), top_k)
@@ -107,8 +107,8 @@ def test_matches_mirror(xp, num_tokens, num_experts, top_k):
     _assert_sorted(got, num_experts)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 17, 300])
-@pytest.mark.parametrize(("options", "num_experts"), OPTIONS)
+@pytest.mark.grid("num_tokens", [0, 1, 17, 300])
+@pytest.mark.grid(("options", "num_experts"), OPTIONS)
 def test_options_match_mirror(xp, options, num_experts, num_tokens):
     logits = distinct_logits(num_tokens, num_experts, seed=2)
     arguments = _arguments(options, num_experts)

@@ -38,9 +38,9 @@ def _inputs(shape, dtype):
     return *rows, slots, *scales
 
 
-@pytest.mark.parametrize("kind", _KINDS)
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("shape", PAGES)
+@pytest.mark.grid("kind", _KINDS)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("shape", PAGES)
 def test_store_matches_mirror(xp, shape, dtype, kind):
     k, v, slots, k_scale, v_scale = _inputs(shape, dtype)
     want = np.full((2, *shape), 0x55, kind.dtype)

@@ -12,8 +12,8 @@ from engine.testing import cases
 from engine.testing.tolerances import assert_close
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("m", "n"), cases.ROWS)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(("m", "n"), cases.ROWS)
 def test_matches_mirror(xp, m, n, dtype):
     x = cases.normal((m, n), dtype, seed=1)
     order = np.random.default_rng(2).permutation(n).astype(np.int32)

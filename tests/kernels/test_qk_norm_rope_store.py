@@ -46,10 +46,10 @@ def _pages_shape(case):
     return tokens + 2, kv_heads, _BLOCK_SIZE, head_dim
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("norms", _NORMS)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("case", ROPE)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("norms", _NORMS)
+@pytest.mark.grid("interleaved", [False, True])
+@pytest.mark.grid("case", ROPE)
 def test_matches_mirror(xp, case, interleaved, norms, dtype):
     """On views of fused rows; k, v and all slots that are not written stay as they were."""
     qkv, places, slots, weights = _inputs(case, dtype, norms)

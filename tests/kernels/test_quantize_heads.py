@@ -19,9 +19,9 @@ def _values(codes, scale):
     return to_numpy(codes).view(_E4M3).astype(np.float64) * to_numpy(scale)[:, None]
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("shape", _SHAPES)
-@pytest.mark.parametrize("has_offset", [False, True])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("shape", _SHAPES)
+@pytest.mark.grid("has_offset", [False, True])
 def test_matches_mirror(xp, shape, dtype, has_offset):
     x = cases.normal(shape, dtype, 1, scale=3.0)
     offset = cases.normal(shape[1:], "float32", 2) if has_offset else None

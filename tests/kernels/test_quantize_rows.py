@@ -26,19 +26,19 @@ def assert_same(got, want):
         np.testing.assert_array_equal(host, b)
 
 
-@pytest.mark.parametrize("group", [0, 128])
-@pytest.mark.parametrize("codes", CODES)
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("rows", "n"), ROWS)
+@pytest.mark.grid("group", [0, 128])
+@pytest.mark.grid("codes", CODES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(("rows", "n"), ROWS)
 def test_matches_mirror(xp, rows, n, dtype, codes, group):
     x = cases.normal((rows, n), dtype, seed=1, scale=3.0)
     got = kernels.quantize_rows(xp.asarray(x), dtype=codes, group=group)
     assert_same(got, reference.quantize_rows(x, dtype=codes, group=group))
 
 
-@pytest.mark.parametrize("codes", CODES)
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("start", [8, 3])
+@pytest.mark.grid("codes", CODES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("start", [8, 3])
 def test_a_view(xp, start, dtype, codes):
     wide = cases.normal((5, 320), dtype, seed=2)
     got = kernels.quantize_rows(xp.asarray(wide)[:, start : start + 256], dtype=codes, group=128)

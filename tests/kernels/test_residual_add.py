@@ -17,8 +17,8 @@ def _inputs(shape, dtype):
     return cases.normal(shape, dtype, seed=1), cases.normal(shape, dtype, seed=2, scale=3.0)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("shape", FLAT_SHAPES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("shape", FLAT_SHAPES)
 def test_matches_mirror(xp, shape, dtype):
     x, residual = _inputs(shape, dtype)
     out, buffer = cases.guarded(xp, shape, x.dtype)

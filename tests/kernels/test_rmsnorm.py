@@ -20,8 +20,8 @@ def _inputs(rows, n, dtype):
     return x, residual, weight
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("rows", "n"), cases.ROWS)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(("rows", "n"), cases.ROWS)
 def test_matches_mirror(xp, rows, n, dtype):
     x, _, weight = _inputs(rows, n, dtype)
     out, buffer = cases.guarded(xp, (rows, n), x.dtype)
@@ -31,8 +31,8 @@ def test_matches_mirror(xp, rows, n, dtype):
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("rows", "n"), cases.ROWS)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(("rows", "n"), cases.ROWS)
 def test_fused_residual_matches_mirror(xp, rows, n, dtype):
     x, residual, weight = _inputs(rows, n, dtype)
     want = reference.rmsnorm(x, weight, residual=residual, weight_offset=1.0)
@@ -74,10 +74,10 @@ def test_strided_heads_in_place(xp, tokens, heads, n, dtype):
     )
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("has_residual", [False, True])
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("rows", "n"), cases.ROWS)
+@pytest.mark.grid("has_bias", [False, True])
+@pytest.mark.grid("has_residual", [False, True])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(("rows", "n"), cases.ROWS)
 def test_layernorm_matches_mirror(xp, rows, n, dtype, has_residual, has_bias):
     x, residual, weight = _inputs(rows, n, dtype)
     x = (x.astype(np.float32) + 4.0).astype(x.dtype)  # a mean that matters

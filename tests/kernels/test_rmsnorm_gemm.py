@@ -32,8 +32,8 @@ def _configs(k=264):
     ]
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("m", "n", "k"), [p for p in PRODUCTS if p[2]])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(("m", "n", "k"), [p for p in PRODUCTS if p[2]])
 def test_matches_mirror(xp, m, n, k, dtype):
     x, norm_weight, weight, bias = _inputs(m, n, k, dtype)
     want = reference.rmsnorm_gemm(x, norm_weight, weight, eps=1e-5, bias=bias)
@@ -45,8 +45,8 @@ def test_matches_mirror(xp, m, n, k, dtype):
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
-@pytest.mark.parametrize(("dtype", "config"), _configs())
-@pytest.mark.parametrize("m", [1, 19, 133])
+@pytest.mark.grid(("dtype", "config"), _configs())
+@pytest.mark.grid("m", [1, 19, 133])
 def test_every_kernel_matches_mirror(xp, monkeypatch, m, dtype, config):
     n, k = 300, 264
     x, norm_weight, weight, bias = _inputs(m, n, k, dtype)
@@ -131,8 +131,8 @@ def test_silu_and_mul_of_a_norm(xp, m, n, k, dtype):
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(
     ("m", "n", "k"),
     [(1, 304, 264), (5, 96, 1096), (13, 96, 1096), (1, 32, 5128), (70, 272, 136), (2, 34, 72)],
 )
@@ -146,8 +146,8 @@ def test_swiglu_of_a_norm(xp, m, n, k, dtype):
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
-@pytest.mark.parametrize(("dtype", "config"), _configs())
-@pytest.mark.parametrize("m", [1, 6])
+@pytest.mark.grid(("dtype", "config"), _configs())
+@pytest.mark.grid("m", [1, 6])
 def test_every_kernel_makes_swiglu(xp, monkeypatch, m, dtype, config):
     n, k = 304, 264
     x, norm_weight, weight, _ = _inputs(m, n, k, dtype)
@@ -159,9 +159,9 @@ def test_every_kernel_makes_swiglu(xp, monkeypatch, m, dtype, config):
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("config", range(len(gemv_configs(304, 1032, (1,)))))
-@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.grid("dtype", ["float16", "bfloat16"])
+@pytest.mark.grid("config", range(len(gemv_configs(304, 1032, (1,)))))
+@pytest.mark.grid("pdl", [False, True])
 def test_gemv(xp, monkeypatch, config, dtype, pdl):
     n, k = 304, 1032
     x, norm_weight, weight, bias = _inputs(1, n, k, dtype)

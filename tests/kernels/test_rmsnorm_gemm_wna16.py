@@ -19,10 +19,10 @@ def _inputs(m, n, k, dtype):
     return x, norm_weight, cases.normal((n,), dtype, seed=3)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("m", [1, 2, 8, 15, 20, 0])
-@pytest.mark.parametrize(("n", "k"), [(48, 512), (70, 1096), (20, 100)])
-@pytest.mark.parametrize("name", ["int4_g128", "q4_k", "q6_k", "q8_0"])
+@pytest.mark.grid("dtype", ["float16", "bfloat16"])
+@pytest.mark.grid("m", [1, 2, 8, 15, 20, 0])
+@pytest.mark.grid(("n", "k"), [(48, 512), (70, 1096), (20, 100)])
+@pytest.mark.grid("name", ["int4_g128", "q4_k", "q6_k", "q8_0"])
 def test_matches_mirror(xp, name, n, k, m, dtype):
     weight, (x, norm_weight, bias) = random_weight(name, n, k), _inputs(m, n, k, dtype)
     want = reference.rmsnorm_gemm_wna16(x, norm_weight, weight, bias=bias, activation="silu")

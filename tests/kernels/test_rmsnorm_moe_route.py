@@ -63,8 +63,8 @@ def _assert_same(got, want, name):
     np.testing.assert_allclose(to_numpy(routing.weights), want[1].weights, rtol=rtol, err_msg=name)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("shape", SHAPES)
 def test_matches_mirror(xp, shape, dtype):
     for options in OPTIONS:
         norm = {key: options[key] for key in ("weight_offset", "eps") if key in options}

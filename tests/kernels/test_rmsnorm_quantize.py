@@ -19,10 +19,10 @@ def assert_same(got, want):
         np.testing.assert_array_equal(to_numpy(a), to_numpy(b))
 
 
-@pytest.mark.parametrize("group", [0, 128])
-@pytest.mark.parametrize("codes", ["fp8", "int8"])
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("rows", "n"), ROWS)
+@pytest.mark.grid("group", [0, 128])
+@pytest.mark.grid("codes", ["fp8", "int8"])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(("rows", "n"), ROWS)
 def test_is_the_two_ops(xp, rows, n, dtype, codes, group):
     x = xp.asarray(cases.normal((rows, n), dtype, seed=1, scale=3.0))
     weight = xp.asarray(cases.normal((n,), dtype, seed=2, mean=1.0))

@@ -25,9 +25,9 @@ def _inputs(case, dtype):
     return q, k, positions, cos_sin_table(_POSITIONS, rotary_dim)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("case", ROPE)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("interleaved", [False, True])
+@pytest.mark.grid("case", ROPE)
 def test_matches_mirror(xp, case, interleaved, dtype):
     q, k, positions, table = _inputs(case, dtype)
     want = reference.rope(q, k, positions, table, interleaved=interleaved)
@@ -51,9 +51,9 @@ def _split(qkv, case):
     return rows[:, :heads], rows[:, heads : heads + kv_heads], rows[:, heads + kv_heads :]
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("case", ROPE[:-1])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("interleaved", [False, True])
+@pytest.mark.grid("case", ROPE[:-1])
 def test_views_of_fused_rows(xp, case, interleaved, dtype):
     """In place, and from one fused buffer into another: neighbours stay as they were."""
     tokens, heads, kv_heads, head_dim, _ = case

@@ -43,8 +43,8 @@ def _check(xp, logits, **args):
 # --- the kernels against the mirror ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", cases_sample.LOGITS)
-@pytest.mark.parametrize("vocab_size", [1, 63, 1000, 4097, 49152])
+@pytest.mark.grid("kind", cases_sample.LOGITS)
+@pytest.mark.grid("vocab_size", [1, 63, 1000, 4097, 49152])
 def test_matches_mirror(xp, kind, vocab_size):
     names = list(cases_sample.FILTERS)
     logits = cases_sample.logits(kind, len(names), vocab_size)
@@ -75,9 +75,9 @@ _WALKED = {
 }
 
 
-@pytest.mark.parametrize("filters", list(_WALKED))
-@pytest.mark.parametrize("kind", ["normal", "rounded", "equal", "sorted"])
-@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 60000), (7, 30000), (140, 9000)])
+@pytest.mark.grid("filters", list(_WALKED))
+@pytest.mark.grid("kind", ["normal", "rounded", "equal", "sorted"])
+@pytest.mark.grid(("num_rows", "vocab_size"), [(1, 60000), (7, 30000), (140, 9000)])
 def test_rows_that_are_walked(xp, num_rows, vocab_size, kind, filters):
     logits = cases_sample.logits(kind, num_rows, vocab_size, seed=11)
     columns = {name: np.resize(x, num_rows) for name, x in _WALKED[filters].items()}
@@ -94,9 +94,9 @@ def test_more_rows_than_are_walked_together(cp, num_rows):
     assert (_check(cp, logits, **args).num_kept > 1024).all()
 
 
-@pytest.mark.parametrize("filters", ["greedy", "top_k_top_p", "plain"])
-@pytest.mark.parametrize("kind", cases_sample.PROCESSING)
-@pytest.mark.parametrize("vocab_size", [33, 5000])
+@pytest.mark.grid("filters", ["greedy", "top_k_top_p", "plain"])
+@pytest.mark.grid("kind", cases_sample.PROCESSING)
+@pytest.mark.grid("vocab_size", [33, 5000])
 def test_processing_matches_mirror(xp, kind, filters, vocab_size):
     logits = cases_sample.logits("normal", 9, vocab_size, seed=3)
     before = logits.copy()

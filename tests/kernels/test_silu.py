@@ -15,8 +15,8 @@ from engine.testing.cases_elementwise import FLAT_SHAPES, assert_guards, extreme
 from engine.testing.tolerances import assert_close
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("shape", FLAT_SHAPES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("shape", FLAT_SHAPES)
 def test_matches_mirror(xp, shape, dtype):
     x = cases.normal(shape, dtype, seed=1, scale=3.0)
     out, buffer = cases.guarded(xp, shape, x.dtype)

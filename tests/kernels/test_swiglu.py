@@ -18,8 +18,8 @@ from engine.testing.tolerances import assert_close
 _CASES = (*cases.ROWS, (70000, 3))
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("rows", "f"), _CASES)
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(("rows", "f"), _CASES)
 def test_matches_mirror(xp, rows, f, dtype):
     x = cases.normal((rows, 2 * f), dtype, seed=1, scale=3.0)
     out, buffer = cases.guarded(xp, (rows, f), x.dtype)
@@ -51,8 +51,8 @@ def test_over_the_gate_half(xp, f, dtype):
     np.testing.assert_array_equal(to_numpy(array)[:, f:], x[:, f:])
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("shape", [(48,), (2, 3, 40), (2, 0, 40), (2, 1, 3, 6)])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("shape", [(48,), (2, 3, 40), (2, 0, 40), (2, 1, 3, 6)])
 def test_any_leading_axes(xp, shape, dtype):
     x = cases.normal(shape, dtype, seed=4)
     assert_close(kernels.swiglu(xp.asarray(x)), reference.swiglu(x))

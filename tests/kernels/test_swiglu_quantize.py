@@ -13,10 +13,10 @@ from engine.testing import cases
 ROWS = (*cases.ROWS, (3, 14336), (2, 20000), (3, 0))
 
 
-@pytest.mark.parametrize("group", [0, 128])
-@pytest.mark.parametrize("codes", ["fp8", "int8"])
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("rows", "n"), ROWS)
+@pytest.mark.grid("group", [0, 128])
+@pytest.mark.grid("codes", ["fp8", "int8"])
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid(("rows", "n"), ROWS)
 def test_is_the_two_ops(xp, rows, n, dtype, codes, group):
     x = xp.asarray(cases.normal((rows, 2 * n), dtype, seed=1, scale=3.0))
     got = kernels.swiglu_quantize(x, dtype=codes, group=group)

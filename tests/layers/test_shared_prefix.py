@@ -55,11 +55,9 @@ def _run(xp, shape, arrays, *, length=None, lens=None, **keywords):
     )
 
 
-@pytest.mark.parametrize("tier", ["auto", "portable"])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_decode_over_the_whole_table(xp, shape, dtype, tier, monkeypatch):
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+def test_equals_decode_over_the_whole_table(xp, shape, dtype, tier):
     q, k, v, tables, lens = _inputs(shape, dtype)
     rule = {"scale": 0.2, "softcap": 8.0} if shape[0] == 3 else {}
     want, want_lse = reference.attention_decode(
@@ -124,11 +122,9 @@ def test_padding_rows_see_the_prefix_alone(xp):
     assert_close(lse[1:2], want_lse, reduction=64)
 
 
-@pytest.mark.parametrize("tier", ["auto", "portable"])
 @pytest.mark.parametrize("length", [0, 64])
-def test_sinks_are_added_once(xp, length, tier, monkeypatch):
+def test_sinks_are_added_once(xp, length, tier):
     """Also where the prefix or a request's own part has no keys."""
-    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
     shape = SHAPES[1]
     q, k, v, tables, lens = _inputs(shape, "bfloat16")
     sinks = np.array([0.5, 2, -1, 30, -1e4, 5, 0, 1], np.float32)
