@@ -1,4 +1,4 @@
-"""A linear layer; the op that multiplies is chosen by the format of the weight."""
+"""A linear layer: the weight's format selects the op."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import kernels
+from engine.device import empty_like
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import WeightsError
 from engine.layers.arrays import arrays_of
-from engine.layers.codes import Codes
-from engine.layers.norm import Norm
-from engine.layers.stacked import stacked_product
+from engine.layers.norm import Norm, QuantizedRows
 from engine.weights import FORMATS, Weight
 from engine.weights.formats import STACKED
 
@@ -21,13 +20,13 @@ __all__ = ["PRODUCTS", "Linear", "Product"]
 
 @dataclass(frozen=True)
 class Product:
-    """The ops that multiply by weights of one format.
+    """The ops that multiply by a weight of one format.
 
     Attributes
     ----------
     plain : callable
-        ``plain(x, weight, bias=, residual=, activation=, out=, out_dtype=, deterministic=)``, with
-        the semantics of `kernels.gemm`.
+        ``plain(x, weight, bias=, residual=, activation=, out=, out_dtype=, deterministic=)``:
+        activation(x Wᵀ + b) + residual, the contract of `kernels.gemm`.
     of_normed : callable
         ``of_normed(x, norm, weight, bias=, activation=)``: the product of ``norm(x)``.
     """
@@ -58,10 +57,13 @@ def _packed_of_normed(x: Any, norm: Norm, weight: Weight, **options: Any) -> Any
 
 
 def _in_8_bits(op: Callable[..., Any]) -> Product:
-    """Return the ops of a format of both operands; `op` quantizes x itself unless it is codes."""
+    """Return the ops of a format with both operands in 8 bits.
+
+    `op` quantizes x, unless a norm has done so already.
+    """
 
     def plain(x: Any, weight: Weight, *, out_dtype: Any = None, **options: Any) -> Any:
-        if isinstance(x, Codes):
+        if isinstance(x, QuantizedRows):
             out_dtype = x.dtype if out_dtype is None else out_dtype
             x, options["x_scales"] = x.codes, x.scales
         return op(x, weight.data, weight.scales, out_dtype=out_dtype, pdl=True, **options)
@@ -73,8 +75,41 @@ def _in_8_bits(op: Callable[..., Any]) -> Product:
     return Product(plain, of_normed)
 
 
-def _stacked(x: Any, weight: Weight, **options: Any) -> Any:
-    return stacked_product(lambda part: PRODUCTS[part.format.name].plain, x, weight, **options)
+def _stacked(
+    x: Any,
+    weight: Weight,
+    *,
+    bias: Any = None,
+    residual: Any = None,
+    activation: str | None = None,
+    out: Any = None,
+    out_dtype: Any = None,
+    deterministic: bool = False,
+) -> Any:
+    """Multiply by each part of a stacked weight, and write the results side by side.
+
+    With "swiglu", whose gate and up may be in different parts, the product is rounded to x's dtype
+    before the activation.
+    """
+    is_gated = activation == "swiglu"
+    y = out
+    if y is None or is_gated:
+        y = empty_like(x, out_dtype, (x.shape[0], weight.shape[0]))
+    first = 0
+    for part in weight.parts:
+        last = first + part.shape[0]
+        PRODUCTS[part.format.name].plain(
+            x,
+            part,
+            bias=None if bias is None else bias[first:last],
+            residual=None if residual is None or is_gated else residual[:, first:last],
+            activation=None if is_gated else activation,
+            out=y[:, first:last],
+            out_dtype=out_dtype,
+            deterministic=deterministic,
+        )
+        first = last
+    return kernels.swiglu(y, out=out) if is_gated else y
 
 
 def _stacked_of_normed(x: Any, norm: Norm, weight: Weight, **options: Any) -> Any:
@@ -94,7 +129,7 @@ PRODUCTS: dict[str, Product] = {
     "int8": _in_8_bits(kernels.gemm_int8),
     STACKED.name: Product(_stacked, _stacked_of_normed),
 }
-"""Name of a weight's format -> the ops that multiply by it."""
+"""The ops for each weight format, by its name."""
 
 
 class Linear:
@@ -107,12 +142,12 @@ class Linear:
     bias : Weight, optional
         (out,), dense, in x's dtype.
     deterministic : bool
-        Give each token the same bits in any batch.
+        Batch invariance: give each token the same bits in any batch.
 
     Raises
     ------
     WeightsError
-        If no op multiplies by weights of this format.
+        If no op supports the weight's format.
     """
 
     __slots__ = ("_product", "bias", "deterministic", "weight")
@@ -130,7 +165,7 @@ class Linear:
         self._product = PRODUCTS[weight.format.name]
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield (name, array) for every array it holds."""
+        """Yield (name, array) for every array of the layer."""
         yield from arrays_of({"weight": self.weight})
         if self.bias is not None:
             yield "bias", self.bias
@@ -143,12 +178,17 @@ class Linear:
         out_dtype: Any = None,
         residual: Any = None,
     ) -> Any:
-        """Return activation(x Wᵀ + b), (T, out), for `x` (T, in); in `out_dtype` or x's dtype.
+        """Return activation(x Wᵀ + b), (T, out), in `out_dtype` or x's dtype.
 
-        `x` may be `Codes` if the weight's format has the other operand in 8 bits, too.
-
-        With a `residual` (T, out), the result is added to it in place and returned. With "swiglu",
-        the matrix is gate_up and the result has shape (T, out / 2).
+        Parameters
+        ----------
+        x : (T, in) array or QuantizedRows
+            Quantized rows need a weight format with both operands in 8 bits.
+        activation : str, optional
+            With "swiglu", the matrix is gate_up and the result has shape (T, out / 2).
+        out_dtype : dtype, optional
+        residual : (T, out) array, optional
+            The result is added to it in place, and it is returned.
         """
         return self._product.plain(
             x,
@@ -162,5 +202,5 @@ class Linear:
         )
 
     def of_normed(self, x: Any, norm: Norm, *, activation: str | None = None) -> Any:
-        """Return activation(norm(x) Wᵀ + b); in one kernel if there are few tokens."""
+        """Return activation(norm(x) Wᵀ + b). For few tokens it is one kernel."""
         return self._product.of_normed(x, norm, self.weight, bias=self.bias, activation=activation)

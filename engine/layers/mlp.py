@@ -10,6 +10,7 @@ from engine.errors import ConfigError
 from engine.layers.arrays import arrays_of
 from engine.layers.linear import Linear
 from engine.layers.norm import Norm
+from engine.weights import Format
 
 __all__ = ["MLP"]
 
@@ -17,7 +18,7 @@ _GELU = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 class MLP:
-    """One product for gate and up (with SiLU, the gating may be fused into it), then down.
+    """Gate and up are one product (SwiGLU may be fused into it), then down.
 
     Parameters
     ----------
@@ -28,12 +29,12 @@ class MLP:
     activation : str
         Activation of the gate, or of up: "silu", "gelu" (erf) or "gelu_tanh".
     is_gated : bool
-        Whether there is a gate.
+        Whether `gate_up` includes a gate.
 
     Raises
     ------
     ConfigError
-        If the activation is none of these.
+        If the activation is not supported.
     """
 
     __slots__ = ("activation", "down", "gate_up", "is_gated")
@@ -52,17 +53,25 @@ class MLP:
 
     @property
     def num_multiplied(self) -> int:
-        """Elements of the matrices that one token is multiplied by."""
+        """Elements of the matrices that multiply one token."""
         return self.gate_up.weight.num_elements + self.down.weight.num_elements
 
+    @property
+    def input_format(self) -> Format | None:
+        """Weight format of the product that reads the input: a norm may quantize for it."""
+        return self.gate_up.weight.format
+
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield (name, array) for every array it holds."""
+        """Yield (name, array) for every array of the MLP."""
         yield from arrays_of({"gate_up": self.gate_up, "down": self.down})
 
-    def __call__(self, x: Any, *, norm: Norm | None = None, residual: Any = None) -> Any:
+    def __call__(
+        self, x: Any, *, norm: Norm | None = None, residual: Any = None, slots: Any = None
+    ) -> Any:
         """Return the MLP's output (T, N) for `x` (T, N), or for ``norm(x)``.
 
-        With a `residual` (T, N), which may be `x`, the output is added to it.
+        With a `residual` (T, N), which may be `x`, the output is added to it. `slots` are those of
+        `MoE`; an MLP counts no tokens.
         """
         return self.down(self._gated(x, norm), residual=residual)
 

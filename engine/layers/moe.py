@@ -15,7 +15,7 @@ from engine.layers.arrays import arrays_of
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.norm import Norm
-from engine.weights import Weight
+from engine.weights import Format, Weight
 
 __all__ = ["Experts", "MoE", "RoutingParams"]
 
@@ -238,8 +238,13 @@ class MoE:
         self.load = array_module(matrix).zeros(matrix.shape[0], np.int64)
 
     @property
+    def input_format(self) -> Format | None:
+        """None: router and experts read the same input, which no norm quantizes."""
+        return None
+
+    @property
     def num_multiplied(self) -> int:
-        """Elements of the matrices that one token is multiplied by."""
+        """Elements of the matrices that multiply one token."""
         total = self.router.weight.num_elements + self.params.top_k * self.experts.num_elements
         if self.shared is not None:
             total += self.shared.num_multiplied

@@ -1,16 +1,39 @@
-"""RMSNorm, alone or fused with the addition to the residual stream; and no norm."""
+"""RMSNorm and LayerNorm, alone or fused with the residual addition and with quantization."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from engine import kernels
 from engine.errors import ConfigError
-from engine.layers.codes import Codes
 from engine.weights import Format
 
-__all__ = ["NoNorm", "Norm"]
+__all__ = ["NoNorm", "Norm", "QuantizedRows"]
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Rows of activations in 8 bits, which a norm passes to a product that needs them so.
+
+    Attributes
+    ----------
+    codes : (T, N) array of uint8 (bits of e4m3) or int8
+    scales : (T, 1) or (T, ceil(N / 128)) array of float32
+    dtype : dtype
+        Dtype of the rows before they were quantized.
+    """
+
+    codes: Any
+    scales: Any
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(T, N)."""
+        shape: tuple[int, ...] = self.codes.shape
+        return shape
 
 
 class Norm:
@@ -24,7 +47,7 @@ class Norm:
     offset : float
         Added to `weight` (Gemma: 1).
     branch_scale : float
-        Factor on what `add` adds to the residual stream (Granite).
+        Factor on the branch's output when `add` adds it to the residual stream (Granite).
     subtract_mean : bool
         Subtract the mean of x first: a LayerNorm.
     bias : (N,) array, optional
@@ -52,23 +75,23 @@ class Norm:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a call is an RMSNorm of the rows that it gets."""
+        """Whether a call is an RMSNorm of each row of its argument, so that it can be fused."""
         return not self.subtract_mean
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield (name, array) for every array it holds."""
+        """Yield (name, array) for every array of the norm."""
         yield "weight", self.weight
         if self.bias is not None:
             yield "bias", self.bias
 
     def __call__(self, x: Any, *, out: Any = None) -> Any:
-        """Return `x` (..., N) normalised; in `out` if given (which may be `x`)."""
+        """Return `x` (..., N) normalised, written to `out` if given, which may be `x`."""
         return kernels.rmsnorm(x, self.weight, out=out, **self._options())
 
     def add(self, x: Any, residual: Any, *, is_late: bool = False) -> tuple[Any, Any]:
         """Return (norm(h), h) of h = branch_scale * x + residual, in place of `x` and `residual`.
 
-        `is_late` is that of `kernels.rmsnorm`.
+        `is_late`: see `kernels.rmsnorm`.
         SAFETY: nothing else may hold a view of `x` or `residual` (T, N), or read them afterwards.
         """
         y, h = kernels.rmsnorm(
@@ -84,9 +107,9 @@ class Norm:
         return y, h
 
     def add_for(self, form: Format | None, x: Any, residual: Any) -> tuple[Any, Any]:
-        """As `add`, for a product whose weight has this format.
+        """Add, normalise, and quantize the result for a product of weight format `form`.
 
-        If the format has both operands in 8 bits, norm(h) is returned as `Codes`.
+        norm(h) is returned as `QuantizedRows` if the format has both operands in 8 bits. See `add`.
         """
         if form is None or not form.activations or self.weight is None or self.subtract_mean:
             return self.add(x, residual, is_late=form is not None and form.is_packed)
@@ -101,7 +124,7 @@ class Norm:
             group=form.activation_group,
             residual_out=residual,
         )
-        return Codes(codes, scales, x.dtype), h
+        return QuantizedRows(codes, scales, x.dtype), h
 
     def _options(self) -> dict[str, Any]:
         options = {"eps": self.eps, "weight_offset": self.offset}
@@ -109,12 +132,12 @@ class Norm:
 
 
 class NoNorm(Norm):
-    """Takes the place of a `Norm` where a family has none; `add` still adds.
+    """The norm of families without one: the identity, and a residual addition.
 
     Raises
     ------
     ConfigError
-        If `branch_scale` is not 1, since nothing would multiply with it.
+        If `branch_scale` is not 1: no kernel would apply it.
     """
 
     __slots__ = ()
@@ -126,7 +149,7 @@ class NoNorm(Norm):
 
     @property
     def is_plain(self) -> bool:
-        """As of `Norm`: no."""
+        """False: there is nothing to fuse."""
         return False
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
@@ -138,6 +161,6 @@ class NoNorm(Norm):
         return x
 
     def add(self, x: Any, residual: Any, *, is_late: bool = False) -> tuple[Any, Any]:
-        """Return (x + residual) twice, the same array, written to `residual` in place."""
+        """Return (h, h), h = x + residual written to `residual` in place."""
         h = kernels.residual_add(x, residual, out=residual)
         return h, h

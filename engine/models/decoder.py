@@ -87,16 +87,23 @@ class DecoderLayer:
         self.mlp_norm = mlp_norm
         self.post_attn_norm = post_attn_norm
         self.post_mlp_norm = post_mlp_norm
-        # Of the products after the norms, which may quantize for them; in parallel both read x.
-        self.attn_format = self.mlp_format = None
-        if mlp_norm is not None:
-            self.attn_format = attn.qkv.weight.format
-            self.mlp_format = mlp.gate_up.weight.format if isinstance(mlp, MLP) else None
+        # Weight formats of the products that read each norm: the norm quantizes its output for
+        # them. In a parallel block both branches read the attention norm, unquantized.
+        self.attn_format = None if mlp_norm is None else attn.qkv.weight.format
+        self.mlp_format = None if mlp_norm is None else mlp.input_format
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array it holds."""
-        parts = ("attn", "attn_norm", "mlp", "mlp_norm", "post_attn_norm", "post_mlp_norm")
-        yield from arrays_of({name: getattr(self, name) for name in parts})
+        yield from arrays_of(
+            {
+                "attn": self.attn,
+                "attn_norm": self.attn_norm,
+                "mlp": self.mlp,
+                "mlp_norm": self.mlp_norm,
+                "post_attn_norm": self.post_attn_norm,
+                "post_mlp_norm": self.post_mlp_norm,
+            }
+        )
 
     def __call__(
         self,
@@ -125,10 +132,12 @@ class DecoderLayer:
             The same two for the next layer, (R, N) if `rows` is given: the next norm does the
             addition, or delta is None and it is already done.
         """
-        mlp = self._mlp_for(batch, rows)
+        # The gathered tokens `rows` have no slots here, and no padding among them.
+        slots = batch.slot_mapping if rows is None else None
         if delta is None and rows is None and self.is_fused(residual.shape[0]):
             residual = self.attn(residual, batch, *pages, norm=self.attn_norm, residual=residual)
-            return None, mlp(residual, norm=self.mlp_norm, residual=residual)
+            out = self.mlp(residual, norm=self.mlp_norm, residual=residual, slots=slots)
+            return None, out
         if delta is None:
             x = self.attn_norm(residual)
         else:
@@ -139,11 +148,11 @@ class DecoderLayer:
             residual = kernels.embedding(rows, residual)
         if self.mlp_norm is None:
             given = given if rows is None else kernels.embedding(rows, given)
-            return kernels.residual_add(mlp(given), x, out=x), residual
+            return kernels.residual_add(self.mlp(given, slots=slots), x, out=x), residual
         if self.post_attn_norm is not None:
             x = self.post_attn_norm(x, out=x)
         x, residual = self.mlp_norm.add_for(self.mlp_format, x, residual)
-        x = mlp(x)
+        x = self.mlp(x, slots=slots)
         if self.post_mlp_norm is not None:
             x = self.post_mlp_norm(x, out=x)
         return x, residual
@@ -151,13 +160,6 @@ class DecoderLayer:
     def is_fused(self, num_tokens: int) -> bool:
         """Tell whether a layer called with delta None adds its own output to the residual."""
         return self.can_fuse and num_tokens <= _MAX_FUSED_ROWS
-
-    def _mlp_for(self, batch: ForwardBatch, rows: Any) -> Callable[..., Any]:
-        """Return the MLP; experts come with the slots, which tell tokens from padding."""
-        if not isinstance(self.mlp, MoE):
-            return self.mlp
-        # The tokens `rows` have no slots of their own here, and no padding among them.
-        return partial(self.mlp, slots=batch.slot_mapping if rows is None else None)
 
 
 class Decoder:

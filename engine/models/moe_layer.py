@@ -50,7 +50,7 @@ def build_moe(
         down = weight(f"{layer}.shared_down")
         shared_down = parts.shared_down(down, deterministic=deterministic)
     correction = optional("router_correction", config.correction)
-    moe = MoE(
+    return parts.moe(
         RoutingParams(
             config.top_k,
             config.score,
@@ -74,4 +74,3 @@ def build_moe(
         shared_gate=linear("shared_gate") if config.shared_gate else None,
         deterministic=deterministic,
     )
-    return parts.moe(moe)

@@ -12,19 +12,18 @@ from engine.device import array_module
 from engine.layers.collectives import Collectives
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
-from engine.layers.moe import Experts, MoE
+from engine.layers.moe import Experts, MoE, RoutingParams
 from engine.layers.norm import Norm
 from engine.layers.parallel import (
-    GatheredExperts,
-    GatheredLinear,
-    GatheredNorm,
-    GatheringLinear,
-    LocalExperts,
+    AllGatherNorm,
+    AllReduceNorm,
+    ColumnParallelExperts,
+    ColumnParallelLinear,
+    ExpertParallelExperts,
+    ParallelLMHead,
     ParallelMoE,
-    SummedLinear,
-    SummedNorm,
-    VocabularyEmbedding,
-    VocabularyLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
 )
 from engine.reference.embedding import PADDING_ID
 from engine.weights import Shard, Weight
@@ -126,9 +125,9 @@ class WholeParts:
         """Return the output layer."""
         return Linear(weight, bias, deterministic=deterministic)
 
-    def moe(self, moe: MoE) -> MoE:
-        """Return the mixture of experts."""
-        return moe
+    def moe(self, params: RoutingParams, router: Linear, experts: Experts, **options: Any) -> MoE:
+        """Return a mixture of experts; `options` are those of `MoE`."""
+        return MoE(params, router, experts, **options)
 
     @property
     def own_kv_heads(self) -> tuple[int, int, int] | None:
@@ -202,7 +201,7 @@ class ParallelParts(WholeParts):
 
     def norm(self, norm: Norm) -> Norm:
         """Return a norm that adds the outputs of all ranks to the residual stream."""
-        return SummedNorm(norm, self.collectives) if self._sums_in_norms else norm
+        return AllReduceNorm(norm, self.collectives) if self._sums_in_norms else norm
 
     def attention_output(
         self, weight: Weight, bias: Weight | None, *, deterministic: bool
@@ -220,19 +219,21 @@ class ParallelParts(WholeParts):
             return Linear(weight, deterministic=deterministic)
         if self.shard.expert_parallel:  # whose outputs are whole on all ranks
             return self._second(weight, None, deterministic, 1)
-        return GatheredLinear(weight, deterministic=deterministic, collectives=self.collectives)
+        return ColumnParallelLinear(
+            weight, deterministic=deterministic, collectives=self.collectives
+        )
 
     def row_norm(self, norm: Norm, num_heads: int) -> Norm:
         """Return the norm of all `num_heads` heads together, of which each rank has some."""
-        return GatheredNorm(norm, self.collectives, self._share(num_heads))
+        return AllGatherNorm(norm, self.collectives, self._share(num_heads))
 
     def embedding(self, embedding: Embedding) -> Embedding:
         """Return the token embedding, divided by rows."""
-        return VocabularyEmbedding(embedding, self.collectives)
+        return VocabParallelEmbedding(embedding, self.collectives)
 
     def lm_head(self, weight: Weight, bias: Weight | None, *, deterministic: bool) -> Linear:
         """Return the output layer, divided by rows."""
-        return VocabularyLinear(
+        return ParallelLMHead(
             weight,
             bias,
             deterministic=deterministic,
@@ -240,20 +241,20 @@ class ParallelParts(WholeParts):
             collectives=self.collectives,
         )
 
-    def moe(self, moe: MoE) -> MoE:
-        """Return the mixture of experts, each of which is divided, or which are divided whole."""
-        experts: Any = moe.experts
+    def moe(self, params: RoutingParams, router: Linear, experts: Experts, **options: Any) -> MoE:
+        """Return a mixture whose experts are divided, each of them or among the ranks."""
+        is_complete = self._sums_in_norms
         if self.shard.expert_parallel:
-            moe.experts = self._local_experts(experts, array_module(moe.load))
-            # With `by_output` the pairs are gathered, and their sums whole.
-            is_summed = not (self._sums_in_norms or self.shard.by_output)
-            return ParallelMoE(moe, self.collectives) if is_summed else moe
-        if self.shard.by_output:
-            experts = GatheredExperts(experts, self.collectives)
+            experts = self._expert_parallel(experts, array_module(router.weight.data))
+            # With `by_output` the pairs are all-reduced first, so each rank's sum is complete.
+            is_complete = is_complete or self.shard.by_output
+        elif self.shard.by_output:
+            experts = ColumnParallelExperts(**vars(experts), collectives=self.collectives)
         elif self.collectives.rank != 0:  # rank 0 adds the bias of the second product
             experts = replace(experts, down_bias=None)
-        moe.experts = experts
-        return moe if self._sums_in_norms else ParallelMoE(moe, self.collectives)
+        if is_complete:
+            return MoE(params, router, experts, **options)
+        return ParallelMoE(params, router, experts, collectives=self.collectives, **options)
 
     @property
     def own_kv_heads(self) -> tuple[int, int, int] | None:
@@ -279,10 +280,10 @@ class ParallelParts(WholeParts):
         parts = whole.reshape(-1, self.collectives.size, x.shape[-1])
         return parts[:, :: self._share(num_heads)].reshape(*x.shape[:-1], num_heads)
 
-    def _local_experts(self, experts: Experts, xp: Any) -> LocalExperts:
+    def _expert_parallel(self, experts: Experts, xp: Any) -> ExpertParallelExperts:
         if not self._padding_ids:  # one array for all layers
             self._padding_ids.append(xp.full(_CLEARED_ROWS, PADDING_ID, np.int32))
-        return LocalExperts(
+        return ExpertParallelExperts(
             **vars(experts),
             first=self.expert_runs[self.shard.index][0],
             padding_ids=self._padding_ids[0],
@@ -316,8 +317,8 @@ class ParallelParts(WholeParts):
     ) -> Linear:
         options: dict[str, Any] = {"deterministic": deterministic, "collectives": self.collectives}
         if self.shard.by_output:
-            return GatheringLinear(weight, bias, share=share, **options)
+            return ColumnParallelLinear(weight, bias, share=share, gather_output=True, **options)
+        own = bias if self.collectives.rank == 0 else None  # rank 0 adds it
         if self._sums_in_norms:
-            own = bias if self.collectives.rank == 0 else None
             return Linear(weight, own, deterministic=deterministic)
-        return SummedLinear(weight, bias, **options)
+        return RowParallelLinear(weight, own, **options)

@@ -10,7 +10,7 @@ import pytest
 
 from engine import kernels
 from engine.layers.moe import Experts
-from engine.layers.parallel import LocalExperts
+from engine.layers.parallel import ExpertParallelExperts
 from engine.plan_array import PlanArray, unwrapped
 from engine.reference import Routing
 from engine.reference.embedding import PADDING_ID
@@ -44,7 +44,9 @@ def _part(weight, first, last):
 def _local(experts, first, last, **options):
     parts = {name: _part(weight, first, last) for name, weight in experts._weights()}
     ids = np.full(16, PADDING_ID, np.int32)  # fewer than pairs: cleared in several launches
-    return LocalExperts(**vars(replace(experts, **parts)), first=first, padding_ids=ids, **options)
+    return ExpertParallelExperts(
+        **vars(replace(experts, **parts)), first=first, padding_ids=ids, **options
+    )
 
 
 @pytest.fixture
