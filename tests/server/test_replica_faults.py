@@ -15,8 +15,8 @@ import pytest
 
 from engine.sampling_params import RequestOutputKind
 from engine.server import messages as m
-from engine.server import replica_client
 from engine.server.protocol.errors import APIError
+from engine.server.replicas import client as replica_client
 from engine.server.replicas.client import ReplicaClient
 from engine.server.routes import health
 from engine.server.sockets import bound_socket

@@ -18,10 +18,11 @@ from engine.errors import ConfigError, EngineError
 from engine.llm_engine import QueueFullError
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.server import messages as m
-from engine.server import replica_client, sockets
+from engine.server import sockets
 from engine.server.engine_loop import EngineLoop
 from engine.server.engine_process import replica_device
 from engine.server.gpus import replica_gpus
+from engine.server.replicas import client as replica_client
 from engine.server.replicas.client import ReplicaClient
 from engine.server.sockets import bound_socket
 from engine.server.warm_up import warm_up
