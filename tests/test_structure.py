@@ -70,8 +70,17 @@ def test_an_op_is_five_files(op):
 
 
 def test_every_cuda_file_belongs_to_an_op():
+    """A second source of an op is named `<op>_<variant>.cu`."""
     for path in (ROOT / "cuda_src").rglob("*.cu"):
-        assert path.stem.removesuffix("_sm90") in OPS, f"{path.name} belongs to no op"
+        op = re.sub("_(sm90|few_tokens)$", "", path.stem)
+        assert op in OPS, f"{path.name} belongs to no op"
+
+
+def test_a_headers_name_is_unique():
+    """Comments and docs name a header without its folder."""
+    names = [path.name for path in (ROOT / "cuda_src").rglob("*.cuh")]
+    twice = {name for name in names if names.count(name) > 1}
+    assert not twice, f"two folders hold {sorted(twice)}: put the family's name in front"
 
 
 def _families_of_headers() -> dict[str, set[str]]:

@@ -14,9 +14,9 @@
 // compute S and dP: with seven products instead of five, sums have a fixed order without atomics.
 // Mirror: engine/reference/attention_backward.py
 #if ENGINE_DTYPE == 0
-#include "attention_backward/simt.cuh"
+#include "attention_backward/attention_backward_simt.cuh"
 #else
-#include "attention_backward/mma.cuh"
+#include "attention_backward/attention_backward_mma.cuh"
 #endif
 
 // The module's configuration: BackwardTile of kernels/attention_backward/attention_backward.py.

@@ -7,9 +7,9 @@
 // order with `order`, else in any order.
 // Parallelisation: _before computes the statistics and clears dq_sum, a block for each tile of
 // queries and head; then a CTA takes 128 keys of one key/value head and loops over the queries that
-// see them (tiles_sm90.cuh); _after rounds dq_sum.
+// see them (attention_backward_tiles_sm90.cuh); _after rounds dq_sum.
 // Mirror: engine/reference/attention_backward.py
-#include "attention_backward/consumer_sm90.cuh"
+#include "attention_backward/attention_backward_consumer_sm90.cuh"
 
 // The module's configuration: HopperTile of kernels/attention_backward/sm90.py.
 constexpr int kHeadDim = HEAD_DIM;  // columns that are multiplied: D, padded

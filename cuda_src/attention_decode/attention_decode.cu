@@ -23,7 +23,7 @@ using Core = MmaAttention<HEAD_DIM, WARPS_M, WARPS_N, ROW_TILES, TILE_KEYS, STAG
 #endif
 static_assert(Core::kSharedBytes == SHARED_BYTES, "kernels/_attention.py computes another size");
 
-#include "attention_decode/problem.cuh"
+#include "attention_decode/attention_decode_problem.cuh"
 
 constexpr int kHeadDim = HEAD_DIM;  // D, padded
 constexpr int kSplitGrain = 64;     // a split holds a multiple of this many keys, except the last

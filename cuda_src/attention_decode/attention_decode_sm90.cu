@@ -3,19 +3,19 @@
 // The contract of attention_decode.cu, for 16-bit values, D = HEAD_DIM and up to kRows rows (token,
 // head of the group) per key/value head. Compiled with NEW_TOKEN it takes the newest token (Q = 1)
 // as the projection left it, and first does what qk_norm_rope_store.cu does, to the same bits.
-// Parameters: AttentionDecodeSm90Params in config_sm90.cuh.
+// Parameters: AttentionDecodeSm90Params in attention_decode_config_sm90.cuh.
 //
 // Numerics: scores, softmax and sums in float; P, relative to its own tile's maximum (exponentiate
-// in consumer_sm90.cuh), is rounded to scalar_t before P V; partials are weighted by 2^(base -
-// largest base), in the order of the keys, whichever CTA combines them.
-// With PAGE_CODES the pages hold codes of a byte: codes_sm90.cuh.
+// in attention_decode_consumer_sm90.cuh), is rounded to scalar_t before P V; partials are weighted
+// by 2^(base - largest base), in the order of the keys, whichever CTA combines them. With
+// PAGE_CODES the pages hold codes of a byte: attention_decode_codes_sm90.cuh.
 // Parallelisation: one or two CTAs per SM, each a producer warp, kConsumerWarps consumer warps and,
 // with NEW_TOKEN and two CTAs per SM, three new-token warps that compute the rows of new tokens one
-// work tile ahead. scheduler_sm90.cuh says who works on which keys. For few sequences the CTAs of a
-// cluster divide one sequence and head, and exchange partials through distributed shared memory.
-// Programmatic dependent launch: lengths and tables may be read before the preceding kernel has
-// ended, all else may not. With NEW_TOKEN only the new token's rows wait: the tiles are in flight
-// by then. Its key and value are patched into their tile in shared memory.
+// work tile ahead. attention_decode_scheduler_sm90.cuh says who works on which keys. For few
+// sequences the CTAs of a cluster divide one sequence and head, and exchange partials through
+// distributed shared memory. Programmatic dependent launch: lengths and tables may be read before
+// the preceding kernel has ended, all else may not. With NEW_TOKEN only the new token's rows wait:
+// the tiles are in flight by then. Its key and value are patched into their tile in shared memory.
 // Memory: a tile is 8 boxes of kBoxKeys tokens of one head, 1 to 4 KB each and contiguous in a
 // page, one copy each for K and V. TMA swizzles them: no bank conflicts (tile_offset).
 // NOTE: for full bandwidth a box starts at a multiple of 128 bytes in shared memory, and the tensor
@@ -26,9 +26,9 @@
 // pages, and a CTA waits for others only in a cluster, whose CTAs run together. Counters that are
 // not zero at the start spoil a result but block nothing; an aborted launch ends the context.
 // Mirror: engine/reference/attention_decode.py
-#include "attention_decode/cluster_sm90.cuh"
-#include "attention_decode/consumer_sm90.cuh"
-#include "attention_decode/producer_sm90.cuh"
+#include "attention_decode/attention_decode_cluster_sm90.cuh"
+#include "attention_decode/attention_decode_consumer_sm90.cuh"
+#include "attention_decode/attention_decode_producer_sm90.cuh"
 
 // Brings the first entries of a block table to L2 while the length, which says how many count, is
 // loaded.

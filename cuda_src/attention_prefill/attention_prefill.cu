@@ -3,7 +3,7 @@
 //   out = softmax(cap(scale * Q K^T) + mask) V        for every sequence b and query head h
 //
 // Query i of n sees keys 0 to len - n + i (causal) or all; with a window its last `window` ones.
-// Compiled with PATTERN: of these, the ones of a pattern (attention_pattern.cuh).
+// Compiled with PATTERN: of these, the ones of a pattern (attention_prefill_pattern.cuh).
 // A sink adds exp(sink) to the sums over the keys of its head.
 //
 // Arguments: AttentionPrefillParams, below.
@@ -14,7 +14,7 @@
 // Parallelisation: a CTA takes kRows rows (token, head of the group) of one sequence and
 // key/value head, and loops over the keys that they see; the CTAs with most keys start first.
 // Mirror: engine/reference/attention_prefill.py
-#include "attention_prefill/pattern_rows.cuh"
+#include "attention_prefill/attention_prefill_pattern_rows.cuh"
 #if ENGINE_DTYPE == 0
 #include "common/attention_simt.cuh"
 using Core = SimtAttention<HEAD_DIM, WARPS_M, ROW_TILES>;
@@ -50,7 +50,7 @@ struct AttentionPrefillParams {
   int window;                       // 0: none
   int is_vector;                    // all rows start at, and are whole, 16-byte words
   float score_inner, score_factor;  // ScoreRule
-  // See attention_pattern.cuh; zeros without a pattern.
+  // See attention_prefill_pattern.cuh; zeros without a pattern.
   const unsigned* pattern_blocks;
   int pattern_words, pattern_num_q, pattern_num_k, pattern_q, pattern_k, pattern_offset;
   const float *k_scale, *v_scale;  // (K,) of pages of codes; else null

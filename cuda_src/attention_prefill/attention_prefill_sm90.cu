@@ -7,15 +7,16 @@
 // Numerics: as in attention_prefill.cu. Splits are summed in order. A row's bits depend on its own
 // keys and the number of splits (and on whether there is a pattern, where tiles of keys have other
 // sizes), on nothing else.
-// Parallelisation: one persistent CTA per SM, which takes work tiles (common/attention_tiles.cuh).
-// Of its four producer warps one loads Q, one K and V, and two help it where pages are small; each
-// consumer warpgroup owns 64 rows (consumer_sm90.cuh). While one warpgroup computes exponentials,
-// the tensor cores work for the others: three warpgroups keep both busier than two, as long as
-// registers suffice.
+// Parallelisation: one persistent CTA per SM, which takes work tiles
+// (attention_prefill/attention_prefill_scheduler_sm90.cuh). Of its four producer warps one loads Q,
+// one K and V, and two help it where pages are small; each consumer warpgroup owns 64 rows
+// (attention_prefill_consumer_sm90.cuh). While one warpgroup computes exponentials, the tensor
+// cores work for the others: three warpgroups keep both busier than two, as long as registers
+// suffice.
 // Mirror: engine/reference/attention_prefill.py
-#include "attention_prefill/code_producer_sm90.cuh"
-#include "attention_prefill/consumer_sm90.cuh"
-#include "attention_prefill/epilogue_sm90.cuh"
+#include "attention_prefill/attention_prefill_code_producer_sm90.cuh"
+#include "attention_prefill/attention_prefill_consumer_sm90.cuh"
+#include "attention_prefill/attention_prefill_epilogue_sm90.cuh"
 
 static_assert(SharedMemory::kBytes == SHARED_BYTES,
               "kernels/attention_prefill/sm90.py computes another size");
@@ -45,7 +46,7 @@ struct AttentionPrefillSm90Params {
   int causal;
   int window;                       // 0: none
   float score_inner, score_factor;  // ScoreRule
-  // See attention_pattern.cuh; zeros without a pattern.
+  // See attention_prefill_pattern.cuh; zeros without a pattern.
   const unsigned* pattern_blocks;
   int pattern_words, pattern_num_q, pattern_num_k, pattern_q, pattern_k, pattern_offset;
   const float *k_scale, *v_scale;  // (K,) of pages of codes; else null

@@ -123,35 +123,3 @@ __device__ __forceinline__ void mma_sums(Core& core, const LoaderX& x, const Loa
   cp_async_wait<0>();
   __syncthreads();  // SAFETY: the stages are reused as staging of the epilogue.
 }
-
-// One block computes one kTileM x kTileN tile of out, or its share of k of one.
-// Dynamic shared memory: kStages * (kTileM + kTileN) * kTileRowBytes.
-template <int kTileM, int kTileN, int kWarpM, int kWarpN, int kStages, bool kAligned, bool kNorm>
-__device__ __forceinline__ void mma_tile(const Problem& p) {
-  constexpr int kWarpsN = kTileN / kWarpN;
-  constexpr int kThreads = kTileM / kWarpM * kWarpsN * kWarpSize;
-  constexpr int kBytesA = kTileM * kTileRowBytes, kStageBytes = (kTileM + kTileN) * kTileRowBytes;
-  using Core = MmaCore<kWarpM, kWarpN>;
-  using LoaderX = TileLoader<kTileM, kThreads, kAligned>;
-  using LoaderW = TileLoader<kTileN, kThreads, kAligned>;
-  static_assert(kThreads / kWarpSize * Core::kStagingBytes <= kStages * kStageBytes, "staging");
-  extern __shared__ __align__(128) unsigned char smem[];
-
-  const TileOrigin origin = tile_origin<kTileM, kTileN>(p.m, p.n);
-  const int warp_idx = threadIdx.x / kWarpSize;
-  const int warp_row = warp_idx / kWarpsN * kWarpM, warp_col = warp_idx % kWarpsN * kWarpN;
-  const int k_begin = blockIdx.y * p.k_per_split;
-  const int k_end = min(p.k, k_begin + p.k_per_split);
-
-  const LoaderX x(p.x, p.x_stride, origin.row, p.m);
-  const LoaderW weight(p.weight, p.k, origin.col, p.n);
-  const TileNorm<LoaderX, kAligned, kNorm> norm{p.norm, origin.row};
-  Core core(warp_row, warp_col);
-  mma_sums<kStages, kBytesA, kStageBytes>(
-      core, x, weight, smem, k_begin, k_end,
-      [&](unsigned char* tile, int k) { norm.apply(x, tile, k, k_end); });
-  float* staging = reinterpret_cast<float*>(smem) + warp_idx * (Core::kStagingBytes / 4);
-  store_tile(p, [&](const Epilogue& e) {
-    core.store(e, staging, origin.row + warp_row, origin.col + warp_col, p.m, p.n);
-  });
-}

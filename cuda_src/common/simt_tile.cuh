@@ -95,29 +95,3 @@ __device__ __forceinline__ void simt_sums(Core& core, const LoaderX& x, const Lo
   }
   cp_async_wait<0>();
 }
-
-// One block computes one square tile of kPerThread * 16 of out, or its share of k of one.
-// Dynamic shared memory: kStages * 2 * kPerThread * 16 * kTileRowBytes.
-template <int kPerThread, int kStages, bool kAligned, bool kNorm>
-__device__ __forceinline__ void simt_tile(const Problem& p) {
-  constexpr int kTile = kPerThread * 16;
-  constexpr int kTileBytes = kTile * kTileRowBytes, kStageBytes = 2 * kTileBytes;
-  using Loader = TileLoader<kTile, kSimtThreads, kAligned>;
-  static_assert(16 * (kTile + 8) * 4 <= kStages * kStageBytes, "staging");
-  extern __shared__ __align__(128) unsigned char smem[];
-
-  const TileOrigin origin = tile_origin<kTile, kTile>(p.m, p.n);
-  const int k_begin = blockIdx.y * p.k_per_split;
-  const int k_end = min(p.k, k_begin + p.k_per_split);
-
-  const Loader x(p.x, p.x_stride, origin.row, p.m);
-  const Loader weight(p.weight, p.k, origin.col, p.n);
-  const TileNorm<Loader, kAligned, kNorm> norm{p.norm, origin.row};
-  SimtCore<kPerThread> core;
-  simt_sums<kStages, kTileBytes>(
-      core, x, weight, smem, k_begin, k_end,
-      [&](unsigned char* tile, int k) { norm.apply(x, tile, k, k_end); });
-  store_tile(p, [&](const Epilogue& e) {
-    core.store(e, reinterpret_cast<float*>(smem), origin, p.m, p.n);
-  });
-}

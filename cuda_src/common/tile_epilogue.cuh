@@ -2,20 +2,8 @@
 // so that global memory sees whole lines.
 #pragma once
 
+#include "common/epilogue.cuh"
 #include "common/reduce.cuh"  // kWarpSize
-#include "common/gemm_problem.cuh"
-
-// Stores this block's sums: to `out` with the epilogue, or, where k is split, as they are to its
-// partials. Two calls, so that the compiler specialises the second one, which needs few registers.
-template <typename Store>
-__device__ __forceinline__ void store_tile(const Problem& p, const Store& store) {
-  if (p.partials == nullptr) {
-    store(p.epilogue);
-  } else {
-    float* partials = p.partials + static_cast<int64_t>(blockIdx.y) * p.m * p.n;
-    store(Epilogue{nullptr, nullptr, partials, 0, p.n, kIdentity, true, p.n % 4 == 0});
-  }
-}
 
 // 16 rows of a tile from (row0, col0) on, staged as floats with kPitch floats per row. The kThreads
 // threads that share them (thread is 0 .. kThreads - 1) each take groups of four columns.

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "common/cp_async.cuh"
-#include "common/gemm_problem.cuh"
 
 // A tile in shared memory has rows of 64 bytes: four 16-byte chunks, 32 values of 16 bits or 16
 // floats along k. Chunk c of row r is at c ^ (r / 2) % 4: chunks c of eight rows from a multiple of
@@ -80,41 +79,5 @@ struct TileLoader {
     for (int i = 0; i < kNumRows; ++i)
       load_chunk<kAligned>(smem + smem_offset + i * kRowStep * kTileRowBytes, first + i * step + k,
                            matrix, has_row(i), k + column, k_end);
-  }
-};
-
-// Applies the norm in place to the chunks of x's tile that this thread has loaded: after its own
-// cp_async_wait, before the barrier that makes them visible to others.
-template <typename Loader, bool kAligned, bool kEnabled>
-struct TileNorm {
-  const Norm norm;
-  int row0;
-
-  __device__ __forceinline__ void apply(const Loader& loader, unsigned char* smem, int k,
-                                        int k_end) const {
-    if constexpr (!kEnabled) return;
-    using V = Vec<scalar_t, kVec>;
-    const int column = k + loader.column;
-    if (column >= k_end) return;  // zeros stay zeros
-    V w = {};
-    if constexpr (kAligned) {
-      w = load_vec<scalar_t, kVec>(norm.weight + column);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kVec; ++j)
-        if (column + j < k_end) w.v[j] = norm.weight[column + j];
-    }
-#pragma unroll 2  // not 4: registers are scarce here
-    for (int i = 0; i < Loader::kNumRows; ++i) {
-      scalar_t* p = reinterpret_cast<scalar_t*>(smem + loader.smem_offset +
-                                                i * Loader::kRowStep * kTileRowBytes);
-      const int row = row0 + loader.first_row + i * Loader::kRowStep;
-      // From L1 each time: no register is free for it.
-      const float scale = loader.has_row(i) ? norm.row_scales[row] : 0.0f;
-      V x = load_vec<scalar_t, kVec>(p);
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) x.v[j] = norm.apply(x.v[j], scale, w.v[j]);
-      store_vec(p, x);
-    }
   }
 };

@@ -2,9 +2,9 @@
 // 8 columns.
 //
 // Sums over a group are of codes, exact integers; the group's scale multiplies the sum. What codes
-// have too much (decode.cuh), zero points and minimums multiply the sum of x over the group: of one
-// token it lies in shared memory, of more a product with ones gives it in the same
-// place of the accumulators.
+// have too much (weight_decode.cuh), zero points and minimums multiply the sum of x over the group:
+// of one token it lies in shared memory, of more a product with ones gives it in the same place of
+// the accumulators.
 #pragma once
 
 #include "common/few_rows.cuh"

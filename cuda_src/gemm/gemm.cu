@@ -4,7 +4,7 @@
 //
 // With activation "silu_and_mul" the weight's rows, and the bias, are gate and up in turn, eight of
 // each (N a multiple of 16): out is silu(gate) * up + residual, (M, N / 2), as residual is.
-// Arguments: GemmParams and SkinnyParams in common/gemm_problem.cuh; of gemm_reduce, below.
+// Arguments: GemmParams and SkinnyParams in gemm/gemm_problem.cuh; of gemm_reduce, below.
 //
 // Numerics: products of 16-bit values on tensor cores (mma.sync), of float32 on CUDA cores without
 // TF32; sums, bias, activation and residual in float, one rounding at the end. Every order of
@@ -16,7 +16,7 @@
 // of shared memory, gemv.cuh keeps it in registers for one row, and skinny_direct.cuh loads it
 // straight into registers where shared memory is too small or values are float32.
 // Mirror: engine/reference/gemm.py
-#include "gemm/entries.cuh"
+#include "gemm/gemm_entries.cuh"
 
 ENGINE_GEMM_ENTRIES(gemm, false)
 ENGINE_SKINNY_ENTRIES(gemm, false)

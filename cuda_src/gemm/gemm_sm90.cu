@@ -18,8 +18,8 @@
 // tile's sum over k: they exchange partial sums through distributed shared memory, and each
 // finishes some of the columns.
 // Mirror: engine/reference/gemm.py
-#include "gemm/consumer_sm90.cuh"
-#include "gemm/producer_sm90.cuh"
+#include "gemm/gemm_consumer_sm90.cuh"
+#include "gemm/gemm_producer_sm90.cuh"
 
 // What one access of out and residual may have; OutVector in engine/kernels/gemm/sm90.py.
 enum OutVector { kOneElement = 0, kFourElements = 1, kEightElements = 2 };

@@ -3,7 +3,7 @@
 //   h   = x / sqrt(mean(x^2) + eps) * (norm_weight + weight_offset)     (rounded to scalar_t)
 //   out = activation(h weight^T + bias)
 //
-// Arguments: GemmParams and SkinnyParams in common/gemm_problem.cuh; of rmsnorm_row_scales, below.
+// Arguments: GemmParams and SkinnyParams in gemm/gemm_problem.cuh; of rmsnorm_row_scales, below.
 //
 // Numerics: the norm in float; h is rounded before the product, so that the result is that of the
 // two ops one after the other up to the order of summation. The product is gemm.cu's.
@@ -12,7 +12,7 @@
 // flight: one launch. With more rows each block of a row of tiles would read its rows of x once
 // more, so rmsnorm_row_scales does it once for all, in a launch of its own.
 // Mirror: engine/reference/rmsnorm_gemm.py
-#include "gemm/entries.cuh"
+#include "gemm/gemm_entries.cuh"
 
 ENGINE_GEMM_ENTRIES(rmsnorm_gemm, true)
 ENGINE_SKINNY_ENTRIES(rmsnorm_gemm, true)

@@ -10,7 +10,7 @@
 
 #include "common/cluster.cuh"
 #include "common/reduce.cuh"  // kWarpSize
-#include "common/gemm_problem.cuh"
+#include "gemm/gemm_problem.cuh"
 
 constexpr int kStepK = 128;  // values of k that a warp multiplies at a time: two 128-byte lines
 

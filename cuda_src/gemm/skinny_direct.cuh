@@ -6,7 +6,7 @@
 
 #include "common/mma.cuh"
 #include "common/reduce.cuh"
-#include "common/gemm_problem.cuh"
+#include "gemm/gemm_problem.cuh"
 #include "gemm/skinny_loads.cuh"
 
 // 1 / rms of kTokens rows of x from row0 on, into smem_scales. All threads of the block must call

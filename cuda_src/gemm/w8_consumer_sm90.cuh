@@ -5,7 +5,7 @@
 // some 14 bits. With groups their scales are applied there, to exact sums of int8.
 #pragma once
 
-#include "gemm/consumer_sm90.cuh"
+#include "gemm/gemm_consumer_sm90.cuh"
 #include "common/wgmma_codes.cuh"
 
 constexpr int kScaleBlock = 128;
@@ -197,7 +197,7 @@ struct StageMultiplier {
   }
 };
 
-// As `multiply` of consumer_sm90.cuh. `row` and `col` are the warp's first.
+// As `multiply` of gemm_consumer_sm90.cuh. `row` and `col` are the warp's first.
 __device__ __forceinline__ void multiply_codes(const Pipeline& p, const TileScheduler& s,
                                                int warpgroup, bool is_warmup,
                                                DynamicPipelineState& state, const W8Scales& scales,
@@ -262,7 +262,7 @@ __device__ __forceinline__ void apply_scales(const W8Scales& s, const Epilogue& 
     }
 }
 
-// As `consume` of consumer_sm90.cuh.
+// As `consume` of gemm_consumer_sm90.cuh.
 __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileScheduler& s,
                                               unsigned char* smem, const Epilogue& e,
                                               const W8Scales& scales, bool is_wide,

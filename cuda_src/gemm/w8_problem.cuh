@@ -11,7 +11,7 @@
 #include "common/codes.cuh"
 #include "common/mma.cuh"
 #include "common/pdl.cuh"
-#include "common/gemm_problem.cuh"
+#include "gemm/gemm_problem.cuh"
 
 constexpr int kScaleBlock = 128;
 

@@ -1,7 +1,7 @@
 // The kernel of gemm_fp8_sm90.cu and gemm_int8_sm90.cu: gemm_sm90.cu's, with operands in 8 bits.
 #pragma once
 
-#include "gemm/producer_sm90.cuh"
+#include "gemm/gemm_producer_sm90.cuh"
 #include "gemm/w8_consumer_sm90.cuh"
 
 // Fields that GemmSm90Params has too mean the same.

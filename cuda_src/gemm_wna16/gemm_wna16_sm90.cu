@@ -16,8 +16,8 @@
 // the step before. The CTAs of a cluster share one tile's sum over k: they exchange partial sums
 // through distributed shared memory, and each finishes some of the tokens.
 // Mirror: engine/reference/gemm_wna16.py
-#include "gemm_wna16/consumer_sm90.cuh"
-#include "gemm_wna16/producer_sm90.cuh"
+#include "gemm_wna16/gemm_wna16_consumer_sm90.cuh"
+#include "gemm_wna16/gemm_wna16_producer_sm90.cuh"
 
 struct GemmWna16Sm90Params {
   TensorMap map_x;     // x (M, K) by boxes of x_part rows

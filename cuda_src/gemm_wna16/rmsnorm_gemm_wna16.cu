@@ -3,13 +3,14 @@
 //   h   = x / sqrt(mean(x^2) + eps) * (norm_weight + weight_offset)     (rounded to scalar_t)
 //   out = activation(h weight^T + bias)
 //
-// Arguments: FewRowsParams in problem.cuh; the weight's format is the module's (format.cuh).
+// Arguments: FewRowsParams in gemm_wna16_problem.cuh; the weight's format is the module's
+// (weight_format.cuh).
 //
 // Numerics: the norm in float; h is rounded before the product, so that the result is that of the
 // two ops one after the other up to the order of summation. The product is gemm_wna16.cu's.
 // Parallelisation: every block normalises x on its way to shared memory, while its first weights
 // are in flight.
 // Mirror: engine/reference/rmsnorm_gemm_wna16.py
-#include "gemm_wna16/few_rows.cuh"
+#include "gemm_wna16/gemm_wna16_few_rows.cuh"
 
 ENGINE_FEW_ROWS_ENTRIES(rmsnorm_gemm_wna16, true)

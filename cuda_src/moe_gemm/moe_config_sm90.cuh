@@ -16,7 +16,7 @@ constexpr int kStages = STAGES;
 constexpr int kBlocks = BLOCKS;  // CTAs per multiprocessor
 constexpr int kMaxExperts = 512;
 constexpr int kMmaM = 64;  // rows that a wgmma multiplies
-#if WEIGHTS == 3
+#if WEIGHT_KIND == 3
 using operand_t = unsigned char;  // of rows of x
 #else
 using operand_t = scalar_t;
@@ -30,31 +30,32 @@ constexpr int kThreads = kConsumerThreads + kProducerThreads;
 constexpr bool kMovesRegisters = kWarpgroups > 1 || kBlocks > 1;
 // Together at most what the launch gave: 168 a thread of three warpgroups, else 128. With more the
 // kernel would wait forever.
-constexpr int kProducerRegisters = kWarpgroups == 3 ? 80
-                                   : kBlocks > 1    ? 88
-                                   : WEIGHTS % 2    ? 104
-                                                    : 88;
-constexpr int kConsumerRegisters = kWarpgroups == 3 ? 144
-                                   : kBlocks > 1    ? 168
-                                   : WEIGHTS % 2    ? 200
-                                                    : 208;
+constexpr int kProducerRegisters = kWarpgroups == 3  ? 80
+                                   : kBlocks > 1     ? 88
+                                   : WEIGHT_KIND % 2 ? 104
+                                                     : 88;
+constexpr int kConsumerRegisters = kWarpgroups == 3  ? 144
+                                   : kBlocks > 1     ? 168
+                                   : WEIGHT_KIND % 2 ? 200
+                                                     : 208;
 static_assert(!kMovesRegisters || kConsumerRegisters * kWarpgroups + kProducerRegisters <=
                                       (kWarpgroups == 2 ? 168 * 3 : 128 * (kWarpgroups + 1)),
               "registers");
 
 constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles of a tile of the weight
 constexpr int kSlabX = kTokens * kSlabRowBytes, kStageX = kDepth * kSlabX;
+// The values of WEIGHT_KIND, which the preprocessor compares.
 enum MoeWeightKind { kDense = 0, kPacked = 1, kBytes = 2, kCodes = 3 };
-#if WEIGHTS == 0
+#if WEIGHT_KIND == 0
 #include "moe_gemm/moe_dense_sm90.cuh"
-#elif WEIGHTS == 1
+#elif WEIGHT_KIND == 1
 #include "moe_gemm/moe_packed_sm90.cuh"
-#elif WEIGHTS == 2
+#elif WEIGHT_KIND == 2
 #include "moe_gemm/moe_bytes_sm90.cuh"
 #else
 #include "moe_gemm/moe_codes_sm90.cuh"
 #endif
-#if WEIGHTS != 3
+#if WEIGHT_KIND != 3
 constexpr int kStageScales = 4;  // that lie apart from the stage: none, but arrays have a size
 
 struct MoeRowScales {  // rows of x have none

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "moe_gemm/moe_config_sm90.cuh"
-#if WEIGHTS == 0
+#if WEIGHT_KIND == 0
 #include "moe_gemm/moe_multiply_sm90.cuh"
-#elif WEIGHTS == 3
+#elif WEIGHT_KIND == 3
 #include "moe_gemm/moe_multiply_codes_sm90.cuh"
 #else
 #include "moe_gemm/moe_multiply_quantized_sm90.cuh"

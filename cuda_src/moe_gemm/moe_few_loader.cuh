@@ -4,8 +4,8 @@
 #include "common/few_rows.cuh"
 #include "moe_gemm/moe_few_problem.cuh"
 
-enum MoeFewKind { kFewPacked = 1, kFewBytes = 2 };  // WEIGHTS
-#if WEIGHTS == 1
+// WEIGHT_KIND is 1 or 2 of MoeWeightKind in moe_config_sm90.cuh.
+#if WEIGHT_KIND == 1
 #include "moe_gemm/moe_few_packed.cuh"
 #else
 #include "moe_gemm/moe_few_bytes.cuh"

@@ -12,12 +12,7 @@
 // Parallelisation: a block computes one tile of rows of one expert. The host does not know how many
 // each has: it launches as many blocks as there may be tiles, and each finds its rows by a scan of
 // `offsets`, or that there are none left. blockIdx.y is the tile along the features.
-// With WEIGHTS the module has the kernels for few tokens, of one format of weights:
-// moe_gemm/moe_few_tokens.cuh.
 // Mirror: engine/reference/moe_gemm.py
-#ifdef WEIGHTS
-#include "moe_gemm/moe_few_tokens.cuh"
-#else
 #include "common/pdl.cuh"
 #include "moe_gemm/moe_epilogue.cuh"
 #include "moe_gemm/moe_rows.cuh"
@@ -93,5 +88,4 @@ ENGINE_MOE_GEMM(moe_gemm_unaligned_64x64, 128, 3, moe_tile<64, 64, 32, 32, 3, fa
 ENGINE_MOE_GEMM(moe_gemm_tile_64x64, kSimtThreads, 3, moe_tile<4, 4, true>)
 ENGINE_MOE_GEMM(moe_gemm_tile_128x128, kSimtThreads, 2, moe_tile<8, 4, true>)
 ENGINE_MOE_GEMM(moe_gemm_unaligned_64x64, kSimtThreads, 3, moe_tile<4, 3, false>)
-#endif
 #endif

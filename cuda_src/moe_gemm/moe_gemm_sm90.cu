@@ -5,8 +5,8 @@
 //
 // for the places i from offsets[e] to offsets[e + 1] of every expert e: the first without
 // pair_weights, the second with them.
-// A module is compiled for one kind of weights: of scalar_t (WEIGHTS 0), in a packed format (1) or
-// in bytes (2), or of codes with x in codes as well (3). Arguments: MoeGemmSm90Params in
+// A module is compiled for one kind of weights: of scalar_t (WEIGHT_KIND 0), in a packed format (1)
+// or in bytes (2), or of codes with x in codes as well (3). Arguments: MoeGemmSm90Params in
 // moe_dense_entry_sm90.cuh, MoeGemmQuantizedSm90Params in moe_quantized_entry_sm90.cuh.
 //
 // Numerics: products on tensor cores, all else in float, one rounding at the end. Sums go through k
@@ -20,7 +20,7 @@
 // reading the weights once. Codes and scales become fragments in a consumer's registers while wgmma
 // multiplies those of the steps before.
 // Mirror: engine/reference/moe_gemm.py
-#if WEIGHTS == 0
+#if WEIGHT_KIND == 0
 #include "moe_gemm/moe_dense_entry_sm90.cuh"
 #else
 #include "moe_gemm/moe_quantized_entry_sm90.cuh"

@@ -31,7 +31,7 @@ _KERNEL = Kernel("attention_decode_sm90", _PARAMS, struct="AttentionDecodeSm90Pa
 
 @dataclass(frozen=True)
 class HopperTile:
-    """How a CTA divides its work; the values of config_sm90.cuh's macros.
+    """How a CTA divides its work; the values of attention_decode_config_sm90.cuh's macros.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ class HopperTile:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory as config_sm90.cuh lays it out."""
+        """Shared memory as attention_decode_config_sm90.cuh lays it out."""
         padding = 0 if self.cluster == 1 else 16
         page_row = self.head_dim * (1 if self.kv_dtype else 2)
         ring = 2 * self.stages * 8 * (self.box_keys * page_row + padding)
@@ -398,7 +398,7 @@ def launch(
     tile = replace(tile, new_token=new_tokens is not None)
     num_cta_groups = max(1, sm_count() * tile.ctas_per_sm // num_kv_heads)
     num_ctas = (num_cta_groups if tile.cluster == 1 else batch * tile.cluster) * num_kv_heads
-    # SplitOf.partial in scheduler_sm90.cuh: one per split, or two per CTA group.
+    # SplitOf.partial in attention_decode_scheduler_sm90.cuh: one per split, or two per CTA group.
     partials = (batch * num_splits if num_splits else 2 * num_cta_groups) * num_kv_heads
     scratch = workspace(partials * num_rows * (head_dim + 2))
     _KERNEL.launch(

@@ -37,7 +37,7 @@ def specs(dtype: str, *, head_dim: int | None = None, **_: Any) -> tuple[ModuleS
     """Return the modules that the op may launch for results of `dtype`: none for float32."""
     if dtype not in HOPPER_DTYPES:
         return ()
-    portable = ModuleSpec("attention_prefill_fp8/attention_prefill_fp8.cu", dtype)
+    portable = ModuleSpec("attention_prefill/attention_prefill_fp8.cu", dtype)
     return (portable, *sm90.specs(dtype, head_dim=head_dim))
 
 

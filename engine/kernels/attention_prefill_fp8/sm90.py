@@ -45,7 +45,8 @@ class Fp8Tile:
     turns : bool
         Whether warpgroups compute P in turns.
     line_keys : int
-        Bit w: P of the w-th 16 keys of a span comes from a line (softmax_sm90.cuh).
+        Bit w: P of the w-th 16 keys of a span comes from a line
+        (attention_prefill_fp8_softmax_sm90.cuh).
     sum_tiles : int
         Key tiles that the tensor cores add up before the sums go to float32 ones in shared memory.
     """
@@ -93,7 +94,7 @@ class Fp8Tile:
             "SHARED_BYTES": self.shared_bytes,
         }
         return ModuleSpec(
-            "attention_prefill_fp8/attention_prefill_fp8_sm90.cu", dtype, tuple(macros.items())
+            "attention_prefill/attention_prefill_fp8_sm90.cu", dtype, tuple(macros.items())
         )
 
 

@@ -30,7 +30,7 @@ _SLAB_K = 128  # values of k in 128 bytes, the widest swizzle
 _OUT_COLUMNS = 64  # of out that a warp stores, 16 bits each
 _BOX_ROWS = 16
 _PAIR = 8  # rows of gate, then as many of up
-_CODES = {"fp8": 1, "int8": 2}  # in config_sm90.cuh
+_CODES = {"fp8": 1, "int8": 2}  # in gemm_config_sm90.cuh
 _BLOCK = 128  # of weights that share a scale: a tile has columns of one
 
 # Microseconds on an H200: of a launch, of a tile beside its stages, of a stage of a tile. Fitted to

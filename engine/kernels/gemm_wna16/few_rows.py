@@ -77,7 +77,7 @@ class FewRowsConfig:
 
 
 def stage_tiles(form: Format) -> int:
-    """Return the tiles of 64 columns in a stage (few_rows_block.cuh)."""
+    """Return the tiles of 64 columns in a stage (gemm_wna16_few_rows_block.cuh)."""
     return 2 if form.bits == 8 else 4
 
 

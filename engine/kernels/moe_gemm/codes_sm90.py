@@ -16,7 +16,7 @@ from engine.weights import FORMATS
 
 __all__ = ["CODES_CONFIGS", "choose_config", "is_possible", "launch", "specs"]
 
-_WEIGHTS = 3  # kCodes of the CUDA file
+_WEIGHT_KIND = 3  # kCodes of the CUDA file
 _BLOCK = (128, 128)  # of the weight: rows and columns that share a scale
 _SLAB_BYTES = 128
 _BOX_ROWS = 16
@@ -48,7 +48,7 @@ def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
 
 def _spec(config: MoeTileConfig, dtype: str) -> ModuleSpec:
     macros = config.macros(*_bytes(config))
-    return ModuleSpec(FILE, dtype, (*macros.items(), ("WEIGHTS", _WEIGHTS)))
+    return ModuleSpec(FILE, dtype, (*macros.items(), ("WEIGHT_KIND", _WEIGHT_KIND)))
 
 
 def _bytes(config: MoeTileConfig) -> tuple[int, int]:

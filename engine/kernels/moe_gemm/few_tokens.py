@@ -1,4 +1,7 @@
-"""Few tokens: how a product is cut, and the launch of moe_gemm.cu's and moe_gemm_combine.cu's."""
+"""Few tokens: how a product is split, and the launch of its kernels.
+
+The kernels are those of `moe_gemm_few_tokens.cu` and `moe_gemm_combine.cu`.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,14 @@ _PARAMS = (
     "num_rows:i32 k:i32 top_k:i32 groups:i32 num_supers:i32 max_rows:i32 part_stages:i32 "
     "num_stages:i32 activation:i32 alpha:f32 limit:f32 is_early:i32"
 )
+_FILES = {
+    "moe_gemm": "moe_gemm/moe_gemm_few_tokens.cu",
+    "moe_gemm_combine": "moe_gemm/moe_gemm_combine.cu",
+}
 MAX_TOKENS = 8
 _KERNELS = {
     (op, tokens): Kernel(f"{op}_few_{tokens}", _PARAMS, struct="MoeFewParams")
-    for op in ("moe_gemm", "moe_gemm_combine")
+    for op in _FILES
     for tokens in (1, MAX_TOKENS)
 }
 MAX_PAIRS = 128  # kMaxPairs of the CUDA file
@@ -239,7 +246,7 @@ def specs(dtype: str, formats: tuple[str, ...], op: str = "moe_gemm") -> tuple[M
 
 
 def _spec(op: str, base: ModuleSpec, form: Format) -> ModuleSpec:
-    return ModuleSpec(f"moe_gemm/{op}.cu", base.dtype, (*base.defines, ("WEIGHTS", kind(form))))
+    return ModuleSpec(_FILES[op], base.dtype, (*base.defines, ("WEIGHT_KIND", kind(form))))
 
 
 def choose(operands: MoeOperands) -> FewTokensConfig | None:

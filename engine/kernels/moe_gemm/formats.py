@@ -12,7 +12,7 @@ from engine.weights.formats import TILE_COLUMNS
 
 __all__ = ["MAPS", "base_of", "bases", "kind", "plane_maps", "weight_arrays"]
 
-# Values of the macro WEIGHTS in the CUDA files.
+# Values of the macro WEIGHT_KIND in the CUDA files.
 _PACKED = 1
 _BYTES = 2
 MAPS = ("map_data", "map_high", "map_scales", "map_supers")
@@ -23,7 +23,7 @@ _DATA_ROW = 256  # bytes of a row of map_data, the most that a box may have
 
 
 def kind(form: Format) -> int:
-    """Return WEIGHTS of a module for weights of a format."""
+    """Return WEIGHT_KIND of a module for weights of a format."""
     return _PACKED if form.is_packed else _BYTES
 
 

@@ -68,7 +68,8 @@ def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
 
 def _spec(config: MoeTileConfig, base: ModuleSpec, form: Format) -> ModuleSpec:
     macros = config.macros(_stage_bytes(config, form))
-    return ModuleSpec(FILE, base.dtype, (*base.defines, *macros.items(), ("WEIGHTS", kind(form))))
+    weight_kind = ("WEIGHT_KIND", kind(form))
+    return ModuleSpec(FILE, base.dtype, (*base.defines, *macros.items(), weight_kind))
 
 
 def _stage_bytes(config: MoeTileConfig, form: Format) -> int:

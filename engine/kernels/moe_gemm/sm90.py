@@ -96,7 +96,7 @@ class MoeTileConfig:
 
     def spec(self, dtype: str) -> ModuleSpec:
         """Return the module for dense weights of `dtype`."""
-        return ModuleSpec(_FILE, dtype, (*self.macros().items(), ("WEIGHTS", 0)))
+        return ModuleSpec(_FILE, dtype, (*self.macros().items(), ("WEIGHT_KIND", 0)))
 
     def grid(self, pairs: int, num_experts: int, columns: int, *, is_gated: bool) -> int:
         """Return how many CTAs go through the tiles of a result of (pairs, columns)."""

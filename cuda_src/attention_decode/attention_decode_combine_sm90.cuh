@@ -1,0 +1,136 @@
+// How rows leave a CTA of attention_decode_sm90: as results, as partial results in scratch memory,
+// and from there as results of the CTA that finishes its sequence last. Partials are always
+// combined in the order of the keys, so a result does not depend on which CTA that is.
+#pragma once
+
+#include "attention_decode/attention_decode_cta_sm90.cuh"
+
+// A writer (see Output) of partial rows, which are relative to 2^base.
+struct PartialOutput {
+  float* o;
+  float* stats;
+
+  __device__ __forceinline__ void row(int row, float base, float sum) const {
+    store_vec(stats + row * 2, Vec<float, 2>{base, sum});
+  }
+  __device__ __forceinline__ float factor(int, float, float) const { return 1.0f; }
+  __device__ __forceinline__ float* at(int row) const { return o + row * kHeadDim; }
+  __device__ __forceinline__ void pair(float* row, int column, float x, float y) const {
+    store_vec(row + column, Vec<float, 2>{x, y});
+  }
+};
+
+// The partials of one key/value head in scratch memory: (partials, K, rows, D) and (..., 2).
+struct Partials {
+  float* o;
+  float* stats;
+  int num_rows, num_kv_heads, kv_head;
+
+  __device__ __forceinline__ PartialOutput at(int64_t partial) const {
+    const int64_t row = (partial * num_kv_heads + kv_head) * num_rows;
+    return PartialOutput{o + row * kHeadDim, stats + row * 2};
+  }
+};
+
+// Loads past L1, which is not coherent with the writes of other CTAs.
+template <int N>
+__device__ __forceinline__ Vec<float, N> load_coherent(const float* p) {
+  Vec<float, N> x;
+  if constexpr (N == 4)
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[2]), "=f"(x.v[3])
+                 : "l"(p));
+  else
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.v[0]), "=f"(x.v[1]) : "l"(p));
+  return x;
+}
+
+template <int kColumns>
+__device__ __forceinline__ void write_row(const Output& output, int row, int column, float base,
+                                          float sum, const float (&o)[kColumns]) {
+  if (column == 0) output.row(row, base, sum);
+  const float factor = output.factor(row, base, sum);
+  Vec<scalar_t, kColumns> result;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) result.v[c] = from_float<scalar_t>(o[c] * factor);
+  store_vec(output.at(row) + column, result);
+}
+
+// The rows of a sequence without keys, by the consumer warps.
+__device__ __forceinline__ void write_empty(const Output& output, int num_rows) {
+  constexpr int kWords = kHeadDim / 4;
+  constexpr float kZeros[4] = {};
+#pragma unroll 1
+  for (int i = threadIdx.x; i < num_rows * kWords; i += kConsumerThreads)
+    write_row<4>(output, i / kWords, i % kWords * 4, -kInf, 0.0f, kZeros);
+}
+
+// By the consumer warps of the last CTA: a warp takes kBatchRows rows at once and kBatch partials
+// of each, with all their loads in flight together. `b` counts sequences of the schedule.
+template <int kBatchRows, int kBatch>
+__device__ __forceinline__ void combine(const Partials& partials, const SplitOf& split,
+                                        const Cta& cta, int b) {
+  constexpr int kColumns = kHeadDim / kWarpSize, kLoads = kBatchRows * kBatch;
+  static_assert(kLoads <= kWarpSize, "a lane holds one partial's statistics");
+  const int lane_idx = threadIdx.x % kWarpSize;
+#pragma unroll 1
+  for (int row = threadIdx.x / kWarpSize * kBatchRows; row < partials.num_rows;
+       row += kConsumerWarps * kBatchRows) {
+    const auto clamped = [&](int r) { return min(row + r, partials.num_rows - 1); };
+    float base = -kInf, sum = 0.0f;  // of row lane / kBatch
+    float o[kBatchRows][kColumns] = {};
+#pragma unroll 1
+    for (int first = 0; first < split.count; first += kBatch) {
+      Vec<float, kColumns> partial[kLoads];
+      Vec<float, 2> stats{-kInf, 0.0f};
+      if (lane_idx < kLoads && first + lane_idx % kBatch < split.count)
+        stats = load_coherent<2>(partials.at(split.partial(first + lane_idx % kBatch)).stats +
+                                 clamped(lane_idx / kBatch) * 2);
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i)
+        partial[i] = load_coherent<kColumns>(
+            partials.at(split.partial(min(first + i % kBatch, split.count - 1)))
+                .at(clamped(i / kBatch)) +
+            lane_idx * kColumns);
+      float top = fmaxf(base, stats.v[0]);
+#pragma unroll
+      for (int offset = kBatch / 2; offset > 0; offset /= 2)
+        top = fmaxf(top, __shfl_xor_sync(kFullMask, top, offset));
+      const float weight = exp2_approx(stats.v[0] - finite_or_zero(top));
+      const float rescale = exp2_approx(base - finite_or_zero(top));
+      base = top;
+      sum = sum * rescale + stats.v[1] * weight;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const float w = __shfl_sync(kFullMask, weight, i);
+        const float s = i % kBatch == 0 ? __shfl_sync(kFullMask, rescale, i) : 1.0f;
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          float& x = o[i / kBatch][c];
+          x = (i % kBatch == 0 ? x * s : x) + partial[i].v[c] * w;
+        }
+      }
+    }
+#pragma unroll
+    for (int offset = kBatch / 2; offset > 0; offset /= 2)
+      sum += __shfl_xor_sync(kFullMask, sum, offset);
+    const Output output = cta.output(recomputed(b));  // the loop needs the registers
+#pragma unroll
+    for (int r = 0; r < kBatchRows; ++r) {
+      const float row_base = __shfl_sync(kFullMask, base, r * kBatch);
+      const float row_sum = __shfl_sync(kFullMask, sum, r * kBatch);
+      if (row + r < partials.num_rows)
+        write_row<kColumns>(output, row + r, lane_idx * kColumns, row_base, row_sum, o[r]);
+    }
+  }
+}
+
+constexpr int kCombineLoads = kRowTiles == 4 ? 4 : 16;  // partial rows in flight: a register limit
+
+__device__ __forceinline__ void combine(const Partials& partials, const SplitOf& split,
+                                        const Cta& cta, int b) {
+  if (split.count <= 4)
+    combine<kCombineLoads / 4, 4>(partials, split, cta, b);
+  else
+    combine<1, kCombineLoads>(partials, split, cta, b);
+}

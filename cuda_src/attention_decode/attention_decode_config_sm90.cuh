@@ -1,0 +1,128 @@
+// attention_decode_sm90: its parameters, and one CTA's threads, registers and shared memory.
+//
+// Macros: the attributes of HopperTile in engine/kernels/attention_decode/sm90.py.
+#pragma once
+
+#include "common/attention_sm90.cuh"
+#include "common/page_codes.cuh"
+
+struct AttentionDecodeSm90Params {
+  TensorMap k_map, v_map;      // the pages as (D / 64, P K block_size, 64), of codes (1, .., D)
+  const scalar_t* q;           // (B, Q, H, D); for a new token before norm and rotation
+  page_t *k_pages, *v_pages;   // (P, K, block_size, D); only a new token is written
+  const int* block_tables;     // (B, NB) read only where context_lens says so
+  const int* context_lens;     // (B,) keys of each sequence, the Q new ones included
+  const uint64_t* tree_masks;  // (B, Q) bit j of token i: it sees token j <= i; or null
+  const float* sinks;          // (H,) one more logit of each row's softmax; or null
+  scalar_t* out;               // (B, Q, H, D)
+  float* lse;                  // (B, Q, H) contiguous, or null
+  float* partial_o;            // (partials, K, rows, D) a split's sum of P V
+  float* partial_stats;        // (partials, K, rows, 2) its base (log2), its sum of P
+  int* counters;               // splits that are done, by sequence and head; 0 between launches
+  int64_t q_stride_b, q_stride_t, q_stride_h;  // elements, as all strides
+  int64_t table_stride;
+  int64_t out_stride_b, out_stride_t, out_stride_h;
+  int64_t max_keys;                 // NB * block_size
+  int batch;                        // B * token_parts
+  int num_queries;                  // Q / token_parts
+  int num_heads, num_kv_heads;      // H, K
+  int block_shift, num_blocks;      // log2(block_size), P
+  int window;                       // 0: none
+  int num_splits;                   // of each sequence; 0: equal work for all CTAs
+  int token_parts;                  // into which clusters divide a sequence's query tokens; else 1
+  float score_inner, score_factor;  // ScoreRule
+  // Read only with NEW_TOKEN.
+  const scalar_t *new_k, *new_v;        // (B, K, D) rows of the projection, as q
+  const int* positions;                 // (B,) row of cos_sin; outside of it: NaN
+  const float* cos_sin;                 // (num_positions, D) cosines, then sines
+  const int64_t* slot_mapping;          // (B,) slot of key and value; outside the pages: not stored
+  const scalar_t *q_weight, *k_weight;  // (D,) of the norms; null: no norm
+  int64_t k_stride_b, k_stride_h, v_stride_b, v_stride_h;
+  int num_positions;
+  float eps, weight_offset;
+  const float *k_scale, *v_scale;  // (K,) of pages of codes; else null
+};
+
+// ---- tiles -------------------------------------------------------------------------------------
+
+constexpr int kHeadDim = HEAD_DIM, kBoxKeys = BOX_KEYS, kStages = STAGES;
+constexpr int kRowTiles = ROW_TILES, kConsumerWarps = CONSUMER_WARPS;
+constexpr int kCluster = CLUSTER, kCtasPerSm = CTAS_PER_SM;
+constexpr bool kNewToken = NEW_TOKEN;
+
+constexpr int kRows = kRowTiles * 16;
+constexpr int kRowBytes = kHeadDim * 2;                   // of Q
+constexpr int kPageRowBytes = kHeadDim * sizeof(page_t);  // of K and V
+// Persistent CTAs take tiles that TMA swizzles. Clusters, whose launches are short, copy without a
+// tensor map: it would have to be fetched first. Where memory is the limit that is slower.
+constexpr bool kSwizzled = kCluster == 1;
+constexpr int kBoxBytes = kBoxKeys * kPageRowBytes;
+constexpr int kBoxPitch = kBoxBytes + (kSwizzled ? 0 : 16);  // see tile_offset
+constexpr int kTileKeys = 8 * kBoxKeys;
+constexpr int kTileBytes = 8 * kBoxPitch;
+static_assert(kHeadDim % 64 == 0 && kBoxKeys % 8 == 0, "see tile_offset");
+static_assert(!kHasCodes || (kRowTiles == 1 && kHeadDim <= 128),
+              "see attention_decode_codes_sm90.cuh");
+
+// ---- warps and registers -----------------------------------------------------------------------
+
+constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;  // the producer warp follows them
+// Where a CTA has many sequences, three new-token warps compute the rows of the new tokens of later
+// work tiles. Elsewhere the consumer warps compute them themselves: the latency is shorter.
+constexpr bool kHasNewTokenWarps = kNewToken && kCtasPerSm > 1 && kCluster == 1;
+constexpr int kNewTokenThreads = 3 * kWarpSize;
+// The 168 registers per thread of nine warps of a CTA, or of five of each of two CTAs, are too
+// few for the consumers here. The producer warp is then in a warpgroup of its own, which gives them
+// registers, fewer if its other warps have work.
+constexpr bool kMovesRegisters =
+    (kConsumerWarps == 8 || kNewToken || (kHasCodes && kCtasPerSm == 2)) && kCluster == 1;
+constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 4 : 1) * kWarpSize;
+constexpr int kConsumerRegisters = kConsumerWarps == 8 ? 232 : kHasNewTokenWarps ? 160 : 208;
+constexpr int kProducerRegisters = kHasNewTokenWarps ? 96 : 40;
+// SAFETY: setmaxnreg deadlocks where the launch has fewer registers left than it requests.
+static_assert(!kHasNewTokenWarps ||
+                  (kConsumerWarps == 4 && kConsumerRegisters + kProducerRegisters <= 2 * 128),
+              "two CTAs of eight warps have 128 registers a thread");
+static_assert(kConsumerWarps != 8 || 2 * kConsumerRegisters + kProducerRegisters <= 3 * 168,
+              "a CTA of twelve warps has 168 registers a thread");
+
+// ---- shared memory, by byte offsets ------------------------------------------------------------
+//
+//   K stages | V stages | P x 2 | maxima x 2 | sums | mbarriers | Q x kQueryBuffers | flag |
+//   warp schedules | new key, value, position x kQueryBuffers | inbound partials | their mbarrier
+
+// The ring: K of all stages, then V.
+constexpr int kProbsAt = 2 * kStages * kTileBytes;
+// Two buffers of P. Its pitch is 16 bytes more than the keys', so ldmatrix has no bank conflicts.
+constexpr int kProbPitch = kTileKeys * 2 + 16;
+constexpr int kProbBytes = kRows * kProbPitch;
+// What consumer warps exchange, a float per row and warp: two buffers of maxima, one of sums.
+constexpr int kMaximaAt = kProbsAt + 2 * kProbBytes;
+constexpr int kExchangeBytes = kRows * kConsumerWarps * 4;
+constexpr int kSumsAt = kMaximaAt + 2 * kExchangeBytes;
+// mbarriers of the ring and of the buffers of Q.
+constexpr int kBarriersAt = kSumsAt + kExchangeBytes;
+constexpr bool kQueriesInRegisters = kRowTiles * kHeadDim <= 256;  // else read from shared memory
+constexpr int kQueryBuffers = kQueriesInRegisters && !kHasNewTokenWarps ? 1 : 2;
+static_assert(!kNewToken || kHasNewTokenWarps || kQueriesInRegisters,
+              "consumers that compute the new token have one buffer of Q");
+constexpr int kQueriesAt = kBarriersAt + (4 * kStages + 2 * kQueryBuffers) * 8;
+constexpr int kQueryPitch = kRowBytes + 16;
+constexpr int kQueryBytes = kRows * kQueryPitch;
+constexpr int kFlagAt = kQueriesAt + kQueryBuffers * kQueryBytes;
+// Each warp's WarpSchedule, but the producer warp's.
+constexpr int kScheduleAt = kFlagAt + 16, kScheduleBytes = 64;
+constexpr int kScheduledWarps =
+    kConsumerWarps + (kHasNewTokenWarps ? kNewTokenThreads / kWarpSize : 0);
+// The new token's key, value and position among the keys, a buffer for each of Q.
+constexpr int kNewKvAt = kScheduleAt + kScheduledWarps * kScheduleBytes;
+constexpr int kNewKvBytes = 2 * kPageRowBytes + 16;
+// Partials that the CTAs of a cluster push to each other, where there is room
+// (attention_decode_cluster_sm90.cuh).
+constexpr bool kPushesPartials = kCluster > 1 && kRowTiles == 1;
+constexpr int kInboundAt = kNewKvAt + (kNewToken ? kQueryBuffers * kNewKvBytes : 0);
+constexpr int kInboundBytes = kPushesPartials ? kRows * (kHeadDim * 4 + kCluster * 8) + 16 : 0;
+constexpr int kInboundBarrierAt = kInboundAt + kInboundBytes - 16;
+constexpr int kSharedBytes = kInboundAt + kInboundBytes;
+static_assert(kSharedBytes == SHARED_BYTES, "HopperTile.shared_bytes computes another size");
+static_assert(kSharedBytes <= (kCtasPerSm == 2 ? 113 : 227) * 1024, "more than an SM has");

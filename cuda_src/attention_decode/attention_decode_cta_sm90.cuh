@@ -1,0 +1,109 @@
+// What the warps of a CTA of attention_decode_sm90 know: its head, where arrays are, and their own
+// place in the schedule.
+#pragma once
+
+#include "attention_decode/attention_decode_config_sm90.cuh"
+#include "attention_decode/attention_decode_scheduler_sm90.cuh"
+
+using Scheduler = SchedulerOf<kTileKeys, kCluster>::Type;
+
+// Where tokens are in the pages: slot = id of a page * its size + offset.
+struct PageLayout {
+  int block_shift, num_blocks, num_kv_heads;
+
+  // The slot of a key of a sequence.
+  __device__ __forceinline__ int64_t slot(const int* table, int key) const {
+    const unsigned page = clamped_page(table[key >> block_shift], num_blocks);
+    return (static_cast<int64_t>(page) << block_shift) + (key & ((1 << block_shift) - 1));
+  }
+  // The row of the pages (rows of D) of a slot's head; -1: the slot is outside the pages.
+  __device__ __forceinline__ int64_t row(int64_t slot, int kv_head) const {
+    if (slot < 0 || slot >= static_cast<int64_t>(num_blocks) << block_shift) return -1;
+    const int64_t page = slot >> block_shift;
+    return (((page * num_kv_heads) + kv_head) << block_shift) + (slot & ((1 << block_shift) - 1));
+  }
+};
+
+// A CTA works for one key/value head. `b` counts sequences of the schedule (token_parts of them for
+// each sequence of the batch).
+struct Cta {
+  const AttentionDecodeSm90Params& p;
+  unsigned char* smem;
+  int group, token_parts;
+  int kv_head, head;  // the key/value head, and the first query head of its group
+  DecodeProblem problem;
+  PageLayout layout;
+
+  __device__ __forceinline__ Cta(const AttentionDecodeSm90Params& p, unsigned char* smem)
+      : p(p),
+        smem(smem),
+        group(p.num_heads / p.num_kv_heads),
+        token_parts(kCluster > 1 ? p.token_parts : 1),  // else a constant: it divides for free
+        kv_head(kCluster > 1 ? blockIdx.x / kCluster % p.num_kv_heads
+                             : blockIdx.x % p.num_kv_heads),
+        head(kv_head * group),
+        problem{p.context_lens, p.max_keys, p.batch,      p.num_kv_heads, p.num_queries,
+                group,          p.window,   p.num_splits, token_parts},
+        layout{p.block_shift, p.num_blocks, p.num_kv_heads} {}
+
+  __device__ __forceinline__ const int* table(int b) const {
+    return p.block_tables + b / token_parts * p.table_stride;
+  }
+  __device__ __forceinline__ Queries queries(int b) const {
+    const int sequence = b / token_parts, token = b % token_parts * p.num_queries;
+    return Queries{p.q + sequence * p.q_stride_b + token * p.q_stride_t + head * p.q_stride_h,
+                   p.q_stride_t, p.q_stride_h, kHeadDim, true};
+  }
+  __device__ __forceinline__ Output output(int b) const {
+    const int64_t lse_begin = static_cast<int64_t>(b) * p.num_queries * p.num_heads + head;
+    const int sequence = b / token_parts, token = b % token_parts * p.num_queries;
+    return Output{
+        p.out + sequence * p.out_stride_b + token * p.out_stride_t + head * p.out_stride_h,
+        p.out_stride_t,
+        p.out_stride_h,
+        p.lse == nullptr ? nullptr : p.lse + lse_begin,
+        p.sinks == nullptr ? nullptr : p.sinks + head,
+        p.num_heads,
+        group,
+        kHeadDim,
+        true,
+        kHasCodes ? p.v_scale[kv_head] : 1.0f};
+  }
+  // What the rows of a work tile see.
+  __device__ __forceinline__ RowRule rows(const WorkTile& work) const {
+    RowRule rows = problem.rows(work.num_keys);
+    if (p.tree_masks != nullptr) {
+      rows.tree = p.tree_masks + static_cast<int64_t>(work.b) * p.num_queries;
+      rows.earlier = work.b % token_parts * p.num_queries;
+    }
+    return rows;
+  }
+};
+
+// The scheduler and work tile of a consumer or new-token warp. They are in shared memory: the inner
+// loop needs the registers.
+struct WarpSchedule {
+  Scheduler scheduler;
+  WorkTile work;
+
+  // Takes the next work tile; false: there is none.
+  __device__ __forceinline__ bool next(const DecodeProblem& problem) {
+    __syncwarp();  // SAFETY: all lanes have read the scheduler before one of them writes it.
+    Scheduler advanced = scheduler;
+    WorkTile found;
+    const bool has_work = advanced.next(problem, found);
+    __syncwarp();
+    scheduler = advanced;
+    if (has_work) work = found;
+    __syncwarp();
+    return has_work;
+  }
+};
+static_assert(sizeof(WarpSchedule) <= kScheduleBytes, "see kScheduleAt");
+
+// This warp's. The producer warp, between the consumer and the new-token warps, has none.
+__device__ __forceinline__ WarpSchedule& warp_schedule(unsigned char* smem) {
+  const int warp_idx = threadIdx.x / kWarpSize;
+  const int index = warp_idx - (warp_idx > kConsumerWarps);
+  return reinterpret_cast<WarpSchedule*>(smem + kScheduleAt)[index];
+}

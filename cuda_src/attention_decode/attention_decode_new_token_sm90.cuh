@@ -1,0 +1,191 @@
+// The newest token of a sequence in attention_decode_sm90 with NEW_TOKEN: its queries, key and
+// value come as the projection left them. Norm, rotation and the store to the pages are fused here,
+// by the formulas of qk_norm_rope_store.cu and so to the same bits.
+#pragma once
+
+#include "attention_decode/attention_decode_cta_sm90.cuh"
+#include "attention_decode/attention_decode_pipeline_sm90.cuh"
+#include "common/qk_head.cuh"
+
+// What a CTA computes of one new token, and where in shared memory it goes.
+struct NewTokenTask {
+  int b;
+  bool has_queries;  // compute the group's queries
+  bool has_kv;       // compute key and value, and store them to the pages
+  int q_at;
+  int new_kv_at;  // -1: key and value go to the pages only
+};
+
+// A thread's share of one row of a new token: two vectors of a query, of the key or of the value.
+class NewTokenRow {
+ public:
+  static constexpr int kLanes = kHeadDim / (2 * kVec);  // neighbours that hold a row
+
+  // What the preceding kernel does not write: it may be loaded before pdl_wait.
+  struct Inputs {
+    Packed<kVec> weight[2];
+    float cos[kVec], sin[kVec];
+  };
+
+  // Row 0 to group - 1 is a query, row `group` the key, the next the value; there are none beyond.
+  __device__ __forceinline__ NewTokenRow(const Cta& cta, const NewTokenTask& task, int row)
+      : column_(threadIdx.x % kLanes * kVec), is_rotated_(row <= cta.group) {
+    const AttentionDecodeSm90Params& p = cta.p;
+    if (row < cta.group) {
+      if (!task.has_queries) return;
+      const int64_t head = static_cast<int64_t>(cta.kv_head) * cta.group + row;
+      from_ = p.q + task.b * p.q_stride_b + head * p.q_stride_h;
+      weight_ = p.q_weight;
+      to_ = task.q_at + row * kQueryPitch;
+    } else if (row < cta.group + 2 && task.has_kv) {
+      from_ = is_rotated_ ? p.new_k + task.b * p.k_stride_b + cta.kv_head * p.k_stride_h
+                          : p.new_v + task.b * p.v_stride_b + cta.kv_head * p.v_stride_h;
+      if (is_rotated_) weight_ = p.k_weight;
+      if (task.new_kv_at >= 0) to_ = task.new_kv_at + (row - cta.group) * kPageRowBytes;
+      if constexpr (kHasCodes) page_scale_ = (is_rotated_ ? p.k_scale : p.v_scale)[cta.kv_head];
+      const int64_t page_row = cta.layout.row(p.slot_mapping[task.b], cta.kv_head);
+      if (page_row >= 0)
+        page_ = (is_rotated_ ? p.k_pages : p.v_pages) + page_row * kHeadDim + column_;
+    }
+    if (from_ != nullptr && is_rotated_) position_ = p.positions[task.b];
+  }
+
+  __device__ __forceinline__ Inputs inputs(const AttentionDecodeSm90Params& p) const {
+    Inputs inputs{};
+    load_weight(inputs.weight);
+    load_angles_of_position(p, inputs.cos, inputs.sin);
+    return inputs;
+  }
+
+  // Computes the row and stores it; others may read it after a barrier. All lanes of a warp must
+  // call it together. Without `inputs` it loads them.
+  __device__ __forceinline__ void compute(const AttentionDecodeSm90Params& p, unsigned char* smem,
+                                          const Inputs* inputs = nullptr) const {
+    Packed<kVec> raw[2] = {};
+    if (from_ != nullptr) {
+      raw[0] = load_packed<kVec>(from_ + column_);
+      raw[1] = load_packed<kVec>(from_ + column_ + kHalf);
+    }
+    float x[2 * kVec];
+    to_floats(raw[0], x);
+    to_floats(raw[1], x + kVec);
+    float scale = 0.0f;
+    if (p.q_weight != nullptr || p.k_weight != nullptr)
+      scale = norm_scale(head_sum_of_squares(x, kLanes), kHeadDim, p.eps);
+    if (from_ == nullptr) return;
+    if (weight_ != nullptr) {
+      Packed<kVec> weights[2];
+      if (inputs == nullptr) load_weight(weights);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const Vec<scalar_t, kVec> weight =
+            unpack<kVec>(inputs == nullptr ? weights[i] : inputs->weight[i]);
+#pragma unroll
+        for (int j = 0; j < kVec; ++j)
+          x[i * kVec + j] = normed(x[i * kVec + j], scale, weight.v[j], p.weight_offset);
+      }
+    }
+    if (is_rotated_) {
+      float cos[kVec], sin[kVec];
+      if (inputs == nullptr) load_angles_of_position(p, cos, sin);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j)
+        rotate_pair(x[j], x[kVec + j], inputs == nullptr ? cos[j] : inputs->cos[j],
+                    inputs == nullptr ? sin[j] : inputs->sin[j]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Vec<scalar_t, kVec> y = rounded(x + i * kVec);
+      if constexpr (kHasCodes) {
+        if (page_scale_ > 0.0f) {
+          float values[kVec];
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) values[j] = to_float(y.v[j]);
+          const Vec<page_t, kVec> codes = to_page<kVec>(values, page_scale_);
+          if (to_ >= 0)
+            store_vec(reinterpret_cast<page_t*>(smem + to_) + column_ + i * kHalf, codes);
+          if (page_ != nullptr) store_vec(page_ + i * kHalf, codes);
+          continue;
+        }
+      }
+      if (to_ >= 0) store_vec(reinterpret_cast<scalar_t*>(smem + to_) + column_ + i * kHalf, y);
+      if (page_ != nullptr) store_vec(reinterpret_cast<scalar_t*>(page_) + i * kHalf, y);
+    }
+  }
+
+ private:
+  static constexpr int kHalf = kHeadDim / 2;
+
+  int column_;
+  bool is_rotated_;
+  const scalar_t* from_ = nullptr;    // null: there is nothing to compute
+  const scalar_t* weight_ = nullptr;  // of its norm; null: none
+  page_t* page_ = nullptr;            // where it goes in the pages; null: nowhere
+  float page_scale_ = 0.0f;           // of a key or value that becomes codes; a query's is 0
+  int to_ = -1;                       // where it goes in shared memory; -1: nowhere
+  int position_ = -1;
+
+  __device__ __forceinline__ void load_weight(Packed<kVec> (&weight)[2]) const {
+    if (weight_ == nullptr) return;
+    weight[0] = load_packed<kVec>(weight_ + column_);
+    weight[1] = load_packed<kVec>(weight_ + column_ + kHalf);
+  }
+  __device__ __forceinline__ void load_angles_of_position(const AttentionDecodeSm90Params& p,
+                                                          float (&cos)[kVec],
+                                                          float (&sin)[kVec]) const {
+    const float* row = rotation_row(p.cos_sin, p.num_positions, kHeadDim, position_);
+    load_rotation(row, kHeadDim, column_, cos, sin);
+  }
+};
+
+// Whether a work tile has its sequence's last keys.
+__device__ __forceinline__ bool has_last_key(const WorkTile& work) {
+  return work.num_tiles > 0 && work.num_keys <= work.first_key + work.num_tiles * kTileKeys;
+}
+
+// The position of the new token's key among a work tile's keys; -1: it is not among them. A token
+// that is stored elsewhere, or not at all, is no key of the sequence: the pages have its last key.
+__device__ __forceinline__ int new_key_of(const Cta& cta, const WorkTile& work) {
+  const int last = work.num_keys - 1;
+  if (!has_last_key(work) || last < 0) return -1;
+  const int* table = cta.p.block_tables + work.b * cta.p.table_stride;
+  return cta.p.slot_mapping[work.b] == cta.layout.slot(table, last) ? last : -1;
+}
+
+// The new-token warps: as buffers become free they compute the rows of one work tile after another
+// for the consumer warps. They also store the key and value of sequences without keys whose slot is
+// in the pages.
+struct NewTokenProducer {
+  const Cta& cta;
+
+  static constexpr int kRowsAtOnce = kNewTokenThreads / NewTokenRow::kLanes;
+
+  __device__ __forceinline__ static int thread() {
+    return threadIdx.x - (kConsumerWarps + 1) * kWarpSize;
+  }
+  __device__ __forceinline__ void compute(const NewTokenTask& task) const {
+    const int first = thread() / NewTokenRow::kLanes;
+#pragma unroll 1
+    for (int row = first; row - first < cta.group + 2; row += kRowsAtOnce)
+      NewTokenRow(cta, task, row).compute(cta.p, cta.smem);
+  }
+
+  __device__ __forceinline__ void run(WarpSchedule& schedule) const {
+    pdl_wait();  // the preceding kernel writes the rows
+    for_each_empty(cta.problem, [&](int b) {
+      if (cta.p.slot_mapping[b] >= 0) compute(NewTokenTask{b, false, true, 0, -1});
+    });
+    QueryRing queries(smem_address(cta.smem));
+    while (schedule.next(cta.problem)) {
+      const WorkTile& work = schedule.work;
+      const bool has_kv = has_last_key(work);
+      const int key = new_key_of(cta, work);
+      queries.wait_empty();
+      compute(NewTokenTask{work.b, true, has_kv, queries.q_at(), queries.new_kv_at()});
+      if (thread() == 0)
+        *reinterpret_cast<int*>(cta.smem + queries.new_kv_at() + 2 * kPageRowBytes) = key;
+      mbarrier_arrive(queries.full());
+      queries.advance();
+    }
+  }
+};

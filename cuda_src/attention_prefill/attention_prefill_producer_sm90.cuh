@@ -1,0 +1,190 @@
+// The producer warps of attention_prefill_sm90: one takes work tiles and loads their Q, one loads K
+// and V, and two help it where pages are small.
+#pragma once
+
+#include "attention_prefill/attention_prefill_tile_sm90.cuh"
+
+struct Producer {
+  const SharedMemory& smem;
+  const Problem& problem;
+
+  // Warp 0: takes work tiles from the counter and loads their Q. It takes a tile as late as it can,
+  // since no other block can compute a tile that is taken: when a stage of Q is empty. With a
+  // single stage it takes the next tile while that stage is still in use.
+  __device__ __forceinline__ void load_queries(const TensorMap* q_map) const {
+    const int lane_idx = threadIdx.x % 32;
+    unsigned tiles = 0;
+    const auto wait_empty = [&] {
+      mbarrier_wait(smem.q_empty + tiles % kQStages * 8, tiles / kQStages % 2 ^ 1);
+    };
+    for (int t = blockIdx.x; t < problem.total;) {
+      WorkTile tile;
+      if (find_work_tile<kKeys>(problem, t, tile)) {
+        if constexpr (kPattern) {
+          const int last = tile.position + tile.tokens - 1;
+          const TileWalk<kKeys, true> walk(problem.pattern, tile.position, last, tile.begin,
+                                           tile.end);
+          if (walk.n < tile.begin) tile.end = tile.begin;
+        }
+        if (kQStages == 1) wait_empty();
+        if (lane_idx == 0) fill(q_map, tile, tiles % kQStages);
+        ++tiles;
+        if (kQStages > 1) wait_empty();
+      }
+      t = next_tile(lane_idx, t);
+    }
+    if (kQStages == 1) wait_empty();
+    if (lane_idx == 0) {
+      const int stage = tiles % kQStages;
+      smem.work[stage].first_token = -1;
+      mbarrier_arrive(smem.work_full + 8 * stage);
+      mbarrier_arrive(smem.q_full + 8 * stage);
+    }
+  }
+
+  // Warp 1: loads K and V. It reads the work tile where the consumers do, as it has few registers.
+  __device__ __forceinline__ void load_keys(const TensorMap* k_map, const TensorMap* v_map) const {
+    const int lane_idx = threadIdx.x % 32;
+    const bool is_helped = has_helpers(problem), is_dense = problem.block_tables == nullptr;
+    PipelineState<kStages> ring(1);
+    unsigned tiles = 0, tail_phase = 0;
+    for (;; ++tiles) {
+      mbarrier_wait(smem.work_full + tiles % kQStages * 8, tiles / kQStages % 2);
+      const WorkTile& tile = smem.work[tiles % kQStages];
+      if (tile.first_token < 0) break;
+      TileWalk<kKeys, kPattern> walk(problem.pattern, tile.position,
+                                     tile.position + tile.tokens - 1, tile.begin, tile.end);
+      KeyTileRange range{};
+      if constexpr (kPattern) range = key_tile_range(problem, tile, 0, tile.tokens - 1);
+      int row = box_row(tile, walk.n, lane_idx);
+      while (walk.n >= tile.begin) {
+        const int n = walk.n;
+        const bool is_whole = walk.is_whole && n >= range.whole_begin && n < range.whole_end;
+        walk.next();
+        mbarrier_wait(smem.k_empty + 8 * ring.stage, ring.phase);
+        if (kPattern && lane_idx == 0)
+          smem.key_tile[ring.stage] =
+              n | (is_whole ? 0 : smem.kMasked) | (walk.n >= tile.begin ? smem.kMore : 0);
+        const int head = is_dense ? tile.kv_head : 0;  // of the maps
+        // Rows past the end of all of K and V are zeros already.
+        const int valid = tile.num_keys - n * kKeys;
+        const bool has_tail =
+            valid < kKeys && (!is_dense || tile.k_begin + tile.num_keys < problem.max_keys);
+        if (is_helped) ask_helpers(ring.stage, has_tail ? row | smem.kOnlyK : row, lane_idx);
+        const int box = is_helped ? lane_idx * 3 : lane_idx;
+        const int box_start = __shfl_sync(~0u, row, box % 32);
+        const unsigned k_full = smem.k_full + 8 * ring.stage;
+        if (lane_idx == 0) mbarrier_arrive_expect_tx(k_full, kKeyBytes);
+        load_box(smem.k + ring.stage * kKeyBytes, k_map, head, box_start, box, k_full);
+        const int next_row = walk.n >= tile.begin ? box_row(tile, walk.n, lane_idx) : 0;
+        mbarrier_wait(smem.v_empty + 8 * ring.stage, ring.phase);
+        const unsigned v_stage = smem.v + ring.stage * kKeyBytes;
+        const unsigned v_full = smem.v_full + 8 * ring.stage;
+        if (lane_idx == 0) mbarrier_arrive_expect_tx(has_tail ? smem.v_tail : v_full, kKeyBytes);
+        if (has_tail) {
+          load_box(v_stage, v_map, head, row, lane_idx, smem.v_tail);
+          mbarrier_wait(smem.v_tail, tail_phase);
+          tail_phase ^= 1;
+          zero_rows(v_stage, valid);
+          if (lane_idx == 0) mbarrier_arrive(v_full);
+        } else {
+          load_box(v_stage, v_map, head, box_start, box, v_full);
+        }
+        ring.advance();
+        row = next_row;
+      }
+      mbarrier_arrive(smem.q_empty + tiles % kQStages * 8);
+    }
+    if (is_helped) {
+      mbarrier_wait(smem.k_empty + 8 * ring.stage, ring.phase);
+      ask_helpers(ring.stage, smem.kStop, lane_idx);
+    }
+  }
+
+  // Warps 2 and 3: a third of the boxes each.
+  __device__ __forceinline__ void help(const TensorMap* k_map, const TensorMap* v_map) const {
+    const int box = threadIdx.x % 32 * 3 + threadIdx.x / 32 % 4 - 1;
+    for (PipelineState<kStages> ring(0);; ring.advance()) {
+      mbarrier_wait(smem.boxes_full + 8 * ring.stage, ring.phase);
+      const int row = smem.boxes[ring.stage * kBoxes + min(box, kBoxes - 1)];
+      if (row == smem.kStop) return;
+      mbarrier_arrive(smem.k_empty + 8 * ring.stage);
+      load_box(smem.k + ring.stage * kKeyBytes, k_map, 0, row & ~smem.kOnlyK, box,
+               smem.k_full + 8 * ring.stage);
+      // SAFETY: only a lane with a box to copy waits for v_empty. For others the ring does not
+      // wait: it could go on by two phases before they look, and they would deadlock.
+      if (row >= 0 && box * problem.box_keys < kKeys) {
+        mbarrier_wait(smem.v_empty + 8 * ring.stage, ring.phase ^ 1);
+        load_box(smem.v + ring.stage * kKeyBytes, v_map, 0, row, box, smem.v_full + 8 * ring.stage);
+      }
+    }
+  }
+
+ protected:
+  // The work tile to its stage, for the other warps, and the copy of its Q.
+  __device__ __forceinline__ void fill(const TensorMap* q_map, const WorkTile& tile,
+                                       int stage) const {
+    smem.work[stage] = tile;
+    mbarrier_arrive(smem.work_full + 8 * stage);
+    const unsigned barrier = smem.q_full + 8 * stage;
+    mbarrier_arrive_expect_tx(barrier, problem.q_bytes);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk)
+      tma_load_4d(smem.q + stage * kQBytes + chunk * kQChunk, q_map, 64 * chunk, 0, tile.kv_head,
+                  tile.first_token, barrier);
+  }
+
+  // The number of the next work tile, from the launch's counter.
+  __device__ __forceinline__ int next_tile(int lane_idx, int t) const {
+    if (lane_idx == 0) {
+      const int taken = atomicAdd(problem.counter, 1);
+      if (taken == problem.total - 1) *problem.counter = 0;  // every block is past its last tile
+      t = gridDim.x + taken;
+    }
+    return __shfl_sync(~0u, t, 0);
+  }
+
+  // Row of the maps where a lane's box of key tile n starts; where there is no key, a row so far
+  // outside that the copy gives zeros.
+  __device__ __forceinline__ int box_row(const WorkTile& tile, int n, int lane_idx) const {
+    const int key = n * kKeys + lane_idx * problem.box_keys;
+    if (problem.block_tables == nullptr) return tile.k_begin + key;
+    if (lane_idx * problem.box_keys >= kKeys || key >= tile.num_keys ||
+        key + problem.box_keys <= tile.first_key)
+      return 0x7fffff00;
+    // SAFETY: an id outside the cache is clamped, so a damaged table cannot make us read elsewhere.
+    const unsigned id = static_cast<unsigned>(tile.table[key >> problem.block_shift]);
+    const int page = min(id, static_cast<unsigned>(problem.num_blocks - 1));
+    return ((page * problem.num_kv_heads + tile.kv_head) << problem.block_shift) +
+           (key & ((1 << problem.block_shift) - 1));
+  }
+
+  // Copies box number `box` of a key tile, which starts at `row` of the map.
+  __device__ __forceinline__ void load_box(unsigned to, const TensorMap* map, int head, int row,
+                                           int box, unsigned barrier) const {
+    if (box * problem.box_keys >= kKeys) return;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk)
+      tma_load_3d(to + chunk * kKeyChunk + box * problem.box_keys * 128, map, 64 * chunk, head, row,
+                  barrier);
+  }
+
+  // Zeroes rows [begin, kKeys) of a tile of V: P is 0 there, but 0 * NaN would reach the sum.
+  static __device__ __forceinline__ void zero_rows(unsigned to, int begin) {
+    unsigned
+        lane_idx;  // SAFETY: read anew, or what follows from it keeps registers in the whole loop
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_idx));
+    for (int chunk = 0; chunk < kChunks; ++chunk)
+      for (int row = begin + lane_idx / 8; row < kKeys; row += 4)
+        st_shared_v4(to + chunk * kKeyChunk + row * 128 + lane_idx % 8 * 16, 0u, 0u, 0u, 0u);
+    fence_async_proxy();
+    __syncwarp();
+  }
+
+  // Tells the helping warps where the boxes of a stage start.
+  __device__ __forceinline__ void ask_helpers(int stage, int row, int lane_idx) const {
+    if (lane_idx >= kBoxes) return;
+    smem.boxes[stage * kBoxes + lane_idx] = row;
+    mbarrier_arrive(smem.boxes_full + 8 * stage);
+  }
+};

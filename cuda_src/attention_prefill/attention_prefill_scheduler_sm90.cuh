@@ -1,0 +1,104 @@
+// The work tiles of Hopper's prefill kernels, and the order in which persistent CTAs take them.
+//
+// A work tile is some query tokens of one sequence, with all the heads of one key/value head: rows
+// of Q are (token, head), and the same tiles of K and V serve them all. The tiles are numbered
+// section by section, where a section is pairs (sequence, key/value head) whose K and V fit in L2
+// together; in a section the longest tiles come first: the last tokens if causal, else the tiles
+// that are not cut. CTAs take numbers from a counter.
+#pragma once
+
+#include "attention_prefill/attention_prefill_pattern.cuh"
+#include "common/attention_sm90.cuh"
+
+// The launch, as all CTAs know it. Some fields follow from others, but come from the host: the
+// divisions would take registers, of which producer warps have few.
+struct Problem {
+  const int* cu_seqlens_q;
+  const int* cu_seqlens_k;
+  const int* block_tables;
+  const int* context_lens;
+  int* counter;          // 0 before and after
+  int64_t table_stride;  // of block_tables
+  int64_t max_keys;      // dense: rows of K; pages: keys that a row of the table can name
+  int total_q, group, num_kv_heads;
+  int tile_tokens;               // query tokens of a tile: rows / group
+  int q_bytes;                   // of their Q in shared memory
+  int box_keys;                  // keys of one copy: they divide those of a tile and of a page
+  int block_shift, num_blocks;   // log2(block_size), pages
+  int num_pairs, section;        // pairs (sequence, key/value head), and how many make a section
+  int tiles_of_pair;             // tiles of the longest sequence
+  int long_tiles, short_tokens;  // a sequence's tiles of tile_tokens; tokens of those after them
+  int total;                     // work tiles of the launch
+  int splits;                    // CTAs that share the keys of a tile
+  int causal;
+  unsigned reach;   // keys a row sees, counted back from its last one: window, or 2^31
+  Pattern pattern;  // only for kernels of patterns
+};
+
+// A work tile, and where its keys are. The producer puts it in shared memory.
+struct alignas(16) WorkTile {
+  int first_token;              // row of q; negative: no more work
+  int tokens;                   // that are the tile's, from first_token on
+  int last_key_of_first_token;  // negative: it sees none
+  int kv_head;
+  int begin, end;  // tiles of keys
+  int split;
+  int position;  // of first_token: among the keys if causal, else among the queries
+  int k_begin;   // dense: first row of K and V
+  int num_keys;
+  int first_key;     // the first that any row of the tile sees
+  const int* table;  // pages; else null
+};
+
+// Work tile number t; false if it has no tokens, as the sequence is shorter than the longest one.
+template <int kKeys>
+__device__ __forceinline__ bool find_work_tile(const Problem& problem, int t, WorkTile& work) {
+  const int per_section = problem.section * problem.tiles_of_pair * problem.splits;
+  const int section = t / per_section, in_section = t - section * per_section;
+  const int first_pair = section * problem.section;
+  const int width = min(problem.section, problem.num_pairs - first_pair) * problem.splits;
+  const int step = in_section / width, column = in_section - step * width;
+  const int pair = first_pair + column / problem.splits;
+  work.split = column % problem.splits;
+  const int b = pair / problem.num_kv_heads;
+  work.kv_head = pair - b * problem.num_kv_heads;
+
+  // SAFETY: lengths that do not fit the arrays are cut to them.
+  const int q_begin = min(max(problem.cu_seqlens_q[b], 0), problem.total_q);
+  const int num_tokens = min(max(problem.cu_seqlens_q[b + 1], q_begin), problem.total_q) - q_begin;
+  const int i = problem.causal ? problem.tiles_of_pair - 1 - step : step;
+  const int token = min(i, problem.long_tiles) * problem.tile_tokens +
+                    max(i - problem.long_tiles, 0) * problem.short_tokens;
+  const int most = i < problem.long_tiles ? problem.tile_tokens : problem.short_tokens;
+  if (token >= num_tokens) return false;
+  work.table = nullptr;
+  work.k_begin = 0;
+  if (problem.block_tables != nullptr) {
+    work.table = problem.block_tables + b * problem.table_stride;
+    work.num_keys = min(static_cast<int64_t>(max(problem.context_lens[b], 0)), problem.max_keys);
+  } else {
+    const int64_t begin = max(problem.cu_seqlens_k[b], 0);
+    work.k_begin = min(begin, problem.max_keys);
+    const int64_t end = max(problem.cu_seqlens_k[b + 1], work.k_begin);
+    work.num_keys = min(end, problem.max_keys) - work.k_begin;
+  }
+
+  work.first_token = q_begin + token;
+  work.tokens = min(num_tokens - token, most);
+  work.last_key_of_first_token = work.num_keys - 1;
+  work.position = token;
+  int last = work.last_key_of_first_token;  // that any row sees
+  if (problem.causal) {
+    work.position = work.last_key_of_first_token += 1 - num_tokens + token;
+    last = work.last_key_of_first_token + work.tokens - 1;
+  }
+  work.first_key = 0;
+  if (problem.reach < 1u << 31)
+    work.first_key = max(0, work.last_key_of_first_token - static_cast<int>(problem.reach) + 1);
+  work.begin = work.first_key / kKeys;
+  work.end = last < work.first_key ? work.begin : last / kKeys + 1;
+  const int share = (work.end - work.begin + problem.splits - 1) / problem.splits;
+  work.begin = min(work.begin + work.split * share, work.end);
+  work.end = min(work.begin + share, work.end);
+  return true;
+}

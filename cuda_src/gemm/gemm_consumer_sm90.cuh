@@ -1,0 +1,109 @@
+// The consumer warpgroups of gemm_sm90.cu: wgmma on the stages of the ring, then the epilogue.
+#pragma once
+
+#include "common/wgmma.cuh"
+#include "gemm/gemm_cluster_sum_sm90.cuh"
+#include "gemm/gemm_epilogue_sm90.cuh"
+
+using Sums = float[kMmaTilesM][kWarpgroupCols / 2];
+
+// Releases a stage: arrives on the empty mbarrier of each CTA that loads into it.
+__device__ __forceinline__ void consumer_release(const Pipeline& p, const TileScheduler& s,
+                                                 int stage) {
+  const int thread = threadIdx.x % 128;
+  const unsigned empty = p.empty + stage * 8;
+  if constexpr (kClusterM * kClusterN == 1) {
+    if (thread == 0) mbarrier_arrive(empty);
+  } else if (thread < kClusterM + kClusterN - 1) {
+    const int layer = s.rank_k * kClusterM * kClusterN;
+    int i = s.rank_m, j = thread;  // this row's CTAs first, then the others of this column
+    if (thread >= kClusterN) {
+      i = thread - kClusterN + (thread - kClusterN >= s.rank_m);
+      j = s.rank_n;
+    }
+    mbarrier_arrive_cluster(empty, layer + j * kClusterM + i);
+  }
+}
+
+// Sums this CTA's share of k into `acc`. A warm-up pass runs the same instructions once on whatever
+// shared memory holds; it waits for nothing and releases nothing.
+__device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler& s, int warpgroup,
+                                         bool is_warmup, DynamicPipelineState& state, Sums& acc) {
+  const unsigned rows = p.x + (kSharesColumns ? 0 : warpgroup * kMmaTilesM * kMmaM * kSlabRowBytes);
+  const unsigned cols = p.w + (kSharesColumns ? warpgroup * kWarpgroupCols * kSlabRowBytes : 0);
+  const unsigned full = is_warmup ? p.idle : p.full;
+  const int last_k = is_warmup ? s.first_k + 1 : s.last_k;
+  if (is_warmup) state.phase = 1;                  // the phase before the first is over
+  state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
+  int last = 0;
+#pragma unroll 1
+  for (int i = s.first_k; i < last_k; ++i) {
+    mbarrier_wait(full + state.stage * 8, state.phase);
+    wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      const uint64_t a = wgmma_descriptor(rows + state.stage * p.stage_x + d * p.slab_x);
+      const uint64_t b = wgmma_descriptor(cols + state.stage * kStageW + d * kBytesW);
+#pragma unroll
+      for (int step = 0; step < kSlabK / 16; ++step)
+#pragma unroll
+        for (int j = 0; j < kMmaTilesM; ++j)
+          wgmma<kWarpgroupCols>(acc[j], a + j * (kMmaM * kSlabRowBytes / 16) + step * 2,
+                                b + step * 2, i > s.first_k || d > 0 || step > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();  // the stage before this one has been read
+    if (i > s.first_k) consumer_release(p, s, last);
+    last = state.stage;
+    state.advance(p.stages);
+  }
+  wgmma_wait<0>();
+  if (is_warmup)
+    state = DynamicPipelineState(0);
+  else
+    consumer_release(p, s, last);
+#pragma unroll
+  for (int j = 0; j < kMmaTilesM; ++j) wgmma_pin(acc[j]);
+}
+
+// The consumers' loop. With `warms_up`, while the preceding kernel still runs, it first computes a
+// tile below the last row, of which nothing is stored (with kClusterK > 1, only the products): then
+// the instructions are in the cache when x arrives.
+__device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& s,
+                                        unsigned char* smem, const Epilogue& e, bool is_wide,
+                                        const TensorMap* map_out, bool warms_up) {
+  // Shuffled, to tell ptxas that it is warp-uniform: descriptors are then computed once per warp.
+  const int warp_idx = __shfl_sync(~0u, (threadIdx.x - kFirstConsumer) / 32, 0);
+  const int warpgroup = warp_idx / 4;
+  unsigned char* staging = smem + (p.staging - p.x) + warp_idx * kStagings * kWarpStaging;
+  constexpr int kWarmup = -1;
+  const auto next = [&](int index) {
+    if (index != kWarmup) return index + s.step();
+    pdl_wait();  // the preceding kernel may read what we write, and write what we read
+    return s.first();
+  };
+  DynamicPipelineState state(0);
+#pragma unroll 1
+  for (int index = warms_up ? kWarmup : next(kWarmup); index < s.count(); index = next(index)) {
+    Sums acc;
+    multiply(p, s, warpgroup, index == kWarmup, state, acc);
+    const int2 tile = index == kWarmup ? make_int2(s.m, 0) : s.tile(index);
+    if constexpr (kClusterK > 1) {
+      float own[kSliceSums];
+      const int row = warpgroup * kMmaM + warp_idx % 4 * 16;
+      if (tile.x + row >= s.m) continue;  // no such rows in any CTA: none sends or waits
+      exchange_sums(p, s, smem + (p.sums - p.x), acc[0], own);
+      const Corner corner{staging, tile.x + row, tile.y + s.rank_k * kSlice};
+      store(e, own, corner, s.m, s.n, is_wide, map_out, 0);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kMmaTilesM; ++i) {
+        const int m_tile = kSharesColumns ? i : warpgroup * kMmaTilesM + i;
+        const int row = tile.x + m_tile * kMmaM + warp_idx % 4 * 16;
+        const int col = tile.y + (kSharesColumns ? warpgroup * kWarpgroupCols : 0);
+        store(e, acc[i], Corner{staging, row, col}, s.m, s.n, is_wide, map_out, i);
+      }
+    }
+  }
+  if constexpr (kStores) bulk_wait();  // shared memory must outlive the last stores
+}

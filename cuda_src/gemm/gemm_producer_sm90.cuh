@@ -1,0 +1,138 @@
+// The producer of gemm_sm90.cu: one thread that fills the ring of stages by TMA.
+#pragma once
+
+#include "gemm/gemm_pipeline_sm90.cuh"
+#include "gemm/gemm_scheduler_sm90.cuh"
+
+// What the launch says about loading.
+struct Loading {
+  int x_part;     // rows of x that a CTA loads of a tile: kTileM / kClusterN, or fewer
+  int tail_part;  // the same of the last rows' tile, which may have fewer
+  bool uses_pdl;  // the weight may be read while the preceding kernel still runs
+  bool is_split;  // all rows of gate precede those of up: map_w loads eight of each in turn
+};
+
+// Loads stages. Rows of x that no box covers keep what shared memory held: their sums are dropped.
+// A box that reaches past the last row is slow. So the last tile has boxes of its own (map_tail);
+// only where CTAs of a cluster share it do they reach past the last row, by up to 15 rows together.
+struct Loader {
+  const Pipeline& p;
+  const TensorMap *map_x, *map_tail, *map_w;
+  const Loading& loading;
+  int m, rank_m, rank_n;
+  unsigned short row_mask = 0, col_mask = 0;  // CTAs of this row, this column of the cluster
+
+  __device__ __forceinline__ Loader(const Pipeline& p, const TileScheduler& s,
+                                    const TensorMap* map_x, const TensorMap* map_tail,
+                                    const TensorMap* map_w, const Loading& loading)
+      : p(p),
+        map_x(map_x),
+        map_tail(map_tail),
+        map_w(map_w),
+        loading(loading),
+        m(s.m),
+        rank_m(s.rank_m),
+        rank_n(s.rank_n) {
+    const int layer = s.rank_k * kClusterM * kClusterN;  // first rank of those with this share of k
+    for (int j = 0; j < kClusterN; ++j) row_mask |= 1 << (layer + j * kClusterM + s.rank_m);
+    for (int i = 0; i < kClusterM; ++i) col_mask |= 1 << (layer + s.rank_n * kClusterM + i);
+  }
+
+  // Rows of x that a CTA loads of the tile that begins at `row`.
+  __device__ __forceinline__ int part(int row) const {
+    if (row + kTileM <= m) return loading.x_part;
+    return row < m ? loading.tail_part : 0;
+  }
+
+  // `stage_k` counts stages along k, `stage` is the index in the ring, `tile` the first row and
+  // column.
+  __device__ __forceinline__ void weight(int stage, int stage_k, int2 tile) const {
+    const unsigned full = p.full + stage * 8;
+    mbarrier_arrive_expect_tx(full, kDepth * (part(tile.x) * kClusterN * kSlabRowBytes + kBytesW));
+    const unsigned first_dst = p.w + stage * kStageW;
+    const int row = tile.y + rank_m * kPartW;
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      const int k = stage_k * kStageK + d * kSlabK;
+      const unsigned dst = first_dst + d * kBytesW + rank_m * kPartW * kSlabRowBytes;
+      if constexpr (kClusterM == 1) {
+        if (is_split())
+          tma_load_4d(dst, map_w, k, 0, 0, row / 16, full);
+        else
+          tma_load_2d(dst, map_w, k, row, full);
+      } else {
+        if (is_split())
+          tma_load_4d_multicast(dst, map_w, k, 0, 0, row / 16, full, col_mask);
+        else
+          tma_load_2d_multicast(dst, map_w, k, row, full, col_mask);
+      }
+    }
+  }
+  __device__ __forceinline__ void x(int stage, int stage_k, int2 tile) const {
+    const int rows = part(tile.x), row = tile.x + rank_n * rows;
+    if (rows == 0) return;
+    const unsigned full = p.full + stage * 8;
+    const unsigned first_dst = p.x + stage * p.stage_x + rank_n * rows * kSlabRowBytes;
+    const TensorMap* map = tile.x + kTileM <= m ? map_x : map_tail;
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      const int k = stage_k * kStageK + d * kSlabK;
+      if constexpr (kClusterN == 1)
+        tma_load_2d(first_dst + d * p.slab_x, map, k, row, full);
+      else
+        tma_load_2d_multicast(first_dst + d * p.slab_x, map, k, row, full, row_mask);
+    }
+  }
+  // Brings the weight to the L2 cache only.
+  __device__ __forceinline__ void prefetch_weight(int stage_k, int column) const {
+    const int row = column + rank_m * kPartW;
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      const int k = stage_k * kStageK + d * kSlabK;
+      if (is_split())
+        tma_prefetch_4d(map_w, k, 0, 0, row / 16);
+      else
+        tma_prefetch_2d(map_w, k, row);
+    }
+  }
+
+ private:
+  static constexpr int kPartW = kTileN / kClusterM;  // rows of weight that a CTA loads of a tile
+
+  // A multicast part must be whole pairs of eight rows.
+  __device__ __forceinline__ bool is_split() const { return kPartW % 16 == 0 && loading.is_split; }
+};
+
+// Starts on the first tile's weight before the preceding kernel has ended, as far as the ring has
+// room: loads with uses_pdl, prefetches to L2 without.
+__device__ __forceinline__ void load_early(const Pipeline& p, const TileScheduler& s,
+                                           const Loader& loader) {
+  const int2 tile = s.tile(s.first());
+  for (int i = 0; i < min(s.last_k - s.first_k, p.stages); ++i) {
+    if (loader.loading.uses_pdl)
+      loader.weight(i, s.first_k + i, tile);
+    else
+      loader.prefetch_weight(s.first_k + i, tile.y);
+  }
+}
+
+__device__ __forceinline__ void produce(const Pipeline& p, const TileScheduler& s,
+                                        const Loader& loader) {
+  int early = loader.loading.uses_pdl ? min(s.last_k - s.first_k, p.stages) : 0;
+  pdl_wait();
+  DynamicPipelineState state(1);
+  for (int index = s.first(); index < s.count(); index += s.step()) {
+    const int2 tile = s.tile(index);
+#pragma unroll 1
+    for (int k = s.first_k; k < s.last_k; ++k) {
+      if (early > 0) {
+        --early;
+      } else {
+        mbarrier_wait(p.empty + state.stage * 8, state.phase);
+        loader.weight(state.stage, k, tile);
+      }
+      loader.x(state.stage, k, tile);
+      state.advance(p.stages);
+    }
+  }
+}

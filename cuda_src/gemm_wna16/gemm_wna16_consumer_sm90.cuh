@@ -1,0 +1,393 @@
+// The consumers of gemm_wna16_sm90.cu: weights become fragments in registers, wgmma multiplies them
+// with the rows of x in shared memory, and the epilogue writes the sums.
+//
+// The weight is wgmma's A and the tokens are its B: sums are (rows of the weight, tokens).
+#pragma once
+
+#include "common/pipeline_state.cuh"
+#include "gemm_wna16/gemm_wna16_epilogue_sm90.cuh"
+#include "common/weight_fragments_sm90.cuh"
+#include "common/wgmma_weights.cuh"
+
+using Sums = float[kMmaTiles][kTokens / 2];
+// The fragments of a slab. wgmma reads them while the next slab's are decoded, a step behind.
+using Fragments = uint32_t[kSteps][kMmaTiles][4];
+
+struct Consumer {
+  Shared& smem;
+  int slabs;            // of k
+  int first_k, last_k;  // stages of k
+  int warpgroup, warp_idx, lane_idx;
+  bool is_gated;
+
+  // The row tile of m-tile `mma` of this warp. If tiles are mixed: rows 8 (tile % 2) of tile
+  // `tile / 2` of gate, and of up.
+  __device__ __forceinline__ int row_tile(int mma) const {
+    if (kPairsTiles && is_gated) return mma * (kRowTiles / 2) + paired_tile();
+    return (warpgroup * kMmaTiles + mma) * 4 + warp_idx % 4;
+  }
+  __device__ __forceinline__ int paired_tile() const { return warpgroup * 4 + warp_idx % 4; }
+  __device__ __forceinline__ bool mixes_tiles() const { return !kPairsTiles && is_gated; }
+
+  // SAFETY: every lane releases a stage, as it has read the weights by ordinary loads; one arrival
+  // a warp would do, but compute-sanitizer then reports races.
+  __device__ __forceinline__ void release(int stage) const {
+    mbarrier_arrive(smem_address(&smem.empty[stage]));
+  }
+
+  // kBytes of this lane's rows of a row tile, of an array of a stage.
+  template <int kBytes>
+  __device__ __forceinline__ uint2 small_words(const unsigned char* array, int tile,
+                                               int tile_bytes) const {
+    const unsigned char* from = array + lane_idx / 4 * kBytes;
+    if (!mixes_tiles()) return load_small<kBytes>(from + tile * tile_bytes);
+    const unsigned char* gate = from + tile / 2 * tile_bytes;
+    return mix<kBytes>(load_small<kBytes>(gate),
+                       load_small<kBytes>(gate + kRowTiles / 2 * tile_bytes), tile % 2);
+  }
+
+  // The stored scales of the group of step `step` of a stage's slab `d`.
+  __device__ __forceinline__ uint2 group_words(int stage, int tile, int d, int step) const {
+    const int group = kGroup < kStageK ? (d * kSlabK + step * 16) / kGroup : 0;
+    return small_words<kScaleBytes>(smem.weight[stage] + kAtScales + group * kScaleTileBytes, tile,
+                                    kStageGroups * kScaleTileBytes);
+  }
+  __device__ __forceinline__ GroupScales super_factors(int stage, int tile) const {
+    if constexpr (kSuperBlock == 0) return GroupScales();
+    return GroupScales::of_super(
+        small_words<kSuperBytes>(smem.weight[stage] + kAtSuper, tile, kSuperTileBytes));
+  }
+
+  __device__ __forceinline__ TileWords load_words(int stage, int tile, int d) const {
+    const auto load = [&](int from) {
+      const int place = from * kDepth + d;
+      TileWords words;
+      words.load(smem.weight[stage] + place * kDataBytes,
+                 smem.weight[stage] + kAtHigh + place * kHighBytes, lane_idx);
+      return words;
+    };
+    if (!mixes_tiles()) return load(tile);
+    return mix(load(tile / 2), load(kRowTiles / 2 + tile / 2), tile % 2);
+  }
+
+  // The fragments of slab `slab`, which is in `stage`.
+  __device__ __forceinline__ void decode_slab(int stage, int slab, Fragments& a) const {
+    const int d = kDepth == 1 ? 0 : slab % kDepth;
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j) {
+      const int tile = row_tile(j);
+      const TileWords words = load_words(stage, tile, d);
+      RowScales scales;
+      const GroupScales factors = super_factors(stage, tile);
+      const auto load = [&](int step) {
+        const uint2 own = group_words(stage, tile, d, step);
+        if constexpr (kScalesSums)
+          scales.set_offsets(own);
+        else
+          scales.set(own, factors);
+      };
+      load(0);
+      decode_weights<0, kScalesSums>(words, scales, a[0][j]);
+      if (kGroup <= 16) load(1);
+      decode_weights<1, kScalesSums>(words, scales, a[1][j]);
+      if (kGroup <= 32) load(2);
+      decode_weights<2, kScalesSums>(words, scales, a[2][j]);
+      if (kGroup <= 16) load(3);
+      decode_weights<3, kScalesSums>(words, scales, a[3][j]);
+    }
+  }
+
+  __device__ __forceinline__ void start(int stage, int slab, bool is_first, const Fragments& a,
+                                        Sums& acc) const {
+    const int d = kDepth == 1 ? 0 : slab % kDepth;
+    const uint64_t b = wgmma_descriptor(smem_address(smem.x[0]) + stage * kStageX + d * kSlabX);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int j = 0; j < kMmaTiles; ++j)
+        wgmma_weights<kTokens>(acc[j], a[step][j], b + step * 2, !is_first || step > 0);
+    wgmma_commit();
+  }
+
+  // The scales of the group that slab `slab` belongs to.
+  __device__ __forceinline__ void load_scales(int stage, int slab,
+                                              float (&scales)[kMmaTiles][2]) const {
+    const int d = kDepth == 1 ? 0 : slab % kDepth;
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j) {
+      const int tile = row_tile(j);
+      const GroupScales own =
+          group_scales(group_words(stage, tile, d, 0), super_factors(stage, tile));
+      scales[j][0] = own.scale[0], scales[j][1] = own.scale[1];
+    }
+  }
+
+  // Adds the sums over a group times its scales.
+  __device__ __forceinline__ void add_group(const float (&scales)[kMmaTiles][2], Sums& group,
+                                            Sums& acc) const {
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j) {
+      wgmma_pin(group[j]);
+#pragma unroll
+      for (int i = 0; i < kTokens / 2; ++i)
+        acc[j][i] = fmaf(scales[j][i / 2 % 2], group[j][i], acc[j][i]);
+    }
+  }
+
+  // Sums this CTA's share of k, which is not empty. While wgmma multiplies a slab the next one is
+  // decoded.
+  __device__ __forceinline__ void multiply(PipelineState<kStages>& state, Sums& acc) const {
+    constexpr int kGroupSlabs = kGroup > kSlabK ? kGroup / kSlabK : 1;
+    state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
+    const int first = first_k * kDepth, last = min(last_k * kDepth, slabs);
+    Sums part;  // of a group
+    if constexpr (kScalesSums) {
+#pragma unroll
+      for (int j = 0; j < kMmaTiles; ++j)
+#pragma unroll
+        for (int i = 0; i < kTokens / 2; ++i) acc[j][i] = 0.0f;
+    }
+    Sums& sums = kScalesSums ? part : acc;
+    Fragments even, odd;
+    int slab = first;
+    mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
+    decode_slab(state.stage, slab, even);
+    int held = -1;  // the stage of the slab before, if that ended it
+    // Returns whether another slab follows.
+    const auto advance = [&](const Fragments& now, Fragments& next) {
+      const int stage = state.stage;
+      const bool ends_stage = kDepth == 1 || (slab + 1) % kDepth == 0 || slab + 1 == last;
+      const bool begins = slab == first || (kScalesSums && slab % kGroupSlabs == 0);
+      const bool ends_group = kScalesSums && ((slab + 1) % kGroupSlabs == 0 || slab + 1 == last);
+      float scales[kMmaTiles][2];
+      if (ends_group) load_scales(stage, slab, scales);
+      start(stage, slab, begins, now, sums);
+      wgmma_wait<1>();  // the slab before has been multiplied: `next` may be written
+      if (held >= 0) release(held);
+      held = ends_stage ? stage : -1;
+      if (ends_stage) state.advance();
+      if (++slab < last) {
+        if (ends_stage) mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
+        decode_slab(state.stage, slab, next);
+      }
+      if (ends_group) {
+        wgmma_wait<0>();
+        add_group(scales, part, acc);
+      }
+      return slab < last;
+    };
+#pragma unroll 1
+    while (advance(even, odd) && advance(odd, even)) {
+    }
+    wgmma_wait<0>();
+    release(held);
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
+  }
+
+  // Adds the sums of the cluster's CTAs for this CTA's slice, in their order. False: it has none.
+  __device__ __forceinline__ bool exchange(const Sums& acc, float (&own)[kSliceSums]) const {
+    const int me = cluster_rank();
+    const auto at = [&](int from, int to, int vec) {
+      const int place = from - (from > to);
+      return (place * kSliceVecs + vec) * kConsumerThreads + static_cast<int>(threadIdx.x);
+    };
+#pragma unroll
+    for (int to = 0; to < kFinishers; ++to) {
+#pragma unroll
+      for (int i = 0; i < kSliceVecs; ++i) {
+        const int first = to * kSliceVecs, eights = kSliceTokens / 8;
+        const float* a = acc[first % kMmaTiles + i / eights] + (first / kMmaTiles + i % eights) * 4;
+        if (to == me) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) own[i * 4 + c] = a[c];
+        } else {
+          cluster_send(smem_address(smem.sums) + at(me, to, i) * 16, smem_address(&smem.sums_full),
+                       to, a[0], a[1], a[2], a[3]);
+        }
+      }
+    }
+    if (me >= kFinishers) return false;
+    mbarrier_wait_cluster(smem_address(&smem.sums_full), 0);
+#pragma unroll
+    for (int i = 0; i < kSliceVecs; ++i) {
+      float sum[4] = {};
+#pragma unroll
+      for (int from = 0; from < kSplits; ++from) {
+        Vec<float, 4> part = {own[4 * i], own[4 * i + 1], own[4 * i + 2], own[4 * i + 3]};
+        if (from != me) part = load_vec<float, 4>(smem.sums + at(from, me, i) * 4);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum[c] += part.v[c];
+      }
+#pragma unroll
+      for (int c = 0; c < 4; ++c) own[4 * i + c] = sum[c];
+    }
+    return true;
+  }
+
+  // Of a gated product, turns the sums of a slice of gate into results. `mma` is its first m-tile.
+  __device__ __forceinline__ void combine(const RowEpilogue& e, float* sums, int block,
+                                          int mma) const {
+    if constexpr (kPairsTiles)
+      combine_tiles(e, sums, block);
+    else
+      combine_rows(e, sums, block, mma);
+  }
+
+  // Rows g are of gate, rows g + 8 of up.
+  __device__ __forceinline__ void combine_rows(const RowEpilogue& e, float* sums, int block,
+                                               int mma) const {
+#pragma unroll
+    for (int j = 0; j < kSliceMmaTiles; ++j) {
+      const int column = block * (kRows / 2) + row_tile(mma + j) * 8 + lane_idx / 4;
+      const bool has_bias = e.e.bias != nullptr && column < e.columns;
+      const float gate = has_bias ? to_float(e.e.bias[column]) : 0.0f;
+      const float up = has_bias ? to_float(e.e.bias[e.num_gates + column]) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kSliceTokens / 8; ++i) {
+        float* v = sums + j * kSliceTokens / 2 + 4 * i;
+        v[0] = silu(v[0] + gate) * (v[2] + up), v[1] = silu(v[1] + gate) * (v[3] + up);
+      }
+    }
+  }
+
+  // The first m-tile is of gate, the second of up; results take the place of gate's sums.
+  __device__ __forceinline__ void combine_tiles(const RowEpilogue& e, float* sums,
+                                                int block) const {
+    float gate[2] = {}, up[2] = {};  // biases of rows g and g + 8
+    const int first = block * (kRows / 2) + paired_tile() * kTileRows + lane_idx / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = first + 8 * i;
+      if (e.e.bias == nullptr || column >= e.columns) continue;
+      gate[i] = to_float(e.e.bias[column]), up[i] = to_float(e.e.bias[e.num_gates + column]);
+    }
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; ++i) {
+      const int row = i / 2 % 2;
+      sums[i] = silu(sums[i] + gate[row]) * (sums[kTokens / 2 + i] + up[row]);
+    }
+  }
+
+  // Writes a tile whose results are of 16 bits and need no more than a bias: a warpgroup alone, in
+  // half the bytes. A row of staging is a token's 64 results of an m-tile, or 32 if gated.
+  __device__ __forceinline__ void store_halves(const RowEpilogue& e, Sums& acc,
+                                               const WorkTile& tile, int num_tokens) const {
+    const int warp = warp_idx % 4, width = is_gated ? kMmaM / 2 : kMmaM;
+    const unsigned char* staged =
+        reinterpret_cast<const unsigned char*>(smem.staging) + warpgroup * kHalvesBytes;
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j) {
+      const int first_column = (tile.block * kRows / kMmaM + warpgroup * kMmaTiles + j) * width;
+      if (!is_gated) e.add_bias_of_rows(first_column + warp * kTileRows + lane_idx / 4, acc[j]);
+#pragma unroll
+      for (int first = 0; first < kTokens; first += kHalvesTokens) {
+        const int token = tile.token + first;
+        if (token >= num_tokens) break;
+        if (is_gated)
+          stage_gated(smem_address(staged), acc[j] + first / 2);
+        else
+          stage_halves(smem_address(staged), acc[j] + first / 2);
+        named_barrier_sync<128>(2 + warpgroup);
+        copy_halves(e, staged, token, min(num_tokens - token, kHalvesTokens), first_column, width);
+        named_barrier_sync<128>(2 + warpgroup);  // SAFETY: the next results overwrite staging.
+      }
+    }
+  }
+
+  // Matrices of 8 tokens by 8 rows of the weight, which change places.
+  __device__ __forceinline__ void stage_halves(unsigned staging, const float* sums) const {
+    const int row = lane_idx % 8 + lane_idx / 16 * 8;  // two times two matrices
+    const int part = (warp_idx % 4 * 2 + lane_idx / 8 % 2) ^ (row & 7);
+#pragma unroll
+    for (int i = 0; i < kHalvesTokens / 16; ++i) {
+      const float* v = sums + 8 * i;
+      stmatrix_x4_transposed(staging + (i * 16 + row) * 128 + (part << 4),
+                             pack2<scalar_t>(v[0], v[1]), pack2<scalar_t>(v[2], v[3]),
+                             pack2<scalar_t>(v[4], v[5]), pack2<scalar_t>(v[6], v[7]));
+    }
+  }
+  __device__ __forceinline__ void stage_gated(unsigned staging, const float* sums) const {
+    const int part = warp_idx % 4 ^ (lane_idx / 2 & 3);
+#pragma unroll
+    for (int i = 0; i < kHalvesTokens / 32; ++i) {
+      const float* v = sums + 16 * i;
+      stmatrix_x4_transposed(staging + (i * 32 + lane_idx) * 64 + (part << 4),
+                             pack2<scalar_t>(v[0], v[1]), pack2<scalar_t>(v[4], v[5]),
+                             pack2<scalar_t>(v[8], v[9]), pack2<scalar_t>(v[12], v[13]));
+    }
+  }
+
+  // Staged rows of `width` columns to out.
+  __device__ __forceinline__ void copy_halves(const RowEpilogue& e, const unsigned char* staged,
+                                              int token, int count, int column, int width) const {
+    const int shift = is_gated ? 2 : 3, mask = is_gated ? 3 : 7;
+    const int thread = threadIdx.x % 128, part = thread & mask;
+    for (int i = thread >> shift; i < count; i += 128 >> shift) {
+      const int place = part ^ (is_gated ? i / 2 & 3 : i & 7);
+      e.store_eight(token + i, column + part * 8,
+                    load_vec<scalar_t, 8>(
+                        reinterpret_cast<const scalar_t*>(staged + i * width * 2 + (place << 4))));
+    }
+  }
+
+  // Writes slice `slice` of a tile: through staging, where sums become rows.
+  __device__ __forceinline__ void store(const RowEpilogue& e, float* sums, const WorkTile& tile,
+                                        int num_tokens, int slice) const {
+    const int mma = slice * kSliceVecs % kMmaTiles;
+    const int token = tile.token + slice * kSliceVecs / kMmaTiles * 8;
+    const int count = min(kSliceTokens, num_tokens - token);
+    if (is_gated) combine(e, sums, tile.block, mma);
+#pragma unroll 1
+    for (int first = 0; first < count; first += kChunk) {
+#pragma unroll
+      for (int i = 0; i < kSliceTokens; i += kChunk)  // registers have no index
+        if (i == first) stage(sums + i / 2);
+      named_barrier_sync<kConsumerThreads>(1);
+      finish_staged(e, smem.staging, token + first, min(kChunk, count - first), tile.block, mma);
+      named_barrier_sync<kConsumerThreads>(1);  // SAFETY: the next sums overwrite staging.
+    }
+  }
+
+  // kChunk tokens of each m-tile of a slice, from the first one's `sums` on.
+  __device__ __forceinline__ void stage(const float* sums) const {
+    const int g = lane_idx / 4, t = lane_idx % 4, rows = mixes_tiles() ? kTileRows / 2 : kTileRows;
+    const bool is_paired = kPairsTiles && is_gated;
+#pragma unroll
+    for (int j = 0; j < kSliceMmaTiles; ++j) {
+      if (is_paired && j > 0) break;  // up's sums
+      const int tile =
+          is_paired ? paired_tile() : (warpgroup * kSliceMmaTiles + j) * 4 + warp_idx % 4;
+      const int row = tile * rows + g;
+#pragma unroll
+      for (int i = 0; i < kChunk / 8; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          if (c < 2 || !mixes_tiles())
+            smem.staging[(i * 8 + 2 * t + c % 2) * kStagingRow + row + c / 2 * 8] =
+                sums[j * kSliceTokens / 2 + 4 * i + c];
+    }
+  }
+};
+
+__device__ __forceinline__ void consume(const Consumer& c, const RowEpilogue& e,
+                                        const TileScheduler& s, int m) {
+  pdl_wait();  // the preceding kernel may read what we write, and write what we read
+  PipelineState<kStages> state(0);
+#pragma unroll 1
+  for (int index = s.first(); index < s.count(); index += s.step()) {
+    const WorkTile tile = s.tile(index);
+    Sums acc;
+    c.multiply(state, acc);
+    if constexpr (kSplits > 1) {
+      float own[kSliceSums];
+      if (c.exchange(acc, own)) c.store(e, own, tile, m, cluster_rank());
+    } else if (kStoresHalves && e.has_halves()) {
+      if (c.is_gated) c.combine(e, acc[0], tile.block, 0);
+      c.store_halves(e, acc, tile, m);
+    } else {
+      c.store(e, acc[0], tile, m, 0);
+    }
+  }
+}

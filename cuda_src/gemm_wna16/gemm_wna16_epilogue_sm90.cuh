@@ -1,0 +1,130 @@
+// How gemm_wna16_sm90.cu writes its sums: bias, activation, residual, in float, rounded once.
+#pragma once
+
+#include "common/epilogue.cuh"
+#include "gemm_wna16/gemm_wna16_scheduler_sm90.cuh"
+
+// Eight neighbouring columns of a row of out.
+struct alignas(16) Eight {
+  float v[8];
+};
+
+struct RowEpilogue {
+  Epilogue e;
+  int columns;    // of out
+  int num_gates;  // gated: rows of gate, before those of up; else 0
+
+  template <typename Out>
+  __device__ __forceinline__ void add_residual(int64_t row, int column, Eight& y) const {
+    const Out* from = static_cast<const Out*>(e.residual) + row * e.residual_stride + column;
+    if (e.is_vector && column + 8 <= columns) {
+#pragma unroll
+      for (int part = 0; part < 8; part += 4) {
+        const Vec<Out, 4> r = load_vec<Out, 4>(from + part);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) y.v[part + j] += to_float(r.v[j]);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (column + j < columns) y.v[j] += to_float(from[j]);
+    }
+  }
+
+  template <typename Out>
+  __device__ __forceinline__ void store(int64_t row, int column, const Eight& y) const {
+    Out* to = static_cast<Out*>(e.out) + row * e.out_stride + column;
+    if (e.is_vector && column + 8 <= columns) {
+      constexpr int kPart = 16 / sizeof(Out);
+#pragma unroll
+      for (int part = 0; part < 8; part += kPart) {
+        Vec<Out, kPart> r;
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) r.v[j] = from_float<Out>(y.v[part + j]);
+        store_vec(to + part, r);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (column + j < columns) to[j] = from_float<Out>(y.v[j]);
+    }
+  }
+
+  __device__ __forceinline__ void add_bias(int column, Eight& y) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (column + j < columns) y.v[j] += to_float(e.bias[column + j]);
+  }
+
+  __device__ __forceinline__ void activate_eight(Eight& y) const {
+    if (e.activation == kSilu)
+      for (int j = 0; j < 8; ++j) y.v[j] = silu(y.v[j]);
+    else if (e.activation == kGelu)
+      for (int j = 0; j < 8; ++j) y.v[j] = gelu_erf(y.v[j]);
+    else if (e.activation == kGeluTanh)
+      for (int j = 0; j < 8; ++j) y.v[j] = gelu_tanh(y.v[j]);
+    else if (e.activation == kRelu)
+      for (int j = 0; j < 8; ++j) y.v[j] = relu(y.v[j]);
+  }
+
+  // Whether results are the sums and a bias, stored as scalar_t.
+  __device__ __forceinline__ bool has_halves() const {
+    return (num_gates > 0 || e.activation == kIdentity) && !e.is_float && e.residual == nullptr;
+  }
+
+  // Adds the bias to a thread's sums of one m-tile, whose first row is `row`.
+  template <int kCount>
+  __device__ __forceinline__ void add_bias_of_rows(int row, float (&acc)[kCount]) const {
+    if (e.bias == nullptr) return;
+    const float low = row < columns ? to_float(e.bias[row]) : 0.0f;
+    const float high = row + 8 < columns ? to_float(e.bias[row + 8]) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) acc[i] += i / 2 % 2 == 0 ? low : high;
+  }
+
+  __device__ __forceinline__ void store_eight(int64_t row, int column,
+                                              const Vec<scalar_t, 8>& y) const {
+    scalar_t* to = static_cast<scalar_t*>(e.out) + row * e.out_stride + column;
+    if (e.is_vector && column + 8 <= columns) {
+      store_vec(to, y);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (column + j < columns) to[j] = y.v[j];
+    }
+  }
+
+  // `y` are sums of row `row` of x, from column `column` of out on; or results, if gated.
+  __device__ __forceinline__ void finish(int64_t row, int column, Eight y) const {
+    if (num_gates == 0 && e.bias != nullptr) add_bias(column, y);
+    if (num_gates == 0 && e.activation != kIdentity) activate_eight(y);
+    if (e.is_float) {
+      if (e.residual != nullptr) add_residual<float>(row, column, y);
+      store<float>(row, column, y);
+    } else {
+      if (e.residual != nullptr) add_residual<scalar_t>(row, column, y);
+      store<scalar_t>(row, column, y);
+    }
+  }
+};
+
+// Finishes `count` tokens from `token` on, which lie in staging: those of the slice that begins at
+// m-tile `mma` of each warpgroup.
+__device__ __forceinline__ void finish_staged(const RowEpilogue& e, const float* staging, int token,
+                                              int count, int block, int mma) {
+  constexpr int kShift = kSliceRows == 64 ? 3 : kSliceRows == 128 ? 4 : 5;
+  static_assert(8 << kShift == kSliceRows, "eights of a row");
+  const bool is_gated = e.num_gates > 0;
+  const int shift = kShift - is_gated, mma_width = is_gated ? kMmaM / 2 : kMmaM;
+  const int first_column = (block * kRows / kMmaM + mma) * mma_width;
+  for (int i = threadIdx.x; i < count << shift; i += kConsumerThreads) {
+    const int row = i >> shift, within = (i & ((1 << shift) - 1)) * 8;
+    // Other slices may have m-tiles of the first warpgroup before those of the second.
+    const int skipped =
+        within / (kSliceMmaTiles * mma_width) * (kMmaTiles - kSliceMmaTiles) * mma_width;
+    const int column = first_column + within + skipped;
+    if (column >= e.columns) continue;
+    e.finish(token + row, column,
+             *reinterpret_cast<const Eight*>(staging + row * kStagingRow + within));
+  }
+}

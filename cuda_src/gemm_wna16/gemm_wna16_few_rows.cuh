@@ -1,0 +1,207 @@
+// Few rows of x (decoding): the weight is read once, through rings of shared memory.
+//
+// Every warp has a ring of its own (gemm_wna16_few_rows_loader.cuh), so that no warp waits for
+// another one in the main loop, and the first stages arrive while the preceding kernel still runs.
+// x stays in shared memory. How k and rows are shared: gemm_wna16_few_rows_block.cuh.
+#pragma once
+
+#include "common/weight_product.cuh"
+#include "gemm_wna16/gemm_wna16_few_rows_loader.cuh"
+#include "gemm_wna16/gemm_wna16_few_rows_x.cuh"
+
+#if ENGINE_DTYPE != 0
+
+// What an element of out needs beside the sums.
+struct OutputOperands {
+  float bias, up_bias, residual;
+};
+
+// An element of out that a thread finishes: of row tile z (gated: of z and z + 1) of a unit.
+struct OutputPlace {
+  int z, token, row, column;  // row of the tile's 16; column of out
+
+  __device__ __forceinline__ static int tiles(const FewRowsBlock& b) {
+    return b.gate_tiles > 0 ? blockDim.z / 2 : blockDim.z;
+  }
+  // Element `index` of the unit; false if it does not exist.
+  __device__ __forceinline__ bool set(const FewRowsParams& p, const FewRowsBlock& b, int unit,
+                                      int index) {
+    const bool is_gated = b.gate_tiles > 0;
+    row = index % kTileRows;
+    z = index / kTileRows, token = 0;
+    if (p.m > 1) token = z / tiles(b), z %= tiles(b);
+    if (is_gated) z *= 2;
+    column = b.row_tile(unit, z) * kTileRows + row;
+    return token < p.m && z < static_cast<int>(blockDim.z) && column < (is_gated ? p.n / 2 : p.n);
+  }
+  __device__ __forceinline__ void load_bias(const FewRowsParams& p, const FewRowsBlock& b,
+                                            OutputOperands& o) const {
+    o.bias = o.up_bias = 0.0f;
+    if (p.bias == nullptr) return;
+    o.bias = to_float(p.bias[column]);
+    if (b.gate_tiles > 0) o.up_bias = to_float(p.bias[column + p.n / 2]);
+  }
+  __device__ __forceinline__ void load_residual(const FewRowsParams& p, OutputOperands& o) const {
+    o.residual = 0.0f;
+    if (p.residual == nullptr) return;
+    const int64_t at = token * p.residual_stride + column;
+    o.residual = p.is_float ? static_cast<const float*>(p.residual)[at]
+                            : to_float(static_cast<const scalar_t*>(p.residual)[at]);
+  }
+  __device__ __forceinline__ void store(const FewRowsParams& p, float y) const {
+    const int64_t at = token * p.out_stride + column;
+    if (p.is_float)
+      static_cast<float*>(p.out)[at] = y;
+    else
+      static_cast<scalar_t*>(p.out)[at] = from_float<scalar_t>(y);
+  }
+};
+
+// Of this thread, in a unit. The threads of a cluster take all of them in turn.
+__device__ __forceinline__ int first_output(const FewRowsBlock& b) {
+  return b.rank * b.threads + b.thread;
+}
+
+// The sum of an element over all parts, in their order; `from` is the place of the first.
+template <typename Shape>
+__device__ __forceinline__ float sum_of_parts(const FewRowsBlock& b, const float* from) {
+  float sum = 0.0f;
+  if constexpr (Shape::kTokens == 1) {
+#pragma unroll 4
+    for (int part = 0; part < blockDim.y; ++part) sum += from[part * Shape::kSumFloats];
+  } else {
+#pragma unroll 1
+    for (int rank = 0; rank < b.size; ++rank)
+#pragma unroll 4
+      for (int part = 0; part < blockDim.y; ++part)
+        sum += load_cluster_float(from + part * Shape::kSumFloats, rank, b.size);
+  }
+  return sum;
+}
+
+// Adds the parts' sums in their order and writes the unit's elements. `early` belongs to this
+// thread's first element, or is null.
+template <typename Shape>
+__device__ __forceinline__ void finish_unit(const FewRowsParams& p, const FewRowsBlock& b, int unit,
+                                            const float* sums, const OutputOperands* early) {
+  const int count = OutputPlace::tiles(b) * kTileRows * p.m;
+#pragma unroll 1
+  for (int index = first_output(b); index < count; index += b.threads * b.size, early = nullptr) {
+    OutputPlace place;
+    if (!place.set(p, b, unit, index)) continue;
+    OutputOperands o;
+    if (early != nullptr) {
+      o = *early;
+    } else {
+      place.load_bias(p, b, o);
+      place.load_residual(p, o);
+    }
+    const float* from =
+        sums + place.z * blockDim.y * Shape::kSumFloats + place.token * Shape::kPitch + place.row;
+    const float sum = sum_of_parts<Shape>(b, from);
+    if (b.gate_tiles == 0) {
+      place.store(p, activate(p.activation, sum + o.bias) + o.residual);
+      continue;
+    }
+    from += blockDim.y * Shape::kSumFloats;
+    const float up = sum_of_parts<Shape>(b, from);
+    place.store(p, silu(sum + o.bias) * (up + o.up_bias));
+  }
+}
+
+// SAFETY: with uses_pdl the preceding kernel may still run; it must not write the weight, the
+// norm's weight or the bias.
+template <int kTokens, bool kNorm>
+__device__ __forceinline__ void few_rows(const FewRowsParams& p) {
+  using Shape = FewRowsShape<kTokens>;
+  constexpr int kTokenTiles = Shape::kTokenTiles;
+  extern __shared__ __align__(128) unsigned char smem[];
+  __shared__ NormShared smem_norm;
+  // Loaded early, to hide the latency, and kept here, for want of registers.
+  __shared__ OutputOperands smem_early[512];
+  pdl_trigger();
+  const FewRowsBlock b(p, smem, kTokens > 1);
+  if (b.first_unit() >= p.num_units) {  // it only keeps its place on the multiprocessor
+    pdl_wait();
+    return;
+  }
+  StageLoader loader(p, b);
+  {
+    OutputOperands early{};
+    SingleRow<kNorm> row;
+    const bool is_row = row.fits(p, b);
+    const auto load_parameters = [&] {
+      OutputPlace place;
+      if (place.set(p, b, b.first_unit(), first_output(b))) place.load_bias(p, b, early);
+#pragma unroll 1
+      for (int i = 0; i < p.num_stages; ++i) loader.load();
+      if (is_row) row.load_norm(p, b);
+    };
+    if (p.uses_pdl != 0) load_parameters();
+    pdl_wait();
+    OutputPlace place;
+    if (place.set(p, b, b.first_unit(), first_output(b))) place.load_residual(p, early);
+    if (p.uses_pdl == 0) load_parameters();
+    if (is_row)
+      row.store(p, b, smem_norm);
+    else
+      load_rows<kNorm>(p, b, smem_norm);
+    smem_early[b.thread] = early;
+    __syncthreads();
+  }
+
+  // The rows of x that this lane passes to ldmatrix; for tokens that do not exist, the last one's.
+  uint32_t x_rows[kTokenTiles];
+#pragma unroll
+  for (int i = 0; i < kTokenTiles; ++i) {
+    const int token = min(i * 8 + b.lane_idx % 8, p.m - 1);
+    x_rows[i] = smem_address(b.x) + token * b.x_pitch + b.lane_idx / 8 * 16 +
+                (b.stage_begin * kStageColumns - b.x_begin) * 2;
+  }
+  float* sums = b.sums;
+  const unsigned char* stage_at = b.ring;
+#pragma unroll 1
+  for (int unit = b.first_unit(); unit < p.num_units; unit += b.unit_step()) {
+    StageProduct<Shape> product;
+    product.clear();
+    uint32_t x_at[kTokenTiles];
+#pragma unroll
+    for (int i = 0; i < kTokenTiles; ++i) x_at[i] = x_rows[i];
+    const float* x_sums = b.x_sums + (b.stage_begin * kStageColumns - b.x_begin) / kGroup;
+#pragma unroll 1
+    for (int stage = b.stage_begin; stage < b.stage_end; ++stage) {
+      wait_for_oldest(p.num_stages);
+      __syncwarp();  // SAFETY: the lanes see each other's copies,
+      product.multiply(stage_at, x_sums, x_at, b.lane_idx);
+#pragma unroll
+      for (int i = 0; i < kTokenTiles; ++i) x_at[i] += kStageColumns * 2;
+      x_sums += kStageGroups;
+      __syncwarp();  // and have read the stage before it is filled again.
+      loader.load();
+      stage_at += kStageBytes;
+      if (stage_at == b.ring + p.num_stages * kStageBytes) stage_at = b.ring;
+    }
+    product.store(sums + b.warp_idx * Shape::kSumFloats, b.lane_idx / 4, b.lane_idx % 4);
+    // SAFETY: of two buffers a warp overwrites one only after the next unit's barrier, which comes
+    // after all reads of it.
+    cluster_sync(b.size);
+    finish_unit<Shape>(p, b, unit, sums, unit == b.first_unit() ? &smem_early[b.thread] : nullptr);
+    const int buffer = b.num_warps * Shape::kSumFloats;
+    sums = sums == b.sums ? sums + buffer : b.sums;
+  }
+  if (b.size > 1) cluster_sync(b.size);  // SAFETY: others may still read this block's sums.
+}
+
+// The entry points of an op, without or with a norm before the product. Of 16 rows a block has
+// fewer warps, for they take more registers.
+#define ENGINE_FEW_ROWS_ENTRY(name, tokens, threads, norm) \
+  extern "C" __global__ void __launch_bounds__(threads, 1) \
+      name(const __grid_constant__ FewRowsParams p) {      \
+    few_rows<tokens, norm>(p);                             \
+  }
+#define ENGINE_FEW_ROWS_ENTRIES(op, norm)         \
+  ENGINE_FEW_ROWS_ENTRY(op##_few_1, 1, 512, norm) \
+  ENGINE_FEW_ROWS_ENTRY(op##_few_8, 8, 512, norm) \
+  ENGINE_FEW_ROWS_ENTRY(op##_few_16, 16, 384, norm)
+
+#endif

@@ -1,0 +1,74 @@
+// How the kernels for few rows cut a problem, and a warp's place in it.
+//
+// A unit is blockDim.z row tiles (16 rows) of the weight; the C blocks of a cluster compute it, and
+// after it every num_clusters-th unit. k is cut into stages of kStageTiles tiles; warp (y, z) of
+// block r multiplies row tile z of the unit by the part_stages stages from
+// (r * blockDim.y + y) * part_stages on. The parts' sums are added in their order. A block has x of
+// its parts only.
+#pragma once
+
+#include "common/cluster.cuh"
+#include "common/pdl.cuh"
+#include "common/reduce.cuh"  // kWarpSize
+#include "common/weight_stage.cuh"
+#include "gemm_wna16/gemm_wna16_problem.cuh"
+
+struct FewRowsBlock {
+  int lane_idx, warp_idx, num_warps, threads, thread;
+  int size, rank;  // of the cluster
+  int k_tiles, row_tiles;
+  int stage_begin, stage_end;  // of k, of this warp
+  int gate_tiles;              // row tiles of gate; 0 if not gated
+  int x_begin, x_columns;      // of k, of this block; the columns with padding
+  int x_pitch;                 // bytes from a row of x to the next
+  unsigned char* ring;         // of this warp
+  unsigned char* x;            // [token][column]
+  float* x_sums;               // [group] of x's only row
+  float* sums;                 // [buffer][warp][token][row]
+
+  bool may_share;  // whether clusters are more than a block
+
+  __device__ __forceinline__ FewRowsBlock(const FewRowsParams& p, unsigned char* smem,
+                                          bool may_share)
+      : may_share(may_share) {
+    lane_idx = threadIdx.x;
+    warp_idx = threadIdx.z * blockDim.y + threadIdx.y;
+    num_warps = blockDim.y * blockDim.z;
+    threads = num_warps * kWarpSize;
+    thread = warp_idx * kWarpSize + lane_idx;
+    k_tiles = (p.k + kTileColumns - 1) / kTileColumns;
+    row_tiles = (p.n + kTileRows - 1) / kTileRows;
+    size = may_share ? cluster_size() : 1;
+    rank = may_share ? cluster_rank() : 0;
+    const int stages = (k_tiles + kStageTiles - 1) / kStageTiles;
+    const int block_stages = static_cast<int>(blockDim.y) * p.part_stages;
+    const int first = min(stages, rank * block_stages);
+    stage_begin = min(stages, first + static_cast<int>(threadIdx.y) * p.part_stages);
+    stage_end = min(stages, stage_begin + p.part_stages);
+    gate_tiles = p.activation == kSiluAndMul ? row_tiles / 2 : 0;
+    x_begin = first * kStageColumns;
+    x_columns = (min(stages, first + block_stages) - first) * kStageColumns;
+    x_pitch = block_stages * (kStageColumns * 2) + 16;  // an odd multiple of 16: ldmatrix has no
+                                                        // bank conflicts
+    ring = smem + warp_idx * (p.num_stages * kStageBytes);
+    x = smem + num_warps * (p.num_stages * kStageBytes);
+    x_sums = reinterpret_cast<float*>(x + p.m * x_pitch);
+    sums = x_sums + block_stages * kStageGroups;
+  }
+
+  __device__ __forceinline__ int first_unit() const {
+    return may_share ? cluster_index() : blockIdx.x;
+  }
+  __device__ __forceinline__ int unit_step() const {
+    return may_share ? num_clusters() : gridDim.x;
+  }
+
+  // Row tile z of a unit. Gated, even ones are of gate and odd ones the matching ones of up.
+  __device__ __forceinline__ int row_tile(int unit, int z) const {
+    const int index = unit * static_cast<int>(blockDim.z) + z;
+    return gate_tiles == 0 ? index : index / 2 + index % 2 * gate_tiles;
+  }
+  __device__ __forceinline__ scalar_t* x_row(int token) const {
+    return reinterpret_cast<scalar_t*>(x + token * x_pitch);
+  }
+};

@@ -1,0 +1,149 @@
+// x in shared memory, normalised on the way if there is a norm.
+#pragma once
+
+#include "common/packed.cuh"
+#include "gemm_wna16/gemm_wna16_few_rows_block.cuh"
+
+constexpr int kXPieces = 4;  // of 16 bytes, that a thread loads at a time
+constexpr int kMaxWarps = 16;
+
+struct NormShared {
+  float partials[kMaxWarps];
+  float scales[32];  // of each token
+};
+
+__device__ __forceinline__ float sum_of_squares(const Vec<scalar_t, kVec>& v) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) sum += to_float(v.v[j]) * to_float(v.v[j]);
+  return sum;
+}
+
+__device__ __forceinline__ float sum_of(const Vec<scalar_t, kVec>& v) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) sum += to_float(v.v[j]);
+  return sum;
+}
+
+__device__ __forceinline__ void apply_norm(const FewRowsParams& p, Vec<scalar_t, kVec>& v,
+                                           const Vec<scalar_t, kVec>& w, float scale) {
+#pragma unroll
+  for (int j = 0; j < kVec; ++j)
+    v.v[j] = from_float<scalar_t>(to_float(v.v[j]) * scale * (to_float(w.v[j]) + p.weight_offset));
+}
+
+// Normalises the rows that lie in shared memory, whole ones: not in a cluster. A barrier must
+// follow.
+__device__ __forceinline__ void normalise(const FewRowsParams& p, const FewRowsBlock& b,
+                                          NormShared& shared) {
+  const int vectors = p.k / kVec;
+  __syncthreads();
+  for (int token = b.warp_idx; token < p.m; token += b.num_warps) {
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int i = b.lane_idx; i < vectors; i += kWarpSize)
+      sum += sum_of_squares(load_vec<scalar_t, kVec>(b.x_row(token) + i * kVec));
+    sum = warp_sum(sum);
+    if (b.lane_idx == 0) shared.scales[token] = 1.0f / sqrtf(sum / p.k + p.eps);
+  }
+  __syncthreads();
+  for (int token = 0; token < p.m; ++token)
+    for (int i = b.thread; i < vectors; i += b.threads) {
+      scalar_t* at = b.x_row(token) + i * kVec;
+      Vec<scalar_t, kVec> v = load_vec<scalar_t, kVec>(at);
+      apply_norm(p, v, load_vec<scalar_t, kVec>(p.norm_weight + i * kVec), shared.scales[token]);
+      store_vec(at, v);
+    }
+}
+
+// x of one row, which stays in registers until it is normalised.
+template <bool kNorm>
+struct SingleRow {
+  using Words = Packed<kVec>;
+  static constexpr int kPieces = kNorm ? 2 : 4;
+  Words x[kPieces], w[kPieces];
+
+  __device__ __forceinline__ static bool fits(const FewRowsParams& p, const FewRowsBlock& b) {
+    return p.m == 1 && b.size == 1 && b.x_columns <= b.threads * kPieces * kVec;
+  }
+  __device__ __forceinline__ static void load(Words (&to)[kPieces], const scalar_t* from,
+                                              const FewRowsParams& p, const FewRowsBlock& b) {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const int i = (b.thread + j * b.threads) * kVec;
+      to[j] = Words{};
+      if (i < p.k) to[j] = load_packed<kVec>(from + i);
+    }
+  }
+  // Of parameters: may come before pdl_wait.
+  __device__ __forceinline__ void load_norm(const FewRowsParams& p, const FewRowsBlock& b) {
+    if constexpr (kNorm) load(w, p.norm_weight, p, b);
+  }
+  __device__ __forceinline__ void store(const FewRowsParams& p, const FewRowsBlock& b,
+                                        NormShared& shared) {
+    load(x, p.x, p, b);
+    float scale = 0.0f;
+    if constexpr (kNorm) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) sum += sum_of_squares(unpack<kVec>(x[j]));
+      sum = warp_sum(sum);
+      if (b.lane_idx == 0) shared.partials[b.warp_idx] = sum;
+      __syncthreads();
+      sum = 0.0f;
+      for (int i = 0; i < b.num_warps; ++i) sum += shared.partials[i];
+      scale = 1.0f / sqrtf(sum / p.k + p.eps);
+    }
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const int i = (b.thread + j * b.threads) * kVec;
+      Vec<scalar_t, kVec> v = unpack<kVec>(x[j]);
+      if constexpr (kNorm) apply_norm(p, v, unpack<kVec>(w[j]), scale);
+      if (i < b.x_columns) store_vec(b.x_row(0) + i, v);
+      if constexpr (kSumsX) {  // SAFETY: kGroup / kVec lanes have a group; all lanes come here
+        float sum = sum_of(v);
+#pragma unroll
+        for (int lanes = 1; lanes < kGroup / kVec; lanes *= 2)
+          sum += __shfl_xor_sync(kFullMask, sum, lanes);
+        if (i % kGroup == 0 && i < b.x_columns) b.x_sums[i / kGroup] = sum;
+      }
+    }
+  }
+};
+
+// Copies the block's columns of x to shared memory, with zeros behind k, and sums one row's groups.
+// A barrier must follow.
+template <bool kNorm>
+__device__ __forceinline__ void load_rows(const FewRowsParams& p, const FewRowsBlock& b,
+                                          NormShared& shared) {
+  const int vectors = (min(p.k, b.x_begin + b.x_columns) - b.x_begin) / kVec;
+  const int padded = b.x_columns / kVec, count = p.m * padded;
+#pragma unroll 1
+  for (int first = b.thread; first < count; first += b.threads * kXPieces) {
+    Vec<scalar_t, kVec> v[kXPieces];
+#pragma unroll
+    for (int j = 0; j < kXPieces; ++j) {
+      const int index = first + j * b.threads, token = index / padded, i = index % padded;
+      v[j] = Vec<scalar_t, kVec>{};
+      if (index < count && i < vectors)
+        v[j] = load_vec<scalar_t, kVec>(p.x + token * p.x_stride + b.x_begin + i * kVec);
+    }
+#pragma unroll
+    for (int j = 0; j < kXPieces; ++j) {
+      const int index = first + j * b.threads, token = index / padded, i = index % padded;
+      if (index < count) store_vec(b.x_row(token) + i * kVec, v[j]);
+    }
+  }
+  if constexpr (kNorm) normalise(p, b, shared);
+  if (kSumsX && p.m == 1) {
+    __syncthreads();
+    for (int group = b.thread; group < b.x_columns / kGroup; group += b.threads) {
+      float sum = 0.0f;
+#pragma unroll 4
+      for (int i = 0; i < kGroup; i += kVec)
+        sum += sum_of(load_vec<scalar_t, kVec>(b.x_row(0) + group * kGroup + i));
+      b.x_sums[group] = sum;
+    }
+  }
+}

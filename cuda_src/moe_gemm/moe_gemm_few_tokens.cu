@@ -1,0 +1,135 @@
+// moe_gemm for few tokens: the matrices of the experts that have any are read once.
+//
+// Every warp has a ring of its own in shared memory, filled by cp.async: a stage is 16 rows of the
+// weight, their scales, and the same columns of the tile's rows of x. No warp waits for another one
+// but at the end of a unit, and the next unit's stages are on their way by then. How the problem is
+// cut: moe_few_problem.cuh.
+//
+// Numerics: codes are multiplied as the numbers they are, and the sum over a group by its scale;
+// the order of summation is fixed, but depends on the number of tokens.
+#include "common/pdl.cuh"
+#include "moe_gemm/moe_few_loader.cuh"
+
+#if ENGINE_DTYPE != 0
+
+// An element of out that a thread finishes: of row tile z (gated: of z and z + 1) of a unit.
+struct MoeFewOutput {
+  int z, token, row, column;  // row of the row tile; column of out
+
+  // Element `index` of the unit; false if it does not exist.
+  __device__ __forceinline__ bool set(const MoeFewBlock& b, const MoeFewTile& t, int unit,
+                                      int index) {
+    row = index % kWeightRows;
+    z = index / kWeightRows % b.out_tiles();
+    token = index / kWeightRows / b.out_tiles();
+    column = (unit * b.out_tiles() + z) * kWeightRows + row;
+    return token < t.count && column < b.columns;
+  }
+  __device__ __forceinline__ float2 load_bias(const MoeFewParams& p, const MoeFewBlock& b,
+                                              const MoeFewTile& t) const {
+    float2 bias{0.0f, 0.0f};
+    if (p.bias == nullptr) return bias;
+    const scalar_t* from = p.bias + static_cast<int64_t>(t.expert) * p.num_rows + column;
+    bias.x = to_float(from[0]);
+    if (b.num_gates > 0) bias.y = to_float(from[b.num_gates]);
+    return bias;
+  }
+};
+
+// Adds the parts' sums in their order and writes the unit's elements. `early` are the biases of
+// this thread's first element.
+template <typename Shape>
+__device__ __forceinline__ void finish_unit(const MoeFewParams& p, const MoeFewBlock& b,
+                                            const MoeFewRouting& routing, const MoeFewTile& t,
+                                            int unit, const float* sums, float2 early) {
+  const int count = b.out_tiles() * kWeightRows * t.count;
+  const int parts = blockDim.y;
+  const MoeGate gate{p.activation, p.alpha, p.limit};
+#pragma unroll 1
+  for (int index = b.thread; index < count; index += b.threads) {
+    MoeFewOutput o;
+    if (!o.set(b, t, unit, index)) continue;
+    const float2 bias = index == b.thread ? early : o.load_bias(p, b, t);
+    const int z = b.num_gates > 0 ? 2 * o.z : o.z;
+    const float* from = sums + z * parts * Shape::kSumFloats + o.token * Shape::kPitch + o.row;
+    float sum = 0.0f, up = 0.0f;
+#pragma unroll 4
+    for (int part = 0; part < parts; ++part) sum += from[part * Shape::kSumFloats];
+    float y = sum + bias.x;
+    if (b.num_gates > 0) {
+      from += parts * Shape::kSumFloats;
+#pragma unroll 4
+      for (int part = 0; part < parts; ++part) up += from[part * Shape::kSumFloats];
+      y = gate(y, up + bias.y);
+    }
+    const int place = t.first + o.token;
+    const int row = p.pair_weights == nullptr ? place : routing.rows[place];
+    if (row < 0) continue;
+    p.out[static_cast<int64_t>(row) * b.columns + o.column] =
+        from_float<scalar_t>(y * routing.weights[place]);
+  }
+}
+
+// SAFETY: with is_early the preceding kernel may still run; it must not write the weight, the bias
+// or the routing.
+template <int kTokens>
+__device__ __forceinline__ void moe_few_tokens(const MoeFewParams& p) {
+  using Product = MoeFewProduct<kTokens>;
+  using Shape = typename Product::Shape;
+  extern __shared__ __align__(128) unsigned char smem[];
+  __shared__ MoeFewRouting routing;
+  const MoeFewBlock b(p, MoeFewWeight::num_stages(p));
+  if (p.is_early == 0) {
+    pdl_wait();
+    pdl_trigger();  // SAFETY: not before: the next product may read the routing early.
+  }
+  routing.find(p, b.thread, b.threads);
+  __syncthreads();
+  const int stage_bytes = kStageBytes + p.max_rows * kXPitch;
+  unsigned char* ring = smem + b.warp_idx * (p.num_stages * stage_bytes);
+  float* const first_sums =
+      reinterpret_cast<float*>(smem + b.num_warps * p.num_stages * stage_bytes);
+  MoeFewLoader<MoeUnitWalk> loader(p, b, routing, ring, stage_bytes);
+  loader.fill();
+
+  float* sums = first_sums;
+  const unsigned char* stage_at = ring;
+  const unsigned char* const ring_end = ring + p.num_stages * stage_bytes;
+#pragma unroll 1
+  for (MoeUnitWalk walk(b, routing); !walk.is_done(); walk.next()) {
+    const int unit = walk.run.unit;
+    const MoeFewTile t = routing.tiles[walk.run.tile];
+    MoeFewOutput first;
+    const float2 bias = first.set(b, t, unit, b.thread) ? first.load_bias(p, b, t) : float2{};
+    Product product;
+    product.clear();
+#pragma unroll 1
+    for (int stage = b.stage_begin; stage < b.stage_end; ++stage) {
+      wait_for_oldest(p.num_stages);
+      __syncwarp();  // SAFETY: the lanes see each other's copies,
+      product.multiply(stage_at, t.count, b.lane_idx);
+      __syncwarp();  // and have read the stage before it is filled again.
+      loader.template load<true, true>();
+      cp_async_commit();
+      stage_at += stage_bytes;
+      if (stage_at == ring_end) stage_at = ring;
+    }
+    product.store(sums + b.warp_idx * Shape::kSumFloats, b.lane_idx);
+    // SAFETY: of two buffers a warp overwrites one only after the next unit's barrier, which comes
+    // after all reads of it.
+    __syncthreads();
+    finish_unit<Shape>(p, b, routing, t, unit, sums, bias);
+    sums = sums == first_sums ? first_sums + b.num_warps * Shape::kSumFloats : first_sums;
+  }
+}
+
+#define ENGINE_MOE_FEW_TOKENS(tokens)                                 \
+  extern "C" __global__ void __launch_bounds__(512, 1)                \
+      moe_gemm_few_##tokens(const __grid_constant__ MoeFewParams p) { \
+    moe_few_tokens<tokens>(p);                                        \
+  }
+
+ENGINE_MOE_FEW_TOKENS(1)
+ENGINE_MOE_FEW_TOKENS(8)
+
+#endif
