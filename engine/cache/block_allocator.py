@@ -33,6 +33,12 @@ class BlockAllocator:
     block_size : int
         Tokens per block (only used in errors and statistics).
 
+    Attributes
+    ----------
+    generations : list of int
+        Generation of each block's content: it changes when the block becomes free, and with
+        `renew`. What was recorded about a block is valid only while its generation is the same.
+
     Examples
     --------
     >>> allocator = BlockAllocator(num_blocks=4, block_size=16)
@@ -53,6 +59,7 @@ class BlockAllocator:
         self.block_size = block_size
         self.num_cached = 0
         self.peak_referenced = 0
+        self.generations = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_owners = [0] * num_blocks
         self._in_tree = bytearray(num_blocks)
@@ -156,6 +163,10 @@ class BlockAllocator:
             self.num_cached -= 1
             self._put_back(block)
 
+    def renew(self, block: int) -> None:
+        """Begin a new generation of `block`: its writer continues it after its fork has left."""
+        self.generations[block] += 1
+
     def record_freed(self) -> None:
         """Start recording the blocks that become free (debug mode)."""
         self._freed = []
@@ -169,6 +180,7 @@ class BlockAllocator:
 
     def _put_back(self, block: int) -> None:
         self._free.append(block)
+        self.generations[block] += 1
         if self._freed is not None:
             self._freed.append(block)
 

@@ -146,11 +146,15 @@ class BlockManager:
         if not request.shares_last_block and num_tokens <= len(table) * self.block_size:
             return True
         num_new = max(0, -(-num_tokens // self.block_size) - len(table))
-        shared = self._shared_write_index(request) if request.shares_last_block else -1
-        if num_new + (shared >= 0) > self.num_available:
+        index = request.num_computed_tokens // self.block_size  # of the block to write next
+        is_continued = request.shares_last_block and index < len(table)
+        is_copied = is_continued and self._is_shared(table[index])
+        if num_new + is_copied > self.num_available:
             return False
-        if shared >= 0:
-            self._copy_on_write(table, shared)
+        if is_copied:
+            self._copy_on_write(table, index)
+        elif is_continued:
+            self.allocator.renew(table[index])
         if num_new:
             table.extend(self._take(num_new))
         request.shares_last_block = False
@@ -331,14 +335,9 @@ class BlockManager:
         self._moves.swap_in.extend(zip(host[num_shared:], table, strict=True))
         self.host_allocator.free(host[:num_shared])
 
-    def _shared_write_index(self, request: Request) -> int:
-        """Return the table index of the block that a fork writes next if it is shared, else -1."""
-        index = request.num_computed_tokens // self.block_size
-        if index >= len(request.block_table):
-            return -1
-        block = request.block_table[index]
-        is_shared = self.allocator.is_shared(block, readers=self._copied.count(block))
-        return index if is_shared else -1
+    def _is_shared(self, block: int) -> bool:
+        """Tell whether `block` has other readers than copies that precede the next write."""
+        return self.allocator.is_shared(block, readers=self._copied.count(block))
 
     def _copy_on_write(self, table: list[int], index: int) -> None:
         source = table[index]

@@ -68,6 +68,8 @@ class DraftModelProposer:
         Of the target.
     num_drafts : int
         Maximum drafts of a request.
+    generations : sequence of int
+        `BlockAllocator.generations` of the target's blocks.
 
     Attributes
     ----------
@@ -82,6 +84,7 @@ class DraftModelProposer:
         pool: MemoryPool,
         limits: SchedulerConfig,
         num_drafts: int,
+        generations: Sequence[int],
     ) -> None:
         c = model.config
         size = limits.block_size
@@ -98,7 +101,8 @@ class DraftModelProposer:
         self.runner = ModelRunner(
             model, self.kv_cache, max_num_seqs=limits.max_num_seqs, max_model_len=self._max_len
         )
-        self._pages = DraftPages(size)
+        self._generations = generations
+        self._pages = DraftPages(size, generations)
         self._drafted: dict[Request, _Drafted] = {}  # in the order of their last use
         self._free = list(range(limits.max_num_seqs))
         self._num_steps = 0
@@ -164,7 +168,7 @@ class DraftModelProposer:
         drafts = self._draft(ready)
         for drafted in ready:
             drafted.drafts = drafts[drafted]
-            self._pages.computed(drafted.pages, drafted.request, drafted.num_known)
+            self._pages.computed(drafted.pages, drafted.num_known)
         return [drafts.get(drafted) for drafted in all_drafted]
 
     def _drafted_of(self, requests: Sequence[Request]) -> list[_Drafted]:
@@ -195,7 +199,7 @@ class DraftModelProposer:
         shadow.max_num_tokens = limit
         first = self._num_blocks + index * self._num_spare
         spare = list(range(first, first + self._num_spare))
-        return _Drafted(request, shadow, SequencePages(spare, salt=int(long_rope)), index)
+        return _Drafted(request, shadow, SequencePages(spare, long_rope), index)
 
     def _follow(self, drafted: _Drafted, count: int) -> list[tuple[int, int]]:
         """Take over what has changed since the last proposal; return the blocks to copy.
@@ -241,7 +245,7 @@ class DraftModelProposer:
                 claimed.update(blocks)
                 left -= count
                 sequences.append(ScheduledSequence(shadow, start, count, False, 0))
-                self._pages.computed(pages, drafted.request, start + count)
+                self._pages.computed(pages, start + count)
             if pages.num_valid >= stop:
                 ready.append(drafted)
         if sequences:
@@ -329,7 +333,7 @@ class DraftModelProposer:
         """Drop everything after a failure."""
         for request in list(self._drafted):
             self.forget(request)
-        self._pages = DraftPages(self.kv_cache.geometry.block_size)
+        self._pages = DraftPages(self.kv_cache.geometry.block_size, self._generations)
         self.runner.recover()
 
 

@@ -1,27 +1,28 @@
-"""The pages of a draft model: those of the target's blocks, and spare ones for its drafts.
+"""The draft model's KV pages: the same block ids as the target's, and spare blocks for drafts.
 
-A draft model has a cache of its own, with the same block ids as the target's: a request's keys are
-in the blocks of its block table. The scheduler knows nothing of that; it shares, copies, swaps and
-frees blocks for the target. So `DraftPages` remembers, for each block, a hash of all tokens up to
-its end: those whose keys the draft has there. A block whose hash is another is computed again.
+The draft model's layers have a slab of their own, as their shape differs, but no allocator, prefix
+tree or block tables of their own: the KV of a request is in the blocks of its block table. The
+scheduler allocates, shares, copies, swaps and frees these blocks for the target only. So
+`DraftPages` records for which blocks the draft model has computed all tokens, with the block's
+generation (`BlockAllocator.generations`): a block of another generation is computed again.
 
-Drafts may reach beyond the block table, as the target gets blocks for them only when they are
-verified. Their keys are in spare blocks, which each request has, and are copied once there is a
-block for them.
+Drafts may reach beyond the block table, because the target allocates their blocks only for the
+verification. Their KV is written to the request's spare blocks, and copied from there once the
+table has grown.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.request import Request
-from engine.speculative.prefix_hashes import prefix_hash
 
 __all__ = ["DraftPages", "SequencePages", "num_spare_blocks"]
 
 
 def num_spare_blocks(block_size: int, num_drafts: int) -> int:
-    """Return the spare blocks of one request that may get `num_drafts` drafts in a step.
+    """Return the number of spare blocks of a request with up to `num_drafts` drafts in a step.
 
     Examples
     --------
@@ -33,45 +34,46 @@ def num_spare_blocks(block_size: int, num_drafts: int) -> int:
 
 @dataclass(slots=True)
 class SequencePages:
-    """Where the draft's keys of one request are.
+    """The draft model's block table of one request.
 
     Attributes
     ----------
     spare : list of int
-        Its spare blocks. What would be block i of the table is number i % len(spare).
-    salt : int
-        Sequences of different salts have different keys of the same tokens.
+        Spare blocks; number i % len(spare) stands in for block i of the table.
+    long_rope : bool
+        Whether the draft model rotates this request's keys by longrope's long factors.
     blocks : list of int
-        The target's blocks that the draft may write to.
+        Blocks of the target's table that the draft model may write.
     num_valid : int
-        The keys of the first `num_valid` tokens are in the pages.
+        Leading tokens whose KV is in the pages.
     is_rewritten : bool
-        Whether entries of the table have changed since this was last set to False.
+        Set when entries of the table change; cleared by the caller.
     """
 
     spare: list[int]
-    salt: int = 0
+    long_rope: bool = False
     blocks: list[int] = field(default_factory=list)
     num_valid: int = 0
     is_rewritten: bool = False
-    hashes: list[int] = field(default_factory=list)  # of the tokens up to the end of each block
-    num_recorded: int = 0  # blocks that `DraftPages` knows to be filled
-    num_restarts: int = 0  # of the request, when its block table was last taken over
+    num_recorded: int = 0  # leading blocks that `DraftPages` has recorded as computed
+    num_restarts: int = 0  # `Request.num_restarts` when the block table was last adopted
 
     @property
     def table(self) -> list[int]:
-        """The block table: the target's blocks, and after them the spare ones."""
+        """The block table: the target's blocks, then the spare ones."""
         first = len(self.blocks)
         count = len(self.spare)
         return self.blocks + [self.spare[i % count] for i in range(first, first + count)]
 
 
 class DraftPages:
-    """Which tokens' keys each of the target's blocks holds in the draft's cache.
+    """Record of the target's blocks whose tokens the draft model has computed.
 
     Parameters
     ----------
     block_size : int
+    generations : sequence of int
+        The allocator's live list, indexed by block.
 
     Examples
     --------
@@ -79,98 +81,77 @@ class DraftPages:
     >>> rules = SimpleNamespace(max_tokens=1, min_tokens=0, ignore_eos=False, stop_token_ids=None)
     >>> one, two = (Request(name, list(range(20)), rules) for name in ("one", "two"))
     >>> one.block_table, two.block_table = [4, 5], [4, 6]
-    >>> pages = DraftPages(16)
+    >>> pages = DraftPages(16, generations=[0] * 8)
     >>> of_one, of_two = SequencePages([8]), SequencePages([9])
     >>> pages.follow(of_one, one), of_one.table, of_one.num_valid
     ([], [4, 5, 8], 0)
-    >>> pages.computed(of_one, one, 20)
-    >>> pages.follow(of_two, two), of_two.num_valid  # its first block is the same
+    >>> pages.computed(of_one, 20)
+    >>> pages.follow(of_two, two), of_two.num_valid  # they share their first block
     ([], 16)
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, generations: Sequence[int]) -> None:
         self._block_size = block_size
-        self._filled: dict[int, int] = {}  # block -> hash of the tokens up to its end
+        self._generations = generations
+        self._computed: dict[int, tuple[int, bool]] = {}  # block -> (generation, long_rope)
 
     def follow(self, pages: SequencePages, request: Request) -> list[tuple[int, int]]:
-        """Take over the request's block table, and find what is still valid.
+        """Adopt the request's block table, and update the number of valid tokens.
 
         Returns
         -------
         list of (int, int)
-            (source, destination) blocks to copy before anything is computed.
+            (source, destination) blocks to copy before the next step.
         """
         blocks = request.block_table
         copies = []
-        if request.shares_last_block:  # it is copied before the target writes to it
+        if request.shares_last_block:  # the target copies it before its next write
             blocks = blocks[:-1]
-        if pages.num_restarts != request.num_restarts:  # others may have had its blocks
+        if pages.num_restarts != request.num_restarts:
             pages.num_restarts = request.num_restarts
             pages.blocks = []
             pages.num_valid = 0
         if blocks != pages.blocks:
-            copies = self._adopt(pages, request, list(blocks))
+            copies = self._adopt(pages, list(blocks))
         size = self._block_size
         index = pages.num_valid // size
-        stop = request.num_known_tokens // size
-        first = index
-        while index < min(stop, len(pages.blocks)):
-            if self._filled.get(pages.blocks[index]) != self._hash(pages, request, index):
-                break
+        stop = min(request.num_known_tokens // size, len(pages.blocks))
+        while index < stop and self._is_computed(pages, pages.blocks[index]):
             index += 1
-        if index > first:
-            pages.num_valid = index * size
+        pages.num_valid = max(pages.num_valid, index * size)
         return copies
 
-    def computed(self, pages: SequencePages, request: Request, num_tokens: int) -> None:
-        """Note that the keys of the first `num_tokens` known tokens are in the pages."""
+    def computed(self, pages: SequencePages, num_tokens: int) -> None:
+        """Record that the KV of the first `num_tokens` known tokens is in the pages."""
         pages.num_valid = num_tokens
         num_full = min(num_tokens // self._block_size, len(pages.blocks))
-        for index in range(pages.num_recorded, num_full):
-            self._filled[pages.blocks[index]] = self._hash(pages, request, index)
+        for block in pages.blocks[pages.num_recorded : num_full]:
+            self._computed[block] = self._generations[block], pages.long_rope
         pages.num_recorded = max(pages.num_recorded, num_full)
 
-    def _adopt(
-        self, pages: SequencePages, request: Request, blocks: list[int]
-    ) -> list[tuple[int, int]]:
-        """Replace the target's blocks; return the spare blocks that become one of them."""
+    def _is_computed(self, pages: SequencePages, block: int) -> bool:
+        return self._computed.get(block) == (self._generations[block], pages.long_rope)
+
+    def _adopt(self, pages: SequencePages, blocks: list[int]) -> list[tuple[int, int]]:
+        """Replace the target's blocks; return the copies from spare blocks to new ones."""
         size = self._block_size
         old = pages.blocks
         kept = _common_length(old, blocks)
-        if len(blocks) < len(old):
-            pages.num_valid = min(pages.num_valid, len(blocks) * size)
-        copies: list[tuple[int, int]] = []
-        for index in range(kept, len(blocks)):
-            if index * size >= pages.num_valid:
-                break
-            if index < len(old):
-                pages.num_valid = index * size
-                break
-            copies.append((pages.spare[index % len(pages.spare)], blocks[index]))
+        if kept < len(old):  # the rest was copied on write, or is shared and about to be
+            pages.num_valid = min(pages.num_valid, kept * size)
+        num_used = -(-pages.num_valid // size)
+        copies = [
+            (pages.spare[index % len(pages.spare)], blocks[index])
+            for index in range(kept, min(num_used, len(blocks)))
+        ]
         pages.blocks = blocks
         pages.is_rewritten = True
         pages.num_recorded = min(pages.num_recorded, kept)
-        self._drop_others(pages, request, kept)
         return copies
-
-    def _drop_others(self, pages: SequencePages, request: Request, first: int) -> None:
-        """Forget what blocks from number `first` on hold, if it is not what they will hold."""
-        num_full = request.num_known_tokens // self._block_size
-        for index in range(first, len(pages.blocks)):
-            block = pages.blocks[index]
-            held = self._filled.get(block)
-            if held is not None and (
-                index >= num_full or held != self._hash(pages, request, index)
-            ):
-                del self._filled[block]
-
-    def _hash(self, pages: SequencePages, request: Request, index: int) -> int:
-        """Return the hash of the tokens up to the end of block `index` of the table."""
-        return prefix_hash(pages.hashes, request, index, self._block_size, pages.salt)
 
 
 def _common_length(old: list[int], new: list[int]) -> int:
-    """Return how many leading entries are equal."""
+    """Return the number of equal leading entries."""
     if new[: len(old)] == old:
         return len(old)
     pairs = zip(old, new, strict=False)

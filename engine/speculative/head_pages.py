@@ -1,23 +1,23 @@
-"""Which keys of a draft head are in which of the target's blocks.
+"""A draft head's KV pages: which keys it has, and in which of the target's blocks.
 
-A head has keys of its own, in a cache with the target's block ids. It can compute the key of a
-token only while it has the target's features of it: in the step that computes this token. Keys that
-were never computed stay missing: of a prefix that was found in the cache, of blocks that were
-swapped or copied, of tokens decoded while no drafts were asked for.
+A head has a slab of its own with the target's block ids. It can compute the key of a token only
+from the target's features of that token, in the step that computes it. Keys that were not computed
+then stay missing: those of a cached prefix, of blocks that were swapped or copied, of tokens
+decoded without drafts. So, unlike a draft model (`DraftPages`), a head cannot catch up.
 
-The rule: a head attends to the keys that it has, and to no others. The keys of a request are one
-after another in some of its blocks, with the positions of their tokens, without room for missing
-ones. A full block without gaps is remembered by the hash of all tokens up to its end, and a request
-that gets it as a cached prefix attends to it too. (Its last key was made with the token that
-followed then; it may be another one now.) A wrong or missing key can only make drafts worse.
+Rule: a head attends to the keys it has, and to no others. The keys of a request lie one after
+another in some of its blocks, at the positions of their tokens, without room for missing ones. A
+full block without gaps is recorded with its generation (`BlockAllocator.generations`), and requests
+that match it as a cached prefix attend to it too. Its last key was computed with the token that
+followed then, which may differ now. A wrong or missing key can only make drafts worse.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.request import Request
-from engine.speculative.prefix_hashes import prefix_hash
 
 __all__ = ["HeadPages", "HeadSequence"]
 
@@ -27,10 +27,10 @@ class _Block:
     """A block with keys of one request."""
 
     block: int
-    index: int  # in the request's block table
-    version: int
+    index: int  # position in the request's block table
+    generation: int
     first: int  # position of its first key
-    is_exact: bool  # its keys are those of the same block of the target, without gaps
+    is_exact: bool  # its keys are at the same offsets as the target's, without gaps
 
 
 @dataclass(slots=True)
@@ -40,16 +40,15 @@ class HeadSequence:
     Attributes
     ----------
     num_keys : int
-        How many there are.
+        Number of keys.
     next_position : int
-        The position after that of the last one.
+        The position after the last key's.
     """
 
     num_keys: int = 0
     next_position: int = 0
-    num_restarts: int = 0
+    num_restarts: int = 0  # `Request.num_restarts` when the blocks were last checked
     blocks: list[_Block] = field(default_factory=list)
-    hashes: list[int] = field(default_factory=list)  # of the tokens up to the end of each block
 
     @property
     def table(self) -> list[int]:
@@ -58,11 +57,13 @@ class HeadSequence:
 
 
 class HeadPages:
-    """The blocks of all requests.
+    """The head's blocks of all requests.
 
     Parameters
     ----------
     block_size : int
+    generations : sequence of int
+        The allocator's live list, indexed by block.
 
     Examples
     --------
@@ -70,30 +71,32 @@ class HeadPages:
     >>> rules = SimpleNamespace(max_tokens=1, min_tokens=0, ignore_eos=False, stop_token_ids=None)
     >>> one, two = (Request(name, list(range(40)), rules) for name in ("one", "two"))
     >>> one.block_table, two.block_table = [4, 5, 6], [4, 5, 7]
-    >>> pages, of_one, of_two = HeadPages(16), HeadSequence(), HeadSequence()
+    >>> pages = HeadPages(16, generations=[0] * 8)
+    >>> of_one, of_two = HeadSequence(), HeadSequence()
     >>> pages.extend(of_one, one, 0, 20)
     0
     >>> pages.extend(of_two, two, 35, 39), of_two.table  # the first block is known, the next is not
     (16, [4, 7])
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, generations: Sequence[int]) -> None:
         self._block_size = block_size
-        self._filled: dict[int, int] = {}  # block -> hash of the tokens up to its end
-        self._versions: dict[int, int] = {}  # block -> how often its keys were replaced
+        self._generations = generations
+        self._filled: dict[int, int] = {}  # block without gaps -> its generation when it was filled
 
     def follow(self, sequence: HeadSequence, request: Request) -> None:
-        """Drop the keys in blocks that the request does not have any more, and those after them."""
+        """Drop the keys in blocks that the request has lost, and all keys after them."""
         entries = sequence.blocks
         table = request.block_table
-        first = max(0, len(entries) - 1)  # without a restart only the last block is replaced
-        if request.num_restarts != sequence.num_restarts:
-            sequence.num_restarts = request.num_restarts
-            first = 0
+        has_restarted = request.num_restarts != sequence.num_restarts
+        sequence.num_restarts = request.num_restarts
+        # Without a restart only the last block can be replaced: it is copied on write.
+        first = 0 if has_restarted else max(0, len(entries) - 1)
         for number in range(first, len(entries)):
             entry = entries[number]
             is_there = entry.index < len(table) and table[entry.index] == entry.block
-            if not is_there or self._versions.get(entry.block, 0) != entry.version:
+            is_old = has_restarted and self._generations[entry.block] != entry.generation
+            if is_old or not is_there:
                 sequence.next_position = entry.first
                 sequence.num_keys = number * self._block_size
                 del entries[number:]
@@ -110,10 +113,10 @@ class HeadPages:
             sequence.next_position = min(sequence.next_position, start)
 
     def extend(self, sequence: HeadSequence, request: Request, start: int, stop: int) -> int:
-        """Make room for the keys of positions [start, stop), which may be behind a gap.
+        """Allocate room for the keys of positions [start, stop), possibly after a gap.
 
-        `start` must be at least `next_position`, and the request's block table reach to `stop`.
-        Returns the number of the first key: where it is in the sequence's blocks.
+        `start` must be at least `next_position`, and the request's block table must reach `stop`.
+        Returns the index of the first key in the sequence's blocks.
         """
         if start > sequence.next_position:
             self._skip(sequence, request, start)
@@ -124,40 +127,34 @@ class HeadPages:
             self._append(sequence, request, position)
         sequence.num_keys = first + stop - start
         sequence.next_position = stop
-        for number in range(first // size, sequence.num_keys // size):
-            entry = sequence.blocks[number]
+        for entry in sequence.blocks[first // size : sequence.num_keys // size]:
             if entry.is_exact:
-                self._filled[entry.block] = self._hash(sequence, request, entry.index)
+                self._filled[entry.block] = self._generations[entry.block]
         return first
 
     def _skip(self, sequence: HeadSequence, request: Request, start: int) -> None:
-        """Go on at `start`; known blocks before it are taken over."""
+        """Continue at `start`; adopt the recorded blocks before it."""
         size = self._block_size
         if sequence.num_keys % size:
             sequence.blocks[-1].is_exact = False
         else:
             for index in range(-(-sequence.next_position // size), start // size):
                 block = request.block_table[index]
-                if self._filled.get(block) == self._hash(sequence, request, index):
-                    version = self._versions.get(block, 0)
-                    sequence.blocks.append(_Block(block, index, version, index * size, True))
+                generation = self._generations[block]
+                if self._filled.get(block) == generation:
+                    sequence.blocks.append(_Block(block, index, generation, index * size, True))
                     sequence.num_keys += size
         sequence.next_position = start
 
     def _append(self, sequence: HeadSequence, request: Request, position: int) -> None:
         """Append the block of `position`.
 
-        It is not among those before: they are full of keys, so `position` is at least a block's
-        size after the first key of the last one.
+        It is not in the sequence yet: the blocks before are full of keys, so `position` is at least
+        one block size after the first key of the last one.
         """
         index = position // self._block_size
         block = request.block_table[index]
         self._filled.pop(block, None)
-        version = self._versions[block] = self._versions.get(block, 0) + 1
         is_exact = position % self._block_size == 0
-        sequence.blocks.append(_Block(block, index, version, position, is_exact))
-
-    def _hash(self, sequence: HeadSequence, request: Request, index: int) -> int:
-        """Return the hash of the tokens up to the end of block `index` of the table."""
-        salt = int(request.long_rope)
-        return prefix_hash(sequence.hashes, request, index, self._block_size, salt)
+        generation = self._generations[block]
+        sequence.blocks.append(_Block(block, index, generation, position, is_exact))

@@ -71,10 +71,17 @@ class HeadProposer:
     limits : SchedulerConfig
     num_drafts : int
         Maximum drafts of a request.
+    generations : sequence of int
+        `BlockAllocator.generations` of the target's blocks.
     """
 
     def __init__(
-        self, head: DraftHead, runner: Any, limits: SchedulerConfig, num_drafts: int
+        self,
+        head: DraftHead,
+        runner: Any,
+        limits: SchedulerConfig,
+        num_drafts: int,
+        generations: Sequence[int],
     ) -> None:
         c = head.config
         size = limits.block_size
@@ -87,7 +94,8 @@ class HeadProposer:
         num_blocks = limits.num_blocks + self._num_scratch * limits.max_num_seqs
         geometry = KVGeometry(1, c.num_kv_heads, c.head_dim, size, runner.model.dtype)
         self.kv_cache = KVCache(geometry, num_blocks, runner.kv_cache.pool, "draft kv")
-        self._pages = HeadPages(size)
+        self._generations = generations
+        self._pages = HeadPages(size, generations)
         self._sequences: dict[Request, HeadSequence] = {}
         self._features: Features = {}
         self._rows: dict[Request, _Rows] = {}  # in `_features`; of the last step
@@ -259,7 +267,7 @@ class HeadProposer:
         """Forget all keys, some of which may not have been written."""
         self._rows = {}
         self._sequences = {}
-        self._pages = HeadPages(self.kv_cache.geometry.block_size)
+        self._pages = HeadPages(self.kv_cache.geometry.block_size, self._generations)
 
     def _state(self, rows: Any) -> Any:
         """Return the head's state made of these rows of the features."""

@@ -68,9 +68,11 @@ def _make_proposer(
     if config.method == "ngram":
         return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
     count = min(config.num_tokens, limits.max_draft_tokens)
+    generations = scheduler.blocks.allocator.generations
     if isinstance(draft, LoadedHead):
-        return HeadProposer(draft.head, runner, limits, count)
+        return HeadProposer(draft.head, runner, limits, count, generations)
     vocab_size = runner.model.config.vocab_size
-    proposer = DraftModelProposer(draft, vocab_size, runner.kv_cache.pool, limits, count)
+    pool = runner.kv_cache.pool
+    proposer = DraftModelProposer(draft, vocab_size, pool, limits, count, generations)
     proposer.prepare(graphs=runner.graphs is not None, progress=sys.stderr.isatty())
     return proposer

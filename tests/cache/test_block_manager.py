@@ -48,6 +48,7 @@ def test_the_last_owner_writes_in_place():
         assert manager.grow(request, request.num_tokens)
     assert len(manager.take_moves().copies) == 3
     assert parent.block_table == [0, 1]
+    assert manager.allocator.generations[:2] == [0, 1]  # its partial block is continued differently
     manager.check_integrity([parent, *children])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.cache.block_manager import BlockManager
 from engine.cache.memory_pool import MemoryPool
 from engine.device import CPU
 from engine.request import Request
@@ -25,7 +26,9 @@ def model():
 @pytest.fixture(params=[False, True], ids=["launches", "graphs"])
 def proposer(request, model, monkeypatch):
     limits = SchedulerConfig(num_blocks=32, max_model_len=200, max_draft_tokens=COUNT)
-    made = DraftModelProposer(model, VOCAB, MemoryPool(CPU), limits, COUNT)
+    generations = [0] * limits.num_blocks
+    made = DraftModelProposer(model, VOCAB, MemoryPool(CPU), limits, COUNT, generations)
+    made.generations = generations
     monkeypatch.setattr(model, "close", lambda: None)
     if request.param:
         made.capture_graphs()
@@ -45,6 +48,12 @@ def drafts_of(proposer, *requests):
     """Return the proposals; what the model generates by itself after the known tokens."""
     given = proposer.propose([(request, COUNT) for request in requests])
     return [None if drafts is None else list(drafts.token_ids) for drafts in given]
+
+
+def free(proposer, blocks):
+    """Do what the allocator does when blocks become free."""
+    for block in blocks:
+        proposer.generations[block] += 1
 
 
 def right(model, request):
@@ -88,8 +97,10 @@ def test_a_request_that_resumes_in_blocks_that_another_had_in_between(proposer, 
     one = make_request("one", range(10, 45), [3, 4, 5])
     assert drafts_of(proposer, one) == [right(model, one)]
     two = make_request("two", range(40, 75), [3, 4, 5])
+    free(proposer, [3, 4, 5])
     assert drafts_of(proposer, two) == [right(model, two)]
     one.num_restarts = 1
+    free(proposer, [3, 4, 5])
     assert drafts_of(proposer, one) == [right(model, one)]
 
 
@@ -98,9 +109,11 @@ def test_a_block_with_half_of_something_else(proposer, model):
     one = make_request("one", range(10, 45), [3, 4, 5])
     assert drafts_of(proposer, one) == [right(model, one)]
     proposer.forget(one)
+    free(proposer, [3, 4, 5])
     two = make_request("two", [50, 51, 52], [4])
     assert drafts_of(proposer, two) == [right(model, two)]
     proposer.forget(two)
+    free(proposer, [4])
     three = make_request("three", range(10, 45), [3, 4, 5])
     assert drafts_of(proposer, three) == [right(model, three)]
 
@@ -136,15 +149,44 @@ def test_drafts_end_where_pages_end(proposer, model):
     assert ids == right(model, request)[: 200 - 198 + 1]
 
 
-def test_hashes_tell_rope_and_order():
-    pages = DraftPages(16)
+def test_blocks_of_another_rope_or_generation_are_computed_again():
+    generations = [0] * 8
+    pages = DraftPages(16, generations)
     one, two = (make_request(name, range(10, 42), [3, 4]) for name in "ab")
-    first, second = SequencePages([9]), SequencePages([10], salt=1)
+    first = SequencePages([9])
     pages.follow(first, one)
-    pages.computed(first, one, 32)
-    pages.follow(second, two)
-    assert second.num_valid == 0
-    turned = make_request("c", [*range(26, 42), *range(10, 26)], [4, 3])
-    third = SequencePages([11])
-    pages.follow(third, turned)
-    assert third.num_valid == 0
+    pages.computed(first, 32)
+
+    def num_valid(long_rope):
+        sequence = SequencePages([10], long_rope)
+        pages.follow(sequence, two)
+        return sequence.num_valid
+
+    assert num_valid(long_rope=True) == 0
+    assert num_valid(long_rope=False) == 32
+    generations[4] += 1
+    assert num_valid(long_rope=False) == 16
+    generations[3] += 1
+    assert num_valid(long_rope=False) == 0
+
+
+def test_a_fork_does_not_take_over_what_its_parent_knew_beyond_it():
+    """The draft model fills the block with the parent's last token, which the fork replaces."""
+    manager = BlockManager(8, 16)
+    pages = DraftPages(16, manager.allocator.generations)
+    parent = Request("parent", range(10, 25), SamplingParams(), spec=None)
+    assert manager.admit(parent)
+    parent.num_computed_tokens = parent.num_committed_tokens = 15
+    parent.append_tokens([30])
+    child = Request("child", parent.prompt_token_ids, SamplingParams(), spec=None)
+    child.append_tokens([31])
+    of_parent, of_child = SequencePages([8]), SequencePages([9])
+    pages.follow(of_parent, parent)
+    pages.computed(of_parent, 16)
+    manager.fork(parent, child)
+    for request in (parent, child):
+        assert manager.grow(request, request.num_tokens)
+    pages.follow(of_child, child)
+    assert child.block_table == [0] and of_child.num_valid == 0
+    pages.follow(of_parent, parent)
+    assert of_parent.num_valid == 0  # copied

@@ -19,14 +19,14 @@ def make(ids, table):
 
 
 def test_keys_without_gaps_are_where_the_targets_are():
-    pages, own, request = HeadPages(16), HeadSequence(), make(range(60), [7, 3, 5, 9])
+    pages, own, request = HeadPages(16, [0] * 16), HeadSequence(), make(range(60), [7, 3, 5, 9])
     for start, stop in ((0, 5), (5, 32), (32, 33), (33, 60)):
         assert pages.extend(own, request, start, stop) == start
     assert own.table == [7, 3, 5, 9] and own.num_keys == own.next_position == 60
 
 
 def test_after_a_gap_keys_go_on_in_the_same_block():
-    pages, own, request = HeadPages(16), HeadSequence(), make(range(80), [7, 3, 5, 9, 2])
+    pages, own, request = HeadPages(16, [0] * 16), HeadSequence(), make(range(80), [7, 3, 5, 9, 2])
     pages.extend(own, request, 0, 20)
     assert pages.extend(own, request, 40, 70) == 20
     assert own.table == [7, 3, 9, 2] and own.num_keys == 50 and own.next_position == 70
@@ -36,15 +36,18 @@ def test_after_a_gap_keys_go_on_in_the_same_block():
 
 
 def test_a_prefix_of_other_tokens_is_not_taken_over():
-    pages, own = HeadPages(16), HeadSequence()
+    generations = [0] * 8
+    pages, own = HeadPages(16, generations), HeadSequence()
     pages.extend(own, make(range(40), [1, 2, 3]), 0, 36)
+    generations[1] += 1
+    generations[2] += 1
     other = HeadSequence()
     assert pages.extend(other, make([0, 0, *range(2, 40)], [1, 2, 4]), 33, 36) == 0
     assert other.table == [4]
 
 
 def test_blocks_that_were_lost_are_dropped_with_all_after_them():
-    pages, own, request = HeadPages(16), HeadSequence(), make(range(64), [1, 2, 3, 4])
+    pages, own, request = HeadPages(16, [0] * 16), HeadSequence(), make(range(64), [1, 2, 3, 4])
     pages.extend(own, request, 0, 60)
     pages.follow(own, request)
     assert own.num_keys == 60
@@ -57,8 +60,11 @@ def test_blocks_that_were_lost_are_dropped_with_all_after_them():
 
 
 def test_blocks_whose_keys_another_request_replaced_are_dropped():
-    pages, own, request = HeadPages(16), HeadSequence(), make(range(40), [1, 2, 3])
+    generations = [0] * 8
+    pages = HeadPages(16, generations)
+    own, request = HeadSequence(), make(range(40), [1, 2, 3])
     pages.extend(own, request, 0, 36)
+    generations[2] += 1
     pages.extend(HeadSequence(), make(range(50, 90), [2]), 0, 3)
     request.num_restarts = 1
     pages.follow(own, request)
@@ -66,7 +72,7 @@ def test_blocks_whose_keys_another_request_replaced_are_dropped():
 
 
 def test_tokens_that_are_computed_again_lose_their_keys():
-    pages, own, request = HeadPages(16), HeadSequence(), make(range(64), [1, 2, 3, 4])
+    pages, own, request = HeadPages(16, [0] * 16), HeadSequence(), make(range(64), [1, 2, 3, 4])
     pages.extend(own, request, 0, 60)
     pages.rewind(own, 60)
     assert own.num_keys == 60
@@ -77,7 +83,7 @@ def test_tokens_that_are_computed_again_lose_their_keys():
 
 def test_a_request_restarts_before_its_first_key():
     """Its prefix was cached, without keys of the head, and is computed again."""
-    pages, own, request = HeadPages(16), HeadSequence(), make(range(60), [4, 5, 6, 7])
+    pages, own, request = HeadPages(16, [0] * 16), HeadSequence(), make(range(60), [4, 5, 6, 7])
     pages.extend(own, request, 40, 50)
     pages.rewind(own, 10)
     assert own.num_keys == 0 and own.next_position == 10 and own.table == []
@@ -95,7 +101,8 @@ def test_a_request_restarts_before_its_first_key():
 def test_every_key_stays_where_it_was_written():
     """Requests come and go, and their keys have gaps; blocks are used again."""
     rng = np.random.default_rng(0)
-    pages, free, live, num_made = HeadPages(16), list(range(40)), {}, 0
+    generations, free, live, num_made = [0] * 40, list(range(40)), {}, 0
+    pages = HeadPages(16, generations)
     written = {}  # (block, offset) -> (request, position)
     for _ in range(2000):
         kind = rng.integers(8)
@@ -106,6 +113,8 @@ def test_every_key_stays_where_it_was_written():
         elif kind == 1 and live:
             request, _, _ = live.pop(next(iter(live)))
             free[:0] = request.block_table
+            for block in request.block_table:
+                generations[block] += 1
         elif live:
             number = list(live)[int(rng.integers(len(live)))]
             request, own, positions = live[number]
