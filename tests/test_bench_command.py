@@ -15,9 +15,10 @@ from engine import cli
 from engine.commands import _bench_compare, _bench_workloads, bench
 from engine.commands._bench_models import built_in_config, built_in_names
 from engine.commands._bench_workloads import Work, latency, prefill, serve, throughput
+from engine.config import MoeConfig
 from engine.errors import ConfigError, EngineError
 from engine.loading.weight_table import weight_shapes
-from tests.e2e.tiny import make_engine, tiny_model
+from tests.e2e.tiny import CONFIG, make_engine, tiny_model
 
 
 def _run(capsys, *arguments):
@@ -143,6 +144,61 @@ def test_latency_is_of_all_requests_but_the_first_runs(monkeypatch):
     row = latency(make_engine(tiny_model()), Work.same(3, 4, 3), repeats=1)
     assert row["ttft_ms"] == 2000.0
     assert row["ms_per_token"] == 3000.0  # of 1, 3 and 5 s: two gaps each
+
+
+EXPERTS = dataclasses.replace(
+    CONFIG,
+    model_type="qwen3_moe",
+    num_layers=4,
+    qk_norm=True,
+    moe=MoeConfig(8, 2, 16, (False, True, True, False)),
+)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("output_len", [2, 6])
+def test_a_step_reads_the_experts_that_it_hits(output_len, is_async):
+    """One request hits top_k experts a layer; the other weights are those of the dense model."""
+    model = tiny_model(config=EXPERTS)
+    engine = make_engine(model, async_scheduling=is_async)
+    row = latency(engine, Work.same(1, 9, output_len, max_id=90), repeats=1)
+    weights = model.decoder.weights
+    matrices = [w for name, w in weights.items() if "experts_" in name]
+    assert len(matrices) == 4 and all(w.shape[0] == 8 for w in matrices)
+    unread = sum(w.num_bytes for w in matrices) * 6 / 8
+    is_tied = weights["embed"] is weights["lm_head"]
+    unread += model.decoder.table_bytes + (0 if is_tied else weights["embed"].num_bytes)
+    assert row["experts_per_step"] == 2
+    assert row["weight_GB_per_step"] * 1e9 == pytest.approx(model.weight_bytes - unread)
+    rate = row["weight_GB_per_step"] / row["ms_per_token"]
+    assert row["weight_TB_per_s"] == pytest.approx(rate)
+
+
+def test_a_batch_reads_an_expert_once_for_all_its_tokens():
+    model = tiny_model(config=EXPERTS)
+    work = Work.same(8, 9, 6, max_id=90)
+    assert 2 < latency(make_engine(model), work, repeats=1)["experts_per_step"] <= 8
+    for name, weight in model.decoder.weights.items():
+        if name.endswith(".router"):
+            weight.data[...] = 0  # a tie, for every token: it gets the experts 0 and 1
+    assert latency(make_engine(model), work, repeats=1)["experts_per_step"] == 2
+
+
+def test_dense_models_read_all_their_weights():
+    model = tiny_model()
+    row = latency(make_engine(model), Work.same(2, 9, 3, max_id=90), repeats=1)
+    unread = model.decoder.table_bytes
+    if model.decoder.weights["embed"] is not model.decoder.weights["lm_head"]:
+        unread += model.decoder.weights["embed"].num_bytes
+    assert "experts_per_step" not in row
+    assert row["weight_GB_per_step"] * 1e9 == pytest.approx(model.weight_bytes - unread)
+
+
+def test_with_drafts_no_rate_is_derived_from_the_time_per_token():
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    engine = make_engine(tiny_model(config=EXPERTS), speculative_config=drafts)
+    row = latency(engine, Work.same(1, 9, 6, max_id=90), repeats=1)
+    assert row["experts_per_step"] >= 2 and "weight_TB_per_s" not in row
 
 
 def test_missing_tokens_are_not_counted(monkeypatch):

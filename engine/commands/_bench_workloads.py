@@ -5,18 +5,22 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from engine.errors import EngineError
 from engine.llm_engine import LLMEngine
+from engine.models.decoder import Decoder
 from engine.sampling_params import RequestOutputKind, SamplingParams
 
 __all__ = ["Work", "latency", "prefill", "serve", "throughput"]
 
 _LENGTHS = (100, 1024)  # of prompts and of outputs, both ends included
 _MAX_ID = 9999  # within every vocabulary that is measured
+_COUNTED_STEPS = 64  # decoding steps over which the experts hit are averaged
 
 
 @dataclass(frozen=True)
@@ -92,15 +96,7 @@ def serve(engine: LLMEngine, work: Work) -> tuple[float, list[Any]]:
     EngineError
         If a request ended early, which would make the figures wrong.
     """
-    engine.reset_prefix_cache()
-    for index, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
-        params = SamplingParams(
-            temperature=work.temperature,
-            max_tokens=length,
-            ignore_eos=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        engine.add_request(str(index), prompt, params)
+    _queue(engine, work, RequestOutputKind.FINAL_ONLY)
     metrics: dict[str, Any] = {}
     start = time.perf_counter()
     while engine.has_unfinished_requests():
@@ -114,10 +110,24 @@ def serve(engine: LLMEngine, work: Work) -> tuple[float, list[Any]]:
     return seconds, [metrics[str(i)] for i in range(len(work.prompts))]
 
 
+def _queue(engine: LLMEngine, work: Work, output_kind: RequestOutputKind) -> None:
+    engine.reset_prefix_cache()
+    for index, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
+        params = SamplingParams(
+            temperature=work.temperature,
+            max_tokens=length,
+            ignore_eos=True,
+            output_kind=output_kind,
+        )
+        engine.add_request(str(index), prompt, params)
+
+
 def latency(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
     """Return the time per token, without the prefill, and the time to the first token.
 
-    Medians over all requests of all runs but the first.
+    Both are medians over all requests of all runs but the first. The weights that a decoding step
+    reads follow, in GB, with the rate that this makes (a lower bound: pages are not counted). For
+    a model with experts, one more run, which is not timed, counts those that a step hits.
     """
     runs = [serve(engine, work)[1] for _ in range(repeats + 1)]
     metrics = [each for run in runs[1:] for each in run]
@@ -127,10 +137,17 @@ def latency(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
         "ms_per_token": statistics.median(times) * 1e3,
         "ttft_ms": statistics.median(each.ttft for each in metrics) * 1e3,
     }
-    if engine.model.num_stages > 1:  # of which this process has the weights of one
+    if engine.model.num_stages > 1:  # this process holds the weights of one stage only
         return row
-    streamed = engine.model.weight_bytes - _unread_bytes(engine)
-    return row | {"weight_TB_per_s": streamed / row["ms_per_token"] * 1e-9}
+    hits = _expert_hits(engine, work) if engine.model.config.moe else {}
+    decoder = engine.model.decoder
+    read = _dense_bytes(decoder) + _expert_bytes(decoder, hits)
+    row["weight_GB_per_step"] = read * 1e-9
+    if hits:
+        row["experts_per_step"] = statistics.fmean(hits.values())
+    if engine.config.speculative is None:  # else a step makes several tokens
+        row["weight_TB_per_s"] = read / row["ms_per_token"] * 1e-9
+    return row
 
 
 def throughput(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
@@ -151,9 +168,50 @@ def prefill(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
     return {"prompt_tokens_per_s": work.num_prompt_tokens / seconds, "seconds": seconds}
 
 
-def _unread_bytes(engine: LLMEngine) -> int:
-    """Return the bytes of weights that decoding does not read: an embedding that is not tied."""
-    decoder = engine.model.decoder
-    embed = decoder.weights["embed"]
-    is_tied = embed is decoder.weights["lm_head"]
-    return decoder.table_bytes + (0 if is_tied else embed.num_bytes)
+def _dense_bytes(decoder: Decoder) -> int:
+    """Return the bytes of the weights that every decoding step reads, whatever its tokens.
+
+    They are all weights but the experts' and an embedding table that is not the output layer too.
+    """
+    weights = decoder.weights
+    unread = [weights[name] for name in weights if _is_expert(name)]
+    if weights["embed"] is not weights["lm_head"]:
+        unread.append(weights["embed"])
+    return decoder.num_bytes - decoder.table_bytes - sum(each.num_bytes for each in unread)
+
+
+def _expert_bytes(decoder: Decoder, hits: Mapping[int, float]) -> float:
+    """Return the bytes of `hits[layer]` experts of each layer."""
+    return sum(
+        weight.num_bytes / weight.shape[0] * hits[int(name.split(".")[1])]
+        for name, weight in decoder.weights.items()
+        if _is_expert(name)
+    )
+
+
+def _is_expert(name: str) -> bool:
+    return name.rpartition(".")[2].startswith("experts_")
+
+
+def _expert_hits(engine: LLMEngine, work: Work) -> dict[int, float]:
+    """Return how many experts of each layer a decoding step hits, the mean over 64 steps or fewer.
+
+    Reading the counters makes the host wait for every step, so this is never part of a timed run.
+    With `enable_expert_parallel`, only the experts of this process count.
+    """
+    model = engine.model
+    own = slice(*model.expert_runs[0]) if model.expert_runs else slice(None)
+    lengths = [min(length, _COUNTED_STEPS + 1) for length in work.lengths]
+    _queue(engine, replace(work, lengths=lengths), RequestOutputKind.DELTA)
+    started: set[str] = set()  # requests that have their first token
+    steps: list[dict[int, int]] = []
+    while engine.has_unfinished_requests():
+        if len(started) < len(lengths):
+            steps.clear()  # a prefill; with async scheduling perhaps the first decoding step
+        before = model.expert_load()
+        started.update(output.request_id for output in engine.step())
+        load = {layer: after - before[layer] for layer, after in model.expert_load().items()}
+        if all(each.any() for each in load.values()):  # the last call launches nothing
+            steps.append({layer: np.count_nonzero(each[own]) for layer, each in load.items()})
+    steps = steps[1:] or steps
+    return {layer: statistics.fmean(step[layer] for step in steps) for layer in load}
