@@ -5,43 +5,45 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from engine.core.input_processor import Prompt, PromptInput
 from engine.core.stats import EngineStats
 from engine.errors import EngineError
-from engine.llm_engine import LLMEngine, Prompt
+from engine.llm_engine import LLMEngine
 from engine.outputs import RequestOutput
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.shared_engine import SharedEngine
 from engine.snapshot import snapshot
 from engine.tasks.embeddings import embed_in_parts
 
-__all__ = ["LONG_TEXT", "AsyncEngine", "EngineClient", "ModelInfo"]
+__all__ = ["LONG_TEXT", "AsyncEngine", "EngineClient", "ModelInfo", "OutputSource"]
 
 T = TypeVar("T")
 
-LONG_TEXT = 4096  # characters; a longer prompt is tokenized on another thread
+LONG_TEXT = 4096  # characters above which a prompt is tokenized on another thread
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a client must know of the model that it talks to.
+    """The properties of a served model that its clients need.
 
     Attributes
     ----------
     model : str
-        The name or path that it was loaded from.
+        The name or path from which it was loaded.
     max_model_len : int
         Maximum tokens of a request, prompt and output.
     vocab_size : int
     eos_token_ids : tuple of int
     generation_config : dict
-        The sampling that the model's generation_config.json recommends.
+        The sampling parameters that the model's generation_config.json recommends.
     """
 
     model: str
@@ -51,21 +53,39 @@ class ModelInfo:
     generation_config: dict[str, Any] = field(default_factory=dict)
 
 
-class EngineClient(Protocol):
-    """What `AsyncEngine` and a connection to an engine in another process have in common."""
+class OutputSource(Protocol):
+    """A request in progress."""
+
+    async def next_output(self) -> RequestOutput:
+        """Wait for the next output; raise the reason if the request has failed."""
+
+
+class EngineClient(ABC):
+    """The interface of an engine in this process or another, for asyncio tasks.
+
+    Attributes
+    ----------
+    model_info : ModelInfo
+    tokenizer : Tokenizer or None
+    """
 
     model_info: ModelInfo
     tokenizer: Any
 
-    @property
-    def error(self) -> BaseException | None:
-        """Why the engine serves no more requests; None while it does."""
+    def __init__(self) -> None:
+        self._request_numbers = itertools.count()
 
     @property
+    @abstractmethod
+    def error(self) -> BaseException | None:
+        """Why the engine has ended; None while it serves requests."""
+
+    @property
+    @abstractmethod
     def is_responsive(self) -> bool:
         """Whether the engine is alive and no step takes longer than its `step_timeout`."""
 
-    def generate(
+    async def generate(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
@@ -75,27 +95,140 @@ class EngineClient(Protocol):
         cache_salt: str | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt; see `AsyncEngine.generate`."""
+        """Continue a prompt, and yield its outputs as they are generated.
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; see `AsyncEngine.abort`."""
+        Closing the generator, or cancelling the task that reads it, aborts the request before the
+        next step. With an engine in another process, a reader that falls behind gets outputs of
+        several tokens.
 
-    async def stats(self) -> EngineStats:
-        """Return the engine's counters and histograms so far."""
+        Parameters
+        ----------
+        prompt : str, sequence of int, or mapping
+            See `LLMEngine.add_request`.
+        params : SamplingParams, optional
+            `output_kind` selects what each output carries. Default: the model's recommended
+            sampling parameters, with outputs that carry only what is new.
+        request_id : str, optional
+            Unique among unfinished requests.
+        priority, cache_salt, timeout
+            See `LLMEngine.add_request`.
 
-    async def snapshot(self) -> dict[str, Any]:
-        """Return what the engine does now; see `engine.snapshot`."""
+        Yields
+        ------
+        RequestOutput
+
+        Raises
+        ------
+        RequestError
+            If the request cannot be served (`QueueFullError`: try again later). An engine in
+            another process also refuses `logits_processors`: functions are never sent.
+        EngineError
+            If the engine fails or is closed before the request is finished.
+        """
+        if params is None:
+            given = self.model_info.generation_config
+            kind = RequestOutputKind.DELTA
+            params = SamplingParams.from_generation_config(given, output_kind=kind)
+        if request_id is None:
+            request_id = f"async-{next(self._request_numbers)}"
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        given_prompt: Prompt | PromptInput = prompt
+        if isinstance(text, str) and len(text) > LONG_TEXT:
+            given_prompt = await asyncio.to_thread(self._encode, prompt, cache_salt)
+        if params.structured is not None:  # compiling a grammar may take a second
+            await asyncio.to_thread(self._prepare, params)
+        options = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout}
+        request = self._start(request_id, given_prompt, params, **options)
+        try:
+            output = await request.next_output()
+            self._note_first(request, output)
+            yield output
+            while not output.finished:
+                output = await request.next_output()
+                yield output
+        finally:
+            self.drop(request)
 
     async def embed(
         self, prompts: Sequence[Prompt], pooling: str = "last", *, normalize: bool = True
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        """Return an embedding of each prompt; see `AsyncEngine.embed`."""
+        """Return an embedding of each prompt; other requests are served in between.
 
+        Parameters
+        ----------
+        prompts : sequence of str, of sequences of int, or of mappings
+            See `LLMEngine.add_request`.
+        pooling, normalize
+            See `engine.tasks.embeddings.embed`.
+
+        Returns
+        -------
+        list of (N,) array of float32
+            On the host; N is the model's hidden size.
+
+        Raises
+        ------
+        RequestError
+            If an argument is invalid, or a prompt is too long.
+        EngineError
+            If the engine fails or is closed before the last embedding.
+        """
+        inputs = await asyncio.to_thread(lambda: [self._encode(each) for each in prompts])
+        ids = [each.token_ids for each in inputs]
+        return await self.embed_ids(ids, pooling, normalize=normalize)
+
+    @abstractmethod
+    async def embed_ids(
+        self, token_ids: Sequence[Sequence[int]], pooling: str, *, normalize: bool
+    ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        """Return an embedding of each sequence of checked token ids; see `embed`."""
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End a request; its generator yields the output so far, with finish_reason "abort".
+
+        Unknown and finished requests are ignored.
+        """
+
+    @abstractmethod
+    async def stats(self) -> EngineStats:
+        """Return the engine's counters and histograms so far."""
+
+    @abstractmethod
+    async def snapshot(self) -> dict[str, Any]:
+        """Return the engine's current state; see `engine.snapshot`."""
+
+    @abstractmethod
     async def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes."""
+        """Drop all cached prefixes; unfinished requests keep their blocks."""
 
+    @abstractmethod
     async def close(self) -> None:
-        """End all requests."""
+        """End all requests of this client, with an `EngineError` for each."""
+
+    @abstractmethod
+    def _encode(self, prompt: Prompt, cache_salt: str | None = None) -> PromptInput:
+        """Tokenize and check a prompt, on any thread."""
+
+    @abstractmethod
+    def _prepare(self, params: SamplingParams) -> None:
+        """Check and compile the grammar of `params`, on any thread."""
+
+    @abstractmethod
+    def _start(
+        self, request_id: str, prompt: Prompt | PromptInput, params: SamplingParams, **options: Any
+    ) -> Any:
+        """Send a request to the engine, and return it as an `OutputSource`.
+
+        `options` are the priority, cache_salt and timeout of `generate`.
+        """
+
+    @abstractmethod
+    def drop(self, request: Any) -> None:
+        """Abort a request whose outputs nobody reads any more; finished requests are ignored."""
+
+    def _note_first(self, request: Any, output: RequestOutput) -> None:  # noqa: B027
+        """Process the first output of a request before it is yielded."""
 
 
 @dataclass(eq=False)
@@ -107,15 +240,25 @@ class _Stream:
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[RequestOutput | BaseException]
     arrived: list[tuple[_Stream, RequestOutput]]
-    is_closed: bool = False
+    is_dropped: bool = False
+    is_finished: bool = False
 
     def append(self, output: RequestOutput) -> None:
-        """Take an output of the current step; `AsyncEngine` delivers them together."""
+        """Take an output of the current step; `AsyncEngine` delivers a step's outputs together."""
         self.arrived.append((self, output))
 
+    async def next_output(self) -> RequestOutput:
+        """Wait for the next output; raise the reason if the request has failed."""
+        output = await self.queue.get()
+        if isinstance(output, BaseException):
+            self.is_finished = True
+            raise output
+        self.is_finished = output.finished
+        return output
 
-class AsyncEngine:
-    """Serves the requests of asyncio tasks together, in the same steps.
+
+class AsyncEngine(EngineClient):
+    """An engine in this process: the requests of all asyncio tasks share its steps.
 
     The engine runs on a thread of its own, so that steps and event loop do not wait for each
     other. Tasks may belong to several event loops.
@@ -123,7 +266,7 @@ class AsyncEngine:
     Parameters
     ----------
     engine : LLMEngine
-        `AsyncEngine.from_name` makes one. It belongs to this object from now on.
+        `AsyncEngine.from_name` builds one. It must not be used by anything else from now on.
 
     Attributes
     ----------
@@ -141,6 +284,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: LLMEngine) -> None:
+        super().__init__()
         model = engine.model
         self.tokenizer = engine.tokenizer
         self.model_info = ModelInfo(
@@ -152,7 +296,6 @@ class AsyncEngine:
         )
         self._engine = engine
         self._shared: SharedEngine[_Stream] = SharedEngine(engine)
-        self._numbers = itertools.count()
         self._arrived: list[tuple[_Stream, RequestOutput]] = []  # outputs of the current step
         self._calls: deque[Callable[[], None]] = deque()  # to be made by the thread
         self._wake = threading.Event()
@@ -177,81 +320,8 @@ class AsyncEngine:
         """Whether the engine is alive and no step takes longer than its `step_timeout`."""
         return self._error is None and not self._engine.watchdog.is_stuck
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        timeout: float | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt, and yield its outputs as they are generated.
-
-        Closing the generator, or cancelling the task that reads it, aborts the request before the
-        next step.
-
-        Parameters
-        ----------
-        prompt : str, sequence of int, or mapping
-            As for `LLMEngine.add_request`.
-        params : SamplingParams, optional
-            Its `output_kind` says what each output carries. By default the model's recommended
-            sampling, with outputs that carry only what is new.
-        request_id : str, optional
-            Unique among unfinished requests.
-        priority, cache_salt, timeout
-            As for `LLMEngine.add_request`.
-
-        Yields
-        ------
-        RequestOutput
-
-        Raises
-        ------
-        RequestError
-            If the request cannot be served (`QueueFullError`: try again later).
-        EngineError
-            If the engine fails or is closed before the request is finished.
-        """
-        if params is None:
-            given = self.model_info.generation_config
-            kind = RequestOutputKind.DELTA
-            params = SamplingParams.from_generation_config(given, output_kind=kind)
-        if request_id is None:
-            request_id = f"async-{next(self._numbers)}"
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) > LONG_TEXT:
-            found = await asyncio.to_thread(self._engine.encode, prompt)
-            cache_salt = found.cache_salt if cache_salt is None else cache_salt
-            prompt = {"prompt": found.text, "prompt_token_ids": found.token_ids}
-        if params.structured is not None:  # may take a second
-            await asyncio.to_thread(self._engine.prepare, params)
-        options = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout}
-        arguments = {"prompt": prompt, "params": params, **options}
-        loop = asyncio.get_running_loop()
-        stream = _Stream(request_id, arguments, loop, asyncio.Queue(), self._arrived)
-        self._call(lambda: self._add(stream))
-        is_finished = False
-        try:
-            while not is_finished:
-                output = await stream.queue.get()
-                if isinstance(output, BaseException):
-                    is_finished = True
-                    raise output
-                is_finished = output.finished
-                yield output
-        finally:
-            stream.is_closed = True
-            if not is_finished:
-                self._call(lambda: self._drop(stream))
-
     async def abort(self, request_id: str) -> None:
-        """End a request; its generator yields the output so far, with finish_reason "abort".
-
-        Unknown and finished requests are ignored.
-        """
+        """End a request; see `EngineClient.abort`."""
         await self._result(lambda: self._engine.abort_request(request_id))
 
     async def stats(self) -> EngineStats:
@@ -259,44 +329,21 @@ class AsyncEngine:
         return await self._result(self._engine.stats)
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return what the engine does now; see `engine.snapshot`."""
+        """Return the engine's current state; see `engine.snapshot`."""
         return await self._result(lambda: snapshot(self._engine, self._shared.clock))
 
-    async def embed(
-        self, prompts: Sequence[Prompt], pooling: str = "last", *, normalize: bool = True
+    async def embed_ids(
+        self, token_ids: Sequence[Sequence[int]], pooling: str, *, normalize: bool
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        """Return an embedding of each prompt; other requests are served in between.
-
-        Parameters
-        ----------
-        prompts : sequence of str, of sequences of int, or of mappings
-            As for `LLMEngine.add_request`.
-        pooling, normalize
-            As for `engine.tasks.embeddings.embed`.
-
-        Returns
-        -------
-        list of (N,) array of float32
-            On the host, N the model's hidden size.
-
-        Raises
-        ------
-        RequestError
-            If an argument is none of these, or a prompt is too long.
-        EngineError
-            If the engine fails or is closed before.
-        """
-        inputs = await asyncio.to_thread(lambda: [self._engine.encode(each) for each in prompts])
-        ids = [each.token_ids for each in inputs]
-        model = self._engine.model
-        parts = embed_in_parts(model, ids, pooling, normalize=normalize)
+        """Return an embedding of each sequence of checked token ids; see `EngineClient.embed`."""
+        parts = embed_in_parts(self._engine.model, token_ids, pooling, normalize=normalize)
         found: dict[int, Any] = {}
         try:
             while (part := await self._result(lambda: next(parts, None))) is not None:
                 found.update(part)
         finally:
             self._call(parts.close)
-        return [found[index] for index in range(len(ids))]
+        return [found[index] for index in range(len(token_ids))]
 
     async def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes; unfinished requests keep their blocks."""
@@ -307,6 +354,33 @@ class AsyncEngine:
         self._is_closing = True
         self._wake.set()
         await asyncio.to_thread(self._thread.join)
+
+    # ---- requests
+
+    def _encode(self, prompt: Prompt, cache_salt: str | None = None) -> PromptInput:
+        found = self._engine.encode(prompt)
+        return found if cache_salt is None else replace(found, cache_salt=cache_salt)
+
+    def _prepare(self, params: SamplingParams) -> None:
+        self._engine.prepare(params)
+
+    def _start(
+        self, request_id: str, prompt: Prompt | PromptInput, params: SamplingParams, **options: Any
+    ) -> _Stream:
+        if isinstance(prompt, PromptInput):
+            options["cache_salt"] = prompt.cache_salt
+            prompt = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
+        arguments = {"prompt": prompt, "params": params, **options}
+        loop = asyncio.get_running_loop()
+        stream = _Stream(request_id, arguments, loop, asyncio.Queue(), self._arrived)
+        self._call(lambda: self._add(stream))
+        return stream
+
+    def drop(self, request: _Stream) -> None:
+        """Abort a request whose outputs nobody reads any more; see `EngineClient.drop`."""
+        request.is_dropped = True
+        if not request.is_finished:
+            self._call(lambda: self._drop(request))
 
     # ---- from the tasks to the thread
 
@@ -369,7 +443,7 @@ class AsyncEngine:
             self._calls.popleft()()
 
     def _add(self, stream: _Stream) -> None:
-        if stream.is_closed:
+        if stream.is_dropped:
             return
         try:
             self._check_alive()

@@ -212,6 +212,6 @@ def _expert_hits(engine: LLMEngine, work: Work) -> dict[int, float]:
         started.update(output.request_id for output in engine.step())
         load = {layer: after - before[layer] for layer, after in model.expert_load().items()}
         if all(each.any() for each in load.values()):  # the last call launches nothing
-            steps.append({layer: np.count_nonzero(each[own]) for layer, each in load.items()})
+            steps.append({n: int(np.count_nonzero(each[own])) for n, each in load.items()})
     steps = steps[1:] or steps
     return {layer: statistics.fmean(step[layer] for step in steps) for layer in load}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,11 +16,10 @@ import zmq
 from engine.async_engine import ModelInfo
 from engine.core.stats import EngineStats
 from engine.errors import EngineError, RequestError
-from engine.llm_engine import Prompt
 from engine.scheduler.admission import QueueFullError
 from engine.server import messages as m
 from engine.server.remote_request import RemoteRequest
-from engine.server.request_client import RequestClient
+from engine.server.request_client import Answerer, RequestClient
 from engine.server.sockets import Socket, connected_socket, descriptor, has_input
 
 __all__ = ["CLIENT_CLOSED", "ZmqEngineClient"]
@@ -59,7 +57,7 @@ class ZmqEngineClient(RequestClient):
         self.load = 0, 0
         self.on_end: Callable[[list[RemoteRequest], EngineError], None] | None = None
         self.on_refusal: Callable[[RemoteRequest, EngineError], bool] | None = None
-        self.answer: Callable[[m.FromClient], Iterable[m.FromEngine]] | None = None
+        self.answer: Answerer | None = None
         self._socket = socket
         self._monitor = monitor
         self._loop = asyncio.get_running_loop()
@@ -73,8 +71,8 @@ class ZmqEngineClient(RequestClient):
         self._last_seen = time.monotonic()
         self._step_timeout: float | None = None
         self._is_closed = self._is_reading_later = False
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(m.FromEngine).decode
+        self._pack = msgspec.msgpack.Encoder().encode
+        self._unpack = msgspec.msgpack.Decoder(m.FromEngine).decode
         for each, read in ((socket, self._read), (monitor, self._read_monitor)):
             self._loop.add_reader(descriptor(each), read)
             # The descriptor is edge-triggered: it is silent about what has arrived before.
@@ -177,13 +175,11 @@ class ZmqEngineClient(RequestClient):
         found: dict[str, Any] = msgspec.msgpack.decode(content)
         return found
 
-    async def embed(
-        self, prompts: Sequence[Prompt], pooling: str = "last", *, normalize: bool = True
+    async def embed_ids(
+        self, token_ids: Sequence[Sequence[int]], pooling: str, *, normalize: bool
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        """Return an embedding of each prompt; see `AsyncEngine.embed`."""
-        encode = self._maker.encode
-        inputs = await asyncio.to_thread(lambda: [encode(each) for each in prompts])
-        ids = [each.token_ids for each in inputs]
+        """Return an embedding of each sequence of checked token ids; see `EngineClient.embed`."""
+        ids = [list(each) for each in token_ids]
         content = await self._call(lambda number: m.Embed(number, ids, pooling, normalize))
         rows = msgspec.msgpack.decode(content, type=list[bytes])
         return [np.frombuffer(row, np.float32) for row in rows]
@@ -208,16 +204,8 @@ class ZmqEngineClient(RequestClient):
 
     # ---- to the engine
 
-    @contextlib.contextmanager
-    def answered_by(
-        self, answer: Callable[[m.FromClient], Iterable[m.FromEngine]]
-    ) -> Iterator[None]:
-        """Let `answer`, instead of the engine, answer what is sent meanwhile; see `warm_up`."""
+    def _set_answer(self, answer: Answerer | None) -> None:
         self.answer = answer
-        try:
-            yield
-        finally:
-            self.answer = None
 
     def _send(self, message: m.FromClient) -> bool:
         """Send without waiting; False: an `Add` that must not wait. Other messages are kept."""
@@ -227,7 +215,7 @@ class ZmqEngineClient(RequestClient):
             return True
         if self._is_closed or self._error is not None:
             return True  # to an engine that has ended
-        data = self._encode(message)
+        data = self._pack(message)
         if not self._flush() or not self._sent(data):
             if isinstance(message, m.Add):
                 return False
@@ -290,7 +278,7 @@ class ZmqEngineClient(RequestClient):
                 return
             data = self._socket.recv(zmq.NOBLOCK)
             self._last_seen = time.monotonic()
-            self._take(self._decode(data))
+            self._take(self._unpack(data))
         self._read_later()
 
     def _read_monitor(self) -> None:

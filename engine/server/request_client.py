@@ -1,115 +1,83 @@
-"""`RequestClient`: what the clients of engines in other processes have in common.
+"""`RequestClient`: the part that the clients of engines in other processes share.
 
-Text is tokenized and detokenized here, stop strings are found here, and requests are checked here
-as far as possible, so that the engine's loop has less to do.
+Requests are checked, tokenized and detokenized in the client, and stop strings are found there, so
+that the engine's loop has less to do.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from engine.async_engine import LONG_TEXT, ModelInfo
+from engine.async_engine import EngineClient, ModelInfo
+from engine.core.input_processor import Prompt, PromptInput
 from engine.errors import EngineError
-from engine.llm_engine import Prompt
-from engine.outputs import RequestOutput
-from engine.sampling_params import RequestOutputKind, SamplingParams
+from engine.sampling_params import SamplingParams
+from engine.server import messages as m
 from engine.server.remote_request import RemoteRequest, RequestMaker
 from engine.structured import check_structured
 from engine.structured.spec import StructuredOutput
 
-__all__ = ["RequestClient"]
+__all__ = ["Answerer", "RequestClient"]
+
+Answerer = Callable[[m.FromClient], Iterable[m.FromEngine]]
+"""Answers messages in place of an engine."""
 
 
-class RequestClient(ABC):
-    """Makes requests and yields their outputs; a subclass brings them to an engine.
-
-    Attributes
-    ----------
-    model_info : ModelInfo
-    tokenizer : Tokenizer or None
-    """
+class RequestClient(EngineClient):
+    """Builds requests; a subclass sends them to an engine."""
 
     def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
         self.tokenizer = tokenizer
-        self._names = itertools.count(1)
         self._take_model(ModelInfo("", 0, 0))
 
     def _take_model(self, info: ModelInfo) -> None:
         self.model_info = info
         self._maker = RequestMaker(info, self.tokenizer)
 
-    @property
-    @abstractmethod
-    def error(self) -> EngineError | None:
-        """Why no more requests are served; None while they are."""
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        timeout: float | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt; see `AsyncEngine.generate`.
-
-        A reader that falls behind gets outputs of several tokens.
-
-        Raises
-        ------
-        RequestError
-            Also for `logits_processors`, as functions are never sent.
-        """
-        if params is None:
-            given = self.model_info.generation_config
-            kind = RequestOutputKind.DELTA
-            params = SamplingParams.from_generation_config(given, output_kind=kind)
-        if request_id is None:
-            request_id = f"async-{next(self._names)}"
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) > LONG_TEXT:
-            checked = await asyncio.to_thread(self._maker.encode, prompt, cache_salt)
-        else:
-            checked = self._maker.encode(prompt, cache_salt)
-        if isinstance(params.structured, StructuredOutput):
-            # Here, as the engine's process, which compiles it again, serves others meanwhile.
-            await asyncio.to_thread(check_structured, params.structured)
-        request = self._maker.make(request_id, checked, params, priority, timeout)
-        self.submit(request)
-        try:
-            output = await request.next_output()
-            self._note_first(request, output)
-            yield output
-            while not output.finished:
-                output = await request.next_output()
-                yield output
-        finally:
-            self.drop(request)
-
     @abstractmethod
     def submit(self, request: RemoteRequest) -> None:
-        """Ask an engine for a request.
+        """Send a request to an engine.
 
         Raises
         ------
         RequestError
             If its id is in use (`QueueFullError`: try again later).
         EngineError
-            If no more requests are served.
+            If the engine has ended.
         """
 
-    @abstractmethod
-    def drop(self, request: RemoteRequest) -> None:
-        """End a request that nobody waits for, if it has not ended."""
+    @contextlib.contextmanager
+    def answered_by(self, answer: Answerer) -> Iterator[None]:
+        """Within the context, let `answer` answer all messages in place of the engine."""
+        self._set_answer(answer)
+        try:
+            yield
+        finally:
+            self._set_answer(None)
 
-    def _note_first(self, request: RemoteRequest, output: RequestOutput) -> None:  # noqa: B027
-        """Take notice of the first output of a request."""
+    @abstractmethod
+    def _set_answer(self, answer: Answerer | None) -> None: ...
+
+    def _encode(self, prompt: Prompt, cache_salt: str | None = None) -> PromptInput:
+        return self._maker.encode(prompt, cache_salt)
+
+    def _prepare(self, params: SamplingParams) -> None:
+        # The engine's process compiles the grammar again, but refuses no valid one meanwhile.
+        if isinstance(params.structured, StructuredOutput):
+            check_structured(params.structured)
+
+    def _start(
+        self, request_id: str, prompt: Prompt | PromptInput, params: SamplingParams, **options: Any
+    ) -> RemoteRequest:
+        salt = options.pop("cache_salt")
+        checked = prompt if isinstance(prompt, PromptInput) else self._maker.encode(prompt, salt)
+        request = self._maker.make(request_id, checked, params, **options)
+        self.submit(request)
+        return request
 
     def _check_alive(self) -> None:
         if self.error is not None:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.applications import Starlette
 
-from engine.async_engine import EngineClient
 from engine.errors import EngineError
 from engine.server import messages as m
 from engine.server.app import build_app
 from engine.server.protocol.errors import APIError
+from engine.server.request_client import RequestClient
 from engine.server.server_config import ServerConfig
 
 __all__ = ["warm_up"]
@@ -34,13 +32,7 @@ _BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-class _RemoteClient(EngineClient, Protocol):
-    def answered_by(
-        self, answer: Callable[[m.FromClient], Iterable[m.FromEngine]]
-    ) -> AbstractContextManager[None]: ...
-
-
-async def warm_up(client: _RemoteClient) -> list[bytes]:
+async def warm_up(client: RequestClient) -> list[bytes]:
     """Stream answers of an application of its own, which neither logs nor asks for keys.
 
     Returns

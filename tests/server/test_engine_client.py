@@ -548,7 +548,7 @@ def test_the_last_words_of_an_engine_are_read_however_much_precedes_them(tmp_pat
         client._send(messages.Hello("a token"))
         address, _ = await asyncio.to_thread(socket.recv_multipart)
         for message in [*[messages.Heartbeat()] * 500, messages.Ended("the reason")]:
-            socket.send_multipart([address, client._encode(message)])
+            socket.send_multipart([address, client._pack(message)])
         socket.close()
         time.sleep(0.3)  # all of it has arrived before the client looks
         await eventually(lambda: client.error is not None)

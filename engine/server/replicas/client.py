@@ -8,11 +8,10 @@ request has a seed from its beginning, and a draw depends on the seed and the po
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,14 +19,13 @@ import numpy as np
 
 from engine.core.stats import EngineStats
 from engine.errors import EngineError, RequestError
-from engine.llm_engine import Prompt
 from engine.outputs import RequestOutput
 from engine.scheduler.admission import QueueFullError
 from engine.server import messages as m
 from engine.server.engine_client import CLIENT_CLOSED, ZmqEngineClient
 from engine.server.remote_request import RemoteRequest
 from engine.server.replicas.router import PrefixRouter, Route
-from engine.server.request_client import RequestClient
+from engine.server.request_client import Answerer, RequestClient
 
 __all__ = ["ReplicaClient"]
 
@@ -93,7 +91,7 @@ class ReplicaClient(RequestClient):
         self._error: EngineError | None = None
         self._last_error = EngineError("no replica is ready")
         self._ending: asyncio.TimerHandle | None = None
-        self._answer: Callable[[m.FromClient], Iterable[m.FromEngine]] | None = None
+        self._answer: Answerer | None = None
         self._ticking = asyncio.ensure_future(self._tick())
 
     @classmethod
@@ -360,22 +358,12 @@ class ReplicaClient(RequestClient):
         entropy = [*self._seed, next(self._num_seeds)]
         return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
-    @contextlib.contextmanager
-    def answered_by(
-        self, answer: Callable[[m.FromClient], Iterable[m.FromEngine]]
-    ) -> Iterator[None]:
-        """Let `answer`, instead of the engines, answer what is sent meanwhile; see `warm_up`."""
-        self._set_answer(answer)  # also of replicas that join meanwhile
-        try:
-            yield
-        finally:
-            self._set_answer(None)
-            self._router.forget_prefixes()
-
-    def _set_answer(self, answer: Callable[[m.FromClient], Iterable[m.FromEngine]] | None) -> None:
-        self._answer = answer
+    def _set_answer(self, answer: Answerer | None) -> None:
+        self._answer = answer  # replicas that join later get it too
         for client in self._clients.values():
             client.answer = answer
+        if answer is None:
+            self._router.forget_prefixes()
 
     # ---- calls
 
@@ -395,24 +383,22 @@ class ReplicaClient(RequestClient):
         """Return what the first replica that responds does now; see `engine.snapshot`."""
         return await self._first().snapshot()
 
-    async def embed(
-        self, prompts: Sequence[Prompt], pooling: str = "last", *, normalize: bool = True
+    async def embed_ids(
+        self, token_ids: Sequence[Sequence[int]], pooling: str, *, normalize: bool
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        """Return an embedding of each prompt; see `AsyncEngine.embed`."""
-        encode = self._maker.encode
-        inputs = await asyncio.to_thread(lambda: [encode(each) for each in prompts])
-        ids = [each.token_ids for each in inputs]
+        """Return an embedding of each sequence of checked token ids; see `EngineClient.embed`."""
+        all_ids = list(itertools.chain(*token_ids))
         num_crashes = 0
         while True:
             self._check_alive()
-            # All of it is computed there, whatever is cached.
-            route = self._route([id_ for each in ids for id_ in each], "embeddings", set())
+            # The salt is one that no request has: embeddings are computed whatever is cached.
+            route = self._route(all_ids, "embeddings", set())
             if route is None:
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
             client = self._clients[route.replica]
             try:
-                return await client.embed(ids, pooling, normalize=normalize)
+                return await client.embed_ids(token_ids, pooling, normalize=normalize)
             except EngineError:
                 num_crashes += 1
                 if client.error is None or num_crashes >= _MAX_CRASHES:
