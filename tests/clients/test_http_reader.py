@@ -75,20 +75,27 @@ def test_a_closed_connection_in_an_answer_is_a_disconnect(data, reason):
 @pytest.mark.parametrize(
     ("data", "what"),
     [
-        (b"SSH-2.0-x\r\n\r\n", "no status line"),
-        (b"HTTP/1.1 2x0 OK\r\n\r\n", "no status line"),
-        (b"HTTP/1.1 200 OK\r\nnothing\r\n\r\n", "no header field"),
-        (HEAD + b"Content-Length: -1\r\n\r\n", "content-length is '-1'"),
-        (HEAD + b"Content-Length: 1_0\r\n\r\n", "content-length"),
-        (HEAD + b"Content-Length: 1\r\n\r\nabc", "2 bytes after"),
-        (b"x" * 70_000, "the header has more than"),
-        (CHUNKED + b"0x5\r\n", "a chunk's size"),
-        (CHUNKED + b"-5\r\n", "a chunk's size"),
-        (CHUNKED + b"123456789\r\n", "a chunk's size"),
-        (CHUNKED + b"\r\n", "a chunk's size"),
-        (CHUNKED + b"1" * 300, "a chunk's line has more than"),
-        (CHUNKED + b"2\r\nabc\r\n", "no end of a chunk"),
-        (CHUNKED + b"0\r\n\r\nx", "1 bytes after"),
+        (b"SSH-2.0-x\r\n\r\n", "Expected HTTP"),
+        (b"HTTP/1.1 2x0 OK\r\n\r\n", "status code"),
+        (
+            b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\nx",
+            "bytes after",
+        ),
+        (b"HTTP/1.1 200 OK\r\nnothing\r\n\r\n", "header"),
+        (HEAD + b"Content-Length: -1\r\n\r\n", "Content-Length"),
+        (HEAD + b"Content-Length: 1_0\r\n\r\n", "Content-Length"),
+        (HEAD + b"Content-Length: 1\r\n\r\nabc", "bytes after"),
+        (HEAD + b"Content-Length: 0\r\n\r\n" + HEAD, "bytes after"),
+        (HEAD + b"Connection: close\r\nContent-Length: 1\r\n\r\nabc", "bytes after"),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"x" * 70_000, "the header has more than"),
+        (CHUNKED + b"0x5\r\n", "chunk size"),
+        (CHUNKED + b"-5\r\n", "chunk size"),
+        (CHUNKED + b"123456789abcdef01\r\n", "overflow"),
+        (CHUNKED + b"\r\n", "chunk size"),
+        (CHUNKED + b"1" * 300, "overflow"),
+        (CHUNKED + b"1;" + b"x" * 70_000, "a chunk's line has more than"),
+        (CHUNKED + b"2\r\nabc\r\n", "after chunk data"),
+        (CHUNKED + b"0\r\n\r\nx", "bytes after"),
         (CHUNKED + b"100001\r\n" + b"x" * (1 + (1 << 20)), "a line has more than"),
     ],
 )
@@ -96,6 +103,11 @@ def test_what_is_no_http_is_malformed(data, what):
     with pytest.raises(ResponseError, match=what) as failure:
         _read([data], max_body=4 << 20)
     assert failure.value.reason == "malformed response"
+
+
+def test_the_bound_of_a_header_is_of_all_its_pieces():
+    with pytest.raises(ResponseError, match="the header has more than"):
+        _read([b"HTTP/1.1 200 OK\r\n", *[b"x: y\r\n" * 1000] * 11])
 
 
 def test_a_body_has_a_bound():

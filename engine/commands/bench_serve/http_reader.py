@@ -1,20 +1,28 @@
-"""Reads an HTTP/1.1 answer with server-sent events from bytes as they arrive; no sockets here.
+"""Parses an HTTP/1.1 answer with server-sent events from bytes as they arrive; no sockets here.
 
-What a server sends is bounded: the header, a line, a chunk's size line, and the whole body.
+What a server sends is bounded: the header, the bytes between two chunks, a line, and the whole
+body.
 """
 
 from __future__ import annotations
 
+from engine.errors import ConfigError
+
+try:
+    import httptools
+except ModuleNotFoundError as missing:
+    raise ConfigError(
+        "engine bench serve needs the package 'httptools': install rawengine[serve]"
+    ) from missing
+
 __all__ = ["HttpReader", "ResponseError", "SseReader"]
 
-_MAX_HEADER = 64 << 10
-_MAX_SIZE_LINE = 256
-_MAX_LINE = 1 << 20
-_HEX = frozenset(b"0123456789abcdefABCDEF")
+_MAX_FRAMING = 64 << 10  # bytes of the header, or of a chunk's line or the trailers
+_MAX_LINE = 1 << 20  # bytes of a line of the body
 
 
 class ResponseError(Exception):
-    """What the server sent is no answer; `reason` is one of a few words, for counting."""
+    """An answer that is not valid; `reason` is one of a few words, so that failures are counted."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -22,60 +30,60 @@ class ResponseError(Exception):
 
 
 class HttpReader:
-    """Takes the bytes of one answer, and gives those of its body.
+    """Parser of one answer: takes its bytes and returns those of its body.
 
     Parameters
     ----------
     max_body : int
-        Bytes of the body at most.
+        Maximum bytes of the body.
 
     Attributes
     ----------
     status : int
-        0 until the header is there.
+        0 until the header is complete.
     content_type : str
+        In lower case.
     complete : bool
-        The body has ended as its header says.
+        Whether the body has ended as its header says.
     keep_alive : bool
-        The connection can take another request.
+        Whether the connection may carry another request, once the answer is complete.
     """
-
-    __slots__ = (
-        *("_chunked", "_max_body", "_rest", "_step", "_tail", "_total"),
-        *("complete", "content_type", "keep_alive", "status"),
-    )
 
     def __init__(self, max_body: int) -> None:
         self.status = 0
         self.content_type = ""
         self.complete = False
-        self.keep_alive = True
+        self.keep_alive = False
         self._max_body = max_body
         self._total = 0
-        self._tail = b""
-        self._chunked = False
-        self._rest = 0  # bytes that the chunk, or the whole body, still has; -1: until the end
-        self._step = "header"
+        self._framing = 0  # bytes since the last ones of the body
+        self._is_delimited = False  # by a length or by chunks; otherwise the body ends at EOF
+        self._pieces: list[bytes] = []
+        self._parser = httptools.HttpResponseParser(self)
 
     def feed(self, data: bytes) -> bytes:
-        """Return the bytes of the body that `data` brings.
+        """Return the bytes of the body in `data`.
 
         Raises
         ------
         ResponseError
-            If this is no HTTP/1.1, or too long.
+            If `data` does not continue an HTTP/1.1 answer, or a bound is exceeded.
         """
-        if self._tail:
-            data = self._tail + data
-            self._tail = b""
-        if self._step == "header":
-            end = data.find(b"\r\n\r\n")
-            if end < 0:
-                self._keep(data, _MAX_HEADER, "the header")
-                return b""
-            self._read_header(data[:end])
-            data = data[end + 4 :]
-        body = self._chunks(data) if self._chunked else self._plain(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            detail = "bytes after the answer's end" if self.complete else str(error)
+            raise ResponseError("malformed response", detail) from None
+        if not self._pieces:
+            self._framing += len(data)
+            if self._framing > _MAX_FRAMING:
+                what = "a chunk's line" if self.status else "the header"
+                detail = f"{what} has more than {_MAX_FRAMING} bytes"
+                raise ResponseError("malformed response", detail)
+            return b""
+        self._framing = 0
+        body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
         self._total += len(body)
         if self._total > self._max_body:
             raise ResponseError("response too long", f"more than {self._max_body} bytes")
@@ -87,102 +95,43 @@ class HttpReader:
         Raises
         ------
         ResponseError
-            If the answer was not complete.
+            If the answer is not complete.
         """
         self.keep_alive = False
-        if self._step == "plain" and self._rest < 0:
+        if self.status and not self._is_delimited:
             self.complete = True
         elif not self.complete:
             raise ResponseError("disconnected", "the server closed the connection in the answer")
 
-    def _keep(self, data: bytes, limit: int, what: str) -> None:
-        if len(data) > limit:
-            raise ResponseError("malformed response", f"{what} has more than {limit} bytes")
-        self._tail = data
+    # ---- called by httptools
 
-    def _read_header(self, header: bytes) -> None:
-        first, *lines = header.split(b"\r\n")
-        parts = first.split(b" ", 2)
-        if len(parts) < 2 or not parts[0].startswith(b"HTTP/1.") or not parts[1].isdigit():
-            raise ResponseError("malformed response", f"no status line: {first[:60]!r}")
-        self.status = int(parts[1][:4])
-        fields = {}
-        for line in lines:
-            name, colon, value = line.partition(b":")
-            if not colon:
-                raise ResponseError("malformed response", f"no header field: {line[:60]!r}")
-            fields[name.strip().lower()] = value.strip().decode("latin-1").lower()
-        self.content_type = fields.get(b"content-type", "")
-        closes = "close" in fields.get(b"connection", "")
-        self.keep_alive = parts[0] == b"HTTP/1.1" and not closes
-        self._chunked = "chunked" in fields.get(b"transfer-encoding", "")
-        self._step = "size" if self._chunked else "plain"
-        length = fields.get(b"content-length")
-        if self._chunked:
-            return
-        if length is not None and not (length.isascii() and length.isdigit() and len(length) < 16):
-            raise ResponseError("malformed response", f"content-length is {length[:40]!r}")
-        self._rest = -1 if length is None else int(length)
-        self.complete = self._rest == 0
-
-    def _plain(self, data: bytes) -> bytes:
-        if self._rest < 0:
-            return data
-        self._end_at(len(data) - self._rest)
-        data = data[: self._rest]
-        self._rest -= len(data)
-        self.complete = self._rest == 0
-        return data
-
-    def _end_at(self, excess: int) -> None:
-        if excess > 0:
-            raise ResponseError("malformed response", f"{excess} bytes after the answer's end")
-
-    def _chunks(self, data: bytes) -> bytes:
-        """Take as many chunks as there are; what a chunk has of its payload is given at once."""
-        at = 0
-        size = len(data)
-        step = self._step
-        pieces = []
-        while at < size and not self.complete:
-            if step == "data":
-                piece = data[at : at + self._rest]
-                pieces.append(piece)
-                at += len(piece)
-                self._rest -= len(piece)
-                step = "data" if self._rest else "after"
-                continue
-            end = data.find(b"\r\n", at)
-            if end < 0:
-                self._keep(data[at:], _MAX_SIZE_LINE, "a chunk's line")
-                at = size
-                break
-            line = data[at:end]
-            at = end + 2
-            step = self._next_step(step, line)
-        self._step = step
+    def on_message_begin(self) -> None:
         if self.complete:
-            self._end_at(size - at)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            raise ValueError  # a second answer, which nobody has asked for
 
-    def _next_step(self, step: str, line: bytes) -> str:
-        """Read a line between chunks: a size, the end of a payload, or a trailer."""
-        if step == "after":
-            if line:
-                raise ResponseError("malformed response", f"no end of a chunk: {line[:20]!r}")
-            return "size"
-        if step == "trailer":
-            self.complete = not line
-            return step
-        digits = line.partition(b";")[0].strip()
-        if not 0 < len(digits) <= 8 or not _HEX.issuperset(digits):
-            raise ResponseError("malformed response", f"a chunk's size is {line[:20]!r}")
-        self._rest = int(digits, 16)
-        return "data" if self._rest else "trailer"
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name == b"content-type":
+            self.content_type = value.decode("latin-1").lower()
+        elif name in (b"content-length", b"transfer-encoding"):
+            self._is_delimited = True
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+        self.keep_alive = self._parser.should_keep_alive()
 
 
 class SseReader:
-    """Takes the bytes of a body, and gives the `data` of its events, one line an event."""
+    """Parser of server-sent events: takes bytes of a body and returns the `data` of each event.
+
+    An event has one data line; comments (": keep-alive") and event names are skipped.
+    """
 
     __slots__ = ("_tail",)
 
@@ -201,5 +150,4 @@ class SseReader:
         self._tail = lines.pop()
         if len(self._tail) > _MAX_LINE:
             raise ResponseError("malformed response", f"a line has more than {_MAX_LINE} bytes")
-        # Comments (": keep-alive"), event names and the blank lines between events say nothing.
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
