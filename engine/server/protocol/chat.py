@@ -10,7 +10,13 @@ import msgspec
 
 from engine.checks import shown
 from engine.sampling_params import SamplingParams
-from engine.server.protocol.common import SamplingFields, Usage, refuse_fields, sampling_params
+from engine.server.protocol.common import (
+    Chunks,
+    SamplingFields,
+    Usage,
+    refuse_fields,
+    sampling_params,
+)
 from engine.server.protocol.errors import APIError
 from engine.server.protocol.logprobs import ChatLogprobs, PromptLogprob
 
@@ -405,16 +411,8 @@ def tools_schema(tools: Sequence[Tool], *, one_call: bool) -> dict[str, Any]:
 # ---- streaming
 
 
-class ChatChunks:
-    """Frames of a streamed answer; what all have in common is encoded once.
-
-    Parameters
-    ----------
-    request_id, model : str
-    created : int
-        Unix time, seconds.
-    shows_usage : bool
-        Whether every frame has a field `usage`, which is null.
+class ChatChunks(Chunks):
+    """Frames of a streamed chat completion.
 
     Examples
     --------
@@ -424,16 +422,8 @@ class ChatChunks:
 [{"index":0,"delta":{"content":"Hi"},"logprobs":null,"finish_reason":null}]}
     """
 
-    def __init__(self, request_id: str, model: str, created: int, *, shows_usage: bool) -> None:
-        head = {
-            "id": request_id,
-            "object": "chat.completion.chunk",
-            "created": created,
-            "model": model,
-        }
-        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
-        self._tail = (b'],"usage":null}' if shows_usage else b"]}") + b"\n\n"
-        self._plain_end = b'},"logprobs":null,"finish_reason":null}' + self._tail
+    _object = "chat.completion.chunk"
+    _plain_end = b'},"logprobs":null,"finish_reason":null}'
 
     def content(self, index: int, text: str) -> bytes:
         """Return a frame that carries only content."""
@@ -441,10 +431,10 @@ class ChatChunks:
             self._head,
             index,
             _encode(text),
-            self._plain_end,
+            self._plain_tail,
         )
 
-    def choice(
+    def delta(
         self,
         index: int,
         delta: Mapping[str, Any],
@@ -461,8 +451,4 @@ class ChatChunks:
         }
         if finish_reason is not None:
             choice["stop_reason"] = stop_reason
-        return self._head + _encode(choice) + self._tail
-
-    def usage(self, usage: Usage) -> bytes:
-        """Return the frame of the usage, which has no choices."""
-        return self._head + b'],"usage":' + _encode(usage) + b"}\n\n"
+        return self.choice(choice)

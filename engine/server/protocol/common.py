@@ -6,7 +6,7 @@ import difflib
 import re
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -16,6 +16,7 @@ from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.server.protocol.errors import APIError
 
 __all__ = [
+    "Chunks",
     "SamplingFields",
     "StreamOptions",
     "Usage",
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+_encode = msgspec.json.Encoder().encode
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`$")
@@ -322,3 +325,33 @@ def _format_options(given: ResponseFormat) -> dict[str, Any]:
             param="response_format",
         )
     return {"json": schema if isinstance(schema, dict) else msgspec.json.encode(schema).decode()}
+
+
+class Chunks:
+    """Frames of a streamed answer; the fields that all frames share are encoded once.
+
+    Parameters
+    ----------
+    request_id, model : str
+    created : int
+        Unix time, seconds.
+    shows_usage : bool
+        Whether every frame has a field `usage`, which is null.
+    """
+
+    _object: ClassVar[str]
+    _plain_end: ClassVar[bytes]  # the rest of a choice that carries only text
+
+    def __init__(self, request_id: str, model: str, created: int, *, shows_usage: bool) -> None:
+        head = {"id": request_id, "object": self._object, "created": created, "model": model}
+        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
+        self._tail = (b'],"usage":null}' if shows_usage else b"]}") + b"\n\n"
+        self._plain_tail = self._plain_end + self._tail
+
+    def choice(self, choice: Any) -> bytes:
+        """Return the frame of a choice, which msgspec encodes."""
+        return self._head + _encode(choice) + self._tail
+
+    def usage(self, usage: Usage) -> bytes:
+        """Return the frame of the usage, which has no choices."""
+        return self._head + b'],"usage":' + _encode(usage) + b"}\n\n"

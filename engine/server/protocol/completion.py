@@ -9,7 +9,13 @@ import msgspec
 
 from engine.checks import shown
 from engine.sampling_params import SamplingParams
-from engine.server.protocol.common import SamplingFields, Usage, refuse_fields, sampling_params
+from engine.server.protocol.common import (
+    Chunks,
+    SamplingFields,
+    Usage,
+    refuse_fields,
+    sampling_params,
+)
 from engine.server.protocol.errors import APIError
 from engine.server.protocol.logprobs import CompletionLogprobs, PromptLogprob
 
@@ -119,16 +125,8 @@ def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> S
     )
 
 
-class CompletionChunks:
-    """Frames of a streamed completion; what all have in common is encoded once.
-
-    Parameters
-    ----------
-    request_id, model : str
-    created : int
-        Unix time, seconds.
-    shows_usage : bool
-        Whether every frame has a field `usage`, which is null.
+class CompletionChunks(Chunks):
+    """Frames of a streamed completion.
 
     Examples
     --------
@@ -138,25 +136,9 @@ class CompletionChunks:
 [{"index":0,"text":"Hi","logprobs":null,"finish_reason":null,"stop_reason":null}]}
     """
 
-    def __init__(self, request_id: str, model: str, created: int, *, shows_usage: bool) -> None:
-        head = {
-            "id": request_id,
-            "object": "text_completion",
-            "created": created,
-            "model": model,
-        }
-        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
-        self._tail = (b'],"usage":null}' if shows_usage else b"]}") + b"\n\n"
-        self._plain_end = b',"logprobs":null,"finish_reason":null,"stop_reason":null}' + self._tail
+    _object = "text_completion"
+    _plain_end = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
 
     def text(self, index: int, text: str) -> bytes:
         """Return a frame that carries only text."""
-        return b'%b{"index":%d,"text":%b%b' % (self._head, index, _encode(text), self._plain_end)
-
-    def choice(self, choice: CompletionChoice) -> bytes:
-        """Return a frame of any content."""
-        return self._head + _encode(choice) + self._tail
-
-    def usage(self, usage: Usage) -> bytes:
-        """Return the frame of the usage, which has no choices."""
-        return self._head + b'],"usage":' + _encode(usage) + b"}\n\n"
+        return b'%b{"index":%d,"text":%b%b' % (self._head, index, _encode(text), self._plain_tail)

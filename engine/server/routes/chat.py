@@ -159,17 +159,17 @@ async def _frames(
             index = piece.index
             if not begun[index]:
                 begun[index] = True
-                yield chunks.choice(index, {"role": "assistant", "content": ""})
+                yield chunks.delta(index, {"role": "assistant", "content": ""})
             if not piece.calls and not piece.reasoning and piece.logprobs is None:
                 if piece.content:
                     yield chunks.content(index, piece.content)
             else:
                 for delta, logprobs in _deltas(piece):
-                    yield chunks.choice(index, delta, logprobs)
+                    yield chunks.delta(index, delta, logprobs)
             if piece.finish_reason is not None:
                 reason = piece.finish_reason
                 stop = piece.stop_reason
-                yield chunks.choice(index, {}, None, reason, stop)
+                yield chunks.delta(index, {}, None, reason, stop)
     if shows_usage:
         yield chunks.usage(usage_of(stream))
 
