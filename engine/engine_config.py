@@ -7,12 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 from engine import env
-from engine.cache.kv_cache import (
-    KVGeometry,
-    MemoryBudget,
-    kv_dtype,
-    plan_num_blocks,
-)
+from engine.cache.block_plan import MemoryBudget, plan_num_blocks
+from engine.cache.kv_cache import KVGeometry, kv_dtype
 from engine.cache.memory_pool import device_memory
 from engine.checks import shown
 from engine.config import ModelConfig

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from engine import cli, engine_config
-from engine.cache.kv_cache import KVGeometry, MemoryBudget
+from engine.cache.block_plan import MemoryBudget
+from engine.cache.kv_cache import KVGeometry
 from engine.cache.memory_pool import format_bytes
 from engine.commands._bench_models import built_in_config, built_in_names, config_folder
 from engine.device import CPU, Device

@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.cache.memory_pool import MemoryPool
-from engine.checks import shown
+from engine.checks import is_integer, shown
 from engine.device import CPU, Device, to_numpy
 from engine.errors import RequestError
 
@@ -115,11 +115,11 @@ class Cache:
         RequestError
             If a row has fewer tokens, or there is no such row.
         """
-        if row is not None and not (_is_int(row) and 0 <= row < self.batch_size):
+        if row is not None and not (is_integer(row) and 0 <= row < self.batch_size):
             raise RequestError(f"row must be in [0, {self.batch_size}); got {shown(row)}")
         rows = slice(None) if row is None else slice(row, row + 1)
         shortest = int(self._lengths[rows].min())
-        if not (_is_int(num_tokens) and 0 <= num_tokens <= shortest):
+        if not (is_integer(num_tokens) and 0 <= num_tokens <= shortest):
             raise RequestError(
                 f"num_tokens must be in [0, {shortest}], the tokens held; got {shown(num_tokens)}"
             )
@@ -148,7 +148,3 @@ class Cache:
 
     def __repr__(self) -> str:
         return f"<Cache {self.lengths.tolist()} of {self.max_tokens} tokens on {self.device}>"
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -31,7 +31,7 @@ class BlockAllocator:
     num_blocks : int
         Size of the pool, at least 1.
     block_size : int
-        Tokens per block (only used in errors and statistics).
+        Tokens per block (for errors only).
 
     Attributes
     ----------
@@ -58,7 +58,6 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_cached = 0
-        self.peak_referenced = 0
         self.generations = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_owners = [0] * num_blocks
@@ -110,9 +109,6 @@ class BlockAllocator:
             del self._free[-num_blocks:]
             for block in blocks:
                 self._num_owners[block] = 1
-        num_referenced = self.num_blocks - len(self._free) - self.num_cached
-        if num_referenced > self.peak_referenced:
-            self.peak_referenced = num_referenced
         return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
@@ -183,16 +179,6 @@ class BlockAllocator:
         self.generations[block] += 1
         if self._freed is not None:
             self._freed.append(block)
-
-    def stats(self) -> dict[str, int]:
-        """Return the counts of blocks by state, and the peak of referenced ones."""
-        return {
-            "num_blocks": self.num_blocks,
-            "num_free": self.num_free,
-            "num_referenced": self.num_referenced,
-            "num_cached": self.num_cached,
-            "peak_referenced": self.peak_referenced,
-        }
 
     def check_integrity(self, tables: Iterable[Iterable[int]] | None = None) -> None:
         """Check the states, and, given all block tables, each reference count.

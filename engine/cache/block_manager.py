@@ -361,7 +361,7 @@ class BlockManager:
 
     def _free(self, blocks: list[int]) -> None:
         if self.tree is not None:
-            self.tree.unlock(blocks)
+            self.tree.release(blocks)
         else:
             self.allocator.free(blocks)
 

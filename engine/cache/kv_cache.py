@@ -1,4 +1,4 @@
-"""The KV pages: keys and values of all layers in one slab, and how many blocks fit in memory."""
+"""The KV pages: keys and values of all layers in one slab."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from engine import dtypes
-from engine.cache.memory_pool import MemoryPool, format_bytes
+from engine.cache.memory_pool import MemoryPool
 from engine.checks import is_integer, shown
 from engine.device import CPU, Device
-from engine.errors import ConfigError, ContractError, OutOfMemoryError
+from engine.errors import ConfigError, ContractError
 
 __all__ = [
     "BLOCK_SIZES",
     "KV_CACHE_DTYPES",
-    "BlockPlan",
     "KVCache",
     "KVGeometry",
-    "MemoryBudget",
     "kv_dtype",
-    "plan_num_blocks",
     "quantized_kv_dtype",
 ]
 
@@ -248,156 +245,3 @@ class KVCache:
         if not self.is_closed:
             self.pool.free(self._name)
         self.slab = np.empty((self.geometry.num_layers, 2, 0, 0, 0, 0))
-
-
-@dataclass(frozen=True)
-class MemoryBudget:
-    """Who uses a device's memory, in bytes.
-
-    Parameters
-    ----------
-    total : int
-        Memory of the device.
-    others : int
-        Bytes used by other processes, and by this one outside the engine.
-    weights, activations : int
-        Bytes used by the model, at its largest step.
-    utilization : float
-        Share of `total` that all of these and the pages together may take, in (0, 1].
-    drafts : int
-        Bytes used by what proposes drafts, apart from its pages for these blocks.
-    collectives : int
-        Bytes of the buffers through which GPUs that share a model exchange arrays.
-    """
-
-    total: int
-    others: int
-    weights: int
-    activations: int
-    utilization: float = 0.9
-    drafts: int = 0
-    collectives: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.utilization <= 1.0:
-            raise ConfigError(f"utilization must be in (0, 1]; got {self.utilization}")
-
-    @property
-    def left(self) -> int:
-        """Bytes left for the pages; negative if the rest already exceeds the share."""
-        used = self.others + self.weights + self.activations + self.drafts
-        return int(self.total * self.utilization) - used - self.collectives
-
-    def __str__(self) -> str:
-        share = f"{100 * self.utilization:.3g}%"
-        drafts = f", what proposes drafts {format_bytes(self.drafts)}" if self.drafts else ""
-        size = format_bytes(self.collectives)
-        buffers = f", buffers of collectives {size}" if self.collectives else ""
-        return (
-            f"{format_bytes(self.total)} in total, of which {share} may be used; "
-            f"others use {format_bytes(self.others)}, weights {format_bytes(self.weights)}, "
-            f"activations {format_bytes(self.activations)}{drafts}{buffers}; "
-            f"left for the KV cache: {format_bytes(self.left)}"
-        )
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """The number of blocks to allocate, and the reason for it."""
-
-    num_blocks: int
-    num_tokens: int
-    num_bytes: int
-    reason: str
-
-
-def plan_num_blocks(
-    budget: MemoryBudget,
-    geometry: KVGeometry,
-    *,
-    max_model_len: int,
-    max_num_seqs: int,
-    num_blocks: int | None = None,
-    draft_bytes_per_block: int = 0,
-) -> BlockPlan:
-    """Choose the number of blocks: as many as can ever be used, or as fit.
-
-    Parameters
-    ----------
-    budget : MemoryBudget
-        What the device has and who uses it.
-    geometry : KVGeometry
-        Bytes of one block.
-    max_model_len, max_num_seqs : int
-        Together they bound what can ever be used.
-    num_blocks : int, optional
-        If given, exactly this many.
-    draft_bytes_per_block : int
-        Bytes that each block takes in the draft model's cache too.
-
-    Raises
-    ------
-    OutOfMemoryError
-        If `num_blocks` do not fit, or not even one request of `max_model_len` tokens does. The
-        message says who uses what, how many tokens fit, and the nearest settings that work.
-
-    Examples
-    --------
-    >>> geometry = KVGeometry(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float16")
-    >>> budget = MemoryBudget(total=1 << 20, others=0, weights=1 << 19, activations=0)
-    >>> plan_num_blocks(budget, geometry, max_model_len=256, max_num_seqs=8).reason
-    '25 blocks (400 tokens, 400.00 KiB): as many as fit into 409.60 KiB'
-    """
-    size = geometry.bytes_per_block + draft_bytes_per_block
-    fitting = max(0, budget.left) // size
-    per_request = -(-max_model_len // geometry.block_size)
-    wanted = per_request if num_blocks is None else num_blocks
-    if fitting < wanted:
-        raise _does_not_fit(budget, geometry, size, wanted, fitting, max_model_len, num_blocks)
-    if num_blocks is not None:
-        chosen = num_blocks
-        why = "as asked for"
-    elif fitting >= per_request * max_num_seqs:
-        chosen = per_request * max_num_seqs
-        why = f"enough for {max_num_seqs} requests of {max_model_len} tokens"
-    else:
-        chosen = fitting
-        why = f"as many as fit into {format_bytes(budget.left)}"
-    tokens = chosen * geometry.block_size
-    text = f"{chosen} blocks ({tokens} tokens, {format_bytes(chosen * size)}): {why}"
-    return BlockPlan(chosen, tokens, chosen * size, text)
-
-
-def _does_not_fit(
-    budget: MemoryBudget,
-    geometry: KVGeometry,
-    size: int,
-    wanted: int,
-    fitting: int,
-    max_model_len: int,
-    asked: int | None,
-) -> OutOfMemoryError:
-    """Build the error, with the nearest settings that work; `size`: bytes of a block, in all."""
-    tokens = fitting * geometry.block_size
-    lacking = wanted * size - budget.left
-    what = f"num_blocks={wanted}" if asked else f"one request of max_model_len={max_model_len}"
-    cures = []
-    if fitting:
-        cures.append(f"num_blocks={fitting}" if asked else f"max_model_len={tokens}")
-    utilization = math.ceil((budget.utilization + lacking / budget.total) * 1000) / 1000
-    if utilization <= 1.0:
-        cures.append(f"memory_utilization={utilization:.3f}")
-    if 0 < lacking <= budget.activations:
-        room = format_bytes(budget.activations - lacking)
-        cures.append(f"max_num_batched_tokens and max_num_seqs whose activations take {room}")
-    saved = budget.weights / 2 + wanted * size / 2
-    if geometry.dtype == "float32" and saved >= lacking:
-        cures.append('dtype="bfloat16", which halves weights and cache')
-    halved = wanted * (size - geometry.bytes_per_block / 2)
-    if geometry.dtype not in ("float32", *dtypes.KV_CODE_DTYPES) and halved <= budget.left:
-        cures.append('kv_cache_dtype="fp8" or "int8", which halves the cache')
-    cures.append(f"free {format_bytes(lacking)} elsewhere")
-    return OutOfMemoryError(
-        f"{what} needs {format_bytes(wanted * size)} of KV cache. {budget}, "
-        f"enough for {tokens} tokens. What would fit: {'; or '.join(cures)}."
-    )

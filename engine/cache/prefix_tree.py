@@ -56,7 +56,7 @@ class PrefixTree:
     >>> ids, table = list(range(40)), allocator.allocate(3)
     >>> tree.insert(ids, table)                      # two full blocks; the third is partial
     2
-    >>> tree.unlock(table)
+    >>> tree.release(table)
     >>> tree.match(ids).blocks, tree.match([99, *ids]).blocks, allocator.num_cached
     ([0, 1], [], 2)
     """
@@ -105,7 +105,7 @@ class PrefixTree:
     ) -> PrefixMatch:
         """Return the longest known prefix of `token_ids`, in full blocks. Changes nothing.
 
-        Valid until the tree changes; `lock` its blocks to keep them.
+        Valid until the tree changes; acquire its blocks in the allocator to keep them.
         """
         found = PrefixMatch()
         space = self._spaces.get(key[0])
@@ -124,11 +124,7 @@ class PrefixTree:
                 found.host_nodes.append(node)
         return found
 
-    def lock(self, blocks: Iterable[int]) -> None:
-        """Add an owner to `blocks` (a path from a root), so that they cannot be evicted."""
-        self.allocator.acquire(blocks)
-
-    def unlock(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: Iterable[int]) -> None:
         """Remove an owner from `blocks`; those without another become cached, or free."""
         cached = self.allocator.free(blocks)
         if not cached:

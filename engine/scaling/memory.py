@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.cache.kv_cache import MemoryBudget
+from engine.cache.block_plan import MemoryBudget
 from engine.cache.memory_pool import format_bytes
 from engine.config import ModelConfig
 from engine.dtypes import itemsize

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.cache.kv_cache import KVCache, KVGeometry, MemoryBudget, plan_num_blocks
+from engine.cache.block_plan import MemoryBudget, plan_num_blocks
+from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.cache.memory_pool import MemoryPool
 from engine.device import CPU, Device
 from engine.errors import ConfigError, ContractError, DTypeError, OutOfMemoryError

@@ -24,14 +24,14 @@ def build(num_blocks=16, num_host=0, **options):
 
 
 def put(tree, ids, key=(None, False)):
-    """Do what a request with `ids` does: match, lock, insert, unlock."""
+    """Do what a request with `ids` does: match, acquire, insert, release."""
     found = tree.match(ids, key)
-    tree.lock(found.blocks)
+    tree.allocator.acquire(found.blocks)
     wanted = -(-len(ids) // SIZE) - len(found.blocks)
     tree.evict(wanted - tree.allocator.num_free)
     table = found.blocks + tree.allocator.allocate(wanted)
     tree.insert(ids, table, key, leaving=True)
-    tree.unlock(table)
+    tree.release(table)
     tree.check_integrity()
     return table
 
@@ -76,14 +76,14 @@ def test_the_least_recently_used_unowned_leaf_is_evicted_first():
     tree = build(num_blocks=6)
     old = put(tree, [1] * 8)
     new = put(tree, [2] * 8)
-    tree.lock(tree.match([1] * 4).blocks)  # the first block of the oldest path
+    tree.allocator.acquire(tree.match([1] * 4).blocks)  # the first block of the oldest path
     assert tree.evict(1) == 1
     assert tree.match([1] * 8).blocks == old[:1]
     assert tree.evict(1) == 1
     assert tree.match([2] * 8).blocks == new[:1]
     assert tree.evict(5) == 1  # the locked one stays
     assert tree.match([1] * 8).blocks == old[:1] and tree.match([2] * 8).blocks == []
-    tree.unlock(old[:1])
+    tree.release(old[:1])
     assert tree.evict(5) == 1 and tree.num_nodes == 0
     assert tree.allocator.num_free == 6
     tree.check_integrity()
@@ -106,7 +106,7 @@ def test_an_owner_that_continues_keeps_its_own_copy():
     assert tree.insert(ids, own) == 0  # another request has computed it in the meantime
     assert tree.match(ids).blocks == known[:2]
     assert tree.insert(ids, own, leaving=True) == 0  # only missing nodes are added
-    tree.unlock(own)
+    tree.release(own)
     assert tree.match(ids).blocks == [*known[:2], own[2]]
     assert tree.allocator.num_free == 16 - 3
     tree.check_integrity()
@@ -117,11 +117,11 @@ def test_a_shared_copy_is_not_put_below_blocks_that_its_owners_do_not_own():
     ids = list(range(12))
     put(tree, ids[:8])
     own = tree.allocator.allocate(3)
-    tree.lock(own)  # a fork shares it
+    tree.allocator.acquire(own)  # a fork shares it
     tree.insert(ids, own, leaving=True)
-    tree.unlock(own)
+    tree.release(own)
     assert tree.match(ids).num_blocks == 2
-    tree.unlock(own)
+    tree.release(own)
     tree.check_integrity()
 
 
@@ -152,7 +152,7 @@ def test_a_quota_filled_by_owned_blocks_admits_nothing():
     tree = build(max_blocks_per_salt=1)
     table = tree.allocator.allocate(2)
     assert tree.insert([1] * 8, table, ("a", False)) == 1
-    tree.unlock(table)
+    tree.release(table)
     put(tree, [2] * 4, ("a", False))
     assert tree.match([2] * 4, ("a", False)).num_blocks == 1
     assert tree.match([1] * 4, ("a", False)).num_blocks == 0
@@ -179,7 +179,7 @@ def test_evicted_blocks_move_to_the_host_and_back():
     assert tree.load(found.host_nodes, new) == [(1, new[0]), (0, new[1])]
     assert tree.match(ids).blocks == new
     tree.host_allocator.free([0, 1])
-    tree.unlock(new)
+    tree.release(new)
     tree.check_integrity()
 
 
@@ -220,7 +220,7 @@ def test_reset_leaves_owned_blocks_to_their_owners():
     tree.insert([1] * 8, table)
     tree.reset()
     assert tree.num_nodes == 0 and tree.allocator.num_referenced == 2
-    tree.unlock(table)
+    tree.release(table)
     assert tree.allocator.num_free == 4
 
 
@@ -230,7 +230,7 @@ def test_check_integrity_finds_corruption():
     tree.allocator.acquire(table[2:])  # owned, but its ancestors are not
     with pytest.raises(EngineError, match="owned, but its parent is not"):
         tree.check_integrity()
-    tree.unlock(table[2:])
+    tree.release(table[2:])
     tree._nodes[table[0]].num_device_children = 0
     with pytest.raises(EngineError, match="0 device children, has 1"):
         tree.check_integrity()
@@ -269,7 +269,7 @@ class TreeMachine(RuleBasedStateMachine):
         wanted = -(-len(ids) // SIZE) - len(found.blocks)
         if wanted + revived > allocator.num_free + allocator.num_cached:
             return
-        tree.lock(found.blocks)
+        tree.allocator.acquire(found.blocks)
         for node in found.host_nodes:
             node.is_pinned = True
         lacking = wanted - allocator.num_free
@@ -298,7 +298,7 @@ class TreeMachine(RuleBasedStateMachine):
         if self.owners:
             key, ids, table, known = data.draw(st.sampled_from(self.owners))
             count = data.draw(st.integers(0, len(table)))
-            self.tree.lock(table[:count])
+            self.tree.allocator.acquire(table[:count])
             self.owners.append([key, ids[: count * SIZE], table[:count], min(known, count)])
 
     @rule(data=st.data())
@@ -306,7 +306,7 @@ class TreeMachine(RuleBasedStateMachine):
         if self.owners:
             owner = self.owners.pop(data.draw(st.integers(0, len(self.owners) - 1)))
             self.insert(owner, leaving=True)
-            self.tree.unlock(owner[2])
+            self.tree.release(owner[2])
 
     def insert(self, owner, *, leaving):
         key, ids, table, known = owner
@@ -337,7 +337,7 @@ class TreeMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "tree"):
             for owner in self.owners:
-                self.tree.unlock(owner[2])
+                self.tree.release(owner[2])
             self.tree.reset()
             assert self.tree.allocator.num_free == self.tree.allocator.num_blocks
             host = self.tree.host_allocator
