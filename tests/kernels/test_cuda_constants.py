@@ -1,0 +1,124 @@
+"""Numbers that both languages must know: those of Python equal those in the CUDA sources.
+
+A module is compiled for the numbers that vary, by -D. These do not vary, and as macros they would
+only lengthen the key of every module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import pytest
+
+from engine.kernels import _quantize
+from engine.kernels._module import source_dir
+from engine.kernels.gemm import config as gemm_config
+from engine.kernels.gemm import skinny
+from engine.kernels.moe_gemm import portable as moe_portable
+
+# Module and name in engine.kernels, file or folder in cuda_src, name there.
+CONSTANTS = [
+    ("_peer_memory.MAX_RANKS", "collectives", "kMaxRanks"),
+    ("_peer_memory.NUM_BUFFERS", "collectives", "kBuffers"),
+    ("_quantize.GROUP", "quantize_rows", "kGroup"),
+    ("attention_backward.sm90._KEYS", "attention_backward", "kKeys"),
+    ("attention_backward.sm90._STAGES", "attention_backward", "kStages"),
+    ("attention_decode.portable._COMBINE_THREADS", "attention_decode", "kCombineThreads"),
+    ("attention_decode.portable._SPLIT_GRAIN", "attention_decode", "kSplitGrain"),
+    ("attention_prefill_fp8.sm90._KEYS", "attention_prefill_fp8", "kKeys"),
+    ("attention_prefill_fp8.sm90._Q_STAGES", "attention_prefill_fp8", "kQStages"),
+    ("embedding._ROWS", "embedding.cu", "kRows"),
+    ("gemm.skinny._STEP_K", "gemm/skinny_block.cuh", "kStepK"),
+    ("kv_copy._THREADS", "kv_copy.cu", "kThreads"),
+    ("kv_swap._THREADS", "kv_swap.cu", "kThreads"),
+    ("merge_states._THREADS", "merge_states.cu", "kThreads"),
+    ("moe_combine._THREADS", "moe_combine.cu", "kThreads"),
+    ("moe_gemm.few_tokens.MAX_PAIRS", "moe_gemm", "kMaxPairs"),
+    ("moe_gemm.portable._ROW_BYTES", "common", "kTileRowBytes"),
+    ("moe_gemm.sm90._BOX_ROWS", "moe_gemm", "kBoxRows"),
+    ("moe_gemm.sm90._RECORDS", "moe_gemm", "kRecords"),
+    ("moe_route.MAX_EXPERTS", "moe_gemm", "kMaxExperts"),
+    ("moe_route.MAX_TOP_K", "common/moe_route.cuh", "kMaxTopK"),
+    ("moe_route._THREADS", "moe_route.cu", "kThreads"),
+    ("qk_norm_rope_store._HEADS_AT_ONCE", "qk_norm_rope_store.cu", "kHeads"),
+    ("rmsnorm_moe_route._THREADS", "rmsnorm_moe_route.cu", "kThreads"),
+    ("rope._HEADS_AT_ONCE", "rope.cu", "kHeads"),
+    ("sample._CHOOSE_THREADS", "sample/row_list.cuh", "kThreads"),
+    ("sample._MAX_SEGMENTS", "sample", "kMaxSegments"),
+    ("sample._MAX_WALKS", "sample", "kMaxWalks"),
+    ("sample._SCAN_THREADS", "sample", "kScanThreads"),
+    ("sample._SEGMENT", "sample", "kSegment"),
+]
+
+
+def _text(place: str) -> str:
+    path = source_dir() / place
+    files = sorted(path.rglob("*.cu*")) if path.is_dir() else [path]
+    return "\n".join(file.read_text() for file in files)
+
+
+@pytest.mark.parametrize(("name", "place", "constant"), CONSTANTS, ids=lambda value: value)
+def test_a_constant_is_the_same_in_both_languages(name: str, place: str, constant: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    wanted = getattr(importlib.import_module(f"engine.kernels.{module}"), attribute)
+    found = re.findall(rf"constexpr int [^;]*?\b{constant} = (\d+)\b", _text(place))
+    assert found and {int(value) for value in found} == {wanted}
+
+
+def _tiles(place: str, kernel: str) -> dict[str, tuple[int, ...]]:
+    """Return threads, then the template arguments, of each entry point of a tile template."""
+    pattern = rf"\((?:op##_)?(\w+), (\w+), \d, {kernel}<([\d, ]+), (?:true|false)"
+    return {
+        name: (256 if threads == "kSimtThreads" else int(threads), *map(int, sizes.split(", ")))
+        for name, threads, sizes in re.findall(pattern, _text(place))
+    }
+
+
+@pytest.mark.parametrize(
+    ("place", "prefix", "tiles"),
+    [
+        ("gemm", "", (*gemm_config._HALF_TILES, gemm_config._HALF_UNALIGNED)),
+        ("moe_gemm", "moe_gemm_", moe_portable.tile_configs("bfloat16")),
+    ],
+    ids=["gemm", "moe_gemm"],
+)
+def test_a_tile_of_the_tensor_cores_is_the_same_in_both_languages(place, prefix, tiles):
+    # Only these templates have five numbers: the block's tile, a warp's tile, stages.
+    found = _tiles(place, r"m\w+_tile(?=<\d+, \d+, \d+, \d+, \d+, )")
+    assert len(found) == len(tiles)
+    for tile in tiles:
+        threads, m, n, _, _, stages = found[prefix + tile.kernel]
+        assert (threads, m, n, stages) == (tile.threads, tile.tile_m, tile.tile_n, tile.stages)
+
+
+@pytest.mark.parametrize(
+    ("place", "prefix", "tiles"),
+    [
+        ("gemm", "", (*gemm_config._FLOAT_TILES, gemm_config._FLOAT_UNALIGNED)),
+        ("moe_gemm", "moe_gemm_", moe_portable.tile_configs("float32")),
+    ],
+    ids=["gemm", "moe_gemm"],
+)
+def test_a_tile_of_the_cuda_cores_is_the_same_in_both_languages(place, prefix, tiles):
+    # Two numbers: a thread's outputs along both axes, 16 threads along each; stages.
+    found = _tiles(place, r"\w+_tile(?=<\d+, \d+, (?:true|false))")
+    assert len(found) == len(tiles)
+    for tile in tiles:
+        threads, outputs, stages = found[prefix + tile.kernel]
+        assert tile.tile_m == tile.tile_n == 16 * outputs
+        assert (threads, stages) == (tile.threads, tile.stages)
+
+
+def test_shapes_of_the_ring_kernels():
+    found = re.findall(
+        r"skinny_ring_(\d+), \d+, 1, \w+<SkinnyShape<(\d), (\d), (\d)>", _text("gemm")
+    )
+    shapes = [(s.tokens, s.tokens // 8, s.stages, s.buffers) for s in skinny._SHAPES]
+    assert [tuple(map(int, each)) for each in found] == shapes
+
+
+def test_sizes_of_the_row_kernels():
+    found = re.findall(r"ENTRY\(op##_##codes##_(\d+), Codes, (\d+), (\d)\)", _text("quantize_rows"))
+    sizes = {size: (int(threads) * int(vectors), int(threads)) for size, threads, vectors in found}
+    assert sizes == _quantize.SIZES
