@@ -59,6 +59,8 @@ constexpr int kBytesStaging = kConsumerThreads / 32 * kStagings * kWarpStaging;
 // Columns that a CTA finishes of a tile shared along k, and the sums it receives from other CTAs.
 constexpr int kSlice = kTileN / kClusterK;
 constexpr int kBytesSums = (kClusterK - 1) * kTileM * kSlice * 4;
+static_assert(kThreads == THREADS && kBytesStaging + kBytesSums == BYTES_BESIDE_STAGES,
+              "HopperConfig in gemm/sm90.py computes other sizes");
 static_assert(kClusterK == 1 || (kMmaTilesM == 1 && kSlice % 8 == 0),
               "a slice is whole 8 columns of one m-tile");
 static_assert(kClusterK == 1 || kClusterM == 1, "with kClusterM > 1 a CTA could have no rows");

@@ -86,3 +86,5 @@ struct Shared {
   float sums[kSplits > 1 ? (kSplits - 1) * kSliceSums * kConsumerThreads : 4];
   uint64_t full[kStages], empty[kStages], sums_full;
 };
+static_assert(kThreads == THREADS && sizeof(Shared) + 1024 <= SHARED_BYTES,
+              "HopperConfig in gemm_wna16/sm90.py computes other sizes");

@@ -97,3 +97,5 @@ struct MoeShared {
   int offsets[kMaxExperts + 1];
   int tiles[kMaxExperts + 1];  // tiles of the experts before
 };
+static_assert(kThreads == THREADS && sizeof(MoeShared) + 1024 <= SHARED_BYTES,
+              "MoeTileConfig in moe_gemm/sm90.py computes other sizes");

@@ -1,15 +1,14 @@
 """Products of e4m3 codes: `cuda_src/gemm/gemm_fp8.cu`, mirror `reference/gemm_fp8.py`.
 
-`gemm/w8.py` checks and launches, for gemm_fp8 and gemm_int8 alike.
+`gemm/w8.py` is the implementation of gemm_fp8 and gemm_int8.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from engine import reference
 from engine.kernels._module import ModuleSpec
-from engine.kernels.gemm.w8 import product, w8_specs
+from engine.kernels.gemm.w8 import gemm_w8, w8_specs
 
 __all__ = ["gemm_fp8", "specs"]
 
@@ -41,26 +40,26 @@ def gemm_fp8(
     Parameters
     ----------
     x : (M, K) array of float32, float16 or bfloat16
-        Its rows, which may lie apart, are quantized first, as quantize_rows does ("fp8"). Or, with
-        `x_scales`, codes: uint8 (bits of e4m3).
+        Rows, which may be strided; `quantize_rows` quantizes them to "fp8" first. With `x_scales`
+        they are codes already: uint8 (bits of e4m3).
     weight : (N, K) array of uint8 (bits of e4m3)
-        Codes, as checkpoints have them: (out features, in features).
-    weight_scales : (N,) array of float32, or (ceil(N / 128), ceil(K / 128))
-        Of each row, or of blocks of 128 x 128.
-    x_scales : (M, 1) array of float32, optional; (M, ceil(K / 128)) with blocks
-        Of each row; with blocks, of its groups of 128 columns.
+        Codes, in the layout of checkpoints: (out features, in features).
+    weight_scales : (N,) or (ceil(N / 128), ceil(K / 128)) array of float32
+        One scale per row, or per block of 128 x 128.
+    x_scales : (M, 1) or (M, ceil(K / 128)) array of float32, optional
+        One scale per row; with a weight in blocks, one per group of 128 columns of a row.
     norm_weight : (K,) array of x's dtype, optional
-        The rows are normalised by rmsnorm with `eps` and `weight_offset` before they are quantized.
+        Normalise the rows by `rmsnorm`, with `eps` and `weight_offset`, before they are quantized.
     eps, weight_offset : float
-        As rmsnorm's.
+        See `rmsnorm`.
     bias : (N,) array, optional
-        Of x's dtype; with codes, of `out_dtype`, or any dtype if that is float32.
+        Of x's dtype. With `x_scales`: of `out_dtype`, or of any dtype if that is float32.
     residual, activation, deterministic, out
-        As gemm's.
+        See `gemm`.
     out_dtype : dtype, optional
-        x's dtype (the default) or float32; with codes, any of the three, and needed.
+        x's dtype (the default) or float32. With `x_scales` it is required, and any of the three.
     pdl : bool
-        As gemm's; it is said of `weight_scales` and `norm_weight` too.
+        See `gemm`. Also promises that no running kernel writes `weight_scales` or `norm_weight`.
 
     Returns
     -------
@@ -73,9 +72,9 @@ def gemm_fp8(
 
     Notes
     -----
-    Products are summed in float32; Hopper's tensor cores keep fewer bits of a sum, so that partial
-    sums of 128 columns are added apart. Scales, bias, activation and residual are float32, with one
-    rounding at the end.
+    Sums are float32. Hopper's tensor cores keep fewer bits of a sum, so their partial sums over 128
+    columns are added in float32 registers. Scales, bias, activation and residual are float32; the
+    result is rounded once.
 
     Examples
     --------
@@ -84,21 +83,4 @@ def gemm_fp8(
     >>> gemm_fp8(x, weight, np.ones(1, np.float32))  # e4m3's 1 and 2
     array([[5.]], dtype=float32)
     """
-    return product(
-        "fp8",
-        reference.gemm_fp8,
-        x,
-        weight,
-        weight_scales,
-        x_scales=x_scales,
-        norm_weight=norm_weight,
-        eps=eps,
-        weight_offset=weight_offset,
-        bias=bias,
-        residual=residual,
-        activation=activation,
-        out_dtype=out_dtype,
-        deterministic=deterministic,
-        pdl=pdl,
-        out=out,
-    )
+    return gemm_w8("fp8", **locals())

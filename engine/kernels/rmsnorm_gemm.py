@@ -11,7 +11,8 @@ from typing import Any
 from engine import reference
 from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._module import ModuleSpec
-from engine.kernels.gemm.launch import Norm, Operands, check_columns, launch
+from engine.kernels.gemm.launch import launch
+from engine.kernels.gemm.operands import Norm, Operands, check_columns
 from engine.kernels.swiglu import specs as swiglu_specs
 
 __all__ = ["rmsnorm_gemm", "specs"]

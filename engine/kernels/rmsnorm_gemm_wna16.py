@@ -11,15 +11,15 @@ from engine import reference
 from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import SAMPLE, check_weight
+from engine.kernels.gemm.operands import Norm, Operands, check_columns
 from engine.kernels.gemm_wna16 import few_rows, sm90
 from engine.kernels.gemm_wna16.gemm_wna16 import (
+    ACTIVATIONS,
     HALVES,
     MAX_FEW_ROWS,
-    check_columns,
     launch,
 )
 from engine.kernels.gemm_wna16.gemm_wna16 import specs as product_specs
-from engine.kernels.gemm_wna16.operands import Norm, Operands
 from engine.kernels.permute_columns import permute_columns
 from engine.kernels.rmsnorm import rmsnorm
 from engine.kernels.rmsnorm import specs as rmsnorm_specs
@@ -110,7 +110,7 @@ def rmsnorm_gemm_wna16(
     call.check("x", call["K"] > 0, "of at least one feature", x.shape)
     call.number("eps", eps, low=0.0)
     call.number("weight_offset", weight_offset)
-    columns = check_columns(call, activation, None, True)
+    columns = check_columns(call, activation, ACTIVATIONS)
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
     numbers = {"eps": eps, "weight_offset": weight_offset}

@@ -1,4 +1,4 @@
-"""Products of two operands in 8 bits, as gemm_fp8 and gemm_int8 define them."""
+"""Products of 8-bit operands: the formula that gemm_fp8 and gemm_int8 share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["GROUP", "multiply_8bit", "rounded_rows"]
 Array = np.ndarray[Any, Any]
 
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-GROUP = 128  # rows and columns of a block of the weight; columns of a group of x
+GROUP = 128  # rows and columns of a scale block of the weight; columns of a group of x
 
 
 def multiply_8bit(
@@ -24,19 +24,21 @@ def multiply_8bit(
     x: Array,
     weight: Array,
     weight_scales: Array,
+    *,
     x_scales: Array | None,
-    norm: tuple[Array | None, float, float],
+    norm_weight: Array | None,
+    eps: float,
+    weight_offset: float,
     bias: Array | None,
     residual: Array | None,
     activation: str | None,
     out_dtype: Any,
 ) -> Array:
-    """Quantize x where it has no scales yet, multiply the codes, apply scales and epilogue."""
+    """Quantize x unless it comes with scales, multiply the codes, apply scales and epilogue."""
     has_blocks = weight_scales.ndim == 2
     group = GROUP if has_blocks or dtype == "int8" else 0
     result_dtype = x.dtype if out_dtype is None else out_dtype
     if x_scales is None:
-        norm_weight, eps, weight_offset = norm
         if norm_weight is not None:
             x = rmsnorm(x, norm_weight, eps=eps, weight_offset=weight_offset)
         x, x_scales = quantize_rows(x, dtype=dtype, group=group)
@@ -56,17 +58,17 @@ def multiply_8bit(
 
 
 def rounded_rows(x: Array) -> Array:
-    """Return rows in float32, rounded to e4m3 with a scale for each GROUP columns."""
+    """Return float32 rows rounded to e4m3, with one scale per GROUP columns."""
     codes, scales = quantize_rows(x, dtype="fp8", group=GROUP)
     of_columns = np.repeat(scales, GROUP, axis=1)[:, : x.shape[1]]
     return np.asarray(_values(codes) * of_columns, np.float32)
 
 
 def _values(codes: Array) -> Array:
-    """Return the numbers that codes stand for, of which BLAS adds products without an error.
+    """Return the numbers that codes represent, in a dtype in which BLAS sums products exactly.
 
-    int8: up to 1024 products in float32. e4m3, given by its bits: products are multiples of 2^-18
-    below 2^18, so float64 has room for the sum of 2^17. No order of summation changes a result.
+    int8: float32 holds the sum of 1024 products. e4m3 (bits as uint8): products are multiples of
+    2^-18 below 2^18, so float64 holds the sum of 2^17. The order of summation changes no result.
     """
     if codes.dtype == np.int8:
         return codes.astype(np.float32)

@@ -29,19 +29,8 @@ def gemm_fp8(
 ) -> Array:
     """y = activation((xq weight^T) * x_scales * weight_scales + bias) + residual, in float32.
 
-    xq is `x` with `x_scales`, or else quantize_rows of x, or of rmsnorm(x) with a `norm_weight`.
-    With blocks of 128 x 128, `weight_scales` has two axes, and x groups of 128 columns.
+    xq is `x` if `x_scales` are given; else quantize_rows(x), or quantize_rows(rmsnorm(x)) with a
+    `norm_weight`. `weight_scales` with two axes are those of blocks of 128 x 128; rows of x then
+    have a scale per group of 128 columns.
     """
-    norm = norm_weight, eps, weight_offset
-    return multiply_8bit(
-        "fp8",
-        x,
-        weight,
-        weight_scales,
-        x_scales,
-        norm,
-        bias,
-        residual,
-        activation,
-        out_dtype,
-    )
+    return multiply_8bit("fp8", **locals())

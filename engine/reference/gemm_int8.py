@@ -29,19 +29,8 @@ def gemm_int8(
 ) -> Array:
     """y = activation((xq weight^T) * x_scales * weight_scales + bias) + residual, in float32.
 
-    xq is `x` with `x_scales`, or else quantize_rows of x, or of rmsnorm(x) with a `norm_weight`;
-    x_scales are of groups of 128 columns. The sum of a group is exact, and is added in float32.
+    xq is `x` if `x_scales` are given; else quantize_rows(x), or quantize_rows(rmsnorm(x)) with a
+    `norm_weight`. Rows of x have a scale per group of 128 columns. The sum over a group is exact;
+    groups are added in float32.
     """
-    norm = norm_weight, eps, weight_offset
-    return multiply_8bit(
-        "int8",
-        x,
-        weight,
-        weight_scales,
-        x_scales,
-        norm,
-        bias,
-        residual,
-        activation,
-        out_dtype,
-    )
+    return multiply_8bit("int8", **locals())

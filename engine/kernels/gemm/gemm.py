@@ -11,10 +11,17 @@ import numpy as np
 
 from engine import reference
 from engine.errors import ContractError, ShapeError
-from engine.kernels._contract import FLOAT32, FLOATS, Contract
+from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 from engine.kernels.gemm.config import Config, choose_config
-from engine.kernels.gemm.launch import SWIGLU, Operands, check_columns, launch
+from engine.kernels.gemm.launch import launch
+from engine.kernels.gemm.operands import (
+    SWIGLU,
+    Operands,
+    check_columns,
+    check_residual,
+    out_dtype_of,
+)
 from engine.kernels.gemm.sm90 import hopper_specs
 from engine.kernels.swiglu import specs as swiglu_specs
 
@@ -92,17 +99,13 @@ def gemm(
     call = Contract("gemm")
     x = call.array("x", x, "M K", FLOATS, layout="rows")
     weight = call.array("weight", weight, "N K", x.dtype)
-    dtype = _out_dtype(call, x.dtype, out_dtype)
+    dtype = out_dtype_of(call, x.dtype, out_dtype)
     columns = check_columns(call, activation)
-    if activation == SWIGLU:
-        got = getattr(residual, "shape", residual)
-        call.check("residual", residual is None, 'None with "swiglu"', got)
-        call.check("out_dtype", dtype == x.dtype, f'{x.dtype} with "swiglu"', str(dtype))
+    residual = check_residual(call, activation, residual, columns, dtype)
+    is_own = activation != SWIGLU or dtype == x.dtype
+    call.check("out_dtype", is_own, f'{x.dtype} with "swiglu"', str(dtype))
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
-    if residual is not None:
-        shape = "M N" if columns == call["N"] else f"M {columns}"
-        residual = call.array("residual", residual, shape, dtype, layout="rows")
     if call.on_cpu:
         result = reference.gemm(
             x,
@@ -118,17 +121,6 @@ def gemm(
     operands = Operands(x, weight, out, bias, residual, activation, deterministic, pdl)
     launch("gemm", operands)
     return out
-
-
-def _out_dtype(call: Contract, own: np.dtype[Any], wanted: Any) -> np.dtype[Any]:
-    """Return the dtype of the result: x's `own` or float32."""
-    try:
-        dtype = own if wanted is None else np.dtype(wanted)
-        ok = dtype in (own, FLOAT32)
-    except TypeError:  # NumPy knows no such dtype
-        ok = False
-    call.check("out_dtype", ok, f"{own} or float32", wanted)
-    return dtype
 
 
 def interleave_gate_up(gate_up: Any) -> Any:

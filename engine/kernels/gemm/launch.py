@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from engine import device
 from engine.dtypes import dtype_name
 from engine.errors import ContractError
 from engine.kernels._chip import is_hopper, limits, sm_count
-from engine.kernels._contract import FLOAT32, Contract
+from engine.kernels._contract import FLOAT32
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._workspace import workspace
 from engine.kernels.gemm import config as configs
 from engine.kernels.gemm import skinny
 from engine.kernels.gemm.config import Config, choose_config
+from engine.kernels.gemm.operands import SWIGLU, Norm, Operands, activation_number, row_stride
 from engine.kernels.gemm.skinny import SkinnyConfig
 from engine.kernels.gemm.sm90 import HopperConfig, OutVector, launch_hopper
 from engine.kernels.swiglu import swiglu
 
-__all__ = [
-    "ACTIVATIONS",
-    "NUMBERED",
-    "SWIGLU",
-    "Norm",
-    "Operands",
-    "check_columns",
-    "is_vector",
-    "launch",
-    "out_vector",
-    "row_stride",
-]
-
-SWIGLU = "swiglu"  # "silu_and_mul" of a weight with all rows of gate first
-
-# By their numbers in `enum Activation`; "swiglu" is silu_and_mul with a number of gate rows.
-NUMBERED = (None, "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul")
-ACTIVATIONS: tuple[str | None, ...] = (*NUMBERED, SWIGLU)
+__all__ = ["is_vector", "launch", "out_vector"]
 
 _PARAMS = (
     "x:ptr x_stride:i64 weight:ptr norm_weight:ptr row_scales:ptr eps:f32 weight_offset:f32 "
@@ -76,42 +60,6 @@ _MAX_INT32 = 2**31 - 1
 # own. From a model's step: `python -m tests.bench decode_loop`.
 _APART_MAX_M = 256
 _APART_MAX_WEIGHT = 1 << 24
-
-
-@dataclass(frozen=True)
-class Operands:
-    """The arrays of one product, checked; rows of x, residual and out may lie apart."""
-
-    x: Any
-    weight: Any
-    out: Any
-    bias: Any = None
-    residual: Any = None
-    activation: str | None = None
-    deterministic: bool = False
-    pdl: bool = False
-
-
-@dataclass(frozen=True)
-class Norm:
-    """The norm before the product: its weight (K,), epsilon and the weight's offset."""
-
-    weight: Any
-    eps: float
-    weight_offset: float
-
-
-def check_columns(call: Contract, activation: str | None) -> int:
-    """Return how many columns the result has, of a product with weight (N, K)."""
-    call.check("activation", activation in ACTIVATIONS, f"one of {ACTIVATIONS}", activation)
-    n = call["N"]
-    if activation == "silu_and_mul":
-        call.check("weight", n % 16 == 0, "of 8 rows of gate and 8 of up in turn", f"{n} rows")
-    elif activation == SWIGLU:
-        call.check("weight", n % 2 == 0, "of as many rows of gate as of up", f"{n} rows")
-    else:
-        return n
-    return n // 2
 
 
 def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
@@ -292,21 +240,15 @@ def _launch_row_scales(spec: ModuleSpec, x: Any, scales: Any, eps: float, aligne
 def _epilogue(operands: Operands) -> dict[str, Any]:
     out = operands.out
     residual = operands.residual
-    activation = "silu_and_mul" if operands.activation == SWIGLU else operands.activation
     return {
         "bias": operands.bias,
         "residual": residual,
         "residual_stride": 0 if residual is None else row_stride(residual),
         "out": out,
         "out_stride": row_stride(out),
-        "activation": NUMBERED.index(activation),
+        "activation": activation_number(operands.activation),
         "is_float": out.dtype == FLOAT32,
     }
-
-
-def row_stride(array: Any) -> int:
-    """Return the elements from one row to the next."""
-    return int(array.strides[0]) // int(array.itemsize)
 
 
 def _is_aligned(x: Any, weight: Any, norm: Norm | None, *, deterministic: bool) -> bool:

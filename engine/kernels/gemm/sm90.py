@@ -22,6 +22,7 @@ __all__ = [
     "choose_hopper",
     "hopper_specs",
     "launch_hopper",
+    "launch_tiles",
 ]
 
 _KERNEL = Kernel(
@@ -32,7 +33,8 @@ _KERNEL = Kernel(
     struct="GemmSm90Params",
 )
 
-_SLAB_K = 64  # values of k in 128 bytes, the widest swizzle
+_SLAB_BYTES = 128  # of a row of operands in a slab: the widest swizzle
+_SLAB_K = 64  # values of 16 bits in a slab
 _WARP_STAGING = 2048  # bytes
 _BOX_ROWS = 16  # of out, that a warp stores
 _MAX_STAGES = 16
@@ -138,6 +140,8 @@ class HopperConfig:
             "DEPTH": self.depth,
             "STAGES": self.stages(self.tile_m),
             "STORES": int(self.stores),
+            "THREADS": self.threads,
+            "BYTES_BESIDE_STAGES": self._beside_stages,
         }
         return ModuleSpec("gemm/gemm_sm90.cu", dtype, tuple(macros.items()))
 
@@ -349,14 +353,40 @@ def launch_hopper(
     pdl: bool = False,
     is_split: bool = False,
 ) -> None:
-    """Launch on CuPy arrays.
+    """Launch gemm_sm90.cu on CuPy arrays. See `launch_tiles`."""
+    spec = config.spec(dtype_name(x.dtype))
+    launch_tiles(
+        _KERNEL, spec, config, x, weight, out, epilogue, out_vector, pdl=pdl, is_split=is_split
+    )
 
-    With `pdl` weight and bias are read before the preceding kernel has ended; with `is_split` all
-    rows of gate precede those of up, else there are eight of each in turn.
+
+def launch_tiles(
+    kernel: Kernel,
+    spec: ModuleSpec,
+    config: HopperConfig,
+    x: Any,
+    weight: Any,
+    out: Any,
+    arguments: dict[str, Any],
+    out_vector: OutVector,
+    *,
+    pdl: bool,
+    is_split: bool,
+) -> None:
+    """Launch a module of `config` on x (M, K) and weight (N, K), both of 16 bits or both of 8.
+
+    Parameters
+    ----------
+    arguments : dict
+        The kernel's further arguments: those of the epilogue, and scales.
+    pdl : bool
+        Read weight and bias before the preceding kernel has ended.
+    is_split : bool
+        A gated weight has all rows of gate before those of up; else they alternate by eights.
     """
     (m, k) = x.shape
     n = weight.shape[0]
-    dtype = dtype_name(x.dtype)
+    halves = ceil_div(k * x.itemsize, 2)  # length of a row in units of 16 bits
     num_sms = sm_count()
     clusters = config.clusters(m, n)
     if config.cluster_k == 1:  # persistent
@@ -364,26 +394,28 @@ def launch_hopper(
     x_part = config.x_part(m)
     tail_part = config.x_part(m % config.tile_m or config.tile_m)
     stages = config.stages(m)
-    if config.tile_m == 64:  # the preceding and the next kernel can have the rest
-        stages = min(stages, config.steps(m, n, k, num_sms))
+    if config.tile_m == 64:  # leave shared memory to the preceding and the next kernel
+        stages = min(stages, config.steps(m, n, halves, num_sms))
     num_gates = n // 2 if is_split else 0
-    map_x = tensor_map_2d(x, dtype, (x_part, _SLAB_K))
-    map_out = map_x  # any map, where results go by ordinary stores
-    if config.stores and epilogue["residual"] is None and dtype_name(out.dtype) == dtype:
+    element = "uint8" if x.itemsize == 1 else spec.dtype
+    columns = _SLAB_BYTES // x.itemsize
+    map_x = tensor_map_2d(x, element, (x_part, columns))
+    map_out = map_x  # any map: unused if results are stored without TMA
+    if config.stores and arguments["residual"] is None and dtype_name(out.dtype) == spec.dtype:
         if out.shape[0] > 1 and out.strides[0] < out.shape[1] * out.itemsize:
             out_vector = min(out_vector, OutVector.FOUR)
         if out_vector == OutVector.EIGHT:
-            map_out = tensor_map_2d(out, dtype, (_BOX_ROWS, _SLAB_K))
-    _KERNEL.launch(
-        config.spec(dtype),
+            map_out = tensor_map_2d(out, spec.dtype, (_BOX_ROWS, _SLAB_K))
+    kernel.launch(
+        spec,
         (clusters * config.cluster_size,),
         (config.threads,),
         config.shared_bytes(m, stages),
-        cluster=1,  # the module says how large they are
+        cluster=1,  # the kernel's own attribute sets the cluster size
         pdl=True,  # the kernel waits before it touches what another may write
         map_x=map_x,
-        map_tail=tensor_map_2d(x, dtype, (tail_part, _SLAB_K)),
-        map_w=_weight_map(weight, dtype, config.tile_n // config.cluster_m, num_gates),
+        map_tail=tensor_map_2d(x, element, (tail_part, columns)),
+        map_w=_weight_map(weight, element, config.tile_n // config.cluster_m, num_gates),
         map_out=map_out,
         m=m,
         n=n,
@@ -395,16 +427,17 @@ def launch_hopper(
         uses_pdl=pdl,
         num_gates=num_gates,
         out_vector=out_vector,
-        **epilogue,
+        **arguments,
     )
 
 
-def _weight_map(weight: Any, dtype: str, box: int, num_gates: int) -> Any:
-    """Return the map that loads `box` rows; those of gate and up by eights, if there are gates."""
+def _weight_map(weight: Any, element: str, box: int, num_gates: int) -> Any:
+    """Return the map that loads `box` rows; with gates, eight of gate and eight of up in turn."""
+    columns = _SLAB_BYTES // weight.itemsize
     if num_gates == 0:
-        return tensor_map_2d(weight, dtype, (box, _SLAB_K))
+        return tensor_map_2d(weight, element, (box, columns))
     row = weight.shape[1] * weight.itemsize
     sizes = (weight.shape[1], _PAIR, 2, num_gates // _PAIR)
     strides = (row, num_gates * row, _PAIR * row)
-    boxes = (_SLAB_K, _PAIR, 2, box // (2 * _PAIR))
-    return tensor_map(weight.data.ptr, dtype, sizes, strides, boxes, promote=128)
+    boxes = (columns, _PAIR, 2, box // (2 * _PAIR))
+    return tensor_map(weight.data.ptr, element, sizes, strides, boxes, promote=128)

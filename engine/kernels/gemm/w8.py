@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from engine import device
+from engine import device, reference
 from engine.dtypes import dtype_name
 from engine.errors import ContractError
 from engine.kernels._chip import HOPPER_DTYPES, Limits, is_hopper, limits, sm_count
@@ -16,12 +15,13 @@ from engine.kernels._contract import FLOAT32, FLOATS, Contract
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._quantize import CODES, GROUP, num_scales
-from engine.kernels.gemm.launch import (
-    NUMBERED,
+from engine.kernels.gemm.launch import is_vector, out_vector
+from engine.kernels.gemm.operands import (
     SWIGLU,
+    activation_number,
     check_columns,
-    is_vector,
-    out_vector,
+    check_residual,
+    out_dtype_of,
     row_stride,
 )
 from engine.kernels.gemm.w8_sm90 import choose_w8_hopper, launch_w8_hopper, w8_hopper_specs
@@ -32,7 +32,7 @@ from engine.kernels.rmsnorm_quantize import specs as norm_specs
 from engine.kernels.swiglu import specs as swiglu_specs
 from engine.kernels.swiglu import swiglu
 
-__all__ = ["MAX_SKINNY_ROWS", "SkinnyW8", "W8Operands", "choose_skinny", "product", "w8_specs"]
+__all__ = ["MAX_SKINNY_ROWS", "SkinnyW8", "W8Operands", "choose_skinny", "gemm_w8", "w8_specs"]
 
 _PARAMS = (
     "x:ptr x_stride:i64 x_scales:ptr weight:ptr weight_scales:ptr norm_weight:ptr eps:f32 "
@@ -177,9 +177,11 @@ def _num_parts(n: int, k: int, sm_count: int, warps: int) -> int:
     return next(parts for parts in possible if cost(parts) <= 1.12 * least)
 
 
-def product(
+_MIRRORS = {"fp8": reference.gemm_fp8, "int8": reference.gemm_int8}
+
+
+def gemm_w8(
     codes: str,
-    mirror: Callable[..., Any],
     x: Any,
     weight: Any,
     weight_scales: Any,
@@ -189,11 +191,14 @@ def product(
     out: Any,
     **options: Any,
 ) -> Any:
-    """Check a call of gemm_fp8 or gemm_int8, then run its mirror or its kernels."""
+    """Run gemm_fp8 or gemm_int8: check the arguments, then call the mirror or launch kernels.
+
+    `codes` is "fp8" or "int8"; the other arguments are those of the op.
+    """
     call = Contract(f"gemm_{codes}")
     columns = _check(call, codes, x, weight, weight_scales, options)
     if call.on_cpu:
-        return call.finish(out, mirror(**options), layout="rows")
+        return call.finish(out, _MIRRORS[codes](**options), layout="rows")
     dtype = options.pop("out_dtype")
     out = call.output("out", out, (call["M"], columns), dtype, layout="rows")
     module = _module_dtype(options["x"], options["x_scales"], options["bias"], dtype)
@@ -218,17 +223,13 @@ def _check(
         call.check("norm_weight", call["K"] > 0, "of at least one feature", norm_weight.shape)
     call.number("eps", options["eps"], low=0.0)
     call.number("weight_offset", options["weight_offset"])
-    dtype = _result_dtype(call, x, x_scales, options["out_dtype"])
+    allowed = (x.dtype, FLOAT32) if x_scales is None else FLOATS
+    dtype = out_dtype_of(call, x.dtype, options["out_dtype"], allowed)
     columns = check_columns(call, activation)
-    if activation == SWIGLU:
-        got = getattr(residual, "shape", residual)
-        call.check("residual", residual is None, 'None with "swiglu"', got)
+    residual = check_residual(call, activation, residual, columns, dtype)
     if bias is not None:
         own = FLOATS if dtype == FLOAT32 else dtype
         bias = call.array("bias", bias, "N", x.dtype if x_scales is None else own)
-    if residual is not None:
-        shape = "M N" if columns == call["N"] else f"M {columns}"
-        residual = call.array("residual", residual, shape, dtype, layout="rows")
     options |= {"x": x, "weight": weight, "weight_scales": weight_scales, "x_scales": x_scales}
     options |= {"norm_weight": norm_weight, "bias": bias, "residual": residual, "out_dtype": dtype}
     return columns
@@ -256,19 +257,6 @@ def _check_scales(call: Contract, codes: str, weight_scales: Any, x_scales: Any)
 def _group(codes: str, *, has_blocks: bool) -> int:
     """Return how many columns of x share a scale; 0: all."""
     return GROUP if has_blocks or codes == "int8" else 0
-
-
-def _result_dtype(call: Contract, x: Any, x_scales: Any, wanted: Any) -> np.dtype[Any]:
-    """Return the dtype of the result: x's own or float32; of codes, the one that is asked for."""
-    allowed = FLOATS if x_scales is not None else (x.dtype, FLOAT32)
-    try:
-        dtype = x.dtype if wanted is None else np.dtype(wanted)
-        ok = dtype in allowed
-    except TypeError:  # NumPy knows no such dtype
-        ok = False
-    call.check("out_dtype", ok, " or ".join(map(str, dict.fromkeys(allowed))), wanted)
-    result: np.dtype[Any] = dtype
-    return result
 
 
 def _module_dtype(x: Any, x_scales: Any, bias: Any, result_dtype: np.dtype[Any]) -> str:
@@ -421,7 +409,6 @@ def _launch_tile(o: W8Operands) -> None:
 
 def _arguments(o: W8Operands) -> dict[str, Any]:
     m, k = o.x.shape
-    activation = "silu_and_mul" if o.activation == SWIGLU else o.activation
     return {
         "x": o.x,
         "x_stride": row_stride(o.x),
@@ -439,7 +426,7 @@ def _arguments(o: W8Operands) -> dict[str, Any]:
         "m": m,
         "n": o.weight.shape[0],
         "k": k,
-        "activation": NUMBERED.index(activation),
+        "activation": activation_number(o.activation),
         "is_float": o.out.dtype == FLOAT32,
         "is_vector": is_vector(o.out, o.residual),
     }

@@ -8,12 +8,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from engine.dtypes import dtype_name
-from engine.kernels._chip import HOPPER_DTYPES, sm_count
+from engine.kernels._chip import HOPPER_DTYPES
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
-from engine.kernels._tensor_map import tensor_map, tensor_map_2d
-from engine.kernels.gemm.sm90 import HopperConfig, OutVector
+from engine.kernels.gemm.sm90 import HopperConfig, OutVector, launch_tiles
 
 __all__ = ["choose_w8_hopper", "launch_w8_hopper", "w8_configs", "w8_hopper_specs"]
 
@@ -27,10 +25,7 @@ _KERNELS = {
     for codes in ("fp8", "int8")
 }
 _SLAB_K = 128  # values of k in 128 bytes, the widest swizzle
-_OUT_COLUMNS = 64  # of out that a warp stores, 16 bits each
-_BOX_ROWS = 16
-_PAIR = 8  # rows of gate, then as many of up
-_CODES = {"fp8": 1, "int8": 2}  # in gemm_config_sm90.cuh
+_CODES = {"fp8": 1, "int8": 2}  # values of the macro CODES
 _BLOCK = 128  # of weights that share a scale: a tile has columns of one
 
 # Microseconds on an H200: of a launch, of a tile beside its stages, of a stage of a tile. Fitted to
@@ -125,58 +120,9 @@ def launch_w8_hopper(
     pdl: bool = False,
     is_split: bool = False,
 ) -> None:
-    """Launch on CuPy arrays: x (M, K) and weight (N, K) codes, `arguments` the other pointers."""
-    (m, k) = x.shape
-    n = weight.shape[0]
-    num_sms = sm_count()
-    clusters = config.clusters(m, n)
-    pairs = ceil_div(k, 2)
-    if config.cluster_k == 1:  # persistent
-        clusters = min(clusters, config.max_clusters(num_sms))
-    x_part = config.x_part(m)
-    tail_part = config.x_part(m % config.tile_m or config.tile_m)
-    stages = config.stages(m)
-    if config.tile_m == 64:  # the preceding and the next kernel can have the rest
-        stages = min(stages, config.steps(m, n, pairs, num_sms))
-    num_gates = n // 2 if is_split else 0
-    map_x = tensor_map_2d(x, "uint8", (x_part, _SLAB_K))
-    map_out = map_x  # any map, where results go by ordinary stores
-    if config.stores and arguments["residual"] is None and dtype_name(out.dtype) == dtype:
-        if out.shape[0] > 1 and out.strides[0] < out.shape[1] * out.itemsize:
-            out_vector = min(out_vector, OutVector.FOUR)
-        if out_vector == OutVector.EIGHT:
-            map_out = tensor_map_2d(out, dtype, (_BOX_ROWS, _OUT_COLUMNS))
-    _KERNELS[codes].launch(
-        _spec(config, codes, dtype, has_blocks=has_blocks),
-        (clusters * config.cluster_size,),
-        (config.threads,),
-        config.shared_bytes(m, stages),
-        cluster=1,  # the module says how large they are
-        pdl=True,  # the kernel waits before it touches what another may write
-        map_x=map_x,
-        map_tail=tensor_map_2d(x, "uint8", (tail_part, _SLAB_K)),
-        map_w=_weight_map(weight, config.tile_n // config.cluster_m, num_gates),
-        map_out=map_out,
-        m=m,
-        n=n,
-        k=k,
-        band=config.band(m, n, num_sms),
-        x_part=x_part,
-        tail_part=tail_part,
-        stages=stages,
-        uses_pdl=pdl,
-        num_gates=num_gates,
-        out_vector=out_vector,
-        **arguments,
+    """Launch on CuPy arrays of codes, x (M, K) and weight (N, K). See `launch_tiles`."""
+    spec = _spec(config, codes, dtype, has_blocks=has_blocks)
+    kernel = _KERNELS[codes]
+    launch_tiles(
+        kernel, spec, config, x, weight, out, arguments, out_vector, pdl=pdl, is_split=is_split
     )
-
-
-def _weight_map(weight: Any, box: int, num_gates: int) -> Any:
-    """Return the map that loads `box` rows; those of gate and up by eights, if there are gates."""
-    if num_gates == 0:
-        return tensor_map_2d(weight, "uint8", (box, _SLAB_K))
-    row = weight.shape[1]
-    sizes = (row, _PAIR, 2, num_gates // _PAIR)
-    strides = (row, num_gates * row, _PAIR * row)
-    boxes = (_SLAB_K, _PAIR, 2, box // (2 * _PAIR))
-    return tensor_map(weight.data.ptr, "uint8", sizes, strides, boxes, promote=128)

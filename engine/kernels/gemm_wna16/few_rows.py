@@ -12,7 +12,7 @@ from engine.kernels._contract import FLOAT32
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import format_spec, format_specs, planes, scale_dtype
-from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Norm, Operands, row_stride
+from engine.kernels.gemm.operands import SWIGLU, Norm, Operands, activation_number, row_stride
 from engine.weights import Format
 from engine.weights.formats import TILE_COLUMNS, TILE_ROWS
 
@@ -269,7 +269,7 @@ def launch(operands: Operands, config: FewRowsConfig, norm: Norm | None = None) 
         part_stages=config.part_stages,
         num_units=ceil_div(ceil_div(n, TILE_ROWS), config.row_tiles),
         num_stages=config.num_stages,
-        activation=ACTIVATIONS.index(operands.activation),
+        activation=activation_number(operands.activation),
         is_float=out.dtype == FLOAT32,
         uses_pdl=pdl,
         **planes(weight),

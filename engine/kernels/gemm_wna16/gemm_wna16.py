@@ -13,13 +13,20 @@ import numpy as np
 
 from engine import device, reference
 from engine.dtypes import BFLOAT16
-from engine.kernels._contract import FLOAT32, FLOATS, Contract
+from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import SAMPLE, check_weight
 from engine.kernels.dequantize import specs as dequantize_specs
+from engine.kernels.gemm import operands as products
 from engine.kernels.gemm import specs as gemm_specs
+from engine.kernels.gemm.operands import (
+    SWIGLU,
+    Operands,
+    check_columns,
+    check_residual,
+    out_dtype_of,
+)
 from engine.kernels.gemm_wna16 import few_rows, portable, sm90
-from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands
 from engine.kernels.permute_columns import permute_columns
 from engine.kernels.permute_columns import specs as permute_specs
 from engine.kernels.swiglu import specs as swiglu_specs
@@ -27,8 +34,10 @@ from engine.kernels.swiglu import swiglu
 from engine.weights import Weight
 from engine.weights.formats import TILE_ROWS
 
-__all__ = ["HALVES", "MAX_FEW_ROWS", "check_columns", "gemm_wna16", "launch", "specs"]
+__all__ = ["ACTIVATIONS", "HALVES", "MAX_FEW_ROWS", "gemm_wna16", "launch", "specs"]
 
+# "silu_and_mul" would interleave the packed row tiles.
+ACTIVATIONS = tuple(name for name in products.ACTIVATIONS if name != "silu_and_mul")
 HALVES = (np.dtype(np.float16), BFLOAT16)
 MAX_FEW_ROWS = 8  # beyond it Hopper's tiles are faster, where there are any
 
@@ -119,12 +128,13 @@ def gemm_wna16(
     on_cpu = call.on_cpu
     call.check("x", on_cpu or x.dtype in HALVES, "float16 or bfloat16 on CUDA", str(x.dtype))
     weight = check_weight(call, weight)
-    dtype = _out_dtype(call, x.dtype, out_dtype)
-    columns = check_columns(call, activation, residual, dtype == x.dtype)
+    dtype = out_dtype_of(call, x.dtype, out_dtype)
+    columns = check_columns(call, activation, ACTIVATIONS)
+    residual = check_residual(call, activation, residual, columns, dtype)
+    is_own = activation != SWIGLU or dtype == x.dtype
+    call.check("out_dtype", is_own, f'{x.dtype} with "swiglu"', str(dtype))
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
-    if residual is not None:
-        residual = call.array("residual", residual, "M N", dtype, layout="rows")
     if on_cpu:
         result = reference.gemm_wna16(
             x,
@@ -162,27 +172,3 @@ def launch(operands: Operands) -> None:
         sm90.launch(operands, tile)
     else:
         portable.launch(operands)
-
-
-def check_columns(call: Contract, activation: str | None, residual: Any, is_same: bool) -> int:
-    """Return how many columns the result has."""
-    call.check("activation", activation in ACTIVATIONS, f"one of {ACTIVATIONS}", activation)
-    n = call["N"]
-    if activation != SWIGLU:
-        return n
-    call.check("weight", n % 2 == 0, "of as many rows of gate as of up", f"{n} rows")
-    got = getattr(residual, "shape", residual)
-    call.check("residual", residual is None, 'None with "swiglu"', got)
-    call.check("out_dtype", is_same, 'that of x with "swiglu"', "another")
-    return n // 2
-
-
-def _out_dtype(call: Contract, own: np.dtype[Any], wanted: Any) -> np.dtype[Any]:
-    """Return the dtype of the result: x's `own` or float32."""
-    try:
-        dtype = own if wanted is None else np.dtype(wanted)
-        ok = dtype in (own, FLOAT32)
-    except TypeError:  # NumPy knows no such dtype
-        ok = False
-    call.check("out_dtype", ok, f"{own} or float32", wanted)
-    return dtype

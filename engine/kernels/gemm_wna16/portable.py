@@ -12,7 +12,7 @@ from engine.kernels._launch import ceil_div
 from engine.kernels._workspace import weight_space
 from engine.kernels.dequantize import launch as launch_dequantize
 from engine.kernels.gemm.gemm import gemm
-from engine.kernels.gemm_wna16.operands import SWIGLU, Operands
+from engine.kernels.gemm.operands import SWIGLU, Operands
 from engine.kernels.swiglu import swiglu
 from engine.weights import Weight
 from engine.weights.formats import TILE_ROWS

@@ -14,7 +14,7 @@ from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import format_spec, format_specs, scale_dtype
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
-from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands, row_stride
+from engine.kernels.gemm.operands import SWIGLU, Operands, activation_number, row_stride
 from engine.weights import FORMATS, Format, Weight
 from engine.weights.formats import TILE_ROWS
 
@@ -170,6 +170,8 @@ class HopperConfig:
             "STAGES": self.stages(form),
             "CHUNK": self.chunk,
             "SCALES_SUMS": int(self.scales_sums),
+            "THREADS": self.threads,
+            "SHARED_BYTES": self.shared_bytes(form),
         }
         return ModuleSpec(base.file, base.dtype, (*base.defines, *macros.items()))
 
@@ -336,7 +338,7 @@ def launch(operands: Operands, config: HopperConfig) -> None:
         x_part=x_part,
         tail_part=tail_part,
         num_gates=out.shape[1] if is_gated else 0,
-        activation=ACTIVATIONS.index(operands.activation),
+        activation=activation_number(operands.activation),
         is_float=out.dtype == FLOAT32,
         is_vector=_is_vector(out, residual),
         is_early=operands.pdl,

@@ -14,7 +14,7 @@ from engine.kernels._chip import HOPPER, HOPPER_DTYPES, limits, sm_count
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels.moe_gemm.formats import base_of, bases, kind, weight_arrays
-from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands, Summed
+from engine.kernels.moe_gemm.operands import MoeOperands, Summed
 from engine.weights import FORMATS, Format
 from engine.weights.formats import TILE_COLUMNS, TILE_ROWS
 
@@ -282,10 +282,8 @@ def launch(operands: MoeOperands, config: FewTokensConfig) -> None:
     """Launch on CuPy arrays."""
     x = operands.x
     weight = operands.weight
-    routing = operands.routing
-    (num_experts, rows, k) = weight.shape
     dtype = dtype_name(x.dtype)
-    tokens, top_k = routing.experts.shape
+    tokens, top_k = operands.routing.experts.shape
     op = "moe_gemm" if operands.summed is None else "moe_gemm_combine"
     summed = operands.summed or Summed()
     _KERNELS[op, 1 if tokens == 1 else MAX_TOKENS].launch(
@@ -295,26 +293,15 @@ def launch(operands: MoeOperands, config: FewTokensConfig) -> None:
         config.shared_bytes,
         pdl=True,  # the kernel waits before it touches what another may write
         x=x,
-        order=routing.order,
-        offsets=routing.offsets,
-        pair_weights=routing.weights if operands.scatter else None,
-        bias=operands.bias,
         shared=summed.shared,
         shared_gate=summed.shared_gate,
         residual=summed.residual,
-        out=operands.out,
         num_tokens=tokens,
         num_pairs=tokens * top_k,
-        num_experts=num_experts,
-        num_rows=rows,
-        k=k,
-        top_k=top_k,
         max_rows=tokens,
         part_stages=config.part_stages,
         num_stages=config.num_stages,
-        activation=ACTIVATIONS.index(operands.activation),
-        alpha=operands.alpha,
-        limit=operands.limit,
         is_early=operands.pdl and operands.scatter,
         **weight_arrays(weight),
+        **operands.arguments(),
     )

@@ -47,6 +47,24 @@ class MoeOperands:
         """Pairs that the experts of `weight` have on average, if they are some of `num_experts`."""
         return ceil_div(int(self.out.shape[0]) * int(self.weight.shape[0]), self.num_experts)
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that every kernel of the products takes."""
+        num_experts, num_rows, k = self.weight.shape
+        return {
+            "order": self.routing.order,
+            "offsets": self.routing.offsets,
+            "pair_weights": self.routing.weights if self.scatter else None,
+            "bias": self.bias,
+            "out": self.out,
+            "num_experts": num_experts,
+            "num_rows": num_rows,
+            "k": k,
+            "top_k": self.top_k,
+            "activation": ACTIVATIONS.index(self.activation),
+            "alpha": self.alpha,
+            "limit": self.limit,
+        }
+
     @property
     def top_k(self) -> int:
         """Experts of a token."""

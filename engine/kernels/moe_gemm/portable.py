@@ -8,7 +8,7 @@ from engine.dtypes import dtype_name
 from engine.kernels._elementwise import is_aligned, vector_width
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
-from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
+from engine.kernels.moe_gemm.operands import MoeOperands
 
 __all__ = ["TileConfig", "choose_config", "launch", "specs", "tile_configs"]
 
@@ -102,7 +102,6 @@ def launch(operands: MoeOperands) -> None:
     x = operands.x
     weight = operands.weight
     out = operands.out
-    routing = operands.routing
     (num_experts, num_rows, k) = weight.shape
     dtype = dtype_name(x.dtype)
     pairs, columns = out.shape
@@ -118,18 +117,7 @@ def launch(operands: MoeOperands) -> None:
         pdl=True,  # the kernel waits before it touches what another may write
         x=x,
         weight=weight,
-        order=routing.order,
-        offsets=routing.offsets,
-        pair_weights=routing.weights if operands.scatter else None,
-        bias=operands.bias,
-        out=out,
         num_pairs=pairs,
-        num_experts=num_experts,
-        num_rows=num_rows,
-        k=k,
-        top_k=operands.top_k,
-        activation=ACTIVATIONS.index(operands.activation),
-        alpha=operands.alpha,
-        limit=operands.limit,
         is_vector=columns % 4 == 0 and out.data.ptr % (4 * out.itemsize) == 0,
+        **operands.arguments(),
     )

@@ -10,7 +10,7 @@ from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
 from engine.kernels.moe_gemm.formats import MAPS, base_of, bases, kind, plane_maps
-from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
+from engine.kernels.moe_gemm.operands import MoeOperands
 from engine.kernels.moe_gemm.sm90 import MoeTileConfig
 from engine.kernels.moe_route import MAX_EXPERTS
 from engine.weights import FORMATS, Format, Weight
@@ -137,32 +137,19 @@ def launch_module(
     `has_routing`: the routing is there before the kernel may start.
     """
     weight = operands.weight
-    routing = operands.routing
-    num_experts, rows, k = weight.shape
     pairs, columns = operands.out.shape
     is_gated = operands.activation is not None
     _KERNEL.launch(
         spec,
-        (config.grid(pairs, num_experts, columns, is_gated=is_gated),),
+        (config.grid(pairs, weight.shape[0], columns, is_gated=is_gated),),
         (config.threads,),
         shared_bytes,
         pdl=True,  # the kernel waits before it touches what another may write
-        order=routing.order,
-        offsets=routing.offsets,
-        pair_weights=routing.weights if operands.scatter else None,
-        bias=operands.bias,
-        out=operands.out,
-        num_experts=num_experts,
-        num_rows=rows,
-        k=k,
-        top_k=operands.top_k,
-        activation=ACTIVATIONS.index(operands.activation),
-        alpha=operands.alpha,
-        limit=operands.limit,
         is_early=operands.pdl and (operands.scatter or has_routing),
         scales=None if weight.format.is_packed else weight.scales,
         **arguments,
         **maps,
+        **operands.arguments(),
     )
 
 

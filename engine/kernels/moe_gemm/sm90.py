@@ -9,7 +9,7 @@ from engine.kernels._chip import HOPPER, HOPPER_DTYPES, is_hopper, sm_count
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
-from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
+from engine.kernels.moe_gemm.operands import MoeOperands
 from engine.kernels.moe_route import MAX_EXPERTS
 
 __all__ = ["MOE_CONFIGS", "MoeTileConfig", "choose_config", "is_possible", "launch", "specs"]
@@ -92,6 +92,8 @@ class MoeTileConfig:
             "DEPTH": self.depth,
             "STAGES": self.stages(weight_bytes, scale_bytes),
             "BLOCKS": self.blocks,
+            "THREADS": self.threads,
+            "SHARED_BYTES": self.shared_bytes(weight_bytes, scale_bytes),
         }
 
     def spec(self, dtype: str) -> ModuleSpec:
@@ -159,7 +161,6 @@ def launch(operands: MoeOperands) -> None:
     """Launch on CuPy arrays."""
     x = operands.x
     weight = operands.weight
-    routing = operands.routing
     (num_experts, rows, k) = weight.shape
     dtype = dtype_name(x.dtype)
     pairs, columns = operands.out.shape
@@ -182,17 +183,6 @@ def launch(operands: MoeOperands) -> None:
         map_w=map_w,
         map_x=tensor_map_2d(x, dtype, (_BOX_ROWS, _SLAB_K)),
         x=x,
-        order=routing.order,
-        offsets=routing.offsets,
-        pair_weights=routing.weights if operands.scatter else None,
-        bias=operands.bias,
-        out=operands.out,
-        num_experts=num_experts,
-        num_rows=rows,
-        k=k,
-        top_k=operands.top_k,
-        activation=ACTIVATIONS.index(operands.activation),
-        alpha=operands.alpha,
-        limit=operands.limit,
         is_early=operands.pdl and operands.scatter,
+        **operands.arguments(),
     )

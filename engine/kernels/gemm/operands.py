@@ -1,0 +1,97 @@
+"""The operands of a product with an epilogue, and their checks, for every weight format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.kernels._contract import FLOAT32, Contract
+
+__all__ = ["ACTIVATIONS", "SWIGLU", "Norm", "Operands", "activation_number", "check_columns"]
+__all__ += ["check_residual", "out_dtype_of", "row_stride"]
+
+SWIGLU = "swiglu"  # "silu_and_mul" of a weight with all rows of gate first
+
+_NUMBERED = (None, "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul")  # `enum Activation`
+ACTIVATIONS: tuple[str | None, ...] = (*_NUMBERED, SWIGLU)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The checked arrays and options of one product.
+
+    Rows of x, residual and out may be strided. With a packed weight the columns of x are in the
+    order of the weight's data.
+    """
+
+    x: Any
+    weight: Any
+    out: Any
+    bias: Any = None
+    residual: Any = None
+    activation: str | None = None
+    deterministic: bool = False
+    pdl: bool = False
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norm before the product: its weight (K,), epsilon and the weight's offset."""
+
+    weight: Any
+    eps: float
+    weight_offset: float
+
+
+def activation_number(activation: str | None) -> int:
+    """Return the value of `enum Activation` in CUDA."""
+    return _NUMBERED.index("silu_and_mul" if activation == SWIGLU else activation)
+
+
+def check_columns(
+    call: Contract, activation: str | None, allowed: tuple[str | None, ...] = ACTIVATIONS
+) -> int:
+    """Check the activation and the rows of weight (N, K); return the columns of the result."""
+    call.check("activation", activation in allowed, f"one of {allowed}", activation)
+    n = call["N"]
+    if activation == "silu_and_mul":
+        call.check("weight", n % 16 == 0, "of 8 rows of gate and 8 of up in turn", f"{n} rows")
+    elif activation == SWIGLU:
+        call.check("weight", n % 2 == 0, "of as many rows of gate as of up", f"{n} rows")
+    else:
+        return n
+    return n // 2
+
+
+def check_residual(
+    call: Contract, activation: str | None, residual: Any, columns: int, dtype: np.dtype[Any]
+) -> Any:
+    """Return the checked residual of a result of `columns` columns, or None."""
+    if residual is None:
+        return None
+    got = getattr(residual, "shape", residual)
+    call.check("residual", activation != SWIGLU, 'None with "swiglu"', got)
+    shape = "M N" if columns == call["N"] else f"M {columns}"
+    return call.array("residual", residual, shape, dtype, layout="rows")
+
+
+def out_dtype_of(
+    call: Contract, own: np.dtype[Any], wanted: Any, allowed: tuple[np.dtype[Any], ...] = ()
+) -> np.dtype[Any]:
+    """Return the dtype of the result: `wanted` if `allowed` (x's `own` or float32), else `own`."""
+    allowed = allowed or (own, FLOAT32)
+    try:
+        dtype = own if wanted is None else np.dtype(wanted)
+        is_allowed = dtype in allowed
+    except TypeError:  # NumPy knows no such dtype
+        is_allowed = False
+    names = " or ".join(map(str, dict.fromkeys(allowed)))
+    call.check("out_dtype", is_allowed, names, wanted)
+    return dtype
+
+
+def row_stride(array: Any) -> int:
+    """Return the elements from one row to the next."""
+    return int(array.strides[0]) // int(array.itemsize)
