@@ -23,9 +23,10 @@ __all__ = [
     "are_aligned",
     "check_count",
     "check_heads",
+    "checked_longest",
     "checked_scale",
     "checked_sinks",
-    "element_strides",
+    "checked_starts",
 ]
 
 MAX_HEAD_DIM = 256
@@ -163,6 +164,28 @@ def checked_sinks(call: Contract, sinks: Any) -> Any:
     return None if sinks is None else call.array("sinks", sinks, "H", FLOAT32)
 
 
+def checked_starts(call: Contract, name: str, starts: Any, total: int) -> Any:
+    """Return the checked first rows of the sequences and their end (B+1,).
+
+    On the CPU they must rise from 0 to `total`; on the GPU that check would synchronise.
+    """
+    starts = call.array(name, starts, "B+1", INT32)
+    call.check(name, starts.size > 0, "of length B+1, 1 or more", starts)
+    if call.on_cpu:
+        is_whole = bool(starts[0] == 0 and starts[-1] == total)
+        is_rising = bool(np.all(starts[1:] >= starts[:-1]))
+        call.check(name, is_whole and is_rising, f"rising from 0 to {total}", starts.tolist())
+    return starts
+
+
+def checked_longest(call: Contract, name: str, longest: Any, starts: Any) -> int:
+    """Return the bound of the sequences' lengths; without one, their maximum, after a sync."""
+    if longest is not None:
+        return check_count(call, name, longest)
+    lengths = call.xp.diff(starts)
+    return int(lengths.max()) if lengths.size else 0
+
+
 def check_count(call: Contract, name: str, value: Any) -> int:
     """Check a count that fits a 32-bit int; return it as a Python int.
 
@@ -180,11 +203,6 @@ def are_aligned(*arrays: Any) -> bool:
         steps += [x.data.ptr, x.shape[-1] * x.itemsize]
         steps += [s for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
     return all(step % 16 == 0 for step in steps)
-
-
-def element_strides(array: Any) -> tuple[int, ...]:
-    """Return the strides of `array` in elements."""
-    return tuple(step // array.itemsize for step in array.strides)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ __all__ = [
     "is_aligned",
     "is_large",
     "launch_flat",
+    "named_strides",
     "unary",
     "vector_width",
 ]
@@ -50,6 +51,22 @@ def vector_width(array: Any) -> int:
 def element_strides(array: Any) -> tuple[int, ...]:
     """Return the array's strides in elements."""
     return tuple(stride // array.itemsize for stride in array.strides)
+
+
+def named_strides(axes: str, **arrays: Any) -> dict[str, Any]:
+    """Return the strides of the first axes in elements, by the names of the kernels' parameters.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> named_strides("th", q=np.zeros((2, 3, 4)))
+    {'q_stride_t': 12, 'q_stride_h': 4}
+    """
+    return {
+        f"{name}_stride_{axis}": stride
+        for name, array in arrays.items()
+        for axis, stride in zip(axes, element_strides(array), strict=False)
+    }
 
 
 def is_aligned(*arrays: Any) -> bool:

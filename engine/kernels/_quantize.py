@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 
 from engine.kernels._contract import FLOAT32, Contract
-from engine.kernels._launch import ceil_div
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
 
 __all__ = [
     "CODES",
     "GROUP",
     "SIZES",
     "check_codes",
+    "launch_rows",
     "new_codes",
     "num_scales",
     "row_kernel",
@@ -70,6 +72,34 @@ def row_kernel(n: int, itemsize: int, *, is_aligned: bool) -> tuple[str, int]:
             if n * itemsize <= 16 * vectors:
                 return size, threads
     return "any", _ANY_THREADS
+
+
+def launch_rows(
+    kernels: dict[tuple[str, str], Kernel],
+    spec: ModuleSpec,
+    x: Any,
+    codes: Any,
+    scales: Any,
+    dtype: str,
+    group: int,
+    **more: Any,
+) -> None:
+    """Launch the one of `kernels`, by dtype and size of a row, that writes codes and scales."""
+    m, n = codes.shape
+    size, threads = row_kernel(n, x.itemsize, is_aligned=rows_are_aligned(x, n))
+    kernels[dtype, size].launch(
+        spec,
+        (m,),
+        (threads,),
+        pdl=True,
+        x=x,
+        x_stride=x.strides[0] // x.itemsize,
+        codes=codes,
+        scales=scales,
+        n=n,
+        group=group if n else 0,  # an empty row has one scale, 0
+        **more,
+    )
 
 
 def rows_are_aligned(x: Any, n: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from engine import reference
 from engine.dtypes import dtype_name
 from engine.kernels._contract import FLOATS, INT64, Contract
-from engine.kernels._elementwise import ROW_THREADS, element_strides, is_aligned, vector_width
+from engine.kernels._elementwise import ROW_THREADS, is_aligned, named_strides, vector_width
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._quantized_kv import checked_scales, kv_dtype_of, kv_macros, page_dtypes
@@ -95,10 +95,7 @@ def kv_store(
         num_heads=call["K"],
         head_dim=call["D"],
         block_size=call["block_size"],
-        k_stride_t=element_strides(k)[0],
-        k_stride_h=element_strides(k)[1],
-        v_stride_t=element_strides(v)[0],
-        v_stride_h=element_strides(v)[1],
+        **named_strides("th", k=k, v=v),
         **scales,
     )
 

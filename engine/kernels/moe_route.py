@@ -17,7 +17,7 @@ __all__ = [
     "MAX_TOP_K",
     "WIDTHS",
     "Routing",
-    "check_options",
+    "checked_options",
     "chunk_tokens",
     "moe_route",
     "new_routing",
@@ -129,7 +129,7 @@ def moe_route(
     """
     call = Contract("moe_route")
     logits = call.array("logits", logits, "T E", FLOAT32)
-    correction, slots, load = check_options(
+    options = checked_options(
         call,
         "logits",
         top_k,
@@ -137,20 +137,11 @@ def moe_route(
         correction=correction,
         num_groups=num_groups,
         top_groups=top_groups,
+        renormalize=renormalize,
         scale=scale,
         slots=slots,
         load=load,
     )
-    options = {
-        "score": score,
-        "correction": correction,
-        "num_groups": num_groups,
-        "top_groups": top_groups,
-        "renormalize": bool(renormalize),
-        "scale": scale,
-        "slots": slots,
-        "load": load,
-    }
     if call.on_cpu:
         return reference.moe_route(logits, top_k, **options)
     routing = new_routing(call, top_k)
@@ -170,7 +161,7 @@ def new_routing(call: Contract, top_k: int) -> Routing:
     )
 
 
-def check_options(
+def checked_options(
     call: Contract,
     source: str,
     top_k: int,
@@ -179,11 +170,12 @@ def check_options(
     correction: Any,
     num_groups: int,
     top_groups: int,
+    renormalize: bool,
     scale: float,
     slots: Any,
     load: Any,
-) -> tuple[Any, Any, Any]:
-    """Return correction, slots and load, checked; `source`, an argument, has bound T and E."""
+) -> dict[str, Any]:
+    """Return the checked options of `moe_route`; argument `source` has bound T and E."""
     num_experts = call["E"]
     call.check(
         source, 1 <= num_experts <= MAX_EXPERTS, f"of 1 to {MAX_EXPERTS} experts", num_experts
@@ -199,7 +191,16 @@ def check_options(
         slots = call.array("slots", slots, "T", INT64)
     if load is not None:
         load = call.written("load", load, "E", INT64)
-    return correction, slots, load
+    return {
+        "score": score,
+        "correction": correction,
+        "num_groups": num_groups,
+        "top_groups": top_groups,
+        "renormalize": bool(renormalize),
+        "scale": scale,
+        "slots": slots,
+        "load": load,
+    }
 
 
 def _is_int(value: Any) -> bool:

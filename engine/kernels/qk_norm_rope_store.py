@@ -12,7 +12,7 @@ from engine import reference
 from engine.dtypes import dtype_name
 from engine.kernels._chip import sm_count
 from engine.kernels._contract import FLOAT32, FLOATS, INT32, INT64, Contract
-from engine.kernels._elementwise import element_strides, is_aligned, vector_width
+from engine.kernels._elementwise import is_aligned, named_strides, vector_width
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._quantized_kv import checked_scales, kv_dtype_of, kv_macros, page_dtypes
@@ -216,18 +216,13 @@ def _launch(
         has_norm=bool(weights),
         num_sms=sm_count(),
     )
-    strides = {
-        f"{name}_stride_{axis}": element_strides(arrays[name])[i]
-        for name in "qkv"
-        for i, axis in enumerate("th")
-    }
     _KERNELS[pairing, config.access].launch(
         specs(dtype_name(rows[0].dtype), kv_dtype=kv_dtype_of(places[1].dtype))[0],
         (call["T"], ceil_div(call["H"] + 2 * call["K"], config.heads_per_block)),
         (_THREADS,),
         pdl=True,
         **arrays,
-        **strides,
+        **named_strides("th", **{name: arrays[name] for name in "qkv"}),
         num_slots=call["pages"] * call["block_size"],
         num_positions=call["P"],
         num_q_heads=call["H"],

@@ -8,9 +8,10 @@ import numpy as np
 
 from engine import reference
 from engine.dtypes import dtype_name
-from engine.kernels._attention import MAX_HEAD_DIM, element_strides
+from engine.kernels._attention import MAX_HEAD_DIM
 from engine.kernels._chip import sm_count
 from engine.kernels._contract import FLOAT32, FLOATS, Contract
+from engine.kernels._elementwise import element_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 

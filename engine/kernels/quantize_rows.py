@@ -13,9 +13,8 @@ from engine.kernels._quantize import (
     CODES,
     SIZES,
     check_codes,
+    launch_rows,
     new_codes,
-    row_kernel,
-    rows_are_aligned,
 )
 
 __all__ = ["launch", "quantize_rows", "specs"]
@@ -88,18 +87,5 @@ def launch(
 
     With `is_late` the next kernel may start when the one before this has ended, and not earlier.
     """
-    m, n = x.shape
-    size, threads = row_kernel(n, x.itemsize, is_aligned=rows_are_aligned(x, n))
-    _KERNELS[dtype, size].launch(
-        specs(dtype_name(x.dtype))[0],
-        (m,),
-        (threads,),
-        pdl=True,
-        x=x,
-        x_stride=x.strides[0] // x.itemsize,
-        codes=codes,
-        scales=scales,
-        n=n,
-        group=group if n else 0,  # the one scale is 0
-        is_late=is_late,
-    )
+    spec = specs(dtype_name(x.dtype))[0]
+    launch_rows(_KERNELS, spec, x, codes, scales, dtype, group, is_late=is_late)

@@ -16,7 +16,7 @@ from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels.gemm import gemm
 from engine.kernels.gemm import specs as gemm_specs
-from engine.kernels.moe_route import WIDTHS, check_options, moe_route, new_routing
+from engine.kernels.moe_route import WIDTHS, checked_options, moe_route, new_routing
 from engine.kernels.moe_route import specs as route_specs
 from engine.kernels.rmsnorm import rmsnorm
 from engine.kernels.rmsnorm import specs as norm_specs
@@ -122,7 +122,7 @@ def rmsnorm_moe_route(
     call.number("weight_offset", weight_offset)
     if bias is not None:
         bias = call.array("bias", bias, "E", x.dtype)
-    correction, slots, load = check_options(
+    options = checked_options(
         call,
         "weight",
         top_k,
@@ -130,21 +130,12 @@ def rmsnorm_moe_route(
         correction=correction,
         num_groups=num_groups,
         top_groups=top_groups,
+        renormalize=renormalize,
         scale=scale,
         slots=slots,
         load=load,
     )
     norm: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset}
-    options: dict[str, Any] = {
-        "score": score,
-        "correction": correction,
-        "num_groups": num_groups,
-        "top_groups": top_groups,
-        "renormalize": bool(renormalize),
-        "scale": scale,
-        "slots": slots,
-        "load": load,
-    }
     if call.on_cpu:
         return reference.rmsnorm_moe_route(
             x, norm_weight, weight, top_k, bias=bias, **norm, **options

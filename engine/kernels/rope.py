@@ -10,9 +10,9 @@ from engine.dtypes import dtype_name
 from engine.kernels._chip import sm_count
 from engine.kernels._contract import FLOAT32, FLOATS, INT32, Contract
 from engine.kernels._elementwise import (
-    element_strides,
     is_aligned,
     is_large,
+    named_strides,
     vector_width,
 )
 from engine.kernels._launch import Kernel, ceil_div
@@ -169,11 +169,6 @@ def _launch(
     heads_per_block = _THREADS // min(max(items, 1), _THREADS)
     if num_tokens > _FEW_TOKENS * sm_count():
         heads_per_block *= _HEADS_AT_ONCE
-    strides: dict[str, Any] = {
-        f"{name}_stride_{axis}": element_strides(array)[i]
-        for name, array in {"q": q, "k": k, "q_out": q_out, "k_out": k_out}.items()
-        for i, axis in enumerate("th")
-    }
     _KERNELS[pairing, "scalar" if config.width == 1 else "vector"].launch(
         specs(dtype_name(q.dtype))[0],
         (num_tokens, ceil_div(num_heads, heads_per_block), ceil_div(items, _THREADS)),
@@ -184,7 +179,7 @@ def _launch(
         cos_sin=cos_sin,
         q_out=q_out,
         k_out=k_out,
-        **strides,
+        **named_strides("th", q=q, k=k, q_out=q_out, k_out=k_out),
         num_positions=num_positions,
         num_q_heads=num_q_heads,
         num_k_heads=k.shape[1],

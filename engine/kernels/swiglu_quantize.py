@@ -13,9 +13,8 @@ from engine.kernels._quantize import (
     CODES,
     SIZES,
     check_codes,
+    launch_rows,
     new_codes,
-    row_kernel,
-    rows_are_aligned,
 )
 
 __all__ = ["specs", "swiglu_quantize"]
@@ -73,17 +72,5 @@ def swiglu_quantize(x: Any, *, dtype: str = "fp8", group: int = 0) -> tuple[Any,
     m = x.shape[0]
     n = x.shape[1] // 2
     codes, scales = new_codes(call, m, n, dtype, group)
-    size, threads = row_kernel(n, x.itemsize, is_aligned=rows_are_aligned(x, n))
-    _KERNELS[dtype, size].launch(
-        specs(dtype_name(x.dtype))[0],
-        (m,),
-        (threads,),
-        pdl=True,
-        x=x,
-        x_stride=x.strides[0] // x.itemsize,
-        codes=codes,
-        scales=scales,
-        n=n,
-        group=group if n else 0,  # the one scale is 0
-    )
+    launch_rows(_KERNELS, specs(dtype_name(x.dtype))[0], x, codes, scales, dtype, group)
     return codes, scales

@@ -5,19 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from engine import reference
 from engine.dtypes import dtype_name, itemsize
 from engine.kernels._attention import (
     MAX_HEAD_DIM,
     ScoreRule,
     are_aligned,
-    check_count,
     check_heads,
-    element_strides,
+    checked_longest,
+    checked_starts,
 )
-from engine.kernels._contract import FLOAT32, FLOATS, INT32, Contract
+from engine.kernels._contract import FLOAT32, FLOATS, Contract
+from engine.kernels._elementwise import named_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._workspace import workspace
@@ -214,16 +213,14 @@ def attention_backward(
         "lse": call.array("lse", lse, "Tq H", FLOAT32),
     }
     starts = {
-        "cu_seqlens_q": _check_starts(call, "cu_seqlens_q", cu_seqlens_q, "Tq"),
-        "cu_seqlens_k": _check_starts(call, "cu_seqlens_k", cu_seqlens_k, "Tk"),
+        "cu_seqlens_q": checked_starts(call, "cu_seqlens_q", cu_seqlens_q, call["Tq"]),
+        "cu_seqlens_k": checked_starts(call, "cu_seqlens_k", cu_seqlens_k, call["Tk"]),
     }
     check_heads(call)
     rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
     call.check("window", causal or not window, "0 unless causal", window)
-    if max_seqlen_q is not None:
-        max_seqlen_q = check_count(call, "max_seqlen_q", max_seqlen_q)
-    if max_seqlen_k is not None:
-        max_seqlen_k = check_count(call, "max_seqlen_k", max_seqlen_k)
+    max_q = checked_longest(call, "max_seqlen_q", max_seqlen_q, starts["cu_seqlens_q"])
+    max_k = checked_longest(call, "max_seqlen_k", max_seqlen_k, starts["cu_seqlens_k"])
     if call.on_cpu:
         return reference.attention_backward(
             **arrays,
@@ -233,33 +230,14 @@ def attention_backward(
             window=rule.window,
             softcap=rule.softcap,
         )
-    max_q = _longest(call, starts["cu_seqlens_q"], max_seqlen_q, "Tq")
-    max_k = _longest(call, starts["cu_seqlens_k"], max_seqlen_k, "Tk")
+    max_q = min(max_q, call["Tq"])
+    max_k = min(max_k, call["Tk"])
     grads = {f"d{name}": call.xp.empty(arrays[name].shape, q.dtype) for name in "qkv"}
     if sm90.is_supported(rule, arrays):
         sm90.launch(arrays, starts, grads, causal, rule, max_q, max_k, deterministic)
     else:
         _launch(arrays, starts, grads, causal, rule, max_q, max_k)
     return grads["dq"], grads["dk"], grads["dv"]
-
-
-def _check_starts(call: Contract, name: str, starts: Any, rows: str) -> Any:
-    """Check where sequences start; on the CPU also that they cover all of the rows."""
-    starts = call.array(name, starts, "B+1", INT32)
-    call.check(name, starts.size > 0, "of length B+1, 1 or more", starts)
-    if call.on_cpu:
-        ends = bool(starts[0] == 0 and starts[-1] == call[rows])
-        ok = ends and bool(np.all(starts[1:] >= starts[:-1]))
-        call.check(name, ok, f"rising from 0 to {call[rows]}", starts.tolist())
-    return starts
-
-
-def _longest(call: Contract, starts: Any, limit: int | None, rows: str) -> int:
-    """Return a bound of the lengths: the caller's, or else what CUDA says after a sync."""
-    if limit is None:
-        lengths = call.xp.diff(starts)
-        limit = int(lengths.max()) if lengths.size else 0
-    return min(limit, call[rows])
 
 
 def _launch(
@@ -286,14 +264,14 @@ def _launch(
         (ceil_div(total_q * num_heads, 8),),
         (256,),
         **summed,
-        **_strides(summed),
+        **named_strides("th", **summed),
         **shape,
         delta=delta,
         rows=total_q * num_heads,
     )
     args = {
         **inputs,
-        **_strides(inputs),
+        **named_strides("th", **inputs),
         **starts,
         **grads,
         **shape,
@@ -316,12 +294,3 @@ def _launch(
     grid = (key_tiles * tile.key_parts, num_kv_heads, batch)
     _KEYS.launch(tile.spec(dtype), grid, block, shared, **args)
     _QUERIES.launch(tile.spec(dtype), (query_tiles, num_heads, batch), block, shared, **args)
-
-
-def _strides(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Return the strides from token to token and from head to head, by the kernels' names."""
-    return {
-        f"{name}_stride_{axis}": element_strides(array)[i]
-        for name, array in arrays.items()
-        for i, axis in enumerate("th")
-    }

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from engine.dtypes import dtype_name
-from engine.kernels._attention import ScoreRule, are_aligned, element_strides
+from engine.kernels._attention import ScoreRule, are_aligned
 from engine.kernels._chip import HOPPER_DTYPES, is_hopper, sm_count
+from engine.kernels._elementwise import named_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map
@@ -164,11 +165,8 @@ def launch(
 
 def _summed(arrays: dict[str, Any]) -> dict[str, Any]:
     """Return what delta is the sum of, and the log-sum-exp."""
-    args = {name: arrays[name] for name in ("dout", "out", "lse")}
-    for name in ("dout", "out"):
-        strides = element_strides(arrays[name])
-        args |= {f"{name}_stride_t": strides[0], f"{name}_stride_h": strides[1]}
-    return args
+    summed = {name: arrays[name] for name in ("dout", "out")}
+    return {**summed, **named_strides("th", **summed), "lse": arrays["lse"]}
 
 
 def _scratch(tiles: int, tile: HopperTile, deterministic: bool) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.kernels._attention import Pages, are_aligned, element_strides
+from engine.kernels._attention import Pages, are_aligned
 from engine.kernels._contract import FLOAT32, INT32, INT64, Contract
+from engine.kernels._elementwise import element_strides
 from engine.kernels.qk_norm_rope_store import qk_norm_rope_store
 
 __all__ = ["NO_NEW_TOKENS", "PARAMS", "NewTokens"]

@@ -9,8 +9,9 @@ import numpy as np
 
 from engine import device
 from engine.dtypes import dtype_name
-from engine.kernels._attention import Pages, ScoreRule, Tile, are_aligned, element_strides
+from engine.kernels._attention import Pages, ScoreRule, Tile, are_aligned
 from engine.kernels._chip import sm_count
+from engine.kernels._elementwise import element_strides, named_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._quantized_kv import kv_macros
@@ -151,13 +152,8 @@ def _arguments(
     batch, num_queries, num_heads, head_dim = q.shape
     num_blocks, num_kv_heads, block_size, _ = pages.k.shape
     partial_o, partial_stats = _scratch(q, num_splits)
-    strides = {
-        f"{name}_stride_{axis}": element_strides(array)[i]
-        for name, array in (("q", q), ("out", out))
-        for i, axis in enumerate("bth")
-    }
     return {
-        **strides,
+        **named_strides("bth", q=q, out=out),
         "q": q,
         "k_pages": pages.k,
         "v_pages": pages.v,

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.dtypes import KV_CODE_DTYPES, dtype_name
-from engine.kernels._attention import Pages, ScoreRule, are_aligned, element_strides
+from engine.kernels._attention import Pages, ScoreRule, are_aligned
 from engine.kernels._chip import HOPPER_DTYPES, is_hopper, sm_count
+from engine.kernels._elementwise import element_strides, named_strides
 from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
 from engine.kernels._quantized_kv import kv_macros
@@ -430,9 +431,8 @@ def launch(
 
 def _arrays(q: Any, pages: Pages, out: Any, lse: Any) -> dict[str, Any]:
     """Return the arrays, and their strides and sizes."""
-    q_strides = element_strides(q)
-    out_strides = element_strides(out)
     return {
+        **named_strides("bth", q=q, out=out),
         "q": q,
         "k_pages": pages.k,
         "v_pages": pages.v,
@@ -440,13 +440,7 @@ def _arrays(q: Any, pages: Pages, out: Any, lse: Any) -> dict[str, Any]:
         "context_lens": pages.context_lens,
         "out": out,
         "lse": lse,
-        "q_stride_b": q_strides[0],
-        "q_stride_t": q_strides[1],
-        "q_stride_h": q_strides[2],
         "table_stride": element_strides(pages.block_tables)[0],
-        "out_stride_b": out_strides[0],
-        "out_stride_t": out_strides[1],
-        "out_stride_h": out_strides[2],
         "max_keys": pages.block_tables.shape[1] * pages.k.shape[2] if pages.k.size else 0,
         "block_shift": pages.k.shape[2].bit_length() - 1,
         "num_blocks": pages.k.shape[0],

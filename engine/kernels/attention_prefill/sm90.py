@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.dtypes import KV_CODE_DTYPES, dtype_name
-from engine.kernels._attention import ScoreRule, are_aligned, element_strides
+from engine.kernels._attention import ScoreRule, are_aligned
 from engine.kernels._attention_pattern import PARAMS, BlockSparse, Pattern, arguments
 from engine.kernels._chip import HOPPER_DTYPES, is_hopper, sm_count
+from engine.kernels._elementwise import element_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._quantized_kv import kv_dtype_of, kv_macros

@@ -11,9 +11,15 @@ import numpy as np
 from engine import reference
 from engine.dtypes import np_dtype
 from engine.errors import DTypeError
-from engine.kernels._attention import check_count, check_heads, checked_scale, element_strides
+from engine.kernels._attention import (
+    check_heads,
+    checked_longest,
+    checked_scale,
+    checked_starts,
+)
 from engine.kernels._chip import HOPPER_DTYPES
-from engine.kernels._contract import FLOAT32, INT32, Contract
+from engine.kernels._contract import FLOAT32, Contract
+from engine.kernels._elementwise import named_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels.attention_prefill_fp8 import sm90
@@ -134,8 +140,7 @@ def attention_prefill_fp8(
     scale = checked_scale(call, call["D"], scale)
     if not isinstance(dtype, str) or dtype not in HOPPER_DTYPES:
         raise DTypeError(f"{call.op}: dtype: must be one of {HOPPER_DTYPES}; got {dtype!r}")
-    if max_seqlen_q is not None:
-        max_seqlen_q = check_count(call, "max_seqlen_q", max_seqlen_q)
+    max_q = checked_longest(call, "max_seqlen_q", max_seqlen_q, arrays["cu_seqlens_q"])
     if call.on_cpu:
         result = reference.attention_prefill_fp8(
             **arrays, causal=causal, scale=scale, dtype=dtype, return_lse=True
@@ -145,14 +150,11 @@ def attention_prefill_fp8(
     q = arrays["q"]
     out = call.output("out", out, q.shape, np_dtype(dtype), layout="rows")
     lse = call.xp.empty(q.shape[:2], np.float32) if return_lse else None
-    if max_seqlen_q is None:
-        lengths = call.xp.diff(arrays["cu_seqlens_q"])
-        max_seqlen_q = int(lengths.max()) if lengths.size else 0
     shared: dict[str, Any] = {"causal": int(causal), "factor": scale * math.log2(math.e)}
     if sm90.is_supported(q, arrays["k"], arrays["v"], out):
-        sm90.launch(**arrays, **shared, out=out, lse=lse, dtype=dtype, max_q=max_seqlen_q)
+        sm90.launch(**arrays, **shared, out=out, lse=lse, dtype=dtype, max_q=max_q)
     else:
-        _launch(**arrays, **shared, out=out, lse=lse, dtype=dtype, max_q=max_seqlen_q)
+        _launch(**arrays, **shared, out=out, lse=lse, dtype=dtype, max_q=max_q)
     return out if lse is None else (out, lse)
 
 
@@ -181,15 +183,8 @@ def _check_arrays(
         for name in ("q_scale", "k_scale", "v_scale"):  # NaN is what heads of NaN have
             ok = not bool(np.any(arrays[name] <= 0))
             call.check(name, ok, "positive", arrays[name].tolist())
-    for name, value, total in (
-        ("cu_seqlens_q", cu_seqlens_q, arrays["q"].shape[0]),
-        ("cu_seqlens_k", cu_seqlens_k, arrays["k"].shape[0]),
-    ):
-        ends = arrays[name] = call.array(name, value, "B+1", INT32)
-        call.check(name, ends.size > 0, "of length B+1, 1 or more", ends)
-        if call.on_cpu:
-            ok = ends[0] == 0 and ends[-1] == total and bool(np.all(ends[1:] >= ends[:-1]))
-            call.check(name, bool(ok), f"rising from 0 to {total}", ends.tolist())
+    arrays["cu_seqlens_q"] = checked_starts(call, "cu_seqlens_q", cu_seqlens_q, call["Tq"])
+    arrays["cu_seqlens_k"] = checked_starts(call, "cu_seqlens_k", cu_seqlens_k, call["Tk"])
     return arrays
 
 
@@ -197,11 +192,6 @@ def _launch(
     q: Any, k: Any, v: Any, out: Any, lse: Any, dtype: str, max_q: int, **shared: Any
 ) -> None:
     total_q, num_heads, head_dim = q.shape
-    strides: dict[str, Any] = {
-        f"{name}_stride_{axis}": element_strides(x)[i]
-        for name, x in (("q", q), ("k", k), ("v", v), ("out", out))
-        for i, axis in enumerate("th")
-    }
     _KERNEL.launch(
         specs(dtype)[0],
         (ceil_div(min(max_q, total_q), _ROWS), num_heads, shared["cu_seqlens_q"].size - 1),
@@ -216,6 +206,6 @@ def _launch(
         num_heads=num_heads,
         group=num_heads // k.shape[1],
         head_dim=head_dim,
-        **strides,
+        **named_strides("th", q=q, k=k, v=v, out=out),
         **shared,
     )

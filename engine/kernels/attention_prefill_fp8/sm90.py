@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.dtypes import dtype_name
-from engine.kernels._attention import are_aligned, element_strides
+from engine.kernels._attention import are_aligned
 from engine.kernels._chip import is_hopper, sm_count
+from engine.kernels._elementwise import element_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map
