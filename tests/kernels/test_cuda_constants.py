@@ -17,6 +17,8 @@ from engine.kernels.gemm import config as gemm_config
 from engine.kernels.gemm import skinny
 from engine.kernels.moe_gemm import portable as moe_portable
 
+_FP8_TILE = "attention_prefill/attention_prefill_fp8_tile_sm90.cuh"
+
 # Module and name in engine.kernels, file or folder in cuda_src, name there.
 CONSTANTS = [
     ("_peer_memory.MAX_RANKS", "collectives", "kMaxRanks"),
@@ -26,8 +28,8 @@ CONSTANTS = [
     ("attention_backward.sm90._STAGES", "attention_backward", "kStages"),
     ("attention_decode.portable._COMBINE_THREADS", "attention_decode", "kCombineThreads"),
     ("attention_decode.portable._SPLIT_GRAIN", "attention_decode", "kSplitGrain"),
-    ("attention_prefill_fp8.sm90._KEYS", "attention_prefill_fp8", "kKeys"),
-    ("attention_prefill_fp8.sm90._Q_STAGES", "attention_prefill_fp8", "kQStages"),
+    ("attention_prefill_fp8.sm90._KEYS", _FP8_TILE, "kKeys"),
+    ("attention_prefill_fp8.sm90._Q_STAGES", _FP8_TILE, "kQStages"),
     ("embedding._ROWS", "embedding.cu", "kRows"),
     ("gemm.skinny._STEP_K", "gemm/skinny_block.cuh", "kStepK"),
     ("kv_copy._THREADS", "kv_copy.cu", "kThreads"),

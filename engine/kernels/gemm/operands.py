@@ -87,8 +87,7 @@ def out_dtype_of(
         is_allowed = dtype in allowed
     except TypeError:  # NumPy knows no such dtype
         is_allowed = False
-    names = " or ".join(map(str, dict.fromkeys(allowed)))
-    call.check("out_dtype", is_allowed, names, wanted)
+    call.check("out_dtype", is_allowed, " or ".join(map(str, allowed)), wanted)
     return dtype
 
 

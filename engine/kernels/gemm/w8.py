@@ -223,7 +223,7 @@ def _check(
         call.check("norm_weight", call["K"] > 0, "of at least one feature", norm_weight.shape)
     call.number("eps", options["eps"], low=0.0)
     call.number("weight_offset", options["weight_offset"])
-    allowed = (x.dtype, FLOAT32) if x_scales is None else FLOATS
+    allowed = tuple(dict.fromkeys((x.dtype, FLOAT32))) if x_scales is None else FLOATS
     dtype = out_dtype_of(call, x.dtype, options["out_dtype"], allowed)
     columns = check_columns(call, activation)
     residual = check_residual(call, activation, residual, columns, dtype)
