@@ -1,4 +1,5 @@
-// What a step of decodes reads of its requests' rows: last ids, block tables, and where to write.
+// The inputs of a decode step, gathered from its requests' rows: last token ids, block tables and
+// the slots to write.
 //
 //   tables[rows[b], new_starts[b] + i] = new_blocks[cu_new_blocks[b] + i]       first of all
 //   ids_out[b, i]   = token_ids[b, i], or last_ids[rows[b]] where that is negative
@@ -21,14 +22,14 @@ struct DecodeInputsParams {
   const int* positions;      // (B, Q)
   const int* last_ids;       // (S,)
   int* tables;               // (S, W) block ids, updated in place
-  const int* new_starts;     // (B,) where in the table the new blocks begin
-  const int* cu_new_blocks;  // (B + 1,) whose new blocks they are
+  const int* new_starts;     // (B,) index in the table of the first new block
+  const int* cu_new_blocks;  // (B + 1,) prefix sums: the new blocks of each sequence
   const int* new_blocks;     // (num_new,)
-  int* ids_out;              // (B, Q); padding: kPaddingId, which embedding.cu makes zeros of
-  int64_t* slots_out;        // (B, Q); padding, or no such position: -1, so that nothing is written
-  int* tables_out;           // (B, W); entries past the positions, and of padding: left alone
-  int num_rows;              // S
-  int width;                 // W
+  int* ids_out;              // (B, Q); padding: kPaddingId, whose embedding is zeros
+  int64_t* slots_out;        // (B, Q); -1 (not written) for padding or a position past the table
+  int* tables_out;  // (B, W); entries past the positions and rows of padding are left alone
+  int num_rows;     // S
+  int width;        // W
   int num_new;
   int block_size;
   int query_len;  // Q
@@ -53,9 +54,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const bool is_inside = start >= 0 && start + i < p.width && first >= 0 && first + i < p.num_new;
     if (is_inside) table[start + i] = p.new_blocks[first + i];
   }
-  // SAFETY: what some threads wrote above, others read below.
+  // SAFETY: threads read below what other threads wrote above.
   __syncthreads();
-  int count = 0;  // blocks that the positions reach
+  int count = 0;  // blocks up to the last position
   for (int i = 0; i < p.query_len; ++i) {
     const int position = p.positions[first_token + i], index = position / p.block_size;
     const bool is_valid = position >= 0 && index < p.width;

@@ -1,4 +1,4 @@
-// What a step of decodes leaves behind: the sampled ids, for the next step and for the host.
+// The outputs of a decode step: the sampled ids, for the next step and for the host.
 //
 //   last_ids[rows[b]] = token_ids[b, Q - 1]
 //   out[0, b, i] = token_ids[b, i],  out[1, b, i] = status[b, i]

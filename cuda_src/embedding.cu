@@ -2,9 +2,9 @@
 //
 //   out[t] = weight[token_ids[t]] * scale
 //
-//   token_ids (T,)   int32      outside [0, V) the row of out is NaN; for kPaddingId it is 0
+//   token_ids (T,)   int32      outside [0, V): the row of out is NaN; kPaddingId: it is 0
 //   weight    (V, N) scalar_t   contiguous
-//   out       (T, N) scalar_t   contiguous; is_large: larger than L2, which should not keep it
+//   out       (T, N) scalar_t   contiguous; is_large: exceeds L2, which should not keep it
 //
 // Numerics: the product in float, rounded once (scale 1 is exact).
 // Parallelisation: one thread per kWidth features of up to kRows rows, all loaded before the first

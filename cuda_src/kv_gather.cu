@@ -3,8 +3,8 @@
 //   k[cu_seqlens_k[b] + p] = k_pages[block_tables[b, p / block_size], :, p % block_size]
 //   v[...]                 = v_pages[...]
 //
-// A row of k and v that no sequence owns, that is past its context_len or past the table, or
-// whose block id is outside [0, P), is NaN. Arguments: KvGatherParams, below.
+// A row of k and v is NaN if no sequence owns it, if it is past its context_len or the table, or if
+// its block id is outside [0, P). Arguments: KvGatherParams, below.
 //
 // Numerics: a copy. Parallelisation: one thread per kWidth features; blockIdx.x is the row, whose
 // sequence every thread finds by bisection; blockIdx.y walks the features of k, then of v.
@@ -28,7 +28,8 @@ struct KvGatherParams {
   int head_dim;          // D
 };
 
-// The last b in [0, num_sequences) with cu_seqlens[b] <= row: the owner of `row`, if it has one.
+// The last b in [0, num_sequences) with cu_seqlens[b] <= row: the sequence that owns `row`, if any
+// does.
 __device__ __forceinline__ int find_sequence(const int* cu_seqlens, int num_sequences,
                                              int64_t row) {
   int low = 0, high = num_sequences;
@@ -42,7 +43,7 @@ __device__ __forceinline__ int find_sequence(const int* cu_seqlens, int num_sequ
   return low;
 }
 
-// The slot of dense row `row`; -1: none.
+// The slot of dense row `row`, or -1.
 __device__ __forceinline__ int64_t slot_of(const KvGatherParams& p, int64_t row) {
   if (p.num_sequences == 0) return -1;
   const int b = find_sequence(p.cu_seqlens_k, p.num_sequences, row);

@@ -3,14 +3,14 @@
 //   m = max over s of lse[s]        w[s] = exp(lse[s] - m)        w = sum of w[s]
 //   out = sum of w[s] * outputs[s] / w                            lse = m + log(w)
 //
-// A state with lse -inf is empty: its outputs are not used. Where every state is empty out is 0 and
+// A state with lse -inf is empty: its outputs are not used. If every state is empty, out is 0 and
 // lse is -inf. Arguments: MergeStatesParams, below.
 //
 // Numerics: float, added in the order of s, rounded once.
 // Parallelisation: one thread per kWidth features of a row (t, h); a block takes as many rows as
-// its threads cover. The loads of four states are in flight before the first is used; with two
-// states and many rows, those of two states of two rows. A thread writes only what it has read, so
-// working in place is safe.
+// its threads cover. The loads of four states are in flight before the first is used, or with two
+// states and many rows those of two rows. A thread writes only what it has read, so working in
+// place is safe.
 // Mirror: engine/reference/merge_states.py
 #include "common/packed.cuh"
 #include "common/types.cuh"
@@ -62,7 +62,7 @@ struct Loaded {
   }
 };
 
-__device__ __forceinline__ float larger(float a, float b) {  // a NaN stays
+__device__ __forceinline__ float larger(float a, float b) {  // keeps a NaN
   return a > b || a != a ? a : b;
 }
 

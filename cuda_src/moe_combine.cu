@@ -1,16 +1,16 @@
-// The sum of every token's experts.
+// The weighted expert outputs of every token, summed.
 //
 //   out[t] = sum over j of pairs[t, j] + shared[t] * sigmoid(shared_gate[t]) + residual[t]
 //
 //   pairs              (T, top_k, N) scalar_t  contiguous
 //   shared, residual   (T, N) scalar_t         contiguous, or null; residual may be out
-//   shared_gate        (T,) scalar_t           or null: shared is added as it is
+//   shared_gate        (T,) scalar_t           or null: shared is added ungated
 //   out                (T, N) scalar_t         contiguous
 //
 // Numerics: float, added in the order above, rounded once.
 // Parallelisation: one thread per kWidth features of a token; blockIdx.x walks a row, blockIdx.y
-// the rows. The loads of eight experts and of what is added to them are in flight before the first
-// is used. A thread writes only what it has read.
+// the rows. The loads of eight experts, the shared expert and the residual are in flight before the
+// first is used. A thread writes only what it has read.
 // Mirror: engine/reference/moe_combine.py
 #include "common/packed.cuh"
 #include "common/pdl.cuh"
@@ -19,7 +19,7 @@
 constexpr int kThreads = 128;
 constexpr int kBatch = 8;  // experts whose loads are in flight together
 
-// kWidth features of one row; null: zeros.
+// kWidth features of one row; zeros if null.
 template <int kWidth>
 __device__ __forceinline__ Packed<kWidth> load_or_zero(const scalar_t* p, int64_t at) {
   return p != nullptr ? load_packed<kWidth>(p + at) : Packed<kWidth>{};

@@ -1,29 +1,29 @@
 // The experts of every token, and the pairs (token, expert) sorted by expert.
 //
 //   scores  = softmax(logits), or sigmoid(logits)
-//   experts = the top_k largest of scores + correction, of the best groups of experts; the best
-//             first, of equals the one with the lower index
-//   weights = scores[experts] / their sum (if it is asked for) * scale
+//   experts = the top_k largest of scores + correction within the best groups; the best
+//             first, ties by lower index
+//   weights = scores[experts] / their sum (if requested) * scale
 //   order   = the pairs t * top_k + j by expert, those of an expert by token
 //   offsets = where each expert's pairs begin in order
-//   load   += the pairs of each expert (if it is asked for)
+//   load   += the pairs of each expert (if requested)
 //
 // Arguments: MoeRouteParams, below.
 //
 // Numerics: float; the sum over the chosen scores in the order of the ranks. A NaN ranks last, so
 // that the experts are distinct and exist whatever the logits are.
-// Parallelisation: a warp chooses the experts of a token, with the scores in registers. With few
-// tokens one block does all. With many, moe_route_choose_* also counts the pairs of each chunk of
-// tokens, and in moe_route_place_* a block places the pairs of a chunk after those of the chunks
-// before. A token chooses an expert once at most, so a pair's rank among those of its expert is the
-// number of earlier tokens in a mask of the expert's tokens: no result depends on the order of
+// Parallelisation: a warp chooses the experts of a token, with the scores in registers. Few tokens:
+// one block does everything. Many tokens: moe_route_choose_* also counts the pairs of each chunk of
+// tokens, and a block of moe_route_place_* places the pairs of a chunk after those of the preceding
+// chunks. A token chooses an expert at most once, so a pair's rank within its expert is the number
+// of earlier tokens in the bit mask of that expert's tokens: no result depends on the order of
 // atomics.
 // Mirror: engine/reference/moe_route.py
 #include "common/moe_route.cuh"
 #include "common/pdl.cuh"
 
-constexpr int kFewThreads = 512;  // at most, a warp per token: more would lack registers
-constexpr int kThreads = 512;     // of the kernels for many tokens
+constexpr int kFewThreads = 512;  // maximum, one warp per token: more would lack registers
+constexpr int kThreads = 512;     // of the many-token kernels
 constexpr int kWarps = kThreads / kWarpSize;
 
 // Few tokens.
@@ -75,7 +75,7 @@ __device__ __forceinline__ void find_begins(const MoeRouteParams& p, int* begins
   }
   smem_total[threadIdx.x] = total, smem_before[threadIdx.x] = before;
   __syncthreads();
-  if (threadIdx.x < kExperts) {  // SAFETY: no thread reads what another one writes.
+  if (threadIdx.x < kExperts) {  // SAFETY: each thread reads and writes its own entry only.
     for (int i = expert + kExperts; i < kThreads; i += kExperts)
       total += smem_total[i], before += smem_before[i];
     smem_total[expert] = total, smem_before[expert] = before;

@@ -1,11 +1,12 @@
 // Columns of a matrix in another order.
 //
-//   out[m, k] = x[m, permutation[k]]; 0 where permutation names no column
+//   out[m, k] = x[m, permutation[k]]; 0 if permutation[k] is outside [0, N)
 //
 // x (M, N), rows x_stride elements apart; permutation (K,) int32; out (M, K), rows out_stride
 // elements apart.
 // Numerics: values are only moved.
-// Parallelisation: a thread takes a column and up to kRows rows, and reads its place once for them.
+// Parallelisation: a thread takes one column of up to kRows rows, and reads permutation[k] once for
+// all of them.
 // Mirror: engine/reference/permute_columns.py
 #include "common/pdl.cuh"
 #include "common/types.cuh"

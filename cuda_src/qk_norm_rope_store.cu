@@ -5,13 +5,14 @@
 // the rotated features NaN; keys and values of a slot outside the pages are not stored. Arguments:
 // QkNormRopeStoreParams, below.
 //
-// Numerics: float; rounded after the norm and after the rotation, where the three ops round; then,
-// with PAGE_CODES, to codes of a byte (common/page_codes.cuh).
+// Numerics: float; rounded after the norm and after the rotation, as the three separate ops round;
+// with PAGE_CODES then quantized to one-byte codes (common/page_codes.cuh).
 // Parallelisation: in the vector kernels a thread holds two 16-byte vectors of a head, the two that
 // the rotation pairs up: D / 2 / kVec neighbouring lanes hold a head and sum its squares by
-// shuffles. A thread takes the same vectors of up to kHeads heads at once, for one piece of the
-// table. blockIdx.x is the token, blockIdx.y walks its heads (q's, k's, v's). In the scalar kernels
-// a warp takes a head. A thread writes only what it has read, after all of the head was read.
+// shuffles. A thread takes the same vectors of up to kHeads heads at once, so one piece of the
+// table serves all of them. blockIdx.x is the token, blockIdx.y walks its heads (q's, k's, v's). In
+// the scalar kernels a warp takes a head. A thread writes only what it has read, after all of the
+// head was read.
 // Mirror: engine/reference/qk_norm_rope_store.py
 #include "common/page_codes.cuh"
 #include "common/pdl.cuh"
@@ -40,15 +41,15 @@ struct QkNormRopeStoreParams {
   int block_size;
   int heads_per_block;
   float eps, weight_offset;
-  const float *k_scale, *v_scale;  // (K,) of pages of codes; else null
+  const float *k_scale, *v_scale;  // (K,) scales of quantized pages; else null
 
   __device__ __forceinline__ int num_heads() const { return num_q_heads + 2 * num_kv_heads; }
 };
 
-// The row of head 0 in the pages for the k and v of `slot`; -1: the slot is outside the pages.
+// The row of head 0 in the pages for the k and v of `slot`, or -1 if the slot is outside the pages.
 __device__ __forceinline__ int64_t page_row(const QkNormRopeStoreParams& p, int64_t slot) {
   if (slot < 0 || slot >= p.num_slots) return -1;
-  // A division of 64 bits takes longer than the rest of a small launch.
+  // A 64-bit division would take longer than the rest of a small launch.
   const int64_t block = p.num_slots <= 0x7fffffff
                             ? static_cast<uint32_t>(slot) / static_cast<uint32_t>(p.block_size)
                             : slot / p.block_size;
@@ -61,8 +62,8 @@ __device__ __forceinline__ const float* rotation_row(const QkNormRopeStoreParams
 
 // One head of a token.
 struct Head {
-  const scalar_t *in, *weight;  // weight is null where there is no norm
-  scalar_t* out;                // null: the head is not stored, or goes to a page of codes
+  const scalar_t *in, *weight;  // weight is null without a norm
+  scalar_t* out;  // null: the head is not stored, or goes to a page of quantized codes
   bool is_rotated;
   page_t* page = nullptr;  // of codes
   float page_scale = 1.0f;
@@ -119,8 +120,8 @@ struct Head {
   }
 };
 
-// Where a lane's two vectors of a head are: first the pairs, then, if R < D, the features that are
-// not rotated, two vectors a lane.
+// Offsets of a lane's two vectors of a head: rotated pairs first, then, if R < D, the features that
+// are not rotated, two vectors per lane.
 template <bool kInterleaved>
 struct Lane {
   int pair;        // the first of the lane's kVec pairs
@@ -135,7 +136,7 @@ struct Lane {
   }
 };
 
-// A lane's two vectors of a norm's weight, loaded again only for another weight.
+// A lane's two vectors of a norm's weight, reloaded only if the weight changes.
 struct LaneWeight {
   const scalar_t* weight = nullptr;
   Packed<kVec> lo, hi;

@@ -1,28 +1,30 @@
-// Values of each head as e4m3 with one scale: x ~ codes * scale.
+// Quantization of each head to e4m3 with one scale: x ~ codes * scale.
 //
 //   scale[h] = max |y[:, h]| / 448        (1 if all are 0)
-//   codes    = e4m3(y / scale)            y = x - offset, then rotated, where that is asked for
+//   codes    = e4m3(y / scale)            y = x - offset, then rotated if requested
 //
 //   x       (T, H, D)  scalar_t   token t, head h starts at t * stride_t + h * stride_h
-//   offset  (H, D)     float      subtracted from every token; null: nothing is
+//   offset  (H, D)     float      subtracted from every token, or null
 //   codes   (T, H, D)  e4m3, contiguous
 //   scale   (H,)       float
-//   peaks   (H,)       uint, 0 before: max |y| as bits
+//   peaks   (H,)       uint, zero at launch: max |y| as bits
 //
-// The rotation is by the Hadamard matrix over sqrt(D), which is its own inverse: it spreads a large
-// column over all, and does not change the products of two rotated rows. It needs D a power of 2.
+// The rotation multiplies by the Hadamard matrix over sqrt(D), which is its own inverse: it spreads
+// an outlier column over all columns and preserves the dot product of two rotated rows. D must be a
+// power of 2.
 //
 // Numerics: float; a code is rounded once, to nearest even. A maximum does not depend on the order
 // of the atomics, so results are the same from run to run.
 // Parallelisation: one warp per row of a head, in two launches: the maxima (one atomic per block),
-// then the codes. Lane l has columns l, l + 32, ...: the rotation's strides below 32 are shuffles.
+// then the codes. Lane l holds columns l, l + 32, ...: the rotation's strides below 32 are
+// shuffles.
 // Mirror: engine/reference/quantize_heads.py
 #include <cuda_fp8.h>
 
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 
-constexpr int kMaxColumns = 8;  // of a lane: D <= 256
+constexpr int kMaxColumns = 8;  // columns per lane: D <= 256
 constexpr int kWarps = 8;
 constexpr float kLargest = 448.0f;  // e4m3
 
@@ -91,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
   for (int i = 1; i < kWarps; ++i) peak = fmaxf(peak, smem_peaks[i]);
   atomicMax(peaks + h,
-            __float_as_uint(peak));  // bits of non-negative floats are ordered as they are
+            __float_as_uint(peak));  // the bits of non-negative floats compare as the floats do
 }
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps)

@@ -3,13 +3,12 @@
 //   h = x_scale * x + residual           (rounded to scalar_t; h = x without a residual)
 //   y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset)
 //
-// Compiled with CENTRED=1 it is LayerNorm: h - mean(h) takes the place of h in y, and a bias is
-// added.
+// Compiled with CENTRED=1 it is LayerNorm: h - mean(h) replaces h in y, and a bias is added.
 //
 // Arguments: RmsnormParams, below.
 //
 // Numerics: sums and products in float; y is rounded once, after the weight. The product with
-// x_scale is not contracted with the sum, so that h has the bits of the mirror's.
+// x_scale is not contracted with the sum, so that h matches the mirror bit for bit.
 // Parallelisation: one row per 1 to 16 warps, chosen by N alone, so that a row's sum does not
 // depend on the number of rows. A thread keeps two or four vectors of the row in registers: the row
 // is read once, with all loads in flight together. Rows that are longer, or not aligned to 16
@@ -23,14 +22,14 @@ struct RmsnormParams {
   const scalar_t* x;         // (A, B, N); row (a, b) starts at a * x_stride_a + b * x_stride_b
   const scalar_t* residual;  // (A, B, N) contiguous, or null
   const scalar_t* weight;    // (N,)
-  const scalar_t* bias;      // (N,) or null; read if centred
+  const scalar_t* bias;      // (N,) or null; read if CENTRED
   scalar_t* out;             // (A, B, N), strides like x's; may be x
   scalar_t* residual_out;    // (A, B, N) h, contiguous; may be residual; null without a residual
   int64_t num_rows;          // A * B
   int n, num_b;
   int64_t x_stride_a, x_stride_b, out_stride_a, out_stride_b;  // elements
   float eps, weight_offset, x_scale;
-  int is_late;  // the next kernel may start once the one before this has ended, else at once
+  int is_late;  // 1: trigger the next kernel after pdl_wait; 0: at once
 };
 
 struct Rows {
@@ -97,8 +96,8 @@ __device__ __forceinline__ void rmsnorm_long_row(const Row& row, float* smem_sum
   }
 }
 
-// SAFETY: warps without a row leave as a whole, and a row of several warps has a block of its own,
-// so no barrier waits for a thread that has left.
+// SAFETY: a warp without a row exits as a whole, and a row of several warps is a block of its own,
+// so no barrier waits for a thread that has exited.
 template <int kThreads, int kWarpsPerRow, auto kRowFunction>
 __device__ __forceinline__ void rmsnorm(const RmsnormParams& p) {
   if (p.is_late == 0) pdl_trigger();

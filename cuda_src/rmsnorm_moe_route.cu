@@ -1,16 +1,16 @@
-// The norm in front of a mixture of experts, its router and its routing, of one token.
+// The norm, the router and the routing of a mixture of experts, fused for one token.
 //
 //   y       = x / sqrt(mean(x^2) + eps) * (norm_weight + weight_offset)    (rounded to scalar_t)
 //   logits  = weight y + bias                                              (float)
-//   routing = as moe_route.cu, of these logits
+//   routing = as in moe_route.cu, from these logits
 //
 // Arguments: RmsnormMoeRouteParams, below.
 //
-// Numerics: as rmsnorm.cu and moe_route.cu. A logit is summed in float, by the lanes of a warp and
-// then over them.
+// Numerics: as rmsnorm.cu and moe_route.cu. A logit is summed in float, within each lane and then
+// across the lanes of a warp.
 // Parallelisation: one cluster. Each block computes the whole norm, and the logits of some experts,
-// whose weights it has asked for while the preceding kernel still runs; a warp sums those of an
-// expert. The logits go to the shared memory of the first block, which chooses the experts.
+// one expert per warp; it starts to load their weights while the preceding kernel still runs. The
+// logits are sent to the shared memory of the first block, which chooses the experts.
 // Mirror: engine/reference/rmsnorm_moe_route.py
 #include "common/cluster.cuh"
 #include "common/moe_route.cuh"
@@ -25,7 +25,7 @@ struct RmsnormMoeRouteParams {
   const scalar_t* weight;       // (E, N)
   const scalar_t* bias;         // (E,), or null
   scalar_t* y;                  // (1, N)
-  // As in MoeRouteParams, of one token.
+  // As in MoeRouteParams, for one token.
   const float* correction;
   int* experts;
   float* weights;
@@ -40,7 +40,7 @@ struct RmsnormMoeRouteParams {
 // Dynamic shared memory: the block's rows of weight, y, and the logits.
 template <int kPer>
 __device__ __forceinline__ void rmsnorm_moe_route(const RmsnormMoeRouteParams& p) {
-  if constexpr (!kHasClusters) return;  // there its parts are launched instead
+  if constexpr (!kHasClusters) return;  // without clusters the separate ops are launched instead
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ RouteShared<kPer> shared;
   __shared__ BulkBarrier barrier;
@@ -64,7 +64,7 @@ __device__ __forceinline__ void rmsnorm_moe_route(const RmsnormMoeRouteParams& p
                    p.weight + static_cast<int64_t>(first + i) * p.n, p.n * sizeof(scalar_t));
   }
   for (int e = threadIdx.x; e < kPer * kWarpSize; e += kThreads) shared.masks.clear(e);
-  if (size > 1) cluster_arrive_relaxed();  // the first block runs
+  if (size > 1) cluster_arrive_relaxed();  // the first block is running and can receive logits
   pdl_wait();
   {
     const Row row{p.x,     nullptr, p.norm_weight, nullptr,         p.y,

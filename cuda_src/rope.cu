@@ -9,7 +9,7 @@
 // Parallelisation: an item is kWidth pairs of a head, or kWidth of its features past R; a thread
 // takes the same item of up to kHeads heads at once, so it loads one piece of the table for all of
 // them. blockIdx.x is the token, blockIdx.y walks its heads, blockIdx.z items beyond a block's
-// threads. A thread writes only what it alone has read: in place is safe.
+// threads. A thread writes only what no other thread reads, so working in place is safe.
 // Mirror: engine/reference/rope.py
 #include "common/packed.cuh"
 #include "common/rotary.cuh"
@@ -22,7 +22,7 @@ struct RopeParams {
   const scalar_t *q, *k;    // (T, H, D), (T, K, D); the last axis is contiguous
   const int* positions;     // (T,) row of cos_sin
   const float* cos_sin;     // (P, R) a row is R/2 cosines, then R/2 sines; contiguous
-  scalar_t *q_out, *k_out;  // as q and k; may be q and k, no other overlap
+  scalar_t *q_out, *k_out;  // like q and k; may be q and k, no other overlap
   int64_t q_stride_t, q_stride_h, k_stride_t, k_stride_h;  // elements
   int64_t q_out_stride_t, q_out_stride_h, k_out_stride_t, k_out_stride_h;
   int num_positions;  // P
@@ -31,7 +31,7 @@ struct RopeParams {
   int rotary_dim;     // R
   int items_per_head;
   int heads_per_block;
-  int is_large;  // 1: the results are larger than L2, which should not keep them
+  int is_large;  // 1: the results exceed L2, which should not keep them
 };
 
 __device__ __forceinline__ const scalar_t* head_in(const RopeParams& p, int64_t token, int head) {
@@ -82,9 +82,9 @@ __device__ __forceinline__ void rope(const RopeParams& p) {
   const int heads_at_once = kThreads / items, place = threadIdx.x / items;
   const int half = p.rotary_dim / 2;
   const int item = blockIdx.z * kThreads + threadIdx.x % items;
-  const int at = item * kWidth;  // pairs, then the features past R
+  const int at = item * kWidth;  // index of the first pair, then of the features past R
   const bool is_pair = at < half;
-  // Both pairings read two vectors; they differ in where these are and which elements pair up.
+  // Both pairings read two vectors; they differ in the offsets and in which elements form a pair.
   const int lo_at = !is_pair ? half + at : kInterleaved ? 2 * at : at;
   const int hi_at = kInterleaved ? lo_at + kWidth : lo_at + half;
   const int first = static_cast<int>(blockIdx.y) * p.heads_per_block;

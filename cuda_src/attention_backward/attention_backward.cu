@@ -1,4 +1,5 @@
-// The gradients of attention over whole sequences of any lengths: dQ, dK and dV in three launches.
+// The backward pass of attention over whole sequences of any lengths: dQ, dK and dV in three
+// launches.
 //
 //   S = cap(scale * Q K^T) + mask      P = exp(S - lse)       dP = dO V^T
 //   delta = sum(dO * O)                dS = P * (dP - delta) * (1 - (S / softcap)^2)
@@ -7,11 +8,12 @@
 // Arguments: AttentionBackwardParams, below.
 //
 // Numerics: S, P, dP, dS and all sums in float; P is rounded to scalar_t for dV, dS for dK and dQ;
-// each result is rounded once, the sum over the query heads of a key/value head inside. Float
+// each result is rounded once, after the sum over the query heads of its key/value head. Float
 // inputs never meet a tensor core, so nothing becomes TF32.
-// Parallelisation: in _keys a block takes a tile of keys of one key/value head and loops over the
-// queries that see it, head by head; in _queries a tile of queries of one head, over its keys. Both
-// compute S and dP: with seven products instead of five, sums have a fixed order without atomics.
+// Parallelisation: a block of _keys takes a tile of keys of one key/value head and loops over the
+// queries that see it, head by head; a block of _queries takes a tile of queries of one head and
+// loops over its keys. Both compute S and dP: seven products instead of five, but sums in a fixed
+// order without atomics.
 // Mirror: engine/reference/attention_backward.py
 #if ENGINE_DTYPE == 0
 #include "attention_backward/attention_backward_simt.cuh"
@@ -32,7 +34,7 @@ using KeyTile = Core<true>;
 using QueryTile = Core<false>;
 static_assert(KeyTile::kSharedBytes == SHARED_BYTES, "kernels/attention_backward.py: another size");
 
-// delta[t, h] = sum(dout[t, h] * out[t, h]): a warp a row.
+// delta[t, h] = sum(dout[t, h] * out[t, h]): one warp per row.
 extern "C" __global__ void __launch_bounds__(256)
     attention_backward_delta(const scalar_t* dout, const scalar_t* out, float* delta,
                              int64_t dout_stride_t, int64_t dout_stride_h, int64_t out_stride_t,
@@ -56,7 +58,7 @@ struct AttentionBackwardParams {
   const scalar_t* k;        // (Tk, K, D)
   const scalar_t* v;        // (Tk, K, D)
   const float* lse;         // (Tq, H) log-sum-exp of the forward pass
-  const float* delta;       // (Tq, H) what _delta computes
+  const float* delta;       // (Tq, H) computed by _delta
   const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
   const int* cu_seqlens_k;  // (B + 1,) its keys likewise
   scalar_t* dq;             // (Tq, H, D)
@@ -68,13 +70,13 @@ struct AttentionBackwardParams {
   int group;  // H / K
   int head_dim;
   int causal;
-  int window;                       // 0: none
-  int is_vector;                    // all rows start at, and are whole, 16-byte words
+  int window;     // 0: none
+  int is_vector;  // all rows are aligned to 16 bytes and a multiple of 16 bytes long
   float score_inner, score_factor;  // ScoreRule
   float scale;
 };
 
-// A head's rows of one sequence in q and dout, and in k and v.
+// One head's rows of one sequence in q and dout, and in k and v.
 __device__ __forceinline__ Rows q_rows(const AttentionBackwardParams& p, const Sequence& sequence,
                                        int head) {
   return {p.q + sequence.q_begin * p.q_stride_t + head * p.q_stride_h, p.q_stride_t, sequence.num_q,

@@ -1,4 +1,4 @@
-// A consumer warpgroup of attention_backward_sm90: 64 keys' dK and dV, and its half of dQ.
+// A consumer warpgroup of attention_backward_sm90: dK and dV of 64 keys, and one half of dQ.
 #pragma once
 
 #include "attention_backward/attention_backward_tiles_sm90.cuh"
@@ -55,7 +55,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     wgmma_commit();
   }
 
-  // The sums as an A operand: packed in pairs of neighbouring queries.
+  // Packs the sums as an A operand, in pairs of neighbouring queries.
   static __device__ __forceinline__ void pack(unsigned (&to)[kQueries / 16][4],
                                               const float (&from)[kQueries / 2]) {
 #pragma unroll
@@ -65,7 +65,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
         to[i][w] = pack2<scalar_t>(from[8 * i + 2 * w], from[8 * i + 2 * w + 1]);
   }
 
-  // dS to shared memory: rows are keys, queries are contiguous, in chunks of 64.
+  // Stores dS to shared memory: rows are keys, queries are contiguous in chunks of 64.
   static __device__ __forceinline__ void store_ds(unsigned ds_tile,
                                                   const unsigned (&packed)[kQueries / 16][4],
                                                   int warp_row, int lane_idx) {
@@ -77,7 +77,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     fence_async_proxy();
   }
 
-  // dQ to shared memory, for the warp that adds it: four floats of each thread side by side.
+  // Stores dQ to shared memory for the warp that adds it, four neighbouring floats per thread.
   __device__ __forceinline__ void store_dq(const float (&sum)[32], int half, unsigned phase) const {
     mbarrier_wait(dq_empty + 8 * half, phase);
     const unsigned to = dq + half * kHalfBytes + threadIdx.x % 128 * 16;
@@ -88,8 +88,8 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     mbarrier_arrive(dq_full + 8 * half);
   }
 
-  // S^T becomes P^T. Of the thread's keys i = 0, 1, query 8 j + e (counted from the thread's first)
-  // is seen where 8 j + e >= first[i].
+  // S^T becomes P^T. Query 8 j + e (counted from the thread's first) sees the thread's key i = 0, 1
+  // if 8 j + e >= first[i].
   template <bool kMasked>
   static __device__ __forceinline__ void softmax(float (&s)[kQueries / 2], unsigned lse,
                                                  float factor, const int (&first)[2]) {
@@ -104,7 +104,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     }
   }
 
-  // The same, masked where some key of the warp is beyond the last one that the first query sees.
+  // The same, masked if some key of the warp is past the last one that the first query sees.
   static __device__ __forceinline__ void make_p(float (&s)[kQueries / 2], unsigned statistics,
                                                 int warp_row, int lane_idx, bool causal,
                                                 float factor) {
@@ -135,7 +135,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     }
   }
 
-  // A thread of the warpgroup, and where its warpgroup's keys and values are.
+  // A thread of the warpgroup, and the addresses of its warpgroup's keys and values.
   struct Thread {
     int half, lane_idx, warp_row;
     unsigned k, v;
@@ -151,8 +151,8 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     wgmma_pin(s);
   }
 
-  // Adds tile number `turn` of queries, whose scores are in s, to dK and dV, and hands over its dQ;
-  // then s has the scores of the next tile.
+  // Adds query tile number `turn`, whose scores are in s, to dK and dV, and hands over its dQ; then
+  // loads s with the scores of the next tile.
   __device__ __forceinline__ void add_tile(const Thread& me, int turn, int turns, bool causal,
                                            float factor, float (&s)[kQueries / 2],
                                            float (&dk)[kHeadDim / 2],
@@ -180,7 +180,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     pack(ds_packed, dp);
     store_ds(ds_tile, ds_packed, me.warp_row, me.lane_idx);
 
-    // The next tile's Q. After the last tile it is whatever is there: its scores are not used.
+    // The next tile's Q. After the last tile this reads stale data, whose scores are not used.
     if (turn + 1 < turns) mbarrier_wait(q_full + 8 * (stage ^ 1), (turn + 1) / 2 % 2);
     wgmma_fence();
     wgmma_wait<0>();
@@ -188,8 +188,8 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     if (me.lane_idx == 0) mbarrier_arrive(dout_empty + 8 * stage);
     wgmma_fence();
     start_sums(dk, ds_packed, q_tile);
-    // SAFETY: both warpgroups have stored dS. The other tile of dS is free when this barrier is
-    // passed again: its readers have waited for their products before they came here.
+    // SAFETY: both warpgroups have stored dS. The other buffer of dS is free once this barrier is
+    // passed again: its readers waited for their products before they arrived here.
     named_barrier_sync<128 * kConsumerWarpgroups>(1);
     wgmma_fence();
     start_dq(dq_sum, ds_tile, me.half);
@@ -223,7 +223,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     mbarrier_wait(v_full, 0);
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) add_tile(me, turn, turns, causal, factor, s, dk, dv);
-    // Keeps what follows out of the loop, where there are no registers for it.
+    // Keeps the code below out of the loop, which has no registers to spare.
     wgmma_wait<0>();
     wgmma_pin(dk);
     wgmma_pin(dv);

@@ -1,6 +1,7 @@
-// One block of attention_backward on tensor cores: a tile of rows that stays, and one that streams.
+// One block of attention_backward on tensor cores: a stationary tile of rows, and tiles that stream
+// past it.
 //
-// For dK and dV rows are keys and queries stream by, for dQ rows are queries and keys stream by.
+// For dK and dV the rows are keys and queries stream; for dQ the rows are queries and keys stream.
 // `a` and `b` are K and V (or Q and dO) of the rows, `x` and `y` Q and dO (or K and V) of the
 // stream: scores are a x^T, dP is b y^T, and
 //
@@ -19,7 +20,7 @@ struct MmaBackward {
   using Layout = TileLayout<kHeadDim>;
   static constexpr int kThreads = kWarps * kWarpSize;
   static constexpr int kRows = 16 * kWarps;
-  // Columns of the results: two sums of more than 128 columns do not fit the registers.
+  // Columns of the results per pass: two sums of more than 128 columns do not fit in registers.
   static constexpr int kColumns = kOfKeys && kHeadDim > 128 ? 128 : kHeadDim;
   static constexpr int kRowTile = kRows * Layout::kPitch, kTile = kStream * Layout::kPitch;
   static constexpr int kSharedBytes =
@@ -39,8 +40,8 @@ struct MmaBackward {
       }
   }
 
-  // The tile of rows from row_begin on, against rows [begin, end) of the stream. `lse` and `delta`
-  // are the queries' of this head, `column` the first of the results'.
+  // Multiplies the tile of rows from row_begin on with rows [begin, end) of the stream. `lse` and
+  // `delta` belong to the queries of this head; `column` is the first column of the results.
   __device__ __forceinline__ void run(unsigned char* smem_bytes, const Sequence& sequence,
                                       const ScoreRule& rule, const Rows& a, const Rows& b,
                                       const Rows& x, const Rows& y, const float* lse,
@@ -58,9 +59,9 @@ struct MmaBackward {
       load_statistics<kRows, kThreads>(smem_stats, lse, delta, stat_stride, row_begin,
                                        sequence.num_q);
 #pragma unroll 1
-    for (int tile = 1 - kStages; tile < tiles; ++tile) {  // the first rounds only load
-      // SAFETY: all warps are done with the tile before, whose place the next load takes; with two
-      // stages the same barrier makes this tile's copies visible.
+    for (int tile = 1 - kStages; tile < tiles; ++tile) {  // the first iterations only load
+      // SAFETY: all warps are done with the previous tile, whose stage the next load overwrites;
+      // with two stages the same barrier makes this tile's copies visible.
       if (tile >= 0) {
         if constexpr (kStages == 2) cp_async_wait<0>();
         __syncthreads();

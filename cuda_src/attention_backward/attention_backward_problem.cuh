@@ -1,5 +1,5 @@
-// What every kernel of attention_backward needs: who sees whom, one element's gradient, tiles of
-// rows in shared memory, the rows' statistics.
+// Shared by all kernels of attention_backward: the mask, one element's gradient, tiles of rows in
+// shared memory, and the rows' statistics.
 #pragma once
 
 #include "common/attention.cuh"
@@ -8,11 +8,11 @@
 struct Sequence {
   int64_t q_begin, k_begin;  // first row of each in the arrays
   int num_q, num_k;
-  int last_key_of_first_query;  // negative: it sees none
-  int causal;                   // 1: each further query sees one key more; 0: all see the same
+  int last_key_of_first_query;  // negative: it sees no key
+  int causal;      // 1: each further query sees one more key; 0: all queries see the same keys
   unsigned reach;  // keys a query sees, counted back from its last one: window, or 2^31
 
-  // SAFETY: lengths that do not fit the arrays are cut to them.
+  // SAFETY: lengths are clamped to the arrays.
   __device__ __forceinline__ Sequence(const int* cu_seqlens_q, const int* cu_seqlens_k, int b,
                                       int total_q, int total_k, int causal, int window)
       : causal(causal), reach(window > 0 ? static_cast<unsigned>(window) : 1u << 31) {
@@ -31,7 +31,7 @@ struct Sequence {
   __device__ __forceinline__ int first_key(int query) const {
     return reach < 1u << 31 ? max(0, last_key(query) - static_cast<int>(reach) + 1) : 0;
   }
-  // One comparison for both borders: a negative difference is a huge unsigned one.
+  // One unsigned comparison covers both bounds: a negative difference becomes huge.
   __device__ __forceinline__ bool sees(int query, int key) const {
     return static_cast<unsigned>(last_key(query) - key) < reach;
   }
@@ -48,10 +48,11 @@ struct Sequence {
 
 struct Gradient {
   float p;   // the softmax
-  float ds;  // what the score's gradient is, but for `scale`
+  float ds;  // gradient of the score, without `scale`
 };
 
-// Of one query and key, of q.k, dout.v, and of the query the log2-sum-exp2 and sum(dout * out).
+// For one query and key: `dot` is q.k, `dp` is dout.v, `lse` and `delta` are the query's
+// log2-sum-exp2 and sum(dout * out).
 template <bool kSoftcap>
 __device__ __forceinline__ Gradient gradient(const ScoreRule& rule, float dot, float dp, float lse,
                                              float delta, bool seen) {
@@ -61,7 +62,7 @@ __device__ __forceinline__ Gradient gradient(const ScoreRule& rule, float dot, f
     slope = 1.0f - dot * dot;
   }
   const float p = exp2_approx(fmaf(dot, rule.factor, -lse));
-  // SAFETY: a choice, not a product: what is not seen may be infinite or NaN.
+  // SAFETY: a select, not a product: a masked value may be infinite or NaN.
   return {seen ? p : 0.0f, seen ? p * (dp - delta) * slope : 0.0f};
 }
 
@@ -74,7 +75,7 @@ struct Rows {
   int64_t stride;
   int count;
   int head_dim;
-  bool is_vector;  // rows start at, and are whole, 16-byte words
+  bool is_vector;  // rows are aligned to 16 bytes and a multiple of 16 bytes long
 };
 
 // Starts the copy of rows [begin, begin + kRows) to smem, zeros past the last one.
@@ -105,7 +106,7 @@ __device__ __forceinline__ void load_statistics(float* smem, const float* lse, c
   }
 }
 
-// A row of a result (tokens, heads, D), where it goes and with which factor.
+// Rows of a result (tokens, heads, D): destination and factor.
 struct GradientRows {
   scalar_t* first;
   int64_t stride;

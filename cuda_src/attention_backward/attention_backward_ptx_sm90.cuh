@@ -1,5 +1,5 @@
-// PTX that only attention_backward_sm90 needs: sums added to memory by the copy engine, the order
-// of blocks that add, and two forms of wgmma.
+// PTX used by attention_backward_sm90 alone: bulk reductions into global memory, the order of the
+// blocks that add, and two forms of wgmma.
 #pragma once
 
 #include "common/attention_sm90.cuh"
@@ -14,7 +14,8 @@ __device__ __forceinline__ void bulk_add(void* to, unsigned from, unsigned bytes
       : "memory");
 }
 
-// Orders this thread's accesses by loads and stores with those by the copy engine, everywhere.
+// Orders this thread's ordinary loads and stores with accesses by the copy engine, in all state
+// spaces.
 __device__ __forceinline__ void fence_proxy_all() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
@@ -30,9 +31,9 @@ __device__ __forceinline__ void add_release(int* to, int x) {
 
 // ---- wgmma ------------------------------------------------------------------------------------
 //
-// The first product of a sum has its registers as results only. If they were operands too, as those
-// of `wgmma` are, ptxas would find instructions that define them while wgmma runs, and would
-// serialise all wgmma (warning C7510).
+// The first product of a sum takes its accumulators as outputs only. Were they inputs too, as in
+// `wgmma`, ptxas would see instructions that define them while wgmma runs, and would serialise
+// every wgmma (warning C7510).
 
 #define ENGINE_F(i)                                                                     \
   "=f"(acc[i]), "=f"(acc[i + 1]), "=f"(acc[i + 2]), "=f"(acc[i + 3]), "=f"(acc[i + 4]), \

@@ -1,9 +1,9 @@
 // One block of attention_backward in true float32 on CUDA cores: the roles of
 // attention_backward_mma.cuh.
 //
-// A warp owns kWarpRows rows; the stream comes in tiles of 32. For scores and dP a lane is a row of
-// the stream, for the sums it is every 32nd column, and P and dS go from one to the other by
-// shuffles. Nothing is rounded on the way. This is the path of checks, not of speed.
+// A warp owns kWarpRows rows; the stream comes in tiles of 32. For scores and dP a lane holds one
+// row of the stream, for the sums every 32nd column; shuffles carry P and dS between the two.
+// Intermediate values are not rounded. This path serves checks, not speed.
 #pragma once
 
 #include "attention_backward/attention_backward_problem.cuh"
@@ -50,7 +50,7 @@ struct SimtBackward {
                                        sequence.num_q);
 #pragma unroll 1
     for (int at = begin; at < end; at += kStream) {
-      __syncthreads();  // SAFETY: all warps are done with the tile that is overwritten now.
+      __syncthreads();  // SAFETY: all warps are done with the tile that is about to be overwritten.
       load_rows<kHeadDim, kStream, kThreads>(smem_x, x, at);
       load_rows<kHeadDim, kStream, kThreads>(smem_y, y, at);
       if constexpr (kOfKeys)

@@ -1,9 +1,9 @@
-// The gradients of attention on Hopper: the work of attention_backward.cu, by wgmma, TMA and warps
-// with roles, in three launches; five products instead of seven.
+// The backward pass of attention on Hopper: attention_backward.cu with wgmma, TMA and specialised
+// warps, in three launches; five products instead of seven.
 //
 // Arguments: AttentionBackwardSm90BeforeParams and AttentionBackwardSm90Params, below.
 //
-// Numerics: as in attention_backward.cu, but dQ is a sum of float sums of 128 keys each: in a fixed
+// Numerics: as in attention_backward.cu, but dQ adds up float sums of 128 keys each: in a fixed
 // order with `order`, else in any order.
 // Parallelisation: _before computes the statistics and clears dq_sum, a block for each tile of
 // queries and head; then a CTA takes 128 keys of one key/value head and loops over the queries that
@@ -12,8 +12,8 @@
 #include "attention_backward/attention_backward_consumer_sm90.cuh"
 
 // The module's configuration: HopperTile of kernels/attention_backward/sm90.py.
-constexpr int kHeadDim = HEAD_DIM;  // columns that are multiplied: D, padded
-constexpr int kQueries = QUERIES;   // of a tile
+constexpr int kHeadDim = HEAD_DIM;  // columns of the products: D, padded
+constexpr int kQueries = QUERIES;   // per tile
 using Core = BackwardConsumer<kHeadDim, kQueries>;
 static_assert(Core::kSharedBytes == SHARED_BYTES,
               "kernels/attention_backward/sm90.py computes another size");
@@ -33,7 +33,7 @@ struct AttentionBackwardSm90BeforeParams {
 
 extern "C" __global__ void __launch_bounds__(256)
     attention_backward_sm90_before(const __grid_constant__ AttentionBackwardSm90BeforeParams p) {
-  constexpr int kLanes = kHeadDim / 8;  // of 16 bytes, a row
+  constexpr int kLanes = kHeadDim / 8;  // lanes per row, 16 bytes each
   const int m = blockIdx.x, head = blockIdx.y, b = blockIdx.z;
   const Sequence sequence(p.cu_seqlens_q, p.cu_seqlens_q, b, p.total_q, p.total_q, 0, 0);
   if (m * kQueries >= sequence.num_q) return;
@@ -78,11 +78,11 @@ struct AttentionBackwardSm90Params {
   const int* cu_seqlens_k;  // (B + 1,) its keys likewise
   const float* statistics;  // (tiles, H, 2, kQueries): log2-sum-exp2 (+inf where there is no query,
                             // or it sees no key), then delta; tiles of queries: first_query_tile()
-  float* dq_sum;            // (tiles, H, 2, 64 * 64) dQ as threads hold it: half w is warpgroup w's
-  int* order;               // (tiles, H, 2) blocks that have added to dq_sum; null: in any order
-  int* counter;             // 0: the next block's keys; 0 again at the end
-  scalar_t* dk;             // (Tk, K, D) contiguous
-  scalar_t* dv;             // (Tk, K, D) contiguous
+  float* dq_sum;  // (tiles, H, 2, 64 * 64) dQ in accumulator order; half w is warpgroup w's
+  int* order;     // (tiles, H, 2) blocks that have added to dq_sum; null: in any order
+  int* counter;   // index of the next block's keys; 0 at launch and at the end
+  scalar_t* dk;   // (Tk, K, D) contiguous
+  scalar_t* dv;   // (Tk, K, D) contiguous
   int total_q, total_k, num_heads;
   int group;  // H / K
   int head_dim;
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
     attention_backward_sm90(const __grid_constant__ AttentionBackwardSm90Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   const Core core(smem);
-  __shared__ __align__(16) KeyWork work;  // not in registers: no role has any to spare
+  __shared__ __align__(16) KeyWork work;  // in shared memory: no role has registers to spare
   const BackwardProblem problem{p.cu_seqlens_q, p.cu_seqlens_k, p.statistics, p.dq_sum, p.order,
                                 p.total_q,      p.total_k,      p.num_heads,  p.group,  p.causal};
   if (threadIdx.x == 0) {

@@ -1,5 +1,5 @@
-// The roles of attention_backward_sm90: a producer warp that streams Q and dO to shared memory, two
-// consumer warpgroups of 64 keys each, and two warps that add dQ to memory.
+// The warp roles of attention_backward_sm90: a producer warp that streams Q and dO to shared
+// memory, two consumer warpgroups of 64 keys each, and two warps that add dQ to global memory.
 //
 // A block owns 128 keys of one key/value head. For every tile of queries, warpgroup w computes
 //
@@ -8,7 +8,7 @@
 //   dQ  = dS K                     dS through shared memory: both warpgroups' keys are in the sum;
 //                                  64 x 64 of it a warpgroup
 //
-// dQ goes through shared memory to a float array, which the copy engine adds to: in any order, or
+// dQ goes through shared memory to a float array, to which the copy engine adds: in any order, or
 // one block after another (`order`).
 #pragma once
 
@@ -17,19 +17,19 @@
 
 // ---- the work ----------------------------------------------------------------------------------
 
-// What all blocks know of the launch.
+// The launch, the same for all blocks.
 struct BackwardProblem {
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;
   const float* statistics;  // of each tile of queries and head: log2-sum-exp2, then delta
-  float* dq;                // of each tile of queries and head: sums, as the threads hold them
+  float* dq;                // of each tile of queries and head: sums in accumulator order
   int*
       order;  // of each tile of queries, head and half: how many blocks have added; null: any order
   int total_q, total_k, num_heads, group, causal;
 };
 
-// Tiles of queries are numbered over all sequences: this is the number of a sequence's first one.
-// A tile has queries of one sequence only, which costs up to one more tile a sequence.
+// Number of a sequence's first tile of queries; tiles are numbered over all sequences. A tile holds
+// queries of one sequence only, which costs up to one extra tile per sequence.
 template <int kQueries>
 __device__ __forceinline__ int first_query_tile(const Sequence& sequence, int b) {
   return static_cast<int>(sequence.q_begin) / kQueries + b;
@@ -38,13 +38,13 @@ __device__ __forceinline__ int first_query_tile(const Sequence& sequence, int b)
 // The keys of a block, and the tiles of queries that see them.
 struct KeyWork {
   int kv_head, key_block, num_key_blocks;
-  int first_row;  // of the keys in K and V
-  int num_keys;   // from there on, that the sequence has
-  int query_row;  // of the sequence's first query in Q
+  int first_row;  // first of the keys in K and V
+  int num_keys;   // keys of the sequence from there on
+  int query_row;  // row of the sequence's first query in Q
   int num_queries;
   int last_key_of_first_query;  // counted from the block's first key
   int begin, tiles;             // tiles of queries that see one of the keys
-  int start;                    // the one to begin with, counted from `begin`
+  int start;                    // tile visited first, counted from `begin`
   int first_tile;               // number of the sequence's first tile
 
   // The tile visited in turn i.
@@ -78,15 +78,16 @@ __device__ __forceinline__ KeyWork find_work(const BackwardProblem& problem,
   return work;
 }
 
-// How many blocks add to dQ of query tile m before this one does. The order is that in which they
-// reach the tile if all advance at the same rate: from the last key block that sees the tile
-// downwards; where blocks start on different tiles, from the last one that started there or before.
+// Number of blocks that add to dQ of query tile m before this one. The order is that in which
+// blocks reach the tile if all advance at the same rate: downwards from the last key block that
+// sees the tile or, when blocks start on different tiles, from the last one that started at or
+// before it.
 template <int kQueries, int kKeys>
 __device__ __forceinline__ int turn_of(const BackwardProblem& problem, const KeyWork& work, int m,
                                        bool rotates) {
   const int blocks = work.num_key_blocks;
   if (problem.causal) {
-    // Blocks after this one see the tile's last query too, one for each kKeys keys.
+    // Later key blocks that the tile's last query also sees, one per kKeys keys.
     const int more = ((m + 1) * kQueries - 1 + work.last_key_of_first_query) / kKeys;
     return min(more, blocks - 1 - work.key_block);
   }
@@ -99,14 +100,14 @@ template <int kHeadDim, int kQueries>
 struct Backward {
   static constexpr int kKeys = 128, kConsumerWarpgroups = 2, kStages = 2;
   static constexpr int kThreads = 128 * (kConsumerWarpgroups + 1);
-  static constexpr int kChunks = kHeadDim / 64;  // of 64 columns, 128 bytes
+  static constexpr int kChunks = kHeadDim / 64;  // chunks of 64 columns, 128 bytes
   static constexpr int kKeyChunk = kKeys * 128, kKeyBytes = kChunks * kKeyChunk;
   static constexpr int kQueryChunkBytes = kQueries * 128;
   static constexpr int kQueryTileBytes = kChunks * kQueryChunkBytes;
   static constexpr int kDsChunk = kKeys * 128, kDsBytes = kQueries / 64 * kDsChunk;
-  static constexpr int kHalfFloats = 64 * 64, kHalfBytes = kHalfFloats * 4;  // of a tile of dQ
+  static constexpr int kHalfFloats = 64 * 64, kHalfBytes = kHalfFloats * 4;  // half of a dQ tile
   static constexpr int kStatBytes = 2 * kQueries * 4;
-  static constexpr int kStatStride = kStatBytes + 16;  // and the tile's place: see `load_tile`
+  static constexpr int kStatStride = kStatBytes + 16;  // and the tile's position: see `load_tile`
   static constexpr int kBarriers = 3 + 4 * kStages + 2 * kConsumerWarpgroups;
   static constexpr int kSharedBytes = 1024 + 2 * kKeyBytes + 2 * kStages * kQueryTileBytes +
                                       2 * kDsBytes + kConsumerWarpgroups * kHalfBytes +
@@ -158,8 +159,8 @@ struct Backward {
 
   // ---- the producer warp -----------------------------------------------------------------------
 
-  // Rows [valid, kRows) of a tile become zeros, once all of it is there: they are another
-  // sequence's, and 0 * NaN would reach the sums.
+  // Zeroes rows [valid, kRows) of a tile once it has arrived: they belong to another sequence, and
+  // 0 * NaN would reach the sums.
   template <int kRows>
   __device__ __forceinline__ void zero_rows(unsigned tile, int valid, int lane_idx) const {
     for (int chunk = 0; chunk < kChunks; ++chunk)
@@ -170,7 +171,7 @@ struct Backward {
     __syncwarp();
   }
 
-  // Loads a tile of rows, of which `valid` are this sequence's.
+  // Loads a tile of rows, of which `valid` belong to this sequence.
   template <int kRows>
   __device__ __forceinline__ void load(unsigned to, const TensorMap* map, int head, int row,
                                        int valid, unsigned full, unsigned& tail_phase,
@@ -192,8 +193,8 @@ struct Backward {
     }
   }
 
-  // A tile of Q with its statistics; after these, the last key (counted from the block's first)
-  // that its first query sees.
+  // Loads a tile of Q with its statistics, followed by the last key (counted from the block's
+  // first) that its first query sees.
   __device__ __forceinline__ void load_tile(const TensorMap* map, const float* statistics, int head,
                                             int row, int valid, int last, int stage,
                                             unsigned& tail_phase, int lane_idx) const {
@@ -260,7 +261,7 @@ struct Backward {
       bulk_wait_read();
       mbarrier_arrive(dq_empty + 8 * half);
       if (problem.order != nullptr) {
-        // SAFETY: the next block may add only when this one's sums are there.
+        // SAFETY: the next block may add only after this one's sums have arrived.
         bulk_wait();
         fence_proxy_all();
         add_release(problem.order + 2 * place + half, 1);

@@ -1,17 +1,19 @@
-// Attention of the newest tokens of every sequence against its pages, the keys split over CTAs.
+// Attention of each sequence's newest tokens to the keys in its pages, with the keys split over
+// CTAs.
 //
 //   out = softmax(cap(scale * Q K^T) + mask) V        for every sequence b and query head h
 //
-// Query i of Q sees keys 0 to len - Q + i. A sink adds exp(sink) to the sums over the keys of
-// its head: where a row is finished, not in its splits. Arguments: AttentionDecodeParams, below.
-// Macros: the attributes of Tile in engine/kernels/_attention.py; ENGINE_DTYPE 0 is float32.
+// Query i of Q sees keys 0 to len - Q + i. A sink adds exp(sink) to the sums over the keys of its
+// head: once per row, when the row is finished, not in its splits. Arguments:
+// AttentionDecodeParams, below. Macros: the attributes of Tile in engine/kernels/_attention.py;
+// ENGINE_DTYPE 0 is float32.
 //
 // Numerics: scores, softmax and sums in float; P is rounded to scalar_t before P V; partials are
 // weighted by 2^(maximum - largest maximum), in the order of the keys, so a result does not depend
-// on which finished first.
+// on which split finished first.
 // Parallelisation: a CTA takes one split of the keys of one sequence and key/value head, for up
-// to kRows rows (token, head of the group). With few rows its warps divide the keys instead.
-// Lengths are read on the device only, and CTAs of splits without keys exit immediately, so a
+// to kRows rows (token, head of the group). With few rows the warps divide the keys instead of the
+// rows. Lengths are read on the device only, and CTAs of splits without keys exit immediately, so a
 // captured graph stays valid while sequences grow. attention_decode_combine: one warp per row.
 // Mirror: engine/reference/attention_decode.py
 #if ENGINE_DTYPE == 0
@@ -29,7 +31,7 @@ constexpr int kHeadDim = HEAD_DIM;  // D, padded
 constexpr int kSplitGrain = 64;     // a split holds a multiple of this many keys, except the last
 constexpr int kCombineThreads = 128;
 
-// Of both kernels. Strides are in elements.
+// Parameters of both kernels. Strides are in elements.
 struct AttentionDecodeParams {
   const scalar_t* q;                // (B, Q, H, D)
   const page_t *k_pages, *v_pages;  // (P, K, block_size, D)
@@ -52,16 +54,16 @@ struct AttentionDecodeParams {
   int block_shift, num_blocks;  // log2(block_size), P
   int window;                   // 0: none
   int num_splits;
-  int is_vector;                    // all rows start at, and are whole, 16-byte words
+  int is_vector;  // all rows are aligned to 16 bytes and a multiple of 16 bytes long
   float score_inner, score_factor;  // ScoreRule
-  const float *k_scale, *v_scale;   // (K,) of pages of codes; else null
+  const float *k_scale, *v_scale;   // (K,) scales of quantized pages; else null
 
   __device__ __forceinline__ bool has_partials() const { return partial_o != nullptr; }
 };
 
-// How the keys that any row of a sequence sees are cut: the same in both kernels.
+// How the keys that any row of a sequence sees are split: the same in both kernels.
 struct SplitPlan {
-  int first, chunk, count;  // the first key, keys of a split, splits with keys
+  int first, chunk, count;  // first key, keys per split, number of splits with keys
 
   __device__ __forceinline__ SplitPlan(const RowRule& rows, int num_keys, int num_splits) {
     first = rows.first_key(0) / kSplitGrain * kSplitGrain;

@@ -1,31 +1,32 @@
-// Pages of codes in attention_decode_sm90: they become halves in registers, exactly, and are
-// multiplied by halves. The scale of the keys is in the scores' factor, that of the values in the
-// results'; P is rounded to half.
+// Quantized pages in attention_decode_sm90: their codes become halves in registers, exactly, and
+// are multiplied by halves. The scale of the keys is folded into the scores' factor, that of the
+// values into the results'; P is rounded to half.
 //
 // Q K^T. A lane 4 g + t of mma holds, of B, k = 2t, 2t+1, 2t+8, 2t+9 of column g. Which features
-// these are is free, as long as Q agrees: here they are 4 neighbours of the lane's 16-byte words t
-// and, for D = 128, t + 4 of a key, so that a word is loaded by one access and feeds 4 products.
+// these stand for is free, as long as Q agrees: here they are 4 neighbours within the lane's
+// 16-byte words t and, for D = 128, t + 4 of a key, so that a word is loaded by one access and
+// feeds 4 products.
 //   product s: features 64 (s / 4) + 16 t + 4 (s % 4) + {0, 1} and {2, 3}
-// Which key is column g is free, too: see code_row.
+// Which key column g stands for is free too: see code_row.
 //
-// P V. ldmatrix transposes units of two bytes: a lane gets features 2g and 2g+1 of keys 2t and
-// 2t+1. One byte permutation pairs the keys; the even features are the columns of one product, the
-// odd ones those of another. So a lane's sums are 4 neighbouring columns, 4t to 4t+3 of 16.
+// P V. ldmatrix transposes elements of two bytes: a lane receives features 2g and 2g+1 of keys 2t
+// and 2t+1. One byte permutation pairs the keys; the even features are the columns of one product,
+// the odd ones those of another. So a lane's sums are 4 neighbouring columns, 4t to 4t+3 of 16.
 #pragma once
 
 #include "attention_decode/attention_decode_pipeline_sm90.cuh"
 #include "common/mma.cuh"
 
-// What P V is computed of.
+// The operand type of P V.
 #if PAGE_CODES
 using prob_t = __half;
 #else
 using prob_t = scalar_t;
 #endif
 
-// The row of a tile of column `column` of the scores and P, in the same eight rows. Two columns
-// that are loaded together, 2i and 2i+1, have rows i and i+4: their four words each are then in
-// different banks. With swizzled rows of 64 bytes these are neighbours.
+// The tile row, within the same eight rows, that belongs to column `column` of the scores and P.
+// Columns 2i and 2i+1, which are loaded together, map to rows i and i+4: their four words each are
+// then in different banks. With swizzled rows of 64 bytes they map to neighbouring rows.
 __device__ __forceinline__ int code_row(int column) {
   if constexpr (!kHasCodes || (kSwizzled && kHeadDim == 64)) return column;
   return column / 8 * 8 + column % 8 / 2 + column % 2 * 4;
@@ -40,8 +41,8 @@ __device__ __forceinline__ Vec<uint32_t, 4> ld_shared_word(unsigned from) {
   return x;
 }
 
-// Operand A of Q K^T, 16 rows. `q` is the address of row 0. A row of bfloat16 is multiplied by a
-// power of two, which leaves its largest value in [1, 2); `factor` gets the inverse.
+// Loads operand A of Q K^T, 16 rows; `q` is the address of row 0. A row of bfloat16 is multiplied
+// by a power of two that brings its largest value into [1, 2); `factor` receives the inverse.
 template <int kSteps>
 __device__ __forceinline__ void load_queries_for_codes(uint32_t (&frag)[kSteps][4],
                                                        float (&factor)[2], unsigned q) {
@@ -109,7 +110,7 @@ __device__ __forceinline__ void multiply_qk_codes(float (&sums)[kRuns][4],
   }
 }
 
-// Adds P V to the sums of kSlice columns: of each 16, o[2 i] has the even and o[2 i + 1] the odd
+// Adds P V to the sums of kSlice columns: of each 16, o[2 i] holds the even and o[2 i + 1] the odd
 // ones. `p` is the address of this lane's row of P for ldmatrix, `first_word` the first 16 columns.
 template <int kSlice>
 __device__ __forceinline__ void multiply_pv_codes(float (&o)[kSlice / 8][4], unsigned p,

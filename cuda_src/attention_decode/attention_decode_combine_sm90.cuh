@@ -1,11 +1,11 @@
-// How rows leave a CTA of attention_decode_sm90: as results, as partial results in scratch memory,
-// and from there as results of the CTA that finishes its sequence last. Partials are always
-// combined in the order of the keys, so a result does not depend on which CTA that is.
+// How rows leave a CTA of attention_decode_sm90: as results, or as partials in scratch memory,
+// which the CTA that finishes a sequence last combines. Partials are always combined in the order
+// of the keys, so a result does not depend on which CTA that is.
 #pragma once
 
 #include "attention_decode/attention_decode_cta_sm90.cuh"
 
-// A writer (see Output) of partial rows, which are relative to 2^base.
+// A writer (see Output) of partial rows, relative to 2^base.
 struct PartialOutput {
   float* o;
   float* stats;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void write_row(const Output& output, int row, int col
   store_vec(output.at(row) + column, result);
 }
 
-// The rows of a sequence without keys, by the consumer warps.
+// Writes the rows of a sequence without keys; called by the consumer warps.
 __device__ __forceinline__ void write_empty(const Output& output, int num_rows) {
   constexpr int kWords = kHeadDim / 4;
   constexpr float kZeros[4] = {};
@@ -65,8 +65,8 @@ __device__ __forceinline__ void write_empty(const Output& output, int num_rows) 
     write_row<4>(output, i / kWords, i % kWords * 4, -kInf, 0.0f, kZeros);
 }
 
-// By the consumer warps of the last CTA: a warp takes kBatchRows rows at once and kBatch partials
-// of each, with all their loads in flight together. `b` counts sequences of the schedule.
+// Called by the consumer warps of the last CTA: a warp takes kBatchRows rows at once and kBatch
+// partials of each, with all their loads in flight together. `b` counts sequences of the schedule.
 template <int kBatchRows, int kBatch>
 __device__ __forceinline__ void combine(const Partials& partials, const SplitOf& split,
                                         const Cta& cta, int b) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void combine(const Partials& partials, const SplitOf&
   for (int row = threadIdx.x / kWarpSize * kBatchRows; row < partials.num_rows;
        row += kConsumerWarps * kBatchRows) {
     const auto clamped = [&](int r) { return min(row + r, partials.num_rows - 1); };
-    float base = -kInf, sum = 0.0f;  // of row lane / kBatch
+    float base = -kInf, sum = 0.0f;  // base and sum of row lane / kBatch
     float o[kBatchRows][kColumns] = {};
 #pragma unroll 1
     for (int first = 0; first < split.count; first += kBatch) {

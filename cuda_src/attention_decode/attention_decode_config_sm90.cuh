@@ -7,8 +7,8 @@
 #include "common/page_codes.cuh"
 
 struct AttentionDecodeSm90Params {
-  TensorMap k_map, v_map;      // the pages as (D / 64, P K block_size, 64), of codes (1, .., D)
-  const scalar_t* q;           // (B, Q, H, D); for a new token before norm and rotation
+  TensorMap k_map, v_map;      // the pages as (D / 64, P K block_size, 64), quantized (1, .., D)
+  const scalar_t* q;           // (B, Q, H, D); with NEW_TOKEN before norm and rotation
   page_t *k_pages, *v_pages;   // (P, K, block_size, D); only a new token is written
   const int* block_tables;     // (B, NB) read only where context_lens says so
   const int* context_lens;     // (B,) keys of each sequence, the Q new ones included
@@ -18,21 +18,21 @@ struct AttentionDecodeSm90Params {
   float* lse;                  // (B, Q, H) contiguous, or null
   float* partial_o;            // (partials, K, rows, D) a split's sum of P V
   float* partial_stats;        // (partials, K, rows, 2) its base (log2), its sum of P
-  int* counters;               // splits that are done, by sequence and head; 0 between launches
+  int* counters;               // finished splits by sequence and head; 0 between launches
   int64_t q_stride_b, q_stride_t, q_stride_h;  // elements, as all strides
   int64_t table_stride;
   int64_t out_stride_b, out_stride_t, out_stride_h;
-  int64_t max_keys;                 // NB * block_size
-  int batch;                        // B * token_parts
-  int num_queries;                  // Q / token_parts
-  int num_heads, num_kv_heads;      // H, K
-  int block_shift, num_blocks;      // log2(block_size), P
-  int window;                       // 0: none
-  int num_splits;                   // of each sequence; 0: equal work for all CTAs
-  int token_parts;                  // into which clusters divide a sequence's query tokens; else 1
+  int64_t max_keys;             // NB * block_size
+  int batch;                    // B * token_parts
+  int num_queries;              // Q / token_parts
+  int num_heads, num_kv_heads;  // H, K
+  int block_shift, num_blocks;  // log2(block_size), P
+  int window;                   // 0: none
+  int num_splits;               // splits per sequence; 0: equal work for all CTAs
+  int token_parts;  // parts into which clusters divide a sequence's query tokens; else 1
   float score_inner, score_factor;  // ScoreRule
   // Read only with NEW_TOKEN.
-  const scalar_t *new_k, *new_v;        // (B, K, D) rows of the projection, as q
+  const scalar_t *new_k, *new_v;        // (B, K, D) (B, K, D) rows of the projection, like q
   const int* positions;                 // (B,) row of cos_sin; outside of it: NaN
   const float* cos_sin;                 // (num_positions, D) cosines, then sines
   const int64_t* slot_mapping;          // (B,) slot of key and value; outside the pages: not stored
@@ -40,7 +40,7 @@ struct AttentionDecodeSm90Params {
   int64_t k_stride_b, k_stride_h, v_stride_b, v_stride_h;
   int num_positions;
   float eps, weight_offset;
-  const float *k_scale, *v_scale;  // (K,) of pages of codes; else null
+  const float *k_scale, *v_scale;  // (K,) scales of quantized pages; else null
 };
 
 // ---- tiles -------------------------------------------------------------------------------------
@@ -51,10 +51,10 @@ constexpr int kCluster = CLUSTER, kCtasPerSm = CTAS_PER_SM;
 constexpr bool kNewToken = NEW_TOKEN;
 
 constexpr int kRows = kRowTiles * 16;
-constexpr int kRowBytes = kHeadDim * 2;                   // of Q
-constexpr int kPageRowBytes = kHeadDim * sizeof(page_t);  // of K and V
-// Persistent CTAs take tiles that TMA swizzles. Clusters, whose launches are short, copy without a
-// tensor map: it would have to be fetched first. Where memory is the limit that is slower.
+constexpr int kRowBytes = kHeadDim * 2;                   // of a row of Q
+constexpr int kPageRowBytes = kHeadDim * sizeof(page_t);  // bytes of a row of K and V
+// Persistent CTAs load tiles that TMA swizzles. Clusters, whose launches are short, copy without a
+// tensor map, as it would have to be fetched first; that is slower when memory is the limit.
 constexpr bool kSwizzled = kCluster == 1;
 constexpr int kBoxBytes = kBoxKeys * kPageRowBytes;
 constexpr int kBoxPitch = kBoxBytes + (kSwizzled ? 0 : 16);  // see tile_offset
@@ -67,19 +67,19 @@ static_assert(!kHasCodes || (kRowTiles == 1 && kHeadDim <= 128),
 // ---- warps and registers -----------------------------------------------------------------------
 
 constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;  // the producer warp follows them
-// Where a CTA has many sequences, three new-token warps compute the rows of the new tokens of later
-// work tiles. Elsewhere the consumer warps compute them themselves: the latency is shorter.
+// When a CTA works on many sequences, three new-token warps compute the new tokens' rows of later
+// work tiles. Otherwise the consumer warps compute them: the latency is shorter.
 constexpr bool kHasNewTokenWarps = kNewToken && kCtasPerSm > 1 && kCluster == 1;
 constexpr int kNewTokenThreads = 3 * kWarpSize;
-// The 168 registers per thread of nine warps of a CTA, or of five of each of two CTAs, are too
-// few for the consumers here. The producer warp is then in a warpgroup of its own, which gives them
-// registers, fewer if its other warps have work.
+// With nine warps in a CTA, or five in each of two CTAs, a thread has 168 registers: too few for
+// these consumers. The producer warp is then in a warpgroup of its own, which releases registers to
+// them, fewer if its other warps have work.
 constexpr bool kMovesRegisters =
     (kConsumerWarps == 8 || kNewToken || (kHasCodes && kCtasPerSm == 2)) && kCluster == 1;
 constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 4 : 1) * kWarpSize;
 constexpr int kConsumerRegisters = kConsumerWarps == 8 ? 232 : kHasNewTokenWarps ? 160 : 208;
 constexpr int kProducerRegisters = kHasNewTokenWarps ? 96 : 40;
-// SAFETY: setmaxnreg deadlocks where the launch has fewer registers left than it requests.
+// SAFETY: setmaxnreg deadlocks if the launch has fewer registers left than it requests.
 static_assert(!kHasNewTokenWarps ||
                   (kConsumerWarps == 4 && kConsumerRegisters + kProducerRegisters <= 2 * 128),
               "two CTAs of eight warps have 128 registers a thread");
@@ -96,7 +96,7 @@ constexpr int kProbsAt = 2 * kStages * kTileBytes;
 // Two buffers of P. Its pitch is 16 bytes more than the keys', so ldmatrix has no bank conflicts.
 constexpr int kProbPitch = kTileKeys * 2 + 16;
 constexpr int kProbBytes = kRows * kProbPitch;
-// What consumer warps exchange, a float per row and warp: two buffers of maxima, one of sums.
+// Exchanged by consumer warps, a float per row and warp: two buffers of maxima, one of sums.
 constexpr int kMaximaAt = kProbsAt + 2 * kProbBytes;
 constexpr int kExchangeBytes = kRows * kConsumerWarps * 4;
 constexpr int kSumsAt = kMaximaAt + 2 * kExchangeBytes;
@@ -110,14 +110,14 @@ constexpr int kQueriesAt = kBarriersAt + (4 * kStages + 2 * kQueryBuffers) * 8;
 constexpr int kQueryPitch = kRowBytes + 16;
 constexpr int kQueryBytes = kRows * kQueryPitch;
 constexpr int kFlagAt = kQueriesAt + kQueryBuffers * kQueryBytes;
-// Each warp's WarpSchedule, but the producer warp's.
+// One WarpSchedule per warp except the producer warp.
 constexpr int kScheduleAt = kFlagAt + 16, kScheduleBytes = 64;
 constexpr int kScheduledWarps =
     kConsumerWarps + (kHasNewTokenWarps ? kNewTokenThreads / kWarpSize : 0);
 // The new token's key, value and position among the keys, a buffer for each of Q.
 constexpr int kNewKvAt = kScheduleAt + kScheduledWarps * kScheduleBytes;
 constexpr int kNewKvBytes = 2 * kPageRowBytes + 16;
-// Partials that the CTAs of a cluster push to each other, where there is room
+// Partials that the CTAs of a cluster push to each other, if they fit
 // (attention_decode_cluster_sm90.cuh).
 constexpr bool kPushesPartials = kCluster > 1 && kRowTiles == 1;
 constexpr int kInboundAt = kNewKvAt + (kNewToken ? kQueryBuffers * kNewKvBytes : 0);

@@ -33,7 +33,7 @@ class Consumer {
   }
 
   // Computes the new token of a sequence into shared memory and, if has_kv, stores its key and
-  // value to the pages. `key` is new_key_of. Not where new-token warps do it.
+  // value to the pages. `key` is the result of new_key_of. Unused with new-token warps.
   __device__ __forceinline__ void compute_new_token(const Cta& cta, int b, bool has_kv, int key) {
     const NewTokenTask task{b, true, has_kv, kQueriesAt, kNewKvAt};
     const NewTokenRow row(cta, task, threadIdx.x / NewTokenRow::kLanes);
@@ -44,8 +44,9 @@ class Consumer {
     barrier();
   }
 
-  // Q to shared memory. Only in a cluster: its one work tile's sequence is known before the length
-  // is. Elsewhere the producer warp copies Q during the work tile before.
+  // Copies Q to shared memory. Used in clusters only, where the sequence of the one work tile is
+  // known before its length is. Otherwise the producer warp copies Q during the preceding work
+  // tile.
   __device__ __forceinline__ void stage_queries(const Queries& from, int num_rows, int group) {
     constexpr int kWords = kRowBytes / 16;
     for (int i = threadIdx.x; i < kRows * kWords; i += kConsumerThreads) {
@@ -61,7 +62,7 @@ class Consumer {
     barrier();
   }
 
-  // Hands the rows to a writer.
+  // Passes the rows to a writer.
   template <typename Writer>
   __device__ __forceinline__ void store(const RowRule& rows, const Writer& writer) {
     float* const sums = reinterpret_cast<float*>(smem_ + kSumsAt);
@@ -93,8 +94,8 @@ class Consumer {
     }
   }
 
-  // Counts a split as done. True in all consumer warps if it was the last one: then all partials
-  // may be read.
+  // Counts a split as finished. Returns true in all consumer warps if it was the last: then all
+  // partials may be read.
   __device__ __forceinline__ bool is_last(int* counter, int num_splits) const {
     int* const flag = reinterpret_cast<int*>(smem_ + kFlagAt);
     barrier();
@@ -113,9 +114,9 @@ class Consumer {
   }
 
  private:
-  static constexpr int kWarpRuns = kBoxKeys / kConsumerWarps;  // 8-key columns of scores of a warp
+  static constexpr int kWarpRuns = kBoxKeys / kConsumerWarps;  // 8-key score columns per warp
   static constexpr int kPairs = kWarpRuns / 2;
-  static constexpr int kSlice = kHeadDim / kConsumerWarps;  // columns of V of a warp
+  static constexpr int kSlice = kHeadDim / kConsumerWarps;  // columns of V per warp
   static constexpr int kSliceWords = kSlice * sizeof(page_t) / 16;
   static_assert(kWarpRuns % 2 == 0 && kSlice % 16 == 0, "ldmatrix_x4 loads two at once");
   using Scores = float[kRowTiles][kWarpRuns][4];
@@ -124,7 +125,7 @@ class Consumer {
   static constexpr bool kTwoChains = kRowTiles * kWarpRuns <= 2;
   static constexpr float kBaseRange = 8.0f;  // how far a base may be below the maximum, log2
 
-  // Of row i of this lane; see multiply_pv_codes.
+  // Sums of row i of this lane; see multiply_pv_codes.
   template <typename Writer, typename To>
   __device__ __forceinline__ void store_columns_of_codes(const Writer& writer, To to, int i,
                                                          float factor) const {
@@ -145,19 +146,20 @@ class Consumer {
   uint32_t q_[kQueriesInRegisters ? kRowTiles : 1][kQueriesInRegisters ? kHeadDim / 16 : 1][4];
   float o_[kRowTiles][kSlice / 8][4];
 #if PAGE_CODES
-  float query_factor_[2];  // of the rows of q_; elsewhere the member alone would change the code
+  // Without codes the mere member would change the machine code.
+  float query_factor_[2];  // of the rows of q_
 #endif
-  // Of a row: its maximum so far, what O and the sum are relative to (both log2), the sum.
+  // Per row: the running maximum, the base of O and the sum (both log2), and the sum.
   float max_[kRowTiles][2], base_[kRowTiles][2], sum_[kRowTiles][2];
 
-  // With two row tiles no registers are left for what can be recomputed.
+  // With two row tiles no registers are left to keep values that can be recomputed.
   __device__ static __forceinline__ int thread() {
     return kRowTiles > 1 ? recomputed(threadIdx.x) : threadIdx.x;
   }
   __device__ static __forceinline__ int lane_idx() { return thread() % kWarpSize; }
   __device__ static __forceinline__ int warp_idx() { return thread() / kWarpSize; }
   __device__ static __forceinline__ int row_of(int i) { return i * 8 + lane_idx() / 4; }
-  // Of the consumer warps.
+  // Barrier of the consumer warps.
   __device__ static __forceinline__ void barrier() { named_barrier_sync<kConsumerThreads>(1); }
 
   __device__ static __forceinline__ float& at(Scores& s, int i) {
@@ -186,7 +188,8 @@ class Consumer {
       const bool more = i + 1 < num_tiles;
       const int key = first_key + i * kTileKeys;
       if (more) score(s, rows, key + kTileKeys, (i + 1) % 2);
-      // After it P of this tile and the maxima of the next are complete, and the P before is free.
+      // After this barrier P of this tile and the maxima of the next are complete, and the previous
+      // P is free.
       barrier();
       multiply_pv(i % 2, key, rows.first_key(0), num_keys);
       if (more) exponentiate(s, (i + 1) % 2);
@@ -216,7 +219,8 @@ class Consumer {
   }
 
   // Writes words of the new token's key (kind 0) or value (1) into a tile that has landed: the copy
-  // may have read the pages before they were stored. By the only warp that reads these words.
+  // may have read the pages before they were stored there. Called by the only warp that reads these
+  // words.
   __device__ __forceinline__ void patch(unsigned tile, int kind, int index, int first_word,
                                         int num_words) const {
     if (lane_idx() < num_words) {
@@ -231,7 +235,8 @@ class Consumer {
     return new_key_ >= first_key && new_key_ < first_key + kTileKeys;
   }
 
-  // Masked q.k of this warp's keys of the next tile; their maxima go to the other warps.
+  // Computes masked q.k for this warp's keys of the next tile, and shares their maxima with the
+  // other warps.
   __device__ __forceinline__ void score(Scores& s, const RowRule& rows, int first_key, int buffer) {
     ring_k_.wait_full_k();
     if constexpr (kNewToken) {
@@ -301,7 +306,7 @@ class Consumer {
   }
 #endif
 
-  // `sees` says of (row, last key of the row, key) whether the row sees the key.
+  // `sees(row, last key of the row, key)` tells whether the row sees the key.
   template <typename Sees>
   __device__ __forceinline__ void mask(Scores& s, const RowRule& rows, int first_key,
                                        Sees sees) const {
@@ -357,11 +362,11 @@ class Consumer {
     }
   }
 
-  // Scores to P, for all warps to read after the next barrier; O and the sum are rescaled.
+  // Turns scores into P, which all warps read after the next barrier, and rescales O and the sum.
   //
-  // P is relative to its own tile's maximum even where an earlier tile's was higher: then each tile
-  // has a P of exactly 1, which no rounding changes. But the base stays within kBaseRange of the
-  // maximum so far, so O and the sum grow by at most 2^kBaseRange.
+  // P is relative to its own tile's maximum even if an earlier tile had a higher one: then each
+  // tile contains a P of exactly 1, which is not rounded. But the base stays within kBaseRange of
+  // the running maximum, so O and the sum grow by at most 2^kBaseRange.
   __device__ __forceinline__ void exponentiate(const Scores& s, int buffer) {
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {
@@ -392,7 +397,7 @@ class Consumer {
   }
 
   // Zeroes V of the keys outside [begin, end): their P is 0, but 0 * NaN would reach the sum. Each
-  // warp does so in the columns that only it reads.
+  // warp clears the columns that only it reads.
   __device__ __forceinline__ void clear_v(int first_key, int begin, int end) const {
     constexpr int kWords = kSliceWords, kKeysAtOnce = kWarpSize / kWords;
     const int word = warp_idx() * kWords + lane_idx() % kWords;
@@ -413,7 +418,7 @@ class Consumer {
     const unsigned p = smem_address(smem_) + kProbsAt + buffer * kProbBytes +
                        lane_idx() % 16 * kProbPitch + lane_idx() / 16 * 16;
     const int word = warp_idx() * (kSlice / 8) + lane_idx() / 16;
-    unsigned v[kSlice / 16];  // of the first 16 keys; the next ones are kStep bytes further on
+    unsigned v[kSlice / 16];  // addresses of the first 16 keys; the next 16: kStep bytes further
     constexpr int kStep = kSwizzled ? 16 * kRowBytes : 2 * kRowBytes;
 #pragma unroll
     for (int d = 0; d < kSlice / 16; ++d)

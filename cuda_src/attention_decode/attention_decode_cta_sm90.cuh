@@ -1,5 +1,5 @@
-// What the warps of a CTA of attention_decode_sm90 know: its head, where arrays are, and their own
-// place in the schedule.
+// State of a CTA of attention_decode_sm90: its head, the arrays, and each warp's position in the
+// schedule.
 #pragma once
 
 #include "attention_decode/attention_decode_config_sm90.cuh"
@@ -7,7 +7,7 @@
 
 using Scheduler = SchedulerOf<kTileKeys, kCluster>::Type;
 
-// Where tokens are in the pages: slot = id of a page * its size + offset.
+// Addresses of tokens in the pages: slot = page id * page size + offset.
 struct PageLayout {
   int block_shift, num_blocks, num_kv_heads;
 
@@ -16,7 +16,7 @@ struct PageLayout {
     const unsigned page = clamped_page(table[key >> block_shift], num_blocks);
     return (static_cast<int64_t>(page) << block_shift) + (key & ((1 << block_shift) - 1));
   }
-  // The row of the pages (rows of D) of a slot's head; -1: the slot is outside the pages.
+  // The row of the pages (rows of D) of a slot's head, or -1 if the slot is outside the pages.
   __device__ __forceinline__ int64_t row(int64_t slot, int kv_head) const {
     if (slot < 0 || slot >= static_cast<int64_t>(num_blocks) << block_shift) return -1;
     const int64_t page = slot >> block_shift;
@@ -38,7 +38,7 @@ struct Cta {
       : p(p),
         smem(smem),
         group(p.num_heads / p.num_kv_heads),
-        token_parts(kCluster > 1 ? p.token_parts : 1),  // else a constant: it divides for free
+        token_parts(kCluster > 1 ? p.token_parts : 1),  // else a constant, so the division is free
         kv_head(kCluster > 1 ? blockIdx.x / kCluster % p.num_kv_heads
                              : blockIdx.x % p.num_kv_heads),
         head(kv_head * group),
@@ -69,7 +69,7 @@ struct Cta {
         true,
         kHasCodes ? p.v_scale[kv_head] : 1.0f};
   }
-  // What the rows of a work tile see.
+  // The keys that the rows of a work tile see.
   __device__ __forceinline__ RowRule rows(const WorkTile& work) const {
     RowRule rows = problem.rows(work.num_keys);
     if (p.tree_masks != nullptr) {
@@ -86,7 +86,7 @@ struct WarpSchedule {
   Scheduler scheduler;
   WorkTile work;
 
-  // Takes the next work tile; false: there is none.
+  // Takes the next work tile; returns false if none is left.
   __device__ __forceinline__ bool next(const DecodeProblem& problem) {
     __syncwarp();  // SAFETY: all lanes have read the scheduler before one of them writes it.
     Scheduler advanced = scheduler;
@@ -101,7 +101,7 @@ struct WarpSchedule {
 };
 static_assert(sizeof(WarpSchedule) <= kScheduleBytes, "see kScheduleAt");
 
-// This warp's. The producer warp, between the consumer and the new-token warps, has none.
+// This warp's schedule. The producer warp, between the consumer and the new-token warps, has none.
 __device__ __forceinline__ WarpSchedule& warp_schedule(unsigned char* smem) {
   const int warp_idx = threadIdx.x / kWarpSize;
   const int index = warp_idx - (warp_idx > kConsumerWarps);

@@ -1,13 +1,13 @@
 // The newest token of a sequence in attention_decode_sm90 with NEW_TOKEN: its queries, key and
-// value come as the projection left them. Norm, rotation and the store to the pages are fused here,
-// by the formulas of qk_norm_rope_store.cu and so to the same bits.
+// value are the raw output of the projection. Norm, rotation and the store to the pages are fused
+// here, with the formulas of qk_norm_rope_store.cu and so with the same bits.
 #pragma once
 
 #include "attention_decode/attention_decode_cta_sm90.cuh"
 #include "attention_decode/attention_decode_pipeline_sm90.cuh"
 #include "common/qk_head.cuh"
 
-// What a CTA computes of one new token, and where in shared memory it goes.
+// The part of one new token that a CTA computes, and its destination in shared memory.
 struct NewTokenTask {
   int b;
   bool has_queries;  // compute the group's queries
@@ -19,15 +19,15 @@ struct NewTokenTask {
 // A thread's share of one row of a new token: two vectors of a query, of the key or of the value.
 class NewTokenRow {
  public:
-  static constexpr int kLanes = kHeadDim / (2 * kVec);  // neighbours that hold a row
+  static constexpr int kLanes = kHeadDim / (2 * kVec);  // neighbouring lanes that hold a row
 
-  // What the preceding kernel does not write: it may be loaded before pdl_wait.
+  // Inputs that the preceding kernel does not write: they may be loaded before pdl_wait.
   struct Inputs {
     Packed<kVec> weight[2];
     float cos[kVec], sin[kVec];
   };
 
-  // Row 0 to group - 1 is a query, row `group` the key, the next the value; there are none beyond.
+  // Rows 0 to group - 1 are queries, row `group` is the key, row group + 1 the value.
   __device__ __forceinline__ NewTokenRow(const Cta& cta, const NewTokenTask& task, int row)
       : column_(threadIdx.x % kLanes * kVec), is_rotated_(row <= cta.group) {
     const AttentionDecodeSm90Params& p = cta.p;
@@ -118,11 +118,11 @@ class NewTokenRow {
 
   int column_;
   bool is_rotated_;
-  const scalar_t* from_ = nullptr;    // null: there is nothing to compute
-  const scalar_t* weight_ = nullptr;  // of its norm; null: none
-  page_t* page_ = nullptr;            // where it goes in the pages; null: nowhere
-  float page_scale_ = 0.0f;           // of a key or value that becomes codes; a query's is 0
-  int to_ = -1;                       // where it goes in shared memory; -1: nowhere
+  const scalar_t* from_ = nullptr;    // null: nothing to compute
+  const scalar_t* weight_ = nullptr;  // weight of its norm, or null
+  page_t* page_ = nullptr;            // destination in the pages, or null
+  float page_scale_ = 0.0f;           // scale of a key or value that is quantized; 0 for a query
+  int to_ = -1;                       // offset in shared memory, or -1
   int position_ = -1;
 
   __device__ __forceinline__ void load_weight(Packed<kVec> (&weight)[2]) const {
@@ -138,13 +138,14 @@ class NewTokenRow {
   }
 };
 
-// Whether a work tile has its sequence's last keys.
+// Whether a work tile contains its sequence's last key.
 __device__ __forceinline__ bool has_last_key(const WorkTile& work) {
   return work.num_tiles > 0 && work.num_keys <= work.first_key + work.num_tiles * kTileKeys;
 }
 
-// The position of the new token's key among a work tile's keys; -1: it is not among them. A token
-// that is stored elsewhere, or not at all, is no key of the sequence: the pages have its last key.
+// The position of the new token's key among a work tile's keys, or -1 if it is not one of them. A
+// token whose slot is not that of the sequence's last position (or is outside the pages) is not a
+// key of the sequence: the last key is then read from the pages.
 __device__ __forceinline__ int new_key_of(const Cta& cta, const WorkTile& work) {
   const int last = work.num_keys - 1;
   if (!has_last_key(work) || last < 0) return -1;

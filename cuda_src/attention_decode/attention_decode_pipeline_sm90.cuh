@@ -6,8 +6,8 @@
 
 // ---- layout of a tile in shared memory ---------------------------------------------------------
 
-// The offset of 16-byte word `word` of a tile's row `index`, such that ldmatrix, which reads a word
-// of 8 consecutive rows together, finds them in 8 different banks.
+// Byte offset of 16-byte word `word` of a tile's row `index`. ldmatrix reads the same word of 8
+// consecutive rows together: the layout puts these in different banks.
 //
 // Swizzled by TMA: a box is its rows' first 128 bytes, then their second 128 bytes (D = 128), and
 // within each the number of a word is xored with that of its row. Row i is key i of the tile.
@@ -15,10 +15,10 @@
 //            row 1:  1 0 3 2 5 4 7 6     word w of row i is at place w ^ i (mod 8)
 //            row 2:  2 3 0 1 6 7 4 5
 //            ...
-// Rows of codes have half as many words: for D = 128 those above are a row, for D = 64 the number
-// of a word is xored with half that of its row (mod 4).
-// Else a box is as in global memory, boxes are 16 bytes more than a multiple of 128 apart, and 8
-// consecutive rows are the same row of the 8 boxes.
+// Rows of codes have half as many words: for D = 128 a row is swizzled as above, for D = 64 the
+// word number is xored with half the row number (mod 4). Unswizzled, a box is laid out as in global
+// memory, boxes are 16 bytes more than a multiple of 128 apart, and 8 consecutive rows are the same
+// row of the 8 boxes.
 __device__ __forceinline__ unsigned tile_offset(int index, int word) {
   if constexpr (!kSwizzled) return index % 8 * kBoxPitch + index / 8 * kPageRowBytes + word * 16;
   if constexpr (kPageRowBytes == 64) return index * 64 + (word ^ index / 2) % 4 * 16;
@@ -26,7 +26,7 @@ __device__ __forceinline__ unsigned tile_offset(int index, int word) {
   return index / kBoxKeys * kBoxBytes + word / 8 * (kBoxKeys * 128) + row * 128 +
          (word ^ row) % 8 * 16;
 }
-// Which key of the tile row `index` is, and the inverse.
+// The key of the tile that row `index` holds, and the inverse.
 __device__ __forceinline__ int key_of(int index) {
   return kSwizzled ? index : index % 8 * kBoxKeys + index / 8;
 }
@@ -37,18 +37,18 @@ __device__ __forceinline__ int index_of(int key) {
 // ---- pipelines ---------------------------------------------------------------------------------
 
 // One side of the ring of stages: its stage index and phase. A stage has a full and an empty
-// mbarrier for K and for V each. Addresses are those of shared memory.
+// mbarrier each for K and V. Addresses are shared-memory addresses.
 class Ring {
  public:
   __device__ __forceinline__ explicit Ring(unsigned smem) : smem_(smem) {}
 
-  // By one thread, before a block barrier.
+  // Called by one thread, before a block barrier.
   __device__ __forceinline__ void init() const {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(barrier(kFullK, stage), 1);
       mbarrier_init(barrier(kFullV, stage), 1);
-      // SAFETY: every consumer lane arrives. One arrival a warp, after __syncwarp, would do and is
-      // as fast, but compute-sanitizer then reports the other lanes' reads as races.
+      // SAFETY: every consumer lane arrives. One arrival per warp, after __syncwarp, would suffice
+      // and is as fast, but compute-sanitizer then reports the other lanes' reads as races.
       mbarrier_init(barrier(kEmptyK, stage), kConsumerThreads);
       mbarrier_init(barrier(kEmptyV, stage), kConsumerThreads);
     }
@@ -89,7 +89,7 @@ class QueryRing {
  public:
   __device__ __forceinline__ explicit QueryRing(unsigned smem) : smem_(smem) {}
 
-  // By one thread, before the ring's init(), whose fence covers these mbarriers too.
+  // Called by one thread, before the ring's init(), whose fence covers these mbarriers too.
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kQueryBuffers; ++i) {
       mbarrier_init(barrier(kFull, i), kHasNewTokenWarps ? kNewTokenThreads : 1);

@@ -1,9 +1,9 @@
-// What both attention_decode kernels need: how long a sequence is, as far as they believe it.
+// The clamped length of a sequence, shared by both attention_decode kernels.
 #pragma once
 
 #include "common/types.cuh"
 
-// SAFETY: a length that does not fit the block table is cut to it.
+// SAFETY: a length that exceeds the block table is clamped to it.
 __device__ __forceinline__ int sequence_length(const int* context_lens, int b, int64_t max_keys) {
   return static_cast<int>(min(static_cast<int64_t>(max(context_lens[b], 0)), max_keys));
 }

@@ -46,13 +46,13 @@ class Producer {
   const Cta& cta_;
   Ring ring_;
   QueryRing queries_;
-  const TensorMap* map_;  // this lane's: of K or of V
+  const TensorMap* map_;  // map of this lane's array: K or V
   const page_t* pages_;   // likewise
 
   __device__ __forceinline__ static int lane_idx() { return threadIdx.x % kWarpSize; }
 
-  // This lane's of 32 entries of a block table, from `first` on. Only entries of the keys
-  // [begin, end) are read.
+  // This lane's entry of a block table, out of 32 from `first` on. Only entries of the keys [begin,
+  // end) are read.
   __device__ __forceinline__ int page_id(const int* table, int first, int begin, int end) const {
     const int block_shift = cta_.p.block_shift;
     const int64_t key = static_cast<int64_t>(first + lane_idx()) << block_shift;
@@ -60,7 +60,7 @@ class Producer {
     return is_valid ? clamped_page(table[first + lane_idx()], cta_.p.num_blocks) : 0;
   }
 
-  // The rows of Q of a work tile.
+  // Copies the rows of Q of a work tile.
   __device__ __forceinline__ void load_queries(const Queries& from, const RowRule& rows) {
     queries_.wait_empty();
     if (lane_idx() == 0) mbarrier_arrive_expect_tx(queries_.full(), rows.count * kRowBytes);
@@ -72,7 +72,8 @@ class Producer {
     queries_.advance();
   }
 
-  // One tile: all boxes with any of the keys [begin, end). Their other keys are masked later.
+  // Copies one tile: all boxes that contain any of the keys [begin, end). Their other keys are
+  // masked later.
   __device__ __forceinline__ void load_tile(int page, int box_key, int begin, int end) {
     const bool is_valid = box_key < end && box_key + kBoxKeys > begin && lane_idx() < 16;
     const unsigned bytes = __popc(__ballot_sync(kFullMask, is_valid)) / 2 * kBoxBytes;

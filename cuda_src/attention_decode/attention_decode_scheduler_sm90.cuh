@@ -1,8 +1,9 @@
-// The tile scheduler of attention_decode_sm90. Every warp runs it for itself, from the lengths.
+// The tile scheduler of attention_decode_sm90. Every warp runs it independently, from the lengths
+// alone.
 //
-// The keys of each sequence are cut into key tiles of kTileKeys. The schedule deals out chunks: a
-// chunk is one tile or, with num_splits > 0, one split of a sequence. The chunks of all sequences,
-// one sequence after the other, are numbered 0 to T - 1.
+// The keys of each sequence are divided into key tiles of kTileKeys. The schedule distributes
+// chunks: a chunk is one tile or, with num_splits > 0, one split of a sequence. The chunks of all
+// sequences, one sequence after the other, are numbered 0 to T - 1.
 //
 // A CTA group is one persistent CTA for each key/value head. Its CTAs walk along the same pages, so
 // the heads of a page, which are neighbours in memory, are read at the same time. CTA group i of G
@@ -13,11 +14,11 @@
 //   num_splits > 0   a sequence is split by its own length alone, and CTA groups take whole splits,
 //                    so its result does not depend on the other sequences
 //
-// Sequences without keys are dealt out separately (for_each_empty): batches are padded with them.
-// The host reads no lengths, so a captured graph follows them.
+// Sequences without keys, which pad batches, are distributed separately (for_each_empty). The host
+// reads no lengths, so a captured graph stays valid when they change.
 //
-// With clusters (ClusterScheduler) a sequence's query tokens may be divided too. Each of the parts
-// counts as a sequence of num_queries tokens, whose keys end with the key of its last token.
+// With clusters (ClusterScheduler) a sequence's query tokens may be divided too. Each part counts
+// as a sequence of num_queries tokens whose keys end with that of its last token.
 #pragma once
 
 #include "attention_decode/attention_decode_problem.cuh"
@@ -39,13 +40,13 @@ struct DecodeProblem {
   }
 };
 
-// How the keys of a sequence are cut. Without keys there are no chunks, but one tile: in a cluster
-// it writes the zeros.
+// Division of a sequence's keys into tiles. A sequence without keys has no chunks but one tile,
+// which makes a cluster write the zeros.
 template <int kTileKeys>
 struct SequenceTiles {
   int num_keys;
-  int first_tile;  // the first with a key that a row sees
-  int num_tiles;   // from there to the end
+  int first_tile;  // first tile with a key that a row sees
+  int num_tiles;   // tiles from there to the end
   int tiles_per_chunk;
   int num_chunks;
 
@@ -63,24 +64,24 @@ struct SequenceTiles {
   }
 };
 
-// Which split of its sequence a work tile is, and where the splits' partials are in scratch memory.
+// The split that a work tile computes, and the index of the splits' partials in scratch memory.
 struct SplitOf {
-  int index, count;  // this split, of how many
+  int index, count;  // index of this split, number of splits
   int first;         // balanced: the CTA group of split 0; else: the partial of split 0
-  int counter;       // counts splits that are done. Balanced: `first`; else: b
+  int counter;       // index of the counter of finished splits. Balanced: `first`; else: b
   bool is_balanced;
 
-  // A CTA group has at most two partials: one as the first of a sequence, one as a later one of
-  // another sequence.
+  // A CTA group writes at most two partials: one as the first split of a sequence, one as a later
+  // split of another sequence.
   __device__ __forceinline__ int64_t partial(int split) const {
     return is_balanced ? 2ll * (first + split) + (split == 0) : static_cast<int64_t>(first) + split;
   }
 };
 
-// Consecutive key tiles of one sequence: what a CTA works on from one load of Q to the next.
+// Consecutive key tiles of one sequence, processed between two loads of Q.
 struct WorkTile {
   int b, num_keys;
-  int first_key;  // of the first tile
+  int first_key;  // first key of the first tile
   int num_tiles;
   SplitOf split;
 };
@@ -105,7 +106,7 @@ class PersistentScheduler {
     find_sequence(problem, lane_idx);
   }
 
-  // False: there is no more work.
+  // Returns false if no work is left.
   __device__ __forceinline__ bool next(const DecodeProblem& problem, WorkTile& work) {
     if (chunk_ >= end_) return false;
     Tiles tiles(problem, b_);
@@ -136,8 +137,8 @@ class PersistentScheduler {
   }
 
  private:
-  int num_chunks_;                  // of the batch
-  int chunk_ = 0, end_ = 0;         // what is left of this CTA group's chunks
+  int num_chunks_;                  // chunks of the batch
+  int chunk_ = 0, end_ = 0;         // remaining chunks of this CTA group
   int b_ = 0, sequence_begin_ = 0;  // the sequence of chunk_, and its first chunk
 
   __device__ __forceinline__ int num_cta_groups(const DecodeProblem& problem) const {
@@ -201,7 +202,7 @@ class ClusterScheduler {
     return blockIdx.x / kCluster / problem.num_kv_heads;
   }
 
-  // True once, perhaps for a work tile without any tiles.
+  // Returns true once, possibly for a work tile without key tiles.
   __device__ __forceinline__ bool next(const DecodeProblem& problem, WorkTile& work) {
     if (is_done_) return false;
     is_done_ = true;
