@@ -70,8 +70,8 @@ struct AttentionBackwardParams {
   int group;  // H / K
   int head_dim;
   int causal;
-  int window;     // 0: none
-  int is_vector;  // all rows are aligned to 16 bytes and a multiple of 16 bytes long
+  int window;                       // 0: none
+  int is_vector;                    // all rows are whole, aligned 16-byte words
   float score_inner, score_factor;  // ScoreRule
   float scale;
 };

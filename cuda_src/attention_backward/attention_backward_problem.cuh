@@ -75,7 +75,7 @@ struct Rows {
   int64_t stride;
   int count;
   int head_dim;
-  bool is_vector;  // rows are aligned to 16 bytes and a multiple of 16 bytes long
+  bool is_vector;  // rows are whole, aligned 16-byte words
 };
 
 // Starts the copy of rows [begin, begin + kRows) to smem, zeros past the last one.

@@ -54,7 +54,7 @@ struct AttentionDecodeParams {
   int block_shift, num_blocks;  // log2(block_size), P
   int window;                   // 0: none
   int num_splits;
-  int is_vector;  // all rows are aligned to 16 bytes and a multiple of 16 bytes long
+  int is_vector;                    // all rows are whole, aligned 16-byte words
   float score_inner, score_factor;  // ScoreRule
   const float *k_scale, *v_scale;   // (K,) scales of quantized pages; else null
 

@@ -1,18 +1,18 @@
-// Flash attention over whole sequences, or chunks of them, of any lengths in one launch.
+// Flash attention over whole sequences, or chunks of them, with any mix of lengths in one launch.
 //
 //   out = softmax(cap(scale * Q K^T) + mask) V        for every sequence b and query head h
 //
-// Query i of n sees keys 0 to len - n + i (causal) or all; with a window its last `window` ones.
-// Compiled with PATTERN: of these, the ones of a pattern (attention_prefill_pattern.cuh).
-// A sink adds exp(sink) to the sums over the keys of its head.
+// Query i of n sees keys 0 to len - n + i (causal) or all keys; with a window the last `window` of
+// them. Compiled with PATTERN it sees only those that a pattern allows
+// (attention_prefill_pattern.cuh). A sink adds exp(sink) to the sums over the keys of its head.
 //
 // Arguments: AttentionPrefillParams, below.
 // Macros: the attributes of Tile in engine/kernels/_attention.py; ENGINE_DTYPE 0 is float32.
 //
 // Numerics: scores, softmax, sums and O in float; P is rounded to scalar_t for P V (its sum is
 // not); out is rounded once. Float inputs never meet a tensor core, so nothing becomes TF32.
-// Parallelisation: a CTA takes kRows rows (token, head of the group) of one sequence and
-// key/value head, and loops over the keys that they see; the CTAs with most keys start first.
+// Parallelisation: a CTA takes kRows rows (token, head of the group) of one sequence and key/value
+// head, and loops over the keys that they see; the CTAs with the most keys start first.
 // Mirror: engine/reference/attention_prefill.py
 #include "attention_prefill/attention_prefill_pattern_rows.cuh"
 #if ENGINE_DTYPE == 0
@@ -24,7 +24,7 @@ using Core = MmaAttention<HEAD_DIM, WARPS_M, 1, ROW_TILES, TILE_KEYS, STAGES>;
 #endif
 static_assert(Core::kSharedBytes == SHARED_BYTES, "kernels/_attention.py computes another size");
 
-// CTAs per SM for which registers must suffice: four in float32, where 128 per thread are enough.
+// CTAs per SM that must fit by registers: four in float32, for which 128 per thread suffice.
 constexpr int kMinBlocks = ENGINE_DTYPE == 0 && HEAD_DIM <= 128 ? 4 : 1;
 
 // Strides are in elements: _t from token to token, _h from head to head.
@@ -48,12 +48,12 @@ struct AttentionPrefillParams {
   int block_shift, num_blocks;  // log2(block_size), P
   int causal;
   int window;                       // 0: none
-  int is_vector;                    // all rows start at, and are whole, 16-byte words
+  int is_vector;                    // all rows are whole, aligned 16-byte words
   float score_inner, score_factor;  // ScoreRule
   // See attention_prefill_pattern.cuh; zeros without a pattern.
   const unsigned* pattern_blocks;
   int pattern_words, pattern_num_q, pattern_num_k, pattern_q, pattern_k, pattern_offset;
-  const float *k_scale, *v_scale;  // (K,) of pages of codes; else null
+  const float *k_scale, *v_scale;  // (K,) scales of quantized pages; else null
 };
 
 // The queries and keys of one sequence, as rows of the arrays.
@@ -61,7 +61,7 @@ struct SequenceRows {
   int q_begin, num_tokens;
   int64_t k_begin, num_keys;
 
-  // SAFETY: lengths that do not fit the arrays are cut to them.
+  // SAFETY: lengths are clamped to the arrays.
   __device__ __forceinline__ SequenceRows(const AttentionPrefillParams& p, int b) : k_begin(0) {
     q_begin = min(max(p.cu_seqlens_q[b], 0), p.total_q);
     num_tokens = min(max(p.cu_seqlens_q[b + 1], q_begin), p.total_q) - q_begin;

@@ -1,20 +1,20 @@
-// The producer warps of attention_prefill_sm90 for pages of codes: as before one takes work tiles
-// and loads their Q; one loads the codes of K and V, and two make scalar_t of them, exactly,
-// in the stages that the consumers read. The scale of the keys is in the scores' factor, that of
-// the values in the results'.
+// The producer warps of attention_prefill_sm90 for quantized pages: one takes work tiles and loads
+// their Q, one loads the codes of K and V, and two convert these to scalar_t, exactly, in the
+// stages that the consumers read. The scale of the keys is folded into the scores' factor, that of
+// the values into the results'.
 #pragma once
 
 #include "attention_prefill/attention_prefill_producer_sm90.cuh"
 
-// Offset of 16-byte word `word` of row `row` of a tile of codes, which TMA swizzles over the 128
-// or 64 bytes of a row.
+// Offset of 16-byte word `word` of row `row` in a tile of codes, swizzled by TMA over the 128 or 64
+// bytes of a row.
 __device__ __forceinline__ unsigned code_offset(int row, int word) {
   if constexpr (kHeadDim == 64) return row * 64 + (word ^ row / 2 % 4) * 16;
   return row * 128 + (word ^ row % 8) * 16;
 }
 
 struct CodeProducer : Producer {
-  // Warp 1: as load_keys, but to the stages of codes. What a stage holds goes with it.
+  // Warp 1: loads codes to their own stages, with the number of valid rows of each. See load_keys.
   __device__ __forceinline__ void load_codes(const TensorMap* k_map, const TensorMap* v_map) const {
     const int lane_idx = threadIdx.x % 32;
     PipelineState<kCodeStages> ring(1);
@@ -37,7 +37,7 @@ struct CodeProducer : Producer {
     }
   }
 
-  // Warps 2 and 3. K and V of a key tile take turns.
+  // Warps 2 and 3: convert K and V of the key tiles in turn.
   __device__ __forceinline__ void convert() const {
     PipelineState<kCodeStages> codes(0);
     for (PipelineState<kStages> ring(1);; ring.advance()) {
@@ -53,7 +53,7 @@ struct CodeProducer : Producer {
   __device__ __forceinline__ void load_tile(PipelineState<kCodeStages>& ring, const TensorMap* map,
                                             int row, int lane_idx, int valid) const {
     const unsigned full = smem.codes_full + 8 * ring.stage;
-    // SAFETY: the last reads of this stage were ordinary ones.
+    // SAFETY: the last reads of this stage were ordinary loads.
     mbarrier_wait_to_overwrite(smem.codes_empty + 8 * ring.stage, ring.phase);
     if (lane_idx == 0) {
       smem.valid_rows[ring.stage] = valid;
@@ -66,7 +66,7 @@ struct CodeProducer : Producer {
     ring.advance();
   }
 
-  // False: there are no more tiles.
+  // Returns false if no tiles are left.
   __device__ __forceinline__ bool convert_tile(PipelineState<kCodeStages>& codes, unsigned to,
                                                unsigned full, unsigned empty,
                                                unsigned phase) const {

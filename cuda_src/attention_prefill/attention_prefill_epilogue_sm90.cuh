@@ -1,21 +1,20 @@
-// What attention_prefill_sm90 does with a finished tile: rows go to `out`, or with splits to
-// `partial`.
+// The epilogue of attention_prefill_sm90: rows go to `out`, or with splits to `partial`.
 #pragma once
 
 #include "attention_prefill/attention_prefill_scheduler_sm90.cuh"
 
 struct Epilogue {
   const Problem& problem;
-  const float* sinks;  // (H,); null: none, or added where splits are combined
+  const float* sinks;  // (H,); null: none, or added when splits are combined
   scalar_t* out;
   float* lse;
   float* partial;
   int64_t stride_t, stride_h;
   int num_heads, head_dim;
-  const float* v_scale;  // (K,) of values that are codes
+  const float* v_scale;  // (K,) scales of quantized values
 
-  // Of rows my_row and my_row + 8: o in the layout of wgmma.cuh's sums, `base`, which was
-  // subtracted from the exponents of 2, and `sum`, of the exponentials; both are overwritten.
+  // Writes rows my_row and my_row + 8: o in the layout of wgmma.cuh's sums, `base`, which was
+  // subtracted from the exponents of 2, and `sum` of the exponentials; both are overwritten.
   template <int kCount>
   __device__ __forceinline__ void operator()(const WorkTile& tile, int my_row,
                                              const int (&tokens)[2], int lane_idx,

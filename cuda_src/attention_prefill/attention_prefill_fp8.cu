@@ -1,14 +1,15 @@
-// Attention of e4m3 Q, K and V, in plain arithmetic: right everywhere, fast nowhere.
+// Attention of e4m3 Q, K and V in plain float arithmetic: portable and slow.
 //
 //   out = softmax(scale * Q K^T * q_scale k_scale + mask) V * v_scale   for every sequence, head
 //
 // Arguments: AttentionPrefillFp8Params, below.
 //
-// Numerics: sums in float. P = 2^(score * log2(e) - n), with a whole number n for each row that
-// makes the largest P at most 16, is rounded to e4m3; the sum by which the result is divided is
-// that of the rounded P. Whole numbers move P's exponent only, so the result hardly depends on n.
-// Parallelisation: a warp a row, 32 keys at a time: a lane a key for the scores, then D / 32
-// columns a lane for the products. It checks the Hopper kernel, and is what other chips run.
+// Numerics: sums in float. P = 2^(score * log2(e) - n) is rounded to e4m3, with an integer n per
+// row that makes the largest P at most 16; the divisor of the result is the sum of the rounded P.
+// An integer shifts only P's exponent, so the result hardly depends on n.
+// Parallelisation: one warp per row, 32 keys at a time: one lane per key for the scores, then D /
+// 32 columns per lane for the products. It serves as the check of the Hopper kernel, and runs on
+// all other chips.
 // TODO(issue 5): sm_89 and sm_120 have mma for e4m3.
 // Mirror: engine/reference/attention_prefill_fp8.py
 #include <cuda_fp8.h>
@@ -17,7 +18,7 @@
 
 constexpr int kRows = 4, kMaxColumns = 8;  // D <= 256
 
-// A half with the sign, exponent and mantissa bits of an e4m3 has 2^-8 of its value.
+// A half with the sign, exponent and mantissa bits of an e4m3 code is 2^-8 times its value.
 __device__ __forceinline__ float from_e4m3(unsigned char code) {
   if ((code & 0x7F) == 0x7F) return __int_as_float(0x7FC00000);
   return 256.0f * __half2float(__ushort_as_half((code & 0x80) << 8 | (code & 0x7F) << 7));
@@ -27,7 +28,7 @@ __device__ __forceinline__ float round_to_e4m3(float x) {
   return from_e4m3(__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3));
 }
 
-// The rows of sequence `b`. SAFETY: cut to the array's `total` rows, whatever the lengths say.
+// The rows of sequence `b`. SAFETY: clamped to the array's `total` rows.
 __device__ __forceinline__ int2 span(const int* cu_seqlens, int b, int64_t total) {
   const int64_t begin = min(static_cast<int64_t>(max(cu_seqlens[b], 0)), total);
   const int64_t end = min(max(static_cast<int64_t>(cu_seqlens[b + 1]), begin), total);

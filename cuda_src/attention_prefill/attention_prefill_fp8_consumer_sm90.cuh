@@ -1,8 +1,8 @@
 // A consumer warpgroup of attention_prefill_fp8_sm90: 64 rows of each work tile.
 //
-// wgmma adds products of 8 bits up with some 14 bits: what is less than 2^-13 of a sum is cut off,
-// over many keys a large part of it. So the tensor cores add up kSumTiles key tiles only, and
-// float32 sums in shared memory take the rest.
+// wgmma accumulates 8-bit products with some 14 bits: addends below 2^-13 of a sum are lost, over
+// many keys a large part of the total. So the tensor cores accumulate over kSumTiles key tiles
+// only, and these sums are added to float32 sums in shared memory.
 #pragma once
 
 #include "attention_prefill/attention_prefill_fp8_softmax_sm90.cuh"
@@ -13,9 +13,9 @@ struct Consumer {
 
   const SharedMemory& smem;
   const Problem& problem;
-  const int group_index;  // of the warpgroup, among the consumers
+  const int group_index;  // index of the warpgroup among the consumers
   const int lane_idx;
-  const int my_turn, next_turn;  // named barriers: this warpgroup may, the next one may make P
+  const int my_turn, next_turn;  // named barriers: turn of this warpgroup, of the next one
   PipelineState<kQStages> q_ring;
   PipelineState<kStages> ring;
   float s[kSpan / 2], o[kColumns / 2];
@@ -33,7 +33,8 @@ struct Consumer {
     if (kTurns && group_index == kConsumerWarpgroups - 1) named_barrier_arrive<256>(next_turn);
   }
 
-  // factors(tile, row, tokens) -> by what q.k becomes a score in units of log2, of a thread's rows.
+  // factors(tile, row, tokens) returns the factors of a thread's rows that turn q.k into scores in
+  // units of log2.
   template <typename Factors, typename Epilogue>
   __device__ __forceinline__ void run(const Factors& factors, const Epilogue& epilogue) {
     for (;;) {
@@ -50,7 +51,7 @@ struct Consumer {
         add_keys(softmax, begin, end, last_key_of_first_token, q_rows);
       else
         clear_sums();
-      const WorkTile done = tile;  // read again: the loop has no registers for it
+      const WorkTile done = tile;  // reread: the loop has no registers for it
       mbarrier_arrive(smem.q_empty + 8 * q_ring.stage);
       q_ring.advance();
       const int last_row = thread_rows(tokens);
@@ -59,7 +60,7 @@ struct Consumer {
   }
 
  private:
-  // All keys of a work tile, kSpan at a time: [begin, end) in units of these.
+  // Adds the keys of a work tile, kSpan at a time: [begin, end) in units of kSpan.
   __device__ __forceinline__ void add_keys(Softmax& softmax, int begin, int end,
                                            int last_key_of_first_token, unsigned q_rows) {
     if constexpr (kSumTiles) {
@@ -82,7 +83,7 @@ struct Consumer {
         for (int i = 0; i < kColumns / 2; ++i) o[i] *= softmax.rescale[i / 2 % 2];
         if (kSumTiles) scale_sums(sums_address(), softmax.rescale);
       }
-      // Where in the keys it is done must not depend on where the tile of queries ends.
+      // Which keys end a sum must not depend on where the tile of queries ends.
       if (kSumTiles && (n + 1) % (kSumTiles * kSpans) == 0) {
         add_sums(o, sums_address());
         store_sums(sums_address(), o);
@@ -97,8 +98,8 @@ struct Consumer {
     ring.advance();
   }
 
-  // P of the n-th kSpan keys. Where warpgroups take turns, one computes P while the others
-  // multiply; where they do not, more of them side by side hide each other's waits.
+  // P of the n-th kSpan keys. With turns, one warpgroup computes P while the others multiply;
+  // without, several warpgroups hide each other's latency.
   template <bool kIsFirst>
   __device__ __forceinline__ bool make_p(Softmax& softmax, int n, int last_key_of_first_token,
                                          unsigned q_rows) {
@@ -109,7 +110,7 @@ struct Consumer {
     wgmma_pin(s);
     if (part == 0) release(smem.k_empty + 8 * ring.stage);
     const int first_masked = ::max(last_key_of_first_token + 1, 0) / kSpan;
-    if (n >= first_masked) {  // some rows do not see all of the keys
+    if (n >= first_masked) {  // some row does not see all of the keys
       int last[2], tokens[2];
       thread_rows(tokens);
 #pragma unroll
@@ -136,7 +137,7 @@ struct Consumer {
     if (lane_idx == 0) mbarrier_arrive(barrier);
   }
 
-  // The thread's first row (the other one is eight rows on), and the tokens of both. Computed anew
+  // The thread's first row (the second is eight rows further), and the tokens of both. Recomputed
   // for each use: the loop has no registers for them.
   __device__ __forceinline__ int thread_rows(int (&tokens)[2]) const {
     const int thread = recomputed(threadIdx.x);
@@ -171,7 +172,7 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // A thread's sums, four at a time: those of a warp follow each other.
+  // Loads a thread's sums, four at a time; those of a warp are contiguous.
   static __device__ __forceinline__ void load_sums(float (&x)[kColumns / 2], unsigned address) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; i += 4)

@@ -1,5 +1,5 @@
 // The producer warps of attention_prefill_fp8_sm90: one thread takes work tiles and loads Q, K and
-// V; two warps transpose V, as wgmma wants both operands along k in 8 bits.
+// V; two warps transpose V, as 8-bit wgmma requires both operands contiguous along k.
 #pragma once
 
 #include "attention_prefill/attention_prefill_fp8_tile_sm90.cuh"
@@ -48,21 +48,21 @@ __device__ __forceinline__ void load_tiles(const SharedMemory& smem, const Probl
 
 // ---- the warps that transpose V -----------------------------------------------------------------
 
-constexpr int kBlocksAtOnce = 4;  // that a warp transposes at once
+constexpr int kBlocksAtOnce = 4;  // blocks that a warp transposes at once
 
-// A block is 16 keys of 32 columns. ldmatrix moves pairs of columns: bytes are sorted so that a
-// row of the result is one column, 16 keys in the order 0 1 8 9, 2 3 10 11, ...: the order in
-// which a thread's scores follow each other when P becomes the first operand. Even columns of each
-// 16 come first, then the odd ones, so that eight rows are in eight banks; thus a thread of the
-// consumers gets four columns that follow each other.
+// A block is 16 keys of 32 columns. ldmatrix moves pairs of columns; the bytes are then permuted so
+// that a row of the result is one column, with its 16 keys in the order 0 1 8 9, 2 3 10 11, ...:
+// the order of a thread's scores when P becomes the first operand. Of each 16 columns the even ones
+// come first, then the odd ones, which puts eight rows in different banks; a consumer thread thus
+// holds four consecutive columns.
 //
-// Of a tile's 8 x D / 32 blocks, kBlocks at once, so that their latencies overlap; keys from
-// `valid` on become zeros, as P is 0 there but 0 * NaN would reach the sum.
+// Transposes a tile's 8 x D / 32 blocks, kBlocks at once, so that their latencies overlap. Keys
+// from `valid` on become zeros: P is 0 there, but 0 * NaN would reach the sum.
 template <bool kIsWhole>
 __device__ __forceinline__ void transpose_tile(unsigned from, unsigned to, int worker, int lane_idx,
                                                int valid) {
   constexpr int kGroups = kKeys / 16 / kTransposers, kBlocks = kIsWhole ? kBlocksAtOnce : 1;
-  const int row = lane_idx / 8 % 2 * 8 + lane_idx % 8;  // of the first 16 keys
+  const int row = lane_idx / 8 % 2 * 8 + lane_idx % 8;  // row within the first 16 keys
   const int swizzle = kHeadDim == 64 ? row / 2 % 4 : row % 8;
   from += (worker * kGroups * 16 + row) * kHeadDim + ((lane_idx / 16 ^ swizzle) << 4);
   to += lane_idx * kKeys + ((worker * kGroups ^ (lane_idx & 7)) << 4);

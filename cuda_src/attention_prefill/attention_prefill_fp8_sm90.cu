@@ -1,19 +1,18 @@
-// Flash attention on Hopper in 8 bits: the work of attention_prefill_fp8.cu by wgmma and TMA.
+// Flash attention on Hopper in 8 bits: attention_prefill_fp8.cu with wgmma and TMA.
 //
 //   out = softmax(scale * Q K^T * q_scale k_scale + mask) V * v_scale   for every sequence, head
 //
 // Arguments: AttentionPrefillFp8Sm90Params, below.
 //
 // Numerics: attention_prefill_fp8_softmax_sm90.cuh. P is rounded to e4m3 times a power of 2; the
-// softmax divides by the sum of these rounded P, which eight columns beside V give: each has ones
-// for an eighth of the keys. The tensor cores keep some 14 bits of a sum, so what they add up goes
-// to float32 sums in shared memory every SUM_TILES key tiles. A row's bits depend on its own keys
-// and nothing else.
+// softmax divides by the sum of the rounded P, computed by eight extra columns beside V, each with
+// ones for an eighth of the keys. The tensor cores keep some 14 bits of a sum, so every SUM_TILES
+// key tiles their sums are added to float32 sums in shared memory. A row's bits depend on its own
+// keys and nothing else.
 // Parallelisation: one persistent CTA per SM, which takes work tiles
-// (attention_prefill/attention_prefill_scheduler_sm90.cuh). One producer thread loads Q, K and V;
-// two warps transpose V, as wgmma wants both operands along k in 8 bits; each consumer warpgroup
-// owns 64 rows and runs by itself: while one waits for its products, the others compute
-// exponentials.
+// (attention_prefill_scheduler_sm90.cuh). One producer thread loads Q, K and V; two warps transpose
+// V, as 8-bit wgmma requires both operands contiguous along k; each consumer warpgroup owns 64 rows
+// and runs independently: while one waits for its products, the others compute exponentials.
 // Mirror: engine/reference/attention_prefill_fp8.py
 #include "attention_prefill/attention_prefill_fp8_consumer_sm90.cuh"
 #include "attention_prefill/attention_prefill_fp8_epilogue_sm90.cuh"
@@ -34,7 +33,7 @@ struct AttentionPrefillFp8Sm90Params {
   const float* v_scale;
   scalar_t* out;
   float* lse;
-  int* counter;  // 0: the next tile; 0 again at the end
+  int* counter;  // number of the next tile; 0 at launch and at the end
   int64_t out_stride_t, out_stride_h;
   int64_t max_keys;  // Tk
   int total_q, num_heads, num_kv_heads, head_dim;
@@ -43,7 +42,7 @@ struct AttentionPrefillFp8Sm90Params {
   float factor;  // scale * log2(e)
 };
 
-// Dense keys, tiles of one size, no splits: what only pages need stays null or zero.
+// Dense keys, tiles of one size, no splits: the fields for pages stay null or zero.
 __device__ __forceinline__ Problem make_problem(const AttentionPrefillFp8Sm90Params& p) {
   Problem problem{};
   problem.cu_seqlens_q = p.cu_seqlens_q;

@@ -1,30 +1,29 @@
-// Scores become P, packed to e4m3 for the second product, whose columns of ones also give P's sums.
-// What is left here is p = 2^(factor * s - base + 4), for two rows per thread.
+// Turns scores into P = 2^(factor * s - base + 4), packed to e4m3 for the second product, for two
+// rows per thread. The sums of P come from that product's columns of ones.
 //
-// base is a whole number, at least factor * s for the keys seen when it was chosen: their P is at
-// most 16, and the format holds later ones below 256. A whole number moves the exponent of P only,
-// so rounding does not depend on when a base was chosen. P is computed with the old base first,
-// without waiting for a maximum; only where a P of 256 or more comes out does the row take a new
-// base.
+// base is an integer, at least factor * s for the keys seen when it was chosen: their P is at most
+// 16, and the format can represent later ones below 256. An integer shifts only the exponent of P,
+// so rounding does not depend on when a base was chosen. P is first computed with the old base,
+// without waiting for a maximum; a row takes a new base only if a P of 256 or more results.
 //
 // An SM computes 16 exponentials a clock, which would bound this kernel. But P is rounded to 3 bits
-// of mantissa, an error of 2.7 % (rms), and a straight line between the powers of 2 is off by
-// 1.9 %: so for some of P the bits of the e4m3 are computed directly, as
+// of mantissa, an error of 2.7 % (rms), and linear interpolation between the powers of 2 is off by
+// only 1.9 %: so for some keys the bits of the e4m3 code are computed directly, as
 //   code = round(8 * (7 + log2 p) + kLine)
-// whose upper bits are the exponent and whose lower ones are how far log2 p is on the way to the
-// next. Both errors together are 3.2 %; kLine makes the mean of the quotients 1. Codes below 8
-// (subnormals) come out too small.
+// whose upper bits are the exponent and whose lower bits are the fraction of log2 p. Both errors
+// together are 3.2 %; kLine makes the mean ratio to the exact P 1. Codes below 8 (subnormals) come
+// out too small.
 #pragma once
 
 #include "common/attention_sm90.cuh"
 #include "attention_prefill/attention_prefill_fp8_wgmma.cuh"
 
-// kLineKeys: bit w is set where P of the w-th 16 keys comes from a line (the same for all rows: a
-// row's bits must not depend on its place in the tile). kTurns: warpgroups compute P in turns.
+// kLineKeys: bit w is set if P of the w-th 16 keys is interpolated (the same for all rows: a row's
+// bits must not depend on its position in the tile). kTurns: warpgroups compute P in turns.
 template <int kKeys, unsigned kLineKeys, bool kTurns>
 struct SoftmaxFp8 {
   static constexpr float kOffset = 4.0f, kLine = -0.46f;
-  static constexpr float kHalfStep = 0x1p-24f;  // between the smallest halves
+  static constexpr float kHalfStep = 0x1p-24f;  // spacing of the smallest halves
   using Words = unsigned[kKeys / 32][4];
 
   float factor[2], base[2], rescale[2];
@@ -35,8 +34,9 @@ struct SoftmaxFp8 {
     base[0] = base[1] = kInf;  // none yet
   }
 
-  // Of a thread's two rows i, score 4 j + 2 i + e belongs to key 8 j + e, counted from the thread's
-  // first one: keys past the last one it sees, counted likewise, become -inf.
+  // Score 4 j + 2 i + e of a thread belongs to its row i and to key 8 j + e, counted from the
+  // thread's first key. Keys past `last`, the last one that the row sees, counted likewise, become
+  // -inf.
   static __device__ __forceinline__ void mask(float (&s)[kKeys / 2], const int (&last)[2]) {
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j)
@@ -45,15 +45,15 @@ struct SoftmaxFp8 {
         s[4 * j + i] = 8 * j + i % 2 <= last[i / 2] ? s[4 * j + i] : -kInf;
   }
 
-  // Four P by the exponential unit.
+  // Four P from the exponential unit.
   static __device__ __forceinline__ unsigned by_unit(float a, float b, float c, float d,
                                                      float factor, float shift) {
     return pack_e4m3(exp2_approx(fmaf(a, factor, shift)), exp2_approx(fmaf(b, factor, shift)),
                      exp2_approx(fmaf(c, factor, shift)), exp2_approx(fmaf(d, factor, shift)));
   }
 
-  // Two P from the line, as halves so small that their bits are the codes; negative ones become 0.
-  // `top` gathers the largest.
+  // Two interpolated P, as halves so small that their bits are the codes; negative ones become 0.
+  // `top` collects the largest.
   static __device__ __forceinline__ unsigned by_line(float a, float b, float factor, float shift,
                                                      unsigned& top) {
     const unsigned v = half2_from_positive(fmaf(a, factor, shift), fmaf(b, factor, shift));
@@ -61,7 +61,8 @@ struct SoftmaxFp8 {
     return v;
   }
 
-  // Row i's P; true if one of them is 256 or more, or NaN (which the line would hide).
+  // Computes row i's P; returns true if one is 256 or more, or NaN (which interpolation would
+  // hide).
   template <unsigned kLines>
   __device__ __forceinline__ bool exponentials(Words& p, const float (&s)[kKeys / 2], int i) const {
     const float shift = kOffset - base[i];
@@ -80,11 +81,11 @@ struct SoftmaxFp8 {
         large |= word + 0x08080808;  // sets a byte's highest bit from 256 on, the code 0x78
       }
     }
-    // Likewise a half's from 0x78 on.
+    // Likewise sets a half's highest bit from 0x78 on.
     return (large & 0x80808080) | ((top + 0x7F887F88) & 0x80008000);
   }
 
-  // Row i's base from its scores: they are finite numbers, or -inf where no key is seen.
+  // Chooses row i's base from its scores, which are finite or, for masked keys, -inf.
   __device__ __forceinline__ bool choose_base(const float (&s)[kKeys / 2], int i, bool fails) {
     float high[2] = {s[2 * i], s[2 * i + 1]};
 #pragma unroll
@@ -109,8 +110,8 @@ struct SoftmaxFp8 {
     return true;
   }
 
-  // P of a tile of keys. Returns true if the sums so far must be multiplied by `rescale`, which
-  // depends on a row and its keys alone, whatever rows share the warp.
+  // Computes P of a tile of keys. Returns true if the sums so far must be multiplied by `rescale`,
+  // which depends on a row and its keys alone, not on the other rows of the warp.
   template <bool kFirst>
   __device__ __forceinline__ bool step(Words& p, const float (&s)[kKeys / 2], int next_turn) {
     bool fails[2] = {true, true};
@@ -119,8 +120,8 @@ struct SoftmaxFp8 {
       for (int i = 0; i < 2; ++i) fails[i] = exponentials<kLineKeys>(p, s, i) || base[i] == kInf;
     }
     if constexpr (kTurns) {
-      // No P has a sign, so this is next_turn: but it depends on the first row's exponentials, and
-      // the next warpgroup starts when these are done.
+      // P is never negative, so this equals next_turn; but it depends on the first row's
+      // exponentials, so the next warpgroup starts only when these are done.
       unsigned signs = 0;
 #pragma unroll
       for (int w = 0; w < kKeys / 16; ++w) signs |= kFirst ? 0 : p[w / 2][w % 2 * 2];

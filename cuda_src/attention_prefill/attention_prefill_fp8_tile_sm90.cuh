@@ -1,26 +1,26 @@
 // The tile of attention_prefill_fp8_sm90: its sizes and its shared memory.
 //
-// Shared memory holds rings of work tiles with their Q, of K, of V as it comes (raw), and of V's
-// transpose. Each stage has an mbarrier that says it is full, and one that says it is empty.
+// Shared memory holds rings of work tiles with their Q, of K, of V as loaded (raw), and of V's
+// transpose. Each stage has a full and an empty mbarrier.
 #pragma once
 
 #include "attention_prefill/attention_prefill_fp8_wgmma.cuh"
 #include "attention_prefill/attention_prefill_scheduler_sm90.cuh"
 
 // The module's configuration: Fp8Tile of kernels/attention_prefill_fp8/sm90.py.
-constexpr int kHeadDim = HEAD_DIM;  // columns that are multiplied: D, padded
+constexpr int kHeadDim = HEAD_DIM;  // columns of the products: D, padded
 constexpr int kConsumerWarpgroups = CONSUMERS;
 constexpr int kStages = STAGES;
-constexpr int kSpan = SPAN;  // keys that a consumer works on at a time
+constexpr int kSpan = SPAN;  // keys that a consumer processes at a time
 constexpr bool kTurns = TURNS != 0;
 constexpr unsigned kLineKeys = LINE_KEYS;
-constexpr int kSumTiles = SUM_TILES;  // key tiles that the tensor cores add up; 0: all
+constexpr int kSumTiles = SUM_TILES;  // key tiles summed on the tensor cores; 0: all
 
 constexpr int kKeys = 128, kQStages = 2, kTransposers = 2;
 constexpr int kSpans = kKeys / kSpan;
 constexpr int kRows = 64 * kConsumerWarpgroups;
 constexpr int kThreads = 128 * (kConsumerWarpgroups + 1);
-constexpr int kColumns = kHeadDim + 8;  // of the second product: V, then those of ones
+constexpr int kColumns = kHeadDim + 8;  // columns of the second product: V, then ones
 constexpr int kQBytes = kRows * kHeadDim, kKeyBytes = kKeys * kHeadDim;
 constexpr int kValueBytes = kColumns * kKeys;
 constexpr int kSumBytes = kSumTiles ? 128 * kConsumerWarpgroups * kColumns / 2 * 4 : 0;
@@ -29,11 +29,11 @@ constexpr int kConsumerRegisters = kConsumerWarpgroups == 2   ? 224
                                    : kConsumerWarpgroups == 3 ? 160
                                                               : 112;
 
-// By address; of a ring, stage 0.
+// Shared-memory addresses; for a ring, that of stage 0.
 struct SharedMemory {
   unsigned q, v, k, raw, sums;
   unsigned q_full, q_empty, k_full, k_empty, v_full, v_empty, raw_full, raw_empty;
-  WorkTile* work;  // of each stage of Q
+  WorkTile* work;  // one per stage of Q
 
   static constexpr int kBarriers = 2 * kQStages + 6 * kStages;
   static constexpr int kBytes = 1024 + kQStages * kQBytes +
@@ -61,7 +61,7 @@ struct SharedMemory {
   __device__ __forceinline__ void init_barriers() const {
     for (int i = 0; i < kQStages; ++i) {
       mbarrier_init(q_full + 8 * i, 1);
-      // Every thread that reads work[i].
+      // One arrival per thread that reads work[i].
       mbarrier_init(q_empty + 8 * i, 128 * kConsumerWarpgroups + 32 * kTransposers);
     }
     for (int i = 0; i < kStages; ++i) {
@@ -75,12 +75,12 @@ struct SharedMemory {
     mbarrier_init_fence();
   }
 
-  // Writes the ones after V's columns: each of the eight columns sums an eighth of the keys, since
-  // less of a small P is lost when it is added to a small sum. And zeroes Q where some rows of a
-  // tile never get a query (a group that does not divide kRows): with NaN there, these rows would
-  // take a new base with every key tile, for nothing.
+  // Writes the columns of ones after V: each of the eight sums an eighth of the keys, since a small
+  // P loses less when it is added to a small sum. Also zeroes Q if some rows of a tile never hold a
+  // query (kRows is not a multiple of the group): with NaN there, these rows would needlessly take
+  // a new base with every key tile.
   __device__ __forceinline__ void init_tiles(const Problem& problem) const {
-    constexpr unsigned kOne = 0x38;  // in e4m3
+    constexpr unsigned kOne = 0x38;  // 1 in e4m3
     const auto fill = [](unsigned to, unsigned even, unsigned odd) {
       st_shared_v4(to, even, odd, even, odd);
     };

@@ -1,10 +1,10 @@
 // wgmma of e4m3 values: 64 x N += A (64 x 32) B (32 x N), sums in float, laid out as in wgmma.cuh.
 //
-// Unlike those of 16 bits, both operands lie along k: B is a matrix of N rows of keys, or of N rows
-// of columns of V. A comes from shared memory, or from registers, where thread t of a warp holds
-// four neighbours of k each:
+// Unlike in 16 bits, both operands must be contiguous along k: B has N rows, which are keys or
+// columns of V. A is in shared memory, or in registers, where thread t of a warp holds groups of
+// four neighbours along k:
 //   a[0], a[1]  rows t / 4 and t / 4 + 8, columns 4 (t % 4) and the next three
-//   a[2], a[3]  the same rows, 16 columns on
+//   a[2], a[3]  the same rows, 16 columns further
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -15,8 +15,8 @@
 #define ENGINE_O136 ENGINE_O128, "+f"(acc[64]), "+f"(acc[65]), "+f"(acc[66]), "+f"(acc[67])
 #define ENGINE_E4M3 "k32.f32.e4m3.e4m3 "
 
-// A tile with rows of kRowBytes along k: 128 (wgmma_descriptor's) or 64, as TMA's swizzle of that
-// width writes them. To step along k inside the row add bytes / 16.
+// Descriptor of a tile with rows of kRowBytes along k, 128 (as wgmma_descriptor) or 64, written by
+// TMA with the swizzle of that width. To step along k within the row add bytes / 16.
 template <int kRowBytes>
 __device__ __forceinline__ uint64_t wgmma_descriptor_rows(unsigned address) {
   static_assert(kRowBytes == 64 || kRowBytes == 128, "one row is one span of the swizzle");
@@ -66,8 +66,9 @@ ENGINE_WGMMA_FP8_REGISTERS(136, 68, 69, 70, 71, 72, 73)
 
 // ---- the second operand, transposed ------------------------------------------------------------
 
-// Four 8 x 8 matrices of 16-bit values, transposed; lane l gives the address of row l % 8 of matrix
-// l / 8 and gets of each the values (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
+// Loads four 8 x 8 matrices of 16-bit values, transposed; lane l passes the address of row l % 8 of
+// matrix l / 8 and receives from each matrix the values (2 (l % 4), l / 4) and (2 (l % 4) + 1, l /
+// 4).
 __device__ __forceinline__ void ldmatrix_transposed_x4(unsigned (&x)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -77,7 +78,7 @@ __device__ __forceinline__ void ldmatrix_transposed_x4(unsigned (&x)[4], unsigne
 
 // ---- packed values -----------------------------------------------------------------------------
 
-// NaN if one is.
+// NaN if either operand is.
 __device__ __forceinline__ unsigned half2_max(unsigned a, unsigned b) {
   unsigned d;
   asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -90,7 +91,7 @@ __device__ __forceinline__ unsigned half2_from_positive(float low, float high) {
   return d;
 }
 
-// Four values as e4m3, the first in the lowest byte; what is larger than 448 becomes 448.
+// Four values as e4m3, the first in the lowest byte; values above 448 become 448.
 __device__ __forceinline__ unsigned pack_e4m3(float a, float b, float c, float d) {
   unsigned x;
   asm("{\n.reg .b16 low, high;\n"

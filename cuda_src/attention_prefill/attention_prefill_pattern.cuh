@@ -1,6 +1,6 @@
-// Patterns of attention: which keys a query sees by its position alone, the same for all sequences
-// and heads. A tile of keys that no query of a tile of queries sees is not even loaded; only tiles
-// of which some are seen and some are not are masked, by bits that are computed in registers.
+// Attention patterns: the keys that a query sees depend on its position alone, and are the same for
+// all sequences and heads. A tile of keys that no query of a query tile sees is not loaded; only
+// partly visible tiles are masked, by bits computed in registers.
 //
 // Two kinds. Blocks: a bit for each block of positions and block of keys. Periodic: the query at
 // position i sees key j if (i - j + offset) mod period < width.
@@ -11,8 +11,8 @@
 struct Pattern {
   const unsigned* blocks;  // (num_q, words), bit j of a row: key block j is seen; null: periodic
   int words;
-  int num_q, num_k;      // blocks; positions and keys past them see, and are seen by, none
-  int block_q, block_k;  // positions and keys of a block; periodic: period and width
+  int num_q, num_k;      // blocks; positions past them see nothing, keys past them are unseen
+  int block_q, block_k;  // positions and keys per block; periodic: period and width
   int offset;            // periodic: 0 to period - 1
 
   __device__ __forceinline__ bool block(int q, int k) const {
@@ -30,7 +30,7 @@ struct Pattern {
   }
 
   // For queries at positions [first, last] and keys [begin, end): 0 if no query sees any key, 3 if
-  // all see all, else 1 (also where it is not known).
+  // all see all, else 1 (also if unknown).
   __device__ __forceinline__ int sees_tile(int first, int last, int begin, int end) const {
     if (blocks == nullptr) {
       const int span = last - first + end - 1 - begin;
@@ -51,12 +51,12 @@ struct Pattern {
     return all ? 3 : any;
   }
 
-  // Whether a query sees at most one contiguous piece of any tile of `keys` keys that starts at a
+  // Whether a query sees at most one contiguous range of any tile of `keys` keys that starts at a
   // multiple of `keys`.
   __device__ __forceinline__ bool has_pieces(int keys) const {
     return blocks == nullptr ? block_q - block_k >= keys : block_k % keys == 0;
   }
-  // That piece: `width` keys, the last of which is key + the result.
+  // That range: `width` keys, the last of which is key + the result.
   __device__ __forceinline__ int piece(int position, int key, int& width) const {
     width = block_k;
     if (blocks == nullptr) return in_period(position - key + offset);
@@ -65,7 +65,8 @@ struct Pattern {
     return block_k - 1;
   }
 
-  // Which of a thread's keys a query sees: bit 2 j + e is for key + 8 j + e, j < kKeys / 8.
+  // Bit mask of the thread's keys that a query sees: bit 2 j + e stands for key + 8 j + e, j <
+  // kKeys / 8.
   template <int kKeys>
   __device__ __forceinline__ unsigned sees_of_thread(int position, int key) const {
     unsigned seen = 0;
@@ -74,7 +75,7 @@ struct Pattern {
 #pragma unroll 1
       for (; end - block_k < kKeys; end += block_q) {
         seen |= range<kKeys>(end - block_k, end);
-        if (end > kKeys) break;  // SAFETY: or end + block_q might overflow
+        if (end > kKeys) break;  // SAFETY: end + block_q might overflow
       }
       return seen;
     }
@@ -90,12 +91,12 @@ struct Pattern {
   static __device__ __forceinline__ unsigned bits_from(int first) {
     return first <= 0 ? ~0u : first >= 32 ? 0u : ~0u << first;
   }
-  // Bits of those of a thread's keys in [begin, end), counted from its first one.
+  // Bit mask of the thread's keys in [begin, end), counted from its first key.
   template <int kKeys>
   static __device__ __forceinline__ unsigned range(int begin, int end) {
     return bits_from(count<kKeys>(begin)) & ~bits_from(count<kKeys>(end));
   }
-  // How many of a thread's keys come before `end`, counted likewise.
+  // Number of the thread's keys before `end`, counted likewise.
   template <int kKeys>
   static __device__ __forceinline__ int count(int end) {
     end = min(max(end, 0), kKeys);
@@ -103,20 +104,21 @@ struct Pattern {
   }
 };
 
-// The pattern in a kernel's parameters, which have these fields whether or not there is one
-// (PARAMS of kernels/_attention_pattern.py): a kernel compiled without patterns never reads them.
+// Builds the pattern from a kernel's parameters, which always have these fields (PARAMS of
+// kernels/_attention_pattern.py): a kernel compiled without patterns never reads them.
 template <typename Params>
 __device__ __forceinline__ Pattern make_pattern(const Params& p) {
   return {p.pattern_blocks, p.pattern_words, p.pattern_num_q, p.pattern_num_k,
           p.pattern_q,      p.pattern_k,     p.pattern_offset};
 }
 
-// The tiles of kKeys keys that some query of a tile of queries sees, from the last to the first.
-// Without a pattern: all of [begin, end). Each warp has its own; all its lanes call next().
+// Walks over the tiles of kKeys keys that some query of a query tile sees, from the last to the
+// first. Without a pattern: all of [begin, end). Each warp has its own walk; all its lanes call
+// next().
 template <int kKeys, bool kPattern>
 struct TileWalk {
-  int n;          // the current tile; less than begin: there are no more
-  bool is_whole;  // the pattern hides nothing in it
+  int n;          // the current tile; less than begin: none is left
+  bool is_whole;  // the pattern hides none of its keys
 
   __device__ __forceinline__ TileWalk(const Pattern& pattern, int first_position, int last_position,
                                       int begin, int end)
@@ -160,6 +162,6 @@ struct TileWalk {
  private:
   const Pattern& pattern;
   const int first, last, begin, end;
-  int chunk;             // tile of bit 0 of:
-  unsigned seen, whole;  // tiles that are still to come; those where all see all
+  int chunk;             // tile of bit 0 of the masks:
+  unsigned seen, whole;  // remaining tiles with any visible key; with all keys visible
 };

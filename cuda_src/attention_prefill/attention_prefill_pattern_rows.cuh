@@ -1,14 +1,14 @@
-// The rows of a block of attention_prefill.cu, with a pattern or without.
+// The row rule of attention_prefill.cu, with or without a pattern.
 #pragma once
 
 #include "common/attention.cuh"
 #include "attention_prefill/attention_prefill_pattern.cuh"
 
-// Rows that see, of what RowRule lets them see, only the keys of a pattern.
+// Rows that see a key only if both RowRule and a pattern allow it.
 struct PatternRowRule : RowRule {
   static constexpr bool kHasPattern = true;
   Pattern pattern;
-  int first_position;  // of token 0: among the keys if causal, else among the queries
+  int first_position;  // position of token 0: among the keys if causal, else among the queries
 
   __device__ __forceinline__ PatternRowRule(const RowRule& rows, const Pattern& pattern,
                                             int first_position)

@@ -1,5 +1,5 @@
 // The producer warps of attention_prefill_sm90: one takes work tiles and loads their Q, one loads K
-// and V, and two help it where pages are small.
+// and V, and two more help with small pages.
 #pragma once
 
 #include "attention_prefill/attention_prefill_tile_sm90.cuh"
@@ -8,9 +8,9 @@ struct Producer {
   const SharedMemory& smem;
   const Problem& problem;
 
-  // Warp 0: takes work tiles from the counter and loads their Q. It takes a tile as late as it can,
-  // since no other block can compute a tile that is taken: when a stage of Q is empty. With a
-  // single stage it takes the next tile while that stage is still in use.
+  // Warp 0: takes work tiles from the counter and loads their Q. It takes a tile as late as
+  // possible, when a stage of Q is empty: a taken tile is lost to all other blocks. With a single
+  // stage it takes the next tile while that stage is still in use.
   __device__ __forceinline__ void load_queries(const TensorMap* q_map) const {
     const int lane_idx = threadIdx.x % 32;
     unsigned tiles = 0;
@@ -42,7 +42,8 @@ struct Producer {
     }
   }
 
-  // Warp 1: loads K and V. It reads the work tile where the consumers do, as it has few registers.
+  // Warp 1: loads K and V. It rereads the work tile from shared memory, like the consumers, as it
+  // has few registers.
   __device__ __forceinline__ void load_keys(const TensorMap* k_map, const TensorMap* v_map) const {
     const int lane_idx = threadIdx.x % 32;
     const bool is_helped = has_helpers(problem), is_dense = problem.block_tables == nullptr;
@@ -66,7 +67,7 @@ struct Producer {
           smem.key_tile[ring.stage] =
               n | (is_whole ? 0 : smem.kMasked) | (walk.n >= tile.begin ? smem.kMore : 0);
         const int head = is_dense ? tile.kv_head : 0;  // of the maps
-        // Rows past the end of all of K and V are zeros already.
+        // Rows past the end of the whole K and V arrays are zeros already.
         const int valid = tile.num_keys - n * kKeys;
         const bool has_tail =
             valid < kKeys && (!is_dense || tile.k_begin + tile.num_keys < problem.max_keys);
@@ -101,7 +102,7 @@ struct Producer {
     }
   }
 
-  // Warps 2 and 3: a third of the boxes each.
+  // Warps 2 and 3: load a third of the boxes each.
   __device__ __forceinline__ void help(const TensorMap* k_map, const TensorMap* v_map) const {
     const int box = threadIdx.x % 32 * 3 + threadIdx.x / 32 % 4 - 1;
     for (PipelineState<kStages> ring(0);; ring.advance()) {
@@ -111,8 +112,9 @@ struct Producer {
       mbarrier_arrive(smem.k_empty + 8 * ring.stage);
       load_box(smem.k + ring.stage * kKeyBytes, k_map, 0, row & ~smem.kOnlyK, box,
                smem.k_full + 8 * ring.stage);
-      // SAFETY: only a lane with a box to copy waits for v_empty. For others the ring does not
-      // wait: it could go on by two phases before they look, and they would deadlock.
+      // SAFETY: only a lane with a box to copy waits for v_empty. The ring does not wait for the
+      // other lanes: it could advance by two phases before they test the mbarrier, and they would
+      // deadlock.
       if (row >= 0 && box * problem.box_keys < kKeys) {
         mbarrier_wait(smem.v_empty + 8 * ring.stage, ring.phase ^ 1);
         load_box(smem.v + ring.stage * kKeyBytes, v_map, 0, row, box, smem.v_full + 8 * ring.stage);
@@ -121,7 +123,7 @@ struct Producer {
   }
 
  protected:
-  // The work tile to its stage, for the other warps, and the copy of its Q.
+  // Writes the work tile to its stage, for the other warps, and starts the copy of its Q.
   __device__ __forceinline__ void fill(const TensorMap* q_map, const WorkTile& tile,
                                        int stage) const {
     smem.work[stage] = tile;
@@ -144,8 +146,8 @@ struct Producer {
     return __shfl_sync(~0u, t, 0);
   }
 
-  // Row of the maps where a lane's box of key tile n starts; where there is no key, a row so far
-  // outside that the copy gives zeros.
+  // First map row of a lane's box of key tile n; a box without keys starts so far outside that the
+  // copy yields zeros.
   __device__ __forceinline__ int box_row(const WorkTile& tile, int n, int lane_idx) const {
     const int key = n * kKeys + lane_idx * problem.box_keys;
     if (problem.block_tables == nullptr) return tile.k_begin + key;
@@ -171,8 +173,7 @@ struct Producer {
 
   // Zeroes rows [begin, kKeys) of a tile of V: P is 0 there, but 0 * NaN would reach the sum.
   static __device__ __forceinline__ void zero_rows(unsigned to, int begin) {
-    unsigned
-        lane_idx;  // SAFETY: read anew, or what follows from it keeps registers in the whole loop
+    unsigned lane_idx;  // reread: values derived from it would occupy registers throughout the loop
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_idx));
     for (int chunk = 0; chunk < kChunks; ++chunk)
       for (int row = begin + lane_idx / 8; row < kKeys; row += 4)
@@ -181,7 +182,7 @@ struct Producer {
     __syncwarp();
   }
 
-  // Tells the helping warps where the boxes of a stage start.
+  // Passes the start rows of a stage's boxes to the helping warps.
   __device__ __forceinline__ void ask_helpers(int stage, int row, int lane_idx) const {
     if (lane_idx >= kBoxes) return;
     smem.boxes[stage * kBoxes + lane_idx] = row;

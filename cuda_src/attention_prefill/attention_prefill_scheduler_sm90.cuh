@@ -1,56 +1,57 @@
 // The work tiles of Hopper's prefill kernels, and the order in which persistent CTAs take them.
 //
-// A work tile is some query tokens of one sequence, with all the heads of one key/value head: rows
-// of Q are (token, head), and the same tiles of K and V serve them all. The tiles are numbered
-// section by section, where a section is pairs (sequence, key/value head) whose K and V fit in L2
-// together; in a section the longest tiles come first: the last tokens if causal, else the tiles
-// that are not cut. CTAs take numbers from a counter.
+// A work tile is some query tokens of one sequence with all query heads of one key/value head: rows
+// of Q are (token, head), and the same tiles of K and V serve all of them. Tiles are numbered
+// section by section; a section consists of pairs (sequence, key/value head) whose K and V fit in
+// L2 together. Within a section the longest tiles come first: the last tokens if causal, else the
+// full tiles. CTAs take tile numbers from a counter.
 #pragma once
 
 #include "attention_prefill/attention_prefill_pattern.cuh"
 #include "common/attention_sm90.cuh"
 
-// The launch, as all CTAs know it. Some fields follow from others, but come from the host: the
-// divisions would take registers, of which producer warps have few.
+// The launch, the same for all CTAs. Some fields follow from others but are computed on the host:
+// the divisions would take registers, of which producer warps have few.
 struct Problem {
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;
   const int* block_tables;
   const int* context_lens;
-  int* counter;          // 0 before and after
-  int64_t table_stride;  // of block_tables
+  int* counter;          // 0 at launch and at the end
+  int64_t table_stride;  // row stride of block_tables
   int64_t max_keys;      // dense: rows of K; pages: keys that a row of the table can name
   int total_q, group, num_kv_heads;
   int tile_tokens;               // query tokens of a tile: rows / group
-  int q_bytes;                   // of their Q in shared memory
-  int box_keys;                  // keys of one copy: they divide those of a tile and of a page
-  int block_shift, num_blocks;   // log2(block_size), pages
-  int num_pairs, section;        // pairs (sequence, key/value head), and how many make a section
+  int q_bytes;                   // bytes of a tile's Q in shared memory
+  int box_keys;                  // keys per copy, a divisor of a tile's and of a page's keys
+  int block_shift, num_blocks;   // log2(block_size), number of pages
+  int num_pairs, section;        // pairs (sequence, key/value head): in all, per section
   int tiles_of_pair;             // tiles of the longest sequence
-  int long_tiles, short_tokens;  // a sequence's tiles of tile_tokens; tokens of those after them
+  int long_tiles, short_tokens;  // a sequence's tiles of tile_tokens; tokens per later tile
   int total;                     // work tiles of the launch
   int splits;                    // CTAs that share the keys of a tile
   int causal;
   unsigned reach;   // keys a row sees, counted back from its last one: window, or 2^31
-  Pattern pattern;  // only for kernels of patterns
+  Pattern pattern;  // used by kernels compiled with PATTERN only
 };
 
-// A work tile, and where its keys are. The producer puts it in shared memory.
+// A work tile and its keys. The producer writes it to shared memory.
 struct alignas(16) WorkTile {
-  int first_token;              // row of q; negative: no more work
-  int tokens;                   // that are the tile's, from first_token on
-  int last_key_of_first_token;  // negative: it sees none
+  int first_token;              // row of q; negative: no work left
+  int tokens;                   // tokens of the tile, from first_token on
+  int last_key_of_first_token;  // negative: it sees no key
   int kv_head;
   int begin, end;  // tiles of keys
   int split;
-  int position;  // of first_token: among the keys if causal, else among the queries
+  int position;  // position of first_token: among the keys if causal, else the queries
   int k_begin;   // dense: first row of K and V
   int num_keys;
-  int first_key;     // the first that any row of the tile sees
-  const int* table;  // pages; else null
+  int first_key;     // the first key that any row of the tile sees
+  const int* table;  // row of the block table; null if dense
 };
 
-// Work tile number t; false if it has no tokens, as the sequence is shorter than the longest one.
+// Finds work tile number t; returns false if it has no tokens: its sequence is shorter than the
+// longest.
 template <int kKeys>
 __device__ __forceinline__ bool find_work_tile(const Problem& problem, int t, WorkTile& work) {
   const int per_section = problem.section * problem.tiles_of_pair * problem.splits;
@@ -63,7 +64,7 @@ __device__ __forceinline__ bool find_work_tile(const Problem& problem, int t, Wo
   const int b = pair / problem.num_kv_heads;
   work.kv_head = pair - b * problem.num_kv_heads;
 
-  // SAFETY: lengths that do not fit the arrays are cut to them.
+  // SAFETY: lengths are clamped to the arrays.
   const int q_begin = min(max(problem.cu_seqlens_q[b], 0), problem.total_q);
   const int num_tokens = min(max(problem.cu_seqlens_q[b + 1], q_begin), problem.total_q) - q_begin;
   const int i = problem.causal ? problem.tiles_of_pair - 1 - step : step;
@@ -87,7 +88,7 @@ __device__ __forceinline__ bool find_work_tile(const Problem& problem, int t, Wo
   work.tokens = min(num_tokens - token, most);
   work.last_key_of_first_token = work.num_keys - 1;
   work.position = token;
-  int last = work.last_key_of_first_token;  // that any row sees
+  int last = work.last_key_of_first_token;  // last key that any row sees
   if (problem.causal) {
     work.position = work.last_key_of_first_token += 1 - num_tokens + token;
     last = work.last_key_of_first_token + work.tokens - 1;

@@ -1,18 +1,17 @@
-// Flash attention on Hopper: the work of attention_prefill.cu, by wgmma, TMA and warps with roles.
+// Flash attention on Hopper: attention_prefill.cu with wgmma, TMA and specialised warps.
 //
 //   out = softmax(cap(scale * Q K^T) + mask) V        for every sequence b and query head h
 //
 // Arguments: AttentionPrefillSm90Params, below.
 //
-// Numerics: as in attention_prefill.cu. Splits are summed in order. A row's bits depend on its own
-// keys and the number of splits (and on whether there is a pattern, where tiles of keys have other
-// sizes), on nothing else.
+// Numerics: as in attention_prefill.cu. Splits are summed in order. A row's bits depend only on its
+// own keys, the number of splits, and whether a pattern is in use (key tiles then have other
+// sizes).
 // Parallelisation: one persistent CTA per SM, which takes work tiles
-// (attention_prefill/attention_prefill_scheduler_sm90.cuh). Of its four producer warps one loads Q,
-// one K and V, and two help it where pages are small; each consumer warpgroup owns 64 rows
+// (attention_prefill_scheduler_sm90.cuh). Of its four producer warps one loads Q, one K and V, and
+// two help with small pages; each consumer warpgroup owns 64 rows
 // (attention_prefill_consumer_sm90.cuh). While one warpgroup computes exponentials, the tensor
-// cores work for the others: three warpgroups keep both busier than two, as long as registers
-// suffice.
+// cores work for the others: three warpgroups keep both busier than two, if registers suffice.
 // Mirror: engine/reference/attention_prefill.py
 #include "attention_prefill/attention_prefill_code_producer_sm90.cuh"
 #include "attention_prefill/attention_prefill_consumer_sm90.cuh"
@@ -34,13 +33,13 @@ struct AttentionPrefillSm90Params {
   scalar_t* out;       // (Tq, H, D)
   float* lse;          // (Tq, H) contiguous, or null
   float* partial;      // with splits > 1: (splits, Tq, H, D), then (splits, Tq, H) log2-sum-exp2
-  int* counter;        // 0: the next tile; 0 again at the end
+  int* counter;        // number of the next tile; 0 at launch and at the end
   int64_t table_stride, out_stride_t, out_stride_h;
   int64_t max_keys;  // dense: Tk; pages: keys that a row of the table can name
   int total_q, num_heads, num_kv_heads;
   int group;  // H / K
   int head_dim;
-  // From here on: see Problem.
+  // The fields below are those of Problem.
   int tile_tokens, q_bytes, box_keys, block_shift, num_blocks;
   int num_pairs, tiles_of_pair, long_tiles, short_tokens, total, section, splits;
   int causal;
@@ -49,7 +48,7 @@ struct AttentionPrefillSm90Params {
   // See attention_prefill_pattern.cuh; zeros without a pattern.
   const unsigned* pattern_blocks;
   int pattern_words, pattern_num_q, pattern_num_k, pattern_q, pattern_k, pattern_offset;
-  const float *k_scale, *v_scale;  // (K,) of pages of codes; else null
+  const float *k_scale, *v_scale;  // (K,) scales of quantized pages; else null
 };
 
 __device__ __forceinline__ Problem make_problem(const AttentionPrefillSm90Params& p) {
@@ -107,8 +106,8 @@ __device__ __forceinline__ void prefill(const AttentionPrefillSm90Params& p,
 ENGINE_PREFILL(attention_prefill_sm90, false)
 ENGINE_PREFILL(attention_prefill_sm90_softcap, true)
 
-// out = sum of the splits' partials, weighted by their log2-sum-exp2: a warp a row. A sink is one
-// more partial, of zeros.
+// out = sum of the splits' partials, weighted by their log2-sum-exp2, one warp per row. A sink is
+// one more partial, of zeros.
 extern "C" __global__ void __launch_bounds__(256)
     attention_prefill_sm90_combine(const float* partial, const float* sinks, scalar_t* out,
                                    float* lse, int64_t out_stride_t, int64_t out_stride_h,

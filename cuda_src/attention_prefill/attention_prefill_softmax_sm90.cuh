@@ -1,13 +1,13 @@
-// The softmax of attention_prefill_sm90, of 64 rows and kKeys keys in a warpgroup's registers.
+// The softmax of attention_prefill_sm90, for 64 rows by kKeys keys in a warpgroup's registers.
 //
-// A thread has two rows: score 4 j + 2 i + e is of its row i and of key 8 j + e, counted from the
-// first key it has. The four threads of a quad share their rows.
+// A thread holds two rows: score 4 j + 2 i + e belongs to its row i and to key 8 j + e, counted
+// from its first key. The four threads of a quad share their rows.
 #pragma once
 
 #include "common/attention_sm90.cuh"
 
-// Keys that a row does not see become -inf. `last`, its last one, is counted from the thread's
-// first key; `reach` is how many it sees up to there.
+// Sets scores of masked keys to -inf. `last`, a row's last visible key, is counted from the
+// thread's first key; `reach` is the number of keys visible up to it.
 template <int kKeys>
 __device__ __forceinline__ void mask_scores(float (&s)[kKeys / 2], const int (&last)[2],
                                             const unsigned (&reach)[2]) {
@@ -32,11 +32,11 @@ __device__ __forceinline__ void mask_scores(float (&s)[kKeys / 2], const unsigne
 
 template <int kKeys>
 struct OnlineSoftmax {
-  float base[2];     // subtracted from exponents: factor times the running maximum; inf: no key
-  float sum[2];      // of this thread's exponentials
-  float rescale[2];  // by which the last call of raise() scales earlier sums
+  float base[2];     // subtracted from exponents: factor times the running maximum; inf: no key yet
+  float sum[2];      // sum of this thread's exponentials
+  float rescale[2];  // factor on earlier sums, set by the last call of raise()
 
-  // Before the first tile of keys.
+  // Called before the first tile of keys.
   __device__ __forceinline__ void start() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -45,8 +45,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Raises the bases to a tile's scores, so that a row's largest p is exactly 1. Returns true if
-  // some row of the warp has a new base.
+  // Raises the bases to a tile's maxima, so that a row's largest p is exactly 1. Returns true if
+  // any row of the warp has a new base.
   __device__ __forceinline__ bool raise(const float (&s)[kKeys / 2], float factor) {
     float top[2];
     maxima(s, top);
@@ -98,8 +98,8 @@ struct OnlineSoftmax {
   // Each row's largest score. A negative result may be too small where the base is positive: it
   // does not raise that base either way.
   __device__ __forceinline__ void maxima(const float (&s)[kKeys / 2], float (&top)[2]) const {
-    // As integers, floats from 0 on keep their order and exceed all negative floats; and Hopper
-    // takes the maximum of three integers at once.
+    // Reinterpreted as integers, non-negative floats keep their order and exceed all negative
+    // floats; and Hopper computes the maximum of three integers in one instruction.
     int high[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

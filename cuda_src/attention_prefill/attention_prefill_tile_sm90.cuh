@@ -1,14 +1,14 @@
-// The tile of attention_prefill_sm90: its sizes, its shared memory, and which key tiles its rows
+// The tile of attention_prefill_sm90: its sizes, its shared memory, and the key tiles that its rows
 // see.
 //
-// Shared memory holds three rings: of work tiles with their Q, of K and of V. Each stage has an
-// mbarrier that says it is full, and one that says it is empty.
+// Shared memory holds three rings: of work tiles with their Q, of K and of V. Each stage has a full
+// and an empty mbarrier.
 #pragma once
 
 #include "attention_prefill/attention_prefill_scheduler_sm90.cuh"
 
 // The module's configuration: HopperTile of kernels/attention_prefill/sm90.py.
-constexpr int kHeadDim = HEAD_DIM;  // columns that are multiplied: D, padded
+constexpr int kHeadDim = HEAD_DIM;  // columns of the products: D, padded
 constexpr int kConsumerWarpgroups = CONSUMERS;
 constexpr int kKeys = TILE_KEYS;
 constexpr int kStages = STAGES, kQStages = Q_STAGES;
@@ -16,12 +16,12 @@ constexpr bool kPattern = PATTERN != 0;
 
 constexpr int kRows = 64 * kConsumerWarpgroups;
 constexpr int kThreads = 128 * (kConsumerWarpgroups + 1);
-constexpr int kChunks = (kHeadDim + 63) / 64;  // of 64 columns, 128 bytes
+constexpr int kChunks = (kHeadDim + 63) / 64;  // chunks of 64 columns, 128 bytes
 constexpr int kQChunk = kRows * 128, kQBytes = kChunks * kQChunk;
 constexpr int kKeyChunk = kKeys * 128, kKeyBytes = kChunks * kKeyChunk;
 constexpr int kBoxes = kKeys / 16;  // copies of a key tile, at most: a page has 16 keys or more
-// Of pages of codes: stages of attention_prefill_code_producer_sm90.cuh, each of a tile of K or of
-// V.
+// With quantized pages: stages of codes (attention_prefill_code_producer_sm90.cuh), each a tile of
+// K or V.
 constexpr int kCodeStages = kHasCodes ? 4 : 0, kCodeBytes = kKeys * kHeadDim;
 constexpr int kConvertingThreads = 2 * 32;
 static_assert(!kHasCodes || (!kPattern && (kHeadDim == 64 || kHeadDim == 128)),
@@ -34,24 +34,24 @@ constexpr int kConsumerRegisters = (65536 / 128 - kProducerRegisters) / kConsume
 static_assert(!kPattern || kKeys <= 128, "a thread's keys have one bit each of a register");
 
 // Issuing a copy occupies its warp: with many per key tile, three warps share them. With a pattern
-// the first of these warps has no registers left for that.
+// the loading warp has no registers left for that.
 __device__ __forceinline__ bool has_helpers(const Problem& problem) {
   return !kPattern && !kHasCodes && 4 * problem.box_keys <= kKeys;
 }
 
-// Shared memory, by address; of a ring, stage 0.
+// Shared-memory addresses; for a ring, that of stage 0.
 struct SharedMemory {
   unsigned q, k, v;
   unsigned work_full, q_full, q_empty, k_full, k_empty, v_full, v_empty;
-  unsigned v_tail;      // V of a tile that ends early: all there, but not yet zero at its end
-  unsigned boxes_full;  // `boxes` of a stage
-  WorkTile* work;       // of each stage of Q
-  int* key_tile;        // of each stage, with a pattern: which key tile it is, and the flags below
+  unsigned v_tail;      // V of a partial tile has arrived, but its tail is not zeroed yet
+  unsigned boxes_full;  // `boxes` of a stage are written
+  WorkTile* work;       // one per stage of Q
+  int* key_tile;        // per stage, with a pattern: its key tile and the flags below
   static constexpr int kMore = 1 << 30, kMasked = 1 << 29;
-  int* boxes;  // of each stage: the rows at which its boxes start, for the helping warps
+  int* boxes;  // per stage: start rows of its boxes, for the helping warps
   static constexpr int kOnlyK = static_cast<int>(1u << 31), kStop = -1;
   unsigned codes, codes_full, codes_empty;
-  int* valid_rows;  // of each stage of codes: rows that hold keys; negative: no more come
+  int* valid_rows;  // per stage of codes: rows that hold keys; negative: the end
 
   static constexpr int kBarriers = 3 * kQStages + 5 * kStages + 1;
   static constexpr int kBytes = 1024 + kQStages * kQBytes + 2 * kStages * kKeyBytes +
@@ -75,7 +75,7 @@ struct SharedMemory {
     v_tail = v_empty + 8 * kStages;
     boxes_full = v_tail + 8;
     key_tile = reinterpret_cast<int*>(smem + (boxes_full + 8 * kStages - smem_address(smem)));
-    if constexpr (kHasCodes) {  // which have neither patterns nor helping warps
+    if constexpr (kHasCodes) {  // quantized pages have neither patterns nor helping warps
       codes_full = boxes_full + 8 * kStages;
       codes_empty = codes_full + 8 * kCodeStages;
       valid_rows =
@@ -86,12 +86,13 @@ struct SharedMemory {
   }
 
   __device__ __forceinline__ void init_barriers(const Problem& problem) const {
-    // SAFETY: a helping warp arrives on k_empty when it has read where the stage's boxes start.
+    // SAFETY: a helping warp arrives on k_empty when it has read the start rows of the stage's
+    // boxes.
     const int helpers = has_helpers(problem) ? 2 * 32 : 0;
     for (int i = 0; i < kQStages; ++i) {
       mbarrier_init(work_full + 8 * i, 1);
       mbarrier_init(q_full + 8 * i, 1);
-      // Every thread that reads work[i].
+      // One arrival per thread that reads work[i].
       mbarrier_init(q_empty + 8 * i, 128 * kConsumerWarpgroups + 32);
     }
     for (int i = 0; i < kStages; ++i) {
@@ -99,7 +100,7 @@ struct SharedMemory {
       mbarrier_init(v_full + 8 * i, kHasCodes ? kConvertingThreads : 1);
       mbarrier_init(k_empty + 8 * i, 4 * kConsumerWarpgroups + helpers);
       mbarrier_init(v_empty + 8 * i, 4 * kConsumerWarpgroups);
-      mbarrier_init(boxes_full + 8 * i, kBoxes);  // each lane that writes one
+      mbarrier_init(boxes_full + 8 * i, kBoxes);  // one arrival per lane that writes a box
     }
     for (int i = 0; i < kCodeStages; ++i) {
       mbarrier_init(codes_full + 8 * i, 1);
@@ -109,8 +110,8 @@ struct SharedMemory {
     mbarrier_init_fence();
   }
 
-  // Zeroes Q where some rows of a tile never get a query (a group that does not divide kRows): NaN
-  // there would rescale these rows' sums with every key tile, for nothing.
+  // Zeroes Q if some rows of a tile never hold a query (kRows is not a multiple of the group): NaN
+  // there would needlessly rescale these rows' sums with every key tile.
   __device__ __forceinline__ void init_queries(const Problem& problem) const {
     if (problem.group * problem.tile_tokens == kRows) return;
     for (int i = threadIdx.x * 16; i < kQStages * kQBytes; i += kThreads * 16)
@@ -119,13 +120,13 @@ struct SharedMemory {
   }
 };
 
-// Key tiles: some of the rows asked for see keys of [begin, end), all of them see all keys of
-// [whole_begin, whole_end). A pattern is left out.
+// Ranges of key tiles for some rows: any of the rows sees keys of [begin, end), all of them see all
+// keys of [whole_begin, whole_end). A pattern is not considered.
 struct KeyTileRange {
   int begin, end, whole_begin, whole_end;
 };
 
-// For tokens [first, last] of a work tile; none if last < first.
+// The ranges for tokens [first, last] of a work tile; empty if last < first.
 __device__ __forceinline__ KeyTileRange key_tile_range(const Problem& problem, const WorkTile& tile,
                                                        int first, int last) {
   const int last_key_of_first_token = tile.last_key_of_first_token + (problem.causal ? first : 0);

@@ -1,4 +1,4 @@
-// The rows of all ranks beside each other, in every rank: out[r] = [x_0[r] | x_1[r] | ...].
+// All-gather of rows: every rank receives out[r] = [x_0[r] | x_1[r] | ...].
 //
 //   x      (M, N) scalar_t          contiguous
 //   out    (M, size * N) scalar_t   contiguous
@@ -8,8 +8,8 @@
 // Every rank launches it with the same M and N.
 //
 // Numerics: values are copied, but a -0 may arrive as +0.
-// Parallelisation: a thread per 16 bytes, or several. It waits for nothing but what the thread of
-// the same number sends in other ranks.
+// Parallelisation: one thread per one or more 16-byte vectors. A thread waits only for data sent by
+// the thread with the same index in other ranks.
 // Mirror: engine/reference/all_gather.py
 #include "collectives/peer_memory.cuh"
 

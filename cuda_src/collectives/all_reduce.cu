@@ -1,17 +1,18 @@
-// The sum of an array over the ranks of a group, in every rank.
+// All-reduce: the sum of an array over the ranks of a group, in every rank.
 //
 //   x, out  (n,) scalar_t   contiguous; out may be x
 //   group   PeerGroup of this rank (peer_memory.cuh)
 //   is_aligned              x and out are aligned to 16 bytes
 //
-// Every rank launches it with the same n. One shot: each rank sends its array to all others, and
-// all add. Two shots: rank r gets and adds the r-th segment of every array, and sends the sum.
+// Every rank launches it with the same n. One-shot: each rank sends its array to all others, and
+// every rank adds. Two-shot: rank r receives and adds the r-th segment of every array, then sends
+// the sum.
 //
 // Numerics: added in the order of ranks, from +0, in float; rounded once. Both ways give the same
 // bits in all ranks.
-// Parallelisation: a thread per 16 bytes, or several. A thread sends the next vector before it
-// waits for the one in hand. It waits for nothing but what the thread of the same number sends in
-// other ranks, so no block waits for a block of its own rank.
+// Parallelisation: one thread per one or more 16-byte vectors. A thread sends its next vector
+// before it waits for the current one. It waits only for data sent by the thread with the same
+// index in other ranks, so no block waits for a block of its own rank.
 // Mirror: engine/reference/all_reduce.py
 #include "collectives/peer_memory.cuh"
 
@@ -52,8 +53,8 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
   pdl_wait();
   call.begin();
   const int total = num_vectors(n);
-  const int length = (total + call.size - 1) / call.size;  // of a segment
-  const int sums = (call.size - 1) * length;               // where sums arrive
+  const int length = (total + call.size - 1) / call.size;  // vectors per segment
+  const int sums = (call.size - 1) * length;               // offset at which sums arrive
   const int step = gridDim.x * blockDim.x;
   const int begin = blockIdx.x * blockDim.x + threadIdx.x;
   for (int j = begin; j < length; j += step) {
@@ -71,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
     call.push_to_all(sums, length, j, sum);
     store_flat(out, i, n, is_aligned, sum);
   }
-  // SAFETY: out may be x: the thread that writes a vector has sent it, in the first loop.
+  // SAFETY: out may be x: the thread that writes a vector has already sent it in the first loop.
   for (int j = begin; j < length; j += step) {
     for (int p = 0; p < call.size; ++p) {
       const int i = p * length + j;

@@ -1,4 +1,4 @@
-// The sum of rows over the ranks of a group, the residual add and RMSNorm that follow it.
+// All-reduce of rows over the ranks of a group, with the following residual add and RMSNorm fused.
 //
 //   s = x_0 + x_1 + ...        (as all_reduce.cu)
 //   h = x_scale * s + residual, y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset)
@@ -11,10 +11,10 @@
 //
 // Every rank launches it with the same M and N.
 //
-// Numerics: s is rounded to scalar_t, and the row's sum is in rmsnorm.cu's order, so that results
-// have the bits of the two ops'.
-// Parallelisation: a row per block, or several; a block waits for nothing but the same rows of
-// other ranks. Residual and weight are loaded while the row is on its way.
+// Numerics: s is rounded to scalar_t, and the row's sum follows rmsnorm.cu's order, so the result
+// has the same bits as the two separate ops.
+// Parallelisation: a block takes one or more rows and waits only for the same rows of other ranks.
+// Residual and weight are loaded while the row is in flight.
 // Mirror: engine/reference/all_reduce_rmsnorm.py
 #include "collectives/peer_memory.cuh"
 #include "common/rmsnorm_row.cuh"
@@ -46,7 +46,7 @@ __device__ __forceinline__ void all_reduce_rmsnorm(const Row& rows, PeerGroup* g
                   rows.weight_offset,
                   rows.x_scale};
     Words h[kVectors], r[kVectors], w[kVectors];
-    int at[kVectors];  // in what the ranks send, or -1
+    int at[kVectors];  // index in the data sent by the ranks, or -1
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const int c = begin + k * kStep;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void all_reduce_rmsnorm(const Row& rows, PeerGroup* g
       is_first = false;
     }
 #pragma unroll
-    for (int k = 0; k < kVectors; k += 2) {  // two at a time, for want of registers
+    for (int k = 0; k < kVectors; k += 2) {  // two at a time: registers are scarce
       const int pair_at[2] = {at[k], at[k + 1]};
       Words pair[2] = {h[k], h[k + 1]};
       sum_over_ranks<2>(call, total, pair_at, pair);
@@ -83,8 +83,8 @@ __device__ __forceinline__ void all_reduce_rmsnorm(const Row& rows, PeerGroup* g
   }
 }
 
-// The sizes are those of rmsnorm.cu, KiB of the longest row; `blocks` of a multiprocessor bound the
-// registers.
+// The sizes are those of rmsnorm.cu, in KiB of the longest row; `blocks` per multiprocessor bound
+// the registers.
 #define ENGINE_ALL_REDUCE_RMSNORM(name, warps, vectors, blocks)                                \
   extern "C" __global__ void __launch_bounds__((warps) * 32, blocks)                           \
       name(const scalar_t* x, const scalar_t* residual, const scalar_t* weight, scalar_t* out, \

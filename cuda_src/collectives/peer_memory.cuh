@@ -3,18 +3,19 @@
 // A rank owns three buffers. In call g every rank writes into buffer g % 3 of its peers, reads what
 // has arrived in its own, and empties its buffer (g + 2) % 3, in which call g - 1 arrived. Data are
 // their own flags: an empty word is kEmpty, and a reader polls its own memory until no word of a
-// vector is empty. So a word takes one way over the link, and nothing has to be fenced.
+// vector is empty. So a word crosses the link once, and no fence is needed.
 //
-// SAFETY: rank r writes into the buffer (g + 2) % 3 of rank q in call g + 2. Before, it has ended
-// call g + 1, for which it needed words that q, or a rank that had words of q, wrote in call g + 1;
-// q began that call after its call g had ended, with what it emptied. So q had emptied the buffer.
-// All ranks make the same calls in the same order, each on one stream.
+// SAFETY: rank r writes into the buffer (g + 2) % 3 of rank q in call g + 2. Before that, it has
+// ended call g + 1, for which it needed words written in call g + 1 by q, or by a rank that had
+// received words from q; q began call g + 1 only after its call g, including the emptying, had
+// ended. So q had emptied the buffer. All ranks make the same calls in the same order, each on one
+// stream.
 //
-// The number of a call and what the call before has left behind are in device memory, so that a
+// The number of the call and the state left by the preceding call are in device memory, so that a
 // captured graph can be replayed.
 //
-// A rank that waits for longer than the group's time-out names the one that is missing, in the
-// group and in memory that the host reads; from then on no call waits, and results are NaN.
+// A rank that waits longer than the group's time-out records the missing rank, in the group and in
+// memory that the host reads; from then on no call waits, and results are NaN.
 #pragma once
 
 #include "common/packed.cuh"
@@ -25,22 +26,22 @@
 constexpr int kMaxRanks = 8;
 constexpr int kBuffers = 3;
 constexpr uint32_t kEmpty = 0x80000000u;  // -0 in float, (+0, -0) in 16 bits: sent as +0
-constexpr uint32_t kNan = 0x7fff7fffu;    // in every dtype
+constexpr uint32_t kNan = 0x7fff7fffu;    // a NaN in every dtype
 constexpr int kPollsPerClock = 256;
 
 using Words = Packed<kVec>;  // 16 bytes
 
-// Device memory of a rank; engine/kernels/_peer_memory.py writes it.
+// State in a rank's device memory; engine/kernels/_peer_memory.py writes it.
 struct PeerGroup {
   Words* buffers[kMaxRanks];  // the three buffers of each rank, one after another
-  uint32_t call;              // number of the next call
+  uint32_t call;              // index of the next call
   uint32_t num_arrived;       // blocks that have read this line in the current call
-  uint32_t num_used;          // vectors that the call before has written, from the buffer's start
+  uint32_t num_used;          // vectors written by the preceding call, from the buffer's start
   uint32_t has_failed;
   int rank, size;
-  int64_t capacity;      // vectors of a buffer, which has less than 2 GB
+  int64_t capacity;      // vectors per buffer; a buffer is smaller than 2 GB
   int64_t timeout;       // nanoseconds
-  uint32_t* host_error;  // (missing rank + 1, number of the call, op), which the host reads
+  uint32_t* host_error;  // (missing rank + 1, index of the call, op), read by the host
 };
 
 __device__ __forceinline__ Words load_peer_words(const Words* p) {
@@ -78,17 +79,17 @@ __device__ __forceinline__ Words filled_words(uint32_t word) {
   return x;
 }
 
-// x without words that would look empty: -0 becomes +0.
+// x without words that would read as empty: -0 becomes +0.
 __device__ __forceinline__ Words sendable(Words x) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) x.v.v[i] = x.v.v[i] == kEmpty ? 0u : x.v.v[i];
   return x;
 }
 
-// What a thread knows of the current call.
+// A thread's view of the current call.
 class PeerCall {
  public:
-  // May be made before pdl_wait(): what it reads stays.
+  // May be constructed before pdl_wait(): the fields that it reads do not change.
   __device__ __forceinline__ PeerCall(PeerGroup* group, int op) : group_(group), op_(op) {
     rank = group->rank;
     size = group->size;
@@ -104,7 +105,7 @@ class PeerCall {
     failed_ = line.v.v[3] != 0;
   }
 
-  // Vector i of what this rank sends to `peer` in a region of regions * length vectors.
+  // Sends vector i of this rank's data to `peer`, in a region of regions * length vectors.
   __device__ __forceinline__ void push(int peer, int base, int length, int i,
                                        const Words& x) const {
     Words* to = group_->buffers[peer] + (call_ % kBuffers) * capacity_;
@@ -117,14 +118,14 @@ class PeerCall {
     }
   }
 
-  // Where what `peer` sends arrives.
+  // The address at which data from `peer` arrive.
   __device__ __forceinline__ const Words* source(int peer, int base, int length, int i) const {
     const Words* own = own_ + (call_ % kBuffers) * capacity_;
     return own + base + (peer - (peer > rank)) * length + i;
   }
 
-  // Hands the group over to the next call, once every block has read it. All threads of the block
-  // must call it, once. `num_used` vectors of each buffer are written in this call.
+  // Advances the group to the next call once every block has read it. All threads of the block must
+  // call it, once. This call writes `num_used` vectors of each buffer.
   __device__ __forceinline__ void advance(uint32_t num_used) const {
     __syncthreads();  // SAFETY: every thread has read the group
     if (threadIdx.x != 0) return;
@@ -134,7 +135,7 @@ class PeerCall {
     group_->call = call_ + 1;
   }
 
-  // Empties what the call before has read.
+  // Empties the buffer that the preceding call has read.
   __device__ __forceinline__ void empty_previous() const {
     Words* buffer = own_ + ((call_ + 2) % kBuffers) * capacity_;
     const uint32_t step = gridDim.x * blockDim.x;
@@ -142,7 +143,7 @@ class PeerCall {
       store_peer_words(buffer + i, empty());
   }
 
-  // The vector at `source`, which `peer` sends; `x` is what was there before.
+  // Waits for the vector that `peer` sends to `source`; `x` is the first value read there.
   __device__ __forceinline__ Words wait(const Words* source, int peer, Words x) {
     if (has_arrived(x)) return x;
     return poll(source, peer);
@@ -191,8 +192,8 @@ class PeerCall {
 };
 
 // Replaces this rank's vectors x[k] by the sums of all ranks' vectors at[k]: added in the order of
-// ranks from +0, in float, and rounded once. Where at[k] is negative there is nothing to wait for.
-// The first polls of kInFlight ranks are in flight together.
+// ranks from +0, in float, and rounded once. A negative at[k] is skipped. The first polls of
+// kInFlight ranks are in flight together.
 template <int kInFlight, int kCount>
 __device__ __forceinline__ void sum_over_ranks(PeerCall& call, int length, const int (&at)[kCount],
                                                Words (&x)[kCount]) {
@@ -235,7 +236,7 @@ __device__ __forceinline__ void sum_over_ranks(PeerCall& call, int length, const
   }
 }
 
-// As above, of one vector.
+// As above, for one vector.
 template <int kInFlight>
 __device__ __forceinline__ Words sum_over_ranks(PeerCall& call, int length, int i,
                                                 const Words& own) {
@@ -245,7 +246,7 @@ __device__ __forceinline__ Words sum_over_ranks(PeerCall& call, int length, int 
   return x[0];
 }
 
-// Vector i of a contiguous array of n elements, ready to be sent; what is behind the end is 0.
+// Vector i of a contiguous array of n elements, ready to be sent; elements past the end are 0.
 __device__ __forceinline__ Words load_flat(const scalar_t* x, int i, int64_t n, bool is_aligned) {
   const int64_t begin = static_cast<int64_t>(i) * kVec;
   if (is_aligned && begin + kVec <= n) return sendable(load_packed<kVec>(x + begin));
@@ -271,7 +272,7 @@ __device__ __forceinline__ void store_flat(scalar_t* out, int i, int64_t n, bool
   }
 }
 
-// The host keeps it below a buffer's capacity.
+// Vectors for n elements; the host keeps the result below a buffer's capacity.
 __device__ __forceinline__ int num_vectors(int64_t n) {
   return static_cast<int>((n + kVec - 1) / kVec);
 }

@@ -5,8 +5,8 @@
 //   gelu_erf(x)  = x (1 + erf(x / sqrt 2)) / 2 = x erfc(-x / sqrt 2) / 2
 //   relu(x)      = max(x, 0), and NaN stays NaN
 //
-// Where exp overflows the quotient is 0, which is correct. x = -inf gives NaN (relu: 0). The
-// division is the approximate one (2 units in the last place): the exact one branches.
+// If exp overflows the quotient is 0, which is correct. x = -inf yields NaN (relu: 0). The division
+// is approximate (2 ulp): the exact one branches.
 // Mirror: engine/reference/_activation.py
 #pragma once
 

@@ -1,5 +1,5 @@
-// What every attention kernel needs: which keys a query row sees, where keys and values are, how a
-// tile of them comes to shared memory, and where results go.
+// Shared by all attention kernels: the mask, the addresses of keys and values, the loads of their
+// tiles to shared memory, and the stores of results.
 //
 // Query heads that share a key/value head are packed: row = token * group + head (group = H / K),
 // so one tile of keys serves the whole group, and short queries still fill a tile of rows.
@@ -21,19 +21,20 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Hides from the compiler where x comes from: what depends on it is computed again here, instead of
-// being kept in registers through a loop that has none to spare.
+// Hides the origin of x from the compiler: values derived from it are recomputed here, instead of
+// occupying registers throughout a loop that has none to spare.
 __device__ __forceinline__ int recomputed(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// A base of -inf, subtracted, would give NaN: a row without any key so far subtracts 0.
+// Subtracting a base of -inf would yield NaN: a row without any key so far subtracts 0.
 __device__ __forceinline__ float finite_or_zero(float max) { return max == -kInf ? 0.0f : max; }
 
 // Adds an attention sink to a row's softmax: one more logit, without a value. `sink` and `base` are
-// log2, and `sum` is relative to 2^base (-inf: no key). Afterwards both include the sink, and O
-// must be multiplied by the result. The larger one becomes the base, so nothing overflows.
+// in units of log2, and `sum` is relative to 2^base (-inf: no key). Afterwards both include the
+// sink, and O must be multiplied by the result. The larger one becomes the base, so nothing
+// overflows.
 __device__ __forceinline__ float add_sink(float sink, float& base, float& sum) {
   const float high = fmaxf(base, sink);
   const float rescale = exp2_approx(base - finite_or_zero(high));
@@ -42,13 +43,14 @@ __device__ __forceinline__ float add_sink(float sink, float& base, float& sum) {
   return rescale;
 }
 
-// How a score is made of q.k, in units of log2: with softcap c, c * tanh(scale * q.k / c). Computed
-// on the host, so that the kernels read it from constant memory and keep their registers.
+// Turns q.k into a score in units of log2: with softcap c, c * tanh(scale * q.k / c). The factors
+// are computed on the host, so that kernels read them from constant memory instead of holding them
+// in registers.
 struct ScoreRule {
   float inner;   // scale / softcap: tanh(inner * q.k) comes first; 0: no softcap
-  float factor;  // times this gives the score * log2(e): scale or softcap, times log2(e)
+  float factor;  // scale or softcap, times log2(e)
 
-  // The rule where keys are codes, to be multiplied by `key_scale`.
+  // The rule for quantized keys with scale `key_scale`.
   __device__ __forceinline__ ScoreRule scaled(float key_scale) const {
     if (inner != 0.0f) return ScoreRule{inner * key_scale, factor};
     return ScoreRule{inner, factor * key_scale};
@@ -61,15 +63,15 @@ struct ScoreRule {
   }
 };
 
-// The query rows of one sequence and key/value head, and what they see.
+// The query rows of one sequence and key/value head, and the keys they see.
 struct RowRule {
   int count;                    // rows: tokens * group
   int group;                    // query heads per key/value head
-  int last_key_of_first_token;  // negative: it sees none
-  int causal;      // 1: each further token sees one key more; 0: all tokens see the same
+  int last_key_of_first_token;  // negative: it sees no key
+  int causal;      // 1: each further token sees one more key; 0: all tokens see the same keys
   unsigned reach;  // keys a row sees, counted back from its last one: window, or 2^31
-  const uint64_t* tree = nullptr;  // a token's mask of the tokens it sees; null: all up to itself
-  int earlier = 0;                 // tokens before token 0 that the masks have bits for
+  const uint64_t* tree = nullptr;  // new tokens that each token sees, as masks; null: causal
+  int earlier = 0;                 // tokens before token 0 with bits in the masks
 
   __device__ __forceinline__ RowRule(int num_tokens, int group, int num_keys, bool causal,
                                      int window)
@@ -85,23 +87,23 @@ struct RowRule {
   __device__ __forceinline__ int first_key(int row) const {
     return reach < 1u << 31 ? max(0, last_key(row) - static_cast<int>(reach) + 1) : 0;
   }
-  // Whether a pattern lets a row see a key, and whether it hides `keys` keys from rows [first,
-  // last]: PatternRowRule has one.
+  // True in PatternRowRule: whether a pattern lets a row see a key, and hides `keys` keys from rows
+  // [first, last].
   static constexpr bool kHasPattern = false;
   __device__ __forceinline__ bool in_pattern(int, int) const { return true; }
   __device__ __forceinline__ bool skips(int, int, int, int) const { return false; }
-  // One comparison for both borders: a negative difference is a huge unsigned one.
+  // One unsigned comparison covers both bounds: a negative difference becomes huge.
   __device__ __forceinline__ bool sees(int last_key, int key) const {
     return static_cast<unsigned>(last_key - key) < reach;
   }
-  // The same for row `row`, whose last key is last_key: with its tree mask of the new tokens.
+  // The same for row `row`, whose last key is last_key, including its tree mask of the new tokens.
   __device__ __forceinline__ bool sees(int row, int last_key, int key) const {
     const int token = key - last_key_of_first_token + earlier;
     if (tree != nullptr && token >= 0 && last_key >= key)
       return (tree[min(row, count - 1) / group] >> token & 1) != 0;
     return sees(last_key, key);
   }
-  // This row and all later ones see every key up to this one, the window aside.
+  // The last key such that this row and all later ones see every key up to it, the window aside.
   __device__ __forceinline__ int last_common_key(int row) const {
     if (tree != nullptr) return last_key_of_first_token - earlier - 1;
     return last_key(row);
@@ -115,24 +117,24 @@ __device__ __forceinline__ unsigned clamped_page(int id, int num_blocks) {
 
 // Keys and values of one sequence and one key/value head: dense (table null), or in pages.
 struct KeyValues {
-  const page_t* k;  // of this head; dense: of this sequence's first token
+  const page_t* k;  // first row of this head; dense: of this sequence's first token
   const page_t* v;
   const int* table;  // the sequence's row of the block table
   int64_t k_token_stride, v_token_stride, page_stride;
   int block_shift;  // log2(block_size)
   int num_blocks;
   int head_dim;
-  bool is_vector;  // rows start at, and are whole, 16-byte words
+  bool is_vector;  // rows are whole, aligned 16-byte words
 
   __device__ __forceinline__ int64_t page_offset(int key) const {
     return static_cast<int64_t>(clamped_page(table[key >> block_shift], num_blocks)) * page_stride;
   }
 };
 
-// Where a 16-byte word of a row is in a tile of kHeadDim columns. 16-bit rows are swizzled: the
+// Position of a 16-byte word of a row in a tile of kHeadDim columns. 16-bit rows are swizzled: the
 // eight rows that ldmatrix reads together must be in eight different bank groups, but their pitch
-// is a multiple of 128 bytes (or of 64, where four words alternate by themselves). Float rows are
-// padded by one word, for the same reason.
+// is a multiple of 128 bytes (or of 64, where four words alternate without a swizzle). Float rows
+// are padded by one word for the same reason.
 template <int kHeadDim>
 struct TileLayout {
   static constexpr int kWords = kHeadDim / kVec;
@@ -148,7 +150,8 @@ struct TileLayout {
   }
 };
 
-// Copies one word of a row of head_dim values (none of it if !valid), zeros past the row's end.
+// Copies one word of a row of head_dim values, with zeros past the row's end, or all zeros if
+// !valid.
 template <bool kIsVector>
 __device__ __forceinline__ void load_word(scalar_t* smem, const scalar_t* row, int word,
                                           int head_dim, bool valid) {
@@ -166,7 +169,7 @@ __device__ __forceinline__ void load_word(scalar_t* smem, const scalar_t* row, i
 }
 
 #if PAGE_CODES
-// The same for a row of codes, which become scalar_t here and are not multiplied by their scale.
+// The same for a row of codes, which are converted to scalar_t but not multiplied by their scale.
 template <bool kIsVector>
 __device__ __forceinline__ void load_word(scalar_t* smem, const page_t* row, int word, int head_dim,
                                           bool valid) {
@@ -213,8 +216,8 @@ __device__ __forceinline__ void load_tile_words(scalar_t* smem_k, scalar_t* smem
 }
 
 // Starts the copy of keys and values [first_key, first_key + kKeys) to smem_k and smem_v. Those
-// outside [begin, end) become zero and are not read: what is there may be NaN, and 0 * NaN would
-// reach the sum.
+// outside [begin, end) become zero and are not read: they may be NaN, and 0 * NaN would reach the
+// sum.
 template <int kHeadDim, int kKeys, int kThreads>
 __device__ __forceinline__ void load_tile(scalar_t* smem_k, scalar_t* smem_v, const KeyValues& kv,
                                           int first_key, int begin, int end) {
@@ -252,9 +255,9 @@ __device__ __forceinline__ void load_queries(scalar_t* smem_q, const Queries& qu
   }
 }
 
-// A writer of finished rows: out = o / sum, and lse = ln(sum 2^base) where it is wanted, both with
-// the head's sink. For each row, with o = sum of P V, a core calls row() once, multiplies o by
-// factor(), asks at() where the row goes, and calls pair() or single() for every column of
+// A writer of finished rows: out = o / sum, and lse = ln(sum 2^base) if requested, both with the
+// head's sink. For each row, with o = sum of P V, a core calls row() once, multiplies o by
+// factor(), gets the row's address from at(), and calls pair() or single() for every column of
 // kHeadDim.
 struct Output {
   scalar_t* out;  // first token, first head of the group
@@ -265,7 +268,7 @@ struct Output {
   int group;
   int head_dim;
   bool is_vector;            // pair() may be used
-  float value_scale = 1.0f;  // factor on o: of values that are codes
+  float value_scale = 1.0f;  // factor on o: the scale of quantized values
 
   __device__ __forceinline__ void row(int row, float base, float sum) const {
     if (lse == nullptr) return;

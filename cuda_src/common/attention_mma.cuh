@@ -1,9 +1,10 @@
-// Flash attention on tensor cores, for 16-bit inputs: one CTA, one tile of query rows, any keys.
+// Flash attention on tensor cores, for 16-bit inputs: one CTA multiplies one tile of query rows
+// with any range of keys.
 //
 // kWarpsM x kWarpsN warps. A warp owns 16 kRowTiles rows and kKeys / kWarpsN keys of each tile:
-// with kWarpsN = 1 rows are what is divided (prefill), with kWarpsM = 1 keys are (decode), and the
-// warps' results are merged at the end. Q, K and V come to shared memory by cp.async; K and V have
-// kStages tiles, so kStages - 1 are in flight while one is used.
+// with kWarpsN = 1 the warps divide the rows (prefill), with kWarpsM = 1 the keys (decode), merging
+// their results at the end. Q, K and V are loaded to shared memory by cp.async; K and V have
+// kStages tiles, so kStages - 1 are in flight while one is in use.
 //
 // Per tile: S = Q K^T in float; P = 2^(S - running max), rounded to scalar_t; in float
 // O = O 2^(old max - new max) + P V. The accumulators of S have the layout of the A operand of P V:
@@ -21,7 +22,7 @@ struct MmaAttention {
   static constexpr int kWarpRows = 16 * kRowTiles;
   static constexpr int kRows = kWarpRows * kWarpsM;
   static constexpr int kWarpKeys = kKeys / kWarpsN;
-  static constexpr int kTile = kKeys * Layout::kPitch;  // elements of one tile of K, or of V
+  static constexpr int kTile = kKeys * Layout::kPitch;  // elements per tile of K or V
   static constexpr int kSharedBytes =
       (kRows * Layout::kPitch + kStages * 2 * kTile) * static_cast<int>(sizeof(scalar_t));
   static_assert(kWarpKeys % 16 == 0, "a warp multiplies 16 keys at a time");
@@ -38,7 +39,7 @@ struct MmaAttention {
     scalar_t* const smem_kv = smem + kRows * Layout::kPitch;
     const int warp_row = row_begin + warp_m() * kWarpRows;
     start();
-    // What the warp's first and last row see; a warp past the last row has nothing to do.
+    // The keys that the warp's first and last row see; a warp past the last row is idle.
     const int low = rows.first_key(warp_row), low_last = rows.last_common_key(warp_row);
     const int high_last = rows.last_key(min(warp_row + kWarpRows, rows.count) - 1);
     const bool has_rows = warp_row < rows.count;
@@ -47,11 +48,11 @@ struct MmaAttention {
     const int num_tiles = begin < end ? (end - first + kKeys - 1) / kKeys : 0;
     load_queries<kHeadDim, kRows, kThreads>(smem, queries, rows, row_begin);
 #pragma unroll 1
-    for (int tile = 1 - kStages; tile < num_tiles; ++tile) {  // the first rounds only load
+    for (int tile = 1 - kStages; tile < num_tiles; ++tile) {  // the first iterations only load
       if (tile >= 0) {
         cp_async_wait<kStages - 2>();
-        // SAFETY: makes every thread's copies of this tile visible, and says that all warps are
-        // done with the tile before, whose place the next load takes.
+        // SAFETY: makes every thread's copies of this tile visible; all warps are also done with
+        // the previous tile, whose stage the next load overwrites.
         __syncthreads();
       }
       const auto is_hidden = [&](int tile) {
@@ -72,7 +73,7 @@ struct MmaAttention {
     cp_async_wait<0>();
   }
 
-  // Gives the rows to a writer: see Output.
+  // Passes the rows to a writer: see Output.
   template <typename Writer>
   __device__ __forceinline__ void finish(scalar_t* smem, const RowRule& rows, int row_begin,
                                          const Writer& writer) {
@@ -119,7 +120,7 @@ struct MmaAttention {
     }
   }
 
-  // Every call closes a group, loaded or not, so that the waits count the same to the end.
+  // Every call commits a group, even an empty one, so that the waits can count groups.
   __device__ static __forceinline__ void load(scalar_t* smem_kv, const KeyValues& kv, int tile,
                                               int num_tiles, int first, int begin, int end) {
     if (tile < num_tiles) {
@@ -130,7 +131,7 @@ struct MmaAttention {
     cp_async_commit();
   }
 
-  // One tile of keys, of which the warp takes kWarpKeys from `key` on.
+  // Processes one tile of keys, of which the warp takes kWarpKeys from `key` on.
   template <typename Rows>
   __device__ __forceinline__ void update(const scalar_t* smem_q, const scalar_t* smem_k,
                                          const scalar_t* smem_v, const Rows& rows,
@@ -221,7 +222,7 @@ struct MmaAttention {
     }
   }
 
-  // Turns half a row tile's scores (rows g or g + 8) into P, and carries max, sum and O along.
+  // Turns half a row tile's scores (rows g or g + 8) into P, and updates max, sum and O.
   template <int kHalf>
   __device__ __forceinline__ void softmax(float (&s)[kWarpKeys / 8][4], int r, float factor) {
     float top = s[0][2 * kHalf];
@@ -297,8 +298,8 @@ struct MmaAttention {
     }
   }
 
-  // The warps that shared the keys of these rows put their partials in shared memory; all threads
-  // then add these up, always in the same order.
+  // The warps that shared the keys of these rows store their partials to shared memory; all threads
+  // then add these up in a fixed order.
   template <typename Writer>
   __device__ __forceinline__ void merge(float* smem, const RowRule& rows, int row_begin,
                                         const Writer& writer) {

@@ -1,8 +1,9 @@
-// Flash attention in true float32 on CUDA cores: one block, one tile of query rows, any keys.
+// Flash attention in true float32 on CUDA cores: one block multiplies one tile of query rows with
+// any range of keys.
 //
-// kWarps warps of kWarpRows rows each; tiles of 32 keys. For the scores a lane is a key, for P V it
-// is every 32nd column of the result, and P goes from one to the other by shuffles. Nothing is
-// rounded on the way. This is the path of checks and small models, not of speed.
+// kWarps warps of kWarpRows rows each; tiles of 32 keys. For the scores a lane holds one key, for P
+// V every 32nd column of the result; shuffles carry P between the two. Intermediate values are not
+// rounded. This path serves checks and small models, not speed.
 #pragma once
 
 #include "common/attention.cuh"
@@ -13,7 +14,7 @@ struct SimtAttention {
   static constexpr int kThreads = kWarps * kWarpSize;
   static constexpr int kRows = kWarps * kWarpRows;
   static constexpr int kKeys = kWarpSize;
-  static constexpr int kColumns = kHeadDim / kWarpSize;  // columns of O a lane holds
+  static constexpr int kColumns = kHeadDim / kWarpSize;  // columns of O per lane
   static constexpr int kSharedBytes =
       (kRows + 2 * kKeys) * Layout::kPitch * static_cast<int>(sizeof(scalar_t));
 
@@ -42,7 +43,7 @@ struct SimtAttention {
 #pragma unroll 1
     for (int key = begin / kKeys * kKeys; key < end; key += kKeys) {
       if (rows.skips(row_begin, min(row_begin + kRows, rows.count) - 1, key, kKeys)) continue;
-      __syncthreads();  // SAFETY: all warps are done with the tile that is overwritten now.
+      __syncthreads();  // SAFETY: all warps are done with the tile that is about to be overwritten.
       load_tile<kHeadDim, kKeys, kThreads>(smem_k, smem_v, kv, key, begin, end);
       cp_async_commit();
       cp_async_wait<0>();
@@ -110,7 +111,7 @@ struct SimtAttention {
     }
   }
 
-  // Turns the lane's q.k into P, and carries max, sum and O of row r along.
+  // Turns the lane's q.k into P, and updates max, sum and O of row r.
   template <typename Rows>
   __device__ __forceinline__ void softmax(float& p, const Rows& rows, const ScoreRule& rule, int r,
                                           int row, int key) {

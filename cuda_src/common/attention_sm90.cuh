@@ -1,5 +1,5 @@
-// What Hopper's attention kernels add to sm90.cuh and wgmma.cuh: single values in shared memory,
-// the second product with P in registers, and rows of results.
+// Helpers of Hopper's attention kernels beyond sm90.cuh and wgmma.cuh: single values in shared
+// memory, the second product with P in registers, and the stores of result rows.
 #pragma once
 
 #include "common/attention.cuh"
@@ -34,9 +34,9 @@ __device__ __forceinline__ void st_shared_v4(unsigned to, unsigned a, unsigned b
 
 // ---- wgmma with V ------------------------------------------------------------------------------
 
-// V as B: rows are keys (k), columns (n) are contiguous, in chunks of 64 that are `chunk_bytes`
-// apart, with rows of 128 bytes as TMA's 128-byte swizzle writes them. The next 16 keys are 2048
-// bytes on.
+// Descriptor of V as B: rows are keys (k), columns (n) are contiguous, in chunks of 64 that are
+// `chunk_bytes` apart, with rows of 128 bytes in TMA's 128-byte swizzle. The next 16 keys are 2048
+// bytes further.
 __device__ __forceinline__ uint64_t wgmma_descriptor_transposed(unsigned address,
                                                                 unsigned chunk_bytes) {
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) |
@@ -54,7 +54,7 @@ __device__ __forceinline__ void wgmma_wait_after(float x, unsigned address) {
 }
 
 // acc (64 x kN) += A (64 x 16, in registers) B (16 x kN, transposed as above). 16 columns of
-// another wgmma's sums, packed in pairs of neighbours, are an A.
+// another wgmma's accumulators, packed in pairs of neighbours, form an A.
 template <int kN>
 __device__ __forceinline__ void wgmma_transposed(float (&acc)[kN / 2], const unsigned (&a)[4],
                                                  uint64_t b);
@@ -79,9 +79,9 @@ ENGINE_WGMMA_TRANSPOSED(256, 128, 129, 130, 131, 132)
 
 // ---- rows of sums ------------------------------------------------------------------------------
 
-// Writes row i of a thread's two (0: lane / 4; 1: that + 8) of 64 x kColumns sums of wgmma, times
-// `factor`, as far as the row has `columns` of them: the four threads of a row, which hold two
-// columns of each eight, exchange them for eights of their own. All lanes must call it.
+// Writes row i of a thread's two (0: row lane / 4; 1: lane / 4 + 8) of 64 x kColumns wgmma sums,
+// times `factor`, up to column `columns`. The four threads of a row, which hold two columns of each
+// eight, exchange them so that each stores whole groups of eight. All lanes must call it.
 template <int kColumns>
 __device__ __forceinline__ void store_row(scalar_t* row, bool exists, int columns, int lane_idx,
                                           const float* sum, int i, float factor) {
@@ -93,14 +93,14 @@ __device__ __forceinline__ void store_row(scalar_t* row, bool exists, int column
     for (int w = 0; w < 4; ++w)
       x[w] = pack2<scalar_t>(sum[16 * j + 4 * w + 2 * i] * factor,
                              sum[16 * j + 4 * w + 2 * i + 1] * factor);
-    // With the neighbour: pairs of words of eights 0, 2 (even threads) or 1, 3 (odd ones).
+    // Exchange with the neighbour: pairs of words of groups 0, 2 (even threads) or 1, 3 (odd ones).
 #pragma unroll
     for (int w = 0; w < 4; w += 2) {
       const unsigned other = __shfl_xor_sync(~0u, odd ? x[w] : x[w + 1], 1);
       y[w] = odd ? other : x[w];
       y[w + 1] = odd ? x[w + 1] : other;
     }
-    // With the thread two on: all four words of eight `lane % 4`.
+    // Exchange with the thread two further: all four words of group `lane % 4`.
     const unsigned low = __shfl_xor_sync(~0u, upper ? y[0] : y[2], 2);
     const unsigned high = __shfl_xor_sync(~0u, upper ? y[1] : y[3], 2);
     const uint4 eight =

@@ -1,6 +1,6 @@
-// Thread block clusters (sm_90 up): CTAs that run together and reach each other's shared memory,
-// distributed shared memory. In the first half are the parts that portable kernels use too: on
-// older chips a cluster is one CTA.
+// Thread block clusters (sm_90 up): CTAs that run together and access each other's shared memory
+// (distributed shared memory). The first half is also used by portable kernels: on older chips a
+// cluster is one CTA.
 #pragma once
 
 #include "common/mbarrier.cuh"
@@ -46,8 +46,8 @@ __device__ __forceinline__ int num_clusters() {
   return gridDim.x;
 }
 
-// Barrier of all threads of the cluster: what one wrote to its shared memory before, all see after.
-// In a cluster of one block it is __syncthreads().
+// Barrier of all threads of the cluster, which makes earlier writes to shared memory visible to all
+// of them. In a cluster of one block it is __syncthreads().
 __device__ __forceinline__ void cluster_sync(int size) {
   if constexpr (kHasClusters) {
     if (size > 1) {
@@ -60,8 +60,8 @@ __device__ __forceinline__ void cluster_sync(int size) {
   __syncthreads();
 }
 
-// N floats (1, 2 or 4) of the shared memory of CTA `rank` of the cluster, at the place `address`
-// has in this one's.
+// Loads N floats (1, 2 or 4) from the shared memory of CTA `rank` of the cluster, at the same
+// offset as `address` in this CTA's.
 template <int N>
 __device__ __forceinline__ Vec<float, N> load_from_rank(unsigned address, int rank) {
   unsigned remote;
@@ -99,7 +99,8 @@ __device__ __forceinline__ float load_cluster_float(const float* p, int rank, in
   return *p;
 }
 
-// Stores to the shared memory of CTA `rank`, at the place `p` has in this one's; `size` as above.
+// Stores to the shared memory of CTA `rank`, at the same offset as `p` in this CTA's; `size` as
+// above.
 __device__ __forceinline__ void store_cluster_float(float* p, int rank, int size, float x) {
   if constexpr (kHasClusters) {
     if (size > 1) {
@@ -118,14 +119,14 @@ __device__ __forceinline__ void store_cluster_float(float* p, int rank, int size
 struct BulkBarrier {
   uint64_t state;
 
-  // By one thread; a __syncthreads() must follow before others use it.
+  // Called by one thread; a __syncthreads() must follow before others use it.
   __device__ __forceinline__ void init() {
     if constexpr (kHasClusters) {
       mbarrier_init(smem_address(&state), 1);
       mbarrier_init_fence();
     }
   }
-  // By one thread, before or after the copies are issued.
+  // Called by one thread, before or after the copies are issued.
   __device__ __forceinline__ void expect(uint32_t bytes) {
     if constexpr (kHasClusters) {
       mbarrier_arrive_expect_tx(smem_address(&state), bytes);
@@ -136,7 +137,7 @@ struct BulkBarrier {
       mbarrier_wait(smem_address(&state), 0);
     }
   }
-  // Copies bytes, a multiple of 16, between addresses that are.
+  // Copies `bytes`, a multiple of 16, between addresses that are multiples of 16.
   __device__ __forceinline__ void copy(void* smem, const void* gmem, uint32_t bytes) {
     if constexpr (kHasClusters) {
       bulk_load(smem_address(smem), gmem, bytes, smem_address(&state));
@@ -146,7 +147,7 @@ struct BulkBarrier {
 
 // ---- sm_90 only ---------------------------------------------------------------------------------
 
-// All threads of all blocks of the cluster; the warps need not be converged.
+// Barrier of all threads of the cluster; warps need not be converged.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive.release;\n"
@@ -154,7 +155,7 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
-// Its two halves, for work in between. The arrival orders no memory.
+// The two halves of the barrier, for work in between. The arrival orders no memory.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
@@ -162,7 +163,7 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Both, without ordering any memory: cheaper, for where no block reads what another one wrote.
+// Both halves without memory ordering: cheaper, if no block reads what another one wrote.
 __device__ __forceinline__ void cluster_sync_relaxed() {
   asm volatile(
       "barrier.cluster.arrive.relaxed;\n"
@@ -170,8 +171,9 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
           : "memory");
 }
 
-// Sends 16 bytes to the same place in block `rank`, counted on the mbarrier at its place there.
-// No fence is needed: a thread that has waited for that mbarrier (mbarrier_wait_cluster) sees them.
+// Sends 16 bytes to the same offset in block `rank`, counted on the mbarrier at the same offset
+// there. No fence is needed: a thread that has waited for that mbarrier (mbarrier_wait_cluster)
+// sees them.
 __device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsigned rank, float a,
                                              float b, float c, float d) {
   asm volatile(
@@ -183,7 +185,7 @@ __device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsi
       "r"(barrier), "r"(rank), "f"(a), "f"(b), "f"(c), "f"(d)
       : "memory");
 }
-// The same of 8 bytes.
+// The same for 8 bytes.
 __device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsigned rank, float a,
                                              float b) {
   asm volatile(

@@ -1,4 +1,4 @@
-// Numbers as codes of 8 bits: e4m3, or whole numbers from -127 to 127, with a scale.
+// Quantization of numbers to 8-bit codes with a scale: e4m3, or integers from -127 to 127.
 //
 //   code = round(x * factor),  factor = min(largest / peak, FLT_MAX),  scale = peak / largest
 //
@@ -12,7 +12,7 @@
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 
-// NaN if one is.
+// NaN if either operand is.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float d;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
@@ -36,7 +36,7 @@ struct E4m3 {
 struct Int8 {
   static constexpr float kLargest = 127.0f;
   __device__ __forceinline__ static uint32_t whole(float a) {
-    return static_cast<uint32_t>(max(-127, min(127, __float2int_rn(a))));  // of NaN: 0
+    return static_cast<uint32_t>(max(-127, min(127, __float2int_rn(a))));  // NaN becomes 0
   }
   __device__ __forceinline__ static uint32_t pack(float a, float b, float c, float d) {
     const uint32_t low = __byte_perm(whole(a), whole(b), 0x0040);
@@ -72,7 +72,7 @@ __device__ __forceinline__ float lanes_max_or_nan(float x) {
   return x;
 }
 
-// Codes of kWidth numbers, stored together; the address is aligned to them.
+// Stores the codes of kWidth numbers in one access; the address must be aligned to it.
 template <typename Codes, int kWidth>
 __device__ __forceinline__ void store_codes(unsigned char* to, const Vec<scalar_t, kWidth>& x,
                                             float factor) {

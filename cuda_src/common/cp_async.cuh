@@ -9,14 +9,13 @@
 
 #include "common/types.cuh"
 
-// The 32-bit shared-window address that PTX instructions want.
+// The 32-bit shared-memory address that PTX instructions take.
 __device__ __forceinline__ uint32_t smem_address(const void* smem) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
 }
 
 // Copies 16 bytes, or writes 16 zero bytes when !valid (then `gmem` is not read). Both addresses
-// must be multiples of 16. Goes past L1: what is copied here is read again from shared memory, not
-// from L1.
+// must be multiples of 16. Bypasses L1: the data are read again from shared memory, not from L1.
 __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem, bool valid = true) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(smem), "l"(gmem),
                "r"(valid ? 16 : 0)

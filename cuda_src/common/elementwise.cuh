@@ -1,4 +1,4 @@
-// Maps without a reduction: over flat arrays, and over packed rows [gate | up].
+// Elementwise maps over flat arrays, and over packed rows [gate | up].
 #pragma once
 
 #include "common/pdl.cuh"

@@ -2,9 +2,9 @@
 //
 //   out = activation(sum + bias) + residual
 //
-// With kSiluAndMul the weight's rows, and the bias, are gate and up in turn, eight of each: columns
-// 16 i + j and 16 i + 8 + j of the product (j < 8) give column 8 i + j of out, which has n / 2:
-// silu(gate) * up + residual.
+// With kSiluAndMul the rows of the weight, and the bias, alternate between gate and up, eight of
+// each: columns 16 i + j and 16 i + 8 + j of the product (j < 8) yield column 8 i + j of out, which
+// has n / 2 columns: silu(gate) * up + residual.
 #pragma once
 
 #include "common/activation.cuh"
@@ -29,19 +29,20 @@ __device__ __forceinline__ float activate(int activation, float x) {
 
 struct Epilogue {
   const scalar_t* bias;  // (n,), or null
-  const void* residual;  // of out's shape and dtype, or null; may be out
+  const void* residual;  // shape and dtype of out, or null; may be out
   void* out;             // (m, n), or (m, n / 2) if gated
   int64_t residual_stride, out_stride;
   int activation;
   bool is_float;      // out and residual are float, else scalar_t
   bool is_vector;     // n, strides and addresses allow accesses of four elements
-  int num_gates = 0;  // gated: rows of gate, if all of these precede those of up; else 0
+  int num_gates = 0;  // gated: rows of gate, if all of them precede those of up; else 0
 
   __device__ __forceinline__ bool is_gated() const { return activation == kSiluAndMul; }
   __device__ __forceinline__ bool is_bare() const {
     return bias == nullptr && activation == kIdentity;
   }
-  // The columns of out, and the one that the gate in the product's column n belongs to.
+  // The number of columns of out, and the column of out that the gate in column n of the product
+  // belongs to.
   __device__ __forceinline__ int out_columns(int n) const { return is_gated() ? n / 2 : n; }
   __device__ __forceinline__ static int gated_column(int n) { return n / 16 * 8 + n % 8; }
 
@@ -54,7 +55,7 @@ struct Epilogue {
     return num_gates > 0 ? gated_column(n) + n / 8 % 2 * num_gates : n;
   }
 
-  // `gate` is the sum of the product's column n, `up` that of column n + 8.
+  // `gate` is the sum in the product's column n, `up` that in column n + 8.
   __device__ __forceinline__ float gated(int n, float gate, float up) const {
     if (bias != nullptr) {
       gate += to_float(bias[bias_index(n)]);
@@ -84,7 +85,7 @@ struct Epilogue {
       if (n + j < num_cols) p[j] = y.v[j];
   }
 
-  // `sum` lacks only the residual.
+  // `sum` is complete but for the residual.
   template <typename Out>
   __device__ __forceinline__ void store_one_as(int64_t row, int n, float sum) const {
     if (residual != nullptr)
@@ -99,7 +100,8 @@ struct Epilogue {
       store_one_as<scalar_t>(row, n, y);
   }
 
-  // Column n of the product; sum_at(n) gives the sum of any column. Columns of up store nothing.
+  // Stores column n of the product; sum_at(n) returns the sum of any column. Columns of up store
+  // nothing.
   template <typename SumAt>
   __device__ __forceinline__ void store_one(int64_t row, int n, const SumAt& sum_at) const {
     if (!is_gated())

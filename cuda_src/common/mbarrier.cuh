@@ -1,10 +1,10 @@
 // mbarriers (sm_90 up), and the bulk copies without a tensor map that count their bytes on them.
 //
-// How they fit together: one thread tells an mbarrier how many bytes will come and starts copies;
-// the copies write shared memory and count their bytes on the mbarrier; a thread that wants the
-// data waits for the mbarrier's phase. In a ring of stages each stage has two: `full`, on which the
+// The protocol: one thread announces the expected bytes on an mbarrier and starts copies; the
+// copies write shared memory and count their bytes on the mbarrier; a thread that needs the data
+// waits for the mbarrier's phase. In a ring, each stage has two mbarriers: `full`, on which the
 // producer's copies complete, and `empty`, on which consumers arrive when the stage may be
-// overwritten. Addresses of shared memory are 32-bit, as PTX has them.
+// overwritten. Shared-memory addresses are 32-bit, as in PTX.
 #pragma once
 
 #include "common/cp_async.cuh"  // smem_address
@@ -23,23 +23,22 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives once and announces `bytes` that copies will write: the phase ends when they are there
-// too.
+// Arrives once and announces `bytes` that copies will write: the phase also waits for these.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// Arrives once the cp_async copies that this thread has started are there; the mbarrier counts this
-// as one of its arrivals.
+// Arrives when the cp_async copies started by this thread have landed; this counts as one of the
+// mbarrier's expected arrivals.
 __device__ __forceinline__ void mbarrier_arrive_cp_async(unsigned barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Arrives on the mbarrier at the same offset in CTA `rank` of the cluster (one's own is allowed).
 //
-// NOTE: not .release.cluster, which would fence all memory. That is enough where the memory
-// released was only read, by wgmma or by loads that have completed.
+// NOTE: no .release.cluster, which would fence all memory. That suffices if the released memory was
+// only read, by wgmma or by loads that have completed.
 __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier, unsigned rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
@@ -61,7 +60,7 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
       : "memory");
 }
 
-// The same without waiting: whether that phase is over.
+// The same without waiting: returns whether that phase has completed.
 __device__ __forceinline__ bool mbarrier_test_wait(unsigned barrier, unsigned parity) {
   int over;
   asm volatile(
@@ -74,7 +73,7 @@ __device__ __forceinline__ bool mbarrier_test_wait(unsigned barrier, unsigned pa
   return over != 0;
 }
 
-// Waits as mbarrier_wait does, and acquires what other blocks of the cluster have written.
+// Waits like mbarrier_wait, and acquires the writes of other blocks of the cluster.
 __device__ __forceinline__ void mbarrier_wait_cluster(unsigned barrier, unsigned parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -85,15 +84,15 @@ __device__ __forceinline__ void mbarrier_wait_cluster(unsigned barrier, unsigned
       : "memory");
 }
 
-// Orders ordinary accesses to shared memory, this thread's and those of threads it has waited for,
-// before those of TMA and wgmma. Where another thread starts these, a barrier must follow the
+// Orders ordinary accesses to shared memory, by this thread and by threads it has synchronised
+// with, before those of TMA and wgmma. If another thread starts these, a barrier must follow the
 // fence.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Waits until readers have released memory that they read by ordinary loads or ldmatrix, and that a
-// bulk copy is to overwrite. Every thread that starts such a copy must call it. SAFETY: an arrival
+// Waits until readers have released memory that they read by ordinary loads or ldmatrix and that a
+// bulk copy will overwrite. Every thread that starts such a copy must call it. SAFETY: an arrival
 // orders these reads before ordinary writes, not before bulk copies: without the fence the copy may
 // overwrite what ldmatrix has not read yet.
 __device__ __forceinline__ void mbarrier_wait_to_overwrite(unsigned barrier, unsigned parity) {

@@ -19,11 +19,11 @@ struct MmaCore {
   float acc[kTilesM][kTilesN][4] = {};
   uint32_t frag_a[2][kTilesM][4];
   uint32_t frag_b[2][kTilesN / 2][4];
-  int offset_a, offset_b;  // of this lane's first ldmatrix address in each operand's tile
+  int offset_a, offset_b;  // offsets of this lane's first ldmatrix address in the operands' tiles
 
   __device__ __forceinline__ MmaCore(int warp_row, int warp_col) {
     const int lane_idx = threadIdx.x % kWarpSize;
-    // Matrices in the order a[0..3] wants: rows 0-7, rows 8-15, then the same at k + 8.
+    // Matrices in the order of a[0..3]: rows 0-7, rows 8-15, then the same at k + 8.
     offset_a = swizzled(warp_row + lane_idx % 16, lane_idx / 16);
     // Two n-tiles together: b[0], b[1] of columns 0-7, then of columns 8-15.
     offset_b = swizzled(warp_col + lane_idx % 8 + lane_idx / 16 * 8, lane_idx / 8 % 2);
@@ -53,15 +53,15 @@ struct MmaCore {
       }
   }
 
-  // Through this warp's own part of shared memory, 16 rows at a time, so that global memory sees
-  // whole lines. The outer loop stays rolled, to have the epilogue's code once.
+  // Stores through this warp's part of shared memory, 16 rows at a time, so that global memory is
+  // written in whole lines. The outer loop stays rolled, so that the epilogue's code exists once.
   template <typename E>
   __device__ __forceinline__ void store(const E& e, float* staging, int row0, int col0, int m,
                                         int n) {
     const int lane_idx = threadIdx.x % kWarpSize;
 #pragma unroll 1
     for (int slice = 0; slice < kTilesM; ++slice) {
-      __syncwarp();  // SAFETY: all lanes have read the slice before.
+      __syncwarp();  // SAFETY: all lanes have read the previous slice.
 #pragma unroll
       for (int i = 0; i < kTilesM; ++i)
         if (i == slice) stage(acc[i], staging, lane_idx);
@@ -82,9 +82,9 @@ struct MmaCore {
   }
 };
 
-// Adds the products over k from k_begin to k_end to the core's sums. `prepare(smem, k)` changes
-// x's tile in place, before others than the threads that loaded it may read it. All threads have
-// left the stages at the end.
+// Adds the products over k from k_begin to k_end to the core's sums. `prepare(smem, k)` modifies
+// x's tile in place before it becomes visible to threads that did not load it. At the end no thread
+// reads the stages any more.
 template <int kStages, int kBytesA, int kStageBytes, typename Core, typename LoaderX,
           typename LoaderW, typename Prepare>
 __device__ __forceinline__ void mma_sums(Core& core, const LoaderX& x, const LoaderW& weight,
@@ -98,7 +98,7 @@ __device__ __forceinline__ void mma_sums(Core& core, const LoaderX& x, const Loa
       x.load(stage(tile), k_begin + tile * kTileK, k_end);
       weight.load(stage(tile) + kBytesA, k_begin + tile * kTileK, k_end);
     }
-    cp_async_commit();  // an empty one too: the wait counts groups
+    cp_async_commit();  // even if empty: the wait counts groups
   };
   // Waits until `tile` has arrived for every thread. SAFETY: after the barrier all warps have also
   // read the fragments of tile - 1, whose stage may be filled again.

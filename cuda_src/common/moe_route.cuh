@@ -1,5 +1,5 @@
-// How the experts of tokens are chosen, and how a block sorts the pairs (token, expert) of a few
-// tokens by expert: moe_route.cu gives the formulas.
+// The choice of experts, and the sort of a few tokens' pairs (token, expert) by expert within one
+// block. Formulas: moe_route.cu.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -7,7 +7,7 @@
 
 constexpr int kMaxTopK = 16;
 constexpr int kMaskWords = 2;
-constexpr int kMaskTokens = 32 * kMaskWords;    // that one block can sort at a time
+constexpr int kMaskTokens = 32 * kMaskWords;    // tokens that one block can sort at a time
 constexpr uint32_t kMinusInfKey = 0x007fffffu;  // key_of(-inf)
 
 struct MoeRouteParams {
@@ -17,18 +17,18 @@ struct MoeRouteParams {
   float* weights;           // (T, top_k)
   int* order;               // (T * top_k,)
   int* offsets;             // (E + 1,)
-  const int64_t* slots;     // (T,), or null: tokens with a negative slot are not in `load`
-  int64_t* load;            // (E,), to which the pairs are added; or null
+  const int64_t* slots;     // (T,), or null: tokens with a negative slot do not count in `load`
+  int64_t* load;            // (E,) pairs of each expert, accumulated; or null
   int* counts;              // (chunks, E) pairs of each chunk of tokens; unused with few tokens
   int num_tokens, num_experts, top_k;
   int is_sigmoid;
   int num_groups, top_groups;  // num_groups <= 32; 1: no groups
   int renormalize;
   float scale;
-  int chunk_tokens;  // of a block; the last has the rest
+  int chunk_tokens;  // tokens per block; the last block has the rest
 };
 
-// Larger for larger x. 0 and -0 have one key; NaN has the lowest, 1; no float has 0.
+// An unsigned key that orders floats. 0 and -0 share a key; NaN has the lowest, 1; no float has 0.
 __device__ __forceinline__ uint32_t key_of(float x) {
   const uint32_t bits = x == 0.0f ? 0 : __float_as_uint(x);
   const uint32_t key = bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
@@ -39,7 +39,8 @@ __device__ __forceinline__ float value_of(uint32_t key) {
   return __uint_as_float(key >> 31 != 0 ? key ^ 0x80000000u : ~key);
 }
 
-// Of a lane's experts: i * 32 + lane. `key` ranks them, 0 if they do not exist or are taken.
+// A lane's experts: i * 32 + lane. `key` ranks them; it is 0 if an expert does not exist or is
+// already chosen.
 template <int kPer>
 struct Ranked {
   float score[kPer];
@@ -80,8 +81,8 @@ __device__ __forceinline__ void load_scores(const MoeRouteParams& p, int token, 
   }
 }
 
-// Leaves the token's best groups of neighbouring experts; the others rank as -inf. Lane g has group
-// g: a group's rank is its best expert's, or with a correction the sum of its two best.
+// Keeps the token's best groups of neighbouring experts; the others rank as -inf. Lane g ranks
+// group g: by its best expert, or with a correction by the sum of its two best.
 template <int kPer>
 __device__ __forceinline__ void keep_best_groups(const MoeRouteParams& p, Ranked<kPer>& r) {
   const int lane_idx = threadIdx.x % kWarpSize, size = p.num_experts / p.num_groups;
@@ -91,7 +92,7 @@ __device__ __forceinline__ void keep_best_groups(const MoeRouteParams& p, Ranked
   uint32_t own = 0;
 #pragma unroll 1
   for (int g = 0; g < p.num_groups; ++g) {
-    uint32_t best = 0, second = 0;  // of this lane's experts in the group
+    uint32_t best = 0, second = 0;  // keys of this lane's experts in the group
 #pragma unroll
     for (int i = 0; i < kPer; ++i) {
       if (group[i] != g) continue;
@@ -139,7 +140,7 @@ __device__ __forceinline__ int choose(const MoeRouteParams& p, int token) {
     }
     const uint32_t largest = __reduce_max_sync(kFullMask, best);
     const unsigned own = place * kWarpSize + lane_idx;
-    // Below num_experts: at least one of its keys is not 0, as top_k <= num_experts.
+    // The winner is below num_experts: at least one key is not 0, as top_k <= num_experts.
     const int winner = __reduce_min_sync(kFullMask, best == largest ? own : ~0u);
     float score = r.score[0];
 #pragma unroll
@@ -154,7 +155,7 @@ __device__ __forceinline__ int choose(const MoeRouteParams& p, int token) {
     if (lane_idx == rank) expert = winner, weight = score;
   }
   if (lane_idx < p.top_k) {
-    if (p.renormalize) weight /= total < 1e-20f ? 1e-20f : total;  // a NaN stays
+    if (p.renormalize) weight /= total < 1e-20f ? 1e-20f : total;  // keeps a NaN
     const int64_t pair = static_cast<int64_t>(token) * p.top_k + lane_idx;
     p.experts[pair] = expert;
     p.weights[pair] = weight * p.scale;
@@ -164,7 +165,7 @@ __device__ __forceinline__ int choose(const MoeRouteParams& p, int token) {
   return expert;
 }
 
-// Which of kMaskTokens tokens chose each expert.
+// For each expert, a bit mask of the kMaskTokens tokens that chose it.
 template <int kPer>
 struct TokenMasks {
   static constexpr int kExperts = kPer * kWarpSize;
@@ -183,17 +184,18 @@ struct TokenMasks {
     for (int w = 0; w < kMaskWords; ++w) sum += __popc(words[w][expert]);
     return sum;
   }
-  // How many tokens before this one chose the expert.
+  // Number of earlier tokens that chose the expert.
   __device__ __forceinline__ int rank(int expert, int token) const {
     int sum = 0;
 #pragma unroll
     for (int w = 0; w < kMaskWords; ++w) {
-      const int bits = min(max(token - w * 32, 0), 32);  // of the word
+      const int bits = min(max(token - w * 32, 0), 32);  // bits of word w before the token
       sum += __popc(words[w][expert] & (bits == 32 ? ~0u : (1u << bits) - 1));
     }
     return sum;
   }
-  // Of this lane's experts lane * kPer + i; in accesses of several words, without bank conflicts.
+  // Counts tokens for this lane's experts lane * kPer + i, in accesses of several words without
+  // bank conflicts.
   __device__ __forceinline__ void count_own(int (&counts)[kPer]) const {
     constexpr int kWidth = kPer < 4 ? kPer : 4;
     const int first = threadIdx.x % kWarpSize * kPer;
@@ -210,7 +212,7 @@ struct TokenMasks {
   }
 };
 
-// Replaces each of a warp's counts, expert lane * kPer + i, by the sum of those before it.
+// Replaces each of a warp's counts (expert lane * kPer + i) by the sum of the preceding ones.
 template <int kPer>
 __device__ __forceinline__ void sums_before(int (&counts)[kPer]) {
   const int lane_idx = threadIdx.x % kWarpSize;
@@ -232,7 +234,7 @@ __device__ __forceinline__ void sums_before(int (&counts)[kPer]) {
   }
 }
 
-// Where the experts' pairs begin, `begins` as sums_before leaves it.
+// Stores the index of each expert's first pair; `begins` is the result of sums_before.
 template <int kPer>
 __device__ __forceinline__ void store_offsets(const MoeRouteParams& p, const int (&begins)[kPer]) {
   const int lane_idx = threadIdx.x % kWarpSize;
@@ -248,8 +250,8 @@ struct RouteShared {
   int experts[kMaskTokens][kMaxTopK];
 };
 
-// All of it for up to kMaskTokens tokens, in one block of any number of warps. The masks are clear,
-// and a barrier has made them and the logits visible.
+// The whole routing of up to kMaskTokens tokens, in one block of any number of warps. The masks
+// must be zero, and a barrier must have made them and the logits visible.
 template <int kPer>
 __device__ __forceinline__ void route_few(const MoeRouteParams& p, RouteShared<kPer>& shared) {
   const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
@@ -263,7 +265,7 @@ __device__ __forceinline__ void route_few(const MoeRouteParams& p, RouteShared<k
     }
   }
   __syncthreads();
-  // Every warp by itself, which costs less than another barrier.
+  // Every warp computes this itself, which costs less than another barrier.
   int begins[kPer];
   shared.masks.count_own(begins);
   sums_before<kPer>(begins);

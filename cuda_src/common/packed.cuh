@@ -29,8 +29,8 @@ __device__ __forceinline__ Vec<scalar_t, kWidth> unpack(const Packed<kWidth>& x)
   return reinterpret_cast<const Vec<scalar_t, kWidth>&>(x);
 }
 
-// As store_vec; with `is_streamed` L2 evicts the line first. Meant for results larger than L2: they
-// would evict what is read next, and be evicted themselves before they are read.
+// store_vec; with `is_streamed` the line is the first that L2 evicts. For results larger than L2,
+// which would evict the inputs read next, and be evicted themselves before they are read.
 template <typename T, int N>
 __device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& x, bool is_streamed) {
   if constexpr (sizeof(x) == kVecBytes) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& x, bool is_stre
   store_vec(p, x);
 }
 
-// As load_packed; with `is_streamed` L2 evicts the line first: it is not read again.
+// load_packed; with `is_streamed` the line, which is not read again, is the first that L2 evicts.
 template <int kWidth>
 __device__ __forceinline__ Packed<kWidth> load_packed(const scalar_t* p, bool is_streamed) {
   if constexpr (kWidth == kVec) {

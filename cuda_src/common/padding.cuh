@@ -1,4 +1,4 @@
-// The token id of a padding row of a batch: its embedding is zeros. Only decode_inputs writes it;
+// The token id of a padding row of a batch: its embedding is zero. Only decode_inputs writes it;
 // the sampler's -1 ("no token") is another value.
 #pragma once
 

@@ -1,6 +1,6 @@
-// What pages of keys and values hold: scalar_t or, with PAGE_CODES, codes of one byte with a float
-// scale for each key/value head: value = code * scale. PAGE_CODES = 1: e4m3; 2: whole numbers from
-// -127 to 127. Everything that depends on which of them is here.
+// The element type of the KV cache: scalar_t or, with PAGE_CODES, one-byte codes with a float scale
+// per key/value head: value = code * scale. PAGE_CODES = 1: e4m3; 2: integers from -127 to 127. All
+// code that depends on the kind of code is here.
 #pragma once
 
 #include "common/types.cuh"
@@ -12,7 +12,7 @@
 constexpr bool kHasCodes = PAGE_CODES;
 
 #if PAGE_CODES == 2
-// A half with bits 0x6400 + u is 1024 + u. u = code + 128 is a byte.
+// A half with bits 0x6400 + u has the value 1024 + u; u = code + 128 is a byte.
 __device__ __forceinline__ uint32_t half2_less_1152(uint32_t pair) {
   const __half2 bias = __half2half2(__ushort_as_half(0x6480));
   const __half2 x = __hsub2(*reinterpret_cast<const __half2*>(&pair), bias);
@@ -32,7 +32,7 @@ __device__ __forceinline__ void codes_to_even_odd(uint32_t codes, uint32_t& even
   even = half2_less_1152(__byte_perm(bytes, 0x64646464u, 0x4240));
   odd = half2_less_1152(__byte_perm(bytes, 0x64646464u, 0x4341));
 }
-#else  // also where pages have no codes: not called
+#else  // also without codes: not called
 // Four codes as halves, exactly: of the lower two bytes, and of the upper two.
 __device__ __forceinline__ void codes_to_halves(uint32_t codes, uint32_t& low, uint32_t& high) {
   asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\n"
@@ -69,7 +69,8 @@ using PageCodes = E4m3;
 using PageCodes = Int8;
 #endif
 
-// x / scale, saturated and rounded to nearest even; NaN stays NaN, or is 0 of whole numbers.
+// x / scale, saturated and rounded to nearest even; a NaN stays NaN in e4m3, and becomes 0 as an
+// integer.
 template <int N>
 __device__ __forceinline__ Vec<page_t, N> to_page(const float* x, float scale) {
   Vec<page_t, N> codes;

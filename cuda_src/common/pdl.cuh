@@ -1,18 +1,19 @@
 // Programmatic dependent launch: the next kernel of a stream may start before this one has ended.
-// Before sm_90 both do nothing: a kernel begins when the one before has ended.
+// Before sm_90 both functions do nothing: a kernel starts when the preceding one has ended.
 #pragma once
 
 #include "common/types.cuh"
 
 // Lets the next kernel of the stream start once every block of this one has called it or ended. The
-// next kernel must still call pdl_wait() before it depends on anything this one does.
+// next kernel must still call pdl_wait() before it relies on any effect of this one.
 __device__ __forceinline__ void pdl_trigger() {
   if constexpr (kArch >= 900) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Waits until the kernels before have ended and their writes are visible. SAFETY: a kernel launched
-// with `pdl` (engine/kernels/_launch.py) must call it, in every block, before it reads or writes
-// anything that another kernel writes or reads. Without that launch it returns immediately.
+// Waits until the preceding kernels have ended and their writes are visible. SAFETY: a kernel
+// launched with `pdl` (engine/kernels/_launch.py) must call it, in every block, before it reads or
+// writes anything that another kernel writes or reads. Without that launch attribute it returns
+// immediately.
 __device__ __forceinline__ void pdl_wait() {
   if constexpr (kArch >= 900) asm volatile("griddepcontrol.wait;" ::: "memory");
 }

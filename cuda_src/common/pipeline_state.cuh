@@ -1,9 +1,9 @@
-// A ring of stages, as a producer or a consumer sees it.
+// The position of a producer or consumer in a ring of stages.
 #pragma once
 
-// The stage that comes next, and the parity of the phase that its mbarrier must have completed
-// before. A consumer starts with parity 0, a producer with 1: on a new mbarrier the phase before
-// the first one counts as over.
+// The next stage, and the parity of the phase that its mbarrier must have completed first. A
+// consumer starts with parity 0, a producer with 1: on a new mbarrier the phase before the first
+// counts as completed.
 template <int kStages>
 struct PipelineState {
   int stage = 0;

@@ -1,7 +1,8 @@
-// The norm and the rotation of a head of q or k, to the same bits in every kernel that fuses them.
+// The norm and the rotation of a head of q or k, with the same bits in every kernel that fuses
+// them.
 //
-// A lane holds two 16-byte vectors of a head, the two that the rotation pairs up. So a head is in
-// D / 2 / kVec neighbouring lanes, which sum its squares by shuffles.
+// A lane holds two 16-byte vectors of a head, the two that the rotation pairs up. So D / 2 / kVec
+// neighbouring lanes hold a head and sum its squares by shuffles.
 #pragma once
 
 #include "common/packed.cuh"

@@ -25,7 +25,7 @@ __device__ __forceinline__ float block_sum(float x, float* smem) {
   x = warp_sum(x);
   if constexpr (kWarps == 1) return x;
   const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
-  __syncthreads();  // SAFETY: threads may still read `smem` of the previous call.
+  __syncthreads();  // SAFETY: threads may still be reading `smem` from the previous call.
   if (lane_idx == 0) smem[warp_idx] = x;
   __syncthreads();
   float total = 0.0f;

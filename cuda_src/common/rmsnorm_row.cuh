@@ -1,5 +1,5 @@
-// A row of an RMSNorm (or LayerNorm, compiled with CENTRED=1) with the preceding residual add, kept
-// in registers: rmsnorm.cu gives the formula.
+// RMSNorm (or LayerNorm, compiled with CENTRED=1) of one row in registers, with the preceding
+// residual add. Formula: rmsnorm.cu.
 #pragma once
 
 #include "common/packed.cuh"
@@ -26,7 +26,7 @@ __device__ __forceinline__ scalar_t scaled_sum(scalar_t x, float x_scale, scalar
 
 __device__ __forceinline__ float squared(float x) { return x * x; }
 
-// The first sum over a row is of squares, or of values to find the mean.
+// A term of the first sum over a row: the square, or for the mean the value itself.
 __device__ __forceinline__ float first_term(float x) { return kIsCentred ? x : squared(x); }
 
 __device__ __forceinline__ scalar_t normalised(scalar_t x, float mean, float scale, float factor,
@@ -57,8 +57,9 @@ __device__ __forceinline__ void load_row_weight(const Row& row, Words (&w)[kVect
   }
 }
 
-// The row whose vectors of x, residual and weight are in h, r and w. `load_late` is called once r
-// is used, and may load w. `use(k, i, y)` gets vector k of the thread, results from column i on.
+// Finishes the row whose vectors of x, residual and weight are in h, r and w. `load_late` is called
+// when r is no longer needed, and may load w. `use(k, i, y)` receives vector k of the thread: the
+// results from column i on.
 template <int kWarpsPerRow, int kVectors, typename LoadLate, typename Use>
 __device__ __forceinline__ void finish_register_row(const Row& row, Words (&h)[kVectors],
                                                     Words (&r)[kVectors], Words (&w)[kVectors],
@@ -109,7 +110,7 @@ __device__ __forceinline__ void finish_register_row(const Row& row, Words (&h)[k
     const Vec<scalar_t, kVec> weight = unpack<kVec>(w[k]);
     Vec<scalar_t, kVec> bias = {};
     if (kIsCentred && row.bias != nullptr && i < row.n) {
-      bias = load_vec<scalar_t, kVec>(row.bias + i);  // late, for want of registers
+      bias = load_vec<scalar_t, kVec>(row.bias + i);  // loaded late: registers are scarce
     }
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
@@ -120,8 +121,8 @@ __device__ __forceinline__ void finish_register_row(const Row& row, Words (&h)[k
   }
 }
 
-// A row in registers, kVectors vectors a thread: `use(k, i, y)` gets vector k of the thread, the
-// results from column i on.
+// Normalises a row in registers, kVectors vectors per thread. `use(k, i, y)` receives vector k of
+// the thread: the results from column i on.
 template <int kWarpsPerRow, int kVectors, typename Use>
 __device__ __forceinline__ void rmsnorm_register_row(const Row& row, float* smem_sums,
                                                      const Use& use) {
@@ -136,7 +137,7 @@ __device__ __forceinline__ void rmsnorm_register_row(const Row& row, float* smem
     if (i < row.n) h[k] = load_packed<kVec>(row.x + i);
     if (i < row.n && has_residual) r[k] = load_packed<kVec>(row.residual + i);
   }
-  constexpr bool kLoadsWeightFirst = kVectors <= 2;  // else it reuses the registers of r
+  constexpr bool kLoadsWeightFirst = kVectors <= 2;  // else w reuses the registers of r
   const auto load_weight = [&] { load_row_weight<kWarpsPerRow, kVectors>(row, w); };
   if (kLoadsWeightFirst) load_weight();
   const auto load_late = [&] {

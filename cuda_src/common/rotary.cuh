@@ -1,17 +1,19 @@
-// The rotation of one pair of features, to the same bits in every kernel, and its table of angles.
+// The rotation of one pair of features, with the same bits in every kernel, and its table of
+// angles.
 #pragma once
 
 #include "common/types.cuh"
 
-// (a, b) -> (a cos - b sin, b cos + a sin). Each fused multiply-add is explicit: left to itself the
-// compiler picks them by the surrounding code, and two kernels differ in the last place.
+// (a, b) -> (a cos - b sin, b cos + a sin). Each fused multiply-add is explicit: otherwise the
+// compiler contracts depending on the surrounding code, and two kernels would differ in the last
+// place.
 __device__ __forceinline__ void rotate_pair(float& a, float& b, float cos, float sin) {
   const float rotated = fmaf(a, cos, -__fmul_rn(b, sin));
   b = fmaf(b, cos, __fmul_rn(a, sin));
   a = rotated;
 }
 
-// kWidth cosines or sines of a table row, by 16-byte loads where there are four or more.
+// kWidth cosines or sines of a table row, by 16-byte loads if kWidth >= 4.
 template <int kWidth>
 __device__ __forceinline__ void load_angles(const float* p, float (&x)[kWidth]) {
   constexpr int kStep = kWidth < 4 ? kWidth : 4;
@@ -37,7 +39,7 @@ __device__ __forceinline__ void load_rotation(const float* row, int rotary_dim, 
   }
 }
 
-// The table row of a position, which is outside of the table's num_positions rows where null.
+// The table row of a position, or null if it is outside the table's num_positions rows.
 __device__ __forceinline__ const float* rotation_row(const float* cos_sin, int num_positions,
                                                      int rotary_dim, int position) {
   const bool is_known = position >= 0 && position < num_positions;

@@ -9,8 +9,9 @@
 
 constexpr int kSimtThreads = 256;
 
-// Thread (ty, tx) of 16 x 16 has rows ty + 16 i and columns tx + 16 j. A warp is 4 x 8 of them, so
-// that its reads of x are broadcasts and its reads of the weight have no bank conflicts.
+// Thread (ty, tx) of 16 x 16 computes rows ty + 16 i and columns tx + 16 j. A warp covers 4 x 8
+// threads, so that its reads of x are broadcasts and its reads of the weight have no bank
+// conflicts.
 template <int kPerThread>
 struct SimtCore {
   using V = Vec<float, kVec>;
@@ -46,14 +47,14 @@ struct SimtCore {
     }
   }
 
-  // As MmaCore::store, but 16 rows of the whole block at a time.
+  // Stores 16 rows of the whole block at a time; see MmaCore::store.
   template <typename E>
   __device__ __forceinline__ void store(const E& e, float* staging, TileOrigin origin, int m,
                                         int n) {
     constexpr int kCols = kPerThread * 16, kPitch = kCols + 8;
 #pragma unroll 1
     for (int slice = 0; slice < kPerThread; ++slice) {
-      __syncthreads();  // SAFETY: all threads have read the slice before.
+      __syncthreads();  // SAFETY: all threads have read the previous slice.
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i)
         if (i == slice) {
@@ -68,7 +69,7 @@ struct SimtCore {
   }
 };
 
-// As mma_sums, but only the caller's own copies are known to have arrived and been read at the end.
+// mma_sums on CUDA cores, without the final barrier: other threads may still read the last stage.
 template <int kStages, int kTileBytes, typename Core, typename LoaderX, typename LoaderW,
           typename Prepare>
 __device__ __forceinline__ void simt_sums(Core& core, const LoaderX& x, const LoaderW& weight,
@@ -81,7 +82,7 @@ __device__ __forceinline__ void simt_sums(Core& core, const LoaderX& x, const Lo
       x.load(stage(tile), k_begin + tile * kTileK, k_end);
       weight.load(stage(tile) + kTileBytes, k_begin + tile * kTileK, k_end);
     }
-    cp_async_commit();  // an empty one too: the wait counts groups
+    cp_async_commit();  // even if empty: the wait counts groups
   };
 
 #pragma unroll

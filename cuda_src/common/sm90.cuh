@@ -1,5 +1,5 @@
-// Hopper's own instructions (sm_90a), one thin wrapper each: of mbarriers, TMA and clusters in
-// their headers, of warps and warpgroups here; wgmma is in wgmma.cuh.
+// Thin wrappers of Hopper's instructions for warps and warpgroups (sm_90a). mbarriers, TMA,
+// clusters and wgmma have headers of their own.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -8,8 +8,8 @@
 // ---- warps ------------------------------------------------------------------------
 
 // True in one thread of a converged warp. Unlike a comparison with threadIdx.x it tells ptxas that
-// only one thread goes on: it then keeps the operands of copies in uniform registers. Otherwise it
-// moves them there for each lane in a loop.
+// only one thread continues, so the operands of copies stay in uniform registers. Otherwise ptxas
+// moves them there in a loop over the lanes.
 __device__ __forceinline__ bool elect_one() {
   int is_elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.s32 %0, 1, 0, p;\n}"
@@ -17,7 +17,8 @@ __device__ __forceinline__ bool elect_one() {
   return is_elected != 0;
 }
 
-// Four 8 x 8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
+// Stores four 8 x 8 matrices of 16-bit values; lane l passes the address of row l % 8 of matrix l /
+// 8.
 __device__ __forceinline__ void stmatrix_x4(unsigned address, unsigned a, unsigned b, unsigned c,
                                             unsigned d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
@@ -25,7 +26,7 @@ __device__ __forceinline__ void stmatrix_x4(unsigned address, unsigned a, unsign
                : "memory");
 }
 
-// The same of their transposes.
+// The same, transposed.
 __device__ __forceinline__ void stmatrix_x4_transposed(unsigned address, unsigned a, unsigned b,
                                                        unsigned c, unsigned d) {
   asm volatile(
@@ -34,7 +35,7 @@ __device__ __forceinline__ void stmatrix_x4_transposed(unsigned address, unsigne
       : "memory");
 }
 
-// The first two of them, not transposed: lanes 0 to 15 give the addresses.
+// Stores two matrices, not transposed: lanes 0 to 15 pass the addresses.
 __device__ __forceinline__ void stmatrix_x2(unsigned address, unsigned a, unsigned b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a),
                "r"(b)
@@ -54,8 +55,8 @@ __device__ __forceinline__ void named_barrier_arrive(int id) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// Move registers between warpgroups; every warp of the warpgroup must execute it. Needs a
-// __launch_bounds__ that says how many blocks share a multiprocessor.
+// Move registers between warpgroups (setmaxnreg); every warp of the warpgroup must execute it.
+// Requires a __launch_bounds__ with the number of blocks per multiprocessor.
 template <int kRegisters>
 __device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

@@ -1,5 +1,5 @@
-// How the portable tiles (mma_tile.cuh, simt_tile.cuh) write their sums: staged in shared memory,
-// so that global memory sees whole lines.
+// The stores of the portable tiles (mma_tile.cuh, simt_tile.cuh): sums are staged in shared memory,
+// so that global memory is written in whole lines.
 #pragma once
 
 #include "common/epilogue.cuh"
@@ -9,10 +9,10 @@
 // threads that share them (thread is 0 .. kThreads - 1) each take groups of four columns.
 template <int kCols_, int kPitch_, int kThreads_, bool kMayGate_ = true>
 struct Slice {
-  static constexpr bool kMayGate = kMayGate_;  // false in kernels short of registers
+  static constexpr bool kMayGate = kMayGate_;  // false in kernels without registers to spare
   static constexpr int kCols = kCols_, kPitch = kPitch_, kThreads = kThreads_;
   static constexpr int kGroups = 16 * kCols / 4 / kThreads;
-  static constexpr int kBatch = kGroups < 4 ? kGroups : 4;  // groups loaded together
+  static constexpr int kBatch = kGroups < 4 ? kGroups : 4;  // groups with loads in flight together
   static_assert(kGroups * kThreads * 4 == 16 * kCols && kGroups % kBatch == 0,
                 "threads do not divide the slice");
 
@@ -33,8 +33,9 @@ struct Slice {
   }
 };
 
-// Bias and activation, in place. Rolled: long code, and a small part of the time. Gated, a thread
-// reads up from groups of other threads, which none writes, and replaces only its groups of gate.
+// Applies bias and activation in place. The loop is rolled: the code is long, and takes little of
+// the time. Gated, a thread reads up from other threads' groups, which nobody writes, and replaces
+// only its groups of gate.
 template <typename S>
 __device__ __forceinline__ void activate_slice(const Epilogue& e, const S& s) {
 #pragma unroll 1

@@ -1,12 +1,11 @@
-// How the portable tiles of x and weight reach shared memory.
+// The loads of the portable tiles of x and weight to shared memory.
 #pragma once
 
 #include "common/cp_async.cuh"
 
 // A tile in shared memory has rows of 64 bytes: four 16-byte chunks, 32 values of 16 bits or 16
-// floats along k. Chunk c of row r is at c ^ (r / 2) % 4: chunks c of eight rows from a multiple of
-// 8 on are in different banks, so neither ldmatrix nor a 16-byte load of eight lanes has a bank
-// conflict.
+// floats along k. Chunk c of row r is stored at c ^ (r / 2) % 4: chunks c of eight aligned rows are
+// in different banks, so neither ldmatrix nor a 16-byte load of eight lanes has bank conflicts.
 constexpr int kTileRowBytes = 64;
 constexpr int kChunksPerRow = 4;
 constexpr int kTileK = kChunksPerRow * kVec;
@@ -31,7 +30,7 @@ __device__ __forceinline__ TileOrigin tile_origin(int m, int n) {
 }
 
 // Copies a row's chunk from `column` on; values from column k_end on, or of a row that does not
-// exist, become zero. `anywhere` is an address that a copy of no bytes may name.
+// exist, become zero. `anywhere` is a valid address for copies of zero bytes.
 template <bool kAligned>
 __device__ __forceinline__ void load_chunk(unsigned char* to, const scalar_t* from,
                                            const scalar_t* anywhere, bool has_row, int column,
@@ -57,8 +56,8 @@ struct TileLoader {
   static_assert(kRowStep % 8 == 0 && kNumRows * kRowStep == kRows, "the swizzle must not change");
 
   const scalar_t *matrix, *first;  // `first`: this thread's chunk of its first row
-  int64_t step;                    // between its rows, in elements
-  int first_row, rows_left;        // within the tile, and how many from there on exist
+  int64_t step;                    // elements between this thread's rows
+  int first_row, rows_left;        // within the tile; number of rows from there on
   int column, smem_offset;
 
   __device__ __forceinline__ TileLoader(const scalar_t* matrix, int64_t stride, int row0, int rows)
@@ -73,7 +72,7 @@ struct TileLoader {
 
   __device__ __forceinline__ bool has_row(int i) const { return i * kRowStep < rows_left; }
 
-  // Columns [k, k + kTileK); those from k_end on, and rows that do not exist, become zero.
+  // Loads columns [k, k + kTileK); those from k_end on, and rows that do not exist, become zero.
   __device__ __forceinline__ void load(unsigned char* smem, int k, int k_end) const {
 #pragma unroll
     for (int i = 0; i < kNumRows; ++i)

@@ -1,11 +1,11 @@
-// TMA (sm_90 up): copies of boxes between shared memory and an array that a tensor map describes.
+// TMA (sm_90 up): copies of boxes between shared memory and arrays described by tensor maps.
 #pragma once
 
 #include "common/mbarrier.cuh"
 
 // A CUtensorMap, encoded on the host (engine/kernels/_tensor_map.py). Kernels take it in a struct
-// of parameters that is `const __grid_constant__`: TMA wants its address in parameter or constant
-// space. Put maps first in the struct, as they are aligned to 64 bytes.
+// of parameters that is `const __grid_constant__`: TMA requires its address in parameter or
+// constant space. Maps come first in the struct, as they are aligned to 64 bytes.
 struct alignas(64) TensorMap {
   unsigned char bytes[128];
 };
@@ -38,7 +38,7 @@ __device__ __forceinline__ void tma_load_2d_multicast(unsigned to, const TensorM
       : "memory");
 }
 
-// The same of arrays of three and of four axes.
+// The same for arrays of three and four axes.
 __device__ __forceinline__ void tma_load_3d(unsigned to, const TensorMap* map, int x, int y, int z,
                                             unsigned barrier) {
   asm volatile(
@@ -67,7 +67,7 @@ __device__ __forceinline__ void tma_load_4d_multicast(unsigned to, const TensorM
       : "memory");
 }
 
-// Brings the box to the L2 cache only. Safe at any time, also before its last writer has ended.
+// Prefetches the box to L2. Safe at any time, even before its last writer has ended.
 __device__ __forceinline__ void tma_prefetch_2d(const TensorMap* map, int column, int row) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column),
                "r"(row)
@@ -100,7 +100,7 @@ template <int kPending = 0>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-// Waits until all groups of this thread are over, and what they wrote can be seen.
+// Waits until all groups of this thread have completed and their writes are visible.
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

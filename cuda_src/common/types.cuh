@@ -49,16 +49,16 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// x as it would be read back after being stored: a fused kernel rounds where separate kernels would
-// have stored and loaded the value.
+// x rounded to scalar_t: a fused kernel rounds wherever separate kernels would have stored and
+// reloaded the value.
 __device__ __forceinline__ float round_to_scalar(float x) {
   return to_float(from_float<scalar_t>(x));
 }
 
 __device__ __forceinline__ float quiet_nan() { return __int_as_float(0x7fffffff); }
 
-// Two floats as one register of T values, `low` in the lower half: how an operand fragment is made
-// from accumulators.
+// Packs two floats into one register of T values, `low` in the lower half: turns accumulators into
+// an operand fragment.
 template <typename T>
 __device__ __forceinline__ uint32_t pack2(float low, float high);
 template <>

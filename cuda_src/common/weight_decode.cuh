@@ -1,8 +1,8 @@
-// From stored codes to the first operand of mma.sync and wgmma: registers of two 16-bit numbers.
+// Decodes stored codes to the first operand of mma.sync and wgmma: registers of two 16-bit numbers.
 //
-// A lane's words of a tile of 16 rows by 64 columns (engine/weights/packing.py) are the codes
-// of its fragments, step by step of 16 columns: register j of a step has row g + 8 (j % 2) and
-// columns 2t, 2t + 1, plus 8 if j >= 2 (lane 4 g + t), the first column in the lower half.
+// A lane's words of a tile of 16 rows by 64 columns (engine/weights/packing.py) are the codes of
+// its fragments, in steps of 16 columns: register j of a step holds row g + 8 (j % 2) and columns
+// 2t, 2t + 1, plus 8 if j >= 2 (lane 4 g + t), the first column in the lower half.
 //
 // Integers become numbers in the mantissa of a power of two (number_pairs.cuh): `decode_biased`
 // leaves them as kMagic + q, and the caller corrects sums by kCodeBias times the sum of the other
@@ -17,7 +17,7 @@ struct TileWords {
   uint32_t data[kBits == 8 ? 8 : 4];
   uint32_t high[kBits == 5 ? 1 : 2];  // unused with 4 and 8 bits
 
-  // From the tile's planes in global or shared memory.
+  // Loads from the tile's planes in global or shared memory.
   __device__ __forceinline__ void load(const unsigned char* data_tile,
                                        const unsigned char* high_tile, int lane_idx) {
 #pragma unroll
@@ -45,20 +45,20 @@ __device__ __forceinline__ uint32_t shifted(uint32_t x) {
 
 #if ENGINE_DTYPE != 0
 
-// What decode_biased adds to a code: only to unsigned integers.
+// The bias that decode_biased adds to a code: unsigned integers only.
 constexpr int kCodeBias = kIsE2m1 || kBits == 8 ? 0 : kMagic;
 
-// Whether a product corrects its sums by the sum of x. Short groups subtract in the codes: that
-// takes fewer instructions.
+// Whether a product corrects its sums by the sum of x. For short groups it takes fewer instructions
+// to subtract the bias from the codes.
 constexpr bool kSumsX = kIsPaired || (kCodeBias != 0 && kGroup > 16);
 constexpr int kBias = kCodeBias + kZero;
 
 // Register j of step s of e2m1: two numbers times 2^-14 (float16) or 2^-126. The code's sign,
-// exponent and mantissa are put at the places of scalar_t's, whose exponent of 0 is 2^(1 - bias):
-// multiplied by 2^(bias - 1), subnormal codes become right too.
+// exponent and mantissa are placed in scalar_t's fields, whose exponent of 0 stands for 2^(1 -
+// bias): multiplied by 2^(bias - 1), subnormal codes become correct too.
 template <int s, int j>
 __device__ __forceinline__ uint32_t small_e2m1(const TileWords& w) {
-  constexpr int kPlace = kIsHalf ? 3 : 6;  // bits below the code's, when its sign is the first
+  constexpr int kPlace = kIsHalf ? 3 : 6;  // bits below the code, with its sign in the top bit
   constexpr uint32_t kMask = (0x7000u >> kPlace) * 0x00010001u;
   const uint32_t sign = shifted<4 * j - 12>(w.data[s]) & 0x80008000u;
   return (shifted<4 * j - 12 + kPlace>(w.data[s]) & kMask) | sign;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void decode_biased(const TileWords& w, uint32_t (&a)[
   a[2] = decode_register<s, 2>(w), a[3] = decode_register<s, 3>(w);
 }
 
-// Step s of a tile: codes less kZero.
+// Step s of a tile: codes minus kZero.
 template <int s>
 __device__ __forceinline__ void decode(const TileWords& w, uint32_t (&a)[4]) {
   decode_biased<s>(w, a);

@@ -1,14 +1,14 @@
-// The format of a packed weight (engine/weights/formats.py and packing.py): the module's
-// macros as constants, and what a group's stored scales mean.
+// The format of a packed weight (engine/weights/formats.py and packing.py): the module's macros as
+// constants, and the interpretation of a group's stored scales.
 //
-// A number is scale * (q - zero), or scale * q + minimum; q is a code. Lane 4 g + t of a warp has
-// rows g and g + 8 of a row tile (16 rows); their scales lie side by side.
+// A number is scale * (q - zero), or scale * q + minimum; q is a code. Lane 4 g + t of a warp holds
+// rows g and g + 8 of a row tile (16 rows); their scales are stored side by side.
 #pragma once
 
 #include "common/types.cuh"
 
-constexpr int kBits = BITS;               // of a code: 4, 5, 6 or 8 (signed)
-constexpr bool kIsE2m1 = E2M1;            // codes are floats of four bits, else integers
+constexpr int kBits = BITS;               // bits of a code: 4, 5, 6 or 8 (signed)
+constexpr bool kIsE2m1 = E2M1;            // codes are four-bit floats, else integers
 constexpr int kZero = ZERO;               // the code of 0, in a symmetric format
 constexpr int kGroup = GROUP;             // consecutive numbers of a row that share a scale
 constexpr int kSuperBlock = SUPER_BLOCK;  // numbers that share the scales' scales, or 0
@@ -22,7 +22,8 @@ constexpr int kScaleType = SCALE_TYPE;
 constexpr int kTileRows = 16, kTileColumns = 64;
 constexpr int kDataBytes = kBits == 8 ? 1024 : 512;  // of a tile
 constexpr int kHighBytes = kBits == 5 ? 128 : kBits == 6 ? 256 : 0;
-// Of the two rows of a lane: a group's scales (and offsets), and their float16 scales.
+// Bytes for a lane's two rows: a group's scales (and offsets), and the super-block's float16
+// scales.
 constexpr int kScaleBytes = 2 * (kScaleType <= kBfloat16Scale ? 2 : 1) * (kIsPaired ? 2 : 1);
 constexpr int kSuperBytes = kSuperBlock == 0 ? 0 : kIsPaired ? 8 : 4;
 constexpr int kScaleTileBytes = kScaleBytes * 8;  // of a row tile
@@ -51,24 +52,25 @@ __device__ __forceinline__ float2 half2_to_float2(uint32_t word) {
 __device__ __forceinline__ float2 bfloat162_to_float2(uint32_t word) {
   return float2{__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
 }
-// 2^(e - 127); 255 is no number. The same bit makes 2^-127 of 0, and NaN of infinity.
+// 2^(e - 127); 255 is NaN. The same bit turns 0 into 2^-127, and infinity into NaN.
 __device__ __forceinline__ float e8m0_to_float(uint32_t e) {
   const uint32_t bits = e << 23;
   return __uint_as_float(((e + 1) & 0xfe) == 0 ? bits | 0x00400000u : bits);
 }
 
-// Byte `i` of a word less kLess, exactly: the byte is put into the mantissa of 2^23.
+// Byte `i` of a word minus kLess, exactly: the byte is placed in the mantissa of 2^23.
 template <int kLess>
 __device__ __forceinline__ float byte_to_float(uint32_t word, int i) {
   return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i)) - (8388608.0f + kLess);
 }
 
-// Of rows g and g + 8: the scale, and the zero point or the minimum.
+// For rows g and g + 8: the scale, and the zero point or minimum.
 struct GroupScales {
   float scale[2], offset[2];
 
   __device__ __forceinline__ GroupScales() {}
-  // From the stored words of a group, without the scales of its super-block: with these, integers.
+  // From the stored words of a group, without the scales of its super-block; in formats with
+  // super-blocks these are integers.
   __device__ __forceinline__ explicit GroupScales(uint2 own) {
     float2 low = {}, high = {};
     if constexpr (kScaleType == kHalfScale) {
@@ -92,7 +94,7 @@ struct GroupScales {
       scale[0] = low.x, scale[1] = low.y, offset[0] = offset[1] = 0.0f;
     }
   }
-  // With those of its super-block.
+  // With the scales of its super-block.
   __device__ __forceinline__ GroupScales(uint2 own, uint2 super) : GroupScales(own) {
     if constexpr (kSuperBlock > 0) {
       const GroupScales factors = of_super(super);
@@ -101,7 +103,7 @@ struct GroupScales {
     }
   }
 
-  // The factors that a super-block's words are: of scales, and of offsets.
+  // Decodes a super-block's words: the factors of scales and of offsets.
   __device__ __forceinline__ static GroupScales of_super(uint2 words) {
     GroupScales factors;
     const float2 first = half2_to_float2(words.x), second = half2_to_float2(words.y);

@@ -1,14 +1,14 @@
-// From packed codes to fragments of weights, rounded to scalar_t as `dequantize` rounds them, or
-// nearly so: see kIsSplit and kFoldsBias.
+// Decodes packed codes to fragments of weights, rounded to scalar_t like `dequantize` or nearly so:
+// see kIsSplit and kFoldsBias.
 #pragma once
 
 #include "common/weight_decode.cuh"
 
-// Scales and offsets that scalar_t holds exactly (an exponent is a bfloat16) are applied in
+// Scales and offsets that are exact in scalar_t (an exponent is a bfloat16) are applied in
 // scalar_t: everything before the last operation is exact. A scale with more bits than bfloat16 is
-// the sum of two; the smaller product is rounded before the sum is, which changes a weight only
-// where it lies within 2^-9 of half way between two numbers. All else is done in float: four
-// instructions more for two weights.
+// split into the sum of two; the smaller product is rounded before the sum, which changes a weight
+// only if it lies within 2^-9 of half way between two numbers. All other scales are applied in
+// float: four more instructions for two weights.
 constexpr bool kIsExactPair =
     kIsHalf ? kScaleType == kHalfScale : kScaleType == kBfloat16Scale || kScaleType == kE8m0Scale;
 constexpr bool kIsSplit = !kIsHalf && !kIsExactPair && !kHasMinimum;
@@ -16,8 +16,8 @@ constexpr bool kIsPairs = kIsExactPair || kIsSplit;
 constexpr int kUnbias = kCodeBias + kZero;
 // In float the codes' bias is part of the offset: its product with the scale is exact. Added to a
 // minimum it is rounded, by 2^-24 (128 scale + |minimum|) at most: a weight that is much smaller
-// than its scale may differ from that of `dequantize` by several steps of bfloat16. float16 has
-// too many bits for it.
+// than its scale may differ from that of `dequantize` by several steps of bfloat16. float16 has too
+// many mantissa bits to allow that.
 constexpr bool kFoldsBias = !kIsPairs && kCodeBias != 0 && !(kHasMinimum && kIsHalf);
 
 // The scales of a group from its stored words and the factors of its super-block.
@@ -35,7 +35,7 @@ __device__ __forceinline__ GroupScales group_scales(uint2 own, const GroupScales
 struct RowScales {
   float scale[2], offset[2];               // in float: a weight is code * scale + offset
   uint32_t scale_pair[2], offset_pair[2];  // in scalar_t, twice
-  uint32_t rest_pair[2];                   // of a split scale
+  uint32_t rest_pair[2];                   // remainder of a split scale
 
   // From the stored words of a group, and the factors of its super-block.
   __device__ __forceinline__ void set(uint2 own, const GroupScales& factors) {
@@ -47,7 +47,7 @@ struct RowScales {
       set_floats(group_scales(own, factors));
   }
 
-  // Only what `exact` needs.
+  // Sets only the fields that `exact` reads.
   __device__ __forceinline__ void set_offsets(uint2 own) {
     if constexpr (kHasZeroPoint) {
       const GroupScales from(own);
@@ -57,7 +57,7 @@ struct RowScales {
     }
   }
 
-  // The codes less their zero, which scalar_t holds exactly.
+  // The codes minus their zero, exact in scalar_t.
   template <int kRow>
   __device__ __forceinline__ uint32_t exact(uint32_t codes) const {
     if constexpr (kHasZeroPoint) return fma_pair(offset_pair[kRow], pair_of(-1), codes);
@@ -128,8 +128,9 @@ struct RowScales {
 
 // ---- gate and up --------------------------------------------------------------------------------
 //
-// Of a gated product a warp multiplies 8 rows of gate, as its rows g, and the same of up, as its
-// rows g + 8: rows 8 `half` of a row tile of each. Warps with whole tiles of both need no mixing.
+// In a gated product a warp multiplies 8 rows of gate, as its rows g, and the same 8 of up, as its
+// rows g + 8: the rows from 8 `half` on in a row tile of each. Warps with whole tiles of both do
+// not mix.
 
 template <int kShift, uint32_t kLow>
 __device__ __forceinline__ uint32_t mix_words(uint32_t gate, uint32_t up, int half) {
@@ -159,7 +160,8 @@ __device__ __forceinline__ uint2 mix(uint2 gate, uint2 up, int half) {
   return {__byte_perm(gate.x, up.x, half ? 0x7751 : 0x7740), 0};
 }
 
-// The fragment of step kStep: registers of rows g and g + 8 in turn. With kIsExact without scales.
+// The fragment of step kStep: registers of rows g and g + 8 alternate. With kIsExact the scales are
+// not applied.
 template <int kStep, bool kIsExact>
 __device__ __forceinline__ void decode_weights(const TileWords& words, const RowScales& scales,
                                                uint32_t (&a)[4]) {

@@ -1,10 +1,10 @@
 // Products of a stage on tensor cores: the weight is the 16-row operand of mma.sync, tokens are its
 // 8 columns.
 //
-// Sums over a group are of codes, exact integers; the group's scale multiplies the sum. What codes
-// have too much (weight_decode.cuh), zero points and minimums multiply the sum of x over the group:
-// of one token it lies in shared memory, of more a product with ones gives it in the same place of
-// the accumulators.
+// Sums over a group are sums of codes, which are exact integers; the group's scale multiplies the
+// sum. The codes' bias (weight_decode.cuh), zero points and minimums multiply the sum of x over the
+// group: for one token this is in shared memory, for more a product with ones computes it in the
+// same accumulator positions.
 #pragma once
 
 #include "common/few_rows.cuh"
@@ -16,13 +16,14 @@
 template <typename Shape>
 struct StageProduct {
   static constexpr int kTokenTiles = Shape::kTokenTiles;
-  // Of this lane: rows g and g + 8 by tokens 2t and 2t + 1. With one token, 2t + 1 is left out.
+  // This lane's sums: rows g and g + 8 by tokens 2t and 2t + 1. With one token, 2t + 1 is omitted.
   static constexpr int kColumns = Shape::kTokens == 1 ? 1 : 2;
   float total[kTokenTiles][2][kColumns];
-  // Of the super-block, if there are any: sums with integer scales, and with integer minimums.
+  // Per super-block, if the format has them: sums weighted by integer scales, and by integer
+  // minimums.
   float part[kTokenTiles][2][kColumns], minimums[kTokenTiles][2][kColumns];
   static constexpr bool kMultipliesOnes = kSumsX && Shape::kTokens > 1;
-  float acc[kTokenTiles][4];    // of the group
+  float acc[kTokenTiles][4];    // sums of the group
   float x_sum[kTokenTiles][4];  // of x over the group
 
   using Totals = float[kTokenTiles][2][kColumns];
@@ -96,8 +97,8 @@ struct StageProduct {
     }
   }
 
-  // Steps s and s + 1 of tile `tile` of a stage, and what ends there. `x_at` is where this lane's
-  // row of ldmatrix begins, `scales` and `x_sums` are the stage's first.
+  // Steps s and s + 1 of tile `tile` of a stage, and the groups that end there. `x_at` is the start
+  // of this lane's row for ldmatrix; `scales` and `x_sums` are the stage's first.
   template <int s>
   __device__ __forceinline__ void two_steps(const TileWords& words, int tile,
                                             const unsigned char* scales, const float* x_sums,

@@ -1,5 +1,5 @@
-// A stage of a packed weight: tiles of a row tile that follow each other, their scales behind them.
-// A warp copies stages to a ring of its own in shared memory (cp.async), and multiplies them there.
+// A stage of a packed weight: consecutive tiles of a row tile, followed by their scales. A warp
+// copies stages to a ring of its own in shared memory (cp.async), and multiplies them there.
 #pragma once
 
 #include "common/cp_async.cuh"
@@ -21,24 +21,25 @@ constexpr int kStageBytes = kSupersAt + kStageSupers * kSuperTileBytes;
 static_assert(kStageData == 2048, "four copies of a warp");
 
 // Copies a warp's stages one after another. Beyond the end of k it writes zeros: codes of 0 with
-// scales of 0. Params has the planes and the groups and super-blocks of a row, as FewRowsParams.
+// scales of 0. Params holds the planes and the number of groups and super-blocks per row, like
+// FewRowsParams.
 template <typename Params>
 struct StageCopier {
-  // Scales and supers take one copy: this lane's chunk of either.
+  // Scales and supers take one copy per lane: its chunk of either.
   static constexpr int kScaleChunks = kStageScales / 16;
   static constexpr int kSuperChunks = kStageSupers * kSuperTileBytes / 16;
   static_assert(kScaleChunks + kSuperChunks <= kWarpSize, "a copy each");
 
-  // A tile has whole groups: its index gives theirs.
+  // Tiles consist of whole groups: the tile index determines the group index.
   static constexpr bool kTilesGroup = kGroup <= kTileColumns;
   static constexpr int kTileScaleBytes = kTileColumns / kGroup * kScaleTileBytes;
 
   const Params& p;
   int lane_idx, k_tiles;
-  // The next stage: of k, and its first tile, group and super-block in the planes. Indices, and not
-  // pointers, for want of registers: of 1024, at least 256 and 4096 numbers each.
+  // The next stage along k, and its first tile, group and super-block in the planes. Indices
+  // instead of pointers, as registers are scarce: of 1024, at least 256 and 4096 numbers each.
   int stage, tile, group, super;
-  uint32_t to;  // of this lane
+  uint32_t to;  // shared-memory address of this lane's copies
 
   // Goes to stage `first` of a row tile.
   __device__ __forceinline__ void go_to(int row_tile, int first) {
@@ -52,7 +53,7 @@ struct StageCopier {
   __device__ __forceinline__ const unsigned char* at(const unsigned char* plane, int index) const {
     return plane + static_cast<int64_t>(index) * kBytes + lane_idx * 16;
   }
-  // This lane's chunk of the scales or of their scales.
+  // This lane's chunk of the scales or of the super-blocks' scales.
   __device__ __forceinline__ const unsigned char* small() const {
     if (kStageSupers == 0 || lane_idx < kScaleChunks)
       return kTilesGroup ? at<kTileScaleBytes>(p.scales, tile)
@@ -88,12 +89,12 @@ struct StageCopier {
   }
 
   __device__ __forceinline__ void load_partial() {
-    const int tiles = k_tiles - stage * kStageTiles;  // that are left
+    const int tiles = k_tiles - stage * kStageTiles;  // tiles left
 #pragma unroll
     for (int i = 0; i < kStageData / 512; ++i)
       copy_if(i * 512 / kDataBytes < tiles, i * 512, at<kDataBytes>(p.data, tile) + i * 512);
     if constexpr (kHighBytes > 0) {
-      constexpr int kTileBytes = kHighBytes > 0 ? kHighBytes : 1;  // no division by zero elsewhere
+      constexpr int kTileBytes = kHighBytes > 0 ? kHighBytes : 1;  // avoids a division by zero
 #pragma unroll
       for (int i = 0; i < kStageHigh / 512; ++i)
         copy_if((i * 512 + lane_idx * 16) / kTileBytes < tiles, kHighAt + i * 512,
@@ -106,7 +107,7 @@ struct StageCopier {
     }
   }
 
-  // Starts the copies of the next stage, and goes on to the one behind it.
+  // Starts the copies of the next stage and advances to the one after it.
   __device__ __forceinline__ void load_stage() {
     if ((stage + 1) * kStageTiles <= k_tiles)
       load_whole();

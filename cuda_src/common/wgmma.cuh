@@ -1,9 +1,9 @@
 // wgmma (sm_90a): 64 x N += A (64 x 16) B (16 x N), operands in shared memory, sums in registers.
 //
-// Thread t of the warpgroup, in warp w = t / 32 with lane l, holds of each 8 columns j
+// Thread t of the warpgroup, in warp w = t / 32 with lane l, holds for each 8 columns j
 //   acc[4 j], acc[4 j + 1]      row 16 w + l / 4,      columns 8 j + 2 (l % 4) and the next
 //   acc[4 j + 2], acc[4 j + 3]  row 16 w + l / 4 + 8,  the same columns
-// PTX wants every register named, so the instruction is spelled out for each N by macros.
+// PTX requires every register by name, so macros spell out the instruction for each N.
 #pragma once
 
 #include "common/types.cuh"
@@ -98,7 +98,7 @@ ENGINE_WGMMA(256, 128, 129, 130)
 
 // ---- order, and where operands are --------------------------------------------------------------
 
-// Orders the registers that wgmma will read or write after what was done to them before.
+// Orders earlier accesses to registers before wgmma reads or writes them.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -111,16 +111,17 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Tells the compiler that these registers change here, so that it moves no access to them across.
+// Tells the compiler that these registers change here, so that it does not move accesses to them
+// across.
 template <int kCount>
 __device__ __forceinline__ void wgmma_pin(float (&acc)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(acc[i])::"memory");
 }
 
-// A tile in shared memory with rows of 128 bytes along k, as TMA's 128-byte swizzle writes it:
-// atoms of 8 rows, 1024 bytes apart, aligned to 1024. To step along k inside the row add
-// bytes / 16.
+// Descriptor of a tile in shared memory with rows of 128 bytes along k, in TMA's 128-byte swizzle:
+// atoms of 8 rows, 1024 bytes apart, aligned to 1024. To step along k within the row add bytes /
+// 16.
 __device__ __forceinline__ uint64_t wgmma_descriptor(unsigned address) {
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) |
          (1ull << 62);

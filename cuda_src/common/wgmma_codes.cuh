@@ -1,5 +1,5 @@
 // wgmma of codes of 8 bits: 64 x N += A (64 x 32) B (32 x N), both in shared memory along k,
-// sums in registers as in wgmma.cuh: float of e4m3 (to some 14 bits), int32 of int8.
+// sums in registers as in wgmma.cuh: float for e4m3 (to some 14 bits), int32 for int8.
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -63,7 +63,8 @@ ENGINE_WGMMA_CODES(192, 96, 97, 98)
 ENGINE_WGMMA_CODES(224, 112, 113, 114)
 ENGINE_WGMMA_CODES(256, 128, 129, 130)
 
-// Tells the compiler that these registers change here, so that it moves no access to them across.
+// Tells the compiler that these registers change here, so that it does not move accesses to them
+// across.
 template <int kCount>
 __device__ __forceinline__ void wgmma_pin(int (&acc)[kCount]) {
 #pragma unroll

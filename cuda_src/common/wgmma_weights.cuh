@@ -4,9 +4,9 @@
 
 #include "common/wgmma.cuh"
 
-// acc (64 x kN) += A (64 x 16) B (16 x kN). Lane 4 g + t of warp w has of A the rows 16 w + g
-// (a[0], a[2]) and 16 w + g + 8 (a[1], a[3]), columns 2t, 2t + 1 (a[0], a[1]) and 2t + 8, 2t + 9.
-// `accumulate` false: the sums start at zero.
+// acc (64 x kN) += A (64 x 16) B (16 x kN). Lane 4 g + t of warp w holds rows 16 w + g (a[0], a[2])
+// and 16 w + g + 8 (a[1], a[3]) of A, columns 2t, 2t + 1 (a[0], a[1]) and 2t + 8, 2t + 9 (a[2],
+// a[3]). `accumulate` false: the sums start at zero.
 template <int kN>
 __device__ __forceinline__ void wgmma_weights(float (&acc)[kN / 2], const uint32_t (&a)[4],
                                               uint64_t b, bool accumulate);
