@@ -1,7 +1,12 @@
-"""Compile every kernel for every architecture, and fail on register spills.
+"""Compile every kernel, and fail on register spills.
 
-`python -m tests.compile_kernels [--arch sm_90a]` needs NVRTC and no GPU. It prints, for each
-kernel, registers, spilled bytes and static shared memory.
+`python -m tests.compile_kernels [--arch sm_90a | --arch all]` needs NVRTC and no GPU. It prints,
+for each kernel, registers, spilled bytes and static shared memory.
+
+Without `--arch`, a module is compiled for the architectures whose code differs: Hopper's files for
+sm_90a; every other one for the oldest architecture; and one module of each file, dtype and set of
+macros for each further outcome of the conditions on the architecture in its sources. The choice is
+printed.
 
 A kernel that is only renamed or moved keeps its machine code: `--save before.json` writes a digest
 of every kernel's instructions, and `--compare before.json` names those that differ from it.
@@ -13,22 +18,85 @@ import argparse
 import hashlib
 import importlib
 import json
+import operator
 import pkgutil
+import re
 import struct
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from engine import kernels
 from engine.dtypes import FLOAT_NAMES, KV_CODE_DTYPES
-from engine.kernels._module import ARCHITECTURES, CompiledModule, ModuleSpec, compile_module
+from engine.kernels._module import (
+    ARCHITECTURES,
+    CompiledModule,
+    ModuleSpec,
+    compile_module,
+    source_dir,
+)
 
 # (architecture, file, dtype, entry) -> why its spills are acceptable. Ideally empty.
 ALLOWED_SPILLS: dict[tuple[str, str, str, str], str] = {}
 
 # Their modules take longest to compile: start with them, so that none is left at the end.
 SLOWEST = ("sample/sample.cu", "gemm/rmsnorm_gemm.cu", "gemm/gemm.cu")
+
+
+_INCLUDE = re.compile(r'#include +["<]([^">]+)[">]')
+_CONDITION = re.compile(r"(?:__CUDA_ARCH__|kArch) *(>=|<|==) *(\d+)")
+_OPERATORS = {">=": operator.ge, "<": operator.lt, "==": operator.eq}
+
+Condition = tuple[str, int]
+Job = tuple[ModuleSpec, str]
+
+
+@cache
+def conditions(file: str) -> frozenset[Condition]:
+    """Return the conditions on the architecture in a file and the headers that it includes."""
+    if file == "cuda_fp8.h":  # from sm_89 on, its conversions are instructions
+        return frozenset({(">=", 890)})
+    path = source_dir() / file
+    if not path.exists():
+        return frozenset()
+    text = path.read_text()
+    own = frozenset((sign, int(number)) for sign, number in _CONDITION.findall(text))
+    return own.union(*(conditions(name) for name in _INCLUDE.findall(text)))
+
+
+def outcome(file: str, arch: str) -> frozenset[Condition]:
+    """Return the conditions of `file` that hold for `arch`: equal ones, equal code."""
+    number = 10 * int(arch.removeprefix("sm_").removesuffix("a"))
+    return frozenset((sign, n) for sign, n in conditions(file) if _OPERATORS[sign](number, n))
+
+
+def chosen_jobs(specs: list[ModuleSpec]) -> Iterator[tuple[Job, str]]:
+    """Yield the modules to compile by default, each with its architecture and the reason."""
+    oldest = ARCHITECTURES[0]
+    seen = set()
+    for spec in specs:
+        if spec.tier == "sm90":
+            yield (spec, "sm_90a"), "files of Hopper's tier"
+            continue
+        yield (spec, oldest), "every other module, for the oldest architecture"
+        seen.add((*_family(spec), outcome(spec.file, oldest)))
+    for spec in specs:
+        for arch in ARCHITECTURES[1:] if spec.tier != "sm90" else ():
+            held = outcome(spec.file, arch)
+            key = (*_family(spec), held)
+            if key not in seen:
+                seen.add(key)
+                names = ", ".join(f"{sign} {n}" for sign, n in sorted(held))
+                yield (spec, arch), f"one of each file, dtype and macros: __CUDA_ARCH__ {names}"
+
+
+def _family(spec: ModuleSpec) -> tuple[str, str, tuple[str, ...]]:
+    """Return what modules share that differ in the values of macros only."""
+    return spec.file, spec.dtype, tuple(name for name, _ in spec.defines)
 
 
 def every_spec() -> list[ModuleSpec]:
@@ -100,11 +168,19 @@ def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compile_kernels", description=__doc__)
-    parser.add_argument("--arch", choices=ARCHITECTURES, action="append")
+    parser.add_argument("--arch", choices=[*ARCHITECTURES, "all"], action="append")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write digests of machine code")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="name kernels that differ")
     options = parser.parse_args()
-    jobs = [(s, a) for s in every_spec() for a in options.arch or ARCHITECTURES if s.supports(a)]
+    specs = every_spec()
+    if options.arch:
+        wanted = ARCHITECTURES if "all" in options.arch else options.arch
+        jobs = [(spec, arch) for spec in specs for arch in wanted if spec.supports(arch)]
+    else:
+        reasons = dict(chosen_jobs(specs))
+        jobs = list(reasons)
+        for (arch, why), count in Counter((job[1], why) for job, why in reasons.items()).items():
+            print(f"{arch:7} {count:4} modules: {why}")
     jobs.sort(key=lambda job: job[0].file not in SLOWEST)
     start, bad, kernels_seen = time.monotonic(), [], 0
     code: dict[str, str] = {}

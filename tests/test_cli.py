@@ -1,17 +1,24 @@
-"""The command line, as a shell sees it: output, exit status, and no progress bars in pipes."""
+"""The command line: output, exit status, and no progress bars in pipes.
+
+Command lines run in this process, except where streams, signals or the environment of a new process
+are what is tested.
+"""
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
+
+from engine.cli import main
 
 ENGINE = [sys.executable, "-m", "engine"]
 GREEDY = ["--device", "cpu", "--temperature", "0", "--max-tokens", "8", "--max-model-len", "512"]
@@ -30,11 +37,26 @@ def _run(*arguments, text="", status=0, **env):
     return done
 
 
-def test_help_names_every_command():
-    text = _run("--help").stdout
-    for command in ("generate", "chat", "run-batch", "pull", "doctor", "plan", "bench", "eval",
-                    "kernels"):  # fmt: skip
-        assert command in text and "usage" in _run(command, "--help").stdout
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """A function that runs a command line in this process and returns its output and errors."""
+
+    def run(*arguments, text="", status=0):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        done = capsys.readouterr()
+        assert ended.value.code == status, done.out + done.err
+        return SimpleNamespace(stdout=done.out, stderr=done.err)
+
+    return run
+
+
+def test_help_names_every_command(command):
+    text = command("--help").stdout
+    for name in ("generate", "chat", "run-batch", "pull", "doctor", "plan", "bench", "eval",
+                 "kernels"):  # fmt: skip
+        assert name in text and "usage" in command(name, "--help").stdout
 
 
 def test_version():
@@ -43,21 +65,22 @@ def test_version():
     assert _run("--version").stdout.strip() == f"engine {__version__}"
 
 
-def test_generate_prompt_file_and_stdin_agree(tmp_path):
+def test_generate_prompt_file_and_stdin_agree(command, tmp_path):
     prompt = "The capital of France is"
     (tmp_path / "prompt.txt").write_text(prompt)
-    by_argument = _run("generate", prompt, *GREEDY)
+    by_argument = command("generate", prompt, *GREEDY)
     assert "Paris" in by_argument.stdout
     assert "8 tokens after 5" in by_argument.stderr and "cpu, float32" in by_argument.stderr
     assert "%|" not in by_argument.stderr  # no progress bar: stderr is no terminal
-    assert _run("generate", "--file", str(tmp_path / "prompt.txt"), *GREEDY).stdout == (
+    assert command("generate", "--file", str(tmp_path / "prompt.txt"), *GREEDY).stdout == (
         by_argument.stdout
     )
-    assert _run("generate", text=prompt, *GREEDY).stdout == by_argument.stdout  # noqa: B026
+    from_stdin = _run("generate", text=prompt, *GREEDY)  # noqa: B026
+    assert from_stdin.stdout == by_argument.stdout
 
 
-def test_generate_json():
-    done = _run("generate", "--chat", "What is the capital of France?", "--json", *GREEDY)
+def test_generate_json(command):
+    done = command("generate", "--chat", "What is the capital of France?", "--json", *GREEDY)
     record = json.loads(done.stdout)
     assert record["text"] == "The capital of France is Paris."
     assert record["finish_reason"] in ("stop", "length") and record["dtype"] == "float32"
@@ -69,9 +92,10 @@ def test_unencodable_characters_are_replaced():
     assert "?" in done.stdout
 
 
-def test_chat_remembers_and_resets():
+def test_chat_remembers_and_resets(command):
     lines = "My name is Tom.\nWhat is my name?\n/reset\n\nMy name is Tom.\n"
-    done = _run("chat", "--temperature", "0", "--max-tokens", "12", "--device", "cpu", text=lines)
+    options = ("--temperature", "0", "--max-tokens", "12", "--device", "cpu")
+    done = command("chat", *options, text=lines)
     first, second, third = map(int, re.findall(r"tokens after (\d+)", done.stderr))
     assert second > first + 12 and third == first
     answers = done.stdout.splitlines()
@@ -96,9 +120,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_program():
     process.stdin.flush()
     assert process.stdout.read(1)  # the answer has begun
     process.send_signal(signal.SIGINT)
-    time.sleep(1.0)
+    out = ""
+    while "[stopped]" not in out and (read := process.stdout.read(1)):
+        out += read
     assert process.poll() is None, "Ctrl-C ended the program"
-    out, err = process.communicate("/exit\n", timeout=60)
+    _, err = process.communicate("/exit\n", timeout=60)
     assert process.returncode == 0, err
     assert "[stopped]" in out
 
@@ -106,7 +132,6 @@ def test_ctrl_c_stops_the_answer_and_not_the_program():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("generate", "x", "--device", "cuda"), "engine generate: device 'cuda' was asked for"),
         (("generate", "x", "--device", "gpu"), "device must be 'cpu', 'cuda'"),
         (("generate", "x", "--model", "/no/such/model"), "/no/such/model"),
         (("generate", "x", "--device", "cpu", "--top-p", "0"), "top_p must be a number in (0.0"),
@@ -121,15 +146,20 @@ def test_ctrl_c_stops_the_answer_and_not_the_program():
         (("kernels", "--arch", "hopper"), "--arch must be an architecture like sm_80"),
     ],
 )
-def test_bad_usage_is_one_line_and_status_2(arguments, message):
-    env = {"CUDA_VISIBLE_DEVICES": ""} if "cuda" in arguments else {}
-    done = _run(*arguments, status=2, **env)
+def test_bad_usage_is_one_line_and_status_2(command, arguments, message):
+    done = command(*arguments, status=2)
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_misspelt_option_is_an_error():
-    assert "unrecognized arguments: --temprature" in _run("generate", "--temprature", "1", "x",
-                                                          status=2).stderr  # fmt: skip
+def test_bad_usage_in_a_shell_is_one_line_and_status_2():
+    done = _run("generate", "x", "--device", "cuda", status=2, CUDA_VISIBLE_DEVICES="")
+    assert "engine generate: device 'cuda' was asked for" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_misspelt_option_is_an_error(command):
+    done = command("generate", "--temprature", "1", "x", status=2)
+    assert "unrecognized arguments: --temprature" in done.stderr
 
 
 def test_an_invalid_environment_variable_is_an_error():
@@ -189,22 +219,22 @@ def test_doctor_with_a_driver_calls_a_broken_compiler_a_failure(monkeypatch, cap
     assert "CUDA: not ready, see FAIL above" in text
 
 
-def test_kernels_is_a_short_table_with_every_op():
+def test_kernels_is_a_short_table_with_every_op(command):
     from engine.commands.kernels import op_names
 
-    lines = _run("kernels", "--arch", "sm_90a").stdout.splitlines()
+    lines = command("kernels", "--arch", "sm_90a").stdout.splitlines()
     assert lines[0] == "architecture sm_90a" and len(lines) < len(op_names()) + 8
     rows = {line.split()[0] for line in lines[2:]}
     assert rows >= set(op_names())
 
 
-def test_kernels_of_one_op_and_of_all():
+def test_kernels_of_one_op_and_of_all(command):
     options = ("--arch", "sm_90a", "--dtype", "bfloat16")
-    one = _run("kernels", "rmsnorm", *options).stdout.splitlines()
+    one = command("kernels", "rmsnorm", *options).stdout.splitlines()
     assert {line.split()[0] for line in one[2:]} == {"rmsnorm"}
-    everything = _run("kernels", "--all", *options).stdout.splitlines()
+    everything = command("kernels", "--all", *options).stdout.splitlines()
     assert set(one) <= set(everything) and len(everything) > 5 * len(one)
-    done = _run("kernels", "rmsnrom", *options, status=2)
+    done = command("kernels", "rmsnrom", *options, status=2)
     assert "op must be one of" in done.stderr and "got 'rmsnrom'" in done.stderr
 
 
@@ -266,13 +296,13 @@ def test_a_full_standard_error_changes_no_status(command, status):
     assert _shell(command)[0] == status
 
 
-def test_a_name_of_a_file_is_shortened_in_the_reason():
-    done = _run("generate", "--file", "a" * 5000, status=2)
+def test_a_name_of_a_file_is_shortened_in_the_reason(command):
+    done = command("generate", "--file", "a" * 5000, status=2)
     assert "cannot be read" in done.stderr and len(done.stderr) < 500
 
 
-def test_a_prompt_file_without_an_end_is_refused():
-    result = _run("generate", "--model", "nowhere", "--file", "/dev/zero", status=2)
+def test_a_prompt_file_without_an_end_is_refused(command):
+    result = command("generate", "--model", "nowhere", "--file", "/dev/zero", status=2)
     assert "--file /dev/zero must have at most 67108864 bytes" in result.stderr
 
 

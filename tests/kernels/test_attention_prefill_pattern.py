@@ -9,7 +9,7 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import CompileError, ContractError
 from engine.kernels import BlockSparse, Periodic, _nvrtc
-from engine.kernels._module import ARCHITECTURES, compile_module
+from engine.kernels._module import compile_module
 from engine.kernels.attention_prefill import sm90 as prefill_sm90
 from engine.kernels.attention_prefill import specs as prefill_specs
 from engine.testing import cases
@@ -154,7 +154,7 @@ def test_skipped_keys_are_not_read(cp, tier):
     assert_close(got, want, reduction=n + 64)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_compiles_without_spills(dtype, arch):
     try:
