@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from engine import env, kernels, reference
+from tests import structure
 
 ROOT = Path(__file__).parents[1]
 OPS = sorted(m.name for m in pkgutil.iter_modules(kernels.__path__) if not m.name.startswith("_"))
@@ -287,6 +288,17 @@ def test_an_assignment_makes_one_value():
                     read = {ast.unparse(name) for name in ast.walk(node.value)}
                     is_swap = any(ast.unparse(target) in read for target in targets.elts)
                     assert is_swap, f"{path}:{node.lineno}: one statement, one value"
+
+
+@pytest.mark.parametrize("path", structure.packages(), ids=lambda path: path.parent.name)
+def test_a_package_says_what_it_holds(path):
+    assert structure.first_sentence(path), f"{path} needs a docstring of one sentence"
+
+
+def test_the_page_about_the_structure_is_up_to_date():
+    text = structure.PAGE.read_text()
+    assert text == structure.page(), "run: python -m tests.structure"
+    assert text.count("\n") <= 60
 
 
 def test_import_is_light():

@@ -1,0 +1,1 @@
+"""The engine's inner parts: input and output processing, deadlines, recovery, and their locks."""

@@ -1,0 +1,1 @@
+"""Checkpoints: configurations, safetensors and GGUF files, and the weights made from them."""

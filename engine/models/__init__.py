@@ -1,0 +1,1 @@
+"""The decoder, and the plan of layers of each family of models."""

@@ -1,0 +1,1 @@
+"""Tensor and pipeline parallelism: the ranks and stages that run one model together."""

@@ -1,0 +1,1 @@
+"""A scheduled step as flat arrays, and the model's launches with them."""
