@@ -1,1 +1,1 @@
-"""Several processes that compute one model, or one service; loaded only when there are several."""
+"""Transport between processes: shared memory, collectives, connections, and how they end."""

@@ -1,8 +1,8 @@
-"""Collectives of ranks on one host, over shared memory: NumPy arrays in, NumPy arrays out.
+"""Collectives of NumPy arrays over shared memory, for ranks on one host.
 
-Every operation has a number. A rank writes its part into one of its two buffers, announces the
-number, waits until all have announced it, and reads theirs. The buffer is reused two operations
-later: by then all ranks have announced the next one, so they have read it.
+Operations are numbered. A rank writes its array into one of its two buffers, announces the number,
+waits until all ranks have announced it, and reads their buffers. A buffer is reused two operations
+later: by then all ranks have announced the operation between, so they have read it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SharedMemoryCollectives:
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """Number of this rank."""
         return self._group.rank
 
     @property
@@ -70,7 +70,7 @@ class SharedMemoryCollectives:
     def all_reduce_rmsnorm(
         self, x: Array, residual: Array, weight: Array, eps: float, *, out: Array | None = None
     ) -> tuple[Array, Array]:
-        """Return (rmsnorm(h) * weight, h); see `Collectives`."""
+        """Return (rmsnorm(h) * weight, h), h = residual + the sum; see `Collectives`."""
         total = self.all_reduce(x)
         normed, h = kernels.rmsnorm(
             total,
@@ -97,7 +97,7 @@ class SharedMemoryCollectives:
         return out
 
     def broadcast(self, x: Array, *, root: int = 0) -> Array:
-        """Overwrite `x` with that of rank `root`; see `Collectives`."""
+        """Overwrite `x` with rank `root`'s; see `Collectives`."""
         if not 0 <= root < self.size:
             raise ContractError(f"root must be a rank below {self.size}; got {root}")
         flat = np.ascontiguousarray(x).reshape(-1)
@@ -109,11 +109,11 @@ class SharedMemoryCollectives:
         return x
 
     def barrier(self, name: str) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called it."""
         self._announce(f"barrier {name}", np.zeros(0, np.uint8))
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Return the bytes that each rank gave; they may differ in length."""
+        """Return the `data` of every rank; lengths may differ."""
         if len(data) > self._room:
             raise ContractError(f"data must be at most {self._room} bytes; got {len(data)}")
         turn = self._announce("exchange", np.frombuffer(data, np.uint8))
@@ -132,10 +132,10 @@ class SharedMemoryCollectives:
     def _meet(
         self, what: str, flat: Array, root: int | None = None
     ) -> Iterator[tuple[slice, list[Array]]]:
-        """Yield parts of `flat`, each with what all ranks have there.
+        """Yield slices of `flat` that fit in a buffer, each with the values of all ranks there.
 
-        With a `root`, only that rank's is worth anything. What is yielded must be read before the
-        next one is asked for.
+        With a `root`, only that rank's values are valid. The values are views of buffers: read
+        them before the next slice is requested.
         """
         step = self._room // flat.itemsize
         for first in range(0, flat.size, step):
@@ -148,8 +148,8 @@ class SharedMemoryCollectives:
             yield part, [row.view(flat.dtype) for row in theirs]
 
     def _announce(self, what: str, own: Array) -> int:
-        """Write this rank's part, wait for the others, and return which buffer has their parts."""
-        self._group.count += 1  # several objects of one group count together
+        """Write this rank's data, wait for all ranks, and return the index of the buffer used."""
+        self._group.count += 1  # shared by all collectives of the group
         count = self._group.count
         turn = self._group.count & 1
         ranks = self._segment.ranks
@@ -165,7 +165,7 @@ class SharedMemoryCollectives:
         return turn
 
     def _compare(self, what: str, count: int, turn: int) -> None:
-        """Verify that all ranks are in the same operation."""
+        """Verify that all ranks have called the same operation."""
         texts = self._segment.texts[:, turn]
         size = len(what.encode()) + 1
         if (texts[:, :size] == texts[self.rank, :size]).all():

@@ -1,10 +1,11 @@
-"""Connections between the stages of a pipeline: framed messages over TCP, after a mutual proof.
+"""Authenticated TCP connections between the stages of a pipeline, for framed messages.
 
-Both ends prove that they know the secret of the pipeline before anything else is read (HMAC-SHA256
-over a challenge of each), in messages of fixed size. Whoever does not is refused. What follows is
-checksummed, but neither encrypted nor signed: the network between the hosts must be trusted.
+Before anything else is read, both ends prove in messages of fixed size that they know the
+pipeline's secret (HMAC-SHA256 over a challenge from each end); otherwise the connection is refused.
+Later messages are checksummed, but neither encrypted nor signed: the network between the hosts must
+be trusted.
 
-A frame is its checksum (CRC-32) and its length, then a message as `messages.pack` makes it.
+A frame is a CRC-32 checksum, a length, and a message of `messages.pack`.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _LOG = logging.getLogger("engine")
 _GREETING = b"engine pipeline 1\n"
 _NONCE_BYTES = 32
 _HEAD = struct.Struct("<IQ")
-_MAX_BYTES = 1 << 36  # of a frame; a damaged head must not allocate more
-_PROOF_SECONDS = 10.0
+_MAX_BYTES = 1 << 36  # largest frame: a damaged length must not allocate more
+_PROOF_SECONDS = 10.0  # time for the proofs of both ends
 
 
 class Connection:
-    """One end of a connection whose other end has proved that it knows the secret.
+    """One end of an authenticated connection.
 
-    One thread may receive; any may send.
+    Only one thread may receive; any thread may send.
 
     Parameters
     ----------
@@ -48,9 +49,9 @@ class Connection:
     Attributes
     ----------
     peer : (host, port)
-        Of the other end.
+        Address of the other end.
     own_host : str
-        By which address the other end knows this host.
+        Address under which the other end knows this host.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -62,12 +63,12 @@ class Connection:
         self.own_host: str = sock.getsockname()[0]
 
     def send(self, kind: int, numbers: Sequence[int] = (), arrays: Sequence[Any] = ()) -> None:
-        """Send a message of whole numbers and NumPy arrays, some of which may be None.
+        """Send a message of integers and NumPy arrays; an array may be None.
 
         Raises
         ------
         OSError
-            If the other end is gone.
+            If the connection has ended.
         """
         parts = pack_parts(kind, numbers, arrays)
         checksum = 0
@@ -79,12 +80,12 @@ class Connection:
                 self._socket.sendall(part)
 
     def receive(self) -> Message:
-        """Wait for the next message; its arrays can be written to.
+        """Wait for the next message; its arrays are writable.
 
         Raises
         ------
         OSError
-            If the other end is gone.
+            If the connection has ended.
         RankError
             If the message is damaged.
         """
@@ -97,19 +98,19 @@ class Connection:
         return unpack(data)
 
     def close(self) -> None:
-        """End the connection, also for a thread that receives; a second call does nothing."""
+        """End the connection, and wake a thread that receives. A second call does nothing."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 class Listener:
-    """Accepts connections on a port until it is closed.
+    """Listens on a port, and accepts connections that prove the secret.
 
     Parameters
     ----------
     host, port : str, int
-        0: any free port.
+        Address to listen on; port 0 picks a free port.
     secret : bytes
     accept : callable
         Called with each `Connection`, in a thread of its own.
@@ -118,12 +119,12 @@ class Listener:
     ----------
     port : int
     num_refused : int
-        Connections that did not prove to know the secret.
+        Number of connections that failed to prove the secret.
 
     Raises
     ------
     OSError
-        If the port cannot be had.
+        If the address cannot be listened on.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Listener:
                 sock, peer = self._socket.accept()
             except OSError:
                 return
-            # In a thread: one that says nothing must not keep others waiting.
+            # In a thread of its own: a silent client must not delay the others.
             threading.Thread(target=self._prove, args=(sock, peer), daemon=True).start()
 
     def _prove(self, sock: socket.socket, peer: Any) -> None:
@@ -172,12 +173,12 @@ class Listener:
 
 
 def connect(address: Address, secret: bytes, timeout: float = _PROOF_SECONDS) -> Connection:
-    """Connect to a `Listener`, and prove to know its secret.
+    """Connect to a `Listener`, and prove the secret to each other.
 
     Raises
     ------
     RankError
-        If nobody listens there, or its secret is another one.
+        If the address cannot be reached, or the secrets differ.
     """
     where = f"{address[0]}:{address[1]}"
     try:
@@ -211,7 +212,7 @@ def parse_address(text: str) -> Address:
     Raises
     ------
     ValueError
-        If it is something else.
+        If `text` is not of this form.
 
     Examples
     --------
@@ -229,12 +230,12 @@ def _proof(secret: bytes, role: bytes, challenge: bytes, own: bytes) -> bytes:
 
 
 def _receive(sock: socket.socket, size: int) -> bytearray:
-    """Return so many bytes.
+    """Return the next `size` bytes.
 
     Raises
     ------
     OSError
-        If the other end is gone before.
+        If the connection ends first.
     """
     data = bytearray(size)
     view = memoryview(data)

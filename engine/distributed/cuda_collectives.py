@@ -1,8 +1,8 @@
-"""Collectives of ranks on one host's GPUs, over memory that they write into each other.
+"""Collectives of CuPy arrays on the GPUs of one host: ranks write into each other's memory.
 
-The kernels are the ops `all_reduce`, `all_reduce_rmsnorm` and `all_gather`; here the ranks, which
-are processes, map each other's buffers (CUDA IPC). A launch has no argument that changes, so it can
-be captured in a graph and be part of a launch plan.
+The kernels are the ops `all_reduce`, `all_reduce_rmsnorm` and `all_gather`. This module maps the
+buffers of the other ranks' processes (CUDA IPC). No argument of a launch ever changes, so launches
+can be captured in a graph and recorded in a launch plan.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 
 class CudaCollectives:
-    """`Collectives` of CuPy arrays on the device that is current, all on one stream.
+    """`Collectives` of CuPy arrays on the current device; all calls must use one stream.
 
     Parameters
     ----------
     rank, size : int
-        This process, and the number of processes, at most 8; each has a device of its own.
+        Number of this rank, and number of ranks: at most 8, each a process with its own GPU.
     exchange : callable
-        Takes bytes and returns what each rank gave it, in order; called in every rank alike.
+        Returns the bytes that each rank passes, by rank; all ranks call it together.
     timeout : float
-        Seconds that a launched operation waits for a rank. Then the operation's result is NaN, and
-        the next call of any method raises RankError.
+        Seconds that a launched operation waits for a rank. After that its result is NaN, and the
+        next call of any method raises RankError.
     max_bytes : int
-        Of an array that is moved in one launch between two ranks; larger ones take several. The
-        device holds three times as many, or up to 5.25 times with more ranks.
+        Largest array that one launch moves between two ranks; larger arrays take several launches.
+        The buffers take three times as much device memory, up to 5.25 times with more ranks.
 
     Raises
     ------
     DeviceError
         If the devices cannot map each other's memory.
     RankError
-        If a rank was missing in a previous operation: which rank, and which operation.
+        If a rank did not join an earlier operation; names the rank and the operation.
 
     Examples
     --------
@@ -73,14 +73,14 @@ class CudaCollectives:
             self._memory.connect([self._address(r, handle) for r, handle in enumerate(handles)])
         except runtime.CUDARuntimeError as error:
             failure = f"rank {rank} cannot map the memory of another device: {error}"
-        # Nobody writes before everybody has mapped.
+        # No rank writes before all have mapped the buffers.
         failures = [text.decode() for text in exchange(failure.encode()) if text]
         if failures:
             raise DeviceError("; ".join(failures))
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """Number of this rank."""
         return self._memory.rank
 
     @property
@@ -90,7 +90,7 @@ class CudaCollectives:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of device memory that the buffers take."""
+        """Bytes of the buffers in device memory."""
         return NUM_BUFFERS * self._memory.capacity * 16
 
     def all_reduce(self, x: Any, *, out: Any = None) -> Any:
@@ -101,7 +101,7 @@ class CudaCollectives:
     def all_reduce_rmsnorm(
         self, x: Any, residual: Any, weight: Any, eps: float, *, out: Any = None
     ) -> tuple[Any, Any]:
-        """Return (rmsnorm(h) * weight, h), in one launch where rows allow; see `Collectives`."""
+        """Return (rmsnorm(h) * weight, h), in one launch if the rows fit; see `Collectives`."""
         self.check()
         y, h = kernels.all_reduce_rmsnorm(
             x, self._memory, residual, weight, eps=eps, out=out, residual_out=residual
@@ -111,7 +111,7 @@ class CudaCollectives:
     def all_gather(self, x: Any, *, axis: int = -1, out: Any = None) -> Any:
         """Return all ranks' `x` along `axis`; see `Collectives`.
 
-        Floats: what was -0 may arrive as +0. Others are moved as bytes, slower.
+        A float -0 may arrive as +0. Other dtypes are moved as bytes, which is slower.
         """
         self.check()
         if not -x.ndim <= axis < x.ndim:
@@ -130,7 +130,7 @@ class CudaCollectives:
         return out
 
     def broadcast(self, x: Any, *, root: int = 0) -> Any:
-        """Overwrite `x` with that of rank `root`; see `Collectives`. Moves all ranks' arrays."""
+        """Overwrite `x` with rank `root`'s; see `Collectives`. All ranks' arrays are moved."""
         self.check()
         if not 0 <= root < self.size:
             raise ContractError(f"root must be a rank below {self.size}; got {root}")
@@ -140,16 +140,16 @@ class CudaCollectives:
         return x
 
     def barrier(self, name: str) -> None:
-        """Wait until all ranks are here, and everything that was launched before has ended."""
+        """Wait until all ranks have called it and all earlier launches have completed."""
         xp = device.cupy()
         kernels.all_reduce(xp.zeros(1, np.float32), self._memory)
         xp.cuda.get_current_stream().synchronize()
         self.check(f"barrier {name}")
 
     def check(self, doing: str = "") -> None:
-        """Raise RankError if an operation has waited for a rank in vain; reads host memory only.
+        """Raise RankError if an operation timed out waiting for a rank; reads host memory only.
 
-        To be called when results are read: those of the operation are NaN.
+        Call it when results are read: those of the failed operation are NaN.
         """
         missing = self._memory.missing()
         if missing is not None:
@@ -160,17 +160,17 @@ class CudaCollectives:
             )
 
     def abort(self) -> None:
-        """End the operations that wait for a rank; their results, and all later ones, are NaN."""
+        """End the operations that wait for a rank; their results and all later ones are NaN."""
         self._memory.abort()
 
     def close(self) -> None:
-        """Unmap and free the buffers, once all ranks do so; a second call does nothing."""
+        """Unmap the buffers, then free them once all ranks have. A second call does nothing."""
         runtime = device.cupy().cuda.runtime
         device.cupy().cuda.get_current_stream().synchronize()
         for address in self._mapped:
             runtime.ipcCloseMemHandle(address)
         if self._mapped:
-            with contextlib.suppress(RankError):  # a rank that has ended does not write
+            with contextlib.suppress(RankError):  # a rank that has ended writes no more
                 self._exchange(b"unmapped")
         self._mapped = []
         self._memory.close()
@@ -198,7 +198,7 @@ class CudaCollectives:
     def _all_bytes(self, x: Any) -> Any:
         """Return the bytes of all ranks' `x`: (size, bytes).
 
-        Each is sent in 16 bits of its own, of which none looks like -0.
+        Each byte is sent as a 16-bit number, so that no pattern is -0, which the kernel may change.
         """
         xp = device.cupy()
         wide = xp.ascontiguousarray(x).reshape(-1).view(np.uint8).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""`Directory`: which replicas there are, for clients on any machine."""
+"""`Directory`: the addresses of all replicas, for clients on any machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 __all__ = ["REGISTER_SECONDS", "Directory"]
 
-REGISTER_SECONDS = 3.0  # how often a replica registers: a directory may be started again
+REGISTER_SECONDS = 3.0  # interval at which replicas register again: a directory may restart
 _EXPIRY_SECONDS = 5 * REGISTER_SECONDS
 
 
@@ -20,14 +20,14 @@ class _Entry:
 
 
 class Directory:
-    """Numbers replicas, and forgets those that have not registered for 15 seconds.
+    """Numbers replicas, and drops those that have not registered for 15 seconds.
 
-    Clients notice sooner that a replica has died: their connections end.
+    Clients notice a dead replica earlier: their connections end.
 
     Parameters
     ----------
     clock : callable, optional
-        Returns seconds.
+        Returns the time in seconds.
 
     Examples
     --------
@@ -46,9 +46,9 @@ class Directory:
         self.last_use = clock()
 
     def register(self, name: str, address: str, number: int | None = None) -> int:
-        """Note that a replica is there, and where; return its number, which it keeps.
+        """Record a replica's address, and return its number, which stays the same.
 
-        `number` is the one that it had before; a directory that is started again knows none.
+        `number` is the one it had before, in case the directory has restarted.
         """
         now = self.last_use = self._clock()
         entry = self._entries.get(name)
@@ -62,7 +62,7 @@ class Directory:
         return entry.number
 
     def leave(self, name: str) -> None:
-        """Note that a replica takes no more requests."""
+        """Remove a replica, which accepts no more requests."""
         self._entries.pop(name, None)
 
     def replicas(self) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""A rank's place in its group: waiting for the others, and how the group ends."""
+"""One rank's view of its group: states of the ranks, waiting for them, and the group's end."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from engine.errors import ConfigError, RankError
 
 __all__ = ["Group", "GroupEnded"]
 
-# Fields of a rank. SIZES is two fields, used alternately.
+# Fields of a rank in `Segment.ranks`. SIZES is two fields, one for each of the rank's buffers.
 STATE = 0
 COUNT = 1
 MESSAGES = 2
 SIZES = 3
 WORDS = 5
 PID = 6
-# Fields of the group.
+# Field of `Segment.group`.
 _CLOSING = 0
 # States of a rank.
 _STARTING, _READY, _FAILED, _ENDED = range(4)
 
-_DOING = 2  # the third text of a rank
-_TURNS = 200  # polls without a pause: a rank that is nearly there is not waited for longer
-_SHORTEST = 20e-6  # seconds between two polls
-_LONGEST = 1e-3
-_SOON = 0.1  # seconds after which pauses become longer
-_CHECK_SECONDS = 0.02  # between two looks at the others' states
+_DOING = 2  # index of the text that says what a rank is doing
+_TURNS = 200  # polls without a pause, for a rank that arrives within microseconds
+_SHORTEST = 20e-6  # first pause between two polls, in seconds
+_LONGEST = 1e-3  # longest pause, in seconds
+_SOON = 0.1  # seconds after which pauses grow
+_CHECK_SECONDS = 0.02  # interval at which a waiting rank checks the states of the others
 
 
 class GroupEnded(RankError):
@@ -38,30 +38,31 @@ class GroupEnded(RankError):
 
 
 class Group:
-    """What one rank knows of its group.
+    """A group of ranks in shared memory, seen by one of them.
 
     Parameters
     ----------
     segment : Segment
     rank : int
     timeout : float
-        Seconds after which a rank that does not come counts as stuck.
+        Seconds of waiting after which a missing rank counts as stuck.
     dead : callable, optional
-        Returns (rank, how it ended) of processes that have ended; for rank 0, which started them.
+        Returns (rank, how it ended) of each process that has ended. Rank 0, which started them,
+        passes it.
 
     Attributes
     ----------
     count : int
-        Operations that this rank has begun.
+        Number of operations that this rank has begun.
     failure : str
-        Why the group has ended; "" if it has not, or as it should.
+        Reason for the group's end; "" if it has not ended, or ended normally.
     on_failure : callable
-        Called, from any thread, when the processes of a failed group are about to be ended.
+        Called from any thread, before the processes of a failed group are ended.
 
     Raises
     ------
     ConfigError
-        If there is no such rank.
+        If `rank` is not in [0, size).
     """
 
     def __init__(
@@ -85,18 +86,18 @@ class Group:
         self._dead = dead
         self._fence = threading.Lock()
 
-    # ---- what this rank says
+    # ---- state of this rank
 
     def set_doing(self, text: str) -> None:
-        """Record what this rank is doing, for the errors of others."""
+        """Record what this rank is doing, for error messages of other ranks."""
         self.write_text(_DOING, text)
 
     def set_ready(self) -> None:
-        """Record that this rank has what it needs."""
+        """Record that this rank has loaded its shard."""
         self.segment.ranks[self.rank, STATE] = _READY
 
     def fail(self, error: BaseException) -> None:
-        """Leave last words: the error and its traceback. The group ends with them."""
+        """Record an error and its traceback as this rank's last words; the group fails."""
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         words = self.segment.words[self.rank]
         room = self.segment.words.shape[1]
@@ -107,7 +108,7 @@ class Group:
         self.segment.ranks[self.rank, STATE] = _FAILED
 
     def end(self) -> None:
-        """Record that this rank ends as it should."""
+        """Record that this rank ends normally."""
         self.segment.ranks[self.rank, STATE] = _ENDED
 
     def close(self) -> None:
@@ -122,16 +123,16 @@ class Group:
         row[len(data)] = 0
 
     def fence(self) -> None:
-        """Make what was written before visible before what is written after.
+        """Make earlier writes visible to other processes before later ones.
 
-        SAFETY: x86 keeps the order of writes by itself. Elsewhere a lock that is taken twice does:
-        the second acquisition comes after the first release, which comes after all earlier writes.
+        SAFETY: x86 keeps the order of writes. Elsewhere acquiring a lock twice does: the second
+        acquisition comes after the first release, which comes after all earlier writes.
         """
         for _ in range(2):
             with self._fence:
                 pass
 
-    # ---- what the others say
+    # ---- states of the other ranks
 
     @property
     def is_closing(self) -> bool:
@@ -153,7 +154,7 @@ class Group:
         Raises
         ------
         RankError
-            With the number of the first that has, and its last words; the same ever after.
+            The first rank that failed, and its last words; the same at every later call.
         """
         if self.is_closing and self.rank != 0:
             raise GroupEnded(f"rank 0 has ended the group; rank {self.rank} was waiting")
@@ -171,16 +172,16 @@ class Group:
         Parameters
         ----------
         missing : callable
-            Returns the ranks that have not come yet.
+            Returns the ranks that have not arrived yet.
         what : str
-            What for; for errors.
+            Name of what is waited for, in errors.
         timeout : float, optional
-            In seconds, instead of the group's; infinity waits as long as all ranks live.
+            Seconds, instead of the group's timeout. Infinity waits while all ranks are alive.
 
         Raises
         ------
         RankError
-            If a rank has failed, or one is missing after the time.
+            If a rank has failed, or is still missing after `timeout`.
         """
         seconds = self.timeout if timeout is None else timeout
         start = looked = time.monotonic()
@@ -201,7 +202,7 @@ class Group:
                 who = ", ".join(f"rank {r} (in: {self.doing(r)})" for r in absent)
                 raise RankError(f"{who} did not come to {what} within {seconds:g} s")
             time.sleep(pause)
-            if now - start > _SOON:  # nothing runs
+            if now - start > _SOON:
                 pause = min(2 * pause, _LONGEST)
 
     def wait_until_ready(self, timeout: float) -> None:
@@ -210,9 +211,11 @@ class Group:
         self.wait(lambda: (states == _STARTING).nonzero()[0].tolist(), "the start", timeout)
 
     def _first_failure(self) -> str:
-        """Return which rank has failed or died, and how; "" if none has."""
+        """Describe the first rank that failed or died; "" if none has."""
         states = self.segment.ranks[:, STATE]
-        dead = dict(self._dead())  # before the states: it may have spoken before it died
+        dead = dict(
+            self._dead()
+        )  # read before the states: last words are written before a process ends
         for rank in (states == _FAILED).nonzero()[0].tolist():
             if rank != self.rank:
                 return f"rank {rank} failed; its last words:\n{self._words(rank)}"

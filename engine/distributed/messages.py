@@ -1,7 +1,8 @@
-"""Messages from rank 0 to all other ranks: a ring of slots in the group's memory."""
+"""Messages of integers and arrays, and their ring of slots from rank 0 to all other ranks."""
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
 from collections.abc import Sequence
@@ -12,19 +13,19 @@ import numpy as np
 from engine.distributed.group import MESSAGES, Group
 from engine.errors import RankError
 
-__all__ = ["Buffer", "Messages", "pack", "pack_parts", "unpack"]
+__all__ = ["Buffer", "Messages", "from_text", "pack", "pack_parts", "to_text", "unpack"]
 
 _NUMBER, _SIZE, _LEFT, _SUM = range(4)  # fields of a slot
 
 Buffer = bytes | bytearray | memoryview
 
 _DTYPES = ("uint8", "int32", "int64", "uint64", "float32", "bool")
-_NONE = -1  # instead of a dtype: there is no array
+_NONE = -1  # dtype number of None
 _ALIGNMENT = 8
 
 
 def pack(kind: int, numbers: Sequence[int], arrays: Sequence[Any]) -> bytearray:
-    """Return a message of whole numbers and of arrays, some of which may be None.
+    """Return a message of integers and NumPy arrays; an array may be None.
 
     Examples
     --------
@@ -35,7 +36,7 @@ def pack(kind: int, numbers: Sequence[int], arrays: Sequence[Any]) -> bytearray:
 
 
 def pack_parts(kind: int, numbers: Sequence[int], arrays: Sequence[Any]) -> list[Buffer]:
-    """Return the same message in parts, of which arrays are not copies if they are contiguous."""
+    """Return the message of `pack` in parts; contiguous arrays are not copied."""
     fields = [kind, len(numbers), len(arrays), *numbers]
     for array in arrays:
         fields += _described(array)
@@ -48,7 +49,7 @@ def pack_parts(kind: int, numbers: Sequence[int], arrays: Sequence[Any]) -> list
 
 
 def unpack(data: Buffer) -> tuple[int, list[int], list[Any]]:
-    """Return what was packed; the arrays are views of `data`."""
+    """Return (kind, numbers, arrays) of a message; the arrays are views of `data`."""
     view = memoryview(data)
     kind, num_numbers, num_arrays = np.frombuffer(view, np.int64, 3).tolist()
     at = 3 * 8
@@ -71,14 +72,31 @@ def unpack(data: Buffer) -> tuple[int, list[int], list[Any]]:
 
 
 def _described(array: Any) -> list[int]:
-    """Return the dtype's number, the number of dimensions, and the dimensions."""
+    """Return dtype number, number of dimensions, and shape of an array."""
     if array is None:
         return [_NONE, 0]
     return [_DTYPES.index(array.dtype.name), array.ndim, *array.shape]
 
 
+def to_text(value: Any) -> Any:
+    """Return a string, or the JSON of another value, as an array of uint8.
+
+    Examples
+    --------
+    >>> from_text(to_text("step 1")), json.loads(from_text(to_text({"stage": 0})))
+    ('step 1', {'stage': 0})
+    """
+    text = value if isinstance(value, str) else json.dumps(value)
+    return np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
+
+
+def from_text(array: Any) -> str:
+    """Return the string of an array that `to_text` returned."""
+    return bytes(array).decode("utf-8", "replace")
+
+
 class Messages:
-    """Sends and receives messages of any length, in order.
+    """Sends messages of any length from rank 0, and receives them in the other ranks, in order.
 
     Parameters
     ----------
@@ -97,15 +115,15 @@ class Messages:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._segment = group.segment
-        self._count = 0  # slots written or read so far
+        self._count = 0  # number of slots written or read
 
     def send(self, data: Buffer) -> None:
-        """Send `data`; waits while a rank has not read what is still in the ring.
+        """Send `data`; wait for ranks that have not yet read the slots to be overwritten.
 
         Raises
         ------
         RankError
-            If a rank has failed, or does not read.
+            If a rank has failed, or does not read in time.
         """
         rest = memoryview(data)
         room = self._segment.slots.shape[1]
@@ -117,7 +135,7 @@ class Messages:
                 return
 
     def receive(self) -> bytearray:
-        """Wait for the next message, for as long as rank 0 lives, and return it.
+        """Return the next message; wait for it while rank 0 is alive.
 
         Raises
         ------
@@ -143,7 +161,7 @@ class Messages:
         fields[_NUMBER] = number
 
     def _read(self, data: bytearray) -> int:
-        """Add the next slot to `data`; return how many bytes of the message are left."""
+        """Append the next slot to `data`; return the bytes of the message that remain."""
         number = self._count = self._count + 1
         fields, slot = self._slot(number)
         self._group.wait(lambda: () if fields[_NUMBER] == number else (0,), "a step", math.inf)

@@ -1,7 +1,7 @@
-"""Starts the processes of ranks 1, 2, ... and ends them.
+"""Starting and ending the processes of ranks 1, 2, ...
 
 Every rank is a new interpreter, never a fork. Its standard input is a pipe from rank 0: the first
-frame says what to run, and the end of the pipe, which comes whatever happens to rank 0, ends it.
+frame says what to run, and the rank ends when the pipe does, however rank 0 ends.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "RankProcesses",
     "describe_ending",
     "end_processes",
+    "exit_at_once",
     "run_rank",
     "thread_environment",
 ]
@@ -37,14 +38,14 @@ _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
     "from engine.distributed.processes import run_rank; run_rank()"
 )
-_START_SECONDS = 120.0  # for an interpreter to start and import, on a busy machine
-_END_SECONDS = 5.0
-_WATCH_SECONDS = 0.25
+_START_SECONDS = 120.0  # time for an interpreter to start and import, on a busy machine
+_END_SECONDS = 5.0  # time for ranks to end by themselves before they are killed
+_WATCH_SECONDS = 0.25  # interval of the thread that looks for failures
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class RankProcesses:
-    """The other ranks of the group whose rank 0 is this process.
+    """The processes of ranks 1, 2, ... of a group; this process is rank 0.
 
     Parameters
     ----------
@@ -53,16 +54,16 @@ class RankProcesses:
     size : int
         Number of ranks, rank 0 included.
     options : mapping
-        Plain values for `target`.
+        JSON values for `target`.
     timeout : float
-        Of the group.
+        Timeout of the group in seconds.
     num_threads : int, optional
-        Threads of each rank's matrix products, unless the environment says it.
+        Threads of each rank's matrix products, unless the environment sets them.
 
     Attributes
     ----------
     group : Group
-        Of rank 0.
+        Rank 0's `Group`.
 
     Raises
     ------
@@ -82,7 +83,7 @@ class RankProcesses:
         segment = Segment.create(size)
         self._processes: list[subprocess.Popen[bytes]] = []
         self.group = Group(segment, 0, timeout=timeout, dead=partial(_dead, self._processes))
-        # Also when the object is forgotten, or this process ends.
+        # Also when the object is garbage-collected, or this process ends.
         self._end = weakref.finalize(self, _end, self.group, self._processes)
         task = {"target": target, "size": size, "descriptor": segment.descriptor}
         task |= {"timeout": timeout, "options": dict(options)}
@@ -103,7 +104,7 @@ class RankProcesses:
     def close(self) -> None:
         """End all ranks; a second call does nothing.
 
-        Those that do not end by themselves within seconds are killed.
+        Processes that do not end by themselves within seconds are killed.
         """
         self._end()
         for process in self._processes:  # another thread may be ending them already
@@ -117,7 +118,7 @@ class RankProcesses:
         except OSError as error:
             raise RankError(f"rank {task['rank']} could not be started: {error}") from error
         self._processes.append(process)
-        with contextlib.suppress(OSError):  # it has ended: found when it does not attach
+        with contextlib.suppress(OSError):  # an ended process is found when it does not attach
             child_process.send(process.stdin, json.dumps(task).encode())
 
     def _wait_until_attached(self) -> None:
@@ -129,19 +130,19 @@ class RankProcesses:
 
 
 def _dead(processes: list[subprocess.Popen[bytes]]) -> Iterator[tuple[int, str]]:
-    """Yield the ranks whose processes have ended, and how."""
+    """Yield (rank, how it ended) for each process that has ended."""
     for rank, process in enumerate(processes, 1):
         if process.poll() is not None:
             yield rank, describe_ending(process.returncode)
 
 
 def _watch(group: Group, end: Callable[[], Any]) -> None:
-    """End a group when one of its ranks fails, also while rank 0 does nothing."""
+    """End a group when one of its ranks fails, even while rank 0 is idle."""
     while not group.is_closing:
         try:
             group.check()
         except RankError:
-            with contextlib.suppress(Exception):  # the ranks are ended whatever it does
+            with contextlib.suppress(Exception):  # the ranks are ended even if this fails
                 group.on_failure()
             end()
             return
@@ -156,7 +157,7 @@ def _end(group: Group, processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def end_processes(processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Close the pipes of processes that end with them; kill those that have not after a time."""
+    """Close the pipes of processes, which then end; kill those that have not after `seconds`."""
     processes = list(processes)
     for process in processes:
         assert process.stdin is not None
@@ -174,8 +175,8 @@ def end_processes(processes: Iterable[subprocess.Popen[bytes]], seconds: float) 
 
 
 def run_rank() -> None:
-    """Run the task that comes on standard input, in the process of a rank."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, and ends this one
+    """Run the task that arrives on standard input, in the process of a rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles it, and ends this process
     frame = child_process.receive(sys.stdin.buffer)
     if frame is None:
         sys.exit(1)
@@ -193,26 +194,27 @@ def run_rank() -> None:
         group.end()
     except BaseException as error:
         group.fail(error)
-        _exit(1)
-    _exit(0)
+        exit_at_once(1)
+    exit_at_once(0)
 
 
-def _exit(status: int) -> None:
-    """Exit at once: nothing is left to be written, and a driver may hang in its own exit."""
+def exit_at_once(status: int) -> None:
+    """Exit without cleanup: nothing is left to write, and a CUDA driver may hang in its exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def _end_with_parent() -> None:
-    """End this process when rank 0 has ended, whatever it is doing."""
+    """End this process once rank 0 has ended, whatever this process is doing."""
     with contextlib.suppress(OSError, ValueError):
         os.read(sys.stdin.fileno(), 1)
-    time.sleep(_END_SECONDS / 2)  # rank 0 may have ended the group, which this rank sees itself
+    time.sleep(_END_SECONDS / 2)  # after a normal end of the group, this rank ends by itself
     os._exit(1)
 
 
 def thread_environment(num_threads: int | None) -> dict[str, str]:
+    """Return the environment of a child process whose matrix products use `num_threads`."""
     env = dict(os.environ)
     if num_threads is not None and not any(name in env for name in _THREADS):
         env |= dict.fromkeys(_THREADS, str(num_threads))
@@ -220,7 +222,7 @@ def thread_environment(num_threads: int | None) -> dict[str, str]:
 
 
 def describe_ending(code: int) -> str:
-    """Return how a process with this exit code has ended."""
+    """Describe the end of a process with this exit code."""
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-code).name}"

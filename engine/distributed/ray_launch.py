@@ -1,6 +1,6 @@
-"""What replicas need of Ray: resources, and an actor with the directory of all replicas.
+"""Ray for replicas: the resources of an actor, and an actor that holds the directory.
 
-Ray is imported when it is needed.
+Ray is imported on first use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 __all__ = ["RemoteDirectory", "actor_options", "import_ray"]
 
 _NAMESPACE = "rawengine"
-_IDLE_SECONDS = 120.0  # without a replica or a client, before a directory ends
+_IDLE_SECONDS = 120.0  # time without a replica or a client after which a directory ends
 
 
 def import_ray(module: str = "ray") -> Any:
@@ -38,8 +38,8 @@ def import_ray(module: str = "ray") -> Any:
 def actor_options(num_gpus: int, num_cpus: float) -> dict[str, Any]:
     """Return the keywords with which Ray Serve places a replica.
 
-    An actor has all that it asks for on one host. Its ranks are processes that Ray does not know,
-    so the GPUs must be the actor's own: only these are visible to it and its processes.
+    Ray places all resources of an actor on one host. It does not know the ranks, which are child
+    processes: the GPUs must be the actor's own, since only these are visible to its processes.
 
     Examples
     --------
@@ -50,7 +50,7 @@ def actor_options(num_gpus: int, num_cpus: float) -> dict[str, Any]:
 
 
 class _DirectoryActor:
-    """A `Directory` for all machines; it ends after two minutes without use."""
+    """A `Directory` for all machines; it ends after two minutes without a call."""
 
     def __init__(self) -> None:
         self._directory = Directory()
@@ -78,7 +78,7 @@ class _DirectoryActor:
 
 
 class RemoteDirectory:
-    """The directory of a name, wherever it is; it is started if need be.
+    """The directory actor of a name, on any machine; it is started if none exists.
 
     Parameters
     ----------
@@ -90,13 +90,13 @@ class RemoteDirectory:
         self._actor: Any = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the `Directory`; raises what Ray raises when that cannot be reached."""
+        """Call a method of the `Directory`; Ray's errors are raised if it cannot be reached."""
         if self._actor is None:
             self._actor = _directory_actor(self._name)
         try:
             return await getattr(self._actor, method).remote(*arguments)
         except Exception:
-            self._actor = None  # it may have ended: the next call looks for it again
+            self._actor = None  # it may have ended: the next call looks it up again
             raise
 
 

@@ -1,7 +1,7 @@
-"""The memory that the ranks of a group share: states, last words, messages, and arrays to reduce.
+"""Shared memory of a group of ranks: states, last words, messages, and arrays to reduce.
 
-It has no name: rank 0 hands its file descriptor to the processes that it starts. So nothing is left
-behind, however they end.
+It has no name: rank 0 passes its file descriptor to the processes that it starts. So nothing is
+left behind, however they end.
 """
 
 from __future__ import annotations
@@ -21,41 +21,42 @@ IntArray = np.ndarray[Any, np.dtype[Any]]
 
 MAX_RANKS = 64
 _PAGE = 4096
-_FIELDS = 16  # int64s of a rank; 128 bytes, so that no two ranks write to one cache line
-_TEXT_BYTES = 256  # of one description
-_WORDS_BYTES = 8192
-_DATA_BYTES = 1 << 20  # of one of a rank's two buffers
-_SLOT_BYTES = 1 << 18  # of one message
+_FIELDS = 16  # int64 fields per rank: 128 bytes, so that no two ranks share a cache line
+_TEXT_BYTES = 256  # bytes of one description
+_WORDS_BYTES = 8192  # bytes of a rank's last words
+_DATA_BYTES = 1 << 20  # bytes of each of a rank's two buffers
+_SLOT_BYTES = 1 << 18  # bytes of one slot of a message
 _NUM_SLOTS = 8
 
 
 class Segment:
-    """One group's shared memory, as arrays.
+    """The shared memory of one group, as arrays.
 
     Parameters
     ----------
     memory : (n,) array of uint8
-        Zeros at first, of `num_bytes(size)`.
+        Zeros; n is `num_bytes(size)`.
     size : int
         Number of ranks.
     descriptor : int
-        Of the file that is mapped; -1 if the memory belongs to this process alone.
+        Descriptor of the mapped file; -1 for memory of this process alone.
 
     Attributes
     ----------
     group : (16,) int64
-        Fields of the group.
+        Fields of the group: whether it is closing.
     ranks : (size, 16) int64
-        Fields of each rank; written by that rank only.
+        Fields of each rank, which only that rank writes.
     texts : (size, 3, n) uint8
-        Two descriptions of operations, used alternately, and what a rank is doing.
+        Two descriptions of operations, used in turn, and what the rank is doing.
     words : (size, n) uint8
         The last words of each rank.
     data : (size, 2, n) uint8
-        Two buffers of each rank, used alternately.
+        Two buffers of each rank, used in turn.
     slot_fields : (slots, 4) int64
+        Number, size, remaining bytes and checksum of each slot.
     slots : (slots, n) uint8
-        Messages of rank 0.
+        Ring of rank 0's messages.
 
     Examples
     --------
@@ -79,7 +80,7 @@ class Segment:
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Return the bytes of a group of `size` ranks."""
+        """Return the size of a segment for `size` ranks, in bytes."""
         return _PAGE * 64 + _NUM_SLOTS * _SLOT_BYTES + size * (2 * _DATA_BYTES + 4 * _PAGE)
 
     @classmethod
@@ -89,16 +90,16 @@ class Segment:
         Raises
         ------
         ConfigError
-            If there are too many ranks.
+            If `size` is not in [1, 64].
         OutOfMemoryError
-            If the host does not have that much shared memory.
+            If the host has too little shared memory.
         """
         if not 1 <= size <= MAX_RANKS:
             raise ConfigError(f"a group must have from 1 to {MAX_RANKS} ranks; got {size}")
         descriptor = _anonymous_file()
         try:
             os.ftruncate(descriptor, cls.num_bytes(size))
-            if hasattr(os, "posix_fallocate"):  # now an error, instead of SIGBUS later
+            if hasattr(os, "posix_fallocate"):  # an error now instead of SIGBUS later
                 os.posix_fallocate(descriptor, 0, cls.num_bytes(size))
         except OSError as error:
             os.close(descriptor)
@@ -109,7 +110,7 @@ class Segment:
 
     @classmethod
     def attach(cls, descriptor: int, size: int) -> Segment:
-        """Map the segment of this descriptor."""
+        """Map the segment with this descriptor."""
         mapped = mmap.mmap(descriptor, cls.num_bytes(size))
         return cls(np.frombuffer(mapped, np.uint8), size, descriptor)
 
@@ -119,7 +120,7 @@ class Segment:
         return cls(np.zeros(cls.num_bytes(size), np.uint8), size)
 
     def close(self) -> None:
-        """Close the descriptor; the memory lives as long as an array of it."""
+        """Close the descriptor; the memory lives as long as its arrays."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -133,7 +134,7 @@ class Segment:
 
 
 def _anonymous_file() -> int:
-    """Return the descriptor of a file without a name, in memory where the system can."""
+    """Return the descriptor of an unnamed file, in memory if the system supports it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("engine-ranks", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:

@@ -1,6 +1,6 @@
-"""What a pipeline stage sends to the next one: the last layer's output and the residual stream.
+"""Activations between pipeline stages: the last layer's output and the residual stream, as bytes.
 
-The host sends bytes; on CUDA they go through pinned memory.
+On CUDA they are copied through pinned host memory.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ import numpy as np
 
 from engine.device import Device
 from engine.distributed.connection import Connection
-from engine.distributed.peer import ACTIVATIONS
 from engine.dtypes import np_dtype
 from engine.runner.transfer import DeviceToHostCopy, HostToDeviceCopy
 
-__all__ = ["ActivationSender", "from_wire", "to_wire"]
+__all__ = ["ACTIVATIONS", "ActivationSender", "from_wire", "to_wire"]
+
+ACTIVATIONS = 2
+"""Kind of message: from a stage to the next one."""
 
 
 class ActivationSender:
-    """Sends activations from a thread, so that the next step is launched meanwhile.
+    """Sends activations from a thread of its own, so that the next step can be launched.
 
     Parameters
     ----------
     connection : Connection
-        To the next stage.
+        Connection to the next stage.
     device : Device
     check : callable
-        Called when a step is on the host, before it is sent: raises if it is not to be sent.
+        Called once a step's activations are on the host. It raises if they must not be sent.
 
     Attributes
     ----------
     error : Exception or None
-        Why nothing is sent any more.
+        The error that ended the thread.
     """
 
     def __init__(self, connection: Connection, device: Device, check: Callable[[], Any]) -> None:
@@ -47,18 +49,18 @@ class ActivationSender:
         threading.Thread(target=self._run, daemon=True).start()
 
     def send(self, step: int, delta: Any, residual: Any) -> None:
-        """Send the activations of a step, (T, N) each or None, which must not change any more.
+        """Send the activations of a step, (T, N) each or None.
 
-        On CUDA, later work on the current stream may change them.
+        They must not change afterwards; on CUDA, later work on the current stream may change them.
         """
-        # As integers, which every device and host can copy.
+        # Viewed as integers: every device and host can copy these.
         arrays = {"delta": delta, "residual": residual}
         bits = {n: None if a is None else a.view(f"u{a.itemsize}") for n, a in arrays.items()}
         copy = DeviceToHostCopy(self._device, bits)
         self._steps.put((step, copy))
 
     def close(self) -> None:
-        """Send nothing more."""
+        """End the thread and the connection."""
         self._steps.put(None)
         self._connection.close()
 
@@ -75,7 +77,7 @@ class ActivationSender:
 
 
 def to_wire(copy: DeviceToHostCopy) -> list[Any]:
-    """Return delta and residual as bytes (T, n) on the host, or None; waits for them.
+    """Wait for delta and residual, and return them as bytes (T, n) on the host, or None.
 
     Examples
     --------
@@ -93,9 +95,8 @@ def to_wire(copy: DeviceToHostCopy) -> list[Any]:
 
 
 def from_wire(device: Device, dtype: str, arrays: list[Any]) -> tuple[Any, Any]:
-    """Return what `to_wire` made bytes of, as new arrays of `dtype` on the device."""
-    # The bytes of a message may lie at any address; a copy is aligned. For CUDA they are copied
-    # anyway.
+    """Return delta and residual, new arrays of `dtype` on the device, from their bytes."""
+    # The bytes of a message may be unaligned; a copy is aligned. For CUDA they are copied anyway.
     named = {
         name: array if device.is_cuda else np.array(array)
         for name, array in zip(("delta", "residual"), arrays, strict=True)

@@ -1,9 +1,9 @@
-"""The last stage of a pipeline: this process has the engine, and samples.
+"""The driver of a pipeline: this process holds the engine and the last stage, and samples.
 
-Every step is announced to all stages when it is launched. They compute their layers one after the
-other and pass on the activations; this one computes its part, and samples, when the step is due.
-Meanwhile the stages before work on later steps, of other requests. So logits never travel, and the
-token ids of a step go to the first stage with its announcement.
+Every step is announced to all stages when it is launched. They compute their layers in turn and
+pass on the activations; the last stage computes its layers and samples when the step is due.
+Meanwhile the earlier stages work on later steps, of other requests. So logits never travel, and a
+step's token ids reach the first stage with the announcement.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from engine.cache.move_arrays import NUM_MOVE_ARRAYS, moves_to_arrays
 from engine.checks import shown
 from engine.config import ModelConfig
 from engine.device import Device, resolve_device, to_numpy
-from engine.distributed import peer as messages
 from engine.distributed.connection import parse_address
-from engine.distributed.peer import to_text
+from engine.distributed.messages import to_text
 from engine.engine_config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError, RankError, RequestError
 from engine.layers.batch import ForwardBatch
@@ -39,27 +38,28 @@ from engine.model import Model, load
 from engine.models.decoder import Pages, address
 from engine.models.trace import Trace
 from engine.parallel.activations import from_wire
-from engine.parallel.rank import BATCH_ARRAYS, BATCH_NUMBERS, fingerprint, num_threads
+from engine.parallel.rank import batch_to_message, fingerprint, num_threads
+from engine.parallel.stage import EXPERTS, PLAN, PREPARE, SHARE, STEP
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.tensor import load_ranks, plain_options
 from engine.weights import Stage
 
 __all__ = ["PipelinedModel", "load_stages"]
 
-_LOCAL_SECONDS = 120.0  # for interpreters to start and import, on a busy machine
-_REMOTE_SECONDS = 600.0  # for stages that somebody else starts
+_LOCAL_SECONDS = 120.0  # time for interpreters to start and import, on a busy machine
+_REMOTE_SECONDS = 600.0  # time for stages that Ray or a user starts
 _NO_MOVES = [np.zeros(0, np.int32)] * NUM_MOVE_ARRAYS
 
 
 class PipelinedModel(Model):
-    """The last stage's part of a model, which announces each of its steps to the other stages.
+    """The last stage of a model, which announces each of its steps to the other stages.
 
-    It serves an engine: its steps are on that engine's pages only.
+    It serves an engine: its steps use that engine's pages only.
 
     Parameters
     ----------
     own : Model
-        This stage's part, or rank 0's of it.
+        This stage's layers, or rank 0's shard of them.
     group : StageGroup
     """
 
@@ -69,17 +69,17 @@ class PipelinedModel(Model):
         self.group = group
         self.num_ranks = own.num_ranks
         self.num_stages = own.num_stages = group.num_stages
-        self._end = weakref.finalize(self, group.end)  # also if the model is forgotten
+        self._end = weakref.finalize(self, group.end)  # also when the model is garbage-collected
         self._pages: KVCache | None = None
-        self._announced: deque[tuple[int, int]] = deque()  # (step, tokens), not computed here yet
+        self._announced: deque[tuple[int, int]] = deque()  # (step, tokens) not yet computed here
         self._num_steps = 0
 
     # ---- steps
 
     def announce(self, moves: Any, batch: ForwardBatch | None) -> None:
-        """Tell the other stages of a step: its block moves, and what to compute, if anything.
+        """Announce a step to the other stages: its block moves, and its batch if it has one.
 
-        This stage's part of both is done later, in the same order.
+        This stage executes both later, in the same order.
 
         Parameters
         ----------
@@ -90,30 +90,30 @@ class PipelinedModel(Model):
         self._announce(moves_to_arrays(moves), batch)
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
-        """Compute this stage's part of the oldest step that was announced, or of a new one."""
+        """Compute the oldest announced step in this stage; without one, announce `batch` first."""
         self._check_pages(kv_pages)
         with self.together():
             return self.own.forward(self._entered(batch), kv_pages)
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
-        """As `forward`, up to the final norm."""
+        """Compute a step up to the final norm. See `forward`."""
         self._check_pages(kv_pages)
         with self.together():
             return self.own.hidden_states(self._entered(batch), kv_pages)
 
     def logits(self, hidden: Any) -> Any:
-        """Return the logits of rows that the last call of `hidden_states` returned."""
+        """Return the logits of rows of the last `hidden_states`."""
         with self.together():
             return self.own.logits(hidden)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Do this stage's part of a step: if that fails, all stages end.
+        """Execute a step in this stage; an error ends all stages.
 
         Raises
         ------
         RankError
-            Instead of any other error: the other stages cannot be told to forget a step.
+            In place of any other error: the other stages cannot undo a step.
         """
         try:
             yield
@@ -132,9 +132,9 @@ class PipelinedModel(Model):
     # ---- pages
 
     def agree(self, given: EngineConfig, config: ResolvedConfig) -> ResolvedConfig:
-        """Return `config` with as many blocks as every stage has room for."""
+        """Return `config` with the number of blocks that fit in every stage."""
         plain = {f.name: getattr(given, f.name) for f in dataclasses.fields(given)}
-        answers = self.group.ask("planning pages", messages.PLAN, arrays=[to_text(plain)])
+        answers = self.group.ask("planning pages", PLAN, arrays=[to_text(plain)])
         limits = config.scheduler
         own = [limits.num_blocks, limits.num_host_blocks]
         blocks, host = (min(own[i], *(numbers[i] for _, numbers, _ in answers)) for i in (0, 1))
@@ -143,7 +143,7 @@ class PipelinedModel(Model):
         return replace(config, scheduler=limits).with_reason("num_blocks", reason)
 
     def prepare_pages(self, dtype: str) -> str:
-        """Load the kernels for pages of codes in all stages; as `Model`.
+        """Load the kernels of a quantized KV cache in all stages. See `Model.prepare_pages`.
 
         Raises
         ------
@@ -156,14 +156,14 @@ class PipelinedModel(Model):
                 f"pipeline_parallel_size={self.num_stages}, unless the checkpoint has scales; "
                 "got 'int8'"
             )
-        self.group.send("preparing pages", messages.PREPARE, arrays=[to_text(dtype)])
+        self.group.send("preparing pages", PREPARE, arrays=[to_text(dtype)])
         return self.own.prepare_pages(dtype)
 
     def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
-        """Let all stages make pages of as many blocks."""
+        """Let all stages allocate the same number of blocks."""
         g = kv_cache.geometry
         numbers = [kv_cache.num_blocks, num_host_blocks, g.block_size]
-        self.group.ask("making pages", messages.SHARE, numbers, [to_text(g.dtype)])
+        self.group.ask("making pages", SHARE, numbers, [to_text(g.dtype)])
         self.own.share_pages(kv_cache, num_host_blocks)
         kv_cache.workers = _StageWorkers(self, kv_cache.workers)
         self._pages = kv_cache
@@ -171,31 +171,32 @@ class PipelinedModel(Model):
     # ---- the other stages
 
     def check_ranks(self) -> None:
-        """Verify that all stages live, and the ranks of this one.
+        """Verify that all stages and the ranks of this one are alive.
 
         Raises
         ------
         RankError
-            With the first that failed, and its last words.
+            The first that failed, and its last words.
         """
         self.group.check()
         with self.together():
             self.own.check_ranks()
 
     def describe_ranks(self) -> str:
-        """Return what the other stages are doing, and the ranks of this one."""
+        """Return what the other stages and the ranks of this one are doing."""
         return self.group.describe() + self.own.describe_ranks()
 
     def expert_load(self) -> dict[int, np.ndarray[Any, np.dtype[np.int64]]]:
-        """Return the counts of all stages' layers; as `Model`. Waits for the steps in flight.
+        """Return the counts of all stages' layers. See `Model.expert_load`.
 
-        Of this stage alone once the others have ended.
+        Waits for the steps in flight. Once the other stages have ended, only this stage's layers
+        are included.
         """
         first = 0 if self._decoder is None else self._decoder.stage.first
         found = {layer + first: load for layer, load in self.own.expert_load().items()}
         if self.group.is_closing or self.config.moe is None:
             return found
-        for _, _, (layers, loads) in self.group.ask("reading counts", messages.EXPERTS):
+        for _, _, (layers, loads) in self.group.ask("reading counts", EXPERTS):
             found |= zip(layers.tolist(), loads, strict=True)
         return dict(sorted(found.items()))
 
@@ -205,18 +206,18 @@ class PipelinedModel(Model):
         self._close_own()
         super().close()
 
-    # ---- what an engine does not do
+    # ---- not supported by a pipeline
 
     def trace(self, token_ids: Any) -> Trace:
-        """Refuse: each stage has some of the layers."""
+        """Raise RequestError: each stage holds some of the layers."""
         raise RequestError("a model of several pipeline stages cannot be traced")
 
     def kv_scales_of(self, kv_cache_dtype: str) -> Any:
-        """Refuse: each stage has scales of its own layers."""
+        """Raise RequestError: each stage holds the scales of its own layers."""
         raise RequestError("kv_scales cannot be read when several pipeline stages share the model")
 
     def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
-        """Refuse: each stage has scales of its own layers."""
+        """Raise RequestError: each stage holds the scales of its own layers."""
         raise RequestError("kv_scales cannot be set when several pipeline stages share the model")
 
     # ---- parts
@@ -224,17 +225,14 @@ class PipelinedModel(Model):
     def _announce(self, moves: Sequence[Any], batch: ForwardBatch | None) -> None:
         self._num_steps += 1
         step = self._num_steps
-        numbers = [0] * len(BATCH_NUMBERS)
-        arrays = list(moves)
-        what = f"step {step}"
-        if batch is not None:
-            numbers = [int(getattr(batch, name)) for name in BATCH_NUMBERS]
-            found = [getattr(batch, name) for name in ("token_ids", *BATCH_ARRAYS)]
-            arrays += [None if array is None else to_numpy(array) for array in found]
-            what += f" ({batch.num_tokens} tokens)"
-        self.group.send(what, messages.STEP, [step, int(batch is not None), *numbers], arrays)
-        if batch is not None:
-            self._announced.append((step, batch.num_tokens))
+        if batch is None:
+            self.group.send(f"step {step}", STEP, [step, 0], moves)
+            return
+        numbers, arrays = batch_to_message(batch)
+        arrays = [*moves, to_numpy(batch.token_ids), *arrays]
+        what = f"step {step} ({batch.num_tokens} tokens)"
+        self.group.send(what, STEP, [step, 1, *numbers], arrays)
+        self._announced.append((step, batch.num_tokens))
 
     def _check_pages(self, kv_pages: Pages) -> None:
         pages = self._pages
@@ -245,8 +243,8 @@ class PipelinedModel(Model):
             )
 
     def _entered(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return the batch with what the stage before has made of it."""
-        if not self._announced:  # nobody else computes this batch: a measurement
+        """Return the batch with the activations of the previous stage."""
+        if not self._announced:  # a measurement: no step with this batch was announced
             self._announce(_NO_MOVES, batch)
         step, num_tokens = self._announced[0]
         if num_tokens != batch.num_tokens:
@@ -263,11 +261,11 @@ class PipelinedModel(Model):
 
 
 class _StageWorkers:
-    """Told of what this stage does to its pages: the others do it when a step is announced."""
+    """`Workers` of the last stage's cache: its ranks. Announced steps tell the other stages."""
 
     def __init__(self, model: PipelinedModel, ranks: Any) -> None:
         self._model = weakref.ref(model)
-        self._ranks = ranks  # of this stage
+        self._ranks = ranks  # workers of this stage, or None
 
     def move_blocks(self, moves: Any) -> None:
         if self._ranks is not None:
@@ -284,13 +282,13 @@ class _StageWorkers:
 
 
 def load_stages(model: Any, config: EngineConfig, loading: Mapping[str, Any]) -> PipelinedModel:
-    """Start the other stages, load the model in all of them, and return the last one's part.
+    """Start the other stages, load the model in all of them, and return the last stage.
 
     Parameters
     ----------
     model : str or path
     config : EngineConfig
-        Its `pipeline_parallel_size`, `pipeline_address` and what `load_ranks` needs.
+        `pipeline_parallel_size`, `pipeline_address` and the fields of `load_ranks` are read.
     loading : mapping
         Keywords of `load`.
 
@@ -299,7 +297,7 @@ def load_stages(model: Any, config: EngineConfig, loading: Mapping[str, Any]) ->
     ConfigError, DeviceError, DownloadError
         If the model or an option cannot be used.
     RankError
-        If a stage fails, with its last words.
+        If a stage fails; with its last words.
     """
     given = dict(loading)
     size = config.pipeline_parallel_size
@@ -344,7 +342,7 @@ def load_stages(model: Any, config: EngineConfig, loading: Mapping[str, Any]) ->
 
 
 def _group(config: EngineConfig, is_cuda: bool) -> StageGroup:
-    """Return the group of the other stages, which have connected."""
+    """Start the other stages, and return their group once all have connected."""
     size = config.pipeline_parallel_size
     address = ("127.0.0.1", 0)
     secret = secrets.token_bytes(32)
@@ -383,7 +381,10 @@ def _num_layers(name: str, loading: Mapping[str, Any]) -> int:
 
 
 def _gpus(config: EngineConfig, place: Device) -> list[list[int]]:
-    """Return the GPUs of each stage: the first ones of its host, or this process's and then others.
+    """Return the GPUs of each stage.
+
+    On a host of its own, a stage takes the first ones. On one host, the last stage does, and the
+    others take the next ones.
 
     Raises
     ------

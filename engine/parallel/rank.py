@@ -1,4 +1,4 @@
-"""What ranks 1, 2, ... run: they load their part of the model and follow rank 0's messages."""
+"""The worker of a tensor-parallel group: ranks 1, 2, ... execute what rank 0 announces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import MemoryPool
 from engine.cache.move_arrays import moves_from_arrays
 from engine.cache.swap import SwapSpace, move_blocks
-from engine.device import Device, resolve_device
+from engine.device import Device, resolve_device, to_numpy
 from engine.distributed.collectives import SharedMemoryCollectives
+from engine.distributed.cuda_collectives import CudaCollectives
 from engine.distributed.group import Group
-from engine.distributed.messages import Messages, unpack
+from engine.distributed.messages import Messages, from_text, unpack
 from engine.dtypes import np_dtype
 from engine.errors import RankError
 from engine.layers.batch import ForwardBatch
@@ -33,7 +33,7 @@ from engine.runner.memory_sizes import geometry_of
 from engine.runner.worker_graphs import WorkerGraphs
 from engine.weights import Stage
 
-__all__ = ["Follower", "compare_ranks", "make_collectives", "num_threads", "run"]
+__all__ = ["RankWorker", "compare_ranks", "make_collectives", "num_threads", "run"]
 
 TARGET = "engine.parallel.rank:run"
 
@@ -41,27 +41,39 @@ TARGET = "engine.parallel.rank:run"
 PREPARE, SHARE, FORWARD, LOGITS, MOVE_BLOCKS, MOVE_SLOTS, CAPTURE, GRAPH = range(8)
 FREE, TRACE, SCALES, SET_SCALES, CALIBRATE, EMBED = range(8, 14)
 
-# What is wanted of a step.
+# What a step returns.
 WANTS_HIDDEN, WANTS_LOGITS, WANTS_STAGE = range(3)
 
-BATCH_NUMBERS = ("num_decodes", "max_seqlen_q", "max_context_len", "query_len")
-# Token ids are not among them: the embedding takes rank 0's, which only its device may know.
-BATCH_ARRAYS = (
+_BATCH_NUMBERS = ("num_decodes", "max_seqlen_q", "max_context_len", "query_len")
+_BATCH_ARRAYS = (
     *("positions", "rope_positions", "slot_mapping", "cu_seqlens_q", "context_lens"),
     *("block_tables", "logits_indices", "prefill_cu_seqlens_q", "tree_mask"),
 )
-# One more array follows these: the numbers of the layers whose input rank 0 keeps.
+
+
+def batch_to_message(batch: ForwardBatch) -> tuple[list[int], list[Any]]:
+    """Return the numbers and arrays of a batch, all but its token ids, for a message."""
+    arrays = [getattr(batch, name) for name in _BATCH_ARRAYS]
+    numbers = [int(getattr(batch, name)) for name in _BATCH_NUMBERS]
+    return numbers, [None if array is None else to_numpy(array) for array in arrays]
+
+
+def batch_from_message(token_ids: Any, numbers: list[int], arrays: list[Any]) -> ForwardBatch:
+    """Return the batch of token ids (T,) and of what `batch_to_message` returned."""
+    fields: dict[str, Any] = dict(zip(_BATCH_ARRAYS, arrays, strict=True))
+    fields |= zip(_BATCH_NUMBERS, numbers, strict=True)
+    return ForwardBatch(token_ids=token_ids, **fields)
 
 
 def run(group: Group, options: Mapping[str, Any]) -> None:
-    """Load a rank's part of the model, and follow rank 0 until it ends the group.
+    """Load a rank's shard of the model, and do what rank 0 announces until it ends the group.
 
     Parameters
     ----------
     group : Group
     options : mapping
-        "model": its path; "devices": of each rank; "loading": keywords of `load`; "stage": the
-        numbers of a `Stage`.
+        "model": its path; "devices": the device of each rank; "loading": keywords of `load`;
+        "stage": the numbers of a `Stage`.
     """
     group.set_doing("comparing files")
     compare_ranks(group, options["model"], options["loading"])
@@ -80,11 +92,11 @@ def run(group: Group, options: Mapping[str, Any]) -> None:
         **loading,
     )
     group.set_ready()
-    Follower(group, model, collectives).follow()
+    RankWorker(group, model, collectives).run()
 
 
-class Follower:
-    """Does to this rank's part of a model and of the pages what rank 0 says.
+class RankWorker:
+    """Repeats on this rank's shard of the model and of the KV cache what rank 0 announces.
 
     Parameters
     ----------
@@ -98,7 +110,7 @@ class Follower:
         self._model = model
         self._collectives = collectives
         self._messages = Messages(group)
-        self._pages: dict[int, KVCache] = {}  # by rank 0's number; 0: the engine's
+        self._pages: dict[int, KVCache] = {}  # by the number that rank 0 gave; 0: the engine's
         self._swap: SwapSpace | None = None
         self._graphs: WorkerGraphs | None = None
         self._hidden: Any = None
@@ -119,8 +131,8 @@ class Follower:
             EMBED: self._embed,
         }
 
-    def follow(self) -> None:
-        """Do what each message says, until rank 0 ends the group (`GroupEnded`)."""
+    def run(self) -> None:
+        """Execute each message, until rank 0 ends the group (`GroupEnded`)."""
         while True:
             self._group.set_doing("waiting for a step")
             kind, numbers, arrays = unpack(self._messages.receive())
@@ -128,12 +140,12 @@ class Follower:
 
     def _prepare(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("preparing pages")
-        self._model.prepare_pages(_text(arrays[0]))
+        self._model.prepare_pages(from_text(arrays[0]))
 
     def _share(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("making pages")
         which, num_blocks, num_host_blocks, block_size = numbers
-        geometry = geometry_of(self._model.config, block_size, _text(arrays[0]))
+        geometry = geometry_of(self._model.config, block_size, from_text(arrays[0]))
         pages = KVCache(geometry, num_blocks, MemoryPool(self._model.device))
         self._pages[which] = pages
         if num_host_blocks:
@@ -145,17 +157,16 @@ class Follower:
             self._pages.pop(which).close()
 
     def _forward(self, numbers: list[int], arrays: list[Any]) -> None:
-        step, which, wants, has_delta, *others = numbers
-        *arrays, layers = arrays
-        fields: dict[str, Any] = dict(zip(BATCH_ARRAYS, arrays, strict=True))
-        fields |= zip(BATCH_NUMBERS, others, strict=True)
-        ids = np.zeros(len(fields["positions"]), np.int32)
-        self._group.set_doing(f"step {step} ({len(ids)} tokens)")
-        batch = ForwardBatch(token_ids=ids, **fields).to(self._model.device)
-        features = {layer: self._hidden_rows(len(ids)) for layer in layers.tolist()}
+        step, num_tokens, which, wants, has_delta, *others = numbers
+        *arrays, layers = arrays  # layers: those whose input rank 0 keeps
+        self._group.set_doing(f"step {step} ({num_tokens} tokens)")
+        # The embedding takes rank 0's token ids: only its device may know them.
+        ids = np.zeros(num_tokens, np.int32)
+        batch = batch_from_message(ids, others, arrays).to(self._model.device)
+        features = {layer: self._hidden_rows(num_tokens) for layer in layers.tolist()}
         batch = replace(batch, features=features)
         if not self._model.decoder.stage.is_first:
-            batch = replace(batch, entering=self._entering(len(ids), bool(has_delta)))
+            batch = replace(batch, entering=self._entering(num_tokens, bool(has_delta)))
         pages = self._the_pages(which).layers
         if wants == WANTS_LOGITS:
             self._model.forward(batch, pages)
@@ -165,7 +176,7 @@ class Follower:
             self._model.run_stage(batch, pages)
 
     def _entering(self, num_tokens: int, has_delta: bool) -> tuple[Any, Any]:
-        """Return arrays for what rank 0 has of the stage before."""
+        """Return arrays to receive the activations that the previous stage sent to rank 0."""
         xp = self._model.device.xp
         shape = (num_tokens, self._model.config.hidden_size)
         residual, delta = (xp.empty(shape, np_dtype(self._model.dtype)) for _ in range(2))
@@ -185,7 +196,7 @@ class Follower:
         self._model.draft_target.embed(self._model.device.xp.zeros(numbers[0], np.int32))
 
     def _hidden_rows(self, count: int) -> Any:
-        """Return a new array (count, N) for hidden states, or what else has their shape."""
+        """Return a new array (count, N) for hidden states or a residual stream."""
         model = self._model
         return model.device.xp.empty((count, model.config.hidden_size), np_dtype(model.dtype))
 
@@ -195,11 +206,11 @@ class Follower:
 
     def _scales(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("gathering scales")
-        self._model.kv_scales_of(_text(arrays[0]))
+        self._model.kv_scales_of(from_text(arrays[0]))
 
     def _set_scales(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("setting scales")
-        self._model.set_kv_scales(arrays[0], _text(arrays[1]))
+        self._model.set_kv_scales(arrays[0], from_text(arrays[1]))
 
     def _calibrate(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("calibrating scales")
@@ -245,13 +256,8 @@ def make_collectives(group: Group, device: Device) -> Collectives:
     shared = SharedMemoryCollectives(group)
     if not device.is_cuda:
         return shared
-    # Imported late: it needs CuPy, which ranks on the CPU may not have.
-    module = import_module("engine.distributed.cuda_collectives")
     device.activate()
-    made: Collectives = module.CudaCollectives(
-        group.rank, group.size, shared.exchange, timeout=group.timeout
-    )
-    return made
+    return CudaCollectives(group.rank, group.size, shared.exchange, timeout=group.timeout)
 
 
 def compare_ranks(group: Group, model: str, loading: Mapping[str, Any]) -> None:
@@ -260,7 +266,7 @@ def compare_ranks(group: Group, model: str, loading: Mapping[str, Any]) -> None:
     Raises
     ------
     RankError
-        Naming a rank that differs from rank 0, and in what.
+        If a rank differs from rank 0: which rank, and in what.
     """
     own = fingerprint(model, loading)
     answers = SharedMemoryCollectives(group).exchange(json.dumps(own).encode())
@@ -289,11 +295,7 @@ def fingerprint(model: str, loading: Mapping[str, Any]) -> dict[str, str]:
 
 
 def num_threads(size: int) -> int:
-    """Return how many threads each of `size` processes has for itself on this machine."""
+    """Return the number of threads per process, when `size` processes share this machine."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, cores // size)
-
-
-def _text(array: Any) -> str:
-    return bytes(array).decode()

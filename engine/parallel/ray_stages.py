@@ -1,8 +1,8 @@
-"""The stages of a pipeline as actors in a cluster of Ray.
+"""The stages of a pipeline as actors of a Ray cluster.
 
-A placement group has a bundle for each stage, with as many GPUs as the stage has ranks. Stages are
-on hosts of their own where there are enough. The last stage is the process that asks for them: its
-bundle, on its host, only keeps others away from its GPUs.
+A placement group reserves a bundle for each stage, with a GPU for each of its ranks. Each stage
+gets a host of its own if the cluster has enough. The last stage is the process that creates the
+group: its bundle, on its host, only reserves its GPUs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.errors import ConfigError
 
 __all__ = ["RayStages", "stage_bundles"]
 
-_PLACE_SECONDS = 120.0
+_PLACE_SECONDS = 120.0  # time for the cluster to place all bundles
 
 
 def stage_bundles(num_stages: int, num_gpus: int, host: str) -> list[dict[str, float]]:
@@ -39,19 +39,19 @@ class _StageActor:
     """Runs a stage until its engine ends."""
 
     def run(self, address: Address, stage: int, secret: bytes) -> None:
-        # Imported by name: it is above this module, and needs what the actor's host has.
+        # Imported in the actor, on its host: this process need not be able to run a stage.
         import_module("engine.parallel.stage").run_stage(address, stage, secret)
 
 
 class RayStages:
-    """Places for the stages of a pipeline.
+    """The placement group of a pipeline, and the actors in it.
 
     Parameters
     ----------
     num_stages : int
-        This process's included.
+        Number of stages, this process's included.
     num_gpus : int
-        Of each stage; 0 on the CPU.
+        GPUs per stage; 0 on the CPU.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class RayStages:
     Raises
     ------
     ConfigError
-        If Ray is not installed, or the cluster has no room.
+        If Ray is not installed, or the cluster cannot place the bundles.
     """
 
     def __init__(self, num_stages: int, num_gpus: int) -> None:
@@ -100,7 +100,7 @@ class RayStages:
             self._actors.append(actor)
 
     def close(self) -> None:
-        """End the actors, which end by themselves as well, and give their places back."""
+        """End the actors, and remove the placement group."""
         with contextlib.suppress(Exception):  # the cluster may be gone
             for actor in self._actors:
                 self._ray.kill(actor)

@@ -1,7 +1,7 @@
-"""What a pipeline stage other than the last runs: it loads its layers and follows the engine.
+"""The pipeline stage worker: the process of a stage other than the last.
 
-It is started by the engine on the same host, by Ray, or by hand with `engine stage` on another
-host. It ends when its connection to the engine does.
+The engine starts it on the same host, Ray does, or a user with `engine stage` on another host. It
+loads its layers, does what the engine announces, and ends when its connection to the engine does.
 """
 
 from __future__ import annotations
@@ -26,34 +26,39 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import MemoryPool
 from engine.cache.move_arrays import NUM_MOVE_ARRAYS, moves_from_arrays
 from engine.cache.swap import SwapSpace, move_blocks
-from engine.distributed import peer as messages
 from engine.distributed.connection import Address, Connection, Listener, connect
-from engine.distributed.peer import PING_SECONDS, Peer, from_text, to_text
+from engine.distributed.messages import from_text, to_text
+from engine.distributed.peer import FAIL, PING, PING_SECONDS, Peer
+from engine.distributed.processes import exit_at_once
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, RankError
-from engine.layers.batch import ForwardBatch
 from engine.loading.config_json import config_from_json
 from engine.loading.download import resolve_model
 from engine.model import Model, load
-from engine.parallel.activations import ActivationSender, from_wire
-from engine.parallel.rank import BATCH_ARRAYS, BATCH_NUMBERS, fingerprint
+from engine.parallel.activations import ACTIVATIONS, ActivationSender, from_wire
+from engine.parallel.rank import batch_from_message, fingerprint
 from engine.parallel.tensor import load_ranks
 from engine.runner.memory_sizes import geometry_of
 from engine.text import child_process
 from engine.weights import Stage
 
-__all__ = ["StageProcess", "run_child", "run_stage"]
+__all__ = ["StageWorker", "run_child", "run_stage"]
 
-_RETRY_SECONDS = 0.2
-_WAIT_SECONDS = 0.5
-_SILENT_SECONDS = 15.0  # of the engine, whose host is gone then
-_END_SECONDS = 2.5  # for this process to end by itself when the engine has
-_LINK_SECONDS = 5.0  # for the engine to find out why another stage has ended
+# Kinds of messages; PING, FAIL and ACTIVATIONS are 0 to 2.
+HELLO, LINK = range(3, 5)  # a stage's first message to the engine, and to the next stage
+READY, ANSWER = range(5, 7)  # from a stage to the engine
+WELCOME, PLAN, PREPARE, SHARE, STEP, EXPERTS = range(7, 13)  # from the engine to the stages
+
+_RETRY_SECONDS = 0.2  # pause between two attempts to connect
+_WAIT_SECONDS = 0.5  # wait for a message before the other processes are checked
+_SILENT_SECONDS = 15.0  # silence of the engine after which its host counts as gone
+_END_SECONDS = 2.5  # time for this process to end by itself once the engine has ended
+_LINK_SECONDS = 5.0  # time for the engine to find out why another stage has ended
 
 
 def run_child() -> None:
-    """Run the stage that standard input says, in a process that the engine started."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine is told, and ends this one
+    """Run the stage described on standard input, in a process that the engine started."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles it, and ends this process
     frame = child_process.receive(sys.stdin.buffer)
     if frame is None:
         sys.exit(1)
@@ -61,9 +66,9 @@ def run_child() -> None:
     host, port = task["address"]
     try:
         run_stage((host, port), task["stage"], bytes.fromhex(task["secret"]))
-    except BaseException:  # the engine has been told
-        _exit(1)
-    _exit(0)
+    except BaseException:  # reported to the engine already
+        exit_at_once(1)
+    exit_at_once(0)
 
 
 def run_stage(
@@ -78,16 +83,16 @@ def run_stage(
     stage : int
     secret : bytes
     model : str, optional
-        Where this host has the model; by default, where the engine's host has it.
+        Path of the model on this host; by default the path on the engine's host.
     seconds : float
-        How long to wait for the engine to listen.
+        Time to wait for the engine to listen.
 
     Raises
     ------
     RankError, ConfigError
         If the engine cannot be reached or refuses the stage, or files differ.
     """
-    StageProcess(_connected(address, secret, seconds), address, stage, secret, model).run()
+    StageWorker(_connected(address, secret, seconds), address, stage, secret, model).run()
 
 
 def _connected(address: Address, secret: bytes, seconds: float) -> Connection:
@@ -103,8 +108,8 @@ def _connected(address: Address, secret: bytes, seconds: float) -> Connection:
         time.sleep(_RETRY_SECONDS)
 
 
-class StageProcess:
-    """One stage: its layers, their pages, and its connections.
+class StageWorker:
+    """Executes on one stage's layers and KV cache what the engine announces.
 
     Parameters
     ----------
@@ -129,8 +134,8 @@ class StageProcess:
         self._engine = Peer(connection, "the engine")
         self._doing = "starting"
         self._has_ended = False
-        self._before: Peer | None = None  # the stage before this one
-        self._after: Connection | None = None
+        self._previous: Peer | None = None  # the stage that sends this one its input
+        self._link: Connection | None = None  # to the next stage
         self._sender: ActivationSender | None = None
         self._model: Model | None = None
         self._pages: KVCache | None = None
@@ -138,36 +143,36 @@ class StageProcess:
         self._listener = Listener(connection.own_host, 0, secret, self._accept) if stage else None
         port = self._listener.port if self._listener else 0
         hello = {"port": port, "version": __version__, "pid": os.getpid()}
-        connection.send(messages.HELLO, [stage], [to_text(hello)])
+        connection.send(HELLO, [stage], [to_text(hello)])
         threading.Thread(target=self._beat, daemon=True).start()
         self._actions: dict[int, Callable[[list[int], list[Any]], None]] = {
-            messages.PLAN: self._plan,
-            messages.PREPARE: self._prepare,
-            messages.SHARE: self._share,
-            messages.STEP: self._step,
-            messages.EXPERTS: self._experts,
+            PLAN: self._plan,
+            PREPARE: self._prepare,
+            SHARE: self._share,
+            STEP: self._step,
+            EXPERTS: self._experts,
         }
 
     def run(self) -> None:
-        """Load the layers, and do what the engine says until it ends.
+        """Load the layers, and execute the engine's messages until it ends.
 
         Raises
         ------
         Exception
-            What has failed; the engine has been told.
+            Whatever failed; it was reported to the engine.
         """
         try:
             message = self._next()
             if message is None:
                 raise RankError(self._engine.words or "the engine has ended")
             self._load(json.loads(from_text(message[2][0])))
-            self._connection.send(messages.READY)
+            self._connection.send(READY)
             self._follow()
         except BaseException as error:
             if self._engine.lost and not self._engine.words and isinstance(error, RankError):
-                return  # it has ended in the middle of a step
+                return  # the engine has ended in the middle of a step
             with contextlib.suppress(OSError):
-                self._connection.send(messages.FAIL, (), [to_text(_last_words(error))])
+                self._connection.send(FAIL, (), [to_text(_last_words(error))])
             raise
         finally:
             self._close()
@@ -176,12 +181,12 @@ class StageProcess:
 
     def _close(self) -> None:
         self._has_ended = True
-        before = self._before.connection if self._before is not None else None
-        for each in (self._connection, before, self._after, self._sender, self._listener):
+        previous = self._previous.connection if self._previous is not None else None
+        for each in (self._connection, previous, self._link, self._sender, self._listener):
             if each is not None:
                 each.close()
 
-    # ---- what the engine says
+    # ---- messages from the engine
 
     def _follow(self) -> None:
         while True:
@@ -198,8 +203,8 @@ class StageProcess:
         loading = dict(options["loading"])
         _compare(self._stage, options["fingerprint"], fingerprint(name, loading))
         there = options["next"] or self._address
-        self._after = connect((there[0], there[1]), self._secret)
-        self._after.send(messages.LINK, [self._stage])
+        self._link = connect((there[0], there[1]), self._secret)
+        self._link.send(LINK, [self._stage])
         self._doing = "loading"
         if loading.get("config") is not None:
             loading["config"] = config_from_json(loading["config"])
@@ -214,10 +219,9 @@ class StageProcess:
             device = "cpu" if is_cpu else f"cuda:{gpus[0]}"
             self._model = load(name, device=device, progress=False, stage=layers, **loading)
         self._model.num_stages = config.pipeline_parallel_size
-        # A step in which a rank has died has NaN.
-        check = self._model.check_ranks
-        self._sender = ActivationSender(self._after, self._model.device, check)
-        while self._stage and self._before is None:
+        check = self._model.check_ranks  # activations are NaN if a rank died in this step
+        self._sender = ActivationSender(self._link, self._model.device, check)
+        while self._stage and self._previous is None:
             self._check()
             time.sleep(0.01)
         if self._listener is not None:
@@ -227,7 +231,7 @@ class StageProcess:
         self._doing = "planning pages"
         config = EngineConfig(**json.loads(from_text(arrays[0])))
         limits = config.resolve(self._the_model()).scheduler
-        self._connection.send(messages.ANSWER, [limits.num_blocks, limits.num_host_blocks])
+        self._connection.send(ANSWER, [limits.num_blocks, limits.num_host_blocks])
 
     def _prepare(self, numbers: list[int], arrays: list[Any]) -> None:
         self._doing = "preparing pages"
@@ -242,7 +246,7 @@ class StageProcess:
         if num_host_blocks:
             self._swap = SwapSpace(self._pages, num_host_blocks)
         model.share_pages(self._pages, num_host_blocks)
-        self._connection.send(messages.ANSWER)
+        self._connection.send(ANSWER)
 
     def _step(self, numbers: list[int], arrays: list[Any]) -> None:
         assert self._pages is not None and self._sender is not None
@@ -252,9 +256,7 @@ class StageProcess:
         if not has_batch:
             return
         token_ids, *rest = arrays[NUM_MOVE_ARRAYS:]
-        fields: dict[str, Any] = dict(zip(BATCH_ARRAYS, rest, strict=True))
-        fields |= zip(BATCH_NUMBERS, others, strict=True)
-        host = ForwardBatch(token_ids=token_ids, **fields)
+        host = batch_from_message(token_ids, others, rest)
         self._doing = f"step {step} ({host.num_tokens} tokens)"
         model = self._the_model()
         model.device.activate()
@@ -264,19 +266,19 @@ class StageProcess:
         self._sender.send(step, *model.run_stage(batch, self._pages.layers))
 
     def _receive(self, step: int) -> tuple[Any, Any]:
-        """Return what the stage before has sent for a step, on the device."""
-        assert self._before is not None
+        """Return the activations of a step from the previous stage, on the device."""
+        assert self._previous is not None
         message = None
         while message is None:
             self._check()
             try:
-                message = self._before.next(_WAIT_SECONDS)
+                message = self._previous.next(_WAIT_SECONDS)
             except RankError:
                 self._wait_for_end()
                 raise
         kind, numbers, arrays = message
-        if kind != messages.ACTIVATIONS or numbers != [step]:
-            raise RankError(f"{self._before.name} sent step {numbers} instead of step {step}")
+        if kind != ACTIVATIONS or numbers != [step]:
+            raise RankError(f"{self._previous.name} sent step {numbers} instead of step {step}")
         model = self._the_model()
         return from_wire(model.device, model.dtype, arrays)
 
@@ -285,7 +287,7 @@ class StageProcess:
         found = model.expert_load()
         layers = np.array(list(found), np.int64) + model.decoder.stage.first
         loads = np.array(list(found.values()), np.int64)
-        self._connection.send(messages.ANSWER, (), [layers, loads])
+        self._connection.send(ANSWER, (), [layers, loads])
 
     # ---- the other processes
 
@@ -295,18 +297,18 @@ class StageProcess:
         except (OSError, RankError, ValueError):
             connection.close()
             return
-        if kind == messages.LINK and stage == self._stage - 1:
-            self._before = Peer(connection, f"stage {stage}")
+        if kind == LINK and stage == self._stage - 1:
+            self._previous = Peer(connection, f"stage {stage}")
         else:
             connection.close()
 
     def _next(self) -> tuple[int, list[int], list[Any]] | None:
-        """Return the engine's next message; None if it has ended.
+        """Return the engine's next message; None if the engine has ended.
 
         Raises
         ------
         RankError
-            If a rank of this stage has failed meanwhile.
+            If a rank of this stage fails while it waits.
         """
         while True:
             try:
@@ -318,7 +320,7 @@ class StageProcess:
             self._check()
 
     def _check(self) -> None:
-        """Verify that the engine lives, the ranks of this stage do, and the next stage listens."""
+        """Verify that the engine, this stage's ranks and the link to the next stage are alive."""
         if self._engine.lost:
             raise RankError("the engine has ended")
         if self._model is not None:
@@ -328,7 +330,7 @@ class StageProcess:
             raise self._sender.error
 
     def _wait_for_end(self) -> None:
-        """Wait for the engine to end this stage, because another one has ended."""
+        """Wait until the engine ends this stage, as it does when another one has ended."""
         deadline = time.monotonic() + _LINK_SECONDS
         while not self._engine.lost and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -339,21 +341,21 @@ class StageProcess:
         return self._model
 
     def _beat(self) -> None:
-        """Tell the engine that this process lives, and end it when the engine has ended."""
+        """Send the engine signs of life; end this process when the engine has ended."""
         engine = self._engine
         while not self._has_ended:
             ranks = self._model.describe_ranks() if self._model is not None else ""
             with contextlib.suppress(OSError):
-                self._connection.send(messages.PING, (), [to_text(self._doing + ranks)])
+                self._connection.send(PING, (), [to_text(self._doing + ranks)])
             now = time.monotonic()
             is_late = engine.lost and now - engine.lost_since > _END_SECONDS
             if is_late or now - engine.heard > _SILENT_SECONDS:
-                _exit(1)
+                exit_at_once(1)
             time.sleep(PING_SECONDS)
 
 
 def _path(own: str, options: Mapping[str, Any]) -> str:
-    """Return where this host has the model: `own`, or where the engine's has it, or by its name."""
+    """Return the model's path on this host: `own`, the engine's path, or that of its name."""
     loading = options["loading"]
     name = own or options["model"]
     if loading.get("config") is not None and loading.get("load_format") == "dummy":
@@ -363,7 +365,7 @@ def _path(own: str, options: Mapping[str, Any]) -> str:
 
 
 def _compare(stage: int, wanted: dict[str, str], found: dict[str, str]) -> None:
-    """Verify that a stage has the engine's program, files and options."""
+    """Verify that a stage's program, files and options are those of the engine."""
     for name, value in wanted.items():
         if found.get(name) != value:
             raise ConfigError(
@@ -373,10 +375,3 @@ def _compare(stage: int, wanted: dict[str, str], found: dict[str, str]) -> None:
 
 def _last_words(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))[-8000:]
-
-
-def _exit(status: int) -> None:
-    """Exit at once: nothing is left to be written, and a driver may hang in its own exit."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)

@@ -1,8 +1,8 @@
-"""The stages of a pipeline, as the process with the last one and the engine sees them.
+"""The engine's side of a pipeline: it starts the other stages, talks to them, and ends them.
 
-It listens on a port; the other stages connect to it. Each is a process on this host that it starts,
-or one that was started elsewhere. Whatever fails ends all of them: a stage ends when its connection
-to the engine does.
+The engine listens on a port, and the stages connect to it. Each is a process that it started on
+this host, or one that was started elsewhere. Any failure ends all of them: a stage ends when its
+connection to the engine does.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine._version import __version__
-from engine.distributed import peer as messages
 from engine.distributed.connection import Address, Connection, Listener, Message
-from engine.distributed.peer import PING_SECONDS, Peer, from_text, to_text
+from engine.distributed.messages import from_text, to_text
+from engine.distributed.peer import FAIL, PING, PING_SECONDS, Peer
 from engine.distributed.processes import describe_ending, end_processes, thread_environment
 from engine.errors import RankError
+from engine.parallel.activations import ACTIVATIONS
+from engine.parallel.stage import ANSWER, HELLO, READY, WELCOME
 from engine.text import child_process
 
 __all__ = ["StageGroup"]
@@ -30,39 +32,39 @@ _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
     "from engine.parallel.stage import run_child; run_child()"
 )
-_END_SECONDS = 3.0
-_WATCH_SECONDS = 0.25
-_WAIT_SECONDS = 0.1  # between two looks at the stages' states
-_GRACE_SECONDS = 1.0  # for a process to end whose connection has
-_SILENT_SECONDS = 5.0  # a host that is gone says nothing
-_LOADING_SECONDS = 60.0  # likewise, while it loads: the interpreter may be busy
+_END_SECONDS = 3.0  # time for processes to end by themselves before they are killed
+_WATCH_SECONDS = 0.25  # interval of the thread that looks for failures
+_WAIT_SECONDS = 0.1  # wait for a message before the stages' states are checked
+_GRACE_SECONDS = 1.0  # time for a process to end once its connection has
+_SILENT_SECONDS = 5.0  # silence after which a stage's host counts as gone
+_LOADING_SECONDS = 60.0  # the same while it loads: the interpreter may be busy
 
 
 class StageGroup:
-    """All stages of a pipeline but the last, which is this process's.
+    """All stages of a pipeline but the last, which is this process.
 
     Parameters
     ----------
     num_stages : int
-        The last one included.
+        Number of stages, the last one included.
     secret : bytes
-        What every connection must prove to know.
+        Secret that every connection must prove to know.
     address : (host, port)
-        Where to listen; port 0 is any free one.
+        Address to listen on; port 0 picks a free port.
     timeout : float
         Seconds after which a stage that does not send its activations counts as stuck.
 
     Attributes
     ----------
     failure : str
-        Why the group has ended; "" if it has not, or as it should.
+        Reason for the group's end; "" if it has not ended, or ended normally.
     on_end : callable
-        Called when it ends, once its connections have.
+        Called when the group has ended, after its connections.
 
     Raises
     ------
     RankError
-        If nothing can listen at the address.
+        If the address cannot be listened on.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class StageGroup:
         self._secret = secret
         self._peers: dict[int, Peer] = {}
         self._hellos: dict[int, dict[str, Any]] = {}
-        self._link: Peer | None = None  # from the stage before the last
+        self._link: Peer | None = None  # activations from the stage before the last
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._is_ready = self._is_closing = False
         self._finding = threading.Lock()
@@ -93,12 +95,14 @@ class StageGroup:
     # ---- the start
 
     def start_processes(self, num_threads: int | None) -> None:
-        """Start all stages on this host; `num_threads` of each, unless the environment says it.
+        """Start all stages on this host.
+
+        `num_threads` are the threads of each, unless the environment sets them.
 
         Raises
         ------
         RankError
-            If one cannot be started.
+            If a stage cannot be started.
         """
         for stage in range(self.num_stages - 1):
             task = {"address": list(self.address), "stage": stage, "secret": self._secret.hex()}
@@ -107,7 +111,7 @@ class StageGroup:
             except OSError as error:
                 raise RankError(f"stage {stage} could not be started: {error}") from error
             self._processes[stage] = process
-            with contextlib.suppress(OSError):  # it has ended: found when it does not connect
+            with contextlib.suppress(OSError):  # an ended process is found when it does not connect
                 child_process.send(process.stdin, json.dumps(task).encode())
 
     @property
@@ -117,7 +121,7 @@ class StageGroup:
 
     @property
     def hellos(self) -> Mapping[int, Mapping[str, Any]]:
-        """What each stage has said of itself: "pid", "version", and "port" for the one before."""
+        """ "pid", "version" and "port" of each stage; the previous stage connects to the port."""
         return self._hellos
 
     def wait_for_stages(self, seconds: float) -> None:
@@ -126,7 +130,7 @@ class StageGroup:
         Raises
         ------
         RankError
-            If one has not after the time.
+            If a stage has not connected within `seconds`.
         """
         deadline = time.monotonic() + seconds
         while missing := [s for s in range(self.num_stages - 1) if s not in self._hellos]:
@@ -141,23 +145,23 @@ class StageGroup:
             time.sleep(0.01)
 
     def welcome(self, options: Mapping[str, Any]) -> None:
-        """Tell each stage what to load; wait for all, while this process loads its own part later.
+        """Tell each stage what to load. `wait_until_ready` waits for them.
 
         Parameters
         ----------
         options : mapping
-            Plain values for `engine.parallel.stage`; "next", where the stage sends its activations,
-            is added.
+            JSON values for `engine.parallel.stage`. "next" is added: the address to which the stage
+            sends its activations, or None for this process.
         """
         for stage in range(self.num_stages - 1):
-            after = self._peers.get(stage + 1)  # None: this process, whose address a stage knows
-            there = after and [after.connection.peer[0], self._hellos[stage + 1]["port"]]
-            self._send(stage, messages.WELCOME, (), [to_text({**options, "next": there})])
+            peer = self._peers.get(stage + 1)  # None: this process, whose address a stage knows
+            address = peer and [peer.connection.peer[0], self._hellos[stage + 1]["port"]]
+            self._send(stage, WELCOME, (), [to_text({**options, "next": address})])
 
     def wait_until_ready(self) -> None:
-        """Wait until all stages have loaded their layers, and are connected in order."""
+        """Wait until all stages have loaded their layers and are connected to the next one."""
         for stage in range(self.num_stages - 1):
-            self._answer(stage, messages.READY, "the start", math.inf)
+            self._answer(stage, READY, "the start", math.inf)
         while self._link is None:
             self.check()
             time.sleep(0.01)
@@ -169,12 +173,12 @@ class StageGroup:
     def send(
         self, what: str, kind: int, numbers: Sequence[int] = (), arrays: Sequence[Any] = ()
     ) -> None:
-        """Tell all stages something; `what` is for errors.
+        """Send a message to all stages; `what` names it in errors.
 
         Raises
         ------
         RankError
-            If a stage has failed; all have ended then.
+            If a stage has failed; all have then ended.
         """
         self.check()
         self.doing = what
@@ -184,29 +188,29 @@ class StageGroup:
     def ask(
         self, what: str, kind: int, numbers: Sequence[int] = (), arrays: Sequence[Any] = ()
     ) -> list[Message]:
-        """Tell all stages something, and return what each answers.
+        """Send a message to all stages, and return the answer of each.
 
         Raises
         ------
         RankError
-            If a stage has failed; all have ended then.
+            If a stage has failed; all have then ended.
         """
         self.send(what, kind, numbers, arrays)
         stages = range(self.num_stages - 1)
-        return [self._answer(stage, messages.ANSWER, what, math.inf) for stage in stages]
+        return [self._answer(stage, ANSWER, what, math.inf) for stage in stages]
 
     def activations(self, step: int) -> list[Any]:
-        """Return the arrays that the stage before the last one has sent for a step.
+        """Return a step's activations from the stage before the last one.
 
         Raises
         ------
         RankError
-            If a stage has failed, or does not send them in time; all have ended then.
+            If a stage has failed or does not send them in time; all have then ended.
         """
         assert self._link is not None
         message = self._wait_for(self._link, f"the activations of step {step}", self.timeout)
         kind, numbers, arrays = message
-        if kind != messages.ACTIVATIONS or numbers != [step]:
+        if kind != ACTIVATIONS or numbers != [step]:
             raise self.fail(f"{self._link.name} sent step {numbers} instead of step {step}")
         return arrays
 
@@ -214,17 +218,17 @@ class StageGroup:
 
     @property
     def is_closing(self) -> bool:
-        """Tell whether the stages have ended, or are about to."""
+        """Tell whether the stages have ended or are about to."""
         return self._is_closing
 
     def check(self) -> None:
-        """Verify that all stages live.
+        """Verify that all stages are alive.
 
         Raises
         ------
         RankError
-            With the first that has failed, and its last words; the same ever after. All have ended
-            then.
+            The first stage that failed, and its last words; the same at every later call. All
+            stages have then ended.
         """
         with self._finding:
             if not self.failure and not self._is_closing:
@@ -236,7 +240,7 @@ class StageGroup:
             raise RankError("the stages have ended: the model was closed")
 
     def fail(self, text: str) -> RankError:
-        """End all stages because of `text`, unless one has failed before; return the error."""
+        """End all stages; return the error, for the first failure or else for `text`."""
         with self._finding:
             self.failure = self.failure or self._first_failure() or text
         self.end()
@@ -249,7 +253,7 @@ class StageGroup:
     def end(self) -> None:
         """End all stages; a second call does nothing.
 
-        Processes of this host that do not end by themselves within seconds are killed.
+        Processes on this host that do not end by themselves within seconds are killed.
         """
         with self._ending:
             if self._is_closing:
@@ -264,11 +268,11 @@ class StageGroup:
     # ---- parts
 
     def _accept(self, connection: Connection) -> None:
-        """Take a connection: the first message says of which stage it is, and which of its two."""
+        """Accept a stage's connection: HELLO opens the one for messages, LINK for activations."""
         try:
             kind, [stage], arrays = connection.receive()
             with self._accepting:
-                if kind == messages.HELLO:
+                if kind == HELLO:
                     why = self._take(connection, stage, json.loads(from_text(arrays[0])))
                 elif stage == self.num_stages - 2 and self._link is None:
                     self._link = Peer(connection, f"stage {stage}")
@@ -276,13 +280,13 @@ class StageGroup:
                 else:
                     why = f"stage {stage} is not the one before the last, or has connected already"
             if why:
-                connection.send(messages.FAIL, (), [to_text(why)])
+                connection.send(FAIL, (), [to_text(why)])
                 connection.close()
         except (OSError, RankError, ValueError):
             connection.close()
 
     def _take(self, connection: Connection, stage: int, hello: Mapping[str, Any]) -> str:
-        """Take a stage; return why it is not wanted, "" if it is."""
+        """Accept a stage; return the reason for a refusal, or ""."""
         if not 0 <= stage < self.num_stages - 1:
             return f"stage must be in [0, {self.num_stages - 1}); got {stage}"
         if hello.get("version") != __version__:
@@ -301,7 +305,7 @@ class StageGroup:
             raise self.fail(f"the connection to stage {stage} was lost: {error}") from error
 
     def _find_failure(self, seconds: float) -> None:
-        """Wait for what a stage that is gone has left: last words, or the end of its process."""
+        """Wait for the cause of a lost connection: last words, or the end of a process."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.check()
@@ -314,7 +318,7 @@ class StageGroup:
         return message
 
     def _wait_for(self, peer: Peer, what: str, timeout: float) -> Message:
-        """Return a stage's next message; ends the group if it does not come."""
+        """Return a stage's next message; end the group if none comes in time."""
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -334,7 +338,7 @@ class StageGroup:
         return [peer for _, peer in sorted(self._peers.items())]
 
     def _first_failure(self) -> str:
-        """Return which stage has failed or died, and how; "" if none has."""
+        """Describe the first stage that failed or died; "" if none has."""
         peers = self._sorted()
         ended = {stage: process.poll() for stage, process in self._processes.items()}
         for peer in peers:
@@ -357,12 +361,12 @@ class StageGroup:
         for stage, peer in sorted(self._peers.items()):
             if now - peer.heard > silence:
                 if stage in self._processes:
-                    self._processes[stage].kill()  # it would not end by itself
+                    self._processes[stage].kill()  # it hangs, and would not end by itself
                 return f"{peer.name} (in: {peer.doing}) has not been heard of for {silence:g} s"
         return ""
 
     def _watch(self) -> None:
-        """Tell all stages that this process lives, and find those that have failed."""
+        """Send all stages signs of life, and look for failures."""
         last = 0.0
         while not self._is_closing:
             with contextlib.suppress(RankError):
@@ -371,5 +375,5 @@ class StageGroup:
                 last = time.monotonic()
                 for peer in list(self._peers.values()):
                     with contextlib.suppress(OSError):
-                        peer.connection.send(messages.PING, (), [to_text(self.doing)])
+                        peer.connection.send(PING, (), [to_text(self.doing)])
             time.sleep(_WATCH_SECONDS)

@@ -1,15 +1,15 @@
-"""Rank 0 of a model that several processes share: it leads, the others follow.
+"""The driver of a tensor-parallel model: rank 0 samples, the workers repeat its steps.
 
-Rank 0 has the engine, and samples. Whatever it does to the model or the pages it announces first,
-in one message through shared memory, and then does its own part; the others (`parallel/rank.py`) do
-theirs. Inside the model all ranks meet in collectives. So scheduling, grammars, log-probabilities
-and drafts need nothing of their own here.
+Rank 0 holds the engine. It announces whatever it does to the model or the KV cache in one message
+through shared memory, then executes it on its own shard; the workers (`parallel/rank.py`) execute
+it on theirs. Inside the model all ranks meet in collectives. So scheduling, grammars,
+log-probabilities and drafts need no code for several ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,8 @@ from engine.cache.kv_cache import KVCache, KVGeometry, quantized_kv_dtype
 from engine.cache.move_arrays import moves_to_arrays
 from engine.checks import shown
 from engine.config import ModelConfig
-from engine.device import Device, resolve_device, to_numpy
-from engine.distributed.messages import Messages, pack
+from engine.device import Device, resolve_device
+from engine.distributed.messages import Messages, pack, to_text
 from engine.distributed.processes import RankProcesses
 from engine.dtypes import np_dtype
 from engine.engine_config import EngineConfig
@@ -34,14 +34,11 @@ from engine.loading.load_config import expert_count
 from engine.loading.model_config import load_config
 from engine.loading.page_calibration import checked_sequences
 from engine.model import Model, load
-from engine.models.decoder import Pages, address
+from engine.models.decoder import Decoder, Pages, address
 from engine.models.draft_heads import DraftTarget
 from engine.models.trace import Trace
-from engine.parallel.draft_target import SharedTarget
 from engine.parallel.pages import SharedPages
 from engine.parallel.rank import (
-    BATCH_ARRAYS,
-    BATCH_NUMBERS,
     CALIBRATE,
     CAPTURE,
     EMBED,
@@ -58,6 +55,7 @@ from engine.parallel.rank import (
     WANTS_HIDDEN,
     WANTS_LOGITS,
     WANTS_STAGE,
+    batch_to_message,
     compare_ranks,
     make_collectives,
     num_threads,
@@ -65,11 +63,11 @@ from engine.parallel.rank import (
 from engine.runner.cuda_graph import DecodeGraphs, GraphKey
 from engine.weights import ALL_LAYERS, Shard, Stage
 
-__all__ = ["LeadingModel", "load_ranks", "plain_options"]
+__all__ = ["TensorParallelModel", "load_ranks", "plain_options"]
 
 
-class Leader:
-    """Announces to the other ranks what rank 0 does, and ends the group when something fails.
+class DriverRank:
+    """Announces to the workers what rank 0 does, and ends the group when a rank fails.
 
     Parameters
     ----------
@@ -87,12 +85,12 @@ class Leader:
     def send(
         self, what: str, kind: int, numbers: Sequence[int] = (), arrays: Sequence[Any] = ()
     ) -> None:
-        """Announce something; `what` is for errors.
+        """Announce an action to the workers; `what` names it in errors.
 
         Raises
         ------
         RankError
-            If a rank has failed; the group has ended then.
+            If a rank has failed; the group has then ended.
         """
         if self._group.is_closing:
             self.processes.close()  # the thread that watches them may be ending them still
@@ -106,13 +104,12 @@ class Leader:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Do this rank's part of what was announced: if that fails, the group ends.
+        """Execute what was announced on this rank's shard; an error ends the group.
 
         Raises
         ------
         RankError
-            Instead of any other error: the other ranks are in the middle of something, and cannot
-            be told to forget it.
+            In place of any other error: the workers have begun the action and cannot undo it.
         """
         try:
             yield
@@ -127,18 +124,18 @@ class Leader:
             raise RankError(text) from error
 
     def move_blocks(self, moves: Any) -> None:
-        """Announce a step's block moves, if there are any; see `Workers`."""
+        """Announce a step's block moves, unless there are none. See `Workers`."""
         arrays = moves_to_arrays(moves)
         if any(array.size for array in arrays):
             self.send("block moves", MOVE_BLOCKS, arrays=arrays)
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Announce that single tokens are copied; see `Workers`."""
+        """Announce copies of single tokens. See `Workers`."""
         arrays = [np.array(slots, np.int64) for slots in (sources, targets)]
         self.send("the moves of accepted drafts", MOVE_SLOTS, arrays=arrays)
 
     def check(self) -> None:
-        """Verify that all ranks live.
+        """Verify that all ranks are alive.
 
         Raises
         ------
@@ -155,42 +152,42 @@ class Leader:
         return "".join(f"; rank {r} is in: {group.doing(r)}" for r in range(group.size))
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the workers."""
         self.processes.close()
         self.collectives.close()
 
 
-class LeadingModel(Model):
-    """Rank 0's part of a model, which announces each of its steps to the other ranks.
+class TensorParallelModel(Model):
+    """Rank 0's shard of a model, which announces each of its steps to the workers.
 
-    Its steps are on pages that all ranks have: its engine's, and those of `make_cache`.
+    Its steps use pages that exist on all ranks: its engine's, and those of `make_cache`.
 
     Parameters
     ----------
     model : Model
-        Rank 0's part.
-    leader : Leader
+        Rank 0's shard.
+    driver : DriverRank
     """
 
-    def __init__(self, model: Model, leader: Leader) -> None:
+    def __init__(self, model: Model, driver: DriverRank) -> None:
         super().__init__(model.decoder, model.load_config, model.source)
-        self.leader = leader
-        self.num_ranks = leader.collectives.size
+        self.driver = driver
+        self.num_ranks = driver.collectives.size
         self._pages: KVCache | None = None  # the engine's
-        self._shared = SharedPages(leader)
-        self._hidden: Any = None  # of the last step, on which `logits` may be called
+        self._shared = SharedPages(driver.send)
+        self._hidden: Any = None  # hidden states of the last step, which `logits` may take
         self._num_steps = 0
 
     def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
-        """Let all ranks make pages as these."""
+        """Let all ranks allocate pages like these."""
         self._share(kv_cache, num_host_blocks)
-        kv_cache.workers = self.leader
+        kv_cache.workers = self.driver
         self._pages = kv_cache
 
     def make_cache(self, geometry: KVGeometry, batch_size: int, max_tokens: int) -> Cache:
-        """Return an empty `Cache`, whose pages all ranks have; as `Model`.
+        """Return an empty `Cache` with pages on all ranks. See `Model.make_cache`.
 
-        The others free theirs before the next step after it was closed or forgotten.
+        Once it is closed or garbage-collected, the workers free their pages before the next step.
         """
         cache = super().make_cache(geometry, batch_size, max_tokens)
         self._shared.free_closed()
@@ -198,118 +195,121 @@ class LeadingModel(Model):
         return cache
 
     def prepare_pages(self, dtype: str) -> str:
-        """Load the kernels for pages of codes, and measure scales, in all ranks; as `Model`."""
-        self.leader.send("preparing pages", PREPARE, arrays=[_text(dtype)])
-        with self.leader.together():
-            # Its steps are this rank's own: the others prepare pages likewise.
+        """Load kernels and measure scales of a quantized KV cache in all ranks. See `Model`."""
+        self.driver.send("preparing pages", PREPARE, arrays=[to_text(dtype)])
+        with self.driver.together():
+            # Steps that measure scales are not announced: the workers take them by themselves.
             return self.local_model.prepare_pages(dtype)
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Compute one step in all ranks; see `Decoder.forward`."""
         self._announce(batch, kv_pages, WANTS_LOGITS)
-        with self.leader.together():
+        with self.driver.together():
             return super().forward(batch, kv_pages)
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Compute one step up to the final norm in all ranks; see `Decoder.hidden_states`."""
         self._announce(batch, kv_pages, WANTS_HIDDEN)
-        with self.leader.together():
+        with self.driver.together():
             self._hidden = super().hidden_states(batch, kv_pages)
         return self._hidden
 
     def run_stage(self, batch: ForwardBatch, kv_pages: Pages) -> tuple[Any, Any]:
         """Compute the layers of a pipeline stage in all ranks; see `Decoder.run_stage`."""
         self._announce(batch, kv_pages, WANTS_STAGE)
-        with self.leader.together():
+        with self.driver.together():
             return super().run_stage(batch, kv_pages)
 
     def logits(self, hidden: Any) -> Any:
-        """Return the logits of hidden states, of which the others have those of the last step."""
+        """Return the logits (R, V) of hidden states (R, N), by default rows of the last step.
+
+        The workers keep the last step's hidden states; others are broadcast.
+        """
         first = self._first_row(hidden)
-        self.leader.send("logits", LOGITS, [first, hidden.shape[0]])
-        with self.leader.together():
+        self.driver.send("logits", LOGITS, [first, hidden.shape[0]])
+        with self.driver.together():
             if first < 0:
-                self.leader.collectives.broadcast(hidden)
+                self.driver.collectives.broadcast(hidden)
             return super().logits(hidden)
 
     def trace(self, token_ids: Any) -> Trace:
-        """Trace a sequence in all ranks; as `Model`."""
+        """Trace a sequence in all ranks. See `Model.trace`."""
         if self.device.is_cuda:
-            return super().trace(token_ids)  # which is refused
+            return super().trace(token_ids)  # raises: tracing needs the CPU
         [ids] = checked_token_ids([token_ids], 1, self.config.vocab_size)
-        self.leader.send("a trace", TRACE, arrays=[ids])
-        with self.leader.together():
+        self.driver.send("a trace", TRACE, arrays=[ids])
+        with self.driver.together():
             return super().trace(ids)
 
     def kv_scales_of(self, kv_cache_dtype: str) -> Any:
-        """Return the scales of the heads of all ranks; as `Model`."""
+        """Return the scales of the heads of all ranks. See `Model.kv_scales_of`."""
         name = quantized_kv_dtype(kv_cache_dtype)
-        self.leader.send("gathering scales", SCALES, arrays=[_text(name)])
-        with self.leader.together():
+        self.driver.send("gathering scales", SCALES, arrays=[to_text(name)])
+        with self.driver.together():
             return super().kv_scales_of(name)
 
     def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
-        """Set the scales in all ranks; as `Model`."""
+        """Set the scales in all ranks. See `Model.set_kv_scales`."""
         super().set_kv_scales(scales, kv_cache_dtype)
-        arrays = [np.asarray(scales, np.float32), _text(kv_cache_dtype)]
-        self.leader.send("setting scales", SET_SCALES, arrays=arrays)
+        arrays = [np.asarray(scales, np.float32), to_text(kv_cache_dtype)]
+        self.driver.send("setting scales", SET_SCALES, arrays=arrays)
 
     def calibrate_kv_scales(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Choose the scales in all ranks; as `Model`."""
+        """Calibrate the scales in all ranks. See `Model.calibrate_kv_scales`."""
         sequences = checked_sequences(self, token_ids)
-        self.leader.send("calibrating scales", CALIBRATE, arrays=sequences)
-        with self.leader.together():
+        self.driver.send("calibrating scales", CALIBRATE, arrays=sequences)
+        with self.driver.together():
             self.local_model.calibrate_kv_scales(sequences)
 
     @property
     def draft_target(self) -> DraftTarget:
-        """What heads that draft for it ask; only rank 0 has the heads."""
-        return SharedTarget(self.decoder, self._embed, self.logits)
+        """The target of draft heads, which only rank 0 holds."""
+        return _DraftTarget(self.decoder, self._embed, self.logits)
 
     @property
     def local_model(self) -> Model:
-        """This rank's part, whose steps are not announced."""
-        return _Silent(self)
+        """This rank's shard, whose steps are not announced."""
+        return Model(self.decoder, self.load_config, self.source)
 
     def share_graphs(self, graphs: DecodeGraphs, max_model_len: int, max_draft_tokens: int) -> None:
-        """Let all ranks capture graphs as these, and launch them when these are."""
+        """Let the workers capture the same graphs, and replay them when rank 0 does."""
         assert self._pages is not None
         table = graphs.table_shape
         size = self._pages.geometry.block_size
         numbers = [*table, size, max_model_len, 1, 1 + max_draft_tokens]
         layers = np.array(list(graphs.features), np.int32)
-        self.leader.send("capturing graphs", CAPTURE, numbers, [layers])
+        self.driver.send("capturing graphs", CAPTURE, numbers, [layers])
         graphs.on_send = self._announce_graph
 
     def describe_ranks(self) -> str:
         """Return what each rank is doing."""
-        return self.leader.describe()
+        return self.driver.describe()
 
     def check_ranks(self) -> None:
-        """Verify that all ranks live.
+        """Verify that all ranks are alive.
 
         Raises
         ------
         RankError
-            With the first that failed, and its last words.
+            The first rank that failed, and its last words.
         """
-        self.leader.check()
+        self.driver.check()
 
     def close(self) -> None:
-        """Free the weights, and end the other ranks."""
-        self.leader.close()
+        """Free the weights, and end the workers."""
+        self.driver.close()
         super().close()
 
     def _embed(self, token_ids: Any) -> Any:
         """Look up token ids in all ranks."""
-        self.leader.send("an embedding of drafts", EMBED, [token_ids.shape[0]])
-        with self.leader.together():
+        self.driver.send("an embedding of drafts", EMBED, [token_ids.shape[0]])
+        with self.driver.together():
             return self.decoder.embed(token_ids)
 
     def _share(self, kv_cache: KVCache, num_host_blocks: int = 0) -> None:
         self._shared.share(kv_cache, num_host_blocks)
-        with self.leader.together():
-            self.leader.collectives.barrier("pages")
+        with self.driver.together():
+            self.driver.collectives.barrier("pages")
 
     def _announce(self, batch: ForwardBatch, kv_pages: Pages, wants: int) -> None:
         self._shared.free_closed()
@@ -317,26 +317,25 @@ class LeadingModel(Model):
         host = batch.on_host or batch
         self._num_steps += 1
         has_delta = int(batch.entering is not None and batch.entering[0] is not None)
-        numbers = [which, wants, has_delta, *(getattr(host, name) for name in BATCH_NUMBERS)]
-        arrays = [getattr(host, name) for name in BATCH_ARRAYS]
-        arrays = [None if array is None else to_numpy(array) for array in arrays]
+        numbers, arrays = batch_to_message(host)
+        numbers = [self._num_steps, batch.num_tokens, which, wants, has_delta, *numbers]
         arrays.append(np.array(list(batch.features or ()), np.int32))
         what = f"step {self._num_steps} ({batch.num_tokens} tokens)"
-        self.leader.send(what, FORWARD, [self._num_steps, *numbers], arrays)
+        self.driver.send(what, FORWARD, numbers, arrays)
 
     def _announce_graph(self, key: GraphKey, staged: Any) -> None:
         self._num_steps += 1
         numbers = [key.size, key.max_context_len, key.query_len, int(key.is_tree)]
         what = f"step {self._num_steps} ({key.num_tokens} tokens, as a graph)"
-        self.leader.send(what, GRAPH, [self._num_steps, *numbers], [staged])
+        self.driver.send(what, GRAPH, [self._num_steps, *numbers], [staged])
 
     def _first_row(self, hidden: Any) -> int:
-        """Return the row of the last hidden states that `hidden` begins with; -1: it is no part.
+        """Return the first row of `hidden` in the last step's hidden states; -1 if not in them.
 
         Raises
         ------
         RequestError
-            If it has not the shape or the dtype of hidden states.
+            If its shape or dtype is not that of hidden states.
         """
         width = self.config.hidden_size
         dtype = np_dtype(self.dtype)
@@ -353,11 +352,30 @@ class LeadingModel(Model):
         return -1
 
 
-class _Silent(Model):
-    """The same part of a model, without announcements."""
+class _DraftTarget:
+    """`DraftTarget` of a draft head on rank 0: embedding and output layer compute in all ranks.
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model.decoder, model.load_config, model.source)
+    Features and the final norm are the same on every rank.
+
+    Parameters
+    ----------
+    decoder : Decoder
+        Rank 0's shard.
+    embed : callable
+        Looks up token ids (T,), with all ranks: (T, N).
+    logits : callable
+        Returns the logits (R, V) of hidden states (R, N), with all ranks.
+    """
+
+    def __init__(
+        self, decoder: Decoder, embed: Callable[[Any], Any], logits: Callable[[Any], Any]
+    ) -> None:
+        self.embed = embed
+        self.logits = logits
+        self.layers = decoder.layers
+        self.final_norm = decoder.final_norm
+        self.max_model_len = decoder.max_model_len
+        self.xp = decoder.xp
 
 
 def load_ranks(
@@ -367,27 +385,27 @@ def load_ranks(
     *,
     stage: Stage = ALL_LAYERS,
     gpus: Sequence[int] | None = None,
-) -> LeadingModel:
-    """Start the other ranks, load the model in all of them, and return rank 0's part.
+) -> TensorParallelModel:
+    """Start the workers, load the model in all ranks, and return rank 0's shard.
 
     Parameters
     ----------
     model : str or path
     config : EngineConfig
-        Its `tensor_parallel_size` and `collective_timeout`.
+        `tensor_parallel_size` and `collective_timeout` are read.
     loading : mapping
         Keywords of `load`.
     stage : Stage
-        The layers that the ranks share.
+        The layers that are divided among the ranks.
     gpus : sequence of int, optional
-        Of each rank; by default the first ones.
+        GPU of each rank; by default the first ones.
 
     Raises
     ------
     ConfigError, DeviceError, DownloadError
         If the model or an option cannot be used.
     RankError
-        If a rank fails, with its last words.
+        If a rank fails; with its last words.
     """
     size = config.tensor_parallel_size
     given = dict(loading)
@@ -408,29 +426,29 @@ def load_ranks(
     try:
         compare_ranks(processes.group, name, plain)
         collectives = make_collectives(processes.group, place)
-        leader = Leader(processes, collectives)
+        driver = DriverRank(processes, collectives)
         processes.group.set_doing("loading")
         if gpus is not None and place.is_cuda:
             given["device"] = devices[0]
         own = load(name, **given, collectives=collectives, stage=stage)
         processes.group.set_ready()
         processes.group.wait_until_ready(float("inf"))
-        return LeadingModel(own, leader)
+        return TensorParallelModel(own, driver)
     except BaseException:
         processes.close()
         raise
 
 
 def _check_experts(name: str, config: Any, size: int) -> None:
-    """Verify that each rank gets experts, before any process is started.
+    """Verify, before any process is started, that there is an expert for each rank.
 
     Raises
     ------
     ConfigError
-        If the model has none, or fewer than ranks.
+        If the model has fewer experts than ranks, or none.
     """
     config = load_config(name) if config is None else config
-    if isinstance(config, ModelConfig):  # or `load` will say so
+    if isinstance(config, ModelConfig):  # otherwise `load` raises the error
         Shard(0, size, expert_parallel=True).cut_experts(expert_count(config))
 
 
@@ -456,9 +474,9 @@ def _devices(place: Device, given: Any, size: int, gpus: Sequence[int] | None) -
 
 
 def plain_options(model: Any, loading: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return where a model is, and keywords of `load` as values that JSON has.
+    """Return a model's path, and the keywords of `load` as JSON values.
 
-    Without "device" and "progress", which are of one process.
+    "device" and "progress" are left out: they differ between processes.
     """
     is_dummy = loading.get("config") is not None and loading.get("load_format") == "dummy"
     name = str(model) if is_dummy else str(resolve_model(model).path)
@@ -469,7 +487,3 @@ def plain_options(model: Any, loading: Mapping[str, Any]) -> tuple[str, dict[str
     if not isinstance(dtype, str):
         plain["dtype"] = np.dtype(dtype).name
     return name, plain
-
-
-def _text(text: str) -> Any:
-    return np.frombuffer(text.encode(), np.uint8)

@@ -150,7 +150,7 @@ def test_a_killed_rank_ends_the_group_within_seconds(cuda_graphs):
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
     for _ in range(5):
         engine.step()
-    [pid] = engine.model.leader.processes.pids
+    [pid] = engine.model.driver.processes.pids
     os.kill(pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
@@ -172,7 +172,7 @@ def test_a_stopped_rank_is_named():
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
     for _ in range(5):
         engine.step()
-    [pid] = engine.model.leader.processes.pids
+    [pid] = engine.model.driver.processes.pids
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(RankError, match="rank 1 "):
         while engine.has_unfinished_requests():

@@ -27,7 +27,7 @@ def _engine(size, **options):
 
 
 def _pids(engine):
-    return engine.model.leader.processes.pids
+    return engine.model.driver.processes.pids
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +270,7 @@ def test_no_rank_is_left_when_the_error_comes(monkeypatch):
     pids = _pids(engine)
     os.kill(pids[1], signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while not engine.model.leader.processes.group.is_closing and time.monotonic() < deadline:
+    while not engine.model.driver.processes.group.is_closing and time.monotonic() < deadline:
         time.sleep(0.01)
     with pytest.raises(RankError, match="rank 2 was killed by SIGKILL"):
         engine.step()
