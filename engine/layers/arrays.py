@@ -1,4 +1,4 @@
-"""The arrays that a layer holds, by name. A launch plan replaces them from layer to layer."""
+"""The arrays of a layer by name: a launch plan replaces their addresses from layer to layer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["HoldsArrays", "arrays_of"]
 
 
 class HoldsArrays(Protocol):
-    """A layer, or a part of one."""
+    """A layer, or a part of one, with arrays on the device."""
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield (name, array) for every array it holds."""
+        """Yield (name, array) for every array."""
 
 
 def arrays_of(parts: Mapping[str, HoldsArrays | None]) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays of `parts`, each name prefixed with its part's; None has none.
+    """Yield (name, array) for the arrays of all `parts`, as "part.array"; None has no arrays.
 
     Examples
     --------

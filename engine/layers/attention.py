@@ -22,7 +22,7 @@ __all__ = ["Attention", "AttentionParams"]
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """The parameters of one layer's attention.
+    """Sizes and score options of one layer's attention.
 
     Attributes
     ----------
@@ -33,9 +33,9 @@ class AttentionParams:
     window : int
         Sliding window in keys, the query's own included; 0 is full attention.
     softcap : float
-        c in c·tanh(s/c); 0 is none.
+        c in c·tanh(s/c), applied to scores; 0 turns it off.
     deterministic : bool
-        Give each token the same bits in any batch and at any chunk size.
+        Batch invariance: give each token the same bits in any batch and at any chunk size.
     """
 
     num_heads: int
@@ -60,12 +60,12 @@ class Attention:
     cos_sin : (P, R) float32 array
         Rope table: a row of [cos | sin] per position.
     q_norm, k_norm : Norm, optional
-        Applied to q and k before the rotation, both with the same eps and offset: to every head
-        with a weight (D,), else to all heads together.
+        Norms of q and k before the rotation, with one eps and offset. A weight (D,) normalises each
+        head, a longer one all heads together.
     sinks : (H,) float32 array, optional
-        One more logit of each head's softmax, without a value.
+        Attention sinks: one more logit in each head's softmax, without a value.
     kv_scales : mapping of str to (k_scale, v_scale), optional
-        For pages of codes, by their names: two (K,) float32 arrays of the key/value heads.
+        Scales of a quantized KV cache, by kv_cache_dtype: two (K,) float32 arrays.
     """
 
     __slots__ = (
@@ -95,7 +95,7 @@ class Attention:
         self.norms_whole_rows = q_norm is not None and q_norm.weight.shape[0] != params.head_dim
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield (name, array) for every array it holds."""
+        """Yield (name, array) for every array of the layer."""
         yield "cos_sin", self.cos_sin
         if self.sinks is not None:
             yield "sinks", self.sinks
@@ -116,10 +116,10 @@ class Attention:
         residual: Any = None,
         rows: Any = None,
     ) -> Any:
-        """Store the keys and values of `x` (T, N) in the pages and return the output (T, N).
+        """Store the keys and values of `x` (T, N) in the pages, and return the output (T, N).
 
-        With a `norm`, its input is ``norm(x)``. With a `residual`, which may be `x`, the output is
-        added to it. With `rows` (R,) int32, only the output of these tokens is computed, (R, N).
+        With a `norm`, the input is ``norm(x)``. With a `residual`, which may be `x`, the output is
+        added to it. With `rows` (R,) int32, only these tokens are projected back: (R, N).
         """
         q, k, v = self._rows(x, norm)
         if self._stores_while_decoding(batch):
@@ -137,14 +137,14 @@ class Attention:
         return self.o(heads, residual=residual)
 
     def store(self, x: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> None:
-        """Store the keys and values of `x` (T, N) in the pages, and attend to nothing."""
+        """Store the keys and values of `x` (T, N) in the pages, without attention."""
         q, k, v = self._rows(x)
         places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
         options = self._norms() | self._scales(k_pages)
         kernels.qk_norm_rope_store(q, k, v, *places, **options)
 
     def project(self, x: Any, rope_positions: Any) -> tuple[Any, Any, Any]:
-        """Return the rotated q (T, H, D) and k (T, K, D), and v, without storing k and v."""
+        """Return the rotated q (T, H, D) and k (T, K, D), and v (T, K, D); store nothing."""
         query, key, value = self._rows(x)
         if self.q_norm is not None and self.k_norm is not None and not self.norms_whole_rows:
             self.q_norm(query, out=query)
@@ -153,9 +153,9 @@ class Attention:
         return query, key, value
 
     def _rows(self, x: Any, norm: Norm | None = None) -> tuple[Any, Any, Any]:
-        """Return q (T, H, D), k and v (T, K, D): views of fused rows.
+        """Return q (T, H, D), k and v (T, K, D), not yet rotated: views of fused rows.
 
-        They are before the rotation, and before the norm of heads; a norm of rows is applied.
+        A norm of all heads together is applied, a norm of each head is not.
         """
         h = self.params.num_heads
         k = self.params.num_kv_heads
@@ -170,32 +170,32 @@ class Attention:
         return rows[:, :h], rows[:, h : h + k], rows[:, h + k :]
 
     def _stores_while_decoding(self, batch: ForwardBatch) -> bool:
-        """Tell whether the decode kernel also stores k and v: one new token for every sequence."""
+        """Tell whether the decode kernel also stores k and v: each sequence has one new token."""
         is_all = batch.num_decodes == batch.num_sequences and batch.query_len == 1
         return is_all and not self.params.deterministic
 
     def _norms(self) -> dict[str, Any]:
-        """Return the norms of heads, as arguments of the op that rotates them."""
+        """Return the norms of each head, as keywords of the op that rotates q and k."""
         if self.q_norm is None or self.k_norm is None or self.norms_whole_rows:
             return {}
         norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
         return norms | {"eps": self.q_norm.eps, "weight_offset": self.q_norm.offset}
 
     def _scales(self, pages: Any) -> dict[str, Any]:
-        """Return the scales of the key/value heads, if the pages hold codes."""
+        """Return the scales of a quantized KV cache as keywords of an op; {} for other pages."""
         if not (codes := kv_dtype_of(pages.dtype)):
             return {}
         k_scale, v_scale = self.kv_scales[codes]
         return {"k_scale": k_scale, "v_scale": v_scale}
 
     def _rule(self, pages: Any) -> dict[str, Any]:
-        """Return the keywords of both kernels that say how scores are computed and summed."""
+        """Return the keywords that both attention kernels share: scores, softmax, scales."""
         p = self.params
         rule: dict[str, Any] = {"scale": p.scale, "window": p.window, "softcap": p.softcap}
         return rule | {"sinks": self.sinks} | self._scales(pages)
 
     def _attend(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
-        """Send the decodes to the decode kernel and the other sequences to the prefill kernel."""
+        """Compute decodes with the decode kernel, and the other sequences with prefill."""
         if self.params.deterministic:
             return self._attend_deterministic(q, batch, k_pages, v_pages)
         if batch.num_decodes == 0:
@@ -209,9 +209,9 @@ class Attention:
     def _attend_deterministic(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
         """Compute every token with one kernel, whose sums do not depend on the other tokens.
 
-        On CUDA that is the prefill kernel, which walks over the keys in tiles that begin at fixed
-        positions. The mirrors call BLAS, whose order of summation depends on the shape of its
-        matrices; so on the CPU each token is decoded separately.
+        On CUDA this is the prefill kernel: its tiles of keys begin at fixed positions. The mirrors
+        call BLAS, whose order of summation depends on the shape of its matrices; so on the CPU each
+        token is decoded separately.
         """
         if batch.tree_mask is not None:
             raise ContractError("a batch with a tree_mask needs deterministic=False; got True")
@@ -248,12 +248,12 @@ class Attention:
         out: Any = None,
         **new: Any,
     ) -> Any:
-        """Attend from the decodes; `new` has their keys and values if these must be stored first.
+        """Attend from the decodes; `new` are their keys and values, if the kernel stores them.
 
-        SAFETY: with pdl this kernel may start before the one in front of it has ended. What it
-        reads before it waits (tables, lengths, positions, older keys) was written before
-        `embedding` or `qk_norm_rope_store`, whichever ran last; both wait for their predecessor
-        before they let the next kernel start.
+        SAFETY: with pdl this kernel may start before its predecessor has ended. It reads tables,
+        lengths, positions and older keys before it waits. These were written before `embedding` or
+        `qk_norm_rope_store`, whichever ran last; both wait for their predecessor before they
+        trigger the next launch.
         """
         n = batch.num_decodes
         num_tokens = batch.num_decode_tokens

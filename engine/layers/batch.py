@@ -14,17 +14,17 @@ from engine.errors import ContractError
 __all__ = ["ForwardBatch"]
 
 Rows = Sequence[Sequence[int]] | np.ndarray[Any, Any]
-"""Integers per sequence: lists of varying length, or an array."""
+"""Integers of each sequence: lists of varying length, or an array."""
 
-_ALIGNMENT = 16  # bytes; arrays copied to the device start at multiples of it
+_ALIGNMENT = 16  # alignment of each array in the device copy, in bytes
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
     """The tokens of all sequences of a step, concatenated.
 
-    Filled on the host by `runner/batch.py` (the engine) or `ForwardBatch.build` (`Model.step`),
-    copied once by `to`; the model only reads it.
+    `runner/batch.py` (for the engine) or `ForwardBatch.build` (for `Model.step`) fills it on the
+    host, and `to` copies it once; the model only reads it.
 
     Attributes
     ----------
@@ -44,27 +44,27 @@ class ForwardBatch:
     block_tables : (B, NB) int32
         Block ids of each sequence; entries past its length are never read.
     logits_indices : (R,) int32 or None
-        Indices of the tokens whose logits are computed; None is every token.
+        Indices of the tokens whose logits are computed; None for all tokens.
     num_decodes : int
         The first `num_decodes` sequences have `query_len` tokens each and go to the decode kernel;
         the others go to the prefill kernel.
     max_seqlen_q, max_context_len : int
-        Upper bounds of the lengths, known on the host so that no launch waits for the device.
+        Upper bounds of the lengths, kept on the host so that no launch waits for the device.
     prefill_cu_seqlens_q : (B - num_decodes + 1,) int32
-        `cu_seqlens_q` of the prefilled sequences, from 0. Derived; leave it out.
+        `cu_seqlens_q` of the prefilled sequences, from 0. Computed if omitted.
     query_len : int
         Q, the number of tokens of each decode.
     tree_mask : (num_decodes, Q) uint64, optional
-        Bit j of tree_mask[b, i] says whether token i of decode b sees token j, for j <= i; every
-        token sees those before the Q. By default, each token sees all up to itself.
+        Bit j of tree_mask[b, i], for j <= i: whether token i of decode b attends to token j of the
+        Q. All attend to the tokens before the Q. Without a mask, attention is causal.
     features : mapping of int to (T, N) array, optional
-        Layer -> where the model writes the residual stream that enters this layer; the number of
-        layers is what leaves the last one. For heads that draft tokens from these.
+        Layer -> output array for the residual stream that enters it; the number of layers stands
+        for the stream that leaves the last one. Draft heads read them.
     entering : (array or None, array), optional
-        (T, N) each, for a pipeline stage that is not the first: what the stage before has returned.
+        Activations (T, N) from the previous pipeline stage: its (delta, residual).
     on_host : ForwardBatch, optional
-        The same batch on the host, but for token ids that only the device knows; for ranks that
-        follow this one.
+        The same batch on the host, for announcements to workers. Token ids may be missing: only
+        the device may know them.
     """
 
     token_ids: Any
@@ -121,8 +121,8 @@ class ForwardBatch:
         Parameters
         ----------
         token_ids : B sequences of int
-            New tokens of each sequence, at least one. The leading sequences with a single token
-            are decoded, all others prefilled.
+            New tokens of each sequence, at least one. Leading sequences with a single token are
+            decoded, all others are prefilled.
         starts : B ints
             Number of tokens of each sequence that are already in the pages.
         block_tables : B sequences of int
@@ -130,14 +130,14 @@ class ForwardBatch:
         block_size : int
             Tokens per block.
         logits : str
-            For which tokens: the "last" of each sequence, "all", or "none".
+            Tokens whose logits are computed: the "last" of each sequence, "all", or "none".
         rope_offset : int
-            Added to the positions to give `rope_positions`.
+            `rope_positions` are the positions plus this offset.
 
         Raises
         ------
         ContractError
-            If a sequence is empty, starts before 0, or ends beyond its blocks.
+            If a sequence has no new token, starts before 0, or ends beyond its blocks.
 
         Examples
         --------
@@ -196,7 +196,7 @@ class ForwardBatch:
 
 
 def _padded(tables: Rows) -> np.ndarray[Any, Any]:
-    """Return rows of different lengths as one array, padded with 0 (never read)."""
+    """Return block tables of different lengths as one array, padded with 0 (never read)."""
     padded = np.zeros((len(tables), max((len(t) for t in tables), default=0)), np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table

@@ -1,4 +1,4 @@
-"""What layers ask of the ranks that share a model: `Collectives`."""
+"""`Collectives`: the operations between ranks that layers call, and the size of their buffers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from engine.kernels._peer_memory import NUM_BUFFERS
 __all__ = ["MAX_BUFFERED_BYTES", "Collectives", "buffer_bytes", "buffer_capacity"]
 
 MAX_BUFFERED_BYTES = 16 << 20
-"""Bytes of an array that two GPUs move in one launch; larger ones take several."""
+"""Largest array that two GPUs move in one launch, in bytes; larger arrays take several launches."""
 
 
 def buffer_capacity(size: int, max_bytes: int = MAX_BUFFERED_BYTES) -> int:
-    """Return the bytes of each of the buffers that a GPU of `size` has for collectives.
+    """Return the bytes of one collective buffer on each of `size` GPUs.
 
-    Two shots of `max_bytes` fit: sums of a segment arrive, and segments, from each peer.
+    With more than two GPUs all-reduce is two-shot. From each peer, a buffer receives the summands
+    of this GPU's segment, then the peer's reduced segment.
     """
     return max_bytes if size <= 2 else math.ceil(2 * (size - 1) / size * max_bytes)
 
 
 def buffer_bytes(size: int) -> int:
-    """Return the bytes of all buffers of a GPU of `size` that share a model.
+    """Return the bytes of all collective buffers on each of `size` GPUs.
 
     Examples
     --------
@@ -33,26 +34,26 @@ def buffer_bytes(size: int) -> int:
 
 
 class Collectives(Protocol):
-    """Operations that all ranks of a group call in the same order, with arrays of one shape.
+    """Operations that all ranks of a group call in the same order, with arrays of equal shape.
 
-    Arrays are NumPy's or CuPy's; an operation on the device is launched on the current stream.
+    Arrays are NumPy or CuPy arrays; operations on a device are launched on the current stream.
 
     Raises
     ------
     RankError
-        If a rank has ended, failed or does not come, or calls something else.
+        If a rank has ended, failed, does not arrive in time, or calls another operation.
     """
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """Number of this rank."""
 
     @property
     def size(self) -> int:
         """Number of ranks."""
 
     def all_reduce(self, x: Any, *, out: Any = None) -> Any:
-        """Return the sum of all ranks' `x`: in the order of ranks, in float32, rounded once.
+        """Return the sum of all ranks' `x`, added in float32 in the order of ranks, rounded once.
 
         `out` may be `x`; by default it is a new array.
         """
@@ -60,19 +61,19 @@ class Collectives(Protocol):
     def all_reduce_rmsnorm(
         self, x: Any, residual: Any, weight: Any, eps: float, *, out: Any = None
     ) -> tuple[Any, Any]:
-        """Return (rmsnorm(h) * weight, h) of h = residual + the sum of all ranks' `x` (T, N).
+        """Return (rmsnorm(h) * weight, h) for h = residual + the sum of all ranks' `x` (T, N).
 
         `residual` is overwritten with h.
         """
 
     def all_gather(self, x: Any, *, axis: int = -1, out: Any = None) -> Any:
-        """Return all ranks' `x`, one behind the other along `axis`."""
+        """Return all ranks' `x`, concatenated along `axis`."""
 
     def broadcast(self, x: Any, *, root: int = 0) -> Any:
-        """Overwrite `x` with that of rank `root`, and return it."""
+        """Overwrite `x` with rank `root`'s, and return it."""
 
     def barrier(self, name: str) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called it."""
 
     def check(self, doing: str = "") -> None:
         """Raise a RankError if an operation on the device waited for a rank that did not come.
@@ -84,4 +85,4 @@ class Collectives(Protocol):
         """End the operations on the device that wait for a rank; all later results are NaN."""
 
     def close(self) -> None:
-        """Free what the operations need; nothing may be called afterwards."""
+        """Free the buffers; no operation may be called afterwards."""

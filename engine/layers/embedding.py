@@ -19,7 +19,7 @@ class Embedding:
     weight : Weight
         (V, N), dense.
     scale : float
-        Factor on the rows.
+        Factor on the embeddings.
     rounds_scale : bool
         Round `scale` to the table's dtype, as in training (Gemma: sqrt(N)).
 

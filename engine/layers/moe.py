@@ -1,4 +1,4 @@
-"""A mixture of experts: every token is multiplied by the few experts that its router chooses."""
+"""A mixture of experts: a router selects the few experts that compute each token."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from engine.weights import Format, Weight
 __all__ = ["Experts", "MoE", "RoutingParams"]
 
 _FLOAT32 = np.dtype(np.float32)
-_CODES_BLOCK = (128, 128)  # of weights whose products are of codes
-_CODES_FROM = 9  # tokens: reading the weights of fewer takes longer than any product
+_QUANTIZED_BLOCK = (128, 128)  # scale block of the weights that multiply quantized activations
+_QUANTIZED_FROM = 9  # tokens from which x is quantized: for fewer, reading the weights dominates
 
 
 @dataclass(frozen=True)
 class RoutingParams:
-    """How a token's experts are chosen and weighted; the arguments of `kernels.moe_route`.
+    """How a token's experts are selected and weighted: arguments of `kernels.moe_route`.
 
     Attributes
     ----------
     top_k : int
-        Experts of a token.
+        Number of experts per token.
     score : str
         "softmax" or "sigmoid".
     num_groups, top_groups : int
-        The experts are from the `top_groups` best of `num_groups` groups.
+        Experts are selected from the `top_groups` best of `num_groups` groups.
     renormalize : bool
         Divide the weights by their sum.
     scale : float
@@ -52,12 +52,12 @@ class RoutingParams:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """The matrices of all experts, and what is between the two products.
+    """The matrices of all experts, and the activation between their two products.
 
     Attributes
     ----------
     gate_up : Weight
-        (E, 2I, N): per expert the rows of gate, then the rows of up.
+        (E, 2I, N): for each expert the rows of gate, then the rows of up.
     down : Weight
         (E, N, I).
     gate_up_bias, down_bias : Weight, optional
@@ -65,7 +65,7 @@ class Experts:
     activation : str
         "swiglu" or "swiglu_clamped", as in `kernels.moe_gemm`.
     alpha, limit : float
-        Of "swiglu_clamped".
+        Parameters of "swiglu_clamped".
 
     Raises
     ------
@@ -98,20 +98,20 @@ class Experts:
         return (self.gate_up.num_elements + self.down.num_elements) // self.gate_up.shape[0]
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield (name, array) for every array it holds."""
+        """Yield (name, array) for every array."""
         yield from arrays_of(dict(self._weights()))
 
     def __call__(self, x: Any, routing: kernels.Routing, *, deterministic: bool = False) -> Any:
-        """Return (T, k, N): for `x` (T, N) the output of each of a token's experts, weighted."""
+        """Return (T, k, N): the weighted output of each of a token's k experts, for `x` (T, N)."""
         rows = self.first_product(x, routing, deterministic=deterministic)
         return self.second_product(rows, routing, deterministic=deterministic)
 
     def combined(
         self, x: Any, routing: kernels.Routing, *, deterministic: bool = False, **others: Any
     ) -> Any:
-        """Return (T, N): for `x` (T, N) the sum of the outputs of a token's experts, weighted.
+        """Return (T, N): the weighted sum over a token's experts, for `x` (T, N).
 
-        `others` are added, and may be `out`: arguments of `kernels.moe_combine`.
+        `others` are keywords of `kernels.moe_combine`: further summands, and `out`.
         """
         rows = self.first_product(x, routing, deterministic=deterministic)
         return kernels.moe_gemm_combine(
@@ -121,7 +121,7 @@ class Experts:
             bias=None if self.down_bias is None else self.down_bias.data,
             deterministic=deterministic,
             pdl=True,  # safe, as in `first_product`
-            quantize_x=_takes_codes(self.down, routing, deterministic=deterministic),
+            quantize_x=_quantizes(self.down, routing, deterministic=deterministic),
             **others,
         )
 
@@ -133,12 +133,12 @@ class Experts:
         deterministic: bool,
         num_experts: int | None = None,
     ) -> Any:
-        """Return act(gate) * up of every pair of token and expert, (T k, I), by expert.
+        """Return act(gate) * up of every pair (token, expert), (T k, I), sorted by expert.
 
-        `num_experts`: of the layer, if these are some of them.
+        `num_experts`: the layer's number of experts, if these are only some of them.
         """
-        # pdl is safe: no kernel writes the weights or biases, and the second product follows the
-        # first, which lets it start only when the routing is there.
+        # pdl is safe: no kernel writes the weights or biases. The second product follows the first,
+        # which triggers its launch only once the routing is complete.
         return kernels.moe_gemm(
             x,
             self.gate_up,
@@ -149,7 +149,7 @@ class Experts:
             limit=self.limit,
             deterministic=deterministic,
             pdl=True,
-            quantize_x=_takes_codes(self.gate_up, routing, deterministic=deterministic),
+            quantize_x=_quantizes(self.gate_up, routing, deterministic=deterministic),
             num_experts=num_experts,
         )
 
@@ -162,7 +162,7 @@ class Experts:
         num_experts: int | None = None,
         out: Any = None,
     ) -> Any:
-        """Return (T, k, N), for what `first_product` returned; in `out` (T k, N), if given."""
+        """Return (T, k, N) for the rows of `first_product`, in `out` (T k, N) if given."""
         pairs = kernels.moe_gemm(
             rows,
             self.down,
@@ -171,44 +171,44 @@ class Experts:
             scatter=True,
             deterministic=deterministic,
             pdl=True,
-            quantize_x=_takes_codes(self.down, routing, deterministic=deterministic),
+            quantize_x=_quantizes(self.down, routing, deterministic=deterministic),
             num_experts=num_experts,
             out=out,
         )
         return pairs.reshape(*routing.experts.shape, pairs.shape[1])
 
 
-def _takes_codes(weight: Weight, routing: kernels.Routing, *, deterministic: bool) -> bool:
-    """Tell whether a product is of codes: with fewer tokens x stays as it is."""
-    num_tokens = routing.experts.shape[0]
-    return weight.format.block == _CODES_BLOCK and (deterministic or num_tokens >= _CODES_FROM)
+def _quantizes(weight: Weight, routing: kernels.Routing, *, deterministic: bool) -> bool:
+    """Tell whether a product quantizes x, which it does not for few tokens."""
+    is_large = deterministic or routing.experts.shape[0] >= _QUANTIZED_FROM
+    return weight.format.block == _QUANTIZED_BLOCK and is_large
 
 
 class MoE:
-    """Sum of the outputs of a token's experts, and of the shared expert if there is one.
+    """The weighted sum of a token's experts, plus a shared expert in some families.
 
-    It takes the place of an `MLP`. Everything is a kernel launch, and nothing is read back: the
-    number of rows of an expert stays on the device.
+    It replaces an `MLP`. Every step of it is a kernel launch, and nothing is read back: the number
+    of rows of an expert stays on the device.
 
     Parameters
     ----------
     params : RoutingParams
     router : Linear
-        (E, N); its product, in float32, is the logits.
+        (E, N); its product in float32 is the router's logits.
     experts : Experts
     correction : (E,) array of float32, optional
-        Added to the scores when experts are chosen.
+        Added to the scores when experts are selected.
     shared : MLP, optional
-        The expert that sees every token.
+        The shared expert, which computes every token.
     shared_gate : Linear, optional
-        (1, N): the output of `shared` is multiplied by the sigmoid of its product.
+        (1, N): the sigmoid of its product multiplies the output of `shared`.
     deterministic : bool
-        Give each token the same bits in any batch.
+        Batch invariance: give each token the same bits in any batch.
 
     Attributes
     ----------
     load : (E,) array of int64
-        How many tokens each expert has had, on the weights' device; every call adds its own.
+        Number of tokens that each expert has computed, on the weights' device.
     """
 
     __slots__ = (
@@ -251,7 +251,7 @@ class MoE:
         return total
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield (name, array) for every array it holds."""
+        """Yield (name, array) for every array."""
         names = ("router", "experts", "shared", "shared_gate")
         yield from arrays_of({name: getattr(self, name) for name in names})
         yield "load", self.load
@@ -264,7 +264,7 @@ class MoE:
         """Return the output (T, N) for `x` (T, N), or for ``norm(x)``.
 
         With a `residual` (T, N), which may be `x`, the output is added to it. With `slots` (T,)
-        int64, tokens without a slot (negative) are not counted in `load`.
+        int64, padding (a negative slot) is not counted in `load`.
         """
         x, routing = self._normed_and_routed(x, norm, slots)
         return self.experts.combined(
@@ -280,7 +280,7 @@ class MoE:
     def _normed_and_routed(
         self, x: Any, norm: Norm | None, slots: Any
     ) -> tuple[Any, kernels.Routing]:
-        """Return the normalised `x`, or `x` without a norm, and its routing."""
+        """Return `x`, normalised if there is a norm, and its routing."""
         p = self.params
         options = {
             "score": p.score,

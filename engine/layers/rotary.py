@@ -1,7 +1,7 @@
-"""Rope tables: one row of [cos | sin] for each position, for every kind of scaling.
+"""Rope tables: one row of [cos | sin] per position, for every kind of scaling.
 
-The angle of frequency i at position p is p times that frequency; the scalings differ in how they
-lower the frequencies past the training length. Computed in float64 and rounded once.
+The angle of frequency i at position p is p times that frequency. Scalings differ in how they lower
+the frequencies beyond the training length. Tables are computed in float64 and rounded once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ += ["table_shape"]
 
 Array = np.ndarray[Any, Any]
 
-_ROWS = 8192  # computed at a time, to keep the float64 intermediates small
+_ROWS = 8192  # rows computed at a time, to keep the float64 intermediates small
 
 
 def rope_table(config: RopeConfig, num_positions: int) -> Array:
@@ -35,13 +35,13 @@ def rope_table(config: RopeConfig, num_positions: int) -> Array:
     -------
     (P, R) array of float32
         Row p = [cos(angles of p) | sin(angles of p)], times the attention factor. P is
-        `num_positions`; with longrope twice that where sequences can exceed the training length:
-        first the rows of the short factors, then, from `long_rope_offset` on, of the long ones.
+        `num_positions`, or twice that for longrope beyond the training length: rows of the short
+        factors, then, from `long_rope_offset` on, rows of the long factors.
 
     Notes
     -----
-    Dynamic NTK: row p uses the base of a sequence of p + 1 tokens. Other implementations do so when
-    they decode token by token; here it also holds for prompts, however they are chunked.
+    Dynamic NTK: row p uses the base of a sequence of p + 1 tokens. Other implementations do so only
+    when they decode token by token; here it also holds for prompts, however they are chunked.
 
     Examples
     --------
@@ -70,7 +70,7 @@ def table_shape(config: RopeConfig, num_positions: int) -> tuple[int, int]:
 
 
 def long_rope_offset(config: RopeConfig, num_positions: int) -> int:
-    """Return the first row of longrope's long factors; 0 if the table has none.
+    """Return the first row of longrope's long factors; 0 for a table without them.
 
     Examples
     --------
@@ -125,7 +125,7 @@ def inverse_frequencies(config: RopeConfig, *, is_long: bool = False, length: in
 
 
 def attention_factor(config: RopeConfig) -> float:
-    """Return the factor on cos and sin, with which yarn and longrope sharpen attention.
+    """Return the factor on cos and sin: yarn and longrope sharpen attention with it.
 
     Examples
     --------
@@ -163,7 +163,7 @@ def _powers(theta: float | Array, rotary_dim: int) -> Array:
 
 
 def _dynamic(config: RopeConfig, lengths: Array) -> Array:
-    """Return the frequencies for sequences of `lengths` tokens: longer ones have a larger base."""
+    """Return the frequencies for sequences of `lengths` tokens; the base grows with the length."""
     dim = config.rotary_dim
     original = config.original_max_position
     stretch = config.factor * np.maximum(lengths, original) / original - (config.factor - 1.0)
@@ -171,11 +171,11 @@ def _dynamic(config: RopeConfig, lengths: Array) -> Array:
 
 
 def _yarn(config: RopeConfig, frequencies: Array) -> Array:
-    """Scale frequencies of under beta_slow rotations in training, keep those over beta_fast."""
+    """Divide frequencies below beta_slow rotations in training, keep those above beta_fast."""
     dim = config.rotary_dim
 
     def bound(rotations: float) -> float:
-        """Return the (fractional) frequency index with this many rotations in training."""
+        """Return the fractional index of the frequency with `rotations` in training."""
         wavelengths = config.original_max_position / (rotations * 2 * math.pi)
         return dim * math.log(wavelengths) / (2 * math.log(config.theta))
 
@@ -186,7 +186,7 @@ def _yarn(config: RopeConfig, frequencies: Array) -> Array:
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, dim - 1)
-    # A ramp of zero width would divide by zero; the constant is Hugging Face's.
+    # A ramp of width 0 would divide by zero; the constant is Hugging Face's.
     width = high - low or 0.001
     stretched = np.clip((np.arange(dim // 2) - low) / width, 0.0, 1.0)
     blend: Array = stretched / config.factor + (1.0 - stretched)
@@ -194,8 +194,8 @@ def _yarn(config: RopeConfig, frequencies: Array) -> Array:
 
 
 def _llama3(config: RopeConfig, frequencies: Array) -> Array:
-    """Scale long wavelengths, keep short ones, interpolate between."""
-    turns = config.original_max_position * frequencies / (2 * math.pi)  # in training
+    """Stretch long wavelengths, keep short ones, and interpolate between them."""
+    turns = config.original_max_position * frequencies / (2 * math.pi)  # rotations in training
     span = config.high_freq_factor - config.low_freq_factor
     keep = np.clip((turns - config.low_freq_factor) / span, 0.0, 1.0)
     blend: Array = keep + (1.0 - keep) / config.factor

@@ -1,7 +1,7 @@
-"""The sampler: one token for each row of logits.
+"""The sampler: one token per row of logits.
 
-`SamplingBatch` holds the arrays of `kernels.sample`. Those that no row needs are None, so that a
-batch of plain requests does not pay for penalties, biases or masks. `Sampler` makes the call.
+`SamplingBatch` holds the arrays of `kernels.sample`. Arrays that no row needs are None, so that a
+batch of plain requests does not pay for penalties, biases or masks. `Sampler` calls the op.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["Sampler", "SamplingBatch", "pack_allowed"]
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """Arguments of `kernels.sample` under their names there; None if no row needs it.
+    """Arguments of `kernels.sample` by name; an argument that no row needs is None.
 
-    Filled by the runner, read by `Sampler`. B rows, in the order of the logits.
+    The runner fills it, `Sampler` reads it. B rows, in the order of the logits.
 
     Attributes
     ----------
     num_logprobs : int or None
-        Maximum number of log-probabilities requested by a row; -1 is the whole vocabulary.
+        Largest number of log-probabilities that a row requests; -1 is the whole vocabulary.
     """
 
     temperature: Any
@@ -54,7 +54,7 @@ class Sampler:
     """Samples the logits of a batch."""
 
     def __call__(self, logits: Any, batch: SamplingBatch) -> SampleResult:
-        """Return one token, and the requested log-probabilities, per row.
+        """Return one token and the requested log-probabilities per row.
 
         Parameters
         ----------
@@ -79,7 +79,7 @@ class Sampler:
 
 
 def pack_allowed(token_ids: Sequence[int], vocab_size: int) -> np.ndarray[Any, Any]:
-    """Return the mask (ceil(V/32),) int32 with the bits of the ids that may be sampled.
+    """Return the mask (ceil(V/32),) int32 with a bit set for each token id that may be sampled.
 
     Examples
     --------
@@ -92,7 +92,7 @@ def pack_allowed(token_ids: Sequence[int], vocab_size: int) -> np.ndarray[Any, A
 
 
 def _add_top(xp: Any, logits: Any, result: SampleResult, count: int) -> SampleResult:
-    """Add `count` log-probabilities by sorting each row, as the kernel returns at most 20."""
+    """Add `count` log-probabilities by sorting each row: the kernel returns at most 20."""
     bad = (result.status != 0)[:, None]
     safe = xp.where(bad, np.float32(0), logits)
     top_ids = xp.argsort(-safe, axis=1, kind="stable")[:, :count].astype(np.int32)

@@ -1,4 +1,4 @@
-"""Decoding after a shared prefix, whose pages are read once and not once per request."""
+"""Decoding after a shared prefix: its pages are read once instead of once per request."""
 
 from __future__ import annotations
 
@@ -41,20 +41,19 @@ def attention_shared_prefix(
     q : (B, Q, H, D) array of float32, float16 or bfloat16
         The last Q tokens of each request.
     k_pages, v_pages : (P, K, block_size, D) arrays of q's dtype
-        As in `attention_decode`.
+        Pages of the KV cache.
     prefix_blocks : (NP,) array of int32
         Ids of the prefix's pages. Entries past its length are never read.
     prefix_len : (1,) array of int32
         Number of keys of the prefix; may be 0. On CUDA it is read on the device, so that a captured
         graph sees changes.
     block_tables : (B, NB) array of int32
-        Ids of each request's own pages, which hold what follows the prefix: ``tables[:, NP:]`` of
-        tables that include the prefix.
+        Ids of each request's pages after the prefix: ``tables[:, NP:]`` of tables that include it.
     context_lens : (B,) array of int32
         Keys of each request after the prefix, its Q query tokens included: at least Q. A row with 0
         (padding) attends to the prefix alone.
     scale, softcap, sinks, num_splits, max_context_len : optional
-        As in `attention_decode`; the last two apply to the requests' own pages.
+        See `attention_decode`; the last two apply to the requests' own pages.
     out : (B, Q, H, D) array of q's dtype, optional
         Contiguous array for the result; may be `q`.
     return_lse : bool
@@ -115,7 +114,7 @@ def attention_shared_prefix(
         v_pages,
         block_tables=block_tables,
         context_lens=context_lens,
-        sinks=sinks,  # in one part only: merge_states adds up what both have
+        sinks=sinks,  # in one of the two calls only: merge_states adds the sums of both
         num_splits=num_splits,
         max_context_len=max_context_len,
         out=out,
@@ -133,7 +132,7 @@ def attention_shared_prefix(
 def _checked(
     q: Any, prefix_blocks: Any, prefix_len: Any, context_lens: Any, out: Any
 ) -> tuple[Any, Any, Any]:
-    """Check what the ops called do not; return `q`, `prefix_blocks` and `prefix_len`."""
+    """Check what the ops do not check; return `q`, `prefix_blocks` and `prefix_len`."""
     call = Contract("attention_shared_prefix")
     q = call.array("q", q, "B Q H D", FLOATS, layout="rows")
     prefix_blocks = call.array("prefix_blocks", prefix_blocks, "NP", INT32)
@@ -148,7 +147,7 @@ def _checked(
 
 
 def _one_sequence(xp: Any, tokens: int) -> Any:
-    """Return [0, tokens] in module `xp`; cached, as a graph capture cannot copy from the host."""
+    """Return [0, tokens] in module `xp`; cached: a graph capture cannot copy from the host."""
     index = -1 if xp is np else device.cupy().cuda.runtime.getDevice()
     return _cached_sequence(xp, index, tokens)
 

@@ -1,4 +1,4 @@
-"""Token ids from a caller, copied to the host and checked there."""
+"""Token ids from a caller: copied to the host, and checked there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.errors import RequestError
 
 __all__ = ["checked_token_ids"]
 
-_MAX_ROWS_READ = 1 << 20  # longer ones are refused before they are copied
+_MAX_ROWS_READ = 1 << 20  # rows above which an argument is refused before it is copied
 
 
 def checked_token_ids(

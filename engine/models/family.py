@@ -1,8 +1,7 @@
-"""The declaration of a model family: defaults of its config.json and names of its tensors.
+"""`Family`: the declaration of a model family, by defaults of config.json and names of tensors.
 
-A family is data, not code: `loading/hf_config.py` reads the config.json according to it,
-`loading/weights.py` finds the tensors by its tables of names, and `models/decoder.py` does not
-know about families at all.
+A family is data, not code: `loading/hf_config.py` reads config.json with it, `loading/weights.py`
+finds tensors by its tables of names, and `models/decoder.py` knows no families.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ RopeRule = Literal["all", "no_rope_layers", "windows"]
 
 
 class WeightName(NamedTuple):
-    """The engine's name of a (fused) weight.
+    """The engine's name of a weight, which may be fused from several tensors.
 
     Attributes
     ----------
     kind : str
         "qkv", "experts_down", "embed", ...
     layer : int or None
-        Layer it belongs to; None for weights of the whole model.
+        Index of the layer; None for weights outside of layers.
 
     Examples
     --------
@@ -66,22 +65,22 @@ class WeightName(NamedTuple):
 
 
 class TensorName(NamedTuple):
-    """The weight that one tensor of a checkpoint is loaded into.
+    """A tensor of a checkpoint, and the weight that it is loaded into.
 
     Attributes
     ----------
     checkpoint : str
-        The tensor's name in the file; "{i}" stands for the layer, "{e}" for the expert.
+        The tensor's name in the file: "{i}" is the layer, "{e}" the expert.
     kind : str
-        The engine's (fused) weight, as in `WeightName`.
+        Kind of the engine's weight. See `WeightName`.
     part : str
-        The rows of that weight it fills: "q", "k", "v", "gate", "up", "shared_gate", "shared_up",
+        The weight's rows that it fills: "q", "k", "v", "gate", "up", "shared_gate", "shared_up",
         "expert_gate", "expert_up", or "" for all.
     layout : Layout
-        How it stores the experts' matrices.
+        Storage layout of the experts' matrices.
     form : str
-        Where a family's checkpoints name or lay out a weight in several ways: which of them this
-        is. A weight is read in the first form of which the checkpoint has a tensor.
+        Name of this form, if a family's checkpoints name or store a weight in several. A weight is
+        read in the first form of which the checkpoint has a tensor.
     """
 
     checkpoint: str
@@ -93,7 +92,7 @@ class TensorName(NamedTuple):
     def expand(
         self, num_layers: int, num_experts: int = 0
     ) -> Iterator[tuple[str, WeightName, int | None]]:
-        """Yield the name in the file, the engine's name, and the expert (None: not of one).
+        """Yield (name in the file, engine's name, expert or None) for each layer and expert.
 
         Examples
         --------
@@ -108,7 +107,7 @@ class TensorName(NamedTuple):
 
 
 def _linear(checkpoint: str, kind: str, part: str = "") -> tuple[TensorName, TensorName]:
-    """Name a weight and its bias; a bias is only read if the config has it."""
+    """Name a weight and its bias. A bias is read only if the config declares it."""
     return (
         TensorName(f"{checkpoint}.weight", kind, part),
         TensorName(f"{checkpoint}.bias", f"{kind}_bias", part),
@@ -123,7 +122,7 @@ HF_NAMES: tuple[TensorName, ...] = (
     *_linear("model.layers.{i}.self_attn.o_proj", "o"),
     *_linear("model.layers.{i}.mlp.down_proj", "down"),
 )
-"""The names that every family shares in a Hugging Face checkpoint."""
+"""Names in a Hugging Face checkpoint that nearly all families share."""
 
 HF_LAYER_NAMES: tuple[TensorName, ...] = (
     *_linear("model.layers.{i}.self_attn.q_proj", "qkv", "q"),
@@ -134,14 +133,14 @@ HF_LAYER_NAMES: tuple[TensorName, ...] = (
     *_linear("model.layers.{i}.mlp.gate_proj", "gate_up", "gate"),
     *_linear("model.layers.{i}.mlp.up_proj", "gate_up", "up"),
 )
-"""Separate projections, with norms of q and k where the config has them."""
+"""Separate projections, and the norms of q and k that some configs declare."""
 
 HF_NORM_BIASES: tuple[TensorName, ...] = (
     TensorName("model.norm.bias", "final_norm_bias"),
     TensorName("model.layers.{i}.input_layernorm.bias", "attn_norm_bias"),
     TensorName("model.layers.{i}.post_attention_layernorm.bias", "mlp_norm_bias"),
 )
-"""The biases of LayerNorms before attention and MLP."""
+"""Biases of the LayerNorms before attention and MLP, and of the final one."""
 
 _GGUF_NAMES: tuple[TensorName, ...] = (
     TensorName("token_embd.weight", "embed"),
@@ -165,29 +164,29 @@ GGUF_SPLIT_NAMES: tuple[TensorName, ...] = (
     TensorName("blk.{i}.post_attention_norm.weight", "post_attn_norm"),
     TensorName("blk.{i}.post_ffw_norm.weight", "post_mlp_norm"),
 )
-"""A .gguf with separate projections."""
+"""Names in a .gguf with separate projections."""
 
 GGUF_PACKED_NAMES: tuple[TensorName, ...] = (
     *_GGUF_NAMES,
     *_linear("blk.{i}.attn_qkv", "qkv"),
-    # NOTE: a packed gate and up is stored under the name of up alone.
+    # NOTE: packed gate and up are stored under the name of up.
     *_linear("blk.{i}.ffn_up", "gate_up"),
 )
-"""A .gguf with packed projections (phi3)."""
+"""Names in a .gguf with packed projections (phi3)."""
 
 GGUF_PACKED_MLP_NAMES: tuple[TensorName, ...] = (
     *(name for name in GGUF_SPLIT_NAMES if "ffn_gate" not in name.checkpoint and not name.part),
     *(name for name in GGUF_SPLIT_NAMES if name.kind in ("qkv", "qkv_bias")),
     *_linear("blk.{i}.ffn_up", "gate_up"),
 )
-"""A .gguf with separate q, k and v, and packed gate and up (glm4)."""
+"""Names in a .gguf with separate q, k and v, and packed gate and up (glm4)."""
 
 GGUF_NORM_BIASES: tuple[TensorName, ...] = (
     TensorName("output_norm.bias", "final_norm_bias"),
     TensorName("blk.{i}.attn_norm.bias", "attn_norm_bias"),
     TensorName("blk.{i}.ffn_norm.bias", "mlp_norm_bias"),
 )
-"""The biases of LayerNorms before attention and MLP, in a .gguf."""
+"""Biases of the LayerNorms before attention and MLP, and of the final one, in a .gguf."""
 
 
 @dataclass(frozen=True)
@@ -199,65 +198,64 @@ class Family:
     model_type : str
         Hugging Face's name.
     gguf_arch : str
-        The `general.architecture` of a .gguf; "" if another family reads such files.
+        `general.architecture` of a .gguf; "" if another family reads such files.
     names, gguf_names : tuple of TensorName
-        Tensors of a safetensors checkpoint, and of a .gguf (none: such files are not read).
+        Tensors of a safetensors checkpoint, and of a .gguf (empty if not supported).
     defaults : mapping
-        Values of keys missing from config.json (Hugging Face's defaults).
+        Hugging Face's defaults for keys missing from config.json.
     qkv_bias, o_bias, mlp_bias, lm_head_bias : bool or str
-        Whether the bias exists, or the key of config.json that tells.
+        Whether the bias exists, or the key of config.json with that flag.
     qk_norm, pre_norms, post_norms : bool
-        Whether q and k are normed (or the key that tells); whether inputs and outputs of attention
-        and MLP are.
+        Norms of q and k (or the key of that flag); norms before and after attention and MLP.
     eps_key : str
-        The key of the norms' epsilon.
+        Key of the norms' epsilon.
     layer_norm, norm_bias : bool
-        Whether norms subtract the mean (LayerNorm); whether they have a bias.
+        Norms are LayerNorms, which subtract the mean; norms have a bias.
     gated_mlp : bool
-        Whether the MLP has a gate: act(gate x) * up x, else act(up x).
+        The MLP is act(gate x) * up x; otherwise act(up x).
     parallel : bool or str
-        Whether attention and MLP have the same input and are added together, or the key that tells.
+        Attention and MLP read the same input and are added to it; or the key of that flag.
     whole_qk_norm : bool
-        Whether q and k are normed over all heads together instead of per head.
+        Norms of q and k cover all heads together instead of each head.
     sinks : bool
-        Whether every head has an attention sink.
+        Every head has an attention sink.
     windows : str
-        Which layers have a sliding window: "never", "every_layer" (if `sliding_window` is set),
+        Layers with a sliding window: "never", "every_layer" (if `sliding_window` is set),
         "switched" (every layer, if `use_sliding_window`), "max_window_layers" (from that layer on,
         if `use_sliding_window`), "even_layers" (those before `max_window_layers`, if
         `use_sliding_window`), "pattern" (all but every n-th) or "layers_without_rope" (these, if
         `use_sliding_window`). For all but the first and "switched", `layer_types` takes precedence
         if given.
     rope_layers : str
-        Which layers rotate q and k: "all", "windows" (those with a sliding window), or
-        "no_rope_layers" (as that key says with 1 and 0 per layer, else all but every
+        Layers that rotate q and k: "all", "windows" (those with a sliding window), or
+        "no_rope_layers" (that key lists 1 or 0 per layer; without it, all layers but every
         `no_rope_layer_interval`-th).
     norm_weight_offset : float
         Added to every norm's weight.
     scale_embedding : bool
-        Whether embeddings are multiplied with sqrt(hidden_size).
+        Multiply embeddings by sqrt(hidden_size).
     multipliers : bool
         Whether config.json has Granite's four multipliers.
     logit_scale : str
-        The key of a factor on the logits; "" if there is none.
+        Key of a factor on the logits; "" for none.
     local_rope : bool
-        Whether layers with a window have their own rope table.
+        Layers with a window have a rope table of their own.
     max_position_is_scaled : bool
         Whether `max_position_embeddings` already includes a linear rope factor.
     rope_aliases : mapping
-        Rope types of old checkpoints -> what they mean in this family.
+        Rope types of old checkpoints -> their meaning in this family.
     interleaved_rope : bool
-        Whether a checkpoint keeps the rotated rows of q and k in interleaved order: pair i is rows
-        2i and 2i + 1 of a head, not i and i + R/2.
+        Checkpoints store the rotated rows of q and k interleaved: pair i is rows 2i and 2i + 1 of a
+        head instead of i and i + R/2.
     gguf_interleaved_rope : bool
-        Whether a .gguf does.
+        The same for a .gguf.
     moe : MoeFamily or None
-        The layers with experts.
+        Declaration of the layers with experts.
     extra_layers : str
-        The key with the number of layers after the last, for predicting further tokens, which are
-        not read; "" if there are none.
+        Key of the number of multi-token prediction layers, which follow the last layer and are not
+        loaded with the model; "" for none.
     unsupported : tuple of str
-        Keys of config.json that change the result and are refused if set.
+        Keys of config.json that would change the result, and are refused if set.
     """
 
     model_type: str
@@ -296,5 +294,5 @@ class Family:
 
     @property
     def has_partial_rope(self) -> bool:
-        """Tell whether a model may rotate only some features of a head."""
+        """Whether a model may rotate only some of a head's features."""
         return "partial_rotary_factor" in self.defaults

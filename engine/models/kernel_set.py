@@ -1,4 +1,4 @@
-"""Which kernels a model launches, and their compilation before the first step."""
+"""The kernels that a model launches, compiled before the first step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAGE_OPS = (
     "kv_swap",
     "qk_norm_rope_store",
 )
-# Op -> dtypes beside the model's: logits and barriers are in float32, ids travel as float16.
+# Op -> further dtypes beside the model's: logits and barriers are float32, ids move as float16.
 _RANK_OPS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("float32",),
     "all_reduce_rmsnorm": (),
@@ -48,10 +48,10 @@ _OPS = (
 def kernel_specs(
     config: ModelConfig, dtype: str, formats: Collection[Format] = (), *, is_shared: bool = False
 ) -> list[ModuleSpec]:
-    """Return every module that running the model in `dtype` may launch.
+    """Return every kernel module that the model in `dtype` may launch.
 
-    `formats` are those of its weights; the dense ones need not be among them. `is_shared`: it is
-    one rank's part.
+    `formats` are those of its weights; dense formats may be omitted. `is_shared`: the model is one
+    rank's shard.
 
     Examples
     --------
@@ -82,7 +82,7 @@ def kernel_specs(
 
 
 def _collective_specs(dtype: str) -> list[ModuleSpec]:
-    """Return the modules with which ranks exchange activations, logits and ids."""
+    """Return the kernel modules of the collectives, for activations, logits and token ids."""
     specs: list[ModuleSpec] = []
     for op, dtypes in _RANK_OPS.items():
         module = importlib.import_module(f"engine.kernels.{op}")
@@ -108,7 +108,7 @@ def code_page_specs(config: ModelConfig, dtype: str, codes: str) -> list[ModuleS
 
 
 def _quantized_ops(formats: Collection[Format]) -> list[str]:
-    """Return the ops that multiply by weights of these formats."""
+    """Return the ops for products with weights of these formats."""
     ops: list[str] = []
     for form in formats:
         if form.activations:
@@ -127,7 +127,7 @@ def prepare_kernels(
     is_shared: bool = False,
     progress: bool = False,
 ) -> None:
-    """Load all kernels of a model, compiled if not cached; later compilations are counted.
+    """Load all kernels of a model; compile those not cached. Later compilations are counted.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Scales of keys and values, for pages of codes: one set for each kind of codes."""
+"""Scales of the keys and values in a quantized KV cache, for each of its dtypes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _LARGEST = np.finfo(np.float32).max
 
 
 class KVScales:
-    """The scales of a model's keys and values, (num_layers, 2, K) for each kind of codes.
+    """The scales of a model's keys and values: (num_layers, 2, K) for each KV cache dtype.
 
-    They are changed in place, so that captured graphs see it.
+    They are changed in place, so that captured graphs see the change.
 
     Parameters
     ----------
     xp : module
-        Of the arrays.
+        Array module.
     num_layers, num_kv_heads : int
 
     Attributes
     ----------
     sources : dict of str to str
-        Where the scales of each kind of codes come from; "": they are not set, which only e4m3 can
-        do without. Its scales are then 1.
+        Origin of the scales of each dtype; "" if they are not set. Then they are 1, which only e4m3
+        supports.
     """
 
     def __init__(self, xp: Any, num_layers: int, num_kv_heads: int) -> None:
@@ -42,60 +42,60 @@ class KVScales:
         self.sources = dict.fromkeys(KV_CODE_DTYPES, "")
 
     def of_layer(self, index: int) -> dict[str, tuple[Any, Any]]:
-        """Return the scales (K,) of a layer's keys and values, by codes."""
+        """Return the scales (K,) of a layer's keys and values, by KV cache dtype."""
         return {name: (array[index, 0], array[index, 1]) for name, array in self._arrays.items()}
 
-    def of(self, codes: str) -> Any:
-        """Return the scales of pages of these codes, (num_layers, 2, K)."""
-        return self._arrays[codes]
+    def of(self, kv_dtype: str) -> Any:
+        """Return the scales of pages of dtype `kv_dtype`, (num_layers, 2, K)."""
+        return self._arrays[kv_dtype]
 
     def set(
         self,
         scales: Any,
-        codes: str,
+        kv_dtype: str,
         source: str,
         *,
         also_others: bool = True,
         heads: tuple[int, int, int] | None = None,
     ) -> None:
-        """Set the scales of pages of `codes`. Pages written before are not converted.
+        """Set the scales of pages of dtype `kv_dtype`. Existing pages are not converted.
 
         Parameters
         ----------
         scales : (num_layers, 2, K) array_like of float
             On the host.
-        codes : str
-            A name of KV_CODE_DTYPES.
+        kv_dtype : str
+            A name in KV_CODE_DTYPES.
         source : str
-            Where they come from.
+            Their origin.
         also_others : bool
-            Give the other codes scales with the same largest numbers.
+            Set the scales of the other dtypes, too, so that the largest values are equal.
         heads : (int, int, int), optional
-            First, last, count: `scales` are of this many heads, of which these have [first, last).
+            (first, last, count): `scales` are those of `count` heads; use [first, last).
 
         Raises
         ------
         ConfigError
-            Naming the layer of the first scale that is not positive and finite, or the shape.
+            If a scale is not positive and finite, or the shape differs.
         """
         values = self._checked(scales, heads)
-        for name in KV_CODE_DTYPES if also_others else (codes,):
-            ratio = KV_CODE_DTYPES[codes].largest / KV_CODE_DTYPES[name].largest  # 1 for `codes`
+        for name in KV_CODE_DTYPES if also_others else (kv_dtype,):
+            ratio = KV_CODE_DTYPES[kv_dtype].largest / KV_CODE_DTYPES[name].largest
             given = np.clip(values.astype(np.float64) * ratio, _LEAST, _LARGEST)
             self._arrays[name][...] = self._xp.asarray(given.astype(np.float32))
             self.sources[name] = source
 
-    def set_peaks(self, peaks: Any, codes: str, source: str) -> None:
-        """Set the scales of `codes` so that the largest number is `peaks`; 1 where that is 0.
+    def set_peaks(self, peaks: Any, kv_dtype: str, source: str) -> None:
+        """Set the scales of `kv_dtype` so that its largest value stands for `peaks`; 1 for peak 0.
 
         Raises
         ------
         ConfigError
             If a peak is infinite.
         """
-        largest = np.float32(KV_CODE_DTYPES[codes].largest)
+        largest = np.float32(KV_CODE_DTYPES[kv_dtype].largest)
         scales = np.where(peaks > 0, peaks / largest, np.float32(1))
-        self.set(scales, codes, source, also_others=False)
+        self.set(scales, kv_dtype, source, also_others=False)
 
     def _checked(
         self, scales: Any, heads: tuple[int, int, int] | None

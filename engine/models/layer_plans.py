@@ -1,9 +1,9 @@
-"""Runs a decoder's layers: in each step the first layer of a kind makes a plan for the others.
+"""Launch replay: in each step the first layer of a kind records a launch plan for the others.
 
-In one step, all layers of a kind launch the same GPU kernels with the same arguments, apart from
-addresses. So the first of them is called while a launch plan is made (`kernels/_launch_plan.py`),
-and the plan is run for the others: a step of 28 layers costs the host about 4 ms instead of 24.
-A last layer that drops tokens is called as well.
+Within a step, all layers of a kind launch the same GPU kernels with the same arguments, apart from
+addresses. So the first of them is called while its launches are recorded
+(`kernels/_launch_plan.py`), and the plan is replayed for the others: a step of 28 layers costs the
+host about 4 ms instead of 24. A last layer that drops tokens is called without a plan.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from engine.plan_array import PlanArray, unwrapped
 
 __all__ = ["LayerPlans"]
 
-_ALIGNMENT = 16  # bytes: the choice of kernels depends on no larger alignment
+_ALIGNMENT = 16  # largest alignment that the choice of a kernel depends on, in bytes
 
 
 class _LayerArrays:
-    """The device arrays of one layer, whose addresses a plan of its kind replaces."""
+    """The device arrays of one layer: a plan of its kind is replayed with their addresses."""
 
     def __init__(self, layer: Any, numbers: Hashable) -> None:
         named = [(name, array) for name, array in layer.arrays() if is_cupy_array(array)]
         places = [int(array.data.ptr) for _, array in named]
-        # An array with two names is listed once; the layers that share so are a separate kind.
+        # An array with two names is listed once. Layers that share arrays in other ways are of
+        # another kind.
         first = [places.index(place) for place in places]
         self.named = [named[i] for i in dict.fromkeys(first)]
         self.addresses = [int(array.data.ptr) for _, array in self.named]
@@ -38,14 +39,14 @@ class _LayerArrays:
 
 @dataclass
 class _Planned:
-    """A plan, and the arrays in which its layers pass on `delta` and `residual`."""
+    """A plan, and the arrays that carry `delta` and `residual` from layer to layer."""
 
     plan: LaunchPlan
-    deltas: tuple[Any, Any]  # the planned layer's input and output; used alternately
+    deltas: tuple[Any, Any]  # input and output of the recorded layer, used in turn
     residual: Any
 
     def run(self, addresses: list[int], delta: Any) -> tuple[Any, Any]:
-        """Run the plan for another layer; return its (delta, residual)."""
+        """Replay the plan for another layer; return its (delta, residual)."""
         if delta is not None:
             # The previous layer's output is read throughout this layer: write the other array.
             out = self.deltas[1 if delta is not self.deltas[1] else 0]
@@ -56,13 +57,13 @@ class _Planned:
 
 
 class LayerPlans:
-    """Runs layers in order: calls each, or runs the plan of its kind.
+    """Runs layers in order: calls each, or replays the plan of its kind.
 
     Parameters
     ----------
     layers : sequence of DecoderLayer
     numbers : sequence of hashable
-        What each layer's launches depend on apart from arrays; equal for layers of one kind.
+        Values other than arrays that each layer's launches depend on. Equal for layers of one kind.
     """
 
     def __init__(self, layers: Sequence[Any], numbers: Sequence[Hashable]) -> None:
@@ -79,15 +80,15 @@ class LayerPlans:
         before: Callable[[int, Any, Any], None] | None = None,
         delta: Any = None,
     ) -> tuple[Any, Any]:
-        """Return (delta, residual) of the last layer; overwrites the residual stream.
+        """Return (delta, residual) of the last layer; overwrite the residual stream.
 
-        With `rows` (R,) int32, only for these tokens: the last layer drops the others. `before` is
-        called before each layer, with its index, and the delta and residual that it is given.
-        `delta`, which the first layer is given, is overwritten as well.
+        With `rows` (R,) int32, the last layer drops all other tokens. `before` is called before
+        each layer with the layer's index, delta and residual. `delta` is the first layer's, and is
+        overwritten too.
         """
         if rows is None:
             return self._run(self._layers, delta, residual, batch, kv_pages, before)
-        # The plans are released before the last layer is called, which can reuse their memory.
+        # The plans are released first: the last layer can reuse their memory.
         delta, residual = self._run(
             self._layers[:-1], delta, residual, batch, kv_pages[:-1], before
         )
@@ -105,7 +106,7 @@ class LayerPlans:
         kv_pages: Sequence[tuple[Any, Any]],
         before: Callable[[int, Any, Any], None] | None,
     ) -> tuple[Any, Any]:
-        """Run `layers`, the first ones."""
+        """Run `layers`, which are the first ones of the decoder."""
         plans: dict[Hashable, _Planned | None] = {}
         for index, (layer, pages) in enumerate(zip(layers, kv_pages, strict=True)):
             if before is not None:
@@ -122,7 +123,7 @@ class LayerPlans:
         return delta, residual
 
     def _is_worth_it(self, index: int, delta: Any, batch: ForwardBatch) -> bool:
-        """Tell whether a later layer of the same kind can run the plan of this one."""
+        """Tell whether a later layer of the same kind can replay a plan of this one."""
         arrays = self._arrays[index]
         is_alike = delta is not None or self._layers[index].is_fused(batch.num_tokens)
         return bool(arrays.addresses) and is_alike and self._last[arrays.kind] > index
@@ -130,10 +131,10 @@ class LayerPlans:
     def _plan(
         self, index: int, delta: Any, residual: Any, batch: ForwardBatch, pages: tuple[Any, Any]
     ) -> tuple[Any, Any, _Planned | None]:
-        """Call a layer; return its (delta, residual), and a plan of its launches.
+        """Call a layer; return its (delta, residual), and the plan of its launches.
 
-        The plan is None if the layer returns a delta where it got none (or the reverse), or another
-        residual array: its outputs would not be valid inputs of the plan.
+        The plan is None if the layer's outputs would not be valid inputs of the plan: it returned a
+        delta but was given none (or the reverse), or returned another residual array.
         """
         given = None if delta is None else PlanArray(delta)
         with making_plan() as builder:
@@ -149,5 +150,5 @@ class LayerPlans:
 
 
 def _layout(array: Any) -> tuple[Any, ...]:
-    """Return what the choice of kernels depends on: everything but the array's address."""
+    """Return the properties of an array that the choice of a kernel may depend on."""
     return array.shape, array.strides, array.dtype, int(array.data.ptr) % _ALIGNMENT

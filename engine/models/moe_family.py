@@ -1,4 +1,4 @@
-"""The declaration of a family's mixture of experts: keys of config.json."""
+"""`MoeFamily`: the declaration of a family's mixture of experts by keys of config.json."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ SparseRule = Literal["all", "steps", "after_first"]
 
 @dataclass(frozen=True)
 class MoeFamily:
-    """What families with experts differ in.
+    """The mixture of experts of a family, declared.
 
     Attributes
     ----------
     num_experts : int
-        Where no key of config.json says it.
+        Default, if config.json has no such key.
     width : str
-        The key with an expert's features.
+        Key of an expert's number of features.
     renormalize : bool or str
-        Whether a token's weights are divided by their sum, or the key that tells.
+        Divide a token's weights by their sum; or the key of that flag.
     gguf_renormalize : bool
-        The same where a key tells, for a .gguf, most of which do not have it.
+        Value of `renormalize` for a .gguf without that key, as most are.
     sparse_layers : str
-        Which layers have experts: "all", "steps" (as `decoder_sparse_step` and `mlp_only_layers`
-        say), or "after_first" (not the first `first_k_dense_replace`).
+        Layers with experts: "all", "steps" (by `decoder_sparse_step` and `mlp_only_layers`), or
+        "after_first" (all but the first `first_k_dense_replace`).
     score : str
-        What the router's logits become: "softmax" or "sigmoid".
+        Function of the router's logits: "softmax" or "sigmoid".
     correction : bool
-        Whether a number per expert is added to the scores when choosing.
+        Add a bias per expert to the scores when experts are selected.
     scale : str
-        The key with the factor on the weights; "" if there is none.
+        Key of the factor on a token's weights; "" for none.
     has_groups : bool
-        Whether `n_group` and `topk_group` limit the choice.
+        Whether `n_group` and `topk_group` limit the selection.
     shared_width : str
-        The key with the features of the shared expert; "" if there is none.
+        Key of the shared expert's number of features; "" for none.
     shared_count : str
-        The key with the number of shared experts, of `width` features each; "" if there is none.
+        Key of the number of shared experts with `width` features each; "" for none.
     shared_gate, router_bias, expert_bias : bool
-        Which weights exist.
+        Whether these weights exist.
     activation : str
-        Of the experts: "swiglu" (`hidden_act` must agree), or "swiglu_clamped" (with
+        Activation of the experts: "swiglu" (`hidden_act` must agree), or "swiglu_clamped" (with
         `swiglu_alpha` and `swiglu_limit`).
     """
 

@@ -1,4 +1,4 @@
-"""Builds the mixture of experts of one layer from its weights."""
+"""`build_moe`: the mixture of experts of one layer from its weights."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ def build_moe(
     deterministic: bool,
     parts: WholeParts,
 ) -> MoE:
-    """Return the mixture of experts of layer `layer` ("layers.3").
+    """Return the mixture of experts of one layer.
 
     Parameters
     ----------
     config : MoeConfig
     activation : str
-        Of the shared expert, as in `MLP`.
+        Activation of the shared expert. See `MLP`.
     layer : str
+        Prefix of its weights, such as "layers.3".
     weight : callable
-        Returns the weight of a name, and raises a WeightsError if there is none.
+        Returns the weight of a name; raises WeightsError if it is missing.
     deterministic : bool
     parts : WholeParts
-        Makes what several ranks may have in parts.
+        Builds the layers that may be divided among ranks.
     """
 
     def optional(kind: str, exists: bool) -> Weight | None:
