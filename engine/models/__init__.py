@@ -1,1 +1,1 @@
-"""The decoder, and the plan of layers of each family of models."""
+"""The decoder, and the declarations of the model families that configure it."""
