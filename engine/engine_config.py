@@ -1,96 +1,49 @@
-"""The engine's options, as given by the user and as resolved, with reasons."""
+"""The engine's options, as plain values; `engine.core.resolve` derives those left out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
 
-from engine import env
-from engine.cache.block_plan import MemoryBudget, plan_num_blocks
-from engine.cache.kv_cache import KVGeometry, kv_dtype
-from engine.cache.memory_pool import device_memory
+from engine.cache.kv_cache import KV_CACHE_DTYPES
 from engine.checks import shown
-from engine.config import ModelConfig
-from engine.device import Device
 from engine.distributed.connection import parse_address
-from engine.errors import ConfigError, unknown_keyword
-from engine.layers.collectives import buffer_bytes
-from engine.option_ranges import OPTIONS, checked_option
-from engine.runner.cuda_graph import batch_sizes
-from engine.runner.memory_sizes import DraftSizes, activation_bytes, feature_bytes, geometry_of
-from engine.scheduler.config import SchedulerConfig
+from engine.drafts import MAX_QUERY_LEN
+from engine.errors import ConfigError, RequestError, unknown_keyword
+from engine.sampling_params import NumberRange
+from engine.scheduler.config import POLICIES, PREEMPTIONS
 from engine.speculative.config import SpeculativeConfig
-from engine.speculative.draft_pages import num_spare_blocks
 
-__all__ = ["EngineConfig", "ResolvedConfig"]
+__all__ = ["EngineConfig"]
 
-# A step on the CPU should not last seconds; on a GPU it should fill the chip.
-_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-_SEQUENCES = {"cpu": 16, "cuda": 256}
-# On the CPU the pages compete for memory with the user's other programs.
-_UTILIZATION = {"cpu": 0.5, "cuda": 0.9}
-
-_SCHEDULER_OPTIONS = {
-    "enable_prefix_caching": "prefix_caching",
-    "max_blocks_per_salt": "max_blocks_per_salt",
-    "max_prefill_chunk": "max_prefill_chunk",
-    "max_draft_tokens": "max_draft_tokens",
-    "scheduling_policy": "policy",
-    "priority_window": "priority_window",
-    "max_num_queued_requests": "max_num_queued_requests",
-    "max_num_queued_tokens": "max_num_queued_tokens",
-    "watermark": "watermark",
-    "preemption_mode": "preemption",
-    "recompute_us_per_token": "recompute_us_per_token",
-    "swap_us_per_block": "swap_us_per_block",
-}
-"""Options passed on to the scheduler unchanged -> their names there."""
+_INT32 = 2**31 - 1
 
 
-class ServedModel(Protocol):
-    """What `EngineConfig.resolve` must know of a loaded model."""
+def _number(default: Any, low: float, high: float, **kind: bool) -> Any:
+    """Return a field whose value is in this range; also None if that is its default."""
+    allowed = NumberRange(low, high, optional=default is None, **kind)
+    return field(default=default, metadata={"range": allowed})
 
-    @property
-    def config(self) -> ModelConfig:
-        """Its sizes."""
 
-    @property
-    def device(self) -> Device:
-        """Where it computes."""
+def _whole(default: Any, low: int, high: int) -> Any:
+    """Return a field whose value is a whole number in this range; see `_number`."""
+    return _number(default, low, high, integer=True)
 
-    @property
-    def dtype(self) -> str:
-        """Dtype of weights and activations, and of pages unless they hold codes."""
 
-    @property
-    def max_model_len(self) -> int:
-        """The longest sequence that it was loaded for."""
+def _choice(default: Any, *choices: Any) -> Any:
+    """Return a field whose value is one of `choices`."""
+    return field(default=default, metadata={"choices": choices})
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights."""
 
-    @property
-    def deterministic(self) -> bool:
-        """Whether it was loaded with `deterministic=True`."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes that share its layers."""
-
-    @property
-    def num_stages(self) -> int:
-        """Pipeline stages that have its layers."""
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose input it reads as a draft."""
+def _flag(default: bool | None) -> Any:
+    """Return a field whose value is a bool; also None if that is its default."""
+    return _choice(default, *dict.fromkeys((True, False, default)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How requests are served; frozen. `resolve()` derives what is left out.
+    """How requests are served; frozen. `engine.core.resolve` derives what is left out.
 
     Parameters
     ----------
@@ -183,38 +136,38 @@ class EngineConfig:
     engine.errors.ConfigError: max_num_seqs must be a whole number in [1, 65536], or None; got 0
     """
 
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    kv_cache_dtype: str = "auto"
-    block_size: int = 16
-    num_blocks: int | None = None
-    memory_utilization: float | None = None
-    seed: int = 0
-    enable_prefix_caching: bool = True
-    max_blocks_per_salt: int | None = None
-    max_prefill_chunk: int = 0
-    max_draft_tokens: int = 0
+    max_model_len: int | None = _whole(None, 1, _INT32)
+    max_num_seqs: int | None = _whole(None, 1, 2**16)
+    max_num_batched_tokens: int | None = _whole(None, 1, _INT32)
+    kv_cache_dtype: str = _choice("auto", *KV_CACHE_DTYPES)
+    block_size: int = _whole(16, 16, 128)
+    num_blocks: int | None = _whole(None, 1, _INT32)
+    memory_utilization: float | None = _number(None, 0.0, 1.0, low_open=True)
+    seed: int = _whole(0, 0, 2**63 - 1)
+    enable_prefix_caching: bool = _flag(True)
+    max_blocks_per_salt: int | None = _whole(None, 1, _INT32)
+    max_prefill_chunk: int = _whole(0, 0, _INT32)
+    max_draft_tokens: int = _whole(0, 0, MAX_QUERY_LEN - 1)
     speculative_config: Any = None
-    scheduling_policy: str = "fcfs"
-    priority_window: int = 256
-    max_num_queued_requests: int | None = None
-    max_num_queued_tokens: int | None = None
-    watermark: float = 0.01
-    swap_space_gb: float = 0.0
-    preemption_mode: str = "auto"
-    recompute_us_per_token: float | None = None
-    swap_us_per_block: float | None = None
-    async_scheduling: bool | None = None
-    cuda_graphs: bool | None = None
-    step_timeout: float | None = None
-    raise_on_timeout: bool = False
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    distributed_executor_backend: str | None = None
+    scheduling_policy: str = _choice("fcfs", *POLICIES)
+    priority_window: int = _whole(256, 0, _INT32)
+    max_num_queued_requests: int | None = _whole(None, 1, 2**63 - 1)
+    max_num_queued_tokens: int | None = _whole(None, 1, 2**63 - 1)
+    watermark: float = _number(0.01, 0.0, 1.0)
+    swap_space_gb: float = _number(0.0, 0.0, 2.0**20)
+    preemption_mode: str = _choice("auto", *PREEMPTIONS)
+    recompute_us_per_token: float | None = _number(None, 0.0, 1e12)
+    swap_us_per_block: float | None = _number(None, 0.0, 1e12)
+    async_scheduling: bool | None = _flag(None)
+    cuda_graphs: bool | None = _flag(None)
+    step_timeout: float | None = _number(None, 0.0, 1e9, low_open=True)
+    raise_on_timeout: bool = _flag(False)
+    tensor_parallel_size: int = _whole(1, 1, 64)
+    pipeline_parallel_size: int = _whole(1, 1, 64)
+    distributed_executor_backend: str | None = _choice(None, None, "mp", "ray")
     pipeline_address: str | None = None
-    collective_timeout: float = 60.0
-    debug: bool | None = None
+    collective_timeout: float = _number(60.0, 0.0, 1e9, low_open=True)
+    debug: bool | None = _flag(None)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], others: Iterable[str] = ()) -> EngineConfig:
@@ -240,8 +193,8 @@ class EngineConfig:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        for name in OPTIONS:
-            object.__setattr__(self, name, checked_option(name, getattr(self, name)))
+        for option in fields(self):
+            object.__setattr__(self, option.name, _checked(option, getattr(self, option.name)))
         speculative = SpeculativeConfig.from_option(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculative)
         if speculative is not None and not self.max_draft_tokens:
@@ -251,88 +204,6 @@ class EngineConfig:
         if self.raise_on_timeout and self.step_timeout is None:
             raise ConfigError("raise_on_timeout needs a step_timeout; got None")
         self._check_pipeline()
-
-    def resolve(self, model: ServedModel, draft: ServedModel | None = None) -> ResolvedConfig:
-        """Derive every value left out, with the reason for each.
-
-        Parameters
-        ----------
-        model : ServedModel
-            Its weights are already on the device.
-        draft : ServedModel, optional
-            What proposes drafts; so are its weights. It has pages for as many tokens as the model.
-
-        Raises
-        ------
-        ConfigError, OutOfMemoryError
-            If the options contradict the model, or the pages do not fit.
-        """
-        device = model.device
-        reasons = dict[str, str]()
-        self._check_ranks(model)
-        length = self._length(model.max_model_len, reasons)
-        seqs = self._or_default("max_num_seqs", _SEQUENCES[device.kind], device, reasons)
-        budget = max(_BATCHED_TOKENS[device.kind], seqs)
-        tokens = self._or_default("max_num_batched_tokens", budget, device, reasons)
-        has_graphs = self._has_graphs(device, reasons)
-        memory = self._memory(model, tokens, seqs, has_graphs)
-        geometry = geometry_of(
-            model.config, self.block_size, kv_dtype(self.kv_cache_dtype, model.dtype)
-        )
-        per_block = 0
-        if draft is not None:
-            sizes = self._draft_sizes(model, draft, tokens, seqs, has_graphs)
-            memory = sizes.added_to(memory, tokens, seqs, has_graphs)
-            per_block = sizes.bytes_per_block
-            reasons["draft_model"] = str(sizes)
-        plan = plan_num_blocks(
-            memory,
-            geometry,
-            max_model_len=length,
-            max_num_seqs=seqs,
-            num_blocks=self.num_blocks,
-            draft_bytes_per_block=per_block,
-        )
-        reasons["num_blocks"] = plan.reason
-        is_debug = env.debug() if self.debug is None else self.debug
-        scheduler = SchedulerConfig(
-            num_blocks=plan.num_blocks,
-            max_model_len=length,
-            block_size=self.block_size,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=tokens,
-            num_host_blocks=self._host_blocks(geometry, reasons),
-            # Only the decode kernel supports trees, but not with a sliding window; and its order
-            # of summation depends on the batch.
-            draft_trees=not model.deterministic and not any(model.config.layer_windows),
-            debug=is_debug,
-            **{theirs: getattr(self, ours) for ours, theirs in _SCHEDULER_OPTIONS.items()},
-        )
-        is_async = self._is_async(device, reasons)
-        return ResolvedConfig(
-            scheduler,
-            geometry,
-            self.seed,
-            is_async,
-            is_debug,
-            has_graphs,
-            self.speculative_config,
-            reasons,
-        )
-
-    def _check_ranks(self, model: ServedModel) -> None:
-        if self.tensor_parallel_size != model.num_ranks:
-            raise ConfigError(
-                f"tensor_parallel_size must be {model.num_ranks}, the number of processes that "
-                f"share this model (LLMEngine.from_name starts them); got "
-                f"{self.tensor_parallel_size}"
-            )
-        if self.pipeline_parallel_size != model.num_stages:
-            raise ConfigError(
-                f"pipeline_parallel_size must be {model.num_stages}, the number of stages that "
-                f"have this model's layers (LLMEngine.from_name starts them); got "
-                f"{self.pipeline_parallel_size}"
-            )
 
     def _check_pipeline(self) -> None:
         """Refuse what several pipeline stages cannot do."""
@@ -367,133 +238,24 @@ class EngineConfig:
         except (ValueError, AttributeError) as error:
             raise ConfigError(f"pipeline_address: {error}") from None
 
-    def _host_blocks(self, geometry: KVGeometry, reasons: dict[str, str]) -> int:
-        count = int(self.swap_space_gb * 2**30) // geometry.bytes_per_block
-        if self.swap_space_gb:
-            reasons["num_host_blocks"] = f"{count}: as many as fit into {self.swap_space_gb:g} GiB"
-        return count
 
-    def _is_async(self, device: Device, reasons: dict[str, str]) -> bool:
-        if self.async_scheduling is not None:
-            return self.async_scheduling
-        reasons["async_scheduling"] = f"{device.is_cuda}: the default on {device.kind}"
-        return device.is_cuda
+def _checked(option: Field[Any], value: Any) -> Any:
+    """Return the value of a field, a number as its own type.
 
-    def _has_graphs(self, device: Device, reasons: dict[str, str]) -> bool:
-        if self.cuda_graphs is None and self.pipeline_parallel_size > 1:
-            reasons["cuda_graphs"] = "False: there are several pipeline stages"
-            return False
-        if self.cuda_graphs is None:
-            reasons["cuda_graphs"] = f"{device.is_cuda}: the default on {device.kind}"
-            return device.is_cuda
-        if self.cuda_graphs and not device.is_cuda:
-            raise ConfigError(f"cuda_graphs must be False or left out on {device}; got True")
-        return self.cuda_graphs
-
-    def _length(self, model_length: int, reasons: dict[str, str]) -> int:
-        if self.max_model_len is None:
-            reasons["max_model_len"] = f"{model_length}: the model's own"
-            return model_length
-        if self.max_model_len > model_length:
-            raise ConfigError(
-                f"max_model_len must be at most {model_length}, which the model was loaded for; "
-                f"got {self.max_model_len}"
-            )
-        return self.max_model_len
-
-    def _or_default(self, name: str, default: int, device: Device, reasons: dict[str, str]) -> int:
-        value: int | None = getattr(self, name)
-        if value is not None:
-            return value
-        reasons[name] = f"{default}: the default on {device.kind}"
-        return default
-
-    def _draft_sizes(
-        self, model: ServedModel, draft: ServedModel, tokens: int, seqs: int, has_graphs: bool
-    ) -> DraftSizes:
-        per_block = geometry_of(draft.config, self.block_size, draft.dtype).bytes_per_block
-        num_spare = seqs * num_spare_blocks(self.block_size, self.max_draft_tokens)
-        num_layers = len(set(draft.feature_layers))
-        rows = batch_sizes(seqs)[-1] * (1 + self.max_draft_tokens) if has_graphs else 0
-        features = feature_bytes(model.config, model.dtype, num_layers, tokens, rows)
-        return DraftSizes(
-            draft.config, draft.dtype, draft.weight_bytes, per_block, num_spare, features
-        )
-
-    def _memory(self, model: ServedModel, tokens: int, seqs: int, has_graphs: bool) -> MemoryBudget:
-        total, free = device_memory(model.device)
-        if not model.device.is_cuda:  # the ranks share it
-            count = model.num_ranks * self.pipeline_parallel_size
-            total = total // count
-            free = free // count
-        rows, seqs = (n * (1 + self.max_draft_tokens) for n in (batch_sizes(seqs)[-1], seqs))
-        graphs = activation_bytes(model.config, model.dtype, rows, rows) if has_graphs else 0
-        activations = activation_bytes(model.config, model.dtype, tokens, seqs)
-        buffers = buffer_bytes(model.num_ranks) if model.device.is_cuda else 0
-        return MemoryBudget(
-            total=total,
-            others=max(0, total - free - model.weight_bytes - buffers),
-            weights=model.weight_bytes,
-            activations=activations + graphs,
-            utilization=self.memory_utilization or _UTILIZATION[model.device.kind],
-            collectives=buffers,
-        )
-
-
-@dataclass(frozen=True)
-class ResolvedConfig:
-    """Every value the engine runs with, and the reason for each one that the user left open."""
-
-    scheduler: SchedulerConfig
-    geometry: KVGeometry
-    seed: int
-    async_scheduling: bool
-    is_debug: bool
-    cuda_graphs: bool
-    speculative: SpeculativeConfig | None = None
-    reasons: Mapping[str, str] = field(default_factory=dict)
-
-    def with_reason(self, name: str, reason: str) -> ResolvedConfig:
-        """Return the same with one more reason; itself if that is ""."""
-        return replace(self, reasons={**self.reasons, name: reason}) if reason else self
-
-
-def default_budget(
-    model: ModelConfig,
-    dtype: str,
-    kind: str,
-    total: int,
-    weight_bytes: int,
-    draft: DraftSizes | None = None,
-    num_ranks: int = 1,
-) -> MemoryBudget:
-    """Return the budget of an engine with default options that has `total` bytes for itself.
-
-    Parameters
-    ----------
-    model : ModelConfig
-    dtype : str
-    kind : str
-        "cpu" or "cuda".
-    total, weight_bytes : int
-    draft : DraftSizes, optional
-        For `default_num_seqs(kind)` requests.
-    num_ranks : int
-        GPUs that share each layer, of which `model` is one's part.
+    Raises
+    ------
+    ConfigError
+        If it is outside the field's range or choices.
     """
-    seqs = default_num_seqs(kind)
-    tokens = max(_BATCHED_TOKENS[kind], seqs)
-    activations = activation_bytes(model, dtype, tokens, seqs)
-    if kind == "cuda":
-        rows = batch_sizes(seqs)[-1]
-        activations += activation_bytes(model, dtype, rows, rows)  # of the graphs
-    buffers = buffer_bytes(num_ranks) if kind == "cuda" else 0
-    budget = MemoryBudget(
-        total, 0, weight_bytes, activations, _UTILIZATION[kind], collectives=buffers
-    )
-    return draft.added_to(budget, tokens, seqs, kind == "cuda") if draft is not None else budget
-
-
-def default_num_seqs(kind: str) -> int:
-    """Return the maximum number of running requests by default; `kind`: "cpu" or "cuda"."""
-    return _SEQUENCES[kind]
+    if (allowed := option.metadata.get("range")) is not None:
+        try:
+            return allowed.check(option.name, value)
+        except RequestError as error:
+            raise ConfigError(str(error)) from None
+    if (choices := option.metadata.get("choices")) is None:
+        return value
+    # By type too: 1 == True, but 1 is not a flag.
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        wanted = ", ".join(map(repr, choices))
+        raise ConfigError(f"{option.name} must be one of {wanted}; got {shown(value)}")
+    return value

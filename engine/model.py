@@ -10,7 +10,7 @@ Logits are NumPy arrays on the CPU and CuPy arrays on a GPU.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from typing import Any, Literal
@@ -315,6 +315,13 @@ class Model:
             return ""
         prepare_code_pages(self.config, self.dtype, dtype, self.device)
         return page_calibration.ensure_scales(self, self.decoder.kv_scales, dtype)
+
+    def stage_blocks(self, options: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """Return the KV blocks, on device and host, that each other stage has room for.
+
+        `options` are the fields of `EngineConfig`. A model in one process has no other stages.
+        """
+        return []
 
     def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
         """Let all ranks make pages as these; here there is one rank."""

@@ -7,13 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine import cli, engine_config
+from engine import cli
 from engine.cache.block_plan import MemoryBudget
 from engine.cache.kv_cache import KVGeometry
 from engine.cache.memory_pool import format_bytes
 from engine.commands._bench_models import built_in_config, built_in_names, config_folder
+from engine.core import resolve as resolving
+from engine.core.resolve import default_budget, resolve
 from engine.device import CPU, Device
-from engine.engine_config import EngineConfig, default_budget
+from engine.engine_config import EngineConfig
 from engine.loading.load_config import LoadConfig
 from engine.loading.weight_memory import quantized_formats, weight_bytes
 from engine.loading.weight_table import weight_shapes
@@ -73,7 +75,7 @@ def test_the_budget_is_the_engines(device, num_ranks, monkeypatch):
     buffers = 3 * 24 << 20 if device.is_cuda and num_ranks > 1 else 0
     shares = 1 if device.is_cuda else num_ranks  # processes on the memory of this machine
     left = total - weights * shares - buffers
-    monkeypatch.setattr(engine_config, "device_memory", lambda place: (total * shares, left))
+    monkeypatch.setattr(resolving, "device_memory", lambda place: (total * shares, left))
     model = SimpleNamespace(
         config=config,
         device=device,
@@ -83,7 +85,7 @@ def test_the_budget_is_the_engines(device, num_ranks, monkeypatch):
         num_stages=1,
     )
     sizes = (8192, 256, True) if device.is_cuda else (512, 16, False)
-    found = EngineConfig()._memory(model, *sizes)
+    found = resolving._memory(EngineConfig(), model, *sizes)
     expected = default_budget(config, "bfloat16", device.kind, total, weights, num_ranks=num_ranks)
     assert replace(found, others=0) == expected and expected.collectives == buffers
     assert found.others == 0 or not device.is_cuda
@@ -94,9 +96,9 @@ def test_the_budget_is_the_engines(device, num_ranks, monkeypatch):
 def test_features_for_a_head_are_planned(device, monkeypatch):
     """As many bytes as `FeatureTap` allocates: for this step, the last one, and the graphs."""
     config, total = built_in_config("qwen3-0.6b"), 80 * 10**9
-    monkeypatch.setattr(engine_config, "device_memory", lambda place: (total, total))
+    monkeypatch.setattr(resolving, "device_memory", lambda place: (total, total))
     fields = {"device": device, "dtype": "bfloat16", "deterministic": False, "weight_bytes": 0}
-    fields["num_ranks"] = fields["num_stages"] = 1
+    fields |= {"num_ranks": 1, "num_stages": 1, "stage_blocks": lambda options: []}
     model = SimpleNamespace(config=config, max_model_len=4096, **fields)
     plain = SimpleNamespace(**vars(model), feature_layers=())
     head = SimpleNamespace(**vars(model), feature_layers=(2, 9, 2))
@@ -105,14 +107,14 @@ def test_features_for_a_head_are_planned(device, monkeypatch):
     counts = [1000, 1000] + [64 * (1 + 3)] * device.is_cuda
     arrays = [one for count in counts for one in tap.new_for_graphs(count).values()]
     wanted = sum(one.nbytes for one in arrays)
-    made = [EngineConfig(**sizes).resolve(model, draft) for draft in (plain, head)]
+    made = [resolve(EngineConfig(**sizes), model, draft) for draft in (plain, head)]
     reasons = [one.reasons["draft_model"] for one in made]
     assert reasons[1] == f"{reasons[0]}, {format_bytes(wanted)} for the model's features"
     budget = MemoryBudget(total, 0, 0, 0)
     plans = [
-        EngineConfig(**sizes)
-        ._draft_sizes(model, draft, 1000, 20, device.is_cuda)
-        .added_to(budget, 1000, 20, device.is_cuda)
+        resolving._draft_sizes(
+            EngineConfig(**sizes), model, draft, 1000, 20, device.is_cuda
+        ).added_to(budget, 1000, 20, device.is_cuda)
         for draft in (plain, head)
     ]
     assert plans[0].left - plans[1].left == wanted
@@ -125,10 +127,11 @@ def test_a_draft_model_takes_what_the_engine_gives_it(device, monkeypatch):
     how, beside = (_how(each, device=device) for each in (config, small))
     plan = plan_memory(config, how, total, draft=(small, beside), num_drafts=20)
     of_small = plan_memory(small, beside, total).budget.weights
-    monkeypatch.setattr(engine_config, "device_memory", lambda place: (total, total))
+    monkeypatch.setattr(resolving, "device_memory", lambda place: (total, total))
     sizes = {"device": device, "dtype": "bfloat16", "deterministic": False, "num_ranks": 1}
-    sizes |= {"num_stages": 1, "feature_layers": ()}
-    made = EngineConfig(max_draft_tokens=20).resolve(
+    sizes |= {"num_stages": 1, "feature_layers": (), "stage_blocks": lambda options: []}
+    made = resolve(
+        EngineConfig(max_draft_tokens=20),
         SimpleNamespace(
             config=config, weight_bytes=plan.budget.weights, max_model_len=4096, **sizes
         ),

@@ -26,8 +26,8 @@ ORDER = (
     *("device", "dtypes", "model_files", "request"),
     *("text", "weights", "reference", "structured", "sampling_params", "kernels", "cache"),
     *("layers", "distributed", "models", "testing", "scheduler", "loading", "runner"),
-    *("option_ranges", "model", "quantization", "speculative", "engine_config", "scaling"),
-    *("parallel", "core", "llm_engine", "snapshot", "tasks", "shared_engine", "async_engine"),
+    *("model", "quantization", "speculative", "engine_config", "core", "scaling", "parallel"),
+    *("llm_engine", "snapshot", "tasks", "shared_engine", "async_engine"),
     *("llm", "__init__", "server", "commands", "cli", "__main__"),
 )
 LAYERS = {part: number for number, part in enumerate(ORDER)}

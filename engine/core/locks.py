@@ -1,4 +1,4 @@
-"""Who may use the engine, and when: `EngineLock` for `LLM`, `exclusive` for `LLMEngine`."""
+"""Who may use the engine, and when: `EngineLock` for `LLM`, `not_reentrant` for `LLMEngine`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from engine.errors import RequestError
 
-__all__ = ["EngineLock", "exclusive"]
+__all__ = ["EngineLock", "not_reentrant"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,8 +22,8 @@ class _HasEntry(Protocol):
 S = TypeVar("S", bound=_HasEntry)
 
 
-def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Make `method` raise while another exclusive method of the same object is running.
+def not_reentrant(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Make `method` raise while another not_reentrant method of the same object is running.
 
     The object has no lock to wait for: it is used by one thread at a time, and not from within
     its own steps (a logits processor).

@@ -7,11 +7,11 @@ what the user sees; the scheduler's state stays in `Request`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine.checks import shown_with_type
-from engine.errors import EngineError, RequestError
+from engine.errors import RequestError
 from engine.outputs import (
     CompletionOutput,
     Logprob,
@@ -25,7 +25,7 @@ from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.text.detokenizer import IncrementalDetokenizer, TokenTexts
 from engine.text.stop import StopChecker
 
-__all__ = ["End", "OutputGroup", "OutputStream", "check_groups", "token_texts"]
+__all__ = ["End", "OutputGroup", "OutputStream", "token_texts"]
 
 _FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 _DELTA = RequestOutputKind.DELTA
@@ -436,15 +436,6 @@ class OutputGroup:
             return None
         self._is_prompt_sent = True
         return self._prompt_logprobs or [None] * request.num_prompt_tokens
-
-
-def check_groups(groups: Iterable[OutputGroup], unfinished: Iterable[Request]) -> None:
-    """Raise EngineError unless the streams that are served are those of `unfinished`."""
-    streams = [stream for group in groups for stream in group.streams]
-    served = {s.request for s in streams if s.request.stream is not None}
-    if different := served.symmetric_difference(unfinished):
-        names = sorted(request.request_id for request in different)
-        raise EngineError(f"scheduler and engine disagree about the requests {names}")
 
 
 def token_texts(tokenizer: Any) -> dict[bool, TokenTexts]:

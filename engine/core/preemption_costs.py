@@ -17,8 +17,8 @@ import numpy as np
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.swap import SwapSpace
+from engine.core.resolve import ResolvedConfig
 from engine.device import Device
-from engine.engine_config import ResolvedConfig
 from engine.layers.batch import ForwardBatch
 
 __all__ = ["measure_recompute", "measure_swap", "with_measured_costs"]

@@ -9,7 +9,6 @@ step's token ids reach the first stage with the announcement.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import secrets
 import sys
 import weakref
@@ -29,7 +28,7 @@ from engine.config import ModelConfig
 from engine.device import Device, resolve_device, to_numpy
 from engine.distributed.connection import parse_address
 from engine.distributed.messages import to_text
-from engine.engine_config import EngineConfig, ResolvedConfig
+from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, RankError, RequestError
 from engine.layers.batch import ForwardBatch
 from engine.loading.download import resolve_model
@@ -131,16 +130,10 @@ class PipelinedModel(Model):
 
     # ---- pages
 
-    def agree(self, given: EngineConfig, config: ResolvedConfig) -> ResolvedConfig:
-        """Return `config` with the number of blocks that fit in every stage."""
-        plain = {f.name: getattr(given, f.name) for f in dataclasses.fields(given)}
-        answers = self.group.ask("planning pages", PLAN, arrays=[to_text(plain)])
-        limits = config.scheduler
-        own = [limits.num_blocks, limits.num_host_blocks]
-        blocks, host = (min(own[i], *(numbers[i] for _, numbers, _ in answers)) for i in (0, 1))
-        reason = f"{blocks}: the least of {self.num_stages} stages" if blocks < own[0] else ""
-        limits = replace(limits, num_blocks=blocks, num_host_blocks=host)
-        return replace(config, scheduler=limits).with_reason("num_blocks", reason)
+    def stage_blocks(self, options: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """Return the KV blocks, on device and host, that each other stage has room for."""
+        answers = self.group.ask("planning pages", PLAN, arrays=[to_text(dict(options))])
+        return [(numbers[0], numbers[1]) for _, numbers, _ in answers]
 
     def prepare_pages(self, dtype: str) -> str:
         """Load the kernels of a quantized KV cache in all stages. See `Model.prepare_pages`.

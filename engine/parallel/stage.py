@@ -26,6 +26,7 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import MemoryPool
 from engine.cache.move_arrays import NUM_MOVE_ARRAYS, moves_from_arrays
 from engine.cache.swap import SwapSpace, move_blocks
+from engine.core.resolve import resolve
 from engine.distributed.connection import Address, Connection, Listener, connect
 from engine.distributed.messages import from_text, to_text
 from engine.distributed.peer import FAIL, PING, PING_SECONDS, Peer
@@ -230,8 +231,7 @@ class StageWorker:
     def _plan(self, numbers: list[int], arrays: list[Any]) -> None:
         self._doing = "planning pages"
         config = EngineConfig(**json.loads(from_text(arrays[0])))
-        limits = config.resolve(self._the_model()).scheduler
-        self._connection.send(ANSWER, [limits.num_blocks, limits.num_host_blocks])
+from engine.core.resolve import resolve
 
     def _prepare(self, numbers: list[int], arrays: list[Any]) -> None:
         self._doing = "preparing pages"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from engine.cache.block_plan import MemoryBudget
 from engine.cache.memory_pool import format_bytes
 from engine.config import ModelConfig
+from engine.core.resolve import default_budget, default_num_seqs
 from engine.dtypes import itemsize
-from engine.engine_config import default_budget, default_num_seqs
 from engine.loading.load_config import LoadConfig
 from engine.loading.weight_memory import quantized_formats, weight_dtype
 from engine.loading.weight_table import weight_shapes

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.cache.memory_pool import format_bytes
 from engine.config import ModelConfig
-from engine.engine_config import default_budget
+from engine.core.resolve import default_budget
 from engine.errors import ConfigError
 from engine.loading.weight_memory import quantized_formats, weight_bytes
 from engine.models.rope_tables import rope_bytes

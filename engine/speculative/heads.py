@@ -40,41 +40,15 @@ class LoadedHead:
         return self.head.config
 
     @property
-    def device(self) -> Any:
-        """Where it computes."""
-        return self._target.device
-
-    @property
     def dtype(self) -> str:
         """Dtype of weights, activations and pages."""
         dtype: str = self._target.dtype
         return dtype
 
     @property
-    def max_model_len(self) -> int:
-        """The longest sequence that it was loaded for."""
-        length: int = self._target.max_model_len
-        return length
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of its own weights."""
         return self.head.num_bytes
-
-    @property
-    def num_ranks(self) -> int:
-        """One: it is not divided."""
-        return 1
-
-    @property
-    def num_stages(self) -> int:
-        """One, too."""
-        return 1
-
-    @property
-    def deterministic(self) -> bool:
-        """False: its drafts depend on the batch."""
-        return False
 
 
 def load_head(config: SpeculativeConfig, target: Any) -> LoadedHead:

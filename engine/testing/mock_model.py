@@ -67,6 +67,10 @@ class MockModel:
         """Return False, as there is no rope."""
         return False
 
+    def stage_blocks(self, options: Any) -> list[tuple[int, int]]:
+        """Return an empty list: there is one stage."""
+        return []
+
     def share_pages(self, kv_cache: Any, num_host_blocks: int) -> None:
         """Do nothing: there is one rank."""
 

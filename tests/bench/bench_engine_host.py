@@ -121,7 +121,7 @@ def _engine_with_drafts(num_requests, config):
     engine = _engine_of(model, num_requests, 128, speculative_config=config)
     limits, runner = engine.config.scheduler, engine.runner
     runner.capture_graphs(limits.max_model_len, limits.max_draft_tokens)
-    engine.speculation = make_speculation(
+    engine.speculation = engine._streams._speculation = make_speculation(
         engine.config.speculative, engine.scheduler, runner, overlaps=True
     )
     params = SamplingParams(max_tokens=1500, ignore_eos=True, temperature=0)

@@ -18,7 +18,7 @@ import engine as package
 from engine import LLM, LLMEngine, SamplingParams
 from engine.cache.kv_cache import KVCache
 from engine.cli import main
-from engine.engine_config import EngineConfig
+from engine.core.resolve import resolve
 from engine.errors import ConfigError, EngineError, RankError, RequestError, StepTimeoutError
 from engine.layers.batch import ForwardBatch
 from engine.parallel.stage import run_stage
@@ -175,12 +175,11 @@ def test_the_experts_of_all_stages_are_counted(in_threads, tmp_path):
 def test_every_stage_has_as_many_blocks_as_the_poorest(in_threads, monkeypatch):
     """Five layers: the first stage has three of them, and its blocks are larger."""
 
-    class Poor(EngineConfig):
-        def resolve(self, model, draft=None):
-            found = super().resolve(model, draft)
-            return replace(found, scheduler=replace(found.scheduler, num_blocks=40))
+    def poor(config, model):
+        found = resolve(config, model)
+        return replace(found, scheduler=replace(found.scheduler, num_blocks=40))
 
-    monkeypatch.setattr("engine.parallel.stage.EngineConfig", Poor)
+    monkeypatch.setattr("engine.parallel.stage.resolve", poor)
     with _engine(2, config=replace(CONFIG, num_layers=5), swap_space_gb=0.01) as engine:
         limits, geometry = engine.config.scheduler, engine.config.geometry
         assert limits.num_host_blocks == int(0.01 * 2**30) // (geometry.bytes_per_block * 3 // 2)

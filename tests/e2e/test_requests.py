@@ -126,13 +126,13 @@ def test_best_of_that_is_aborted_returns_the_longest(model):
     params = SamplingParams(n=2, best_of=4, seed=3, max_tokens=9, ignore_eos=True)
     engine = make_engine(model, max_num_seqs=2)
     engine.add_request("r", LONG, params)
-    while sum(len(s.request.output_token_ids) for s in engine._groups["r"].streams) < 20:
+    while sum(len(s.request.output_token_ids) for s in engine._streams.groups["r"].streams) < 20:
         engine.step()  # two are finished, two are not
     engine.abort_request("r")
     first, second = run(engine)["r"].outputs
     assert first.finish_reason == second.finish_reason == "length"
     engine.add_request("r", LONG, params)
-    while not any(s.request.output_token_ids for s in engine._groups["r"].streams):
+    while not any(s.request.output_token_ids for s in engine._streams.groups["r"].streams):
         engine.step()  # some have not started
     engine.abort_request("r")
     first, second = run(engine)["r"].outputs
@@ -367,7 +367,7 @@ def test_timeouts_of_finished_requests_are_forgotten(model):
     for index in range(300):
         engine.add_request(str(index), [5], SamplingParams(max_tokens=1), timeout=1e6)
         engine.step()
-    assert len(engine._deadlines._heap) < 80
+    assert len(engine._streams._deadlines._heap) < 80
 
 
 def _wanted_state(name):

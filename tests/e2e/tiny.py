@@ -92,7 +92,7 @@ def check_drained(engine, num_failures=0):
     assert engine.scheduler.blocks.num_available == engine.config.scheduler.num_blocks
     stats = engine.scheduler.stats()
     assert stats.num_requests_running == stats.num_requests_waiting == 0
-    assert not engine._groups and not len(engine.runner._table)
+    assert not engine._streams.groups and not len(engine.runner._table)
     assert not engine._recovery.num_suspects
 
 

@@ -109,7 +109,7 @@ class Runner:
         assert not engine.has_unfinished_requests(), "not drained after 400 steps"
         engine.check_integrity()
         assert engine.scheduler.blocks.num_available == engine.config.scheduler.num_blocks
-        assert not engine._groups and not len(engine.runner._table)
+        assert not engine._streams.groups and not len(engine.runner._table)
         assert not self._llm._shared.inbox and self._llm._shared.is_idle
         [output] = self._llm.generate([PROMPT], GREEDY)
         assert list(output.outputs[0].token_ids) == self._want, output

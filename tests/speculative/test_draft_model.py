@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from engine import LLMEngine, SamplingParams, llm_engine
+from engine.core.resolve import resolve
 from engine.drafts import DraftIds
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineError, OutOfMemoryError
@@ -517,15 +518,15 @@ def test_memory_of_the_draft_model_is_planned(target, make, monkeypatch):
     engine.close()
     assert not engine._pool.stats().slabs
     # A device that is full with fewer than all blocks.
-    monkeypatch.setattr("engine.engine_config.device_memory", lambda device: (1 << 23, 1 << 23))
+    monkeypatch.setattr("engine.core.resolve.device_memory", lambda device: (1 << 23, 1 << 23))
     options = {"max_num_seqs": 64, "max_draft_tokens": NUM_DRAFTS, "cuda_graphs": False}
     options |= {"max_num_batched_tokens": 512, "memory_utilization": 0.5}
-    without, beside = (EngineConfig(**options).resolve(target, draft) for draft in (None, target))
+    without, beside = (resolve(EngineConfig(**options), target, draft) for draft in (None, target))
     counts = [config.scheduler.num_blocks for config in (without, beside)]
     lost = target.weight_bytes + 64 * BYTES_PER_BLOCK
     assert (counts[0] * BYTES_PER_BLOCK - lost) // (2 * BYTES_PER_BLOCK) == counts[1] > 16
     with pytest.raises(OutOfMemoryError, match="what proposes drafts"):
-        EngineConfig(num_blocks=counts[0], **options).resolve(target, target)
+        resolve(EngineConfig(num_blocks=counts[0], **options), target, target)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -107,7 +107,9 @@ class Load:
         running = [
             r for r in self.engine.scheduler.unfinished_requests() if "#" not in r.request_id
         ]
-        running = [r for r in running if len(self.engine._groups[r.request_id].streams) == 1]
+        running = [
+            r for r in running if len(self.engine._streams.groups[r.request_id].streams) == 1
+        ]
         if not running:
             return
         parent = self.rng.choice(running)
@@ -156,7 +158,7 @@ class Load:
 
     def abort(self):
         """End some requests."""
-        names = list(self.engine._groups)
+        names = list(self.engine._streams.groups)
         self.engine.abort_request(self.rng.sample(names, min(len(names), self.rng.randint(0, 2))))
 
     def reset(self):
@@ -192,7 +194,7 @@ class Load:
         assert self.engine.scheduler.blocks.num_available == self.engine.config.scheduler.num_blocks
         stats = self.engine.scheduler.stats()
         assert stats.num_requests_running == stats.num_requests_waiting == 0
-        assert not self.engine._groups and not len(self.engine.runner._table)
+        assert not self.engine._streams.groups and not len(self.engine.runner._table)
         speculation = self.engine.speculation
         assert not speculation._num_real and not speculation._controller._of
         ended = {f"{n}#{i}" if i else n for n, o in self.outputs.items()
@@ -213,7 +215,7 @@ def drive(model, seed, num_operations=30):
     if rng.random() < 0.2:
         load.engine.close()
         assert not load.engine.speculation._controller._of
-        assert not load.engine._groups and not load.engine.speculation._num_real
+        assert not load.engine._streams.groups and not load.engine.speculation._num_real
         with pytest.raises(RequestError, match="closed"):
             load.engine.add_request("late", [1])
         return {"closed": 1}

@@ -242,7 +242,7 @@ def test_aborts_while_drafts_are_verified(model, late):
         step = launch(output)
         for name in [n for n, at in doomed.items() if output.step_id >= at]:
             del doomed[name]
-            made._end_group(made._groups[name], None)  # within `step`
+            made._streams.abort(made._streams.groups[name])  # within `step`
         return step
 
     made.runner.launch = aborting
@@ -293,7 +293,7 @@ def check_nothing_kept_but_failures(made):
     """As `check_nothing_kept`, of an engine some of whose steps have failed."""
     assert not made.speculation._num_real and not made.speculation._controller._of
     assert made.scheduler.blocks.num_available == made.config.scheduler.num_blocks
-    assert not made._groups and not len(made.runner._table)
+    assert not made._streams.groups and not len(made.runner._table)
 
 
 @pytest.mark.parametrize("num_tokens", [3, 7])

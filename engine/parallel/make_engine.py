@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from engine.engine_config import EngineConfig, ResolvedConfig
+from engine.engine_config import EngineConfig
 from engine.model import LOAD_OPTIONS, Model, load
 
-__all__ = ["make_engine", "resolved"]
+__all__ = ["make_engine"]
 
 EngineT = TypeVar("EngineT")
 
@@ -47,12 +47,3 @@ def make_engine(make: Callable[..., EngineT], model: str, options: dict[str, Any
     except BaseException:
         loaded.close()
         raise
-
-
-def resolved(given: EngineConfig, model: Any, draft: Any = None) -> ResolvedConfig:
-    """Return the configuration of an engine; all stages of a model agree on it."""
-    config = given.resolve(model, draft)
-    if model.num_stages == 1:
-        return config
-    agreed: ResolvedConfig = model.agree(given, config)
-    return agreed

@@ -1,0 +1,348 @@
+"""`resolve`: the options of an engine, completed for a loaded model, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from engine import env
+from engine.cache.block_plan import MemoryBudget, plan_num_blocks
+from engine.cache.kv_cache import KVGeometry, kv_dtype
+from engine.cache.memory_pool import device_memory
+from engine.config import ModelConfig
+from engine.device import Device
+from engine.engine_config import EngineConfig
+from engine.errors import ConfigError
+from engine.layers.collectives import buffer_bytes
+from engine.runner.cuda_graph import batch_sizes
+from engine.runner.memory_sizes import DraftSizes, activation_bytes, feature_bytes, geometry_of
+from engine.scheduler.config import SchedulerConfig
+from engine.speculative.config import SpeculativeConfig
+from engine.speculative.draft_pages import num_spare_blocks
+
+__all__ = ["ResolvedConfig", "default_budget", "default_num_seqs", "resolve"]
+
+# A step on the CPU should not last seconds; on a GPU it should fill the chip.
+_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+_SEQUENCES = {"cpu": 16, "cuda": 256}
+# On the CPU the pages compete for memory with the user's other programs.
+_UTILIZATION = {"cpu": 0.5, "cuda": 0.9}
+
+
+class DraftModel(Protocol):
+    """The sizes of a draft model or draft head."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its sizes."""
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of weights, activations and pages."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights."""
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose input it reads."""
+
+
+class ServedModel(Protocol):
+    """The part of `Model` that `resolve` reads."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its sizes."""
+
+    @property
+    def device(self) -> Device:
+        """Where it computes."""
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of weights and activations, and of the KV cache unless it is quantized."""
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence in tokens that it was loaded for."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights."""
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether it was loaded with `deterministic=True`."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share its layers."""
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages that divide its layers."""
+
+    def stage_blocks(self, options: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
+        """Return the KV blocks, on device and host, that each other stage has room for.
+
+        `options` are the fields of `EngineConfig`.
+        """
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """Every value the engine runs with, and the reason for each one that the user left open."""
+
+    scheduler: SchedulerConfig
+    geometry: KVGeometry
+    seed: int
+    async_scheduling: bool
+    is_debug: bool
+    cuda_graphs: bool
+    speculative: SpeculativeConfig | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def with_reason(self, name: str, reason: str) -> ResolvedConfig:
+        """Return the same with one more reason; itself if that is ""."""
+        return replace(self, reasons={**self.reasons, name: reason}) if reason else self
+
+
+def resolve(
+    config: EngineConfig, model: ServedModel, draft: DraftModel | None = None
+) -> ResolvedConfig:
+    """Derive every value that `config` leaves out, with the reason for each.
+
+    Parameters
+    ----------
+    config : EngineConfig
+    model : ServedModel
+        Its weights are already on the device.
+    draft : DraftModel, optional
+        Its weights are already on the device, too. It has pages for as many tokens as the model.
+
+    Raises
+    ------
+    ConfigError, OutOfMemoryError
+        If the options contradict the model, or the pages do not fit.
+    """
+    device = model.device
+    reasons = dict[str, str]()
+    _check_ranks(config, model)
+    length = _length(config, model.max_model_len, reasons)
+    seqs = _or_default(config, "max_num_seqs", _SEQUENCES[device.kind], device, reasons)
+    budget = max(_BATCHED_TOKENS[device.kind], seqs)
+    tokens = _or_default(config, "max_num_batched_tokens", budget, device, reasons)
+    has_graphs = _has_graphs(config, device, reasons)
+    memory = _memory(config, model, tokens, seqs, has_graphs)
+    pages = kv_dtype(config.kv_cache_dtype, model.dtype)
+    geometry = geometry_of(model.config, config.block_size, pages)
+    per_block = 0
+    if draft is not None:
+        sizes = _draft_sizes(config, model, draft, tokens, seqs, has_graphs)
+        memory = sizes.added_to(memory, tokens, seqs, has_graphs)
+        per_block = sizes.bytes_per_block
+        reasons["draft_model"] = str(sizes)
+    plan = plan_num_blocks(
+        memory,
+        geometry,
+        max_model_len=length,
+        max_num_seqs=seqs,
+        num_blocks=config.num_blocks,
+        draft_bytes_per_block=per_block,
+    )
+    reasons["num_blocks"] = plan.reason
+    own_blocks = plan.num_blocks, _num_host_blocks(config, geometry, reasons)
+    stages = [own_blocks, *model.stage_blocks(vars(config))]
+    num_blocks, num_host_blocks = map(min, zip(*stages, strict=True))
+    if num_blocks < plan.num_blocks:
+        reasons["num_blocks"] = f"{num_blocks}: the least of {len(stages)} stages"
+    is_debug = env.debug() if config.debug is None else config.debug
+    scheduler = SchedulerConfig(
+        num_blocks=num_blocks,
+        max_model_len=length,
+        block_size=config.block_size,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        max_prefill_chunk=config.max_prefill_chunk,
+        max_draft_tokens=config.max_draft_tokens,
+        # Only the decode kernel supports trees, but not with a sliding window; and its order
+        # of summation depends on the batch.
+        draft_trees=not model.deterministic and not any(model.config.layer_windows),
+        watermark=config.watermark,
+        policy=config.scheduling_policy,
+        priority_window=config.priority_window,
+        prefix_caching=config.enable_prefix_caching,
+        max_blocks_per_salt=config.max_blocks_per_salt,
+        num_host_blocks=num_host_blocks,
+        preemption=config.preemption_mode,
+        recompute_us_per_token=config.recompute_us_per_token,
+        swap_us_per_block=config.swap_us_per_block,
+        max_num_queued_requests=config.max_num_queued_requests,
+        max_num_queued_tokens=config.max_num_queued_tokens,
+        debug=is_debug,
+    )
+    return ResolvedConfig(
+        scheduler,
+        geometry,
+        config.seed,
+        _is_async(config, device, reasons),
+        is_debug,
+        has_graphs,
+        config.speculative_config,
+        reasons,
+    )
+
+
+def default_budget(
+    model: ModelConfig,
+    dtype: str,
+    kind: str,
+    total: int,
+    weight_bytes: int,
+    draft: DraftSizes | None = None,
+    num_ranks: int = 1,
+) -> MemoryBudget:
+    """Return the budget of an engine with default options that has `total` bytes for itself.
+
+    Parameters
+    ----------
+    model : ModelConfig
+    dtype : str
+    kind : str
+        "cpu" or "cuda".
+    total, weight_bytes : int
+    draft : DraftSizes, optional
+        For `default_num_seqs(kind)` requests.
+    num_ranks : int
+        GPUs that share each layer; `model` is one rank's shard.
+    """
+    seqs = default_num_seqs(kind)
+    tokens = max(_BATCHED_TOKENS[kind], seqs)
+    has_graphs = kind == "cuda"
+    budget = MemoryBudget(
+        total,
+        0,
+        weight_bytes,
+        _activation_bytes(model, dtype, tokens, seqs, has_graphs),
+        _UTILIZATION[kind],
+        collectives=buffer_bytes(num_ranks) if kind == "cuda" else 0,
+    )
+    return budget if draft is None else draft.added_to(budget, tokens, seqs, has_graphs)
+
+
+def default_num_seqs(kind: str) -> int:
+    """Return the maximum number of running requests by default; `kind`: "cpu" or "cuda"."""
+    return _SEQUENCES[kind]
+
+
+def _check_ranks(config: EngineConfig, model: ServedModel) -> None:
+    if config.tensor_parallel_size != model.num_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size must be {model.num_ranks}, the number of processes that "
+            f"share this model (LLMEngine.from_name starts them); got "
+            f"{config.tensor_parallel_size}"
+        )
+    if config.pipeline_parallel_size != model.num_stages:
+        raise ConfigError(
+            f"pipeline_parallel_size must be {model.num_stages}, the number of stages that "
+            f"have this model's layers (LLMEngine.from_name starts them); got "
+            f"{config.pipeline_parallel_size}"
+        )
+
+
+def _length(config: EngineConfig, model_length: int, reasons: dict[str, str]) -> int:
+    if config.max_model_len is None:
+        reasons["max_model_len"] = f"{model_length}: the model's own"
+        return model_length
+    if config.max_model_len > model_length:
+        raise ConfigError(
+            f"max_model_len must be at most {model_length}, which the model was loaded for; "
+            f"got {config.max_model_len}"
+        )
+    return config.max_model_len
+
+
+def _or_default(
+    config: EngineConfig, name: str, default: int, device: Device, reasons: dict[str, str]
+) -> int:
+    value: int | None = getattr(config, name)
+    if value is not None:
+        return value
+    reasons[name] = f"{default}: the default on {device.kind}"
+    return default
+
+
+def _has_graphs(config: EngineConfig, device: Device, reasons: dict[str, str]) -> bool:
+    if config.cuda_graphs is None and config.pipeline_parallel_size > 1:
+        reasons["cuda_graphs"] = "False: there are several pipeline stages"
+        return False
+    if config.cuda_graphs is None:
+        reasons["cuda_graphs"] = f"{device.is_cuda}: the default on {device.kind}"
+        return device.is_cuda
+    if config.cuda_graphs and not device.is_cuda:
+        raise ConfigError(f"cuda_graphs must be False or left out on {device}; got True")
+    return config.cuda_graphs
+
+
+def _is_async(config: EngineConfig, device: Device, reasons: dict[str, str]) -> bool:
+    if config.async_scheduling is not None:
+        return config.async_scheduling
+    reasons["async_scheduling"] = f"{device.is_cuda}: the default on {device.kind}"
+    return device.is_cuda
+
+
+def _num_host_blocks(config: EngineConfig, geometry: KVGeometry, reasons: dict[str, str]) -> int:
+    count = int(config.swap_space_gb * 2**30) // geometry.bytes_per_block
+    if config.swap_space_gb:
+        reasons["num_host_blocks"] = f"{count}: as many as fit into {config.swap_space_gb:g} GiB"
+    return count
+
+
+def _memory(
+    config: EngineConfig, model: ServedModel, tokens: int, seqs: int, has_graphs: bool
+) -> MemoryBudget:
+    total, free = device_memory(model.device)
+    if not model.device.is_cuda:  # the ranks and stages share the host's memory
+        count = model.num_ranks * config.pipeline_parallel_size
+        total = total // count
+        free = free // count
+    query_len = 1 + config.max_draft_tokens
+    buffers = buffer_bytes(model.num_ranks) if model.device.is_cuda else 0
+    return MemoryBudget(
+        total=total,
+        others=max(0, total - free - model.weight_bytes - buffers),
+        weights=model.weight_bytes,
+        activations=_activation_bytes(
+            model.config, model.dtype, tokens, seqs, has_graphs, query_len
+        ),
+        utilization=config.memory_utilization or _UTILIZATION[model.device.kind],
+        collectives=buffers,
+    )
+
+
+def _activation_bytes(
+    model: ModelConfig, dtype: str, tokens: int, seqs: int, has_graphs: bool, query_len: int = 1
+) -> int:
+    """Return the bytes of a step's activations, and of those that CUDA graphs keep."""
+    rows = batch_sizes(seqs)[-1] * query_len
+    graphs = activation_bytes(model, dtype, rows, rows) if has_graphs else 0
+    return activation_bytes(model, dtype, tokens, seqs * query_len) + graphs
+
+
+def _draft_sizes(
+    config: EngineConfig,
+    model: ServedModel,
+    draft: DraftModel,
+    tokens: int,
+    seqs: int,
+    has_graphs: bool,
+) -> DraftSizes:
+    per_block = geometry_of(draft.config, config.block_size, draft.dtype).bytes_per_block
+    num_spare = seqs * num_spare_blocks(config.block_size, config.max_draft_tokens)
+    num_layers = len(set(draft.feature_layers))
+    rows = batch_sizes(seqs)[-1] * (1 + config.max_draft_tokens) if has_graphs else 0
+    features = feature_bytes(model.config, model.dtype, num_layers, tokens, rows)
+    return DraftSizes(draft.config, draft.dtype, draft.weight_bytes, per_block, num_spare, features)
