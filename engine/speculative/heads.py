@@ -20,30 +20,26 @@ HEAD_METHODS = ("eagle3", "mtp")
 
 
 class LoadedHead:
-    """A head, with what the engine's plan of its memory asks of a model.
+    """A draft head, with the sizes that the engine plans its memory from.
 
     Attributes
     ----------
     head : DraftHead
+    dtype : str
+        Dtype of weights, activations and pages: the target's.
     feature_layers : tuple of int
         The target's layers whose input it reads.
     """
 
     def __init__(self, head: DraftHead, target: Any) -> None:
         self.head = head
+        self.dtype: str = target.dtype
         self.feature_layers = head.feature_layers
-        self._target = target
 
     @property
     def config(self) -> ModelConfig:
         """Sizes of its layer."""
         return self.head.config
-
-    @property
-    def dtype(self) -> str:
-        """Dtype of weights, activations and pages."""
-        dtype: str = self._target.dtype
-        return dtype
 
     @property
     def weight_bytes(self) -> int:
