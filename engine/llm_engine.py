@@ -72,9 +72,9 @@ class LLMEngine:
         draft = load_draft(given.speculative_config, model)
         config = resolve(given, model, draft)
         limits = config.scheduler
-        length = limits.max_model_len
-        seed = config.seed
-        self._inputs = InputProcessor(model, self.tokenizer, max_model_len=length, seed=seed)
+        self._inputs = InputProcessor(
+            model, self.tokenizer, max_model_len=limits.max_model_len, seed=config.seed
+        )
         config = config.with_reason("kv_scales", model.prepare_pages(config.geometry.dtype))
         self._pool = MemoryPool(model.device)
         self.kv_cache = KVCache(config.geometry, limits.num_blocks, self._pool)
@@ -92,19 +92,27 @@ class LLMEngine:
             feature_layers=() if draft is None else draft.feature_layers,
         )
         if config.cuda_graphs:
-            show = sys.stderr.isatty()
-            drafts = limits.max_draft_tokens
-            self.runner.capture_graphs(length, drafts, progress=show)
-        parts = config.speculative, self.scheduler, self.runner, draft
-        self.speculation = make_speculation(*parts, overlaps=config.async_scheduling)
+            self.runner.capture_graphs(
+                limits.max_model_len, limits.max_draft_tokens, progress=sys.stderr.isatty()
+            )
+        self.speculation = make_speculation(
+            config.speculative,
+            self.scheduler,
+            self.runner,
+            draft,
+            overlaps=config.async_scheduling,
+        )
         self._entry = threading.Lock()  # see `not_reentrant`
-        describe = self.scheduler.describe
-        raises = given.raise_on_timeout
-        doing = lambda: describe() + model.describe_ranks()  # noqa: E731
-        self.watchdog = Watchdog(given.step_timeout, doing, raises=raises)
+        describe = self.scheduler.describe  # `self` in the watchdog would be a cycle
+        self.watchdog = Watchdog(
+            given.step_timeout,
+            lambda: describe() + model.describe_ranks(),
+            raises=given.raise_on_timeout,
+        )
         self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
         self._in_flight: deque[LaunchedStep] = deque()  # launched, not read back; oldest first
-        # Steps in flight after `step`: each of several stages has one.
+        # Steps in flight between two calls of `step`: one with async scheduling, and one for each
+        # further pipeline stage.
         self._max_in_flight = int(config.async_scheduling) + model.num_stages - 1
         self.collector = StatsCollector(model.expert_load, model.expert_runs)
         self._streams = OutputStreams(
@@ -118,14 +126,14 @@ class LLMEngine:
 
     @classmethod
     def from_name(cls, model: str = "smollm2", **options: Any) -> LLMEngine:
-        """Load `model` and make its engine; takes the keywords of `load` and `EngineConfig`."""
+        """Load `model` and build its engine; accepts the keywords of `load` and `EngineConfig`."""
         return make_engine(cls, model, options)
 
     @not_reentrant
     def step(self) -> list[RequestOutput]:
         """Compute one step and return the outputs of the requests that changed.
 
-        Each request that got tokens, failed, or was aborted since the last step has one output.
+        One output for each request that got tokens, failed, or was aborted since the last step.
         With `async_scheduling`, the tokens are those of the previous step.
 
         Raises
@@ -148,17 +156,17 @@ class LLMEngine:
     # ---- adding and ending requests
 
     def encode(self, prompt: Prompt) -> PromptInput:
-        """Return the text, if there is one, the validated ids and the salt of a prompt.
+        """Return the text (None for token ids), the validated ids and the salt of a prompt.
 
         Raises
         ------
         RequestError
-            If it is not a prompt, or has an id outside the vocabulary.
+            If it is not a prompt, or contains an id outside the vocabulary.
         """
         return self._inputs.encode(prompt)
 
     def prepare(self, params: SamplingParams) -> None:
-        """Compile the grammar of `params`, so that `add_request` finds it; any thread may call it.
+        """Compile the grammar of `params`, so that `add_request` finds it; from any thread.
 
         Raises
         ------
@@ -187,20 +195,21 @@ class LLMEngine:
         request_id : str
             Unique among unfinished requests.
         prompt : str, sequence of int, or mapping
-            Text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}, which may also have a
+            Text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}, optionally with a
             "cache_salt".
         params : SamplingParams, optional
         priority : int
             Smaller is served earlier.
         cache_salt : str, optional
-            Requests share cached prefixes only with requests of the same salt.
+            Cached prefixes are shared only among requests of the same salt.
         timeout : float, optional
             Seconds after which the request ends with finish_reason "abort", stop_reason "timeout".
         parent : str, optional
-            An unfinished request whose tokens this prompt begins with. The blocks that it has
-            computed of them are shared, even a partial one (tree search, beam search).
+            An unfinished request whose tokens are a prefix of this prompt (tree search, beam
+            search). Its computed blocks of that prefix are shared, even a partial one.
         resumed : sequence of (sequence of int or None), optional
-            Each continuation's tokens from an engine that has accepted it; None: it has ended.
+            For a request moved from another engine: the tokens of each continuation there; None
+            for one that has ended.
 
         Raises
         ------
@@ -238,13 +247,13 @@ class LLMEngine:
 
     @not_reentrant
     def end_continuation(self, request_id: str, index: int, reason: str) -> None:
-        """End one continuation of a request because of its text, which is made elsewhere."""
+        """End one continuation because of its text, which another process decodes."""
         if (group := self._streams.groups.get(request_id)) is not None:
             self._streams.end(group.streams[index], reason)
 
     @not_reentrant
     def forget_aborted(self, request_ids: Iterable[str]) -> None:
-        """Drop the outputs of these requests, which were aborted since the last step."""
+        """Drop the final outputs of requests aborted since the last step."""
         self._streams.discard_outputs(set(request_ids_of(request_ids)))
 
     def has_unfinished_requests(self) -> bool:
@@ -268,7 +277,7 @@ class LLMEngine:
         self.scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """Return all counts since the engine was made; with experts, waits for the device."""
+        """Return the counters since construction; waits for the device if the model has experts."""
         return self.collector.snapshot(
             self.scheduler.stats(),
             num_step_failures=self._recovery.num_failures,
@@ -277,7 +286,7 @@ class LLMEngine:
         )
 
     def check_integrity(self) -> None:
-        """Verify all invariants of scheduler, blocks and rows, and that they agree on requests.
+        """Verify the invariants of scheduler, blocks and rows, and that all hold the same requests.
 
         Raises
         ------
@@ -297,7 +306,7 @@ class LLMEngine:
         while self._in_flight:
             step = self._in_flight.pop()
             self.scheduler.rollback(step.output)
-            with contextlib.suppress(RankError):  # nobody wants its result
+            with contextlib.suppress(RankError):  # its result is dropped
                 self.runner.read(step)
         self.watchdog.close()
         self.speculation.close()
@@ -314,6 +323,7 @@ class LLMEngine:
     # ---- parts of add_request
 
     def _queue(self, requests: Sequence[Request], parent: str | None, *, is_resumed: bool) -> None:
+        """Add a request's continuations to the scheduler, or fork the first one from `parent`."""
         first, *others = requests
         if parent is None:
             try:
@@ -333,7 +343,7 @@ class LLMEngine:
     # ---- parts of step, in order
 
     def _propose(self) -> None:
-        """Propose drafts for the next step; they follow the tokens in flight."""
+        """Propose drafts for the next step, once the tokens that they follow are known."""
         if self.speculation.is_active:
             self._commit(list(self._in_flight))
         self.speculation.propose()
@@ -352,7 +362,7 @@ class LLMEngine:
         return scheduled
 
     def _launch(self, scheduled: ScheduleOutput) -> None:
-        """Launch a step, which is then in flight; proposers read its prompts meanwhile."""
+        """Launch a step; meanwhile the proposer reads the prompts admitted to it."""
         if not scheduled.is_empty:
             try:
                 self._in_flight.append(self.runner.launch(scheduled))
@@ -361,15 +371,18 @@ class LLMEngine:
         self.speculation.read_ahead(scheduled.admitted)
 
     def _due(self, scheduled: ScheduleOutput) -> list[LaunchedStep]:
-        """Return the steps to read back now: all in flight, or all but the newest ones."""
+        """Return the steps to read back now: all but the newest `_max_in_flight`.
+
+        During fault bisection: all.
+        """
         count = len(self._in_flight)
         keep = 0 if self._recovery.is_bisecting else self._max_in_flight
-        if scheduled.is_empty:  # until the tokens of the oldest are known
+        if scheduled.is_empty:  # nothing can be scheduled before the oldest step's tokens are known
             keep = min(keep, count - 1)
         return list(self._in_flight)[: max(0, count - keep)]
 
     def _read_back(self, step: LaunchedStep) -> StepResult | None:
-        """Wait for a step that is due; None: it was rolled back, as it or an earlier one failed."""
+        """Wait for a step and return its result; None if it was rolled back after an error."""
         if step not in self._in_flight:
             return None
         try:
@@ -382,7 +395,7 @@ class LLMEngine:
         return result
 
     def _sample(self) -> None:
-        """Sample the step in flight, if that had to wait until the step before was committed."""
+        """Sample the steps in flight whose sampling needed the tokens committed just now."""
         try:
             for step in self._in_flight:
                 self.runner.sample(step)
@@ -401,7 +414,10 @@ class LLMEngine:
             self._recovery.record_success(step.output)
 
     def _recover(self, error: BaseException, unlaunched: ScheduleOutput | None = None) -> None:
-        """Roll back `unlaunched`, or all in flight; the oldest raised `error`, again if fatal."""
+        """Roll back `unlaunched`, or all steps in flight; the oldest raised `error`.
+
+        A fatal error is raised again.
+        """
         outputs = [unlaunched] if unlaunched else [s.output for s in reversed(self._in_flight)]
         if unlaunched is None:
             self._recovery.abandon(self._in_flight)

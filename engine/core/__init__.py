@@ -1,1 +1,1 @@
-"""The engine's inner parts: input and output processing, deadlines, recovery, and their locks."""
+"""The engine's step around the model: input checks, resolved options, outputs, recovery, statistics."""

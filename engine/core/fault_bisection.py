@@ -14,14 +14,15 @@ class FaultBisection:
     """Halves a step that keeps failing until one request fails alone.
 
     A step that fails once is recomputed unchanged; its requests are suspects until they advance
-    past the point where it failed (`Request.failed_at`). If a suspect is in a failing step again,
-    that step is split: each half is tried in steps of its own, and split again if it fails. So a
-    request is faulty only if it fails alone after it had failed before. Among n requests it is
-    found in about 2 log2(n) short steps, while the others wait.
+    past the point where it failed (`Request.failed_at`). When a step with a suspect fails, it is
+    split: each half is tried in steps of its own, and split again if it fails. So a request is
+    declared faulty only if it fails alone and has failed before. Among n requests it is found in
+    about 2 log2(n) short steps, while the others wait.
 
     Attributes
     ----------
     num_suspects : int
+        Requests whose failure has not been cleared yet.
 
     Examples
     --------
@@ -44,7 +45,7 @@ class FaultBisection:
 
     def __init__(self) -> None:
         self.num_suspects = 0
-        self._groups: list[list[Request]] = []  # still to be tried; the next one is last
+        self._groups: list[list[Request]] = []  # groups still to be tried; the next one is last
 
     @property
     def is_active(self) -> bool:
@@ -52,11 +53,11 @@ class FaultBisection:
         return bool(self._groups)
 
     def groups(self) -> Iterator[list[Request]]:
-        """Iterate over the groups still to be tried, each on its own, in this order."""
+        """Iterate over the groups still to be tried, each in steps of its own, in order."""
         return reversed(self._groups)
 
     def record_failure(self, sequences: Sequence[ScheduledSequence]) -> Request | None:
-        """Record a failed step; return the faulty request, if it is known now."""
+        """Record a failed step; return the faulty request once it is known."""
         unfinished = [s for s in sequences if not s.request.is_finished]
         is_repeated = any(s.request.failed_at for s in unfinished)
         for sequence in unfinished:

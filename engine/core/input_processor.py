@@ -40,7 +40,7 @@ class PromptInput:
 
 
 class InputProcessor:
-    """Checks and encodes prompts, and makes the scheduler's requests of them.
+    """Checks and encodes prompts, and builds the scheduler's requests from them.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._seed = seed
         self._counter = itertools.count()
-        self._grammars: GrammarCompiler | None = None  # made when first needed
+        self._grammars: GrammarCompiler | None = None  # built on first use
         self._grammars_lock = threading.Lock()
 
     def encode(self, prompt: Prompt, cache_salt: str | None = None) -> PromptInput:
@@ -68,7 +68,7 @@ class InputProcessor:
         Raises
         ------
         RequestError
-            If it is not a prompt, holds an id outside the vocabulary, or has more than
+            If it is not a prompt, contains an id outside the vocabulary, or is longer than
             `max_model_len` tokens.
         """
         text = None
@@ -105,7 +105,7 @@ class InputProcessor:
         ------
         RequestError
             If an argument has the wrong type, or `params` names token ids outside the vocabulary
-            or needs a tokenizer that the model does not have.
+            or needs a tokenizer and the model has none.
         """
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be a str; got {shown_with_type(request_id)}")
@@ -123,9 +123,9 @@ class InputProcessor:
     def sampling_specs(self, params: SamplingParams) -> list[SamplingSpec]:
         """Return the sampling spec of each continuation.
 
-        They differ in their seeds: the first has the request's own seed, or one derived from the
-        engine's seed and the request's number; each further seed is derived from the first and its
-        index. Each has a state of its own in the grammar, if there is one.
+        They differ in their seeds: the first uses the request's own seed, or one derived from the
+        engine's seed and the request's number; each further seed is derived from the first and the
+        continuation's index. With a grammar, each starts in its own initial state.
 
         Raises
         ------
@@ -161,7 +161,7 @@ class InputProcessor:
     ) -> list[Request]:
         """Return one scheduler request for each of `specs`; they share one list of prompt ids.
 
-        The first one has the user's id, the others "<id>#1", "<id>#2" and so on.
+        The first one carries the user's id, the others "<id>#1", "<id>#2" and so on.
         """
         params = specs[0].params
         longest = self._max_model_len
@@ -185,7 +185,7 @@ class InputProcessor:
         ]
 
     def _encode_text(self, text: str) -> list[int]:
-        """Tokenize; a text too long to fit even in the longest tokens is refused untokenized."""
+        """Tokenize; a text that would not fit even as the longest tokens is refused unencoded."""
         if self.tokenizer is None:
             raise RequestError("prompt must be token ids, as the model has no tokenizer; got text")
         limit = self._max_model_len * self.tokenizer.max_token_chars
@@ -215,7 +215,7 @@ class InputProcessor:
         return token_ids_of("prompt", items, self._vocab_size, wanted)
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
-        """Return the compiled grammar of `params`, if there is one; any thread may call it.
+        """Return the compiled grammar of `params`, or None without one; from any thread.
 
         Raises
         ------
@@ -233,13 +233,13 @@ class InputProcessor:
         return self._grammars.compile(params.structured)
 
     def _grammar_states(self, params: SamplingParams) -> list[GrammarState | None]:
-        """Return the initial state of each continuation in its grammar; None without one."""
+        """Return the initial grammar state of each continuation; None without a grammar."""
         grammar = self.grammar(params)
         count = params.num_continuations
         return [None if grammar is None else grammar.new_state() for _ in range(count)]
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return each bad word's token sequences, at the start of a text and after a space."""
+        """Return each bad word's token ids, at the start of a text and after a space."""
         words: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
             for text in (word.lstrip() or word, " " + word.lstrip()):
@@ -258,5 +258,5 @@ def _checked_salt(salt: Any) -> str | None:
 
 
 def _derived_seed(seed: int, number: int) -> int:
-    """Return a seed in [0, 2**63), the range open to users, that depends on both numbers."""
+    """Return a seed in [0, 2**63), the range allowed to users, derived from both numbers."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1)

@@ -1,4 +1,4 @@
-"""Who may use the engine, and when: `EngineLock` for `LLM`, `not_reentrant` for `LLMEngine`."""
+"""Guards against concurrent use: `EngineLock` for `LLM`, `not_reentrant` for `LLMEngine`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ S = TypeVar("S", bound=_HasEntry)
 
 
 def not_reentrant(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Make `method` raise while another not_reentrant method of the same object is running.
+    """Make `method` raise while another guarded method of the same object is running.
 
-    The object has no lock to wait for: it is used by one thread at a time, and not from within
-    its own steps (a logits processor).
+    It does not wait for the other call: the object belongs to one thread at a time, and must not
+    be used from within its own steps (by a logits processor).
     """
 
     @functools.wraps(method)
@@ -48,7 +48,7 @@ def not_reentrant(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
 
 
 class EngineLock:
-    """A lock whose holder gets an error, not a deadlock, when it asks for it again.
+    """A lock whose holder gets an error, not a deadlock, when it acquires it again.
 
     Examples
     --------
@@ -63,7 +63,7 @@ class EngineLock:
         self._holder: int | None = None
 
     def acquire(self, blocking: bool = True) -> bool:
-        """Take the lock, as `threading.Lock.acquire` does.
+        """Acquire the lock, as `threading.Lock.acquire` does.
 
         Raises
         ------

@@ -1,8 +1,8 @@
-"""What preemption costs on this machine, measured once when the engine is constructed.
+"""Preemption costs of this machine, measured once when the engine is constructed.
 
-Which request is preempted, and how, must depend on the order of arrivals only. So nothing is
-measured while requests run: the costs are fixed before the first one arrives, shown in
-`engine.config`, and can be given as options to repeat a run exactly.
+The choice of the preempted request, and of how it is restored, must depend on the order of
+arrivals only. So nothing is measured while requests run: the costs are fixed before the first
+request arrives, shown in `engine.config`, and can be passed as options to repeat a run exactly.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from engine.layers.batch import ForwardBatch
 
 __all__ = ["measure_recompute", "measure_swap", "with_measured_costs"]
 
-_SWAP_BYTES = 32 << 20  # enough to fill the link
-_PREFILL_TOKENS = {"cpu": 64, "cuda": 2048}
-# Measuring stops at whichever limit comes first.
+_SWAP_BYTES = 32 << 20  # bytes of a measured transfer, enough to saturate the link
+_PREFILL_TOKENS = {"cpu": 64, "cuda": 2048}  # tokens of the measured prompt
+# Measuring stops at the limit that is reached first.
 _CALLS = 4
 _SECONDS = 0.5
 
@@ -35,7 +35,8 @@ def with_measured_costs(
 ) -> ResolvedConfig:
     """Return `config` with the missing preemption costs measured.
 
-    Without host blocks, or with a fixed preemption mode, nothing depends on them: not measured.
+    Without host blocks, or with a fixed preemption mode, nothing depends on the costs, and nothing
+    is measured.
 
     Parameters
     ----------
@@ -73,7 +74,7 @@ def measure_recompute(model: Any, kv: KVCache, num_tokens: int) -> float:
 
 
 def measure_swap(kv: KVCache, swap: SwapSpace) -> float:
-    """Return the microseconds that swapping one block out and back in takes."""
+    """Return the microseconds of swapping one block out and back in."""
     most = max(1, _SWAP_BYTES // kv.geometry.bytes_per_block)
     count = min(most, kv.num_blocks, swap.num_blocks)
     pairs = [(block, block) for block in range(count)]
@@ -94,7 +95,7 @@ def _num_prefill_tokens(config: ResolvedConfig, kv: KVCache) -> int:
 
 
 def _rounded(cost: float) -> float:
-    """Return the nearest power of two, so that two starts on one machine almost always agree.
+    """Round to a power of two, so that two starts on one machine almost always agree.
 
     Examples
     --------
@@ -105,7 +106,7 @@ def _rounded(cost: float) -> float:
 
 
 def _microseconds(call: Callable[[], Any], device: Device) -> float:
-    """Return the shortest of a few calls; the first may include loading kernels."""
+    """Return the time of the fastest of a few calls; the first may include loading kernels."""
     times: list[float] = []
     while len(times) < _CALLS and sum(times) < _SECONDS:
         start = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Recovery from failed steps: they are rolled back, and the faulty request is found.
+"""Recovery from failed steps: roll them back, and find the faulty request.
 
-`LLMEngine.step` uses it at three points: which requests to leave out of the next step (`excluded`),
-what to do about an error (`undo`), and which steps succeeded (`record_success`).
+`LLMEngine.step` uses it at three points: to leave requests out of the next step (`excluded`), to
+roll back after an error (`undo`), and to record the steps that succeeded (`record_success`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _LOG = logging.getLogger("engine")
 class StepRecovery:
     """Rolls back failed steps, and finds the request that makes them fail.
 
-    When a step raises, its requests return to the queue and are recomputed. If that fails too, they
-    are computed in ever smaller groups (`FaultBisection`) until the faulty request fails alone; the
+    When a step raises, its requests return to the queue and are recomputed. If that fails too,
+    fault bisection computes them in ever smaller groups until the faulty request fails alone; the
     others continue.
 
     Parameters
@@ -58,15 +58,15 @@ class StepRecovery:
 
     @property
     def num_suspects(self) -> int:
-        """Requests of failed steps that have not advanced past that point since."""
+        """Requests that have not advanced since past the point where their step failed."""
         return self._bisection.num_suspects
 
     def excluded(self) -> Iterator[set[Request]]:
         """Yield sets of requests to exclude from the next step, in the order to try them.
 
-        During bisection each set leaves one group. The group may lack blocks that other requests
-        hold, so two more sets follow: all groups, so that only requests outside them run, and the
-        empty set, with which at least one request fits.
+        During bisection each set excludes all requests but one group. That group may lack blocks
+        that other requests hold, so two more sets follow: all groups, so that only requests outside
+        them run, and the empty set, with which at least one request fits.
         """
         if self._bisection.is_active:
             unfinished = set(self._scheduler.unfinished_requests())
@@ -79,18 +79,18 @@ class StepRecovery:
     def undo(
         self, outputs: Sequence[ScheduleOutput], error: BaseException
     ) -> tuple[Request, str] | None:
-        """Roll back `outputs`, from the newest to the oldest, which raised `error`.
+        """Roll back `outputs`, newest first; the oldest one raised `error`.
 
         Returns
         -------
         (request, reason) or None
-            The faulty request, if it is known now; the caller must end it.
+            The faulty request, once it is known; the caller must end it.
 
         Raises
         ------
         BaseException
-            `error`, if it is an interrupt, a timeout, a rank's failure or a failed check in debug
-            mode, or if a retry would fail forever.
+            `error`, if it is an interrupt, a timeout, a rank's failure or, in debug mode, a failed
+            check; or if a retry would fail forever.
         """
         for output in outputs:
             self._scheduler.rollback(output)
@@ -118,7 +118,7 @@ class StepRecovery:
         self._abandoned += steps
 
     def record_success(self, output: ScheduleOutput) -> None:
-        """Record that a step succeeded; abandoned steps were before it on the stream."""
+        """Record that a step succeeded; earlier, abandoned ones have left the stream."""
         self._has_just_failed = False
         self._abandoned.clear()
         if self._bisection.num_suspects:

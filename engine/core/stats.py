@@ -1,4 +1,4 @@
-"""The engine's counters since it started, with vLLM's metric names."""
+"""The engine's counters since its construction, under vLLM's metric names."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many values fell into each bin.
+    """Counts of values by bin.
 
     Attributes
     ----------
     bounds : tuple of float
         Upper bounds, ascending and inclusive.
     counts : tuple of int
-        One more than bounds: the last counts the values above all of them.
+        One more than `bounds`: the last counts the values above all bounds.
     total : float
         Sum of the values.
     """
@@ -46,7 +46,7 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """Mean of the values; 0 if there are none."""
+        """Mean of the values; 0 without any."""
         return self.total / self.count if self.count else 0.0
 
 
@@ -59,13 +59,13 @@ class EngineStats:
     scheduler : SchedulerStats
         Queues, blocks, prefix cache, preemptions.
     prompt_tokens, generation_tokens : int
-        Over all requests so far; prompt tokens found in the prefix cache are included.
+        Over all requests so far, including prompt tokens found in the prefix cache.
     request_success : mapping of str to int
         Finish reason -> number of requests ("abort" and "error" included, as in vLLM).
     admission_rejections : int
         Requests refused because the queue was full.
     num_step_failures, num_stuck_steps : int
-        Steps that raised and were rolled back; steps that the watchdog reported.
+        Steps that raised and were rolled back; steps that the watchdog reported as stuck.
     speculation : SpeculationStats
         Drafts verified and accepted.
     time_to_first_token_seconds, request_queue_time_seconds, request_prefill_time_seconds,
@@ -74,15 +74,14 @@ class EngineStats:
     request_time_per_output_token_seconds : Histogram
         Mean time between the tokens of a request, over finished requests.
     expert_load : mapping of int to tuple of int
-        Layer -> for each of its E experts the number of tokens that it has had; empty for a model
-        without experts. A layer's sum is top_k times the tokens that it has computed: not those
-        found in the prefix cache, twice those computed twice (after a preemption or a rollback),
-        rejected drafts as well, and in the last layer perhaps only those whose logits were wanted.
-        Whoever else computes with the same `Model` adds to it. Taking a snapshot waits for the
-        device to read it.
+        Layer -> tokens routed to each of its E experts; empty for a model without experts. A
+        layer's sum is top_k times the tokens that it has computed: not those found in the prefix
+        cache, twice those computed twice (after a preemption or a rollback), rejected drafts as
+        well, and in the last layer perhaps only those whose logits were wanted. Other users of the
+        same `Model` add to it. A snapshot waits for the device, to read it.
     rank_load : mapping of int to tuple of int
-        Layer -> the sum of `expert_load` over the experts of each rank; empty if ranks do not have
-        whole experts (`enable_expert_parallel`).
+        Layer -> the sum of `expert_load` over the experts of each rank; empty unless each rank
+        holds whole experts (`enable_expert_parallel`).
     """
 
     scheduler: SchedulerStats
@@ -157,7 +156,7 @@ ExpertLoad = Mapping[int, np.ndarray[Any, np.dtype[np.int64]]]
 
 @dataclass
 class StatsCollector:
-    """Counts finished requests, and what experts have had since it was made.
+    """Counts finished requests, and the tokens of each expert since its construction.
 
     Parameters
     ----------
@@ -185,7 +184,7 @@ class StatsCollector:
     )
 
     def __post_init__(self) -> None:
-        self._first_load = self.expert_load()  # of other engines, and of measurements
+        self._first_load = self.expert_load()  # counted by other engines, and by measurements
 
     def add_request(self, num_prompt_tokens: int, finish_reason: str, m: RequestMetrics) -> None:
         """Count a finished request."""
@@ -207,7 +206,7 @@ class StatsCollector:
         num_stuck_steps: int,
         speculation: SpeculationStats,
     ) -> EngineStats:
-        """Return a snapshot, completed with the counts kept elsewhere."""
+        """Return a snapshot; the arguments are the counters that others keep."""
         loads = {n: load - self._first_load[n] for n, load in self.expert_load().items()}
         return EngineStats(
             scheduler=scheduler,

@@ -1,4 +1,4 @@
-"""A watchdog that logs steps which take too long, with what the engine was doing."""
+"""A watchdog that logs stuck steps, with the engine's state and the stack."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOG = logging.getLogger("engine")
 
 
 class Watchdog:
-    """Watches over steps: ``with watchdog: ...step...``.
+    """Times steps: ``with watchdog: ...step...``.
 
     A step that lasts longer than `timeout` is logged once, from a separate thread, with the
     engine's state and the stack of the stepping thread. With `raises`, the step itself raises a
@@ -65,7 +65,7 @@ class Watchdog:
         self._started = None
 
     def check(self) -> None:
-        """Raise if the step has lasted too long and is to be abandoned.
+        """Raise if the step is stuck and is to be abandoned.
 
         Raises
         ------
@@ -76,14 +76,14 @@ class Watchdog:
             raise StepTimeoutError(f"a step took longer than step_timeout={self.timeout} s")
 
     def remaining(self) -> float | None:
-        """Return the seconds left until the step is to be abandoned; None is never."""
+        """Return the seconds left until the step is abandoned; None means never."""
         if not self.raises or self.timeout is None or self._started is None:
             return None
         return self._started + self.timeout - time.monotonic()
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the current step has lasted longer than the timeout; from any thread."""
+        """Whether the current step has exceeded the timeout; any thread may ask."""
         started = self._started
         if started is None or self.timeout is None:
             return False
@@ -97,7 +97,7 @@ class Watchdog:
             self._thread = None
 
     def look(self) -> None:
-        """Report the current step if it is stuck and not yet reported (called by the thread)."""
+        """Report the current step once if it is stuck; the watching thread calls this."""
         started = self._started
         if started is None or started == self._reported or self.timeout is None:
             return

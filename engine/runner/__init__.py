@@ -1,1 +1,1 @@
-"""A scheduled step as flat arrays, and the model's launches with them."""
+"""A scheduled step as flat arrays, the launches of the model and its CUDA graphs, and sampling."""

@@ -1,4 +1,4 @@
-"""Which tokens the rows of a step may sample: allowed_token_ids, and grammars."""
+"""Masks of the tokens that each row of a step may sample: allowed_token_ids, and grammars."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IntArray = np.ndarray[Any, np.dtype[Any]]
 
 
 class AllowedMasks:
-    """Makes the masks of a step, one for each row of logits that needs one.
+    """Builds the masks of a step, one for each row of logits that needs one.
 
     Parameters
     ----------
@@ -29,12 +29,12 @@ class AllowedMasks:
     eos_token_ids : sequence of int
         Ids that end a sequence.
     device : Device
-        Where masks are used.
+        Device that the masks are copied to.
 
     Attributes
     ----------
     has_mask : (num_rows,) bool
-        Which request rows need a mask.
+        True for the request rows that need a mask.
     """
 
     def __init__(
@@ -42,7 +42,9 @@ class AllowedMasks:
     ) -> None:
         self.has_mask = np.zeros(num_rows, np.bool_)
         self._has_grammar = np.zeros(num_rows, np.bool_)
-        self._rules = np.zeros(num_rows, np.int64)  # rows with the same may share a mask
+        self._rules = np.zeros(
+            num_rows, np.int64
+        )  # id of each row's rule; equal ids may share a mask
         self._fixed: dict[int, IntArray] = {}  # masks of allowed_token_ids, by row
         self._vocab_size = vocab_size
         self._eos = pack_allowed([i for i in eos_token_ids if i < vocab_size], vocab_size)
@@ -72,8 +74,8 @@ class AllowedMasks:
     ) -> dict[str, Any]:
         """Return "allowed", on the device, and "allowed_rows" of `kernels.sample`.
 
-        Grammars first follow the requests' output. Empty if no row needs a mask; arguments as of
-        `SamplingTable.build`. Rows with equal masks of a grammar may have the same one.
+        Grammars are first advanced by the requests' output. Rows of one grammar with equal masks
+        share one. Empty if no row needs a mask. See `SamplingTable.build` for the arguments.
         """
         has_grammar = self._has_grammar[rows]
         by_grammar = np.flatnonzero(has_grammar)
@@ -104,7 +106,7 @@ class AllowedMasks:
         by_grammar: IntArray,
         paths: Sequence[tuple[int, ...]] | None,
     ) -> MaskPlan:
-        """Let the grammars follow their requests' output; return which masks they need."""
+        """Advance the grammars by their requests' output; return the plan of their masks."""
         indices = by_grammar.tolist()
         states = []
         for index in indices:
@@ -122,7 +124,7 @@ class AllowedMasks:
         positions: Sequence[int],
         is_allowed: Sequence[bool],
     ) -> None:
-        """Forbid the end where `ignore_eos` or `min_tokens` says so, and the text can go on."""
+        """Forbid the end if `ignore_eos` or `min_tokens` requires it and the grammar can go on."""
         for index in self._rows_with_eos(masks):
             request = requests[index]
             rules = request.spec.params

@@ -1,4 +1,4 @@
-"""The schedule of a step as flat arrays: `build_inputs` makes `StepInputs`."""
+"""The schedule of a step as flat arrays: `build_inputs` returns `StepInputs`."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ class StepInputs:
     batch : ForwardBatch
         Logits are computed for the last known token of every sampled sequence, and for its drafts.
     rows : (B,) int64
-        The row of each sequence.
+        The request row of each sequence.
     last_id_tokens : (n,) int64
-        Indices of the batch's tokens whose ids are read on the device, from `RequestRows.last_ids`;
-        they are 0 here.
+        Indices of the batch's tokens whose ids are read on the device, from `RequestRows.last_ids`.
+        Their `token_ids` are 0.
     last_id_rows : (n,) int64
         The rows to read them from.
     sampled : sequence of ScheduledSequence
-        The sequence of each row of logits (R): one row for its last token and one for each draft.
+        The sequence of each row of logits (R): one row for the sequence's last token and one for
+        each of its drafts.
     sampled_rows : (R,) int64
         The request's row, for each row of logits.
     sampled_positions : (R,) int32
         The position of the token to be sampled from each row of logits.
     paths : sequence of tuple of int, optional
-        The drafts between a sequence's last known token and the one to be sampled (R); None if the
-        step has no drafts.
+        For each row of logits (R), the drafts between the sequence's last known token and the token
+        to be sampled; None if the step has no drafts.
     """
 
     batch: ForwardBatch
@@ -64,11 +65,11 @@ def build_inputs(
     output : ScheduleOutput
         With at least one sequence.
     rows : (B,) int64
-        The row of each sequence.
+        The request row of each sequence.
     starts : (B,) int32
         Position of the first query token of each.
     table : RequestRows
-        Its block tables are updated.
+        Its block tables are brought up to date.
     block_size : int
         Tokens per block.
     """
@@ -128,9 +129,9 @@ def build_inputs(
 
 
 def tree_mask(output: ScheduleOutput) -> IntArray | None:
-    """Return, as bits, which query tokens of its sequence each token of a decode attends to.
+    """Return the tree mask (num_decodes, query_len) uint64; None if no decode drafts a tree.
 
-    (num_decodes, query_len) uint64; None if no decode has a tree of drafts.
+    Bit i of an entry: this query token attends to query token i of its sequence.
     """
     decodes = output.sequences[: output.num_decodes]
     if not output.num_draft_tokens or not any(s.drafts and s.drafts.is_tree for s in decodes):
@@ -175,7 +176,7 @@ def _build_decodes(
 def _token_positions(
     starts: IntArray, counts: IntArray, cu_seqlens: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Return the sequence index of each token, and its position in the KV pages, both (T,)."""
+    """Return the sequence index and the position in the KV pages of each token, both (T,)."""
     if len(counts) == cu_seqlens[-1]:
         return np.arange(len(counts)), starts
     seq_index = np.repeat(np.arange(len(counts)), counts)
@@ -186,7 +187,7 @@ def _token_positions(
 def _tree_positions(
     kv_positions: IntArray, sequences: Sequence[ScheduledSequence], last: IntArray
 ) -> IntArray:
-    """Return the position of each token (T,): in a tree, by its depth and not by its slot."""
+    """Return the position of each token (T,); in a tree it follows from the depth, not the slot."""
     positions: IntArray = kv_positions.copy()
     for sequence, index in zip(sequences, last.tolist(), strict=True):
         if sequence.drafts is not None and sequence.drafts.is_tree:
@@ -207,7 +208,7 @@ def _logits(
 
 
 def _paths(sequences: Sequence[ScheduledSequence]) -> list[tuple[int, ...]]:
-    """Return the drafts before the token that is sampled from each row of logits, (R,)."""
+    """Return, for each row of logits (R,), the drafts before the token to be sampled."""
     paths: list[tuple[int, ...]] = []
     for sequence in sequences:
         if sequence.drafts is not None:
@@ -220,9 +221,9 @@ def _paths(sequences: Sequence[ScheduledSequence]) -> list[tuple[int, ...]]:
 def _token_ids(
     sequences: Sequence[ScheduledSequence], cu_seqlens: IntArray, uses_last_id: IntArray
 ) -> IntArray:
-    """Return the ids that the host knows (T,) int32, 0 where the device reads `last_ids`."""
+    """Return the ids (T,) int32 that the host knows; 0 for those that the device reads itself."""
     ids = np.zeros(cu_seqlens[-1], np.int32)
-    # A sequence whose only token is read from last_ids needs no id.
+    # A sequence whose only token is read from `last_ids` needs no id from the host.
     is_known = cu_seqlens[1:] - cu_seqlens[:-1] > uses_last_id
     indices: list[int] = []
     known: list[int] = []

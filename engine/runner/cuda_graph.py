@@ -4,13 +4,14 @@ A decode step is hundreds of kernels, and launching them one by one would take t
 the device needs to run them. So they are captured once, at load, for a few batch sizes, and
 replayed as a whole: preparing the inputs, the model, the sampler, and storing the sampled ids for
 the next step. Other batch sizes use the next larger graph; its padding sequences write nothing.
-Steps with drafts, the same number for every sequence, have graphs of their own. Steps whose
-sampling needs more (penalties, log-probabilities, ...) use graphs that end with the logits; these,
-and the graphs for trees of drafts, are captured when they are first needed.
+Steps with equally many drafts for every sequence have graphs of their own. Steps whose sampling
+needs more (penalties, log-probabilities, ...) use graphs that end with the logits; these, and the
+graphs for trees of drafts, are captured on first use.
 
 A graph can be replayed because all of its addresses stay valid: inputs are in `StaticInputs`, block
-tables and last ids in arrays of fixed size, and whatever its kernels allocated during capture is
-from a pool used by graphs only. All graphs share that pool, so they must run one after another.
+tables and last ids in arrays of fixed size, and memory that its kernels allocated during capture
+comes from a pool used by graphs only. All graphs share that pool, so they must run one after
+another.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seeds")
 
 
 class DecodeGraphs:
-    """Computes steps in which all sequences are sampled decodes of `query_len` tokens.
+    """Computes the steps in which all sequences are sampled decodes of `query_len` tokens.
 
     On the CPU the same kernels are launched without capturing, for tests.
 
@@ -59,12 +60,12 @@ class DecodeGraphs:
     query_lens : sequence of int
         Query tokens per sequence for which graphs are captured.
     new_features : callable, optional
-        Returns arrays for the features of so many tokens (`ForwardBatch.features`).
+        ``new_features(num_tokens)`` allocates the arrays for `ForwardBatch.features`.
 
     Attributes
     ----------
     features : mapping of int to array
-        What a graph wrote last, (T, N) for each layer; empty without `new_features`.
+        Layer -> the features (T, N) of the last replayed step; empty without `new_features`.
     on_send : callable or None
         Called with the graph and the used bytes of the staging buffer before each launch.
     """
@@ -115,7 +116,7 @@ class DecodeGraphs:
 
     @property
     def table_shape(self) -> tuple[int, int]:
-        """Request rows, and blocks of each."""
+        """Number of request rows, and of blocks in each."""
         return self._tables.shape[0], self._tables.shape[1]
 
     @property
@@ -136,7 +137,7 @@ class DecodeGraphs:
         self._stream = cuda.Stream(non_blocking=True)
         largest_first = sorted(self._keys, key=lambda key: (key.num_tokens, key), reverse=True)
         keys = tqdm(
-            largest_first,  # smaller graphs then fit into its memory
+            largest_first,  # smaller graphs then reuse the memory of the largest
             "capturing graphs",
             file=sys.stderr,
             disable=not progress,
@@ -156,7 +157,7 @@ class DecodeGraphs:
         return of_size[bisect_left(self._max_context_lens[size], max_context_len)]
 
     def _key_of(self, context_lens: IntArray, query_len: int) -> GraphKey:
-        """Return `key`; looks for the longest context only where it decides, for few sequences."""
+        """Return `key`; searches the longest context only if several graphs of that size exist."""
         size = self._sizes[bisect_left(self._sizes, len(context_lens))]
         of_size = self._by_size[size, query_len]
         lens = self._max_context_lens[size]
@@ -169,13 +170,13 @@ class DecodeGraphs:
     ) -> DeviceToHostCopy | None:
         """Compute `output` if a graph supports it and its sampling needs no extras.
 
-        `rows` and `starts`: of its sequences, (B,).
+        `rows`, `starts` (B,): row and first query position of each sequence.
 
         Returns
         -------
         DeviceToHostCopy or None
-            Of "token_ids" and "status", `query_len` for each sequence. None: nothing was done, and
-            the step has to be computed kernel by kernel.
+            "token_ids" and "status", `query_len` values for each sequence. None: nothing was done,
+            and the step has to be computed kernel by kernel.
         """
         sequences = output.sequences
         query_len = output.query_len
@@ -196,15 +197,15 @@ class DecodeGraphs:
         buffer = self._filling.fill(columns, key.size, tokens, stops)
         self._send(buffer, key, rows, tokens)
         self.replay(key)
-        # After drafts, the host knows the next ids by then, and sends them.
+        # With drafts the next step starts after this one is read, so the host sends the ids.
         self._table.last_positions[rows] = -1 if output.num_draft_tokens else stops
         return self._inputs.read(buffer, len(rows) * query_len, key.num_tokens)
 
     def logits(self, inputs: StepInputs) -> Any:
         """Compute the logits (T, V) of a decode step in which every token is sampled.
 
-        They are valid until the next step is computed. None if no graph supports the step; then
-        nothing was done.
+        They are valid until the next step is computed. Returns None, and does nothing, if no graph
+        supports the step.
         """
         batch = inputs.batch
         rows = inputs.rows
@@ -228,15 +229,15 @@ class DecodeGraphs:
         return self._replay_forward(key)[: batch.num_tokens]
 
     def sampled_ids(self, num_sequences: int, query_len: int = 1) -> Any:
-        """Return the ids on the device that the last step sampled at the end of each sequence.
+        """Return the last id (num_sequences,) that the last step sampled for each sequence.
 
-        They are valid until the next step is computed.
+        The array is on the device, and valid until the next step is computed.
         """
         ids = self._inputs.results[: num_sequences * query_len]
         return ids.reshape(num_sequences, query_len)[:, -1]
 
     def repeat(self, key: GraphKey) -> None:
-        """Compute a step from what the static inputs hold, in all ranks, to see what it costs."""
+        """Repeat the step in the static inputs, in all ranks, to measure its time."""
         if self.on_send is not None:
             self.on_send(key, np.empty(0, np.uint8))
         self.replay(key)
@@ -330,13 +331,13 @@ class DecodeGraphs:
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[Any]:
-        """Within this context, launch on the graphs' stream and allocate from their pool."""
+        """Launch on the graphs' stream and allocate from their pool within this context."""
         cuda = self._model.device.xp.cuda
         with cuda.using_allocator(self._pool.malloc), self._stream:
             yield self._stream
 
     def _capture(self, launch: Callable[[], Any], stream: Any) -> tuple[Any, Any]:
-        """Return the graph of the kernels that `launch` launches, and the value it returned."""
+        """Return the graph of the kernels that `launch` launches, and its return value."""
         stream.begin_capture()
         try:
             result = launch()
@@ -350,8 +351,8 @@ class DecodeGraphs:
     def _capture_forward(self, key: GraphKey, stream: Any) -> tuple[Any, Any]:
         """Return a graph that ends with the logits, and the logits."""
         graph, logits = self._capture(partial(self._forward, key), stream)
-        # SAFETY: the logits' memory returns to the graphs' pool, and another graph may write to it.
-        # They are read before that, on the same stream. Logits of its own for each graph would take
+        # SAFETY: the logits' memory returns to the graphs' pool; another graph may overwrite it.
+        # They are read before that, on the same stream. Separate logits for each graph would take
         # gigabytes.
         memory = self._model.device.xp.cuda.UnownedMemory(
             logits.data.ptr, logits.nbytes, self._pool, logits.data.device_id
@@ -360,7 +361,7 @@ class DecodeGraphs:
         return graph, self._model.device.xp.ndarray(logits.shape, logits.dtype, pointer)
 
     def _send(self, buffer: StagingBuffer, key: GraphKey, rows: IntArray, tokens: Tokens) -> None:
-        """Add the block ids that the device does not have yet, and send the buffer."""
+        """Add the block ids that are not on the device yet, and send the buffer."""
         num_new_blocks = self._filling.fill_blocks(buffer, rows, key.size)
         if self.on_send is not None:
             self.on_send(key, self._inputs.used(buffer, num_new_blocks))

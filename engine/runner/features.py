@@ -19,20 +19,20 @@ Features = Mapping[int, Any]
 
 
 class FeatureTap:
-    """Hands over the features of each step, if anyone takes them.
+    """Passes the features of each step to `on_step`, if it is set.
 
     Parameters
     ----------
     model : RunnableModel
-        With a `dtype`, if there are layers.
+        With a `dtype`, unless `layers` is empty.
     layers : sequence of int
-        Whose input is kept.
+        Layers whose input is kept.
 
     Attributes
     ----------
     on_step : callable or None
-        Called with each step after its launch, the index of each sequence's first token (B,), and
-        its features, valid until the next launch.
+        Called after the launch of each step, with the step, the index of each sequence's first
+        token (B,), and the step's features, which are valid until the next launch.
     """
 
     def __init__(self, model: Any, layers: Sequence[int]) -> None:
@@ -43,12 +43,12 @@ class FeatureTap:
         self._last: Features = {}
 
     def new_for_graphs(self, num_tokens: int) -> Features:
-        """Return the arrays that all graphs write to, for up to `num_tokens`."""
+        """Allocate the feature arrays that all graphs share, for up to `num_tokens`."""
         self._of_graphs = self._new(num_tokens)
         return self._of_graphs
 
     def add_to(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return the batch with new arrays for its features."""
+        """Return the batch with newly allocated arrays for its features."""
         if self.on_step is None:
             return batch
         self._last = self._new(batch.num_tokens)
@@ -59,12 +59,12 @@ class FeatureTap:
         self._last = self._of_graphs
 
     def report(self, output: ScheduleOutput, first_tokens: Any) -> None:
-        """Hand over the features of a step that was launched."""
+        """Pass on the features of a step that was just launched."""
         if self.on_step is not None:
             self.on_step(output, first_tokens, self._last)
 
     def report_graph(self, output: ScheduleOutput) -> None:
-        """Hand over the features of a step that was launched as a graph."""
+        """Pass on the features of a step that was just launched as a graph."""
         if self.on_step is not None:
             first_tokens = np.arange(len(output.sequences)) * output.query_len
             self.on_step(output, first_tokens, self._of_graphs)

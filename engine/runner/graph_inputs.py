@@ -1,8 +1,9 @@
-"""Fills the static inputs of decode steps, writing only what the last step left different.
+"""Fills the static inputs of decode steps, writing only the fields that have changed.
 
-Between steps of the same requests, only ids and positions change. The rest, such as how a request
-is sampled, is still in the staging buffer from its last use. That matters for steps with drafts:
-the device waits while the host prepares one, as its tokens depend on the results of the last.
+Between steps of the same requests, only ids and positions change. The rest, such as the sampling
+parameters, is still in the staging buffer from its last use. That matters for steps with drafts:
+their tokens depend on the results of the previous step, so the device waits while the host
+prepares them.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ class Tokens(NamedTuple):
     """The tokens of a decode step, `query_len` of each sequence; every array is (T,)."""
 
     token_ids: IntArray | list[int]  # -1: the row's entry in `last_ids`
-    kv_positions: IntArray  # int32; where in the sequence's pages their keys are written
-    positions: IntArray  # int32; in the sequence; differs from the former in a tree only
-    tree_mask: IntArray | None = None  # uint64
-    drafts: Any = None  # (B, query_len - 1) on the device: what the ids after the first of each are
+    kv_positions: IntArray  # int32; positions in the sequence's pages at which keys are written
+    positions: IntArray  # int32; positions in the sequence; other than `kv_positions` in trees only
+    tree_mask: IntArray | None = None  # uint64; see `batch.tree_mask`
+    drafts: Any = None  # (B, query_len - 1) on the device: the ids after each sequence's first one
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """What stays the same while the same requests are decoded.
+    """Columns that stay the same while the same requests are decoded.
 
     Attributes
     ----------
@@ -48,7 +49,7 @@ class Columns:
         The columns that `kernels.sample` requires.
     rope_offsets : (B * query_len,) int32
     key : tuple
-        Differs if any of these might.
+        Differs whenever any of these may differ.
     """
 
     rows: IntArray
@@ -59,7 +60,7 @@ class Columns:
 
 
 class GraphInputs:
-    """The static inputs of decode graphs, and how a step fills them.
+    """The static inputs of decode graphs, filled for each step.
 
     Parameters
     ----------
@@ -90,7 +91,7 @@ class GraphInputs:
         self._columns: Columns | None = None
 
     def columns(self, rows: IntArray, query_len: int) -> Columns | None:
-        """Return the columns of these rows; None if the sampling of any needs more."""
+        """Return the columns of these rows; None if the sampling of any row needs more."""
         key = rows.tobytes(), query_len, self._sampling.version
         if self._columns is None or self._columns.key != key:
             columns = self._sampling.plain_columns(rows)
@@ -102,14 +103,14 @@ class GraphInputs:
         return self._columns
 
     def tokens(self, output: ScheduleOutput, rows: IntArray, starts: IntArray) -> Tokens:
-        """Return the tokens of a step."""
+        """Return the tokens of a step; `starts` (B,): first query position of each sequence."""
         if output.query_len == 1:
             ids = self._last_or_host_ids(output.sequences, rows, starts)
             return Tokens(ids, starts, starts)
         return self._tokens_with_drafts(output, rows, starts)
 
     def fill(self, columns: Columns, size: int, tokens: Tokens, stops: IntArray) -> StagingBuffer:
-        """Return the next staging buffer, with everything but block tables.
+        """Return the next staging buffer, filled except for the block tables.
 
         Parameters
         ----------
@@ -141,7 +142,7 @@ class GraphInputs:
     def fill_all(
         self, rows: IntArray, size: int, query_len: int, tokens: Tokens, stops: IntArray
     ) -> StagingBuffer:
-        """Return the next staging buffer, for a step that is not sampled by its graph."""
+        """Return the next staging buffer, filled for a step whose graph ends with the logits."""
         buffer = self.static.next_buffer()
         count = len(rows)
         buffer.holds = None
@@ -159,7 +160,7 @@ class GraphInputs:
         return buffer
 
     def fill_blocks(self, buffer: StagingBuffer, rows: IntArray, size: int) -> int:
-        """Write the block ids that the device does not have yet; return their number."""
+        """Write the block ids that are not on the device yet; return their number."""
         if not self._table.has_unsent:
             buffer.fill_no_blocks()
             return 0
@@ -189,7 +190,7 @@ class GraphInputs:
     def _last_or_host_ids(
         self, sequences: Sequence[ScheduledSequence], rows: IntArray, starts: IntArray
     ) -> IntArray:
-        """Return the ids that the host has to send; -1 where the device reads `last_ids`."""
+        """Return the ids that the host has to send; -1: the device reads its `last_ids`."""
         ids = np.full(len(rows), -1, np.int32)
         for index in (self._table.last_positions[rows] != starts).nonzero()[0].tolist():
             start = sequences[index].start

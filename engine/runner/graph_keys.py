@@ -1,4 +1,4 @@
-"""Which CUDA graphs are captured: for which batch sizes and context lengths."""
+"""The batch sizes and context lengths for which CUDA graphs are captured."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
 def context_buckets(size: int, max_model_len: int) -> tuple[int, ...]:
     """Return the maximum context lengths for which graphs of `size` sequences are captured.
 
-    The number of parts into which attention splits the keys of a sequence is fixed in a graph. With
-    many sequences it hardly splits, whatever their length, so one graph serves all lengths.
+    A graph fixes the number of parts into which attention splits the keys of a sequence. With many
+    sequences it hardly splits them, whatever their length, so one graph serves all lengths.
 
     Examples
     --------

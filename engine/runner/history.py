@@ -1,4 +1,4 @@
-"""Token ids of penalised requests, kept on the device, where penalties count them."""
+"""Token ids of penalised requests, kept on the device, where the penalties are computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IntArray = np.ndarray[Any, np.dtype[Any]]
 
 
 class HistoryTable:
-    """One row of token ids for each running request; widens to the longest that is penalised.
+    """One row of token ids for each running request, as wide as the longest penalised one.
 
     Sampled ids are appended on the device, so that penalties do not wait for the host.
 
@@ -36,7 +36,7 @@ class HistoryTable:
         self._ids = self._xp.zeros((num_rows, 0), np.int32)
 
     def assign(self, row: int, token_ids: Sequence[int], max_num_tokens: int) -> None:
-        """Fill a row with known ids, and reserve room for `max_num_tokens`, and drafts beyond."""
+        """Fill a row with known ids, and reserve room for `max_num_tokens` plus drafts."""
         self._reserve(max_num_tokens + MAX_QUERY_LEN)
         self._ids[row, : len(token_ids)] = self._xp.asarray(np.array(token_ids, np.int32))
 
@@ -62,11 +62,12 @@ class HistoryTable:
 
 
 def history_indices(inputs: StepInputs, history_lens: IntArray) -> dict[str, IntArray]:
-    """Return the indices with which `_sample` updates histories.
+    """Return the indices with which `ModelRunner._sample` updates histories.
 
-    "penalised": the rows of logits whose sampled ids are appended on the device; for a sequence
-    with drafts the host writes the ids, once it knows which are accepted. "path_rows",
-    "path_columns", "path_ids": where the drafts before each row of logits are in its history.
+    "penalised": the rows of logits whose sampled ids are appended on the device. For a sequence
+    with drafts the host writes the ids, once the accepted ones are known. "path_rows",
+    "path_columns", "path_ids": row, column and id of each draft to write into the gathered
+    histories; they precede the token to be sampled.
     """
     penalised = np.flatnonzero(history_lens)
     if inputs.paths is None:

@@ -1,4 +1,4 @@
-"""Bytes that models take of a memory at most, from their configuration and the limits of a step."""
+"""Upper bounds of a model's memory in bytes, from its configuration and the limits of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["DraftSizes", "activation_bytes", "feature_bytes", "geometry_of"]
 
 @dataclass(frozen=True)
 class DraftSizes:
-    """What a draft model or a head takes of the memory, in bytes.
+    """Memory of a draft model or draft head, in bytes.
 
     Attributes
     ----------
@@ -27,7 +27,7 @@ class DraftSizes:
     num_spare_blocks : int
         Blocks for drafts beyond their requests' blocks.
     feature_bytes : int
-        Of the target's features that a head reads (`feature_bytes`).
+        Bytes of the target's features that a head reads (`feature_bytes`).
     """
 
     config: ModelConfig
@@ -49,9 +49,9 @@ class DraftSizes:
     def added_to(
         self, memory: MemoryBudget, num_tokens: int, num_seqs: int, has_graphs: bool
     ) -> MemoryBudget:
-        """Return `memory` with this model beside the one it has; they never run at once.
+        """Return the target's budget `memory` with this draft added; the two never run at once.
 
-        `num_tokens`, `num_seqs`: maximum of a step.
+        `num_tokens`, `num_seqs`: limits of a step.
         """
         rows = 2 * batch_sizes(num_seqs)[-1]
         graphs = activation_bytes(self.config, self.dtype, rows, rows) if has_graphs else 0
@@ -92,7 +92,7 @@ def feature_bytes(
 ) -> int:
     """Return the bytes of the features of `num_layers` layers (`FeatureTap`).
 
-    Those of a step are kept until those of the next one are there; all graphs share theirs.
+    A step's features are kept until the next step's are computed; all graphs share one set.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def feature_bytes(
     dtype : str
     num_layers : int
     num_tokens, num_graph_tokens : int
-        Maximum of a step that is no graph, and of one that is.
+        Maximum tokens of a step outside graphs, and of one that a graph computes.
 
     Examples
     --------

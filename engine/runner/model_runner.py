@@ -1,9 +1,10 @@
 """Runs steps: moves blocks, builds the batch, runs the model, samples.
 
 `launch` starts a step and `read` waits for it, so that the next step can be launched in between:
-sampled ids stay on the device, where the next step reads them. Where sampling itself needs the ids
-of the step before on the host (for the mask of a grammar, say), `launch` starts the model only, and
-`sample` the rest, once these ids are read: the host then works while the device runs the model.
+sampled ids stay on the device, where the next step reads them. If the sampling itself needs the
+previous step's ids on the host (for the mask of a grammar, say), `launch` starts the model only,
+and `sample` starts the rest once these ids are read: the host prepares it while the device runs
+the model.
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ class LaunchedStep:
 
     output: ScheduleOutput
     sampled: Sequence[ScheduledSequence] = ()
-    first_logits_rows: Sequence[int] | None = None  # in the results, of each; None: one row each
-    counts: Sequence[int | None] = ()  # num_logprobs of each
+    # Row of each sequence's first logits in the results; None: one row for each sequence.
+    first_logits_rows: Sequence[int] | None = None
+    counts: Sequence[int | None] = ()  # `num_logprobs` of each sequence
     tokens: DeviceToHostCopy | None = None
     unsampled: tuple[Any, StepInputs] | None = None  # logits and inputs, until `ModelRunner.sample`
     prompts: list[ScoredPart] = field(default_factory=list)
@@ -116,7 +118,7 @@ class ModelRunner:
     Attributes
     ----------
     features : FeatureTap
-        Hands over what these layers were given.
+        Passes the inputs of these layers on.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class ModelRunner:
     def capture_graphs(
         self, max_model_len: int, max_draft_tokens: int = 0, *, progress: bool = False
     ) -> None:
-        """Capture CUDA graphs for decode steps, without drafts and with `max_draft_tokens` each."""
+        """Capture CUDA graphs for decodes without drafts, and with `max_draft_tokens` each."""
         self.graphs = DecodeGraphs(
             self.model.local_model,
             self._pages,
@@ -177,7 +179,7 @@ class ModelRunner:
                 self._table.release(request)
 
     def drop_last_ids(self, requests: Iterable[Request]) -> None:
-        """Take the ids of these requests' next tokens from the host, which knows them all."""
+        """Let the next step take these requests' ids from the host, which knows all of them."""
         self._table.last_positions[[r.row for r in requests if r.row >= 0]] = -1
 
     def recover(self) -> None:
@@ -199,7 +201,7 @@ class ModelRunner:
         self._table.check_integrity()
 
     def launch(self, output: ScheduleOutput) -> LaunchedStep:
-        """Start `output`; steps must be launched in the order in which they were scheduled."""
+        """Start the step `output`; steps must be launched in the order of their schedule."""
         self.model.device.activate()
         if self._is_debug:
             self._check_copies(output)
@@ -223,7 +225,7 @@ class ModelRunner:
         return self._compute(LaunchedStep(output), inputs)
 
     def sample(self, step: LaunchedStep) -> None:
-        """Start the sampling of a step, if it had to wait until the earlier steps are committed."""
+        """Start the sampling of a step if it had to wait for the tokens of earlier steps."""
         if step.unsampled is None:
             return
         (logits, inputs) = step.unsampled
@@ -240,7 +242,7 @@ class ModelRunner:
         self._sample(step, logits, inputs, sampling, on_device)
 
     def read(self, step: LaunchedStep, timeout: float | None = None) -> StepResult:
-        """Sample a step if that is left to do, wait for it, and return its result.
+        """Wait for a step and return its result; sample it first if that is still to be done.
 
         Raises
         ------
@@ -275,7 +277,7 @@ class ModelRunner:
         return rows, starts
 
     def _row(self, request: Request) -> int:
-        """Return the row of a request; it gets one if it is new or resumes."""
+        """Return the row of a request, assigning one if it is new or resumed."""
         if request.row >= 0:
             return request.row
         row = self._table.assign(request)
@@ -295,7 +297,7 @@ class ModelRunner:
         self._table.check(sequences, rows, starts, self.kv_cache.num_blocks, size)
 
     def _compute(self, step: LaunchedStep, inputs: StepInputs) -> LaunchedStep:
-        """Run the model on a step, and start its sampling unless that has to wait."""
+        """Run the model on a step, and start its sampling unless it has to wait."""
         output = step.output
         logits, step.prompts = self._forward(inputs, self._prompt_parts(output, inputs))
         self.features.report(output, inputs.batch.cu_seqlens_q[:-1])
@@ -376,9 +378,9 @@ class ModelRunner:
         sampled = self.sampler(logits, _with(sampling, columns))
         self._table.last_ids[on_device["sampled_rows"]] = sampled.token_ids
         self._table.last_positions[rows] = inputs.sampled_positions
-        # A request that the step before has finished has no row of its own any more.
+        # `rows`, not `request.row`: a request that the previous step finished has lost its row.
         for sequence, first in zip(step.sampled, step.first_logits_rows or (), strict=False):
-            if sequence.drafts is not None:  # the host knows the next id by then, and sends it
+            if sequence.drafts is not None:  # the host will know the next id, and sends it
                 self._table.last_positions[rows[first]] = -1
         if "penalised" in on_device:
             chosen = on_device["penalised"]
@@ -401,7 +403,7 @@ class ModelRunner:
         """Apply logits processors to the rows of requests that have them."""
         for index in np.flatnonzero(self._sampling.has_processors[inputs.sampled_rows]).tolist():
             request = inputs.sampled[index].request
-            if request.is_finished:  # by the step before, after this one was launched
+            if request.is_finished:  # the previous step finished it after this one was launched
                 continue
             processors = request.spec.params.logits_processors or ()
             output_ids = request.output_token_ids
@@ -437,7 +439,7 @@ class ModelRunner:
         arrays: dict[str, Any],
         result: StepResult,
     ) -> None:
-        """Read a step with drafts: a sequence gets its accepted drafts and one token more."""
+        """Read a step with drafts: a sequence gets its accepted drafts and one more token."""
         all_ids = arrays["token_ids"].tolist()
         status = arrays["status"]
         has_failures = any(status.tolist())
@@ -468,9 +470,9 @@ class ModelRunner:
     def _slot_moves(
         self, sequence: ScheduledSequence, moves: Sequence[tuple[int, int]]
     ) -> list[tuple[int, int]]:
-        """Return the slots of accepted drafts whose keys are elsewhere, as (source, target)."""
+        """Return the (source, target) slots of accepted drafts whose keys must be moved."""
         row = sequence.request.row
-        if not moves or row < 0:  # without a row it has ended, or is computed again
+        if not moves or row < 0:  # without a row it has ended, or will be recomputed
             return []
         positions = np.array(moves) + sequence.num_reached_tokens
         blocks = self._table.block_tables[row, positions // self._block_size].astype(np.int64)
@@ -479,7 +481,7 @@ class ModelRunner:
 
 
 def _sampling_arrays(inputs: StepInputs, sampling: SamplingBatch) -> dict[str, IntArray]:
-    """Return the arrays that `_sample` needs; those of `sampling` are "sampling.<name>"."""
+    """Return the arrays that `_sample` needs; those of `sampling` are named "sampling.<name>"."""
     arrays = {f"sampling.{n}": a for n, a in _arrays(sampling).items()}
     if sampling.history_lens is not None:
         arrays |= history_indices(inputs, sampling.history_lens)
@@ -487,7 +489,7 @@ def _sampling_arrays(inputs: StepInputs, sampling: SamplingBatch) -> dict[str, I
 
 
 def _indices_with(batch: ForwardBatch, parts: Sequence[PromptPart]) -> dict[str, Any]:
-    """Return the `logits_indices` of a batch with those of the prompt tokens to be scored."""
+    """Return `logits_indices` extended by the prompt tokens to be scored; {} without any."""
     if not parts:
         return {}
     wanted = [batch.logits_indices, *(part.rows for part in parts)]
@@ -495,7 +497,7 @@ def _indices_with(batch: ForwardBatch, parts: Sequence[PromptPart]) -> dict[str,
 
 
 def _with(batch: BatchT, arrays: Mapping[str, Any]) -> BatchT:
-    """Return `batch` with other arrays; ten times as fast as `dataclasses.replace`."""
+    """Return `batch` with these arrays replaced; ten times as fast as `dataclasses.replace`."""
     other = object.__new__(type(batch))
     vars(other).update(vars(batch), **arrays)
     return other

@@ -1,8 +1,8 @@
-"""Runs steps of a model of which this process has the last pipeline stage.
+"""Runs the steps of a pipelined model; this process computes the last stage.
 
-`launch` announces a step to the other stages; this stage's part of it, and its sampling, come when
-the step is read, or when a request of it must give up its row. So several steps are in flight, each
-of other requests, and every stage does what it does in the order of the launches.
+`launch` announces a step to the other stages. This stage computes its layers and samples when the
+step is read, or when one of its requests must release its row. So several steps are in flight, for
+different requests, and every stage computes them in the order of their launches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PipelinedRunner(ModelRunner):
     def __init__(self, model: Any, *args: Any, **options: Any) -> None:
         super().__init__(model, *args, **options)
         self._stages = model
-        # Announced, but not computed by this stage yet; oldest first.
+        # Steps announced, but not computed by this stage yet; oldest first.
         self._announced: deque[tuple[LaunchedStep, StepInputs | None]] = deque()
 
     def launch(self, output: ScheduleOutput) -> LaunchedStep:
@@ -50,13 +50,13 @@ class PipelinedRunner(ModelRunner):
         return step
 
     def read(self, step: LaunchedStep, timeout: float | None = None) -> StepResult:
-        """Compute this stage's part of a step, and of those before it; as `ModelRunner.read`."""
+        """Compute this stage of a step and of those before it; see `ModelRunner.read`."""
         while any(other is step for other, _ in self._announced):
             self._compute_oldest()
         return super().read(step, timeout)
 
     def release(self, requests: Iterable[Request]) -> None:
-        """Release the rows of these requests, once no step in flight needs them any more."""
+        """Release the rows of these requests after the announced steps that use them."""
         requests = list(requests)
         with contextlib.suppress(RankError):  # which the next step raises as well
             while self._announced and not self._has_none_of(requests):
@@ -64,7 +64,7 @@ class PipelinedRunner(ModelRunner):
         super().release(requests)
 
     def _has_none_of(self, requests: list[Request]) -> bool:
-        """Tell whether no step that this stage has to compute is of one of these requests."""
+        """Tell whether no announced step contains one of these requests."""
         ids = {id(request) for request in requests if request.row >= 0}
         return not any(
             id(sequence.request) in ids
@@ -90,11 +90,11 @@ class PipelinedRunner(ModelRunner):
         on_device: Mapping[str, Any],
     ) -> None:
         super()._sample(step, logits, inputs, sampling, on_device)
-        # When their requests are scheduled again, the first stage needs the ids from the host.
+        # The first stage has no `last_ids`: it gets the ids of the next step from the host.
         self._table.last_positions[inputs.sampled_rows] = -1
 
 
 def make_runner(model: Any, *args: Any, **options: Any) -> ModelRunner:
-    """Return the runner of a model, of all its layers or of the last pipeline stage's."""
+    """Return a runner for the whole model, or for its last pipeline stage."""
     kind = ModelRunner if model.num_stages == 1 else PipelinedRunner
     return kind(model, *args, **options)

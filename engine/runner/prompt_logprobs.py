@@ -34,13 +34,13 @@ class PromptPart:
     ----------
     request : Request
     count : int
-        Number of most probable ids to return besides each token; -1 is all.
+        Number of most probable ids to return besides each token; -1 for all.
     position : int
         Position of the first token that is scored.
     token_ids : list of int
         The tokens that are scored.
     first_row : int
-        Row of the batch whose hidden state predicts the first one.
+        Row of the batch whose hidden state predicts the first token.
     """
 
     request: Request
@@ -79,7 +79,7 @@ def prompt_parts(
     first_rows: Sequence[int],
     counts: Sequence[int | None],
 ) -> list[PromptPart]:
-    """Return the prompt tokens that a step can score: those after a token that it computes.
+    """Return the prompt tokens that a step can score: those that follow a token it computes.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Persistent arrays with one row for each running request.
 
-A step's arrays are gathered from these rows, so the host's work for a step is a few array
-operations, plus the changes: requests that start or end, and block tables that grow.
+A step's arrays are gathered from these rows, so preparing a step on the host takes a few array
+operations, plus work for the changes: requests that start or end, and block tables that grow.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class RequestRows:
     block_size : int
         Tokens per block.
     device : Device
-        Where `last_ids` lives.
+        Device of `last_ids`.
 
     Attributes
     ----------
     owners : list of Request or None
-        The request that has each row; None: the row is free.
+        The owner of each row; None: the row is free.
     block_tables : (num_rows, max_blocks) int32
         Block ids; entries past a table's length are stale.
     num_slots : (num_rows,) int64
-        Tokens for which the block tables here have blocks.
+        Capacity in tokens of the blocks in each block table.
     num_blocks, num_sent : (num_rows,) int64
-        Lengths of the block tables here, and of their copies on the device (`decode_inputs`).
+        Lengths of these block tables, and of their copies on the device (`decode_inputs`).
     has_unsent : bool
-        Whether these may differ.
+        Whether the two lengths may differ.
     last_ids : (num_rows,) int32, on the device
         The last id sampled for each row. The host may not know it yet.
     last_positions : (num_rows,) int32
@@ -72,7 +72,7 @@ class RequestRows:
         return len(self.owners) - len(self._free)
 
     def assign(self, request: Request) -> int:
-        """Assign a free row to `request`, which has none."""
+        """Assign a free row to `request`, which must have none."""
         if not self._free:
             raise EngineError(f"no row is free for request {request.request_id!r}")
         row = request.row = self._free.pop()
@@ -88,7 +88,7 @@ class RequestRows:
         request.row = -1
 
     def check_integrity(self) -> None:
-        """Verify that each row is free or has one owner, an unfinished request, and the counts."""
+        """Verify the counts, and that each row is free or owned by one unfinished request."""
         if (self.num_slots != self.num_blocks * self._block_size).any():
             raise EngineError(f"rows with {self.num_blocks} blocks hold {self.num_slots} tokens")
         if not self.has_unsent and (self.num_sent != self.num_blocks).any():
@@ -115,7 +115,7 @@ class RequestRows:
         *,
         rewritten: bool,
     ) -> None:
-        """Copy new entries of the requests' block tables, as far as this step needs them.
+        """Copy the new entries of the requests' block tables that this step needs.
 
         Parameters
         ----------
@@ -123,7 +123,7 @@ class RequestRows:
         rows : (B,) int64
             Their rows.
         lens : (B,) int
-            Number of tokens whose blocks the step uses.
+            Tokens of each sequence whose blocks the step uses.
         rewritten : bool
             Whether existing entries may have changed; otherwise tables have only grown.
         """
@@ -142,7 +142,7 @@ class RequestRows:
             self.has_unsent = True
 
     def note_sent(self, rows: IntArray) -> None:
-        """Note that the device gets all of these block tables."""
+        """Record that these block tables are sent to the device."""
         self.num_sent[rows] = self.num_blocks[rows]
         self.has_unsent = self.num_sent.tobytes() != self.num_blocks.tobytes()
 

@@ -1,4 +1,4 @@
-"""`StepResult`, the outcome of a step on the host, and how it is read from arrays."""
+"""`StepResult`, the outcome of a step on the host, and its conversion from arrays."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class StepResult:
     logprobs : dict of Request to list of dict
         For each sampled id, a dict of id -> `Logprob`; only for requests that asked for it.
     prompt_logprobs : dict of Request to (int, list of dict)
-        First position scored, and a dict as above for each prompt token from there on.
+        First position scored, and such a dict for each prompt token from that position on.
     failed : dict of Request to str
-        Why no token could be sampled.
+        The reason why no token could be sampled.
     """
 
     token_ids: dict[Request, list[int]] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class StepResult:
     failed: dict[Request, str] = field(default_factory=dict)
 
     def keep(self, request: Request, count: int) -> None:
-        """Keep only the first `count` ids sampled for `request`, which ends with them."""
+        """Keep only the first `count` ids sampled for `request`, which ended there."""
         self.token_ids[request] = self.token_ids[request][:count]
         if request in self.logprobs:
             del self.logprobs[request][count:]
@@ -52,7 +52,7 @@ def ranks_of(xp: Any, logits: Any, token_ids: Any) -> Any:
 def logprob_entries(
     arrays: Mapping[str, Any], rows: Iterable[int], token_ids: Sequence[int], count: int
 ) -> list[dict[int, Logprob]]:
-    """Return one dict per row: the `count` most probable ids (-1: all), and the chosen one.
+    """Return one dict per row: the `count` most probable ids (-1: all) and the chosen one.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 @dataclass(frozen=True, eq=False)
 class SamplingSpec:
-    """How one request is sampled.
+    """The sampling of one request.
 
     Attributes
     ----------
@@ -37,9 +37,9 @@ class SamplingSpec:
     bad_words : tuple of tuple of int
         Token sequences that must not be completed.
     num_logprobs : int or None
-        As `SamplingParams.logprobs`; 0 also if only their sum is needed.
+        See `SamplingParams.logprobs`; 0 also if only the sum of the log-probabilities is needed.
     grammar : engine.structured.GrammarState, optional
-        How far the output is in the grammar that it must match.
+        State of the grammar that the output must match.
     """
 
     params: SamplingParams
@@ -50,7 +50,7 @@ class SamplingSpec:
 
     @property
     def needs_host_ids(self) -> bool:
-        """Tell whether the host must know the last id before the next one can be sampled."""
+        """Tell whether sampling an id requires the previous id on the host."""
         return bool(self.bad_words or self.params.logits_processors or self.grammar is not None)
 
     @property
@@ -131,7 +131,7 @@ class SamplingTable:
         self.num_prompt_scored -= request.spec.params.prompt_logprobs is not None
 
     def needs_host_ids(self, rows: IntArray) -> bool:
-        """Tell whether any of these rows is sampled only when the host knows all earlier ids."""
+        """Tell whether sampling any of these rows requires all earlier ids on the host."""
         return bool(self._needs_host_ids[rows].any())
 
     def build(
@@ -141,7 +141,7 @@ class SamplingTable:
         positions: IntArray,
         paths: Sequence[tuple[int, ...]] | None = None,
     ) -> SamplingBatch:
-        """Return the arrays for R rows of logits, on the host; the history is added later.
+        """Return the arrays for R rows of logits, on the host, without the history.
 
         Parameters
         ----------
@@ -152,7 +152,8 @@ class SamplingTable:
         positions : (R,) int32
             Positions of the tokens to be sampled.
         paths : sequence of tuple of int, optional
-            The drafts between the last known token and the one to be sampled.
+            For each row of logits, the drafts between the last known token and the one to be
+            sampled.
         """
         return SamplingBatch(
             temperature=self._floats["temperature"][rows],
@@ -183,7 +184,7 @@ class SamplingTable:
         }
 
     def _most_logprobs(self, rows: IntArray) -> int | None:
-        """Return the largest count of these rows, where -1 means all; None if no row has one."""
+        """Return the largest log-probability count of these rows (-1: all); None without any."""
         wanted = self._num_logprobs[rows]
         most = int(wanted.max())
         if most == _NO_LOGPROBS:
@@ -208,7 +209,7 @@ class SamplingTable:
         positions: IntArray,
         paths: Sequence[tuple[int, ...]],
     ) -> dict[str, IntArray]:
-        """Return the concatenated biases of all rows, if there are any."""
+        """Return the concatenated logit biases of all rows; {} without any."""
         ids: list[int] = []
         values: list[float] = []
         counts = np.zeros(len(rows) + 1, np.int32)
@@ -236,7 +237,7 @@ class SamplingTable:
         bias = dict(params.logit_bias or {})
         if position - request.num_prompt_tokens < params.min_tokens:
             ends = {*(() if params.ignore_eos else self._eos), *(params.stop_token_ids or ())}
-            if spec.grammar is not None:  # its mask says whether the text may end
+            if spec.grammar is not None:  # its mask decides whether the text may end
                 ends -= {*self._eos}
             bias |= dict.fromkeys(sorted(ends), -np.inf)
         elif not bias and not spec.bad_words and not path:

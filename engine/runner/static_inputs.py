@@ -20,9 +20,9 @@ __all__ = ["StagingBuffer", "StaticInputs"]
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
 _ALIGNMENT = 16  # bytes; every field starts at a multiple of it
-_NUM_BUFFERS = 4  # more than the steps that can be in flight
+_NUM_BUFFERS = 4  # staging buffers: more than the steps that can be in flight
 
-# Name -> dtype and padding value. The new blocks come after these fields.
+# Name -> dtype and padding value. The block ids ("new_blocks") follow these fields.
 _TOKEN_FIELDS: dict[str, tuple[str, float]] = {
     "seeds": ("uint64", 0),
     "tree_mask": ("uint64", 0),
@@ -56,9 +56,9 @@ class StagingBuffer:
         room for the maximum.
     results : (2 * max_tokens,) int32
     holds : object
-        What its user left in it that a later step can use again; None: nothing.
+        Identifies the content that a later step can reuse; None: nothing.
     has_blocks : bool
-        Whether "cu_new_blocks" may tell of new blocks.
+        Whether "cu_new_blocks" may be nonzero.
     """
 
     def __init__(self, memory: IntArray, fields: dict[str, IntArray], results: IntArray) -> None:
@@ -68,7 +68,7 @@ class StagingBuffer:
         self.holds: object = None
         self.has_blocks = True
         self.done: Any = None
-        # Asked for once: NumPy takes microseconds to return an address.
+        # Cached: NumPy takes microseconds to return an address.
         self.address = memory.ctypes.data
         self.results_address = results.ctypes.data
 
@@ -99,7 +99,7 @@ class StagingBuffer:
         return offsets[: len(counts) + 1]
 
     def fill_no_blocks(self) -> None:
-        """Write that no sequence has new blocks, whatever the size of the batch."""
+        """Zero the offsets of new blocks, for a batch of any size without new blocks."""
         if self.has_blocks:
             self.fields["cu_new_blocks"][:] = 0
             self.has_blocks = False
@@ -113,14 +113,14 @@ class StaticInputs:
     device : Device
         On the CPU, the staging buffer is the buffer itself.
     max_sequences, max_tokens : int
-        Maximum of a step.
+        Limits of a step.
     max_new_blocks : int
         Maximum block ids that a step sends.
 
     Attributes
     ----------
     arrays : dict of str to array
-        As `StagingBuffer.fields`, on the device.
+        The fields of `StagingBuffer.fields`, on the device.
     results : (2 * max_tokens,) int32, on the device
 
     Examples
@@ -156,7 +156,7 @@ class StaticInputs:
         self.send(first, 0)
 
     def next_buffer(self) -> StagingBuffer:
-        """Return the staging buffer for the next step, waiting until its last use is over."""
+        """Return the staging buffer for the next step, after waiting for its last use to end."""
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
         if buffer.done is not None and not buffer.done.done:
@@ -174,7 +174,7 @@ class StaticInputs:
         return buffer.memory[: self._base + 4 * num_new_blocks]
 
     def load(self, data: Any) -> StagingBuffer:
-        """Copy what `used` returned in another process to a staging buffer, and send it."""
+        """Copy the bytes that `used` returned in another process to a staging buffer; send it."""
         buffer = self.next_buffer()
         buffer.memory[: len(data)] = data
         buffer.holds = None

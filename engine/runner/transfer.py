@@ -21,7 +21,7 @@ __all__ = ["DeviceToHostCopy", "HostToDeviceCopy", "PinnedArrays"]
 
 _ALIGNMENT = 16  # bytes; every array of a copy starts at a multiple of it
 _POLL_SECONDS = 0.0002
-_NUM_TURNS = 3  # buffers; with the steps that may be in flight, none is waited for
+_NUM_TURNS = 3  # buffers in rotation: enough that none is waited for with the steps in flight
 
 
 class _PinnedBuffers:
@@ -36,7 +36,7 @@ class _PinnedBuffers:
         self._lock = threading.Lock()
 
     def hold(self, buffer: Any, done: Any) -> None:
-        """Keep `buffer` until the event `done` has completed; drop those whose event has."""
+        """Keep `buffer` until the event `done` completes; drop those already completed."""
         with self._lock:
             while self._in_flight and self._in_flight[0][0].done:
                 self._in_flight.popleft()
@@ -50,18 +50,18 @@ _pinned_buffers = _PinnedBuffers()
 
 
 class HostToDeviceCopy:
-    """Copies NumPy arrays to the device, all in one copy.
+    """Copies NumPy arrays to the device in a single transfer.
 
     Parameters
     ----------
     device : Device
     arrays : mapping of str to array
-        C-contiguous; arrays that are on the device already are passed through.
+        C-contiguous; arrays already on the device are passed through.
 
     Attributes
     ----------
     arrays : dict of str to array
-        The same, on the device. On the CPU they are the arrays given.
+        The copies on the device; on the CPU, the given arrays.
     """
 
     def __init__(self, device: Device, arrays: Mapping[str, Any]) -> None:
@@ -98,9 +98,9 @@ class HostToDeviceCopy:
 class PinnedArrays:
     """A large array that the host writes in each step, copied while the device computes.
 
-    The copy has a stream of its own: on the current one it would wait for the model, behind which
-    it is launched. Buffers take turns; they grow to the largest array asked for. On the CPU the
-    array itself is used, a new one for each step.
+    The copy runs on a stream of its own: on the current stream it would wait for the model, which
+    was launched before it. Buffers are used in rotation and grow to the largest array requested.
+    On the CPU the array itself is used, a new one for each step.
 
     Examples
     --------
@@ -118,7 +118,7 @@ class PinnedArrays:
         self._array: Any = None
 
     def next(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return an array to write to, of any content; waits until its last use is over."""
+        """Return an uninitialised array to write to; waits for the buffer's last use to end."""
         if not self._device.is_cuda:
             self._array = np.empty(shape, dtype)
             return self._array
@@ -129,12 +129,12 @@ class PinnedArrays:
         current = cuda.get_current_stream()
         buffer = self._buffers[0]
         last = self._buffers[-1]
-        last.is_free.record(current)  # what reads it has been launched by now
+        last.is_free.record(current)  # its readers have been launched by now
         buffer.is_free.synchronize()
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         if buffer.host.nbytes < num_bytes:
             buffer.grow(self._device.xp, 2 * num_bytes)
-            # SAFETY: earlier kernels of this stream may still use the memory that it got.
+            # SAFETY: earlier kernels of this stream may still use the memory just allocated.
             buffer.is_sent.record(current)
             self._stream.wait_event(buffer.is_sent)
         self._array = buffer.host[:num_bytes].view(dtype).reshape(shape)
@@ -143,7 +143,7 @@ class PinnedArrays:
     def send(self) -> Any:
         """Start the copy of the array that `next` returned, and return it on the device.
 
-        What reads it must be launched before `next` is called again, on the current stream.
+        Launch its readers on the current stream, before `next` is called again.
         """
         if not self._device.is_cuda:
             return self._array
@@ -158,7 +158,7 @@ class PinnedArrays:
 
 
 class _Buffer:
-    """Pinned and device memory of the same size, and when they may be used."""
+    """Pinned and device memory of the same size, with the events that guard their reuse."""
 
     def __init__(self, cuda: Any) -> None:
         self.host: Any = np.empty(0, np.uint8)
@@ -195,7 +195,7 @@ class DeviceToHostCopy:
 
     @classmethod
     def of(cls, done: Any, arrays: Mapping[str, Any]) -> DeviceToHostCopy:
-        """Return a copy into these host arrays that is complete when the event `done` is."""
+        """Return a copy into these host arrays that completes with the event `done`."""
         copy = cls(CPU, arrays)
         copy._done = done
         return copy

@@ -19,7 +19,7 @@ class QueueFullError(RequestError):
 
 
 def check_request(request: Request, config: SchedulerConfig) -> int:
-    """Return the maximum number of tokens, prompt and output, that `request` can reach.
+    """Return the maximum length of `request` in tokens, prompt and output.
 
     Raises
     ------

@@ -28,7 +28,7 @@ def add_chunk(
 ) -> None:
     """Schedule the next `num_new` tokens of `request`, and count them.
 
-    `drafts`: from `fitting_drafts`; their blocks are allocated.
+    `drafts`: from `fitting_drafts`; their blocks are already allocated.
     """
     start = request.num_computed_tokens
     is_sampled = start + num_new == request.num_tokens
@@ -67,11 +67,11 @@ class UnchangedBatch:
     """Detects steps that differ from the previous one in their positions only."""
 
     def __init__(self) -> None:
-        # Of the queues at the previous step; -1 if not every running request decoded in it.
+        # `num_changes` of the queues at the previous step; -1 if that was not decodes of all.
         self._num_changes = -1
 
     def mark(self, output: ScheduleOutput, queues: RequestQueues, *, has_chunks: bool) -> None:
-        """Set `output.is_unchanged`; to be called for every step, in order."""
+        """Set `output.is_unchanged`; call it for every step, in order."""
         is_all = len(output.sequences) == len(queues.running) > 0
         if has_chunks or output.admitted or not is_all:
             self._num_changes = -1

@@ -1,4 +1,4 @@
-"""Drafts in a step: which are valid, how many fit, and which are accepted."""
+"""Drafts in a step: their validation, the number that fits, and their acceptance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.scheduler.output import DraftedSequence, ScheduleOutput
 __all__ = ["DraftTokens", "checked_drafts", "count_accepted", "fitting_drafts", "group_decodes"]
 
 DraftTokens = Sequence[int] | Drafts
-"""What may be proposed."""
+"""A proposal: a chain of token ids, or a chain or tree of drafts."""
 
 
 def checked_drafts(
@@ -52,8 +52,8 @@ def fitting_drafts(
 ) -> Drafts | None:
     """Return the drafts of `request` that fit into the step after its next `num_new` tokens.
 
-    They may go beyond `max_num_tokens`, so that all sequences can have the same number; what is
-    sampled there is dropped.
+    They may exceed `max_num_tokens`, so that all sequences can carry the same number; tokens
+    sampled beyond that are dropped.
 
     `reserved`: tokens of the step's budget to leave for requests scheduled later.
     """
@@ -103,7 +103,7 @@ def group_decodes(output: ScheduleOutput) -> None:
 
 
 def count_accepted(request: Request, token_ids: Sequence[int]) -> None:
-    """Count the accepted drafts as computed; the last id is that of the token after them."""
+    """Count the accepted drafts as computed; the last of `token_ids` is the token after them."""
     if request.status is RequestStatus.RUNNING:
         request.num_computed_tokens += len(token_ids) - 1
         request.num_committed_tokens += len(token_ids) - 1

@@ -26,11 +26,11 @@ class ScheduledSequence:
     is_sampled : bool
         Whether the sequence's last token is among them, so that a new token is sampled.
     num_pending_tokens : int
-        How many of the last ones, drafts aside, have ids that only the device knows: 0, or 1 if
-        the previous step, which sampled the id, is still in flight.
+        Last tokens, drafts aside, whose ids only the device knows: 0, or 1 if the previous step,
+        which sampled the id, is still in flight.
     drafts : Drafts or None
-        Of a `DraftedSequence`: the tokens after the sequence's last one. The logits of all of them
-        and of that last token are needed.
+        Only in a `DraftedSequence`: the tokens after the sequence's last one. The logits of that
+        token and of all drafts are needed.
     """
 
     __slots__ = ("is_sampled", "num_pending_tokens", "num_scheduled_tokens", "request", "start")
@@ -52,29 +52,29 @@ class ScheduledSequence:
 
     @property
     def num_draft_tokens(self) -> int:
-        """How many of the last tokens are drafts."""
+        """Number of last tokens that are drafts."""
         return 0 if self.drafts is None else len(self.drafts)
 
     @property
     def num_logits(self) -> int:
-        """How many of the last tokens need logits."""
+        """Number of last tokens that need logits."""
         return 1 + self.num_draft_tokens if self.is_sampled else 0
 
     @property
     def is_decode(self) -> bool:
-        """Tell whether the decode kernel can compute it, if `query_len` is its number of tokens."""
+        """Tell whether the decode kernel can compute it, given a `query_len` of its tokens."""
         return self.num_scheduled_tokens == 1 or (
             self.drafts is not None and self.num_scheduled_tokens <= MAX_QUERY_LEN
         )
 
     @property
     def context_len(self) -> int:
-        """Tokens up to the last query token, drafts included: the keys that are in the pages."""
+        """Tokens up to the last query token, drafts included: the number of keys in the pages."""
         return self.start + self.num_scheduled_tokens
 
     @property
     def num_reached_tokens(self) -> int:
-        """Tokens of the sequence that are computed after this step, drafts aside."""
+        """Computed tokens of the sequence after this step, drafts aside."""
         return self.start + self.num_scheduled_tokens - self.num_draft_tokens
 
     def __repr__(self) -> str:
@@ -83,7 +83,7 @@ class ScheduledSequence:
 
 
 class DraftedSequence(ScheduledSequence):
-    """A sequence with drafts; a separate class, so that other sequences need no such field."""
+    """A sequence with drafts; a separate class, so that other sequences need no slot for them."""
 
     __slots__ = ("drafts",)
 
@@ -104,7 +104,7 @@ class DraftedSequence(ScheduledSequence):
 
 
 class BatchSize(NamedTuple):
-    """How much a step computes."""
+    """Size of a step's batch."""
 
     num_tokens: int = 0
     num_sequences: int = 0
@@ -142,11 +142,11 @@ class ScheduleOutput:
     num_scheduled_tokens : int
         Sum over `sequences`.
     num_draft_tokens : int
-        How many of these are drafts.
+        Drafts among these.
     num_decodes : int
-        How many of `sequences` are decodes.
+        Decodes among `sequences`.
     query_len : int
-        Query tokens of each decode: one, plus its drafts if there are any.
+        Query tokens of each decode: one, plus its drafts.
     is_unchanged : bool
         Whether the sequences are those of step `step_id` - 1, in the same order, each advanced by
         one token: all of them decodes, all sampled, in both steps.
@@ -168,7 +168,7 @@ class ScheduleOutput:
 
     @property
     def size(self) -> BatchSize:
-        """How much the step computes."""
+        """Size of the step's batch."""
         return BatchSize(self.num_scheduled_tokens, len(self.sequences), self.num_decodes)
 
     @property

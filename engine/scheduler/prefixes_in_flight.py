@@ -1,7 +1,7 @@
-"""Prefixes that are being computed right now: a request that begins with one waits for it.
+"""Prefixes that are being computed: a request that begins with one waits for it.
 
-Requests with a long common prefix often arrive together. The first one computes it; admitted in
-the same step, each of the others would compute it again.
+Requests with a long common prefix often arrive together. The first one computes it; the others,
+if admitted in the same step, would each compute it again.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _Key = tuple[object, int, tuple[int, ...]]
 
 
 class PrefixesInFlight:
-    """The prompts of which a step that is not committed yet computes a part.
+    """Prompts that uncommitted steps compute in part.
 
-    They are looked up by their first block that is not in the tree yet: same salt and rope kind,
-    same block before it, same token ids.
+    They are looked up by their first block that is not in the tree yet: its salt and rope kind,
+    the block before it, and its token ids.
 
     Parameters
     ----------
     blocks : BlockManager
     outputs : iterable of ScheduleOutput
-        Steps that are not committed, the one being scheduled included.
+        Uncommitted steps, including the one being scheduled.
     """
 
     def __init__(self, blocks: BlockManager, outputs: Iterable[ScheduleOutput]) -> None:
@@ -50,7 +50,7 @@ class PrefixesInFlight:
             self._by_key.setdefault(key, request)
 
     def covers_most_of(self, request: Request) -> bool:
-        """Tell whether at least half of what `request` has to compute is computed already."""
+        """Tell whether a registered prompt covers at least half of what `request` must compute."""
         if not self._by_key or not request.reuse_prefix:
             return False
         found = self._blocks.match(request)

@@ -33,7 +33,7 @@ class RequestQueues:
     waiting : WaitingQueue
     running : list of Request
     num_changes : int
-        How often a request entered or left `running`.
+        Times a request entered or left `running`.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
@@ -55,7 +55,8 @@ class RequestQueues:
     ) -> None:
         """Queue `request`, and make `siblings` wait for it; if it raises, nothing is changed.
 
-        `is_resumed`: they have been accepted before, and may have output tokens, so none waits.
+        `is_resumed`: another engine accepted them, so the queue's limits do not apply; they may
+        have output tokens, so none waits for another's prompt.
         """
         group = [request, *siblings]
         limits = [self._check_new(member, request) for member in group]
@@ -90,7 +91,7 @@ class RequestQueues:
             self._start_or_queue(request, sibling)
 
     def run(self, request: Request) -> None:
-        """Add `request`, which has its blocks and is in no queue, to `running`."""
+        """Add `request`, which holds its blocks and is in no queue, to `running`."""
         request.status = _RUNNING
         self.num_changes += 1
         insort(self.running, request, key=_order)
@@ -112,7 +113,7 @@ class RequestQueues:
         return request
 
     def retry(self, request: Request) -> None:
-        """Queue a running request again, and discard everything that it has computed."""
+        """Queue a running request again, and discard all its computed tokens."""
         self._remove_running(request)
         self.blocks.release(request, keep=False)
         request.status = RequestStatus.PREEMPTED

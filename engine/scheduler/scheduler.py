@@ -35,7 +35,7 @@ __all__ = ["Scheduler"]
 
 _RUNNING = RequestStatus.RUNNING
 _new = object.__new__
-_MAX_PASSED = 16  # requests passed over in one step because another computes their prefix
+_MAX_PASSED = 16  # requests passed over in one step because another is computing their prefix
 
 
 class Scheduler:
@@ -72,7 +72,7 @@ class Scheduler:
         if config.debug:
             self.blocks.allocator.record_freed()
         self._queues = RequestQueues(config, self.blocks)
-        self.last_batch = BatchSize()  # of the last step, for the watch view
+        self.last_batch = BatchSize()  # size of the last step, for the watch view
         self._in_flight = InFlightSteps()
         self._unchanged = UnchangedBatch()
         self._has_drafts = False  # whether a running request may have drafts
@@ -113,7 +113,7 @@ class Scheduler:
             More requests with the same prompt (parallel samples). They wait until `request` has
             computed it, and then share its blocks.
         is_resumed : bool
-            Another engine has accepted them: none waits, and the queue may be full.
+            Another engine accepted them: the queue's limits do not apply, and no sibling waits.
 
         Raises
         ------
@@ -361,7 +361,7 @@ class Scheduler:
             ) and not self._make_room(request, output):
                 continue
             num_pending = request.num_pending_tokens
-            # Not by its constructor, which would take a third of this loop.
+            # Bypasses the constructor, which would take a third of this loop's time.
             sequence = _new(ScheduledSequence)
             sequence.request = request
             sequence.start = start

@@ -12,9 +12,9 @@ __all__ = ["requests_not_due"]
 def requests_not_due(running: Iterable[Request], num_groups: int) -> set[Request]:
     """Return the running requests that the next step leaves out.
 
-    Those whose last token is not known yet, since the first stage needs it; and of the others that
-    decode, all but the first ones, so that each of `num_groups` steps in flight has as many.
-    Prompts are not left out: a chunk may follow another one that is still in flight.
+    These are the requests whose last token is not known yet, since the first stage needs it; and of
+    the other decoding requests all but the first ones, so that each of `num_groups` steps in flight
+    has equally many. Prompts are never left out: a chunk may follow another one in flight.
 
     Examples
     --------

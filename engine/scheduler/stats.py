@@ -12,23 +12,23 @@ __all__ = ["SchedulerStats", "collect"]
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """A snapshot; the names follow vLLM's metrics where it has them.
+    """A snapshot of current sizes and of counters, under vLLM's metric names where they exist.
 
     Attributes
     ----------
     num_requests_running, num_requests_waiting : int
-        Now.
+        Requests in each state now.
     num_blocks, num_free_blocks, num_cached_blocks : int
-        Now; the remaining blocks are in use.
+        Device blocks now; the remaining ones are in use.
     num_host_blocks, num_free_host_blocks : int
-        Now, in host memory.
+        Blocks in host memory now.
     num_steps, num_preemptions, num_swaps, num_retries : int
-        So far: steps scheduled, requests preempted, those of them swapped out, and requests put
+        Counters: steps scheduled, requests preempted, those of them swapped out, and requests put
         back into the queue by failed steps.
     prefix_cache_queries, prefix_cache_hits, prefix_cache_host_hits : int
-        So far: tokens looked up, tokens found, and those of them found on the host.
+        Counters: tokens looked up, tokens found, and those of them found on the host.
     num_evicted_blocks, num_offloaded_blocks : int
-        So far: blocks evicted from the prefix tree, and those of them copied to the host.
+        Counters: blocks evicted from the prefix tree, and those of them copied to the host.
     """
 
     num_requests_running: int
@@ -55,7 +55,7 @@ class SchedulerStats:
 
 
 def collect(blocks: BlockManager, **counts: int) -> SchedulerStats:
-    """Return the scheduler's own `counts` together with those of `blocks`."""
+    """Return the scheduler's own `counts` together with the sizes and counters of `blocks`."""
     device = blocks.allocator
     host = blocks.host_allocator
     tree = blocks.tree.stats if blocks.tree else TreeStats()

@@ -13,7 +13,7 @@ __all__ = ["WaitingQueue"]
 
 class _Entry(NamedTuple):
     order: tuple[int, int]
-    serial: int  # of the push: tells the entry of a request queued again from its stale one
+    serial: int  # number of the push: distinguishes a re-queued request's entry from its stale one
     num_tokens: int
     request: Request
 
@@ -46,7 +46,7 @@ class WaitingQueue:
         return request.order in self._members and self._members[request.order].request is request
 
     def push(self, request: Request) -> None:
-        """Add `request`, whose `order` no other member has."""
+        """Add `request`; its `order` must be unique among the members."""
         self._num_pushed += 1
         entry = _Entry(request.order, self._num_pushed, request.num_known_tokens, request)
         self._members[request.order] = entry
@@ -76,7 +76,7 @@ class WaitingQueue:
         return max((entry.request for entry in first), key=gain)  # the first of equals
 
     def take(self, request: Request) -> None:
-        """Remove `request`, which is admitted; a head other than it counts as passed over."""
+        """Remove an admitted request; if it is not the head, the head counts as passed over."""
         first = self.peek()
         if first is not request:
             first.num_skips += 1
