@@ -67,7 +67,7 @@ class UnchangedBatch:
     """Detects steps that differ from the previous one in their positions only."""
 
     def __init__(self) -> None:
-        # `num_changes` of the queues at the previous step; -1 if that was not decodes of all.
+        # `num_changes` at the previous step; -1 unless that step decoded all running requests.
         self._num_changes = -1
 
     def mark(self, output: ScheduleOutput, queues: RequestQueues, *, has_chunks: bool) -> None:

@@ -41,7 +41,7 @@ class BeamSearchParams:
         A sequence of n generated tokens (not counting the end of sequence) is scored by its
         cumulative log-probability divided by ``n ** length_penalty``; above 0 favours long ones.
     ignore_eos : bool
-        Whether to treat the model's end-of-sequence tokens as ordinary ones.
+        Whether to treat the model's end-of-sequence tokens as ordinary tokens.
 
     Raises
     ------
@@ -83,11 +83,11 @@ class BeamSearchSequence:
     Attributes
     ----------
     token_ids : tuple of int
-        Generated tokens, the end of sequence included.
+        Generated tokens, including the end of sequence.
     cum_logprob : float
         Sum of their log-probabilities.
     score : float
-        Length-normalised log-probability by which it was ranked.
+        Length-normalised log-probability, by which sequences are ranked.
     text : str or None
         Its text without special tokens; None if the model has no tokenizer.
     finish_reason : str
@@ -103,7 +103,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True)
 class BeamSearchOutput:
-    """What `LLM.beam_search` returns for a prompt: at most `beam_width` sequences, best first."""
+    """The result of `LLM.beam_search` for a prompt: at most `beam_width` sequences, best first."""
 
     prompt: str | None
     prompt_token_ids: Sequence[int]
@@ -127,7 +127,7 @@ class _Beam:
 
     @property
     def next_logprobs(self) -> dict[int, Logprob] | None:
-        """The distribution of the token after `token_ids`, once it is known."""
+        """The distribution of the token after `token_ids`; None until it is known."""
         index = len(self.token_ids) - self.start
         return self.logprobs[index] if index < len(self.logprobs) else None
 
@@ -148,7 +148,8 @@ class BeamSearch:
     name : str
         Prefix of the ids of all its requests.
     inbox : dict of str to list of RequestOutput
-        Outputs by request id: a request is entered here; whoever steps the engine appends to it.
+        Outputs by request id: the search adds an entry for each of its requests, and the caller
+        that steps the engine appends the outputs.
 
     Attributes
     ----------
@@ -176,7 +177,7 @@ class BeamSearch:
         self._start(first, (), None)
 
     def advance(self) -> None:
-        """Take new outputs; choose the next beams once every beam has a next distribution."""
+        """Read new outputs; choose the next beams once every beam's next distribution is known."""
         for beam in self._beams:
             self._receive(beam)
         while not self.is_done and all(b.next_logprobs is not None for b in self._beams):
@@ -236,7 +237,7 @@ class BeamSearch:
         return candidates[: 2 * self._params.beam_width]
 
     def _follow(self, chosen: Iterable[tuple[float, _Beam, int]]) -> None:
-        """Make the beams of the next token: fork first, while the parents still hold blocks."""
+        """Build the beams of the next token: fork first, while the parents still hold blocks."""
         beams: list[_Beam] = []
         for total, parent, token_id in chosen:
             token_ids = (*parent.token_ids, token_id)
@@ -269,7 +270,7 @@ class BeamSearch:
             "cache_salt": self._prompt.cache_salt,
         }
         if parent is not None and not self._engine.is_unfinished(parent):
-            parent = None  # it has already finished; the prefix tree has its blocks
+            parent = None  # it has already finished, and its blocks are in the prefix tree
         self._engine.add_request(request_id, prompt, params, parent=parent)
         self._inbox[request_id] = []
 

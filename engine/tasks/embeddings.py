@@ -22,8 +22,8 @@ __all__ = ["POOLINGS", "embed", "embed_in_parts"]
 POOLINGS = ("last", "mean")
 
 _BLOCK_SIZE = 16
-_MAX_SEQUENCES = 1 << 20  # of one call
-_MAX_TOKENS = {"cpu": 512, "cuda": 2048}  # of a forward pass
+_MAX_SEQUENCES = 1 << 20  # sequences in one call
+_MAX_TOKENS = {"cpu": 512, "cuda": 2048}  # tokens in a forward pass
 
 _Vector = np.ndarray[Any, np.dtype[np.float32]]
 _Chunk = tuple[int, int, int]
@@ -45,10 +45,10 @@ def embed(
     token_ids : sequence of sequences of int
         Each of 1 to `model.max_model_len` ids.
     pooling : str
-        Which outputs of the final norm make the embedding: that of the "last" token, or the "mean"
-        of all.
+        How the outputs of the final norm are pooled: the "last" token's, or the "mean" over all
+        tokens.
     normalize : bool
-        Divide by the Euclidean norm; a vector of zeros stays.
+        Divide by the Euclidean norm; a vector of zeros is left as it is.
 
     Returns
     -------
@@ -58,7 +58,7 @@ def embed(
     Raises
     ------
     RequestError
-        If an argument is none of the above.
+        If an argument is invalid.
 
     Examples
     --------
@@ -82,10 +82,10 @@ def embed_in_parts(
     *,
     normalize: bool = True,
 ) -> Generator[dict[int, _Vector], None, None]:
-    """Yield after each forward pass the embeddings that it has completed, by index.
+    """Yield, after each forward pass, the embeddings completed by it, keyed by sequence index.
 
-    So that an engine can serve other requests in between. The arguments, checked now, and the
-    errors are those of `embed`. Closing the generator frees its pages.
+    An engine can then serve other requests between the passes. Arguments and errors are those of
+    `embed`; arguments are checked at once. Closing the generator frees its pages.
     """
     if not isinstance(pooling, str) or pooling not in POOLINGS:
         wanted = " or ".join(map(repr, POOLINGS))
@@ -130,9 +130,9 @@ def _parts(
 
 
 def _batches(lengths: Sequence[int], limit: int) -> Iterator[list[_Chunk]]:
-    """Yield what each forward pass computes: whole sequences, or a chunk of a long one.
+    """Yield the chunks of each forward pass: whole sequences, or one chunk of a long sequence.
 
-    The shortest come first, since single tokens must come before all others.
+    The shortest sequences come first: in a `ForwardBatch`, single tokens precede longer chunks.
     """
     batch: list[_Chunk] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
@@ -156,7 +156,7 @@ def _num_blocks(batch: list[_Chunk]) -> int:
 def _hidden(
     model: Model, cache: Cache, rows: list[Any], batch: list[_Chunk], pooling: str
 ) -> list[_Vector]:
-    """Compute the chunks; return of each the sum (or last) of its outputs, (N,) float32."""
+    """Compute the chunks; return the sum (or the last) of the outputs of each, (N,) float32."""
     tables = []
     first = 0
     for _, _, stop in batch:

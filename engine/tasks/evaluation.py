@@ -45,16 +45,16 @@ class PerplexityResult:
     perplexity : float
         exp of the mean negative log-likelihood.
     standard_error : float
-        Of the perplexity: that of the mean negative log-likelihood, times the perplexity. It says
-        how far another text of this kind may differ. Two models on one text differ by less: see
-        `Comparison.ratio_error`.
+        Standard error of the perplexity: that of the mean negative log-likelihood, times the
+        perplexity. It estimates how far another text of this kind may differ. To compare two models
+        on one text, use `Comparison.ratio_error`, which is smaller.
     mean_nll : float
         Mean negative log-likelihood of a scored token in nats.
     num_tokens : int
         Scored tokens.
     num_windows : int
     context : int
-        Tokens of a window.
+        Tokens in a window.
     """
 
     perplexity: float
@@ -73,14 +73,15 @@ class Comparison:
     ----------
     model, reference : PerplexityResult
     ratio, ratio_error : float
-        The model's perplexity over the reference's, and the standard error of this ratio (of the
-        mean difference of the log-likelihoods, token by token).
+        The model's perplexity divided by the reference's, and the standard error of this ratio,
+        from the token-by-token differences of the log-likelihoods.
     kl_mean, kl_error, kl_p99 : float
         Kullback-Leibler divergence of the model's next-token distribution from the reference's,
         D(reference || model), in nats: mean over the scored tokens, the standard error of this
         mean, and the 99th percentile.
     top1_agreement : float
-        Fraction of scored tokens at which both models find the same token most probable.
+        Fraction of scored tokens for which both models assign the largest probability to the same
+        token.
     """
 
     model: PerplexityResult
@@ -111,18 +112,18 @@ def perplexity(
     token_ids : (T,) array or list of int
         See `text_ids`.
     context : int
-        Tokens of a window, in [2, model.max_model_len].
+        Tokens in a window, in [2, model.max_model_len].
     stride : int, optional
-        Distance of two windows, in [1, context). Every token but the first is then scored once, in
-        the first window that has it, after at least ``context - stride`` tokens (fewer in the first
-        window). By default windows do not overlap, the second half of each is scored, and tokens
-        after the last whole window are left out.
+        Distance between the starts of two windows, in [1, context). Every token but the first is
+        then scored once, in the first window that contains it, after at least ``context - stride``
+        tokens (fewer in the first window). By default windows do not overlap, the second half of
+        each is scored, and tokens after the last whole window are left out.
     bos_token_id : int, optional
         Replaces the first token of each window, without a stride: for models that were trained with
         a BOS token before every text.
     kv_cache_dtype : str
-        Of the pages of keys and values, as for `Model.new_cache`. The scored half of a window is
-        read from pages that hold its first half.
+        Type of the KV cache; see `Model.new_cache`. The scored half of a window attends to its
+        first half through the cache.
     progress : bool
         Show a progress bar on stderr.
 
@@ -133,8 +134,8 @@ def perplexity(
     Raises
     ------
     RequestError
-        If an argument is out of range, or the text has less than one window (with a stride, less
-        than two tokens).
+        If an argument is out of range, or the text is shorter than one window (with a stride, than
+        two tokens).
 
     Notes
     -----
@@ -176,11 +177,11 @@ def compare(
     Parameters
     ----------
     model, reference : Model
-        With the same vocabulary; on any devices.
+        Two models with the same vocabulary, on any devices.
     token_ids, context, stride, bos_token_id, progress
-        As for `perplexity`.
+        See `perplexity`.
     kv_cache_dtype : str
-        Of the model's pages; the reference has those of its dtype.
+        Type of the model's KV cache; the reference's is not quantized.
 
     Returns
     -------
@@ -189,7 +190,7 @@ def compare(
     Raises
     ------
     RequestError
-        As `perplexity`, or if the vocabularies have different sizes.
+        In the cases of `perplexity`, or if the vocabularies have different sizes.
 
     Examples
     --------
@@ -218,10 +219,9 @@ def compare_all(
     kv_cache_dtypes: Sequence[str] | None = None,
     progress: bool = False,
 ) -> list[Comparison]:
-    """Return a `Comparison` of each model with the reference, which is computed once for all.
+    """Return a `Comparison` of each model with the reference, which is computed only once.
 
-    Takes the arguments of `compare`, with one of `kv_cache_dtypes` for each model, and raises as it
-    does.
+    Arguments and errors are those of `compare`, with one of `kv_cache_dtypes` for each model.
     """
     pages = ["auto"] * len(models) if kv_cache_dtypes is None else kv_cache_dtypes
     vocab = reference.config.vocab_size
@@ -253,9 +253,9 @@ def compare_all(
 
 
 def text_ids(model: Model, text: str) -> tuple[list[int], int | None]:
-    """Return a text's token ids, and BOS if the model's tokenizer begins texts with it.
+    """Return a text's token ids, and the `bos_token_id` to pass to `perplexity`.
 
-    The ids begin with BOS then, and the second value is what `perplexity` takes as `bos_token_id`.
+    If the model's tokenizer prepends BOS, the ids begin with it; else the second value is None.
     """
     tokenizer = model.tokenizer
     bos = tokenizer.bos_token_id
@@ -267,7 +267,7 @@ def text_ids(model: Model, text: str) -> tuple[list[int], int | None]:
 
 @dataclass(frozen=True)
 class _Window:
-    """Tokens, of which those from index `first` on are scored."""
+    """A window of tokens; those from index `first` on are scored."""
 
     token_ids: _Ids
     first: int
@@ -300,14 +300,14 @@ def _windows(
     rows = ids[: len(ids) // context * context].reshape(-1, context)
     if bos_token_id is not None:
         rows[:, 0] = bos_token_id
-    # As in llama.cpp, the token at context // 2 is the last that is only read. In a window of two
-    # tokens that would leave none to score.
+    # As in llama.cpp, the token at context // 2 is the last unscored one. In a window of two tokens
+    # that would leave none to score.
     first = context // 2 + 1 if context > 2 else 1
     return [_Window(row, first) for row in rows]
 
 
 def _overlapping(ids: _Ids, context: int, stride: int) -> Iterator[_Window]:
-    """Yield windows that begin `stride` apart and score what no window before them has."""
+    """Yield windows that begin `stride` apart; each scores the tokens new to it."""
     done = 1  # the first token has no context
     for start in range(0, len(ids), stride):
         window = ids[start : start + context]
@@ -325,7 +325,7 @@ def _check_range(name: str, value: object, least: int, most: int, what: str) -> 
 
 
 def _shown(windows: list[_Window], progress: bool) -> Any:
-    from tqdm import tqdm  # only when it is needed: it takes a tenth of a second to import
+    from tqdm import tqdm  # on demand: importing it takes a tenth of a second
 
     return tqdm(windows, desc="windows", disable=not progress, file=sys.stderr)
 
@@ -347,7 +347,7 @@ def _scored(model: Model, cache: Any, window: _Window) -> Iterator[tuple[Any, An
 
 
 def _parts(logits: Any, *others: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield arrays of R rows in parts that may be converted to float64."""
+    """Yield arrays of R rows in parts small enough to be converted to float64."""
     num_rows, vocab = logits.shape
     size = max(1, _MAX_FLOAT64 // vocab)
     for start in range(0, num_rows, size):
@@ -372,7 +372,7 @@ def _nll(logits: Any, targets: Any) -> _Floats:
 
 
 def _compared(ours: Any, theirs: Any, targets: Any) -> _Floats:
-    """Return (4, R): our nll, the reference's, KL divergence, whether the best token agrees."""
+    """Return (4, R): our nll, the reference's nll, KL divergence, agreement of the best token."""
     xp = array_module(ours)
     log_q = _log_softmax(ours)
     log_p = _log_softmax(theirs)
