@@ -1,1 +1,1 @@
-"""The engine's step around the model: input checks, resolved options, outputs, recovery, statistics."""
+"""The engine's step around the model: input checks, options, outputs, recovery, statistics."""

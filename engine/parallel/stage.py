@@ -231,7 +231,8 @@ class StageWorker:
     def _plan(self, numbers: list[int], arrays: list[Any]) -> None:
         self._doing = "planning pages"
         config = EngineConfig(**json.loads(from_text(arrays[0])))
-from engine.core.resolve import resolve
+        limits = resolve(config, self._the_model()).scheduler
+        self._connection.send(ANSWER, [limits.num_blocks, limits.num_host_blocks])
 
     def _prepare(self, numbers: list[int], arrays: list[Any]) -> None:
         self._doing = "preparing pages"
