@@ -280,7 +280,7 @@ class MoE:
     def _normed_and_routed(
         self, x: Any, norm: Norm | None, slots: Any
     ) -> tuple[Any, kernels.Routing]:
-        """Return `x`, normalised if there is a norm, and its routing."""
+        """Return `x`, normalised by `norm` if given, and its routing."""
         p = self.params
         options = {
             "score": p.score,

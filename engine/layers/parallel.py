@@ -170,7 +170,7 @@ class ParallelLMHead(_ParallelLinear):
 
 
 class VocabParallelEmbedding(Embedding):
-    """An embedding whose table is divided by rows of the vocabulary.
+    """An embedding table divided by rows of the vocabulary.
 
     Parameters
     ----------
@@ -201,7 +201,7 @@ class VocabParallelEmbedding(Embedding):
 
 
 class AllGatherNorm(Norm):
-    """A norm of whole rows, whose features are divided among the ranks.
+    """A norm of whole rows; each rank holds some of their features.
 
     Parameters
     ----------
@@ -318,7 +318,7 @@ class ExpertParallelExperts(_PairedExperts):
         """
         last = self.first + self.gate_up.shape[0]
         own = routing._replace(offsets=routing.offsets[self.first : last + 1])
-        # SAFETY: before the first product, whose wait the second one relies on (`Experts`).
+        # SAFETY: cleared before the first product; the second relies on the wait of the first one.
         pairs = self._zeros(x, routing.order.shape[0])
         options = {"deterministic": deterministic, "num_experts": routing.offsets.shape[0] - 1}
         rows = self.first_product(x, own, **options)
@@ -338,7 +338,7 @@ class ExpertParallelExperts(_PairedExperts):
 
 
 class ParallelMoE(MoE):
-    """A mixture whose output is divided among the ranks: by columns, or into summands.
+    """A mixture of which each rank computes some columns of the output, or a summand of it.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Command R7B and A: parallel branches, one LayerNorm without a bias, rope only with a window."""
+"""Command R7B and A: parallel blocks, a LayerNorm without bias, rope only in windowed layers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The decoder: embedding, layers of attention and MLP, final norm, logits.
 
-One class for every model family. Families differ in the fields of `ModelConfig`, which the other
+One class serves every model family. Families differ in the fields of `ModelConfig`, which the other
 files of this folder declare.
 """
 
@@ -35,15 +35,15 @@ from engine.weights import ALL_LAYERS, Stage, Weight
 __all__ = ["Decoder", "DecoderLayer"]
 
 Pages = Sequence[tuple[Any, Any]]
-"""(k_pages, v_pages) of every layer, each (P, K, block_size, D)."""
+"""(k_pages, v_pages) of each layer, both (P, K, block_size, D)."""
 
 _FLOAT32 = np.dtype(np.float32)
 _WHOLE = WholeParts()
 
 
-# In the last layer, only tokens whose logits are wanted need what follows attention. Dropping the
-# others means that on a GPU the layer is called instead of run from a plan, which costs the host a
-# millisecond. It pays from this many saved multiply-adds on (0.4 ms on an H200).
+# In the last layer, only tokens with requested logits need the steps after attention. To drop the
+# others, a GPU layer must be called instead of replayed from a plan, which costs the host 1 ms. It
+# pays above this number of saved multiply-adds (0.4 ms on an H200).
 _MIN_SAVED = 1 << 37
 
 # Up to this many rows, a norm is fused with the product after it, and a residual addition with the
@@ -55,7 +55,8 @@ _MAX_FUSED_ROWS = 1
 class DecoderLayer:
     """Attention and MLP or experts, each with its norms, around one residual stream.
 
-    Without an `mlp_norm`, attention and MLP have the same input, and their sum is added.
+    Without an `mlp_norm` it is a parallel block: attention and MLP read the same norm, and their
+    sum is added to the stream.
 
     `can_fuse` allows fused kernels for few tokens. They round sums once less, so a token's bits
     depend on the number of tokens.
@@ -77,7 +78,7 @@ class DecoderLayer:
         *,
         can_fuse: bool = True,
     ) -> None:
-        # The fused kernels know neither norms of outputs, nor LayerNorm, nor a factor.
+        # The fused kernels support neither post-norms, nor LayerNorm, nor a branch scale.
         norms = (mlp_norm is not None, post_attn_norm is None, post_mlp_norm is None)
         is_plain = attn_norm.branch_scale == 1.0 and not attn_norm.subtract_mean
         self.can_fuse = can_fuse and is_plain and all(norms)
@@ -93,7 +94,7 @@ class DecoderLayer:
         self.mlp_format = None if mlp_norm is None else mlp.input_format
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield (name, array) for every array it holds."""
+        """Yield (name, array) for every array of the layer."""
         yield from arrays_of(
             {
                 "attn": self.attn,
@@ -118,19 +119,19 @@ class DecoderLayer:
         Parameters
         ----------
         delta : (T, N) array or None
-            The previous layer's output, not yet added to the residual stream (None: nothing).
+            The previous layer's output, if it is not yet added to the residual stream.
         residual : (T, N) array
             The residual stream; overwritten.
         batch : ForwardBatch
         pages : (k_pages, v_pages)
         rows : (R,) int32 array, optional
-            The tokens to continue with; of the others only keys and values are stored.
+            Tokens to continue with; for the others only keys and values are stored.
 
         Returns
         -------
         (delta, residual)
-            The same two for the next layer, (R, N) if `rows` is given: the next norm does the
-            addition, or delta is None and it is already done.
+            Arguments of the next layer, (R, N) with `rows`: its norm adds delta to the stream.
+            delta is None if fused kernels have added it already.
         """
         # The gathered tokens `rows` have no slots here, and no padding among them.
         slots = batch.slot_mapping if rows is None else None
@@ -158,7 +159,7 @@ class DecoderLayer:
         return x, residual
 
     def is_fused(self, num_tokens: int) -> bool:
-        """Tell whether a layer called with delta None adds its own output to the residual."""
+        """Tell whether a layer called without delta adds its output to the residual stream."""
         return self.can_fuse and num_tokens <= _MAX_FUSED_ROWS
 
 
@@ -171,28 +172,29 @@ class Decoder:
     weights : mapping of str to Weight
         From `loading.weights.load_weights`, on one device.
     max_model_len : int
-        Longest sequence in tokens; the rope tables have a row for each position.
+        Longest sequence in tokens: the number of positions in the rope tables.
     deterministic : bool
-        Give each token the same bits in any batch and at any chunk size.
+        Batch invariance: give each token the same bits in any batch and at any chunk size.
     parts : WholeParts or ParallelParts
-        Whether this process has the whole model, or `config` and `weights` are one rank's.
+        Builds the layers of a whole model, or of one rank's shard (`config` and `weights` are the
+        shard's).
     stage : Stage
-        Which layers of the model these are. Only the first stage has an embedding, and only the
-        last one has logits.
+        The layers of a pipeline stage. Only the first stage has an embedding, and only the last one
+        computes logits.
 
     Attributes
     ----------
     layers : tuple of DecoderLayer
     weights : dict of str to Weight
-        The weights by name: "layers.0.qkv", ...; an MLP may have more features than the config
+        Weights by name: "layers.0.qkv", ... An MLP may be padded to more features than the config
         says (`loading.mlp_padding`).
     rope_tables : tuple of array
-        (P, R) float32 tables: one for all layers, or one for full attention and one for windows;
-        last one that rotates nothing, if there are layers without rope.
+        (P, R) float32 tables: one for all layers, or one for full attention and one for windows. A
+        last one rotates by 0, for models with layers without rope.
     kv_scales : KVScales
-        Scale of each layer's keys and values by head, for pages of codes.
+        Scales of a quantized KV cache, by layer and head.
     long_rope_offset : int
-        First row of longrope's long factors in the table; 0 where there are none.
+        First row of longrope's long factors in the table; 0 for a table without them.
 
     Raises
     ------
@@ -255,7 +257,7 @@ class Decoder:
         batch : ForwardBatch
             On the weights' device.
         kv_pages : sequence of (k_pages, v_pages)
-            Per layer (P, K, block_size, D), of the activations' dtype or codes; the new keys
+            For each layer (P, K, block_size, D), in the activations' dtype or quantized. New keys
             and values are written into them.
 
         Returns
@@ -267,7 +269,7 @@ class Decoder:
         return self.logits(hidden)
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
-        """Return the normalised last hidden states (R, N) of the tokens whose logits are wanted."""
+        """Return the normalised last hidden states (R, N) of the tokens `batch.logits_indices`."""
         rows = batch.logits_indices
         (delta, x) = self._enter(batch)
         features = batch.features or {}
@@ -293,8 +295,8 @@ class Decoder:
         Returns
         -------
         (delta, residual)
-            (T, N) each, what the next stage enters with (`ForwardBatch.entering`); see
-            `DecoderLayer`. New arrays.
+            New arrays (T, N), or None for delta: `ForwardBatch.entering` of the next stage. See
+            `DecoderLayer`.
         """
         delta, x = self._enter(batch)
         delta, residual = self._run_layers(x, batch, kv_pages, None, None, delta)
@@ -308,7 +310,7 @@ class Decoder:
         return self.parts.entering(*batch.entering)
 
     def _keep(self, features: Mapping[int, Any], layer: int, delta: Any, residual: Any) -> None:
-        """Write the residual stream that enters `layer` to its array, if it has one."""
+        """Write the residual stream that enters `layer` to its array in `features`, if any."""
         out = features.get(layer)
         scale = self.config.branch_scale
         if out is None:
@@ -340,19 +342,19 @@ class Decoder:
         return logits
 
     def expert_load(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return how many tokens each expert has had since the model was loaded.
+        """Return the number of tokens each expert has computed since the model was loaded.
 
         Returns
         -------
         (layers with experts, E) array of int64
-            On the host, in the order of the layers; (0, 0) if none has experts. The sum of a row
-            is top_k times the tokens that the layer has computed. Padding of CUDA graphs is not
-            counted. The last layer may leave out tokens whose logits are not wanted; what is
-            computed twice (after a preemption or a failed step) counts twice.
+            On the host, in the order of the layers; (0, 0) for a model without experts. A row sums
+            up to top_k times the tokens that its layer has computed. Padding of CUDA graphs is not
+            counted. The last layer may skip tokens whose logits are not requested. A token computed
+            twice (after a preemption or a failed step) counts twice.
 
         Notes
         -----
-        Reading waits for the device: for everything launched before, on the current stream.
+        The call waits for all earlier launches on the current stream.
         """
         loads = [layer.mlp.load for layer in self.layers if isinstance(layer.mlp, MoE)]
         if not loads:
@@ -365,10 +367,9 @@ class Decoder:
         Returns
         -------
         names : tuple of str
-            Columns: the weights of a layer, without "layers.<i>."; scales as "qkv.scales".
+            Columns: names of a layer's weights without "layers.<i>."; "qkv.scales" for scales.
         addresses : (num_layers, len(names)) array of uint64
-            On the host; 0 for a weight that the layer does not have. SAFETY: valid as long as this
-            decoder lives.
+            On the host; 0 for a weight that the layer lacks. SAFETY: valid while the decoder lives.
         """
         table: dict[str, dict[int, int]] = {}
         for name, weight in self.weights.items():
@@ -382,9 +383,9 @@ class Decoder:
         return tuple(table), np.array(rows, np.uint64)
 
     def _numbers(self, layer: int) -> tuple[int, ...]:
-        """Return the numbers, apart from weights, in which the layers of a model may differ."""
+        """Return the values other than arrays on which a layer's launches depend."""
         numbers = self.config.window(layer), rope_index(self.config, layer)
-        return numbers if self.parts.can_plan else (*numbers, layer)  # no two are of one kind
+        return numbers if self.parts.can_plan else (*numbers, layer)  # each a kind of its own
 
     def _weight(self, name: str) -> Weight:
         try:
@@ -401,7 +402,7 @@ class Decoder:
         return Embedding(self._weight("embed"), c.embed_scale, rounds_scale=c.rounds_embed_scale)
 
     def _head_norm(self, name: str) -> Norm | None:
-        """Return the norm of q or k: of each head, or of all heads of the model together."""
+        """Return the norm of q or k, for each head or for all heads of the model together."""
         if not self.config.qk_norm:
             return None
         norm = self._norm(name)
@@ -427,7 +428,7 @@ class Decoder:
     def _rope_table(self, rope: RopeConfig) -> Any:
         try:
             return self.xp.asarray(rope_table(rope, self.max_model_len))
-        except MemoryError as error:  # a limit that the memory plan does not see, as `ulimit -v`
+        except MemoryError as error:  # a limit that the memory plan cannot see, such as `ulimit -v`
             raise OutOfMemoryError(
                 f"no room for the rope tables of max_model_len={self.max_model_len} ({error})"
             ) from error

@@ -1,9 +1,9 @@
-"""Heads that draft tokens from a model's hidden states: EAGLE-3 and MTP.
+"""Draft heads, which draft tokens from the target model's hidden states: EAGLE-3 and MTP.
 
-A head is one layer with keys and values of its own. At position i it reads the embedding of token
-i + 1 and the target's features of token i, and its logits are those of token i + 2. Where the
-target has not computed a token, its own output takes the place of the features, so that it can be
-run again for the token after.
+A head is one layer with a KV cache of its own. At position i it reads the embedding of token i + 1
+and the target's features of token i, and its logits are those of token i + 2. For tokens that the
+target has not computed yet, the head's own output replaces the features, so that it can draft
+several tokens in a row.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from engine.weights import Weight
 __all__ = ["DraftHead", "DraftTarget", "Eagle3Config", "Eagle3Head", "HeadLayer", "MtpHead"]
 
 Pages = tuple[Any, Any]
-"""(k_pages, v_pages) of the head, each (P, K, block_size, D)."""
+"""(k_pages, v_pages) of the head, both (P, K, block_size, D)."""
 
 _FLOAT32 = np.dtype(np.float32)
 
 
 class DraftTarget(Protocol):
-    """What heads ask of the model that they draft for; a `Decoder` has it."""
+    """The interface of the target model that draft heads use; `Decoder` implements it."""
 
     @property
     def xp(self) -> Any:
-        """The module of its arrays."""
+        """Array module."""
 
     @property
     def max_model_len(self) -> int:
@@ -47,57 +47,57 @@ class DraftTarget(Protocol):
 
     @property
     def layers(self) -> Sequence[Any]:
-        """Its layers."""
+        """The layers of the target."""
 
     @property
     def embed(self) -> Callable[[Any], Any]:
-        """Looks up token ids (T,): (T, N)."""
+        """Lookup of token ids (T,): embeddings (T, N)."""
 
     @property
     def final_norm(self) -> Callable[[Any], Any]:
-        """Takes what leaves the last layer (T, N) to hidden states (T, N)."""
+        """Final norm: from the last layer's residual stream (T, N) to hidden states (T, N)."""
 
     def logits(self, hidden: Any) -> Any:
         """Return the logits (R, V) float32 of hidden states (R, N)."""
 
 
 class DraftHead(Protocol):
-    """What proposes drafts from features; all arrays are on the target's device."""
+    """A draft head; all arrays are on the target's device."""
 
     @property
     def config(self) -> ModelConfig:
-        """Sizes of its layer; the vocabulary is the target's."""
+        """Config of the head's layer; the vocabulary is the target's."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target's layers whose input it reads (`ForwardBatch.features`)."""
+        """Layers of the target whose input the head reads (`ForwardBatch.features`)."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its own arrays."""
+        """Bytes of the head's own arrays."""
 
     def combine(self, features: Sequence[Any]) -> Any:
-        """Return the state (T, N) made of the features (T, Nt) of each of `feature_layers`."""
+        """Return the state (T, N) computed from features (T, Nt) of each of `feature_layers`."""
 
     def store(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> None:
-        """Write keys and values for the tokens `token_ids` (T,), and the states before them."""
+        """Store the keys and values of `token_ids` (T,), given the states of the tokens before."""
 
     def forward(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> Any:
-        """As `store`, and return the states (T, N) of `token_ids`."""
+        """Store keys and values, and return the states (T, N) of `token_ids`. See `store`."""
 
     def logits(self, state: Any) -> Any:
-        """Return the logits (T, V) float32 of the tokens that follow; -inf for what it lacks."""
+        """Return the logits (T, V) float32 of the next tokens; -inf for those it cannot draft."""
 
 
 class HeadLayer:
-    """The attention and the MLP of a head.
+    """The attention and the MLP of a draft head.
 
     Parameters
     ----------
     config : ModelConfig
     weights : mapping of str to array
-        "qkv", "o", "gate_up", "down", "mlp_norm", their biases as the config says ("qkv_bias"),
-        and "q_norm", "k_norm" with qk_norm.
+        "qkv", "o", "gate_up", "down", "mlp_norm"; optionally biases of matrices ("qkv_bias", ...);
+        "q_norm" and "k_norm" with qk_norm. May hold further weights of the head.
     max_model_len : int
         Longest sequence in tokens.
     """
@@ -120,8 +120,13 @@ class HeadLayer:
         self.mlp_norm = self._norm(config, "mlp_norm")
         self.mlp = MLP(self._linear("gate_up"), self._linear("down"), config.activation)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights and the rope table."""
+        return sum(int(a.nbytes) for a in (*self._weights.values(), self.attn.cos_sin))
+
     def __call__(self, x: Any, residual: Any, batch: ForwardBatch, pages: Pages) -> Any:
-        """Return the output (T, N) for `x`, the input of attention; overwrites the residual."""
+        """Return the output (T, N) for `x`, the input of attention; overwrite `residual`."""
         x, residual = self.mlp_norm.add(self.attn(x, batch, *pages), residual)
         return kernels.residual_add(self.mlp(x), residual, out=residual)
 
@@ -137,20 +142,20 @@ class HeadLayer:
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """An EAGLE-3 head.
+    """Sizes and options of an EAGLE-3 head.
 
     Attributes
     ----------
     layer : ModelConfig
-        Its layer; `vocab_size` is the target's.
+        Config of its layer; `vocab_size` is the target's.
     draft_vocab_size : int
-        Tokens that it can propose.
+        Number of tokens that it can draft.
     feature_layers : tuple of int
-        The target's layers whose inputs are concatenated.
+        Layers of the target whose inputs are concatenated.
     target_hidden_size : int
         Nt.
     norm_before_residual : bool
-        Whether the residual stream is the normed state.
+        The residual stream starts from the normalised state instead of the state.
     """
 
     layer: ModelConfig
@@ -167,10 +172,10 @@ class Eagle3Head:
     ----------
     config : Eagle3Config
     weights : mapping of str to array
-        Those of `HeadLayer`, "qkv" with 2N columns, and "fc" (N, F·Nt), "attn_norm",
+        Weights of `HeadLayer`, "qkv" with 2N columns, and "fc" (N, F·Nt), "attn_norm",
         "hidden_norm", "final_norm" (N,). "embed" (V, N) and "lm_head" (Vd, N) may be missing:
-        then the target's are used. "target_ids" (Vd,) int64 says which token of the target each
-        token of the draft vocabulary is; without it they are the same.
+        then the target's are used. "target_ids" (Vd,) int64 maps tokens of the draft vocabulary to
+        the target's; without it they are equal.
     target : DraftTarget
     """
 
@@ -192,34 +197,33 @@ class Eagle3Head:
 
     @property
     def config(self) -> ModelConfig:
-        """Sizes of its layer; the vocabulary is the target's."""
+        """Config of the head's layer; the vocabulary is the target's."""
         return self._config.layer
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target's layers whose input it reads."""
+        """Layers of the target whose input the head reads."""
         return self._config.feature_layers
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its own weights and its rope table."""
-        table = self._layer.attn.cos_sin
-        return sum(int(array.nbytes) for array in (*self._weights.values(), table))
+        """Bytes of the head's own weights and rope table."""
+        return self._layer.num_bytes
 
     def combine(self, features: Sequence[Any]) -> Any:
         """Return fc of the concatenated features."""
         return self._fc(self._target.xp.concatenate(features, axis=1))
 
     def store(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> None:
-        """Write keys and values for the tokens `token_ids` (T,), and the states before them."""
+        """Store the keys and values of `token_ids` (T,), given the states of the tokens before."""
         self._layer.attn.store(self._inputs(token_ids, state)[0], batch, *pages)
 
     def forward(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> Any:
-        """As `store`, and return the states (T, N) of `token_ids`; overwrites `state`."""
+        """Store keys and values, and return the states (T, N); `state` is overwritten."""
         return self._layer(*self._inputs(token_ids, state), batch, pages)
 
     def logits(self, state: Any) -> Any:
-        """Return the logits (T, V) float32 of the tokens that follow; -inf for what it lacks."""
+        """Return the logits (T, V) float32 of the next tokens; -inf for those it cannot draft."""
         hidden = self._final_norm(state)
         if self._lm_head is None:
             return self._target.logits(hidden)
@@ -243,16 +247,16 @@ _EAGLE3_NORMS = ("attn_norm", "hidden_norm", "final_norm")
 
 
 class MtpHead:
-    """An MTP head as MiMo's: x = proj([norm(state), norm(embedding)]), then a layer and a norm.
+    """An MTP head of MiMo: x = proj([norm(state), norm(embedding)]), then a layer and a norm.
 
-    Its state is normed, as the target's after its final norm, from which it starts. The embedding
-    at position 0 is 0. Embedding and output layer are the target's.
+    The first state is the target's hidden state after its final norm. The embedding at position 0
+    is 0. Embedding and output layer are the target's.
 
     Parameters
     ----------
     config : ModelConfig
     weights : mapping of str to array
-        Those of `HeadLayer`, and "proj" (N, 2N), "embed_norm", "hidden_norm", "attn_norm",
+        Weights of `HeadLayer`, and "proj" (N, 2N), "embed_norm", "hidden_norm", "attn_norm",
         "final_norm" (N,).
     target : DraftTarget
     """
@@ -261,7 +265,6 @@ class MtpHead:
         self, config: ModelConfig, weights: Mapping[str, Any], target: DraftTarget
     ) -> None:
         self.config = config
-        self._weights = dict(weights)
         self._target = target
         self._layer = HeadLayer(config, weights, target.max_model_len)
         self._proj = Linear(Weight.dense(weights["proj"]))
@@ -270,31 +273,30 @@ class MtpHead:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The output of the target's last layer."""
+        """The residual stream that leaves the target's last layer."""
         return (len(self._target.layers),)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its own weights and its rope table."""
-        table = self._layer.attn.cos_sin
-        return sum(int(array.nbytes) for array in (*self._weights.values(), table))
+        """Bytes of the head's own weights and rope table."""
+        return self._layer.num_bytes
 
     def combine(self, features: Sequence[Any]) -> Any:
         """Return the target's final hidden states."""
         return self._target.final_norm(features[0])
 
     def store(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> None:
-        """Write keys and values for the tokens `token_ids` (T,), and the states before them."""
+        """Store the keys and values of `token_ids` (T,), given the states of the tokens before."""
         x = self._inputs(token_ids, state, batch)
         self._layer.attn.store(self._attn_norm(x), batch, *pages)
 
     def forward(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> Any:
-        """As `store`, and return the states (T, N) of `token_ids`."""
+        """Store keys and values, and return the states (T, N) of `token_ids`."""
         x = self._inputs(token_ids, state, batch)
         return self._final_norm(self._layer(self._attn_norm(x), x, batch, pages))
 
     def logits(self, state: Any) -> Any:
-        """Return the logits (T, V) float32 of the tokens that follow."""
+        """Return the logits (T, V) float32 of the next tokens."""
         return self._target.logits(state)
 
     def _inputs(self, token_ids: Any, state: Any, batch: ForwardBatch) -> Any:

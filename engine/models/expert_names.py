@@ -1,4 +1,4 @@
-"""Names of the tensors of experts, their router and the shared expert in a checkpoint."""
+"""Names in a checkpoint of the tensors of experts, router and shared expert."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ GGUF_EXPERT_NAMES: tuple[TensorName, ...] = (
     TensorName("blk.{i}.ffn_up_exps.weight", "experts_gate_up", "expert_up"),
     TensorName("blk.{i}.ffn_down_exps.weight", "experts_down"),
 )
-"""Router and experts in a .gguf."""
+"""Names of router and experts in a .gguf."""
 
 
 def router_names(*names: str) -> tuple[TensorName, ...]:
-    """Name the router's tensor; checkpoints may have one or another."""
+    """Name the router's tensor; a checkpoint uses one of `names`."""
     return tuple(
         TensorName(f"model.layers.{{i}}.{name}.weight", "router", form=name) for name in names
     )
@@ -47,9 +47,9 @@ def fused_expert_names(
     gate_up_layout: Layout | None = None,
     form: str = "fused",
 ) -> tuple[TensorName, ...]:
-    """Name the two arrays with the matrices of all experts in `block`.
+    """Name the two tensors with the matrices of all experts in `block`.
 
-    The default is what transformers 5 writes with ``save_original_format=False``.
+    The defaults are the names that transformers 5 writes with ``save_original_format=False``.
     """
     prefix = f"model.layers.{{i}}.{block}"
     rows = gate_up_layout or layout
@@ -60,7 +60,7 @@ def fused_expert_names(
 
 
 def shared_expert_names(block: str, gate: str = "") -> tuple[TensorName, ...]:
-    """Name the tensors of the shared expert, and of its gate if there is one."""
+    """Name the tensors of the shared expert, and of its gate unless `gate` is empty."""
     prefix = f"model.layers.{{i}}.{block}"
     names = (
         TensorName(f"{prefix}.gate_proj.weight", "shared_gate_up", "shared_gate"),

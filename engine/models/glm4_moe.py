@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: sigmoid routing with a correction, a shared expert, half of a head rotated."""
+"""GLM-4.5 and 4.6: sigmoid routing with a correction bias, a shared expert, half-rotated heads."""
 
 from __future__ import annotations
 

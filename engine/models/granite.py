@@ -1,4 +1,4 @@
-"""Granite (dense): Llama with multipliers of embedding, branches, attention scores and logits."""
+"""Granite (dense): Llama with factors on embeddings, branches, attention scores and logits."""
 
 from __future__ import annotations
 

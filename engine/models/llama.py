@@ -11,7 +11,7 @@ LLAMA_NAMES: tuple[TensorName, ...] = (
     *HF_LAYER_NAMES,
     TensorName("model.layers.{i}.post_attention_layernorm.weight", "mlp_norm"),
 )
-"""Two norms per layer: the layout of llama, mistral, qwen2 and qwen3."""
+"""Names of a checkpoint with two norms per layer: llama, mistral, qwen2 and qwen3."""
 
 LLAMA = Family(
     model_type="llama",

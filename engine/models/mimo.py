@@ -1,6 +1,6 @@
-"""MiMo-7B: Qwen2 with layers for multi-token prediction after the last.
+"""MiMo-7B: Qwen2 with multi-token prediction layers after the last one.
 
-These layers are read as a draft head only (`loading/mtp.py`).
+These are only loaded as a draft head (`loading/mtp.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mistral: llama with a sliding window in every layer (where the config sets one)."""
+"""Mistral: llama with a sliding window in every layer, if the config sets one."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ MISTRAL = Family(
 )
 
 MINISTRAL = replace(MISTRAL, model_type="ministral", gguf_names=(), gguf_interleaved_rope=False)
-"""What transformers 5 calls a Mistral with `layer_types`: a window in some layers. No .gguf."""
+"""Mistral with `layer_types`, as transformers 5 names it: a window in some layers. No .gguf."""

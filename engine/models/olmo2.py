@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms of outputs only, and of all heads of q and k; OLMo 3 has windows too."""
+"""OLMo 2 and 3: post-norms only, and norms of all heads of q and k; windows in OLMo 3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi-1, 1.5 and 2: parallel branches, LayerNorm, an MLP without a gate, biases everywhere."""
+"""Phi-1, 1.5 and 2: parallel blocks, LayerNorm, an MLP without a gate, biases everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every supported model family, by Hugging Face's model_type and by .gguf architecture."""
+"""All supported model families, by Hugging Face's model_type and by .gguf architecture."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def family(model_type: object) -> Family:
     Raises
     ------
     ConfigError
-        If it is not supported; the message lists what is.
+        If it is not supported; the message lists those that are.
 
     Examples
     --------
@@ -82,7 +82,7 @@ def family_of_gguf(architecture: object) -> Family:
     Raises
     ------
     ConfigError
-        If it is not supported; the message lists what is.
+        If it is not supported; the message lists those that are.
     """
     known = {one.gguf_arch: one for one in FAMILIES.values() if one.gguf_arch}
     if isinstance(architecture, str) and architecture in known:

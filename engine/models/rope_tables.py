@@ -1,4 +1,4 @@
-"""The rope tables of a model: which there are, and which one a layer has."""
+"""The rope tables of a model: their sizes, and the one that each layer uses."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def rope_bytes(config: ModelConfig, max_model_len: int) -> int:
 
 
 def rope_index(config: ModelConfig, layer: int) -> int:
-    """Return the index of the layer's rope table: layers with a window may have their own."""
+    """Return the index of the layer's rope table: layers with a window may use one of their own."""
     if not config.has_rope(layer):
         return len(ropes(config)) - 1
     return int(config.rope_local is not None and config.window(layer) > 0)
 
 
 def ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:
-    """Return the kinds of rotation that the layers have, a table for each."""
+    """Return the RopeConfig of each of the model's tables."""
     own = (config.rope,) if config.rope_local is None else (config.rope, config.rope_local)
     if all(config.rope_layers):
         return own
-    # A table is simpler than a second path through the fused ops. It has whole heads, which the
-    # decode kernel needs to store keys itself.
+    # For layers without rope, a table of zero angles is simpler than a second path through the
+    # fused ops. It covers whole heads: the decode kernel requires that to store keys itself.
     return *own, RopeConfig(rotary_dim=config.head_dim, scaling="none")

@@ -1,4 +1,4 @@
-"""How a decoder is built of the parts that one rank has: its sizes, and its layers."""
+"""Shards of a decoder: the sizes of one rank's shard, and its layers."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ __all__ = ["ParallelParts", "WholeParts", "local_config"]
 
 
 def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """Return the sizes of one shard: its heads, the features of its MLPs, and its layers.
+    """Return the config of one shard: its heads, the features of its MLPs, and its layers.
 
-    The number of experts is the whole model's, from which tokens choose, though the shard may have
-    some of them only.
+    The number of experts stays that of the whole model, since routers select among all of them.
 
     Raises
     ------
     ConfigError
-        If they cannot be divided.
+        If the heads or features cannot be divided evenly.
 
     Examples
     --------
@@ -74,47 +73,47 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     return replace(config, moe=moe, **sizes)
 
 
-_CLEARED_ROWS = 1 << 16  # in a launch: those of 8192 tokens with 8 experts each
+_CLEARED_ROWS = 1 << 16  # rows cleared in one launch: 8192 tokens with 8 experts each
 
 
 class WholeParts:
-    """The layers of a model that one process has whole."""
+    """Builds the layers of a model that one process holds whole."""
 
     @property
     def expert_runs(self) -> tuple[tuple[int, int], ...]:
-        """Ranges [first, last) of the experts that each rank has whole; none if it has parts."""
+        """Ranges [first, last) of each rank's experts; empty without expert parallelism."""
         return ()
 
     @property
     def can_plan(self) -> bool:
-        """Tell whether layers launch nothing but kernels, so that a plan can repeat them."""
+        """Whether layers launch only kernels, so that a launch plan can replay them."""
         return True
 
     @property
     def can_fuse(self) -> bool:
-        """Tell whether the matrices may add their output to the residual stream themselves."""
+        """Whether products may add their output to the residual stream."""
         return True
 
     def norm(self, norm: Norm) -> Norm:
-        """Return a norm that adds the output of attention, or of an MLP, to the residual stream."""
+        """Return a norm whose `add` adds a branch's output to the residual stream."""
         return norm
 
     def attention_output(
         self, weight: Weight, bias: Weight | None, *, deterministic: bool
     ) -> Linear:
-        """Return the matrix behind attention."""
+        """Return the output projection of attention."""
         return Linear(weight, bias, deterministic=deterministic)
 
     def down(self, weight: Weight, bias: Weight | None, *, deterministic: bool) -> Linear:
-        """Return the second matrix of an MLP."""
+        """Return the down projection of an MLP."""
         return Linear(weight, bias, deterministic=deterministic)
 
     def shared_down(self, weight: Weight, *, deterministic: bool) -> Linear:
-        """Return the second matrix of a shared expert."""
+        """Return the down projection of a shared expert."""
         return Linear(weight, deterministic=deterministic)
 
     def row_norm(self, norm: Norm, num_heads: int) -> Norm:
-        """Return the norm of all `num_heads` heads together."""
+        """Return a norm of all `num_heads` heads together."""
         return norm
 
     def embedding(self, embedding: Embedding) -> Embedding:
@@ -126,43 +125,43 @@ class WholeParts:
         return Linear(weight, bias, deterministic=deterministic)
 
     def moe(self, params: RoutingParams, router: Linear, experts: Experts, **options: Any) -> MoE:
-        """Return a mixture of experts; `options` are those of `MoE`."""
+        """Return a mixture of experts; `options` are keywords of `MoE`."""
         return MoE(params, router, experts, **options)
 
     @property
     def own_kv_heads(self) -> tuple[int, int, int] | None:
-        """Which key/value heads these are of how many: first, last, count; None: all."""
+        """(first, last, count): this rank's key/value heads of `count`; None for all."""
         return None
 
     def all_heads(self, x: Any) -> Any:
-        """Return (..., H) for all query heads of the model from `x` (..., h), that of its own."""
+        """Return (..., H) for all query heads of the model, given this rank's `x` (..., h)."""
         return x
 
     def all_kv_heads(self, x: Any) -> Any:
-        """Return (..., K) for all key/value heads of the model from `x` (..., k)."""
+        """Return (..., K) for all key/value heads of the model, given this rank's `x` (..., k)."""
         return x
 
     def summed(self, x: Any) -> Any:
-        """Return the output of a branch, which the ranks may have in summands, whole."""
+        """Return a branch's complete output; ranks may hold summands of it."""
         return x
 
     def entering(self, delta: Any, residual: Any) -> tuple[Any, Any]:
-        """Return what a stage begins with, of what the stage before has sent."""
+        """Return (delta, residual) for the first layer, as received from the previous stage."""
         return delta, residual
 
     def leaving(self, delta: Any) -> Any:
-        """Return the last layer's output of a stage, whole, for the next stage."""
+        """Return the complete output of a stage's last layer, for the next stage."""
         return delta
 
 
 @dataclass(frozen=True)
 class ParallelParts(WholeParts):
-    """The layers of a model of which each rank has a part.
+    """Builds the layers of one rank's shard of a model.
 
     Attributes
     ----------
     config : ModelConfig
-        Of the whole model.
+        Config of the whole model.
     shard : Shard
     collectives : Collectives
     """
@@ -174,7 +173,7 @@ class ParallelParts(WholeParts):
 
     @property
     def expert_runs(self) -> tuple[tuple[int, int], ...]:
-        """Ranges [first, last) of the experts that each rank has whole; none if it has parts."""
+        """Ranges [first, last) of each rank's experts; empty without expert parallelism."""
         shard = self.shard
         moe = self.config.moe
         if moe is None or not shard.expert_parallel:
@@ -184,55 +183,55 @@ class ParallelParts(WholeParts):
 
     @property
     def can_plan(self) -> bool:
-        """Tell whether layers launch nothing but kernels: what is gathered is also copied."""
+        """Whether layers launch only kernels, which all-gathers do not: they also copy."""
         return not (self.shard.by_output or self.config.whole_qk_norm)
 
     @property
     def can_fuse(self) -> bool:
-        """Tell whether the matrices may add their output to the residual stream themselves."""
+        """Whether products may add their output to the residual stream."""
         return not self._sums_in_norms
 
     @property
     def _sums_in_norms(self) -> bool:
-        """Tell whether outputs are summed by the norm that comes next."""
+        """Whether the next norm all-reduces the branches' outputs (`AllReduceNorm`)."""
         c = self.config
         is_plain = c.pre_norms and not (c.parallel or c.post_norms or c.layer_norm)
         return is_plain and c.branch_scale == 1.0 and not self.shard.by_output
 
     def norm(self, norm: Norm) -> Norm:
-        """Return a norm that adds the outputs of all ranks to the residual stream."""
+        """Return a norm whose `add` adds the outputs of all ranks to the residual stream."""
         return AllReduceNorm(norm, self.collectives) if self._sums_in_norms else norm
 
     def attention_output(
         self, weight: Weight, bias: Weight | None, *, deterministic: bool
     ) -> Linear:
-        """Return the matrix behind attention, whose output the ranks have whole or in summands."""
+        """Return the output projection of attention: complete on all ranks, or their summands."""
         return self._second(weight, bias, deterministic, self._share(self.config.num_heads))
 
     def down(self, weight: Weight, bias: Weight | None, *, deterministic: bool) -> Linear:
-        """Return the second matrix of an MLP, whose output the ranks have whole or in summands."""
+        """Return the down projection of an MLP: complete on all ranks, or their summands."""
         return self._second(weight, bias, deterministic, 1)
 
     def shared_down(self, weight: Weight, *, deterministic: bool) -> Linear:
-        """Return the second matrix of a shared expert, whose output is summed with the others'."""
+        """Return the down projection of a shared expert: divided as the outputs of the experts."""
         if not self.shard.by_output:
             return Linear(weight, deterministic=deterministic)
-        if self.shard.expert_parallel:  # whose outputs are whole on all ranks
+        if self.shard.expert_parallel:  # all ranks get the complete outputs of the experts
             return self._second(weight, None, deterministic, 1)
         return ColumnParallelLinear(
             weight, deterministic=deterministic, collectives=self.collectives
         )
 
     def row_norm(self, norm: Norm, num_heads: int) -> Norm:
-        """Return the norm of all `num_heads` heads together, of which each rank has some."""
+        """Return a norm of all `num_heads` heads together, which are divided among the ranks."""
         return AllGatherNorm(norm, self.collectives, self._share(num_heads))
 
     def embedding(self, embedding: Embedding) -> Embedding:
-        """Return the token embedding, divided by rows."""
+        """Return the token embedding, divided by rows of the vocabulary."""
         return VocabParallelEmbedding(embedding, self.collectives)
 
     def lm_head(self, weight: Weight, bias: Weight | None, *, deterministic: bool) -> Linear:
-        """Return the output layer, divided by rows."""
+        """Return the output layer, divided by rows of the vocabulary."""
         return ParallelLMHead(
             weight,
             bias,
@@ -242,7 +241,7 @@ class ParallelParts(WholeParts):
         )
 
     def moe(self, params: RoutingParams, router: Linear, experts: Experts, **options: Any) -> MoE:
-        """Return a mixture whose experts are divided, each of them or among the ranks."""
+        """Return a mixture with this rank's experts, or its features of every expert."""
         is_complete = self._sums_in_norms
         if self.shard.expert_parallel:
             experts = self._expert_parallel(experts, array_module(router.weight.data))
@@ -258,21 +257,21 @@ class ParallelParts(WholeParts):
 
     @property
     def own_kv_heads(self) -> tuple[int, int, int] | None:
-        """Which key/value heads these are of how many: first, last, count."""
+        """(first, last, count): this rank's key/value heads of `count`."""
         c = self.config
         _, (first, last) = self.shard.cut_heads(c.num_heads, c.num_kv_heads)
         return first, last, c.num_kv_heads
 
     def all_heads(self, x: Any) -> Any:
-        """Return (..., H) for all query heads of the model from `x` (..., h), that of its own."""
+        """Return (..., H) for all query heads of the model, given this rank's `x` (..., h)."""
         return self._all(x, self.config.num_heads)
 
     def all_kv_heads(self, x: Any) -> Any:
-        """Return (..., K) for all key/value heads of the model from `x` (..., k)."""
+        """Return (..., K) for all key/value heads of the model, given this rank's `x` (..., k)."""
         return self._all(x, self.config.num_kv_heads)
 
     def summed(self, x: Any) -> Any:
-        """Return the output of a branch, which the ranks may have in summands, whole."""
+        """Return a branch's complete output; ranks may hold summands of it."""
         return self.collectives.all_reduce(x) if self._sums_in_norms else x
 
     def _all(self, x: Any, num_heads: int) -> Any:
@@ -291,22 +290,22 @@ class ParallelParts(WholeParts):
         )
 
     def entering(self, delta: Any, residual: Any) -> tuple[Any, Any]:
-        """Return what a stage begins with; only rank 0 has been sent anything."""
+        """Return (delta, residual) for the first layer; rank 0, which received them, broadcasts."""
         for array in (residual, delta):
-            if array is not None:  # as integers, which every device can copy
+            if array is not None:  # viewed as integers, which every device can copy
                 self.collectives.broadcast(array.view(f"u{array.itemsize}"))
         if delta is not None and self._sums_in_norms and self.collectives.rank != 0:
-            delta.view(f"u{delta.itemsize}").fill(0)  # rank 0 has the sum
+            delta.view(f"u{delta.itemsize}").fill(0)  # rank 0 holds the sum
         return delta, residual
 
     def leaving(self, delta: Any) -> Any:
-        """Return the last layer's output of a stage, whole, on all ranks."""
+        """Return the complete output of a stage's last layer, on all ranks."""
         if delta is None or not self._sums_in_norms:
             return delta
         return self.collectives.all_reduce(delta, out=delta)
 
     def _share(self, num_heads: int) -> int:
-        """Return how many ranks have the same heads, of `num_heads` query or key/value heads."""
+        """Return the number of ranks that hold the same heads of `num_heads` (q or k/v) heads."""
         c = self.config
         heads, kv_heads = self.shard.cut_heads(c.num_heads, c.num_kv_heads)
         first, last = heads if num_heads == c.num_heads else kv_heads
@@ -318,7 +317,7 @@ class ParallelParts(WholeParts):
         options: dict[str, Any] = {"deterministic": deterministic, "collectives": self.collectives}
         if self.shard.by_output:
             return ColumnParallelLinear(weight, bias, share=share, gather_output=True, **options)
-        own = bias if self.collectives.rank == 0 else None  # rank 0 adds it
+        own = bias if self.collectives.rank == 0 else None  # added on rank 0 only
         if self._sums_in_norms:
             return Linear(weight, own, deterministic=deterministic)
         return RowParallelLinear(weight, own, **options)

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with layers that rotate nothing."""
+"""SmolLM3: Llama with some layers without rope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StableLM: LayerNorm, a quarter of a head rotated; some with attention and MLP in parallel."""
+"""StableLM: LayerNorm, heads rotated by a quarter of their features; some with parallel blocks."""
 
 from __future__ import annotations
 

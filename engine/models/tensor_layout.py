@@ -1,4 +1,4 @@
-"""How a checkpoint lays out the matrices of a layer's experts."""
+"""`Layout`: the storage of the matrices of a layer's experts in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _MXFP4_BLOCK = 32
 
 @dataclass(frozen=True)
 class Layout:
-    """How one tensor with the matrices (E, rows, columns) of all experts is stored.
+    """Storage of one tensor with the matrices (E, rows, columns) of all experts.
 
     Attributes
     ----------
     transposed : bool
-        As (E, columns, rows). A bias (E, rows) counts as transposed, with one column.
+        Stored as (E, columns, rows). A bias (E, rows) counts as transposed, with one column.
     interleaved : bool
-        Rows of gate and up alternate, gate first. Otherwise gate has the first half of the rows.
+        Rows of gate and up alternate, gate first. Otherwise gate is the first half of the rows.
     mxfp4 : bool
-        As two tensors: "<...>_blocks" (E, rows, columns / 32, 16) of bytes with two numbers each,
-        and "<...>_scales" (E, rows, columns / 32) of exponents.
+        Stored as two tensors: "<...>_blocks" (E, rows, columns / 32, 16), two numbers a byte, and
+        "<...>_scales" (E, rows, columns / 32), exponents.
 
     Examples
     --------
@@ -34,7 +34,7 @@ class Layout:
     mxfp4: bool = False
 
     def shape(self, logical: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tensor's shape, for the weight's shape (E, rows, columns) or (E, rows)."""
+        """Return the tensor's shape, given the weight's: (E, rows, columns) or (E, rows)."""
         if len(logical) < 3:
             return logical
         experts, rows, columns = logical
@@ -43,7 +43,7 @@ class Layout:
         return (experts, columns, rows) if self.transposed else logical
 
     def companions(self, name: str, logical: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of the tensors that are read together with tensor `name`."""
+        """Return names and shapes of the tensors that must be read with tensor `name`."""
         if not self.mxfp4:
             return {}
         return {scales_name(name): self.shape(logical)[:3]}

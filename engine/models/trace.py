@@ -1,7 +1,7 @@
 """Tracing a forward pass: attention weights and the residual stream, layer by layer.
 
-The kernels never materialise an attention matrix; here it is computed in full, one sequence at a
-time, for inspection. On the CPU only.
+The kernels never materialise an attention matrix. For inspection, this module computes it in full,
+for one sequence at a time, on the CPU only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Trace:
     Attributes
     ----------
     attention : list of (H, T, T) float32 arrays
-        Per layer and head: the weight with which each token (row) attends to each key (column).
+        For each layer and head: the attention weight of each token (row) on each key (column).
     hidden : list of (T, N) arrays
         The residual stream after each layer.
     """
@@ -39,7 +39,7 @@ class Trace:
 
 
 def trace_decoder(decoder: Decoder, token_ids: Array) -> Trace:
-    """Run `token_ids` (T,) through the layers and keep their intermediate values.
+    """Run `token_ids` (T,) through the layers, and return their intermediate values.
 
     Raises
     ------
@@ -76,9 +76,9 @@ def _walk(
 
 
 def attend(attention: Attention, x: Array, positions: Array) -> tuple[Array, Array]:
-    """Return attention weights (H, T, T) and the heads' outputs (T, H*D), before o_proj.
+    """Return attention weights (H, T, T), and the heads' outputs (T, H*D) before o_proj.
 
-    With attention sinks, the weights of a query add up to less than 1.
+    With attention sinks, the weights of a query sum up to less than 1.
     """
     p = attention.params
     q, k, v = (a.astype(np.float32) for a in attention.project(x, positions))

@@ -281,7 +281,7 @@ def compare_ranks(group: Group, model: str, loading: Mapping[str, Any]) -> None:
 
 
 def fingerprint(model: str, loading: Mapping[str, Any]) -> dict[str, str]:
-    """Return what must be the same on all ranks: the program, the files, the options."""
+    """Return the properties that must be equal on all ranks: version, files and options."""
     path = Path(model)
     files = sorted(path.iterdir()) if path.is_dir() else [path] if path.exists() else []
     found = {"engine's version": __version__, "options": json.dumps(loading, sort_keys=True)[:2000]}

@@ -93,7 +93,7 @@ class DriverRank:
             If a rank has failed; the group has then ended.
         """
         if self._group.is_closing:
-            self.processes.close()  # the thread that watches them may be ending them still
+            self.processes.close()  # waits, if the watching thread is still ending them
             raise RankError(
                 f"the ranks have ended; {self._group.failure or 'the model was closed'}"
             )
@@ -116,7 +116,7 @@ class DriverRank:
         except BaseException as error:
             text = f"rank 0 failed in {self._group.doing(0)}: {type(error).__name__}: {error}"
             self._group.failure = self._group.failure or text
-            with contextlib.suppress(Exception):  # the group ends whatever it does
+            with contextlib.suppress(Exception):  # the group ends even if this fails
                 self._group.on_failure()
             self.close()
             if isinstance(error, RankError) or not isinstance(error, Exception):
@@ -173,7 +173,7 @@ class TensorParallelModel(Model):
         super().__init__(model.decoder, model.load_config, model.source)
         self.driver = driver
         self.num_ranks = driver.collectives.size
-        self._pages: KVCache | None = None  # the engine's
+        self._pages: KVCache | None = None  # the engine's cache
         self._shared = SharedPages(driver.send)
         self._hidden: Any = None  # hidden states of the last step, which `logits` may take
         self._num_steps = 0
@@ -221,9 +221,9 @@ class TensorParallelModel(Model):
             return super().run_stage(batch, kv_pages)
 
     def logits(self, hidden: Any) -> Any:
-        """Return the logits (R, V) of hidden states (R, N), by default rows of the last step.
+        """Return the logits (R, V) of hidden states (R, N), with all ranks.
 
-        The workers keep the last step's hidden states; others are broadcast.
+        The workers hold the hidden states of the last step; any others are broadcast.
         """
         first = self._first_row(hidden)
         self.driver.send("logits", LOGITS, [first, hidden.shape[0]])
@@ -458,7 +458,7 @@ def _devices(place: Device, given: Any, size: int, gpus: Sequence[int] | None) -
     Raises
     ------
     ConfigError
-        If there are not enough GPUs, or the option names one.
+        If the host has too few GPUs, or the option names one.
     """
     if not place.is_cuda:
         return ["cpu"] * size
