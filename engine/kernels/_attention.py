@@ -1,4 +1,4 @@
-"""Shared by attention_prefill and attention_decode: contract, tiles, and how D is padded."""
+"""What the attention ops share: the contract of scores, pages and starts, and portable tiles."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _USUAL = "from 1e-18 to 1e18"  # allowed range of a scale or soft cap, for messa
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How scores are computed and masked: `scale` > 0; 0 means no `window`, no `softcap`."""
+    """How scores are computed and masked: `scale` > 0; `window` or `softcap` 0 means none."""
 
     scale: float
     window: int
@@ -46,7 +46,7 @@ class ScoreRule:
     def checked(
         cls, call: Contract, head_dim: int, scale: float | None, window: int, softcap: float
     ) -> ScoreRule:
-        """Check the three numbers; a `scale` of None is head_dim**-0.5."""
+        """Check the three numbers; `scale` None means head_dim**-0.5."""
         scale = checked_scale(call, head_dim, scale)
         window = check_count(call, "window", window)
         softcap = call.number("softcap", softcap, low=0.0)
@@ -56,12 +56,12 @@ class ScoreRule:
 
     @property
     def inner(self) -> float:
-        """Factor on q.k inside the tanh of the soft cap; 0 without a soft cap."""
+        """Factor on q.k inside the soft cap's tanh; 0 without a soft cap."""
         return self.scale / self.softcap if self.softcap else 0.0
 
     @property
     def factor(self) -> float:
-        """Factor on q.k, or on the tanh, that gives scores for exp2."""
+        """Factor on q.k, or on the soft cap's tanh, that yields scores for exp2."""
         return (self.softcap or self.scale) * math.log2(math.e)
 
 
@@ -90,12 +90,12 @@ class Pages:
         k_scale: Any = None,
         v_scale: Any = None,
     ) -> Pages:
-        """Check the arrays (`pages`: K's and V's by name); on the CPU also their values."""
+        """Check the arrays (`pages` maps names to K's and V's); on the CPU also their values."""
         arrays: list[Any] = []
         for name, value in pages.items():
             allowed = page_dtypes(dtype) if not arrays else arrays[0].dtype
             array = call.array(name, value, "P K block_size D", allowed, layout="any")
-            if not array.flags.c_contiguous:  # never copy a whole cache silently
+            if not array.flags.c_contiguous:  # a copy would be of the whole cache
                 raise ShapeError(
                     f"{call.op}: {name}: must be C-contiguous; got strides {array.strides}"
                 )
@@ -117,11 +117,11 @@ class Pages:
 
     @property
     def scales(self) -> dict[str, Any]:
-        """The two scales by name, as arguments of an op or a kernel."""
+        """The scales of K and V, by the names of the parameters of ops and kernels."""
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
     def _check_values(self, call: Contract) -> None:
-        """Check lengths, and the block ids within them (on a GPU that would synchronise)."""
+        """Check the lengths and the block ids within them (on a GPU this would synchronise)."""
         num_blocks, _, block_size, _ = self.k.shape
         limit = self.block_tables.shape[1] * block_size
         lens = self.context_lens
@@ -145,12 +145,12 @@ def checked_scale(call: Contract, head_dim: int, scale: float | None) -> float:
 
 
 def _is_usual(number: float) -> bool:
-    """Tell whether `number`, and its ratio to any other such number, is a normal float32."""
+    """Tell whether `number` and its ratio to any other such number are normal float32 values."""
     return 1e-18 <= number <= 1e18
 
 
 def check_heads(call: Contract) -> None:
-    """Check the sizes H, K and D bound by the arrays."""
+    """Check the bound sizes H, K and D."""
     h = call["H"]
     k = call["K"]
     d = call["D"]
@@ -160,7 +160,7 @@ def check_heads(call: Contract) -> None:
 
 
 def checked_sinks(call: Contract, sinks: Any) -> Any:
-    """Return the checked (H,) logits that are added to each head's softmax, or None."""
+    """Return the checked sink logits (H,), or None."""
     return None if sinks is None else call.array("sinks", sinks, "H", FLOAT32)
 
 
@@ -187,9 +187,9 @@ def checked_longest(call: Contract, name: str, longest: Any, starts: Any) -> int
 
 
 def check_count(call: Contract, name: str, value: Any) -> int:
-    """Check a count that fits a 32-bit int; return it as a Python int.
+    """Return `value`, checked to be a count that fits 32 bits, as a Python int.
 
-    A NumPy int keeps its width when multiplied with a Python int, and could overflow.
+    A NumPy int would keep its width when multiplied with a Python int, and could overflow.
     """
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     call.check(name, is_int and 0 <= value < 2**31, "an int of 0 or more", value)
@@ -197,7 +197,7 @@ def check_count(call: Contract, name: str, value: Any) -> int:
 
 
 def are_aligned(*arrays: Any) -> bool:
-    """Tell whether all rows (last axis) start at and span a multiple of 16 bytes."""
+    """Tell whether all rows (last axis) start at, and span, a multiple of 16 bytes."""
     steps = []
     for x in arrays:
         steps += [x.data.ptr, x.shape[-1] * x.itemsize]
@@ -207,18 +207,18 @@ def are_aligned(*arrays: Any) -> bool:
 
 @dataclass(frozen=True)
 class Tile:
-    """How a thread block divides its work; the values of the CUDA files' macros.
+    """The work of a thread block: values of the macros of the portable CUDA files.
 
     Attributes
     ----------
     head_dim : int
-        Columns in shared memory: D with padding.
+        Columns in shared memory: D, padded.
     warps_m, warps_n : int
-        Number of warps among which the query rows, and the keys of a tile, are divided.
+        Warps along the query rows, and along the keys of a tile.
     row_tiles : int
-        Rows per warp: 16 times this on tensor cores, this many in float32.
+        Rows per warp, in units of 16 on tensor cores and of 1 in float32.
     keys, stages : int
-        Keys per tile, and number of tiles in shared memory.
+        Keys per tile, and tiles of K (and of V) in shared memory.
     """
 
     head_dim: int
@@ -229,7 +229,7 @@ class Tile:
     stages: int
 
     def rows(self, dtype: str) -> int:
-        """Return the query rows per block."""
+        """Return the number of query rows of a block."""
         return self.warps_m * self.row_tiles * (1 if dtype == "float32" else 16)
 
     @property
@@ -238,12 +238,12 @@ class Tile:
         return 32 * self.warps_m * self.warps_n
 
     def shared_bytes(self, dtype: str) -> int:
-        """Return the bytes of dynamic shared memory: Q, and `stages` tiles of K and of V."""
+        """Return the dynamic shared memory in bytes: Q, and `stages` tiles of K and of V."""
         pitch = self.head_dim + (4 if dtype == "float32" else 0)
         return (self.rows(dtype) + 2 * self.stages * self.keys) * pitch * itemsize(dtype)
 
     def spec(self, file: str, dtype: str, **more: int) -> ModuleSpec:
-        """Return the module compiled for this tile, with additional macros `more`."""
+        """Return the module of this tile, with further macros `more`."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "WARPS_M": self.warps_m,

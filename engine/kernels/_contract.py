@@ -1,8 +1,8 @@
 """The contract of an op, checked once, at its boundary.
 
 CuPy checks nothing when it launches a raw kernel, so every op declares its contract here: shapes
-with symbolic sizes ("T H D"), dtypes, layout. A size is bound by the first argument that has it; if
-a later one disagrees, the error names both arguments and both values.
+with symbolic sizes ("T H D"), dtypes, layout. The first argument with a symbol binds its size; if a
+later one disagrees, the error names both arguments and both values.
 
     call = Contract("rmsnorm")
     x = call.array("x", x, "* N", FLOATS, layout="rows")
@@ -52,11 +52,11 @@ class Contract:
         self._origin: dict[str, str] = {}
         self._first = ""
         self._device: int | None = None
-        self._is_planned = False  # a launch plan is being made: results are PlanArrays, too
+        self._is_planned = False  # a launch plan is being recorded: outputs must be PlanArrays
 
     @property
     def on_cpu(self) -> bool:
-        """Tell whether the arrays are NumPy arrays, for which the mirror runs."""
+        """Tell whether the arguments are NumPy arrays: the mirror computes the result."""
         return self.xp is np
 
     def __getitem__(self, symbol: str) -> int:
@@ -80,8 +80,8 @@ class Contract:
         dtype : np.dtype or tuple of np.dtype
             The allowed dtypes.
         layout : str
-            "C": a view that is not C-contiguous is copied. "rows": a view whose last axis does not
-            have unit stride is copied. "any": strides are left to the op.
+            "C": a view that is not C-contiguous is copied. "rows": a view whose last axis is not
+            contiguous is copied. "any": the op handles every stride.
 
         Raises
         ------
@@ -101,7 +101,7 @@ class Contract:
     def written(
         self, name: str, value: Any, shape: str, dtype: DTypes, *, layout: str = "C"
     ) -> Any:
-        """Check an argument that is written: as `array`, but never copied, to keep the result."""
+        """Check an argument that the op writes: a layout that `array` would copy is an error."""
         array = self.array(name, value, shape, dtype, layout="any")
         if isinstance(array, np.ndarray) and not array.flags.writeable:
             raise ContractError(f"{self.op}: {name}: must be writeable; got a read-only array")
@@ -131,13 +131,13 @@ class Contract:
         return self.written(name, out, " ".join(map(str, shape)), dtype, layout=layout)
 
     def finish(self, out: Any, result: Any, name: str = "out", *, layout: str = "C") -> Any:
-        """Return the mirror's `result`; in `out`, checked as by `output`, if it was given."""
+        """Return the mirror's `result`, copied into `out` if that is given. See `output`."""
         return self.fill(self.target(out, result, name, layout=layout), result)
 
     def target(self, out: Any, result: Any, name: str = "out", *, layout: str = "C") -> Any:
-        """Return the array to `fill` with the mirror's `result`: checked `out`, or `result`.
+        """Return where the mirror's `result` goes: the checked `out`, or `result` itself.
 
-        An op with several results checks all targets before it fills the first.
+        An op with several results checks every target before it calls `fill` for the first.
         """
         if out is None:
             return result
@@ -158,7 +158,7 @@ class Contract:
     def number(
         self, name: str, value: Any, *, low: float = -math.inf, high: float = math.inf
     ) -> float:
-        """Check a real number in [`low`, `high`]; NaN is refused."""
+        """Check and return a real number in [`low`, `high`]; NaN is an error."""
         ok = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not (ok and low <= value <= high):
             raise ContractError(
@@ -167,7 +167,7 @@ class Contract:
         return float(value)
 
     def _copied(self, name: str, array: Any) -> Any:
-        if self._is_planned:  # the plan would not contain CuPy's copy
+        if self._is_planned:  # a plan records our launches only, not CuPy's copy
             raise LaunchPlanError(
                 f"{self.op}: {name}: must be contiguous; got strides {array.strides}"
             )

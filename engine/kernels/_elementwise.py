@@ -1,6 +1,6 @@
-"""Shared by the elementwise ops: alignment, strides in elements, and their launches.
+"""What the elementwise ops share: alignment, strides in elements, launches.
 
-A "flat" kernel maps n elements, most of them in 16-byte vectors and the rest one by one
+A "flat" kernel maps n elements, in 16-byte vectors with a scalar tail
 (`cuda_src/common/elementwise.cuh`). A "gated" kernel maps packed rows [gate | up].
 """
 
@@ -34,17 +34,17 @@ __all__ = [
 VECTOR_BYTES = 16
 FLAT_THREADS = 256
 ROW_THREADS = 128
-# Bytes of results that L2 does not keep until they are read; fit with
-# `python -m tests.bench rope embedding merge_states` (an H200's L2 has 50 MB).
+# Size in bytes from which results are evicted from L2 before they are read. Tuned with
+# `python -m tests.bench rope embedding merge_states` on an H200 (50 MB of L2).
 _LARGE_BYTES = 32 << 20
-MAX_GRID_Y = 65535  # with more rows, kernels with rows along y loop
+MAX_GRID_Y = 65535  # blocks; kernels with rows along y loop over more rows
 
 UNARY_PARAMS = "x:ptr out:ptr num_vectors:i64 n:i64"
 GATED_PARAMS = "x:ptr out:ptr num_rows:i64 num_features:i32 x_stride:i64 out_stride:i64"
 
 
 def vector_width(array: Any) -> int:
-    """Return how many of the array's elements a 16-byte access holds."""
+    """Return the number of the array's elements in 16 bytes."""
     return VECTOR_BYTES // int(array.itemsize)
 
 
@@ -70,17 +70,17 @@ def named_strides(axes: str, **arrays: Any) -> dict[str, Any]:
 
 
 def is_aligned(*arrays: Any) -> bool:
-    """Tell whether every row of every CuPy array starts at a multiple of 16 bytes."""
+    """Tell whether every row of the CuPy arrays starts at a multiple of 16 bytes."""
     return all(step % VECTOR_BYTES == 0 for a in arrays for step in (a.data.ptr, *a.strides[:-1]))
 
 
 def is_large(*outputs: Any) -> int:
-    """Return 1 if the results are too large to stay in L2 until they are read, else 0."""
+    """Return 1 if L2 evicts some of the results before they are read, else 0."""
     return int(sum(array.nbytes for array in outputs) >= _LARGE_BYTES)
 
 
 def launch_flat(kernel: Kernel, spec: ModuleSpec, **arrays: Any) -> None:
-    """Launch a flat kernel on C-contiguous arrays of one size, named like its parameters."""
+    """Launch a flat kernel on C-contiguous arrays of equal size, by their parameters' names."""
     n = next(iter(arrays.values())).size
     width = vector_width(next(iter(arrays.values())))
     aligned = all(a.data.ptr % VECTOR_BYTES == 0 for a in arrays.values())
@@ -93,7 +93,7 @@ def launch_flat(kernel: Kernel, spec: ModuleSpec, **arrays: Any) -> None:
 def unary(
     call: Contract, kernel: Kernel, file: str, mirror: Callable[[Any], Any], x: Any, out: Any
 ) -> Any:
-    """Check x, then apply `mirror` (NumPy) or `kernel` (CuPy)."""
+    """Check x, then run `mirror` (NumPy) or launch `kernel` (CuPy)."""
     x = call.array("x", x, "*", FLOATS)
     if call.on_cpu:
         return call.finish(out, mirror(x))
@@ -110,9 +110,9 @@ def gated(
     x: Any,
     out: Any,
 ) -> Any:
-    """Check rows [gate | up], then apply `mirror` (NumPy) or `kernels` (CuPy).
+    """Check rows [gate | up], then run `mirror` (NumPy) or launch one of `kernels` (CuPy).
 
-    `kernels` has the keys "vector" and "scalar".
+    `kernels` maps "vector" and "scalar" to the kernels with that access width.
     """
     x = call.array("x", x, "* 2F", FLOATS, layout="rows")
     call.check("x", x.shape[-1] % 2 == 0, "of even length along its last axis", x.shape)

@@ -1,12 +1,12 @@
-"""The one place that launches kernels, with typed arguments.
+"""Kernel launches with typed arguments: the only place that launches.
 
-CuPy passes a Python int as `long long` and a float as `double`, whatever the kernel declares. Here
-each kernel declares its parameters once, by name and C type, and every argument is cast to them.
+CuPy passes a Python int as `long long` and a float as `double`, whatever the kernel declares. So
+each kernel declares its parameters here, by name and C type, and every argument is cast to them.
 
     _KERNEL = Kernel("rmsnorm_kernel", "x:ptr num_rows:i64 n:i32 eps:f32")
     _KERNEL.launch(spec, grid, block, x=x, num_rows=8, n=64, eps=1e-6)
 
-A kernel with many parameters takes them as one struct (`_params.py`); launches look the same.
+A kernel with many parameters takes them in one struct (`_params.py`); launches look the same.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ KERNELS: list[Kernel] = []
 
 
 class Kernel:
-    """A kernel entry point, which several modules may define.
+    """A kernel entry point. Several modules may define it, for example one per dtype.
 
     Parameters
     ----------
     entry : str
         Name of the `extern "C" __global__` function.
     params : str
-        Its parameters in order, "name:type" separated by spaces; types are ptr (None is a null
-        pointer), i32, i64, u32, u64, f32, f64, and tmap (of `_tensor_map.py`, passed by value).
+        Its parameters in order, "name:type" separated by spaces. Types are ptr (None is a null
+        pointer), i32, i64, u32, u64, f32, f64 and tmap (a map of `_tensor_map.py`, by value).
     struct : str, optional
-        Name of the C struct that holds the parameters; it is the kernel's one argument, by value.
+        Name of the C struct of the parameters, which the kernel takes by value as its only
+        argument.
 
     Attributes
     ----------
@@ -69,7 +70,8 @@ class Kernel:
         self._casts = tuple(_CASTS[kind] for kind in kinds)
         self.struct = None if struct is None else ParamStruct(struct, names, kinds)
         self._functions: dict[tuple[ModuleSpec, int], Any] = {}
-        self._shared_limits: dict[tuple[ModuleSpec, int], int] = {}  # of dynamic shared memory
+        # Bytes of dynamic shared memory that a launch may use without raising the limit.
+        self._shared_limits: dict[tuple[ModuleSpec, int], int] = {}
         KERNELS.append(self)
 
     @property
@@ -88,15 +90,16 @@ class Kernel:
         pdl: bool = False,
         **args: Any,
     ) -> None:
-        """Launch on the current device and stream; does nothing if the grid is empty.
+        """Launch on the current device and stream; an empty grid launches nothing.
 
         Parameters
         ----------
         cluster : int
-            Blocks per cluster; 1 leaves it to the kernel's own attribute, if it has one.
+            Blocks per cluster. With 1 the kernel's own cluster attribute applies, if any.
         pdl : bool
-            Programmatic dependent launch, where supported: the kernel may start before the previous
-            one has ended. SAFETY: it must call `pdl_wait` before it touches what others write.
+            Programmatic dependent launch, if the device supports it: the kernel may start before
+            the preceding one has ended. SAFETY: it must call `pdl_wait` before it accesses memory
+            that other kernels write.
         **args
             The kernel's arguments, by name.
 
@@ -135,7 +138,7 @@ class Kernel:
         if len(args) != len(self._names):
             self._wrong_arguments(args)
         try:
-            if self.struct is not None:  # which casts them itself
+            if self.struct is not None:  # ParamStruct.pack casts them
                 return tuple([args[name] for name in self._names])
             return tuple(
                 cast(args[name]) for name, cast in zip(self._names, self._casts, strict=True)
@@ -148,7 +151,7 @@ class Kernel:
         if function is None:
             function = load_module(spec).get_function(self.entry)
             self._functions[spec, index] = function
-            # What a kernel declares counts, too.
+            # Static shared memory counts towards the limit too.
             limit = DEFAULT_SHARED_BYTES - function.shared_size_bytes
             self._shared_limits[spec, index] = limit
         if shared_mem > self._shared_limits[spec, index]:

@@ -1,15 +1,15 @@
-"""Launch plans: the launches of a layer as a value, made once and run for every similar layer.
+"""Launch plans: the launches of a layer as a value, recorded once and replayed for its kind.
 
-The layers of one kind launch the same kernels with the same scalar arguments; only the addresses of
-their arrays differ. Preparing a launch in Python takes 30 to 100 us, repeating it takes 3. So one
-layer is called while its launches are recorded in a plan, and the plan is run for the others:
+Layers of one kind launch the same kernels with the same scalar arguments; only the addresses of
+their arrays differ. Preparing a launch in Python takes 30 to 100 us, repeating it 3 us. So a plan
+records the launches of one layer, and is run for the others:
 
     with making_plan() as builder:
         layer(...)
     plan = builder.finish([("qkv.weight", array.data.ptr, array.nbytes), ...])
     plan.run([array.data.ptr for array in arrays_of_another_layer])
 
-An entry is a kernel launch or a call of a host function on addresses: whatever is not one of the
+An entry is a kernel launch or a call of a host function on addresses. Work that is not one of the
 engine's kernels (a collective, a copy on another stream) goes through `plan_call`.
 """
 
@@ -39,7 +39,7 @@ _local = threading.local()
 
 
 class KernelLaunch:
-    """A kernel launch, some of whose arguments are addresses inside a layer's arrays.
+    """A kernel launch with some arguments that are addresses inside a layer's arrays.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class KernelLaunch:
     launch : PreparedLaunch
     pointers : sequence of (argument index, Place)
     maps : sequence of (argument index, Place, tuple)
-        Tensor maps, with everything they encode besides the address.
+        Tensor maps, with all that they encode besides the address.
     """
 
     __slots__ = ("_hosts", "_maps", "launch", "name", "places")
@@ -68,7 +68,7 @@ class KernelLaunch:
         self._maps = list(maps)
 
     def run(self, addresses: Sequence[int]) -> None:
-        """Launch with `addresses` for the plan's arrays."""
+        """Launch with the plan's arrays at `addresses`."""
         for host, place, offset in self._hosts:
             host[()] = addresses[place] + offset
         for index, (place, offset), rest in self._maps:
@@ -85,7 +85,7 @@ class HostCall:
     function : callable
         Called with one address for each argument.
     arguments : sequence of (int, Place or None)
-        The address, and its place in the plan's arrays; None if it is the same for every layer.
+        Address, and its place in the plan's arrays; None if all layers use the same address.
     """
 
     __slots__ = ("_arguments", "_function", "name", "places")
@@ -102,7 +102,7 @@ class HostCall:
         self._arguments = list(arguments)
 
     def run(self, addresses: Sequence[int]) -> None:
-        """Call with `addresses` for the plan's arrays."""
+        """Call with the plan's arrays at `addresses`."""
         self._function(
             *(
                 a if place is None else addresses[place[0]] + place[1]
@@ -114,13 +114,13 @@ class HostCall:
 class LaunchPlan:
     """The launches of one kind of layer, in order.
 
-    SAFETY: it keeps the arrays that are the same for every layer alive, so that their memory is not
-    reused; and it is bound to the stream on which it was made.
+    SAFETY: the plan keeps the arrays that all layers share alive, so that their memory is not
+    reused. It is bound to the stream on which it was recorded.
 
     Attributes
     ----------
     arrays : tuple of str
-        Names of the arrays whose addresses `run` takes, in this order.
+        Names of the arrays, in the order in which `run` takes their addresses.
     entries : tuple of KernelLaunch or HostCall
     """
 
@@ -135,7 +135,7 @@ class LaunchPlan:
         self._kept = kept
 
     def __str__(self) -> str:
-        """One line per entry: its name, and which arguments are addresses in which arrays."""
+        """One line per entry: its name, and the array of each argument that is an address."""
         lines = []
         for entry in self.entries:
             where = [
@@ -146,13 +146,13 @@ class LaunchPlan:
         return "\n".join(lines)
 
     def run(self, addresses: Sequence[int]) -> None:
-        """Make the launches with `addresses` instead of those of `arrays`."""
+        """Repeat the launches with the arrays at `addresses`, in the order of `arrays`."""
         for run in self._runs:
             run(addresses)
 
 
 class PlanBuilder:
-    """Collects the launches and calls made while a plan is recorded."""
+    """Records the launches and calls of a plan."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[str, Any, tuple[Any, ...]]] = []
@@ -161,11 +161,11 @@ class PlanBuilder:
         return len(self._steps)
 
     def add_launch(self, name: str, launch: PreparedLaunch, values: tuple[Any, ...]) -> None:
-        """Add a launch that was just made with these arguments."""
+        """Add a launch just made with the arguments `values`."""
         self._steps.append((name, launch, values))
 
     def add_call(self, function: Callable[..., Any], arrays: tuple[Any, ...]) -> None:
-        """Add a call that was just made on these arrays."""
+        """Add a call just made on `arrays`."""
         self._steps.append((getattr(function, "__name__", str(function)), function, arrays))
 
     def finish(self, arrays: Sequence[tuple[str, int, int]]) -> LaunchPlan:
@@ -174,12 +174,12 @@ class PlanBuilder:
         Parameters
         ----------
         arrays : sequence of (name, address, bytes)
-            The arrays that differ from layer to layer. Every other array stays the same.
+            The arrays that differ between layers. All other arrays are shared by the layers.
 
         Raises
         ------
         LaunchPlanError
-            If two of them overlap, so that an address would be ambiguous.
+            If two of them overlap: an address would then be ambiguous.
         """
         places = _Places(arrays)
         entries = [
@@ -207,7 +207,7 @@ class _Places:
         self._starts = [start for start, _, _ in spans]
 
     def find(self, address: int) -> Place | None:
-        """Return the place of an address, or None if no array contains it."""
+        """Return the place of `address`, or None if it is outside all arrays."""
         at = bisect_right(self._starts, address) - 1
         if at < 0:
             return None
@@ -238,14 +238,14 @@ def _argument(array: Any, places: _Places) -> tuple[int, Place | None]:
 
 
 def active_builder() -> PlanBuilder | None:
-    """Return the builder that records this thread's launches, if there is one."""
+    """Return the builder that records this thread's launches, or None."""
     builder: PlanBuilder | None = getattr(_local, "builder", None)
     return builder
 
 
 @contextlib.contextmanager
 def making_plan() -> Iterator[PlanBuilder]:
-    """Record every launch that this thread makes in the `with` block; they are made as well."""
+    """Record, and also make, every launch of this thread in the `with` block."""
     previous = active_builder()
     builder = PlanBuilder()
     _local.builder = builder
@@ -256,14 +256,14 @@ def making_plan() -> Iterator[PlanBuilder]:
 
 
 def plan_call(function: Callable[..., Any], *arrays: Any) -> None:
-    """Call ``function(*addresses)`` now, and again whenever the plan is run.
+    """Call ``function(*addresses)`` now, and again each time the plan is run.
 
-    For whatever is not one of the engine's kernels: a collective, a copy on another stream.
+    For work that is not one of the engine's kernels: a collective, a copy on another stream.
 
     Parameters
     ----------
     function : callable
-        Takes the address of each array; launches on the current stream or on its own.
+        Takes the address of each array; launches on the current stream or on one of its own.
     *arrays : CuPy array or PlanArray
     """
     function(*(int(array.data.ptr) for array in arrays))

@@ -1,11 +1,11 @@
-"""Compiles `.cu` files, caches the cubins on disk and loads them as modules.
+"""CUDA modules: compilation of `.cu` files, the cubin cache on disk, loading.
 
-A `ModuleSpec` says what to compile: file, dtype, macros. `compile_module` compiles it to a cubin on
-disk, or finds it there; the key covers the source, every first-party header it includes, the
+A `ModuleSpec` names a file, a dtype and macros. `compile_module` compiles it to a cubin on disk, or
+finds it in the cache, whose key covers the source, every first-party header it includes, the
 options, the architecture and NVRTC's version. `load_module` passes the cubin to `cupy.RawModule`.
 
-All modules a model needs are compiled when it is loaded (`compile_all`). After `mark_ready()` every
-further compilation is counted in `stats().compiles_after_ready`, which tests assert to be zero.
+All modules of a model are compiled when it is loaded (`compile_all`). Later compilations, after
+`mark_ready()`, are counted in `stats().compiles_after_ready`, which tests assert to be zero.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """What to compile: one file for one dtype, with macros.
+    """A module to compile: one file for one dtype, with macros.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ class ModuleSpec:
 
 @dataclass(frozen=True)
 class CompiledModule:
-    """A cubin on disk, and what ptxas reported about its kernels."""
+    """A cubin on disk, with ptxas's report on its kernels."""
 
     spec: ModuleSpec
     arch: str
@@ -111,19 +111,19 @@ def stats() -> CompileStats:
 
 
 def mark_ready(ready: bool = True) -> None:
-    """Mark the end of loading: compilations from now on are counted as defects."""
+    """Mark the end of loading: later compilations are counted as defects."""
     global _is_ready
     _is_ready = ready
 
 
 def source_dir() -> Path:
-    """Return the folder of the CUDA files: inside the installed package, or beside it."""
+    """Return the folder of the CUDA files: in the installed package, or beside it in a checkout."""
     inside = Path(__file__).parents[1] / "_cuda_src"
     return inside if inside.is_dir() else Path(__file__).parents[2] / "cuda_src"
 
 
 def compile_module(spec: ModuleSpec, arch: str) -> CompiledModule:
-    """Return `spec` compiled for `arch`, from the disk cache if it is there and intact.
+    """Return `spec` compiled for `arch`, from the disk cache if an intact cubin is there.
 
     Raises
     ------
@@ -145,14 +145,14 @@ def compile_module(spec: ModuleSpec, arch: str) -> CompiledModule:
 
 
 def cached_module(spec: ModuleSpec, arch: str) -> CompiledModule | None:
-    """Return the compiled `spec` if it is in the disk cache; never compiles."""
+    """Return the compiled `spec` from the disk cache, or None; never compiles."""
     return _read_cache(spec, arch, _cache_key(spec, arch))
 
 
 def compile_all(
     specs: Iterable[ModuleSpec], arch: str, *, progress: bool = False
 ) -> list[CompiledModule]:
-    """Compile `specs` for `arch` in parallel; with `progress`, show a bar on stderr."""
+    """Compile `specs` for `arch` in parallel; `progress` shows a bar on stderr."""
     from tqdm import tqdm
 
     wanted = list(dict.fromkeys(s for s in specs if s.supports(arch)))
@@ -200,7 +200,7 @@ def _source(file: str) -> str:
 
 @cache
 def _digest(file: str) -> str:
-    """Hash a file and the first-party headers it includes, which CuPy's cache key leaves out."""
+    """Hash a file and the first-party headers it includes."""
     text = _source(file)
     parts = [text, *(_digest(name) for name in _INCLUDE.findall(text))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -226,7 +226,7 @@ def _cache_key(spec: ModuleSpec, arch: str) -> str:
 
 @cache
 def _cache_folder(base: Path) -> Path:
-    """Create the kernel cache as a private folder; refuse one that others may write to."""
+    """Create the kernel cache as a private folder; one that others can write to is an error."""
     folder = base / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -256,8 +256,8 @@ def _read_cache(spec: ModuleSpec, arch: str, key: str) -> CompiledModule | None:
 
 
 def _write_cache(spec: ModuleSpec, arch: str, key: str, program: _nvrtc.Program) -> CompiledModule:
-    """Store a program. The record is written last and names the cubin by its content, so that two
-    processes compiling the same module at once cannot mix their files."""
+    """Store a program. The record is written last and names the cubin by its hash, so that two
+    processes that compile the same module at once cannot mix their files."""
     folder = _cache_folder(env.cache_dir())
     digest = hashlib.sha256(program.cubin).hexdigest()
     path = folder / f"{key}-{digest[:16]}.cubin"

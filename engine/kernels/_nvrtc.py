@@ -1,8 +1,8 @@
-"""Compiles CUDA C to cubins with NVRTC, through ctypes. Needs neither a GPU nor CuPy.
+"""NVRTC through ctypes: CUDA C to cubins. Needs neither a GPU nor CuPy.
 
 The library and the CUDA headers come from the wheels of the `cuda12` / `cuda13` extras (or from a
-toolkit found by `cuda-pathfinder`). CuPy's own compiler is not used because it neither knows
-`sm_90a` nor reports registers and spills, and because the same code must compile in CI.
+toolkit found by `cuda-pathfinder`). CuPy's own compiler is not used: it does not know `sm_90a`, it
+does not report registers and spills, and the same code must compile in CI, without CuPy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.errors import CompileError
 
 __all__ = ["EntryInfo", "Program", "compile_source", "include_dirs", "version"]
 
-_MIN_VERSION = (12, 9)  # the first to accept -arch=sm_90a with our other options
+_MIN_VERSION = (12, 9)  # first version to accept -arch=sm_90a with our other options
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class EntryInfo:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled source: the cubin, ptxas's report on its kernels, and the whole log."""
+    """A compiled source: the cubin, ptxas's report on each kernel, and the whole log."""
 
     cubin: bytes
     entries: tuple[EntryInfo, ...]
@@ -145,7 +145,7 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 
 def _parse_ptxas(log: str) -> tuple[EntryInfo, ...]:
-    """Read the lines that `-Xptxas=-v` prints, one group per kernel."""
+    """Parse the output of `-Xptxas=-v`, a group of lines per kernel."""
     entries: list[EntryInfo] = []
     name = ""
     stack = 0

@@ -1,4 +1,4 @@
-"""What the ops on packed weights share: the module of a format, the check of a weight."""
+"""What the ops on packed weights share: modules by format, checks, kernel arguments."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _E8M0 = 2
 _BYTES = 3
 
 SAMPLE = ("int4_g128", "int4_g32_zp", "int8_g64", "mxfp4", "q4_k", "q5_1", "q6_k")
-"""Packed formats that together decode in every way there is: those that tests compile."""
+"""Packed formats that together use every decoder: those that tests compile."""
 
 
 def format_spec(file: str, dtype: str, form: Format, scales: str = "float16") -> ModuleSpec:
-    """Return the module of a file of `cuda_src/gemm_wna16` for weights of a packed format.
+    """Return the module of a file in `cuda_src/gemm_wna16` for weights of a packed format.
 
-    `scales` is the dtype of the scales where these are floats.
+    `scales` is the dtype of the scales, for formats whose scales are floats.
     """
     kind = _BYTES if form.super_block else _E8M0 if form.code == "e2m1" else _SCALE_TYPES[scales]
     macros = {
@@ -44,9 +44,9 @@ def format_spec(file: str, dtype: str, form: Format, scales: str = "float16") ->
 
 
 def format_specs(file: str, dtype: str, formats: tuple[str, ...] = ()) -> tuple[ModuleSpec, ...]:
-    """Return the modules for the packed ones of `formats`, with every dtype of scales.
+    """Return the modules for those of `formats` that are packed, one for each dtype of scales.
 
-    Only formats of checkpoints and of `quantize` have bfloat16 scales.
+    GGUF formats have float16 scales only; those of checkpoints and of `quantize` also bfloat16.
     """
     specs = []
     for form in (FORMATS[name] for name in formats if FORMATS[name].is_packed):
@@ -57,12 +57,12 @@ def format_specs(file: str, dtype: str, formats: tuple[str, ...] = ()) -> tuple[
 
 
 def check_weight(call: Contract, weight: Any, *, is_packed: bool = True) -> Weight:
-    """Check a weight in a packed format, or in any that is not dense; binds N and K.
+    """Check a quantized weight, packed unless `is_packed` is False, and bind N and K.
 
     Raises
     ------
     ShapeError, DTypeError, ContractError
-        If it is no `Weight`, or one of its arrays is not what its format says.
+        If it is not a `Weight`, or an array does not match its format.
     """
     if not isinstance(weight, Weight):
         raise DTypeError(f"{call.op}: weight: must be a Weight; got {type(weight).__name__}")
@@ -89,7 +89,7 @@ def check_weight(call: Contract, weight: Any, *, is_packed: bool = True) -> Weig
 
 
 def check_planes(call: Contract, weight: Weight, high: int, wide: int) -> None:
-    """Check the arrays of a packed weight of `high` by `wide` tiles."""
+    """Check the arrays of a packed weight of `high` x `wide` tiles."""
     form = weight.format
     columns = wide * TILE_COLUMNS
     last = (2,) if form.offset else ()
@@ -123,7 +123,7 @@ def _text(shape: tuple[int, ...]) -> str:
 
 
 def planes(weight: Weight) -> dict[str, Any]:
-    """Return the kernel arguments that say where a packed weight is."""
+    """Return the kernel arguments of a packed weight: its planes and their sizes."""
     supers = weight.super_scales
     return {
         "data": weight.data,
@@ -136,5 +136,5 @@ def planes(weight: Weight) -> dict[str, Any]:
 
 
 def scale_dtype(weight: Weight) -> str:
-    """Return the name of the scales' dtype, as `format_spec` takes it."""
+    """Return the `scales` argument of `format_spec` for a weight."""
     return dtype_name(weight.scales.dtype) if weight.scales.dtype.itemsize == 2 else "float16"

@@ -1,9 +1,9 @@
-"""The layout of a kernel's parameters as one C struct, passed by value.
+"""Kernel parameters in one C struct, passed by value.
 
 A kernel with many parameters takes them as `const __grid_constant__ Params p`. The equivalent NumPy
-struct is made here from the kernel's parameter list, by C's rules: each field at the next multiple
-of its alignment, the size rounded up to the largest alignment. `tests/kernels/test_params.py`
-checks each one against the CUDA struct.
+struct is laid out here from the kernel's parameter list, by C's rules: each field at the next
+multiple of its alignment, the size a multiple of the largest alignment.
+`tests/kernels/test_params.py` compares each one with the CUDA struct.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["TENSOR_MAP_BYTES", "ParamStruct", "struct_dtype"]
 
 TENSOR_MAP_BYTES = 128
 
-# Type of a parameter -> NumPy's type, `struct`'s code, alignment in bytes.
+# Parameter type -> NumPy type, code of the `struct` module, alignment in bytes.
 _FIELDS: dict[str, tuple[Any, str, int]] = {
     "ptr": (np.uint64, "Q", 8),
     "i32": (np.int32, "i", 4),
@@ -68,7 +68,7 @@ class ParamStruct:
         Parameters
         ----------
         values : sequence
-            Numbers, arrays or None for pointers, tensor maps; in the order of the fields.
+            Numbers, arrays (or None) for pointers, and tensor maps, in the order of the fields.
 
         Raises
         ------
@@ -86,7 +86,7 @@ class ParamStruct:
             raise OverflowError(f"{self.name}: {error}; got {numbers}") from None
 
     def field(self, memory: bytearray, index: int) -> np.ndarray[Any, Any]:
-        """Return a view of one field of a packed struct; to write it changes the struct."""
+        """Return a writable view of one field of a packed struct."""
         view: np.ndarray[Any, Any] = np.ndarray(
             (), self._dtypes[index], memory, self._offsets[index]
         )
@@ -108,7 +108,7 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _offsets(types: Sequence[str]) -> list[int]:
-    """Return where C puts fields of these types."""
+    """Return the byte offsets that C gives to fields of these types."""
     offsets = []
     end = 0
     for kind in types:
@@ -119,7 +119,7 @@ def _offsets(types: Sequence[str]) -> list[int]:
 
 
 def struct_dtype(names: Sequence[str], types: Sequence[str]) -> np.dtype[Any]:
-    """Return the struct with these fields.
+    """Return the NumPy struct with these fields.
 
     Examples
     --------

@@ -1,8 +1,9 @@
-"""Memory that the ranks of a group write into each other; `cuda_src/collectives/peer_memory.cuh`.
+"""Peer memory: buffers that the ranks of a group write into each other over NVLink or PCIe.
 
-A rank's `PeerMemory` is three buffers, which its peers write into, and a `PeerGroup` struct with
-the addresses of everybody's buffers. How a rank gets the addresses of its peers is not decided
-here: `PeerMemory.connect` takes them. `connected_ranks` makes a group inside one process.
+A rank's `PeerMemory` holds three buffers, which its peers write, and a `PeerGroup` struct
+(`cuda_src/collectives/peer_memory.cuh`) with the addresses of all ranks' buffers. The caller
+exchanges the addresses and passes them to `PeerMemory.connect`. `connected_ranks` builds a group
+inside one process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ += ["checked_parts", "connected_ranks", "peer_memory"]
 
 MAX_RANKS = 8
 NUM_BUFFERS = 3
-OPS = {1: "all_reduce", 2: "all_reduce_rmsnorm", 3: "all_gather"}  # kOp in the sources
+OPS = {1: "all_reduce", 2: "all_reduce_rmsnorm", 3: "all_gather"}  # by kOp of the CUDA file
 _EMPTY = 0x80000000
 
 _GROUP = np.dtype(
@@ -46,7 +47,7 @@ _GROUP = np.dtype(
 
 @dataclass(frozen=True)
 class MissingRank:
-    """What a rank that waited in vain says: for whom, in which call (from 0) and in which op."""
+    """The rank that did not arrive, with the call (counted from 0) and the op that timed out."""
 
     rank: int
     call: int
@@ -55,17 +56,17 @@ class MissingRank:
 
 @dataclass(frozen=True)
 class PeerConfig:
-    """How the vectors of a call are spread over threads."""
+    """Launch size of a collective: blocks, and threads per block."""
 
     blocks: int
     threads: int
 
 
 def choose_threads(num_vectors: int, max_blocks: int) -> PeerConfig:
-    """Choose for `num_vectors` vectors of 16 bytes and at most `max_blocks` blocks.
+    """Choose the launch for `num_vectors` vectors of 16 bytes, with at most `max_blocks` blocks.
 
-    Fit with ``python -m tests.bench all_reduce``: few large blocks for few vectors, and for many as
-    many threads as are needed to keep the link busy.
+    Tuned with ``python -m tests.bench all_reduce``: few vectors take few blocks, many vectors as
+    many threads as keep the link busy.
 
     Examples
     --------
@@ -77,24 +78,24 @@ def choose_threads(num_vectors: int, max_blocks: int) -> PeerConfig:
 
 
 class PeerMemory:
-    """The memory of one rank, on the device that is current.
+    """The memory of one rank, on the current device.
 
     Parameters
     ----------
     rank, size : int
-        This rank, and the number of ranks, at most 8.
+        This rank, and the number of ranks (at most 8).
     capacity : int
-        Bytes of a buffer, below 2 GiB: what arrives from all peers in a call.
+        Bytes of a buffer, below 2 GiB: it receives what all peers send in one call.
     timeout : float
-        Seconds that a call waits for a peer.
+        Seconds for which a call waits for a peer.
     max_blocks : int, optional
-        Blocks of a launch; by default two per multiprocessor. Ranks that share a device must all
-        fit on it together.
+        Blocks of a launch, by default two per multiprocessor. The launches of ranks that share a
+        device must be resident together.
 
     Attributes
     ----------
     address : int
-        Address of the buffers: what peers need.
+        Address of the buffers, for the peers.
     group : cupy.ndarray
         The `PeerGroup`.
     """
@@ -115,10 +116,10 @@ class PeerMemory:
         self.device = int(cupy.cuda.runtime.getDevice())
         self.max_blocks = max_blocks or 2 * sm_count()
         num_bytes = NUM_BUFFERS * self.capacity * VECTOR_BYTES
-        # Not from CuPy's pool: other processes can only map an allocation of the driver's.
+        # Not from CuPy's pool: other processes can map only whole allocations of the driver.
         self.address = int(cupy.cuda.runtime.malloc(max(num_bytes, 2 << 20)))
         self._release = weakref.finalize(self, _free, self.device, self.address)
-        self._release.atexit = False  # the driver frees it; the runtime may have gone
+        self._release.atexit = False  # at exit the driver frees it; the runtime may be gone
         memory = cupy.cuda.UnownedMemory(self.address, num_bytes, self, self.device)
         words = cupy.ndarray(num_bytes // 4, np.uint32, cupy.cuda.MemoryPointer(memory, 0))
         words.fill(_EMPTY)
@@ -129,9 +130,9 @@ class PeerMemory:
         cupy.cuda.get_current_stream().synchronize()
 
     def connect(self, addresses: Sequence[int]) -> None:
-        """Set the addresses of all ranks' buffers, as this process sees them, in order.
+        """Set the addresses of all ranks' buffers, in order of rank, as mapped in this process.
 
-        NOTE: no rank may make a call before all ranks have made their memory.
+        NOTE: no rank may call a collective before all ranks have constructed their memory.
         """
         line = np.zeros((), _GROUP)
         line["buffers"][: self.size] = addresses
@@ -144,21 +145,21 @@ class PeerMemory:
         device.cupy().cuda.get_current_stream().synchronize()
 
     def missing(self) -> MissingRank | None:
-        """Return which rank a call has waited for in vain; reads host memory only."""
+        """Return the rank that did not arrive, or None; reads host memory only."""
         if not self._error[0]:
             return None
         rank, call, op = (int(value) for value in self._error[:3])
         return MissingRank(rank - 1, call, OPS[op])
 
     def abort(self) -> None:
-        """End the calls that wait for a rank, and all later ones, with NaN; any thread may do so.
+        """End waiting calls, and all later ones, with NaN results; callable from any thread.
 
-        The word that says so is copied on a stream of its own, beside a kernel that waits.
+        The flag is copied on a separate stream, so that it reaches a kernel that is waiting.
         """
         cupy = device.cupy()
         with cupy.cuda.Device(self.device):
             stream = cupy.cuda.Stream(non_blocking=True)
-            self._error[3] = 1  # no word of an error: the host knows why
+            self._error[3] = 1  # source of the flag; `missing` does not read this word
             source = self._host.ptr + 3 * self._error.itemsize
             target = int(self.group.data.ptr) + _GROUP.fields["has_failed"][1]  # type: ignore[index]
             kind = cupy.cuda.runtime.memcpyHostToDevice
@@ -166,7 +167,7 @@ class PeerMemory:
             stream.synchronize()
 
     def close(self) -> None:
-        """Free the buffers. SAFETY: no rank may write into them any more."""
+        """Free the buffers. SAFETY: no rank may write to them afterwards."""
         self._release()
 
 
@@ -179,11 +180,11 @@ def _free(index: int, address: int) -> None:
 def connected_ranks(
     devices: Sequence[int], *, capacity: int, timeout: float, max_blocks: int | None = None
 ) -> list[PeerMemory]:
-    """Make a group inside this process: rank r on device `devices[r]`, which may repeat.
+    """Return a connected group inside this process: rank r on device `devices[r]`.
 
-    Ranks of one device run together only on streams of their own and with few blocks. One thread
-    that launches for several ranks must have loaded all kernels before: loading one waits for the
-    launches of a rank that waits for the others.
+    Devices may repeat: their ranks then need separate streams and few blocks, to be resident
+    together. A thread that launches for several ranks must load all kernels first: loading waits
+    for the launches of one rank, which wait for the other ranks.
     """
     cupy = device.cupy()
     ranks = []
@@ -211,7 +212,7 @@ def _enable_peer_access(cupy: Any, other: int) -> None:
 
 
 def checked_parts(call: Contract, x: Any, peers: Any) -> list[Any]:
-    """Check `peers` of NumPy arrays: the arrays of all ranks, each like `x`."""
+    """Check `peers` for NumPy: the arrays of all ranks, each of the shape and dtype of `x`."""
     call.check(
         "peers", isinstance(peers, list | tuple) and len(peers) > 0, "a list of arrays", peers
     )
@@ -220,7 +221,7 @@ def checked_parts(call: Contract, x: Any, peers: Any) -> list[Any]:
 
 
 def peer_memory(call: Contract, x: Any, peers: Any) -> PeerMemory:
-    """Check `peers` of CuPy arrays: a `PeerMemory` of x's device."""
+    """Check `peers` for CuPy: a `PeerMemory` on the device of `x`."""
     call.check("peers", isinstance(peers, PeerMemory), "a PeerMemory", type(peers).__name__)
     memory: PeerMemory = peers
     call.check("peers", memory.device == x.device.id, f"on cuda:{x.device.id}", memory.device)

@@ -1,7 +1,7 @@
-"""Launches through the driver: with clusters, with programmatic dependent launch, repeatable.
+"""Repeatable launches through the driver, with clusters and programmatic dependent launch.
 
-CuPy supports none of these, hence the driver's cuLaunchKernelEx. A captured graph keeps the first
-two.
+CuPy supports none of these, hence the driver's cuLaunchKernelEx. A captured graph keeps both
+attributes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.kernels._params import ParamStruct
 
 __all__ = ["PreparedLaunch"]
 
-_CLUSTER_DIMENSION = 4  # of CUlaunchAttributeID
+_CLUSTER_DIMENSION = 4  # value of CUlaunchAttributeID, like the next
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
@@ -50,14 +50,14 @@ class PreparedLaunch:
     function : int
         A CUfunction.
     values : tuple
-        NumPy scalars, CuPy arrays (passed as pointers), NumPy arrays (by value).
+        NumPy scalars and arrays (passed by value), CuPy arrays (passed as pointers).
     struct : ParamStruct, optional
         Pass the values as the fields of this struct.
     cluster : int
         Blocks per cluster, along the grid's first axis.
     pdl : bool
-        Programmatic dependent launch: the kernel may start before the previous one has ended. It
-        must itself wait for that one before it touches anything that either of them writes.
+        Programmatic dependent launch: the kernel may start before the preceding one has ended. The
+        kernel must wait for that one before it accesses memory that either of them writes.
     """
 
     __slots__ = ("_addresses", "_attributes", "_call", "_config", "_hosts", "_memory", "_struct")
@@ -118,13 +118,13 @@ class PreparedLaunch:
             )
 
     def host(self, index: int) -> Any:
-        """Return the NumPy array of argument `index`; what is written into it is launched with."""
+        """Return the NumPy array of argument `index`; later launches pass its current content."""
         if self._struct is not None:
             return self._struct.field(self._memory, index)
         return self._hosts[index]
 
     def set_value(self, index: int, host: Any) -> None:
-        """Pass the NumPy array `host` by value as argument `index` in later launches."""
+        """Pass the NumPy array `host` by value as argument `index` of later launches."""
         if self._struct is not None:
             self.host(index)[()] = host.reshape(())
             return
@@ -133,7 +133,7 @@ class PreparedLaunch:
 
 
 def _attributes(cluster: int, pdl: bool) -> tuple[Any, int]:
-    """Return the launch's attributes and their number."""
+    """Return the launch attributes and their number."""
     attributes = (_Attribute * 2)()
     count = 0
     if cluster > 1:

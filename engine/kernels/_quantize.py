@@ -1,6 +1,6 @@
-"""Shared by the ops that turn rows into codes of 8 bits: names, outputs, and the choice of kernel.
+"""What the ops that quantize rows to 8 bits share: checks, outputs, choice of kernel, launch.
 
-Rows that fit stay in registers: `cuda_src/quantize_rows/rows.cuh`.
+Rows that fit are kept in registers: `cuda_src/quantize_rows/`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ __all__ = [
 ]
 
 CODES: dict[str, np.dtype[Any]] = {"fp8": np.dtype(np.uint8), "int8": np.dtype(np.int8)}
-"""The dtype of codes, by the name of their format."""
+"""Array dtype of codes, by the name of their format."""
 
-GROUP = 128  # columns that share a scale, where not all of a row do
+GROUP = 128  # columns per scale, if a row has several scales
 
-# Entry points' sizes -> (16-byte vectors of the longest row, threads); "any" has no bound.
+# Size in an entry point's name -> (16-byte vectors of the longest row, threads per block). The size
+# "any" has no bound.
 SIZES = {"1": (128, 128), "4": (512, 256), "8": (1024, 256), "16": (2048, 512)}
 _ANY_THREADS = 256
 
 
 def check_codes(call: Contract, dtype: Any, group: Any) -> None:
-    """Check the arguments that say what codes and scales are wanted."""
+    """Check the `dtype` of the codes and the `group` of columns per scale."""
     call.check("dtype", dtype in CODES, "'fp8' or 'int8'", dtype)
     call.check("group", type(group) is int and group in (0, GROUP), f"0 or {GROUP}", group)
 
 
 def num_scales(n: int, group: int) -> int:
-    """Return how many scales a row of `n` columns has.
+    """Return the number of scales of a row of `n` columns.
 
     Examples
     --------
@@ -53,14 +54,14 @@ def num_scales(n: int, group: int) -> int:
 
 
 def new_codes(call: Contract, m: int, n: int, dtype: str, group: int) -> tuple[Any, Any]:
-    """Return new arrays of the call's module for codes and scales."""
+    """Return new arrays for codes (m, n) and their scales."""
     codes = call.output("codes", None, (m, n), CODES[dtype])
     scales = call.output("scales", None, (m, num_scales(n, group)), FLOAT32)
     return codes, scales
 
 
 def row_kernel(n: int, itemsize: int, *, is_aligned: bool) -> tuple[str, int]:
-    """Return the size (the end of an entry point's name) for rows of `n` columns, and threads.
+    """Return the size in the entry point's name for rows of `n` columns, and its threads.
 
     Examples
     --------
@@ -103,7 +104,7 @@ def launch_rows(
 
 
 def rows_are_aligned(x: Any, n: int) -> bool:
-    """Tell whether rows of `n` columns can be read 16 bytes at a time, and their codes written."""
+    """Tell whether 16-byte accesses can read rows of `n` columns and write their codes."""
     rows = x.strides[:-1] if x.shape[0] > 1 else ()
     steps = [x.data.ptr, n * x.itemsize, *rows]
     return all(step % 16 == 0 for step in steps)

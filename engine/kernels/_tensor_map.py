@@ -1,4 +1,4 @@
-"""Tensor maps: the TMA's descriptors of arrays, encoded by the driver and cached."""
+"""Tensor maps: TMA descriptors of arrays, encoded by the driver and cached."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from engine.errors import DeviceError
 __all__ = ["map_source", "tensor_map", "tensor_map_2d", "tensor_map_of"]
 
 _BYTES = 128
-_ALIGNMENT = 64  # required of the map's own address, in bytes
+_ALIGNMENT = 64  # bytes; required for the address of a map
 
 _DTYPES = {"uint8": (0, 1), "float16": (6, 2), "bfloat16": (9, 2)}  # CUtensorMapDataType, bytes
 _SWIZZLES = {0: 0, 64: 2, 128: 3}  # CUtensorMapSwizzle
 _L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}  # bytes to CUtensorMapL2promotion
 
-_sources: dict[int, tuple[Any, ...]] = {}  # address of a map -> what it was made of
+_sources: dict[int, tuple[Any, ...]] = {}  # address of a map -> arguments of _encode
 
 
 def tensor_map_2d(array: Any, dtype: str, box: tuple[int, int]) -> Any:
@@ -31,9 +31,9 @@ def tensor_map_2d(array: Any, dtype: str, box: tuple[int, int]) -> Any:
         Columns contiguous; address and row stride multiples of 16 bytes.
     dtype : "float16" or "bfloat16"
     box : (rows, columns)
-        What one copy loads; at most 128 bytes of columns. Copies use the 128-byte swizzle, and
-        elements outside the matrix are loaded as zeros. L2 promotion is 128 bytes: with 256,
-        products of few rows take 3 % longer.
+        Extent of one copy, with at most 128 bytes of columns. Copies use the 128-byte swizzle, and
+        elements outside the matrix are loaded as zeros. L2 promotion is 128 bytes: 256 makes
+        products of few rows 3 % slower.
 
     Raises
     ------
@@ -65,13 +65,13 @@ def tensor_map(
     dtype : "uint8", "float16" or "bfloat16"
     sizes : tuple of int
     strides : tuple of int
-        In bytes, of all axes but the first: multiples of 16 (unused for an axis of size 1).
+        Bytes, of all axes but the first: multiples of 16 (ignored for an axis of size 1).
     box : tuple of int
-        What one copy loads along each axis, as in `tensor_map_2d`.
+        Extent of one copy along each axis. See `tensor_map_2d`.
     promote : 0, 64, 128 or 256
         L2 promotion: bytes that L2 fetches at a time; 0 for none.
     swizzle : 0, 64 or 128
-        Span of the swizzle in bytes, no shorter than a row of the box; 0 for none.
+        Span of the swizzle in bytes, at least a row of the box; 0 for none.
     """
     row = -(-sizes[0] * _DTYPES[dtype][1] // 16) * 16
     known = (row if n == 1 else step for n, step in zip(sizes[1:], strides, strict=True))
@@ -93,7 +93,7 @@ def _encode(
     promote: int,
     swizzle: int,
 ) -> Any:
-    """Encode a map. It owns no memory, so a cached one of a freed array does no harm."""
+    """Encode a map. It refers to memory without owning it: a stale cached map is harmless."""
     buffer = np.zeros(_BYTES + _ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT
     encoded = buffer[start : start + _BYTES]
@@ -122,10 +122,10 @@ def _encode(
 
 
 def map_source(encoded: Any) -> tuple[Any, ...]:
-    """Return the arguments of `tensor_map_of` that made this map: the address, and the rest."""
+    """Return the arguments of `tensor_map_of` for this map: the address, then the rest."""
     return _sources[encoded.ctypes.data]
 
 
 def tensor_map_of(pointer: int, *rest: Any) -> Any:
-    """Return the tensor map for `map_source`'s arguments, possibly at another address."""
+    """Return the tensor map for the arguments of `map_source`, possibly at another address."""
     return _encode(pointer, *rest)

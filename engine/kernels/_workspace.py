@@ -18,20 +18,19 @@ _weights: dict[tuple[int, int], list[Any]] = {}
 def workspace(num_floats: int) -> Any:
     """Return at least `num_floats` floats of scratch, owned by the current device and stream.
 
-    The next kernel on the same stream that asks for scratch may overwrite its content. It grows by
-    doubling and is never freed, because a captured graph keeps writing to the addresses it was
-    captured with. It must not grow during a capture (that would allocate), so run the same calls
-    once before.
+    The next kernel on the same stream that uses scratch may overwrite it. The buffer grows by
+    doubling and is never freed, because a captured graph keeps using the addresses of its capture.
+    It must not grow during a capture (that would allocate): run the same calls once before.
 
-    NOTE: graphs captured on one stream share it, so they must not be replayed concurrently.
+    NOTE: graphs captured on one stream share the buffer and must not be replayed concurrently.
     """
     return _grown(_buffers, num_floats)
 
 
 def weight_space(num_floats: int) -> Any:
-    """As `workspace`, apart from it: for weights that are dequantized for the next product.
+    """Return scratch for weights that are dequantized for the next product. See `workspace`.
 
-    That product may ask for a `workspace` of its own.
+    It is separate from `workspace`, which that product may use itself.
     """
     return _grown(_weights, num_floats)
 
@@ -47,9 +46,9 @@ def _grown(buffers: dict[tuple[int, int], list[Any]], num_floats: int) -> Any:
 
 
 def counters(count: int = 64) -> Any:
-    """Return at least `count` int32 counters, all 0; otherwise as `workspace`.
+    """Return at least `count` int32 counters, all 0. See `workspace` for their lifetime.
 
-    A kernel that uses them resets them to 0, so that the next one need not clear them.
+    A kernel that uses them resets them to 0 for the next one.
     """
     cupy = device.cupy()
     key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)

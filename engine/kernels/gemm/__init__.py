@@ -1,4 +1,4 @@
-"""gemm: y = activation(x Wᵀ + b) + r. `gemm.py` is the op; rmsnorm_gemm shares the rest."""
+"""Dense and 8-bit products, y = activation(x Wᵀ + b) + r: configurations and launches."""
 
 from engine.kernels.gemm.gemm import Config, choose_config, gemm, interleave_gate_up, specs
 

@@ -1,4 +1,4 @@
-"""Which kernel multiplies a problem, and how it is cut: a pure function, testable without a GPU."""
+"""Choice of the dense product's kernel and tiling: a pure function, testable without a GPU."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["KERNELS", "Config", "all_configs", "choose_config"]
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel and how the problem is cut for it.
+    """A portable kernel and its tiling of the problem.
 
     Attributes
     ----------
     kernel : str
         Entry point, without the op's prefix.
     tile_m, tile_n : int
-        Rows and columns of out that a block computes.
+        Rows and columns of out per block.
     threads, shared_bytes : int
         Threads and dynamic shared memory of a block.
     num_splits, k_per_split : int
-        How many blocks share the sum over k of a tile, and how much of k each sums.
+        Blocks that share the sum over k of a tile, and the extent of k that each sums.
     """
 
     kernel: str
@@ -45,11 +45,11 @@ class Config:
 
     @property
     def is_skinny(self) -> bool:
-        """Tell whether it is a direct skinny kernel: weights go straight to registers."""
+        """Tell whether this is a direct skinny kernel, which loads weights to registers."""
         return self.kernel.startswith("skinny")
 
     def grid(self, m: int, n: int) -> tuple[int, int]:
-        """Return how many blocks a problem of `m` rows and `n` columns takes."""
+        """Return the grid for a result of `m` rows and `n` columns."""
         rows = ceil_div(m, self.tile_m)
         cols = ceil_div(n, self.tile_n)
         return (cols, rows) if self.is_skinny else (rows * cols, self.num_splits)
@@ -57,7 +57,7 @@ class Config:
 
 @dataclass(frozen=True)
 class _Tile:
-    """A tiled kernel; `rate` is its multiply-adds a cycle of a full multiprocessor."""
+    """A tiled kernel; `rate` is the multiply-adds per cycle of a fully occupied SM."""
 
     kernel: str
     tile_m: int
@@ -66,18 +66,18 @@ class _Tile:
     stages: int
     blocks_per_sm: int
     rate: int
-    gates: bool = True  # it can combine gate and up
+    gates: bool = True  # can combine gate and up
 
     def config(self, k: int, num_splits: int = 1, step: int = 1) -> Config:
-        """Return the kernel with `k` cut into `num_splits` shares, multiples of `step`."""
+        """Return the kernel with `k` split into `num_splits` shares, multiples of `step`."""
         shared = self.stages * (self.tile_m + self.tile_n) * 64
         share = max(step, ceil_div(ceil_div(k, num_splits), step) * step)
         splits = max(1, ceil_div(k, share))
         return Config(self.kernel, self.tile_m, self.tile_n, self.threads, shared, splits, share)
 
 
-# The rates are estimates for Hopper from instruction and L2 throughput; only their ratios matter.
-# `ENGINE_KERNEL_TIER=portable python -m tests.bench gemm` measures what is chosen.
+# Rates are estimated for Hopper from instruction and L2 throughput; only their ratios matter.
+# `ENGINE_KERNEL_TIER=portable python -m tests.bench gemm` measures the choices.
 _HALF_TILES = (
     _Tile("tile_128x256", 128, 256, 256, 4, 1, 1250),
     _Tile("tile_128x128", 128, 128, 128, 4, 2, 1000),
@@ -91,22 +91,22 @@ _FLOAT_TILES = (
 _HALF_UNALIGNED = _Tile("unaligned_64x64", 64, 64, 128, 3, 3, 0)
 _FLOAT_UNALIGNED = _Tile("unaligned_64x64", 64, 64, 256, 3, 3, 0)
 
-# (tokens, weight rows, warps) of a block of the direct skinny kernels.
+# (tokens, weight rows, warps) per block of the direct skinny kernels.
 _HALF_DIRECT = ((8, 16, 8), (16, 32, 8), (32, 32, 8), (8, 16, 16), (16, 16, 16), (32, 16, 16))
 _FLOAT_DIRECT = ((1, 4, 8), (8, 2, 8))
-_DIRECT_MAX_M = {2: 8, 4: 16}  # rows of x, by itemsize
-# Where there are Hopper's tiles, ring kernels take up to _RING_MAX_M rows, or _RING_MAX_M_SMALL
-# with a weight of at most _SMALL_WEIGHT elements. So a model's step is fastest (`python -m
-# tests.bench decode_loop`), though alone tiles are faster (docs/benchmarks/gemm_sm90.md).
+_DIRECT_MAX_M = {2: 8, 4: 16}  # most rows of x, by itemsize
+# On Hopper, ring kernels take up to _RING_MAX_M rows, or _RING_MAX_M_SMALL rows with a weight of at
+# most _SMALL_WEIGHT elements; tiles take the rest. This minimises the time of a model's step
+# (`python -m tests.bench decode_loop`); alone, tiles are faster (docs/benchmarks/gemm_sm90.md).
 _RING_MAX_M = 8
 _RING_MAX_M_SMALL = 16
 _SMALL_WEIGHT = 1 << 23
 
-# Of `_estimate`, for Hopper, estimated as the rates are.
-_BYTES_PER_CYCLE = 2400  # of memory, whole chip
-_TILE_CYCLES = 1500  # of a block: prologue and epilogue
-_REDUCE_CYCLES = 3000  # of the second launch
-_MIN_SHARE_BYTES = 512  # of k that a block sums, per row
+# Constants of `_estimate`, estimated for Hopper like the rates.
+_BYTES_PER_CYCLE = 2400  # memory bandwidth of the chip
+_TILE_CYCLES = 1500  # prologue and epilogue of a block
+_REDUCE_CYCLES = 3000  # second launch, which adds the splits
+_MIN_SHARE_BYTES = 512  # least extent of k per split, in bytes of a row
 
 
 @cache
@@ -124,17 +124,25 @@ def choose_config(
     has_norm: bool = False,
     limits: Limits = PORTABLE,
 ) -> Config | HopperConfig | SkinnyConfig:
-    """Choose for x (m, k) and weight (n, k) of `dtype` on `sm_count` multiprocessors.
+    """Choose the kernel for x (m, k) and weight (n, k) of `dtype` on `sm_count` multiprocessors.
 
-    `is_aligned` says that rows start at, and have the length of, whole 16-byte accesses. Few rows
-    take a skinny kernel (with rings or registers if `limits` allow it, else a direct one); else the
-    tile and the number of splits with the least estimated time. The direct kernels sum in an order
-    that depends on n and k alone, the other skinny ones on `num_parts`, the tiled ones on
-    `num_splits`, which depend on m too.
-    With `deterministic` it is always a tiled one with a single split: these sum a row in the same
-    order whatever the tile. With `is_hopper` the tiled ones are those of gemm_sm90.cu, and they
-    begin at nine rows, or at 17 if the weight is small. `is_gated`: gate and up are combined, which
-    not every kernel can do. `has_norm`: a norm is fused.
+    Few rows take a skinny kernel: the GEMV or a ring kernel if `limits` allow it, else a direct
+    one. More rows take the tile and the number of splits with the least estimated time. The order
+    of summation depends on n and k alone in the direct kernels, on `num_parts` in the other skinny
+    ones and on `num_splits` in the tiled ones; the last two depend on m too.
+
+    Parameters
+    ----------
+    is_aligned : bool
+        Rows start at, and have the length of, a multiple of 16 bytes.
+    deterministic : bool
+        Choose a tiled kernel without splits: all of these sum a row in the same order.
+    is_hopper : bool
+        Use the tiles of gemm_sm90.cu, from nine rows on, or from 17 if the weight is small.
+    is_gated : bool
+        Gate and up are combined, which not every kernel can do.
+    has_norm : bool
+        A norm is fused.
 
     Examples
     --------
@@ -171,9 +179,9 @@ def choose_config(
 
 
 def all_configs(k: int, dtype: str, *, is_gated: bool = False) -> list[Config | SkinnyConfig]:
-    """Return every kernel, with and without splits of `k`: for tests and for tuning.
+    """Return every portable kernel, with and without splits of `k`: for tests and tuning.
 
-    Any of them can do any number of rows; all but "unaligned" need rows of whole 16 bytes.
+    Each supports any number of rows; all but "unaligned" need rows of a multiple of 16 bytes.
     """
     is_half = itemsize(dtype) == 2
     tiles = _HALF_TILES if is_half else _FLOAT_TILES
@@ -195,11 +203,11 @@ def all_configs(k: int, dtype: str, *, is_gated: bool = False) -> list[Config | 
 
 
 def _direct(m: int, n: int, k: int, size: int, sm_count: int) -> Config:
-    """Choose a direct skinny kernel. How many warps share k depends on n alone, not on m."""
+    """Choose a direct skinny kernel. The number of warps that share k depends on n, not on m."""
     if size == 4:
         return _direct_config(*_FLOAT_DIRECT[0 if m <= 1 else 1], k)
-    # Many weight rows: blocks of eight warps, several a multiprocessor. Few: sixteen warps a block,
-    # or too few loads would be in flight.
+    # Many weight rows: blocks of eight warps, several per multiprocessor. Few weight rows: sixteen
+    # warps per block, to keep enough loads in flight.
     warps = 8 if n >= 64 * sm_count else 16
     return _direct_config(*next(s for s in _HALF_DIRECT if s[0] >= m and s[2] == warps), k)
 
@@ -220,28 +228,28 @@ KERNELS = tuple(
         )
     )
 )
-"""The entry points of `Config`s, without the op's prefix."""
+"""The entry points of portable kernels, without the op's prefix."""
 
 
 def _splits(tiles: int, k: int, size: int, sm_count: int) -> list[int]:
-    """Return the numbers of splits worth looking at: more than one only if tiles are few."""
+    """Return the candidate numbers of splits: more than one only if tiles are few."""
     most = min(16, 4 * sm_count // max(1, tiles), k * size // _MIN_SHARE_BYTES)
     return [s for s in (1, 2, 3, 4, 6, 8, 12, 16) if s <= max(1, most)]
 
 
 def _estimate(config: Config, m: int, n: int, k: int, size: int, sm_count: int) -> float:
-    """Return about how many cycles a tiled configuration takes."""
+    """Return the estimated cycles of a tiled configuration."""
     tile = next(
         t for t in (_HALF_TILES if size == 2 else _FLOAT_TILES) if t.kernel == config.kernel
     )
     blocks = math.prod(config.grid(m, n))
     per_sm = ceil_div(blocks, sm_count)
     resident = min(per_sm, tile.blocks_per_sm)
-    rate = tile.rate * (1 + resident / tile.blocks_per_sm) / 2  # one block alone hides less latency
+    rate = tile.rate * (1 + resident / tile.blocks_per_sm) / 2  # few blocks hide less latency
     compute = per_sm * tile.tile_m * tile.tile_n * config.k_per_split / rate
     memory = (m + n) * k * size / _BYTES_PER_CYCLE
     waves = ceil_div(per_sm, tile.blocks_per_sm)
-    overlapped = max(compute, memory) + min(compute, memory) / 4  # the overlap is not perfect
+    overlapped = max(compute, memory) + min(compute, memory) / 4  # imperfect overlap
     cycles = overlapped + waves * _TILE_CYCLES
     if config.num_splits > 1:
         cycles += _REDUCE_CYCLES + 2 * config.num_splits * m * n * 4 / _BYTES_PER_CYCLE

@@ -1,6 +1,6 @@
 """Matrix product with a fused epilogue: `cuda_src/gemm/gemm.cu`, mirror `reference/gemm.py`.
 
-`config.py` chooses the kernel and `launch.py` launches it, for rmsnorm_gemm too.
+`config.py` chooses the kernel and `launch.py` launches it, also for rmsnorm_gemm.
 """
 
 from __future__ import annotations
@@ -47,32 +47,33 @@ def gemm(
 ) -> Any:
     """Multiply rows by a weight matrix: activation(x Wᵀ + bias) + residual.
 
-    With "swiglu" or "silu_and_mul", the first half of a gated feed-forward layer: silu(gate) * up.
+    The activations "swiglu" and "silu_and_mul" compute the first half of a gated feed-forward
+    layer, silu(gate) * up.
 
     Parameters
     ----------
     x : (M, K) array of float32, float16 or bfloat16
-        The rows may lie apart (a view); the last axis must be contiguous, else it is copied.
+        The rows may be strided (a view). An array whose last axis is not contiguous is copied.
     weight : (N, K) array of x's dtype
-        As checkpoints have it: (out features, in features).
+        In the layout of checkpoints: (out features, in features).
     bias : (N,) array of x's dtype, optional
     residual : (M, N) array of the result's dtype, optional
         Added last; may be `out` itself.
     activation : None, "silu", "gelu" (erf), "gelu_tanh", "relu", "swiglu" or "silu_and_mul"
-        With "swiglu", `weight` (and `bias`) have all rows of gate, then as many of up, and the
-        result, in x's dtype and without a residual, has N / 2 columns. With "silu_and_mul" they
-        come in turn, eight of each, as `interleave_gate_up` makes them; N is a multiple of 16, and
-        the result, like `residual`, has N / 2 columns.
+        "swiglu": `weight` (and `bias`) hold all rows of gate, then as many of up; the result has
+        N / 2 columns and x's dtype, and `residual` must be None. "silu_and_mul": rows of gate and
+        up alternate by eights (see `interleave_gate_up`); N is a multiple of 16, and the result and
+        `residual` have N / 2 columns.
     out_dtype : dtype, optional
         x's dtype (the default) or float32.
     deterministic : bool
-        Sum each row in an order that does not depend on M, so that a row's result has the same
-        bits in any company; slower for few rows.
+        Sum each row in an order that does not depend on M: the bits of a row's result do not
+        depend on the other rows. Slower for few rows.
     pdl : bool
-        Say that no kernel still running on the stream writes `weight` or `bias`, as is true of a
-        model's parameters: with few rows, they are then read while the preceding kernel ends.
+        Promise that no kernel still running on the stream writes `weight` or `bias`, as holds for
+        a model's parameters. With few rows they are then read while the preceding kernel ends.
     out : (M, N) array of `out_dtype`, optional
-        Where to put the result; its rows may lie apart.
+        Array for the result; its rows may be strided.
 
     Returns
     -------
@@ -85,8 +86,8 @@ def gemm(
 
     Notes
     -----
-    Sums, bias, activation and residual are float32; the result is rounded once, but with "swiglu"
-    gate and up may be rounded, too. float32 operands are multiplied as float32 (never TF32).
+    Sums, bias, activation and residual are float32, and the result is rounded once; with "swiglu"
+    some kernels round gate and up before as well. float32 products never use TF32.
 
     Examples
     --------
@@ -124,7 +125,7 @@ def gemm(
 
 
 def interleave_gate_up(gate_up: Any) -> Any:
-    """Return the rows of [gate; up] as "silu_and_mul" wants them: eight of each in turn.
+    """Return the rows of [gate; up] in the order of "silu_and_mul": eight of each in turn.
 
     Parameters
     ----------
@@ -139,7 +140,7 @@ def interleave_gate_up(gate_up: Any) -> Any:
     Raises
     ------
     ShapeError, ContractError
-        If it has no rows, or F is no multiple of 8.
+        If `gate_up` has no rows, or F is not a multiple of 8.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""How gemm and rmsnorm_gemm are launched, with the kernel that `gemm/config.py` chooses."""
+"""Launches of gemm and rmsnorm_gemm, with the kernel that `config.py` chooses."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ _ROW_SCALES = Kernel(
     "x:ptr x_stride:i64 row_scales:ptr m:i32 k:i32 eps:f32 is_vector:i32",
 )
 _REDUCE_THREADS = 256
-_ROW_SCALES_ROWS = 8  # rows a block
+_ROW_SCALES_ROWS = 8  # rows per block
 _MAX_INT32 = 2**31 - 1
-# Up to so many rows of x and elements of the weight, Hopper's tiles leave swiglu to a kernel of its
-# own. From a model's step: `python -m tests.bench decode_loop`.
+# Largest rows of x, and elements of the weight, for which Hopper's tiles leave swiglu to a separate
+# kernel. Tuned on a model's step: `python -m tests.bench decode_loop`.
 _APART_MAX_M = 256
 _APART_MAX_WEIGHT = 1 << 24
 
@@ -110,10 +110,10 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
 def _fuses_swiglu(
     config: Config | HopperConfig | SkinnyConfig, m: int, n: int, k: int, deterministic: bool
 ) -> bool:
-    """Tell whether the kernel applies swiglu itself; the portable tiles cannot.
+    """Tell whether the product's kernel applies swiglu itself; portable tiles cannot.
 
-    Hopper's tiles leave it to swiglu where weights and rows are few: while that runs, the next
-    product can already load its weights (docs/benchmarks/decode_loop.md).
+    For few rows and small weights Hopper's tiles leave it to the op `swiglu`: while that runs, the
+    next product already loads its weights (docs/benchmarks/decode_loop.md).
     """
     if n % 16:
         return False
@@ -123,7 +123,7 @@ def _fuses_swiglu(
 
 
 def _launch_apart(op: str, operands: Operands, norm: Norm | None) -> None:
-    """Launch the product, then swiglu."""
+    """Launch the product, then swiglu on its result."""
     x = operands.x
     rows = operands.weight.shape[0]
     packed = device.cupy().empty((x.shape[0], rows), x.dtype)
@@ -212,7 +212,7 @@ def _launch_skinny(op: str, operands: Operands, norm: Norm | None, config: Skinn
 
 
 def _scratch(config: Config, m: int, n: int, *, needs_scales: bool) -> tuple[Any, Any]:
-    """Return scratch for 1 / rms of each row and for partials; None for what is not needed."""
+    """Return scratch for 1 / rms of each row and for partial sums; None if not needed."""
     scales = 0 if config.is_skinny or not needs_scales else ceil_div(m, 4) * 4
     partials = config.num_splits * m * n if config.num_splits > 1 else 0
     if scales + partials == 0:
@@ -252,9 +252,9 @@ def _epilogue(operands: Operands) -> dict[str, Any]:
 
 
 def _is_aligned(x: Any, weight: Any, norm: Norm | None, *, deterministic: bool) -> bool:
-    """Tell whether all rows of the operands can be read 16 bytes at a time.
+    """Tell whether 16-byte accesses can read all rows of the operands.
 
-    With `deterministic` one row of x counts as one of many with its stride.
+    With `deterministic` the stride counts even for a single row, so that the kernel is the same.
     """
     steps = [x.data.ptr, weight.data.ptr, x.shape[1] * x.itemsize]
     if x.shape[0] > 1 or deterministic:
@@ -265,7 +265,7 @@ def _is_aligned(x: Any, weight: Any, norm: Norm | None, *, deterministic: bool) 
 
 
 def is_vector(out: Any, residual: Any) -> bool:
-    """Tell whether all rows of the results can be accessed four elements at a time."""
+    """Tell whether out and residual can be accessed by vectors of four elements."""
     width = 4 * out.itemsize
     for array in (out,) if residual is None else (out, residual):
         if array.data.ptr % width or array.shape[1] % 4:
@@ -276,7 +276,7 @@ def is_vector(out: Any, residual: Any) -> bool:
 
 
 def out_vector(out: Any, residual: Any) -> OutVector:
-    """Return how many elements at a time rows of the results can be accessed."""
+    """Return the widest vector by which out and residual can be accessed."""
     if not is_vector(out, residual):
         return OutVector.ONE
     steps = [out.data.ptr, out.shape[1] * out.itemsize]

@@ -1,7 +1,7 @@
-"""Few rows of x: which skinny kernel, and how the problem is cut for it; a pure function.
+"""Choice of the skinny kernel for few rows of x, and its tiling: a pure function.
 
-`cuda_src/gemm/skinny_ring.cuh` streams the weight through rings of shared memory, and `gemv.cuh`
-keeps it in registers for one row of x.
+`cuda_src/gemm/skinny_ring.cuh` streams the weight through rings in shared memory; `gemv.cuh` keeps
+it in registers, for one row of x.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ __all__ = [
 ]
 
 
-_ROWS = 16  # of the weight, of a warp
-_STEP_K = 128  # values of k that a warp multiplies at a time
+_ROWS = 16  # weight rows per warp
+_STEP_K = 128  # extent of k that a warp multiplies at a time
 _STAGE_BYTES = _ROWS * _STEP_K * 2
-_MAX_CLUSTER = 2  # larger ones leave multiprocessors idle
-# Fitted on an H200, as _GEMV_* and `max_k` below are (docs/benchmarks/gemm_skinny.md).
-# `python -m tests.bench gemm decode_loop` measures what is chosen.
-_MIN_PART_STEPS = 4  # of kStepK values of k in a part, where rows alone fill the chip
-_SMALL_BLOCKS_BELOW = 0.4  # blocks of eight warps a multiprocessor
-_STATIC_BYTES = 3328  # of shared memory: what kernels declare, and what the driver reserves
+_MAX_CLUSTER = 2  # blocks; larger clusters leave multiprocessors idle
+# Tuned on an H200, like _GEMV_* and `max_k` below (docs/benchmarks/gemm_skinny.md).
+# `python -m tests.bench gemm decode_loop` measures the choices.
+_MIN_PART_STEPS = 4  # least steps of k per part, if the rows alone fill the chip
+_SMALL_BLOCKS_BELOW = 0.4  # blocks of eight warps per SM below which blocks have four warps
+_STATIC_BYTES = 3328  # static shared memory of the kernels and the driver's reserve
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """A ring kernel: tokens it has room for, stages of a warp's ring, buffers of partial sums."""
+    """A ring kernel: most tokens, stages of a warp's ring, buffers of partial sums."""
 
     tokens: int
     stages: int
     buffers: int
-    max_k: int  # beyond it tiles are faster
+    max_k: int  # largest k for which it beats the tiles
 
     @property
     def kernel(self) -> str:
@@ -55,7 +55,7 @@ _SHAPES = (_Shape(8, 5, 2, 1 << 30), _Shape(16, 4, 2, 1 << 30), _Shape(32, 3, 1,
 
 @dataclass(frozen=True)
 class Layout:
-    """How a problem is cut: parts of k, blocks that share them, warps of a block."""
+    """Tiling of a problem: parts of k, blocks that share them (a cluster), warps per block."""
 
     parts: int
     cluster: int
@@ -64,28 +64,28 @@ class Layout:
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """A ring kernel or the GEMV, and how the problem is cut for it.
+    """A ring kernel or the GEMV, and its tiling of the problem.
 
     Attributes
     ----------
     kernel : str
         Entry point, without the op's prefix.
     tile_m, tile_n : int
-        Tokens, and weight rows at a time, of a cluster.
+        Tokens, and weight rows at a time, per cluster.
     threads, shared_bytes : int
         Threads and dynamic shared memory of a block.
     num_stages : int
-        Of each warp's ring.
+        Stages of each warp's ring.
     k_per_split : int
-        How much of k a warp sums.
+        Extent of k that a warp sums.
     k_warps : int
-        Warps of a block that share k; the others take other rows.
+        Warps of a block along k; the other warps take other rows.
     cluster : int
         Blocks that share k.
     max_clusters : int
-        How many are launched at most; each computes several tiles then.
+        Most clusters launched; with more tiles each computes several.
     warms_up : bool
-        Whether a block runs a warm-up pass before the preceding kernel has ended.
+        Whether a block runs a warm-up pass while the preceding kernel ends.
     """
 
     kernel: str
@@ -99,12 +99,12 @@ class SkinnyConfig:
     cluster: int
     max_clusters: int
     warms_up: bool = False
-    num_splits: int = 1  # none that another launch must add
+    num_splits: int = 1  # no second launch adds partial sums
     is_skinny: bool = True
 
     @property
     def num_parts(self) -> int:
-        """Return how many sums over parts of k are added, in a fixed order."""
+        """Return the number of partial sums over k, which are added in a fixed order."""
         return self.k_warps * self.cluster
 
     @property
@@ -113,19 +113,19 @@ class SkinnyConfig:
         return 32, self.k_warps, self.threads // 32 // self.k_warps
 
     def grid(self, m: int, n: int) -> tuple[int, int]:
-        """Return how many blocks a problem of `m` rows and `n` columns takes."""
+        """Return the grid for a result of `m` rows and `n` columns."""
         clusters = min(self.num_tiles(n), self.max_clusters)
         return clusters * self.cluster, ceil_div(m, self.tile_m)
 
     def num_tiles(self, n: int) -> int:
-        """Return how many tiles `n` columns make."""
+        """Return the number of tiles along `n` columns."""
         return ceil_div(n, self.tile_n)
 
 
 def choose_skinny(
     m: int, n: int, k: int, sm_count: int, limits: Limits, *, has_norm: bool = False
 ) -> SkinnyConfig | None:
-    """Choose for x (m, k) and weight (n, k) of 16 bits; None if x does not fit."""
+    """Choose for x (m, k) and weight (n, k) of 16 bits; None if x exceeds shared memory."""
     shape = next((s for s in _SHAPES if m <= s.tokens), None)
     if shape is None or k == 0 or k > shape.max_k:
         return None
@@ -142,9 +142,9 @@ def choose_skinny(
 
 
 def _num_parts(n: int, k: int, sm_count: int) -> int:
-    """Return in how many parts k is cut: as few as spread the rows evenly over the chip.
+    """Return the number of parts of k: the fewest that spread the rows evenly over the chip.
 
-    A part has a few steps: the prologue and the reduction cost a warp as much as a step or two.
+    A part has several steps, since prologue and reduction cost a warp as much as one or two.
     """
     groups = ceil_div(n, _ROWS)
     steps = ceil_div(k, _STEP_K)
@@ -154,9 +154,9 @@ def _num_parts(n: int, k: int, sm_count: int) -> int:
 
 
 def _layouts(parts: int, n: int, sm_count: int, has_clusters: bool) -> Iterator[Layout]:
-    """Yield layouts in the order of preference; later ones need less memory."""
+    """Yield layouts in order of preference; later ones need less shared memory."""
     blocks = ceil_div(n, _ROWS * 8 // parts)
-    if parts <= 4 and blocks < _SMALL_BLOCKS_BELOW * sm_count:  # reach more multiprocessors
+    if parts <= 4 and blocks < _SMALL_BLOCKS_BELOW * sm_count:  # use more multiprocessors
         yield Layout(parts, 1, 4)
     yield Layout(parts, 1, 8)
     yield Layout(min(parts, 4), 1, 4)
@@ -174,7 +174,7 @@ def _config(
     tile_n = warps // k_warps * _ROWS
     stages = shape.stages
     buffers = shape.buffers
-    if ceil_div(n, tile_n) * cluster <= sm_count:  # a tile each
+    if ceil_div(n, tile_n) * cluster <= sm_count:  # one tile per cluster
         stages = min(stages, part_k // _STEP_K)
         buffers = 1
     shared = shape.shared_bytes(m, warps, stages, buffers, k_warps * part_k)
@@ -194,20 +194,20 @@ def _config(
 
 
 _GEMV = "gemv"
-_GEMV_NORM_MAX_K = 4096  # with a norm
-_GEMV_STEPS = 2  # of 16 rows, that a warp keeps in registers
-_GEMV_MAX_WARPS = 8  # of a block, at 128 registers a thread: the next kernel's block fits beside it
-_GEMV_MIN_FILL = 0.9  # blocks a multiprocessor
-_GEMV_LAUNCH_WARPS = 16  # with which it could be launched
+_GEMV_NORM_MAX_K = 4096  # largest k with a fused norm
+_GEMV_STEPS = 2  # steps of k, by 16 rows, that a warp keeps in registers
+_GEMV_MAX_WARPS = 8  # per block: at 128 registers per thread the next kernel's block fits beside it
+_GEMV_MIN_FILL = 0.9  # least blocks per multiprocessor
+_GEMV_LAUNCH_WARPS = 16  # most warps per block that the kernel supports
 
 KERNELS = (*(shape.kernel for shape in _SHAPES), _GEMV)
 """The entry points, without the op's prefix."""
 
 
 def _choose_gemv(n: int, k: int, sm_count: int, *, has_norm: bool) -> SkinnyConfig | None:
-    """Choose the kernel with register-resident weights, or None where another one is faster.
+    """Choose the GEMV with register-resident weights; None if another kernel is faster.
 
-    It is fastest where one block on (almost) every multiprocessor has room for all weights.
+    The GEMV is fastest if one block on (almost) every multiprocessor can hold the whole weight.
     """
     if has_norm and k > _GEMV_NORM_MAX_K:
         return None
@@ -222,13 +222,13 @@ def _choose_gemv(n: int, k: int, sm_count: int, *, has_norm: bool) -> SkinnyConf
 
 
 def gemv_configs(n: int, k: int, clusters: tuple[int, ...] = (1, 2)) -> list[SkinnyConfig]:
-    """Return the GEMV with several ways to cut the problem: for tests."""
+    """Return the GEMV with several tilings, for tests."""
     configs = [_gemv_config(k, n, groups, c) for groups in (1, 2, 3) for c in clusters]
     return [c for c in configs if c.threads <= _GEMV_LAUNCH_WARPS * 32]
 
 
 def _gemv_config(k: int, n: int, groups: int, cluster: int) -> SkinnyConfig:
-    """Return the GEMV with `groups` of 16 rows a block."""
+    """Return the GEMV with `groups` of 16 rows per block."""
     k_warps = ceil_div(ceil_div(ceil_div(k, _STEP_K), _GEMV_STEPS), cluster)
     warps = k_warps * groups
     part_k = _GEMV_STEPS * _STEP_K
@@ -238,7 +238,7 @@ def _gemv_config(k: int, n: int, groups: int, cluster: int) -> SkinnyConfig:
         tile_m=1,
         tile_n=tile_n,
         threads=warps * 32,
-        shared_bytes=k_warps * part_k * 4 + 64 + warps * _ROWS * 4,  # x and the norm's weight
+        shared_bytes=k_warps * part_k * 4 + 64 + warps * _ROWS * 4,  # x, the norm's weight, sums
         num_stages=0,
         k_per_split=part_k,
         k_warps=k_warps,
@@ -249,7 +249,7 @@ def _gemv_config(k: int, n: int, groups: int, cluster: int) -> SkinnyConfig:
 
 
 def ring_configs(k: int) -> list[SkinnyConfig]:
-    """Return every ring kernel with several ways to cut `k`: for tests, of up to 2048 columns."""
+    """Return every ring kernel with several splits of `k`, for tests with up to 2048 columns."""
     layouts = ((1, 1, 8), (1, 1, 4), (2, 1, 8), (4, 1, 4), (8, 1, 8), (4, 2, 8), (2, 2, 4))
     wide = ((4, 1, 12), (8, 1, 16))
     return [

@@ -1,4 +1,4 @@
-"""gemm on Hopper, `gemm_sm90.cu`: which tile for which problem, and its launch."""
+"""gemm on Hopper (`gemm_sm90.cu`): choice of the tile, and launch."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _KERNEL = Kernel(
 
 _SLAB_BYTES = 128  # of a row of operands in a slab: the widest swizzle
 _SLAB_K = 64  # values of 16 bits in a slab
-_WARP_STAGING = 2048  # bytes
-_BOX_ROWS = 16  # of out, that a warp stores
+_WARP_STAGING = 2048  # bytes of staging per warp
+_BOX_ROWS = 16  # rows of out that a warp stores by TMA
 _MAX_STAGES = 16
-_BAND = 8  # rows of super-tiles computed before the next column
-_PAIR = 8  # rows of gate, then as many of up
+_BAND = 8  # rows of super-tiles computed before the next column of them
+_PAIR = 8  # rows of gate, and of up, that alternate
 
 
 class OutVector(IntEnum):
-    """How many elements one access of out and residual may have."""
+    """Widest vector, in elements, by which out and residual may be accessed."""
 
     ONE = 0
     FOUR = 1
@@ -52,18 +52,18 @@ class OutVector(IntEnum):
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """One module of gemm_sm90.cu.
+    """The tile of one module of gemm_sm90.cu; CUDA checks the sizes that follow from it.
 
     Attributes
     ----------
     tile_m, tile_n : int
-        Rows and columns of out that a CTA computes at a time.
+        Rows and columns of out per CTA and tile.
     cluster_m, cluster_n : int
-        How many neighbouring tiles a cluster computes, multicasting what they share.
+        Neighbouring tiles of a cluster, whose CTAs multicast the operands that they share.
     cluster_k : int
-        How many CTAs share the sum over k of a tile.
+        CTAs that share the sum over k of a tile.
     depth : int
-        Slabs of 64 values of k in a stage.
+        Slabs per stage; a slab is 64 values of k.
     """
 
     tile_m: int
@@ -75,7 +75,7 @@ class HopperConfig:
 
     @property
     def cluster_size(self) -> int:
-        """Return how many CTAs a cluster has."""
+        """Return the CTAs per cluster."""
         return self.cluster_m * self.cluster_n * self.cluster_k
 
     @property
@@ -87,14 +87,14 @@ class HopperConfig:
 
     @property
     def threads(self) -> int:
-        """Return the threads of a CTA."""
+        """Return the threads per CTA."""
         return 160 if self.warpgroups == 1 else (self.warpgroups + 1) * 128
 
     @property
     def stores(self) -> bool:
-        """Tell whether TMA stores results of 16 bits while the next tile is multiplied.
+        """Tell whether TMA stores 16-bit results while the next tile is multiplied.
 
-        That pays where a CTA computes many tiles; it takes twice the staging memory.
+        This pays if a CTA computes many tiles, and takes twice the staging memory.
         """
         return self.tile_m * self.tile_n == 128 * 256
 
@@ -102,19 +102,19 @@ class HopperConfig:
     def gates(self) -> bool:
         """Tell whether the kernel can combine gate and up.
 
-        The part of the weight that a CTA loads, and the columns it finishes, must be whole pairs,
-        and three warpgroups have too few registers.
+        The part of the weight that a CTA loads and the columns that it finishes must be whole
+        pairs, and three consumer warpgroups have too few registers.
         """
         is_paired = all(self.tile_n // size % 16 == 0 for size in (self.cluster_m, self.cluster_k))
         return is_paired and self.warpgroups != 3
 
     def stages(self, m: int, limit: int = HOPPER.shared_bytes) -> int:
-        """Return how many stages of x (of `m` rows) and weight fit into shared memory."""
+        """Return the stages, of `m` rows of x and the weight, that fit in shared memory."""
         free = limit - 1024 - 512 - self._beside_stages
         return min(_MAX_STAGES, free // self._stage_bytes(m))
 
     def shared_bytes(self, m: int, stages: int) -> int:
-        """Return the dynamic shared memory of a CTA: stages, staging, mbarriers, alignment."""
+        """Return the bytes of dynamic shared memory: stages, staging, mbarriers, alignment."""
         return stages * (self._stage_bytes(m) + 16) + self._beside_stages + 16 + 1024
 
     def _stage_bytes(self, m: int) -> int:
@@ -125,7 +125,7 @@ class HopperConfig:
 
     @property
     def _beside_stages(self) -> int:
-        """Return the bytes of staging, and of partial sums from the cluster's other CTAs."""
+        """Return the bytes of staging and of the partial sums received from other CTAs."""
         sums = self.tile_m * self.tile_n * 4 * (self.cluster_k - 1) // self.cluster_k
         return self.warpgroups * 4 * (2 if self.stores else 1) * _WARP_STAGING + sums
 
@@ -146,37 +146,37 @@ class HopperConfig:
         return ModuleSpec("gemm/gemm_sm90.cu", dtype, tuple(macros.items()))
 
     def x_part(self, m: int) -> int:
-        """Return how many rows of a tile of x each of the CTAs that share it loads."""
+        """Return the rows of a tile of x that each of the CTAs sharing it loads."""
         rows = min(m, self.tile_m)
         return rows if self.cluster_n == 1 else ceil_div(rows, 8 * self.cluster_n) * 8
 
     def clusters(self, m: int, n: int) -> int:
-        """Return how many clusters' worth of tiles a problem of `m` rows and `n` columns has."""
+        """Return the tiles of a result of `m` rows and `n` columns, in units of a cluster's."""
         rows = ceil_div(m, self.tile_m * self.cluster_m)
         return rows * ceil_div(n, self.tile_n * self.cluster_n)
 
     def max_clusters(self, sm_count: int) -> int:
-        """Return how many clusters run at a time: those of four or more do not fill every GPC."""
+        """Return the resident clusters; clusters of four or more do not fill every GPC."""
         size = self.cluster_size
         return max(1, sm_count // size if size <= 2 else sm_count * 10 // (11 * size))
 
     def waves(self, m: int, n: int, sm_count: int) -> int:
-        """Return how many tiles the busiest CTA computes."""
+        """Return the tiles of the busiest CTA."""
         return ceil_div(self.clusters(m, n), self.max_clusters(sm_count))
 
     def tile_steps(self, k: int) -> int:
-        """Return how many stages of k a CTA goes through for a tile."""
+        """Return the stages of k per tile."""
         return ceil_div(k, self.depth * _SLAB_K * self.cluster_k)
 
     def steps(self, m: int, n: int, k: int, sm_count: int) -> int:
-        """Return how many stages the busiest CTA goes through."""
+        """Return the stages that the busiest CTA goes through."""
         return max(1, self.waves(m, n, sm_count) * self.tile_steps(k))
 
     def band(self, m: int, n: int, sm_count: int) -> int:
-        """Return how many rows of super-tiles are computed before the next column.
+        """Return the rows of super-tiles computed before the next column of them.
 
-        Where CTAs compute few tiles, and not the largest, neighbours in time should share what
-        their clusters do not (``python -m tests.bench gemm``; docs/benchmarks/gemm_sm90.md).
+        With few waves of small tiles, CTAs that run together should share through L2 the operand
+        that their clusters do not multicast (docs/benchmarks/gemm_sm90.md).
         """
         area = self.tile_m * self.tile_n
         few_waves = 2 if area < 128 * 128 else 1 if area <= 128 * 192 and self.cluster_m > 1 else 0
@@ -189,7 +189,7 @@ class HopperConfig:
 
 @dataclass(frozen=True)
 class _Cost:
-    """Microseconds on an H200: of a launch, of a tile beside its stages, of a stage of a tile."""
+    """Microseconds on an H200: per launch, per tile without its stages, per stage of a tile."""
 
     launch_us: float
     tile_us: float
@@ -197,8 +197,8 @@ class _Cost:
 
 
 # For more than MAX_FEW_ROWS rows of x. Fitted to sweeps of the configurations over 22 layers at 96
-# to 8192 rows and 47 cells more, bfloat16; clusters of four to two further runs, against the others
-# (docs/benchmarks/gemm_sm90.md). `python -m tests.bench gemm` measures what is chosen.
+# to 8192 rows and 47 further cells, in bfloat16; clusters of four were fitted in two further runs
+# (docs/benchmarks/gemm_sm90.md). `python -m tests.bench gemm` measures the choices.
 _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(192, 224): _Cost(2.98, 2.06, 0.837),
     HopperConfig(192, 192): _Cost(2.62, 1.34, 0.729),
@@ -232,20 +232,20 @@ MAX_FEW_ROWS = 64
 
 @dataclass(frozen=True)
 class _FewRowsCost:
-    """Microseconds on an H200 of a product whose cost is reading the weight.
+    """Cost model, in microseconds on an H200, of a product limited by reading the weight.
 
     Attributes
     ----------
     bytes_per_us : float
-        At which memory gives the weight.
+        Bandwidth at which the weight is read.
     launch_us, row_us : float
-        Of a launch, and for each row of x.
+        Cost of a launch, and of each row of x.
     stage_us, column_us : float
-        Of 64 values of k of a tile, and for each of the tile's columns.
+        Cost of 64 values of k of a tile, and of each of the tile's columns.
     row_columns : float
-        A row of x costs a stage as much as so many columns.
+        Cost of a row of x in a stage, in units of a column.
     cluster_us : dict
-        By the CTAs that share a sum over k.
+        Cost of a cluster, by the CTAs that share a sum over k.
     """
 
     bytes_per_us: float
@@ -257,8 +257,8 @@ class _FewRowsCost:
     cluster_us: dict[int, float]
 
 
-# For up to MAX_FEW_ROWS rows of x. Fitted to 19 layers at 1 to 64 rows, bfloat16, launched with pdl
-# (docs/benchmarks/gemm_skinny.md). `python -m tests.bench gemm` measures what is chosen.
+# For up to MAX_FEW_ROWS rows of x. Fitted to 19 layers at 1 to 64 rows, in bfloat16, launched with
+# pdl (docs/benchmarks/gemm_skinny.md). `python -m tests.bench gemm` measures the choices.
 _FEW_ROWS_COST = _FewRowsCost(
     bytes_per_us=4.49e6,
     launch_us=1.52,
@@ -268,7 +268,7 @@ _FEW_ROWS_COST = _FewRowsCost(
     row_columns=0.21,
     cluster_us={1: 0.0, 2: 0.21, 4: 0.56},
 )
-# The configurations, and microseconds to add to that cost.
+# Configurations, and microseconds to add to that cost.
 _FEW_ROWS: dict[HopperConfig, float] = {
     HopperConfig(64, 48, depth=2): -0.03,
     HopperConfig(64, 64, depth=2): -0.11,
@@ -297,10 +297,11 @@ def choose_hopper(
     deterministic: bool = False,
     is_gated: bool = False,
 ) -> HopperConfig:
-    """Choose for x (m, k) and weight (n, k), both aligned: the least estimated time.
+    """Choose the tile with the least estimated time for x (m, k) and weight (n, k), both aligned.
 
-    CTAs share a sum over k only where all tiles run at once, and never with `deterministic`: all
-    other configurations sum a row in the same order. With `is_gated`, only those with `gates`.
+    CTAs share a sum over k only if all tiles are resident at once, and never with `deterministic`:
+    all other configurations sum a row in the same order. With `is_gated` only tiles with `gates`
+    are considered.
 
     Examples
     --------
@@ -329,9 +330,9 @@ def choose_hopper(
 
 
 def _few_rows_us(config: HopperConfig, m: int, n: int, k: int, sm_count: int) -> float:
-    """Return about how long a product of few rows takes, launched with pdl.
+    """Return the estimated time of a product of few rows, launched with pdl.
 
-    Memory gives the weight while the busiest multiprocessor goes through its stages.
+    Reading the weight overlaps with the stages of the busiest multiprocessor.
     """
     cost = _FEW_ROWS_COST
     stages = config.waves(m, n, sm_count) * ceil_div(k, _SLAB_K * config.cluster_k)
@@ -412,7 +413,7 @@ def launch_tiles(
         (config.threads,),
         config.shared_bytes(m, stages),
         cluster=1,  # the kernel's own attribute sets the cluster size
-        pdl=True,  # the kernel waits before it touches what another may write
+        pdl=True,  # the kernel waits before it accesses memory that others write
         map_x=map_x,
         map_tail=tensor_map_2d(x, element, (tail_part, columns)),
         map_w=_weight_map(weight, element, config.tile_n // config.cluster_m, num_gates),

@@ -1,4 +1,4 @@
-"""gemm_fp8 and gemm_int8, products of codes of 8 bits: contract, choice of kernel, launches."""
+"""gemm_fp8 and gemm_int8, products of 8-bit codes: contract, choice of the kernel, launches."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ _TILE_THREADS = 128
 _MAX_INT32 = 2**31 - 1
 
 MAX_SKINNY_ROWS = 8
-_ROWS = 16  # of the weight, of a warp
+_ROWS = 16  # weight rows per warp
 _STEP_PAIRS = 128  # pairs of values of k that a warp multiplies at a time
 _STAGE_BYTES = 4096
-_LONG_STAGES = 12  # that a warp goes through; from there on a longer ring pays
-_MAX_QUANTIZED_K = 16384  # of a row that the skinny kernels quantize themselves
-_STATIC_BYTES = 2048  # of shared memory: what kernels declare, and what the driver reserves
+_LONG_STAGES = 12  # stages of a warp from which a longer ring pays
+_MAX_QUANTIZED_K = 16384  # longest row that the skinny kernels quantize themselves
+_STATIC_BYTES = 2048  # static shared memory of the kernels and the driver's reserve
 
 
 def w8_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
@@ -68,14 +68,14 @@ def w8_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
 
 @dataclass(frozen=True)
 class W8Operands:
-    """The arrays of one product, checked.
+    """The checked arrays and options of one product.
 
     Attributes
     ----------
     codes : str
         "fp8" or "int8".
     dtype : str
-        The module's: that of bias, and of the result if that has 16 bits.
+        Dtype of the module: that of bias, and of a 16-bit result.
     """
 
     codes: str
@@ -96,23 +96,23 @@ class W8Operands:
 
     @property
     def op(self) -> str:
-        """Return the name that begins the entry points."""
+        """Return the prefix of the entry points."""
         return f"gemm_{self.codes}" + ("_blocks" if self.has_blocks else "")
 
     @property
     def has_blocks(self) -> bool:
-        """Tell whether scales are of blocks."""
+        """Tell whether each scale of the weight is that of a block."""
         return int(self.weight_scales.ndim) == 2
 
     @property
     def group(self) -> int:
-        """Return how many columns of x share a scale; 0: all."""
+        """Return the columns of x per scale; 0 means the whole row."""
         return _group(self.codes, has_blocks=self.has_blocks)
 
 
 @dataclass(frozen=True)
 class SkinnyW8:
-    """How a skinny product is cut: stages of a warp's ring, warps of a block, parts of k."""
+    """Tiling of a skinny product: stages of a warp's ring, warps per block, parts of k."""
 
     stages: int
     warps: int
@@ -123,7 +123,7 @@ class SkinnyW8:
 
     @property
     def tile_n(self) -> int:
-        """Return the rows of the weight that a block multiplies at a time."""
+        """Return the weight rows that a block multiplies at a time."""
         return self.warps // self.parts * _ROWS
 
 
@@ -137,7 +137,7 @@ def choose_skinny(
     group: int = 0,
     warps: int = 8,
 ) -> SkinnyW8 | None:
-    """Choose for x (m, k) and weight (n, k), both aligned; None if x does not fit.
+    """Choose for x (m, k) and weight (n, k), both aligned; None if x exceeds shared memory.
 
     Examples
     --------
@@ -161,9 +161,9 @@ def choose_skinny(
 
 
 def _num_parts(n: int, k: int, sm_count: int, warps: int) -> int:
-    """Return in how many parts k is cut: a warp goes through few stages, and parts have several.
+    """Return the number of parts of k that minimises the stages per warp.
 
-    To finish a tile costs a warp as much as a stage.
+    The end of a tile costs a warp as much as a stage.
     """
     groups = ceil_div(n, _ROWS)
     stages = ceil_div(k, 2 * _STEP_PAIRS)
@@ -210,7 +210,7 @@ def gemm_w8(
 def _check(
     call: Contract, codes: str, x: Any, weight: Any, weight_scales: Any, options: dict[str, Any]
 ) -> int:
-    """Put the checked arrays into `options`; return how many columns the result has."""
+    """Put the checked arrays into `options`; return the columns of the result."""
     norm_weight = options["norm_weight"]
     activation = options["activation"]
     bias = options["bias"]
@@ -255,7 +255,7 @@ def _check_scales(call: Contract, codes: str, weight_scales: Any, x_scales: Any)
 
 
 def _group(codes: str, *, has_blocks: bool) -> int:
-    """Return how many columns of x share a scale; 0: all."""
+    """Return the columns of x per scale; 0 means the whole row."""
     return GROUP if has_blocks or codes == "int8" else 0
 
 
@@ -300,7 +300,7 @@ def _launch(o: W8Operands) -> None:
 
 
 def _may_skip_tiles(o: W8Operands) -> bool:
-    """Tell whether a skinny kernel can compute the product."""
+    """Tell whether a skinny kernel supports the product."""
     m, k = o.x.shape
     if m > MAX_SKINNY_ROWS or o.deterministic or o.dtype not in HOPPER_DTYPES or k % 16:
         return False
@@ -312,7 +312,7 @@ def _may_skip_tiles(o: W8Operands) -> bool:
 
 
 def _quantized(o: W8Operands) -> W8Operands:
-    """Return the operands with x as codes."""
+    """Return the operands with x quantized."""
     if o.x_scales is not None:
         return o
     if o.norm_weight is None:
@@ -348,7 +348,7 @@ def _launch_skinny(o: W8Operands, config: SkinnyW8) -> None:
 
 
 def _is_hopper(o: W8Operands) -> bool:
-    """Tell whether Hopper's tiles can compute the product of codes."""
+    """Tell whether Hopper's tiles support the product of codes."""
     n, k = o.weight.shape
     if o.activation == SWIGLU and (n % 16 or (o.has_blocks and n // 2 % 64)):
         return False

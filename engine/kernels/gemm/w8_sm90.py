@@ -1,6 +1,6 @@
-"""gemm_fp8 and gemm_int8 on Hopper, `gemm_fp8_sm90.cu`: which tile for which problem, launches.
+"""gemm_fp8 and gemm_int8 on Hopper (`gemm_fp8_sm90.cu`): choice of the tile, and launch.
 
-The modules are gemm_sm90.cu's (`gemm/sm90.py`) with two codes in the place of a value of 16 bits.
+The tiles are those of gemm_sm90.cu (`sm90.py`), with two codes in place of a 16-bit value.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _KERNELS = {
 }
 _SLAB_K = 128  # values of k in 128 bytes, the widest swizzle
 _CODES = {"fp8": 1, "int8": 2}  # values of the macro CODES
-_BLOCK = 128  # of weights that share a scale: a tile has columns of one
+_BLOCK = 128  # rows and columns of a scale block: a tile must not straddle two
 
-# Microseconds on an H200: of a launch, of a tile beside its stages, of a stage of a tile. Fitted to
-# six layers of e4m3 at 16 to 4096 rows, launched with pdl; `python -m tests.bench gemm_fp8` times
-# what is chosen.
+# Microseconds on an H200: per launch, per tile without its stages, per stage of a tile. Fitted to
+# six layers of e4m3 at 16 to 4096 rows, launched with pdl. `python -m tests.bench gemm_fp8` times
+# the choices.
 _TILES: dict[HopperConfig, tuple[float, float, float]] = {
     HopperConfig(256, 128, cluster_n=2): (0.1, 4.12, 0.64),
     HopperConfig(128, 128): (0.56, 3.01, 0.346),
@@ -45,7 +45,7 @@ _TILES: dict[HopperConfig, tuple[float, float, float]] = {
 
 
 def w8_configs(*, has_blocks: bool) -> tuple[HopperConfig, ...]:
-    """Return the tiles that may compute a product: with blocks, those with columns of one."""
+    """Return the candidate tiles; with block scales, those that do not straddle two blocks."""
     return tuple(c for c in _TILES if not has_blocks or _BLOCK % c.tile_n == 0)
 
 
@@ -78,7 +78,7 @@ def choose_w8_hopper(
     deterministic: bool = False,
     is_gated: bool = False,
 ) -> HopperConfig:
-    """Choose for x (m, k) and weight (n, k), both aligned: the least estimated time.
+    """Choose the tile with the least estimated time for x (m, k) and weight (n, k), both aligned.
 
     Examples
     --------
@@ -90,7 +90,7 @@ def choose_w8_hopper(
     def is_possible(config: HopperConfig) -> bool:
         if config.cluster_size > sm_count or (is_gated and not config.gates):
             return False
-        if m <= 64 < config.tile_m:  # memory is the limit, which the estimate does not know
+        if m <= 64 < config.tile_m:  # then memory is the limit, which the estimate ignores
             return False
         return config.cluster_k == 1 or (
             not deterministic

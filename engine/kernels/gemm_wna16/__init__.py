@@ -1,4 +1,4 @@
-"""gemm_wna16: y = activation(x Wᵀ + b) + r, where W is quantized and x is not."""
+"""Products with a packed quantized weight and 16-bit rows: configurations and launches."""
 
 from engine.kernels.gemm_wna16.gemm_wna16 import gemm_wna16, specs
 

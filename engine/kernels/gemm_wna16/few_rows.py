@@ -1,4 +1,4 @@
-"""Few rows of x: how the problem is cut, a pure function, and the launch of gemm_wna16.cu."""
+"""gemm_wna16 for few rows of x (`gemm_wna16.cu`): choice of the tiling, and launch."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ _KERNELS = {
     for tokens in _TOKENS
 }
 
-_MAX_WARPS = {1: 16, 8: 16, 16: 12}  # of a block, by the tokens of its kernel
-_STAGES = (3, 4, 2)  # of a ring, the best first
-_STATIC_BYTES = 7680  # of shared memory: what the kernels declare, and what the driver reserves
-# Estimated for an H200: what a multiprocessor reads in a ns, how long a warp takes for a stage,
-# what a unit costs beside its stages, and what is lost where the next kernel's block does not fit
-# beside this one's.
+_MAX_WARPS = {1: 16, 8: 16, 16: 12}  # most warps per block, by the tokens of the kernel
+_STAGES = (3, 4, 2)  # candidate stages of a ring, the best first
+_STATIC_BYTES = 7680  # static shared memory of the kernels and the driver's reserve
+# Cost model for an H200: bandwidth of a multiprocessor, time of a warp per stage, time of a work
+# tile without its stages, and loss if the next kernel's block does not fit beside this one's.
 _BYTES_PER_NS = 33.0
 _STAGE_NS = 1000.0
 _UNIT_NS = 500.0
@@ -46,22 +45,22 @@ _ALONE_NS = 300.0
 
 @dataclass(frozen=True)
 class FewRowsConfig:
-    """How the product of few rows is cut.
+    """Tiling of the product of few rows.
 
     Attributes
     ----------
     tokens : int
-        Rows of x the kernel has room for.
+        Most rows of x of the kernel.
     parts, row_tiles : int
-        Warps of a block along k, and along rows.
+        Warps of a block along k, and along rows of the weight.
     clusters : int
-        Of the grid; each computes several units of `row_tiles` if there are more.
+        Clusters of the grid; each computes one or more work tiles of `row_tiles` row tiles.
     cluster : int
         Blocks that share k, and x.
     part_stages : int
         Stages of k that a warp sums.
     num_stages : int
-        Of each warp's ring.
+        Stages of each warp's ring.
     shared_bytes : int
         Dynamic shared memory of a block.
     """
@@ -82,7 +81,7 @@ def stage_tiles(form: Format) -> int:
 
 
 def stage_bytes(form: Format) -> int:
-    """Return the bytes of a stage: codes, scales and the scales' scales."""
+    """Return the bytes of a stage: codes, scales and super-scales."""
     columns = stage_tiles(form) * TILE_COLUMNS
     codes = TILE_ROWS * columns * form.bits // 8
     size = 1 if form.super_block or form.code == "e2m1" else 2
@@ -103,7 +102,7 @@ def choose_few_rows(
     max_cluster: int = 1,
     is_gated: bool = False,
 ) -> FewRowsConfig | None:
-    """Choose for x (m, k) and a weight (n, k); None if there are too many rows.
+    """Choose the tiling for x (m, k) and a weight (n, k); None if no kernel takes so many rows.
 
     Examples
     --------
@@ -118,7 +117,7 @@ def choose_few_rows(
     least = 0.0
     for cluster in (1, 2, 4):
         if best is not None or cluster > (max_cluster if m > 1 else 1):
-            break  # clusters are for x that does not fit otherwise
+            break  # clusters only if x exceeds the shared memory of one block
         for parts, row_tiles, stages in _ways(_MAX_WARPS[_tokens(m)], is_gated=is_gated):
             config = few_rows_config(m, n, k, form, sms, parts, row_tiles, stages, cluster)
             if config.shared_bytes + _STATIC_BYTES > shared_limit:
@@ -131,12 +130,12 @@ def choose_few_rows(
 
 
 def _tokens(m: int) -> int:
-    """Return how many rows of x the smallest kernel has room for that has it for `m`."""
+    """Return the row capacity of the smallest kernel that holds `m` rows."""
     return next(tokens for tokens in _TOKENS if tokens >= m)
 
 
 def _ways(max_warps: int, *, is_gated: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield warps along k and along rows of a block, and stages of a ring."""
+    """Yield candidate warps along k, warps along rows, and stages of a ring."""
     for parts in (1, 2, 4, 8, 16):
         for row_tiles in range(1, max_warps // parts + 1):
             if not (is_gated and row_tiles % 2):
@@ -145,7 +144,7 @@ def _ways(max_warps: int, *, is_gated: bool) -> Iterator[tuple[int, int, int]]:
 
 
 def _estimate(config: FewRowsConfig, n: int, form: Format, shared_limit: int) -> float:
-    """Return about how many nanoseconds the busiest block takes."""
+    """Return the estimated nanoseconds of the busiest block."""
     units = ceil_div(ceil_div(n, TILE_ROWS), config.row_tiles)
     rounds = ceil_div(units, config.clusters)
     warps = config.parts * config.row_tiles
@@ -168,9 +167,9 @@ def few_rows_config(
     stages: int = 3,
     cluster: int = 1,
 ) -> FewRowsConfig:
-    """Return the configuration with `parts` warps along k and `row_tiles` along rows of a block.
+    """Return the tiling with blocks of `parts` warps along k and `row_tiles` along rows.
 
-    A warp's ring has at most `stages`.
+    A warp's ring has at most `stages` stages.
     """
     tokens = _tokens(m)
     columns = stage_tiles(form) * TILE_COLUMNS
@@ -191,7 +190,7 @@ def few_rows_config(
 
 
 def all_configs(m: int, n: int, k: int, form: Format) -> list[FewRowsConfig]:
-    """Return several ways to cut a problem: for tests and for tuning."""
+    """Return several tilings of a problem, for tests and tuning."""
     ways = ((1, 2, 3), (1, 16, 2), (2, 8, 3), (4, 2, 4), (4, 4, 2), (8, 2, 4), (2, 2, 3))
     shared = ((2, 2, 3, 2), (4, 2, 2, 2), (2, 4, 3, 4)) if m > 1 else ()
     most = _MAX_WARPS[_tokens(m)]
@@ -206,7 +205,7 @@ def specs(op: str, dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ..
 
 
 def choose(operands: Operands, norm: Norm | None = None) -> FewRowsConfig | None:
-    """Return the configuration for CuPy arrays, or None if another kernel must do it."""
+    """Return the tiling for CuPy arrays, or None if another kernel must compute the product."""
     x = operands.x
     weight = operands.weight
     steps = [x.data.ptr, x.shape[1] * x.itemsize, x.strides[0] if x.shape[0] > 1 else 0]
@@ -228,17 +227,17 @@ def choose(operands: Operands, norm: Norm | None = None) -> FewRowsConfig | None
 
 
 def _num_blocks(config: FewRowsConfig) -> int:
-    """Return the blocks of a grid: with one row of x, one for each multiprocessor.
+    """Return the blocks of the grid; with one row of x at least one per multiprocessor.
 
-    Those without work keep their places for a while, so that the next kernel's blocks are spread
-    evenly, too.
+    Blocks without work stay resident for a while, so that the next kernel's blocks are spread
+    evenly over the multiprocessors.
     """
     blocks = config.clusters * config.cluster
     return max(blocks, sm_count()) if config.tokens == 1 else blocks
 
 
 def launch(operands: Operands, config: FewRowsConfig, norm: Norm | None = None) -> None:
-    """Launch on CuPy arrays, with a norm before the product or without one."""
+    """Launch on CuPy arrays, with `norm` fused in front of the product if given."""
     op = _OPS[0 if norm is None else 1]
     x = operands.x
     weight = operands.weight

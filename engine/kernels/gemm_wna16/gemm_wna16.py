@@ -1,7 +1,7 @@
 """Product with a quantized weight: `cuda_src/gemm_wna16`, mirror `reference/gemm_wna16.py`.
 
-`few_rows.py` streams the weight for few rows of x; for more, `sm90.py` decodes it on its way to the
-tensor cores of Hopper, and `portable.py` dequantizes it before the product.
+For few rows of x, `few_rows.py` streams the weight. For more rows `sm90.py` decodes it on the way
+to Hopper's tensor cores, and on other chips `portable.py` dequantizes it before the product.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["ACTIVATIONS", "HALVES", "MAX_FEW_ROWS", "gemm_wna16", "launch", "spe
 # "silu_and_mul" would interleave the packed row tiles.
 ACTIVATIONS = tuple(name for name in products.ACTIVATIONS if name != "silu_and_mul")
 HALVES = (np.dtype(np.float16), BFLOAT16)
-MAX_FEW_ROWS = 8  # beyond it Hopper's tiles are faster, where there are any
+MAX_FEW_ROWS = 8  # rows up to which `few_rows` is faster than Hopper's tiles
 
 
 def specs(
@@ -47,7 +47,7 @@ def specs(
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for weights of `formats`.
 
-    With `patterns` for a sample of formats that decodes in every way there is.
+    `patterns` selects a sample of formats that uses every decoder instead.
     """
     if dtype == "float32":
         return ()
@@ -78,25 +78,25 @@ def gemm_wna16(
     Parameters
     ----------
     x : (M, K) array of float16 or bfloat16; on NumPy also float32
-        The rows may lie apart (a view); the last axis must be contiguous, else it is copied.
+        The rows may be strided (a view). An array whose last axis is not contiguous is copied.
     weight : Weight
-        (N, K), in a packed format.
+        A matrix (N, K) in a packed format.
     bias : (N,) array of x's dtype, optional
     residual : (M, N) array of the result's dtype, optional
         Added last; may be `out` itself.
     activation : None, "silu", "gelu" (erf), "gelu_tanh", "relu" or "swiglu"
-        With "swiglu", `weight` (and `bias`) have all rows of gate, then as many of up, and the
-        result, in x's dtype and without a residual, has N / 2 columns.
+        "swiglu": `weight` (and `bias`) hold all rows of gate, then as many of up; the result has
+        N / 2 columns and x's dtype, and `residual` must be None.
     out_dtype : dtype, optional
         x's dtype (the default) or float32.
     deterministic : bool
-        Sum each row in an order that does not depend on M, so that a row's result has the same
-        bits in any company; slower for few rows.
+        Sum each row in an order that does not depend on M: the bits of a row's result do not
+        depend on the other rows. Slower for few rows.
     pdl : bool
-        Say that no kernel still running on the stream writes `weight` or `bias`, as is true of a
-        model's parameters: with few rows, they are then read while the preceding kernel ends.
+        Promise that no kernel still running on the stream writes `weight` or `bias`, as holds for
+        a model's parameters. With few rows they are then read while the preceding kernel ends.
     out : (M, N) array of `out_dtype`, optional
-        Where to put the result; its rows may lie apart.
+        Array for the result; its rows may be strided.
 
     Returns
     -------
@@ -109,9 +109,9 @@ def gemm_wna16(
 
     Notes
     -----
-    Sums, bias, activation and residual are float32; the result is rounded once, but with "swiglu"
-    gate and up may be rounded, too. With few rows, codes are multiplied as the integers they are,
-    and the sum over a group by its scale; with more, the weight's numbers are rounded to x's dtype
+    Sums, bias, activation and residual are float32, and the result is rounded once; with "swiglu"
+    some kernels round gate and up before as well. For few rows the integer codes are multiplied,
+    and the sum over a group is scaled. For more rows the dequantized weight is rounded to x's dtype
     before the product.
 
     Examples
@@ -154,7 +154,7 @@ def gemm_wna16(
 
 
 def launch(operands: Operands) -> None:
-    """Launch the kernel for this many rows of x; its columns are in the order of the data."""
+    """Launch on CuPy arrays; the columns of x are in the order of the weight's data."""
     n = operands.weight.shape[0]
     if operands.x.shape[0] == 0 or n == 0:
         return

@@ -1,4 +1,4 @@
-"""Many rows on any GPU: the weight's numbers are written to scratch memory, a part at a time."""
+"""gemm_wna16 for many rows on any GPU: the weight is dequantized to scratch, part by part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.weights.formats import TILE_ROWS
 
 __all__ = ["launch", "parts"]
 
-_PART_BYTES = 64 << 20  # of dequantized rows
+_PART_BYTES = 64 << 20  # most bytes of dequantized rows at a time
 
 
 def launch(operands: Operands) -> None:
@@ -56,7 +56,7 @@ def launch(operands: Operands) -> None:
 
 
 def parts(n: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows of a weight, whole row tiles of at most _PART_BYTES where possible.
+    """Yield ranges of weight rows: whole row tiles, of at most _PART_BYTES if one tile fits.
 
     Examples
     --------
@@ -69,7 +69,7 @@ def parts(n: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def rows_of(weight: Weight, first: int, last: int) -> Weight:
-    """Return rows [first, last) of a packed weight; `first` begins a row tile."""
+    """Return rows [first, last) of a packed weight; `first` is a multiple of TILE_ROWS."""
     tiles = slice(first // TILE_ROWS, ceil_div(last, TILE_ROWS))
 
     def cut(plane: Any) -> Any:

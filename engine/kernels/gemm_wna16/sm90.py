@@ -1,4 +1,4 @@
-"""gemm_wna16 on Hopper, `gemm_wna16_sm90.cu`: which tile for which problem, and its launch."""
+"""gemm_wna16 on Hopper (`gemm_wna16_sm90.cu`): choice of the tile, and launch."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ _FILE = "gemm_wna16_sm90.cu"
 _SLAB_K = 64  # values of k in 128 bytes, the widest swizzle
 _MAX_STAGES = 16
 _PLANES = ("data", "high", "scales", "supers")
-_DATA_BOX = 256  # bytes of a row of map_data, the most that a box may have
+_DATA_BOX = 256  # bytes of a row of map_data: the largest extent of a TMA box
 
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """One tile of gemm_wna16_sm90.cu.
+    """The tile of one module of gemm_wna16_sm90.cu; CUDA checks the sizes that follow from it.
 
     Attributes
     ----------
     tokens : int
-        Rows of x that a CTA multiplies at a time.
+        Rows of x per tile.
     warpgroups, mma_tiles : int
-        Consumer warpgroups, and how many times 64 rows of the weight each has.
+        Consumer warpgroups, and m-tiles of 64 weight rows of each.
     splits : int
-        How many CTAs, a cluster, share the sum over k of a tile.
+        CTAs (a cluster) that share the sum over k of a tile.
     depth : int
-        Slabs of 64 values of k in a stage.
+        Slabs per stage; a slab is 64 values of k.
     blocks : int
         CTAs per multiprocessor.
     scales_sums : bool
-        Multiply codes as they are, and the sums over a group by its scale.
+        Multiply integer codes and scale the sum over each group, instead of scaling the weights.
     """
 
     tokens: int
@@ -72,18 +72,18 @@ class HopperConfig:
 
     @property
     def rows(self) -> int:
-        """Return how many rows of the weight a CTA multiplies at a time."""
+        """Return the weight rows per tile."""
         return 64 * self.warpgroups * self.mma_tiles
 
     @property
     def threads(self) -> int:
-        """Return the threads of a CTA."""
+        """Return the threads per CTA."""
         moves_registers = self.warpgroups == 2 and self.mma_tiles * self.tokens >= 128
         return self.warpgroups * 128 + (128 if moves_registers else 32)
 
     @property
     def _slice(self) -> tuple[int, int]:
-        """Return the rows and the tokens of what one CTA of a cluster finishes."""
+        """Return the weight rows and the tokens of the slice that one CTA of a cluster finishes."""
         vecs = self.mma_tiles * self.tokens // 8
         finishers = 1 << min(self.splits, vecs).bit_length() - 1
         size = vecs // finishers
@@ -92,17 +92,17 @@ class HopperConfig:
 
     @property
     def chunk(self) -> int:
-        """Return how many tokens' results are staged at a time."""
+        """Return the tokens whose results are staged at a time."""
         rows, tokens = self._slice
         return min(tokens, 4096 // rows)
 
     def stages(self, form: Format) -> int:
-        """Return how many stages fit into shared memory."""
+        """Return the number of stages that fit in shared memory."""
         free = HOPPER.shared_per_block(self.blocks) - self._beside_stages
         return min(_MAX_STAGES, free // (self._stage_bytes(form) + 16))
 
     def shared_bytes(self, form: Format) -> int:
-        """Return the dynamic shared memory of a CTA: stages, staging, mbarriers, alignment."""
+        """Return the bytes of dynamic shared memory: stages, staging, mbarriers, alignment."""
         return self.stages(form) * (self._stage_bytes(form) + 16) + self._beside_stages
 
     def _stage_bytes(self, form: Format) -> int:
@@ -111,7 +111,7 @@ class HopperConfig:
         return self.tokens * self.depth * _SLAB_K * 2 + weight
 
     def _box(self, form: Format, plane: str, rows: int = 0) -> tuple[int, int, int]:
-        """Return what one copy loads of a plane: bytes of a row, rows, row tiles."""
+        """Return the box of one copy of a plane: bytes of a row, rows, row tiles."""
         tiles = (rows or self.rows) // TILE_ROWS
         values = 2 if form.offset else 1
         if plane == "data":
@@ -125,7 +125,7 @@ class HopperConfig:
         return (2 * TILE_ROWS * values if form.super_block else 0), 1, tiles
 
     def plane_maps(self, weight: Weight, *, is_gated: bool) -> dict[str, Any]:
-        """Return the tensor maps of a weight's planes, by the names of the kernel's arguments."""
+        """Return the tensor maps of a weight's planes, by the names of the kernel's parameters."""
         maps: dict[str, Any] = {}
         for name in _PLANES:
             array = getattr(weight, "super_scales" if name == "supers" else name)
@@ -149,17 +149,17 @@ class HopperConfig:
         return staging + max(sums, 16) + 128 + 1024
 
     def supports(self, form: Format) -> bool:
-        """Tell whether there is such a module for weights of a format.
+        """Tell whether a module of this tile exists for weights of a format.
 
-        Of two tiles that differ in `scales_sums` alone, a format has the one that decodes faster.
+        Of two tiles that differ in `scales_sums` alone, a format uses the one that decodes faster.
         """
         scales_sums = form.group >= _SLAB_K and form.offset != "min"
         if self.tokens * self.mma_tiles <= 64 and scales_sums != self.scales_sums:
             return False
-        return self.stages(form) >= 2  # a consumer holds one while it waits for the next
+        return self.stages(form) >= 2  # a consumer holds one stage while it waits for the next
 
     def spec(self, base: ModuleSpec, form: Format) -> ModuleSpec:
-        """Return the module for weights of a format; `base` says how it decodes them."""
+        """Return the module for weights of a format; `base` has the macros of the decoder."""
         macros = {
             "TOKENS": self.tokens,
             "WARPGROUPS": self.warpgroups,
@@ -176,12 +176,12 @@ class HopperConfig:
         return ModuleSpec(base.file, base.dtype, (*base.defines, *macros.items()))
 
     def clusters(self, m: int, columns: int, *, is_gated: bool) -> int:
-        """Return how many tiles a result of `columns` columns has: a cluster computes one."""
+        """Return the tiles of a result of `columns` columns; a cluster computes one at a time."""
         width = self.rows // 2 if is_gated else self.rows
         return ceil_div(m, self.tokens) * ceil_div(columns, width)
 
     def max_clusters(self, sm_count: int) -> int:
-        """Return how many clusters run at a time: those of four or more do not fill every GPC."""
+        """Return the resident clusters; clusters of four or more do not fill every GPC."""
         size = self.splits
         count = sm_count * self.blocks
         return max(1, count // size if size <= 2 else count * 10 // (11 * size))
@@ -189,16 +189,16 @@ class HopperConfig:
 
 @dataclass(frozen=True)
 class _Cost:
-    """Microseconds: of a launch, of a tile beside its slabs, of a slab of a tile."""
+    """Microseconds: per launch, per tile without its slabs, per slab of a tile."""
 
     launch_us: float
     tile_us: float
     slab_us: float
 
 
-# Fitted on an H200 to int4_g128 in bfloat16, four layers of Llama 3.1 8B at 32 to 8192 rows; on an
-# H100 those of 96 and 128 tokens with two m-tiles, and (32, 1, 2) with scales_sums. Three and six
-# splits have the constants of two and four.
+# Fitted on an H200 to int4_g128 in bfloat16, on four layers of Llama 3.1 8B at 32 to 8192 rows.
+# Tiles of 96 and 128 tokens with two m-tiles, and (32, 1, 2) with scales_sums, were fitted on an
+# H100. Three and six splits reuse the constants of two and four.
 _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(32, 2, 1, splits=6, depth=2, blocks=2, scales_sums=True): _Cost(1.51, 3.11, 0.367),
     HopperConfig(32, 2, 1, splits=4, depth=2, blocks=2, scales_sums=True): _Cost(1.51, 3.11, 0.367),
@@ -248,9 +248,9 @@ def choose_hopper(
     deterministic: bool = False,
     is_gated: bool = False,
 ) -> HopperConfig:
-    """Choose for x (m, k) and weight (n, k): the least estimated time.
+    """Choose the tile with the least estimated time for x (m, k) and weight (n, k).
 
-    With `deterministic` only among those that sum a row in the same order.
+    With `deterministic` only tiles that sum a row in the same order are considered.
 
     Examples
     --------
@@ -280,7 +280,7 @@ def choose_hopper(
 
 
 def choose(operands: Operands) -> HopperConfig | None:
-    """Return the tile for CuPy arrays, or None if another kernel must do it."""
+    """Return the tile for CuPy arrays, or None if another kernel must compute the product."""
     x = operands.x
     weight = operands.weight
     if not is_hopper(dtype_name(x.dtype)) or x.shape[1] == 0:
@@ -323,8 +323,8 @@ def launch(operands: Operands, config: HopperConfig) -> None:
         (clusters * config.splits,),
         (config.threads,),
         config.shared_bytes(weight.format),
-        cluster=1,  # the module says how large they are
-        pdl=True,  # the kernel waits before it touches what another may write
+        cluster=1,  # the kernel's own attribute sets the cluster size
+        pdl=True,  # the kernel waits before it accesses memory that others write
         map_x=tensor_map_2d(x, dtype, (x_part, _SLAB_K)),
         map_tail=tensor_map_2d(x, dtype, (tail_part, _SLAB_K)),
         bias=operands.bias,
@@ -347,7 +347,7 @@ def launch(operands: Operands, config: HopperConfig) -> None:
 
 
 def _is_vector(out: Any, residual: Any) -> bool:
-    """Tell whether all rows of the results can be accessed eight elements at a time."""
+    """Tell whether out and residual can be accessed by vectors of eight elements."""
     arrays = (out,) if residual is None else (out, residual)
     return all(
         array.data.ptr % 16 == 0 and (array.shape[0] == 1 or array.strides[0] % 16 == 0)

@@ -1,4 +1,4 @@
-"""moe_gemm: the products of a mixture of experts. `moe_gemm.py` is the op."""
+"""Grouped products of a mixture of experts: configurations and launches, by kernel."""
 
 from engine.kernels.moe_gemm.moe_gemm import moe_gemm, specs
 

@@ -17,7 +17,7 @@ from engine.weights import FORMATS
 __all__ = ["CODES_CONFIGS", "choose_config", "is_possible", "launch", "specs"]
 
 _WEIGHT_KIND = 3  # kCodes of the CUDA file
-_BLOCK = (128, 128)  # of the weight: rows and columns that share a scale
+_BLOCK = (128, 128)  # rows and columns of the weight per scale
 _SLAB_BYTES = 128
 _BOX_ROWS = 16
 _MMA_ROWS = 64
@@ -25,11 +25,11 @@ _MMA_ROWS = 64
 _FEW = MoeTileConfig(1, 64, 1, blocks=2)
 _MANY = MoeTileConfig(2, 80, 1)
 CODES_CONFIGS = (_FEW, _MANY)
-_MANY_FROM = 32  # tokens an expert, on average
+_MANY_FROM = 32  # average tokens per expert
 
 
 def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
-    """Choose for this many pairs (token, expert).
+    """Choose the tile for `num_pairs` pairs (token, expert).
 
     Examples
     --------
@@ -52,12 +52,12 @@ def _spec(config: MoeTileConfig, dtype: str) -> ModuleSpec:
 
 
 def _bytes(config: MoeTileConfig) -> tuple[int, int]:
-    """Return kStageW of the CUDA file and the bytes of the scales beside it."""
+    """Return the bytes of the weight, and of the scales, of a stage."""
     return config.rows * config.depth * _SLAB_BYTES, config.depth * 4 * (4 + config.tokens)
 
 
 def is_possible(operands: MoeOperands) -> bool:
-    """Tell whether the current device runs the kernel for these operands, their x as codes."""
+    """Tell whether the kernel supports the current device and these operands, with x quantized."""
     x = operands.x
     weight = operands.weight
     out = operands.out
@@ -67,15 +67,15 @@ def is_possible(operands: MoeOperands) -> bool:
     if weight.num_elements == 0 or out.size == 0:
         return False
     if operands.activation is not None and num_rows // 2 % _MMA_ROWS:
-        return False  # rows of up that are multiplied together have one scale
+        return False  # an m-tile of up must have one scale
     sizes = (k, out.shape[-1] * out.itemsize, int(out.data.ptr), int(weight.data.data.ptr))
     return all(size % 16 == 0 for size in sizes)
 
 
 def launch(operands: MoeOperands, codes: Any, scales: Any) -> None:
-    """Launch on CuPy arrays; `codes` and `scales` are those of the rows of x.
+    """Launch on CuPy arrays; `codes` and `scales` are the quantized rows of x.
 
-    The kernel before wrote them, and let this one start no earlier than the routing was there.
+    The preceding kernel wrote them. It let this one start only once the routing was complete.
     """
     config = choose_config(operands.expected_pairs, operands.weight.shape[0])
     launch_module(

@@ -1,4 +1,4 @@
-"""moe_gemm_combine for few tokens: how the problem is cut, and which arrays the kernel takes."""
+"""moe_gemm_combine for few tokens: choice of the tiling."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from engine.weights.formats import TILE_ROWS
 
 __all__ = ["all_configs", "choose", "choose_few_combine", "few_combine_config"]
 
-_STAGES = (6, 4, 3, 2)  # of a ring, the best first
-_STATIC_BYTES = 4096  # of shared memory: what the kernels declare, and what the driver reserves
-# Warps of a block: where a multiprocessor has one, the registers of as many are left to the first
-# product, so that the weights are on their way before it has ended.
+_STAGES = (6, 4, 3, 2)  # candidate stages of a ring, the best first
+_STATIC_BYTES = 4096  # static shared memory of the kernels and the driver's reserve
+# Warps per block: half of the most, so that a block fits beside one of the first product and loads
+# weights before that has ended.
 _WARPS = MAX_WARPS // 2
-_EVEN = 0.85  # how full multiprocessors must be
+_EVEN = 0.85  # least share of the multiprocessors' block places in use
 
 
 @cache
@@ -42,7 +42,7 @@ def choose_few_combine(
 ) -> FewTokensConfig | None:
     """Choose for `tokens` tokens and a weight of `shape` (E, R, K); None if two kernels are faster.
 
-    A block has the fewest row tiles with which no multiprocessor has more than two blocks.
+    A block gets the fewest row tiles with which every multiprocessor has at most two blocks.
 
     Examples
     --------
@@ -60,8 +60,8 @@ def choose_few_combine(
     parts = _WARPS // row_tiles
     blocks = _blocks(shape, row_tiles)
     shares = ceil_div(blocks, sms)
-    # Where some multiprocessors have one block more than others, these wait, with more tokens for
-    # longer than another launch takes.
+    # Multiprocessors with fewer blocks than others idle at the end. With more than one token that
+    # takes longer than a second launch.
     if parts == 0 or (tokens > 1 and blocks < _EVEN * shares * sms):
         return None
     for stages in _STAGES:
@@ -84,9 +84,9 @@ def few_combine_config(
     row_tiles: int,
     stages: int,
 ) -> FewTokensConfig:
-    """Return the configuration with `parts` warps along k and `row_tiles` along rows of a block.
+    """Return the tiling with blocks of `parts` warps along k and `row_tiles` along rows.
 
-    A warp's ring has at most `stages`.
+    A warp's ring has at most `stages` stages.
     """
     experts = min(shape[0], tokens * top_k)
     part_stages = ceil_div(experts * ceil_div(shape[2], stage_columns(form)), parts)
@@ -105,13 +105,13 @@ def few_combine_config(
 def all_configs(
     tokens: int, top_k: int, shape: tuple[int, int, int], form: Format
 ) -> Iterator[FewTokensConfig]:
-    """Yield several ways to cut a problem: for tests and for tuning."""
+    """Yield several tilings of a problem, for tests and tuning."""
     for parts, row_tiles, stages in ((1, 2, 3), (16, 1, 2), (3, 4, 2), (8, 1, 4), (5, 1, 3)):
         yield few_combine_config(tokens, top_k, shape, form, parts, row_tiles, stages)
 
 
 def choose(operands: MoeOperands) -> FewTokensConfig | None:
-    """Return the configuration for CuPy arrays, or None if other kernels must do it."""
+    """Return the tiling for CuPy arrays, or None if other kernels must compute the product."""
     if not is_possible(operands):
         return None
     tokens, top_k = operands.routing.experts.shape

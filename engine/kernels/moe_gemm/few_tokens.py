@@ -51,16 +51,16 @@ _KERNELS = {
     for op in _FILES
     for tokens in (1, MAX_TOKENS)
 }
-MAX_PAIRS = 128  # kMaxPairs of the CUDA file
-_ROW_BYTES = 128  # of a row of a stage, in formats that are not packed
+MAX_PAIRS = 128  # kMaxPairs in CUDA
+_ROW_BYTES = 128  # bytes of a stage's row, in formats that are not packed
 
-MAX_WARPS = 16  # of a block
+MAX_WARPS = 16  # per block
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
-_STAGES = (3, 2)  # of a ring, the best first
-_STATIC_BYTES = 4096  # of shared memory: what the kernels declare, and what the driver reserves
-# Fitted on an H200 to fp8_block and mxfp4 in bfloat16, in ns: a stage's bytes, its latency, what a
-# stage of each further warp adds, what a unit costs beside its stages, and what is lost where the
-# registers have no room for the next kernel's block. Decoding packed codes takes longer.
+_STAGES = (3, 2)  # candidate stages of a ring, the best first
+_STATIC_BYTES = 4096  # static shared memory of the kernels and the driver's reserve
+# Cost model in ns, fitted on an H200 to fp8_block and mxfp4 in bfloat16: bandwidth, latency of a
+# stage, time that each further warp adds to a stage, time of a work tile without its stages, and
+# loss if the registers cannot hold the next kernel's block. Packed codes take longer to decode.
 _BYTES_PER_NS = 33.0
 _STAGE_NS = 490.0
 _WARP_NS = 65.0
@@ -71,18 +71,18 @@ _PACKED_FACTOR = 1.5
 
 @dataclass(frozen=True)
 class FewTokensConfig:
-    """How the products of few tokens are cut.
+    """Tiling of the products of few tokens.
 
     Attributes
     ----------
     parts, row_tiles : int
-        Warps of a block along k, and along rows.
+        Warps of a block along k, and along rows of the weight.
     part_stages : int
         Stages of k that a warp sums.
     num_stages : int
-        Of each warp's ring.
+        Stages of each warp's ring.
     blocks : int
-        Of the grid.
+        Blocks of the grid.
     shared_bytes : int
         Dynamic shared memory of a block.
     """
@@ -96,7 +96,7 @@ class FewTokensConfig:
 
 
 def stage_columns(form: Format) -> int:
-    """Return the columns of a stage."""
+    """Return the columns of the weight per stage."""
     if not form.is_packed:
         return _ROW_BYTES
     return (2 if form.bits == 8 else 4) * TILE_COLUMNS
@@ -124,7 +124,7 @@ def choose_few_tokens(
     *,
     is_gated: bool,
 ) -> FewTokensConfig | None:
-    """Choose for `tokens` tokens and a weight of `shape` (E, R, K); None if there are too many.
+    """Choose the tiling for a weight of `shape` (E, R, K); None if there are too many tokens.
 
     Examples
     --------
@@ -153,7 +153,7 @@ def choose_few_tokens(
 
 
 def _ways(*, is_gated: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield warps along k and along rows of a block, and stages of a ring."""
+    """Yield candidate warps along k, warps along rows, and stages of a ring."""
     for parts in _PARTS:
         for row_tiles in range(MAX_WARPS // parts, 0, -1):
             if not (is_gated and row_tiles % 2):
@@ -162,7 +162,7 @@ def _ways(*, is_gated: bool) -> Iterator[tuple[int, int, int]]:
 
 
 def _units(shape: tuple[int, int, int], row_tiles: int, *, is_gated: bool) -> int:
-    """Return how many units of `row_tiles` row tiles the matrix of an expert has."""
+    """Return the work tiles, of `row_tiles` row tiles each, of an expert's matrix."""
     columns = shape[1] // 2 if is_gated else shape[1]
     return ceil_div(ceil_div(columns, TILE_ROWS), row_tiles // 2 if is_gated else row_tiles)
 
@@ -179,9 +179,9 @@ def few_tokens_config(
     *,
     is_gated: bool,
 ) -> FewTokensConfig:
-    """Return the configuration with `parts` warps along k and `row_tiles` along rows of a block.
+    """Return the tiling with blocks of `parts` warps along k and `row_tiles` along rows.
 
-    A warp's ring has `stages`.
+    A warp's ring has `stages` stages.
     """
     part_stages = ceil_div(ceil_div(shape[2], stage_columns(form)), parts)
     experts = min(shape[0], tokens * top_k)
@@ -194,7 +194,7 @@ def few_tokens_config(
 
 
 def sums_x(form: Format) -> bool:
-    """Tell whether the kernel sums x by products of eight tokens (kSumsX of the CUDA file)."""
+    """Tell whether the kernel computes the sums of x by tensor cores (kSumsX in CUDA)."""
     if not form.is_packed:
         return False
     return bool(form.offset) or (form.code == "int" and form.bits < 8 and form.group > TILE_ROWS)
@@ -209,7 +209,7 @@ def _estimate(
     *,
     is_gated: bool,
 ) -> float:
-    """Return about how many nanoseconds the busiest block takes, with tokens at random experts."""
+    """Return the estimated nanoseconds of the busiest block, for randomly routed tokens."""
     num_experts = shape[0]
     experts = num_experts * (1 - (1 - min(top_k, num_experts) / num_experts) ** tokens)
     units = round(experts) * _units(shape, config.row_tiles, is_gated=is_gated)
@@ -227,7 +227,7 @@ def _estimate(
 def all_configs(
     tokens: int, top_k: int, shape: tuple[int, int, int], form: Format, *, is_gated: bool
 ) -> list[FewTokensConfig]:
-    """Return several ways to cut a problem: for tests and for tuning."""
+    """Return several tilings of a problem, for tests and tuning."""
     ways = ((1, 2, 3), (1, 12, 2), (2, 6, 3), (4, 2, 2), (4, 4, 2), (8, 2, 3), (3, 4, 2))
     configs = [
         few_tokens_config(tokens, top_k, shape, form, sms, *way, is_gated=is_gated)
@@ -250,7 +250,7 @@ def _spec(op: str, base: ModuleSpec, form: Format) -> ModuleSpec:
 
 
 def choose(operands: MoeOperands) -> FewTokensConfig | None:
-    """Return the configuration for CuPy arrays, or None if another kernel must do it."""
+    """Return the tiling for CuPy arrays, or None if another kernel must compute the product."""
     if not is_possible(operands):
         return None
     tokens, top_k = operands.routing.experts.shape
@@ -263,7 +263,7 @@ def choose(operands: MoeOperands) -> FewTokensConfig | None:
 
 
 def is_possible(operands: MoeOperands) -> bool:
-    """Tell whether the kernels for few tokens take the arrays, however many tokens there are."""
+    """Tell whether the kernels for few tokens support the arrays, whatever the token count."""
     x = operands.x
     weight = operands.weight
     if operands.deterministic or dtype_name(x.dtype) not in HOPPER_DTYPES or operands.out.size == 0:
@@ -272,7 +272,7 @@ def is_possible(operands: MoeOperands) -> bool:
     form = weight.format
     k = x.shape[1]
     if k == 0 or (form.is_packed and is_gated and weight.shape[1] % (2 * TILE_ROWS)):
-        return False  # gate and up share a row tile
+        return False  # a row tile would hold rows of gate and of up
     steps = [array.data.ptr for array in (x, *(array for _, array in weight.arrays()))]
     steps += [k * x.itemsize, 0 if form.is_packed else k]
     return not any(step % 16 for step in steps)
@@ -291,7 +291,7 @@ def launch(operands: MoeOperands, config: FewTokensConfig) -> None:
         (config.blocks,),
         (32, config.parts, config.row_tiles),
         config.shared_bytes,
-        pdl=True,  # the kernel waits before it touches what another may write
+        pdl=True,  # the kernel waits before it accesses memory that others write
         x=x,
         shared=summed.shared,
         shared_gate=summed.shared_gate,

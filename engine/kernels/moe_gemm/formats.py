@@ -1,4 +1,4 @@
-"""What the kernels of quantized experts share: the module of a format, where its arrays are."""
+"""What the kernels of quantized experts share: modules by format, kernel arguments."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["MAPS", "base_of", "bases", "kind", "plane_maps", "weight_arrays"]
 _PACKED = 1
 _BYTES = 2
 MAPS = ("map_data", "map_high", "map_scales", "map_supers")
-"""The kernels' maps of a packed weight's planes."""
+"""Names of the kernels' maps of a packed weight's planes."""
 
-_BOX_TILES = 4  # row tiles that one copy loads: those of 64 rows
-_DATA_ROW = 256  # bytes of a row of map_data, the most that a box may have
+_BOX_TILES = 4  # row tiles per copy: 64 rows
+_DATA_ROW = 256  # bytes of a row of map_data: the largest extent of a TMA box
 
 
 def kind(form: Format) -> int:
@@ -28,7 +28,7 @@ def kind(form: Format) -> int:
 
 
 def bases(dtype: str, form: Format) -> tuple[ModuleSpec, ...]:
-    """Return modules whose macros say how the codes are read: one for each dtype of scales."""
+    """Return specs with the macros of the decoder, one for each dtype of scales."""
     if form.is_packed:
         return format_specs("", dtype, (form.name,))
     assert form.block is not None
@@ -41,7 +41,7 @@ def bases(dtype: str, form: Format) -> tuple[ModuleSpec, ...]:
 
 
 def base_of(weight: Weight, dtype: str) -> ModuleSpec:
-    """Return the one of `bases` for a weight."""
+    """Return the spec of `bases` that matches a weight."""
     form = weight.format
     if form.is_packed:
         return format_spec("", dtype, form, scale_dtype(weight))
@@ -49,7 +49,7 @@ def base_of(weight: Weight, dtype: str) -> ModuleSpec:
 
 
 def weight_arrays(weight: Weight) -> dict[str, Any]:
-    """Return the kernel arguments that say where a weight is."""
+    """Return the kernel arguments of a weight: its arrays and their sizes."""
     if weight.format.is_packed:
         return planes(weight)
     return {
@@ -63,7 +63,7 @@ def weight_arrays(weight: Weight) -> dict[str, Any]:
 
 
 def plane_maps(weight: Weight, depth: int) -> dict[str, Any]:
-    """Return the maps of a packed weight's planes, by boxes of `depth` tiles of k."""
+    """Return the maps of a packed weight's planes, with boxes of `depth` tiles of k."""
     form = weight.format
     tile = 1024 if form.bits == 8 else 512
     groups = max(1, depth * TILE_COLUMNS // form.group)

@@ -39,7 +39,7 @@ def specs(
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for `dtype` and weights of `formats`.
 
-    With `patterns` the formats are a few that between them have every way to decode.
+    `patterns` selects a sample of formats that uses every decoder instead.
     """
     names = SAMPLES if patterns else formats
     quantized = (few_tokens, quantized_sm90, codes_sm90, scratch)
@@ -65,43 +65,44 @@ def moe_gemm(
     num_experts: int | None = None,
     out: Any = None,
 ) -> Any:
-    """Multiply the rows that every expert has by its own matrix.
+    """Multiply each expert's rows by its matrix (a grouped product).
 
     Parameters
     ----------
     x : (T, K) array of float32, float16 or bfloat16; (P, K) with `scatter`
-        The tokens; with `scatter` rows sorted by expert, as the first product returns them.
+        The tokens; with `scatter` rows sorted by expert, as returned by the first product.
     weight : (E, R, K) array of x's dtype, or Weight
-        A matrix (out features, in features) for every expert. With an activation the first R / 2
-        rows are the gate's and the others up's. A quantized `Weight` (E, R, K) lies as
-        `quantization.stack` says; in a packed format R is a multiple of 16.
+        One matrix (out features, in features) per expert. With an activation the first R / 2 rows
+        are those of gate, the others those of up. A quantized `Weight` (E, R, K) has the layout of
+        `weights.stack`; in a packed format R is a multiple of 16.
     routing : Routing
-        From `moe_route`; P = T·k pairs.
+        Result of `moe_route`, with P = T·k pairs.
     bias : (E, R) array of x's dtype, optional
     activation : None, "swiglu" or "swiglu_clamped"
         silu(gate) · up, or gpt-oss's (clip(up, -limit, limit) + 1) · g · sigmoid(alpha·g) with
         g = min(gate, limit).
     alpha, limit : float
-        Of "swiglu_clamped".
+        Constants of "swiglu_clamped".
     scatter : bool
-        False: result row i is of token order[i] // k, times the matrix of its expert. True: row i
-        of `x` times that matrix and times the weight of pair order[i] is result row order[i].
+        False: result row i is the product of token order[i] // k with its expert's matrix. True:
+        result row order[i] is the product of row i of `x` with that matrix, times the weight of
+        pair order[i].
     deterministic : bool
-        Sum each row in an order that does not depend on the other rows, so that a row's result has
-        the same bits in any company; slower for few tokens and a quantized weight. Products with
-        other weights always do.
+        Sum each row in an order that does not depend on the other rows: the bits of a row's result
+        do not depend on the batch. Slower for few tokens and a quantized weight; products with
+        dense weights are always deterministic.
     pdl : bool
-        Say that no kernel still running on the stream writes `weight` or `bias`, nor, with
-        `scatter`, `routing`: the product before, without `scatter`, waits for the routing before it
-        lets the next kernel start. They are then read while the preceding kernel ends.
+        Promise that no kernel still running on the stream writes `weight` or `bias` or, with
+        `scatter`, `routing`. (The first product, without `scatter`, waits for the routing before it
+        lets the next kernel start.) They are then read while the preceding kernel ends.
     quantize_x : bool
-        Round rows of x to e4m3 with a scale for each 128 columns first, as `quantize_rows` does;
-        only with a weight in blocks of 128 x 128 ("fp8_block").
+        Quantize rows of x to e4m3 with a scale per 128 columns first, like `quantize_rows`. Only
+        for a weight in blocks of 128 x 128 ("fp8_block").
     num_experts : int, optional
-        Among how many experts the pairs are divided, by default E. Where `weight` and the offsets
-        are those of some of them, the tile is chosen for the pairs that these have on average.
+        Number of experts among which the pairs are divided, by default E. If `weight` and the
+        offsets belong to some of them only, the tile is chosen for these experts' average pairs.
     out : (P, R) or, with an activation, (P, R / 2) array of x's dtype, optional
-        Where to put the result.
+        Array for the result.
 
     Returns
     -------
@@ -114,15 +115,15 @@ def moe_gemm(
 
     Notes
     -----
-    Sums, bias, activation and weight are float32; the result is rounded once. Experts without
-    tokens cost nothing: their matrices are not read.
+    Sums, bias, activation and the pairs' weights are float32; the result is rounded once. Experts
+    without tokens cost nothing: their matrices are not read.
 
-    With `quantize_x` codes are multiplied as the numbers they are, and the sums over 128 columns by
-    both scales. Without it x is not quantized, whatever the format: of at most 8 tokens, codes are
-    multiplied as the numbers they are, and the sum over a group by its scale; of more, quantized
-    weights are rounded to x's dtype before the product, as the mirror does. Where no kernel reads
-    the format for so many tokens, on a GPU that is no Hopper among others, all matrices are
-    dequantized to scratch memory, a few at a time, and so are the codes of x.
+    With `quantize_x` codes are multiplied, and the sums over 128 columns are scaled by both scales.
+    Otherwise x is not quantized, whatever the format. For at most 8 tokens the codes of the weight
+    are multiplied, and the sum over a group is scaled; for more, quantized weights are rounded to
+    x's dtype before the product, as the mirror does. If no kernel supports the format for that many
+    tokens, for example on GPUs before Hopper, all matrices (and the codes of x) are dequantized to
+    scratch memory, a few at a time.
 
     Examples
     --------
@@ -168,7 +169,7 @@ def moe_gemm(
 
 
 def launch(call: Contract, operands: MoeOperands, *, quantize_x: bool) -> None:
-    """Launch on CuPy arrays that `check_product` has checked."""
+    """Launch on CuPy arrays checked by `check_product`."""
     if quantize_x:
         _launch_quantized(call, operands)
     else:
@@ -185,7 +186,7 @@ def check_product(
     scatter: bool,
     quantize_x: bool,
 ) -> tuple[Any, Any, Routing, Any]:
-    """Return x, weight, routing and bias, which `call` has checked; a dense weight as an array."""
+    """Check and return x, weight, routing and bias; a dense weight as an array."""
     experts = call.array("routing.experts", routing.experts, "T k", INT32)
     call.bind("P", call["T"] * call["k"], "routing.experts")
     x = call.array("x", x, "P K" if scatter else "T K", FLOATS)
@@ -207,11 +208,11 @@ def check_product(
 
 
 def _launch_quantized(call: Contract, operands: MoeOperands) -> None:
-    """Launch for the codes of x, or for the numbers that these are."""
+    """Quantize x and launch the product of codes, or of the dequantized codes."""
     rows, columns = operands.x.shape
     codes, scales = new_codes(call, rows, columns, "fp8", GROUP)
-    # So that the product may read the routing while these are written: before the second product
-    # the routing is there in any case, as `pdl` says.
+    # The first product reads the routing early, so its predecessor must be complete when it starts.
+    # Before the second product the routing is complete in any case: see `pdl`.
     is_late = not operands.scatter
     quantize_rows(operands.x, codes, scales, dtype="fp8", group=GROUP, is_late=is_late)
     if codes_sm90.is_possible(operands):
@@ -223,7 +224,7 @@ def _launch_quantized(call: Contract, operands: MoeOperands) -> None:
 
 
 def _launch(operands: MoeOperands) -> None:
-    """Launch the kernels that are for these operands."""
+    """Launch the kernel that supports these operands."""
     if not isinstance(operands.weight, Weight):
         (sm90 if sm90.is_possible(operands) else portable).launch(operands)
     elif (config := few_tokens.choose(operands)) is not None:
@@ -237,7 +238,7 @@ def _name(weight: Any) -> str:
 
 
 def _check_quantized(call: Contract, weight: Weight) -> Weight:
-    """Check a quantized weight (E, R, K), and bind its sizes."""
+    """Check a quantized weight (E, R, K) and bind its sizes."""
     form = weight.format
     shape = weight.shape
     call.check("weight", len(shape) == 3, "of shape (E, R, K)", shape)

@@ -1,4 +1,4 @@
-"""The arguments of one call of moe_gemm, checked."""
+"""The checked arguments of one call of moe_gemm."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from engine.reference import Routing
 __all__ = ["ACTIVATIONS", "MoeOperands", "Summed"]
 
 ACTIVATIONS: tuple[str | None, ...] = (None, "swiglu", "swiglu_clamped")
-"""In the order of `enum MoeActivation`."""
+"""Activations, in the order of `enum MoeActivation`."""
 
 
 @dataclass(frozen=True)
 class Summed:
-    """What `moe_gemm_combine` adds to the outputs of a token's experts."""
+    """Summands that `moe_gemm_combine` adds to the outputs of a token's experts."""
 
     shared: Any = None
     shared_gate: Any = None
@@ -25,7 +25,7 @@ class Summed:
 
 @dataclass(frozen=True)
 class MoeOperands:
-    """CuPy arrays and options, as `moe_gemm` takes them, or `moe_gemm_combine` with `summed`."""
+    """CuPy arrays and options of `moe_gemm` or, with `summed`, of `moe_gemm_combine`."""
 
     x: Any
     weight: Any
@@ -44,11 +44,11 @@ class MoeOperands:
 
     @property
     def expected_pairs(self) -> int:
-        """Pairs that the experts of `weight` have on average, if they are some of `num_experts`."""
+        """Average number of pairs of the experts in `weight`, out of `num_experts`."""
         return ceil_div(int(self.out.shape[0]) * int(self.weight.shape[0]), self.num_experts)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that every kernel of the products takes."""
+        """Return the arguments that all kernels of the products share."""
         num_experts, num_rows, k = self.weight.shape
         return {
             "order": self.routing.order,
@@ -67,5 +67,5 @@ class MoeOperands:
 
     @property
     def top_k(self) -> int:
-        """Experts of a token."""
+        """Experts per token."""
         return int(self.routing.experts.shape[1])

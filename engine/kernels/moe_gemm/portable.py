@@ -1,4 +1,4 @@
-"""moe_gemm on any GPU from sm_80 on, `cuda_src/moe_gemm/moe_gemm.cu`."""
+"""moe_gemm on any GPU from sm_80 on (`cuda_src/moe_gemm/moe_gemm.cu`)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _PARAMS = (
 )
 _NAMES = ("tile_32x128", "tile_64x64", "tile_128x128", "unaligned_64x64")
 _KERNELS = {name: Kernel(f"moe_gemm_{name}", _PARAMS, struct="MoeGemmParams") for name in _NAMES}
-_ROW_BYTES = 64  # kTileRowBytes of the CUDA file
-_MANY_FROM = 64  # pairs an expert, on average
+_ROW_BYTES = 64  # kTileRowBytes in CUDA
+_MANY_FROM = 64  # average pairs per expert
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """An entry point of the CUDA file.
+    """An entry point and its tile.
 
     Attributes
     ----------
     kernel : str
-        Its name without "moe_gemm_".
+        Entry point, without "moe_gemm_".
     tile_m, tile_n : int
-        Rows of x and of the weight that a block multiplies.
+        Rows of x and of the weight per block.
     threads, stages : int
-        Of a block, and of its ring in shared memory.
+        Threads of a block, and stages of its ring in shared memory.
     """
 
     kernel: str
@@ -48,7 +48,7 @@ class TileConfig:
         return self.stages * (self.tile_m + self.tile_n) * _ROW_BYTES
 
     def grid(self, num_pairs: int, num_experts: int, num_rows: int) -> tuple[int, int]:
-        """Return the blocks along the pairs, as many as there may be tiles, and along the weight.
+        """Return the blocks along the pairs (an upper bound of the tiles) and along the weight.
 
         Examples
         --------
@@ -72,7 +72,7 @@ _SIMT = (
 
 
 def tile_configs(dtype: str) -> tuple[TileConfig, ...]:
-    """Return the configurations for `dtype`: for few tokens an expert, for many, for odd widths."""
+    """Return the tiles for `dtype`: for few tokens per expert, for many, for unaligned rows."""
     return _SIMT if dtype == "float32" else _MMA
 
 
@@ -84,7 +84,7 @@ def specs(dtype: str) -> tuple[ModuleSpec, ...]:
 def choose_config(
     num_pairs: int, num_experts: int, dtype: str, *, is_aligned: bool = True
 ) -> TileConfig:
-    """Choose for this many pairs (token, expert).
+    """Choose the tile for `num_pairs` pairs (token, expert).
 
     Examples
     --------
@@ -107,14 +107,14 @@ def launch(operands: MoeOperands) -> None:
     pairs, columns = out.shape
     fits = k % vector_width(x) == 0 and is_aligned(x, weight)
     config = choose_config(operands.expected_pairs, num_experts, dtype, is_aligned=fits)
-    # A gated tile has as many rows of up as of gate; the last one may lack some of both.
+    # A gated tile has equal numbers of gate and up rows; the last tile may be incomplete in both.
     product_columns = num_rows if operands.activation is None else 2 * ceil_div(columns, 8) * 8
     _KERNELS[config.kernel].launch(
         specs(dtype)[0],
         config.grid(pairs, num_experts, product_columns),
         (config.threads,),
         config.shared_bytes,
-        pdl=True,  # the kernel waits before it touches what another may write
+        pdl=True,  # the kernel waits before it accesses memory that others write
         x=x,
         weight=weight,
         num_pairs=pairs,

@@ -1,4 +1,4 @@
-"""moe_gemm of quantized weights on Hopper, `cuda_src/moe_gemm/moe_gemm_sm90.cu`."""
+"""moe_gemm of quantized weights on Hopper (`cuda_src/moe_gemm/moe_gemm_sm90.cu`)."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _BOX_ROWS = 16
 
 _FEW = MoeTileConfig(2, 64, 2)
 _MANY = MoeTileConfig(2, 128, 2)
-_FEW_E2M1 = MoeTileConfig(3, 64, 2)  # other decoders want more registers
+_FEW_E2M1 = MoeTileConfig(3, 64, 2)  # other decoders need more registers
 QUANTIZED_CONFIGS = (_FEW, _FEW_E2M1, _MANY)
-_MANY_FROM = 256  # tokens an expert, on average
+_MANY_FROM = 256  # average tokens per expert
 
 
 def choose_config(num_pairs: int, num_experts: int, form: Format) -> MoeTileConfig:
-    """Choose for this many pairs (token, expert) and weights of a format.
+    """Choose the tile for `num_pairs` pairs (token, expert) and weights of a format.
 
     Examples
     --------
@@ -73,7 +73,7 @@ def _spec(config: MoeTileConfig, base: ModuleSpec, form: Format) -> ModuleSpec:
 
 
 def _stage_bytes(config: MoeTileConfig, form: Format) -> int:
-    """Return kStageW of the CUDA file: codes and scales of a stage."""
+    """Return the bytes of codes and scales of a stage (kStageW in CUDA)."""
     k = config.depth * _SLAB_K
     tiles = config.rows // TILE_ROWS
     if not form.is_packed:
@@ -87,7 +87,7 @@ def _stage_bytes(config: MoeTileConfig, form: Format) -> int:
 
 
 def is_possible(operands: MoeOperands) -> bool:
-    """Tell whether the current device runs the kernel for these operands, and may."""
+    """Tell whether the kernel supports the current device and these operands."""
     x = operands.x
     weight = operands.weight
     out = operands.out
@@ -97,7 +97,7 @@ def is_possible(operands: MoeOperands) -> bool:
     if weight.num_elements == 0 or out.size == 0:
         return False
     if weight.format.is_packed and operands.activation is not None and num_rows % (2 * TILE_ROWS):
-        return False  # gate and up share a row tile
+        return False  # a row tile would hold rows of gate and of up
     sizes = [x.shape[-1] * x.itemsize, out.shape[-1] * out.itemsize]
     sizes += [0 if weight.format.is_packed else k]
     arrays = (x, out, *(array for _, array in weight.arrays()))
@@ -132,9 +132,9 @@ def launch_module(
     has_routing: bool = False,
     **arguments: Any,
 ) -> None:
-    """Launch a module; `maps` are those of the weight, `arguments` say where the rows of x are.
+    """Launch a module with the weight's `maps` and the `arguments` that describe x.
 
-    `has_routing`: the routing is there before the kernel may start.
+    `has_routing` tells that the routing is complete before the kernel can start.
     """
     weight = operands.weight
     pairs, columns = operands.out.shape
@@ -144,7 +144,7 @@ def launch_module(
         (config.grid(pairs, weight.shape[0], columns, is_gated=is_gated),),
         (config.threads,),
         shared_bytes,
-        pdl=True,  # the kernel waits before it touches what another may write
+        pdl=True,  # the kernel waits before it accesses memory that others write
         is_early=operands.pdl and (operands.scatter or has_routing),
         scales=None if weight.format.is_packed else weight.scales,
         **arguments,
@@ -154,7 +154,7 @@ def launch_module(
 
 
 def byte_maps(weight: Weight) -> dict[str, Any]:
-    """Return the maps of a weight that is not packed, by boxes of an m-tile's rows."""
+    """Return the maps of a weight that is not packed, with boxes of an m-tile's rows."""
     num_experts, rows, k = weight.shape
     one = tensor_map(
         weight.data.data.ptr,

@@ -1,4 +1,4 @@
-"""moe_gemm of quantized weights on any GPU: dequantized to scratch memory, a few at a time."""
+"""moe_gemm of quantized weights on any GPU: a few matrices at a time are dequantized to scratch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.weights.stack import matrices, take_matrices
 
 __all__ = ["launch", "parts", "specs"]
 
-_PART_BYTES = 64 << 20  # of dequantized matrices
+_PART_BYTES = 64 << 20  # most bytes of dequantized matrices at a time
 
 
 def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
@@ -26,7 +26,7 @@ def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
 
 
 def launch(operands: MoeOperands) -> None:
-    """Launch on CuPy arrays: dequantize a few experts, and multiply the rows that they have."""
+    """Launch on CuPy arrays: dequantize a few experts and multiply their rows, in turn."""
     weight = operands.weight
     dtype = dtype_name(operands.x.dtype)
     num_experts, rows, k = weight.shape
@@ -48,7 +48,7 @@ def launch(operands: MoeOperands) -> None:
 
 
 def parts(num_experts: int, matrix_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of experts whose matrices together have at most _PART_BYTES where possible.
+    """Yield ranges of experts whose matrices take at most _PART_BYTES, if one of them fits.
 
     Examples
     --------

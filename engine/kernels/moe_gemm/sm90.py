@@ -1,4 +1,4 @@
-"""moe_gemm on Hopper, `cuda_src/moe_gemm/moe_gemm_sm90.cu`."""
+"""moe_gemm of dense weights on Hopper (`cuda_src/moe_gemm/moe_gemm_sm90.cu`)."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _SLAB_K = 64  # values of k in 128 bytes, the widest swizzle
 _MMA_ROWS = 64
 _BOX_ROWS = 16
 _STAGING_TOKENS = 64
-_RECORDS = 2  # of tiles, that the producer is ahead
+_RECORDS = 2  # tile records: the producer is at most this many tiles ahead
 _FILE = "moe_gemm/moe_gemm_sm90.cu"
 
 
 @dataclass(frozen=True)
 class MoeTileConfig:
-    """The work tile of a module of moe_gemm_sm90.cu.
+    """The work tile of a module of moe_gemm_sm90.cu; CUDA checks the sizes that follow from it.
 
     Attributes
     ----------
     warpgroups : int
-        That multiply, each 64 rows of the weight `mma_tiles` times.
+        Consumer warpgroups; each multiplies `mma_tiles` m-tiles of 64 weight rows.
     tokens : int
-        Of one expert in a tile, at most.
+        Most tokens of one expert per tile.
     depth : int
-        Slabs of 64 values of k in a stage.
+        Slabs per stage; a slab is 64 values of k.
     mma_tiles : int
-        2, or 1 of a product without gate.
+        2, or 1 for products without a gate.
     blocks : int
         CTAs per multiprocessor.
     """
@@ -55,21 +55,21 @@ class MoeTileConfig:
 
     @property
     def threads(self) -> int:
-        """Return the threads of a CTA."""
+        """Return the threads per CTA."""
         return self.warpgroups * 128 + 128
 
     @property
     def rows(self) -> int:
-        """Return how many rows of the weight a tile has."""
+        """Return the weight rows per tile."""
         return self.warpgroups * self.mma_tiles * _MMA_ROWS
 
     def stages(self, weight_bytes: int | None = None, scale_bytes: int = 0) -> int:
-        """Return how many stages with this much of a weight, and of scales apart from it, fit."""
+        """Return the stages that fit, each with these bytes of weight and of separate scales."""
         free = HOPPER.shared_per_block(self.blocks) - self._beside_stages - 1024
         return free // (self._stage_bytes(weight_bytes) + 32 + scale_bytes)
 
     def shared_bytes(self, weight_bytes: int | None = None, scale_bytes: int = 0) -> int:
-        """Return the dynamic shared memory of a CTA: `MoeShared` and its alignment."""
+        """Return the bytes of dynamic shared memory: `MoeShared` and its alignment."""
         stage = self._stage_bytes(weight_bytes) + 32 + scale_bytes
         return self.stages(weight_bytes, scale_bytes) * stage + self._beside_stages + 1024
 
@@ -84,7 +84,7 @@ class MoeTileConfig:
         return staging + records + 2 * 4 * (MAX_EXPERTS + 1) + 8
 
     def macros(self, weight_bytes: int | None = None, scale_bytes: int = 0) -> dict[str, int]:
-        """Return the macros that tell a module of this tile."""
+        """Return the macros of a module of this tile."""
         return {
             "WARPGROUPS": self.warpgroups,
             "MMA_TILES": self.mma_tiles,
@@ -101,20 +101,20 @@ class MoeTileConfig:
         return ModuleSpec(_FILE, dtype, (*self.macros().items(), ("WEIGHT_KIND", 0)))
 
     def grid(self, pairs: int, num_experts: int, columns: int, *, is_gated: bool) -> int:
-        """Return how many CTAs go through the tiles of a result of (pairs, columns)."""
+        """Return the CTAs of the grid for a result (pairs, columns)."""
         tile_rows = self.rows // 2 if is_gated else self.rows
         token_tiles = min(pairs, num_experts + pairs // self.tokens)
         return min(sm_count() * self.blocks, token_tiles * ceil_div(columns, tile_rows))
 
 
-# Half of the shared memory is faster for one token in a layer (docs/lab-notebook.md).
+# For one token, CTAs with half of the shared memory make a layer faster (docs/lab-notebook.md).
 _ONE = MoeTileConfig(1, 16, 1, blocks=2)
 _FEW = MoeTileConfig(1, 16, 2)
 _SOME = MoeTileConfig(1, 64, 2)
 _MANY = MoeTileConfig(2, 144, 1)
 MOE_CONFIGS = (_ONE, _FEW, _SOME, _MANY)
-_ONE_TO = 8  # pairs
-# Average number of tokens per expert from which a larger tile pays.
+_ONE_TO = 8  # most pairs for _ONE
+# Average tokens per expert from which a larger tile pays.
 _SOME_FROM = 4
 _MANY_FROM = 32
 
@@ -125,7 +125,7 @@ def specs(dtype: str) -> tuple[ModuleSpec, ...]:
 
 
 def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
-    """Choose for this many pairs (token, expert).
+    """Choose the tile for `num_pairs` pairs (token, expert).
 
     Examples
     --------
@@ -144,7 +144,7 @@ def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
 
 
 def is_possible(operands: MoeOperands) -> bool:
-    """Tell whether the current device runs the kernel for these operands, and may."""
+    """Tell whether the kernel supports the current device and these operands."""
     x = operands.x
     weight = operands.weight
     out = operands.out
@@ -179,7 +179,7 @@ def launch(operands: MoeOperands) -> None:
         (config.grid(pairs, num_experts, columns, is_gated=operands.activation is not None),),
         (config.threads,),
         config.shared_bytes(),
-        pdl=True,  # the kernel waits before it touches what another may write
+        pdl=True,  # the kernel waits before it accesses memory that others write
         map_w=map_w,
         map_x=tensor_map_2d(x, dtype, (_BOX_ROWS, _SLAB_K)),
         x=x,
