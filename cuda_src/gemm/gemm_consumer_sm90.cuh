@@ -25,15 +25,15 @@ __device__ __forceinline__ void consumer_release(const Pipeline& p, const TileSc
   }
 }
 
-// Sums this CTA's share of k into `acc`. A warm-up pass runs the same instructions once on whatever
-// shared memory holds; it waits for nothing and releases nothing.
+// Sums this CTA's share of k into `acc`. A warm-up pass runs the same instructions once on
+// uninitialised shared memory; it neither waits nor releases.
 __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler& s, int warpgroup,
                                          bool is_warmup, DynamicPipelineState& state, Sums& acc) {
   const unsigned rows = p.x + (kSharesColumns ? 0 : warpgroup * kMmaTilesM * kMmaM * kSlabRowBytes);
   const unsigned cols = p.w + (kSharesColumns ? warpgroup * kWarpgroupCols * kSlabRowBytes : 0);
   const unsigned full = is_warmup ? p.idle : p.full;
   const int last_k = is_warmup ? s.first_k + 1 : s.last_k;
-  if (is_warmup) state.phase = 1;                  // the phase before the first is over
+  if (is_warmup) state.phase = 1;                  // the phase before the first has completed
   state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
   int last = 0;
 #pragma unroll 1
@@ -52,7 +52,7 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
                                 b + step * 2, i > s.first_k || d > 0 || step > 0);
     }
     wgmma_commit();
-    wgmma_wait<1>();  // the stage before this one has been read
+    wgmma_wait<1>();  // the previous stage has been read
     if (i > s.first_k) consumer_release(p, s, last);
     last = state.stage;
     state.advance(p.stages);
@@ -66,9 +66,9 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
   for (int j = 0; j < kMmaTilesM; ++j) wgmma_pin(acc[j]);
 }
 
-// The consumers' loop. With `warms_up`, while the preceding kernel still runs, it first computes a
-// tile below the last row, of which nothing is stored (with kClusterK > 1, only the products): then
-// the instructions are in the cache when x arrives.
+// The consumers' loop. With `warms_up` it first computes a tile below the last row, of which
+// nothing is stored, while the preceding kernel still runs (with kClusterK > 1 only the products):
+// the instructions are then cached when x arrives.
 __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& s,
                                         unsigned char* smem, const Epilogue& e, bool is_wide,
                                         const TensorMap* map_out, bool warms_up) {
@@ -91,7 +91,7 @@ __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& 
     if constexpr (kClusterK > 1) {
       float own[kSliceSums];
       const int row = warpgroup * kMmaM + warp_idx % 4 * 16;
-      if (tile.x + row >= s.m) continue;  // no such rows in any CTA: none sends or waits
+      if (tile.x + row >= s.m) continue;  // these rows exist in no CTA: none sends or waits
       exchange_sums(p, s, smem + (p.sums - p.x), acc[0], own);
       const Corner corner{staging, tile.x + row, tile.y + s.rank_k * kSlice};
       store(e, own, corner, s.m, s.n, is_wide, map_out, 0);
@@ -105,5 +105,5 @@ __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& 
       }
     }
   }
-  if constexpr (kStores) bulk_wait();  // shared memory must outlive the last stores
+  if constexpr (kStores) bulk_wait();  // shared memory must outlive the stores in flight
 }

@@ -10,9 +10,9 @@
   ENGINE_SKINNY_ENTRY(op##_skinny_ring_32, 256, 1, skinny_ring<SkinnyShape<4, 3, 1>, norm>) \
   ENGINE_SKINNY_ENTRY(op##_gemv, 512, 1, gemv<norm>)
 
-// tile: m, n of the block's tile, m, n of a warp's, stages. direct: tokens / 8, weight rows / 16,
-// warps. Registers bound the blocks that share a multiprocessor: 128 accumulators per thread with
-// warps of 64 x 64.
+// tile: m, n of the block's tile, m, n of a warp's tile, stages. direct: tokens / 8, weight rows /
+// 16, warps. Registers limit the blocks per multiprocessor: 128 accumulators per thread with warps
+// of 64 x 64.
 #define ENGINE_GEMM_ENTRIES(op, norm)                                                        \
   ENGINE_GEMM_ENTRY(op##_tile_128x256, 256, 1, mma_tile<128, 256, 64, 64, 4, true, norm>)    \
   ENGINE_GEMM_ENTRY(op##_tile_128x128, 128, 2, mma_tile<128, 128, 64, 64, 4, true, norm>)    \

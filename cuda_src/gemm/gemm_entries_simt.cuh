@@ -1,7 +1,7 @@
 // The entry points for float32, on CUDA cores. Included by gemm_entries.cuh, whose macros it uses.
 #pragma once
 
-// The skinny kernels with weights in a ring or in registers are for 16-bit types only.
+// The skinny kernels with weights in a ring or in registers support 16-bit types only.
 #define ENGINE_SKINNY_ENTRIES(op, norm)
 
 // tile: a thread's outputs along m and along n, stages. direct: tokens, weight rows, warps.

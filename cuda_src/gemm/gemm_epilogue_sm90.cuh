@@ -1,10 +1,10 @@
-// How a consumer warp of gemm_sm90.cu writes its sums to global memory.
+// The epilogue of gemm_sm90.cu: a consumer warp writes its sums to global memory.
 //
-// A warp has 16 rows of sums: the four warps of a warpgroup share an m-tile. They go through 2 KB
-// of shared memory of its own, 128 bytes of each row at a time, so that global memory is accessed
-// in whole rows. 16-byte pieces are swizzled so that the rows of an access have no bank conflicts.
-// In the tiles of large products TMA copies them from there, from two such buffers in turn, while
-// the warp goes on with the next tile.
+// A warp holds 16 rows of sums: the four warps of a warpgroup share an m-tile. The sums pass
+// through a staging buffer of 2 KB per warp, 128 bytes of each row at a time, so that global memory
+// is accessed in whole rows. 16-byte pieces are swizzled so that the rows of an access have no bank
+// conflicts. In the tiles of large products TMA copies from two alternating buffers while the warp
+// continues with the next tile.
 #pragma once
 
 #include "gemm/gemm_config_sm90.cuh"
@@ -22,7 +22,7 @@ struct Corner {
 };
 
 // Stages chunk kChunk (64 columns, or fewer at the end) of a warp's results, rounded. A thread has
-// kResults of them, in the order of its accumulators: result(i) with i known at compile time.
+// kResults of them, in the order of its accumulators: result(i) with a compile-time i.
 template <int kChunk, int kResults, typename Result>
 __device__ __forceinline__ void stage_rounded(const Result& result, unsigned staging) {
   const int lane_idx = threadIdx.x % 32, row = lane_idx % 16;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void stage_float(const float (&acc)[kSums], unsigned 
     }
 }
 
-// The same of a chunk known at run time: registers cannot be indexed.
+// The same for a chunk known only at run time: registers cannot be indexed.
 template <int kChunk, int kResults, typename Result>
 __device__ __forceinline__ void stage_rounded_at(int chunk, const Result& result,
                                                  unsigned staging) {
@@ -123,8 +123,8 @@ __device__ __forceinline__ void store_rounded(const Epilogue& e, const Result& r
   }
 }
 
-// The same by TMA, which clips rows and columns that do not exist. `m_tile`: which of its
-// warpgroup's. Every chunk of every tile is staged, so that the two buffers alternate.
+// The same by TMA, which clips rows and columns that do not exist. `m_tile` is the index within the
+// warpgroup. Every chunk of every tile is staged, so that the two buffers alternate.
 template <int kResults, typename Result>
 __device__ __forceinline__ void store_by_map(const TensorMap* map_out, const Result& result,
                                              Corner corner, int m_tile) {
@@ -154,7 +154,7 @@ __device__ __forceinline__ void finish(const Epilogue& e, Vec<float, 4> (&sums)[
   if (col >= n) return;
   if (!e.is_bare()) {
 #pragma unroll 1
-    for (int j = 0; j < 4; ++j) {  // rolled, by rotating the columns: activations are long
+    for (int j = 0; j < 4; ++j) {  // rolled, by rotating the columns: the activation code is long
       const float bias = e.bias != nullptr && col + j < n ? to_float(e.bias[col + j]) : 0.0f;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -184,12 +184,12 @@ __device__ __forceinline__ void load_residuals(const Epilogue& e, Vec<Out, 4> (&
   }
 }
 
-// Everything else: floats through shared memory, four columns per thread.
+// All other cases: floats through shared memory, four columns per thread.
 template <typename Out, int kSums>
 __device__ __forceinline__ void store_general(const Epilogue& e, const float (&acc)[kSums],
                                               Corner corner, int m, int n) {
   constexpr int kCols = kSums * 2;
-  // Rows at a time: as registers allow.
+  // Rows at a time, as registers allow.
   constexpr int kRows = kConsumerWarpgroups == 3 || kSharesColumns ? 2 : 4;
   const int lane_idx = threadIdx.x % 32;
 #pragma unroll 1
@@ -216,14 +216,14 @@ __device__ __forceinline__ void store_general(const Epilogue& e, const float (&a
   }
 }
 
-// Gated, 16 bits, no residual: a thread has gate and up of the same column.
+// Gated, 16 bits, no residual: a thread holds gate and up of the same column.
 template <int kSums>
 __device__ __forceinline__ void store_gated_rounded(const Epilogue& e, float (&acc)[kSums],
                                                     Corner corner, int m, int n, bool is_wide,
                                                     const TensorMap* map_out, int m_tile) {
   const auto result = [&](int i) {
     const float gate = acc[i / 4 * 8 + i % 4], up = acc[i / 4 * 8 + 4 + i % 4];
-    return __fdividef(gate, 1.0f + __expf(-gate)) * up;  // silu, to more digits than 16 bits hold
+    return __fdividef(gate, 1.0f + __expf(-gate)) * up;  // silu, more precise than 16 bits
   };
   const Corner to{corner.staging, corner.row, corner.col / 2};
   if constexpr (kStores && kSums % 64 == 0) {
@@ -242,7 +242,7 @@ __device__ __forceinline__ void store_gated(const Epilogue& e, const float (&acc
                                             Corner corner, int m, int n) {
   constexpr int kCols = kSums * 2;
   const int lane_idx = threadIdx.x % 32;
-  // 16 bytes of gate; the matching ones of up are two pieces further.
+  // 16 bytes of gate; the matching 16 of up are two pieces further.
   const int piece = lane_idx % 4 / 2 * 4 + lane_idx % 2;
 #pragma unroll 1
   for (int chunk = 0; chunk < (kCols + 31) / 32; ++chunk) {

@@ -6,8 +6,8 @@
 //
 // Numerics: codes are multiplied as __half, which holds each of them, and summed in float. Scales,
 // bias, activation and residual are applied in float, with one rounding at the end.
-// Parallelisation: tiles of 64 x 64 (w8_tile.cuh); for few rows of 16-bit types rings of weights in
-// blocks that quantize x themselves (w8_skinny.cuh).
+// Parallelisation: tiles of 64 x 64 (w8_tile.cuh); for few rows and 16-bit types, rings of weights
+// in blocks that also quantize x (w8_skinny.cuh).
 // Mirror: engine/reference/gemm_fp8.py
 #include "gemm/w8_tile.cuh"
 #if ENGINE_DTYPE != 0

@@ -6,7 +6,7 @@
 //
 // Numerics: the tensor cores sum 128 values of k, to some 14 bits; these sums are added in float.
 // Scales, bias, activation and residual in float, one rounding at the end.
-// Parallelisation: gemm_sm90.cu's, whose producer, scheduler and epilogue these are; a slab of k is
+// Parallelisation: as gemm_sm90.cu, sharing its producer, scheduler and epilogue; a slab of k is
 // 128 values.
 // Mirror: engine/reference/gemm_fp8.py
 #include "gemm/w8_sm90.cuh"

@@ -4,10 +4,11 @@
 //
 // Arguments: W8Params in gemm/w8_problem.cuh, which gives the formula.
 //
-// Numerics: sums of 128 values of k are exact; with the scale of their group of x they are added in
-// float. Scales of the weight, bias, activation and residual in float, one rounding at the end.
-// Parallelisation: tiles of 64 x 64 (w8_tile.cuh); for few rows of 16-bit types rings of weights in
-// blocks that quantize x themselves (w8_skinny.cuh).
+// Numerics: sums of 128 values of k are exact; multiplied by the scale of their group of x they are
+// added in float. Scales of the weight, bias, activation and residual in float, one rounding at the
+// end.
+// Parallelisation: tiles of 64 x 64 (w8_tile.cuh); for few rows and 16-bit types, rings of weights
+// in blocks that also quantize x (w8_skinny.cuh).
 // Mirror: engine/reference/gemm_int8.py
 #include "gemm/w8_tile.cuh"
 #if ENGINE_DTYPE != 0

@@ -4,9 +4,10 @@
 //
 // Arguments: GemmW8Sm90Params in gemm/w8_sm90.cuh.
 //
-// Numerics: sums of 128 values of k are exact; with the scale of their group of x they are added in
-// float. Scales of the weight, bias, activation and residual in float, one rounding at the end.
-// Parallelisation: gemm_sm90.cu's, whose producer, scheduler and epilogue these are; a slab of k is
+// Numerics: sums of 128 values of k are exact; multiplied by the scale of their group of x they are
+// added in float. Scales of the weight, bias, activation and residual in float, one rounding at the
+// end.
+// Parallelisation: as gemm_sm90.cu, sharing its producer, scheduler and epilogue; a slab of k is
 // 128 values.
 // Mirror: engine/reference/gemm_int8.py
 #include "gemm/w8_sm90.cuh"

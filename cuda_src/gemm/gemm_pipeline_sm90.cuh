@@ -3,8 +3,8 @@
 
 #include "gemm/gemm_config_sm90.cuh"
 
-// PipelineState (common/pipeline_state.cuh) with a number of stages that is known at launch: a
-// consumer starts with parity 0, the producer with 1.
+// PipelineState (common/pipeline_state.cuh) with the number of stages set at launch: a consumer
+// starts with parity 0, the producer with 1.
 struct DynamicPipelineState {
   int stage = 0;
   unsigned phase;
@@ -20,8 +20,8 @@ struct DynamicPipelineState {
 
 // Addresses in shared memory: stages of x, stages of weight, staging of results, sums from other
 // CTAs, mbarriers (a full and an empty one per stage). Nothing arrives on `idle`: the warm-up pass
-// waits on it for a phase that is already over. With tiles of 64 rows the launch gives the number
-// of stages and their rows of x.
+// waits on it for a phase that has already completed. With tiles of 64 rows the number of stages
+// and their rows of x are set at launch.
 struct Pipeline {
   int stages, slab_x, stage_x;  // bytes of a slab of x, of a stage of x
   unsigned x, w, staging, sums, full, empty, sums_barrier, idle;
@@ -40,9 +40,9 @@ struct Pipeline {
     idle = sums_barrier + 8;
   }
 
-  // A stage is full when its bytes have arrived, and empty when every warpgroup that reads what
-  // this CTA loads has released it: those of this CTA's row and column of the cluster. `sums_rows`:
-  // rows of the tile, in whole warps' 16, for which other CTAs send sums.
+  // A stage is full when its bytes have arrived, and empty when every warpgroup that reads this
+  // CTA's loads has released it: those in this CTA's row and column of the cluster. `sums_rows`:
+  // rows of the tile, rounded up to a warp's 16, for which other CTAs send sums.
   __device__ __forceinline__ void init(int sums_rows) const {
     for (int i = 0; i < stages; ++i) {
       mbarrier_init(full + i * 8, 1);

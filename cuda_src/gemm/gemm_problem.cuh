@@ -1,4 +1,4 @@
-// What every gemm kernel computes, and how the host describes it.
+// The problem that every gemm kernel solves, and its parameters.
 //
 //   out[m, n] = activation(sum_k x[m, k] * weight[n, k] + bias[n]) + residual[m, n]
 //
@@ -9,7 +9,7 @@
 #include "common/types.cuh"
 #include "common/epilogue.cuh"
 
-// Of the tiled kernels and the direct skinny ones.
+// Parameters of the tiled kernels and the direct skinny ones.
 struct GemmParams {
   const scalar_t* x;  // (M, K), rows x_stride elements apart
   int64_t x_stride;
@@ -22,7 +22,7 @@ struct GemmParams {
   int64_t residual_stride;      // elements
   void* out;                    // (M, N), or (M, N / 2) gated; scalar_t, or float if is_float
   int64_t out_stride;           // elements
-  float* partials;              // (splits, M, N) sums of shares of k; null: k is not split
+  float* partials;              // (splits, M, N) partial sums over k; null: k is not split
   int m, n, k;
   int k_per_split;  // a multiple of the tile's k; blockIdx.y is the split
   int activation;   // an Activation
@@ -30,7 +30,8 @@ struct GemmParams {
   int is_vector;  // rows of out and residual can be accessed four elements at a time
 };
 
-// Of the skinny kernels with weights in a ring or in registers (skinny_ring.cuh, gemv.cuh).
+// Parameters of the skinny kernels with weights in a ring or in registers (skinny_ring.cuh,
+// gemv.cuh).
 struct SkinnyParams {
   const scalar_t* x;  // (M, K), rows x_stride elements apart
   int64_t x_stride;
@@ -44,9 +45,9 @@ struct SkinnyParams {
   int64_t out_stride;           // elements
   int m, n, k;
   int k_per_split;  // values of k that a warp sums, a multiple of kStepK
-  int num_tiles;    // of blockDim.z * 16 rows of the weight
-  int num_stages;   // of each warp's ring: all its steps, if these are fewer than the shape has
-  int num_gates;    // rows of gate, if all of these precede those of up; else 0
+  int num_tiles;    // tiles of blockDim.z * 16 rows of the weight
+  int num_stages;   // stages per warp's ring; fewer than SkinnyShape's if k has fewer steps
+  int num_gates;    // rows of gate, if all of them precede those of up; else 0
   int activation;   // an Activation
   int is_float;
   int is_vector;  // rows of out and residual can be accessed four elements at a time
@@ -64,7 +65,7 @@ struct Norm {
   }
 };
 
-// The parameters that every kernel has, in parts.
+// The parameters common to all kernels.
 struct Problem {
   const scalar_t* x;
   const scalar_t* weight;

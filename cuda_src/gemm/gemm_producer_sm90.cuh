@@ -4,23 +4,23 @@
 #include "gemm/gemm_pipeline_sm90.cuh"
 #include "gemm/gemm_scheduler_sm90.cuh"
 
-// What the launch says about loading.
+// Launch parameters of the loads.
 struct Loading {
-  int x_part;     // rows of x that a CTA loads of a tile: kTileM / kClusterN, or fewer
-  int tail_part;  // the same of the last rows' tile, which may have fewer
+  int x_part;     // rows of x that a CTA loads per tile: kTileM / kClusterN, or fewer
+  int tail_part;  // the same for the tile of the last rows, which may have fewer
   bool uses_pdl;  // the weight may be read while the preceding kernel still runs
   bool is_split;  // all rows of gate precede those of up: map_w loads eight of each in turn
 };
 
 // Loads stages. Rows of x that no box covers keep what shared memory held: their sums are dropped.
-// A box that reaches past the last row is slow. So the last tile has boxes of its own (map_tail);
-// only where CTAs of a cluster share it do they reach past the last row, by up to 15 rows together.
+// A box that extends past the last row is slow, so the last tile has boxes of its own (map_tail).
+// They extend past the last row only if CTAs of a cluster share the tile, by up to 15 rows in all.
 struct Loader {
   const Pipeline& p;
   const TensorMap *map_x, *map_tail, *map_w;
   const Loading& loading;
   int m, rank_m, rank_n;
-  unsigned short row_mask = 0, col_mask = 0;  // CTAs of this row, this column of the cluster
+  unsigned short row_mask = 0, col_mask = 0;  // CTAs of this row, of this column, as bits
 
   __device__ __forceinline__ Loader(const Pipeline& p, const TileScheduler& s,
                                     const TensorMap* map_x, const TensorMap* map_tail,
@@ -83,7 +83,7 @@ struct Loader {
         tma_load_2d_multicast(first_dst + d * p.slab_x, map, k, row, full, row_mask);
     }
   }
-  // Brings the weight to the L2 cache only.
+  // Prefetches the weight to L2.
   __device__ __forceinline__ void prefetch_weight(int stage_k, int column) const {
     const int row = column + rank_m * kPartW;
 #pragma unroll
@@ -97,14 +97,14 @@ struct Loader {
   }
 
  private:
-  static constexpr int kPartW = kTileN / kClusterM;  // rows of weight that a CTA loads of a tile
+  static constexpr int kPartW = kTileN / kClusterM;  // rows of the weight that a CTA loads per tile
 
-  // A multicast part must be whole pairs of eight rows.
+  // A multicast part must consist of whole pairs of eight rows.
   __device__ __forceinline__ bool is_split() const { return kPartW % 16 == 0 && loading.is_split; }
 };
 
-// Starts on the first tile's weight before the preceding kernel has ended, as far as the ring has
-// room: loads with uses_pdl, prefetches to L2 without.
+// Starts on the first tile's weight before the preceding kernel has ended, as far as the ring
+// allows: loads it with uses_pdl, else prefetches it to L2.
 __device__ __forceinline__ void load_early(const Pipeline& p, const TileScheduler& s,
                                            const Loader& loader) {
   const int2 tile = s.tile(s.first());

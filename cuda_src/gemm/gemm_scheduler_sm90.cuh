@@ -1,11 +1,11 @@
-// Which work tiles a persistent CTA of gemm_sm90.cu computes, in which order.
+// The tile scheduler of gemm_sm90.cu: the work tiles of a persistent CTA and their order.
 #pragma once
 
 #include "gemm/gemm_config_sm90.cuh"
 
 // A cluster computes a super-tile of kClusterM x kClusterN tiles at a time. The order runs down
-// `band` rows of super-tiles before it goes right: tiles computed at the same time read few rows of
-// x and weight, which stay in L2.
+// `band` rows of super-tiles before it moves right: tiles computed at the same time read few rows
+// of x and weight, which stay in L2.
 struct TileScheduler {
   int m, n, band, rows, cols;  // rows and cols of super-tiles
   int rank_m, rank_n, rank_k;  // of this CTA in its cluster

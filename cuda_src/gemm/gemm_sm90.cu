@@ -2,10 +2,10 @@
 //
 //   out = activation(x weight^T + bias) + residual
 //
-// With "silu_and_mul" the weight's rows are gate and up in turn, eight of each (epilogue.cuh), and
-// out has N / 2 columns. With num_gates all rows of gate precede those of up in memory, and TMA
-// interleaves them on the way to shared memory: map_w has axes (k, 8 rows, gate and up, groups of 8
-// rows).
+// With "silu_and_mul" the rows of the weight alternate between gate and up, eight of each
+// (epilogue.cuh), and out has N / 2 columns. With num_gates all rows of gate precede those of up in
+// memory, and TMA interleaves them on the way to shared memory: map_w has axes (k, 8 rows, gate and
+// up, groups of 8 rows).
 // Arguments: GemmSm90Params, below.
 //
 // Numerics: products on tensor cores (wgmma), sums, bias, activation and residual in float, one
@@ -21,14 +21,15 @@
 #include "gemm/gemm_consumer_sm90.cuh"
 #include "gemm/gemm_producer_sm90.cuh"
 
-// What one access of out and residual may have; OutVector in engine/kernels/gemm/sm90.py.
+// Elements per access of out and residual; OutVector in engine/kernels/gemm/sm90.py.
 enum OutVector { kOneElement = 0, kFourElements = 1, kEightElements = 2 };
 
 struct GemmSm90Params {
   TensorMap map_x;  // x (M, K) by boxes of x_part rows; address, row stride: multiples of 16 bytes
   TensorMap map_tail;  // x by boxes of tail_part rows, for the tile of the last rows
   TensorMap map_w;     // weight (N, K), K a multiple of 8
-  // out by boxes of 16 rows, 64 columns, if kStores, out_vector is kEightElements, residual null
+  // out by boxes of 16 rows, 64 columns; used if kStores, out_vector is kEightElements and residual
+  // is null
   TensorMap map_out;
   const scalar_t* bias;  // (N,), or null
   const void* residual;  // shape and dtype of out, rows residual_stride apart; may be out; or null
@@ -36,11 +37,11 @@ struct GemmSm90Params {
   void* out;                // (M, N), or (M, N / 2) gated; scalar_t, or float if is_float
   int64_t out_stride;       // elements
   int m, n, k;
-  int band;               // rows of super-tiles, as TileScheduler has them
-  int x_part, tail_part;  // rows of x that a CTA loads of a tile, and of the last rows' tile
-  int stages;             // of the ring, for tiles of 64 rows
+  int band;               // rows of super-tiles per band (TileScheduler)
+  int x_part, tail_part;  // rows of x that a CTA loads per tile; in the tile of the last rows
+  int stages;             // stages of the ring, for tiles of 64 rows
   int uses_pdl;           // the preceding kernel may still run; it writes neither weight nor bias
-  int num_gates;          // rows of gate, if all of these precede those of up; else 0
+  int num_gates;          // rows of gate, if all of them precede those of up; else 0
   int activation;         // an Activation
   int is_float;
   int out_vector;  // an OutVector
@@ -62,7 +63,7 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
     tma_prefetch_map(&p.map_x);
     tma_prefetch_map(&p.map_tail);
     if (kStores) tma_prefetch_map(&p.map_out);
-    const int rows = p.m - scheduler.tile(scheduler.first()).x;  // the only tile where k is shared
+    const int rows = p.m - scheduler.tile(scheduler.first()).x;  // the only tile with split k
     pipeline.init(min(kTileM, (rows + 15) / 16 * 16));
     if (kLoadsAlone) load_early(pipeline, scheduler, loader);
   }
@@ -73,7 +74,7 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
   const Epilogue epilogue{p.bias,       p.residual,   p.out,           p.residual_stride,
                           p.out_stride, p.activation, p.is_float != 0, p.out_vector != kOneElement,
                           p.num_gates};
-  // Producer and consumers part here for good, as setmaxnreg requires.
+  // Producer and consumers diverge here for good, as setmaxnreg requires.
   if (warp_idx < kFirstConsumer / 32 || warp_idx >= (kFirstConsumer + kConsumerThreads) / 32) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp_idx == kProducer / 32 && elect_one()) {
@@ -85,7 +86,7 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
     consume(pipeline, scheduler, smem, epilogue, p.out_vector > kFourElements, &p.map_out,
             kWarmsUp && p.uses_pdl != 0);
   }
-  // SAFETY: other CTAs still arrive on this one's mbarriers, so it must not end before them. (With
-  // kClusterK alone it has waited for all that they send.)
+  // SAFETY: other CTAs still arrive on this one's mbarriers, so it must not exit before them. (With
+  // kClusterK alone it has already waited for all their sums.)
   if (kClusterM * kClusterN > 1) cluster_sync_relaxed();
 }

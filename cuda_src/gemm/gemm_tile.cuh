@@ -1,4 +1,4 @@
-// The tiled products of gemm.cu: one block computes one tile of out, or its share of k of one.
+// The tiled products of gemm.cu: a block computes one tile of out, or with split k a partial of it.
 #pragma once
 
 #include "common/mma_tile.cuh"
@@ -6,7 +6,7 @@
 #include "gemm/gemm_problem.cuh"
 
 // Applies the norm in place to the chunks of x's tile that this thread has loaded: after its own
-// cp_async_wait, before the barrier that makes them visible to others.
+// cp_async_wait, before the barrier that makes them visible to other threads.
 template <typename Loader, bool kAligned, bool kEnabled>
 struct TileNorm {
   const Norm norm;
@@ -31,7 +31,7 @@ struct TileNorm {
       scalar_t* p = reinterpret_cast<scalar_t*>(smem + loader.smem_offset +
                                                 i * Loader::kRowStep * kTileRowBytes);
       const int row = row0 + loader.first_row + i * Loader::kRowStep;
-      // From L1 each time: no register is free for it.
+      // Reloaded from L1 each time: no register is free for it.
       const float scale = loader.has_row(i) ? norm.row_scales[row] : 0.0f;
       V x = load_vec<scalar_t, kVec>(p);
 #pragma unroll
@@ -41,8 +41,8 @@ struct TileNorm {
   }
 };
 
-// Stores this block's sums: to `out` with the epilogue, or, where k is split, as they are to its
-// partials. Two calls, so that the compiler specialises the second one, which needs few registers.
+// Stores this block's sums: to `out` with the epilogue or, if k is split, unchanged to its
+// partials. Two calls let the compiler specialise the second, which needs few registers.
 template <typename Store>
 __device__ __forceinline__ void store_tile(const Problem& p, const Store& store) {
   if (p.partials == nullptr) {
@@ -53,8 +53,8 @@ __device__ __forceinline__ void store_tile(const Problem& p, const Store& store)
   }
 }
 
-// One block computes one kTileM x kTileN tile of out, or its share of k of one.
-// Dynamic shared memory: kStages * (kTileM + kTileN) * kTileRowBytes.
+// One block computes a kTileM x kTileN tile of out, or with split k a partial of it. Dynamic shared
+// memory: kStages * (kTileM + kTileN) * kTileRowBytes.
 template <int kTileM, int kTileN, int kWarpM, int kWarpN, int kStages, bool kAligned, bool kNorm>
 __device__ __forceinline__ void mma_tile(const Problem& p) {
   constexpr int kWarpsN = kTileN / kWarpN;
@@ -85,8 +85,8 @@ __device__ __forceinline__ void mma_tile(const Problem& p) {
   });
 }
 
-// One block computes one square tile of kPerThread * 16 of out, or its share of k of one.
-// Dynamic shared memory: kStages * 2 * kPerThread * 16 * kTileRowBytes.
+// One block computes a square tile of out with side kPerThread * 16, or with split k a partial of
+// it. Dynamic shared memory: kStages * 2 * kPerThread * 16 * kTileRowBytes.
 template <int kPerThread, int kStages, bool kAligned, bool kNorm>
 __device__ __forceinline__ void simt_tile(const Problem& p) {
   constexpr int kTile = kPerThread * 16;

@@ -1,9 +1,9 @@
 // One row of x (GEMV), 16-bit types, with register-resident weights.
 //
-// A warp holds kResidentSteps steps of k of 16 rows of the weight in registers, and there is a
-// block for every tile. All weights have arrived when the preceding kernel ends, and little is left
-// to do after that: shared memory, with its 128 bytes per clock, is not read for weights. The sums
-// are, bit for bit, those of skinny_ring.cuh with parts of the same length.
+// A warp holds kResidentSteps steps of k of 16 rows of the weight in registers; every tile has its
+// own block. All weights have arrived when the preceding kernel ends, which leaves little to do: no
+// weights are read from shared memory, with its 128 bytes per clock. The sums are bit for bit those
+// of skinny_ring.cuh with parts of the same length.
 #pragma once
 
 #include "gemm/skinny_loads.cuh"
@@ -87,8 +87,8 @@ __device__ __forceinline__ float gemv_sum(const SkinnyBlock<Shape>& b, int row) 
   return sum;
 }
 
-// The row of x between L2 and shared memory, kPieces of 16 bytes in each thread. The norm's weight
-// waits in shared memory at the same offsets: registers are for the weights.
+// The row of x on its way from L2 to shared memory, kPieces of 16 bytes per thread. The norm's
+// weight is kept in shared memory at the same offsets: the registers hold the weights.
 template <typename Shape, bool kNorm>
 struct GemvRow {
   using V = Vec<scalar_t, kVec>;
@@ -116,7 +116,7 @@ struct GemvRow {
       if (i < vectors) store_vec(smem + i * kVec, v[j]);
     }
   }
-  // Zeros after its end, where the weights are zeros too.
+  // Writes zeros after the row's end, where the weights are zeros too.
   __device__ __forceinline__ void pad(const SkinnyBlock<Shape>& b) const {
     const int all = static_cast<int>(blockDim.y) * b.part_k / kVec;
     for (int i = vectors + b.thread; i < all; i += b.threads) store_vec(to + i * kVec, V{});
@@ -174,8 +174,8 @@ __device__ __forceinline__ void gemv(const SkinnyParams& params) {
   __syncthreads();
   float* sums = b.sums + b.warp_idx * 16;
   const TokenFragments<Shape> x(p, b, g, t);
-  // Before the preceding kernel has ended there is time for a warm-up pass, whose result is
-  // dropped: it brings the instructions and the translation of x's address into the caches.
+  // A warm-up pass before the preceding kernel has ended, whose result is dropped: it brings the
+  // instructions and the address translation of x into the caches.
 #pragma unroll 1
   for (int pass = params.warms_up != 0 ? 0 : 1; pass < 2; ++pass) {
     if (pass == 1) {

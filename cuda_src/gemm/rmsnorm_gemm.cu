@@ -3,22 +3,23 @@
 //   h   = x / sqrt(mean(x^2) + eps) * (norm_weight + weight_offset)     (rounded to scalar_t)
 //   out = activation(h weight^T + bias)
 //
-// Arguments: GemmParams and SkinnyParams in gemm/gemm_problem.cuh; of rmsnorm_row_scales, below.
+// Arguments: GemmParams and SkinnyParams in gemm/gemm_problem.cuh; those of rmsnorm_row_scales
+// below.
 //
-// Numerics: the norm in float; h is rounded before the product, so that the result is that of the
-// two ops one after the other up to the order of summation. The product is gemm.cu's.
+// Numerics: the norm in float; h is rounded before the product, so the result equals that of the
+// two separate ops up to the order of summation. The product is gemm.cu's.
 // Parallelisation: gemm.cu's kernels, which compute h from x on its way to shared memory or
 // registers. The skinny kernels compute 1 / rms in every block while their first weights are in
-// flight: one launch. With more rows each block of a row of tiles would read its rows of x once
-// more, so rmsnorm_row_scales does it once for all, in a launch of its own.
+// flight: one launch. With more rows, each block in a row of tiles would have to read its rows of x
+// a second time, so a separate launch of rmsnorm_row_scales computes 1 / rms once.
 // Mirror: engine/reference/rmsnorm_gemm.py
 #include "gemm/gemm_entries.cuh"
 
 ENGINE_GEMM_ENTRIES(rmsnorm_gemm, true)
 ENGINE_SKINNY_ENTRIES(rmsnorm_gemm, true)
 
-// row_scales[m] = 1 / sqrt(mean(x[m]^2) + eps), one warp per row; with is_vector rows of x are read
-// 16 bytes at a time.
+// row_scales[m] = 1 / sqrt(mean(x[m]^2) + eps), one warp per row; with is_vector, x is read 16
+// bytes at a time.
 extern "C" __global__ void __launch_bounds__(256)
     rmsnorm_row_scales(const scalar_t* x, int64_t x_stride, float* row_scales, int m, int k,
                        float eps, int is_vector) {

@@ -1,11 +1,11 @@
-// How the skinny kernels with weights in a ring or in registers cut a problem, and a block's place
-// in it.
+// How the skinny kernels with weights in a ring or in registers divide a problem, and a block's
+// part of it.
 //
-// k is cut into parts of k_per_split. A warp multiplies 16 rows of the weight by one part; a block
-// has blockDim.y warps along k and blockDim.z along rows. The C blocks of a cluster share a tile:
-// block r has the parts from r * blockDim.y on. The parts' sums are added in their order, whichever
-// warp or block computed them: a row of out has the same bits whatever m, cluster and block are, as
-// long as k_per_split is the same.
+// k is split into parts of k_per_split. A warp multiplies 16 rows of the weight by one part; a
+// block has blockDim.y warps along k and blockDim.z along rows. The C blocks of a cluster share a
+// tile: block r computes the parts from r * blockDim.y on. The parts' sums are added in order,
+// whichever warp or block computed them: a row of out has the same bits for every m, cluster and
+// block size, as long as k_per_split is the same.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -20,25 +20,25 @@ struct SkinnyShape {
   static constexpr int kTokenTiles = kTokenTiles_;
   static constexpr int kTokens = kTokenTiles * 8, kRows = 16;  // of a warp
   static constexpr int kStages = kStages_, kBuffers = kBuffers_;
-  static constexpr int kLoads = 8;  // 16-byte loads of a lane for a stage
-  // Independent accumulators, so that an mma need not wait for the one before.
+  static constexpr int kLoads = 8;  // 16-byte loads per lane and stage
+  // Sets of independent accumulators, so that an mma need not wait for the previous one.
   static constexpr int kSets = kTokenTiles <= 2 ? 4 : 1;
   static constexpr int kStageBytes = kLoads * kWarpSize * 16;
   static constexpr int kPitch = kRows + 4;             // 2 * kPitch is 8 mod 32: no bank conflicts
   static constexpr int kSumFloats = kTokens * kPitch;  // of a warp
 };
 
-// The place of this block and warp, and the block's shared memory.
+// The position of this block and warp in the problem, and the block's shared memory.
 template <typename Shape>
 struct SkinnyBlock {
   int lane_idx, warp_idx, num_warps, threads, thread;
   int size, rank;  // of the cluster
   int tile, tile_step, num_tiles;
-  int parts;                   // of k, in all blocks of the cluster
+  int parts;                   // parts of k in all blocks of the cluster
   int part_k, k_begin, k_end;  // of this warp
   int slice_begin, slice_end;  // of this block
   int num_gates;
-  int x_pitch;          // bytes from a row of x to the next: 64 mod 128, against bank conflicts
+  int x_pitch;          // bytes between rows of x: 64 mod 128, against bank conflicts
   unsigned char* ring;  // of this warp
   unsigned char* x;     // [token][slice of k]
   float* sums;          // [buffer][warp][token][row]
@@ -77,7 +77,7 @@ struct SkinnyBlock {
   }
 };
 
-// Blocks with blockIdx.y > 0 have the tokens that the ones before have no room for.
+// Blocks with blockIdx.y > 0 take the tokens beyond the capacity of the preceding ones.
 template <typename Shape>
 __device__ __forceinline__ Problem problem_of_block(Problem p) {
   const int token0 = blockIdx.y * Shape::kTokens;
@@ -91,7 +91,7 @@ __device__ __forceinline__ Problem problem_of_block(Problem p) {
   return p;
 }
 
-// Barrier of the warps that share rows of the weight.
+// Barrier among the warps that share rows of the weight.
 template <typename Shape>
 __device__ __forceinline__ void skinny_sync(const SkinnyBlock<Shape>& b) {
   if (b.size > 1)

@@ -1,24 +1,24 @@
-// From the warps' partial sums in shared memory to out: the reduction over the parts of k, across
-// the cluster through distributed shared memory, and the epilogue.
+// Turns the warps' partial sums in shared memory into out: the reduction over the parts of k,
+// across the cluster through distributed shared memory, and the epilogue.
 #pragma once
 
 #include "gemm/skinny_block.cuh"
 
-// What four columns of a row of out need beside the sums. Loaded early, to hide the latency.
+// Operands of four columns of a row of out besides the sums. Loaded early, to hide the latency.
 struct OutputOperands {
   Vec<float, 4> bias, up_bias, residual;
 };
 
-// The columns that a thread writes: groups of four of a row of out, one after another.
+// Iterates over the columns that a thread writes: groups of four in a row of out.
 template <typename Shape>
 struct OutputPlace {
   int index, step, token, row, column;  // row of the tile's 16; column of out
 
   __device__ __forceinline__ OutputPlace(const Problem& p, const SkinnyBlock<Shape>& b)
       : index((b.rank * static_cast<int>(blockDim.y) + threadIdx.y) * kWarpSize + b.lane_idx),
-        step(b.parts * kWarpSize) {  // the warps that share these rows
+        step(b.parts * kWarpSize) {  // threads of the warps that share these rows
   }
-  // Whether there is one more in the tile that begins at row `row0` of the weight.
+  // Whether this position is still inside the tile that begins at row `row0` of the weight.
   __device__ __forceinline__ bool is_inside(const Problem& p, int row0) {
     const bool is_gated = p.epilogue.is_gated();
     token = index >> (is_gated ? 1 : 2);
@@ -76,7 +76,7 @@ __device__ __forceinline__ void skinny_store(const Epilogue& e, int token, int c
   e.store<Out>(token, column, n, y);
 }
 
-// The sums of four rows of the weight over all parts, in their order; `from` is the first part's.
+// The sums of four rows of the weight over all parts, in order; `from` points to the first part's.
 template <typename Shape>
 __device__ __forceinline__ Vec<float, 4> skinny_sum(const SkinnyBlock<Shape>& b,
                                                     const float* from) {
@@ -92,8 +92,9 @@ __device__ __forceinline__ Vec<float, 4> skinny_sum(const SkinnyBlock<Shape>& b,
 }
 
 // Adds the partial sums of the rows that this warp shares with others, in the order of the parts,
-// and writes this warp's share of the columns to out. `sums` are those of the block's first warp of
-// these rows; `early` are the operands of this thread's first columns of the first tile.
+// and writes this warp's share of the columns to out. `sums` points to the sums of the block's
+// first warp for these rows; `early` holds the operands of this thread's first columns in the first
+// tile.
 template <typename Shape>
 __device__ __forceinline__ void skinny_finish(const Problem& p, const SkinnyBlock<Shape>& b,
                                               int row0, const float* sums,

@@ -1,20 +1,20 @@
 // Products of the skinny kernels on tensor cores: fragments of weights and tokens.
 //
-// The weight is the 16-row operand of mma.sync and tokens are its 8 columns. A lane has eight
-// neighbours along k of weight rows g and g + 8, and of token g (g = lane / 4). The mma sums over
-// k, so which k a fragment register stands for does not matter as long as both operands agree: the
-// eight values serve two mma, the first with values 0-3 and the second with 4-7 of each lane.
+// The weight is the 16-row operand of mma.sync and tokens are its 8 columns. A lane holds eight
+// neighbours along k of weight rows g and g + 8, and of token g (g = lane / 4). mma sums over k, so
+// a fragment register may stand for any k as long as both operands agree: the eight values serve
+// two mma, the first with values 0-3 and the second with 4-7 of each lane.
 #pragma once
 
 #include "common/mma.cuh"
 #include "gemm/skinny_block.cuh"
 
-// The tokens that a lane multiplies, in shared memory; zeros for those that do not exist.
+// The tokens that a lane multiplies, read from shared memory; zeros for those that do not exist.
 template <typename Shape>
 struct TokenFragments {
-  const unsigned char* row;  // of the first
+  const unsigned char* row;  // row of the first token
   int pitch;                 // bytes of eight rows
-  int count;                 // tokens from this lane's first on; <= 0: it has none
+  int count;                 // tokens from this lane's first on; <= 0: none
 
   __device__ __forceinline__ TokenFragments(const Problem& p, const SkinnyBlock<Shape>& b, int g,
                                             int t)

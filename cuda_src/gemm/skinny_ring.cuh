@@ -1,9 +1,9 @@
 // Few rows of x (decoding), 16-bit types: the weight is read once, through rings of shared memory.
 //
 // Every warp has a ring of stages of its own, filled by cp.async (skinny_weights.cuh). So no warp
-// waits for another one in the main loop, the next tile's weights arrive while a tile is finished,
-// and the first ones while the preceding kernel still runs, on which they do not depend. x stays in
-// shared memory (skinny_x.cuh). How k and rows are shared: skinny_block.cuh.
+// waits for another in the main loop, the next tile's weights arrive while a tile is finished, and
+// the first weights while the preceding kernel, on which they do not depend, still runs. x stays in
+// shared memory (skinny_x.cuh). Division of k and rows among warps: skinny_block.cuh.
 #pragma once
 
 #include "gemm/skinny_epilogue.cuh"
@@ -11,7 +11,7 @@
 #include "gemm/skinny_weights.cuh"
 #include "gemm/skinny_x.cuh"
 
-// What comes before the main loop: x in shared memory, and the operands of the first results.
+// The steps before the main loop: x in shared memory, and the operands of the first results.
 template <typename Shape, bool kNorm>
 struct SkinnyPrologue {
   SingleRow<Shape, kNorm> row;
@@ -68,8 +68,8 @@ __device__ __forceinline__ void skinny_ring(const SkinnyParams& params) {
   const SkinnyBlock<Shape> b(p, params, smem);
   WeightLoader<Shape> loader(p, b);
   SkinnyPrologue<Shape, kNorm> prologue(p, b, barrier, smem_squares);
-  // While the preceding kernel may still run, weights can be loaded. Otherwise x goes first: queued
-  // after the weights it would wait for all of them.
+  // While the preceding kernel may still run, only weights can be loaded. Otherwise x is loaded
+  // first: queued after the weights it would wait for all of them.
   if (params.uses_pdl != 0) {
 #pragma unroll 1
     for (int i = 0; i < Shape::kStages - 1; ++i) loader.load();

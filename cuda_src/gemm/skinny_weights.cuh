@@ -1,23 +1,23 @@
 // A warp's ring of weight stages, filled by cp.async.
 //
 // A stage is two halves of 64 values of k, each of 16 rows of 128 bytes in eight 16-byte chunks; in
-// odd rows chunks 0-3 and 4-7 change places, so that a read by eight lanes has no bank conflicts.
-// One copy instruction of a warp covers four whole 128-byte lines: L1 looks up one tag per clock,
-// so twice as many half lines would take twice as long.
+// odd rows chunks 0-3 and 4-7 are swapped, so that a read by eight lanes has no bank conflicts. One
+// copy instruction of a warp covers four whole 128-byte lines: L1 looks up one tag per clock, so
+// twice as many half lines would take twice as long.
 #pragma once
 
 #include "common/cp_async.cuh"
 #include "gemm/skinny_block.cuh"
 
-// Loads the weights of a warp in the order it multiplies them, a stage at a time. Where all rows of
-// gate precede those of up, the first eight of the 16 rows are of gate, the others the matching
-// ones of up.
+// Loads the weights of a warp in the order of their use, a stage at a time. If all rows of gate
+// precede those of up, the first eight of the 16 rows are rows of gate, the others the matching
+// rows of up.
 template <typename Shape>
 struct WeightLoader {
   const Problem& p;
   const SkinnyBlock<Shape>& b;
   const scalar_t* from;
-  int64_t row_step, half_step;  // to the row four further; from the first eight rows to the others
+  int64_t row_step, half_step;  // to the row four further; from rows 0-7 to rows 8-15
   int tile, k, rows_left, stage;
   uint32_t to;
 
@@ -36,7 +36,7 @@ struct WeightLoader {
     from = p.weight + static_cast<int64_t>((b.num_gates > 0 ? row0 / 2 : row0) + row) * p.k + k;
   }
 
-  // Always commits a group of copies, an empty one at the end: the wait counts groups.
+  // Always commits a group of copies, even if empty: the wait counts groups.
   __device__ __forceinline__ void load() {
     if (tile < b.num_tiles && b.k_begin < b.k_end) {
       unsigned char* smem = b.ring + stage * Shape::kStageBytes + to;

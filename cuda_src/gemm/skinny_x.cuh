@@ -1,12 +1,12 @@
-// The rows of x in shared memory, normalised where there is a norm.
+// The rows of x in shared memory, normalised if the op has a norm.
 #pragma once
 
 #include "common/reduce.cuh"
 #include "gemm/skinny_block.cuh"
 #include "gemm/skinny_loads.cuh"
 
-// A row's squares are summed in chunks, each by one warp: of 256 values of k, doubled until there
-// are at most kSquareChunks. So a norm's bits depend neither on the block's size nor on m.
+// A row's squares are summed in chunks, one warp each: chunks of 256 values of k, doubled until at
+// most kSquareChunks remain. So a norm's bits depend neither on the block's size nor on m.
 constexpr int kSquareChunks = 16;
 
 struct RowSquares {
@@ -42,12 +42,12 @@ __device__ __forceinline__ void skinny_pad_x(const Problem& p, const SkinnyBlock
       store_vec(b.x_row(row) + count + b.thread * kVec, Vec<scalar_t, kVec>{});
 }
 
-// A single row of x, from L2 to shared memory through registers: less latency than a bulk copy, and
-// the norm is applied on the way.
+// A single row of x, copied from L2 to shared memory through registers: less latency than a bulk
+// copy, and the norm is applied on the way.
 template <typename Shape, bool kNorm>
 struct SingleRow {
   using V = Vec<scalar_t, kVec>;
-  static constexpr int kPieces = 4;  // of 16 bytes, that a thread holds
+  static constexpr int kPieces = 4;  // 16-byte pieces per thread
   V x[kPieces], w[kNorm ? kPieces : 1];
 
   __device__ __forceinline__ static bool fits(const Problem& p, const SkinnyBlock<Shape>& b) {
@@ -101,13 +101,14 @@ struct SingleRow {
   }
 };
 
-// Starts to copy the block's slice of each row of x to shared memory. The barrier counts the bytes.
+// Starts the copy of the block's slice of each row of x to shared memory. The barrier counts the
+// bytes.
 template <typename Shape>
 __device__ __forceinline__ void skinny_load_x(const Problem& p, const SkinnyBlock<Shape>& b,
                                               BulkBarrier& barrier) {
   const int count = b.slice_end - b.slice_begin;
   const scalar_t* from = p.x + b.slice_begin;
-  if constexpr (kHasClusters) {  // and bulk copies
+  if constexpr (kHasClusters) {  // ... which also have bulk copies
     if (b.warp_idx == 0) {
       if (b.lane_idx == 0) barrier.expect(p.m * count * 2);
       __syncwarp();
@@ -126,8 +127,8 @@ __device__ __forceinline__ void skinny_load_x(const Problem& p, const SkinnyBloc
   }
 }
 
-// Normalises x in shared memory. Meanwhile its copy may be in flight: the squares are summed over
-// whole rows from L2. Ends with a barrier of the block.
+// Normalises x in shared memory. The copy may still be in flight at first, as the squares are
+// summed over whole rows from L2. Ends with a barrier of the block.
 template <typename Shape>
 __device__ __forceinline__ void skinny_norm(const Problem& p, const SkinnyBlock<Shape>& b,
                                             BulkBarrier& barrier, RowSquares* squares) {

@@ -1,8 +1,9 @@
 // The consumer warpgroups of gemm_fp8_sm90.cu and gemm_int8_sm90.cu: wgmma on codes, scales, then
 // the epilogue.
 //
-// The sums of each stage are added to others in float: the tensor cores' sums of e4m3 products keep
-// some 14 bits. With groups their scales are applied there, to exact sums of int8.
+// The sums of each stage are accumulated in float outside the tensor cores, whose sums of e4m3
+// products keep some 14 bits. With groups their scales are applied at this point; the sums of int8
+// are exact.
 #pragma once
 
 #include "gemm/gemm_consumer_sm90.cuh"
@@ -16,12 +17,12 @@ static_assert(!kBlocks || kScaleBlock % kTileN == 0, "a tile has columns of one 
 #else
 constexpr bool kBlocks = false;
 #endif
-constexpr bool kGroups = kBlocks || kCodes == 2;  // of x, 128 values of k
+constexpr bool kGroups = kBlocks || kCodes == 2;  // x has a scale per group of 128 values of k
 static_assert(!kGroups || kDepth == 1, "a stage is one group");
-// Registers hold the sums of two stages beside those of the tile, and what else there is.
+// Whether registers can hold the sums of two stages besides those of the tile.
 constexpr bool kInPairs = kMmaTilesM == 1 && (kWarpgroupCols < 128 || kClusterK == 1);
 
-// What a stage of k is summed in.
+// The accumulator type of a stage of k.
 template <int kCodes>
 struct StageSum {
   using type = float;
@@ -37,13 +38,13 @@ struct W8Scales {
   int num_groups;       // ceil(K / 128)
 };
 
-// The scales of a warp's sums for groups of k, in turn. A lane loads that of one row, l % 16 of
-// m-tile l / 16, and with kBlocks those of the weight for even and odd groups of eight columns
-// (gate and up, where these are split): few registers, as there are none to spare.
+// Iterates over the scales of a warp's sums for the groups of k. A lane loads that of one row, l %
+// 16 of m-tile l / 16, and with kBlocks those of the weight for even and odd groups of eight
+// columns (gate and up, if these are split). This takes few registers, of which none are to spare.
 struct GroupScales {
   static_assert(kMmaTilesM <= 2, "a lane for each row");
-  const float *x, *weight;  // of the group to be loaded next
-  int odd, left;            // from even columns' to odd columns'; groups that are left
+  const float *x, *weight;  // addresses of the scales of the next group
+  int odd, left;            // offset from the scale of even to that of odd columns; groups left
   float x_scale, even_scale, odd_scale;
   float next_x, next_even, next_odd;
 
@@ -60,7 +61,7 @@ struct GroupScales {
       odd = e.num_gates > 0 ? (block_of(col + 8) - block_of(col)) * s.num_groups : 0;
     }
   }
-  // Takes the group that the call before has loaded, and loads the one after it.
+  // Takes the group loaded by the previous call, and loads the next one.
   __device__ __forceinline__ void advance() {
     x_scale = next_x;
     if constexpr (kBlocks) even_scale = next_even, odd_scale = next_odd;
@@ -70,7 +71,7 @@ struct GroupScales {
   }
 };
 
-// The factors of a thread's sums: of [m-tile][row of two][even, odd group of columns].
+// The factors of a thread's sums: [m-tile][row of two][even, odd group of columns].
 struct GroupFactors {
   float of[kMmaTilesM][2][2];
 
@@ -87,7 +88,7 @@ struct GroupFactors {
   }
 };
 
-// What `multiply` says of the operands, of the slab that begins at these addresses.
+// Multiplies the slab that begins at these addresses.
 template <typename Sum>
 __device__ __forceinline__ void multiply_slab(Sum (&acc)[kWarpgroupCols / 2], unsigned x,
                                               unsigned w, bool accumulate) {
@@ -106,9 +107,9 @@ struct StageMultiplier {
   const int warpgroup;
   const bool is_warmup;
   const unsigned full, rows;
-  DynamicPipelineState& state;  // of the stage that is multiplied next
+  DynamicPipelineState& state;  // stage that is multiplied next
   GroupScales& scales;
-  int releases;  // the stage that is released next
+  int releases;  // stage that is released next
 
   __device__ __forceinline__ void wait() const {
     mbarrier_wait(full + state.stage * 8, state.phase);
@@ -144,7 +145,7 @@ struct StageMultiplier {
     return of_stage;
   }
 
-  // While a warpgroup adds, another one multiplies.
+  // Adds each stage after its products: while one warpgroup adds, another multiplies.
   __device__ __forceinline__ void one_by_one(int count, Sums& acc) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -163,7 +164,7 @@ struct StageMultiplier {
     }
   }
 
-  // While a stage is added, the next one is multiplied.
+  // Multiplies the next stage while the current one is added.
   __device__ __forceinline__ void next(Part& part) {
     wait();
     start(0, part);
@@ -197,12 +198,13 @@ struct StageMultiplier {
   }
 };
 
-// As `multiply` of gemm_consumer_sm90.cuh. `row` and `col` are the warp's first.
+// Sums this CTA's share of k; see `multiply` in gemm_consumer_sm90.cuh. `row` and `col` are the
+// warp's first.
 __device__ __forceinline__ void multiply_codes(const Pipeline& p, const TileScheduler& s,
                                                int warpgroup, bool is_warmup,
                                                DynamicPipelineState& state, const W8Scales& scales,
                                                const Epilogue& e, int row, int col, Sums& acc) {
-  if (is_warmup) state.phase = 1;                  // the phase before the first is over
+  if (is_warmup) state.phase = 1;                  // the phase before the first has completed
   state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
 #pragma unroll
   for (int j = 0; j < kMmaTilesM; ++j)
@@ -234,7 +236,8 @@ __device__ __forceinline__ void apply_scales(const W8Scales& s, const Epilogue& 
                                              float (&acc)[kTiles][kSums], int row, int col, int m,
                                              int n) {
   const int lane_idx = threadIdx.x % 32;
-  // Of columns lane_idx, lane_idx + 32, ...: the others' come by shuffles, after one latency.
+  // Scales of columns lane_idx, lane_idx + 32, ...: shuffles fetch the others, after a single load
+  // latency.
   float weight[(kSums * 2 + 31) / 32], x[kTiles][2] = {};
 #pragma unroll
   for (int i = 0; i < (kSums * 2 + 31) / 32; ++i) {
@@ -262,7 +265,7 @@ __device__ __forceinline__ void apply_scales(const W8Scales& s, const Epilogue& 
     }
 }
 
-// As `consume` of gemm_consumer_sm90.cuh.
+// The consumers' loop; see `consume` in gemm_consumer_sm90.cuh.
 __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileScheduler& s,
                                               unsigned char* smem, const Epilogue& e,
                                               const W8Scales& scales, bool is_wide,
@@ -286,7 +289,7 @@ __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileSched
     multiply_codes(p, s, warpgroup, index == kWarmup, state, scales, e, row, tile.y, acc);
     if constexpr (kClusterK > 1) {
       float own[1][kSliceSums];
-      if (row >= s.m) continue;  // no such rows in any CTA: none sends or waits
+      if (row >= s.m) continue;  // these rows exist in no CTA: none sends or waits
       exchange_sums(p, s, smem + (p.sums - p.x), acc[0], own[0]);
       const Corner corner{staging, row, tile.y + s.rank_k * kSlice};
       if constexpr (!kBlocks) apply_scales(scales, e, own, row, corner.col, s.m, s.n);
@@ -300,5 +303,5 @@ __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileSched
       }
     }
   }
-  if constexpr (kStores) bulk_wait();  // shared memory must outlive the last stores
+  if constexpr (kStores) bulk_wait();  // shared memory must outlive the stores in flight
 }

@@ -1,11 +1,11 @@
-// Products of two operands in 8 bits (gemm_fp8, gemm_int8), and how the host describes them.
+// Products of two 8-bit operands (gemm_fp8, gemm_int8), and their parameters.
 //
 //   out[m, n] = activation(sum_k xq[m, k] * weight[n, k] * x_scale * weight_scale + bias[n])
 //               + residual[m, n]
 //
-// Scales of xq are of its rows or, with kGroups, of groups of 128 columns of a row, applied to the
-// sum of each group. Scales of the weight are of its rows or, with kBlocks, of 128 x 128; blocks
-// come with groups.
+// xq has one scale per row or, with kGroups, per group of 128 columns of a row, applied to the sum
+// of each group. The weight has one scale per row or, with kBlocks, per block of 128 x 128; kBlocks
+// implies groups.
 #pragma once
 
 #include "common/codes.cuh"
@@ -16,11 +16,11 @@
 constexpr int kScaleBlock = 128;
 
 struct W8Params {
-  // (M, K) codes; or scalar_t where x_scales is null, in skinny kernels with a single row. Rows
-  // x_stride elements apart
+  // (M, K) codes; scalar_t if x_scales is null, in skinny kernels with a single row. Rows are
+  // x_stride elements apart.
   const void* x;
   int64_t x_stride;
-  const float* x_scales;  // (M,), or (M, ceil(K / 128)) with groups; null: x is quantized here
+  const float* x_scales;  // (M,), or (M, ceil(K / 128)) with groups; null: the kernel quantizes x
   const unsigned char* weight;  // (N, K) codes, contiguous
   const float* weight_scales;   // (N,), or (ceil(N / 128), ceil(K / 128)) with blocks
   const scalar_t* norm_weight;  // (K,): an RMSNorm precedes the quantization; null: none
@@ -31,10 +31,10 @@ struct W8Params {
   void* out;                    // (M, N), or (M, N / 2) gated; scalar_t, or float if is_float
   int64_t out_stride;           // elements
   int m, n, k;
-  int k_per_split;  // skinny: pairs of values of k that a warp sums, a multiple of kStepK
-  int num_tiles;    // skinny: of blockDim.z * 16 rows of the weight
-  int num_stages;   // skinny: of each warp's ring
-  int num_gates;    // rows of gate, if all of these precede those of up; else 0
+  int k_per_split;  // skinny: pairs of values of k per warp, a multiple of kStepK
+  int num_tiles;    // skinny: tiles of blockDim.z * 16 rows of the weight
+  int num_stages;   // skinny: stages of each warp's ring
+  int num_gates;    // rows of gate, if all of them precede those of up; else 0
   int activation;   // an Activation
   int is_float;
   int is_vector;  // rows of out and residual can be accessed four elements at a time
@@ -45,7 +45,7 @@ __device__ __forceinline__ int scale_blocks(int size) {
   return (size + kScaleBlock - 1) / kScaleBlock;
 }
 
-// Four e4m3 codes as two pairs of __half, exactly. Before sm_89 a code of NaN becomes 480.
+// Four e4m3 codes as two pairs of __half, exactly. Before sm_89 a NaN code becomes 480.
 __device__ __forceinline__ void halves_of_e4m3(uint32_t codes, uint32_t& low, uint32_t& high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   asm("{\n.reg .b16 a, b;\n"
@@ -55,7 +55,7 @@ __device__ __forceinline__ void halves_of_e4m3(uint32_t codes, uint32_t& low, ui
       : "=r"(low), "=r"(high)
       : "r"(codes));
 #else
-  const auto halves = [](uint32_t t) {  // codes in the upper byte of each half
+  const auto halves = [](uint32_t t) {  // a code in the upper byte of each half
     const uint32_t bits = (t & 0x80008000u) | ((t & 0x7f007f00u) >> 1);
     const __half2 x = __hmul2(*reinterpret_cast<const __half2*>(&bits), __float2half2_rn(256.0f));
     return *reinterpret_cast<const uint32_t*>(&x);
@@ -65,14 +65,14 @@ __device__ __forceinline__ void halves_of_e4m3(uint32_t codes, uint32_t& low, ui
 #endif
 }
 
-// What differs between the two types of codes: D (16, 8) += A (16, 32) B (32, 8), fragments as in
-// common/mma.cuh with four codes in a register instead of two values.
+// The product of each type of code: D (16, 8) += A (16, 32) B (32, 8), with fragments as in
+// common/mma.cuh but four codes per register instead of two values.
 struct Fp8Product {
   using Codes = E4m3;
   using sum_t = float;
   static constexpr bool kIsFp8 = true;
-  static constexpr bool kGroups = false;  // without blocks
-  // As __half, which holds every code: sums keep float's precision.
+  static constexpr bool kGroups = false;  // unless kBlocks
+  // Multiplied as __half, which represents every code exactly: sums keep float's precision.
   __device__ __forceinline__ static void mma(float (&d)[4], const uint32_t (&a)[4],
                                              const uint32_t (&b)[2]) {
     uint32_t a_low[4], a_high[4], b_low[2], b_high[2];

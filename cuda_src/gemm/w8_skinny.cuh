@@ -1,9 +1,8 @@
-// Few rows of x (decoding): a weight of codes is read once, through skinny_ring.cuh's rings.
+// Few rows of x (decoding): the weight's codes are read once, through skinny_ring.cuh's rings.
 //
-// Two neighbouring codes are a value of 16 bits to the ring, so that half of a stage's 256 values
-// of k, 128 bytes of a row, is a block of scales. x is made by w8_x.cuh in every block: a model's
-// step needs no launch for it. A warp of the skinny kernels sums its part of k; the parts' sums are
-// added in their order.
+// The ring treats two neighbouring codes as one 16-bit value, so that half of a stage's 256 values
+// of k, 128 bytes of a row, is one block of scales. Every block prepares x itself (w8_x.cuh), which
+// saves a launch. A warp sums its part of k; the parts' sums are added in order.
 #pragma once
 
 #include "gemm/skinny_epilogue.cuh"
@@ -18,10 +17,10 @@ struct W8Warp {
   using sum_t = typename Product::sum_t;
 
   const W8Params& p;
-  int g, t, lanes_tokens;  // tokens from this lane's on
+  int g, t, lanes_tokens;  // tokens from this lane's first on
   const unsigned char* x;  // this lane's first values
   const float* scales;     // of x
-  int groups;              // of a row of x
+  int groups;              // groups per row of x
   sum_t acc[kSets][4];
   float scaled[4];
 
@@ -38,7 +37,8 @@ struct W8Warp {
     return v;
   }
 
-  // 64 values of k, the first is `k` of x's row; low and high are weight rows g and g + 8.
+  // Multiplies 64 values of k, from value `k` of x's row on; low and high are weight rows g and g +
+  // 8.
   __device__ __forceinline__ void multiply(const uint4& low, const uint4& high, int k) {
     const uint32_t a[4] = {low.x, low.y, low.z, low.w}, b[4] = {high.x, high.y, high.z, high.w};
     const uint4 v = load_x(k);
@@ -60,8 +60,8 @@ struct W8Warp {
     }
   }
 
-  // A stage of the ring; `k` is its first value. With blocks, `weight_scales` are those of the
-  // first eight rows and of the others, of its first block.
+  // Multiplies a stage of the ring; `k` is its first value. With blocks, `weight_scales` are those
+  // of its first block, for the first eight rows and for the others.
   __device__ __forceinline__ void multiply_stage(const unsigned char* stage, int k,
                                                  const float (&weight_scales)[2][2]) {
 #pragma unroll
@@ -87,7 +87,7 @@ struct W8Warp {
     }
   }
 
-  // A lane's sums to those of its warp.
+  // Stores a lane's sums among those of its warp.
   __device__ __forceinline__ void store(float* sums) const {
     float sum[4];
 #pragma unroll
@@ -106,7 +106,7 @@ struct W8Warp {
   }
 };
 
-// The four columns of out that a thread finishes of a tile, if any, and what they need.
+// The four columns of out that a thread finishes in a tile, if any, and their operands.
 template <typename Product, bool kBlocks, typename Shape>
 struct W8Columns {
   static constexpr bool kGroups = kBlocks || Product::kGroups;
@@ -228,8 +228,8 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) loader.load();
   };
-  // While the preceding kernel may still run, weights can be loaded. Otherwise x goes first: queued
-  // after the weights it would wait for all of them.
+  // While the preceding kernel may still run, only weights can be loaded. Otherwise x is loaded
+  // first: queued after the weights it would wait for all of them.
   if (params.uses_pdl != 0) start();
   {
     const W8Rows<Product, kBlocks> rows(params, b, x_scales, smem_reduce);

@@ -1,10 +1,10 @@
-// The kernel of gemm_fp8_sm90.cu and gemm_int8_sm90.cu: gemm_sm90.cu's, with operands in 8 bits.
+// The kernel of gemm_fp8_sm90.cu and gemm_int8_sm90.cu: gemm_sm90.cu with 8-bit operands.
 #pragma once
 
 #include "gemm/gemm_producer_sm90.cuh"
 #include "gemm/w8_consumer_sm90.cuh"
 
-// Fields that GemmSm90Params has too mean the same.
+// Fields without a comment are those of GemmSm90Params.
 struct GemmW8Sm90Params {
   TensorMap map_x;     // x (M, K) codes, contiguous; K is a multiple of 16
   TensorMap map_tail;  // x by boxes of tail_part rows
@@ -43,7 +43,7 @@ __device__ __forceinline__ void gemm_w8_sm90(const GemmW8Sm90Params& p) {
     tma_prefetch_map(&p.map_x);
     tma_prefetch_map(&p.map_tail);
     if (kStores) tma_prefetch_map(&p.map_out);
-    const int rows = p.m - scheduler.tile(scheduler.first()).x;  // the only tile where k is shared
+    const int rows = p.m - scheduler.tile(scheduler.first()).x;  // the only tile with split k
     pipeline.init(min(kTileM, (rows + 15) / 16 * 16));
     if (kLoadsAlone) load_early(pipeline, scheduler, loader);
   }
@@ -55,7 +55,7 @@ __device__ __forceinline__ void gemm_w8_sm90(const GemmW8Sm90Params& p) {
                           p.out_stride, p.activation, p.is_float != 0, p.out_vector != 0,
                           p.num_gates};
   const W8Scales scales{p.x_scales, p.weight_scales, (p.k + kScaleBlock - 1) / kScaleBlock};
-  // Producer and consumers part here for good, as setmaxnreg requires.
+  // Producer and consumers diverge here for good, as setmaxnreg requires.
   if (warp_idx < kFirstConsumer / 32 || warp_idx >= (kFirstConsumer + kConsumerThreads) / 32) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp_idx == kProducer / 32 && elect_one()) {
@@ -67,8 +67,8 @@ __device__ __forceinline__ void gemm_w8_sm90(const GemmW8Sm90Params& p) {
     consume_codes(pipeline, scheduler, smem, epilogue, scales, p.out_vector > 1, &p.map_out,
                   kWarmsUp && p.uses_pdl != 0);
   }
-  // SAFETY: other CTAs still arrive on this one's mbarriers, so it must not end before them. (With
-  // kClusterK alone it has waited for all that they send.)
+  // SAFETY: other CTAs still arrive on this one's mbarriers, so it must not exit before them. (With
+  // kClusterK alone it has already waited for all their sums.)
   if (kClusterM * kClusterN > 1) cluster_sync_relaxed();
 }
 

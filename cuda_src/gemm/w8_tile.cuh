@@ -8,9 +8,9 @@
 #include "common/tile_loader.cuh"
 #include "gemm/w8_problem.cuh"
 
-constexpr int kW8Tile = 64, kW8Warp = 32;  // rows and columns of a block's tile, of a warp's
+constexpr int kW8Tile = 64, kW8Warp = 32;  // rows and columns per block, per warp
 constexpr int kW8Threads = 128, kW8TileStages = 4;
-constexpr int kW8TileBytes = kW8Tile * kTileRowBytes;  // of one operand in a stage
+constexpr int kW8TileBytes = kW8Tile * kTileRowBytes;  // bytes of one operand in a stage
 constexpr int kW8Steps = kTileRowBytes / 32;
 
 // Copies 64 rows of codes to shared memory, 64 columns at a time.
@@ -53,10 +53,10 @@ struct W8Core {
   using sum_t = typename Product::sum_t;
 
   const W8Params& p;
-  int row0, col0;  // of this warp
+  int row0, col0;  // first row and column of this warp
   int offset_a, offset_b;
   sum_t acc[kTilesM][kTilesN][4] = {};
-  float scaled[kTilesM][kTilesN][4] = {};  // with kGroups: sums of the groups before
+  float scaled[kTilesM][kTilesN][4] = {};  // with kGroups: scaled sums of the finished groups
 
   __device__ __forceinline__ W8Core(const W8Params& p, TileOrigin origin) : p(p) {
     const int lane_idx = threadIdx.x % kWarpSize, warp_idx = threadIdx.x / kWarpSize;
@@ -87,7 +87,7 @@ struct W8Core {
     }
   }
 
-  // The rows and columns of element e of a lane's four.
+  // The row and column of element e of a lane's four.
   __device__ __forceinline__ int row(int i, int e) const {
     return row0 + i * 16 + e / 2 * 8 + static_cast<int>(threadIdx.x) % kWarpSize / 4;
   }
@@ -95,7 +95,7 @@ struct W8Core {
     return col0 + j * 8 + e % 2 + static_cast<int>(threadIdx.x) % 4 * 2;
   }
 
-  // Adds the sums of a group of k with its scales, and starts those of the next one.
+  // Adds a group's scaled sums to the total, and clears them for the next group.
   __device__ __forceinline__ void close_group(int group) {
     const int blocks = scale_blocks(p.k);
 #pragma unroll
@@ -128,7 +128,7 @@ struct W8Core {
     float* to = staging + lane_idx / 4 * kPitch + lane_idx % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kTilesM; ++i) {
-      __syncwarp();  // SAFETY: all lanes have read the slice before.
+      __syncwarp();  // SAFETY: all lanes have read the previous slice.
 #pragma unroll
       for (int j = 0; j < kTilesN; ++j) {
         store_vec(to + j * 8, Vec<float, 2>{result(i, j, 0), result(i, j, 1)});
@@ -156,7 +156,7 @@ __device__ __forceinline__ void w8_tile(const W8Params& p) {
       x.load(stage(i), i * kTileRowBytes, p.k);
       weight.load(stage(i) + kW8TileBytes, i * kTileRowBytes, p.k);
     }
-    cp_async_commit();  // an empty one too: the wait counts groups
+    cp_async_commit();  // even if empty: the wait counts groups
   };
 #pragma unroll
   for (int i = 0; i < kW8TileStages - 1; ++i) load(i);

@@ -1,5 +1,5 @@
-// The rows of x in the shared memory of a skinny product of codes. A single row is quantized here
-// where it has no scales yet, after an RMSNorm where there is one.
+// The rows of x in shared memory, for skinny products of codes. A single row without scales is
+// quantized here, after an RMSNorm if the op has one.
 #pragma once
 
 #include "common/packed.cuh"
@@ -16,17 +16,17 @@ struct W8Rows {
   using Codes = typename Product::Codes;
   using V = Vec<scalar_t, kVec>;
   static constexpr bool kGroups = kBlocks || Product::kGroups;
-  static constexpr int kPieces = 8;  // 16-byte vectors of a single row that a thread holds
+  static constexpr int kPieces = 8;  // register-resident 16-byte vectors of a single row per thread
   static constexpr int kGroupLanes = kScaleBlock / kVec;
 
   const W8Params& p;
   int thread, threads, warp_idx, num_warps;
-  int pitch, vectors;  // bytes of a row in shared memory; vectors of eight values in a row
-  int num_scales;      // of a row
+  int pitch, vectors;  // bytes per row in shared memory; vectors of eight values per row
+  int num_scales;      // scales per row
   unsigned char* x;
   float *scales, *smem;  // `smem`: two floats for each warp
 
-  // Bytes from a row to the next: no bank conflicts between the rows that a warp reads at once.
+  // Bytes between rows, chosen so that the rows that a warp reads together have no bank conflicts.
   __device__ __forceinline__ static int pitch_of(int k) { return (k + 511) / 512 * 512 + 64; }
 
   template <typename Block>
@@ -43,21 +43,21 @@ struct W8Rows {
         scales(scales),
         smem(smem) {}
 
-  // What does not depend on the preceding kernel.
+  // The steps that do not depend on the preceding kernel.
   __device__ __forceinline__ void begin() const {
-    const int count = (pitch / 256 * 256 - p.k) / 16;  // zeros after the end
+    const int count = (pitch / 256 * 256 - p.k) / 16;  // vectors of zeros after the row's end
     for (int i = thread; i < p.m * count; i += threads)
       store_vec(reinterpret_cast<uint32_t*>(x + i / count * pitch + p.k + i % count * 16),
                 Vec<uint32_t, 4>{});
   }
-  // Brings the norm's weight to the L2 cache, while the preceding kernel may still run.
+  // Prefetches the norm's weight to L2 while the preceding kernel may still run.
   __device__ __forceinline__ void prefetch_norm() const {
     if (p.norm_weight == nullptr) return;
-    for (int i = thread * 64; i < p.k; i += threads * 64)  // lines of 128 bytes
+    for (int i = thread * 64; i < p.k; i += threads * 64)  // one thread per 128-byte line
       asm volatile("prefetch.global.L2 [%0];" ::"l"(p.norm_weight + i));
   }
 
-  // The values in shared memory. Ends with a barrier of the block.
+  // Writes the values to shared memory. Ends with a barrier of the block.
   __device__ __forceinline__ void prepare() const {
     if (p.x_scales != nullptr)
       copy_codes();
@@ -70,7 +70,7 @@ struct W8Rows {
   __device__ __forceinline__ void copy_codes() const {
     const unsigned char* codes = static_cast<const unsigned char*>(p.x);
     for (int i = thread * 16; i < p.k; i += threads * 16) {
-      uint4 v[kW8Tokens];  // all in flight
+      uint4 v[kW8Tokens];  // all loads in flight
 #pragma unroll
       for (int token = 0; token < kW8Tokens; ++token)
         if (token < p.m) v[token] = *reinterpret_cast<const uint4*>(codes + token * p.x_stride + i);
@@ -81,7 +81,7 @@ struct W8Rows {
     for (int i = thread; i < p.m * num_scales; i += threads) scales[i] = p.x_scales[i];
   }
 
-  // The reduction of one float per warp.
+  // Reduces one float per warp over the block.
   template <typename Reduce>
   __device__ __forceinline__ float over_warps(float value, float* at, const Reduce& reduce) const {
     if (thread % kWarpSize == 0) at[warp_idx] = value;
@@ -103,17 +103,17 @@ struct W8Rows {
     return sum;
   }
 
-  // Row 0, read once, `held` in registers.
+  // Quantizes row 0, which is read once and stays register-resident.
   __device__ __forceinline__ void quantize_row() const {
     const scalar_t* row = static_cast<const scalar_t*>(p.x);
-    Packed<kVec> held[kPieces];
-    load_pieces(row, held);
-    if (p.norm_weight != nullptr) normalise(held);
+    Packed<kVec> resident[kPieces];
+    load_pieces(row, resident);
+    if (p.norm_weight != nullptr) normalise(resident);
     float factor = 0.0f;
     if constexpr (!kGroups) {
       float peak = 0.0f;
 #pragma unroll
-      for (int j = 0; j < kPieces; ++j) peak = peak_of(unpack<kVec>(held[j]), peak);
+      for (int j = 0; j < kPieces; ++j) peak = peak_of(unpack<kVec>(resident[j]), peak);
       peak = over_warps(lanes_max_or_nan<kWarpSize>(peak), smem + kW8MaxWarps, max_or_nan);
       factor = code_factor<Codes>(peak);
       if (thread == 0) scales[0] = code_scale<Codes>(peak);
@@ -122,7 +122,7 @@ struct W8Rows {
     for (int j = 0; j < kPieces; ++j) {
       if (j * threads >= vectors) break;
       const int i = thread + j * threads;
-      const V v = unpack<kVec>(held[j]);
+      const V v = unpack<kVec>(resident[j]);
       if constexpr (kGroups) {
         const float peak = lanes_max_or_nan<kGroupLanes>(peak_of(v, 0.0f));
         factor = code_factor<Codes>(peak);
@@ -143,17 +143,17 @@ struct W8Rows {
     }
   }
 
-  __device__ __forceinline__ void normalise(Packed<kVec> (&held)[kPieces]) const {
+  __device__ __forceinline__ void normalise(Packed<kVec> (&resident)[kPieces]) const {
     Packed<kVec> norm[kPieces];
     load_pieces(p.norm_weight, norm);
     float sum = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) sum = squares(unpack<kVec>(held[j]), sum);
+    for (int j = 0; j < kPieces; ++j) sum = squares(unpack<kVec>(resident[j]), sum);
     sum = over_warps(warp_sum(sum), smem, [](float a, float b) { return a + b; });
     const float scale = 1.0f / sqrtf(sum / p.k + p.eps);
 #pragma unroll
     for (int j = 0; j < kPieces; ++j)
-      held[j] = pack<kVec>(
-          normalised(unpack<kVec>(held[j]), unpack<kVec>(norm[j]), scale, p.weight_offset));
+      resident[j] = pack<kVec>(
+          normalised(unpack<kVec>(resident[j]), unpack<kVec>(norm[j]), scale, p.weight_offset));
   }
 };

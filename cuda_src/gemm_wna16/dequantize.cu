@@ -1,20 +1,20 @@
-// The numbers of a quantized weight, row by row.
+// Dequantizes a weight to (N, K) numbers.
 //
 //   out[n, k] = scale (q - zero), or scale q + minimum
 //
-// Arguments: DequantizeParams below, and those of dequantize_bytes beside it.
+// Arguments: DequantizeParams, and the parameters of dequantize_bytes, both below.
 //
 // Numerics: float, rounded once; products and sums are not contracted.
 // Parallelisation: a warp decodes a tile of 16 rows by 64 columns of a packed weight, and writes it
-// through shared memory, whole lines at a time. Formats of one byte that lie row by row
-// (dequantize_bytes) take a thread per 16 codes.
+// through shared memory, whole lines at a time. One-byte formats stored row by row take one thread
+// per 16 codes (dequantize_bytes).
 // Mirror: engine/reference/dequantize.py
 #include <cuda_fp8.h>
 
 #include "common/reduce.cuh"  // kWarpSize
 #include "common/weight_decode.cuh"
 
-constexpr int kWarps = 4;  // of a block
+constexpr int kWarps = 4;  // warps per block
 constexpr int kPitch = kTileColumns + 16 / sizeof(scalar_t);
 
 struct DequantizeParams {
@@ -22,11 +22,11 @@ struct DequantizeParams {
   const unsigned char* high;    // or null
   const unsigned char* scales;  //
   const unsigned char* supers;  // or null
-  const int* permutation;       // (K,) where column k goes; null: to column k
+  const int* permutation;       // (K,) destination of column k; null: column k
   scalar_t* out;                // (N, K) contiguous
   int n, k;
-  int groups, num_supers;  // of a row of scales and of supers
-  int is_vector;           // rows of out start at, and are, whole 16-byte accesses
+  int groups, num_supers;  // per row of scales, of supers
+  int is_vector;           // rows of out are whole, aligned 16-byte words
 };
 
 __device__ __forceinline__ float code_value(const TileWords& w, int s, int j, int e) {
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarpSize)
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + warp_idx;
   const int64_t tile = index / k_tiles;
   const int column0 = static_cast<int>(index % k_tiles) * kTileColumns;
-  if (tile * kTileRows >= p.n) return;  // SAFETY: whole warps leave; there is no block barrier
+  if (tile * kTileRows >= p.n) return;  // SAFETY: whole warps exit; there is no block barrier
   TileWords words;
   words.load(p.data + index * kDataBytes, p.high + index * kHighBytes, lane_idx);
   const PackedWeight weight{p.data, p.high, p.scales, p.supers};
@@ -110,7 +110,7 @@ __device__ __forceinline__ float byte_value(unsigned char code, bool is_e4m3) {
 }
 
 // data (N, K) e4m3 or int8; scales (ceil(N / block_rows), ceil(K / block_columns)) float. A thread
-// takes up to 16 codes of a row, from blockIdx.y on every gridDim.y-th row.
+// takes up to 16 codes of a row, in every gridDim.y-th row from blockIdx.y on.
 extern "C" __global__ void __launch_bounds__(256)
     dequantize_bytes(const unsigned char* data, const float* scales, scalar_t* out, int n, int k,
                      int block_rows, int block_columns, int is_e4m3, int is_vector) {

@@ -2,13 +2,13 @@
 //
 //   out = activation(x weight^T + bias) + residual
 //
-// Arguments: FewRowsParams in gemm_wna16_problem.cuh; the weight's format is the module's
+// Arguments: FewRowsParams in gemm_wna16_problem.cuh; a module is compiled for one weight format
 // (weight_format.cuh).
 //
 // Numerics: products of 16-bit values on tensor cores, the codes as exact integers; sums, scales,
 // bias, activation and residual in float, one rounding at the end. The order of summation is fixed.
-// Parallelisation: the weight's bytes are the cost; gemm_wna16_few_rows.cuh streams them through
-// rings of shared memory, and its warps share rows and k.
+// Parallelisation: reading the weight dominates; gemm_wna16_few_rows.cuh streams it through rings
+// of shared memory, with rows and k divided among warps.
 // Mirror: engine/reference/gemm_wna16.py
 #include "gemm_wna16/gemm_wna16_few_rows.cuh"
 

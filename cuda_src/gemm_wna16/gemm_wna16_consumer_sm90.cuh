@@ -1,5 +1,5 @@
-// The consumers of gemm_wna16_sm90.cu: weights become fragments in registers, wgmma multiplies them
-// with the rows of x in shared memory, and the epilogue writes the sums.
+// The consumers of gemm_wna16_sm90.cu: they decode weights to fragments in registers, multiply
+// these by the rows of x in shared memory with wgmma, and write the sums in the epilogue.
 //
 // The weight is wgmma's A and the tokens are its B: sums are (rows of the weight, tokens).
 #pragma once
@@ -10,7 +10,7 @@
 #include "common/wgmma_weights.cuh"
 
 using Sums = float[kMmaTiles][kTokens / 2];
-// The fragments of a slab. wgmma reads them while the next slab's are decoded, a step behind.
+// The fragments of a slab. wgmma reads them while those of the next slab are decoded.
 using Fragments = uint32_t[kSteps][kMmaTiles][4];
 
 struct Consumer {
@@ -20,8 +20,8 @@ struct Consumer {
   int warpgroup, warp_idx, lane_idx;
   bool is_gated;
 
-  // The row tile of m-tile `mma` of this warp. If tiles are mixed: rows 8 (tile % 2) of tile
-  // `tile / 2` of gate, and of up.
+  // The row tile of m-tile `mma` of this warp. With mixed tiles it stands for 8 rows of gate and of
+  // up, from row 8 (tile % 2) of their tile `tile / 2` on.
   __device__ __forceinline__ int row_tile(int mma) const {
     if (kPairsTiles && is_gated) return mma * (kRowTiles / 2) + paired_tile();
     return (warpgroup * kMmaTiles + mma) * 4 + warp_idx % 4;
@@ -30,12 +30,12 @@ struct Consumer {
   __device__ __forceinline__ bool mixes_tiles() const { return !kPairsTiles && is_gated; }
 
   // SAFETY: every lane releases a stage, as it has read the weights by ordinary loads; one arrival
-  // a warp would do, but compute-sanitizer then reports races.
+  // per warp would suffice, but compute-sanitizer then reports races.
   __device__ __forceinline__ void release(int stage) const {
     mbarrier_arrive(smem_address(&smem.empty[stage]));
   }
 
-  // kBytes of this lane's rows of a row tile, of an array of a stage.
+  // Loads kBytes for this lane's rows of a row tile from one of a stage's arrays.
   template <int kBytes>
   __device__ __forceinline__ uint2 small_words(const unsigned char* array, int tile,
                                                int tile_bytes) const {
@@ -135,13 +135,13 @@ struct Consumer {
     }
   }
 
-  // Sums this CTA's share of k, which is not empty. While wgmma multiplies a slab the next one is
-  // decoded.
+  // Sums this CTA's share of k, which is not empty. The next slab is decoded while wgmma multiplies
+  // the current one.
   __device__ __forceinline__ void multiply(PipelineState<kStages>& state, Sums& acc) const {
     constexpr int kGroupSlabs = kGroup > kSlabK ? kGroup / kSlabK : 1;
     state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
     const int first = first_k * kDepth, last = min(last_k * kDepth, slabs);
-    Sums part;  // of a group
+    Sums part;  // sums of a group
     if constexpr (kScalesSums) {
 #pragma unroll
       for (int j = 0; j < kMmaTiles; ++j)
@@ -153,7 +153,7 @@ struct Consumer {
     int slab = first;
     mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
     decode_slab(state.stage, slab, even);
-    int held = -1;  // the stage of the slab before, if that ended it
+    int pending = -1;  // stage to release: the previous slab was its last; else -1
     // Returns whether another slab follows.
     const auto advance = [&](const Fragments& now, Fragments& next) {
       const int stage = state.stage;
@@ -163,9 +163,9 @@ struct Consumer {
       float scales[kMmaTiles][2];
       if (ends_group) load_scales(stage, slab, scales);
       start(stage, slab, begins, now, sums);
-      wgmma_wait<1>();  // the slab before has been multiplied: `next` may be written
-      if (held >= 0) release(held);
-      held = ends_stage ? stage : -1;
+      wgmma_wait<1>();  // the previous slab has been multiplied: `next` may be overwritten
+      if (pending >= 0) release(pending);
+      pending = ends_stage ? stage : -1;
       if (ends_stage) state.advance();
       if (++slab < last) {
         if (ends_stage) mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
@@ -181,12 +181,13 @@ struct Consumer {
     while (advance(even, odd) && advance(odd, even)) {
     }
     wgmma_wait<0>();
-    release(held);
+    release(pending);
 #pragma unroll
     for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
   }
 
-  // Adds the sums of the cluster's CTAs for this CTA's slice, in their order. False: it has none.
+  // Adds the sums of the cluster's CTAs for this CTA's slice, in order. Returns false if it has no
+  // slice.
   __device__ __forceinline__ bool exchange(const Sums& acc, float (&own)[kSliceSums]) const {
     const int me = cluster_rank();
     const auto at = [&](int from, int to, int vec) {
@@ -226,7 +227,7 @@ struct Consumer {
     return true;
   }
 
-  // Of a gated product, turns the sums of a slice of gate into results. `mma` is its first m-tile.
+  // In a gated product, turns the sums of a slice of gate into results. `mma` is its first m-tile.
   __device__ __forceinline__ void combine(const RowEpilogue& e, float* sums, int block,
                                           int mma) const {
     if constexpr (kPairsTiles)
@@ -235,7 +236,7 @@ struct Consumer {
       combine_rows(e, sums, block, mma);
   }
 
-  // Rows g are of gate, rows g + 8 of up.
+  // Rows g belong to gate, rows g + 8 to up.
   __device__ __forceinline__ void combine_rows(const RowEpilogue& e, float* sums, int block,
                                                int mma) const {
 #pragma unroll
@@ -252,7 +253,7 @@ struct Consumer {
     }
   }
 
-  // The first m-tile is of gate, the second of up; results take the place of gate's sums.
+  // The first m-tile belongs to gate, the second to up; results replace gate's sums.
   __device__ __forceinline__ void combine_tiles(const RowEpilogue& e, float* sums,
                                                 int block) const {
     float gate[2] = {}, up[2] = {};  // biases of rows g and g + 8
@@ -270,8 +271,8 @@ struct Consumer {
     }
   }
 
-  // Writes a tile whose results are of 16 bits and need no more than a bias: a warpgroup alone, in
-  // half the bytes. A row of staging is a token's 64 results of an m-tile, or 32 if gated.
+  // Writes a tile with 16-bit results and at most a bias: each warpgroup by itself, staging half
+  // the bytes. A row of staging is a token's 64 results of an m-tile, or 32 if gated.
   __device__ __forceinline__ void store_halves(const RowEpilogue& e, Sums& acc,
                                                const WorkTile& tile, int num_tokens) const {
     const int warp = warp_idx % 4, width = is_gated ? kMmaM / 2 : kMmaM;
@@ -296,9 +297,9 @@ struct Consumer {
     }
   }
 
-  // Matrices of 8 tokens by 8 rows of the weight, which change places.
+  // Stages matrices of 8 tokens by 8 rows of the weight, transposed.
   __device__ __forceinline__ void stage_halves(unsigned staging, const float* sums) const {
-    const int row = lane_idx % 8 + lane_idx / 16 * 8;  // two times two matrices
+    const int row = lane_idx % 8 + lane_idx / 16 * 8;  // matrices in 2 x 2 order
     const int part = (warp_idx % 4 * 2 + lane_idx / 8 % 2) ^ (row & 7);
 #pragma unroll
     for (int i = 0; i < kHalvesTokens / 16; ++i) {
@@ -319,7 +320,7 @@ struct Consumer {
     }
   }
 
-  // Staged rows of `width` columns to out.
+  // Copies staged rows of `width` columns to out.
   __device__ __forceinline__ void copy_halves(const RowEpilogue& e, const unsigned char* staged,
                                               int token, int count, int column, int width) const {
     const int shift = is_gated ? 2 : 3, mask = is_gated ? 3 : 7;
@@ -332,7 +333,7 @@ struct Consumer {
     }
   }
 
-  // Writes slice `slice` of a tile: through staging, where sums become rows.
+  // Writes slice `slice` of a tile through staging, which transposes sums into rows.
   __device__ __forceinline__ void store(const RowEpilogue& e, float* sums, const WorkTile& tile,
                                         int num_tokens, int slice) const {
     const int mma = slice * kSliceVecs % kMmaTiles;
@@ -342,7 +343,7 @@ struct Consumer {
 #pragma unroll 1
     for (int first = 0; first < count; first += kChunk) {
 #pragma unroll
-      for (int i = 0; i < kSliceTokens; i += kChunk)  // registers have no index
+      for (int i = 0; i < kSliceTokens; i += kChunk)  // registers cannot be indexed
         if (i == first) stage(sums + i / 2);
       named_barrier_sync<kConsumerThreads>(1);
       finish_staged(e, smem.staging, token + first, min(kChunk, count - first), tile.block, mma);
@@ -350,13 +351,13 @@ struct Consumer {
     }
   }
 
-  // kChunk tokens of each m-tile of a slice, from the first one's `sums` on.
+  // Stages kChunk tokens of each m-tile of a slice; `sums` points to those of the first.
   __device__ __forceinline__ void stage(const float* sums) const {
     const int g = lane_idx / 4, t = lane_idx % 4, rows = mixes_tiles() ? kTileRows / 2 : kTileRows;
     const bool is_paired = kPairsTiles && is_gated;
 #pragma unroll
     for (int j = 0; j < kSliceMmaTiles; ++j) {
-      if (is_paired && j > 0) break;  // up's sums
+      if (is_paired && j > 0) break;  // the remaining sums belong to up
       const int tile =
           is_paired ? paired_tile() : (warpgroup * kSliceMmaTiles + j) * 4 + warp_idx % 4;
       const int row = tile * rows + g;

@@ -1,4 +1,4 @@
-// How gemm_wna16_sm90.cu writes its sums: bias, activation, residual, in float, rounded once.
+// The epilogue of gemm_wna16_sm90.cu: bias, activation and residual in float, rounded once.
 #pragma once
 
 #include "common/epilogue.cuh"
@@ -12,7 +12,7 @@ struct alignas(16) Eight {
 struct RowEpilogue {
   Epilogue e;
   int columns;    // of out
-  int num_gates;  // gated: rows of gate, before those of up; else 0
+  int num_gates;  // gated: rows of gate, which precede those of up; else 0
 
   template <typename Out>
   __device__ __forceinline__ void add_residual(int64_t row, int column, Eight& y) const {
@@ -67,7 +67,7 @@ struct RowEpilogue {
       for (int j = 0; j < 8; ++j) y.v[j] = relu(y.v[j]);
   }
 
-  // Whether results are the sums and a bias, stored as scalar_t.
+  // Whether results are plain sums plus a bias, stored as scalar_t.
   __device__ __forceinline__ bool has_halves() const {
     return (num_gates > 0 || e.activation == kIdentity) && !e.is_float && e.residual == nullptr;
   }
@@ -94,7 +94,7 @@ struct RowEpilogue {
     }
   }
 
-  // `y` are sums of row `row` of x, from column `column` of out on; or results, if gated.
+  // `y` holds sums of row `row` of x, from column `column` of out on; results if gated.
   __device__ __forceinline__ void finish(int64_t row, int column, Eight y) const {
     if (num_gates == 0 && e.bias != nullptr) add_bias(column, y);
     if (num_gates == 0 && e.activation != kIdentity) activate_eight(y);
@@ -108,8 +108,8 @@ struct RowEpilogue {
   }
 };
 
-// Finishes `count` tokens from `token` on, which lie in staging: those of the slice that begins at
-// m-tile `mma` of each warpgroup.
+// Finishes `count` staged tokens from `token` on, which belong to the slice that begins at m-tile
+// `mma` of each warpgroup.
 __device__ __forceinline__ void finish_staged(const RowEpilogue& e, const float* staging, int token,
                                               int count, int block, int mma) {
   constexpr int kShift = kSliceRows == 64 ? 3 : kSliceRows == 128 ? 4 : 5;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void finish_staged(const RowEpilogue& e, const float*
   const int first_column = (block * kRows / kMmaM + mma) * mma_width;
   for (int i = threadIdx.x; i < count << shift; i += kConsumerThreads) {
     const int row = i >> shift, within = (i & ((1 << shift) - 1)) * 8;
-    // Other slices may have m-tiles of the first warpgroup before those of the second.
+    // The first warpgroup's m-tiles of other slices may precede those of the second warpgroup.
     const int skipped =
         within / (kSliceMmaTiles * mma_width) * (kMmaTiles - kSliceMmaTiles) * mma_width;
     const int column = first_column + within + skipped;

@@ -1,8 +1,8 @@
 // Few rows of x (decoding): the weight is read once, through rings of shared memory.
 //
 // Every warp has a ring of its own (gemm_wna16_few_rows_loader.cuh), so that no warp waits for
-// another one in the main loop, and the first stages arrive while the preceding kernel still runs.
-// x stays in shared memory. How k and rows are shared: gemm_wna16_few_rows_block.cuh.
+// another in the main loop, and the first stages arrive while the preceding kernel still runs. x
+// stays in shared memory. Division of k and rows among warps: gemm_wna16_few_rows_block.cuh.
 #pragma once
 
 #include "common/weight_product.cuh"
@@ -11,27 +11,27 @@
 
 #if ENGINE_DTYPE != 0
 
-// What an element of out needs beside the sums.
+// Operands of an element of out besides its sum.
 struct OutputOperands {
   float bias, up_bias, residual;
 };
 
-// An element of out that a thread finishes: of row tile z (gated: of z and z + 1) of a unit.
+// An element of out that a thread finishes, in row tile z (gated: z and z + 1) of a work tile.
 struct OutputPlace {
-  int z, token, row, column;  // row of the tile's 16; column of out
+  int z, token, row, column;  // row of the row tile; column of out
 
   __device__ __forceinline__ static int tiles(const FewRowsBlock& b) {
     return b.gate_tiles > 0 ? blockDim.z / 2 : blockDim.z;
   }
-  // Element `index` of the unit; false if it does not exist.
-  __device__ __forceinline__ bool set(const FewRowsParams& p, const FewRowsBlock& b, int unit,
+  // Element `index` of the work tile; false if it does not exist.
+  __device__ __forceinline__ bool set(const FewRowsParams& p, const FewRowsBlock& b, int work_tile,
                                       int index) {
     const bool is_gated = b.gate_tiles > 0;
     row = index % kTileRows;
     z = index / kTileRows, token = 0;
     if (p.m > 1) token = z / tiles(b), z %= tiles(b);
     if (is_gated) z *= 2;
-    column = b.row_tile(unit, z) * kTileRows + row;
+    column = b.row_tile(work_tile, z) * kTileRows + row;
     return token < p.m && z < static_cast<int>(blockDim.z) && column < (is_gated ? p.n / 2 : p.n);
   }
   __device__ __forceinline__ void load_bias(const FewRowsParams& p, const FewRowsBlock& b,
@@ -57,12 +57,12 @@ struct OutputPlace {
   }
 };
 
-// Of this thread, in a unit. The threads of a cluster take all of them in turn.
+// This thread's first element in a work tile. The threads of a cluster take the elements in turn.
 __device__ __forceinline__ int first_output(const FewRowsBlock& b) {
   return b.rank * b.threads + b.thread;
 }
 
-// The sum of an element over all parts, in their order; `from` is the place of the first.
+// The sum of an element over all parts, in order; `from` points to the first part's.
 template <typename Shape>
 __device__ __forceinline__ float sum_of_parts(const FewRowsBlock& b, const float* from) {
   float sum = 0.0f;
@@ -79,16 +79,17 @@ __device__ __forceinline__ float sum_of_parts(const FewRowsBlock& b, const float
   return sum;
 }
 
-// Adds the parts' sums in their order and writes the unit's elements. `early` belongs to this
+// Adds the parts' sums in their order and writes the work tile's elements. `early` belongs to this
 // thread's first element, or is null.
 template <typename Shape>
-__device__ __forceinline__ void finish_unit(const FewRowsParams& p, const FewRowsBlock& b, int unit,
-                                            const float* sums, const OutputOperands* early) {
+__device__ __forceinline__ void finish_work_tile(const FewRowsParams& p, const FewRowsBlock& b,
+                                                 int work_tile, const float* sums,
+                                                 const OutputOperands* early) {
   const int count = OutputPlace::tiles(b) * kTileRows * p.m;
 #pragma unroll 1
   for (int index = first_output(b); index < count; index += b.threads * b.size, early = nullptr) {
     OutputPlace place;
-    if (!place.set(p, b, unit, index)) continue;
+    if (!place.set(p, b, work_tile, index)) continue;
     OutputOperands o;
     if (early != nullptr) {
       o = *early;
@@ -117,11 +118,11 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
   constexpr int kTokenTiles = Shape::kTokenTiles;
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ NormShared smem_norm;
-  // Loaded early, to hide the latency, and kept here, for want of registers.
+  // Loaded early, to hide the latency, and kept in shared memory, as registers are scarce.
   __shared__ OutputOperands smem_early[512];
   pdl_trigger();
   const FewRowsBlock b(p, smem, kTokens > 1);
-  if (b.first_unit() >= p.num_units) {  // it only keeps its place on the multiprocessor
+  if (b.first_work_tile() >= p.num_work_tiles) {  // this block only occupies its multiprocessor
     pdl_wait();
     return;
   }
@@ -132,7 +133,7 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     const bool is_row = row.fits(p, b);
     const auto load_parameters = [&] {
       OutputPlace place;
-      if (place.set(p, b, b.first_unit(), first_output(b))) place.load_bias(p, b, early);
+      if (place.set(p, b, b.first_work_tile(), first_output(b))) place.load_bias(p, b, early);
 #pragma unroll 1
       for (int i = 0; i < p.num_stages; ++i) loader.load();
       if (is_row) row.load_norm(p, b);
@@ -140,7 +141,7 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     if (p.uses_pdl != 0) load_parameters();
     pdl_wait();
     OutputPlace place;
-    if (place.set(p, b, b.first_unit(), first_output(b))) place.load_residual(p, early);
+    if (place.set(p, b, b.first_work_tile(), first_output(b))) place.load_residual(p, early);
     if (p.uses_pdl == 0) load_parameters();
     if (is_row)
       row.store(p, b, smem_norm);
@@ -150,7 +151,8 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     __syncthreads();
   }
 
-  // The rows of x that this lane passes to ldmatrix; for tokens that do not exist, the last one's.
+  // Addresses of the rows of x that this lane passes to ldmatrix; the last row for tokens that do
+  // not exist.
   uint32_t x_rows[kTokenTiles];
 #pragma unroll
   for (int i = 0; i < kTokenTiles; ++i) {
@@ -161,7 +163,8 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
   float* sums = b.sums;
   const unsigned char* stage_at = b.ring;
 #pragma unroll 1
-  for (int unit = b.first_unit(); unit < p.num_units; unit += b.unit_step()) {
+  for (int work_tile = b.first_work_tile(); work_tile < p.num_work_tiles;
+       work_tile += b.work_tile_step()) {
     StageProduct<Shape> product;
     product.clear();
     uint32_t x_at[kTokenTiles];
@@ -182,18 +185,19 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
       if (stage_at == b.ring + p.num_stages * kStageBytes) stage_at = b.ring;
     }
     product.store(sums + b.warp_idx * Shape::kSumFloats, b.lane_idx / 4, b.lane_idx % 4);
-    // SAFETY: of two buffers a warp overwrites one only after the next unit's barrier, which comes
-    // after all reads of it.
+    // SAFETY: of two buffers a warp overwrites one only after the next work tile's barrier, which
+    // comes after all reads of it.
     cluster_sync(b.size);
-    finish_unit<Shape>(p, b, unit, sums, unit == b.first_unit() ? &smem_early[b.thread] : nullptr);
+    finish_work_tile<Shape>(p, b, work_tile, sums,
+                            work_tile == b.first_work_tile() ? &smem_early[b.thread] : nullptr);
     const int buffer = b.num_warps * Shape::kSumFloats;
     sums = sums == b.sums ? sums + buffer : b.sums;
   }
   if (b.size > 1) cluster_sync(b.size);  // SAFETY: others may still read this block's sums.
 }
 
-// The entry points of an op, without or with a norm before the product. Of 16 rows a block has
-// fewer warps, for they take more registers.
+// The entry points of an op, without or with a norm before the product. Blocks of 16 rows have
+// fewer warps, which use more registers.
 #define ENGINE_FEW_ROWS_ENTRY(name, tokens, threads, norm) \
   extern "C" __global__ void __launch_bounds__(threads, 1) \
       name(const __grid_constant__ FewRowsParams p) {      \

@@ -1,10 +1,10 @@
-// How the kernels for few rows cut a problem, and a warp's place in it.
+// How the kernels for few rows divide a problem, and a warp's part of it.
 //
-// A unit is blockDim.z row tiles (16 rows) of the weight; the C blocks of a cluster compute it, and
-// after it every num_clusters-th unit. k is cut into stages of kStageTiles tiles; warp (y, z) of
-// block r multiplies row tile z of the unit by the part_stages stages from
-// (r * blockDim.y + y) * part_stages on. The parts' sums are added in their order. A block has x of
-// its parts only.
+// A work tile is blockDim.z row tiles (16 rows) of the weight; the C blocks of a cluster compute
+// it, then every num_clusters-th work tile. k is divided into stages of kStageTiles tiles; warp (y,
+// z) of block r multiplies row tile z of the work tile by the part_stages stages from (r *
+// blockDim.y + y) * part_stages on. The parts' sums are added in order. A block loads x for its own
+// parts only.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -15,18 +15,18 @@
 
 struct FewRowsBlock {
   int lane_idx, warp_idx, num_warps, threads, thread;
-  int size, rank;  // of the cluster
+  int size, rank;  // blocks of the cluster, rank of this one
   int k_tiles, row_tiles;
-  int stage_begin, stage_end;  // of k, of this warp
+  int stage_begin, stage_end;  // stages of k of this warp
   int gate_tiles;              // row tiles of gate; 0 if not gated
-  int x_begin, x_columns;      // of k, of this block; the columns with padding
-  int x_pitch;                 // bytes from a row of x to the next
+  int x_begin, x_columns;      // slice of k of this block; its width with padding
+  int x_pitch;                 // bytes between rows of x
   unsigned char* ring;         // of this warp
   unsigned char* x;            // [token][column]
-  float* x_sums;               // [group] of x's only row
+  float* x_sums;               // [group], for a single row of x
   float* sums;                 // [buffer][warp][token][row]
 
-  bool may_share;  // whether clusters are more than a block
+  bool may_share;  // whether a cluster has more than one block
 
   __device__ __forceinline__ FewRowsBlock(const FewRowsParams& p, unsigned char* smem,
                                           bool may_share)
@@ -56,16 +56,17 @@ struct FewRowsBlock {
     sums = x_sums + block_stages * kStageGroups;
   }
 
-  __device__ __forceinline__ int first_unit() const {
+  __device__ __forceinline__ int first_work_tile() const {
     return may_share ? cluster_index() : blockIdx.x;
   }
-  __device__ __forceinline__ int unit_step() const {
+  __device__ __forceinline__ int work_tile_step() const {
     return may_share ? num_clusters() : gridDim.x;
   }
 
-  // Row tile z of a unit. Gated, even ones are of gate and odd ones the matching ones of up.
-  __device__ __forceinline__ int row_tile(int unit, int z) const {
-    const int index = unit * static_cast<int>(blockDim.z) + z;
+  // Row tile z of a work tile. Gated, even row tiles belong to gate and odd ones are the matching
+  // row tiles of up.
+  __device__ __forceinline__ int row_tile(int work_tile, int z) const {
+    const int index = work_tile * static_cast<int>(blockDim.z) + z;
     return gate_tiles == 0 ? index : index / 2 + index % 2 * gate_tiles;
   }
   __device__ __forceinline__ scalar_t* x_row(int token) const {

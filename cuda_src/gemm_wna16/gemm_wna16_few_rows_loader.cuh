@@ -5,27 +5,27 @@
 #include "common/weight_stage.cuh"
 #include "gemm_wna16/gemm_wna16_few_rows_block.cuh"
 
-// Loads the stages of a warp in the order it multiplies them.
+// Loads the stages of a warp in the order of their use.
 struct StageLoader : StageCopier<FewRowsParams> {
   const FewRowsBlock& b;
-  int unit;  // of the next stage
+  int work_tile;  // work tile of the next stage
 
   __device__ __forceinline__ StageLoader(const FewRowsParams& p, const FewRowsBlock& b)
-      : StageCopier<FewRowsParams>{p, b.lane_idx, b.k_tiles}, b(b), unit(b.first_unit()) {
+      : StageCopier<FewRowsParams>{p, b.lane_idx, b.k_tiles}, b(b), work_tile(b.first_work_tile()) {
     to = smem_address(b.ring) + b.lane_idx * 16;
-    start_unit();
+    start_work_tile();
   }
 
-  __device__ __forceinline__ void start_unit() {
-    if (b.stage_begin >= b.stage_end) unit = p.num_units;
-    go_to(min(b.row_tile(unit, threadIdx.z), b.row_tiles - 1), b.stage_begin);
+  __device__ __forceinline__ void start_work_tile() {
+    if (b.stage_begin >= b.stage_end) work_tile = p.num_work_tiles;
+    go_to(min(b.row_tile(work_tile, threadIdx.z), b.row_tiles - 1), b.stage_begin);
   }
 
-  // Always commits a group of copies, an empty one at the end: the wait counts groups.
+  // Always commits a group of copies, even if empty: the wait counts groups.
   __device__ __forceinline__ void load() {
-    if (unit < p.num_units) {
+    if (work_tile < p.num_work_tiles) {
       load_stage();
-      if (stage == b.stage_end) unit += b.unit_step(), start_unit();
+      if (stage == b.stage_end) work_tile += b.work_tile_step(), start_work_tile();
     }
     cp_async_commit();
     to += kStageBytes;

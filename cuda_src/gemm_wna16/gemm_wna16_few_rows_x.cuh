@@ -1,15 +1,15 @@
-// x in shared memory, normalised on the way if there is a norm.
+// x in shared memory, normalised on the way if the op has a norm.
 #pragma once
 
 #include "common/packed.cuh"
 #include "gemm_wna16/gemm_wna16_few_rows_block.cuh"
 
-constexpr int kXPieces = 4;  // of 16 bytes, that a thread loads at a time
+constexpr int kXPieces = 4;  // 16-byte pieces that a thread loads at a time
 constexpr int kMaxWarps = 16;
 
 struct NormShared {
   float partials[kMaxWarps];
-  float scales[32];  // of each token
+  float scales[32];  // 1 / rms of each token
 };
 
 __device__ __forceinline__ float sum_of_squares(const Vec<scalar_t, kVec>& v) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void apply_norm(const FewRowsParams& p, Vec<scalar_t,
     v.v[j] = from_float<scalar_t>(to_float(v.v[j]) * scale * (to_float(w.v[j]) + p.weight_offset));
 }
 
-// Normalises the rows that lie in shared memory, whole ones: not in a cluster. A barrier must
+// Normalises the rows in shared memory, which must be whole: not in a cluster. A barrier must
 // follow.
 __device__ __forceinline__ void normalise(const FewRowsParams& p, const FewRowsBlock& b,
                                           NormShared& shared) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void normalise(const FewRowsParams& p, const FewRowsB
     }
 }
 
-// x of one row, which stays in registers until it is normalised.
+// A single row of x, register-resident until it is normalised.
 template <bool kNorm>
 struct SingleRow {
   using Words = Packed<kVec>;
@@ -76,7 +76,7 @@ struct SingleRow {
       if (i < p.k) to[j] = load_packed<kVec>(from + i);
     }
   }
-  // Of parameters: may come before pdl_wait.
+  // Reads model parameters only: may be called before pdl_wait.
   __device__ __forceinline__ void load_norm(const FewRowsParams& p, const FewRowsBlock& b) {
     if constexpr (kNorm) load(w, p.norm_weight, p, b);
   }
@@ -101,7 +101,7 @@ struct SingleRow {
       Vec<scalar_t, kVec> v = unpack<kVec>(x[j]);
       if constexpr (kNorm) apply_norm(p, v, unpack<kVec>(w[j]), scale);
       if (i < b.x_columns) store_vec(b.x_row(0) + i, v);
-      if constexpr (kSumsX) {  // SAFETY: kGroup / kVec lanes have a group; all lanes come here
+      if constexpr (kSumsX) {  // SAFETY: kGroup / kVec lanes share a group; all lanes get here
         float sum = sum_of(v);
 #pragma unroll
         for (int lanes = 1; lanes < kGroup / kVec; lanes *= 2)
@@ -112,8 +112,8 @@ struct SingleRow {
   }
 };
 
-// Copies the block's columns of x to shared memory, with zeros behind k, and sums one row's groups.
-// A barrier must follow.
+// Copies the block's columns of x to shared memory, with zeros past k, and for a single row sums
+// its groups. A barrier must follow.
 template <bool kNorm>
 __device__ __forceinline__ void load_rows(const FewRowsParams& p, const FewRowsBlock& b,
                                           NormShared& shared) {

@@ -1,15 +1,15 @@
-// What gemm_wna16's kernels compute, and how the host describes it.
+// The problem that gemm_wna16's kernels solve, and its parameters.
 //
 //   out[m, n] = activation(sum_k x[m, k] * weight[n, k] + bias[n]) + residual[m, n]
 //
-// Gated (kSiluAndMul), the weight's rows are all of gate, then as many of up, and
-// out[m, n] = silu(gate) * up has N / 2 columns.
+// Gated (kSiluAndMul), the weight holds all rows of gate, then all rows of up, and out[m, n] =
+// silu(gate) * up has N / 2 columns.
 #pragma once
 
 #include "common/epilogue.cuh"
 #include "common/weight_format.cuh"
 
-// Of the kernels for few rows of x.
+// Parameters of the kernels for few rows of x.
 struct FewRowsParams {
   const scalar_t* x;  // (M, K), rows x_stride elements apart, 16-byte aligned
   int64_t x_stride;
@@ -25,10 +25,10 @@ struct FewRowsParams {
   void* out;                    // (M, N), or (M, N / 2) gated; scalar_t, or float if is_float
   int64_t out_stride;           // elements
   int m, n, k;
-  int groups, num_supers;  // of a row of scales and of supers
+  int groups, num_supers;  // per row of scales, of supers
   int part_stages;         // stages of k that a warp sums
-  int num_units;           // of blockDim.z row tiles
-  int num_stages;          // of each warp's ring: as many as it needs, if these are fewer
+  int num_work_tiles;      // work tiles of blockDim.z row tiles
+  int num_stages;          // stages per warp's ring; fewer if k has fewer
   int activation;          // an Activation
   int is_float;
   int uses_pdl;  // the preceding kernel may still run; it writes neither weights nor bias

@@ -5,21 +5,21 @@
 #include "common/pipeline_state.cuh"
 #include "gemm_wna16/gemm_wna16_scheduler_sm90.cuh"
 
-// Boxes that reach past an array's end are filled with zeros, and count in full.
+// Boxes that extend past an array's end are filled with zeros, and their bytes count in full.
 struct Loader {
   Shared& smem;
   const TensorMap *map_x, *map_tail, *map_data, *map_high, *map_scales, *map_supers;
   int slabs;      // of k
-  int num_gates;  // row tiles of gate: the first half of a block, its ups are the second; 0: none
+  int num_gates;  // row tiles of gate, the first half of a block (up is the second); 0: not gated
   int m, x_part, tail_part;
   int first_k, last_k;  // stages of k
 
-  // Rows of x that are loaded; a stage's other rows keep what they held: their sums are dropped.
+  // Rows of x that are loaded. The other rows of a stage keep stale data: their sums are dropped.
   __device__ __forceinline__ int part(const WorkTile& tile) const {
     return tile.token + kTokens <= m ? x_part : tail_part;
   }
 
-  // Also announces all bytes of the stage.
+  // Loads the weight, and announces all bytes of the stage.
   __device__ __forceinline__ void weight(int stage, int stage_k, const WorkTile& tile) const {
     const unsigned full = smem_address(&smem.full[stage]);
     const int depth = min(kDepth, slabs - stage_k * kDepth);
@@ -43,7 +43,7 @@ struct Loader {
   }
 
  private:
-  // kCount row tiles from `row_tile` on, to the place of the stage's `local`.
+  // Loads kCount row tiles from `row_tile` on, to row tile `local` of the stage.
   template <int kCount>
   __device__ __forceinline__ void planes(int stage, int stage_k, int row_tile, int local,
                                          unsigned full) const {
@@ -59,8 +59,8 @@ struct Loader {
   }
 };
 
-// The first tile's weights are loaded before all else, as far as the ring has room; with `is_early`
-// also before the preceding kernel has ended.
+// The first tile's weights are loaded first, as far as the ring allows; with `is_early` even before
+// the preceding kernel has ended.
 __device__ __forceinline__ void produce(const Loader& load, const TileScheduler& s, bool is_early) {
   if (!is_early) pdl_wait();
   int early = 0;

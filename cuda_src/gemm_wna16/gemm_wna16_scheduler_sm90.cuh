@@ -1,18 +1,18 @@
-// Which work tiles a persistent CTA of gemm_wna16_sm90.cu computes, in which order.
+// The tile scheduler of gemm_wna16_sm90.cu: the work tiles of a persistent CTA and their order.
 #pragma once
 
 #include "gemm_wna16/gemm_wna16_config_sm90.cuh"
 
 struct WorkTile {
-  int token;  // the first
-  int block;  // of rows of the weight
+  int token;  // first token
+  int block;  // block of rows of the weight
 };
 
-// The order goes through a band of rows of x before the next rows of the weight: the band stays in
-// L2, and the weight is read once for it.
+// The order covers a band of rows of x before it moves to the next rows of the weight: the band
+// stays in L2, and the weight is read once per band.
 struct TileScheduler {
   static constexpr int kBand = 8;
-  int tokens, blocks;  // tiles of each kind
+  int tokens, blocks;  // number of tiles along each axis
 
   __device__ __forceinline__ int first() const { return blockIdx.x / kSplits; }
   __device__ __forceinline__ int step() const { return gridDim.x / kSplits; }

@@ -5,16 +5,16 @@
 // With num_gates the rows of gate precede those of up, and out = silu(gate) * up.
 // Arguments: GemmWna16Sm90Params, below. The weight's layout: engine/weights/packing.py.
 //
-// Numerics: weights are rounded to scalar_t, as `dequantize` rounds them or nearly so
-// (common/weight_fragments_sm90.cuh), or (SCALES_SUMS) codes are multiplied and the sums over a
-// group scaled. Products on tensor cores (wgmma); sums, bias,
-// activation and residual in float, one rounding at the end. Without SPLITS and SCALES_SUMS the
-// sums go through k in ascending steps of 16, whatever M is.
+// Numerics: weights are rounded to scalar_t like `dequantize` or nearly so
+// (common/weight_fragments_sm90.cuh); with SCALES_SUMS codes are multiplied and the sums over a
+// group scaled. Products on tensor cores (wgmma); sums, bias, activation and residual in float, one
+// rounding at the end. Without SPLITS and SCALES_SUMS the sums go through k in ascending steps of
+// 16, whatever M is.
 // Parallelisation: a persistent CTA computes work tiles of kRows rows of the weight by kTokens rows
-// of x. A producer thread fills a ring of stages by TMA.
-// Consumer warpgroups turn codes into fragments in registers while wgmma multiplies those of
-// the step before. The CTAs of a cluster share one tile's sum over k: they exchange partial sums
-// through distributed shared memory, and each finishes some of the tokens.
+// of x. A producer thread fills a ring of stages by TMA. Consumer warpgroups decode codes to
+// fragments in registers while wgmma multiplies those of the preceding step. The CTAs of a cluster
+// share one tile's sum over k: they exchange partial sums through distributed shared memory, and
+// each finishes some of the tokens.
 // Mirror: engine/reference/gemm_wna16.py
 #include "gemm_wna16/gemm_wna16_consumer_sm90.cuh"
 #include "gemm_wna16/gemm_wna16_producer_sm90.cuh"
@@ -26,20 +26,20 @@ struct GemmWna16Sm90Params {
   // half of these with num_gates: data as (row tiles, K * bits / 256, 256), the others by slabs of
   // k, groups or super-blocks, as (row tiles, slabs, bytes).
   TensorMap map_data;
-  TensorMap map_high;  // any map for 4 and 8 bits
+  TensorMap map_high;  // unused with 4 and 8 bits, but must be valid
   TensorMap map_scales;
-  TensorMap map_supers;  // any map without super-blocks
+  TensorMap map_supers;  // unused without super-blocks, but must be valid
   const scalar_t* bias;  // (N,), or null
   const void* residual;  // shape and dtype of out, rows residual_stride apart; may be out; or null
   int64_t residual_stride;  // elements
   void* out;                // (M, N), or (M, N / 2) gated; scalar_t, or float if is_float
   int64_t out_stride;       // elements
-  int m, n, slabs;          // slabs: of 64 values of k
-  int x_part, tail_part;    // rows of x in a tile, and in that of the last rows
+  int m, n, slabs;          // slabs of 64 values of k
+  int x_part, tail_part;    // rows of x per tile, in the tile of the last rows
   int num_gates;            // rows of gate, a multiple of 16; 0: not gated
   int activation;           // an Activation
   int is_float;
-  int is_vector;  // eight elements of out and of residual can be accessed at a time
+  int is_vector;  // out and residual can be accessed eight elements at a time
   int is_early;   // the preceding kernel writes neither weight nor bias
 };
 
@@ -77,7 +77,7 @@ extern "C" __global__ void __cluster_dims__(kSplits, 1, 1) __launch_bounds__(kTh
     cluster_sync_relaxed();  // the fence is part of the initialisation
   else
     __syncthreads();
-  // Producer and consumers part here for good, as setmaxnreg requires.
+  // Producer and consumers diverge here for good, as setmaxnreg requires.
   if (warp_idx >= kConsumerThreads / kWarpSize) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp_idx == kConsumerThreads / kWarpSize && elect_one()) {

@@ -3,11 +3,11 @@
 //   h   = x / sqrt(mean(x^2) + eps) * (norm_weight + weight_offset)     (rounded to scalar_t)
 //   out = activation(h weight^T + bias)
 //
-// Arguments: FewRowsParams in gemm_wna16_problem.cuh; the weight's format is the module's
+// Arguments: FewRowsParams in gemm_wna16_problem.cuh; a module is compiled for one weight format
 // (weight_format.cuh).
 //
-// Numerics: the norm in float; h is rounded before the product, so that the result is that of the
-// two ops one after the other up to the order of summation. The product is gemm_wna16.cu's.
+// Numerics: the norm in float; h is rounded before the product, so the result equals that of the
+// two separate ops up to the order of summation. The product is gemm_wna16.cu's.
 // Parallelisation: every block normalises x on its way to shared memory, while its first weights
 // are in flight.
 // Mirror: engine/reference/rmsnorm_gemm_wna16.py

@@ -14,7 +14,7 @@ struct MoeGate {
   __device__ __forceinline__ float operator()(float gate, float up) const {
     return activation == kSwiglu ? silu(gate) * up : clamped(gate, up);
   }
-  // A NaN stays, in gate and in up.
+  // Keeps a NaN, in gate and in up.
   __device__ __forceinline__ float clamped(float gate, float up) const {
     gate = gate > limit ? limit : gate;
     up = up > limit ? limit : up < -limit ? -limit : up;

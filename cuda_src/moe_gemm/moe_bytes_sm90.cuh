@@ -1,5 +1,5 @@
-// A stage of weights in bytes (e4m3 or signed integers), row by row as TMA writes them: how they
-// are loaded, and how a lane makes wgmma's first operand of them.
+// A stage of one-byte weights (e4m3 or signed integers), row by row as written by TMA: their loads,
+// and how a lane decodes them to wgmma's first operand.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -11,7 +11,7 @@ constexpr int kStageK = kDepth * kSlabK;
 constexpr int kBlockRows = BLOCK_ROWS, kBlockColumns = BLOCK_COLUMNS;
 static_assert(kStageK == kSlabRowBytes, "a stage's rows are as wide as the swizzle");
 static_assert(kBlockColumns % kStageK == 0, "a stage lies in one block of columns");
-constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // of an m-tile
+constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // bytes of an m-tile
 constexpr int kRowsW = kPartsW * kMmaM;
 constexpr int kScalePlane = kPartsW * kMmaBytes,
               kStageW = kScalePlane + (kRowsW * 4 + 1023) / 1024 * 1024;
@@ -19,7 +19,7 @@ constexpr int kScalePlane = kPartsW * kMmaBytes,
 struct MoeWeights {
   const TensorMap* map;     // data (E, R, K) by boxes of 64 rows, 128 columns
   const float* scales;      // (E, blocks of rows, blocks of columns)
-  int num_rows, num_gates;  // of an expert; num_gates 0: no gate
+  int num_rows, num_gates;  // per expert; num_gates 0: no gate
   int row_blocks, column_blocks;
 
   template <typename Params>
@@ -31,14 +31,14 @@ struct MoeWeights {
         row_blocks((p.num_rows + kBlockRows - 1) / kBlockRows),
         column_blocks(kBlockColumns > 0 ? (p.k + kBlockColumns - 1) / kBlockColumns : 1) {}
 
-  // Bytes that `load` announces; what lies outside the matrix is written as zeros.
+  // Bytes that `load` announces; elements outside the matrix are written as zeros.
   __device__ __forceinline__ int bytes(int) const { return kPartsW * kMmaBytes; }
 
   __device__ __forceinline__ int row_of(int row, int part) const {
     return row + (num_gates > 0 ? part / 2 * kMmaM + part % 2 * num_gates : part * kMmaM);
   }
 
-  // By one warp.
+  // Called by one warp.
   __device__ __forceinline__ void load(unsigned char* stage, int slab, int, int expert, int row,
                                        unsigned full) const {
     if (!elect_one()) return;
@@ -48,7 +48,7 @@ struct MoeWeights {
                   expert, full);
   }
 
-  // By all threads of the producer: one for every row.
+  // Called by all threads of the producer, one per row.
   __device__ __forceinline__ void load_scales(unsigned char* stage, float*, int slab, int expert,
                                               int row) const {
     const int column = kBlockColumns > 0 ? slab * kSlabK / max(kBlockColumns, 1) : 0;
@@ -79,7 +79,7 @@ __device__ __forceinline__ float2 code_values(unsigned short codes) {
 // A lane's fragments of a slab.
 struct MoeDecoder {
   const unsigned char* stage;
-  int first_row, g, t;  // of the warpgroup's first m-tile: row g of the lane
+  int first_row, g, t;  // this lane's row g in the warpgroup's first m-tile
   float scales[kMmaTiles][2];
 
   __device__ __forceinline__ explicit MoeDecoder(int warpgroup)
@@ -97,8 +97,8 @@ struct MoeDecoder {
   }
   __device__ __forceinline__ void begin_slab(int) {}
 
-  // The fragments of products kFirst to kFirst + kCount - 1 of slab d: step by step, of each its
-  // m-tiles. A step is one chunk of the swizzle: 16 bytes of a row.
+  // The fragments of products kFirst to kFirst + kCount - 1 of slab d, ordered by step, then
+  // m-tile. A step is one chunk of the swizzle: 16 bytes of a row.
   template <int kFirst, int kCount>
   __device__ __forceinline__ void decode(int d, uint32_t (&a)[kCount][4]) const {
 #pragma unroll

@@ -1,5 +1,5 @@
-// A stage of weights and rows of x that are both codes of e4m3, with scales of blocks of 128 x 128
-// and of 128 columns of a row: wgmma multiplies them as they are.
+// A stage of e4m3 codes of both the weight (a scale per block of 128 x 128) and x (a scale per 128
+// columns of a row): wgmma multiplies the codes directly.
 #pragma once
 
 #include "common/cp_async.cuh"
@@ -7,10 +7,11 @@
 constexpr int kBlockSize = 128;
 static_assert(kSlabK == kBlockSize, "the sums over a slab have one scale");
 static_assert(kBlockSize % kMmaM == 0, "the rows of an m-tile have one scale");
-constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // of an m-tile of a slab
+constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // bytes of an m-tile of a slab
 constexpr int kSlabW = kPartsW * kMmaBytes;
 constexpr int kStageW = kDepth * kSlabW;
-// Scales of a slab: of its m-tiles, then of the rows of x. Those of a stage lie apart from it.
+// Scales of a slab: its m-tiles', then those of the rows of x. They are stored apart from the
+// stage.
 constexpr int kFirstRowScale = 4, kSlabScales = kFirstRowScale + kTokens;
 constexpr int kStageScales = kDepth * kSlabScales;
 static_assert(kPartsW <= kFirstRowScale, "room for scales");
@@ -18,7 +19,7 @@ static_assert(kPartsW <= kFirstRowScale, "room for scales");
 struct MoeWeights {
   const TensorMap* map;  // data (E, R, K) by boxes of 64 rows, 128 columns
   const float* scales;   // (E, blocks of rows, blocks of columns)
-  int num_gates;         // of an expert; 0: no gate. A multiple of kMmaM
+  int num_gates;         // per expert, a multiple of kMmaM; 0: no gate
   int row_blocks, column_blocks;
 
   template <typename Params>
@@ -29,14 +30,14 @@ struct MoeWeights {
         row_blocks((p.num_rows + kBlockSize - 1) / kBlockSize),
         column_blocks((p.k + kBlockSize - 1) / kBlockSize) {}
 
-  // Bytes that `load` announces; what lies outside the matrix is written as zeros.
+  // Bytes that `load` announces; elements outside the matrix are written as zeros.
   __device__ __forceinline__ int bytes(int depth) const { return depth * kSlabW; }
 
   __device__ __forceinline__ int row_of(int row, int part) const {
     return row + (num_gates > 0 ? part / 2 * kMmaM + part % 2 * num_gates : part * kMmaM);
   }
 
-  // By one warp.
+  // Called by one warp.
   __device__ __forceinline__ void load(unsigned char* stage, int slab, int depth, int expert,
                                        int row, unsigned full) const {
     if (!elect_one()) return;
@@ -47,7 +48,7 @@ struct MoeWeights {
                     row_of(row, part), expert, full);
   }
 
-  // By all threads of the producer.
+  // Called by all threads of the producer.
   __device__ __forceinline__ void load_scales(unsigned char*, float* stage, int slab, int expert,
                                               int row) const {
     const int thread = threadIdx.x % kProducerThreads, d = thread / kPartsW;
@@ -59,7 +60,7 @@ struct MoeWeights {
   }
 };
 
-// The scales of rows of x: a thread of the producer loads those of one row.
+// The scales of rows of x: each thread of the producer loads those of one row.
 struct MoeRowScales {
   const float* scales;  // (rows, groups)
   int groups;

@@ -1,35 +1,35 @@
 // The work tile that a module of moe_gemm_sm90.cu is compiled for, given by -D (MoeTileConfig in
-// engine/kernels/moe_gemm/sm90.py), and what follows from it.
+// engine/kernels/moe_gemm/sm90.py), and the constants derived from it.
 #pragma once
 
 #include "common/reduce.cuh"  // kWarpSize
 #include "common/sm90.cuh"
 #include "common/wgmma.cuh"
 
-constexpr int kWarpgroups = WARPGROUPS;  // that multiply
+constexpr int kWarpgroups = WARPGROUPS;  // consumer warpgroups
 // A warpgroup has two m-tiles: the same 64 rows of gate and of up, or 128 rows one after another.
-// With MMA_TILES 1 it has 64 rows, of a product without gate.
+// With MMA_TILES 1 it has 64 rows and no gate.
 constexpr int kMmaTiles = MMA_TILES;
 constexpr int kTokens = TOKENS;  // rows of x in a tile, at most
 constexpr int kDepth = DEPTH;    // slabs in a stage
 constexpr int kStages = STAGES;
 constexpr int kBlocks = BLOCKS;  // CTAs per multiprocessor
 constexpr int kMaxExperts = 512;
-constexpr int kMmaM = 64;  // rows that a wgmma multiplies
+constexpr int kMmaM = 64;  // rows of a wgmma
 #if WEIGHT_KIND == 3
-using operand_t = unsigned char;  // of rows of x
+using operand_t = unsigned char;  // type of x
 #else
 using operand_t = scalar_t;
 #endif
-constexpr int kSlabK = 128 / sizeof(operand_t);  // of a slab: the widest swizzle
+constexpr int kSlabK = 128 / sizeof(operand_t);  // values of k in a slab, the widest swizzle
 constexpr int kSlabRowBytes = 128;
-constexpr int kBoxRows = 16;  // of sorted rows of x that one copy loads
+constexpr int kBoxRows = 16;  // sorted rows of x per copy
 constexpr int kConsumerThreads = kWarpgroups * 128;
 constexpr int kProducerThreads = 128;
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
 constexpr bool kMovesRegisters = kWarpgroups > 1 || kBlocks > 1;
-// Together at most what the launch gave: 168 a thread of three warpgroups, else 128. With more the
-// kernel would wait forever.
+// In total at most the launch's registers: 168 per thread with three warpgroups, else 128.
+// Requesting more would deadlock.
 constexpr int kProducerRegisters = kWarpgroups == 3  ? 80
                                    : kBlocks > 1     ? 88
                                    : WEIGHT_KIND % 2 ? 104
@@ -42,7 +42,7 @@ static_assert(!kMovesRegisters || kConsumerRegisters * kWarpgroups + kProducerRe
                                       (kWarpgroups == 2 ? 168 * 3 : 128 * (kWarpgroups + 1)),
               "registers");
 
-constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles of a tile of the weight
+constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles per tile of the weight
 constexpr int kSlabX = kTokens * kSlabRowBytes, kStageX = kDepth * kSlabX;
 // The values of WEIGHT_KIND, which the preprocessor compares.
 enum MoeWeightKind { kDense = 0, kPacked = 1, kBytes = 2, kCodes = 3 };
@@ -56,7 +56,7 @@ enum MoeWeightKind { kDense = 0, kPacked = 1, kBytes = 2, kCodes = 3 };
 #include "moe_gemm/moe_codes_sm90.cuh"
 #endif
 #if WEIGHT_KIND != 3
-constexpr int kStageScales = 4;  // that lie apart from the stage: none, but arrays have a size
+constexpr int kStageScales = 4;  // scales apart from the stage: none, but arrays need a size
 
 struct MoeRowScales {  // rows of x have none
   template <typename Params>
@@ -65,7 +65,7 @@ struct MoeRowScales {  // rows of x have none
   __device__ __forceinline__ void load(float*, int) const {}
 };
 #endif
-// Staging of a warpgroup's results: rows of tokens, 64 features each.
+// Staging of a warpgroup's results: one row of 64 features per token.
 constexpr int kStagingTokens = kTokens < 64 ? kTokens : 64;
 constexpr int kStaging = kStagingTokens * kMmaM * 2;
 static_assert(kTokens % 16 == 0, "sorted rows of x come in boxes of 16");
@@ -76,11 +76,11 @@ struct MoeTile {
   int row;           // first row of the weight, or of its gate's half
 };
 
-// What the producer tells the consumers of a tile.
+// A tile's record, written by the producer for the consumers.
 struct MoeTileRecord {
   MoeTile tile;
-  int rows[kTokens];       // of out, where results are scattered
-  float weights[kTokens];  // of these pairs
+  int rows[kTokens];       // rows of out, if results are scattered
+  float weights[kTokens];  // weights of these pairs
 };
 constexpr int kRecords = 2;
 constexpr int kRecordWriters = kProducerThreads - kWarpSize;  // all but the warp that starts copies
@@ -95,7 +95,7 @@ struct MoeShared {
   uint64_t full[kStages], empty[kStages];
   uint64_t record_full[kRecords], record_empty[kRecords];
   int offsets[kMaxExperts + 1];
-  int tiles[kMaxExperts + 1];  // tiles of the experts before
+  int tiles[kMaxExperts + 1];  // tiles of the preceding experts
 };
 static_assert(kThreads == THREADS && sizeof(MoeShared) + 1024 <= SHARED_BYTES,
               "MoeTileConfig in moe_gemm/sm90.py computes other sizes");

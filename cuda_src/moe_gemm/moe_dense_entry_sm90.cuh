@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   if (warp_idx == 0)
     MoeScheduler::count_tiles(smem.offsets, smem.tiles, p.num_experts, scheduler.row_tiles);
   __syncthreads();
-  // Producer and consumers part here for good, as setmaxnreg requires.
+  // Producer and consumers diverge here for good, as setmaxnreg requires.
   if (warp_idx >= kConsumerThreads / 32) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
     MoeLoader load{smem, &p.map_w, &p.map_x, p.x, p.order, p.pair_weights, p.k, p.top_k, num_gates};

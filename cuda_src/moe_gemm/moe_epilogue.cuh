@@ -1,12 +1,12 @@
-// How the tiles of moe_gemm.cu write their sums: bias, activation, the pair's weight and place.
+// The epilogue of moe_gemm.cu's tiles: bias, activation, the pair's weight and its row of out.
 #pragma once
 
 #include "moe_gemm/moe_rows.cuh"
 #include "common/tile_epilogue.cuh"
 
 struct MoeTileEpilogue {
-  const scalar_t* bias;       // (R,) of the expert, or null
-  const float* pair_weights;  // null: rows of out are sorted as those of x
+  const scalar_t* bias;       // (R,) bias of the expert, or null
+  const float* pair_weights;  // null: rows of out are sorted by expert
   const int* order;
   scalar_t* out;
   int num_pairs, columns;  // of out
@@ -23,7 +23,7 @@ struct MoeTileEpilogue {
         is_vector(p.is_vector != 0),
         gate{p.activation, p.alpha, p.limit} {}
 
-  // `sum` is of the matrix's row `column`, or of the gate's; `up` then of up's.
+  // `sum` belongs to row `column` of the matrix, or of gate; `up` then points to the sum of up.
   __device__ __forceinline__ float finish(int column, float sum, const float* up) const {
     if (bias != nullptr) sum += to_float(bias[column]);
     if (!gate.is_gated()) return sum;
@@ -31,8 +31,8 @@ struct MoeTileEpilogue {
   }
 };
 
-// As the one in tile_epilogue.cuh, which MmaCore and SimtCore call; rows of the slice are places.
-// What a thread reads of others' groups none changes.
+// Overload of the one in tile_epilogue.cuh, called by MmaCore and SimtCore; rows of the slice are
+// places in the sorted order. A thread reads other threads' groups, which are not modified.
 template <typename S>
 __device__ __forceinline__ void store_slice(const MoeTileEpilogue& e, const S& s) {
 #pragma unroll 1

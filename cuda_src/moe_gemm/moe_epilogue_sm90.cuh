@@ -1,8 +1,8 @@
-// What the consumers of moe_gemm_sm90.cu do with a tile's sums.
+// The epilogue of moe_gemm_sm90.cu's consumers.
 //
-// The weight is wgmma's A and the tokens are its B: D is (features, tokens), and few tokens take
-// little time. A warpgroup has two accumulators, of the same features' gate and up or of two times
-// 64 features; with one m-tile it has one, and no gate.
+// The weight is wgmma's A and the tokens are its B: D is (features, tokens), so few tokens take
+// little time. A warpgroup has two accumulators: gate and up of the same features, or two times 64
+// features; with one m-tile it has one, and no gate.
 #pragma once
 
 #include "moe_gemm/moe_activation.cuh"
@@ -12,8 +12,8 @@
 struct MoeEpilogue {
   const scalar_t* bias;  // (E, R), or null
   scalar_t* out;
-  bool scatters;          // else rows of out are sorted
-  int num_rows, columns;  // of the weight, of out
+  bool scatters;          // else rows of out are sorted by expert
+  int num_rows, columns;  // rows of the weight, columns of out
   MoeGate gate;
 
   __device__ __forceinline__ bool is_gated() const { return gate.is_gated(); }
@@ -26,7 +26,7 @@ struct MoeEpilogue {
 
 using MoeSums = float[kMmaTiles][kTokens / 2];
 
-// Writes 64 features of the tile's tokens: through shared memory, where they become rows.
+// Writes 64 features of the tile's tokens through shared memory, which transposes them into rows.
 __device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem,
                                       const MoeTileRecord& record, int warpgroup, int column,
                                       const float (&acc)[kTokens / 2]) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem,
   const unsigned staging = smem_address(smem.staging[warpgroup]);
   const int thread = threadIdx.x % 128, lane_idx = thread % kWarpSize, warp_idx = thread / 32;
   const int barrier = 1 + warpgroup;
-  const int row = lane_idx % 8 + lane_idx / 16 * 8;  // matrices: 8 tokens by 8 features, twice two
+  const int row = lane_idx % 8 + lane_idx / 16 * 8;  // matrices: 8 tokens by 8 features, 2 x 2
   const int chunk = (warp_idx * 2 + lane_idx / 8 % 2) ^ (row & 7);
   const unsigned to = staging + row * kSlabRowBytes + (chunk << 4);
 #pragma unroll
@@ -42,7 +42,7 @@ __device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem,
     if (first >= count) break;
 #pragma unroll
     for (int i = 0; i < kStagingTokens / 16; ++i) {
-      if (first + i * 16 >= kTokens) break;  // of the last part
+      if (first + i * 16 >= kTokens) break;  // past the end of the last part
       const float* v = acc + first / 2 + 8 * i;
       if (first + i * 16 < count)
         stmatrix_x4_transposed(to + i * 16 * kSlabRowBytes, pack2<scalar_t>(v[0], v[1]),
@@ -65,8 +65,8 @@ __device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem,
   }
 }
 
-// Calls f(j) for the sums of the tile's tokens. acc[m][j] is in this thread's first row where
-// j % 4 < 2, else eight rows below.
+// Calls f(j) for the sums of the tile's tokens. acc[m][j] is in this thread's first row if j % 4 <
+// 2, else eight rows below.
 template <typename F>
 __device__ __forceinline__ void for_each_sum(int count, F f) {
 #pragma unroll

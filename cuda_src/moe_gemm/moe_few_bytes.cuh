@@ -1,8 +1,8 @@
-// A stage of a weight in bytes (e4m3 or signed integers), for few tokens: 128 columns of 16 rows,
-// and the scales of these rows behind them.
+// A stage of a one-byte weight (e4m3 or signed integers), for few tokens: 128 columns of 16 rows,
+// followed by the scales of these rows.
 //
-// A lane of the tensor cores' first operand reads 16 bytes of a row at once, and so multiplies
-// other columns than the instruction's, but the same ones of the weight and of x.
+// A lane loads 16 consecutive bytes of a row for the first operand, so its columns are not those of
+// the instruction's layout; but they are the same for the weight and for x.
 #pragma once
 
 #include "common/mma.cuh"
@@ -14,25 +14,26 @@
 constexpr int kStageColumns = 128, kRowBytes = kStageColumns;
 constexpr int kStageCodes = kWeightRows * kRowBytes;
 constexpr int kStageBytes = kStageCodes + kWeightRows * 4;
-constexpr int kXPitch = kStageColumns * 2 + 16;  // of x in a stage: no bank conflicts
+constexpr int kXPitch = kStageColumns * 2 + 16;  // bytes from row to row of x: no bank conflicts
 constexpr bool kIsE4m3 = IS_E4M3;
 // Rows and columns that share a scale; 0: all columns.
 constexpr int kBlockRows = BLOCK_ROWS, kBlockColumns = BLOCK_COLUMNS;
 static_assert(kBlockColumns == 0 || kBlockColumns == kStageColumns, "a stage has a scale a row");
 
-// Where chunk `chunk` of 16 bytes of a row is: of two rows that lanes read at once, half of each.
+// Byte offset of 16-byte chunk `chunk` of a row. Odd rows are swizzled by 4 chunks: lanes that read
+// two rows together then touch different banks.
 __device__ __forceinline__ int chunk_at(int row, int chunk) {
   return row * kRowBytes + (chunk ^ row % 2 * 4) * 16;
 }
 
 struct MoeFewWeight {
-  static constexpr int kRowStep = kWarpSize / (kRowBytes / 16);  // rows that a warp copies at once
+  static constexpr int kRowStep = kWarpSize / (kRowBytes / 16);  // rows per copy of a warp
   static constexpr int kCopies = kWeightRows / kRowStep;
   const MoeFewParams& p;
-  int place, scale_place;  // in a stage: this lane's chunk of its first row, and its scale
+  int place, scale_place;  // offsets in a stage: this lane's chunk of its first row, its scale
   bool has_scale;
-  // Of the next stage: this lane's chunk of its first row, how far its other rows are from there,
-  // the bytes of a row that are left, and the scale that this lane copies.
+  // For the next stage: this lane's chunk of its first row, the offsets of its other rows from
+  // there, the bytes left in a row, and the scale that this lane copies.
   const unsigned char* from;
   unsigned step[kCopies];
   int bytes_left;
@@ -47,7 +48,7 @@ struct MoeFewWeight {
     return (p.k + kStageColumns - 1) / kStageColumns;
   }
 
-  // Goes to the stage `first` of 16 rows; instead of rows that do not exist the last one is copied.
+  // Moves to stage `first` of 16 rows; rows past the last one are replaced by it.
   __device__ __forceinline__ void start(int expert, int first_row, int first, int lane_idx) {
     const int column = first * kRowBytes + lane_idx % 8 * 16;
     const int last = p.num_rows - 1, row = min(first_row + lane_idx / 8, last);
@@ -75,16 +76,16 @@ struct MoeFewWeight {
   }
 };
 
-// The e4m3 codes in bytes 0 and 2 of a word (kOdd: 1 and 3), without their signs, at the place of
-// scalar_t's exponent and mantissa.
-constexpr int kRight = ENGINE_DTYPE == 1 ? 1 : 4;  // that a code in the upper byte is moved
+// The e4m3 codes in bytes 0 and 2 of a word (kOdd: 1 and 3), without their signs, in the exponent
+// and mantissa fields of scalar_t.
+constexpr int kRight = ENGINE_DTYPE == 1 ? 1 : 4;  // right shift of a code in the upper byte
 constexpr uint32_t kNanCode = 0x7f00u >> kRight;
 template <bool kOdd>
 __device__ __forceinline__ uint32_t e4m3_sizes(uint32_t word) {
   return (kOdd ? word >> kRight : word << (8 - kRight)) & (kNanCode * 0x00010001u);
 }
-// These codes as numbers, but for NaN. scalar_t's exponent of 0 is 2^(1 - bias): multiplied by
-// 2^(bias - 7), subnormal codes become right too.
+// These codes as numbers, except NaN. scalar_t's exponent field of 0 stands for 2^(1 - bias):
+// multiplied by 2^(bias - 7), subnormal codes become correct too.
 template <bool kOdd>
 __device__ __forceinline__ uint32_t e4m3_pair(uint32_t word, uint32_t sizes) {
   const uint32_t sign = (kOdd ? word : word << 8) & 0x80008000u;
@@ -96,7 +97,7 @@ struct MoeFewProduct {
   using Shape = FewRowsShape<kTokens>;
   static constexpr int kColumns = kTokens == 1 ? 1 : 2;
   float total[2][kColumns];  // rows g and g + 8 by tokens 2t and 2t + 1
-  uint32_t most[2];          // of these rows: the largest code, in each half
+  uint32_t most[2];          // largest code of each row, in each half
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -107,7 +108,7 @@ struct MoeFewProduct {
     }
   }
 
-  // Of four codes each of rows g and g + 8.
+  // Decodes four codes each of rows g and g + 8.
   __device__ __forceinline__ void decode(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
     if constexpr (kIsE4m3) {
       const uint32_t words[2] = {low, high};
@@ -145,10 +146,10 @@ struct MoeFewProduct {
     }
   }
 
-  // Adds a stage, behind which x has `count` rows.
+  // Adds a stage, which is followed by `count` rows of x.
   __device__ __forceinline__ void multiply(const unsigned char* stage, int count, int lane_idx) {
     const int g = lane_idx / 4, t = lane_idx % 4;
-    constexpr int kLaneBytes = 32;  // of x, for 16 bytes of the weight
+    constexpr int kLaneBytes = 32;  // bytes of x per 16 bytes of the weight
     const unsigned char* x = stage + kStageBytes + min(g, count - 1) * kXPitch + t * kLaneBytes;
     float acc[2][4] = {};
     add(stage + chunk_at(g, t), x, acc[0]);
@@ -170,7 +171,7 @@ struct MoeFewProduct {
       bool is_nan = false;
       if constexpr (kIsE4m3) {
         is_nan = most[i] >> 16 == kNanCode || (most[i] & 0xffff) == kNanCode;
-        is_nan = (__ballot_sync(kFullMask, is_nan) >> (4 * g) & 15) != 0;  // of the row's lanes
+        is_nan = (__ballot_sync(kFullMask, is_nan) >> (4 * g) & 15) != 0;  // over the row's lanes
       }
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {

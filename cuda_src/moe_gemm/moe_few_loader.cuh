@@ -1,4 +1,4 @@
-// How a warp of the kernels for few tokens walks through its stages, and how it loads them.
+// How a warp of the kernels for few tokens iterates over its stages, and how it loads them.
 #pragma once
 
 #include "common/few_rows.cuh"
@@ -13,39 +13,41 @@
 
 #if ENGINE_DTYPE != 0
 
-// Stages that follow each other: of the rows of unit `unit` of a tile's matrix.
+// Consecutive stages of one work tile: its rows of the matrix of token tile `tile`.
 struct MoeRun {
-  int tile, unit, begin, end;
+  int tile, work_tile, begin, end;
 };
 
-// The runs of a product: the warp's part of k, of every unit of every tile in turn.
-struct MoeUnitWalk {
+// The runs of a product: the warp's part of k in every work tile of every token tile in turn.
+struct MoeWorkTileWalk {
   const MoeFewBlock& b;
   MoeRun run;
   int num_tiles;
 
-  __device__ __forceinline__ MoeUnitWalk(const MoeFewBlock& b, const MoeFewRouting& routing)
+  __device__ __forceinline__ MoeWorkTileWalk(const MoeFewBlock& b, const MoeFewRouting& routing)
       : b(b), num_tiles(routing.num_tiles) {
     run = {0, static_cast<int>(blockIdx.x), b.stage_begin, b.stage_end};
     skip_tiles();
   }
   __device__ __forceinline__ bool is_done() const { return run.tile >= num_tiles; }
   __device__ __forceinline__ void next() {
-    run.unit += gridDim.x;
+    run.work_tile += gridDim.x;
     skip_tiles();
   }
 
  private:
   __device__ __forceinline__ void skip_tiles() {
-    while (run.unit >= b.num_units && run.tile < num_tiles) run.unit -= b.num_units, ++run.tile;
+    while (run.work_tile >= b.num_work_tiles && run.tile < num_tiles)
+      run.work_tile -= b.num_work_tiles, ++run.tile;
   }
 };
 
-// The runs of a sum over experts: the stages of all tiles are one sequence, cut among the warps.
+// The runs of a sum over experts: the stages of all token tiles form one sequence, divided among
+// the warps.
 struct MoeSumWalk {
   MoeRun run;
-  int stages;  // of a tile
-  int left;    // stages behind the run
+  int stages;  // stages per token tile
+  int left;    // stages after the run
 
   __device__ __forceinline__ MoeSumWalk(const MoeFewBlock& b, const MoeFewRouting& routing)
       : stages(b.stages) {
@@ -68,10 +70,10 @@ struct MoeSumWalk {
   }
 };
 
-// Loads the stages of a warp in the order it multiplies them.
+// Loads the stages of a warp in the order of their use.
 template <typename Walk>
 struct MoeFewLoader {
-  static constexpr int kChunks = kStageColumns / 8;  // of 16 bytes, of a row of x in a stage
+  static constexpr int kChunks = kStageColumns / 8;  // 16-byte chunks per row of x in a stage
   static constexpr int kRowsAtOnce = kWarpSize / kChunks;
 
   const MoeFewParams& p;
@@ -79,12 +81,12 @@ struct MoeFewLoader {
   const MoeFewRouting& routing;
   MoeFewWeight weight;
   Walk walk;
-  int stage;  // of the run, the next one
+  int stage;  // next stage of the run
   bool is_done;
   uint32_t to, begin, end;
   int stage_bytes;
-  // Of the tile's rows of x: how many there are, this lane's chunk of the first that it copies, and
-  // the columns that are left there; none if the row does not exist.
+  // For the tile's rows of x: their number, this lane's chunk of the first row that it copies, and
+  // the columns left in it; 0 if the row does not exist.
   int count;
   const scalar_t* x_from;
   int x_left, x_place;
@@ -103,7 +105,7 @@ struct MoeFewLoader {
     start_run();
   }
 
-  // Row `index` of the tile, of this lane's columns of the next stage; null: there is none.
+  // Row `index` of the tile, at this lane's columns of the next stage; null if it does not exist.
   __device__ __forceinline__ const scalar_t* x_row(int index) const {
     const int place = routing.tiles[walk.run.tile].first + index;
     const int row = p.pair_weights == nullptr ? routing.rows[place] : place;
@@ -119,7 +121,7 @@ struct MoeFewLoader {
     stage = run.begin;
     const MoeFewTile t = routing.tiles[run.tile];
     count = t.count;
-    weight.start(t.expert, b.first_row(run.unit, threadIdx.z), stage, b.lane_idx);
+    weight.start(t.expert, b.first_row(run.work_tile, threadIdx.z), stage, b.lane_idx);
     const int own = b.lane_idx / kChunks;
     x_from = own < count ? x_row(own) : nullptr;
     x_left = x_from == nullptr ? 0 : p.k - stage * kStageColumns - b.lane_idx % kChunks * 8;
@@ -162,7 +164,7 @@ struct MoeFewLoader {
       }
       return;
     }
-    MoeFewLoader behind = *this;  // the first group of copies has the weights of all
+    MoeFewLoader behind = *this;  // the first group of copies contains the weights of all stages
 #pragma unroll 1
     for (int i = 0; i < p.num_stages; ++i) load<true, false>();
     pdl_wait();

@@ -1,17 +1,19 @@
-// What the kernels of moe_gemm.cu for few tokens compute, and how a block cuts it.
+// The problem of moe_gemm_few_tokens.cu and moe_gemm_combine.cu, and its division among blocks and
+// warps.
 //
-// A tile is the rows of x of one expert, at most max_rows; blocks find the tiles by a scan of
-// `offsets`. A unit is blockDim.z row tiles (16 rows) of that expert's matrix; the units of all
-// tiles follow each other, and a block takes every gridDim.x-th. Warp (y, z) multiplies row tile z
-// of a unit by the part_stages stages of k from y * part_stages on; the parts' sums are added in
-// their order. moe_gemm_combine.cu has the same tiles, but cuts k otherwise: see there.
+// A token tile is the rows of x of one expert, at most max_rows; blocks find the token tiles by a
+// scan of `offsets`. A work tile is blockDim.z row tiles (16 rows) of that expert's matrix; the
+// work tiles of all token tiles form one sequence, of which a block takes every gridDim.x-th. Warp
+// (y, z) multiplies row tile z of a work tile by the part_stages stages of k from y * part_stages
+// on; the parts' sums are added in order. moe_gemm_combine.cu has the same token tiles, but divides
+// k differently: see there.
 #pragma once
 
 #include "common/reduce.cuh"
 #include "moe_gemm/moe_activation.cuh"
 
 struct MoeFewParams {
-  const unsigned char* data;    // (E, R, K) bytes; packed: the planes of the matrix (E R, K)
+  const unsigned char* data;    // (E, R, K) bytes; packed: planes of the matrix (E R, K)
   const unsigned char* high;    // packed only: or null
   const unsigned char* scales;  // bytes: float, (E, blocks of rows, blocks of columns)
   const unsigned char* supers;  // packed only: or null
@@ -20,22 +22,22 @@ struct MoeFewParams {
   const int* offsets;           // (E + 1,)
   const float* pair_weights;    // (P,), or null
   const scalar_t* bias;         // (E, R), or null
-  // Of moe_gemm_combine: (T, R), (T,) and (T, R), or null; residual may be out.
+  // For moe_gemm_combine: (T, R), (T,) and (T, R), or null; residual may be out.
   const scalar_t* shared;
   const scalar_t* shared_gate;
   const scalar_t* residual;
-  scalar_t* out;  // (P, R), or (P, R / 2) with an activation; of moe_gemm_combine (T, R)
+  scalar_t* out;  // (P, R), or (P, R / 2) with an activation; moe_gemm_combine: (T, R)
   int num_tokens, num_pairs, num_experts, num_rows, k, top_k;
-  int groups, num_supers;  // of a packed row
-  int max_rows;            // of x in a tile
-  int part_stages;         // stages of k that a warp sums; not of moe_gemm_combine
-  int num_stages;          // of each warp's ring
+  int groups, num_supers;  // per packed row
+  int max_rows;            // rows of x per token tile
+  int part_stages;         // stages of k per warp; unused by moe_gemm_combine
+  int num_stages;          // stages of each warp's ring
   int activation;          // a MoeActivation
   float alpha, limit;
   int is_early;  // the preceding kernel writes neither weight, bias nor the routing
 };
 
-constexpr int kWeightRows = 16;  // of a row tile
+constexpr int kWeightRows = 16;  // rows of a row tile
 constexpr int kMaxPairs = 128;
 constexpr int kMaxWarps = 16;
 
@@ -43,15 +45,15 @@ struct MoeFewTile {
   int expert, first, count;  // places in the sorted order
 };
 
-// What a block reads of the routing.
+// A block's copy of the routing.
 struct MoeFewRouting {
   MoeFewTile tiles[kMaxPairs];
-  int rows[kMaxPairs];       // of a place: the row of x, or with pair_weights the pair; -1: none
-  float weights[kMaxPairs];  // of the places' pairs; 1 without pair_weights
+  int rows[kMaxPairs];       // per place: the row of x, or with pair_weights the pair; -1: none
+  float weights[kMaxPairs];  // weight of each place's pair; 1 without pair_weights
   int warp_tiles[kMaxWarps];
   int num_tiles;
 
-  // Warps before this one, and all, have so many tiles; all threads call it.
+  // Returns the token tiles of the preceding warps, and of all warps; all threads must call it.
   __device__ __forceinline__ int2 tiles_before(int own, int lane_idx, int warp_idx, int num_warps) {
     int after = own;
 #pragma unroll
@@ -69,10 +71,10 @@ struct MoeFewRouting {
     return int2{before, all};
   }
 
-  // By all threads; a barrier must follow.
+  // Called by all threads; a barrier must follow.
   __device__ __forceinline__ void find(const MoeFewParams& p, int thread, int threads) {
     const int lane_idx = thread % kWarpSize, warp_idx = thread / kWarpSize;
-    // By the last threads: the first ones wait for `offsets` meanwhile.
+    // The last threads do this, while the first ones wait for `offsets`.
     for (int place = threads - 1 - thread; place < p.num_pairs; place += threads) {
       const int pair = p.order[place];
       const bool valid = pair >= 0 && pair < p.num_pairs;
@@ -101,13 +103,13 @@ struct MoeFewRouting {
   }
 };
 
-// A warp's place in a block, and the block's in the problem.
+// A warp's part of its block, and the block's part of the problem.
 struct MoeFewBlock {
   int lane_idx, warp_idx, num_warps, threads, thread;
-  int num_gates;  // rows of gate; 0: no gate
-  int columns;    // of out
-  int num_units;  // of a tile
-  int stages;     // of k
+  int num_gates;       // rows of gate; 0: no gate
+  int columns;         // of out
+  int num_work_tiles;  // of a tile
+  int stages;          // of k
   int stage_begin, stage_end;
 
   __device__ __forceinline__ MoeFewBlock(const MoeFewParams& p, int stages) : stages(stages) {
@@ -120,18 +122,18 @@ struct MoeFewBlock {
     columns = num_gates > 0 ? num_gates : p.num_rows;
     const int row_tiles = (columns + kWeightRows - 1) / kWeightRows;
     const int tiles = out_tiles();
-    num_units = (row_tiles + tiles - 1) / tiles;
+    num_work_tiles = (row_tiles + tiles - 1) / tiles;
     stage_begin = min(stages, static_cast<int>(threadIdx.y) * p.part_stages);
     stage_end = min(stages, stage_begin + p.part_stages);
   }
-  // Row tiles of out in a unit.
+  // Row tiles of out in a work tile.
   __device__ __forceinline__ int out_tiles() const {
     return num_gates > 0 ? blockDim.z / 2 : blockDim.z;
   }
-  // The first row of row tile z of a unit of a tile. Gated, even ones are of gate and odd ones the
-  // matching ones of up. It may lie behind the last row.
-  __device__ __forceinline__ int first_row(int unit, int z) const {
-    const int index = unit * static_cast<int>(blockDim.z) + z;
+  // The first row of row tile z of a work tile. Gated, even row tiles belong to gate and odd ones
+  // are the matching row tiles of up. The row may be past the last one.
+  __device__ __forceinline__ int first_row(int work_tile, int z) const {
+    const int index = work_tile * static_cast<int>(blockDim.z) + z;
     if (num_gates == 0) return index * kWeightRows;
     return index / 2 * kWeightRows + index % 2 * num_gates;
   }

@@ -3,15 +3,16 @@
 //   out[i]    = activation(weight[e] x[order[i] / top_k] + bias[e])
 //   out[pair] = activation(weight[e] x[i] + bias[e]) pair_weights[pair]    with pair = order[i]
 //
-// for the places i from offsets[e] to offsets[e + 1] of every expert e: without pair_weights the
-// first, with them the second.
+// for the places i from offsets[e] to offsets[e + 1] of every expert e: the first formula without
+// pair_weights, the second with them.
 // Arguments: MoeGemmParams in moe_gemm/moe_rows.cuh.
 //
 // Numerics: as in gemm.cu; one rounding at the end. Each element sums k in ascending order whatever
 // the tile and whoever else is in the batch.
-// Parallelisation: a block computes one tile of rows of one expert. The host does not know how many
-// each has: it launches as many blocks as there may be tiles, and each finds its rows by a scan of
-// `offsets`, or that there are none left. blockIdx.y is the tile along the features.
+// Parallelisation: a block computes one tile of rows of one expert. The host does not know the rows
+// per expert: it launches a block for every possible tile, and each finds its rows by a scan of
+// `offsets`, or exits if none are left. blockIdx.y is the tile along the features. Few tokens:
+// moe_gemm_few_tokens.cu.
 // Mirror: engine/reference/moe_gemm.py
 #include "common/pdl.cuh"
 #include "moe_gemm/moe_epilogue.cuh"
@@ -79,7 +80,7 @@ __device__ __forceinline__ void moe_tile(const MoeGemmParams& p) {
     __VA_ARGS__(p);                                                 \
   }
 
-// These figures are also in engine/kernels/moe_gemm/portable.py.
+// These sizes are also in engine/kernels/moe_gemm/portable.py.
 #if ENGINE_DTYPE != 0
 ENGINE_MOE_GEMM(moe_gemm_tile_32x128, 128, 3, moe_tile<32, 128, 32, 32, 6, true>)
 ENGINE_MOE_GEMM(moe_gemm_tile_128x128, 128, 2, moe_tile<128, 128, 64, 64, 4, true>)

@@ -1,21 +1,21 @@
-// The second product of experts and the sum over those of a token, for few tokens.
+// The experts' second product and the sum over each token's experts, for few tokens.
 //
 //   out[t] = sum over j of (weight[e] x[i] + bias[e]) pair_weights[t, j]
 //            + shared[t] sigmoid(shared_gate[t]) + residual[t]
 //
 // with e = experts[t, j], and i the place of pair t top_k + j in `order`. A module is compiled for
-// one format of weights.
+// one weight format.
 // Arguments: MoeFewParams in moe_gemm/moe_few_problem.cuh.
 //
-// Numerics: as moe_gemm_few_*, but the outputs of experts are not rounded; the parts' sums of a
-// token are added in their order, then shared, then residual, and rounded once. Where a part ends,
-// and so a token's sum, depends on the experts of all tokens.
-// Parallelisation: a block has blockDim.z row tiles (16 rows) of every expert's matrix, and with
-// them those columns of out. The stages of all tiles follow each other, and warp (y, z) multiplies
-// the y-th part of row tile z's: often of several experts, or of a part of one. At the end of an
-// expert's stages it adds its sums, times the weights of the pairs, to those of the tokens. No warp
-// waits for another one before its last stage, and the first stages are loaded before the first
-// product has ended.
+// Numerics: as in moe_gemm_few_tokens.cu, but the outputs of experts are not rounded; the parts'
+// sums of a token are added in order, then shared, then residual, and rounded once. The boundaries
+// of the parts, and so a token's sum, depend on the experts of all tokens.
+// Parallelisation: a block computes blockDim.z row tiles (16 rows) of every expert's matrix, that
+// is these columns of out. The stages of all token tiles form one sequence, and warp (y, z)
+// multiplies the y-th part of the sequence for row tile z: often several experts, or a fraction of
+// one. At the end of an expert's stages it adds its sums, times the pairs' weights, to those of the
+// tokens. No warp waits for another before its last stage, and the first stages are loaded before
+// the first product has ended.
 // Mirror: engine/reference/moe_gemm_combine.py
 #include "common/pdl.cuh"
 #include "moe_gemm/moe_few_loader.cuh"
@@ -24,8 +24,8 @@
 
 // An element of out that a thread finishes.
 struct MoeCombinedOutput {
-  int z, row, token;  // row of row tile z
-  int64_t at;         // of out, shared and residual
+  int z, row, token;  // row within row tile z
+  int64_t at;         // index into out, shared and residual
 
   // Element `index` of the block; false if it does not exist.
   __device__ __forceinline__ bool set(const MoeFewParams& p, int index) {
@@ -36,7 +36,7 @@ struct MoeCombinedOutput {
     at = static_cast<int64_t>(token) * p.num_rows + column;
     return token < p.num_tokens && column < p.num_rows;
   }
-  // What is added to the sum over experts.
+  // The terms added to the sum over experts.
   __device__ __forceinline__ float2 load_others(const MoeFewParams& p) const {
     float2 others{0.0f, 0.0f};
     if (p.shared != nullptr) {
@@ -49,7 +49,7 @@ struct MoeCombinedOutput {
   }
 };
 
-// The sums of a warp: of every token [token][row], and of a tile's rows of x.
+// The sums of a warp: of all tokens [token][row], and of one token tile.
 template <int kTokens>
 struct MoeTokenSums {
   using Shape = typename MoeFewProduct<kTokens>::Shape;
@@ -64,7 +64,7 @@ struct MoeTokenSums {
   __device__ __forceinline__ void clear(int lane_idx) {
     for (int i = lane_idx; i < kTokens * kPitch; i += kWarpSize) of_tokens[i] = 0.0f;
   }
-  // Adds a tile's sums, and its bias of row `lane_idx`, which 16 lanes have.
+  // Adds a token tile's sums, and the bias of row `lane_idx` in 16 of the lanes.
   __device__ __forceinline__ void add(MoeFewProduct<kTokens>& product, const MoeFewTile& t,
                                       const MoeFewRouting& routing, int top_k, float bias,
                                       int lane_idx) {
@@ -82,7 +82,7 @@ struct MoeTokenSums {
   }
 };
 
-// SAFETY: as moe_few_tokens.
+// SAFETY: as in moe_few_tokens.
 template <int kTokens>
 __device__ __forceinline__ void moe_few_combine(const MoeFewParams& p) {
   using Sums = MoeTokenSums<kTokens>;
@@ -112,9 +112,9 @@ __device__ __forceinline__ void moe_few_combine(const MoeFewParams& p) {
   for (MoeSumWalk walk(b, routing); !walk.is_done(); walk.next()) {
     const MoeRun run = walk.run;
     const MoeFewTile t = routing.tiles[run.tile];
-    // SAFETY: a bias is of a row that exists.
+    // SAFETY: clamped to the last row, which has a bias.
     const int row =
-        min(b.first_row(run.unit, threadIdx.z) + b.lane_idx % kWeightRows, p.num_rows - 1);
+        min(b.first_row(run.work_tile, threadIdx.z) + b.lane_idx % kWeightRows, p.num_rows - 1);
     float bias = 0.0f;
     if (p.bias != nullptr && run.begin == 0)
       bias = to_float(p.bias[static_cast<int64_t>(t.expert) * p.num_rows + row]);

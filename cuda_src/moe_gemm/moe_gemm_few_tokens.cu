@@ -1,28 +1,29 @@
-// moe_gemm for few tokens: the matrices of the experts that have any are read once.
+// moe_gemm for few tokens: the matrix of each expert with tokens is read once.
 //
 // Every warp has a ring of its own in shared memory, filled by cp.async: a stage is 16 rows of the
-// weight, their scales, and the same columns of the tile's rows of x. No warp waits for another one
-// but at the end of a unit, and the next unit's stages are on their way by then. How the problem is
-// cut: moe_few_problem.cuh.
+// weight, their scales, and the same columns of the tile's rows of x. Warps wait for each other
+// only at the end of a work tile, when the next work tile's stages are already in flight. Arguments
+// and the division of the problem: MoeFewParams in moe_few_problem.cuh. A module is compiled for
+// one weight format.
 //
-// Numerics: codes are multiplied as the numbers they are, and the sum over a group by its scale;
-// the order of summation is fixed, but depends on the number of tokens.
+// Numerics: codes are multiplied unscaled, and the sum over a group by its scale; the order of
+// summation is fixed, but depends on the number of tokens.
 #include "common/pdl.cuh"
 #include "moe_gemm/moe_few_loader.cuh"
 
 #if ENGINE_DTYPE != 0
 
-// An element of out that a thread finishes: of row tile z (gated: of z and z + 1) of a unit.
+// An element of out that a thread finishes, in row tile z (gated: z and z + 1) of a work tile.
 struct MoeFewOutput {
   int z, token, row, column;  // row of the row tile; column of out
 
-  // Element `index` of the unit; false if it does not exist.
-  __device__ __forceinline__ bool set(const MoeFewBlock& b, const MoeFewTile& t, int unit,
+  // Element `index` of the work tile; false if it does not exist.
+  __device__ __forceinline__ bool set(const MoeFewBlock& b, const MoeFewTile& t, int work_tile,
                                       int index) {
     row = index % kWeightRows;
     z = index / kWeightRows % b.out_tiles();
     token = index / kWeightRows / b.out_tiles();
-    column = (unit * b.out_tiles() + z) * kWeightRows + row;
+    column = (work_tile * b.out_tiles() + z) * kWeightRows + row;
     return token < t.count && column < b.columns;
   }
   __device__ __forceinline__ float2 load_bias(const MoeFewParams& p, const MoeFewBlock& b,
@@ -36,19 +37,19 @@ struct MoeFewOutput {
   }
 };
 
-// Adds the parts' sums in their order and writes the unit's elements. `early` are the biases of
+// Adds the parts' sums in order and writes the work tile's elements. `early` holds the biases of
 // this thread's first element.
 template <typename Shape>
-__device__ __forceinline__ void finish_unit(const MoeFewParams& p, const MoeFewBlock& b,
-                                            const MoeFewRouting& routing, const MoeFewTile& t,
-                                            int unit, const float* sums, float2 early) {
+__device__ __forceinline__ void finish_work_tile(const MoeFewParams& p, const MoeFewBlock& b,
+                                                 const MoeFewRouting& routing, const MoeFewTile& t,
+                                                 int work_tile, const float* sums, float2 early) {
   const int count = b.out_tiles() * kWeightRows * t.count;
   const int parts = blockDim.y;
   const MoeGate gate{p.activation, p.alpha, p.limit};
 #pragma unroll 1
   for (int index = b.thread; index < count; index += b.threads) {
     MoeFewOutput o;
-    if (!o.set(b, t, unit, index)) continue;
+    if (!o.set(b, t, work_tile, index)) continue;
     const float2 bias = index == b.thread ? early : o.load_bias(p, b, t);
     const int z = b.num_gates > 0 ? 2 * o.z : o.z;
     const float* from = sums + z * parts * Shape::kSumFloats + o.token * Shape::kPitch + o.row;
@@ -89,18 +90,18 @@ __device__ __forceinline__ void moe_few_tokens(const MoeFewParams& p) {
   unsigned char* ring = smem + b.warp_idx * (p.num_stages * stage_bytes);
   float* const first_sums =
       reinterpret_cast<float*>(smem + b.num_warps * p.num_stages * stage_bytes);
-  MoeFewLoader<MoeUnitWalk> loader(p, b, routing, ring, stage_bytes);
+  MoeFewLoader<MoeWorkTileWalk> loader(p, b, routing, ring, stage_bytes);
   loader.fill();
 
   float* sums = first_sums;
   const unsigned char* stage_at = ring;
   const unsigned char* const ring_end = ring + p.num_stages * stage_bytes;
 #pragma unroll 1
-  for (MoeUnitWalk walk(b, routing); !walk.is_done(); walk.next()) {
-    const int unit = walk.run.unit;
+  for (MoeWorkTileWalk walk(b, routing); !walk.is_done(); walk.next()) {
+    const int work_tile = walk.run.work_tile;
     const MoeFewTile t = routing.tiles[walk.run.tile];
     MoeFewOutput first;
-    const float2 bias = first.set(b, t, unit, b.thread) ? first.load_bias(p, b, t) : float2{};
+    const float2 bias = first.set(b, t, work_tile, b.thread) ? first.load_bias(p, b, t) : float2{};
     Product product;
     product.clear();
 #pragma unroll 1
@@ -115,10 +116,10 @@ __device__ __forceinline__ void moe_few_tokens(const MoeFewParams& p) {
       if (stage_at == ring_end) stage_at = ring;
     }
     product.store(sums + b.warp_idx * Shape::kSumFloats, b.lane_idx);
-    // SAFETY: of two buffers a warp overwrites one only after the next unit's barrier, which comes
-    // after all reads of it.
+    // SAFETY: of two buffers a warp overwrites one only after the next work tile's barrier, which
+    // comes after all reads of it.
     __syncthreads();
-    finish_unit<Shape>(p, b, routing, t, unit, sums, bias);
+    finish_work_tile<Shape>(p, b, routing, t, work_tile, sums, bias);
     sums = sums == first_sums ? first_sums + b.num_warps * Shape::kSumFloats : first_sums;
   }
 }

@@ -1,27 +1,27 @@
-// What the producers of moe_gemm_sm90.cu share: they load
-// the rows of x, and tell the consumers of tiles.
+// Shared by the producers of moe_gemm_sm90.cu: the loads of rows of x, and the records that
+// describe tiles to the consumers.
 #pragma once
 
 #include "common/pipeline_state.cuh"
 #include "moe_gemm/moe_scheduler_sm90.cuh"
 
-// Sorted rows come by TMA. Rows that are gathered through `order` are copied by cp.async, 16 bytes
-// a thread: TMA takes too long over boxes of one row. Rows of a stage that no copy writes keep what
-// shared memory held: their sums are dropped.
+// Sorted rows are loaded by TMA. Rows gathered through `order` are copied by cp.async, 16 bytes per
+// thread: TMA is slow for boxes of one row. Rows of a stage that no copy writes keep stale data:
+// their sums are dropped.
 struct MoeLoader {
   MoeShared& smem;
   const TensorMap *map_w, *map_x;  // map_w: null if the weight is packed
   const operand_t* x;              // (T, k), gathered
   const int* order;
-  const float* pair_weights;  // null: x is gathered
+  const float* pair_weights;  // null: x is gathered through `order`
   int k, top_k, num_gates;
 
   static constexpr int kChunks = kSlabRowBytes / 16, kChunkK = 16 / sizeof(operand_t);
   static constexpr int kRowStep = kProducerThreads / kChunks;
   static constexpr int kRows = kTokens / kRowStep;
   static_assert(kRowStep % 8 == 0, "a thread's rows have the same swizzle");
-  const operand_t* chunks[kRows];  // the next of the rows of x that this thread copies
-  int num_rows;                    // that there are of these
+  const operand_t* chunks[kRows];  // next chunks of the rows of x that this thread copies
+  int num_rows;                    // number of these rows
 
   __device__ __forceinline__ int thread() const { return threadIdx.x % kProducerThreads; }
   __device__ __forceinline__ bool is_gathered() const { return pair_weights == nullptr; }
@@ -39,7 +39,7 @@ struct MoeLoader {
     }
   }
 
-  // By all warps but the first.
+  // Writes the tile's record; called by all warps but the first.
   __device__ __forceinline__ void tell(const MoeTile& tile, PipelineState<kRecords>& record) const {
     if (thread() < kWarpSize) return;
     mbarrier_wait(smem_address(&smem.record_empty[record.stage]), record.phase);
@@ -55,19 +55,19 @@ struct MoeLoader {
     record.advance();
   }
 
-  // The weight: each kernel's producer has its own.
+  // Loads the weight; each producer defines its own.
   __device__ void weight(int stage, int slab, const MoeTile& tile) const;
 
-  // Rows that `sorted` loads.
+  // Number of rows that `sorted` loads.
   __device__ __forceinline__ int sorted_rows(const MoeTile& tile) const {
     return !is_gathered() ? (tile.count + kBoxRows - 1) / kBoxRows * kBoxRows : 0;
   }
 
-  // By all threads: rows that are gathered, stage after stage of a tile.
+  // Called by all threads: copies gathered rows, stage after stage of a tile.
   __device__ __forceinline__ void gather(int stage, int slab) {
     const int row = thread() / kChunks, chunk = thread() % kChunks;
     unsigned to = smem_address(smem.x[stage]) + row * kSlabRowBytes + ((chunk ^ (row & 7)) << 4);
-    const int left = k - slab * kSlabK;  // columns
+    const int left = k - slab * kSlabK;  // columns left
     if (left >= kDepth * kSlabK) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -77,7 +77,7 @@ struct MoeLoader {
           cp_async_16(to + d * kSlabX + i * kRowStep * kSlabRowBytes, chunks[i] + d * kSlabK);
         chunks[i] += kDepth * kSlabK;
       }
-    } else {  // zeros where the row has ended
+    } else {  // zeros past the row's end
 #pragma unroll 1
       for (int d = 0; d * kSlabK < left; ++d, to += kSlabX) {
         const bool exists = d * kSlabK + chunk * kChunkK < left;
@@ -92,7 +92,7 @@ struct MoeLoader {
     mbarrier_arrive_cp_async(smem_address(&smem.full[stage]));
   }
 
-  // By one thread: sorted rows.
+  // Called by one thread: loads sorted rows.
   __device__ __forceinline__ void sorted(int stage, int slab, const MoeTile& tile) const {
     const unsigned full = smem_address(&smem.full[stage]), to = smem_address(smem.x[stage]);
     const int depth = min(kDepth, num_slabs() - slab);

@@ -1,5 +1,6 @@
-// The products of codes in moe_gemm_sm90.cu: wgmma sums a slab, which has one scale, and the sums
-// times their scales are added in float: wgmma keeps some 14 bits of a sum of e4m3.
+// The products of codes in moe_gemm_sm90.cu: wgmma sums over a slab, which has one scale per row,
+// and the sums times their scales are added in float: wgmma keeps some 14 bits of a sum of e4m3
+// products.
 #pragma once
 
 #include "moe_gemm/moe_epilogue_sm90.cuh"
@@ -12,7 +13,7 @@ struct MoeMultiplier {
   int num_slabs;
   bool is_gathered;
 
-  // part = the products of an m-tile of a stage.
+  // part = the products of one m-tile in a stage.
   template <int kN>
   __device__ __forceinline__ void start(int stage, int tile, float (&part)[kN / 2]) const {
     const unsigned w = smem_address(smem.w[stage]) + tile * kMmaBytes;
@@ -40,7 +41,7 @@ struct MoeMultiplier {
     }
   }
 
-  // SAFETY: every lane has read scales of the stage by ordinary loads.
+  // SAFETY: every lane arrives, as it has read scales of the stage by ordinary loads.
   __device__ __forceinline__ void release(int stage) const {
     mbarrier_arrive(smem_address(&smem.empty[stage]));
   }
@@ -50,8 +51,8 @@ struct MoeMultiplier {
     if (is_gathered) fence_async_proxy();  // SAFETY: cp.async wrote x, wgmma reads it.
   }
 
-  // The sums of the first kN tokens; k in ascending order, whatever kN is. While wgmma multiplies
-  // the second m-tile, the sums of the first are added.
+  // Sums for the first kN tokens, over k in ascending order whatever kN is. The sums of the first
+  // m-tile are added while wgmma multiplies the second.
   template <int kN>
   __device__ __forceinline__ void multiply(int warpgroup, PipelineState<kStages>& state,
                                            MoeSums& acc) const {
@@ -75,7 +76,7 @@ struct MoeMultiplier {
     }
   }
 
-  // With the smallest of a few instructions that has room for `count` tokens.
+  // Picks the smallest of a few instruction widths that holds `count` tokens.
   template <int kN = 16>
   __device__ __forceinline__ void few(int count, int warpgroup, PipelineState<kStages>& state,
                                       MoeSums& acc) const {
@@ -86,7 +87,7 @@ struct MoeMultiplier {
   }
 };
 
-// As in moe_multiply_sm90.cuh.
+// See moe_multiply_sm90.cuh.
 __device__ __forceinline__ void multiply_few(int count, MoeShared& smem, int warpgroup,
                                              int num_slabs, bool is_gathered,
                                              PipelineState<kStages>& state, MoeSums& acc) {

@@ -1,5 +1,5 @@
-// The products of quantized weights in moe_gemm_sm90.cu: codes become fragments in registers while
-// wgmma multiplies those before with the rows of x in shared memory.
+// The products of quantized weights in moe_gemm_sm90.cu: codes are decoded to fragments in
+// registers while wgmma multiplies the preceding fragments by the rows of x in shared memory.
 #pragma once
 
 #include "moe_gemm/moe_epilogue_sm90.cuh"
@@ -7,9 +7,9 @@
 
 constexpr int kSteps = kSlabK / 16;
 
-// The products of a slab, step by step, of each its m-tiles, come in sets. The fragments of one set
-// are decoded while wgmma reads those of the one before; a set costs some 60 clocks beside its
-// products. With more registers ptxas has each wgmma wait for the one before (C7512).
+// The products of a slab, ordered by step, then m-tile, are processed in sets. The fragments of one
+// set are decoded while wgmma reads those of the previous set; a set costs some 60 clocks besides
+// its products. With more registers ptxas would make each wgmma wait for the previous one (C7512).
 constexpr int kSetProducts = kTokens > 96 ? 1 : kTokens > 64 || kWarpgroups > 2 ? 2 : 4;
 constexpr int kSets = kSteps * kMmaTiles / kSetProducts;
 static_assert(kSets % 2 == 0, "a slab begins with the same registers");
@@ -20,8 +20,8 @@ struct MoeMultiplier {
   int num_slabs;
   bool is_gathered;
 
-  // Lets the producer fill a stage again. SAFETY: by every lane, as it has read the weights by
-  // ordinary loads; one arrival a warp would do, but compute-sanitizer then reports races.
+  // Lets the producer fill a stage again. SAFETY: every lane arrives, as it has read the weights by
+  // ordinary loads; one arrival per warp would suffice, but compute-sanitizer then reports races.
   __device__ __forceinline__ void release(int stage) const {
     mbarrier_arrive(smem_address(&smem.empty[stage]));
   }
@@ -31,11 +31,11 @@ struct MoeMultiplier {
     if (is_gathered) fence_async_proxy();  // SAFETY: cp.async wrote x, wgmma reads it.
   }
 
-  // Multiplies set kSet of slab d, whose fragments are in `now`, and the sets behind it. `held`: a
-  // stage that may be filled again once the slab before has been multiplied, or -1.
+  // Multiplies set kSet of slab d, whose fragments are in `now`, and the sets after it. `pending`:
+  // a stage to release once the previous slab has been multiplied, or -1.
   template <int kN, int kSet = 0>
   __device__ __forceinline__ void multiply_slab(MoeDecoder& decoder, int d, uint64_t b,
-                                                bool is_first, int held, MoeFragments& now,
+                                                bool is_first, int pending, MoeFragments& now,
                                                 MoeFragments& next, MoeSums& acc) const {
     wgmma_fence();
 #pragma unroll
@@ -47,14 +47,14 @@ struct MoeMultiplier {
     }
     wgmma_commit();
     if constexpr (kSet + 1 < kSets) {
-      wgmma_wait<1>();  // `next` may be written
-      if (kSet == 0 && held >= 0) release(held);
+      wgmma_wait<1>();  // `next` may be overwritten
+      if (kSet == 0 && pending >= 0) release(pending);
       decoder.decode<(kSet + 1) * kSetProducts>(d, next);
-      multiply_slab<kN, kSet + 1>(decoder, d, b, is_first, held, next, now, acc);
+      multiply_slab<kN, kSet + 1>(decoder, d, b, is_first, pending, next, now, acc);
     }
   }
 
-  // The sums of the first kN tokens; k in ascending steps of 16, whatever kN is.
+  // Sums for the first kN tokens, over k in ascending steps of 16 whatever kN is.
   template <int kN>
   __device__ __forceinline__ void multiply(int warpgroup, PipelineState<kStages>& state,
                                            MoeSums& acc) const {
@@ -62,7 +62,7 @@ struct MoeMultiplier {
     state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
     MoeDecoder decoder(warpgroup);
     MoeFragments even, odd;
-    int d = 0, held = -1;  // the stage of the slab before, if that ended it
+    int d = 0, pending = -1;  // stage to release: the previous slab was its last; else -1
     wait(state);
     decoder.begin_stage(smem.w[state.stage]);
     decoder.begin_slab(0);
@@ -70,28 +70,28 @@ struct MoeMultiplier {
 #pragma unroll 1
     for (int slab = 0;;) {
       const uint64_t b = wgmma_descriptor(x + state.stage * kStageX + d * kSlabX);
-      multiply_slab<kN>(decoder, d, b, slab == 0, held, even, odd, acc);
-      held = -1;
+      multiply_slab<kN>(decoder, d, b, slab == 0, pending, even, odd, acc);
+      pending = -1;
       if (++d == kDepth || slab + 1 == num_slabs) {
-        held = state.stage, d = 0;
+        pending = state.stage, d = 0;
         state.advance();
       }
       if (++slab == num_slabs) break;
-      if (held >= 0) {
+      if (pending >= 0) {
         wait(state);
         decoder.begin_stage(smem.w[state.stage]);
       }
       decoder.begin_slab(d);
-      wgmma_wait<1>();  // `even` may be written
+      wgmma_wait<1>();  // `even` may be overwritten
       decoder.decode<0>(d, even);
     }
     wgmma_wait<0>();
-    release(held);
+    release(pending);
 #pragma unroll
     for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
   }
 
-  // With the smallest of a few instructions that has room for `count` tokens.
+  // Picks the smallest of a few instruction widths that holds `count` tokens.
   template <int kN = 16>
   __device__ __forceinline__ void few(int count, int warpgroup, PipelineState<kStages>& state,
                                       MoeSums& acc) const {
@@ -103,7 +103,7 @@ struct MoeMultiplier {
   }
 };
 
-// As in moe_multiply_sm90.cuh.
+// See moe_multiply_sm90.cuh.
 __device__ __forceinline__ void multiply_few(int count, MoeShared& smem, int warpgroup,
                                              int num_slabs, bool is_gathered,
                                              PipelineState<kStages>& state, MoeSums& acc) {

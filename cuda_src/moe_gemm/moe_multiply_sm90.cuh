@@ -9,7 +9,7 @@ __device__ __forceinline__ void release(MoeShared& smem, int stage) {
   if (threadIdx.x % 128 == 0) mbarrier_arrive(smem_address(&smem.empty[stage]));
 }
 
-// The sums of the first kN tokens; k in ascending steps of 16, whatever kN is.
+// Sums for the first kN tokens, over k in ascending steps of 16 whatever kN is.
 template <int kN>
 __device__ __forceinline__ void multiply(MoeShared& smem, int warpgroup, int num_slabs,
                                          bool is_gathered, PipelineState<kStages>& state,
@@ -37,7 +37,7 @@ __device__ __forceinline__ void multiply(MoeShared& smem, int warpgroup, int num
                     slab > 0 || d > 0 || step > 0);
     }
     wgmma_commit();
-    wgmma_wait<1>();  // the stage before this one has been read
+    wgmma_wait<1>();  // the previous stage has been read
     if (slab > 0) release(smem, last);
     last = state.stage;
     state.advance();
@@ -48,7 +48,7 @@ __device__ __forceinline__ void multiply(MoeShared& smem, int warpgroup, int num
   for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
 }
 
-// With the smallest instruction that has room for `count` tokens.
+// Picks the smallest instruction width that holds `count` tokens.
 template <int kN = 16>
 __device__ __forceinline__ void multiply_few(int count, MoeShared& smem, int warpgroup,
                                              int num_slabs, bool is_gathered,

@@ -1,17 +1,17 @@
-// A stage of packed weights (engine/weights/packing.py): the planes of its row tiles, how they
-// are loaded, and how a lane makes wgmma's first operand of them.
+// A stage of packed weights (engine/weights/packing.py): the planes of its row tiles, their loads,
+// and how a lane decodes them to wgmma's first operand.
 #pragma once
 
 #include "common/weight_fragments_sm90.cuh"
 
 constexpr int kStageK = kDepth * kSlabK;
-constexpr int kRowTiles = kPartsW * 4;  // of 16 rows
+constexpr int kRowTiles = kPartsW * 4;  // row tiles (16 rows) of a stage
 constexpr int kStageGroups = kStageK > kGroup ? kStageK / kGroup : 1;
 static_assert(kStageK % kGroup == 0 || kGroup % kStageK == 0, "a stage has whole groups or a part");
 static_assert(kSuperBlock == 0 || kSuperBlock % kStageK == 0, "a stage lies in one super-block");
 static_assert(kTileColumns == kSlabK, "a slab is a tile wide");
 
-// The planes follow each other, each with its row tiles one after another. TMA loads those of an
+// The planes are stored one after another, each row tile by row tile. TMA loads the row tiles of an
 // m-tile together.
 constexpr int kTileData = kDepth * kDataBytes, kTileHigh = kDepth * kHighBytes;
 constexpr int kTileScales = kStageGroups * kScaleTileBytes;
@@ -26,7 +26,7 @@ static_assert(kMmaTileRows * kTileScales % 128 == 0 && kMmaTileRows * kSuperTile
 
 struct MoeWeights {
   const TensorMap *map_data, *map_high, *map_scales, *map_supers;
-  int num_rows, num_gates;  // of an expert; num_gates 0: no gate
+  int num_rows, num_gates;  // per expert; num_gates 0: no gate
 
   template <typename Params>
   __device__ __forceinline__ MoeWeights(const Params& p, int num_gates)
@@ -37,13 +37,13 @@ struct MoeWeights {
         num_rows(p.num_rows),
         num_gates(num_gates) {}
 
-  // Bytes that `load` announces; what lies outside the planes is written as zeros. Rows of another
+  // Bytes that `load` announces; bytes outside the planes are written as zeros. Rows of another
   // expert may be loaded: their sums are dropped.
   __device__ __forceinline__ int bytes(int) const {
     return kRowTiles * (kTileData + kTileHigh + kTileScales + kSuperTileBytes);
   }
 
-  // By one warp.
+  // Called by one warp.
   __device__ __forceinline__ void load(unsigned char* stage, int slab, int, int expert, int row,
                                        unsigned full) const {
     if (!elect_one()) return;
@@ -67,19 +67,19 @@ struct MoeWeights {
   __device__ __forceinline__ void load_scales(unsigned char*, float*, int, int, int) const {}
 };
 
-// The scale and the factor that makes numbers of e2m1 codes can be one number, 2^(e - 1), if e, the
-// exponent of e8m0, is at most 128.
+// Whether the scale and the factor that turns e2m1 codes into numbers can merge into one number,
+// 2^(e - 1); requires an e8m0 exponent e of at most 128.
 constexpr bool kMergesScale = kIsE2m1 && kScaleType == kE8m0Scale && !kIsHalf && !kIsPaired;
 static_assert(!kMergesScale || kGroup == 32, "a slab has two groups");
 
 // A lane's fragments of a slab.
 struct MoeDecoder {
   const unsigned char* stage;
-  int first_tile, lane_idx;  // the warp's row tile of its first m-tile
+  int first_tile, lane_idx;  // row tile of the warp in its first m-tile
   TileWords words[kMmaTiles];
   RowScales scales[kMmaTiles];
-  uint32_t exponents[kMmaTiles];  // with kMergesScale: of rows g and g + 8, of two groups
-  bool merges;                    // with kMergesScale: whether all of the warp's allow it
+  uint32_t exponents[kMmaTiles];  // with kMergesScale: exponents of rows g and g + 8, two groups
+  bool merges;                    // with kMergesScale: whether all exponents of the warp allow it
 
   __device__ __forceinline__ explicit MoeDecoder(int warpgroup)
       : first_tile(warpgroup * kMmaTiles * 4 + threadIdx.x / kWarpSize % 4),
@@ -115,8 +115,8 @@ struct MoeDecoder {
         stage + kSuperPlane + (first_tile + j * 4) * kSuperTileBytes + lane_idx / 4 * kSuperBytes));
   }
 
-  // The fragments of products kFirst to kFirst + kCount - 1 of slab d: step by step, of each its
-  // m-tiles. Products come in order.
+  // The fragments of products kFirst to kFirst + kCount - 1 of slab d, ordered by step, then
+  // m-tile. Calls must follow that order.
   template <int kFirst, int kCount>
   __device__ __forceinline__ void decode(int d, uint32_t (&a)[kCount][4]) {
     if constexpr (kMergesScale) {

@@ -16,8 +16,8 @@ struct MoeQuantizedLoader : MoeLoader {
                                             : tile.first + thread());
   }
 
-  // By all threads; one also says how many bytes the stage gets. Scales count as x that is
-  // gathered.
+  // Called by all threads; one also announces the stage's bytes. Scales are counted like gathered
+  // rows of x.
   __device__ __forceinline__ void weight(int stage, int slab, const MoeTile& tile) const {
     unsigned char* to = smem.w[stage];
     if (thread() < kWarpSize) {
@@ -32,7 +32,7 @@ struct MoeQuantizedLoader : MoeLoader {
     weights.load_scales(to, smem.scales[stage], slab, tile.expert, tile.row);
   }
 
-  // By all threads.
+  // Called by all threads.
   __device__ __forceinline__ void rows_of_x(int stage, int slab, const MoeTile& tile) {
     row_scales.load(smem.scales[stage], slab);
     if (is_gathered()) {
@@ -44,7 +44,7 @@ struct MoeQuantizedLoader : MoeLoader {
   }
 };
 
-// As the one in moe_producer_sm90.cuh, but that all threads load weights.
+// The producer's loop: all threads load weights. See moe_producer_sm90.cuh.
 __device__ __forceinline__ void produce(MoeShared& smem, MoeQuantizedLoader& load,
                                         const MoeScheduler& scheduler, bool is_early) {
   const int count = scheduler.count(), first = blockIdx.x;

@@ -5,7 +5,8 @@
 #include "common/pdl.cuh"
 #include "moe_gemm/moe_loader_sm90.cuh"
 
-// By TMA, in boxes of an m-tile; also says how many bytes the stage gets. By one thread.
+// Loads the weight by TMA, in boxes of an m-tile, and announces the stage's bytes. Called by one
+// thread.
 __device__ __forceinline__ void MoeLoader::weight(int stage, int slab, const MoeTile& tile) const {
   const unsigned full = smem_address(&smem.full[stage]);
   const int depth = min(kDepth, num_slabs() - slab);
@@ -20,8 +21,8 @@ __device__ __forceinline__ void MoeLoader::weight(int stage, int slab, const Moe
     }
 }
 
-// The first tile's weights are loaded before all else, as far as the ring has room; with `is_early`
-// also before the preceding kernel has ended. The next kernel may start once this one has waited.
+// The first tile's weights are loaded first, as far as the ring allows; with `is_early` even before
+// the preceding kernel has ended. The next kernel may start once this one has waited.
 __device__ __forceinline__ void produce(MoeShared& smem, MoeLoader& load,
                                         const MoeScheduler& scheduler, bool is_early) {
   const int count = scheduler.count(), first = blockIdx.x;

@@ -6,7 +6,8 @@
 
 struct MoeGemmQuantizedSm90Params {
   // Packed: the planes of the matrix (E R, K), R a multiple of 16, by boxes of 4 row tiles and a
-  // stage's depth; else map_data (E, R, K) by boxes of 64 rows, 128 columns. Others are not used.
+  // stage's depth; else map_data (E, R, K) by boxes of 64 rows, 128 columns; the other maps are
+  // unused.
   TensorMap map_data, map_high, map_scales, map_supers;
   TensorMap map_x;            // with pair_weights: x by boxes of 16 rows
   const float* scales;        // if not packed: (E, blocks of rows, blocks of columns)
@@ -52,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     MoeScheduler::count_tiles(smem.offsets, smem.tiles, p.num_experts, scheduler.row_tiles);
   __syncthreads();
   const MoeWeights weights(p, num_gates);
-  // Producer and consumers part here for good, as setmaxnreg requires.
+  // Producer and consumers diverge here for good, as setmaxnreg requires.
   if (warp_idx >= kConsumerThreads / 32) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
     MoeQuantizedLoader load{

@@ -1,4 +1,4 @@
-// Which rows a block of moe_gemm.cu multiplies with which matrix, and how they reach shared memory.
+// The rows that a block of moe_gemm.cu multiplies, their expert, and the loads to shared memory.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -20,7 +20,7 @@ struct MoeGemmParams {
   int is_vector;  // rows of out can be written four elements at a time
 };
 
-// Places first to end - 1 of the sorted pairs, all of one expert.
+// Places first to end - 1 in the sorted order of pairs, all of one expert.
 struct MoeRows {
   int expert, first, end;
 };
@@ -30,8 +30,8 @@ __device__ __forceinline__ MoeRows rows_of(const MoeGemmParams& p, int expert) {
   return {expert, first, min(max(p.offsets[expert + 1], first), p.num_pairs)};
 }
 
-// The rows of this block's tile, number blockIdx.x of all experts' tiles of kTileM rows; none if
-// there are not so many. All threads must call it.
+// The rows of this block's tile, number blockIdx.x among all experts' tiles of kTileM rows; empty
+// if there are fewer tiles. All threads must call it.
 template <int kTileM>
 __device__ __forceinline__ MoeRows find_rows(const MoeGemmParams& p) {
   __shared__ MoeRows smem_rows;
@@ -66,7 +66,8 @@ __device__ __forceinline__ MoeRows find_rows(const MoeGemmParams& p) {
   return smem_rows;
 }
 
-// As TileLoader, of rows of x: those of the pairs' tokens, or with pair_weights the places' own.
+// TileLoader for rows of x: the rows of the pairs' tokens, or with pair_weights the sorted rows
+// themselves.
 template <int kRows, int kThreads, bool kAligned>
 struct MoeRowLoader {
   static constexpr int kRowStep = kThreads / kChunksPerRow;
@@ -74,7 +75,7 @@ struct MoeRowLoader {
   static_assert(kRowStep % 8 == 0 && kNumRows * kRowStep == kRows, "the swizzle must not change");
 
   const scalar_t* x;
-  const scalar_t* chunks[kNumRows];  // this thread's of its rows; null: no such row
+  const scalar_t* chunks[kNumRows];  // this thread's chunk in each of its rows; null: no such row
   int column, smem_offset;
 
   __device__ __forceinline__ MoeRowLoader(const MoeGemmParams& p, const MoeRows& rows)
@@ -104,8 +105,8 @@ struct MoeRowLoader {
   }
 };
 
-// Of the rows of an expert's matrix that make columns col0 to col0 + kRows of the product; with
-// `is_gated` these are gate and up in turn, eight of each, as in epilogue.cuh.
+// The loader of the rows of an expert's matrix that compute columns col0 to col0 + kRows of the
+// product; with `is_gated` these alternate between gate and up, eight of each, as in epilogue.cuh.
 template <int kRows, int kThreads, bool kAligned>
 __device__ __forceinline__ TileLoader<kRows, kThreads, kAligned> moe_weight_loader(
     const MoeGemmParams& p, int expert, int col0, bool is_gated) {
@@ -117,7 +118,7 @@ __device__ __forceinline__ TileLoader<kRows, kThreads, kAligned> moe_weight_load
     const int num_gates = p.num_rows / 2, gate = Epilogue::gated_column(col0 + loader.first_row);
     const int64_t row = gate + (loader.first_row % 16 < 8 ? 0 : num_gates);
     loader.first = matrix + row * p.k + loader.column;
-    loader.step /= 2;  // kRowStep columns are half as many rows of each
+    loader.step /= 2;  // kRowStep columns correspond to half as many rows of each
     loader.rows_left = 2 * (num_gates - gate);
   }
   return loader;

@@ -1,11 +1,11 @@
-// Which tiles a persistent CTA of moe_gemm_sm90.cu computes, in which order.
+// The tile scheduler of moe_gemm_sm90.cu: the tiles of a persistent CTA and their order.
 #pragma once
 
 #include "moe_gemm/moe_config_sm90.cuh"
 
-// Experts follow each other. An expert's tokens are divided evenly among as few tiles as they need,
-// and its tiles go through the tokens before the next rows of the weight: neighbours in time read
-// the same rows from L2.
+// Tiles are ordered by expert. An expert's tokens are divided evenly among as few tiles as
+// possible, and the order covers all its tokens before it moves to the next rows of the weight:
+// CTAs that run at the same time read the same rows from L2.
 struct MoeScheduler {
   const int *offsets, *tiles;  // in shared memory
   int num_experts, row_tiles, tile_rows;
@@ -14,7 +14,7 @@ struct MoeScheduler {
     return (count + kTokens - 1) / kTokens;
   }
 
-  // One warp fills `tiles`; a barrier must follow.
+  // Fills `tiles`; called by one warp, a barrier must follow.
   static __device__ __forceinline__ void count_tiles(const int* offsets, int* tiles,
                                                      int num_experts, int row_tiles) {
     const int lane_idx = threadIdx.x % kWarpSize;

@@ -1,17 +1,17 @@
-// How a row becomes codes and scales, wherever its values come from.
+// Quantization of a row to codes and scales, whatever the source of its values.
 #pragma once
 
 #include "common/codes.cuh"
 #include "common/packed.cuh"
 #include "common/pdl.cuh"
 
-constexpr int kGroup = 128;                 // columns that share a scale, where not all do
+constexpr int kGroup = 128;                 // columns that share a scale, if not the whole row
 constexpr int kGroupLanes = kGroup / kVec;  // 16-byte vectors in a group
 static_assert(kGroupLanes <= kWarpSize, "a group's lanes are of one warp");
 
 struct CodedRow {
   unsigned char* codes;
-  float* scales;  // one, or one per group
+  float* scales;  // one scale, or one per group
   int n, group;   // group is 0 or kGroup
 };
 
@@ -19,7 +19,7 @@ struct CodedRow {
 template <int kThreads>
 __device__ __forceinline__ float block_max_or_nan(float x, float* smem) {
   x = lanes_max_or_nan<kWarpSize>(x);
-  __syncthreads();  // SAFETY: threads may still read `smem` of the previous call.
+  __syncthreads();  // SAFETY: threads may still be reading `smem` from the previous call.
   if (threadIdx.x % kWarpSize == 0) smem[threadIdx.x / kWarpSize] = x;
   __syncthreads();
   float peak = smem[0];
@@ -28,8 +28,8 @@ __device__ __forceinline__ float block_max_or_nan(float x, float* smem) {
   return peak;
 }
 
-// A row in registers: thread t has vectors t, t + kThreads, ..., zeros past the end. All threads of
-// the block must call it.
+// Quantizes a row in registers: thread t holds vectors t, t + kThreads, ..., zeros past the end.
+// All threads of the block must call it.
 template <typename Codes, int kThreads, int kVectors>
 __device__ __forceinline__ void quantize_registers(const CodedRow& row,
                                                    const Packed<kVec> (&x)[kVectors], float* smem) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void quantize_registers(const CodedRow& row,
   }
 }
 
-// A row of any length and alignment: `value(i)` is called twice for each column.
+// Quantizes a row of any length and alignment: `value(i)` is called twice for each column.
 template <typename Codes, int kThreads, typename Value>
 __device__ __forceinline__ void quantize_any(const CodedRow& row, const Value& value, float* smem) {
   const int lane_idx = threadIdx.x % kWarpSize, warp_idx = threadIdx.x / kWarpSize;

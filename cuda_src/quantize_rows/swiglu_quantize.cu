@@ -1,4 +1,4 @@
-// SwiGLU on packed halves, as codes of 8 bits: quantize_rows of swiglu.
+// SwiGLU on packed halves, quantized to 8-bit codes: swiglu and quantize_rows fused.
 //
 //   y = round(silu(gate) * up),   x = [gate | up];   codes and scales of y as in quantize_rows.cu
 //
@@ -6,8 +6,9 @@
 //   codes   (M, N)  8 bits, contiguous
 //   scales  (M, 1) or (M, ceil(N / 128))  float
 //
-// Numerics: y is rounded to scalar_t first, so that the result has the bits of the two ops'.
-// Parallelisation: as quantize_rows.cu's; rows that do not fit into registers are computed twice.
+// Numerics: y is rounded to scalar_t first, so the result has the same bits as the two separate
+// ops.
+// Parallelisation: as in quantize_rows.cu; rows that do not fit into registers are computed twice.
 // Mirror: engine/reference/swiglu_quantize.py
 #include "common/activation.cuh"
 #include "quantize_rows/rows.cuh"

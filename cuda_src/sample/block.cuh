@@ -7,7 +7,8 @@
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 
-// op over the block, for every thread, in the same order of operations in each.
+// Reduces x by op over the block; every thread gets the result, with the operations in the same
+// order.
 template <int kWarps, typename T, typename Op>
 __device__ __forceinline__ T block_reduce(T x, Op op, uint64_t* scratch) {
   T* warp_values = reinterpret_cast<T*>(scratch);

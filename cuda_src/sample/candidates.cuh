@@ -1,7 +1,7 @@
 // Cutting the candidates of one row, and drawing one of them.
 //
-// The fast way works on a list of the row's largest logits (row_list.cuh), read from the segments
-// that may hold them (segments.cuh). The other way walks the row itself (row_cut.cuh).
+// The fast path works on a list of the row's largest logits (row_list.cuh), read from the segments
+// that may contain them (segments.cuh). The slow path walks the whole row (row_cut.cuh).
 #pragma once
 
 #include "sample/philox.cuh"
@@ -9,11 +9,11 @@
 
 constexpr uint32_t kWholeShare = 1u << 24;
 
-// What decides the draw of one row.
+// The parameters of one row's draw.
 struct Job {
   Row row;
   float largest, scale;  // x = (logit - largest) * scale
-  float lowest_x;        // candidates have at least this x
+  float lowest_x;        // lowest x of a candidate
   int top_k;             // 0: no limit
   uint32_t share;        // top_p in steps of 2^-24
   uint64_t seed, position;
@@ -38,7 +38,7 @@ __device__ __forceinline__ Job make_job(Row row, float largest, float temperatur
   return job;
 }
 
-// Scores are ordered like order_of's numbers: the largest wins, of equal ones the lowest id.
+// Scores are ordered like order_of's numbers: the largest wins, ties go to the lowest id.
 __device__ __forceinline__ uint64_t score_of(float x, float noise, int id) {
   return order_of(__fadd_rn(x, noise), id);
 }
@@ -58,9 +58,9 @@ __device__ uint64_t row_mass(const Job& job, uint64_t threshold, uint64_t* scrat
   return block_reduce<kWarps>(sum, Sum<uint64_t>(), scratch);
 }
 
-// A bound, with a factor of 2 to spare, of the relative error of a row's sum of 2^x from the tiles
-// against the sum of masses: x is off by at most 40 * 2^-23 where it matters (4e-6), ex2.approx by
-// 2^-22, the sums by 3e-6, and the masses drop up to 2^21 steps of 2^-40 (2e-6).
+// A bound, with a factor of 2 to spare, on the relative error between the tiles' sum of 2^x over a
+// row and the sum of masses: x is off by at most 40 * 2^-23 where it matters (4e-6), ex2.approx by
+// 2^-22, the sums by 3e-6, and the masses lose up to 2^21 steps of 2^-40 (2e-6).
 constexpr float kTotalError = 2e-5f;
 
 // The sum of 2^x over the row, within kTotalError.
@@ -79,7 +79,7 @@ __device__ float approximate_total(const Job& job, const Tile* tiles, int num_ti
 // This thread's kEntries neighbours among the n entries of s.sorted; -inf past the last.
 struct Entries {
   float x[kEntries];
-  uint64_t mass_upto[kEntries];  // of the entries up to and including this one
+  uint64_t mass_upto[kEntries];  // mass of the entries up to and including this one
 
   __device__ __forceinline__ Entries(const Job& job, int n, const ChooseShared& s) {
 #pragma unroll
@@ -104,7 +104,7 @@ struct Entries {
     for (int k = 0; k < kEntries; ++k) mass_upto[k] += before;
     return sum;
   }
-  // How many of the block's entries satisfy the predicate.
+  // Number of the block's entries that satisfy the predicate.
   template <typename Predicate>
   __device__ __forceinline__ int count(Predicate is_so) const {
     int sum = 0;
@@ -112,16 +112,16 @@ struct Entries {
     for (int k = 0; k < kEntries; ++k) sum += __syncthreads_count(is_so(k));
     return sum;
   }
-  // How many of the first `limit` have less than `target` of mass up to and including themselves.
+  // Number of the first `limit` entries whose mass_upto is less than `target`.
   __device__ __forceinline__ int count_below(int limit, uint64_t target) const {
     return count([&](int k) { return index(k) < limit && mass_upto[k] < target; });
   }
 };
 
 constexpr int kUncertain = -1;    // the cut may lie past the list
-constexpr int kFarPastList = -2;  // so far past it that a longer list would not reach it either
+constexpr int kFarPastList = -2;  // so far that even a longer list would not reach it
 
-// Cuts the n entries of s.sorted; returns how many stay, or one of the above.
+// Cuts the n entries of s.sorted; returns the number kept, or one of the above.
 __device__ int cut_list(const Job& job, int n, bool is_whole, const Tile* tiles, int num_tiles,
                         ChooseShared& s) {
   Entries entries(job, n, s);
@@ -133,7 +133,7 @@ __device__ int cut_list(const Job& job, int n, bool is_whole, const Tile* tiles,
   if (!is_certain && (job.top_k > 0 || job.share == kWholeShare)) return kUncertain;
   const uint64_t sum = entries.add_masses(limit, s.select.scratch);
   uint64_t total = sum;
-  if (!is_certain && job.lowest_x == -kMassBits) {  // bounds of the total may suffice
+  if (!is_certain && job.lowest_x == -kMassBits) {  // bounds on the total may suffice
     const float about = approximate_total(job, tiles, num_tiles, s.select.scratch) * 0x1p40f;
     const uint64_t least = share_of(__float2ull_rd(about * (1.0f - kTotalError)), job.share);
     const uint64_t most = share_of(__float2ull_ru(about * (1.0f + kTotalError)), job.share);
@@ -148,20 +148,21 @@ __device__ int cut_list(const Job& job, int n, bool is_whole, const Tile* tiles,
   return 1 + entries.count_below(limit, needed);
 }
 
-// Rarely called and long: not inlined into the loops that call it.
+// Long and rarely called, so not inlined into the loops that call it.
 __device__ __noinline__ uint64_t exact_score(float x, uint32_t word, int id) {
   return score_of(x, gumbel(word), id);
 }
 
-// What a thread has drawn so far.
+// A thread's state of a draw.
 struct Drawing {
   uint64_t best;
-  float best_score;  // of any thread of the block, as far as known: lower scores cannot win
+  float best_score;  // best known score of the block: lower scores cannot win
 
   __device__ __forceinline__ bool can_win(float x, uint32_t word) const {
     return x + gumbel_bound(word) >= best_score;
   }
-  // The exact score takes two logarithms: only for what can still win, one in thousands.
+  // The exact score takes two logarithms, so it is computed only for candidates that can still win,
+  // one in thousands.
   __device__ __forceinline__ void consider(float x, uint32_t word, int id) {
     if (!can_win(x, word)) return;
     best = Max<uint64_t>()(best, exact_score(x, word, id));
@@ -169,15 +170,16 @@ struct Drawing {
   }
 };
 
-// Begins a drawing of the whole block.
+// Begins a draw by the whole block.
 __device__ __forceinline__ Drawing begin_drawing(ChooseShared& s) {
-  // Lower than the score of x = 0, which some thread meets.
+  // Lower than the score of the largest logit (x = 0), which some thread always draws.
   if (threadIdx.x == 0) s.best_key = ordered_key(kGumbelLowest);
   __syncthreads();
   return Drawing{0, kGumbelLowest};
 }
 
-// Shares the best score with the other threads. It only saves work: a late reader does no harm.
+// Shares the best score with the other threads. This only saves work, so a late reader does no
+// harm.
 __device__ __forceinline__ void share_best(Drawing& drawing, ChooseShared& s) {
   volatile uint32_t* shared = &s.best_key;
   const uint32_t best = __reduce_max_sync(kFullMask, ordered_key(drawing.best_score));
@@ -186,7 +188,7 @@ __device__ __forceinline__ void share_best(Drawing& drawing, ChooseShared& s) {
   drawing.best_score = from_ordered_key(max(best, known));
 }
 
-// The best of all drawings, for every thread.
+// The best of all threads' draws, returned to every thread.
 __device__ __forceinline__ uint64_t end_drawing(const Drawing& drawing, ChooseShared& s) {
   return block_reduce<kWarps>(drawing.best, Max<uint64_t>(), s.select.scratch);
 }
@@ -210,8 +212,8 @@ __device__ __forceinline__ void draw_list(const Job& job, int n, const ChooseSha
   }
 }
 
-// This thread's part of a draw among kGroups groups, kThreads apart: first the random words of all,
-// which are independent, then, rarely, the scores that can win. Adds the candidates to n.
+// This thread's part of a draw among kGroups groups, kThreads apart: first all random words, which
+// are independent, then the few scores that can win. Adds the number of candidates to n.
 template <bool kHasThreshold, int kGroups>
 __device__ __forceinline__ void draw_batch(const Job& job, uint64_t threshold, int first, int end,
                                            Drawing& drawing, int& n) {

@@ -1,4 +1,4 @@
-// Second stage of sampling: sample_choose, one block per row or more.
+// Second stage of sampling: sample_choose, one or more blocks per row.
 #pragma once
 
 #include "sample/result.cuh"
@@ -16,7 +16,7 @@ __device__ __forceinline__ bool has_usable_parameters(const SampleChooseParams& 
          is_finite(presence) && is_finite(frequency);
 }
 
-// The lowest of the segments' largest logits, without those of -inf.
+// The lowest of the segments' largest logits, ignoring -inf.
 __device__ __forceinline__ float lowest_of_largest(const uint32_t (&keys)[kKeysPerThread],
                                                    uint64_t* scratch) {
   return from_ordered_key(~block_max<kWarps>(inverse_of_lowest(keys), scratch));
@@ -43,13 +43,14 @@ __device__ int first_of_largest(const Row& row, const uint32_t (&keys)[kKeysPerT
   return static_cast<int>(~block_max<kWarps>(inverse, scratch));
 }
 
-// Joins the draws of the row's blocks; true in the last block to come, which has the result.
+// Joins the draws of the row's blocks; returns true in the last block to arrive, which holds the
+// result.
 __device__ bool join_draws(DrawState* state, uint64_t* best, int* num_kept, ChooseShared& s) {
   if (gridDim.y == 1) return true;
   if (threadIdx.x == 0) {
     atomicMax(&state->best, *best);
     atomicAdd(&state->num_kept, static_cast<uint32_t>(*num_kept));
-    __threadfence();  // SAFETY: both are there before this block counts as done.
+    __threadfence();  // SAFETY: both are written before this block counts as done.
     s.is_last = atomicAdd(&state->num_done, 1u) == gridDim.y - 1;
     __threadfence();
     s.list[0] = atomicMax(&state->best, 0ull);
@@ -63,7 +64,8 @@ __device__ bool join_draws(DrawState* state, uint64_t* best, int* num_kept, Choo
   return is_last;
 }
 
-// Cuts and draws among a list of the row's largest logits; kNoToken if the list is too short.
+// Cuts and draws from a list of the row's largest logits; returns kNoToken if the list is too
+// short.
 __device__ __forceinline__ Result choose_from_list(const SampleChooseParams& p, int64_t b,
                                                    const Job& job,
                                                    const uint32_t (&keys)[kKeysPerThread],
@@ -86,11 +88,11 @@ __device__ __forceinline__ Result choose_from_list(const SampleChooseParams& p, 
   return result;
 }
 
-// What this block does for row blockIdx.x.
+// This block's role for row blockIdx.x.
 struct Role {
   bool is_random;  // a draw; else the largest logit wins
-  bool is_shared;  // a draw without filters, which all blocks of the row share
-  bool is_helper;  // the row may have to be walked: then its blocks also help with other walks
+  bool is_shared;  // a draw without filters, shared by all blocks of the row
+  bool is_helper;  // the row may need a walk: its blocks then also help with other walks
   bool is_owner;   // the block chooses the row's token, or takes part in its draw
 
   __device__ __forceinline__ Role(const SampleChooseParams& p, int64_t b) {
@@ -102,7 +104,8 @@ struct Role {
   }
 };
 
-// This block's share of a draw among all of the row's candidates; false unless it has the result.
+// This block's share of a draw among all of the row's candidates; returns true if this block holds
+// the result.
 __device__ __forceinline__ bool draw_share(const SampleChooseParams& p, int64_t b, const Job& job,
                                            Result& result, ChooseShared& s) {
   const int groups = (job.row.num_groups() + gridDim.y - 1) / gridDim.y;
@@ -114,8 +117,8 @@ __device__ __forceinline__ bool draw_share(const SampleChooseParams& p, int64_t 
   return true;
 }
 
-// Chooses row b's token, or queues a walk of the row (*own: its index). False if another block has
-// the result.
+// Chooses row b's token, or queues a walk of the row (*own: its index). Returns false if another
+// block holds the result.
 __device__ __forceinline__ bool choose_owned(const SharedWalks& walks, const Role& role, int64_t b,
                                              const uint32_t (&keys)[kKeysPerThread], Result& result,
                                              int* own, ChooseShared& s) {
@@ -139,13 +142,13 @@ __device__ __forceinline__ bool choose_owned(const SharedWalks& walks, const Rol
   return true;
 }
 
-// Writes the row's result as soon as there is one, and helps with walks until there is nothing left
-// to do. True if the block must walk its row alone: `own` is kMaxWalks or its walk has ended in
-// ties.
+// Writes the row's result as soon as it is known, and helps with walks until none are left. Returns
+// true if the block must walk its row alone: `own` is kMaxWalks, or its walk has ended in ties.
 __device__ __forceinline__ bool serve_walks(const SharedWalks& walks, const Role& role,
                                             Result& result, int own, ChooseShared& s) {
   for (uint32_t turn = blockIdx.x + blockIdx.y * gridDim.x; own != kMaxWalks; ++turn) {
-    // Opaque: keeps addresses that depend on it from being hoisted out of the loop into registers.
+    // Opaque to the compiler: addresses that depend on it are not hoisted out of the loop into
+    // registers.
     int row = static_cast<int>(blockIdx.x);
     asm volatile("" : "+r"(row));
     if (result.token != kNoToken) {

@@ -1,4 +1,4 @@
-// What sample_choose is given, and the rows in it.
+// The parameters of sample_choose, and access to its rows.
 #pragma once
 
 #include "sample/candidates.cuh"
@@ -9,27 +9,27 @@ struct SampleChooseParams {
   int vocab;                        // V
   const float* processed;           // (B, V) changed rows, processed_stride apart; or null
   int64_t processed_stride;         // elements
-  const int* is_processed;          // (B,) whether the row's logits were changed; or null: no row's
-  const float* temperature;         // (B,) the filters, as engine/kernels/sample.py has them
+  const int* is_processed;          // (B,) whether the row's logits were changed; null: never
+  const float* temperature;         // (B,) the filters: see engine/kernels/sample.py
   const int* top_k;                 // (B,)
   const float* top_p;               // (B,)
   const float* min_p;               // (B,)
   const uint64_t* seeds;            // (B,)
   const int64_t* positions;         // (B,)
-  const float* repetition_penalty;  // (B,), or null; here only to be checked, as the next two
+  const float* repetition_penalty;  // (B,), or null; only validated here, like the next two
   const float* presence_penalty;    // (B,), or null
   const float* frequency_penalty;   // (B,), or null
-  int num_top;                      // log-probabilities to list; -1: none, not even the token's own
-  int num_tiles, num_segments;      // of a row
-  int shift;                        // 2^shift segments have one key
-  const uint32_t* keys;             // (B, 2, kMaxSegments) from the scan; second: of the raw logits
+  int num_top;                      // log-probabilities to list; -1: none, not even the token's
+  int num_tiles, num_segments;      // tiles and segments per row
+  int shift;                        // 2^shift segments share a key
+  const uint32_t* keys;             // (B, 2, kMaxSegments) from the scan; [:, 1]: of the raw logits
   const struct Tile* tiles;         // (B, num_tiles) from the scan
   struct DrawState* states;         // (B,) zeroed by the scan
   struct WalkQueue* queue;          // one, zeroed by the scan
   struct Walk* walks;               // (min(B, kMaxWalks),) scratch
   int* token_ids;                   // (B,) the result; -1 where status is not 0
   int* status;                      // (B,)
-  int* num_kept;                    // (B,) how many candidates the draw was among
+  int* num_kept;                    // (B,) number of candidates in the draw
   float* logprobs;                  // (B,), or null
   int* top_ids;                     // (B, num_top), or null
   float* top_logprobs;              // (B, num_top), or null
@@ -41,7 +41,7 @@ __device__ __forceinline__ bool is_changed(const SampleChooseParams& p, int64_t 
 __device__ __forceinline__ Row raw_row(const SampleChooseParams& p, int64_t b) {
   return Row(p.logits + b * p.stride, p.vocab);
 }
-// The logits that the token is chosen by.
+// The logits from which the token is chosen.
 __device__ __forceinline__ Row row_of(const SampleChooseParams& p, int64_t b) {
   return is_changed(p, b) ? Row(p.processed + b * p.processed_stride, p.vocab) : raw_row(p, b);
 }

@@ -1,7 +1,7 @@
-// log2 and 2^x with the same bits as in engine/reference/_exact_math.py.
+// log2 and 2^x, bit for bit equal to engine/reference/_exact_math.py.
 //
-// Every operation is an _rn intrinsic: rounded once, and never contracted to a multiply-add, which
-// NumPy does not do. The coefficients are those of the mirror.
+// Every operation is an _rn intrinsic: rounded once, and never contracted to a fused multiply-add,
+// which NumPy does not use. The coefficients are those of the mirror.
 #pragma once
 
 #include "common/types.cuh"
@@ -32,8 +32,8 @@ __device__ __forceinline__ float exact_log2(float y) {
   return __fadd_rn(__int2float_rn(exponent), log2_one_plus(__fsub_rn(mantissa, 1.0f)));
 }
 
-// x rounded down, for |x| < 2^21: in x + 1.5 * 2^23 the last bits are the whole number. Additions
-// are faster than conversions, which the special function unit does.
+// x rounded down, for |x| < 2^21: the low bits of x + 1.5 * 2^23 are the integer. Additions are
+// faster than conversions, which run on the special function unit.
 constexpr float kRoundingPoint = 12582912.0f;
 __device__ __forceinline__ int round_down(float x) {
   const float moved = __fadd_rd(x, kRoundingPoint);
@@ -60,7 +60,7 @@ __device__ __forceinline__ uint64_t share_of(uint64_t total, uint32_t steps) {
   return (total >> 24) * steps + (low >> 24);
 }
 
-// A uint32 that compares as the float does; -0 and 0 have the same.
+// A uint32 that compares like the float; -0 and 0 share a key.
 __device__ __forceinline__ uint32_t ordered_key(float x) {
   const uint32_t bits = __float_as_uint(__fadd_rn(x, 0.0f));
   return bits ^ ((bits >> 31) ? 0xffffffffu : 0x80000000u);

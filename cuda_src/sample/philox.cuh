@@ -27,7 +27,7 @@ __device__ __forceinline__ Words philox(uint64_t seed, uint64_t position, uint32
   return Words{{c0, c1, c2, c3}};
 }
 
-// -log2(-log2(u)) with u = (word + 1/2) / 2^32; near 1 from 1 - u, which loses no digits.
+// -log2(-log2(u)) with u = (word + 1/2) / 2^32; near 1 computed from 1 - u, which loses no digits.
 __device__ __forceinline__ float gumbel(uint32_t word) {
   float minus_log;
   if (word >= 0xb504f334u) {  // u >= sqrt(1/2)

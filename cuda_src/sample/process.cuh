@@ -1,4 +1,4 @@
-// What changes a row's logits before they are sampled: mask, bias and penalties.
+// Logit processing before sampling: mask, bias and penalties.
 #pragma once
 
 #include "sample/scan.cuh"
@@ -23,7 +23,7 @@ __device__ void penalize(float* logits, int* counts, const int* history, int len
     const int at = history[i] - begin;
     if (history[i] < 0 || at < 0 || at >= size) continue;
     const int seen =
-        atomicExch(&counts[at], 0);  // SAFETY: one of the threads with this id gets it.
+        atomicExch(&counts[at], 0);  // SAFETY: only one of the threads with this id gets the count.
     if (seen == 0) continue;
     float x = logits[at];
     x = x > 0.0f ? __fdiv_rn(x, repetition) : __fmul_rn(x, repetition);
@@ -36,7 +36,7 @@ __device__ void penalize(float* logits, int* counts, const int* history, int len
   }
 }
 
-// What is to be done to row b.
+// The changes to apply to row b.
 struct RowChanges {
   float repetition, presence, frequency;
   int history_len, bias_begin, bias_end;

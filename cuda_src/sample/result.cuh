@@ -1,15 +1,15 @@
-// The result of a row, and how it is written, with log-probabilities.
+// The result of a row, and its output with log-probabilities.
 #pragma once
 
 #include "sample/shared_walk.cuh"
 
 constexpr int kOk = 0, kBadLogits = 1, kBadParameter = 2;
 
-// What is known of a row; the token is an id, or one of these.
+// The result of a row; the token is an id, or one of these.
 struct Result {
   int token;
-  int num_listed;  // entries of s.sorted; negative: there is no list
-  int kept;        // how many candidates the draw was among
+  int num_listed;  // entries of s.sorted; negative: no list
+  int kept;        // number of candidates in the draw
 };
 constexpr int kNoToken = -1, kBadLogitsToken = -2, kBadParameterToken = -3;
 
@@ -34,7 +34,7 @@ struct LogSum {
   float largest, log_sum;
 };
 
-// The logarithm of the sum of exponentials of the row's raw logits is the sum of the two.
+// The log-sum-exp of the row's raw logits, as the sum of the two fields.
 __device__ LogSum log_sum_of(const Tile* tiles, int num_tiles, uint64_t* scratch) {
   float largest = minus_inf(), sum = 0.0f;
 #pragma unroll 1
@@ -64,7 +64,7 @@ __device__ void list_top(const Row& row, int num_top, ChooseShared& s) {
   sort_list(num_top, s);
 }
 
-// Writes all that is asked for of row b.
+// Writes all requested outputs of row b.
 __device__ __forceinline__ void write_result(const SampleChooseParams& p, const Result& result,
                                              int64_t b, ChooseShared& s) {
   const uint32_t* const keys = p.keys + b * 2 * kMaxSegments;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void write_result(const SampleChooseParams& p, const 
   if (threadIdx.x == 0) p.logprobs[b] = raw.data[result.token] - all.largest - all.log_sum;
   if (p.num_top == 0) return;
   int num_listed = result.num_listed;
-  if (is_processed || num_listed < 0) {  // no list, or one of the changed logits
+  if (is_processed || num_listed < 0) {  // no list, or a list of changed logits
     uint32_t mine[kKeysPerThread];
     load_keys(is_processed ? keys + kMaxSegments : keys, p.num_segments, mine);
     const uint32_t top = largest_key(mine, s.select.scratch);

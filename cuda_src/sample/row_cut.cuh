@@ -1,8 +1,8 @@
 // Cutting and drawing by walking the row: for more candidates than a list holds.
 //
-// A first walk adds the candidates' masses to bins of x, which give the total and the bin with the
-// cut. The next one lists this bin, to be sorted. Only where a bin holds too many (ties) the order
-// of the row is searched digit by digit. A last walk draws. Where only top_p and min_p cut, several
+// A first walk adds the candidates' masses to bins of x, which yield the total and the bin with the
+// cut. The next walk lists this bin for sorting. Only if a bin holds too many candidates (ties), a
+// digit-by-digit search finds the cut. A last walk draws. If only top_p and min_p cut, several
 // blocks walk together (shared_walk.cuh).
 #pragma once
 
@@ -15,8 +15,8 @@ struct RowBins {
 };
 constexpr int kBinsPerThread = kBins / kThreads;
 
-// Bins of x for a row. `low` is a logit that every segment reaches but those of -inf: a useful cut
-// lies within a few times its distance from the top.
+// Bins of x for a row. `low` is a logit that every segment reaches, except segments of -inf: a
+// useful cut lies within a few times its distance from the top.
 __device__ __forceinline__ LinearBins<kBins> bins_of(const Job& job, float low) {
   constexpr float kReach = 3.0f;
   return LinearBins<kBins>(fmaxf(kReach * job.x(low), job.lowest_x), 0.0f);
@@ -67,8 +67,8 @@ __device__ __forceinline__ RowBins sum_bins(ChooseShared& s, int* count, uint64_
   return result;
 }
 
-// The bin with which the counts (or masses) of `rows` reach `target`; *before_count and
-// *before_mass are those of the bins before it.
+// The bin at which the counts (or masses) of `rows` reach `target`; *before_count and *before_mass
+// are those of the preceding bins.
 template <bool kByMass>
 __device__ int find_bin(const RowBins& rows, uint64_t target, ChooseShared& s, int* before_count,
                         uint64_t* before_mass) {
@@ -113,8 +113,8 @@ __device__ __forceinline__ int list_bin(const Job& job, const LinearBins<kBins>&
   return n;
 }
 
-// How many of the n entries of s.sorted stay: up to the one with which their masses and
-// `mass_before`, that of the bins before, reach `needed`.
+// Number of the n entries of s.sorted that are kept: up to the one at which their masses plus
+// `mass_before`, that of the preceding bins, reach `needed`.
 __device__ __forceinline__ int cut_bin(const Job& job, int n, uint64_t mass_before, uint64_t needed,
                                        ChooseShared& s) {
   Entries entries(job, n, s);
@@ -122,7 +122,7 @@ __device__ __forceinline__ int cut_bin(const Job& job, int n, uint64_t mass_befo
   return 1 + entries.count_below(n, needed - mass_before);
 }
 
-// The order number of the last candidate that stays, searched digit by digit.
+// The order number of the last candidate that is kept, searched digit by digit.
 __device__ uint64_t search_row(const Job& job, ChooseShared& s) {
   int count;
   uint64_t total = row_mass(job, 0, s.select.scratch, &count);
@@ -149,7 +149,7 @@ __device__ __forceinline__ bool is_small(int bin, const ChooseShared& s) {
   return s.select.bins.count[bin] <= static_cast<uint32_t>(kMaxCandidates);
 }
 
-// The same by bins, where these are fine enough.
+// The same by bins, if these are fine enough.
 __device__ __forceinline__ uint64_t cut_row(const Job& job, float low, ChooseShared& s) {
   int count, before_count;
   uint64_t total, before_mass, threshold = 0;
@@ -175,8 +175,8 @@ __device__ __forceinline__ uint64_t cut_row(const Job& job, float low, ChooseSha
   return s.sorted[cut_bin(job, n, before_mass, needed, s) - 1];
 }
 
-// Cuts and draws by walking the row; `low` is as for bins_of. Returns the winner's score and how
-// many candidates there were.
+// Cuts and draws by walking the row; `low` is as for bins_of. Returns the winner's score and the
+// number of candidates.
 __device__ __forceinline__ uint64_t choose_from_row(const Job& job, float low, ChooseShared& s,
                                                     int* kept) {
   const bool is_all = job.top_k == 0 && job.share == kWholeShare;

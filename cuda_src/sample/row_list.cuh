@@ -9,23 +9,23 @@
 
 constexpr int kThreads = 512;  // one block per row
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kKeysPerThread = kMaxSegments / kThreads;  // keys of segments
-constexpr int kEntries = 2;                              // of a list, a thread's: neighbours
+constexpr int kKeysPerThread = kMaxSegments / kThreads;  // keys of segments per thread
+constexpr int kEntries = 2;                              // neighbouring list entries per thread
 constexpr int kMaxCandidates = kEntries * kThreads;
-constexpr int kListed = 128;  // the least that is listed where no top_k says how many
+constexpr int kListed = 128;  // minimum number of listed logits without top_k
 
 struct ChooseShared {
   SelectShared select;
   uint64_t list[kMaxCandidates], sorted[kMaxCandidates];
-  uint32_t segments[kMaxCandidates];  // or, while the list is sorted, its bins
+  uint32_t segments[kMaxCandidates];  // also the bins while the list is sorted
   int size, num_segments;
-  uint32_t best_key;         // of the scores seen by any thread
+  uint32_t best_key;         // best score seen by any thread
   uint32_t broadcast_value;  // a broadcast by thread 0
   bool is_last;
 };
 
-// Bins of values, numbered from `high` down. Values below `low` are in the last bin, and so are all
-// if the two are equal.
+// Bins of values, numbered from `high` down. Values below `low` are in the last bin, as are all
+// values if the two are equal.
 template <int kNumBins>
 struct LinearBins {
   float high, steps;
@@ -33,7 +33,7 @@ struct LinearBins {
   __device__ __forceinline__ LinearBins(float low, float high)
       : high(high), steps((kNumBins - 1) / (high - low)) {}
   __device__ __forceinline__ int bin(float value) const {
-    // fminf returns the other operand where 0 * inf is NaN.
+    // If 0 * inf is NaN, fminf returns the other operand.
     return round_down(fminf((high - value) * steps, kNumBins - 1));
   }
 };
@@ -68,7 +68,7 @@ __device__ __forceinline__ void sort_list(int n, ChooseShared& s) {
     place[k] = static_cast<int>(atomicAdd(&s.segments[bin[k]], 1u));
   }
   __syncthreads();
-  // Of each bin its count and, in the upper half of the word, what lies before it.
+  // Each bin's count and, in the upper half of the word, the count before it.
   const int first = kEntries * static_cast<int>(threadIdx.x);
   int count[kEntries], sum = 0;
 #pragma unroll
@@ -99,7 +99,7 @@ __device__ __forceinline__ void sort_list(int n, ChooseShared& s) {
   __syncthreads();
 }
 
-// The bitwise inverse of the thread's lowest key above that of -inf; 0 if there is none.
+// The bitwise inverse of the thread's lowest key above that of -inf, or 0.
 __device__ __forceinline__ uint32_t inverse_of_lowest(const uint32_t (&keys)[kKeysPerThread]) {
   uint32_t inverse = 0;
 #pragma unroll
@@ -109,8 +109,8 @@ __device__ __forceinline__ uint32_t inverse_of_lowest(const uint32_t (&keys)[kKe
 }
 
 // Bins the keys and lists in s.segments those of the first bins that hold at least `wanted` keys,
-// or all. Returns the last such bin and *count, the number of segments; these are not listed if
-// they are more than s.segments holds.
+// or all. Returns the last such bin, and in *count the number of segments, which are not listed if
+// s.segments cannot hold them.
 __device__ __forceinline__ int select_segments(const LinearBins<kThreads>& linear,
                                                const uint32_t (&keys)[kKeysPerThread], int wanted,
                                                ChooseShared& s, int* count) {
@@ -143,11 +143,11 @@ __device__ __forceinline__ int select_segments(const LinearBins<kThreads>& linea
   return last_bin;
 }
 
-// Appends to s.list the logits of s.segments that lie in bins up to last_bin; s.size counts them,
-// also those that the list has no room for.
+// Appends to s.list the logits of s.segments in bins up to last_bin; s.size counts all of them,
+// even those that do not fit into the list.
 __device__ __forceinline__ void read_segments(const Row& row, const LinearBins<kThreads>& linear,
                                               int last_bin, int count, int shift, ChooseShared& s) {
-  const int num_parts = count << shift;  // of kSegment logits, one warp each
+  const int num_parts = count << shift;  // parts of kSegment logits, one warp each
   const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
 #pragma unroll 1
   for (int first = warp_idx; first < num_parts; first += kLoads * kWarps) {
@@ -178,9 +178,9 @@ __device__ __forceinline__ void read_segments(const Row& row, const LinearBins<k
 
 // Puts the row's largest logits into s.sorted, in descending order: at least min(wanted, all) of
 // them, and none that is -inf.
-// Returns how many, or -1 if a list cannot hold them. `keys` are those of segments
-// threadIdx.x + i * kThreads, `top` is the largest of all. *is_whole tells whether the list holds
-// all.
+// Returns their number, or -1 if a list cannot hold them. `keys` are those of segments threadIdx.x
+// + i * kThreads, `top` is the largest of all keys. *is_whole tells whether the list holds the
+// whole row.
 __device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeysPerThread], uint32_t top,
                             int wanted, int shift, ChooseShared& s, bool* is_whole) {
   reinterpret_cast<int*>(s.select.bins.count)[threadIdx.x] = 0;
@@ -199,8 +199,8 @@ __device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeysPerThrea
   return n;
 }
 
-// How many to ask list_largest for so that the list rarely overflows: n logits at random lie in
-// about N (1 - e^(-n / N)) of N segments.
+// The number to request from list_largest such that the list rarely overflows: n random logits lie
+// in about N (1 - e^(-n / N)) of N segments.
 __device__ __forceinline__ int most_listed(int num_segments) {
   constexpr float kFill = 0.9f * kMaxCandidates * kLog2E;
   return static_cast<int>(num_segments * (1.0f - approximate_exp2(-kFill / num_segments)));

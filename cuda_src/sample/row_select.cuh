@@ -1,4 +1,4 @@
-// Walking a row of logits, and selecting the first of its order without sorting it.
+// Walking a row of logits, and selecting the first logits of its order without sorting.
 //
 // The order is (logit descending, id ascending): that of the distinct 54-bit numbers
 // order_of(logit, id) = ordered_key(logit) << 22 | 2^22 - 1 - id, descending.
@@ -8,7 +8,7 @@
 #include "sample/exact_math.cuh"
 #include "common/types.cuh"
 
-constexpr int kIdBits = 22;  // vocabularies of up to 2^22
+constexpr int kIdBits = 22;  // ids of vocabularies up to 2^22
 constexpr uint32_t kIdMask = (1u << kIdBits) - 1;
 
 __device__ __forceinline__ float minus_inf() { return __uint_as_float(0xff800000u); }
@@ -48,7 +48,7 @@ struct Row {
   }
 };
 
-// Loads in flight of a thread that walks a row: as many as registers allow.
+// Loads in flight per thread that walks a row: as many as registers allow.
 constexpr int kLoads = __CUDA_ARCH__ >= 1200 ? 2 : 4;
 
 // Calls body(logits, group) for the groups [begin, end) of four ids, spread over the block's
@@ -114,12 +114,12 @@ struct SelectShared {
   bool is_done;
 };
 
-// Finds the shortest prefix of the order whose masses reach `target`. Returns a threshold: the
-// prefix has order numbers from it up, everything else with a mass has lower ones.
-// mass_of(order, logit) is an integer: 0 for what is no candidate; where candidates are counted, 1
-// for each. All masses must sum to at least `target`, which is >= 1.
+// Finds the shortest prefix of the order whose masses reach `target`. Returns a threshold: logits
+// of the prefix have order numbers from it up, all others with a mass have lower ones.
+// mass_of(order, logit) is an integer: 0 if not a candidate; to count candidates, 1 for each. All
+// masses must sum to at least `target`, which is >= 1.
 //
-// A radix search from the top digit: at most five passes over the row, fewer where a whole bin is
+// A radix search from the top digit: at most five passes over the row, fewer if a whole bin is
 // taken. The block has kWarps * 32 threads, which divide kBins.
 template <int kWarps, typename MassOf>
 __device__ uint64_t select_order(const Row& row, MassOf mass_of, uint64_t target, SelectShared& s) {

@@ -1,21 +1,22 @@
 // Sampling: process each row of logits, cut its candidates, draw one; no sort of the row.
 //
-// Formula and order of the steps: the notes of engine/kernels/sample.py, whose names the arguments
-// have. Arguments: SampleScanParams in scan.cuh, SampleChooseParams in choose_params.cuh.
+// Formula and order of the steps: the notes of engine/kernels/sample.py, which uses the same
+// argument names. Arguments: SampleScanParams in scan.cuh, SampleChooseParams in choose_params.cuh.
 //
-// Numerics: whatever decides which token is chosen is float32 with one rounding per operation, or
-// integer arithmetic, so that it equals the mirror bit for bit (exact_math.cuh). Only the
+// Numerics: everything that affects the choice of the token is float32 with one rounding per
+// operation, or integer arithmetic, so it equals the mirror bit for bit (exact_math.cuh). Only the
 // log-probabilities, and bounds with a proven margin, use other functions.
-// Parallelisation: sample_scan, one warp per tile of 1024 logits and no barrier, is the one read of
-// memory: it keeps the largest logit of every segment (segments.cuh). sample_scan_process does the
-// same where rows may have to be changed first; a block does so for its four tiles in shared memory
-// (process.cuh). sample_choose, one block of 512 threads per row, finds from the keys which
-// segments can hold a candidate, lists these, cuts and draws (candidates.cuh). Where the candidates
-// are more than a list holds, it walks the row together with other blocks (shared_walk.cuh) or
-// alone (row_cut.cuh); where nothing is cut, several blocks share the row's draw.
+// Parallelisation: sample_scan, one warp per tile of 1024 logits without barriers, is the only full
+// read of the logits: it keeps the largest logit of every segment (segments.cuh).
+// sample_scan_process does the same for rows that may need processing first: a block processes its
+// four tiles in shared memory (process.cuh). sample_choose, one block of 512 threads per row,
+// determines from the keys which segments can contain a candidate, lists these, cuts and draws
+// (candidates.cuh). If a list cannot hold the candidates, it walks the row together with other
+// blocks (shared_walk.cuh) or alone (row_cut.cuh); if nothing is cut, several blocks share the
+// row's draw.
 //
 // Words:
-//   key     a float's bits, changed so that they compare as the float does (ordered_key)
+//   key     a float's bits, mapped so that they compare like the float (ordered_key)
 //   order   key and id in one number: descending, it sorts by logit, equal logits by id
 //   tile, segment   1024 and 128 neighbouring logits of a row
 //   mass    2^x as a whole number of steps of 2^-40, x = (logit - largest) / (temperature ln 2)
@@ -23,7 +24,7 @@
 //   cut     the last candidate that top_k, top_p and min_p keep
 //   list    the row's largest logits, sorted, in shared memory
 //   walk    a pass over a whole row, in chunks that several blocks may take
-//   job, role   what decides a row's draw; what a block does for a row
+//   job, role   the parameters of a row's draw; a block's task for a row
 // Mirror: engine/reference/sample.py
 #include "sample/choose.cuh"
 #include "sample/process.cuh"
@@ -56,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kScanThreads, 4)
   float* out = p.processed + at.b * p.processed_stride + begin;
   for (int i = threadIdx.x; i < size; i += kScanThreads) out[i] = changed[i];
   if (at.tile >= p.num_tiles) return;
-  // Generic pointers: the tile is read from shared memory as if the chunk were a row of its own.
+  // Generic pointers: the tile is read from shared memory as if the chunk were a separate row.
   const TileValues x = load_tile(Row(changed, size), threadIdx.x / kWarpSize);
   scan_tile(p, at.b, at.tile, x, true);
 }

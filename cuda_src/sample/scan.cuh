@@ -1,4 +1,5 @@
-// First stage of sampling: one read of all logits, which leaves keys of segments and sums of tiles.
+// First stage of sampling: one read of all logits, which produces keys of segments and sums of
+// tiles.
 #pragma once
 
 #include "sample/segments.cuh"
@@ -8,18 +9,18 @@ struct SampleScanParams {
   const float* logits;          // (B, V), row b starts at b * stride; only read
   int64_t stride;               // elements
   int vocab;                    // V
-  const float* temperature;     // (B,) the filters, as engine/kernels/sample.py has them
+  const float* temperature;     // (B,) the filters: see engine/kernels/sample.py
   const int* top_k;             // (B,)
   const float* top_p;           // (B,)
   const float* min_p;           // (B,)
-  int num_top;                  // log-probabilities to list; -1: none, not even the token's own
-  int num_tiles, num_segments;  // of a row
-  int shift;                    // 2^shift segments have one key
-  uint32_t* keys;      // (B, 2, kMaxSegments) of the row, and of the raw logits where they differ
+  int num_top;                  // log-probabilities to list; -1: none, not even the token's
+  int num_tiles, num_segments;  // tiles and segments per row
+  int shift;                    // 2^shift segments share a key
+  uint32_t* keys;      // (B, 2, kMaxSegments) of the row; [:, 1]: of the raw logits if they differ
   struct Tile* tiles;  // (B, num_tiles)
   struct DrawState* states;  // (B,) zeroed here
   struct WalkQueue* queue;   // one, zeroed here
-  // From here on null, or 0, in sample_scan.
+  // The fields below are null or 0 in sample_scan.
   const int* history;  // (B, max_history) ids so far, or null
   int max_history;
   const int* history_lens;          // (B,)
@@ -41,10 +42,10 @@ struct SampleScanParams {
 
 constexpr int kScanThreads = 128;
 constexpr int kScanWarps = kScanThreads / kWarpSize;
-constexpr int kScanChunk = kScanWarps * kTile;  // logits of a block of the scan
+constexpr int kScanChunk = kScanWarps * kTile;  // logits per block of the scan
 constexpr int kQueueWords = sizeof(WalkQueue) / sizeof(uint32_t);
 
-// Shared by the blocks of sample_choose that draw from one row.
+// State shared by the blocks of sample_choose that draw from one row.
 struct DrawState {
   uint64_t best;
   uint32_t num_kept, num_done;
@@ -54,7 +55,7 @@ __device__ __forceinline__ bool is_filtered(int top_k, float top_p, float min_p,
   return (top_k > 0 && top_k < vocab) || top_p < 1.0f || min_p > 0.0f;
 }
 
-// The row, the chunk of it that this block scans, and this warp's tile.
+// The row and chunk that this block scans, and this warp's tile.
 struct ScanPlace {
   int64_t b;
   int chunk, tile;
@@ -80,7 +81,7 @@ __device__ __forceinline__ void scan_tile(const SampleScanParams& p, int64_t b, 
   }
   const uint32_t key = store_keys(x, tile, p.shift, p.num_segments, keys);
 
-  // With a top_k of a list's length the candidates are found without the sums.
+  // With a top_k that fits a list the candidates are found without the sums.
   const float temperature = p.temperature[b];
   const int top_k = p.top_k[b];
   const bool has_limit = top_k > 0 && top_k <= kMaxCandidates;
@@ -95,7 +96,7 @@ __device__ __forceinline__ void scan_tile(const SampleScanParams& p, int64_t b, 
 
   if (p.num_top < 0) return;
   const Row raw(p.logits + b * p.stride, p.vocab);
-  const TileValues y = is_changed ? load_tile(raw, tile) : x;  // log-probabilities are of these
+  const TileValues y = is_changed ? load_tile(raw, tile) : x;  // log-probabilities refer to these
   if (is_changed && p.num_top > 0) {
     store_keys(y, tile, p.shift, p.num_segments, keys + kMaxSegments);
   }

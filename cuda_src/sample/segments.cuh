@@ -1,9 +1,9 @@
-// Tiles and segments: what the first stage of sampling keeps of a row of logits.
+// Tiles and segments: the summary of a row of logits kept by the first stage of sampling.
 //
 // A warp reads a tile of 1024 logits as eight segments of 128, and keeps the largest of each
 // segment (or of two, four or eight neighbours, so that a row has at most kMaxSegments) as a key.
-// The k-th largest key is a lower bound of the row's k-th largest logit, so the second stage reads
-// again only the few segments that reach it. A tile also has sums of exponentials.
+// The k-th largest key is a lower bound of the row's k-th largest logit, so the second stage
+// rereads only the few segments that reach it. A tile also keeps sums of exponentials.
 #pragma once
 
 #include "sample/exact_math.cuh"
@@ -17,14 +17,14 @@ constexpr int kTile = kSegment * kTileSegments;
 constexpr int kMaxSegments = 2048;
 
 constexpr uint32_t kMinusInfKey = 0x007fffffu;
-constexpr uint32_t kInfKey = 0xff800000u;  // from here on: a segment with a NaN or +inf
+constexpr uint32_t kInfKey = 0xff800000u;  // keys from here up: a segment with a NaN or +inf
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kFloatMax = 3.402823466e38f;
 
 struct Tile {
-  float largest;               // -inf if there is no finite one
+  float largest;               // -inf if no logit is finite
   float sum;                   // the sum, within kTotalError, of 2^((logit - largest) * scale)
-  float raw_largest, raw_sum;  // of the logits as they came: sum of exp(logit - raw_largest)
+  float raw_largest, raw_sum;  // of the raw logits: sum of exp(logit - raw_largest)
 };
 
 __device__ __forceinline__ bool is_bad(float x) { return !(x < -minus_inf()); }
@@ -39,7 +39,7 @@ __device__ __forceinline__ float approximate_exp2(float x) {
   return y;
 }
 
-// The larger one; NaN, with a sign bit of 0, if either is.
+// The larger operand; NaN, with a sign bit of 0, if either is.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
@@ -66,7 +66,7 @@ __device__ __forceinline__ TileValues load_tile(const Row& row, int tile) {
   return x;
 }
 
-// Writes the keys of the tile's segments, one for 2^shift of them; returns the largest.
+// Writes the keys of the tile's segments, one per 2^shift segments; returns the largest.
 __device__ __forceinline__ uint32_t store_keys(const TileValues& x, int tile, int shift,
                                                int num_segments, uint32_t* keys) {
   uint32_t key[kTileSegments];

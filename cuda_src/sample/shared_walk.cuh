@@ -1,20 +1,21 @@
-// Walking a row together, by all blocks that have nothing else to do.
+// Walks over a row shared by all idle blocks.
 //
-// A row whose candidates do not fit a list is queued as a Walk: chunks to be added to bins, then,
-// once the bin with the cut is known, chunks to be drawn from. Any free block takes chunks; the one
-// that ends the last chunk of a phase does what follows. Sums are of integers and the draw is a
-// maximum, so the result does not depend on which block takes what.
+// A row whose candidates do not fit into a list is queued as a Walk: chunks to be added to bins,
+// then, once the bin with the cut is known, chunks to be drawn from. Any idle block takes chunks;
+// the one that finishes the last chunk of a phase starts the next step. Sums are of integers and
+// the draw is a maximum, so the result does not depend on which block takes which chunk.
 //
 // SAFETY: no block waits for one that may not have started. A row's owner waits for chunks that
-// running blocks have taken; a block without a row waits for more walks only once all have started.
+// running blocks have taken; a block without a row waits for more walks only once all blocks have
+// started.
 #pragma once
 
 #include "sample/choose_params.cuh"
 #include "sample/row_cut.cuh"
 
 constexpr int kChunkGroups = kLoads * kThreads;
-constexpr int kMaxWalks = 256;  // rows beyond are each walked by their owner alone
-// Phases of a walk; 0: not queued yet. kTied: the cut is among more candidates than a list holds.
+constexpr int kMaxWalks = 256;  // rows beyond these are each walked by their owner alone
+// Phases of a walk; 0: not queued yet. kTied: the cut lies among more candidates than a list holds.
 constexpr uint32_t kBinning = 1, kDrawing = 2, kDecided = 3, kTied = 4;
 
 struct WalkQueue {
@@ -27,11 +28,11 @@ struct WalkQueue {
 struct Walk {
   int row;
   uint32_t top;                // key of its largest logit
-  float low;                   // as for bins_of
-  uint32_t taken[2], done[2];  // chunks of either phase
-  int bin;                     // the one with the cut; kBins: all candidates are drawn from
+  float low;                   // see bins_of
+  uint32_t taken[2], done[2];  // chunks of each phase
+  int bin;                     // bin with the cut; kBins: the draw is among all candidates
   uint32_t list_size;
-  uint32_t num_drawn;  // candidates above the bin; in the end, all that stay
+  uint32_t num_drawn;  // candidates above the bin; in the end all that are kept
   uint64_t mass_before, needed, best;
   uint32_t counts[kBins];
   uint64_t masses[kBins];
@@ -49,23 +50,24 @@ struct SharedWalks {
   Walk* walks;
   int num_rows;
 
-  // Opens a phase. By thread 0 only, which must have written all that the phase needs.
+  // Opens a phase. Called by thread 0, which must have written all data of the phase.
   __device__ __forceinline__ void open(int idx, uint32_t phase) const {
     __threadfence();  // SAFETY: others read the walk once they see the phase.
     atomicExch(&queue->phases[idx], phase);
   }
 
   __device__ __forceinline__ int take_chunk(uint32_t* taken, ChooseShared& s) const {
-    __syncthreads();  // SAFETY: s.size was read, and the chunk before is in shared memory.
+    __syncthreads();  // SAFETY: s.size was read, and the previous chunk is in shared memory.
     if (threadIdx.x == 0) s.size = static_cast<int>(atomicAdd(taken, 1u));
     __syncthreads();
     return s.size;
   }
 
-  // True in the block that ended the last of `all` chunks, which then sees what the others wrote.
+  // Returns true in the block that finished the last of `all` chunks, which then sees the others'
+  // writes.
   __device__ __forceinline__ bool end_chunks(uint32_t* done, int own, int all,
                                              ChooseShared& s) const {
-    __threadfence();  // SAFETY: what was added is there before the chunks count as done.
+    __threadfence();  // SAFETY: the additions are visible before the chunks count as done.
     __syncthreads();
     if (threadIdx.x == 0) s.is_last = atomicAdd(done, static_cast<uint32_t>(own)) + own == all;
     __syncthreads();
@@ -85,7 +87,7 @@ struct SharedWalks {
     open(idx, kDecided);
   }
 
-  // Finds the bin with the cut, when all candidates are in the walk's bins.
+  // Finds the bin with the cut, once all candidates are in the walk's bins.
   __device__ __forceinline__ void find_cut(int idx, ChooseShared& s) const {
     Walk& walk = walks[idx];
     const Job job = this->job(idx);
@@ -134,7 +136,7 @@ struct SharedWalks {
   }
 
   // Draws among the candidates of groups [begin, end) in bins before `bin`, lists those in it, and
-  // returns how many of the former the thread has met.
+  // returns the thread's number of the former.
   __device__ __forceinline__ int draw_groups(Walk& walk, const Job& job,
                                              const LinearBins<kBins>& linear, int bin, int begin,
                                              int end, Drawing& drawing, ChooseShared& s) const {
@@ -189,7 +191,7 @@ struct SharedWalks {
     return true;
   }
 
-  // Draws from the candidates of the bin with the cut, when all chunks have been drawn from.
+  // Draws from the candidates of the bin with the cut, once all chunks have been drawn from.
   __device__ __forceinline__ void end_draw(int idx, ChooseShared& s) const {
     const Walk& walk = walks[idx];
     const Job job = this->job(idx);
@@ -208,20 +210,20 @@ struct SharedWalks {
     decide(idx, end_drawing(last, s), kept);
   }
 
-  // Takes the chunks that are left of a walk in `phase`; false if there were none.
+  // Takes the remaining chunks of a walk in `phase`; returns false if none were left.
   __device__ __forceinline__ bool work(int idx, uint32_t phase, ChooseShared& s) const {
     return phase == kBinning ? add_chunks(idx, s) : draw_chunks(idx, s);
   }
 
-  // Thread 0's value, in all threads.
+  // Thread 0's value, returned in all threads.
   __device__ __forceinline__ uint32_t broadcast(uint32_t value, ChooseShared& s) const {
-    __syncthreads();  // SAFETY: all have read what was broadcast before.
+    __syncthreads();  // SAFETY: all threads have read the previous broadcast.
     if (threadIdx.x == 0) s.broadcast_value = value;
     __syncthreads();
     return s.broadcast_value;
   }
 
-  // Queues row b; returns the walk's index, or kMaxWalks if there is no room.
+  // Queues row b; returns the walk's index, or kMaxWalks if the queue is full.
   __device__ __forceinline__ int enqueue(int64_t b, const Job& job, float low, uint32_t top,
                                          ChooseShared& s) const {
     uint32_t first = kMaxWalks;
@@ -245,7 +247,7 @@ struct SharedWalks {
     return idx;
   }
 
-  // An open walk: its index * 8 + phase; 0 if there is none, ~0 if none can come any more.
+  // An open walk: its index * 8 + phase; 0 if none is open, ~0 if none can follow any more.
   __device__ __forceinline__ uint32_t find_open(uint32_t turn) const {
     const int lane_idx = threadIdx.x % kWarpSize;
     // One lane reads each counter for the whole warp: another lane could see a later value.
@@ -254,7 +256,7 @@ struct SharedWalks {
     if (__shfl_sync(kFullMask, own, 1) < gridDim.x * gridDim.y) return ~0u;
     const int count = min(static_cast<int>(__shfl_sync(kFullMask, own, 2)), kMaxWalks);
     for (int i = 0; i < count; i += kWarpSize) {
-      // Blocks start at different walks, to spread over them.
+      // Blocks start at different walks, to spread across them.
       const int idx = (i + lane_idx + static_cast<int>(turn)) % max(count, 1);
       const uint32_t phase = i + lane_idx < count ? read(&queue->phases[idx]) : 0;
       const uint32_t open = __ballot_sync(kFullMask, phase == kBinning || phase == kDrawing);
@@ -264,12 +266,12 @@ struct SharedWalks {
     return 0;
   }
 
-  // Counts a row as finished; true if it was the last.
+  // Counts a row as finished; returns true if it was the last.
   __device__ __forceinline__ bool finish() const {
     return atomicAdd(&queue->num_finished, 1u) + 1 == static_cast<uint32_t>(num_rows);
   }
 
-  // The next walk to work on, as find_open returns it: among all, or only `own` if that is not
+  // The next walk to work on, in find_open's encoding: any walk, or only `own` if that is not
   // negative.
   __device__ __forceinline__ uint32_t next(int own, uint32_t turn, ChooseShared& s) const {
     uint32_t seen = 0;

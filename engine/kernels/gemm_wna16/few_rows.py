@@ -22,7 +22,7 @@ _TOKENS = (1, 8, 16)
 _PARAMS = (
     "x:ptr x_stride:i64 data:ptr high:ptr scales:ptr supers:ptr norm_weight:ptr eps:f32 "
     "weight_offset:f32 bias:ptr residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 "
-    "n:i32 k:i32 groups:i32 num_supers:i32 part_stages:i32 num_units:i32 num_stages:i32 "
+    "n:i32 k:i32 groups:i32 num_supers:i32 part_stages:i32 num_work_tiles:i32 num_stages:i32 "
     "activation:i32 is_float:i32 uses_pdl:i32"
 )
 _OPS = ("gemm_wna16", "rmsnorm_gemm_wna16")
@@ -266,7 +266,7 @@ def launch(operands: Operands, config: FewRowsConfig, norm: Norm | None = None) 
         n=n,
         k=k,
         part_stages=config.part_stages,
-        num_units=ceil_div(ceil_div(n, TILE_ROWS), config.row_tiles),
+        num_work_tiles=ceil_div(ceil_div(n, TILE_ROWS), config.row_tiles),
         num_stages=config.num_stages,
         activation=activation_number(operands.activation),
         is_float=out.dtype == FLOAT32,
