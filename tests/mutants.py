@@ -1,0 +1,151 @@
+# ruff: noqa: E501 (a row of the table is a line)
+"""Deliberate faults, and the tests that must catch each.
+
+`python -m tests.mutants [WORD ...]` copies the tree, applies one fault after the other to the copy
+and runs its tests there; with words, only faults whose file or text has one of them. A fault that
+survives means that the suite has lost a test. About ten minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Fault(NamedTuple):
+    """A change of one text in a file of `engine/`, and the tests (of `tests/`) that notice it."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+FAULTS = (
+    # Mirrors: signs, masks, swapped operands.
+    Fault("reference/rmsnorm.py", "scaled + residual", "scaled - residual", "kernels/test_rmsnorm.py"),
+    Fault("reference/rmsnorm.py", "+ np.float32(weight_offset)", "- np.float32(weight_offset)", "kernels/test_rmsnorm.py"),
+    Fault("reference/rope.py", "b * cos + a * sin", "b * cos - a * sin", "kernels/test_rope.py"),
+    Fault("reference/swiglu.py", "np.asarray(silu(gate) * up", "np.asarray(silu(up) * gate", "kernels/test_swiglu.py"),
+    Fault("reference/merge_states.py", "np.exp(lse - base)", "np.exp(base - lse)", "kernels/test_merge_states.py"),
+    Fault("reference/moe_combine.py", "        y += z", "        y -= z", "kernels/test_moe_combine.py"),
+    Fault("reference/moe_route.py", "np.argsort(-ranked", "np.argsort(ranked", "kernels/test_moe_route.py"),
+    Fault("reference/moe_route.py", "experts[slots >= 0]", "experts[slots < 0]", "kernels/test_moe_route.py"),
+    Fault("reference/kv_store.py", "slot_mapping >= 0", "slot_mapping >= 1", "kernels/test_kv_store.py"),
+    Fault("reference/quantize_rows.py", "peak / largest\n", "largest / peak\n", "kernels/test_quantize_rows.py"),
+    Fault("reference/gemm.py", "y += residual", "y -= residual", "kernels/test_gemm.py"),
+    Fault("reference/_attention.py", "hidden = keys > last", "hidden = keys >= last", "kernels/test_attention_prefill.py"),
+    Fault("reference/_attention.py", "keys <= last[:, None] - window", "keys < last[:, None] - window", "kernels/test_attention_prefill.py"),
+    Fault("reference/_attention.py", " * np.float32(softcap)\n", "\n", "kernels/test_attention_prefill.py"),
+    Fault("reference/_attention.py", "np.uint64(1) == 0", "np.uint64(1) != 0", "kernels/test_attention_decode.py"),
+    Fault("reference/embedding.py", "token_ids < weight.shape[0]", "token_ids <= weight.shape[0]", "kernels/test_embedding.py"),
+    Fault("reference/sample.py", "values / r, values * r", "values * r, values / r", "kernels/test_sample.py"),
+    Fault("reference/sample.py", "-= presence", "+= presence", "kernels/test_sample.py"),
+    Fault("reference/sample.py", "row[bits == 0]", "row[bits == 1]", "kernels/test_sample.py"),
+    # Wrappers: what they check, and what they pass on.
+    Fault("kernels/gemm/gemm.py", "            residual=residual,\n", "", "kernels/test_gemm.py"),
+    Fault("kernels/rmsnorm.py", "subtract_mean=subtract_mean, bias=bias, **numbers", "subtract_mean=subtract_mean, **numbers", "kernels/test_rmsnorm.py"),
+    Fault("kernels/_contract.py", "return self.dims.setdefault(symbol, size)", "return size", "kernels/test_rmsnorm.py"),
+    Fault("kernels/_contract.py", "not array.flags.writeable", "array is None", "kernels/test_kv_store.py kernels/test_params.py kernels/test_swiglu.py kernels/test_rope.py"),
+    # Scheduler: budgets, order, statistics.
+    Fault("scheduler/chunks.py", "room = min(room, config.max_prefill_chunk)", "room = max(room, config.max_prefill_chunk)", "scheduler/test_scheduler.py"),
+    Fault("scheduler/chunks.py", "start + num_new == request.num_tokens", "start + num_new > request.num_tokens", "scheduler/test_scheduler.py"),
+    Fault("scheduler/waiting.py", "self.num_tokens -= entry.num_tokens", "self.num_tokens += entry.num_tokens", "scheduler"),
+    Fault("scheduler/preemption.py", "< recompute_us", "> recompute_us", "scheduler"),
+    # Cache: owners, lost blocks.
+    Fault("cache/block_allocator.py", "owners[block] = count - 1", "owners[block] = 0", "cache"),
+    Fault("cache/block_allocator.py", "if num_blocks > len(self._free)", "if num_blocks >= len(self._free)", "cache"),
+    Fault("cache/block_allocator.py", "self.num_cached += len(cached)", "self.num_cached += 0", "cache"),
+    Fault("cache/block_allocator.py", "                    self._put_back(block)\n", "                    pass\n", "cache"),
+    Fault("cache/prefix_tree.py", "limit = len(token_ids) // self.block_size\n", "limit = len(token_ids) // self.block_size - 1\n", "cache/test_prefix_tree.py"),
+    Fault("cache/prefix_tree.py", "            num_known += is_own_path", "            num_known += 1", "cache/test_prefix_tree.py"),
+    # Batches of a step.
+    Fault("runner/batch.py", "blocks * block_size + kv_positions % block_size", "blocks * block_size + positions % block_size", "speculative/test_together.py"),
+    Fault("runner/batch.py", "last = cu_seqlens[1:] - np.int32(1)", "last = cu_seqlens[1:] - np.int32(2)", "models/test_batch.py e2e/test_llm.py"),
+    Fault("runner/batch.py", "sampled_positions=positions[logits_indices] + np.int32(1)", "sampled_positions=positions[logits_indices]", "e2e/test_oracle.py e2e/test_requests.py"),
+    # Text, sampling parameters, structured output, drafts.
+    Fault("text/stop.py", "-len(match[1]))", "len(match[1]))", "text/test_stop.py"),
+    Fault("text/stop.py", "self._longest + 1)", "self._longest + 2)", "text/test_stop.py"),
+    Fault("text/detokenizer.py", "self._pending = data[used:]", 'self._pending = b""', "text/test_detokenizer.py"),
+    Fault("sampling_params.py", "self.best_of < self.n", "self.best_of <= self.n", "test_sampling_params.py"),
+    Fault("sampling_params.py", "max(ids) >= vocab_size", "max(ids) > vocab_size", "test_sampling_params.py"),
+    Fault("structured/masks.py", "state.prefix, rules[row]", "state.prefix, 0", "structured/test_shared_masks.py"),
+    Fault("speculative/ngram.py", "ids[end + 1 + depth] == token_id", "ids[end + depth] == token_id", "speculative/test_ngram.py"),
+    # Loading.
+    Fault("loading/safetensors.py", "return header, 8 + length", "return header, length", "loading/test_safetensors.py"),
+    Fault("loading/safetensors.py", "if end != size:", "if end > size:", "loading/test_safetensors.py"),
+    Fault("loading/safetensors.py", "else rows[:, slice(*columns)]", "else rows", "loading/test_safetensors.py loading/test_shards.py"),
+    Fault("weights/packing.py", "tiles & 15", "tiles & 7", "weights/test_packing.py"),
+    Fault("weights/packing.py", "return rows[:num_rows]", "return rows", "weights loading/quantized"),
+    # Server: status codes.
+    Fault("server/protocol/errors.py", "APIError(429, str(error), code", "APIError(503, str(error), code", "server/test_http.py"),
+    Fault("server/limits.py", "APIError(413", "APIError(400", "server/test_http.py"),
+    Fault("server/limits.py", "APIError(404", "APIError(400", "server/test_http.py server/test_openai_client.py"),
+    Fault("server/auth.py", "                401,", "                403,", "server/test_auth.py"),
+)  # fmt: skip
+
+
+def copied_tree(folder: Path) -> None:
+    """Copy the files that git tracks to `folder`."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for name in filter(None, names.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+
+
+def is_caught(fault: Fault, folder: Path, when: int) -> bool:
+    """Tell whether the fault's tests fail with it in the copy of the tree at `folder`."""
+    path = folder / "engine" / fault.file
+    text = path.read_text()
+    if text.count(fault.old) != 1:
+        raise ValueError(f"{fault.file}: {fault.old!r} must occur once; {text.count(fault.old)}")
+    path.write_text(text.replace(fault.old, fault.new))
+    os.utime(path, (when, when))  # another time: Python compiles the file again
+    try:
+        tests = [f"tests/{name}" for name in fault.tests.split()]
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", "--timeout=120"]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *tests],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        path.write_text(text)
+        os.utime(path, (when + 1, when + 1))
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{fault}: the tests did not run:\n{done.stdout[-2000:]}")
+    return done.returncode == 1
+
+
+def main(words: list[str]) -> int:
+    chosen = [f for f in FAULTS if not words or any(w in " ".join(f[:3]) for w in words)]
+    num_survived = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copied_tree(Path(folder))
+        for index, fault in enumerate(chosen):
+            start = time.monotonic()
+            caught = is_caught(fault, Path(folder), int(time.time()) + 10 * index)
+            num_survived += not caught
+            verdict = "caught" if caught else "SURVIVED"
+            change = f"{fault.old.strip()} -> {fault.new.strip() or '(nothing)'}"
+            print(
+                f"{verdict:8} {time.monotonic() - start:4.0f} s {fault.file}: {change}", flush=True
+            )
+    print(f"{len(chosen) - num_survived} of {len(chosen)} faults caught")
+    return 1 if num_survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
