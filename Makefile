@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo model test lint types kernels format gpu-test clean
+.PHONY: help demo model test test-kills test-all mutants lint types kernels format gpu-test clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -30,8 +30,21 @@ demo: $(VENV)/.installed   ## install, pull SmolLM2-135M-Instruct, answer a ques
 model: $(VENV)/.installed-dev   ## pull SmolLM2-135M-Instruct, which the tests read
 	$(BIN)/engine pull smollm2
 
-test: model   ## the whole suite (GPU tests skip where there is no GPU)
-	$(BIN)/python -m pytest -q -n auto --dist worksteal
+PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal
+
+test: model   ## the suite, without tests that kill processes (GPU tests skip without a GPU)
+	$(PYTEST) -m "not kills"
+	@echo "Left out: the tests marked \"kills\", which end, stop or lose processes (make test-kills):"
+	@grep -rc --include='*.py' '^@pytest.mark.kills' tests | grep -v ':0$$' | sort
+
+test-kills: model   ## the tests that `make test` leaves out
+	$(PYTEST) -m kills
+
+test-all: model   ## the whole suite
+	$(PYTEST)
+
+mutants: $(VENV)/.installed-dev   ## deliberate faults, each of which a test must catch; 10 minutes
+	$(BIN)/python -m tests.mutants
 
 CUDA_FILES := $(shell find cuda_src -name '*.cu' -o -name '*.cuh')
 
@@ -43,8 +56,8 @@ lint: $(VENV)/.installed-dev   ## ruff for Python, clang-format for CUDA
 types: $(VENV)/.installed-dev   ## mypy --strict on engine/
 	$(BIN)/mypy
 
-kernels: $(VENV)/.installed-dev   ## compile every kernel for every architecture; no spills
-	$(BIN)/python -m tests.compile_kernels
+kernels: $(VENV)/.installed-dev   ## compile every kernel, where its code differs (ARCH=all: everywhere); no spills
+	$(BIN)/python -m tests.compile_kernels $(addprefix --arch ,$(ARCH))
 
 format: $(VENV)/.installed-dev   ## reformat
 	$(BIN)/ruff check --fix .

@@ -240,6 +240,7 @@ def _steps_until_error(engine, seconds=12.0):
     raise AssertionError("no error")
 
 
+@pytest.mark.kills
 def test_a_killed_rank_ends_the_group():
     engine = _started(4)
     pids = _pids(engine)
@@ -254,6 +255,7 @@ def test_a_killed_rank_ends_the_group():
     engine.close()
 
 
+@pytest.mark.kills
 def test_no_rank_is_left_when_the_error_comes(monkeypatch):
     """Also where another thread is ending them, and they do not end by themselves."""
     end_processes = processes.end_processes
@@ -278,6 +280,7 @@ def test_no_rank_is_left_when_the_error_comes(monkeypatch):
     engine.close()
 
 
+@pytest.mark.kills
 def test_a_rank_that_is_killed_while_nothing_runs_ends_the_group():
     with _engine(4) as engine:
         pids = _pids(engine)
@@ -293,6 +296,7 @@ def test_a_rank_that_is_killed_while_nothing_runs_ends_the_group():
             engine.step()
 
 
+@pytest.mark.kills
 def test_a_stopped_rank_is_named_after_the_time_out():
     engine = _started(collective_timeout=1.5)
     [pid] = _pids(engine)
@@ -303,6 +307,7 @@ def test_a_stopped_rank_is_named_after_the_time_out():
     engine.close()
 
 
+@pytest.mark.kills
 def test_an_error_of_rank_0_in_a_step_ends_the_group(monkeypatch):
     engine = _started()
     [pid] = _pids(engine)
@@ -313,6 +318,7 @@ def test_an_error_of_rank_0_in_a_step_ends_the_group(monkeypatch):
     engine.close()
 
 
+@pytest.mark.kills
 def test_a_closed_engine_leaves_no_process():
     engine = _started(4)
     pids = _pids(engine)
@@ -321,6 +327,7 @@ def test_a_closed_engine_leaves_no_process():
     engine.close()
 
 
+@pytest.mark.kills
 def test_a_forgotten_engine_leaves_no_process():
     engine = _started(2)
     pids = _pids(engine)
@@ -331,6 +338,7 @@ def test_a_forgotten_engine_leaves_no_process():
     assert not any(map(is_alive, pids))
 
 
+@pytest.mark.kills
 def test_the_watchdog_says_what_ranks_are_doing():
     with _started(2) as engine:
         assert "rank 1 is in: " in engine.model.describe_ranks()

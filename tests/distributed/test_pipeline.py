@@ -305,6 +305,7 @@ def _steps_until_error(engine, seconds=12.0):
     raise AssertionError("no error")
 
 
+@pytest.mark.kills
 def test_a_killed_stage_ends_all():
     engine = _started(3)
     pids = engine.model.group.pids
@@ -319,6 +320,7 @@ def test_a_killed_stage_ends_all():
     engine.close()
 
 
+@pytest.mark.kills
 def test_a_stopped_stage_is_named_and_killed():
     engine = _started(2, collective_timeout=1.5)
     assert "stage 0 is in: " in engine.model.describe_ranks()
@@ -330,6 +332,7 @@ def test_a_stopped_stage_is_named_and_killed():
     engine.close()
 
 
+@pytest.mark.kills
 def test_stages_that_are_left_alone_end(checkpoint):
     """One fails at the start, with its last words; and then nothing is left of the other."""
     (Path(checkpoint).parent / "other").mkdir()
@@ -349,6 +352,7 @@ def _children():
 # ---- faults that threads can have
 
 
+@pytest.mark.kills
 def test_last_words_of_a_stage(in_threads, monkeypatch):
     engine = _started(2)
 
@@ -361,6 +365,7 @@ def test_last_words_of_a_stage(in_threads, monkeypatch):
     engine.close()
 
 
+@pytest.mark.kills
 def test_an_error_of_the_last_stage_ends_all(in_threads, monkeypatch):
     engine = _started(2)
     monkeypatch.setattr(engine.model.decoder, "final_norm", None)
@@ -370,6 +375,7 @@ def test_an_error_of_the_last_stage_ends_all(in_threads, monkeypatch):
     engine.close()
 
 
+@pytest.mark.kills
 def test_a_lost_connection_is_named(in_threads):
     engine = _started(2)
     engine.model.group._peers[0].connection._socket.shutdown(socket.SHUT_RDWR)

@@ -70,6 +70,7 @@ def test_messages_of_any_length_arrive(targets):
     assert received == [repr(sizes).encode()] * 2
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -89,6 +90,7 @@ def test_a_dead_or_stuck_rank_is_named(targets, kind, words):
     assert time.monotonic() - start < 40
 
 
+@pytest.mark.kills
 def test_ranks_that_call_different_operations_are_told(targets):
     with (
         _ranks("disagree", 2, {}, timeout=5.0) as processes,
@@ -114,6 +116,7 @@ def test_a_target_that_is_not_there_is_told(targets):
         SharedMemoryCollectives(processes.group).barrier("start")
 
 
+@pytest.mark.kills
 def test_no_rank_outlives_its_parent(tmp_path):
     code = (
         "import sys, time; from engine.distributed.processes import RankProcesses\n"

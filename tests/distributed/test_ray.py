@@ -173,28 +173,33 @@ def story():
     return _tell("faults")
 
 
+@pytest.mark.kills
 @pytest.mark.slow
 def test_both_nodes_have_a_replica(story):
     assert story["nodes"] == 2
 
 
+@pytest.mark.kills
 @pytest.mark.slow
 def test_a_killed_replica_breaks_no_stream_and_changes_no_token(story):
     assert story["interrupted"] == story["whole"] and len(set(story["whole"])) == 6
     assert story["moved"] > 0
 
 
+@pytest.mark.kills
 @pytest.mark.slow
 def test_a_killed_replica_is_replaced(story):
     assert story["after"] == 2
 
 
+@pytest.mark.kills
 @pytest.mark.slow
 def test_there_are_more_replicas_for_more_requests_and_fewer_afterwards(story):
     assert story["most"] == 3 and story["least"] == 2
     assert story["lengths"] == [2000] * 14
 
 
+@pytest.mark.kills
 @pytest.mark.slow
 def test_the_stages_of_a_pipeline_are_on_different_nodes(story):
     found = story["stages"]
@@ -203,6 +208,7 @@ def test_the_stages_of_a_pipeline_are_on_different_nodes(story):
     assert "the connection to stage 0 (" in found["error"] and found["seconds"] < 10
 
 
+@pytest.mark.kills
 @pytest.mark.slow
 def test_engine_serve_uses_the_cluster():
     found = _tell("command")

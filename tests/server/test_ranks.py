@@ -67,6 +67,7 @@ def test_answers_are_those_of_one_process(small):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_a_killed_rank_ends_the_server_with_its_last_words(small, is_busy):
     with serving(*small, "-tp", "2") as server:
@@ -82,6 +83,7 @@ def test_a_killed_rank_ends_the_server_with_its_last_words(small, is_busy):
             assert b"rank 1 was killed by SIGKILL" in _rest(response)
 
 
+@pytest.mark.kills
 def test_a_killed_engine_leaves_no_rank(small):
     with serving(*small, "-tp", "2") as server:
         engine, rank = _rank_1(server)
@@ -90,6 +92,7 @@ def test_a_killed_engine_leaves_no_rank(small):
         _wait_until(lambda: not _is_alive(rank))
 
 
+@pytest.mark.kills
 def test_a_killed_stage_ends_an_idle_server_with_its_last_words(deeper):
     options = ("--deterministic", "--served-model-name", "tiny", "-pp", "2")
     with serving(deeper, *SMALL, *options) as server:

@@ -65,6 +65,7 @@ def _text(response, read=b""):
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize("apis", ["1", "2"])
 def test_a_killed_replica_breaks_no_stream_and_changes_no_token(two, apis):
     with serving(*two, "--api-server-count", apis) as server:
@@ -86,6 +87,7 @@ def test_a_killed_replica_breaks_no_stream_and_changes_no_token(two, apis):
         assert re.search(r"replica [01] ended \(killed by SIGKILL\) and is started again", errors)
 
 
+@pytest.mark.kills
 def test_answers_that_are_not_streamed_survive_too(two):
     with serving(*two) as server:
         body = _body(600, temperature=1.0)
@@ -103,6 +105,7 @@ def test_answers_that_are_not_streamed_survive_too(two):
             assert answer["usage"]["completion_tokens"] == 600
 
 
+@pytest.mark.kills
 def test_the_last_replica_ends_the_server_with_its_reason(two):
     with serving(*two) as server:
         response = _stream(server, 16000)
@@ -115,6 +118,7 @@ def test_the_last_replica_ends_the_server_with_its_reason(two):
         assert time.monotonic() - start < 10
 
 
+@pytest.mark.kills
 def test_a_replica_that_dies_in_a_drain_cuts_nothing(two):
     with serving(*two, "--shutdown-timeout", "60") as server:
         streams = _answers(server, 4)
@@ -126,6 +130,7 @@ def test_a_replica_that_dies_in_a_drain_cuts_nothing(two):
         assert _end(server, 30)[0] == 0
 
 
+@pytest.mark.kills
 def test_a_hung_replica_is_replaced(two):
     with serving(*two, "--hang-timeout", "1") as server:
         stream = _answers(server, 1)[0]
@@ -138,6 +143,7 @@ def test_a_hung_replica_is_replaced(two):
         _wait_for(server, "ready", "ready")
 
 
+@pytest.mark.kills
 def test_a_wrong_device_ends_it_with_a_reason(two):
     with serving(*two, "--device", "cuda:1", wait=False) as server:
         status, errors = _end(server)

@@ -180,6 +180,7 @@ def small(model):
     return (model, *SMALL, "--served-model-name", "tiny")
 
 
+@pytest.mark.kills
 def test_sigterm_drains(small):
     """The running stream ends whole, new requests get 503, the exit status is 0."""
     with serving(*small, "--shutdown-timeout", "20") as server:
@@ -193,6 +194,7 @@ def test_sigterm_drains(small):
         assert _end(server)[0] == 0
 
 
+@pytest.mark.kills
 def test_what_is_not_done_in_time_is_cut(small):
     with serving(*small, "--shutdown-timeout", "0.2") as server:
         response = _stream(server, 16000)
@@ -203,6 +205,7 @@ def test_what_is_not_done_in_time_is_cut(small):
         assert status == 0 and time.monotonic() - start < 8
 
 
+@pytest.mark.kills
 def test_a_second_signal_ends_it_at_once(small):
     with serving(*small) as server:
         _stream(server, 16000)
@@ -214,6 +217,7 @@ def test_a_second_signal_ends_it_at_once(small):
         assert _end(server)[0] == 1 and time.monotonic() - start < 3
 
 
+@pytest.mark.kills
 def test_a_dead_engine_ends_the_server_with_its_reason(small):
     with serving(*small) as server:
         response = _stream(server, 16000)
@@ -227,6 +231,7 @@ def test_a_dead_engine_ends_the_server_with_its_reason(small):
         assert time.monotonic() - start < 10
 
 
+@pytest.mark.kills
 def test_an_engine_that_dies_in_a_drain_is_a_failure(small):
     with serving(*small, "--shutdown-timeout", "60") as server:
         response = _stream(server, 16000)
@@ -239,6 +244,7 @@ def test_an_engine_that_dies_in_a_drain_is_a_failure(small):
         assert status == 1 and "the engine's process ended: killed by SIGKILL" in errors
 
 
+@pytest.mark.kills
 def test_an_engine_that_does_not_end_is_a_failure(small):
     with serving(*small) as server:
         [engine] = _children(server.process.pid, "engine_process")
@@ -256,6 +262,7 @@ def _health(server):
         return response.status, response.read()
 
 
+@pytest.mark.kills
 def test_health_tells_of_a_hung_engine(small):
     with serving(*small, "--step-timeout", "0.5") as server:
         [engine] = _children(server.process.pid, "engine_process")
@@ -267,6 +274,7 @@ def test_health_tells_of_a_hung_engine(small):
         _wait_until(lambda: _health(server)[0] == 200)
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize("is_draining", [False, True])
 def test_a_hung_engine_ends_the_server_with_its_reason(small, is_draining):
     with serving(*small, "--hang-timeout", "1") as server:
@@ -284,6 +292,7 @@ def test_a_hung_engine_ends_the_server_with_its_reason(small, is_draining):
         assert 1 < time.monotonic() - start < 10
 
 
+@pytest.mark.kills
 def test_sigquit_prints_the_stacks_of_a_process(small):
     with serving(*small) as server:
         [engine] = _children(server.process.pid, "engine_process")
@@ -294,6 +303,7 @@ def test_sigquit_prints_the_stacks_of_a_process(small):
         assert status == 0 and re.search(r"engine_loop.py\", line \d+ in run\b", errors), errors
 
 
+@pytest.mark.kills
 def test_a_dead_api_process_is_replaced_and_the_others_go_on(small):
     with serving(*small, "--api-server-count", "2") as server:
         processes = _children(server.process.pid, "api_process")
@@ -317,6 +327,7 @@ def test_a_dead_api_process_is_replaced_and_the_others_go_on(small):
         assert status == 0 and "is started again" in errors
 
 
+@pytest.mark.kills
 def test_a_dead_supervisor_leaves_nothing_behind(small):
     with serving(*small) as server:
         children = _children(server.process.pid)
@@ -358,6 +369,7 @@ def test_a_template_from_a_file(small, tmp_path):
         assert json.loads(response.read())["usage"]["prompt_tokens"] == 4
 
 
+@pytest.mark.kills
 def test_fifty_streams_survive_sigterm(small):
     with serving(*small, "--max-num-seqs", "64", "--shutdown-timeout", "60") as server:
         streams = [_stream(server, 100) for _ in range(50)]

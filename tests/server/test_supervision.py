@@ -167,6 +167,7 @@ def test_a_replica_that_never_gets_ready_is_given_up(watched, monkeypatch, capfd
     assert "replica 0 ended again and again" in capfd.readouterr().err
 
 
+@pytest.mark.kills
 def test_an_api_process_that_cannot_start_ends_a_server_whose_engine_loads(watched):
     watcher, _, _ = watched
     process = SimpleNamespace(returncode=None)
@@ -184,6 +185,7 @@ def test_an_api_process_that_cannot_start_ends_a_server_whose_engine_loads(watch
     asyncio.run(main())
 
 
+@pytest.mark.kills
 def test_an_engine_that_cannot_start_is_the_reason_though_an_api_process_ends_first(watched):
     watcher, _, _ = watched
     process = SimpleNamespace(returncode=None)
