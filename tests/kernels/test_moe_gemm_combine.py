@@ -38,10 +38,10 @@ EXTRAS = ((), ("bias", "residual"), ("shared", "shared_gate", "residual"), ("sha
 
 
 @pytest.fixture
-def one_kernel(xp, monkeypatch):
+def one_kernel(request, monkeypatch):
     """Up to 8 tokens are one kernel, however few blocks it has; the number of those launched."""
     launched, launch = [], few_tokens.launch
-    if xp is np:
+    if "xp" in request.fixturenames and request.getfixturevalue("xp") is np:
         return launched
 
     def choose(operands):
