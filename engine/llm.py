@@ -18,7 +18,7 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.shared_engine import SharedEngine
 from engine.tasks.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from engine.text import template_process
+from engine.text import template_worker
 from engine.text.chat_template import RESERVED_VARIABLES
 
 __all__ = ["LLM"]
@@ -52,7 +52,7 @@ class LLM:
 
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
         with contextlib.suppress(TemplateError):  # which `chat` would raise
-            template_process.start()  # it imports Jinja while the weights are read
+            template_worker.start()  # it imports Jinja while the weights are read
         engine = LLMEngine.from_name(model, **options)
         self._shared: SharedEngine[list[RequestOutput]] = SharedEngine(engine)
         self._counter = itertools.count()

@@ -17,7 +17,7 @@ from engine.model import Model
 from engine.request import Request
 from engine.runner.sampling import SamplingSpec
 from engine.sampling_params import NumberRange, SamplingParams
-from engine.structured import Grammar, GrammarCompiler, GrammarState
+from engine.structured.grammar import Grammar, GrammarCompiler, GrammarState
 from engine.structured.spec import StructuredOutput
 
 __all__ = ["InputProcessor", "Prompt", "PromptInput"]

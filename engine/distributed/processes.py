@@ -34,10 +34,7 @@ __all__ = [
     "thread_environment",
 ]
 
-_CODE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
-    "from engine.distributed.processes import run_rank; run_rank()"
-)
+_CODE = "from engine.distributed.processes import run_rank; run_rank()"
 _START_SECONDS = 120.0  # time for an interpreter to start and import, on a busy machine
 _END_SECONDS = 5.0  # time for ranks to end by themselves before they are killed
 _WATCH_SECONDS = 0.25  # interval of the thread that looks for failures
@@ -114,7 +111,7 @@ class RankProcesses:
     def _start(self, task: dict[str, Any], env: Mapping[str, str]) -> None:
         descriptor = task["descriptor"]
         try:
-            process = child_process.start(_CODE, env, descriptors=(descriptor,), stderr=None)
+            process = child_process.start(_CODE, env, descriptors=(descriptor,))
         except OSError as error:
             raise RankError(f"rank {task['rank']} could not be started: {error}") from error
         self._processes.append(process)

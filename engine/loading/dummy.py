@@ -16,17 +16,16 @@ from engine.device import CPU, Device, array_module
 from engine.dtypes import np_dtype
 from engine.errors import ConfigError
 from engine.loading.dummy_quantized import RandomCodes
-from engine.loading.shards import take_part, take_shard
 from engine.loading.weight_memory import (
     is_expert,
     quantized_formats,
     weight_dtype,
     weight_room,
 )
-from engine.loading.weight_table import shard_axis, weight_shapes
+from engine.loading.weight_table import shard_axis, shard_pieces, weight_shapes
 from engine.weights import WHOLE, Format, Shard, Weight, unpack_weight
 
-__all__ = ["dummy_weights"]
+__all__ = ["dummy_weights", "take_shard"]
 
 _STD = 0.02
 _POOL = 1_048_573
@@ -127,12 +126,60 @@ def dummy_weights(
 
 def _quantized_part(codes: RandomCodes, name: str, config: ModelConfig, shard: Shard) -> Weight:
     """Return a shard of a quantized weight."""
-    take = partial(take_part, name=name, config=config, shard=shard)
+    take = partial(_take_part, name=name, config=config, shard=shard)
     part = codes.weight(weight_shapes(config)[name], _start(name), take)
     kind = name.rpartition(".")[2]
     experts = shard.expert_parallel
     axis = shard_axis(kind, by_output=shard.by_output, expert_parallel=experts)
     return replace(part, shard=shard, axis=axis)
+
+
+def take_shard(weight: Weight, name: str, config: ModelConfig, shard: Shard) -> Weight:
+    """Return a new weight: the part of a dense, whole one that `shard` has.
+
+    Parameters
+    ----------
+    weight : Weight
+    name : str
+        Its name, "layers.0.qkv".
+    config : ModelConfig
+    shard : Shard
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> config = ModelConfig("llama", 5, 32, 1, 4, 2, 8, 48, 128)
+    >>> whole = Weight.dense(np.ones((5, 32), np.float32))
+    >>> take_shard(whole, "embed", config, Shard(1, 2)).data[:, 0]
+    array([1., 1., 0.], dtype=float32)
+    """
+    kind = name.rpartition(".")[2]
+    axis = shard_axis(kind, by_output=shard.by_output, expert_parallel=shard.expert_parallel)
+    if axis is None:
+        return weight
+    return Weight.dense(_take_part(weight.data, name, config, shard), shard, axis)
+
+
+def _take_part(whole: Any, name: str, config: ModelConfig, shard: Shard) -> Any:
+    """Return the part of an array of a whole weight's shape, such as its codes, as a new array."""
+    kind = name.rpartition(".")[2]
+    shape = weight_shapes(config, shard)[name]
+    bits = whole.view(f"u{whole.itemsize}")  # CuPy copies slices of few dtypes
+    is_expert = kind.startswith("experts_")
+    matrices = bits[slice(*shard.cut_experts(len(bits)))] if is_expert else bits[None]
+    rows, columns = shard_pieces(kind, config, matrices.shape[1:], shard)
+    cut = slice(None) if columns is None else slice(*columns)
+    own = array_module(bits).zeros((len(matrices), *_matrix(shape, kind)), bits.dtype)
+    start = 0
+    for first, last in rows:
+        own[:, start : start + last - first] = matrices[:, first:last][..., cut]
+        start += last - first
+    return own.reshape(shape).view(whole.dtype)
+
+
+def _matrix(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
+    """Return the shape of one expert's part, or of the weight itself."""
+    return shape[1:] if kind.startswith("experts_") else shape
 
 
 def _check_kernels(formats: Mapping[str, Format]) -> None:

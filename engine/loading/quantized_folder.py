@@ -19,11 +19,10 @@ from engine.config import ModelConfig
 from engine.device import to_numpy
 from engine.errors import WeightsError
 from engine.loading.hf_config import load_hf_config
-from engine.loading.placement import Placement
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile, open_safetensors
 from engine.loading.safetensors_writer import SafetensorsWriter
 from engine.loading.weight_memory import is_quantized
-from engine.loading.weight_table import place_tensors
+from engine.loading.weight_table import Placement, place_tensors
 from engine.model_files import excerpt, is_present, read_file, read_json
 from engine.models.family import WeightName
 from engine.models.registry import family

@@ -2,50 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from engine.device import Device
-from engine.loading.expert_rows import read_stored_rows, stored_format
-from engine.loading.placement import Placement
-from engine.loading.quantized.reader import QuantizedCheckpoint
 from engine.loading.quantized.rows import QuantizedRows
+from engine.loading.tensor_reader import TensorReader
 from engine.loading.weight_memory import is_quantized
+from engine.loading.weight_table import Placement
 from engine.weights import Format, Weight
 from engine.weights.formats import TILE_ROWS
 from engine.weights.stack import stack_matrices
 
 __all__ = ["StoredWeights", "stored_formats"]
 
-Array = np.ndarray[Any, Any]
-
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Makes fused weights from quantized tensors.
+    """Builds fused weights from quantized tensors.
 
     Attributes
     ----------
+    reader : TensorReader
     device : Device
         Where the weights are put.
-    checkpoint : QuantizedCheckpoint
-    read_dense : callable
-        ``read_dense(place)`` returns the rows in the model's dtype, on the device.
-    order : callable
-        ``order(place)`` returns the order in which the engine wants the rows, or None for the
-        tensor's own (some checkpoints store rotated heads in another one).
+    dtype : str
+        The model's, for tensors that are not quantized.
     """
 
+    reader: TensorReader
     device: Device
-    checkpoint: QuantizedCheckpoint
-    read_dense: Callable[[Placement], Any]
-    order: Callable[[Placement], Array | None]
+    dtype: str
 
-    def weight(self, placements: Iterable[Placement]) -> Weight:
-        """Return the weight that these placements make up.
+    def build(self, placements: Sequence[Placement], shape: tuple[int, ...]) -> Weight:
+        """Return the weight that these placements make up, in the formats of their tensors.
+
+        Experts that cannot be multiplied as they are stored are dequantized.
+        """
+        if len(shape) == 2:
+            return self._matrix(placements)
+        weight = self._experts(placements, shape)
+        if weight is not None:
+            return weight
+        rows = [self._dense(place) for place in sorted(placements, key=lambda p: p.start)]
+        return Weight.dense(self.device.xp.concatenate(rows).reshape(shape))
+
+    def _matrix(self, placements: Iterable[Placement]) -> Weight:
+        """Return a matrix.
 
         Neighbouring parts in one format become one matrix; if several remain, as when v has another
         format than q and k, the weight is stacked.
@@ -53,12 +59,12 @@ class StoredWeights:
         parts: list[Weight] = []
         for places, rows in self._joined(placements):
             if rows is None:
-                parts += [Weight.dense(self.read_dense(place)) for place in places]
+                parts += [Weight.dense(self._dense(place)) for place in places]
             else:
                 parts.append(self._on_device(rows))
         return parts[0] if len(parts) == 1 else Weight.stacked(parts)
 
-    def experts(self, placements: Iterable[Placement], shape: tuple[int, ...]) -> Weight | None:
+    def _experts(self, placements: Iterable[Placement], shape: tuple[int, ...]) -> Weight | None:
         """Return the matrices of all experts as one weight (E, N, K), or None.
 
         None if their formats or the orders of their columns are not all the same, or if packed
@@ -86,7 +92,7 @@ class StoredWeights:
         places: list[Placement] = []
         parts: list[QuantizedRows] = []
         for place in sorted(placements, key=lambda place: place.start):
-            rows = self._rows(place)
+            rows = self.reader.stored_rows(place)
             if parts and not (rows is not None and _can_join(parts[-1], rows)):
                 yield places, QuantizedRows.concat(parts)
                 places = []
@@ -99,10 +105,8 @@ class StoredWeights:
         if parts:
             yield places, QuantizedRows.concat(parts)
 
-    def _rows(self, place: Placement) -> QuantizedRows | None:
-        rows = read_stored_rows(self.checkpoint, place)
-        order = self.order(place)
-        return rows if rows is None or order is None else rows.take(order)
+    def _dense(self, place: Placement) -> Any:
+        return self.device.xp.asarray(self.reader.dense_rows(place, self.dtype))
 
     def _on_device(self, rows: QuantizedRows) -> Weight:
         if not self.device.is_cuda:
@@ -119,7 +123,7 @@ class StoredWeights:
 
 
 def stored_formats(
-    checkpoint: QuantizedCheckpoint,
+    reader: TensorReader,
     placements: Iterable[Placement],
     keeps: Callable[[str, Format], bool],
     *,
@@ -132,7 +136,7 @@ def stored_formats(
     """
     formats: dict[str, Format] = {}
     for place in placements:
-        form = stored_format(checkpoint, place)
+        form = reader.stored_format(place)
         if form is None or not keeps(str(place.target), form) or _cuts_groups(place, form):
             continue
         if is_quantized(str(place.target)) or place.target.kind == "lm_head":

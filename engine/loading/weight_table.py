@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.config import ModelConfig, MoeConfig
 from engine.errors import WeightsError
 from engine.loading.kv_scales import is_kv_scale
-from engine.loading.placement import Placement
 from engine.models.family import TensorName, WeightName
-from engine.models.tensor_layout import ROWS
+from engine.models.tensor_layout import ROWS, Layout
 from engine.weights import WHOLE, Shard
 
-__all__ = ["place_tensors", "shard_axis", "shard_pieces", "weight_shapes"]
+__all__ = ["Placement", "place_tensors", "shard_axis", "shard_pieces", "weight_shapes"]
 
 # Tables in old checkpoints and .gguf files that the engine computes itself.
 _IGNORED = re.compile(
@@ -275,6 +274,55 @@ def _moe_shapes(moe: MoeConfig, n: int, parts: _Parts) -> dict[str, tuple[int, .
     if moe.shared_gate:
         shapes["shared_gate"] = (1, n)
     return shapes
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A copy of rows [first, last) of tensor `name` to rows of `target`, from `start` on.
+
+    Rows of an array with more than two dimensions are those of all its matrices, in order.
+
+    Attributes
+    ----------
+    name, target : str, WeightName
+    shape : tuple of int
+        Shape of the whole tensor.
+    first, last, start : int
+    columns : (int, int) or None
+        The columns of these rows; None for all.
+    is_rotated : bool
+        Whether these are rows of q or k, to which rope applies.
+    layout : Layout
+        How the tensor stores the matrices of experts. `first`, `last` and `columns` count rows and
+        columns of these matrices, whatever their layout; rows from the first expert to the last.
+    """
+
+    name: str
+    target: WeightName
+    shape: tuple[int, ...]
+    first: int
+    last: int
+    start: int = 0
+    columns: tuple[int, int] | None = None
+    is_rotated: bool = False
+    layout: Layout = ROWS
+
+    @property
+    def width(self) -> int:
+        """Number of columns read per row."""
+        if self.columns is not None:
+            return self.columns[1] - self.columns[0]
+        return self.shape[-1] if len(self.shape) > 1 else 1
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows read."""
+        return self.last - self.first
+
+    @property
+    def size(self) -> int:
+        """Number of weights read."""
+        return self.num_rows * self.width
 
 
 def place_tensors(

@@ -28,10 +28,7 @@ from engine.text import child_process
 
 __all__ = ["StageGroup"]
 
-_CODE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
-    "from engine.parallel.stage import run_child; run_child()"
-)
+_CODE = "from engine.parallel.stage import run_child; run_child()"
 _END_SECONDS = 3.0  # time for processes to end by themselves before they are killed
 _WATCH_SECONDS = 0.25  # interval of the thread that looks for failures
 _WAIT_SECONDS = 0.1  # wait for a message before the stages' states are checked
@@ -107,7 +104,7 @@ class StageGroup:
         for stage in range(self.num_stages - 1):
             task = {"address": list(self.address), "stage": stage, "secret": self._secret.hex()}
             try:
-                process = child_process.start(_CODE, thread_environment(num_threads), stderr=None)
+                process = child_process.start(_CODE, thread_environment(num_threads))
             except OSError as error:
                 raise RankError(f"stage {stage} could not be started: {error}") from error
             self._processes[stage] = process

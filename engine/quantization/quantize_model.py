@@ -14,7 +14,6 @@ from engine.device import Device, resolve_device
 from engine.errors import RequestError, WeightsError
 from engine.layers.token_ids import checked_token_ids
 from engine.loading.download import resolve_model
-from engine.loading.placement import Placement
 from engine.loading.quantized_folder import (
     FolderPlan,
     check_output,
@@ -23,7 +22,9 @@ from engine.loading.quantized_folder import (
     take_rows,
     write_folder,
 )
-from engine.loading.weights import half_split, load_weights
+from engine.loading.tensor_reader import half_split
+from engine.loading.weight_table import Placement
+from engine.loading.weights import load_weights
 from engine.model_files import excerpt, read_file
 from engine.models.decoder import Decoder
 from engine.models.registry import family

@@ -38,7 +38,7 @@ class SamplingSpec:
         Token sequences that must not be completed.
     num_logprobs : int or None
         See `SamplingParams.logprobs`; 0 also if only the sum of the log-probabilities is needed.
-    grammar : engine.structured.GrammarState, optional
+    grammar : engine.structured.grammar.GrammarState, optional
         State of the grammar that the output must match.
     """
 

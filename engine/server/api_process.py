@@ -31,7 +31,7 @@ from engine.server.http_protocol import http_protocol
 from engine.server.replicas.client import ReplicaClient
 from engine.server.server_config import ServerConfig
 from engine.server.warm_up import warm_up
-from engine.text import template_process
+from engine.text import template_worker
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["load_model_tokenizer", "main"]
@@ -57,7 +57,7 @@ def main(config: ChildConfig, report: Report) -> None:
     configure_logging(options.log_level, json_logs=options.json_logs, access_log=options.access_log)
     _check_files(options)
     with contextlib.suppress(TemplateError):  # which a chat would raise
-        template_process.start()
+        template_worker.start()
     tokenizer = load_model_tokenizer(config.model, options.chat_template)
     with contextlib.ExitStack() as stack:
         listeners = [

@@ -17,7 +17,7 @@ from engine.errors import EngineError
 from engine.sampling_params import SamplingParams
 from engine.server import messages as m
 from engine.server.remote_request import RemoteRequest, RequestMaker
-from engine.structured import check_structured
+from engine.structured.grammar import check_structured
 from engine.structured.spec import StructuredOutput
 
 __all__ = ["Answerer", "RequestClient"]

@@ -1,36 +1,79 @@
-"""The process in which a grammar is compiled first, under limits that the kernel enforces.
+"""Compiles grammars first in a `Worker`, under limits that the kernel enforces.
 
 llguidance bounds its parser, but not the time, the memory and the stack that some schemas and
 grammars take to compile: a ``multipleOf`` of six digits takes seconds and a gigabyte, and five
 thousand rules that name each other overflow the stack. What compiles here compiles in the engine,
 too: the stack is smaller here, and the vocabulary (of single bytes) does not matter to either.
 
-The parent writes a frame of JSON, [kind, text], and reads one: the reason of failure, or nothing.
+All threads of a process share one worker, which the first grammar starts. A grammar that meets a
+limit ends it; the next one starts another.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import resource
 import signal
-import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
+from engine.errors import RequestError
 from engine.structured.sources import compile_matcher, library, reason
-from engine.text.child_process import receive, send
+from engine.text.child_process import (
+    Worker,
+    WorkerEndedError,
+    memory_gauge,
+    reply,
+    requests,
+    set_limits,
+)
 
-__all__ = ["MAX_MEMORY", "MAX_SECONDS", "main"]
+__all__ = ["check", "main"]
 
-MAX_SECONDS = 1.0  # of CPU time for one grammar
-MAX_MEMORY = 512 << 20  # bytes of address space, besides those at the start
+MAX_SECONDS = 1.0  # CPU time of one grammar
+MAX_WAIT = 60.0  # wall-clock seconds for an answer
+MAX_MEMORY = 512 << 20  # bytes of address space beyond what the imports take
 _STACK = 1 << 20  # bytes; threads of the engine have 2 MiB and more
+_MAX_ANSWER_BYTES = 4096
+
+_WORKER = Worker("from engine.structured.check_worker import main; main()", _MAX_ANSWER_BYTES)
+
+
+def check(kind: str, text: str) -> str:
+    """Return why a grammar cannot be compiled, or "" if it can.
+
+    Raises
+    ------
+    RequestError
+        If the worker cannot be started.
+    """
+    try:
+        answer = _WORKER.ask(json.dumps([kind, text]).encode(), MAX_SECONDS, wait=MAX_WAIT)
+    except WorkerEndedError as error:
+        return _cause_of_death(error.code)
+    except OSError as error:
+        raise RequestError(
+            f"the process that checks grammars cannot be started ({error})"
+        ) from None
+    return answer.decode()
+
+
+def _cause_of_death(code: int | None) -> str:
+    if code is None:
+        return f"it takes more than {MAX_WAIT:g} s to compile"
+    if code == -signal.SIGPROF:
+        return f"it takes more than {MAX_SECONDS:g} s to compile"
+    return (
+        f"it takes more than {MAX_MEMORY >> 20} MiB to compile, or nests too deeply (exit {code})"
+    )
+
+
+# ---- in the worker's process
 
 
 class _ByteVocabulary:
-    """A vocabulary of the 256 bytes and an end, as llguidance reads one."""
+    """A vocabulary of the 256 bytes and an end-of-sequence token, as llguidance reads one."""
 
     is_tokenizer_wrapper = True
     eos_token_id = 256
@@ -45,33 +88,22 @@ class _ByteVocabulary:
 
 
 def main() -> None:
-    """Serve a parent until it closes the pipe."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # blocked signals are inherited
-    threading.stack_size(_STACK)
-    thread = threading.Thread(target=_serve)
-    thread.start()
-    thread.join()
-    os._exit(0)
-
-
-def _serve() -> None:
+    """Answer each grammar with the reason why it cannot be compiled, or with nothing."""
     module = library()
     tokenizer = module.LLTokenizer(_ByteVocabulary(), n_vocab=257, eos_token=[256])
-    _check(module, tokenizer, "lark", 'start: "a"')  # memory that every grammar takes
-    _limit_memory()
-    source = sys.stdin.buffer
-    sink = sys.stdout.buffer
-    while frame := receive(source):
-        kind, text = json.loads(frame)
-        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
-        answer = _check(module, tokenizer, kind, text)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        send(sink, answer.encode("utf-8", "replace"))
+    threading.stack_size(_STACK)
+    thread = ThreadPoolExecutor(1)
+    # Before the limit is set: the memory that every grammar takes.
+    thread.submit(_reason, module, tokenizer, "lark", 'start: "a"').result()
+    in_use = memory_gauge()()
+    set_limits(in_use + MAX_MEMORY if in_use else 0)
+    for request in requests():
+        why = thread.submit(_reason, module, tokenizer, *json.loads(request)).result()
+        reply(why.encode("utf-8", "replace"))
 
 
-def _check(module: ModuleType, tokenizer: Any, kind: str, text: str) -> str:
-    """Compile a grammar and make its first mask; return why that fails, or ""."""
+def _reason(module: ModuleType, tokenizer: Any, kind: str, text: str) -> str:
+    """Compile a grammar and its first mask; return why that fails, or ""."""
     try:
         matcher = compile_matcher(module, tokenizer, kind, text)
     except ValueError as error:
@@ -79,17 +111,3 @@ def _check(module: ModuleType, tokenizer: Any, kind: str, text: str) -> str:
     if not reason(matcher):
         matcher.compute_bitmask()
     return reason(matcher)
-
-
-def _limit_memory() -> None:
-    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: 0}
-    try:
-        with open("/proc/self/statm") as file:
-            size = int(file.read().split()[0]) * resource.getpagesize()
-        limits[resource.RLIMIT_AS] = size + MAX_MEMORY
-    except OSError:
-        pass
-    for limit, value in limits.items():
-        _, hard = resource.getrlimit(limit)
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(limit, (value, value))

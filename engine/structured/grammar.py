@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.errors import RequestError
-from engine.structured.check_process import check
+from engine.structured.check_worker import check
 from engine.structured.prefixes import MaskStore, Prefix, PrefixTree
 from engine.structured.sources import compile_matcher, library, reason, source_of
 from engine.structured.spec import StructuredOutput

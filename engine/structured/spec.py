@@ -1,6 +1,6 @@
 """`StructuredOutput`: what the text of a request must match. Plain data; needs no library.
 
-`engine.structured` compiles it.
+`engine.structured.grammar` compiles it.
 """
 
 from __future__ import annotations

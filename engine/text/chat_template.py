@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.checks import shown, shown_with_type
 from engine.errors import RequestError, TemplateError
-from engine.text import template_process
+from engine.text import template_worker
 from engine.text.parts import SPECIAL_NAMES
 from engine.text.template_worker import MAX_CHARS
 
@@ -99,7 +99,7 @@ class ChatTemplate:
             "tools": None if tools is None else self._readable_tools(tools),
             "add_generation_prompt": add_generation_prompt,
         }
-        text: str = template_process.ask(self._checked_source, given)
+        text: str = template_worker.ask(self._checked_source, given)
         return text
 
     @functools.cached_property
@@ -114,7 +114,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = template_process.ask(self._checked_source)
+        facts: dict[str, Any] = template_worker.ask(self._checked_source)
         return facts
 
     @property

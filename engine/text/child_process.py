@@ -1,44 +1,84 @@
-"""Isolated child processes, and frames for their pipes: a length in 8 bytes, then as many bytes."""
+"""Isolated child processes: long-lived ones, and workers that answer one request at a time.
+
+A worker runs untrusted input (a chat template, a tokenizer's regular expression, a grammar) in
+library code that cannot be interrupted. Its limits therefore come from outside that code: the
+kernel's on CPU time (`requests`), memory and files (`set_limits`), and those of the parent
+(`Worker.ask`) on the size of an answer and the time to wait for it.
+
+Messages are frames: a length in 8 bytes, little-endian, then as many bytes.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import json
 import os
-import selectors
+import resource
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ask", "end", "receive", "send", "start"]
+__all__ = [
+    "Worker",
+    "WorkerEndedError",
+    "memory_gauge",
+    "receive",
+    "reply",
+    "requests",
+    "send",
+    "set_limits",
+    "start",
+]
 
-_HEAD_BYTES = 8  # the length of a frame
+_HEAD_BYTES = 8  # length of a frame
+_KEPT_VARIABLES = ("LD_LIBRARY_PATH", "TZ", "TZDIR")  # the others may be secrets
+_EXIT_SECONDS = 5.0  # for a worker that closed its socket to exit
+_IDLE_SECONDS = 0.5  # for an idle worker to exit when its socket is closed
+_FIRST_FREE_FD = 3
+_SET_IMPORT_PATH = "import json, sys; sys.path[:0] = json.loads(sys.argv[1])\n"
 
 
 def start(
     code: str,
     env: Mapping[str, str],
     *,
+    flags: Sequence[str] = ("-I",),
+    stdin: int = subprocess.PIPE,
+    stdout: int = subprocess.PIPE,
+    stderr: int | None = None,
     descriptors: Collection[int] = (),
-    stderr: int | None = subprocess.DEVNULL,  # panics print there
+    cwd: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start Python with `code`, whose first argument is the import path as JSON.
+    """Start Python with `code`; it imports from where this process does.
 
-    Isolated, so that no module is imported from the current folder, which may be a model's. It
-    inherits `descriptors`; with None for `stderr` it has the parent's.
+    Isolated (-I), and without relative entries of the import path: no module is imported from the
+    current folder, which may be a model's. The child inherits `descriptors`.
+
+    Raises
+    ------
+    OSError
+        If the process cannot be started.
     """
-    paths = [str(Path(__file__).parents[1]), *filter(os.path.isabs, sys.path)]
+    if not sys.executable:
+        raise OSError("sys.executable is not known")
+    paths = [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)]
+    flags = [*flags, *(["-B"] if sys.dont_write_bytecode else [])]
     return subprocess.Popen(
-        [sys.executable, "-I", "-c", code, json.dumps(paths)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        [sys.executable, *flags, "-c", _SET_IMPORT_PATH + code, json.dumps(paths)],
+        stdin=stdin,
+        stdout=stdout,
         stderr=stderr,
         env=env,
+        cwd=cwd,
         pass_fds=descriptors,
-        start_new_session=True,  # an interrupt of the terminal is for the parent
+        start_new_session=True,  # Ctrl-C in the terminal interrupts only the parent
     )
 
 
@@ -50,75 +90,307 @@ def send(pipe: Any, frame: bytes) -> None:
 
 
 def receive(pipe: Any) -> bytes | None:
-    """Return the next frame; None at the end of the file."""
+    """Return the next frame of a binary file; None at its end."""
     head = pipe.read(_HEAD_BYTES)
     size = int.from_bytes(head, "little")
     frame: bytes = pipe.read(size) if len(head) == _HEAD_BYTES else b""
     return frame if len(head) == _HEAD_BYTES and len(frame) == size else None
 
 
-def ask(process: subprocess.Popen[bytes], frame: bytes, seconds: float) -> bytes | None:
-    """Send a frame to a child of `start`, and return its answer; None if the child has ended.
+class WorkerEndedError(Exception):
+    """A worker ended, or was ended, before it answered.
 
-    Raises
-    ------
-    TimeoutError
-        If the child has not read the frame and answered within `seconds`. The pipes then hold
-        part of a frame: end the child.
+    Attributes
+    ----------
+    code : int or None
+        Exit code, -N for signal N. None: it did not answer in time, and was killed.
     """
-    assert process.stdin is not None and process.stdout is not None
-    deadline = time.monotonic() + seconds
-    source = process.stdout.fileno()
-    sink = process.stdin.fileno()
-    for descriptor in (source, sink):
-        os.set_blocking(descriptor, False)
-    unsent = memoryview(len(frame).to_bytes(_HEAD_BYTES, "little") + frame)
-    try:
-        while unsent:
-            _wait(sink, selectors.EVENT_WRITE, deadline)
-            unsent = unsent[os.write(sink, unsent) :]
-    except BrokenPipeError:
-        return None
-    head = _read(source, _HEAD_BYTES, deadline)
-    return None if head is None else _read(source, int.from_bytes(head, "little"), deadline)
+
+    def __init__(self, code: int | None) -> None:
+        super().__init__(f"exit code {code}")
+        self.code = code
 
 
-def _read(source: int, size: int, deadline: float) -> bytes | None:
-    """Return so many bytes; None at the end of the file."""
-    data = bytearray()
-    while len(data) < size:
-        _wait(source, selectors.EVENT_READ, deadline)
-        part = os.read(source, min(size - len(data), 1 << 20))
-        if not part:
+class Worker:
+    """A child process that answers requests, started by the first and replaced after its death.
+
+    Several threads may use it: their requests are served one after another. A forked process gets
+    a worker of its own. The process ends with this object, and with the parent.
+
+    Parameters
+    ----------
+    code : str
+        What the process runs: Python that serves `requests`.
+    max_answer_bytes : int
+        A worker that announces a longer answer is killed.
+    env : mapping of str to str, optional
+        Environment variables besides LD_LIBRARY_PATH, TZ and TZDIR.
+    setup : (bytes, float), optional
+        First request of every new process and its CPU seconds; the process does not answer it.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        max_answer_bytes: int,
+        *,
+        env: Mapping[str, str] | None = None,
+        setup: tuple[bytes, float] | None = None,
+    ) -> None:
+        self._code = code
+        self._max_answer_bytes = max_answer_bytes
+        self._env = env or {}
+        self._setup = [] if setup is None else [setup]
+        self._child: _Child | None = None
+        self._lock = threading.Lock()
+        _WORKERS.add(self)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None before the start and after the end."""
+        return self._child.process.pid if self._child else None
+
+    def start(self) -> None:
+        """Start the process, unless it runs, without waiting for its imports.
+
+        Raises
+        ------
+        OSError
+            If it cannot be started.
+        """
+        with self._lock:
+            self._running()
+
+    def ask(
+        self, request: bytes, seconds: float, *, wait: float | None = None, tries: int = 2
+    ) -> bytes:
+        """Return the answer to `request`.
+
+        Parameters
+        ----------
+        seconds : float
+            CPU time after which SIGPROF ends the process. It does not depend on the load.
+        wait : float, optional
+            Wall-clock seconds after which a process that does not answer is killed.
+        tries : int
+            How often to ask if the process exits by itself or something else kills it (SIGKILL,
+            SIGTERM), which may have happened before this request.
+
+        Raises
+        ------
+        WorkerEndedError
+            If the process ended or was killed.
+        OSError
+            If it cannot be started.
+        """
+        with self._lock:
+            for _ in range(tries - 1):
+                try:
+                    return self._ask(request, seconds, wait)
+                except WorkerEndedError as error:
+                    if error.code not in (0, -signal.SIGKILL, -signal.SIGTERM):
+                        raise
+            return self._ask(request, seconds, wait)
+
+    def close(self) -> None:
+        """End the process; the next request starts another."""
+        with self._lock:
+            self._end(_EXIT_SECONDS)
+
+    def _running(self) -> _Child:
+        if self._child is None:
+            child = _Child(self._code, self._env)
+            self._finish = weakref.finalize(self, child.end, _IDLE_SECONDS)
+            self._unsent = self._setup
+            self._child = child
+        return self._child
+
+    def _ask(self, request: bytes, seconds: float, wait: float | None) -> bytes:
+        child = self._running()
+        child.deadline = None if wait is None else time.monotonic() + wait
+        try:
+            for frame, cpu_seconds in (*self._unsent, (request, seconds)):
+                child.send(str(cpu_seconds).encode())
+                child.send(frame)
+            self._unsent = []
+            return child.receive(self._max_answer_bytes)
+        except TimeoutError:
+            self._end(0)
+            raise WorkerEndedError(None) from None
+        except (EOFError, OSError):
+            raise WorkerEndedError(self._end(_EXIT_SECONDS)) from None
+        except BaseException:
+            # Interrupted: the next request would read the answer to this one.
+            self._end(0)
+            raise
+
+    def _end(self, seconds: float) -> int | None:
+        child = self._child
+        self._child = None
+        if child is None:
             return None
-        data += part
-    return bytes(data)
+        self._finish.detach()
+        return child.end(seconds)
+
+    def _forget(self) -> None:
+        """Leave the process to the parent, from which this process was forked."""
+        self._lock = threading.Lock()  # another thread may have held it
+        if self._child is not None:
+            self._finish.detach()
+            self._child.forget()
+            self._child = None
 
 
-def _wait(descriptor: int, events: int, deadline: float) -> None:
-    """Wait until a descriptor can be read or written.
+class _Child:
+    """A worker's process, and the socket that is its standard input and output."""
 
-    Raises
-    ------
-    TimeoutError
+    def __init__(self, code: str, env: Mapping[str, str]) -> None:
+        self.deadline: float | None = None  # time.monotonic() at which sending and receiving end
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._socket = _above_standard_files(ours)
+            try:
+                self.process = start(
+                    code,
+                    {n: os.environ[n] for n in _KEPT_VARIABLES if n in os.environ} | dict(env),
+                    flags=("-I", "-S"),  # without `site`: .pth files may run code
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=subprocess.DEVNULL,  # panics of Rust libraries print there
+                    cwd="/",
+                )
+            except BaseException:
+                self._socket.close()
+                raise
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame.
+
+        Raises
+        ------
+        TimeoutError, OSError
+        """
+        for part in (len(frame).to_bytes(_HEAD_BYTES, "little"), frame):
+            self._set_timeout()
+            self._socket.sendall(part)
+
+    def receive(self, max_bytes: int) -> bytes:
+        """Return the next frame.
+
+        Raises
+        ------
+        EOFError
+            If the process has closed the socket, or the frame is longer than `max_bytes`.
+        TimeoutError, OSError
+        """
+        size = int.from_bytes(self._read(_HEAD_BYTES), "little")
+        if size > max_bytes:
+            raise EOFError
+        return self._read(size)
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._set_timeout()
+            part = self._socket.recv(min(size - len(data), 1 << 20))
+            if not part:
+                raise EOFError
+            data += part
+        return bytes(data)
+
+    def _set_timeout(self) -> None:
+        if self.deadline is None:
+            self._socket.settimeout(None)
+        else:
+            self._socket.settimeout(max(self.deadline - time.monotonic(), 0.001))
+
+    def end(self, seconds: float) -> int:
+        """Close the socket; kill the process after `seconds`. Return its exit code."""
+        self._socket.close()
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def forget(self) -> None:
+        self._socket.close()
+        self.process.returncode = 0  # not a child of this process: there is nothing to wait for
+
+
+def _above_standard_files(ours: socket.socket) -> socket.socket:
+    """Return `ours` with a descriptor above 2.
+
+    With closed standard files its descriptor may be that of stdout, and the worker would receive
+    whatever this process prints.
     """
-    with selectors.DefaultSelector() as selector:  # `select` takes no descriptor above 1023
-        selector.register(descriptor, events)
-        seconds = deadline - time.monotonic()
-        if seconds <= 0 or not selector.select(seconds):
-            raise TimeoutError
+    if ours.fileno() >= _FIRST_FREE_FD:
+        return ours
+    with ours:
+        return socket.socket(
+            fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
+        )
 
 
-def end(process: subprocess.Popen[bytes]) -> int:
-    """End a child, if it still runs; return its exit code, before that if it had one."""
-    assert process.stdin is not None and process.stdout is not None
-    with contextlib.suppress(OSError):
-        process.stdin.close()
+_WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for worker in list(_WORKERS):
+        worker._forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def requests() -> Iterator[bytes]:
+    """Yield the requests to this process, a worker, which ends when its parent closes the socket.
+
+    From one request to the next a timer of CPU time runs, whose signal ends the process.
+    """
+    # Blocked and ignored signals are inherited from the parent.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    source = sys.stdin.buffer
+    while (seconds := receive(source)) and (request := receive(source)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, float(seconds))
+        yield request
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    os._exit(0)  # at once, whatever a request has left
+
+
+def reply(answer: bytes) -> None:
+    """Answer the last of `requests`."""
+    send(sys.stdout.buffer, answer)
+
+
+def set_limits(memory: int, *forbidden: int) -> None:
+    """Limit what this process may use: no core dump, and no file written.
+
+    Parameters
+    ----------
+    memory : int
+        Bytes of address space; 0: unlimited.
+    forbidden : int
+        Further resources (``resource.RLIMIT_*``) whose limit becomes 0.
+    """
+    limits = dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, *forbidden), 0)
+    if memory:
+        limits[resource.RLIMIT_AS] = memory
+    for limit, value in limits.items():
+        _, hard = resource.getrlimit(limit)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (value, value))
+
+
+def memory_gauge() -> Callable[[], int]:
+    """Return a function that tells the bytes of this process's address space; 0 if unknown.
+
+    It needs no further file: it works after files are forbidden.
+    """
     try:
-        # An idle child exits at the end of its input; one that computes has to be killed.
-        code = process.wait(timeout=0.5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        code = process.wait()
-    process.stdout.close()
-    return code
+        file = os.open("/proc/self/statm", os.O_RDONLY)
+    except OSError:
+        return lambda: 0
+    page = resource.getpagesize()
+    return lambda: int(os.pread(file, 64, 0).split()[0]) * page

@@ -1,38 +1,128 @@
-"""The process in which chat templates run, under limits that the kernel enforces.
+"""Runs chat templates in a `Worker`, under limits that the kernel enforces.
 
-`template_process` starts it, and it serves one request after another. One call of a filter may
-take any time and memory, so that no check in Python is reached while it does. Therefore:
+All threads of a process share one worker. The first request starts it, or `LLM` earlier, as its
+imports take about 0.1 s. A template that meets a limit ends the worker and fails its own request.
+
+One call of a filter may take any time and memory without reaching a check in Python. Therefore:
 
 - CPU time: a timer for each request, whose signal ends the process.
 - Memory: a limit on the address space; a template that meets it fails with MemoryError.
 - Files: none can be opened or written once the imports are done.
 
-A message is the length of its JSON (8 bytes, big-endian), then the JSON.
+A request is JSON: {"source": str} asks what the template reads (see `template_sandbox.inspect`),
+with "values" (dict) for its text. The answer is {"result": ...} or {"failed": reason}.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import signal
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["LENGTH_BYTES", "MAX_CHARS", "MAX_MEMORY", "main", "pack"]
+from engine.errors import RequestError, TemplateError
+from engine.model_files import excerpt
+from engine.text.child_process import (
+    Worker,
+    WorkerEndedError,
+    memory_gauge,
+    reply,
+    requests,
+    set_limits,
+)
 
+__all__ = ["ask", "close", "main", "start", "worker_pid"]
+
+MAX_SECONDS = 2.0  # CPU time of one request, independent of the machine's load
+MAX_WAIT = 60.0  # wall-clock seconds for an answer
+MAX_REQUEST_BYTES = 64 << 20
 MAX_CHARS = 16_000_000  # of a prompt, and of each text in the arguments
-MAX_MEMORY = 1 << 30  # bytes of address space, besides those that the process has at the start
-LENGTH_BYTES = 8
+MAX_MEMORY = 1 << 30  # bytes of address space beyond what the imports take
 
-_MAX_KEPT = MAX_MEMORY // 8  # bytes; a process that still has more after a request is replaced
+_MAX_ANSWER_BYTES = 6 * MAX_CHARS + 4096  # JSON takes up to 6 bytes per character
+_MAX_KEPT = MAX_MEMORY // 8  # bytes; a worker that still holds more after a request is replaced
 _MAX_REASON_CHARS = 1000
+_OUT_OF_MEMORY = 12  # exit code of a worker in which a template met the limit on memory
 
-_Answer = Callable[[dict[str, Any]], dict[str, Any]]
+_WORKER = Worker("from engine.text.template_worker import main; main()", _MAX_ANSWER_BYTES)
+close = _WORKER.close
 
 
-def pack(message: Any) -> bytes:
+def worker_pid() -> int | None:
+    """Return the process id of the worker; None if it does not run."""
+    return _WORKER.pid
+
+
+def start() -> None:
+    """Start the worker, unless it runs, and return without waiting for its imports.
+
+    Raises
+    ------
+    TemplateError
+        If it cannot be started.
+    """
+    try:
+        _WORKER.start()
+    except OSError as error:
+        raise _cannot_start(error) from error
+
+
+def ask(source: str, values: Mapping[str, Any] | None = None) -> Any:
+    """Return the text of a template; without `values`, what the template reads.
+
+    Raises
+    ------
+    RequestError
+        If `values` take more than `MAX_REQUEST_BYTES`.
+    TemplateError
+        If the template fails or exceeds a limit, or the worker cannot be started.
+    """
+    request = {"source": source} if values is None else {"source": source, "values": values}
+    data = _pack(request)
+    if len(data) > MAX_REQUEST_BYTES:
+        raise RequestError(
+            f"messages, tools and variables must have at most {MAX_REQUEST_BYTES} bytes "
+            f"in total, as JSON; got {len(data)}"
+        )
+    try:
+        answer = json.loads(_WORKER.ask(data, MAX_SECONDS, wait=MAX_WAIT))
+    except WorkerEndedError as error:
+        raise TemplateError(f"the chat template failed: {_cause_of_death(error.code)}") from None
+    except OSError as error:
+        raise _cannot_start(error) from error
+    except ValueError:  # a template has broken out of the sandbox
+        close()
+        raise TemplateError(
+            "the chat template failed: its process did not answer in JSON"
+        ) from None
+    if "failed" in answer:
+        raise TemplateError(f"the chat template failed{excerpt(answer['failed'])}")
+    return answer["result"]
+
+
+def _cannot_start(error: OSError) -> TemplateError:
+    return TemplateError(f"the process that runs chat templates cannot be started ({error})")
+
+
+def _cause_of_death(code: int | None) -> str:
+    if code is None:
+        return f"it did not answer within {MAX_WAIT:g} s"
+    if code == -signal.SIGPROF:
+        return f"it ran longer than {MAX_SECONDS:g} s"
+    if code in (-signal.SIGKILL, -signal.SIGTERM):
+        return "its process was killed"
+    if code == _OUT_OF_MEMORY:
+        return f"it took more than {MAX_MEMORY >> 20} MiB"
+    how = f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        how = signal.Signals(-code).name
+    return f"it took more than {MAX_MEMORY >> 20} MiB, or crashed ({how})"
+
+
+def _pack(message: Any) -> bytes:
     """Return `message` as JSON in UTF-8, with unpaired surrogates as they are.
 
     As escapes, two of them in a row would be read back as one character.
@@ -40,84 +130,48 @@ def pack(message: Any) -> bytes:
     return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
+# ---- in the worker's process
+
+
 def main() -> None:
-    """Answer the requests from standard input until it ends.
-
-    A request is {"source": str, "seconds": float}, for what the template reads (see
-    `template_sandbox.inspect`), and has "values" (dict), too, for its text. The answer is
-    {"result": ...} or {"failed": reason}, and "is_last" if the process ends after it.
-    """
-    # Blocked and ignored signals are inherited from the parent.
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    requests = sys.stdin.buffer
-    answers = sys.stdout.buffer
+    """Answer requests."""
     answer = _prepare()
-    is_last = False
-    while not is_last and (header := requests.read(LENGTH_BYTES)):
-        request = json.loads(requests.read(int.from_bytes(header, "big")))
-        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
-        found = answer(request)
-        data = pack(found)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
-        answers.flush()
-        is_last = found["is_last"]
-    os._exit(0)  # at once, whatever a template has left
+    for request in requests():
+        found, is_last = answer(json.loads(request))
+        reply(_pack(found))
+        if is_last:
+            os._exit(0)  # at once, whatever a template has left
 
 
-def _prepare() -> _Answer:
-    """Import what templates need and set the limits; return the function that answers requests."""
+def _prepare() -> Callable[[dict[str, Any]], tuple[dict[str, Any], bool]]:
+    """Import what templates need and set the limits.
+
+    Returns the function that answers a request; True beside the answer: the process shall end.
+    """
     try:
         # Here, so that a failure is reported, and not in the parent, which needs no Jinja.
         from engine.text import template_sandbox
 
-        size = _memory_gauge()
+        size = memory_gauge()
         start = size()
-        _set_limits(start)
+        memory = start + MAX_MEMORY if start else 0
+        set_limits(memory, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
     except Exception as error:
-        failed = {"failed": f" ({type(error).__name__}: {error})", "is_last": True}
-        return lambda _: failed
+        failed = {"failed": f" ({type(error).__name__}: {error})"}
+        return lambda _: (failed, True)
 
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
+    def answer(request: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        source = request["source"]
         try:
             if "values" in request:
-                found: Any = template_sandbox.render(
-                    request["source"], request["values"], MAX_CHARS
-                )
+                found: Any = template_sandbox.render(source, request["values"], MAX_CHARS)
             else:
-                found = template_sandbox.inspect(request["source"])
+                found = template_sandbox.inspect(source)
         except MemoryError:
-            return {"failed": f": it took more than {MAX_MEMORY >> 20} MiB", "is_last": True}
+            os._exit(_OUT_OF_MEMORY)
         except Exception as error:  # the template is untrusted code, which may raise anything
             why = template_sandbox.reason(error)[:_MAX_REASON_CHARS]
-            return {"failed": why, "is_last": size() - start > _MAX_KEPT}
-        return {"result": found, "is_last": size() - start > _MAX_KEPT}
+            return {"failed": why}, size() - start > _MAX_KEPT
+        return {"result": found}, size() - start > _MAX_KEPT
 
     return answer
-
-
-def _memory_gauge() -> Callable[[], int]:
-    """Return a function that tells the bytes of this process's address space; 0 if unknown."""
-    try:
-        file = os.open("/proc/self/statm", os.O_RDONLY)  # now, as later no file can be opened
-    except FileNotFoundError:
-        return lambda: 0
-    page = resource.getpagesize()
-    return lambda: int(os.pread(file, 64, 0).split()[0]) * page
-
-
-def _set_limits(size: int) -> None:
-    """Limit this process, whose address space has `size` bytes."""
-    limits = {
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_NOFILE: 0,
-        resource.RLIMIT_NPROC: 0,
-    }
-    if size:
-        limits[resource.RLIMIT_AS] = size + MAX_MEMORY
-    for limit, value in limits.items():
-        _, hard = resource.getrlimit(limit)
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(limit, (value, value))

@@ -21,7 +21,7 @@ from engine.device import CPU
 from engine.request import Request
 from engine.runner.allowed_masks import AllowedMasks
 from engine.runner.sampling import SamplingSpec
-from engine.structured import GrammarCompiler
+from engine.structured.grammar import GrammarCompiler
 from engine.structured.spec import StructuredOutput
 from tests.bench.made_vocabulary import EOS, NUM_WORDS, SYLLABLES, VOCAB_SIZE, MadeTokenizer
 

@@ -188,7 +188,7 @@ def test_every_layout(make, case):
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_results_do_not_depend_on_slab_and_step_sizes(make, monkeypatch, case):
     monkeypatch.setattr("engine.loading.weights._SLAB_BYTES", 64)
-    monkeypatch.setattr("engine.loading.weights._STEP_WEIGHTS", 16)
+    monkeypatch.setattr("engine.loading.tensor_reader._STEP_WEIGHTS", 16)
     path, config, layers = make(case)
     _assert_experts(load_weights(path, config, dtype="float16"), layers, np.float16)
 

@@ -18,7 +18,7 @@ from engine.errors import RequestError, WeightsError
 from engine.loading import quantized_folder
 from engine.loading.safetensors import open_safetensors
 from engine.loading.safetensors_writer import SafetensorsWriter
-from engine.loading.weights import half_split
+from engine.loading.tensor_reader import half_split
 from engine.quantization import quantize_model
 from engine.weights import FORMATS
 from engine.weights.compressed_tensors import STORABLE

@@ -11,11 +11,10 @@ import pytest
 
 from engine.config import ModelConfig, MoeConfig
 from engine.errors import ConfigError
-from engine.loading.dummy import dummy_weights
+from engine.loading.dummy import dummy_weights, take_shard
 from engine.loading.gguf import GgufFile
 from engine.loading.model_config import load_config
 from engine.loading.safetensors import SafetensorsFile
-from engine.loading.shards import take_shard
 from engine.loading.weight_memory import weight_bytes
 from engine.loading.weight_table import shard_axis, weight_shapes
 from engine.loading.weights import load_weights

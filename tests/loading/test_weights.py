@@ -122,7 +122,7 @@ def test_shards(make_model, tiny):
 def test_results_do_not_depend_on_slab_and_step_sizes(make_model, monkeypatch, tiny):
     path, config, tensors = make_model("llama")
     monkeypatch.setattr("engine.loading.weights._SLAB_BYTES", 64)
-    monkeypatch.setattr("engine.loading.weights._STEP_WEIGHTS", 16)
+    monkeypatch.setattr("engine.loading.tensor_reader._STEP_WEIGHTS", 16)
     assert_same(load_weights(path, load_config(path)), tiny.fused(config, tensors), np.float32)
 
 

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from engine.errors import RequestError
-from engine.structured import check_process, check_structured, grammar
-from engine.structured.check_process import CheckProcess
+from engine.structured import check_worker, grammar
+from engine.structured.grammar import check_structured
 from engine.structured.spec import StructuredOutput
 from engine.text import child_process
 
@@ -35,26 +35,26 @@ def test_without_llguidance_the_error_names_the_extra(monkeypatch):
 
 
 def test_a_process_that_was_killed_is_replaced():
-    process = CheckProcess()
-    assert process.check("regex", "a") == ""
-    os.kill(process._process.pid, signal.SIGKILL)
-    assert process.check("regex", "a") == ""
-    assert "unclosed group" in process.check("regex", "(")
-    process._forget()
+    assert check_worker.check("regex", "a") == ""
+    os.kill(check_worker._WORKER.pid, signal.SIGKILL)
+    assert check_worker.check("regex", "a") == ""
+    assert "unclosed group" in check_worker.check("regex", "(")
 
 
-@pytest.mark.parametrize("text", ["a", "a" * 1_000_000], ids=["short", "fills-the-pipe"])
+@pytest.mark.parametrize("text", ["a", "a" * 1_000_000], ids=["short", "fills-the-socket"])
 def test_a_process_that_does_not_answer_is_given_up(monkeypatch, text):
     started = []
 
-    def start_hanging():
-        started.append(child_process.start("import time; time.sleep(60)", {}))
+    def start_hanging(code, *args, **options):
+        started.append(child_process_start("import time; time.sleep(60)", *args, **options))
         return started[-1]
 
-    monkeypatch.setattr(check_process, "MAX_WAIT", 0.2)
-    monkeypatch.setattr(check_process, "_start", start_hanging)
-    process, begin = CheckProcess(), time.monotonic()
-    assert process.check("regex", text) == "it takes more than 0.2 s to compile"
+    child_process_start = child_process.start
+    check_worker._WORKER.close()
+    monkeypatch.setattr(check_worker, "MAX_WAIT", 0.2)
+    monkeypatch.setattr(child_process, "start", start_hanging)
+    begin = time.monotonic()
+    assert check_worker.check("regex", text) == "it takes more than 0.2 s to compile"
     assert time.monotonic() - begin < 5
     assert len(started) == 1  # a second one would wait as long again
-    assert process._process is None and started[0].poll() is not None
+    assert check_worker._WORKER.pid is None and started[0].poll() is not None

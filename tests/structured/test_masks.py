@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from engine.structured import GrammarCompiler
+from engine.structured.grammar import GrammarCompiler
 from engine.structured.masks import MaskPlan
 from engine.structured.spec import StructuredOutput
 

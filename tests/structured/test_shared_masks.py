@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from engine.drafts import Drafts
-from engine.structured import GrammarCompiler, sources
 from engine.structured import masks as masks_module
+from engine.structured import sources
+from engine.structured.grammar import GrammarCompiler
 from engine.structured.masks import MaskPlan
 from engine.structured.spec import StructuredOutput
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import RequestError, TemplateError
-from engine.text import template_process
+from engine.text import template_worker
 from engine.text.chat_template import MAX_SOURCE_CHARS, RESERVED_VARIABLES, ChatTemplate
 
 CHATS = json.loads(Path(__file__).parents[1].joinpath("golden/text.json").read_text())["chats"]
@@ -190,7 +190,7 @@ ENDLESS_CALLS = [
 
 @pytest.fixture
 def short_time(monkeypatch):
-    monkeypatch.setattr(template_process, "MAX_SECONDS", 0.5)
+    monkeypatch.setattr(template_worker, "MAX_SECONDS", 0.5)
 
 
 def refused(source: str, message: str, max_seconds: float = 2) -> None:
@@ -198,7 +198,7 @@ def refused(source: str, message: str, max_seconds: float = 2) -> None:
     start, before = time.process_time(), resource.getrusage(resource.RUSAGE_CHILDREN)
     with pytest.raises(TemplateError, match=message):
         render(source)
-    template_process.close()
+    template_worker.close()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert time.process_time() - start + spent < max_seconds
@@ -207,19 +207,19 @@ def refused(source: str, message: str, max_seconds: float = 2) -> None:
 @pytest.mark.usefixtures("short_time")
 @pytest.mark.parametrize("source", HUNGRY)
 def test_memory_is_limited(source):
-    template_process.close()
+    template_worker.close()
     refused(source, "the chat template failed")
 
 
 @pytest.mark.usefixtures("short_time")
 @pytest.mark.parametrize("source", ENDLESS_CALLS)
 def test_the_time_of_one_call_is_limited(source):
-    template_process.close()
+    template_worker.close()
     refused(source, r"longer than 0\.5 s$")
 
 
 def test_the_limits_of_time_and_memory_are_as_documented():
-    template_process.close()
+    template_worker.close()
     refused(ENDLESS_CALLS[0], r"longer than 2 s$", 4)
     refused("{{ [1] * 10**9 }}", r"it took more than 1024 MiB$")
 
@@ -236,13 +236,13 @@ ENDLESS = [
 
 @pytest.mark.parametrize("source", ENDLESS)
 def test_run_time_is_limited(source, monkeypatch):
-    monkeypatch.setattr(template_process, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(template_worker, "MAX_SECONDS", 0.2)
     with pytest.raises(TemplateError, match=r"longer than 0\.2 s"):
         render(source)
 
 
 def test_a_source_that_takes_long_to_parse_is_refused(monkeypatch):
-    monkeypatch.setattr(template_process, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(template_worker, "MAX_SECONDS", 0.2)
     template = ChatTemplate("{{ x }}" * 100_000)
     with pytest.raises(TemplateError, match=r"longer than 0\.2 s"):
         template.render(HI)
@@ -257,11 +257,11 @@ def test_output_is_counted_while_it_is_written():
 
 
 def test_each_request_has_its_own_time(monkeypatch):
-    monkeypatch.setattr(template_process, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(template_worker, "MAX_SECONDS", 0.2)
     template = ChatTemplate("{% for i in range(100000) %}{% endfor %}{{ messages|length }}")
     start = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert [template.render(HI) for _ in range(150)] == ["1"] * 150
-    template_process.close()
+    template_worker.close()
     spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - start.ru_utime
     assert spent > 0.2  # of all together
 

@@ -369,11 +369,11 @@ def test_a_child_that_dies_is_replaced_and_ends_with_its_tokenizer(tmp_path):
     tokenizer = in_parent(tmp_path, pre_tokenizer=split("b(?=a)"))
     encoder = tokenizer._encode
     assert isinstance(encoder, encode_worker.WorkerEncoder)
-    os.kill(encoder._process.pid, signal.SIGKILL)
+    os.kill(encoder._worker.pid, signal.SIGKILL)
     with pytest.raises(RequestError, match=r"exit -9"):
         tokenizer.encode("ab")
     assert tokenizer.encode("ab") == [2]
-    child = encoder._process
+    child = encoder._worker._child.process
     del tokenizer, encoder
     assert child.wait(timeout=10) == 0
 
@@ -382,7 +382,7 @@ def test_a_child_outlives_no_parent(tmp_path):
     folder = folder_with(tmp_path, content(pre_tokenizer=split("b(?=a)")))
     code = (
         "import os, sys; from engine.text.tokenizer import load_tokenizer; "
-        f"t = load_tokenizer({str(folder)!r}); print(t._encode._process.pid, flush=True); "
+        f"t = load_tokenizer({str(folder)!r}); print(t._encode._worker.pid, flush=True); "
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

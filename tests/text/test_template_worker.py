@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import TemplateError
-from engine.text import template_process
+from engine.text import template_worker
 from engine.text.chat_template import ChatTemplate
 from engine.text.template_worker import MAX_MEMORY
 
@@ -24,7 +24,7 @@ ENDLESS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{
 HELPERS = """
 import os, signal, sys, time
 from engine.errors import TemplateError
-from engine.text import template_process
+from engine.text import template_worker
 from engine.text.chat_template import ChatTemplate
 
 def render(source="[{{ messages[0].content }}]"):
@@ -34,13 +34,13 @@ def render(source="[{{ messages[0].content }}]"):
 
 @pytest.fixture(autouse=True)
 def own_worker():
-    template_process.close()
+    template_worker.close()
     yield
-    template_process.close()
+    template_worker.close()
 
 
 def worker_pid() -> int:
-    pid = template_process.worker_pid()
+    pid = template_worker.worker_pid()
     assert pid is not None
     return pid
 
@@ -89,9 +89,9 @@ def test_a_killed_process_is_replaced(number):
 
 
 def test_after_a_limit_the_next_request_is_served(monkeypatch):
-    monkeypatch.setattr(template_process, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(template_worker, "MAX_SECONDS", 0.2)
     for source in (ENDLESS, "{{ [1] * 10**9 }}"):
-        template_process.start()
+        template_worker.start()
         pid = worker_pid()
         with pytest.raises(TemplateError, match=r"longer than|more than"):
             ChatTemplate(source).render(HI)
@@ -102,7 +102,7 @@ def test_after_a_limit_the_next_request_is_served(monkeypatch):
 def test_a_process_that_does_not_answer_is_given_up(monkeypatch):
     SIMPLE.render(HI)
     pid = worker_pid()
-    monkeypatch.setattr(template_process, "MAX_WAIT", 0.3)
+    monkeypatch.setattr(template_worker, "MAX_WAIT", 0.3)
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(TemplateError, match=r"did not answer within 0\.3 s"):
         SIMPLE.render(HI)
@@ -113,16 +113,17 @@ def test_a_process_that_does_not_answer_is_given_up(monkeypatch):
 
 def test_a_process_that_keeps_much_memory_is_replaced(monkeypatch):
     """The compiler leaves memory in pieces, less of which is free for each further template."""
-    monkeypatch.setattr(template_process, "MAX_SECONDS", 60)
+    monkeypatch.setattr(template_worker, "MAX_SECONDS", 60)
     SIMPLE.render(HI)
-    assert template_process.worker_pid() is not None
+    pid = worker_pid()
     assert ChatTemplate("{{ x }}" * 25_000).render(HI) == ""
-    assert template_process.worker_pid() is None
+    wait_until_gone(pid)
     assert SIMPLE.render(HI) == "[Hi]"
+    assert worker_pid() != pid
 
 
 def test_threads_share_the_process_and_a_failure_is_its_own(monkeypatch):
-    monkeypatch.setattr(template_process, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(template_worker, "MAX_SECONDS", 0.2)
 
     def one(i: int) -> str:
         if i % 5:
@@ -184,7 +185,7 @@ def test_memory_in_use_is_bounded():
     done = run(
         """
 import resource
-template_process.MAX_SECONDS = 40  # so that it is memory that stops the first two
+template_worker.MAX_SECONDS = 40  # so that it is memory that stops the first two
 for source in (
     "{% set ns = namespace(x='a') %}{% for i in range(64) %}"
     "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
@@ -198,8 +199,8 @@ for source in (
         print("rendered")
     except TemplateError as error:
         print(error)
-    template_process.MAX_SECONDS = 40 if source.startswith("{% set ns = namespace(x='a'") else 2
-template_process.close()
+    template_worker.MAX_SECONDS = 40 if source.startswith("{% set ns = namespace(x='a'") else 2
+template_worker.close()
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10)
 """
     )
@@ -210,11 +211,9 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10)
 
 
 def test_it_ends_with_its_parent():
-    done = run("render(); print(template_process.worker_pid())")
+    done = run("render(); print(template_worker.worker_pid())")
     wait_until_gone(int(done.stdout), 2)
-    done = run(
-        "render(); print(template_process.worker_pid(), flush=True); os.kill(os.getpid(), 9)"
-    )
+    done = run("render(); print(template_worker.worker_pid(), flush=True); os.kill(os.getpid(), 9)")
     assert done.returncode == -signal.SIGKILL
     wait_until_gone(int(done.stdout), 5)
 
@@ -223,10 +222,10 @@ def test_it_ends_with_its_parent_while_a_template_runs():
     done = run(
         f"""
 import threading
-template_process.start()
+template_worker.start()
 threading.Thread(target=lambda: render({ENDLESS!r}), daemon=True).start()
 time.sleep(0.5)
-print(template_process.worker_pid(), flush=True)
+print(template_worker.worker_pid(), flush=True)
 os.kill(os.getpid(), 9)
 """
     )
@@ -237,15 +236,15 @@ def test_a_forked_process_has_its_own():
     done = run(
         """
 assert render() == "[Hi]"
-first = template_process.worker_pid()
+first = template_worker.worker_pid()
 child = os.fork()
 if not child:
-    assert template_process.worker_pid() is None
-    assert render() == "[Hi]" and template_process.worker_pid() != first
-    template_process.close()
+    assert template_worker.worker_pid() is None
+    assert render() == "[Hi]" and template_worker.worker_pid() != first
+    template_worker.close()
     os._exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-assert render() == "[Hi]" and template_process.worker_pid() == first
+assert render() == "[Hi]" and template_worker.worker_pid() == first
 if not os.fork():  # it must not keep the first worker alive when its parent is gone
     os.kill(os.getppid(), 9)
     deadline = time.monotonic() + 10
@@ -287,7 +286,7 @@ def test_blocked_and_ignored_signals_are_not_inherited():
         f"""
 signal.signal(signal.SIGPROF, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))
-template_process.MAX_SECONDS = 0.2
+template_worker.MAX_SECONDS = 0.2
 try:
     render({ENDLESS!r})
 except TemplateError as error:
@@ -337,7 +336,7 @@ def test_the_time_is_local(zone):
 
 
 def test_a_relative_import_path_is_found(tmp_path):
-    root = Path(template_process.__file__).parents[2]
+    root = Path(template_worker.__file__).parents[2]
     done = run("print(render())", cwd=root, env={**os.environ, "PYTHONPATH": "."})
     assert done.stdout == "[Hi]\n"
 

@@ -1,0 +1,212 @@
+"""Reads rows of a checkpoint's tensors as the fused weights hold them, on the host."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.config import ModelConfig
+from engine.dtypes import BFLOAT16, np_dtype
+from engine.errors import WeightsError
+from engine.loading.gguf import GgufFile
+from engine.loading.mxfp4 import dequantize_mxfp4
+from engine.loading.quantized.mxfp4 import read_mxfp4_experts
+from engine.loading.quantized.reader import QuantizedCheckpoint
+from engine.loading.quantized.rows import QuantizedRows
+from engine.loading.quantized.scheme import load_scheme
+from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile, open_safetensors
+from engine.loading.weight_table import Placement, place_tensors
+from engine.model_files import is_present
+from engine.models.registry import family
+from engine.models.tensor_layout import ROWS, scales_name
+from engine.weights import FORMATS, Format, Shard
+
+__all__ = ["TensorReader", "half_split", "rows_of"]
+
+_STEP_WEIGHTS = 1 << 18
+"""Weights cast at a time, so that intermediates stay in the cache."""
+
+_BLOCK = 32  # columns that share a scale in MXFP4
+
+Array = np.ndarray[Any, Any]
+
+
+class TensorReader:
+    """Reads the tensors of a model's file or folder; any thread may use it.
+
+    Rows of q and k come in half-split rope order, and norms without the 1 that .gguf files add to
+    Gemma's, whatever the checkpoint stores.
+
+    Parameters
+    ----------
+    source : Path
+        A directory with safetensors, or a .gguf file.
+    config : ModelConfig
+    """
+
+    def __init__(self, source: Path, config: ModelConfig) -> None:
+        kind = family(config.model_type)
+        is_gguf = source.suffix == ".gguf"
+        if is_gguf:
+            self.checkpoint = QuantizedCheckpoint(GgufFile(source))
+        else:
+            scheme = load_scheme(source) if is_present(source / "config.json") else None
+            self.checkpoint = QuantizedCheckpoint(open_safetensors(source), scheme)
+        self._config = config
+        self._names = kind.gguf_names if is_gguf else kind.names
+        self._is_interleaved = kind.gguf_interleaved_rope if is_gguf else kind.interleaved_rope
+        self._norm_offset = config.norm_weight_offset if is_gguf else 0.0
+
+    def placements(self, shard: Shard) -> list[Placement]:
+        """Return what a shard needs of each tensor, in the checkpoint's order.
+
+        Raises
+        ------
+        WeightsError
+            If a tensor is missing, unexpected, or has the wrong shape.
+        """
+        found = {name: self.checkpoint.shape(name) for name in self.checkpoint.names()}
+        where = str(self.checkpoint.path)
+        # Old GPTQ writers add a bias of zeros to every matrix.
+        is_spare = self.checkpoint.is_spare_bias
+        places = place_tensors(where, self._config, self._names, found, shard, is_spare=is_spare)
+        is_tied = self._config.tie_word_embeddings
+        return [p for p in places if shard.stage.has(str(p.target), is_tied=is_tied)]
+
+    def read_into(self, out: Array, place: Placement) -> None:
+        """Write the rows of `place` to `out`, in the dtype of `out`.
+
+        Raises
+        ------
+        WeightsError
+            If a value is not finite in float16.
+        """
+        multiple = self._config.head_dim  # heads are reordered as a whole
+        if len(place.shape) == 1:
+            multiple = math.lcm(4096, multiple)
+        step = rows_of(_STEP_WEIGHTS, place.width, multiple)
+        for first in range(place.first, place.last, step):
+            last = min(place.last, first + step)
+            rows = self._read(place, first, last)
+            if self._is_interleaved and place.is_rotated:
+                rows = self._half_split(rows)
+            if self._norm_offset and place.target.kind.endswith("norm"):
+                rows = rows.astype(np.float32) - np.float32(self._norm_offset)
+            part = out[first - place.first : last - place.first]
+            _cast_into(part, rows)
+            if part.dtype == np.float16 and not np.isfinite(part).all():
+                raise WeightsError(
+                    f"{self.checkpoint.path}: tensor {place.name!r} must have finite values up to "
+                    "65504 for dtype float16; it has others. Use bfloat16 or float32"
+                )
+
+    def dense_rows(self, place: Placement, dtype: str) -> Array:
+        """Return the rows of `place` in `dtype`."""
+        rows = np.empty((place.num_rows, place.width), np_dtype(dtype))
+        self.read_into(rows, place)
+        return rows
+
+    def stored_format(self, place: Placement) -> Format | None:
+        """Return the format in which the tensor of `place` is stored; None if not quantized."""
+        if place.layout.mxfp4 and not isinstance(self.checkpoint.checkpoint, GgufFile):
+            return FORMATS["mxfp4"]
+        return None if place.layout.transposed else self.checkpoint.format_of(place.name)
+
+    def stored_rows(self, place: Placement) -> QuantizedRows | None:
+        """Return the rows of `place` in the format of the file; None if not quantized."""
+        rows = self._stored_rows(place)
+        if rows is None or not (self._is_interleaved and place.is_rotated):
+            return rows
+        return rows.take(self._half_split(np.arange(place.num_rows)))
+
+    def _stored_rows(self, place: Placement) -> QuantizedRows | None:
+        if place.layout == ROWS:
+            return self.checkpoint.read_rows(place.name, place.first, place.last, place.columns)
+        if self.stored_format(place) is None:
+            return None
+        expert, num_rows, own = _rows_of_expert(place, place.first, place.last)
+        rows = slice(expert * num_rows + own.start, expert * num_rows + own.stop, own.step)
+        file = self.checkpoint.checkpoint
+        if not isinstance(file, GgufFile):
+            return read_mxfp4_experts(file, place.name, rows, place.columns)
+        found = self.checkpoint.read_rows(place.name, rows.start, rows.stop, place.columns)
+        return None if found is None else found.take(slice(None, None, rows.step))
+
+    def _half_split(self, rows: Array) -> Array:
+        return half_split(rows, self._config.head_dim, self._config.rope.rotary_dim)
+
+    def _read(self, place: Placement, first: int, last: int) -> Array:
+        """Return rows [first, last) of a tensor in its order; perhaps a view of the file."""
+        if place.layout == ROWS:
+            return self.checkpoint.read(place.name, first, last, place.columns)
+        file = self.checkpoint.checkpoint
+        shape = place.shape
+        expert, num_rows, own = _rows_of_expert(place, first, last)
+        if place.layout.transposed:
+            num_columns = shape[1] if len(shape) > 2 else 1
+            begin, end = place.columns or (0, num_columns)
+            offset = expert * num_columns
+            stored = file.read(place.name, offset + begin, offset + end, (own.start, own.stop))
+            matrix: Array = stored[:, :: own.step].T
+            return matrix
+        rows = slice(expert * num_rows + own.start, expert * num_rows + own.stop, own.step)
+        if place.layout.mxfp4 and not isinstance(file, GgufFile):  # which dequantizes by itself
+            return _mxfp4_rows(file, place, rows)
+        return file.read(place.name, rows.start, rows.stop, place.columns)[:: own.step]
+
+
+def rows_of(weights: int, width: int, multiple: int) -> int:
+    """Return the number of rows with about `weights` weights, a multiple of `multiple`."""
+    return max(1, weights // width // multiple) * multiple
+
+
+def half_split(rows: Array, head_dim: int, rotary_dim: int) -> Array:
+    """Reorder the rotated rows of each head, the first ones, from interleaved pairs to halves."""
+    order = np.arange(head_dim)
+    order[:rotary_dim] = order[:rotary_dim].reshape(-1, 2).T.reshape(-1)
+    heads = rows.reshape(-1, head_dim, *rows.shape[1:])
+    halves: Array = heads[:, order].reshape(rows.shape)
+    return halves
+
+
+def _cast_into(out: Array, rows: Array) -> None:
+    """Write `rows` to `out` in the dtype of `out`."""
+    if rows.dtype == BFLOAT16 and out.dtype == np.float32:
+        bits = out.view(np.uint32)  # exact, and several times faster than a cast
+        bits[...] = rows.view(np.uint16)
+        bits <<= 16
+    else:
+        with np.errstate(over="ignore"):  # the caller checks for infinities
+            out[...] = rows
+
+
+def _rows_of_expert(place: Placement, first: int, last: int) -> tuple[int, int, slice]:
+    """Return the expert of rows [first, last), its number of rows, and where it stores these."""
+    layout = place.layout
+    shape = place.shape
+    num_rows = shape[-1] if layout.transposed else shape[1]
+    expert, row = divmod(first, num_rows)
+    start = row
+    step = 1
+    if layout.interleaved:
+        is_up, row = divmod(row, num_rows // 2)
+        start = 2 * row + is_up
+        step = 2
+    return expert, num_rows, slice(start, start + (last - first - 1) * step + 1, step)
+
+
+def _mxfp4_rows(
+    checkpoint: SafetensorsFile | SafetensorsDirectory, place: Placement, rows: slice
+) -> Array:
+    """Dequantize rows of the tensor to float32: only the blocks with some of the columns."""
+    begin, end = place.columns or (0, place.shape[2] * _BLOCK)
+    first = begin // _BLOCK
+    last = -(-end // _BLOCK)
+    blocks = checkpoint.read_bytes(place.name, rows.start, rows.stop)
+    scales = checkpoint.read_bytes(scales_name(place.name), rows.start, rows.stop)
+    values = dequantize_mxfp4(blocks[:: rows.step, first:last], scales[:: rows.step, first:last])
+    wanted: Array = values[:, begin - first * _BLOCK : end - first * _BLOCK]
+    return wanted
