@@ -1,10 +1,10 @@
-"""GPTQ: rounding a matrix so that its products with typical inputs change little.
+"""GPTQ: rounding of a matrix that minimises the error of its products with typical inputs.
 
 E. Frantar, S. Ashkboos, T. Hoefler, D. Alistarh: "GPTQ: Accurate Post-Training Quantization for
 Generative Pre-trained Transformers" (ICLR 2023). Columns are rounded one after another, and the
-columns that are left make up for the error: for inputs X, min |X W' - X W'_rounded| is a quadratic
-problem with the Hessian H = X' X for every row, whose solution for one more fixed column is a row
-of the Cholesky factor of the inverse of H.
+remaining columns are adjusted to compensate the error. For inputs X, min |X W' - X W'_rounded| is
+for every row a quadratic problem with the Hessian H = X' X; the adjustment for one more fixed
+column is a row of the Cholesky factor of the inverse of H.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from engine.weights.quantize import Codes, round_groups
 
 __all__ = ["Hessian", "gptq"]
 
-_BLOCK = 128  # columns whose updates of the rest are done in one product
-_DAMPINGS = 6  # tried, each ten times the one before
+_BLOCK = 128  # columns whose errors update the remaining ones in one product
+_DAMPINGS = 6  # number of dampings tried, each ten times the one before
 
 
 class Hessian:
-    """The sum X' X of the inputs that a linear layer gets.
+    """The sum X' X over the inputs X of a linear layer.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Hessian:
 def gptq(
     matrix: Any, hessian: Any, form: Format, *, scale_dtype: str = "", damping: float = 0.01
 ) -> Codes:
-    """Round a matrix (N, K) to a format, with the least error for inputs of this Hessian.
+    """Round a matrix (N, K) to a format, minimising the error for inputs with this Hessian.
 
     Parameters
     ----------
@@ -59,22 +59,22 @@ def gptq(
     hessian : (K, K) array of float32
         X' X of the inputs; columns whose inputs are all 0 are rounded to the nearest code.
     form : Format
-        Of integers in groups.
+        An integer format with groups.
     scale_dtype : str
-        As for `round_to_codes`.
+        See `round_to_codes`.
     damping : float
-        Share of the mean of the diagonal that is added to it.
+        Multiple of the diagonal's mean that is added to the diagonal.
 
     Raises
     ------
     WeightsError
-        If the format has no groups of integers, or matrix or Hessian have numbers that are not
-        finite.
+        If the format has no groups of integers, or the matrix or the Hessian holds numbers that
+        are not finite.
     """
     if not (form.is_packed and form.code == "int" and form.offset != "min"):
         raise WeightsError(f"format must be one of int4_g* and int8_g*; got {form.name!r}")
     xp = array_module(matrix)
-    rest = matrix.astype(np.float32)  # a copy: the columns that are left change
+    rest = matrix.astype(np.float32)  # a copy: the remaining columns change
     if not bool(xp.isfinite(rest).all()) or not bool(xp.isfinite(hessian).all()):
         raise WeightsError("matrix and inputs must have finite numbers only; they have others")
     factor = _factor(hessian, damping)
@@ -107,7 +107,7 @@ def gptq(
 def _round_column(
     numbers: Any, scales: Any, zeros: Any, code_range: tuple[int, int]
 ) -> tuple[Any, Any]:
-    """Return the nearest codes of a column, as float32, and what is left."""
+    """Return the nearest codes of a column, as float32, and the rounding errors."""
     xp = array_module(numbers)
     codes = xp.rint(numbers / xp.where(scales == 0, np.float32(1), scales) + zeros)
     codes = xp.clip(codes, *code_range)

@@ -1,7 +1,7 @@
-"""GPTQ through a whole model: each layer is rounded for the inputs that it gets.
+"""GPTQ of a whole model: each layer is rounded for the inputs that calibration text produces.
 
-The inputs come from running text through the layers, those before already rounded. In memory at a
-time: the streams between two layers for all tokens, and the Hessians of one layer.
+The text runs through the layers one by one, and the layers before are already rounded. Memory
+holds the activations between two layers for all tokens, and the Hessians of one layer.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from engine.weights.quantize import Codes, dequantize_codes
 __all__ = ["gptq_layers"]
 
 _BLOCK_SIZE = 16
-_MAX_TOKENS = {"cpu": 512, "cuda": 8192}  # run at once
+_MAX_TOKENS = {"cpu": 512, "cuda": 8192}  # tokens per batch
 
 
 class _Observer:
-    """Takes the place of a `Linear` and adds what it is given to a Hessian."""
+    """Stand-in for a `Linear` that adds its inputs to a Hessian."""
 
     def __init__(self, linear: Any) -> None:
         self.linear = linear
@@ -63,23 +63,23 @@ def gptq_layers(
     Parameters
     ----------
     decoder : Decoder
-        Every weight that was rounded is overwritten with the numbers that its codes stand for.
+        Every rounded weight is overwritten with the numbers that its codes represent.
     device : Device
-        Where it lives.
+        The decoder's.
     sequences : (B, L) array of int
         Token ids of typical texts.
     form : Format
-        Of integers in groups.
+        An integer format with groups.
     scale_dtype : callable
-        Weight's name -> the dtype in which its scales must be exact ("": float16).
+        Weight name -> dtype to which its scales are rounded ("": float16).
     wanted : callable
-        Weight's name -> whether it is rounded.
+        Weight name -> whether it is rounded.
 
     Yields
     ------
     (str, Codes)
-        Name of a weight, as "layers.0.qkv", and its codes in the order of its rows. Matrices of
-        experts are not among them: only a part of the tokens reaches each.
+        Name of a weight, such as "layers.0.qkv", and its codes in the order of its rows. Matrices
+        of experts are left out: only some of the tokens reach each of them.
     """
     device.activate()
     batches = list(_batches(device, sequences))
@@ -99,7 +99,7 @@ def gptq_layers(
 
 
 def _linears(layer: DecoderLayer, index: int) -> dict[str, tuple[Any, str]]:
-    """Return the linear layers by the names of their weights: the object and its attribute."""
+    """Return the linear layers by weight name: the object that holds each, and the attribute."""
     found: dict[str, tuple[Any, str]] = {"qkv": (layer.attn, "qkv"), "o": (layer.attn, "o")}
     mlp: Any = layer.mlp
     prefix = ""
@@ -119,7 +119,7 @@ def _observe(
     batches: Sequence[ForwardBatch],
     pages: tuple[Any, Any],
 ) -> dict[str, Any]:
-    """Run the layer on copies of the streams and return the Hessian of each linear layer."""
+    """Run the layer on copies of the activations; return the Hessian of each linear layer."""
     observers = {name: _Observer(getattr(*place)) for name, place in places.items()}
     for name, place in places.items():
         setattr(*place, observers[name])
@@ -144,7 +144,7 @@ def _batches(device: Device, sequences: np.ndarray[Any, Any]) -> Iterator[Forwar
 
 
 def _pages(decoder: Decoder, device: Device, batches: Sequence[ForwardBatch]) -> tuple[Any, Any]:
-    """Return pages of one layer for one batch; every layer and batch overwrites them."""
+    """Return KV pages of one layer for one batch; every layer and batch overwrites them."""
     c = decoder.config
     geometry = KVGeometry(1, c.num_kv_heads, c.head_dim, _BLOCK_SIZE, decoder.dtype.name)
     blocks = max(int(batch.block_tables.size) for batch in batches)

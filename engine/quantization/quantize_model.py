@@ -1,4 +1,4 @@
-"""`engine.quantize`: a checkpoint of 16 or 32 bits becomes one of 8 or 4."""
+"""`engine.quantize`: writes a checkpoint of 8 or 4 bits from one of 16 or 32."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["quantize"]
 
 _LENGTH = 512  # tokens of a calibration sequence
 _MAX_TEXT_BYTES = 1 << 30
-_CHARACTERS_PER_TOKEN = 16  # a text is cut after so many for each token wanted
+_CHARACTERS_PER_TOKEN = 16  # characters of the text encoded for each token wanted
 
 
 def quantize(
@@ -61,19 +61,19 @@ def quantize(
     model : str or path
         A folder in Hugging Face's layout with safetensors, or a hub id.
     out : str or path
-        The new folder; absent or empty. It appears when it is complete.
+        The new folder; absent or empty. It is created when the copy is complete.
     format : str
         "fp8", "fp8_block", "int8", "int4" (in groups of 128), or "int4_g32", "int4_g64_zp", ...
         (see `docs/quantization.md`).
     calibrate : path or sequence of int, optional
-        A text file in UTF-8, or token ids: matrices in groups are rounded with GPTQ, so that the
-        layers' outputs change least for such text. Matrices of experts are rounded to the nearest.
+        A text file in UTF-8, or token ids, for GPTQ, which minimises the change of the layers'
+        outputs for such text. Matrices of experts are rounded to the nearest code.
     calibration_tokens : int
-        At most this many tokens of it are used, in sequences of 512.
+        Most tokens of it to use, in sequences of 512.
     ignore : sequence of str
         Linear layers to copy: names, or "re:" and a regular expression for the beginning of names.
     device : str
-        Where to calibrate; without `calibrate` it is not used.
+        Where to calibrate; unused without `calibrate`.
     progress : bool
         Show a progress bar on stderr, if that is a terminal, while weights are loaded.
 
@@ -85,7 +85,7 @@ def quantize(
     Raises
     ------
     ConfigError, WeightsError, DownloadError
-        If the model or an option cannot be used; a quantized model or a .gguf is refused.
+        If the model or an option cannot be used. Quantized models and .gguf files are refused.
     RequestError
         If the calibration text is unreadable or too short.
     """
@@ -164,7 +164,7 @@ def _calibrated(
 
 
 def _rows(plan: FolderPlan, places: Sequence[Placement]) -> np.ndarray[Any, Any]:
-    """Return, for every row of a tensor, the row of the weight that it is loaded into."""
+    """Return the weight's row into which each row of a tensor is loaded."""
     config = plan.config
     is_interleaved = family(plan.config.model_type).interleaved_rope
     rows = np.empty(places[0].shape[0], np.int64)

@@ -1,9 +1,10 @@
-"""Compiles grammars first in a `Worker`, under limits that the kernel enforces.
+"""Trial compilation of grammars in a `Worker`, under limits that the kernel enforces.
 
 llguidance bounds its parser, but not the time, the memory and the stack that some schemas and
 grammars take to compile: a ``multipleOf`` of six digits takes seconds and a gigabyte, and five
-thousand rules that name each other overflow the stack. What compiles here compiles in the engine,
-too: the stack is smaller here, and the vocabulary (of single bytes) does not matter to either.
+thousand rules that name each other overflow the stack. A grammar that compiles here also compiles
+in the engine: the worker's stack is smaller, and compilation does not depend on the vocabulary
+(here single bytes).
 
 All threads of a process share one worker, which the first grammar starts. A grammar that meets a
 limit ends it; the next one starts another.
@@ -73,7 +74,7 @@ def _cause_of_death(code: int | None) -> str:
 
 
 class _ByteVocabulary:
-    """A vocabulary of the 256 bytes and an end-of-sequence token, as llguidance reads one."""
+    """A vocabulary of the 256 bytes and an end-of-sequence token, for llguidance."""
 
     is_tokenizer_wrapper = True
     eos_token_id = 256
@@ -93,7 +94,7 @@ def main() -> None:
     tokenizer = module.LLTokenizer(_ByteVocabulary(), n_vocab=257, eos_token=[256])
     threading.stack_size(_STACK)
     thread = ThreadPoolExecutor(1)
-    # Before the limit is set: the memory that every grammar takes.
+    # Compile one grammar before setting the limit: its memory is needed once, not per grammar.
     thread.submit(_reason, module, tokenizer, "lark", 'start: "a"').result()
     in_use = memory_gauge()()
     set_limits(in_use + MAX_MEMORY if in_use else 0)

@@ -1,4 +1,4 @@
-"""Compiled grammars, and how far a request is in its own."""
+"""Compiled grammars, and the state of each request in its grammar."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Grammar", "GrammarCompiler", "GrammarState", "check_structured"]
 
 _MAX_CACHED = 128  # grammars
 _MAX_CACHED_CHARS = 16 << 20
-_NUM_MATCHERS = min(os.cpu_count() or 1, 16)  # of one grammar,
-_MAX_SECONDS = 0.05  # as long as all of them took less than this to compile
+_NUM_MATCHERS = min(os.cpu_count() or 1, 16)  # most matchers of one grammar
+_MAX_SECONDS = 0.05  # total compile time after which a grammar gets no further matcher
 
-# llguidance looks at once at all tokens that match one of these, if a string may go on with each
-# text that does. Its own have 10 and 30 characters only: where `maxLength` leaves fewer, it would
-# look at each token alone, which takes 20 times as long.
+# Slices of the vocabulary: llguidance allows all tokens that match a slice's regex at once if the
+# grammar accepts every such text. Its defaults have 10 and 30 characters: with fewer left by
+# `maxLength` it would check each token alone, which takes 20 times as long.
 _CHARS_OF_SLICES = (3, 6, 10, 15, 20, 30)
 _IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [
@@ -37,7 +37,7 @@ _SLICES = [
 
 @functools.lru_cache(maxsize=_MAX_CACHED)
 def check_structured(structured: StructuredOutput) -> None:
-    """Raise what `GrammarCompiler.compile` would; needs no vocabulary, and any thread may call it.
+    """Raise what `GrammarCompiler.compile` would, without a vocabulary; any thread may call it.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def _refuse_if(why: str, structured: StructuredOutput) -> None:
 
 
 class GrammarCompiler:
-    """Compiles what requests ask for, for one vocabulary; equal ones are compiled once.
+    """Compiles the grammars of requests for one vocabulary, and caches them.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class GrammarCompiler:
     Raises
     ------
     RequestError
-        If llguidance is not installed, or there is no end-of-sequence id.
+        If llguidance is not installed, or `eos_token_ids` is empty.
 
     Examples
     --------
@@ -95,7 +95,7 @@ class GrammarCompiler:
         Raises
         ------
         RequestError
-            If it cannot be compiled; with llguidance's reason.
+            If it cannot be compiled; the message ends with llguidance's reason.
         """
         source = source_of(structured)
         with self._lock:
@@ -123,16 +123,16 @@ class GrammarCompiler:
 class Grammar:
     """A compiled grammar, shared by the requests that ask for it.
 
-    Copies of a matcher share its lexer, behind a lock, so that their masks are made one after
-    another. So there are several matchers, which requests take in turn; each is compiled when it is
-    first needed, if that takes little time.
+    Copies of a matcher share its lexer behind a lock, so their masks are computed one after
+    another. A grammar therefore has several matchers, assigned to requests in turn; each is
+    compiled when it is first needed, if compiling is fast (`_MAX_SECONDS`).
 
     Parameters
     ----------
     compile_one : callable
         Returns a new matcher.
     masks : MaskStore
-        Of all grammars of this vocabulary.
+        Shared by all grammars of this vocabulary.
 
     Attributes
     ----------
@@ -162,33 +162,33 @@ class Grammar:
         start = time.perf_counter()
         matcher = self._compile_one()
         if not matcher.is_error():
-            matcher.compute_bitmask()  # copies then have what it has computed
+            matcher.compute_bitmask()  # copies inherit the lexer states it computes
         self._seconds += time.perf_counter() - start
         return matcher
 
 
 class GrammarState:
-    """Where the output of one request is in its grammar.
+    """The position of one request's output in its grammar.
 
-    The state follows the committed output ids, and nothing else: a step that is rolled back or
-    repeated, or a preemption, does not change it. Its matcher consumes them when it is needed: a
-    mask that another request with the same output has made needs none.
+    The state follows the committed output ids and nothing else: a step that is rolled back or
+    repeated, or a preemption, does not change it. The matcher consumes the ids late, when a mask
+    has to be computed: a mask stored for another request with the same output needs no matcher.
 
     Attributes
     ----------
     matcher : llguidance.LLMatcher
-        Before the ids in `unread`.
+        It has consumed the output up to the ids in `unread`.
     masks : MaskStore
     group : int
-        States of one grammar in different groups can be used at the same time.
+        Index of the matcher: states of one grammar in different groups can run in parallel.
     prefix : Prefix or None
-        The output, if another request of the grammar may have the same.
+        The output, if another request of the grammar may have the same one.
     num_followed : int
-        How many output ids it has followed.
+        Number of output ids followed so far.
     unread : list of int
-        Those of them that the matcher has not consumed.
+        The last of these ids, which the matcher has not consumed yet.
     error : str
-        Why no further mask can be made; "" if one can, as far as is known.
+        Why no further mask can be computed; "" while no failure is known.
     """
 
     __slots__ = (
@@ -217,7 +217,7 @@ class GrammarState:
                     break
 
     def catch_up(self) -> None:
-        """Let the matcher consume what it has not; sets `error` if it does not allow that."""
+        """Let the matcher consume the unread ids; set `error` if the grammar forbids one."""
         if self.unread:
             unread = self.unread
             self.unread = []
@@ -225,10 +225,10 @@ class GrammarState:
                 self.note_error()
 
     def forced_tokens(self, limit: int) -> list[int]:
-        """Return up to `limit` ids that come next whatever is sampled; empty if there is a choice.
+        """Return up to `limit` ids that the grammar forces; empty if it leaves a choice.
 
-        They are the forced text as the tokenizer writes it, up to where the text after it could
-        change that. The mask before each of them allows no other.
+        They are the forced text as the tokenizer encodes it, without the last tokens that the text
+        after it could change. The mask before each of them allows no other token.
         """
         self.catch_up()
         if self.error:
@@ -237,13 +237,13 @@ class GrammarState:
         return ids[:limit]
 
     def note_error(self) -> None:
-        """Set `error` if the matcher has failed, of a limit or of a token it does not allow."""
+        """Set `error` if the matcher has failed: at a limit, or at a forbidden token."""
         if not self.error and (why := reason(self.matcher)):
             self.error = f"structured output: {why}"
 
 
 class _Vocabulary:
-    """Our tokenizer, as llguidance reads one."""
+    """Adapter from the engine's tokenizer to the interface that llguidance expects."""
 
     is_tokenizer_wrapper = True
 

@@ -1,4 +1,4 @@
-"""Masks of many requests at once, on all cores; those of equal states are made once."""
+"""Masks of many requests, computed in parallel; requests in equal states share one."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _CONSUMES_ON_ALL_CORES = (os.cpu_count() or 1) >= 8
 
 MaskArray = np.ndarray[Any, np.dtype[np.int32]]
 Run = tuple[GrammarState, int, tuple[int, ...]]
-"""A state, the index of its first mask, and a chain: one more mask for each draft."""
+"""A state, the index of its first mask, and a chain of drafts: one further mask for each."""
 
 
 @functools.cache
 def _executor() -> Any:
-    """Return llguidance's threads: by default 80 % of the cores, at most 32."""
+    """Return llguidance's thread pool: by default 80 % of the cores, at most 32."""
     return library().LLExecutor()
 
 
 class MaskPlan:
-    """Which masks a step needs, and which of its rows have the same one.
+    """The masks that a step needs, and the assignment of its rows to them.
 
     Parameters
     ----------
     states : sequence of GrammarState
-        A state may occur several times, one after another, with different paths.
+        One per row. Rows of the same state, with different paths, are neighbours.
     paths : sequence of tuple of int, optional
-        Drafts that come after the output; None: there are none.
+        Drafts after each row's output; None for no drafts.
     rules : sequence of int, optional
-        Rows share a mask only if theirs are equal: what the caller changes in the masks depends on
-        these. None: all rows are equal in this.
+        Id of each row's mask rule; rows with equal ids may share a mask, which the caller changes
+        by that rule. None: one rule for all rows.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class MaskPlan:
         known: dict[Any, int] = {}
         for row, state in enumerate(states):
             index = len(firsts)
-            # Without a prefix no other state is the same, and its own rows differ in their paths.
+            # Without a prefix no other state is equal, and the rows of this one differ in paths.
             if state.prefix is not None:
                 key = state.prefix, rules[row], paths[row] if paths else ()
                 index = known.setdefault(key, index)
@@ -79,18 +79,18 @@ class MaskPlan:
         Parameters
         ----------
         masks : (n, ceil(V/32)) array of int32
-            C-contiguous, one row for each of `firsts`. Bit i of word w set: id 32 w + i may follow.
+            C-contiguous, one row for each of `firsts`. Bit i of word w: id 32 w + i is allowed.
 
         Returns
         -------
         list of bool
-            Whether each mask's path is allowed; if not, its mask allows every token, and so does
-            that of states with an `error`. Nothing is said of a path with an end of sequence:
-            nothing follows it.
+            Whether the grammar allows each mask's path; if not, the mask allows every token, as do
+            the masks of states with an `error`. A path that contains an end of sequence may be
+            reported either way: no token follows it.
         """
         runs, alone = self._runs()
         runs = [run for run in runs if run[0].prefix is None or not _copy(run, masks)]
-        runs.sort(key=_group)  # a thread takes neighbours
+        runs.sort(key=_group)  # a thread gets neighbours, which share a lexer
         _catch_up([state for state, _, _ in runs])
         _compute([run for run in runs if not run[0].error], masks)
         is_allowed = [True] * len(masks)
@@ -110,10 +110,10 @@ class MaskPlan:
         return is_allowed
 
     def _refill(self, failed: list[int], masks: MaskArray, is_allowed: list[bool]) -> None:
-        """Make the masks of failed states with another state that shares them.
+        """Compute the masks of failed states with another state that shares them.
 
-        The first state may have failed after a draft that the others do not have. A second failure
-        would be that of all others: they get its error without a try, which takes long.
+        The first state may have failed at a draft that the others do not have. If the second one
+        fails too, so would the others: they get its error untried, as a failure takes long.
         """
         states = self._states
         sharers = {index: list[int]() for index in failed}
@@ -131,7 +131,7 @@ class MaskPlan:
                 state.error = others[0].error
 
     def _runs(self) -> tuple[list[Run], list[Run]]:
-        """Return masks that are made together, after each draft of a chain, and the others."""
+        """Return the runs along a chain of drafts, computed in one call, and the single masks."""
         states = self._states
         paths = self._paths
         if paths is None:
@@ -157,7 +157,7 @@ class MaskPlan:
 
 
 def _copy(run: Run, masks: MaskArray) -> bool:
-    """Write masks that are kept; return False if any is not."""
+    """Copy a run's masks from the store; return False if any is not stored."""
     state, index, chain = run
     assert state.prefix is not None
     kept = [state.masks.get(prefix) for prefix in state.prefix.along(chain)]
@@ -169,7 +169,7 @@ def _copy(run: Run, masks: MaskArray) -> bool:
 
 
 def _keep(run: Run, masks: MaskArray, is_allowed: Sequence[bool]) -> None:
-    """Keep the masks of prefixes."""
+    """Store the masks of a run's prefixes."""
     state, index, chain = run
     assert state.prefix is not None
     for i, prefix in enumerate(state.prefix.along(chain), index):
@@ -178,7 +178,7 @@ def _keep(run: Run, masks: MaskArray, is_allowed: Sequence[bool]) -> None:
 
 
 def _check(run: Run, masks: MaskArray, is_allowed: list[bool]) -> None:
-    """Find which drafts of a chain are allowed; after one that is not, every token is."""
+    """Set which drafts of a chain are allowed; masks after a forbidden one allow every token."""
     _, index, chain = run
     num_words = masks.shape[1]
     stop = index + 1 + len(chain)
@@ -191,7 +191,7 @@ def _check(run: Run, masks: MaskArray, is_allowed: list[bool]) -> None:
 
 
 def _fill_after(state: GrammarState, path: Sequence[int], mask: MaskArray) -> bool:
-    """Write the mask after `path`, and return to where the matcher is now."""
+    """Write the mask after `path`, then roll the matcher back."""
     mask[:] = -1
     state.catch_up()
     if state.error:
@@ -208,7 +208,7 @@ def _fill_after(state: GrammarState, path: Sequence[int], mask: MaskArray) -> bo
 
 
 def _catch_up(states: Sequence[GrammarState]) -> None:
-    """Let the matchers consume what they have not; those with one id on all cores."""
+    """Let the matchers consume their unread ids; those with a single id in parallel."""
     ones = [state for state in states if len(state.unread) == 1]
     if _CONSUMES_ON_ALL_CORES and len(ones) > 1:
         pairs = [(state.matcher, state.unread.pop()) for state in ones]
@@ -225,7 +225,7 @@ def _group(run: Run) -> int:
 
 
 def _compute(runs: list[Run], masks: MaskArray) -> None:
-    """Write the masks of these; those after a draft that is not allowed are -1."""
+    """Compute and write the masks of `runs`; masks after a forbidden draft are -1."""
     plain = [(state.matcher, index) for state, index, chain in runs if not chain]
     chains = [(state.matcher, index, list(chain)) for state, index, chain in runs if chain]
     for _, index, chain in chains:

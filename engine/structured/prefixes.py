@@ -1,8 +1,8 @@
-"""What the outputs of several requests begin with, and the masks made after it.
+"""Common prefixes of the outputs of several requests, and the masks that follow them.
 
-Two states of one grammar that have consumed the same ids are the same. Where requests agree, at the
-start of a text that a schema describes for example, a mask is therefore made once for all of them,
-and kept for those that come later.
+Two states of one grammar that have consumed the same ids are equal. While outputs agree, such as at
+the start of a text that a schema describes, a mask is therefore computed once for all requests, and
+stored for later ones.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ __all__ = ["MaskStore", "Prefix", "PrefixTree"]
 MaskArray = np.ndarray[Any, np.dtype[np.int32]]
 
 _MAX_STORED_BYTES = 64 << 20
-_MAX_PREFIXES = 4096  # of one grammar
+_MAX_PREFIXES = 4096  # per grammar
 
 
 class Prefix:
-    """Output ids with which at least one request has begun.
+    """The first ids of at least one request's output.
 
     Attributes
     ----------
     children : dict of int to Prefix
         The prefixes that are one id longer.
     num_visits : int
-        How many outputs have begun with it.
+        Number of outputs that have begun with it.
     """
 
     __slots__ = ("children", "num_visits")
@@ -39,7 +39,7 @@ class Prefix:
         self.num_visits = 0
 
     def along(self, token_ids: Iterable[int]) -> list[Prefix]:
-        """Return this prefix, and those with more and more of `token_ids`, as far as there are."""
+        """Return this prefix and its extensions by 1, 2, ... of `token_ids`, as far as known."""
         prefixes = [self]
         for token_id in token_ids:
             longer = prefixes[-1].children.get(token_id)
@@ -52,8 +52,8 @@ class Prefix:
 class PrefixTree:
     """The prefixes of one grammar's outputs.
 
-    A request adds at most one, where it leaves the others: what only one request has written needs
-    none. When there are too many, the next requests start a new tree.
+    A request adds at most one prefix, at the point where it departs from the others: ids that only
+    one request has written need none. At `_MAX_PREFIXES` the next requests start a new tree.
 
     Examples
     --------
@@ -78,7 +78,7 @@ class PrefixTree:
         return self._root
 
     def after(self, prefix: Prefix, token_id: int) -> Prefix | None:
-        """Return `prefix` and this id; None if no other request may have both."""
+        """Return `prefix` extended by an id; None if no other request can share it."""
         longer = prefix.children.get(token_id)
         if longer is None:
             if prefix.num_visits < 2:
@@ -90,7 +90,7 @@ class PrefixTree:
 
 
 class MaskStore:
-    """Masks after prefixes that several requests have; those not used for long are dropped.
+    """Least-recently-used cache of the masks after prefixes that several requests share.
 
     Parameters
     ----------
@@ -105,14 +105,14 @@ class MaskStore:
         return len(self._masks)
 
     def get(self, prefix: Prefix) -> MaskArray | None:
-        """Return the mask (ceil(V/32),) after `prefix`, not to be changed; None if none is kept."""
+        """Return the mask (ceil(V/32),) after `prefix`, read-only; None if it is not stored."""
         mask = self._masks.get(prefix)
         if mask is not None:
             self._masks.move_to_end(prefix)
         return mask
 
     def add(self, prefix: Prefix, mask: MaskArray) -> None:
-        """Keep a copy of `mask` if a second request has come to `prefix`."""
+        """Store a copy of `mask` if a second request has reached `prefix`."""
         if prefix.num_visits < 2:
             return
         self._masks[prefix] = mask.copy()

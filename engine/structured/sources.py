@@ -1,4 +1,4 @@
-"""From `StructuredOutput` to what llguidance compiles: a kind and a text."""
+"""Translation of a `StructuredOutput` to a grammar that llguidance compiles: a kind and a text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from engine.structured.spec import StructuredOutput
 
 __all__ = ["compile_matcher", "library", "reason", "source_of"]
 
-# A model that may write any amount of white space between two tokens of JSON may never end.
+# Bounded: some models never stop writing white space between two tokens of JSON.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{1,32}"}
 
-# Of one request: about 2 KiB a state and 50 ms a mask at most.
+# Limits per request: at about 2 KiB per lexer state, and at most 50 ms per mask.
 _LIMITS = {"max_lexer_states": 1 << 16, "max_grammar_size": 200_000, "verbose_errors": False}
 _MAX_REASON_CHARS = 400
 
@@ -53,17 +53,17 @@ def source_of(structured: StructuredOutput) -> tuple[str, str]:
         return "lark", structured.grammar
     text = '{"type": "object"}' if structured.json_object else structured.json
     assert isinstance(text, str)
-    # llguidance takes its options in the schema, which has to be an object for that.
+    # llguidance reads its options from the schema, so the schema `true` must become an object.
     return "json_schema", "{}" if text.strip() == "true" else text
 
 
 def compile_matcher(module: ModuleType, tokenizer: Any, kind: str, text: str) -> Any:
-    """Return llguidance's matcher of a grammar; it never raises, see `reason`.
+    """Return llguidance's matcher of a grammar. A grammar error is in the matcher: see `reason`.
 
     Raises
     ------
     ValueError
-        If `text` is no JSON schema.
+        If `text` is not a JSON schema.
     """
     if kind == "json_schema":
         grammar = module.LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)

@@ -26,18 +26,18 @@ __all__ = [
 ]
 
 MAX_SCHEMA_CHARS = 1 << 18
-MAX_SCHEMA_DEPTH = 100  # of nested objects and arrays; llguidance reads 127
+MAX_SCHEMA_DEPTH = 100  # nested objects and arrays; llguidance's own limit is 127
 MAX_REGEX_CHARS = 1 << 14
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_CHOICES = 4096
 MAX_CHOICE_CHARS = 1024
 
-_MAX_CHOICES_CHARS = 1 << 18  # of all choices together
+_MAX_CHOICES_CHARS = 1 << 18  # characters of all choices together
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutput:
-    """What the text of a request must match, from its first token to its last; exactly one field.
+    """The format of a request's whole output text; exactly one field is given.
 
     vLLM calls it `StructuredOutputsParams`, and before that `GuidedDecodingParams` (its fields
     ``guided_json``, ``guided_regex``, ``guided_choice`` and ``guided_grammar``). Construction
@@ -49,7 +49,7 @@ class StructuredOutput:
     json : str or dict, optional
         A JSON schema; kept as text of at most `MAX_SCHEMA_CHARS`.
     regex : str, optional
-        A regular expression in the syntax of Rust's regex library, which the whole text matches.
+        A regular expression in the syntax of Rust's regex library; the whole text matches it.
     choice : sequence of str, optional
         The texts to choose from; at most `MAX_CHOICES`.
     grammar : str, optional
@@ -117,7 +117,9 @@ _NAMES = tuple(field.name for field in dataclasses.fields(StructuredOutput))
 
 
 def structured_output_of(value: object) -> StructuredOutput | None:
-    """Return a `StructuredOutput`, a mapping of its fields, or None as a `StructuredOutput`.
+    """Return `value`, a mapping of fields or a `StructuredOutput`, as a `StructuredOutput`.
+
+    None stays None.
 
     Raises
     ------
@@ -171,7 +173,7 @@ def _schema(value: object) -> str:
 
 
 def _dumped(value: object) -> str:
-    """Return a dict as JSON; no more of it is written than fits."""
+    """Return a dict as JSON; serialisation stops at `MAX_SCHEMA_CHARS`."""
     if not isinstance(value, Mapping):
         raise RequestError(f"json must be a str or a dict; got {shown_with_type(value)}")
     encoder = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -191,7 +193,7 @@ def _dumped(value: object) -> str:
 
 
 def _depth(text: str) -> int:
-    """Return how deeply the brackets of a JSON text nest, those in its strings aside."""
+    """Return the nesting depth of the brackets of a JSON text, outside its strings."""
     depth = deepest = 0
     in_string = is_escaped = False
     for char in text:

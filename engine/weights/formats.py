@@ -38,12 +38,12 @@ class Format:
 
     A code q, of a group with scale s, is the number
 
-        s (q - zero)    in a symmetric format, with a `zero` that is the same for all groups
+        s (q - zero)    in a symmetric format; `zero` is the same for all groups
         s (q - z)       with `offset` "zero": z is the group's zero point, a whole number
         s q + m         with `offset` "min": m is the group's minimum
 
-    With a `super_block`, s and m are themselves small integers times the float16 scales of
-    `super_block` numbers: s = d sc and m = -dmin mn.
+    With a `super_block`, s and m are themselves quantized: small integers times the float16 scales
+    of `super_block` numbers, s = d sc and m = -dmin mn.
 
     Attributes
     ----------
@@ -55,19 +55,19 @@ class Format:
         Rows and columns of a block that shares a scale; 0 stands for all of them, None for no
         scales. (1, 0) is one scale per row, (1, 128) one per 128 numbers of a row.
     scale_bits : int
-        Bits per scale, including its zero point or minimum if there is one.
+        Bits per scale, including a group's zero point or minimum.
     code : str
-        What a code is: "float" (the number itself), "int", "e4m3" or "e2m1".
+        Type of a code: "float" (the number itself), "int", "e4m3" or "e2m1".
     zero : int
-        The code of 0 in a symmetric format.
+        Code of the number 0 in a symmetric format.
     offset : str
         "" (symmetric), "zero" or "min".
     super_block : int
-        Numbers of a row that share the float16 scales of their scales; 0 if scales are floats.
+        Numbers of a row whose scales share float16 scales; 0 if the scales are floats.
     activations : str
-        What the other operand is quantized to: "" (nothing), "fp8" or "int8".
+        Format to which the other operand is quantized: "" (none), "fp8" or "int8".
     activation_group : int
-        Consecutive activations of a token that share a scale; 0 for all of them.
+        Consecutive activations of a token that share a scale; 0 for the whole token.
 
     Examples
     --------
@@ -88,12 +88,12 @@ class Format:
 
     @property
     def is_dense(self) -> bool:
-        """Tell whether the data is a plain array of the numbers, of the logical shape."""
+        """Tell whether the data is a plain array of the numbers, in the logical shape."""
         return self.block is None
 
     @property
     def is_packed(self) -> bool:
-        """Tell whether the data are planes of `packing`, for products with 16-bit activations."""
+        """Tell whether the data are the bit planes of `packing`, for 16-bit activations."""
         return self.code in ("int", "e2m1") and not self.activations
 
     @property
@@ -108,7 +108,7 @@ class Format:
         return low, low + (1 << self.bits) - 1
 
     def num_scales(self, shape: Sequence[int]) -> int:
-        """Return how many scales a weight of this shape has."""
+        """Return the number of scales of a weight of this shape."""
         if self.block is None:
             return 0
         rows = math.prod(shape[:-1])
@@ -131,7 +131,7 @@ class Format:
 
 
 def _group_formats() -> Iterator[Format]:
-    """Yield the integer formats with one float per group: of checkpoints, and made at load."""
+    """Yield the integer formats with one float scale per group."""
     for bits, zero in ((4, 8), (8, 0)):
         for group in (32, 64, 128):
             name = f"int{bits}_g{group}"
@@ -168,7 +168,7 @@ FORMATS: dict[str, Format] = {
 """Every supported format, by name. Codes of 8 bits are signed, others unsigned."""
 
 STACKED = Format("stacked", 0, (0, 0))
-"""The format of a weight whose rows are those of several weights in different formats."""
+"""Placeholder format of a stacked weight, whose parts have formats of their own."""
 
 
 def dense_format(dtype: str) -> Format:
@@ -177,7 +177,7 @@ def dense_format(dtype: str) -> Format:
     Raises
     ------
     WeightsError
-        If there is none of this name.
+        If the dtype is unknown.
     """
     if dtype not in FLOAT_NAMES:
         raise WeightsError(f"format must be one of {', '.join(FLOAT_NAMES)}; got {dtype!r}")
@@ -190,7 +190,7 @@ def format_of(name: str) -> Format:
     Raises
     ------
     WeightsError
-        If there is none; the message lists those that there are.
+        If it is unknown; the message lists the known names.
     """
     if name not in FORMATS:
         raise WeightsError(f"format must be one of {', '.join(FORMATS)}; got {shown(name)}")

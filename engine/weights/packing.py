@@ -1,11 +1,11 @@
-"""How codes of 4 to 8 bits lie in memory, for products with 16-bit activations.
+"""Memory layout of codes of 4 to 8 bits, for products with 16-bit activations.
 
-A weight (N, K) is cut into tiles of 16 rows by 64 columns. A warp reads a tile at once, 16 bytes a
-lane, and each lane then has just the numbers of its fragments of the matrix instructions
-(mma.m16n8k16 with the weight as first operand, and wgmma with it in registers). Lane 4g + t has
-rows g and g + 8, and in each of the tile's four steps of 16 columns 2t, 2t + 1, 2t + 8, 2t + 9.
-With s the step, and the register j = (row // 8) + 2 (column // 8) and half e = column % 2 of a
-fragment:
+A weight (N, K) is cut into tiles of 16 rows by 64 columns. A warp reads a tile in one load, 16
+bytes per lane, and each lane then holds exactly the numbers of its fragments of the matrix
+instructions (mma.m16n8k16 with the weight as first operand, and wgmma with it in registers). Lane
+4g + t holds rows g and g + 8, and in each of the tile's four steps of 16 columns the columns 2t,
+2t + 1, 2t + 8 and 2t + 9. With s the step, and the register j = (row // 8) + 2 (column // 8) and
+half e = column % 2 of a fragment:
 
     data, 4 bits or the low 4    (N/16, K/64, 512) uint8: 32-bit word s of lane l, bits 4 (j + 4e)
     data, 8 bits                 (N/16, K/64, 1024): word 2 (s % 2) + j // 2 of lane l of half
@@ -14,11 +14,11 @@ fragment:
     high, bits 5 and 6           (N/16, K/64, 256): word s // 2 of lane l,
                                  bits 2 (j + 4 (s % 2) + 8e)
 
-So a register of two numbers is one shift and one mask away. A value per row and group lies at
-[row // 16, group, row % 8, row // 8 % 2], the order in which the lanes want it. Rows and columns
+One shift and one mask thus yield a register of two numbers. The value of a row and group is stored
+at [row // 16, group, row % 8, row // 8 % 2], the order in which the lanes read it. Rows and columns
 are padded to whole tiles, with codes 0 and scales 0.
 
-Everything here takes NumPy and CuPy arrays alike.
+Every function accepts NumPy and CuPy arrays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ += ["untile_groups"]
 # Axes of a tile's codes: row // 8 % 2, row % 8, step, column // 8 % 2, t, column % 2.
 _AXES = (2, 8, 4, 2, 4, 2)
 _HI, _G, _S, _H8, _T, _E = range(6)
-# The codes of each plane from the most to the least significant place.
+# Order of the codes in each plane, from the most to the least significant position.
 _LOW = (_G, _T, _S, _E, _H8, _HI)
 _BIT5 = (_G, _T, _E, _S, _H8, _HI)
 
@@ -100,7 +100,7 @@ def tile_groups(values: Any) -> Any:
 
 
 def untile_groups(tiled: Any, num_rows: int) -> Any:
-    """Return values (N, G, ...) of `num_rows` rows from what `tile_groups` returned."""
+    """Undo `tile_groups`: return the values (N, G, ...) of `num_rows` rows."""
     xp = array_module(tiled)
     tiles, groups, _, _, *rest = tiled.shape
     rows = xp.moveaxis(tiled, (1, 3), (3, 1)).reshape(tiles * TILE_ROWS, groups, *rest)
@@ -136,7 +136,7 @@ def _restored(codes: Any, axes: tuple[int, ...]) -> Any:
 
 
 def _split_steps(tiles: Any) -> Any:
-    """Return two high bits of every code in their order: as _BIT5, in a word for two steps."""
+    """Return the two high bits of every code in memory order: _BIT5's, one word per two steps."""
     # hi, g, s // 2, s % 2, h8, t, e -> g, t, s // 2, e, s % 2, h8, hi
     pairs = tiles.reshape(*tiles.shape[:2], 2, 8, 2, 2, 2, 4, 2)
     return pairs.transpose(0, 1, 3, 7, 4, 8, 5, 6, 2).reshape(*tiles.shape[:2], 1024)
@@ -149,7 +149,7 @@ def _joined_steps(codes: Any) -> Any:
 
 
 def _pack_bits(codes: Any, bits: int) -> Any:
-    """Return uint8 with 8 / bits codes each, the first in the lowest bits."""
+    """Pack 8 / bits codes into each uint8, the first in the lowest bits."""
     xp = array_module(codes)
     per_byte = 8 // bits
     parts = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per_byte, per_byte)
@@ -171,7 +171,7 @@ def _unpack_bits(packed: Any, bits: int) -> Any:
 
 
 def _pack_bytes(tiles: Any) -> Any:
-    """Return codes of 8 bits in their order: s // 2, g, t, s % 2, h8, e, hi."""
+    """Return 8-bit codes in memory order: s // 2, g, t, s % 2, h8, e, hi."""
     xp = array_module(tiles)
     halves = tiles.reshape(*tiles.shape[:2], 2, 8, 2, 2, 2, 4, 2)
     ordered = halves.transpose(0, 1, 4, 3, 7, 5, 6, 8, 2)

@@ -1,4 +1,4 @@
-"""Rounding to "q6_k": codes of 6 bits, and an integer scale for 16 of them."""
+"""Rounding to "q6_k": 6-bit codes, and an integer scale per group of 16."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _HIGH = _FORM.zero - 1
 
 
 def round_q6_k(numbers: Any) -> tuple[Any, Any, Any]:
-    """Return the nearest codes, scales and scales of scales of a matrix.
+    """Return the nearest codes of a matrix, their scales, and the scales of the scales.
 
-    The largest number of a group becomes the lowest code, and the largest scale of a super-block
-    the lowest integer: there is one more below zero than above, so scales have signs.
+    Integers reach one further below zero than above. So the number of the largest magnitude in a
+    group becomes the lowest code, and the largest scale of a super-block the lowest integer; their
+    signs are in the scales.
 
     Parameters
     ----------
@@ -58,7 +59,7 @@ def round_q6_k(numbers: Any) -> tuple[Any, Any, Any]:
 
 
 def _extreme(values: Any) -> Any:
-    """Return the number of the largest magnitude along the last axis."""
+    """Return the number with the largest magnitude along the last axis."""
     high = values.max(axis=-1)
     low = values.min(axis=-1)
     return array_module(values).where(high > -low, high, low)

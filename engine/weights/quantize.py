@@ -1,4 +1,4 @@
-"""Rounding a weight to a format of fewer bits: to the nearest code, with scales from the data."""
+"""Round-to-nearest quantization of a weight, with scales computed from its numbers."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ QUANTIZABLE: tuple[str, ...] = tuple(
     if name == "q6_k"
     or not (form.is_dense or form.super_block or form.offset == "min" or form.bits == 5)
 )
-"""Names of the formats that `quantize` can make."""
+"""Names of the formats that `quantize` supports."""
 
 _ALIASES = {"int4": "int4_g128"}
 
-_PART_ROWS = 1 << 15  # of a large matrix, that are rounded at a time
+_PART_ROWS = 1 << 15  # rows of a large matrix rounded at a time
 
-# Scales tried for a group of 4 bits, as shares of the one that its largest number needs: cutting
-# off a few numbers rounds all others less. With the first the largest number is a code itself.
+# Scales tried for a 4-bit group, relative to the one that just covers its largest number: clipping
+# a few numbers reduces the rounding error of all others. The first represents the largest number
+# exactly.
 _SHRINKS = (7.5 / 7, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 _E4M3_MAX = np.float32(448)
 _E2M1_MAX_EXPONENT = 2  # 6 = 1.5 * 2**2
-# Half way between neighbouring e2m1 numbers; a tie goes to the even code.
+# Midpoints of neighbouring e2m1 numbers; a tie is rounded to the even code.
 _E2M1_EDGES = (E2M1[:7] + E2M1[1:8]) / 2
 
 
@@ -48,7 +49,7 @@ def resolve_format(name: str) -> Format:
     Raises
     ------
     WeightsError
-        If weights cannot be quantized to it; the message lists the names that there are.
+        If weights cannot be quantized to it; the message lists the supported names.
 
     Examples
     --------
@@ -70,10 +71,10 @@ class Codes(NamedTuple):
     codes : (N, K) array
         uint8 for 4 bits, int8 for 8; e4m3 numbers, or their bits in uint8.
     scales : array
-        (N,) of rows, (ceil(N / 128), ceil(K / 128)) of blocks, (N, G) of groups: float32 numbers,
-        exact in the dtype that was asked for; uint8 exponents for "mxfp4".
+        (N,) per row, (ceil(N / 128), ceil(K / 128)) per block, or (N, G) per group: float32
+        numbers, representable in the requested dtype; uint8 exponents for "mxfp4".
     offsets : (N, G) array of float32 or None
-        The zero points.
+        Zero points; None for a symmetric format.
     """
 
     codes: Any
@@ -82,30 +83,30 @@ class Codes(NamedTuple):
 
 
 def quantize(array: Any, form: Format) -> Weight:
-    """Return a matrix in another format: each number as the nearest code of its group.
+    """Quantize a matrix: round each number to the nearest code of its group.
 
     Parameters
     ----------
     array : (N, K) or (E, N, K) array of float32, float16 or bfloat16
-        NumPy or CuPy; several matrices as in `stack`.
+        NumPy or CuPy; see `stack` for several matrices.
     form : Format
         One of `QUANTIZABLE`.
 
     Returns
     -------
     Weight
-        On the array's device. Scales of groups are float16, those of rows and blocks float32. A
-        group of zeros has scale 0.
+        On the array's device. Group scales are float16, row and block scales float32. The scale of
+        a group of zeros is 0.
 
     Raises
     ------
     WeightsError
-        If the array is no matrix or stack of matrices, or has numbers that are not finite.
+        If the array is not a matrix or stack of matrices, or holds numbers that are not finite.
 
     Notes
     -----
-    The scale of a group maps its largest number to the largest code. With 4 bits several smaller
-    scales are tried too, and the one with the least squared error is taken.
+    The scale of a group maps its largest number to the largest code. With 4 bits, several smaller
+    scales are tried too, and the one with the least squared error is chosen.
 
     Examples
     --------
@@ -126,7 +127,7 @@ def quantize(array: Any, form: Format) -> Weight:
 
 
 def _joined(parts: list[Weight]) -> Weight:
-    """Return packed matrices as one; but for the last they have whole row tiles."""
+    """Concatenate packed matrices along the rows; all but the last have whole row tiles."""
     xp = array_module(parts[0].data)
     planes = {
         name: xp.concatenate([dict(part.arrays())[name] for part in parts])
@@ -137,14 +138,14 @@ def _joined(parts: list[Weight]) -> Weight:
 
 
 def round_to_codes(array: Any, form: Format, scale_dtype: str = "") -> Codes:
-    """Return codes and scales of a matrix, as `quantize` does.
+    """Return the codes and scales that `quantize` computes, unpacked.
 
     Parameters
     ----------
     array, form
-        As for `quantize`.
+        See `quantize`.
     scale_dtype : str
-        The dtype in which the scales must be exact; by default float16 for groups, else float32.
+        Dtype to which scales are rounded; by default float16 for groups, else float32.
     """
     numbers = _numbers(array)
     if form.name == "fp8_block":
@@ -161,7 +162,7 @@ def round_to_codes(array: Any, form: Format, scale_dtype: str = "") -> Codes:
 
 
 def _numbers(array: Any) -> Any:
-    """Return a matrix in float32, checked."""
+    """Return the array in float32, after checking its shape and values."""
     if array.ndim != 2:
         raise WeightsError(f"array must be a matrix, or several; got {array.ndim} dimensions")
     numbers = array.astype(np.float32)
@@ -178,7 +179,7 @@ def round_groups(grouped: Any, form: Format, scale_dtype: str = "") -> Codes:
 
 
 def _weight_of_codes(form: Format, made: Codes) -> Weight:
-    """Return the weight; the scales of groups must be exact in float16."""
+    """Return the weight; group scales must be representable in float16."""
     if not form.is_packed:
         return Weight(form, made.codes, made.codes.shape, scales=made.scales)
     scales = made.scales if form.code == "e2m1" else made.scales.astype(np.float16)
@@ -227,7 +228,7 @@ def _round_blocks(numbers: Any, form: Format, scale_dtype: str) -> Codes:
 
 
 def _exact_in(scales: Any, dtype: str) -> Any:
-    """Return the scales, of float32, rounded to numbers of `dtype`."""
+    """Return float32 scales, rounded to numbers that `dtype` represents."""
     if dtype == "float32":
         return scales
     if dtype == "float16":
@@ -238,7 +239,7 @@ def _exact_in(scales: Any, dtype: str) -> Any:
 
 
 def _byte_codes(numbers: Any, scales: Any, form: Format) -> Any:
-    """Return the codes of `numbers` / `scales` in one byte; of e4m3 its bits."""
+    """Return the 8-bit codes of `numbers` / `scales`; for e4m3 the bits."""
     xp = array_module(numbers)
     scaled = numbers / xp.where(scales == 0, np.float32(1), scales)
     if form.code == "int":
@@ -254,14 +255,14 @@ def _e4m3_bits(x: Any) -> Any:
     xp = array_module(x)
     size = abs(x)
     exponent = xp.clip(xp.floor(xp.log2(xp.maximum(size, np.float32(2.0**-9)))), -6, 8)
-    # A rounded mantissa of 16 belongs to the next exponent, which the addition of codes does.
+    # A mantissa rounded up to 16 carries into the exponent when the codes are added.
     steps = xp.rint(xp.ldexp(size, (3 - exponent).astype(np.int32)))
     codes = xp.where(exponent == -6, steps, (exponent + 6) * 8 + steps)
     return codes.astype("u1") | (xp.signbit(x).astype("u1") << 7)
 
 
 def _e2m1_groups(grouped: Any) -> Codes:
-    """Return codes and e8m0 exponents, as the OCP specification (section 6.3) makes them."""
+    """Return codes and e8m0 exponents; OCP specification, section 6.3."""
     xp = array_module(grouped)
     most = abs(grouped).max(axis=2)
     exponents = xp.floor(xp.log2(xp.where(most == 0, np.float32(1), most)))
@@ -276,7 +277,7 @@ def _e2m1_groups(grouped: Any) -> Codes:
 
 
 def _int_groups(grouped: Any, form: Format, scale_dtype: str) -> Codes:
-    """Return codes, scales, and zero points or None, with the least squared error."""
+    """Return the codes, scales, and zero points or None, with the least squared error."""
     xp = array_module(grouped)
     best: Codes | None = None
     least = None
@@ -313,7 +314,7 @@ def _int_codes(grouped: Any, form: Format, shrink: Any, scale_dtype: str) -> Cod
         shift = zeros[..., None]
     else:
         most = abs(grouped).max(axis=2) * shrink
-        # With 127.5 the largest positive number would be half a step above the largest code.
+        # Not 127.5: the largest positive number would be half a step above the largest code.
         half = 127.0 if form.bits == 8 else (high - low) / 2
         scales = _exact_in(most / np.float32(half), scale_dtype)
         zeros = None
@@ -323,5 +324,5 @@ def _int_codes(grouped: Any, form: Format, shrink: Any, scale_dtype: str) -> Cod
 
 
 def _divided(numbers: Any, scales: Any) -> Any:
-    """Return numbers / scales; numbers where the scale is 0."""
+    """Return numbers / scales; the numbers themselves if the scale is 0."""
     return numbers / array_module(numbers).where(scales == 0, np.float32(1), scales)

@@ -1,4 +1,4 @@
-"""The part of a model that one rank holds: of every layer, and of all layers."""
+"""The part of a model that one rank holds: `Shard` of every layer, and `Stage` of all layers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["ALL_LAYERS", "WHOLE", "Shard", "Stage"]
 class Stage:
     """The layers of one pipeline stage: [first, last) of `num_layers`.
 
-    The first stage has the embedding, the last one the final norm and the output layer.
+    The first stage holds the embedding, the last one the final norm and the output layer.
 
     Attributes
     ----------
     first, last, num_layers : int
-        All 0: every layer of a model.
+        All 0 for every layer of a model.
 
     Examples
     --------
@@ -50,21 +50,21 @@ class Stage:
 
     @property
     def layers(self) -> slice:
-        """Which of something that there is for every layer of the model."""
+        """Slice of this stage's items in a sequence with one item per layer of the model."""
         return slice(self.first, self.last or None)
 
     @property
     def is_first(self) -> bool:
-        """Tell whether it begins with the embedding."""
+        """Tell whether the stage begins with the embedding."""
         return self.first == 0
 
     @property
     def is_last(self) -> bool:
-        """Tell whether it ends with the output layer."""
+        """Tell whether the stage ends with the output layer."""
         return self.last == self.num_layers
 
     def has(self, name: str, *, is_tied: bool) -> bool:
-        """Tell whether a weight is in this stage; the last one has a tied embedding as well."""
+        """Tell whether a weight is in this stage; the last one holds a tied embedding as well."""
         if name.startswith("layers."):
             return not self.num_layers or self.first <= int(name.split(".")[1]) < self.last
         if name == "embed":
@@ -99,14 +99,14 @@ class Shard:
         Divide every matrix by its output features, so that no sum crosses parts. Otherwise the
         second matrix of a pair (the output of attention, down) is divided by its input features.
     expert_parallel : bool
-        Divide a mixture by its experts, which stay whole. Otherwise each expert is divided.
+        Divide a mixture by experts, which stay whole. Otherwise each expert is divided.
     stage : Stage
-        The layers of which it is a part.
+        The layers that are divided.
 
     Raises
     ------
     ConfigError
-        If there is no such part.
+        If `index` is not below `count`.
 
     Examples
     --------
@@ -147,7 +147,7 @@ class Shard:
         return self.index * part, (self.index + 1) * part
 
     def cut_experts(self, num_experts: int) -> tuple[int, int]:
-        """Return this part's range [first, last) of experts: all, unless they are divided whole.
+        """Return this part's range [first, last) of experts: all without `expert_parallel`.
 
         The parts are as even as they can be.
 
@@ -178,7 +178,9 @@ class Shard:
         return first, min(first + part, size), part
 
     def cut_shared(self, name: str, size: int) -> tuple[int, int]:
-        """As `cut`, but if there are more parts than items, several parts share an item.
+        """Return this part's range; if there are more parts than items, several share one.
+
+        See `cut`.
 
         Raises
         ------
@@ -195,9 +197,9 @@ class Shard:
     ) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return this part's ranges of query heads and of key/value heads.
 
-        If there are more parts than key/value heads, several parts have the same one; with
-        `by_output` they have all of its query heads, too, since products may round differently
-        with fewer.
+        If there are more parts than key/value heads, several parts hold the same one. With
+        `by_output` they also hold all of its query heads, since products of fewer heads may round
+        differently.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""From codes and scales to a weight, and back to its numbers."""
+"""Packing of codes and scales into a weight, and unpacking to its numbers."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def pack_weight(
     Parameters
     ----------
     form : Format
-        With `is_packed`.
+        A packed one.
     codes : (N, K) array of uint8, or int8 for 8 bits
     scales : (N, G) array
         G = ceil(K / group). float16 or bfloat16; uint8 exponents for "mxfp4"; with a super-block
         uint8 or int8 factors.
     offsets : (N, G) array, optional
-        The zero points (whole numbers) or minimums, as the format says.
+        Zero points (whole numbers) or minimums, depending on the format.
     super_scales : (N, K / 256) or (N, K / 256, 2) array of float16, optional
         d, or d and dmin.
     permutation : (K,) array of int32, optional
-        As in `Weight`.
+        See `Weight`.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def pack_weight(
         last = (2,) if form.offset else ()
         _check("super_scales", super_scales, (rows, -(-columns // form.super_block), *last))
     data, high = pack_codes(codes, form.bits)
-    # Groups of padding, so that every tile has its scales.
+    # Groups of padding, so that every tile has scales.
     padded = padded_shape((rows, columns))[1]
     return Weight(
         form,
@@ -91,10 +91,7 @@ def pack_weight(
 
 
 def unpack_weight(weight: Weight) -> Any:
-    """Return the numbers (N, K) float32 of a weight in any format, in their logical order.
-
-    A weight of several matrices (E, N, K) gives (E, N, K).
-    """
+    """Return the numbers of a weight in any format: (N, K) or (E, N, K), float32, logical order."""
     if weight.parts:
         parts = [unpack_weight(part) for part in weight.parts]
         return array_module(*parts).concatenate(parts)
@@ -130,7 +127,7 @@ def unpack_weight(weight: Weight) -> Any:
 
 
 def _scales_of(weight: Weight) -> tuple[Any, Any]:
-    """Return scales and offsets (N, G) of a packed weight in float32; offsets may be None."""
+    """Return the float32 scales and offsets (N, G) of a packed weight; offsets may be None."""
     form = weight.format
     xp = array_module(weight.data)
     rows = weight.shape[0]
@@ -149,12 +146,12 @@ def _scales_of(weight: Weight) -> tuple[Any, Any]:
 
 
 def _repeated(values: Any, count: int, length: int) -> Any:
-    """Return `values` with each along axis 1 repeated `count` times, cut to `length`."""
+    """Repeat each of `values` along axis 1 `count` times, and cut to `length`."""
     return array_module(values).repeat(values, count, axis=1)[:, :length]
 
 
 def _expanded(scales: Any, form: Format, shape: tuple[int, ...]) -> Any:
-    """Return the scales of rows or blocks in the shape of the weight, or one that broadcasts."""
+    """Return row or block scales in a shape that broadcasts to the weight's."""
     if form.block is None or form.block[1] == 0:
         return scales[:, None]
     high, wide = form.block
@@ -163,7 +160,7 @@ def _expanded(scales: Any, form: Format, shape: tuple[int, ...]) -> Any:
 
 
 def _with_groups(values: Any, groups: int) -> Any:
-    """Return `values` (N, G, ...) with zeros for groups of padding."""
+    """Append zeros for the groups of padding to `values` (N, G, ...)."""
     missing = groups - values.shape[1]
     if missing <= 0:
         return values

@@ -1,4 +1,4 @@
-"""One weight: its numbers in some format, and the shard of the whole they are."""
+"""`Weight`: numbers in some format, and the shard of the whole that they are."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Weight:
     ----------
     format : Format
     data : array
-        The numbers. Dense: an array of `shape`. Packed: the plane of all codes, or of their low 4
-        bits (`packing`). Formats of both operands ("fp8", "int8"): codes of `shape`: int8, or uint8
-        with the bits of e4m3.
+        Dense: an array of `shape`. Packed: the plane of all codes, or of their low 4 bits
+        (`packing`). Formats of both operands ("fp8", "int8"): codes in `shape`, int8, or uint8 with
+        the bits of e4m3.
     shape : tuple of int
         Logical shape of this shard, (out, in) for a matrix.
     scales : array or None
         Packed: (N/16, G, 8, 2), or (N/16, G, 8, 2, 2) of (scale, zero point or minimum), in the
         order of `packing.tile_groups`; float16 or bfloat16, uint8 exponents for "mxfp4", uint8
-        (int8 for "q6_k") with a super-block. Otherwise float32, (N,) or a value per block.
+        (int8 for "q6_k") with a super-block. Otherwise float32: (N,), or one value per block.
     high : array or None
         Packed: the plane of the fifth bit, or of bits 5 and 6.
     super_scales : array or None
@@ -40,9 +40,9 @@ class Weight:
         Column k of the data is column permutation[k] of the logical weight, and is multiplied by
         that column of x.
     parts : tuple of Weight
-        Of a stacked weight: the weights that have its rows, in order. It has no data of its own.
+        Parts of a stacked weight, from the first rows to the last. It has no data of its own.
     shard : Shard
-        Which part of the whole this is.
+        The part of the whole that this weight is.
     axis : int or None
         The axis along which the whole is divided; None if every rank holds the whole.
     """
@@ -74,7 +74,7 @@ class Weight:
 
     @classmethod
     def stacked(cls, parts: Sequence[Weight]) -> Weight:
-        """Return the rows of several matrices as one weight.
+        """Stack several matrices along their rows to one weight.
 
         Raises
         ------

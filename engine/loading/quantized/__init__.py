@@ -1,9 +1,8 @@
 """Quantized checkpoints: the configuration of a scheme, and readers of codes and scales."""
 
-from engine.loading.quantized.cache_scales import read_cache_scales
 from engine.loading.quantized.reader import QuantizedCheckpoint, read_rows
 from engine.loading.quantized.rows import QuantizedRows
 from engine.loading.quantized.scheme import QuantizationScheme, load_scheme, scheme_from_dict
 
 __all__ = ["QuantizationScheme", "QuantizedCheckpoint", "QuantizedRows"]
-__all__ += ["load_scheme", "read_cache_scales", "read_rows", "scheme_from_dict"]
+__all__ += ["load_scheme", "read_rows", "scheme_from_dict"]

@@ -13,7 +13,7 @@ from engine.loading.quantized.tensors import (
     ModuleTensors,
     check_columns,
     check_scales,
-    spread_groups,
+    grouped_rows,
 )
 from engine.loading.quantized.unpack import unpack_awq
 
@@ -38,10 +38,9 @@ def read_awq(
     columns: tuple[int, int] | None = None,
 ) -> QuantizedRows:
     """Read rows [first, last) of an AWQ matrix (see `reader.read_rows`)."""
-    form = storage.format
     num_rows, width = awq_shape(tensors, storage)
     groups = -(-width // (storage.group_size or width))
-    step = form.group if storage.group_size else 1
+    step = storage.format.group if storage.group_size else 1
     begin, end = check_columns(tensors, "qweight", columns, width, step)
     scales = tensors.view("scales", SCALE_DTYPES, (groups, num_rows))[:, first:last].T
     zeros = None
@@ -49,12 +48,7 @@ def read_awq(
         words = tensors.view("qzeros", ("I32",), (groups, num_rows // _PER_WORD))
         zeros = _rows_of(words, first, last)
     codes = _rows_of(tensors.view("qweight", ("I32",))[begin:end], first, last)
-    rows = QuantizedRows(
-        form,
-        codes,
-        spread_groups(scales, storage.group_size, form, (begin, end)),
-        None if zeros is None else spread_groups(zeros, storage.group_size, form, (begin, end)),
-    )
+    rows = grouped_rows(storage, codes, scales, zeros, (begin, end))
     return check_scales(tensors, "scales", rows)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from engine.loading.quantized.columns import column_order
 from engine.loading.quantized.rows import QuantizedRows
 from engine.loading.quantized.storage import Storage
 from engine.loading.quantized.tensors import (
@@ -14,6 +13,8 @@ from engine.loading.quantized.tensors import (
     ModuleTensors,
     check_columns,
     check_scales,
+    column_order,
+    grouped_rows,
     spread_groups,
 )
 from engine.loading.quantized.unpack import as_signed, unpack_words
@@ -53,7 +54,6 @@ def read_packed(
     columns: tuple[int, int] | None = None,
 ) -> QuantizedRows:
     """Read rows [first, last) of a matrix in "pack-quantized" (see `reader.read_rows`)."""
-    form = storage.format
     per_word = 32 // storage.bits
     num_rows, width = packed_shape(tensors, storage)
     groups = -(-width // (storage.group_size or width))
@@ -67,22 +67,14 @@ def read_packed(
     if tensors.has("weight_g_idx"):
         g_idx = tensors.view("weight_g_idx", ("I32",), (width,))
         if not np.all(g_idx == -1):  # -1: there is none
-            order = column_order(tensors, "weight_g_idx", g_idx, storage, groups)
-    step = width if order is not None else form.group if storage.group_size else 1
+            order = column_order(tensors, "weight_g_idx", g_idx, storage.group_size, groups)
+    step = width if order is not None else storage.format.group if storage.group_size else 1
     begin, end = check_columns(tensors, "weight_packed", columns, width, step)
     start = begin // per_word
     words = tensors.view("weight_packed", ("I32",))[first:last, start : -(-end // per_word)]
     codes = unpack_words(words, storage.bits)
     codes = codes[:, begin - start * per_word : end - start * per_word]
-    if order is not None:
-        codes = np.take(codes, order, axis=1)
-    rows = QuantizedRows(
-        form,
-        as_signed(codes) if storage.bits == 8 else codes,
-        spread_groups(scales[first:last], storage.group_size, form, (begin, end)),
-        None if zeros is None else spread_groups(zeros, storage.group_size, form, (begin, end)),
-        permutation=order,
-    )
+    rows = grouped_rows(storage, codes, scales[first:last], zeros, (begin, end), order)
     return check_scales(tensors, "weight_scale", rows)
 
 

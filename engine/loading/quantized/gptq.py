@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from engine.loading.quantized.columns import column_order
 from engine.loading.quantized.rows import QuantizedRows
 from engine.loading.quantized.storage import Storage
 from engine.loading.quantized.tensors import (
@@ -14,7 +13,8 @@ from engine.loading.quantized.tensors import (
     ModuleTensors,
     check_columns,
     check_scales,
-    spread_groups,
+    column_order,
+    grouped_rows,
 )
 from engine.loading.quantized.unpack import as_signed, unpack_words
 
@@ -41,28 +41,19 @@ def read_gptq(
     columns: tuple[int, int] | None = None,
 ) -> QuantizedRows:
     """Read rows [first, last) of a GPTQ matrix (see `reader.read_rows`)."""
-    form = storage.format
     per_word = 32 // storage.bits
     num_rows, width = gptq_shape(tensors, storage)
     groups = -(-width // (storage.group_size or width))
     scales = tensors.view("scales", SCALE_DTYPES, (groups, num_rows))[:, first:last].T
     zeros = _zero_points(tensors, storage, (groups, num_rows), first, last)
     order = _column_order(tensors, storage, width, groups)
-    step = width if order is not None else form.group if storage.group_size else 1
+    step = width if order is not None else storage.format.group if storage.group_size else 1
     begin, end = check_columns(tensors, "qweight", columns, width, step)
     start = begin // per_word
     words = tensors.view("qweight", ("I32",))[start : -(-end // per_word), first:last].T
     codes = unpack_words(words, storage.bits)
     codes = codes[:, begin - start * per_word : end - start * per_word]
-    if order is not None:
-        codes = np.take(codes, order, axis=1)  # in order in memory, unlike codes[:, order]
-    rows = QuantizedRows(
-        form,
-        as_signed(codes) if storage.bits == 8 else codes,
-        spread_groups(scales, storage.group_size, form, (begin, end)),
-        None if zeros is None else spread_groups(zeros, storage.group_size, form, (begin, end)),
-        permutation=order,
-    )
+    rows = grouped_rows(storage, codes, scales, zeros, (begin, end), order)
     return check_scales(tensors, "scales", rows)
 
 
@@ -110,4 +101,4 @@ def _column_order(
     g_idx = tensors.view("g_idx", ("I32", "I64"), (width,))
     if groups > 1 and not storage.act_order and not g_idx.any():
         return None
-    return column_order(tensors, "g_idx", g_idx, storage, groups)
+    return column_order(tensors, "g_idx", g_idx, storage.group_size, groups)

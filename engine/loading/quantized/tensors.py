@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,14 @@ import numpy as np
 from engine.checks import shown
 from engine.errors import WeightsError
 from engine.loading.quantized.rows import QuantizedRows
+from engine.loading.quantized.storage import Storage
+from engine.loading.quantized.unpack import as_signed
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
 from engine.weights import Format
 from engine.weights.values import E8M0
 
-__all__ = ["SCALE_DTYPES", "ModuleTensors", "check_columns", "check_scales", "spread_groups"]
+__all__ = ["SCALE_DTYPES", "ModuleTensors", "check_columns", "check_scales", "column_order"]
+__all__ += ["grouped_rows", "spread_groups"]
 
 Array = np.ndarray[Any, Any]
 Checkpoint = SafetensorsFile | SafetensorsDirectory
@@ -119,6 +123,84 @@ def spread_groups(values: Array, stored: int, form: Format, columns: tuple[int, 
     first, last = columns
     starts = np.arange(first, last, form.group)
     return np.ascontiguousarray(values[:, starts // stored if stored else np.zeros_like(starts)])
+
+
+def grouped_rows(
+    storage: Storage,
+    codes: Array,
+    scales: Array,
+    zeros: Array | None,
+    columns: tuple[int, int],
+    order: Array | None = None,
+) -> QuantizedRows:
+    """Return rows in the format of `storage`.
+
+    Parameters
+    ----------
+    storage : Storage
+    codes : (n, K) array of uint8
+        In the range `columns` of the matrix.
+    scales, zeros : (n, G) array
+        One per stored group; `zeros` is None for symmetric groups.
+    columns : (int, int)
+        [first, last), whole groups of the format.
+    order : (K,) array of int32, optional
+        Order of columns that makes groups contiguous.
+    """
+    form = storage.format
+    if order is not None:
+        codes = np.take(codes, order, axis=1)  # in order in memory, unlike codes[:, order]
+    spread = partial(spread_groups, stored=storage.group_size, form=form, columns=columns)
+    return QuantizedRows(
+        form,
+        as_signed(codes) if storage.bits == 8 else codes,
+        spread(scales),
+        None if zeros is None else spread(zeros),
+        permutation=order,
+    )
+
+
+def column_order(
+    tensors: ModuleTensors, kind: str, g_idx: Array, stored: int, groups: int
+) -> Array | None:
+    """Return the order of columns that makes groups (act-order) contiguous; None if they are.
+
+    Parameters
+    ----------
+    tensors, kind : ModuleTensors, str
+        Where `g_idx` is from, for messages.
+    g_idx : (K,) array of int32
+        The group of each column.
+    stored : int
+        Columns of a stored group; 0 for the whole row.
+    groups : int
+        Number of groups.
+
+    Raises
+    ------
+    WeightsError
+        If a group is out of range, or has not as many columns as the configuration says.
+    """
+    wrong = (g_idx < 0) | (g_idx >= groups)
+    if wrong.any():
+        column = int(np.flatnonzero(wrong)[0])
+        raise tensors.error(
+            kind, f"must be in [0, {groups}); got {g_idx[column]} (column {column})"
+        )
+    size = stored or len(g_idx)
+    consecutive = np.arange(len(g_idx)) // size
+    if np.array_equal(g_idx, consecutive):
+        return None
+    order = np.argsort(g_idx, kind="stable").astype(np.int32)
+    if not np.array_equal(g_idx[order], consecutive):
+        counts = np.bincount(g_idx, minlength=groups)
+        group = int(np.flatnonzero(counts != np.bincount(consecutive, minlength=groups))[0])
+        raise tensors.error(
+            kind,
+            f"must name each group of {size} columns {size} times (the last one may be short); "
+            f"got group {group} {counts[group]} times",
+        )
+    return order
 
 
 def check_scales(tensors: ModuleTensors, kind: str, rows: QuantizedRows) -> QuantizedRows:
