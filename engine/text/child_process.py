@@ -69,7 +69,6 @@ def start(
     if not sys.executable:
         raise OSError("sys.executable is not known")
     paths = [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)]
-    flags = [*flags, *(["-B"] if sys.dont_write_bytecode else [])]
     return subprocess.Popen(
         [sys.executable, *flags, "-c", _SET_IMPORT_PATH + code, json.dumps(paths)],
         stdin=stdin,
@@ -246,6 +245,8 @@ class _Child:
 
     def __init__(self, code: str, env: Mapping[str, str]) -> None:
         self.deadline: float | None = None  # time.monotonic() at which sending and receiving end
+        # Without `site`, whose .pth files may run code.
+        flags = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
         ours, theirs = socket.socketpair()
         with theirs:
             self._socket = _above_standard_files(ours)
@@ -253,7 +254,7 @@ class _Child:
                 self.process = start(
                     code,
                     {n: os.environ[n] for n in _KEPT_VARIABLES if n in os.environ} | dict(env),
-                    flags=("-I", "-S"),  # without `site`: .pth files may run code
+                    flags=flags,
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=subprocess.DEVNULL,  # panics of Rust libraries print there
