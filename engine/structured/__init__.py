@@ -1,1 +1,1 @@
-"""Constrained output: what the text of a request must match, and masks of the tokens it allows."""
+"""Structured output: what a text must match, and masks of the tokens with which it still can."""
