@@ -1,6 +1,7 @@
-"""Speculative decoding: several tokens a step, and the same tokens as without.
+"""Speculative decoding: proposers of draft tokens, and the control of how many are verified.
 
-`Speculation` is what the engine owns; `make_speculation` makes it from `SpeculativeConfig`.
+The engine owns a `Speculation`, which `make_speculation` builds from a `SpeculativeConfig`. The
+output tokens are the same as without it.
 """
 
 from engine.speculative.config import SpeculativeConfig

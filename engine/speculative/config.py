@@ -1,4 +1,4 @@
-"""`speculative_config`: how drafts are proposed, with vLLM's names."""
+"""`speculative_config`: the options of speculative decoding, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.sampling_params import NumberRange
 __all__ = ["METHODS", "SpeculativeConfig"]
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar", "custom")
-"""What `method` may be."""
+"""Allowed values of `method`."""
 
 _OF_MODELS = ("draft_model", "eagle3", "mtp")
 _NUM_TOKENS = {"ngram": 8, "suffix": 12}  # others: 4
@@ -29,40 +29,40 @@ _TEXTS = ("model", "quantization", "dtype", "revision")
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How drafts are proposed; frozen, and checked on construction.
+    """Options of speculative decoding; frozen, and checked on construction.
 
     Parameters
     ----------
     method : str
-        "ngram": what followed the last tokens earlier in the request; "suffix": the same, by the
-        longest suffix and how often each continuation came; "draft_model": a smaller model of the
-        same vocabulary; "eagle3", "mtp": a head on the model's hidden states; "custom": `proposer`;
-        "grammar": only the tokens that a request's grammar forces (`SamplingParams.structured`);
-        every method proposes these too.
-        Without it: "custom" if there is a proposer, "draft_model" if there is a model.
+        "ngram": the tokens that followed the last ones earlier in the request; "suffix": the same,
+        chosen by the longest suffix and the frequency of each continuation; "draft_model": a
+        smaller model of the same vocabulary; "eagle3", "mtp": a head on the model's hidden states;
+        "custom": `proposer`; "grammar": only the tokens that a request's grammar forces
+        (`SamplingParams.structured`), which every other method proposes too.
+        Default: "custom" with a `proposer`, "draft_model" with a `model`.
     num_speculative_tokens : int, optional
         Maximum drafts of a request in a step, at most 63; 8 for "ngram", 12 for "suffix", else 4.
     model : str, optional
-        Of "draft_model", "eagle3" and "mtp": a name, folder, .gguf file or hub id. "mtp" without it
-        takes the head from the folder of the model itself.
+        For "draft_model", "eagle3" and "mtp": a name, folder, .gguf file or hub id. By default,
+        "mtp" reads the head from the target's own folder.
     prompt_lookup_min, prompt_lookup_max : int
-        Of "ngram": how many last tokens must have come before; the longest match counts. "suffix"
-        has no maximum.
+        For "ngram": minimum and maximum length of a match, in tokens; the longest match is used.
+        "suffix" ignores the maximum.
     proposer : callable, optional
-        Of "custom": ``proposer(token_ids, num_tokens)`` returns up to num_tokens ids that may
+        For "custom": ``proposer(token_ids, num_tokens)`` returns up to num_tokens ids that may
         follow, or `Drafts`, or None.
     disable_by_batch_size : int, optional
-        Propose nothing while this many requests, or more, are decoded.
+        Propose nothing while at least this many requests are decoding.
     adaptive : bool
-        Choose the number of drafts by measured acceptance and measured cost of a step, down to
-        none; False always proposes as many as there are.
+        Choose the number of drafts, possibly 0, by the measured acceptance and the measured cost of
+        a step; False verifies every draft proposed.
     quantization, dtype, revision : str, optional
-        Of `model`, as in `engine.load`; the dtype is that of the target if left out.
+        Loading options of `model`, as in `engine.load`; the dtype defaults to the target's.
 
     Raises
     ------
     ConfigError
-        If a value is out of its range, or missing, or of another method.
+        If a value is out of range or missing, or belongs to another method.
 
     Examples
     --------
@@ -88,7 +88,7 @@ class SpeculativeConfig:
 
     @classmethod
     def from_option(cls, option: Any) -> SpeculativeConfig | None:
-        """Return the config of what a user gave: a mapping, a callable, or None.
+        """Build the config from the user's value: a mapping, a callable, or None.
 
         Raises
         ------

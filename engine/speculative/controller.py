@@ -1,4 +1,4 @@
-"""How many drafts pay: expected tokens over the measured cost of the step that verifies them."""
+"""The number of drafts worth verifying: expected tokens over the measured cost of the step."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["Controller"]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
-_PRIOR = 0.6  # assumed probability that a draft is accepted if its parent was, before any was seen
-_WEIGHT = 4.0  # how many drafts the assumption counts as
-# Factor on older evidence at each step with drafts.
+_PRIOR = 0.6  # assumed probability that a draft is accepted given that its parent was
+_WEIGHT = 4.0  # weight of the prior, in drafts
+# Decay of older evidence per step with drafts.
 _KEEP_REQUEST = 0.9
 _KEEP_ALL = 0.98
-_KEEP_IDLE = 1 - 1 / 256  # and at each step without: what was bad is tried again some day
-_GAIN_TO_START = 1.03  # of tokens per second, over plain decoding
-_NEW_SECONDS = 0.1  # weight of the latest time that was measured
-_SECOND_BEST = 0.3  # how likely a second branch is accepted, relative to the first
+_KEEP_IDLE = 1 - 1 / 256  # decay per step without drafts, so that a bad rate is retried eventually
+_GAIN_TO_START = 1.03  # tokens per second relative to plain decoding
+_NEW_SECONDS = 0.1  # weight of the latest measurement in the moving average
+_SECOND_BEST = 0.3  # acceptance of a second branch relative to the first
 
 
 class _Evidence:
-    """Accepted and rejected drafts of late."""
+    """Recently accepted and rejected drafts: decaying counts."""
 
     __slots__ = ("accepted", "rejected", "step")
 
@@ -36,7 +36,7 @@ class _Evidence:
         self.step = step
 
     def fade(self, step: int) -> None:
-        """Weaken the evidence by the steps that have passed since it was last seen."""
+        """Decay the evidence by the steps passed since the last call."""
         if step == self.step:
             return
         keep = _KEEP_IDLE ** (step - self.step)
@@ -49,7 +49,7 @@ class _Evidence:
         self.rejected = self.rejected * keep + num_rejected
 
     def rate(self, prior: float) -> float:
-        """Return the probability that the next draft is accepted, if its parent is."""
+        """Estimate the probability that a draft is accepted, given that its parent is."""
         seen = self.accepted + self.rejected
         return (self.accepted + _WEIGHT * prior) / (seen + _WEIGHT)
 
@@ -58,16 +58,17 @@ class Controller:
     """Chooses the number of drafts of each request in the next step.
 
     A draft at distance d from the last known token is expected to be accepted with probability
-    p ** d, where p is the request's own rate of late, mixed with that of all requests. Steps that
-    are CUDA graphs need the same number of drafts for every sequence.
+    p ** d, where p is the request's recent rate, mixed with that of all requests. With CUDA graphs,
+    every sequence of a step needs the same number of drafts.
 
     Parameters
     ----------
     costs : StepCosts
+        Measured seconds of a step.
     graph_lens : sequence of int, optional
-        Query tokens per sequence for which there are graphs; None: any number, for each sequence.
+        Query lengths with captured graphs; None: each sequence may have any number of drafts.
     is_adaptive : bool
-        False: always as many as there are.
+        False: verify every draft proposed.
 
     Examples
     --------
@@ -86,23 +87,24 @@ class Controller:
         self._is_adaptive = is_adaptive
         self._is_on = True
         self._step = 0
-        self._host_seconds = 0.0  # which steps without drafts do not take, as they overlap
+        # Host time per step with drafts. Steps without drafts overlap, and hide it.
+        self._host_seconds = 0.0
         self._of_all = _Evidence(0)
         self._of: dict[Request, _Evidence] = {}
 
     @property
     def needs_equal_lengths(self) -> bool:
-        """Tell whether all sequences of a step with drafts should have the same number."""
+        """Tell whether all sequences of a step need the same number of drafts."""
         return self._lens is not None
 
     def next_step(self) -> None:
-        """Note that another step begins."""
+        """Count one more step."""
         self._step += 1
 
     def note_host_seconds(self, seconds: float) -> None:
-        """Note for how long the device waited for the host to prepare a step with drafts."""
+        """Record the time the device waited for the host to prepare a step with drafts."""
         known = self._host_seconds
-        # A pause, say of a garbage collection, is not typical.
+        # Capped, because a pause such as a garbage collection is not typical.
         self._host_seconds += _NEW_SECONDS * (min(seconds, 2 * known) - known) if known else seconds
 
     def forget(self, request: Request) -> None:
@@ -110,7 +112,7 @@ class Controller:
         self._of.pop(request, None)
 
     def record(self, request: Request, num_accepted: int, num_drafted: int) -> None:
-        """Note how many of the drafts along the accepted path there were, and were accepted."""
+        """Record a verification: drafts along the accepted path, and how many were accepted."""
         rejected = int(num_accepted < num_drafted)
         own = self._of.setdefault(request, _Evidence(self._step))
         own.fade(self._step)
@@ -125,18 +127,18 @@ class Controller:
         num_decodes: int,
         proposing: Callable[[int], float],
     ) -> int:
-        """Return for how many drafts to ask a proposer that takes time; 0: for none.
+        """Return the number of drafts to request from a proposer with a cost; 0 for none.
 
         Parameters
         ----------
         requests : sequence of Request
-            Those that would get drafts.
+            Requests that accept drafts.
         most : int
-            Maximum number of drafts.
+            Maximum drafts of a request.
         num_decodes : int
-            Sequences that are decoded in the step, with drafts or without.
+            Sequences that decode in the step, with drafts or without.
         proposing : callable
-            The seconds that it takes to propose so many drafts for each of them.
+            Maps a number of drafts per request to the proposer's seconds.
         """
         if not self._is_adaptive or not requests:
             return most if requests else 0
@@ -165,17 +167,18 @@ class Controller:
         certain: Collection[Request] = (),
         room: int = MAX_QUERY_LEN,
     ) -> Mapping[Request, int]:
-        """Return how many drafts of each proposal to verify; empty: none.
+        """Return the number of drafts of each proposal to verify; empty for none.
 
         Parameters
         ----------
         proposals : sequence of (Request, Drafts)
+            Requests and their drafts.
         num_decodes : int
-            Sequences that are decoded in the step, with drafts or without.
+            Sequences that decode in the step, with drafts or without.
         certain : collection of Request, optional
-            Those whose drafts cannot be rejected.
+            Requests whose drafts cannot be rejected.
         room : int
-            Maximum drafts of every sequence, where all have the same number.
+            Maximum drafts per sequence if all need the same number.
         """
         if not proposals:
             return {}
@@ -199,7 +202,7 @@ class Controller:
         *,
         certain: Collection[Request] = (),
     ) -> bool:
-        """Tell whether drafts would pay if those of `num_seen` of the sequences are typical."""
+        """Tell whether drafts would pay, taking `num_seen` of the sequences as typical of all."""
         if not proposals or not self._is_adaptive:
             return bool(proposals)
         times = -(-num_decodes // num_seen)
@@ -207,7 +210,7 @@ class Controller:
         return self._best(some, certain, num_decodes, self._lens)[0] > self._least_gain
 
     def graph_len(self, most: int) -> int:
-        """Return for how many drafts of every sequence there is a graph: at least `most`."""
+        """Return the drafts per sequence of the smallest graph that fits `most`, else `most`."""
         fitting = [n - 1 for n in self._lens or () if n > most]
         return fitting[0] if fitting else most
 
@@ -218,7 +221,7 @@ class Controller:
         num_decodes: int,
         lens: Sequence[int] | None,
     ) -> tuple[float, list[int]]:
-        """Return the largest gain over plain decoding, and how many drafts of each give it."""
+        """Return the largest gain over plain decoding, and the number of drafts of each for it."""
         prior = self._prior()
         pairs = [(d, 1.0 if r in certain else self._rate(r, prior)) for r, d in proposals]
         if lens is None:
@@ -235,15 +238,16 @@ class Controller:
         return gain, [min(most, len(drafts)) for drafts, _ in pairs]
 
     def _best_of_any(self, expected: Sequence[Array], num_decodes: int) -> tuple[float, list[int]]:
-        """Return what `_best` does, where sequences need not have the same number of drafts.
+        """Return the result of `_best` for sequences with any number of drafts each.
 
-        `expected`: the probability that each draft is accepted.
+        `expected`: acceptance probability of each draft, by sequence.
         """
         plain = self._costs.seconds(num_decodes, 1)
-        # Take the drafts that are expected to give most, as long as the step gains by them.
+        # Take drafts in the order of their expected tokens, as long as the gain grows.
         owners = np.repeat(np.arange(len(expected)), [len(e) for e in expected])
         values = np.concatenate(expected)
-        order = np.argsort(-values, kind="stable")  # a request's values fall: a prefix is taken
+        # Each request's values do not rise along its list, so a prefix of it is taken.
+        order = np.argsort(-values, kind="stable")
         tokens = np.cumsum(values[order])
         query_lens = 1 + np.arange(1, len(order) + 1) / num_decodes
         seconds = self._costs.all_seconds(num_decodes, query_lens)
@@ -254,7 +258,7 @@ class Controller:
 
     @property
     def _least_gain(self) -> float:
-        """What a gain must exceed; to start takes more than to go on."""
+        """Gain above which drafts are verified; higher to start than to continue."""
         return 1.0 if self._is_on else _GAIN_TO_START
 
     def _pays(self, gain: float) -> bool:
@@ -262,7 +266,7 @@ class Controller:
         return self._is_on
 
     def _prior(self) -> float:
-        """Return the rate of all requests."""
+        """Return the acceptance rate of all requests."""
         self._of_all.fade(self._step)
         return self._of_all.rate(_PRIOR)
 
@@ -275,7 +279,7 @@ class Controller:
 
 
 def _num_accepted(drafts: Drafts, rate: float, most: int) -> float:
-    """Return how many of the first `most` drafts are expected to be accepted."""
+    """Return the expected number of accepted drafts among the first `most`."""
     if drafts.parents is not None and drafts.is_tree:
         return float(_acceptance(drafts, rate)[:most].sum())
     count = min(most, len(drafts))
@@ -283,7 +287,7 @@ def _num_accepted(drafts: Drafts, rate: float, most: int) -> float:
 
 
 def _acceptance(drafts: Drafts, rate: float) -> Array:
-    """Return the probability that each draft is accepted; it does not rise along the list."""
+    """Return the acceptance probability of each draft, non-increasing along the list."""
     depths = np.array(drafts.depths, np.float64)
     values = rate**depths
     if drafts.is_tree:

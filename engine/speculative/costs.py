@@ -1,4 +1,4 @@
-"""What a step costs with drafts and without: measured once, when the engine is constructed."""
+"""Cost of a step with and without drafts, measured once, when the engine is constructed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from engine.scheduler.output import ScheduledSequence, ScheduleOutput
 
 __all__ = ["StepCosts", "graph_seconds", "measure_propose_costs", "measure_step_costs"]
 
-_SIZES = (1, 8, 64, 256)  # sequences, of steps that are CUDA graphs
-_NUM_TOKENS = (1, 2, 4, 8, 16)  # of other steps
+_SIZES = (1, 8, 64, 256)  # sequences per step, measured with CUDA graphs
+_NUM_TOKENS = (1, 2, 4, 8, 16)  # tokens per step, measured without graphs
 # Measuring stops at whichever limit comes first.
 _CALLS = 3
 _SECONDS = 0.5
 
 
 class StepCosts:
-    """Seconds of a decode step, between and beyond the points at which they were measured.
+    """Seconds of a decode step, interpolated between measured points and extrapolated beyond.
 
     Parameters
     ----------
     sizes : sequence of int
-        Numbers of sequences, ascending. With one of them the cost depends on the number of tokens
-        only.
+        Numbers of sequences, ascending. If there is only one, the cost depends on the number of
+        tokens alone.
     query_lens : sequence of int
         Query tokens of each sequence, ascending.
     seconds : array-like
@@ -56,7 +56,7 @@ class StepCosts:
         return float(self.all_seconds(num_sequences, np.array([query_len]))[0])
 
     def all_of(self, num_sequences: int, query_lens: tuple[int, ...]) -> list[float]:
-        """Return `seconds` for each of `query_lens`; these are remembered."""
+        """Return `seconds` for each of `query_lens` (memoised)."""
         key = num_sequences, query_lens
         if (known := self._known.get(key)) is None:
             known = self.all_seconds(num_sequences, np.array(query_lens, np.float64)).tolist()
@@ -64,10 +64,10 @@ class StepCosts:
         return known
 
     def all_seconds(self, num_sequences: int, query_lens: Any) -> Any:
-        """Return `seconds` for each of `query_lens`, an array, which need not be whole."""
+        """Return `seconds` for each of `query_lens`, an array of possibly fractional lengths."""
         if len(self._sizes) == 1:
             return _interpolated(num_sequences * query_lens, self._lens, self._seconds[0])
-        # Between the two nearest sizes, or beyond the last two.
+        # Interpolate between the two nearest sizes, or extrapolate from the last two.
         above = int(np.clip(np.searchsorted(self._sizes, num_sequences), 1, len(self._sizes) - 1))
         low, high = self._sizes[above - 1 : above + 1]
         share = (num_sequences - low) / (high - low)
@@ -77,14 +77,15 @@ class StepCosts:
 
 
 def measure_step_costs(runner: Any, query_lens: Sequence[int], max_num_seqs: int) -> StepCosts:
-    """Time decode steps of a runner that has computed nothing yet; overwrites its first blocks.
+    """Time decode steps of a runner before its first request; overwrites its first blocks.
 
     Parameters
     ----------
     runner : ModelRunner
     query_lens : sequence of int
-        1, and the numbers of tokens for which it has graphs, ascending.
+        1 and the query lengths with captured graphs, ascending.
     max_num_seqs : int
+        Maximum sequences of a step.
     """
     if runner.graphs is not None:
         sizes = [n for n in _SIZES if n < max_num_seqs] + [max_num_seqs]
@@ -96,15 +97,16 @@ def measure_step_costs(runner: Any, query_lens: Sequence[int], max_num_seqs: int
 
 
 def measure_propose_costs(runner: Any, max_num_seqs: int, num_blocks: int) -> StepCosts:
-    """Time whole steps, from launch to read, of a runner that has computed nothing yet.
+    """Time whole steps, from launch to read, of a draft model's runner before its first request.
 
     Overwrites its first blocks.
 
     Parameters
     ----------
     runner : ModelRunner
-        Of a draft model.
+        The draft model's.
     max_num_seqs, num_blocks : int
+        Maximum sequences of a step, and blocks that it may overwrite.
     """
     most = min(max_num_seqs, num_blocks)
     sizes = [n for n in (_SIZES if runner.graphs is not None else (1,)) if n < most] + [most]
@@ -136,7 +138,7 @@ def _step_seconds(runner: Any, requests: Sequence[Request], query_len: int) -> f
 
 
 def graph_seconds(runner: Any, num_sequences: int, query_len: int) -> float:
-    """Return the seconds of the graph of a step of so many sequences and tokens of each."""
+    """Return the seconds of one replay of the graph for `num_sequences` of `query_len` tokens."""
     key = runner.graphs.key(num_sequences, query_len, query_len)
     return _shortest(lambda: runner.graphs.repeat(key), runner.model.device)
 
@@ -163,7 +165,7 @@ def _shortest(call: Callable[[], Any], device: Any) -> float:
 
 
 def _interpolated(x: Any, at: Any, values: Any) -> Any:
-    """Return the values at `x`, on straight lines between points and beyond the last one."""
+    """Interpolate linearly at `x`; beyond the last point, continue its slope."""
     if len(at) == 1:
         return values[0] * np.maximum(x / at[0], 1.0)
     slope = max(0.0, (values[-1] - values[-2]) / (at[-1] - at[-2]))

@@ -14,14 +14,15 @@ class SpeculationStats:
     Attributes
     ----------
     num_drafts : int
-        How often drafts of a request were verified.
+        Verifications: one per request and step with drafts.
     num_draft_tokens, num_accepted_tokens : int
+        Draft tokens verified, and accepted.
     num_accepted_tokens_per_pos : tuple of int
-        How often the draft at distance 1, 2, ... from the last known token was accepted.
+        Accepted drafts at distance 1, 2, ... from the last known token.
     num_draft_tokens_per_pos : tuple of int
-        How often there was one at that distance.
+        Verified drafts at these distances.
     num_proposer_failures : int
-        Proposals that raised, or were no valid drafts; they are dropped.
+        Proposals dropped because the proposer raised or returned invalid drafts.
     """
 
     num_drafts: int = 0
@@ -33,12 +34,12 @@ class SpeculationStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted drafts over all drafts; 0 if there were none."""
+        """Accepted drafts over all drafts; 0 without drafts."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
 class DraftCounts:
-    """The counters while they grow.
+    """Running counters of drafts.
 
     Parameters
     ----------
@@ -52,7 +53,7 @@ class DraftCounts:
         self._accepted = [0] * num_positions
 
     def add(self, num_per_depth: list[int], num_accepted: int) -> None:
-        """Count the drafts of one request in one step: how many at each depth, and accepted."""
+        """Count the drafts of one request in one step: those of each depth, and those accepted."""
         self._num_drafts += 1
         for depth, count in enumerate(num_per_depth):
             self._drafted[depth] += count
@@ -60,7 +61,7 @@ class DraftCounts:
             self._accepted[depth] += 1
 
     def snapshot(self, num_failures: int) -> SpeculationStats:
-        """Return the counters as they are now; `num_failures` are counted elsewhere."""
+        """Return a snapshot; `num_failures` is counted by the proposers."""
         return SpeculationStats(
             self._num_drafts,
             sum(self._drafted),

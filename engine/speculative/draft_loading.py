@@ -1,4 +1,4 @@
-"""Loads the draft model or head, and checks that its vocabulary is the target's."""
+"""Loading of the draft model or head, and the check that its vocabulary is the target's."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from engine.speculative.heads import HEAD_METHODS, LoadedHead, load_head
 
 __all__ = ["check_vocabulary", "load_draft"]
 
-_NUM_COMPARED = 512  # ids whose tokens are compared
+_NUM_COMPARED = 512  # token ids to compare
 
 
 def load_draft(config: SpeculativeConfig | None, target: Model) -> Model | LoadedHead | None:
-    """Load the draft model or head beside its target; None if there is none.
+    """Load the draft model or head for a target; None if the method needs neither.
 
-    It has the target's device, and its dtype unless `config` says otherwise.
+    It is loaded on the target's device, in the target's dtype unless `config` names another.
 
     Raises
     ------
     ConfigError, WeightsError
-        If it does not fit to the target, or an option or a file cannot be used.
+        If it does not match the target, or an option or a file cannot be used.
     """
     if config is not None and config.method in HEAD_METHODS:
         return load_head(config, target)
@@ -55,19 +55,20 @@ def load_draft(config: SpeculativeConfig | None, target: Model) -> Model | Loade
 
 
 def check_vocabulary(draft: Any, target: Any) -> None:
-    """Check that the ids of two models are the same tokens.
+    """Check that two models use the same token ids.
 
-    Embeddings may have more rows than the tokenizer has ids. Tokens are compared for up to 512 ids,
-    evenly spaced, and the last ones.
+    The embeddings may have more rows than the tokenizer has ids. Up to 512 evenly spaced ids and
+    the last 8 are compared.
 
     Parameters
     ----------
     draft, target : Model
+        Loaded models.
 
     Raises
     ------
     ConfigError
-        Naming both.
+        Naming both models and the first difference.
     """
     if not (draft.has_tokenizer and target.has_tokenizer):
         sizes = draft.config.vocab_size, target.config.vocab_size

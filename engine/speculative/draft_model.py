@@ -1,13 +1,12 @@
-"""Drafts by a smaller model of the same vocabulary.
+"""Drafts by a draft model: a smaller model of the same vocabulary.
 
-It is run as the target is, by a `ModelRunner` of its own, over shadows of the requests: the same
-tokens, but block tables of its own (see `DraftPages`). A proposal of k drafts is k steps that are
-launched one after another; the ids sampled by one reach the next on the device.
+A `ModelRunner` of its own runs it over shadows of the requests: the same tokens, but the block
+tables of `DraftPages`. A proposal of k drafts is k steps launched back to back; the ids that one
+step samples reach the next on the device.
 
-Drafts are sampled with the request's own temperature, filters and seed, and the draws of their
-positions. The target's sampler will use these draws too, so a draft is always accepted if the two
-models' logits are equal. Penalties, biases and masks are left out: they would only raise
-acceptance.
+Drafts are sampled with the request's own temperature, filters, seed and positions. The target's
+sampler draws the same random numbers, so a draft is always accepted if the two models' logits are
+equal. Penalties, biases and masks are not applied to drafts: they would only raise acceptance.
 """
 
 from __future__ import annotations
@@ -34,38 +33,41 @@ from engine.speculative.draft_pages import DraftPages, SequencePages, num_spare_
 
 __all__ = ["DraftModelProposer"]
 
-_FIRST_LEN = 2  # query tokens of the first step: also where the last draft was accepted
+# Query tokens of the first step of a proposal. If all drafts were accepted, the last one's KV is
+# missing too.
+_FIRST_LEN = 2
 
 
 @dataclass(slots=True, eq=False)
 class _Drafted:
-    """A request as the draft model's runner sees it, and what is kept for it."""
+    """The draft model's state of one request: its shadow, its pages, its last drafts."""
 
     request: Request
     shadow: Request
     pages: SequencePages
-    index: int  # of its spare blocks
-    num_known: int = 0  # tokens of the request when it last got drafts
-    drafts: Drafts | None = None  # those; the keys of all but the last one are in the pages
-    num_wanted: int = 0
+    index: int  # number of its group of spare blocks
+    num_known: int = 0  # the request's known tokens at its last proposal
+    drafts: Drafts | None = None  # its last drafts; the KV of all but the final one is in the pages
+    num_wanted: int = 0  # drafts to propose now
 
 
 class DraftModelProposer:
-    """Proposes what a draft model samples.
+    """Proposes tokens sampled by a draft model.
 
-    A request's keys are brought up to date in chunks, one chunk per call for all requests together;
-    until that is done, it gets no drafts. An id that the draft model does not know ends its drafts.
+    Missing KV of the requests is computed in chunks, one chunk per call for all requests together;
+    a request gets no drafts until its KV is complete. An id outside the draft model's vocabulary
+    ends the drafts.
 
     Parameters
     ----------
     model : RunnableModel
         The draft model; closed by `close`.
     vocab_size : int
-        Of the target.
+        The target's.
     pool : MemoryPool
         The target's, on the same device.
     limits : SchedulerConfig
-        Of the target.
+        The target's.
     num_drafts : int
         Maximum drafts of a request.
     generations : sequence of int
@@ -74,7 +76,7 @@ class DraftModelProposer:
     Attributes
     ----------
     runner : ModelRunner
-        Of the draft model; until `close`.
+        The draft model's runner; deleted by `close`.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class DraftModelProposer:
         c = model.config
         size = limits.block_size
         self._model = model
-        self._num_ids = min(vocab_size, c.vocab_size)  # that both models know
+        self._num_ids = min(vocab_size, c.vocab_size)  # ids known to both models
         self._token_budget = limits.max_num_batched_tokens
         self._num_blocks = limits.num_blocks
         self._num_spare = num_spare_blocks(size, num_drafts)
@@ -103,28 +105,28 @@ class DraftModelProposer:
         )
         self._generations = generations
         self._pages = DraftPages(size, generations)
-        self._drafted: dict[Request, _Drafted] = {}  # in the order of their last use
+        self._drafted: dict[Request, _Drafted] = {}  # least recently used first
         self._free = list(range(limits.max_num_seqs))
         self._num_steps = 0
         self._costs: StepCosts | None = None
         self._sampled = model.device.xp.zeros((limits.max_num_seqs, num_drafts), np.int32)
-        self._ids = DraftIds(None, list)  # of the last proposal
+        self._ids = DraftIds(None, list)  # the last proposal's
 
     def prepare(self, *, graphs: bool, progress: bool = False) -> None:
-        """Capture graphs for the steps of a proposal, and measure what it takes."""
+        """Capture graphs for the steps of a proposal, and measure its cost."""
         if graphs:
             self.capture_graphs(progress=progress)
         self._costs = measure_propose_costs(self.runner, len(self._free), self._num_blocks)
 
     def capture_graphs(self, *, progress: bool = False) -> None:
-        """Capture graphs; on the CPU, the steps that they would replay are used."""
+        """Capture graphs; on the CPU, the steps themselves run in place of replays."""
         self.runner.capture_graphs(self._max_len, _FIRST_LEN - 1, progress=progress)
         assert self.runner.graphs is not None
         self._sampled[:1, 0] = self.runner.graphs.sampled_ids(1)
-        self._collected(1)  # CuPy compiles these on first use: do it now
+        self._collected(1)  # compiles CuPy's kernels now, not in the first proposal
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Drafts | None]:
-        """Return the model's drafts; None for a request whose keys are not up to date yet."""
+        """Return the drafts of each request; None if its KV is incomplete."""
         try:
             return self._propose(wanted)
         except BaseException:
@@ -132,14 +134,14 @@ class DraftModelProposer:
             raise
 
     def forget(self, request: Request) -> None:
-        """Release what is kept for a request; the keys in its blocks stay known."""
+        """Drop the state of a request; the record of its computed blocks stays."""
         drafted = self._drafted.pop(request, None)
         if drafted is not None:
             self.runner.release([drafted.shadow])
             self._free.append(drafted.index)
 
     def cost(self, num_sequences: int, num_tokens: int) -> float:
-        """Return the seconds of a proposal for sequences that are up to date."""
+        """Return the seconds of a proposal for sequences whose KV is complete."""
         if self._costs is None:
             return 0.0
         first = self._costs.seconds(num_sequences, _FIRST_LEN)
@@ -172,7 +174,7 @@ class DraftModelProposer:
         return [drafts.get(drafted) for drafted in all_drafted]
 
     def _drafted_of(self, requests: Sequence[Request]) -> list[_Drafted]:
-        """Return the entry of each request; those used longest ago make room for new ones."""
+        """Return the state of each request; the least recently used are evicted for new ones."""
         for request in requests:
             if request in self._drafted:
                 self._drafted[request] = self._drafted.pop(request)
@@ -202,9 +204,9 @@ class DraftModelProposer:
         return _Drafted(request, shadow, SequencePages(spare, long_rope), index)
 
     def _follow(self, drafted: _Drafted, count: int) -> list[tuple[int, int]]:
-        """Take over what has changed since the last proposal; return the blocks to copy.
+        """Adopt the request's changes since the last proposal; return the blocks to copy.
 
-        Sets `num_wanted`, to 0 if the request cannot get drafts now.
+        Sets `num_wanted`: 0 if the request cannot get drafts now.
         """
         request = drafted.request
         pages = drafted.pages
@@ -220,7 +222,7 @@ class DraftModelProposer:
         drafted.num_known = known
         copies = self._pages.follow(pages, request)
         if pages.is_rewritten:
-            self.runner.release([shadow])  # a new row takes over the whole table
+            self.runner.release([shadow])  # its next row is filled with the whole table
             shadow.block_table = pages.table[: self._max_blocks]
             pages.is_rewritten = False
         room = min(len(shadow.block_table) * self.kv_cache.geometry.block_size, self._max_len)
@@ -228,7 +230,7 @@ class DraftModelProposer:
         return copies
 
     def _catch_up(self, all_drafted: Sequence[_Drafted]) -> list[_Drafted]:
-        """Compute a chunk of missing keys; return those of which at most two are missing then."""
+        """Compute a chunk of missing KV; return the requests then missing at most two tokens."""
         sequences: list[ScheduledSequence] = []
         ready: list[_Drafted] = []
         left = self._token_budget
@@ -241,7 +243,7 @@ class DraftModelProposer:
             stop = drafted.num_known - _FIRST_LEN
             count = max(0, min(stop - start, left))
             blocks = shadow.block_table[start // size : (start + count - 1) // size + 1]
-            if count and claimed.isdisjoint(blocks):  # another computes a common prefix
+            if count and claimed.isdisjoint(blocks):  # else another request computes their prefix
                 claimed.update(blocks)
                 left -= count
                 sequences.append(ScheduledSequence(shadow, start, count, False, 0))
@@ -254,7 +256,7 @@ class DraftModelProposer:
 
     def _draft(self, ready: Sequence[_Drafted]) -> Mapping[_Drafted, Drafts]:
         """Launch the steps that sample the drafts, and return them."""
-        self._ids.on_device = None  # it is overwritten now
+        self._ids.on_device = None  # overwritten from here on
         ready = sorted(ready, key=lambda drafted: -drafted.num_wanted)
         unread: list[tuple[list[_Drafted], LaunchedStep]] = []
         active: list[_Drafted] = []
@@ -272,16 +274,16 @@ class DraftModelProposer:
         return self._deferred(ready)
 
     def _deferred(self, ready: Sequence[_Drafted]) -> Mapping[_Drafted, Drafts]:
-        """Return drafts that are read from the device when they are needed."""
+        """Return drafts whose ids are read from the device on demand."""
         if ready:
             self._ids = self._collected(len(ready))
         return {d: DeferredDrafts(self._ids, i, d.num_wanted) for i, d in enumerate(ready)}
 
     def _collected(self, count: int) -> DraftIds:
-        """Return the ids of the last steps, of `count` requests; starts to copy them to the host.
+        """Return the sampled ids of the first `count` requests, and start their copy to the host.
 
-        Ids are clamped to the target's vocabulary on the device too, so that host and device see
-        the same drafts.
+        Ids are clamped to the common vocabulary on the device, so that host and device see the same
+        drafts.
         """
         device = self._model.device
         ids = self._sampled[:count]
@@ -290,7 +292,7 @@ class DraftModelProposer:
         return DraftIds(ids, lambda: copy.wait()["ids"].tolist())
 
     def _first_step(self, active: list[_Drafted]) -> ScheduleOutput:
-        """Return the step of the last tokens that are known: two of each where it is a graph."""
+        """Return the step of the last known tokens: with graphs, exactly two of each request."""
         sequences = []
         for drafted in active:
             stop = drafted.num_known
@@ -305,7 +307,7 @@ class DraftModelProposer:
         return _step(self._num_steps, sequences, num_decodes, 1)
 
     def _next_step(self, active: list[_Drafted], number: int) -> ScheduleOutput:
-        """Return the step of draft `number` - 1, whose id only the device knows."""
+        """Return the step of draft `number` - 1, whose id is only on the device."""
         sequences = [
             ScheduledSequence(d.shadow, d.num_known + number - 1, 1, True, 1) for d in active
         ]
@@ -318,7 +320,7 @@ class DraftModelProposer:
     def _read(
         self, ready: Iterable[_Drafted], steps: Iterable[tuple[list[_Drafted], LaunchedStep]]
     ) -> Mapping[_Drafted, Drafts]:
-        """Read all steps; what is no id of the target, or was not sampled, ends the drafts."""
+        """Read all steps; an id outside the common vocabulary, or none, ends the drafts."""
         ids: dict[_Drafted, list[int]] = {drafted: [] for drafted in ready}
         for active, step in steps:
             result = self.runner.read(step)
@@ -330,7 +332,7 @@ class DraftModelProposer:
         }
 
     def _reset(self) -> None:
-        """Drop everything after a failure."""
+        """Drop all state after a failure."""
         for request in list(self._drafted):
             self.forget(request)
         self._pages = DraftPages(self.kv_cache.geometry.block_size, self._generations)
@@ -338,14 +340,14 @@ class DraftModelProposer:
 
 
 def _plain(params: SamplingParams) -> SamplingParams:
-    """Return what of the parameters the sampler needs for plain requests."""
+    """Return only the parameters of the draw itself: temperature and filters."""
     return SamplingParams(
         temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p
     )
 
 
 def _num_equal(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
-    """Return how many leading ids are equal."""
+    """Return the number of equal leading ids."""
     pairs = enumerate(zip(drafts, token_ids, strict=False))
     most = min(len(drafts), len(token_ids))
     return next((i for i, (draft, token) in pairs if draft != token), most)

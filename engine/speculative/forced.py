@@ -1,4 +1,4 @@
-"""Drafts of the tokens that a grammar leaves no choice of."""
+"""Drafts of the tokens that a grammar forces."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["ForcedTokens"]
 
 
 class ForcedTokens:
-    """Proposes the tokens that a request's grammar forces, such as the names of a JSON schema.
+    """Proposes the tokens that a request's grammar forces, such as the property names of a schema.
 
-    Their masks allow one token each, so they are accepted.
+    The grammar's mask allows only these tokens, so they are always accepted.
 
     Examples
     --------
@@ -26,7 +26,7 @@ class ForcedTokens:
     """
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Proposal]:
-        """Return forced tokens; None for a request without a grammar, or with a choice."""
+        """Return forced tokens; None if the grammar allows several tokens, or without a grammar."""
         return [_forced(request, count) for request, count in wanted]
 
     def forget(self, request: Request) -> None:

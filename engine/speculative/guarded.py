@@ -1,4 +1,4 @@
-"""A proposer that may fail or return garbage, without harm to any request."""
+"""Guard around a proposer: its failures and invalid drafts cannot harm a request."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ __all__ = ["GuardedProposer"]
 
 _log = logging.getLogger(__name__)
 
-_MAX_FAILURES = 16  # calls in a row
+_MAX_FAILURES = 16  # consecutive failed calls
 
 
 class GuardedProposer:
-    """Asks a proposer, and drops what is no valid proposal; the first fault is logged.
+    """Calls a proposer and drops invalid proposals; the first fault is logged.
 
     Parameters
     ----------
     proposer : Proposer
+        The guarded proposer.
     vocab_size : int
-        Ids of drafts are below it.
+        Exclusive upper bound of draft ids.
     may_defer : bool
-        Whether `DeferredDrafts` are taken as they are, unread: their proposer is the engine's own.
+        Accept `DeferredDrafts` unread; for the engine's own proposers.
 
     Attributes
     ----------
     num_failures : int
         Proposals dropped so far.
     is_given_up : bool
-        Whether it has failed so often in a row that it is not asked again.
+        Whether it failed so often in a row that it is not called again.
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int, *, may_defer: bool = False) -> None:
@@ -43,10 +44,10 @@ class GuardedProposer:
         self._proposer = proposer
         self.vocab_size = vocab_size
         self._may_defer = may_defer
-        self._num_failed_calls = 0  # in a row
+        self._num_failed_calls = 0  # consecutive
 
     def ask(self, wanted: Sequence[tuple[Request, int]]) -> list[tuple[Request, Drafts]]:
-        """Return the valid proposals, as of `Proposer.propose`."""
+        """Return the valid proposals. See `Proposer.propose`."""
         if not wanted or self.is_given_up:
             return []
         num_failures = self.num_failures
@@ -65,7 +66,7 @@ class GuardedProposer:
         return proposals
 
     def read_ahead(self, requests: Sequence[Request]) -> None:
-        """Call `ReadsAhead.read_ahead`, if the proposer has it."""
+        """Call `ReadsAhead.read_ahead` if the proposer implements it."""
         if isinstance(self._proposer, ReadsAhead) and not self.is_given_up:
             try:
                 self._proposer.read_ahead(requests)
@@ -91,7 +92,7 @@ class GuardedProposer:
             self._note(_reason(error))
 
     def _ask(self, wanted: tuple[tuple[Request, int], ...]) -> Sequence[Any]:
-        """Return one proposal for each; if the call fails, none."""
+        """Return one proposal per request, all None if the call fails."""
         try:
             given = list(islice(self._proposer.propose(wanted), len(wanted) + 1))
         except Exception as error:
@@ -104,7 +105,7 @@ class GuardedProposer:
         return given
 
     def _checked(self, proposal: Any, most: int) -> Drafts | None:
-        """Return a proposal as drafts that are valid whatever it is; None if it is no proposal."""
+        """Return a proposal as validated drafts; None if it is invalid."""
         try:
             return self._drafts(proposal, most)
         except Exception as error:
@@ -118,8 +119,8 @@ class GuardedProposer:
             raise TypeError(f"it returned {type(given).__name__} in place of Drafts")
         if self._may_defer and isinstance(given, DeferredDrafts) and len(given) <= most:
             return given
-        # A subclass, or one made without __init__, may hold anything: all is checked, and copied
-        # unless it cannot change.
+        # A subclass, or an object built without __init__, may hold anything: check everything, and
+        # copy whatever is mutable.
         drafts = given
         ids = given.token_ids
         parents = given.parents

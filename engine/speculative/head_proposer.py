@@ -1,13 +1,14 @@
 """Drafts by a head on the target's hidden states (EAGLE-3, MTP).
 
-The target's runner hands over the features of every step. Keys of prompts are computed at once, as
-these features are not kept; those of the last step stay until the next, so that a proposal can go
-on from the tokens that this step accepted. A request that was not in the last step gets no drafts.
+The target's runner passes the features of every step to `HeadProposer`. The keys of prompt tokens
+are computed at once, because the features are not kept beyond the next step; those of the last step
+stay, so that a proposal can continue from the tokens which that step accepted. A request that was
+not in the last step gets no drafts.
 
-Drafts are sampled with the request's own temperature, filters and seed, and the draws of their
-positions, among the tokens of the target's vocabulary that the head knows. The target's sampler
-uses these draws too. Penalties, biases and masks are left out: they would only raise acceptance.
-The ids stay on the device until they are needed (`DeferredDrafts`).
+Drafts are sampled with the request's own temperature, filters, seed and positions, from the tokens
+of the target's vocabulary that the head knows. The target's sampler draws the same random numbers.
+Penalties, biases and masks are not applied to drafts: they would only raise acceptance. The ids
+stay on the device until they are needed (`DeferredDrafts`).
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from engine.speculative.head_pages import HeadPages, HeadSequence
 
 __all__ = ["HeadProposer"]
 
-_SIZES = (1, 8, 64)  # sequences, for which the costs are measured
-_CALLS = 3
+_SIZES = (1, 8, 64)  # numbers of sequences for which the cost is measured
+_CALLS = 3  # timed calls per size
 _TINY = float(np.finfo(np.float32).tiny)  # top_p must stay above 0
 
 
 class _Rows(NamedTuple):
-    """Where the features of one request are: of positions [start, stop), from row `first` on."""
+    """Rows of one request in the features: positions [start, stop), beginning at row `first`."""
 
     first: int
     start: int
@@ -51,24 +52,26 @@ class _Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class _Work:
-    """Positions of one request whose keys are computed now."""
+    """Positions [start, stop) of one request whose keys are to be computed."""
 
     request: Request
     start: int
     stop: int
-    first_key: int
-    first_row: int
+    first_key: int  # index of the first key in the sequence's blocks
+    first_row: int  # row of its features
 
 
 class HeadProposer:
-    """Proposes a chain of drafts: the head is run again on its own output for each.
+    """Proposes a chain of drafts: for each one, the head runs again on its own output.
 
     Parameters
     ----------
     head : DraftHead
+        The head and its weights.
     runner : ModelRunner
-        Of the target, with `feature_layers` of the head. Its `features.on_step` is set.
+        The target's, built with the head's `feature_layers`. Its `features.on_step` is set.
     limits : SchedulerConfig
+        The target's.
     num_drafts : int
         Maximum drafts of a request.
     generations : sequence of int
@@ -98,14 +101,14 @@ class HeadProposer:
         self._pages = HeadPages(size, generations)
         self._sequences: dict[Request, HeadSequence] = {}
         self._features: Features = {}
-        self._rows: dict[Request, _Rows] = {}  # in `_features`; of the last step
+        self._rows: dict[Request, _Rows] = {}  # rows of the last step in `_features`
         self._fault: Exception | None = None
         self._sampler = Sampler()
         self._costs = self._measured(limits.max_num_seqs, runner.model.config.hidden_size)
         self._tap.on_step = self._take
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Drafts | None]:
-        """Return the drafts of each request that was in the last step."""
+        """Return drafts of each request; None if it was not in the last step."""
         if self._fault is not None:
             fault = self._fault
             self._fault = None
@@ -117,16 +120,16 @@ class HeadProposer:
             raise
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept for a request; the keys in its blocks stay known."""
+        """Drop the state of a request; the record of its filled blocks stays."""
         self._sequences.pop(request, None)
         self._rows.pop(request, None)
 
     def cost(self, num_sequences: int, num_tokens: int) -> float:
-        """Return the seconds that so many drafts for each sequence take."""
+        """Return the seconds to propose `num_tokens` drafts for each sequence."""
         return self._costs.seconds(num_sequences, num_tokens)
 
     def close(self) -> None:
-        """Free the pages, and drop the head; a second call does nothing."""
+        """Free the pages and drop the head; a second call does nothing."""
         if self.kv_cache.is_closed:
             return
         self._tap.on_step = None
@@ -138,9 +141,9 @@ class HeadProposer:
     # ---- after a step was launched
 
     def _take(self, output: ScheduleOutput, first_tokens: Any, features: Features) -> None:
-        """Keep the features of a step; store the keys of tokens whose next one is known.
+        """Keep the features of a step; store the keys of tokens whose successor is known.
 
-        The step must not fail because of the head; the next proposal reports what was wrong.
+        An error of the head must not fail the step; the next proposal raises it.
         """
         try:
             self._note(output, first_tokens, features)
@@ -185,14 +188,14 @@ class HeadProposer:
         return [chains.get(request) for request, _ in wanted]
 
     def _ready(self, request: Request) -> _Work | None:
-        """Return what is to be computed before the first draft; None if that cannot be done."""
+        """Return the keys to compute for the first draft; None if their features are missing."""
         stop = request.num_known_tokens - 1
         return self._work(request, stop) if request.num_committed_tokens >= stop else None
 
     def _work(self, request: Request, stop: int) -> _Work | None:
-        """Make room for the keys up to position `stop`; None if the last has no features."""
+        """Allocate room for the keys up to position `stop`; None if the last has no features."""
         rows = self._rows.get(request)
-        if rows is None or request.shares_last_block:  # it is copied before it is written to
+        if rows is None or request.shares_last_block:  # the target copies it before its next write
             return None
         sequence = self._sequences[request]
         self._pages.follow(sequence, request)
@@ -203,7 +206,7 @@ class HeadProposer:
         return _Work(request, start, stop, first_key, rows.first + start - rows.start)
 
     def _store(self, works: Sequence[_Work]) -> None:
-        """Compute keys and values only."""
+        """Compute and store the keys and values of `works`."""
         works = [work for work in works if work.stop > work.start]
         if not works:
             return
@@ -217,7 +220,7 @@ class HeadProposer:
         self._head.store(batch.token_ids, state, batch, self.kv_cache.layer(0))
 
     def _draft(self, works: Sequence[_Work], count: int) -> DraftIds:
-        """Return `count` drafts for each, on the device; where none can be sampled, any id."""
+        """Return `count` draft ids of each, on the device; any id if none can be sampled."""
         xp = self._device.xp
         requests = [work.request for work in works]
         lasts = [work.stop - 1 - work.start for work in works]
@@ -238,9 +241,10 @@ class HeadProposer:
         return DraftIds(ids, lambda: copy.wait()["ids"].tolist())
 
     def _chain_batches(self, works: Sequence[_Work], count: int) -> Iterator[ForwardBatch]:
-        """Yield the batches of `count` drafts for each, of which only the first has its ids.
+        """Yield the batch of each of `count` drafts; only the first contains token ids.
 
-        Drafts of positions that the rope table does not have are more than were wanted.
+        Positions are clamped to the rope table: drafts beyond it exceed the request's own count,
+        and are dropped.
         """
         keys = np.array([w.first_key + w.stop - 1 - w.start for w in works], np.int32)
         ids = [work.request.token_ids(work.stop, work.stop + 1) for work in works]
@@ -264,13 +268,13 @@ class HeadProposer:
             ).to(self._device)
 
     def _reset(self) -> None:
-        """Forget all keys, some of which may not have been written."""
+        """Forget all keys, as some may not have been written."""
         self._rows = {}
         self._sequences = {}
         self._pages = HeadPages(self.kv_cache.geometry.block_size, self._generations)
 
     def _state(self, rows: Any) -> Any:
-        """Return the head's state made of these rows of the features."""
+        """Return the head's input state, combined from these rows of the features."""
         index = self._device.xp.asarray(rows.astype(np.int32))
         features = [self._features[layer] for layer in self._head.feature_layers]
         return self._head.combine([kernels.embedding(index, one) for one in features])
@@ -278,7 +282,7 @@ class HeadProposer:
     def _batch(
         self, works: Sequence[_Work], ids: Any, starts: list[int], positions: Sequence[Any]
     ) -> ForwardBatch:
-        """Return the batch of some tokens of each; rotated by `positions`, not by their place."""
+        """Return a batch of some tokens of each; rope rotates by `positions`, not by key index."""
         tables = [
             [*self._sequences[work.request].table, *self._scratch(number)]
             for number, work in enumerate(works)
@@ -288,19 +292,19 @@ class HeadProposer:
         return replace(batch, rope_positions=rope_positions)
 
     def _scratch(self, number: int) -> range:
-        """Return the blocks for drafts of sequence `number` of a batch, behind its own."""
+        """Return the scratch blocks that follow the table of sequence `number` of a batch."""
         first = self._num_blocks + number * self._num_scratch
         return range(first, first + self._num_scratch)
 
     # ---- costs
 
     def _measured(self, max_num_seqs: int, width: int) -> StepCosts:
-        """Return what a draft takes: proportional to their number."""
+        """Measure the cost of one draft; the cost of several is proportional."""
         sizes = [size for size in _SIZES if size < max_num_seqs] + [max_num_seqs]
         return StepCosts(sizes, [1], [[self._seconds(size, width)] for size in sizes])
 
     def _seconds(self, size: int, width: int) -> float:
-        """Return the seconds of one draft for `size` sequences; the first call loads kernels."""
+        """Time one draft for `size` sequences; the first call, untimed, loads kernels."""
         device = self._device
         xp = self._device.xp
         times = []
@@ -320,7 +324,7 @@ class HeadProposer:
 
 
 def _sampling(requests: Sequence[Request], positions: Any, xp: Any) -> SamplingBatch:
-    """Return how the tokens at `positions` are sampled, without what depends on other tokens."""
+    """Return the sampling options of the tokens at `positions`: temperature, filters and draws."""
     params = [request.spec.params for request in requests]
     columns = {
         "temperature": ([0.0 if p.greedy else p.temperature for p in params], np.float32),

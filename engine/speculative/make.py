@@ -1,4 +1,4 @@
-"""Makes the engine's `Speculation` from its config."""
+"""Builder of the engine's `Speculation` from its config."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ def make_speculation(
     Parameters
     ----------
     config : SpeculativeConfig or None
+        None: no speculation.
     scheduler : Scheduler
+        The engine's.
     runner : ModelRunner
-        With its graphs captured, and nothing computed yet.
+        Its graphs must be captured; it must not have run a step yet.
     draft : Model or LoadedHead, optional
-        Of "draft_model", "eagle3" and "mtp" (`load_draft`).
+        Draft model or head, for "draft_model", "eagle3" and "mtp" (`load_draft`).
     overlaps : bool
-        Whether a step is scheduled before the one before is read.
+        Whether a step is scheduled before the previous one is read back.
     """
     if config is None:
         return NoSpeculation()

@@ -1,4 +1,4 @@
-"""Drafts from the request's own text: what followed its last tokens when they came before."""
+"""Drafts from the request's own text: the tokens that followed an earlier match of its end."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from engine.speculative.ngram_index import NgramIndex
 
 __all__ = ["NgramProposer", "SuffixProposer"]
 
-_READ_PER_CALL = 1 << 14  # tokens in a call of `propose`: a few ms; longer prompts take more calls
-_NUM_CHECKED = 8  # last tokens that are compared before more are read
-_LONGEST_SUFFIX = 48
-_DRAFTS_PER_TOKEN = 2.0
-_BRANCH_SHARE = 0.25  # of the occurrences, so that a second continuation is a branch
+_READ_PER_CALL = 1 << 14  # tokens per call of `propose`, a few ms; longer prompts take more calls
+_NUM_CHECKED = 8  # last tokens compared with the request's before more are read
+_LONGEST_SUFFIX = 48  # tokens
+_DRAFTS_PER_TOKEN = 2.0  # drafts per token of the match
+_BRANCH_SHARE = 0.25  # minimum share of the occurrences for a second branch
 
 
 class NgramProposer:
-    """Proposes what followed the latest occurrence of the longest n-gram at the end.
+    """Proposes the tokens after the latest earlier occurrence of the longest final n-gram.
 
-    Its index is on the host, of each request. It takes some microseconds per token and per
-    proposal, however long the request is, and some ten bytes per token and length of n-grams; a
-    long prompt is read in several calls, and nothing is proposed for its request until then.
+    Every request has an index on the host. It costs some microseconds per token and per proposal,
+    whatever the request's length, and about ten bytes per token and n-gram length. A long prompt is
+    read in several calls; its request gets no drafts until it is read.
 
     Parameters
     ----------
     shortest, longest : int
-        Lengths of the n-grams.
+        Minimum and maximum length of a match, in tokens.
 
     Examples
     --------
@@ -44,7 +44,7 @@ class NgramProposer:
         self._indices: dict[Request, NgramIndex] = {}
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Drafts | None]:
-        """Return drafts for each request, as `Proposer.propose`."""
+        """Return drafts for each request. See `Proposer.propose`."""
         proposals: list[Drafts | None] = []
         budget = _READ_PER_CALL
         for request, count in wanted:
@@ -54,7 +54,7 @@ class NgramProposer:
         return proposals
 
     def read_ahead(self, requests: Sequence[Request]) -> None:
-        """Read prompts, as `ReadsAhead.read_ahead`."""
+        """Read prompts. See `ReadsAhead.read_ahead`."""
         budget = _READ_PER_CALL
         for request in requests:
             budget -= self._index(request, budget)[1]
@@ -72,7 +72,7 @@ class NgramProposer:
         self._indices.clear()
 
     def _index(self, request: Request, budget: int) -> tuple[NgramIndex, int, bool]:
-        """Add at most `budget` tokens; return the index, how many, and whether it has all now."""
+        """Read at most `budget` tokens; return the index, their number, and if it is complete."""
         known = request.num_known_tokens
         index = self._indices.get(request)
         if index is None or index.is_full or not _is_prefix(index.token_ids, request):
@@ -89,17 +89,17 @@ class NgramProposer:
 
 
 class SuffixProposer(NgramProposer):
-    """Proposes what mostly followed the longest suffix that came before.
+    """Proposes the most frequent continuation of the longest suffix that occurred before.
 
-    A longer match gets more drafts: two for each of its tokens. Where its occurrences differ in
-    what follows, the most frequent continuation is proposed (arXiv:2411.04975).
+    A longer match gets more drafts: two per matched token. Where the continuations of its
+    occurrences differ, the most frequent one is proposed (arXiv:2411.04975).
 
     Parameters
     ----------
     shortest : int
         Minimum length of a match.
     allow_trees : bool
-        Propose a second continuation, too, where it is frequent.
+        Also propose a second continuation if it is frequent.
 
     Examples
     --------
@@ -128,13 +128,13 @@ class SuffixProposer(NgramProposer):
 
 
 def _is_prefix(read: list[int], request: Request) -> bool:
-    """Tell whether the last tokens that were read are still where they were."""
+    """Tell whether the last tokens read still match the request's."""
     start = max(0, len(read) - _NUM_CHECKED)
     return request.token_ids(start, len(read)) == read[start:]
 
 
 def _continuation(ids: Sequence[int], end: int, count: int) -> list[int]:
-    """Return the tokens after position `end`; what ends with the sequence is repeated."""
+    """Return `count` tokens after position `end`; at the end of the sequence, repeat them."""
     found = list(ids[end + 1 : end + 1 + count])
     period = len(found)
     while len(found) < count:
@@ -145,9 +145,9 @@ def _continuation(ids: Sequence[int], end: int, count: int) -> list[int]:
 def _vote(
     ids: Sequence[int], ends: list[int], count: int
 ) -> tuple[list[int], tuple[float, int, list[int]] | None]:
-    """Return what mostly follows the occurrences, and the likeliest other branch.
+    """Return the most frequent continuation of the occurrences, and the likeliest other branch.
 
-    The branch is its share of the occurrences, its depth, and where they end.
+    The branch is a tuple: its share of the occurrences, its depth, and their last positions.
     """
     main: list[int] = []
     branch = None
@@ -173,7 +173,7 @@ def _followed_by(ids: Sequence[int], ends: list[int], depth: int, token_id: int)
 def _tree(
     ids: Sequence[int], main: list[int], branch: tuple[float, int, list[int]], count: int
 ) -> Drafts:
-    """Return the main continuation, and a branch with a share of the drafts."""
+    """Return a tree of the main continuation and one branch, given its share of the drafts."""
     share, depth, ends = branch
     num_branch = min(count - 1 - depth, max(1, int(share * count)))
     if num_branch < 1:

@@ -1,9 +1,9 @@
-"""Where the last tokens of a sequence came before in it: hash chains over its n-grams.
+"""Earlier occurrences of a sequence's last tokens: hash chains over its n-grams.
 
-For each of a few lengths n, `head` has the last position at which an n-gram of a hash ended, and
-`link` the one before, for every position: a chain from the latest occurrence to the earliest, as
-LZ77 compressors have them. A token costs a few additions and one entry in each of the arrays;
-nothing is ever searched but the chain of the last position.
+For each of a few lengths n, `head` maps a hash to the last position at which an n-gram of this hash
+ended, and `link` maps each position to the previous one: a chain from the latest occurrence to the
+earliest, as in LZ77 compressors. A token costs a few additions and one entry in each array; only
+the chain of the last position is ever searched.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 __all__ = ["NgramIndex"]
 
 _BASE = 0x9E3779B97F4A7C15 & (2**60 - 1)  # odd
-_MASK = 2**60 - 1  # hashes are polynomials in _BASE, modulo 2**60: two digits of a Python int
-_BULK = 64  # tokens from which NumPy is faster
-_LOAD = 4  # tokens per chain, above which the chains are too few
+_MASK = 2**60 - 1  # hashes are polynomials in _BASE modulo 2**60: two digits of a Python int
+_BULK = 64  # minimum number of tokens for which NumPy is faster
+_LOAD = 4  # tokens per chain beyond which the index is rebuilt with more chains
 
 
 class _Chains:
-    """Positions at which n-grams end, in chains of equal hashes."""
+    """End positions of n-grams, chained by equal hash."""
 
     __slots__ = ("_hash", "_head", "_leaving", "_shift", "link", "n")
 
@@ -32,11 +32,12 @@ class _Chains:
         self.link = array("i")
         self._head = array("i", [-1]) * (1 << num_bits)
         self._shift = 60 - num_bits
-        self._hash = 0  # of the last n tokens: sum of token * _BASE ** (1 + distance from the last)
+        # Hash of the last n tokens: sum of token * _BASE ** (1 + distance from the last).
+        self._hash = 0
         self._leaving = pow(_BASE, n + 1, 2**60)
 
     def append(self, ids: Sequence[int], start: int) -> None:
-        """Add the n-grams of `ids` that end at `start` and after, one by one."""
+        """Add the n-grams of `ids` that end at `start` or later, one by one."""
         n = self.n
         value = self._hash
         power = self._leaving
@@ -55,14 +56,14 @@ class _Chains:
         self._hash = value
 
     def extend(self, hashes: Any, start: int) -> None:
-        """Add the n-grams with these hashes, (T,) uint64, that end at `start` and after."""
+        """Add n-grams that end at `start` and the following positions, by hash, (T,) uint64."""
         self._hash = int(hashes[-1]) & _MASK
         skipped = max(0, self.n - 1 - start)
         self.link.extend([-1] * min(skipped, len(hashes)))
         buckets = ((hashes[skipped:] & np.uint64(_MASK)) >> np.uint64(self._shift)).astype(np.int64)
         if not len(buckets):
             return
-        # Sorted by bucket, and by position within: neighbours of a bucket are linked.
+        # Sort by bucket, then by position; link the neighbours within a bucket.
         order = np.sort(buckets << 32 | np.arange(len(buckets))) & 0xFFFFFFFF
         buckets = buckets[order]
         positions = (order + start + skipped).astype(np.int32)
@@ -82,18 +83,18 @@ class NgramIndex:
     Parameters
     ----------
     shortest, longest : int
-        Lengths of a match that count: one of fewer tokens is none, and more are not compared.
+        Minimum length of a match, and the length at which comparing stops, in tokens.
     num_tokens : int
-        How long the sequence is about; `is_full` tells when it has become much longer.
+        Expected length of the sequence; `is_full` tells when it has grown far beyond.
     max_candidates : int
         Maximum steps along a chain.
 
     Attributes
     ----------
     token_ids : list of int
-        The tokens that were read.
+        The tokens read so far.
     num_steps : int
-        Steps along chains so far.
+        Steps taken along chains so far.
 
     Examples
     --------
@@ -118,7 +119,7 @@ class NgramIndex:
 
     @property
     def is_full(self) -> bool:
-        """Tell whether an index for more tokens would be faster."""
+        """Tell whether the sequence has outgrown the index, so that a larger one is faster."""
         return len(self.token_ids) > self._capacity
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -132,15 +133,15 @@ class NgramIndex:
             chains.append(self.token_ids, start)
 
     def matches(self, *, all_of_them: bool = True) -> tuple[int, list[int]]:
-        """Return the longest match's length, and where its occurrences end, the latest first.
+        """Return the length of the longest match and its end positions, latest first.
 
-        (0, []) if there is none. Of an n-gram that is more frequent, the latest `max_candidates`
-        occurrences count. A match may overlap the last tokens.
+        (0, []) without a match. At most the latest `max_candidates` occurrences of an n-gram are
+        visited. A match may overlap the last tokens.
 
         Parameters
         ----------
         all_of_them : bool
-            False: the latest occurrence is enough.
+            False: return only the latest occurrence.
         """
         last = len(self.token_ids) - 1
         for chains in reversed(self._chains):
@@ -151,7 +152,7 @@ class NgramIndex:
         return 0, []
 
     def _walk(self, chains: _Chains, last: int, all_of_them: bool) -> tuple[int, list[int]]:
-        """Return what `matches` does, among those of at least the length of these chains."""
+        """Return the result of `matches` among the occurrences in `chains`."""
         ids = self.token_ids
         link = chains.link
         longest = self._longest
@@ -177,7 +178,7 @@ class NgramIndex:
         return best, ends
 
     def _length(self, at: int, last: int, known: int) -> int:
-        """Return how many tokens up to `at` and up to `last` are equal, at most `longest`."""
+        """Return the number of equal tokens before `at` and `last`, inclusive, up to `longest`."""
         ids = self.token_ids
         most = min(self._longest, at + 1)
         while known < most and ids[at - known] == ids[last - known]:
@@ -185,7 +186,7 @@ class NgramIndex:
         return known
 
     def _extend_bulk(self, start: int) -> None:
-        """Add the n-grams that end at `start` and after, with NumPy."""
+        """Add the n-grams that end at `start` or later, with NumPy."""
         longest = self._chains[-1].n
         first = max(0, start + 1 - longest)
         ids = np.array(self.token_ids[first:], np.uint64)
@@ -204,9 +205,9 @@ class NgramIndex:
 
 
 def _lengths(shortest: int, longest: int) -> list[int]:
-    """Return the lengths of n-grams that have chains.
+    """Return the n-gram lengths to index: `shortest`, doubled repeatedly, and `longest`.
 
-    A long match is looked for among few candidates, whatever its last tokens are.
+    The chains of a long n-gram offer few candidates, however frequent the last tokens are.
     """
     lengths = [shortest]
     while 2 * lengths[-1] < longest:

@@ -1,4 +1,4 @@
-"""What proposes drafts: the interface, and the user's own callable."""
+"""The interface of proposers of drafts, and the proposer that wraps the user's callable."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Proposal = Drafts | Exception | None
 
 
 class Proposer(Protocol):
-    """Proposes drafts for requests that are decoded.
+    """Proposes drafts for decoding requests.
 
-    It brings itself up to date in `propose`, from the tokens of the request that it has not read
-    yet. Between two calls a request may have got tokens, or been preempted and resumed.
+    `propose` first reads the tokens of each request that it has not read yet. Between two calls, a
+    request may have received tokens, or been preempted and resumed.
     """
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> Sequence[Proposal]:
@@ -28,21 +28,21 @@ class Proposer(Protocol):
         Parameters
         ----------
         wanted : sequence of (Request, int)
-            At most how many drafts for which request; at least one.
+            Requests, and the maximum number of drafts of each, at least 1.
 
         Returns
         -------
         sequence of Drafts, None or Exception
-            One for each; None proposes nothing, an exception says why that failed.
+            One per request; None proposes nothing, an exception states why proposing failed.
         """
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept for a request: it has ended, or is not decoded for now."""
+        """Drop the state kept for a request that has ended or stopped decoding for now."""
 
     def cost(self, num_sequences: int, num_tokens: int) -> float:
-        """Return the seconds that drafts for so many sequences take, as measured at the start.
+        """Return the seconds, measured at the start, to propose `num_tokens` drafts per sequence.
 
-        0.0 if they are negligible: then it may also be asked for requests with a token in flight.
+        0.0 if negligible; then `propose` may also be called for requests with a token in flight.
         """
 
     def close(self) -> None:
@@ -51,20 +51,20 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """A proposer that has to read prompts, and can do so while the device computes them."""
+    """A proposer that must read prompts, and can do so while the device computes them."""
 
     def read_ahead(self, requests: Sequence[Request]) -> None:
-        """Read as much of their known tokens as fits into a few milliseconds."""
+        """Read as many of their known tokens as fit into a few milliseconds."""
 
 
 class CustomProposer:
-    """Asks a callable of the user's.
+    """Calls the user's proposer.
 
     Parameters
     ----------
     call : callable
-        ``call(token_ids, num_tokens)`` with a list of int, the request's known tokens; returns up
-        to num_tokens ids, or `Drafts`, or None.
+        ``call(token_ids, num_tokens)``: takes the request's known tokens, a list of int, and
+        returns up to num_tokens ids, or `Drafts`, or None.
 
     Examples
     --------
@@ -97,5 +97,5 @@ class CustomProposer:
             if ids is None or isinstance(ids, Drafts):
                 return ids
             return Drafts(tuple(map(index, islice(ids, count + 1))))  # at most one too many
-        except Exception as error:  # it must not keep others from their drafts
+        except Exception as error:  # other requests must still get their drafts
             return error

@@ -1,4 +1,4 @@
-"""Speculation in the engine: asks the proposer before a step, counts what the step accepted."""
+"""Speculation in the engine: requests drafts before a step, counts those the step accepted."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from engine.speculative.guarded import GuardedProposer
 
 __all__ = ["NoSpeculation", "Speculation"]
 
-_PATIENCE = 2  # steps without drafts, before it waits
+_PATIENCE = 2  # consecutive steps without drafts before it waits
 _LONGEST_WAIT = 16  # steps
-_NUM_PEEKED = 16  # requests looked at per step while steps overlap
+_NUM_PEEKED = 16  # requests examined per step while steps overlap
 
 
 class _Result(NamedTuple):
-    """A step with drafts that was read back."""
+    """The result of a step with drafts, after it was read back."""
 
     output: ScheduleOutput
     token_ids: Mapping[Request, Sequence[int]]
-    num_real: Mapping[Request, int]  # drafts that do not only pad
-    certain: Collection[Request]  # whose drafts are forced
+    num_real: Mapping[Request, int]  # number of drafts that are not padding
+    certain: Collection[Request]  # requests whose drafts are forced
 
 
 class NoSpeculation:
-    """Of an engine without a `speculative_config`: proposes nothing."""
+    """Stands in for `Speculation` without a `speculative_config`: proposes nothing."""
 
     is_active = False
 
@@ -54,7 +54,7 @@ class NoSpeculation:
         """Do nothing."""
 
     def stats(self) -> SpeculationStats:
-        """Return counters of 0."""
+        """Return counters of zero."""
         return SpeculationStats()
 
     def close(self) -> None:
@@ -62,19 +62,23 @@ class NoSpeculation:
 
 
 class Speculation:
-    """Proposes drafts for the requests that are decoded, as long as that pays.
+    """Proposes drafts for the decoding requests, as long as they pay.
 
-    The next tokens can be proposed only when the last one is known. So while drafts are proposed,
-    no step is in flight between two calls of `LLMEngine.step`; otherwise steps overlap.
+    Drafts can be proposed only once the last token is known. So while drafts are proposed, no step
+    is in flight between two calls of `LLMEngine.step`; otherwise steps overlap.
 
     Parameters
     ----------
     config : SpeculativeConfig
+        The options.
     proposer : GuardedProposer
+        The proposer of the configured method.
     scheduler : Scheduler
+        The engine's.
     controller : Controller
+        Chooses the number of drafts.
     overlaps : bool
-        Whether a step is scheduled before the one before is read.
+        Whether a step is scheduled before the previous one is read back.
 
     Attributes
     ----------
@@ -100,13 +104,14 @@ class Speculation:
         self._scheduler = scheduler
         self._controller = controller
         self._counts = DraftCounts(self._most)
-        self._num_real: dict[Request, int] = {}  # drafts in flight, without those that only pad
-        self._certain: set[Request] = set()  # whose drafts in flight are forced
-        self._results: list[_Result] = []  # that were read back, but not counted yet
-        self._num_futile = 0  # times in a row that nothing was verified
-        self._num_waits = 0  # steps until drafts are looked for again
+        self._num_real: dict[Request, int] = {}  # drafts in flight that are not padding
+        self._certain: set[Request] = set()  # requests whose drafts in flight are forced
+        self._results: list[_Result] = []  # read back, but not counted yet
+        self._num_futile = 0  # consecutive attempts after which nothing was verified
+        self._num_waits = 0  # steps until the next attempt
         self._num_peeks = 0
-        self._read_at = 0.0  # when the last step with drafts was read, until the next is launched
+        # Time at which the last step with drafts was read back; 0.0 once the next is launched.
+        self._read_at = 0.0
         self._num_read = 0  # sequences of that step
 
     def propose(self) -> None:
@@ -132,7 +137,7 @@ class Speculation:
             self._scheduler.propose(request, drafts)
 
     def read_ahead(self, admitted: Sequence[Request]) -> None:
-        """Let the proposer read the prompts that the step just launched begins to compute."""
+        """Let the proposer read the prompts that the step just launched has begun to compute."""
         if self._read_at:
             self._note_wait(time.perf_counter() - self._read_at)
             self._read_at = 0.0
@@ -140,17 +145,17 @@ class Speculation:
             self._proposer.read_ahead([r for r in admitted if _wants_drafts(r)])
 
     def record(self, output: ScheduleOutput, token_ids: Mapping[Request, Sequence[int]]) -> None:
-        """Keep the result of a step that was read back for `learn`; before it is committed."""
+        """Keep the result of a step for `learn`; called between its read-back and its commit."""
         if not output.num_draft_tokens:
             return
         self._read_at = time.perf_counter()
         self._num_read = len(output.sequences)
-        # A copy: those that end have fewer tokens once the step is committed.
+        # A copy, because the commit truncates the tokens of requests that end.
         self._results.append(_Result(output, dict(token_ids), self._num_real, self._certain))
         self._num_real = {}
 
     def learn(self) -> None:
-        """Count the drafts of steps that were read back: there is time, the next is launched."""
+        """Count the drafts of the steps read back; called while the device runs the next step."""
         results = self._results
         self._results = []
         for result in results:
@@ -169,7 +174,7 @@ class Speculation:
                     self._controller.record(request, num_accepted, deepest)
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept for a request that has ended."""
+        """Drop the state of a request that has ended."""
         self.learn()
         self._num_real.pop(request, None)
         self._certain.discard(request)
@@ -181,20 +186,20 @@ class Speculation:
         return self._counts.snapshot(self._proposer.num_failures + self._forced.num_failures)
 
     def close(self) -> None:
-        """Free what the proposer holds."""
+        """Close the proposer."""
         self._proposer.close()
 
     def _note_wait(self, seconds: float) -> None:
-        """Note for how long the device waited, if a step without drafts would have overlapped."""
+        """Record the device's idle time, if a step without drafts would have overlapped it."""
         if self._overlaps and self._is_free(self._num_read):
             self._controller.note_host_seconds(seconds)
 
     # ---- parts of propose
 
     def _note_futile(self, *, has_cost: bool) -> None:
-        """Note that nothing is verified; the more often, the longer until it is tried again.
+        """Record an attempt without drafts; repeated ones lengthen the wait until the next.
 
-        `has_cost`: a try costs time, that of the proposer or of a step that could have overlapped.
+        `has_cost`: whether an attempt costs time, of the proposer or of a step that could overlap.
         """
         self._num_futile += 1
         if has_cost and self._num_futile > _PATIENCE:
@@ -216,7 +221,7 @@ class Speculation:
         )
 
     def _choose(self, requests: Sequence[Request], count: int) -> dict[Request, Drafts]:
-        """Return the drafts to verify; those that pad a request to the length of a graph, too."""
+        """Return the drafts to verify, padded to the length of a graph if steps are graphs."""
         proposals = self._ask_all(requests, count)
         needs_equal = self._controller.needs_equal_lengths
         room = MAX_QUERY_LEN
@@ -239,7 +244,7 @@ class Speculation:
         return chosen
 
     def _ask_all(self, requests: Sequence[Request], count: int) -> list[tuple[Request, Drafts]]:
-        """Return what grammars force, and for the other requests at most `count` drafts each."""
+        """Return the tokens that grammars force, and up to `count` drafts of the other requests."""
         wanted: list[tuple[Request, int]] = []
         with_grammar: list[tuple[Request, int]] = []
         for request in requests:
@@ -260,7 +265,7 @@ class Speculation:
         return self._proposer.cost(num_sequences, 1) == 0.0
 
     def _num_to_ask(self, requests: Sequence[Request]) -> int:
-        """Return for how many drafts to ask the proposer."""
+        """Return the number of drafts to request from the proposer."""
         if self._proposer.is_given_up:
             return 0
         if self._is_free(len(requests)):
@@ -276,12 +281,12 @@ def _wants_drafts(request: Request) -> bool:
 
 
 def _may_be_padded(request: Request) -> bool:
-    """Tell whether drafts that only pad do not show: a logits processor would see them."""
+    """Tell whether padding drafts have no effect; a logits processor would see them."""
     return _wants_drafts(request) or not request.spec.params.logits_processors
 
 
 def _padded(drafts: Drafts, length: int) -> Drafts:
-    """Return drafts of which the first are `drafts`, and the rest a chain that only pads."""
+    """Return `drafts` followed by a chain of padding, `length` in total."""
     ids = (*drafts.token_ids, *drafts.token_ids[-1:] * (length - len(drafts)))
     if drafts.parents is None:
         return Drafts(ids)
