@@ -23,7 +23,7 @@ from engine.text.chat_template import RESERVED_VARIABLES
 
 __all__ = ["LLM"]
 
-MAX_PROMPTS = 2**20  # of one call
+MAX_PROMPTS = 2**20  # prompts per call
 
 Message = Mapping[str, Any]
 
@@ -51,8 +51,13 @@ class LLM:
     """
 
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
+<<<<<<< HEAD
         with contextlib.suppress(TemplateError):  # which `chat` would raise
             template_worker.start()  # it imports Jinja while the weights are read
+=======
+        with contextlib.suppress(TemplateError):  # `chat` raises it if it is called
+            template_process.start()  # imports Jinja while the weights are read
+>>>>>>> 87342db (Cache, scaling and the doors: prose in the field's words)
         engine = LLMEngine.from_name(model, **options)
         self._shared: SharedEngine[list[RequestOutput]] = SharedEngine(engine)
         self._counter = itertools.count()
@@ -68,7 +73,7 @@ class LLM:
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """Return the sampling that the model's generation_config.json recommends."""
+        """Return the sampling parameters that the model's generation_config.json recommends."""
         config = self.llm_engine.model.generation_config
         return SamplingParams.from_generation_config(config, **overrides)
 
@@ -86,11 +91,11 @@ class LLM:
         ----------
         prompts : prompt or sequence of prompts
             A prompt is a str, a sequence of token ids, {"prompt": str} or
-            {"prompt_token_ids": ids}; a mapping may hold "cache_salt" too.
+            {"prompt_token_ids": ids}; a mapping may also contain "cache_salt".
         sampling_params : SamplingParams or sequence of it, optional
-            One for all, or one per prompt; the model's defaults if left out.
+            One for all, or one per prompt; by default the model's own.
         priority : int or sequence of int
-            Smaller is served earlier; one for all, or one per prompt.
+            Smaller values are served earlier; one for all, or one per prompt.
         progress : bool
             Show a progress bar on stderr.
 
@@ -102,10 +107,10 @@ class LLM:
         Raises
         ------
         RequestError
-            If a prompt cannot be served; then none is queued.
+            If a prompt cannot be served; no prompt is queued then.
         """
         batch = _as_prompts(prompts)
-        # Only final outputs are returned, so intermediate ones need not be made.
+        # Only final outputs are returned, so the engine need not build intermediate ones.
         params = self._params_for(len(batch), sampling_params, RequestOutputKind.FINAL_ONLY)
         priorities = _one_per_prompt("priority", priority, len(batch), numbers.Integral)
         ids = self._add(batch, params, priorities)
@@ -132,7 +137,9 @@ class LLM:
         Parameters
         ----------
         messages : sequence of {"role": ..., "content": ...}, or a sequence of such
+            One conversation, or several.
         sampling_params : SamplingParams or sequence of it, optional
+            One for all, or one per conversation; by default the model's own.
         progress : bool
             Show a progress bar on stderr.
         **template_options
@@ -144,7 +151,7 @@ class LLM:
         UnknownOptionError
             If the model's template reads no variable of that name.
         RequestError
-            If a conversation cannot be served; then none is queued.
+            If a conversation cannot be served; no conversation is queued then.
         """
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         is_many = is_list and messages and not isinstance(messages[0], Mapping)
@@ -176,13 +183,14 @@ class LLM:
         Parameters
         ----------
         prompts : prompt or sequence of prompts
-            As for `generate`.
+            See `generate`.
         params : BeamSearchParams
+            Width and length of the search.
 
         Returns
         -------
         list of BeamSearchOutput
-            In the order of the prompts, each with its sequences, best first.
+            In the order of the prompts; each lists its sequences, best first.
 
         Raises
         ------
@@ -215,7 +223,7 @@ class LLM:
             self.llm_engine.reset_prefix_cache()
 
     def get_metrics(self) -> EngineStats:
-        """Return the engine's counters and histograms so far."""
+        """Return the engine's counters and histograms."""
         return self.llm_engine.stats()
 
     def close(self) -> None:
@@ -229,7 +237,7 @@ class LLM:
         self.close()
 
     def _chat_prompt(self, messages: Any, options: Mapping[str, Any]) -> Prompt:
-        """Render a conversation and encode it as is: the template writes the special tokens."""
+        """Render and encode a conversation; the template itself writes the special tokens."""
         own = self.tokenizer.template_variables(options.get("tools") is not None)
         for name in options:
             if name not in own and name not in RESERVED_VARIABLES:
@@ -279,10 +287,10 @@ class LLM:
     def _run(self, ids: Sequence[str]) -> Generator[RequestOutput, None, None]:
         """Step until the requests are finished; abort them if the iterator is closed early.
 
-        Several such iterators may take turns: each step's outputs go to the inbox of their request.
+        Several such iterators may be interleaved: outputs go to the inbox of their request.
         """
         outputs = self._outputs(ids)
-        next(outputs)  # enters its `try`, so that closing it unread aborts the requests too
+        next(outputs)  # enters the `try`, so that closing the unread iterator aborts the requests
         return outputs
 
     def _outputs(self, ids: Sequence[str]) -> Generator[Any, None, None]:
@@ -327,16 +335,16 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     items = iter(prompts)
     first = list(itertools.islice(items, 1))
     is_ids = first and not isinstance(first[0], str | Mapping) and not hasattr(first[0], "__iter__")
-    if is_ids:  # of an iterator, which may be endless, the engine reads what it can serve
+    if is_ids:  # an iterator may be endless: the engine reads only as many ids as it can serve
         return [prompts] if hasattr(prompts, "__len__") else [itertools.chain(first, items)]  # type: ignore[list-item]
-    found = [*first, *itertools.islice(items, MAX_PROMPTS)]  # it may be endless
+    found = [*first, *itertools.islice(items, MAX_PROMPTS)]  # `items` may be endless
     if len(found) > MAX_PROMPTS:
         raise RequestError(f"prompts must be at most {MAX_PROMPTS}; got more")
     return found
 
 
 def _one_per_prompt(name: str, values: Any, count: int, kind: type) -> list[Any]:
-    """Return `values`, a single one of this `kind` or a sequence, as a list of `count`."""
+    """Return `values`, a sequence or a single value of type `kind`, as a list of `count`."""
     if isinstance(values, kind):
         return [values] * count
     is_no_list = isinstance(values, str | Mapping) or not hasattr(values, "__iter__")

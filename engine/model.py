@@ -51,7 +51,7 @@ LOAD_OPTIONS = (
 )
 """Keywords of `load`."""
 
-# Tokens that `step` computes at once; longer inputs are chunked, which bounds the activations.
+# Tokens per forward pass of `step`; longer inputs are chunked to bound the activations.
 _MAX_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
@@ -71,27 +71,27 @@ def load(
     stage: Stage = ALL_LAYERS,
     **unknown: Any,
 ) -> Model:
-    """Load a model, or one rank's part of it.
+    """Load a model, or one rank's shard of it.
 
     Parameters
     ----------
     model : str or path
         "smollm2", a directory in Hugging Face's layout, a .gguf file, or a hub id.
     device : str
-        "cpu", "cuda", "cuda:<index>" or "auto" (CUDA if available; prints on stderr what was
-        chosen). "cuda" never falls back.
+        "cpu", "cuda", "cuda:<index>" or "auto" (CUDA if available; prints the choice on stderr).
+        "cuda" never falls back.
     dtype : str
         "float32", "float16", "bfloat16" (or NumPy's type of that name), or "auto": float32 on the
         CPU; on CUDA the checkpoint's own if that is float16 or bfloat16, else bfloat16.
     load_format : str
-        "auto" reads the weights; "dummy" makes random ones and needs only a configuration.
+        "auto" reads the weights; "dummy" generates random ones and needs only a configuration.
     max_model_len : int, optional
-        Longest sequence in tokens; at most, and by default, the model's own limit.
+        Maximum tokens of a sequence; by default, and at most, the model's own limit.
     quantization : str, optional
-        Quantize the matrices of layers while they are read, one at a time: "fp8" and "int8" (both
-        operands of the products in 8 bits), "int4" (in groups of 128) or another format of
-        `docs/quantization.md`. Embeddings keep `dtype`, and so does the output layer; with the
-        formats of .gguf files ("q8_0", "q6_k", "q4_0") it is "q6_k", or "q8_0" with "q8_0", as in
+        Quantize the layers' matrices while they are read, one at a time: "fp8" and "int8" (both
+        operands of the GEMM in 8 bits), "int4" (in groups of 128) or another format of
+        `docs/quantization.md`. Embeddings and output layer keep `dtype`; but with the formats of
+        .gguf files ("q8_0", "q6_k", "q4_0") the output layer is "q6_k" ("q8_0" with "q8_0"), as in
         such files. None keeps the formats of the files (on the CPU, and in float32, only "fp8" and
         "int8": others are dequantized); "none" dequantizes.
     deterministic : bool
@@ -99,18 +99,17 @@ def load(
         after any recomputation, because no kernel's order of summation depends on the batch.
         Slower for few tokens.
     enable_expert_parallel : bool
-        With several ranks: each has whole experts of a mixture, not a part of every expert.
+        With several ranks: each holds whole experts of a mixture, not a part of every expert.
     progress : bool, optional
-        Show progress bars on stderr; by default if it is a terminal.
+        Show progress bars on stderr; by default if stderr is a terminal.
     config : ModelConfig, optional
-        Replaces the model's own. With load_format="dummy" no files are then needed, and `model` is
-        ignored.
+        Replaces the model's own configuration. With load_format="dummy", `model` is then ignored
+        and no files are needed.
     collectives : Collectives, optional
-        Of ranks that share the model (`engine.distributed`): each loads its part of the weights,
-        and all must then call the model's methods alike.
+        Collectives between tensor-parallel ranks: each rank loads its shard of the weights, and all
+        ranks must then make the same calls of the model's methods.
     stage : Stage
-        The layers to load, where several pipeline stages share the model. Such a part computes in
-        an engine only.
+        The layers to load, for a pipeline stage. A stage can compute only in an engine.
 
     Returns
     -------
@@ -119,7 +118,7 @@ def load(
     Raises
     ------
     UnknownOptionError
-        If a keyword is none of the above.
+        If a keyword is not one of the above.
     DeviceError, ConfigError, WeightsError, DownloadError, OutOfMemoryError
         If the device is unavailable, or the configuration or the files cannot be used.
 
@@ -158,7 +157,10 @@ def load(
 
 
 class Model:
-    """A loaded model; made by `load`. `source` is its folder or file, None if it has none.
+    """A loaded model, built by `load`. `source` is its folder or file; None without files.
+
+    `new_cache` and `step` compute on arrays; the engine's runner calls `forward` and its siblings.
+    The methods about other ranks do nothing here; a model of several ranks overrides them.
 
     Attributes
     ----------
@@ -166,9 +168,9 @@ class Model:
     load_config : LoadConfig
         Device, dtype and length, with reasons.
     num_ranks : int
-        Processes that share its layers.
+        Tensor-parallel ranks.
     num_stages : int
-        Pipeline stages that have its layers.
+        Pipeline stages.
     feature_layers : tuple of int
         Layers of the target whose input it reads as a draft: none. Draft heads have some.
     """
@@ -194,7 +196,7 @@ class Model:
 
     @property
     def draft_target(self) -> DraftTarget:
-        """What heads that draft for it ask."""
+        """The parts of the model that draft heads use, such as embeddings and output layer."""
         return self.decoder
 
     @property
@@ -204,22 +206,22 @@ class Model:
 
     @property
     def device(self) -> Device:
-        """Where the model computes."""
+        """Device of the weights and of all computation."""
         return self.load_config.device
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype of weights and activations, and of pages unless they hold codes."""
+        """Name of the dtype of weights and activations, and of pages that are not quantized."""
         return self.load_config.dtype
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence in tokens."""
+        """Maximum tokens of a sequence."""
         return self.load_config.max_model_len
 
     @property
     def long_rope_offset(self) -> int:
-        """First row of the rope table with longrope's long factors; 0 if it has none."""
+        """First row of the rope table with longrope's long factors; 0 without longrope."""
         return self.decoder.long_rope_offset
 
     @property
@@ -234,7 +236,7 @@ class Model:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Tell whether there are files to read a tokenizer from."""
+        """Tell whether the model's files include a tokenizer."""
         source = self.source
         return source is not None and (
             source.kind == "gguf" or is_present(source.path / "tokenizer.json")
@@ -247,7 +249,7 @@ class Model:
         Raises
         ------
         ConfigError
-            If the model has none, because it was made from a configuration alone.
+            If the model was built from a configuration alone.
         """
         if self.source is None:
             raise ConfigError("the model has no tokenizer: it was made from a configuration alone")
@@ -263,12 +265,12 @@ class Model:
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """The sampling defaults that the model's files state; empty where there are none."""
+        """The sampling defaults in the model's files; empty without any."""
         return {} if self.source is None else generation_config(self.source.path)
 
     @property
     def kv_scales(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Scales of keys and values in pages of e4m3 codes, (num_layers, 2, K), on the host."""
+        """Scales of keys and values in "fp8" pages, (num_layers, 2, K), on the host."""
         return self.kv_scales_of("fp8")
 
     def kv_scales_of(self, kv_cache_dtype: str) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -278,38 +280,38 @@ class Model:
         return np.array(to_numpy(decoder.parts.all_kv_heads(decoder.kv_scales.of(codes))))
 
     def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
-        """Set the scales of "fp8" or "int8" pages; those of the other get the same largest numbers.
+        """Set the scales of "fp8" or "int8" pages; the other dtype's scales get the same range.
 
-        See `KVScales.set`. Caches filled before become invalid.
+        See `KVScales.set`. Caches filled before the call become invalid.
         """
         own = self.decoder.parts.own_kv_heads
         codes = quantized_kv_dtype(kv_cache_dtype)
         self.decoder.kv_scales.set(scales, codes, "set by set_kv_scales", heads=own)
 
     def calibrate_kv_scales(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Choose the scales by the largest key and value of each head over some sequences.
+        """Set the scales to the largest key and value of each head over some sequences.
 
         Parameters
         ----------
         token_ids : sequence of sequences of int
-            Sequences like those that the model is to serve.
+            Sequences that are typical of the model's use.
 
         Raises
         ------
         RequestError
-            If there are no sequences, one is empty or too long, or an id is outside [0, V).
+            If `token_ids` is empty, a sequence is empty or too long, or an id is outside [0, V).
 
         Notes
         -----
-        A scale is the largest magnitude / 448, the largest e4m3 value, or 127, that of int8; 1
-        where all are zero. Larger keys and values that come later saturate.
+        A scale is the largest magnitude divided by the largest code: 448 for e4m3, 127 for int8; it
+        is 1 if all values are zero. Larger keys and values saturate later.
         """
         page_calibration.calibrate(self, self.decoder.kv_scales, token_ids)
 
     def prepare_pages(self, dtype: str) -> str:
-        """Load the kernels for pages of codes, and measure "int8"'s scales if it has none.
+        """Load the kernels for a quantized KV cache, and calibrate missing "int8" scales.
 
-        Returns where the scales come from; "" for pages of the model's own dtype.
+        Returns the source of the scales; "" for pages of the model's own dtype.
         """
         if dtype not in KV_CODE_DTYPES:
             return ""
@@ -324,7 +326,7 @@ class Model:
         return []
 
     def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
-        """Let all ranks make pages as these; here there is one rank."""
+        """Let the other ranks allocate the same pages; a model in one process has no others."""
 
     @property
     def local_model(self) -> Model:
@@ -332,17 +334,17 @@ class Model:
         return self
 
     def share_graphs(self, graphs: DecodeGraphs, max_model_len: int, max_draft_tokens: int) -> None:
-        """Let the other ranks capture the same graphs; a model in one process has none."""
+        """Let the other ranks capture the same graphs; a model in one process has no others."""
 
     def check_ranks(self) -> None:
         """Verify that all ranks are alive; a model in one process has no others."""
 
     def describe_ranks(self) -> str:
-        """Return what other ranks are doing; "" without any."""
+        """Describe the state of the other ranks; "" for a model in one process."""
         return ""
 
     def uses_long_rope(self, num_tokens: int) -> bool:
-        """Tell whether a sequence of up to `num_tokens` tokens takes longrope's long factors."""
+        """Tell whether a sequence of up to `num_tokens` tokens uses longrope's long factors."""
         return self.long_rope_offset > 0 and num_tokens > self.config.rope.original_max_position
 
     def new_cache(
@@ -360,12 +362,12 @@ class Model:
         batch_size : int
             Rows.
         max_tokens : int
-            Maximum tokens of a row; at most `max_model_len`. Models with longrope use their long
-            factors if this exceeds the training length.
+            Maximum tokens of a row, up to `max_model_len`. Models with longrope use their long
+            factors if it exceeds the training length.
         block_size : int
             Tokens per page: 16, 32, 64 or 128.
         kv_cache_dtype : str
-            "auto": pages of the model's dtype; "fp8" or "int8": of codes (`prepare_pages`).
+            "auto": the model's dtype; "fp8" or "int8": a quantized KV cache (`prepare_pages`).
 
         Raises
         ------
@@ -381,7 +383,7 @@ class Model:
         return self.make_cache(geometry, batch_size, max_tokens)
 
     def make_cache(self, geometry: KVGeometry, batch_size: int, max_tokens: int) -> Cache:
-        """Return an empty `Cache` for this model, whose kernels are loaded. Nothing is checked."""
+        """Return an empty `Cache`; the kernels must be loaded, and nothing is checked."""
         return Cache(geometry, batch_size, max_tokens, self.device, owner=self.load_config)
 
     def step(self, token_ids: Any, cache: Cache, logits: Literal["last", "all"] = "last") -> Any:
@@ -390,12 +392,12 @@ class Model:
         Parameters
         ----------
         token_ids : (B, T) array of any int dtype, or nested list
-            NumPy, CuPy, or anything with `__dlpack__` or `__cuda_array_interface__`. T >= 1. The
+            NumPy, CuPy, or any object with `__dlpack__` or `__cuda_array_interface__`. T >= 1. The
             ids are checked on the host, so a CUDA array costs a synchronisation.
         cache : Cache
             From this model's `new_cache`, with B rows; T tokens are appended to each.
         logits : str
-            "last": of the last token of each row; "all": of every token.
+            "last": the last token of each row; "all": every token.
 
         Returns
         -------
@@ -438,21 +440,21 @@ class Model:
         return self.decoder.hidden_states(batch, kv_pages)
 
     def run_stage(self, batch: ForwardBatch, kv_pages: Pages) -> tuple[Any, Any]:
-        """Compute the layers of a stage that is not the last one; see `Decoder.run_stage`."""
+        """Compute the layers of a pipeline stage other than the last; see `Decoder.run_stage`."""
         self.device.activate()
         return self.decoder.run_stage(batch, kv_pages)
 
     def logits(self, hidden: Any) -> Any:
-        """Return the logits (R, V) float32 of R rows of what `hidden_states` returned."""
+        """Return the logits (R, V) float32 of R rows of `hidden_states`."""
         return self.decoder.logits(hidden)
 
     def expert_load(self) -> dict[int, np.ndarray[Any, np.dtype[np.int64]]]:
-        """Return how many tokens each expert has had since the model was loaded.
+        """Return the number of tokens routed to each expert since the model was loaded.
 
         Returns
         -------
         dict of int to (E,) array of int64
-            By layer; see `Decoder.expert_load`. Empty if no layer has experts, or after `close`.
+            By layer; empty without experts, or after `close`. See `Decoder.expert_load`.
         """
         if self._decoder is None or self.config.moe is None:
             return {}
@@ -462,7 +464,7 @@ class Model:
 
     @property
     def expert_runs(self) -> tuple[tuple[int, int], ...]:
-        """Ranges [first, last) of the experts that each rank has whole; none if it has parts."""
+        """Range [first, last) of experts on each rank; () if each rank holds a part of all."""
         return () if self._decoder is None else self._decoder.parts.expert_runs
 
     def trace(self, token_ids: Any) -> Trace:
@@ -471,6 +473,7 @@ class Model:
         Parameters
         ----------
         token_ids : (T,) array or list of int
+            One sequence.
 
         Returns
         -------
@@ -487,7 +490,7 @@ class Model:
         return trace_decoder(self.decoder, ids[0])
 
     def read_residual(self, hidden: Any) -> Any:
-        """Return the logits (T, V) of residual streams (T, N), as after the last layer."""
+        """Return the logits (T, V) of residual streams (T, N), as if after the last layer."""
         return self.logits(self.decoder.final_norm(hidden))
 
     def _advance(

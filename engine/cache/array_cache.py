@@ -24,14 +24,15 @@ class Cache:
     Parameters
     ----------
     geometry : KVGeometry
+        Shape and dtype of the pages.
     batch_size : int
-        B.
+        B, the number of rows.
     max_tokens : int
         Maximum tokens of a row.
     device : Device
-        Where the pages live.
+        Device of the pages.
     owner : object
-        The model that may fill it, compared by identity.
+        Token of the model that may fill the cache, compared by identity.
 
     Attributes
     ----------
@@ -40,7 +41,7 @@ class Cache:
     block_tables : (B, n) array of int32
         Block ids of each row, on the host.
     pages : list of (k_pages, v_pages)
-        Of every layer, (B * n, K, block_size, D) each.
+        The pages of every layer, (B * n, K, block_size, D) each.
 
     Examples
     --------
@@ -77,7 +78,7 @@ class Cache:
 
     @property
     def device(self) -> Device:
-        """Where the pages live."""
+        """Device of the pages."""
         return self.kv.device
 
     @property
@@ -104,7 +105,7 @@ class Cache:
             )
 
     def append(self, num_tokens: int) -> None:
-        """Count `num_tokens` more in every row, whose keys and values are now in the pages."""
+        """Add `num_tokens`, whose keys and values are now in the pages, to every row's length."""
         self._lengths += num_tokens
 
     def truncate(self, num_tokens: int, row: int | None = None) -> None:
@@ -113,7 +114,7 @@ class Cache:
         Raises
         ------
         RequestError
-            If a row has fewer tokens, or there is no such row.
+            If a row holds fewer tokens, or the row does not exist.
         """
         if row is not None and not (is_integer(row) and 0 <= row < self.batch_size):
             raise RequestError(f"row must be in [0, {self.batch_size}); got {shown(row)}")
@@ -128,7 +129,7 @@ class Cache:
     def peaks(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return the largest magnitude of keys and values by layer and head, (layers, 2, K).
 
-        Only for pages of floats; slots never written are zeros.
+        Only for floating-point pages. Slots that were never written are zero.
         """
         slab = self.kv.slab
         found = [

@@ -4,8 +4,8 @@ Every block is in exactly one of three states,
 
     free         it has no owner, and its content is garbage
     referenced   it is in one or more block tables; its reference count is their number
-    cached       it has no owner, but the prefix tree knows its content: it can be owned again
-                 (`acquire`) or given up (`uncache`)
+    cached       it has no owner, but is in the prefix tree: it can be owned again (`acquire`) or
+                 become free (`uncache`)
 
 so `num_free + num_referenced + num_cached == num_blocks`, always.
 """
@@ -36,8 +36,8 @@ class BlockAllocator:
     Attributes
     ----------
     generations : list of int
-        Generation of each block's content: it changes when the block becomes free, and with
-        `renew`. What was recorded about a block is valid only while its generation is the same.
+        Generation of each block's content. It changes when the block becomes free, and by `renew`;
+        records about a block's content are valid only for the generation they were made in.
 
     Examples
     --------
@@ -66,22 +66,22 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that hold no content."""
+        """Free blocks."""
         return len(self._free)
 
     @property
     def num_referenced(self) -> int:
-        """Blocks that are in at least one block table."""
+        """Blocks in at least one block table."""
         return self.num_blocks - len(self._free) - self.num_cached
 
     def num_owners(self, block: int) -> int:
-        """Return how many owners `block` has."""
+        """Return the number of owners of `block`."""
         return self._num_owners[block]
 
     def is_shared(self, block: int, *, readers: int = 0) -> bool:
         """Tell whether `block` has a reader besides its writer: another owner or the tree.
 
-        `readers` owners are not counted: they will have read the block before the write.
+        `readers`: number of owners to ignore, because they read the block before the write.
         """
         return self._num_owners[block] - readers > 1 or bool(self._in_tree[block])
 
@@ -91,7 +91,7 @@ class BlockAllocator:
         Raises
         ------
         OutOfMemoryError
-            If fewer are free; then none is taken. Evict cached blocks from the tree first.
+            If fewer are free; nothing is allocated then. Evict cached blocks from the tree first.
         """
         if num_blocks > len(self._free):
             raise OutOfMemoryError(
@@ -101,7 +101,7 @@ class BlockAllocator:
             )
         if num_blocks <= 0:
             return []
-        if num_blocks == 1:  # fast path: a request that has filled its last block
+        if num_blocks == 1:  # fast path of a request that has filled its last block
             blocks = [self._free.pop()]
             self._num_owners[blocks[0]] = 1
         else:
@@ -145,13 +145,13 @@ class BlockAllocator:
         return cached
 
     def cache(self, block: int) -> None:
-        """Mark `block`, which is referenced, as known to the tree."""
+        """Mark `block`, which is referenced, as a node of the tree."""
         if self._num_owners[block] == 0 or self._in_tree[block]:
             raise EngineError(f"block {block} is free or already in the tree")
         self._in_tree[block] = 1
 
     def uncache(self, block: int) -> None:
-        """Mark `block` as no longer known to the tree; without an owner it becomes free."""
+        """Mark `block` as no longer in the tree; without an owner it becomes free."""
         if not self._in_tree[block]:
             raise EngineError(f"block {block} is not in the tree")
         self._in_tree[block] = 0
@@ -160,7 +160,7 @@ class BlockAllocator:
             self._put_back(block)
 
     def renew(self, block: int) -> None:
-        """Begin a new generation of `block`: its writer continues it after its fork has left."""
+        """Start a new generation of `block`, which its last owner continues after a fork."""
         self.generations[block] += 1
 
     def record_freed(self) -> None:
@@ -168,7 +168,7 @@ class BlockAllocator:
         self._freed = []
 
     def take_freed(self) -> list[int]:
-        """Return the blocks that became free since the last call, if they are recorded."""
+        """Return the blocks freed since the last call; empty unless they are recorded."""
         freed = self._freed or []
         if self._freed is not None:
             self._freed = []
@@ -181,7 +181,7 @@ class BlockAllocator:
             self._freed.append(block)
 
     def check_integrity(self, tables: Iterable[Iterable[int]] | None = None) -> None:
-        """Check the states, and, given all block tables, each reference count.
+        """Check the states, and, if all block tables are given, every reference count.
 
         Raises
         ------

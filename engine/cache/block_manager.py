@@ -1,7 +1,7 @@
 """Block tables of requests: admission, growth, sharing, copy-on-write, swap. Integers only.
 
-The scheduler calls this class and never the allocator or the tree. No bytes are moved here: copies
-are collected as block moves, which the scheduler passes to the runner with the step.
+The scheduler calls this class, never the allocator or the tree. No bytes are moved here: copies are
+collected as block moves, which the scheduler passes to the runner with the step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["BlockManager", "BlockMoves"]
 
 @dataclass(slots=True)
 class BlockMoves:
-    """Copies of whole blocks at the start of a step, to be done in this order."""
+    """Copies of whole blocks at the start of a step, executed in this order."""
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device, host)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (device, device)
@@ -33,9 +33,9 @@ class BlockManager:
     Parameters
     ----------
     num_blocks, block_size : int
-        The device pool.
+        Size of the device pool, and tokens per block.
     num_host_blocks : int
-        Blocks in host memory, for swapped requests and evicted prefixes; 0 = none.
+        Blocks in host memory, for swapped requests and evicted prefixes; may be 0.
     prefix_caching : bool
         Whether computed prefixes are kept in a tree and shared.
     max_blocks_per_salt : int, optional
@@ -73,20 +73,20 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be allocated without preempting a request: free and cached ones."""
+        """Blocks that can be allocated without preempting a request: the free and the cached."""
         return self.allocator.num_free + self.allocator.num_cached
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold `num_tokens` tokens."""
+        """Return the number of blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
 
     # ---- a request gets blocks
 
     def match(self, request: Request) -> PrefixMatch:
-        """Return the cached prefix of `request`, leaving at least one token to compute."""
+        """Return the cached prefix of `request`, without its last token, which must be computed."""
         if self.tree is None or not request.reuse_prefix:
             return PrefixMatch()
-        # The head of the queue is looked up again in every step until it is admitted.
+        # Memoised: the head of the queue is looked up in every step until it is admitted.
         last = self._last_match
         state = (self.tree.generation, request.num_tokens)
         if last is not None and last[0] is request and last[1] == state:
@@ -110,8 +110,8 @@ class BlockManager:
     def admit(self, request: Request, *, spare: int = 0) -> bool:
         """Allocate blocks for all tokens of `request`, which holds no device blocks yet.
 
-        Blocks in the tree are shared and swapped-out blocks are swapped in; both count as
-        computed. Returns False, and changes nothing, if fewer than `spare` blocks would remain.
+        Cached blocks are shared, and swapped-out blocks are swapped in; both count as computed.
+        Returns False, and changes nothing, if fewer than `spare` blocks would remain.
         """
         found = self.match(request)
         is_swapped = bool(request.host_block_table)
@@ -124,7 +124,7 @@ class BlockManager:
             return False
         nodes = [] if is_swapped else found.host_nodes
         for node in nodes:
-            node.is_pinned = True  # eviction below must not drop what is about to be loaded
+            node.is_pinned = True  # `_take` may evict, but not the nodes about to be loaded
         self.allocator.acquire(shared)
         new = self._take(num_new)
         request.block_table = [*shared, *new]
@@ -140,7 +140,7 @@ class BlockManager:
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Grow the table of `request` to hold `num_tokens`, and make its next slot writable.
 
-        Returns False, and changes nothing, if there are not enough blocks.
+        Returns False, and changes nothing, if too few blocks are available.
         """
         table = request.block_table
         if not request.shares_last_block and num_tokens <= len(table) * self.block_size:
@@ -161,10 +161,10 @@ class BlockManager:
         return True
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Let `child`, which holds nothing, share the blocks of the tokens it begins with.
+        """Let `child`, which holds no blocks, share those of the tokens it has in common.
 
-        Its tokens and those of `parent` must agree as far as the parent has committed them. Full
-        blocks stay shared; a shared partial block is copied before its first writer writes.
+        Its tokens must equal the committed tokens of `parent`. Full blocks stay shared; a shared
+        partial block is copied before the first write.
 
         Raises
         ------
@@ -180,7 +180,7 @@ class BlockManager:
         parent.shares_last_block = child.shares_last_block = True
 
     def check_fork(self, parent: Request, child: Request) -> int:
-        """Return how many tokens `child` would share with `parent`; raise if they differ."""
+        """Return the number of tokens `child` would share with `parent`; raise if they differ."""
         shared = min(parent.num_committed_tokens, child.num_tokens - 1)
         differs = parent.token_ids(0, shared) != child.token_ids(0, shared)
         if differs or parent.prefix_key != child.prefix_key or child.block_table:
@@ -202,7 +202,7 @@ class BlockManager:
         if num_full <= start:
             return
         if start and not self.tree.has_block(request.block_table[start - 1]):
-            start = 0  # the tree was reset in the meantime
+            start = 0  # the tree was reset since
         request.num_tree_blocks = self.tree.insert(
             request.token_ids(start * size, num_full * size),
             request.block_table,
@@ -212,9 +212,9 @@ class BlockManager:
         )
 
     def release(self, request: Request, *, keep: bool = True) -> None:
-        """Release all blocks of `request`; none of its tokens count as computed any more.
+        """Release all blocks of `request`, none of whose tokens then count as computed.
 
-        With `keep`, computed blocks stay in the tree, where this request or others may match them.
+        With `keep`, its computed blocks stay in the tree, where any request may match them.
         """
         if keep and request.block_table:
             self.cache_prefix(request, leaving=True)
@@ -226,7 +226,7 @@ class BlockManager:
             request.host_block_table = []
 
     def can_swap_out(self, request: Request) -> bool:
-        """Tell whether the host has room for the computed blocks of `request`."""
+        """Tell whether the computed blocks of `request` fit in host memory."""
         if self.host_allocator is None:
             return False
         room = self.host_allocator.num_free + (self.tree.num_host_nodes if self.tree else 0)
@@ -235,7 +235,7 @@ class BlockManager:
     def swap_out(self, request: Request) -> None:
         """Release all device blocks of `request`, and collect their copies to the host.
 
-        Its tokens still count as computed; `admit` swaps them in.
+        Its tokens still count as computed; `admit` swaps its blocks in.
         """
         assert self.host_allocator is not None
         num_blocks = self.num_blocks_for(request.num_computed_tokens)
@@ -251,7 +251,7 @@ class BlockManager:
 
     @property
     def has_moves(self) -> bool:
-        """Tell whether moves were collected since the last call of `take_moves`."""
+        """Tell whether moves were collected since the last `take_moves`."""
         moves = self._moves
         tree = self.tree
         has_offloads = tree is not None and tree.has_offloads
@@ -268,17 +268,17 @@ class BlockManager:
         return moves
 
     def take_freed(self, copies: Iterable[tuple[int, int]]) -> list[int]:
-        """Return the blocks freed since the last call that no copy is to fill (debug mode)."""
+        """Return the blocks freed since the last call, except copy targets (debug mode)."""
         filled = {block for _, block in copies}
         return sorted(set(self.allocator.take_freed()) - filled)
 
     def settle(self, swap_in: Iterable[tuple[int, int]]) -> None:
-        """Free the host blocks of a step's `swap_in`, once the step has read them."""
+        """Free the host blocks of a step's `swap_in`, which the step has read."""
         if self.host_allocator is not None:
             self.host_allocator.free(host for host, _ in swap_in)
 
     def drop_uncopied(self, moves: BlockMoves) -> None:
-        """Drop the prefixes that `moves`, of a failed step, may not have copied."""
+        """Drop the prefixes whose copies, `moves` of a failed step, may be incomplete."""
         if self.tree is not None:
             self.tree.forget(
                 (device for _, device in moves.swap_in), (host for _, host in moves.swap_out)
@@ -287,14 +287,14 @@ class BlockManager:
     def check_integrity(
         self, requests: Iterable[Request], host_in_flight: Iterable[int] = ()
     ) -> None:
-        """Check allocators and tree against the tables, and that written blocks are not shared.
+        """Check allocators and tree against the tables, and that no block to be written is shared.
 
         Parameters
         ----------
         requests : iterable of Request
-            All unfinished ones.
+            All unfinished requests.
         host_in_flight : iterable of int
-            Host blocks of the `swap_in` of steps not yet settled.
+            Host blocks in the `swap_in` of steps not yet settled.
         """
         requests = list(requests)
         self.allocator.check_integrity(request.block_table for request in requests)
@@ -311,7 +311,7 @@ class BlockManager:
     # ---- inside
 
     def _use_prefix(self, request: Request, found: PrefixMatch, new: list[int]) -> None:
-        """Count a match as computed, and load the part of it that is on the host."""
+        """Count a match as computed, and load its blocks from the host."""
         num_tokens = found.num_blocks * self.block_size
         request.num_computed_tokens = request.num_committed_tokens = num_tokens
         if not request.num_preemptions:
@@ -327,7 +327,7 @@ class BlockManager:
             stats.host_hit_tokens += len(nodes) * self.block_size
 
     def _bring_back(self, request: Request, num_shared: int) -> None:
-        """Collect the copies of a swapped request's blocks that were not in the tree."""
+        """Collect the copies of a swapped request's blocks that are not in the tree."""
         assert self.host_allocator is not None
         host = request.host_block_table
         request.host_block_table = []
@@ -336,14 +336,14 @@ class BlockManager:
         self.host_allocator.free(host[:num_shared])
 
     def _is_shared(self, block: int) -> bool:
-        """Tell whether `block` has other readers than copies that precede the next write."""
+        """Tell whether `block` has readers other than pending copies, which precede any write."""
         return self.allocator.is_shared(block, readers=self._copied.count(block))
 
     def _copy_on_write(self, table: list[int], index: int) -> None:
         source = table[index]
         (table[index],) = self._take(1)
         self._moves.copies.append((source, table[index]))
-        # Owned until the moves are taken; if it were free, another move could overwrite it first.
+        # Owned until the moves are taken: as a free block, another move could overwrite it first.
         self._copied.append(source)
 
     def _take(self, num_blocks: int) -> list[int]:
@@ -366,7 +366,7 @@ class BlockManager:
             self.allocator.free(blocks)
 
     def _check_writable(self, request: Request) -> None:
-        """Check that the blocks `request` will write are its own, or marked for copy-on-write."""
+        """Check that the blocks `request` will write are its own or marked for copy-on-write."""
         first = request.num_computed_tokens // self.block_size
         for index in range(first, len(request.block_table)):
             block = request.block_table[index]

@@ -1,4 +1,4 @@
-"""The number of blocks to allocate: as many as fit in the device's memory, and why."""
+"""The number of blocks to allocate: as many as fit in the device's memory, with the reason."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["BlockPlan", "MemoryBudget", "plan_num_blocks"]
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Who uses a device's memory, in bytes.
+    """The users of a device's memory, in bytes.
 
     Parameters
     ----------
     total : int
-        Memory of the device.
+        The device's memory.
     others : int
-        Bytes used by other processes, and by this one outside the engine.
+        Other processes, and this one outside the engine.
     weights, activations : int
-        Bytes used by the model, at its largest step.
+        The model's weights, and the activations of its largest step.
     utilization : float
-        Share of `total` that all of these and the pages together may take, in (0, 1].
+        Share of `total` for all of these and the pages together, in (0, 1].
     drafts : int
-        Bytes used by what proposes drafts, apart from its pages for these blocks.
+        The draft model or head, without its pages for these blocks.
     collectives : int
-        Bytes of the buffers through which GPUs that share a model exchange arrays.
+        Buffers of the collectives between tensor-parallel ranks.
     """
 
     total: int
@@ -47,7 +47,7 @@ class MemoryBudget:
 
     @property
     def left(self) -> int:
-        """Bytes left for the pages; negative if the rest already exceeds the share."""
+        """Bytes left for the pages; negative if the other users already exceed the share."""
         used = self.others + self.weights + self.activations + self.drafts
         return int(self.total * self.utilization) - used - self.collectives
 
@@ -88,21 +88,21 @@ def plan_num_blocks(
     Parameters
     ----------
     budget : MemoryBudget
-        What the device has and who uses it.
+        The device's memory and its users.
     geometry : KVGeometry
-        Bytes of one block.
+        Shape and dtype of one block.
     max_model_len, max_num_seqs : int
-        Together they bound what can ever be used.
+        Maximum tokens of a sequence, and running sequences; together they bound the useful blocks.
     num_blocks : int, optional
-        If given, exactly this many.
+        Exact number requested by the user.
     draft_bytes_per_block : int
-        Bytes that each block takes in the draft model's cache too.
+        Additional bytes of each block in the draft model's cache.
 
     Raises
     ------
     OutOfMemoryError
-        If `num_blocks` do not fit, or not even one request of `max_model_len` tokens does. The
-        message says who uses what, how many tokens fit, and the nearest settings that work.
+        If `num_blocks`, or one request of `max_model_len` tokens, does not fit. The message lists
+        the users, the tokens that fit, and the nearest settings that work.
 
     Examples
     --------
@@ -140,7 +140,7 @@ def _does_not_fit(
     max_model_len: int,
     asked: int | None,
 ) -> OutOfMemoryError:
-    """Build the error, with the nearest settings that work; `size`: bytes of a block, in all."""
+    """Build the error, with the nearest settings that work; `size`: bytes per block in total."""
     tokens = fitting * geometry.block_size
     lacking = wanted * size - budget.left
     what = f"num_blocks={wanted}" if asked else f"one request of max_model_len={max_model_len}"

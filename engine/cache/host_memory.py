@@ -1,4 +1,4 @@
-"""How much memory the host can give this process: of the machine, and of its control groups."""
+"""Host memory available to this process: that of the machine, limited by its control groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["host_memory"]
 
 
 class _Files(NamedTuple):
-    """Where one version of control groups keeps the numbers of a group."""
+    """File names of one version of control groups."""
 
     limit: str
     usage: str
@@ -27,14 +27,14 @@ def host_memory(
 ) -> tuple[int, int]:
     """Return (total, available) bytes for this process.
 
-    A container or a job is often limited to a part of the machine: the smallest limit of the
-    process's control group and of the groups above it counts, in version 1 and 2. Page cache that
-    the kernel can reclaim counts as available.
+    A container or a job is often limited to a part of the machine: the smallest limit among the
+    process's control group and its ancestors applies, in version 1 and 2. Page cache that the
+    kernel can reclaim counts as available.
 
     Parameters
     ----------
     proc, cgroups : Path
-        Where the kernel's files are. What is missing there sets no limit.
+        Folders of the kernel's files. A missing file sets no limit.
     """
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
@@ -53,7 +53,7 @@ def host_memory(
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:
-    """Yield the folders of this process's memory groups, each with those above it."""
+    """Yield the folders of this process's memory groups and of their ancestors."""
     for line in _lines(proc / "self" / "cgroup"):
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if number == "0":
@@ -66,12 +66,12 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:
             continue
         inside = PurePosixPath(path.lstrip("/"))
         for group in (inside, *inside.parents):
-            # In a container the path may be the host's, and only the root of it is mounted.
+            # In a container, the path may be the host's, of which only the root is mounted.
             yield root / group, files
 
 
 def _value(path: Path, name: str, unit: int = 1) -> int | None:
-    """Return the number after `name` in a file of names and numbers, in bytes."""
+    """Return the number after `name` in a file of names and numbers, times `unit` bytes."""
     for line in _lines(path):
         words = line.split()
         if len(words) >= 2 and words[0] == name and words[1].isdecimal():
@@ -80,7 +80,7 @@ def _value(path: Path, name: str, unit: int = 1) -> int | None:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None if it is missing, or no number ("max": no limit)."""
+    """Return the number in a file; None if the file is missing or holds "max" (no limit)."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdecimal() else None
 

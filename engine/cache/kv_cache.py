@@ -28,7 +28,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 """Allowed numbers of tokens per block."""
 
 KV_CACHE_DTYPES = ("auto", *dtypes.KV_CODE_DTYPES)
-"""What `kv_cache_dtype` may be."""
+"""Allowed values of `kv_cache_dtype`."""
 
 
 def _is_block_size(value: object) -> bool:
@@ -133,9 +133,9 @@ class KVCache:
     num_blocks : int
         At least 1.
     pool : MemoryPool, optional
-        Where the slab is allocated; a new one on the CPU if left out.
+        Pool that allocates the slab; by default a new one on the CPU.
     name : str
-        Of the slab in the pool.
+        Name of the slab in the pool.
 
     Attributes
     ----------
@@ -165,7 +165,7 @@ class KVCache:
         self.pool = pool or MemoryPool(CPU)
         self._name = name
         self.workers: Workers | None = None
-        # Zero-filled: a kernel may load a whole block and mask the slots past the sequence's end.
+        # Zero-filled, because kernels may load a whole block and mask the slots past the sequence.
         self.slab = self.pool.allocate(
             name,
             (g.num_layers, 2, num_blocks, g.num_kv_heads, g.block_size, g.head_dim),
@@ -174,7 +174,7 @@ class KVCache:
 
     @property
     def device(self) -> Device:
-        """Where the pages live."""
+        """Device of the pages."""
         return self.pool.device
 
     @property
@@ -197,8 +197,7 @@ class KVCache:
         return self.slab.reshape(-1, *self.slab.shape[2:])
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the keys and values of single tokens, in all layers; all are read before any is
-        written.
+        """Copy the keys and values of single tokens in all layers; every read precedes every write.
 
         Parameters
         ----------
@@ -215,9 +214,9 @@ class KVCache:
         by_slot[xp.asarray(write[0]), xp.asarray(write[1])] = moved
 
     def poison(self, blocks: Sequence[int]) -> None:
-        """Fill `blocks` with NaN, so that reading a freed block shows (debug mode).
+        """Fill `blocks` with NaN, so that reading a freed block shows in the output (debug mode).
 
-        Among whole numbers, which have no NaN, with one that nothing else has.
+        Integer codes have no NaN: they are filled with a code that quantization never writes.
         """
         if blocks:
             codes = dtypes.KV_CODE_DTYPES.get(self.geometry.dtype)

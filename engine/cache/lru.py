@@ -1,4 +1,4 @@
-"""The order in which the prefix tree evicts nodes: least recently used first."""
+"""Eviction order of the prefix tree: least recently used first."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NodeT = TypeVar("NodeT", bound=_Used)
 class LruHeap(Generic[NodeT]):
     """Candidates for eviction, oldest `last_used` first.
 
-    A node is pushed whenever it becomes a candidate, and not removed when it ceases to be one.
-    Stale entries are skipped on `pop`: the node must still pass `is_candidate`, with the
-    `last_used` it was pushed with. Both operations are O(log n), and a node in use costs nothing.
+    A node is pushed whenever it becomes a candidate, but not removed when it ceases to be one.
+    `pop` skips stale entries: the node must pass `is_candidate` and still have the `last_used` it
+    was pushed with. Both operations are O(log n), and a node in use costs nothing.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class LruHeap(Generic[NodeT]):
     def __init__(self, is_candidate: Callable[[NodeT], bool]) -> None:
         self._is_candidate = is_candidate
         self._heap: list[tuple[int, int, NodeT]] = []
-        self._num_pushed = 0  # breaks ties, so that nodes are never compared
+        self._num_pushed = 0  # tie-breaker, so that nodes are never compared
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -45,7 +45,7 @@ class LruHeap(Generic[NodeT]):
             self._clean()
 
     def pop(self) -> NodeT | None:
-        """Remove and return the least recently used candidate; None if there is none."""
+        """Remove and return the least recently used candidate; None without candidates."""
         while self._heap:
             last_used, _, node = heapq.heappop(self._heap)
             if node.last_used == last_used and self._is_candidate(node):

@@ -1,8 +1,8 @@
 """Named slabs of memory under one limit, over `cupy.cuda.MemoryPool` or NumPy.
 
 The engine allocates a few large arrays once (weights, pages, workspaces) and nothing in the decode
-loop, so a pool here is a ledger with names rather than an allocator. `device_memory` says what the
-device has; `MemoryPool` hands out slabs and records who holds what.
+loop, so a pool is a ledger of named slabs rather than an allocator. `device_memory` returns the
+device's total and free memory; `MemoryPool` allocates slabs and records their sizes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class MemoryPool:
     Parameters
     ----------
     device : Device
-        Where the slabs live: NumPy arrays on the CPU, CuPy arrays on CUDA.
+        Device of the slabs: NumPy arrays on the CPU, CuPy arrays on CUDA.
     limit : int, optional
-        Bytes; all of the device's memory if left out.
+        Bytes; by default all of the device's memory.
 
     Examples
     --------
@@ -83,7 +83,7 @@ class MemoryPool:
         return array
 
     def free(self, name: str) -> None:
-        """Drop slab `name`; its memory returns to the device once no view of it is left."""
+        """Drop slab `name`; its memory returns to the device once its last view is gone."""
         if name not in self._slabs:
             raise ContractError(f"name must be one of {sorted(self._slabs)}; got {name!r}")
         del self._slabs[name]
@@ -129,7 +129,7 @@ class MemoryPool:
 
 
 def device_memory(device: Device) -> tuple[int, int]:
-    """Return (total, free) bytes of the device; for the CPU, those of `host_memory`."""
+    """Return (total, free) bytes of the device; on the CPU, the result of `host_memory`."""
     if device.is_cuda:
         cp = device.xp
         with cp.cuda.Device(device.index):

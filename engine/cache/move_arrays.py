@@ -1,4 +1,4 @@
-"""Block moves as arrays, which travel between the processes that share a model."""
+"""Block moves as arrays, for the messages between ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_MOVE_ARRAYS = len(_NAMES)
 
 
 def moves_to_arrays(moves: Moves) -> list[Any]:
-    """Return a step's block moves as int32 arrays on the host, (n, 2) for pairs of blocks.
+    """Return a step's block moves as int32 arrays on the host: (n, 2) for pairs of blocks.
 
     Examples
     --------
@@ -29,7 +29,7 @@ def moves_to_arrays(moves: Moves) -> list[Any]:
 
 
 def moves_from_arrays(arrays: Sequence[Any]) -> Moves:
-    """Return the block moves that `moves_to_arrays` made arrays of."""
+    """Return the block moves encoded by `moves_to_arrays`."""
     lists = [[_pair(item) for item in array.tolist()] for array in arrays]
     moves: Any = SimpleNamespace(**dict(zip(_NAMES, lists, strict=True)))
     return moves  # type: ignore[no-any-return]

@@ -1,16 +1,16 @@
-"""The radix tree of computed prefixes: which blocks hold which tokens. Integers only.
+"""The radix tree of computed prefixes: a map from tokens to blocks. Integers only.
 
 One node is one full block; the edge to it is the block's token ids, so a path from a root spells
-a prefix. Ids are compared byte for byte, never by hash alone. Every `key` (cache salt, rope kind)
-has its own root, so what one tenant computed is invisible to another.
+a prefix. Ids are compared byte for byte, never by hash alone. Every `key` (cache salt, long rope)
+has its own root, so one tenant's prefixes are invisible to another.
 
-A block in use has an owner in the allocator and cannot be evicted. When its last owner releases it,
-it is *cached*: it can be owned again, or evicted, least recently used first and leaves before their
-parents. With a host tier, an evicted block moves to host memory and its node stays.
+A block in use has an owner in the allocator and cannot be evicted. Once its last owner releases it,
+it is *cached*: it can be owned again, or be evicted, least recently used first and leaves before
+their parents. With a host tier, an evicted block moves to host memory and its node stays.
 
 The tree relies on one invariant, which every caller of `insert` must keep: the owner of a node's
 block also owns the blocks of all its ancestors. So every cached block can be freed by evicting
-leaves, and `allocator.num_cached` is exactly what can be freed.
+leaves, and exactly `allocator.num_cached` blocks can be freed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["PrefixTree"]
 
 
 class PrefixTree:
-    """Prefixes in full blocks.
+    """Computed prefixes, in full blocks.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class PrefixTree:
     max_blocks_per_salt : int, optional
         Maximum nodes of one cache salt (unlimited for requests without a salt).
     host_allocator : BlockAllocator, optional
-        Blocks in host memory for the host tier; without it an evicted block is dropped.
+        Blocks of the host tier; without it, evicted blocks are dropped.
 
     Examples
     --------
@@ -83,12 +83,12 @@ class PrefixTree:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the tree, on device and host."""
+        """Number of nodes, on device and host."""
         return sum(space.num_nodes for space in self._spaces.values())
 
     @property
     def num_host_nodes(self) -> int:
-        """Nodes whose block is on the host."""
+        """Number of nodes on the host."""
         return self.num_nodes - len(self._nodes)
 
     def has_block(self, block: int) -> bool:
@@ -103,7 +103,7 @@ class PrefixTree:
         key: PrefixKey = (None, False),
         max_blocks: int | None = None,
     ) -> PrefixMatch:
-        """Return the longest known prefix of `token_ids`, in full blocks. Changes nothing.
+        """Return the longest cached prefix of `token_ids`, in full blocks. Changes nothing.
 
         Valid until the tree changes; acquire its blocks in the allocator to keep them.
         """
@@ -154,19 +154,20 @@ class PrefixTree:
             Token ids from block `start` on.
         blocks : sequence of int
             The owner's block table, from its first block on.
-        key : (cache salt, rope kind)
+        key : (cache salt, long rope)
+            Selects the root.
         start : int
-            How many blocks of the table are already nodes of the tree.
+            Number of leading blocks of the table that are already nodes of the tree.
         leaving : bool
-            False: the owner keeps its table. Where the tree has the same tokens in another block,
-            insertion stops: the owner does not own that block, so it may own no node below it.
-            True: the owner releases its table right after this. Its duplicate is not needed, and
-            insertion continues below the tree's block, unless the duplicate has other owners.
+            False: the owner keeps its table. Insertion stops at tokens that the tree holds in
+            another block: the owner does not own that block, so it may own no node below it.
+            True: the owner releases its table right after this call. Its duplicate is not needed,
+            and insertion continues below the tree's block, unless the duplicate has other owners.
 
         Returns
         -------
         int
-            How many blocks of the table, from the first, are nodes of the tree now.
+            Number of leading blocks of the table that are now nodes of the tree.
         """
         num_full = min(len(token_ids) // self.block_size, len(blocks) - start)
         if num_full <= 0:
@@ -194,8 +195,8 @@ class PrefixTree:
     def load(self, nodes: Sequence[TreeNode], blocks: Sequence[int]) -> list[tuple[int, int]]:
         """Assign device blocks, owned by the caller, to the host nodes of a match.
 
-        Returns the (host, device) copies to be done. The host blocks stay allocated until the
-        caller frees them, after the copy.
+        Returns the required (host, device) copies. The host blocks stay allocated until the caller
+        frees them, after the copy.
         """
         pairs = []
         for node, block in zip(nodes, blocks, strict=True):
@@ -209,7 +210,7 @@ class PrefixTree:
     def evict(self, num_blocks: int) -> int:
         """Free up to `num_blocks` cached device blocks, least recently used leaves first.
 
-        Returns how many were freed.
+        Returns the number freed.
         """
         for count in range(num_blocks):
             node = self._device_lru.pop()
@@ -219,7 +220,7 @@ class PrefixTree:
         return max(0, num_blocks)
 
     def evict_host(self, num_blocks: int) -> int:
-        """Free up to `num_blocks` host blocks, in the same order; return how many were freed."""
+        """Free up to `num_blocks` host blocks, in the same order; return the number freed."""
         count = 0
         kept = []
         while count < num_blocks and (node := self._host_lru.pop()) is not None:
@@ -234,7 +235,7 @@ class PrefixTree:
 
     @property
     def has_offloads(self) -> bool:
-        """Tell whether blocks to be copied to the host were evicted since `take_offloads`."""
+        """Tell whether evicted blocks await their copy to the host (`take_offloads`)."""
         return bool(self._offloads)
 
     def take_offloads(self) -> list[tuple[int, int]]:
@@ -244,7 +245,7 @@ class PrefixTree:
         return pairs
 
     def forget(self, blocks: Iterable[int], host_blocks: Iterable[int]) -> None:
-        """Remove the nodes of these blocks and all below them: their content may be wrong."""
+        """Remove the nodes of these blocks, whose content may be wrong, and their descendants."""
         wrong = [self._nodes[block] for block in blocks if block in self._nodes]
         wrong_host = set(host_blocks)
         wrong += [n for n in self.walk() if n.host_block in wrong_host] if wrong_host else []
@@ -272,7 +273,7 @@ class PrefixTree:
         return is_device_leaf(node) and self.allocator.num_owners(node.block) == 0
 
     def _offer(self, node: TreeNode) -> None:
-        """Push `node` on the eviction queues if it is a candidate now."""
+        """Push `node` on the eviction queues if it is a candidate."""
         if is_host_leaf(node):
             self._host_lru.push(node, self.num_host_nodes)
             if self._has_quota(node.space):
@@ -298,7 +299,7 @@ class PrefixTree:
         return node
 
     def _return_to_device(self, node: TreeNode, block: int) -> None:
-        """Make device block `block`, which has an owner, the block of `node`."""
+        """Assign device block `block`, which has an owner, to `node`."""
         assert node.parent is not None
         self.allocator.cache(block)
         self._nodes[block] = node
@@ -307,7 +308,7 @@ class PrefixTree:
         self.generation += 1
 
     def _keep_quota(self, space: Space, parent: TreeNode) -> bool:
-        """Make room for one more node in the quota of `space`, without evicting `parent`."""
+        """Evict until the quota of `space` permits one more node, but never evict `parent`."""
         assert self.max_blocks_per_salt is not None
         parent.is_pinned = True
         while space.num_nodes >= self.max_blocks_per_salt:
@@ -319,7 +320,7 @@ class PrefixTree:
         return space.num_nodes < self.max_blocks_per_salt
 
     def _evict(self, node: TreeNode) -> None:
-        """Free the device block of a leaf; keep the node if the host has a block for it."""
+        """Free the device block of a leaf; keep the node if a host block is available."""
         self.stats.evicted_blocks += 1
         if self._has_host_room():
             assert self.host_allocator is not None
@@ -347,7 +348,7 @@ class PrefixTree:
     def _free_host(self, node: TreeNode) -> None:
         assert self.host_allocator is not None
         self.host_allocator.free([node.host_block])
-        # Cancel a pending copy into it: the block may be reused before the copy starts.
+        # Cancel a pending copy into the block, which may be reused before the copy starts.
         self._offloads.pop(node.host_block, None)
         node.host_block = NO_BLOCK
 
@@ -374,7 +375,7 @@ class PrefixTree:
         while stack:
             last = stack[-1]
             if last.parent is None:
-                stack.pop()  # already removed, with another node of the list
+                stack.pop()  # already removed
             elif last.children:
                 stack.extend(last.children.values())
             else:
@@ -391,7 +392,7 @@ class PrefixTree:
         return nodes
 
     def first_nodes(self, limit: int) -> list[TreeNode]:
-        """Return up to `limit` nodes, those nearest to the roots first."""
+        """Return up to `limit` nodes, nearest to the roots first."""
         level = [root for space in self._spaces.values() for root in space.roots.values()]
         nodes: list[TreeNode] = []
         while level and len(nodes) < limit:

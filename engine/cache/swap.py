@@ -9,8 +9,8 @@ the main stream continues. Swapping in is the reverse:
     in:   side stream   DMA from the host (starts at once, beside the main stream's work)
           main stream             (event) -> unpack -> continues
 
-The main stream waits for DMA only where it needs the blocks or the buffer. On the CPU the same
-calls copy between NumPy slabs.
+The main stream waits for DMA only when it needs the blocks or the buffer. On the CPU the same calls
+copy between NumPy slabs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = ["Moves", "SwapSpace", "move_blocks"]
 
 Pairs = Sequence[tuple[int, int]]
 
-# Size of each of the two buffers: large enough to saturate the link. Larger buffers would hide more
-# of a large swap behind computation, but a buffer is packed completely before its DMA starts.
+# Size of each of the two buffers, large enough to saturate the link. A buffer is packed completely
+# before its DMA starts, so a larger one would start later.
 _BUFFER_BYTES = 64 << 20
 
 
 class Moves(Protocol):
-    """The block moves of a step (`ScheduleOutput` has them)."""
+    """The block moves of a step, as in `ScheduleOutput`."""
 
     swap_out: list[tuple[int, int]]
     copies: list[tuple[int, int]]
@@ -46,12 +46,12 @@ class Moves(Protocol):
 
 
 def move_blocks(kv: KVCache, swap: SwapSpace | None, moves: Moves) -> None:
-    """Do a step's block moves, in the order in which none overwrites what another still reads.
+    """Execute a step's block moves, ordered so that no move overwrites a block still to be read.
 
     Raises
     ------
     ConfigError
-        If blocks are to be swapped and `swap` is None.
+        If the step swaps blocks and `swap` is None.
     """
     if swap is None and (moves.swap_out or moves.swap_in):
         raise ConfigError("swap must be a SwapSpace for a step that swaps blocks; got None")
@@ -86,7 +86,7 @@ class SwapSpace:
     Raises
     ------
     OutOfMemoryError
-        If the host does not have that much memory.
+        If host memory is too small.
 
     Examples
     --------
@@ -112,7 +112,8 @@ class SwapSpace:
         self._lane = _DmaLane(kv, self.blocks, buffer_bytes) if kv.device.is_cuda else None
 
     def swap_blocks_to_cpu(self, pairs: Pairs) -> None:
-        """Copy (device block, host block) pairs out; later work on the stream may reuse the blocks.
+        """Copy (device block, host block) pairs to the host; later work on the stream may overwrite
+        the device blocks.
 
         Raises
         ------
@@ -127,7 +128,7 @@ class SwapSpace:
             kernels.kv_swap(self._kv.flat_pages, host, np.array(pairs, np.int32))
 
     def swap_blocks_from_cpu(self, pairs: Pairs) -> None:
-        """Copy (host block, device block) pairs in; later work on the stream sees them.
+        """Copy (host block, device block) pairs to the device; later work on the stream sees them.
 
         Raises
         ------
@@ -164,11 +165,11 @@ class SwapSpace:
 
 
 class _DmaLane:
-    """A side stream for DMA, and two device buffers in which blocks are packed.
+    """A side stream for DMA, and two device buffers of packed blocks.
 
-    SAFETY: a buffer is filled only after `_emptied` of its last use, and emptied only after
-    `_filled`. All DMA runs on one side stream, so host blocks are read and written in the order of
-    the calls.
+    SAFETY: a buffer is filled only after the event `_emptied` of its last use, and emptied only
+    after `_filled`. All DMA runs on one side stream, so host blocks are read and written in the
+    order of the calls.
     """
 
     def __init__(self, kv: KVCache, host: np.ndarray[Any, Any], buffer_bytes: int) -> None:
@@ -217,7 +218,7 @@ class _DmaLane:
         self._kv.pool.free("swap buffers")
 
     def _chunks(self, pairs: Pairs) -> Iterator[tuple[int, Pairs]]:
-        """Yield (buffer, pairs by ascending host block): adjacent host blocks share one copy."""
+        """Yield (buffer, pairs) by ascending host block, so that adjacent blocks share one copy."""
         ordered = sorted(pairs)
         for at in range(0, len(ordered), self._capacity):
             self._turn ^= 1
@@ -257,7 +258,7 @@ def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _host_array(shape: tuple[int, ...], dtype: str, *, pinned: bool) -> np.ndarray[Any, Any]:
-    """Return an uninitialised host array; if `pinned`, in memory that DMA can access."""
+    """Return an uninitialised host array, in page-locked memory if `pinned`."""
     kind = dtypes.page_dtype(dtype)
     num_bytes = math.prod(shape) * kind.itemsize
     if not pinned:
@@ -268,7 +269,7 @@ def _host_array(shape: tuple[int, ...], dtype: str, *, pinned: bool) -> np.ndarr
                 f"swap_space_gb must fit in the host's memory; {num_bytes} bytes did not ({error})"
             ) from error
     cp = cupy()
-    # Not from CuPy's pinned pool, which may round up and never returns memory to the system.
+    # CuPy's pinned pool is avoided: it may round up, and never returns memory to the system.
     memory = cp.cuda.PinnedMemoryPointer(cp.cuda.PinnedMemory(num_bytes), 0)
     return np.frombuffer(memory, np.uint8, num_bytes).view(kind).reshape(shape)
 

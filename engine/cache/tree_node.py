@@ -1,4 +1,4 @@
-"""Parts of the prefix tree: nodes, the space of one cache salt, a match, statistics."""
+"""Parts of the prefix tree: nodes, the space of one cache salt, matches, statistics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 NO_BLOCK = -1
 
 PrefixKey = tuple[str | None, bool]
-"""(cache salt, rope kind): what must be equal, besides the token ids, to share a prefix."""
+"""(cache salt, long rope): must be equal, like the token ids, for a prefix to be shared."""
 
 
 class TreeNode:
@@ -36,13 +36,13 @@ class TreeNode:
     parent : TreeNode or None
         None for a root, and for a node that was removed.
     block, host_block : int
-        Where the keys and values are; exactly one is not NO_BLOCK (for a root, both are).
+        The block on the device or on the host; the other one is NO_BLOCK (both for a root).
     num_device_children : int
-        Children whose block is on the device.
+        Number of children on the device.
     last_used : int
         The tree's clock when the last owner released the block.
     is_pinned : bool
-        Whether it is temporarily exempt from eviction.
+        Whether the node is temporarily exempt from eviction.
     """
 
     __slots__ = (
@@ -130,7 +130,7 @@ class TreeStats:
 
 
 def split_chunks(token_ids: Sequence[int], block_size: int, num_chunks: int) -> Iterator[bytes]:
-    """Yield the first `num_chunks` blocks of ids as bytes, compact and fast to compare.
+    """Yield the first `num_chunks` blocks of ids as bytes, which are compact and fast to compare.
 
     Examples
     --------

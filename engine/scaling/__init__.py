@@ -1,4 +1,4 @@
-"""Speed of models on GPUs that need not be here: a step's time from bytes, operations, launches."""
+"""Predicted memory and speed of a model on GPUs: a step's time from bytes, operations, launches."""
 
 from engine.scaling.cards import CARDS, Card, find_card
 from engine.scaling.constants import NCCL, OURS, Collective, Constants

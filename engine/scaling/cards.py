@@ -1,4 +1,4 @@
-"""What GPUs can do by their makers' data sheets: memory, bytes, operations, links."""
+"""GPUs by their makers' data sheets: memory, bandwidth, arithmetic, links."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Card:
     Attributes
     ----------
     name, title : str
-        In options, and in full.
+        Name in options, and full name.
     memory : int
         Bytes. Data sheets round down: drivers report a little more.
     memory_rate : float
-        TB/s between memory and chip.
+        Memory bandwidth, TB/s.
     tensor_16, tensor_fp8, tensor_int8 : float
-        Tensor cores without sparsity, TFLOP/s (of e4m3; TOP/s of int8); 0 if there are none.
+        Tensor cores without sparsity: TFLOP/s in 16 bits and e4m3, TOP/s in int8; 0 if unsupported.
     vector : float
         float32 outside tensor cores, TFLOP/s.
     link_rate : float
         GB/s to the other GPUs of the host, in one direction.
     link : str
-        What the link is.
+        Kind of the link.
     source : str
-        Where the figures are from.
+        Source of the figures.
     is_measured : bool
         Whether the shares of `Constants` were measured on this kind of card.
     """
@@ -68,16 +68,16 @@ CARDS: dict[str, Card] = {
              "PCIe 4.0 x16, 64 GB/s both ways", "NVIDIA L40S data sheet"),
     )
 }  # fmt: skip
-"""Every kind of GPU that `engine plan` knows, by its name in options."""
+"""Every kind of GPU that `engine plan` supports, by its name in options."""
 
 
 def find_card(name: str) -> Card:
-    """Return the card called `name`, in any case.
+    """Return the card called `name`, ignoring case.
 
     Raises
     ------
     ConfigError
-        If there is none; the message lists those that there are.
+        If the name is unknown; the message lists the known ones.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""How much of a card's data sheet the engine reaches, and what its launches and host take."""
+"""Measured constants: shares of a data sheet's rates, and times of launches and host work."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ __all__ = ["NCCL", "OURS", "Collective", "Constants"]
 
 @dataclass(frozen=True)
 class Collective:
-    """One way to add arrays of several GPUs: latency and rate.
+    """One all-reduce algorithm: latency and rate.
 
     Attributes
     ----------
     name : str
+        Name of the algorithm.
     latency_us : float
-        Of an empty array, two GPUs.
+        Latency of an empty array on two GPUs.
     peer_us : float
-        For each further GPU.
+        Additional latency of each further GPU.
     link_share : float
-        Share of the link's rate that is reached.
+        Achieved share of the link's rate.
     is_one_shot : bool
-        Whether each GPU reads the whole arrays of all others, or a part of each, twice.
+        True: each GPU reads the whole arrays of all others. False: reduce-scatter and all-gather,
+        each of one part per GPU.
     """
 
     name: str
@@ -31,7 +33,7 @@ class Collective:
     is_one_shot: bool
 
     def us(self, num_bytes: float, size: int, link_rate: float) -> float:
-        """Return the time of a sum of `num_bytes` over `size` GPUs; `link_rate` in GB/s.
+        """Return the us to all-reduce `num_bytes` over `size` GPUs; `link_rate` in GB/s.
 
         Examples
         --------
@@ -47,54 +49,54 @@ OURS = (
     Collective("one shot", 2.22, 0.5, 0.731, True),
     Collective("two shot", 3.2, 1.0, 0.7, False),
 )
-"""Sums by `all_reduce`, measured on two H100s; what a further GPU adds is assumed."""
+"""The engine's `all_reduce`, measured on two H100s; `peer_us` is assumed."""
 
 NCCL = (
     Collective("small", 12.7, 0.5, 0.235, True),
     Collective("large", 21.2, 1.0, 0.63, False),
 )
-"""Sums by NCCL 2.28, measured on two H200s; what a further GPU adds is assumed."""
+"""All-reduce of NCCL 2.28, measured on two H200s; `peer_us` is assumed."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Shares of a data sheet's figures, and times that do not depend on it.
+    """Achieved shares of a data sheet's rates, and times independent of it.
 
-    `python -m tests.bench.fit_scaling` finds them from the measured points of docs/benchmarks, all
-    of one NVIDIA H200; `host_*` and the collectives' are measured by themselves.
+    `python -m tests.bench.fit_scaling` fits them to the measured points of docs/benchmarks, all of
+    one NVIDIA H200; `host_*` and `collectives` are measured separately.
 
     Attributes
     ----------
     read, read_codes, read_packed, read_super : float
-        Share of the memory's rate at which weights are read by products of few rows: of 16 bits,
-        of codes with quantized activations, of packed codes, of packed codes whose scales have
-        scales.
+        Share of the memory bandwidth at which skinny GEMMs read weights: in 16 bits, as codes with
+        quantized activations, as packed codes, as packed codes with two levels of scales.
     read_experts, read_expert_codes : float
-        The same of experts, in 16 bits and as codes.
+        The same share for experts, in 16 bits and as codes.
     read_pages, read_page_codes, elementwise : float
-        The same of attention over pages of 16 and of 8 bits, and of elementwise ops.
+        The same share for attention over pages of 16 and of 8 bits, and for elementwise ops.
     tensor_16, tensor_8, tensor_packed, tensor_experts, tensor_attention : float
-        Share of the tensor cores' rate: products in 16 bits, in 8 bits, of packed codes, of
-        experts, and attention over prompts.
+        Share of the tensor cores' rate: GEMMs in 16 bits, in 8 bits, of packed codes, of experts,
+        and attention over prompts.
     packed_tile, super_tile : float
-        Packed codes, in millions, that products of many rows decode per us; with scales of scales.
+        Packed codes, in millions, that GEMMs of many rows decode per us, with one and with two
+        levels of scales.
     packed_rows : float
-        Packed codes times rows, in millions, that products of few rows multiply per us.
+        Packed codes times rows, in millions, that skinny GEMMs multiply per us.
     edge : float
-        Columns of a weight that take as long as the beginning and the end of a product's tile.
+        Prologue and epilogue of a GEMM tile, as the equivalent number of columns of the weight.
     launch_us, elementwise_us : float
-        Of a launch of a product or attention, and of an elementwise one.
+        Overhead of a launch of a GEMM or attention, and of an elementwise op.
     sequence_us, route_us, sample_us, step_us : float
-        Of attention, times the root of the number of sequences; of choosing experts in a layer; of
-        sampling, for a million logits; of a step.
+        Overhead of attention per square root of the number of sequences, of expert routing per
+        layer, of sampling per million logits, and of a step.
     host_step_us, host_sequence_us : float
-        The host's work for a step of decodes, and for each of its sequences.
+        Host work per step of decodes, and per sequence of it.
     host_prompt_us, host_prompt_layer_us : float
-        The same for a step with prompts, and for each layer.
+        Host work per step with prompts, and per layer of it.
     collectives : tuple of Collective
-        The fastest one for a size is used.
+        Available algorithms; the fastest one for a size is used.
     network_rate, network_us : float
-        GB/s between two hosts for each GPU, and the latency.
+        GB/s per GPU between two hosts, and the latency.
     """
 
     read: float = 0.927

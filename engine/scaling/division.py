@@ -1,4 +1,4 @@
-"""How a model is divided over GPUs, and what one GPU has of it."""
+"""Divisions of a model over GPUs, and the part of one GPU."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Division", "divisions", "stages"]
 
 @dataclass(frozen=True)
 class Division:
-    """A way to divide a model over `num_gpus` GPUs.
+    """A division of a model over `num_gpus` GPUs.
 
     Attributes
     ----------
     tensor, pipeline, data : int
-        GPUs that share each layer, stages of layers, and replicas.
+        Tensor-parallel ranks, pipeline stages, and replicas.
     expert : bool
-        Whether the GPUs of a layer have whole experts instead of a part of each.
+        Expert parallelism: the ranks of a layer hold whole experts, not a part of each.
 
     Examples
     --------
@@ -37,7 +37,7 @@ class Division:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs in all."""
+        """Total number of GPUs."""
         return self.tensor * self.pipeline * self.data
 
     def __str__(self) -> str:
@@ -46,18 +46,21 @@ class Division:
         return " x ".join(named or ["1 GPU"]) + (" (ep)" if self.expert else "")
 
     def check(self, config: ModelConfig, gpus_per_host: int, form: Format | None = None) -> None:
-        """Raise a ConfigError that says why the model cannot be divided so.
+        """Check that the model permits this division.
 
         Parameters
         ----------
         config : ModelConfig
+            The whole model.
         gpus_per_host : int
+            Maximum tensor-parallel ranks.
         form : Format, optional
-            Of the layers' matrices, whose blocks are not divided.
+            Weight format of the layers' matrices, whose blocks are not divided.
 
         Raises
         ------
         ConfigError
+            Stating the reason if it does not.
         """
         if self.tensor > gpus_per_host:
             raise ConfigError(
@@ -76,7 +79,7 @@ class Division:
 
 
 def _check_blocks(config: ModelConfig, division: Division, high: int, wide: int) -> None:
-    """Raise if a rank's part of a matrix has no whole blocks of `high` rows, `wide` columns."""
+    """Raise if a rank's part of a matrix is not whole blocks of `high` rows and `wide` columns."""
     local = _of_rank(config, division)
     sizes = {"query heads": local.num_heads * local.head_dim}
     if config.has_mlp:
@@ -95,7 +98,7 @@ def _check_blocks(config: ModelConfig, division: Division, high: int, wide: int)
 
 
 def divisions(config: ModelConfig, num_gpus: int) -> Iterator[Division]:
-    """Yield every way to divide `num_gpus` GPUs, whether the model can be divided so or not.
+    """Yield every division over `num_gpus` GPUs, including those that the model does not permit.
 
     Examples
     --------
@@ -116,11 +119,11 @@ def _factors(number: int) -> list[int]:
 
 
 def stages(config: ModelConfig, division: Division) -> list[ModelConfig]:
-    """Return what one GPU of each pipeline stage has, as a configuration of its own.
+    """Return one GPU's part of the model in each pipeline stage, as a configuration.
 
-    Heads, features, experts and vocabulary are a rank's, and of whole experts the most that a rank
-    has; the layers are the stage's. Only embeddings and output layer do not say which stage has
-    them.
+    Heads, features, experts and vocabulary are one rank's (with expert parallelism, the most
+    experts of any rank); the layers are the stage's. Every part includes the embeddings and the
+    output layer, whichever stage holds them.
 
     Examples
     --------

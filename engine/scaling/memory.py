@@ -1,4 +1,4 @@
-"""What of a model fits into a memory, and where the memory goes, from its configuration alone."""
+"""Use of a device's memory by a model, and the pages that fit, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.weights import FORMATS, dense_format
 
 __all__ = ["MemoryPlan", "PagePlan", "WeightGroup", "plan_memory"]
 
-# Group of weights -> its kinds; "_" at the end: all kinds that begin like this.
+# Group of weights -> its kinds. A trailing "_" matches every kind with this prefix.
 _GROUPS = {
     "experts": ("experts_", "router", "router_correction"),
     "shared experts": ("shared_",),
@@ -33,7 +33,7 @@ _NORMS = "norms"
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """Weights of one purpose: their bytes, and the formats they are in."""
+    """Weights of one purpose: their bytes and formats."""
 
     name: str
     num_bytes: int
@@ -42,7 +42,7 @@ class WeightGroup:
 
 @dataclass(frozen=True)
 class PagePlan:
-    """Pages of one dtype: bytes of a token, and how many tokens fit."""
+    """Pages of one dtype: bytes per token, and the number of tokens that fit."""
 
     dtype: str
     bytes_per_token: int
@@ -51,21 +51,23 @@ class PagePlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where the memory of a device goes.
+    """Use of a device's memory.
 
     Attributes
     ----------
     weights : tuple of WeightGroup
+        Bytes of the weights by purpose.
     rope_bytes : int
         Bytes of the rope tables.
     budget : MemoryBudget
-        Of an engine with default options that has the device for itself; rope tables are among the
-        weights.
+        Budget of an engine with default options and the device to itself; its weights include the
+        rope tables.
     pages : tuple of PagePlan
-        In the model's dtype, and in 8 bits.
+        Pages in the model's dtype, and in 8 bits.
     max_model_len : int
+        Maximum tokens of a sequence.
     draft : DraftSizes or None
-        Of a draft model; its pages are among those of each token.
+        Sizes of a draft model; `pages` include its pages.
     """
 
     weights: tuple[WeightGroup, ...]
@@ -109,19 +111,20 @@ def plan_memory(
     draft: tuple[ModelConfig, LoadConfig] | None = None,
     num_drafts: int = 0,
 ) -> MemoryPlan:
-    """Return where a memory of `total` bytes goes. Nothing is allocated.
+    """Plan the use of `total` bytes of memory. Nothing is allocated.
 
     Parameters
     ----------
     config : ModelConfig
+        The model's configuration.
     load_config : LoadConfig
-        How the model would be loaded; of the device only the kind matters.
+        Resolved loading options; of the device, only the kind matters.
     total : int
         Bytes of the device.
     block_size : int
         Tokens per page.
     draft : (ModelConfig, LoadConfig), optional
-        A draft model, and how it would be loaded.
+        A draft model's configuration and loading options.
     num_drafts : int
         Maximum drafts of a request.
 
@@ -169,7 +172,7 @@ def _draft_sizes(
 def _weight_groups(
     config: ModelConfig, dtype: str, quantization: str | None
 ) -> tuple[WeightGroup, ...]:
-    """Return the groups that have weights, the largest first; tied embeddings count once."""
+    """Return the non-empty groups, largest first; tied embeddings count once."""
     form = FORMATS.get(quantization or "")
     quantized = {} if form is None else quantized_formats(config, form)
     shapes = weight_shapes(config)

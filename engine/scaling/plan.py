@@ -1,4 +1,4 @@
-"""What a model on n GPUs takes of each, and how fast it would be, for every way to divide it."""
+"""Predicted memory and speed of a model on n GPUs, for every division."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ from engine.weights import FORMATS, dense_format
 
 __all__ = ["PlanRow", "ScalingPlan", "plan_scaling"]
 
-_BLOCK = 16  # tokens of a page
+_BLOCK = 16  # tokens per page
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One way to divide the model.
+    """Predictions for one division.
 
     Attributes
     ----------
     division : Division
+        The division.
     reason : str
-        Why it cannot be; "" if it can.
+        Why it is impossible; "" if it is possible.
     weights, activations, collectives, pages : int
-        Bytes of the fullest GPU; what is left for pages is below 0 if something does not fit.
+        Bytes of the fullest GPU; `pages` is negative if the rest does not fit.
     num_tokens : int
-        Tokens that fit into the pages of a replica.
+        Tokens that fit in the pages of a replica.
     longest : int
-        Most tokens of a request.
+        Maximum tokens of a request.
     num_running : int
-        Requests that a replica runs at once.
+        Concurrent requests of a replica.
     ms_per_token : float
-        Of one request alone.
+        Latency of a token of a single request.
     output_tokens_per_s, prompt_tokens_per_s : float
-        Of all requests, and of many prompts, over all replicas.
+        Throughput of all requests, and of many prompts, over all replicas.
     token, requests : Terms
-        What the time of a token of one request, and of all requests, is made of.
+        Parts of the time of one token of a single request, and of all requests.
     """
 
     division: Division
@@ -75,17 +76,22 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class ScalingPlan:
-    """Every way to divide a model over some GPUs.
+    """Predictions for the divisions of a model over some GPUs.
 
     Attributes
     ----------
     model : StepModel
+        The model, its formats, and the card.
     num_gpus : int
+        GPUs of each division.
     work : Workload
+        The requests behind `output_tokens_per_s`.
     prompt_len : int
-        Of the prompts of `prompt_tokens_per_s`.
+        Tokens of each prompt behind `prompt_tokens_per_s`.
     max_model_len : int
+        Maximum tokens of a sequence.
     rows : tuple of PlanRow
+        One per division.
     """
 
     model: StepModel
@@ -97,18 +103,18 @@ class ScalingPlan:
 
     @property
     def possible(self) -> list[PlanRow]:
-        """The rows that can be."""
+        """The rows of possible divisions."""
         return [row for row in self.rows if not row.reason]
 
     @property
     def fastest_token(self) -> PlanRow | None:
-        """The row with the shortest time of a token; of equal ones, with the most tokens/s."""
+        """The row with the lowest latency; among equal ones, that with the most tokens/s."""
         order = [(round(row.ms_per_token, 4), -row.output_tokens_per_s) for row in self.possible]
         return self.possible[order.index(min(order))] if order else None
 
     @property
     def most_tokens(self) -> PlanRow | None:
-        """The row with the most output tokens a second."""
+        """The row with the most output tokens per second."""
         return max(self.possible, key=lambda row: row.output_tokens_per_s, default=None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -181,27 +187,29 @@ def plan_scaling(
     max_num_seqs: int = 256,
     gpus_per_host: int = 8,
 ) -> ScalingPlan:
-    """Predict memory and speed of each way to divide a model. Nothing is allocated.
+    """Predict memory and speed of each division of a model. Nothing is allocated.
 
     Parameters
     ----------
     model : StepModel
+        The model, its formats, and the card.
     ways : iterable of Division
-        All of the same number of GPUs.
+        Divisions over the same number of GPUs.
     work : Workload
+        The requests behind `output_tokens_per_s`.
     max_model_len : int
-        Longest sequence in tokens.
+        Maximum tokens of a sequence.
     prompt_len : int
-        Of the prompts of `prompt_tokens_per_s`.
+        Tokens of each prompt behind `prompt_tokens_per_s`.
     max_num_seqs : int
-        Requests of a replica at once, at most.
+        Maximum concurrent requests of a replica.
     gpus_per_host : int
+        GPUs that are connected by the card's link.
 
     Raises
     ------
     ConfigError
-        If there is no way, or a longest request of the workload has more than `max_model_len`
-        tokens.
+        If `ways` is empty, or the longest request of the workload exceeds `max_model_len`.
     """
     longest = work.prompt[1] + work.output[1]
     if max(longest, prompt_len) > max_model_len:
@@ -251,7 +259,7 @@ def _row(
 
 
 def _memory(model: StepModel, division: Division, max_model_len: int) -> PlanRow:
-    """Return the memory of the fullest GPU: that of the stage with the fewest tokens of pages."""
+    """Return the memory of the fullest GPU: in the stage whose pages hold the fewest tokens."""
     found = []
     for index, local in enumerate(stages(model.config, division)):
         weights = _stage_weights(model, local, index, division) + rope_bytes(local, max_model_len)
@@ -274,7 +282,7 @@ def _memory(model: StepModel, division: Division, max_model_len: int) -> PlanRow
 
 
 def _stage_weights(model: StepModel, local: ModelConfig, stage: int, division: Division) -> int:
-    """Return the bytes of a rank's weights of one pipeline stage."""
+    """Return the bytes of one rank's weights in one pipeline stage."""
     form = FORMATS.get(model.quantization or "")
     formats = {} if form is None else quantized_formats(local, form)
     num_bytes = weight_bytes(local, model.dtype, formats=formats)

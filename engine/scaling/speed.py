@@ -1,4 +1,4 @@
-"""Speed of a model that is divided over GPUs: one request, many requests, prompts."""
+"""Speed of a model divided over GPUs: one request, many requests, prompts."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from engine.scaling.terms import Terms
 
 __all__ = ["Speed", "Workload"]
 
-_PROMPT_TOKENS = 8192  # of a step with prompts
-_PARTS = 32  # of the steps of the longest output, in a sum over them
+_PROMPT_TOKENS = 8192  # tokens of a step with prompts
+_PARTS = 32  # intervals of the integral over the last requests' steps
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that arrive together; lengths are even from the first number to the second.
+    """Requests that arrive together, with uniformly distributed lengths.
 
     Attributes
     ----------
     num_requests : int
+        Number of requests.
     prompt, output : (int, int)
-        Fewest and most tokens.
+        Minimum and maximum tokens.
     """
 
     num_requests: int
@@ -36,17 +37,17 @@ class Workload:
 
     @property
     def mean_prompt(self) -> float:
-        """Tokens of a prompt."""
+        """Mean tokens of a prompt."""
         return sum(self.prompt) / 2
 
     @property
     def mean_output(self) -> float:
-        """Tokens of an output."""
+        """Mean tokens of an output."""
         return sum(self.output) / 2
 
     @property
     def context(self) -> float:
-        """Tokens that a running request has, at any moment of its decoding."""
+        """Mean tokens of a running request, over the time of its decoding."""
         low, high = self.output
         square = (low * low + low * high + high * high) / 3
         return self.mean_prompt + square / (2 * self.mean_output)
@@ -61,13 +62,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Speed:
-    """Predictions for one way to divide a model.
+    """Predictions for one division of a model.
 
     Attributes
     ----------
     model : StepModel
+        The model, its formats, and the card.
     division : Division
+        The division.
     gpus_per_host : int
+        GPUs that are connected by the card's link.
     """
 
     model: StepModel
@@ -79,7 +83,7 @@ class Speed:
         return stages(self.model.config, self.division)
 
     def stage_times(self, step: Step) -> list[Terms]:
-        """Return the device's time of each pipeline stage, transfers to the next one included."""
+        """Return the device time of each pipeline stage, including the transfer to the next one."""
         count = len(self._stages)
         found = []
         for index, local in enumerate(self._stages):
@@ -93,7 +97,7 @@ class Speed:
         constants = self.model.constants
         tensor = self.division.tensor
         num_bytes = step.num_tokens * self.model.config.hidden_size * itemsize(self.model.dtype)
-        if (stage + 1) * tensor % self.gpus_per_host == 0:  # the next one is in another host
+        if (stage + 1) * tensor % self.gpus_per_host == 0:  # the next stage is on another host
             return Terms(transfers=constants.network_us + num_bytes / constants.network_rate / 1e3)
         way = constants.collectives[0]
         rate = 1e3 * way.link_share * self.model.card.link_rate
@@ -105,7 +109,7 @@ class Speed:
         return device + Terms(host=max(0.0, self._host_us(step) - device.total))
 
     def cycle_terms(self, step: Step) -> Terms:
-        """Return the time after which the slowest stage takes the next step of a full pipeline."""
+        """Return the time between two steps of a full pipeline: that of the slowest stage."""
         slowest = max(self.stage_times(step), key=lambda terms: terms.total)
         device = slowest + Terms(host=self.model.constants.step_us)
         return device + Terms(host=max(0.0, self._host_us(step) - device.total))
@@ -118,29 +122,29 @@ class Speed:
         return constants.host_prompt_us + layers * constants.host_prompt_layer_us
 
     def token(self, context: float) -> Terms:
-        """Return the time of a token of a request that is alone."""
+        """Return the time of one token of a single request."""
         return self.step_terms(Step.decode(1, context))
 
     def prompts(self, length: float) -> Terms:
-        """Return the time of a token of many prompts of `length` tokens, on one replica."""
+        """Return the time per token of many prompts of `length` tokens, on one replica."""
         rows = max(1, round(_PROMPT_TOKENS / length))
         step = Step(_PROMPT_TOKENS, (length + 1) / 2, rows, is_decode=False)
         return self.cycle_terms(step).times(1 / _PROMPT_TOKENS)
 
     def requests(self, work: Workload, num_running: int) -> tuple[float, Terms]:
-        """Return output tokens a second of all replicas, and one's time for all its requests.
+        """Return output tokens per second of all replicas, and one replica's time for its requests.
 
         Parameters
         ----------
         work : Workload
-            Its requests are spread evenly over the replicas.
+            The requests, spread evenly over the replicas.
         num_running : int
-            At most so many requests of a replica at once.
+            Maximum concurrent requests of a replica.
         """
         mine = math.ceil(work.num_requests / self.division.data)
         running = min(mine, num_running)
         terms = self.prompts(work.mean_prompt).times(mine * work.mean_prompt)
-        if mine > running:  # one ends, the next one starts
+        if mine > running:  # whenever a request ends, the next one starts
             steps = (mine - running) / running * work.mean_output
             terms += self._decodes(running, work.context).times(steps)
         terms += self._last_requests(work, running)
@@ -148,7 +152,7 @@ class Speed:
         return tokens / terms.total * 1e6, terms
 
     def _last_requests(self, work: Workload, running: int) -> Terms:
-        """Return the time of the steps in which requests end and no other starts."""
+        """Return the time of the last steps, in which requests end and none starts."""
         ends = [0.0, float(work.output[0])]
         width = (work.output[1] - work.output[0]) / _PARTS
         ends += [work.output[0] + width * (part + 1) for part in range(_PARTS if width else 0)]
@@ -160,9 +164,9 @@ class Speed:
         return terms
 
     def _decodes(self, num_seqs: int, context: float) -> Terms:
-        """Return the time of one token of `num_seqs` sequences; in a pipeline, of its parts."""
+        """Return the time of one token of `num_seqs` sequences, split over the pipeline stages."""
         count = min(self.division.pipeline, num_seqs)
         step = Step.decode(math.ceil(num_seqs / count), context)
-        if count < self.division.pipeline:  # some stages wait
+        if count < self.division.pipeline:  # too few sequences to keep all stages busy
             return self.step_terms(step)
         return self.cycle_terms(step).times(count)

@@ -23,26 +23,27 @@ from engine.weights import FORMATS, Format, dense_format
 __all__ = ["Step", "StepModel"]
 
 _MATRICES = ("qkv", "o", "gate_up", "up", "down", "router", "shared_gate_up", "shared_down")
-_FUSED_ROWS = 2  # products with norms and rotation inside, up to so many rows
-_FEW_ROWS = 16  # products that stream weights, up to so many rows
-_FEW_PAIRS = 8  # the same for the tokens of an expert
-_TILE_ROWS = 128
+_FUSED_ROWS = 2  # maximum rows of GEMMs with fused norm and rope
+_FEW_ROWS = 16  # maximum rows of skinny GEMMs, whose time is that of reading the weights
+_FEW_PAIRS = 8  # the same maximum for the tokens of an expert
+_TILE_ROWS = 128  # rows of a GEMM tile
 _LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step computes.
+    """The work of one step.
 
     Attributes
     ----------
     num_tokens : int
+        Query tokens.
     context : float
-        Keys that a token attends to, on average, its own among them.
+        Mean number of keys that a token attends to, including its own.
     num_rows : int
         Tokens with logits.
     is_decode : bool
-        Whether each token is of another sequence, in a CUDA graph.
+        Whether the step is a CUDA graph with one token per sequence.
     """
 
     num_tokens: int
@@ -52,12 +53,12 @@ class Step:
 
     @classmethod
     def decode(cls, num_seqs: int, context: float) -> Step:
-        """Return a step of one token of each of `num_seqs` sequences."""
+        """Return a step with one token of each of `num_seqs` sequences."""
         return cls(num_seqs, context, num_seqs)
 
     @property
     def rows(self) -> int:
-        """Rows of a product: graphs are captured for some sizes, the rest is padding."""
+        """Rows of a GEMM, padded to the size of a graph or to whole tiles."""
         if not self.is_decode:
             return -(-self.num_tokens // _TILE_ROWS) * _TILE_ROWS
         return next(n for n in batch_sizes(self.num_tokens) if n >= self.num_tokens)
@@ -70,20 +71,22 @@ class StepModel:
     Attributes
     ----------
     config : ModelConfig
-        Of the whole model.
+        The whole model.
     dtype : str
-        Of activations and dense weights.
+        Dtype of activations and dense weights.
     page_itemsize : int
-        Bytes of a number in the pages.
+        Bytes per element of the pages.
     quantization : str or None
-        Format of the layers' matrices; None is `dtype`.
+        Format of the layers' matrices; None: `dtype`.
     card : Card
+        The GPU.
     constants : Constants
+        Measured constants.
 
     Raises
     ------
     ConfigError
-        If the card has no such arithmetic.
+        If the card does not support the arithmetic.
     """
 
     config: ModelConfig
@@ -106,16 +109,18 @@ class StepModel:
     def stage_terms(
         self, local: ModelConfig, step: Step, division: Division, *, is_last: bool
     ) -> Terms:
-        """Return the device's time for `step` on one GPU, without host, step and transfers.
+        """Return the device time of `step` on one GPU, without host work, `step_us` and transfers.
 
         Parameters
         ----------
         local : ModelConfig
-            What the GPU has (`stages`).
+            The GPU's part of the model (`stages`).
         step : Step
+            The step's work.
         division : Division
+            The division of the model.
         is_last : bool
-            Whether the stage has the output layer.
+            Whether the stage holds the output layer.
         """
         shapes, formats, kinds = _weights(local, self.quantization)
         terms = Terms()
@@ -150,7 +155,7 @@ class StepModel:
         return formats.get(name) or dense_format(weight_dtype(name, self.dtype))
 
     def _product(self, shape: tuple[int, ...], form: Format, rows: int) -> Terms:
-        """Return the time of x W^T with `rows` rows of x."""
+        """Return the time of x W^T for `rows` rows of x."""
         reading = self._read_us(form.num_bytes(shape), self._read_share(form))
         if rows > _FEW_ROWS:
             operations = 2 * rows * math.prod(shape) * (1 + self.constants.edge / shape[-1])
@@ -164,7 +169,7 @@ class StepModel:
         return self._both(reading, products)
 
     def _decode_us(self, num_codes: float, form: Format) -> float:
-        """Return the time to decode packed codes on their way to tensor cores."""
+        """Return the time to decode packed codes for the tensor cores; 0 for other formats."""
         if not form.is_packed:
             return 0.0
         constants = self.constants
@@ -180,7 +185,7 @@ class StepModel:
         step: Step,
         division: Division,
     ) -> Terms:
-        """Return the time of the experts' products: of those that any token has chosen."""
+        """Return the time of the GEMMs of the experts chosen by any token."""
         whole = self.config.moe
         assert whole is not None
         used, pairs = _chosen_experts(whole, step.num_tokens, division)
@@ -203,7 +208,7 @@ class StepModel:
         return terms
 
     def _attention(self, local: ModelConfig, window: int, step: Step) -> Terms:
-        """Return the time of attention, with the rotation and the storing of keys and values."""
+        """Return the time of attention, including fused rope and KV append."""
         context = min(step.context, window) if window else step.context
         constants = self.constants
         heads = local.num_heads
@@ -225,7 +230,7 @@ class StepModel:
         step: Step,
         division: Division,
     ) -> Terms:
-        """Return the time of the launches around a layer's products."""
+        """Return the time of the elementwise launches between a layer's GEMMs."""
         is_fused = step.rows <= _FUSED_ROWS and not form.activations and division.tensor == 1
         size = itemsize(self.dtype)
         hidden = local.hidden_size
@@ -236,8 +241,9 @@ class StepModel:
             moved += local.num_heads * local.head_dim * 2
             moved += 4 * local.intermediate_size if moe is None else 0
         if moe is not None:
-            launches += 2 + (1 if form.activations else 0)  # sums, and placing tokens
-        if moe is not None and division.expert:  # rows of other GPUs' pairs are cleared
+            # Sum over experts, placement of tokens, and their quantization.
+            launches += 2 + (1 if form.activations else 0)
+        if moe is not None and division.expert:  # clears the rows of other ranks' pairs
             launches = launches + 1
             moved = moved + moe.top_k * hidden
         reading = self._read_us(step.rows * moved * size, self.constants.elementwise)
@@ -257,9 +263,10 @@ class StepModel:
         terms += Terms(sampling=sampling, launches=4 * self.constants.elementwise_us)
         if division.tensor == 1:
             return terms
-        # A gather moves half of what a sum in two shots does.
+        # An all-gather moves half the bytes of a two-shot all-reduce.
         gathered = self._collective(logits * _LOGIT_BYTES / 2, division)
-        return terms + gathered + self._sum(step.num_tokens, division)  # the latter of embeddings
+        embedding = self._sum(step.num_tokens, division)
+        return terms + gathered + embedding
 
     def _sum(self, num_tokens: int, division: Division) -> Terms:
         num_bytes = num_tokens * self.config.hidden_size * itemsize(self.dtype)
@@ -273,7 +280,7 @@ class StepModel:
         return Terms(collectives=min(way.us(num_bytes, division.tensor, link) for way in ways))
 
     def _both(self, reading: float, products: float) -> Terms:
-        """Return the terms of a launch that reads and multiplies at the same time."""
+        """Return the terms of a launch that overlaps reading and multiplying."""
         whole = math.hypot(reading, products) or 1.0
         return Terms(
             weights=reading * reading / whole,
@@ -305,7 +312,7 @@ class StepModel:
         return constants.read_super if form.super_block else constants.read_packed
 
     def _speed(self) -> float:
-        """Times of arithmetic outside tensor cores, relative to the measured card's."""
+        """Time of arithmetic outside tensor cores, relative to the measured card."""
         return CARDS["h200"].vector / self.card.vector
 
 
@@ -313,9 +320,9 @@ class StepModel:
 def _weights(
     local: ModelConfig, quantization: str | None
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, Format], Counter[tuple[int, int]]]:
-    """Return shapes and formats of the weights, and how many layers of each kind there are.
+    """Return shapes and formats of the weights, and the number of layers of each kind.
 
-    A kind is the first layer of it, and its window.
+    A kind is identified by its first layer and its window.
     """
     shapes = weight_shapes(local)
     form = FORMATS.get(quantization or "")
@@ -330,10 +337,10 @@ def _weights(
 
 
 def _chosen_experts(moe: MoeConfig, num_tokens: int, division: Division) -> tuple[float, float]:
-    """Return how many experts the busiest GPU reads, and its pairs of a token and an expert.
+    """Return the experts that the busiest GPU reads, and its (token, expert) pairs.
 
-    Tokens choose at random. With whole experts on each GPU, the busiest one has more than the mean
-    by as many standard deviations as the largest of so many normal numbers.
+    Tokens are assumed to choose at random. With expert parallelism, the busiest of n GPUs exceeds
+    the mean by as many standard deviations as the expected maximum of n normal variables.
 
     Examples
     --------
@@ -353,7 +360,7 @@ def _chosen_experts(moe: MoeConfig, num_tokens: int, division: Division) -> tupl
     others = (1 - 1 / count) / count  # variance of one choice
     more_used = deviations * math.sqrt(used * missed * others)
     more_pairs = deviations * math.sqrt(pairs * (1 - moe.top_k / moe.num_experts) * others)
-    most_used = math.ceil(moe.num_experts / count)  # the experts of a GPU
+    most_used = math.ceil(moe.num_experts / count)  # experts held by a GPU
     return min(used / count + more_used, most_used), pairs / count + more_pairs
 
 

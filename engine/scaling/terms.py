@@ -9,34 +9,35 @@ __all__ = ["Terms"]
 
 @dataclass(frozen=True)
 class Terms:
-    """What a step's time is made of, in us; the parts add up to the step.
+    """Parts of a step's time, in us, which add up to the step.
 
-    Where a launch reads and multiplies at the same time, its time is shared between both in
-    proportion to their squares, as it is the root of the sum of these.
+    A launch that overlaps reading and multiplying takes the root of the sum of their squares, and
+    is attributed to the two in proportion to their squares.
 
     Attributes
     ----------
     weights : float
         Reading weights.
     products : float
-        Operations of products.
+        Arithmetic of GEMMs.
     pages : float
         Reading keys and values.
     attention : float
-        Operations of attention.
+        Arithmetic of attention.
     elementwise : float
-        Norms, activations, rotation, quantization of activations, sums of experts.
+        Norms, activation functions, rope, quantization of activations, sums over experts.
     sampling : float
+        Sampling from the logits.
     launches : float
-        What each launch takes beside its bytes and operations.
+        Overhead of the launches, beyond their bytes and arithmetic.
     routing : float
-        Choosing experts, placing tokens.
+        Choice of experts, placement of tokens.
     collectives : float
-        Sums and gathers between the GPUs that share a layer.
+        All-reduces and all-gathers of tensor-parallel ranks.
     transfers : float
-        Activations from one stage of a pipeline to the next.
+        Activations sent from one pipeline stage to the next.
     host : float
-        Of the host's work, what the device waits for.
+        Host work that the device waits for, and `step_us`.
 
     Examples
     --------
@@ -59,7 +60,7 @@ class Terms:
 
     @property
     def total(self) -> float:
-        """The time of the step."""
+        """Time of the step."""
         return sum(self.as_dict().values())
 
     @property
@@ -78,5 +79,5 @@ class Terms:
         return Terms(**{name: mine[name] + others[name] for name in mine})
 
     def times(self, factor: float) -> Terms:
-        """Return all parts `factor` times as long."""
+        """Return all parts multiplied by `factor`."""
         return Terms(**{name: factor * part for name, part in self.as_dict().items()})
