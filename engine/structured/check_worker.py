@@ -24,9 +24,9 @@ from engine.structured.sources import compile_matcher, library, reason
 from engine.text.child_process import (
     Worker,
     WorkerEndedError,
+    incoming,
     memory_gauge,
     reply,
-    requests,
     set_limits,
 )
 
@@ -98,7 +98,7 @@ def main() -> None:
     thread.submit(_reason, module, tokenizer, "lark", 'start: "a"').result()
     in_use = memory_gauge()()
     set_limits(in_use + MAX_MEMORY if in_use else 0)
-    for request in requests():
+    for request in incoming():
         why = thread.submit(_reason, module, tokenizer, *json.loads(request)).result()
         reply(why.encode("utf-8", "replace"))
 

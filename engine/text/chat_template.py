@@ -1,4 +1,4 @@
-"""Chat templates: renders messages to the text of a prompt with the model's Jinja template.
+"""Chat templates: rendering of messages to the text of a prompt with the model's Jinja template.
 
 The dialect is Hugging Face's: blocks are trimmed, ``break`` and ``continue`` work, ``tojson``
 does not escape HTML, and ``raise_exception(message)`` and ``strftime_now(format)`` exist.
@@ -22,7 +22,7 @@ __all__ = ["RESERVED_VARIABLES", "ChatTemplate"]
 
 MAX_SOURCE_CHARS = 1_000_000
 MAX_DEPTH = 64  # nesting of lists and dicts in a template's arguments
-MAX_INT_BITS = 2048  # Python always reads and writes so many as digits
+MAX_INT_BITS = 2048  # below Python's limit for converting between int and decimal str
 
 RESERVED_VARIABLES = frozenset(
     [
@@ -83,7 +83,7 @@ class ChatTemplate:
         Raises
         ------
         RequestError
-            If the messages, tools or variables are invalid, or there are tools and the template
+            If the messages, tools or variables are invalid, or tools are given to a template that
             does not read them.
         TemplateError
             If the template fails, violates the sandbox, or exceeds its limits.
@@ -109,7 +109,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
-        """Names of the variables that the template reads and a request may give."""
+        """Names of the variables that the template reads and a request may set."""
         return frozenset(self._facts["reads"]) - RESERVED_VARIABLES
 
     @functools.cached_property
@@ -127,7 +127,7 @@ class ChatTemplate:
         return self.source
 
     def _readable_tools(self, tools: Any) -> list[Any]:
-        """Return plain copies; refuse tools that the template would silently ignore."""
+        """Return plain copies of the tools; refuse them if the template would ignore them."""
         found = _check_tools(tools)
         if found and "tools" not in self._facts["reads"]:
             raise RequestError(f"tools must be empty, the template ignores them; got {len(found)}")
@@ -197,7 +197,7 @@ def _check_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """Rebuild `value` from plain types, as a template could call methods of any other object."""
+    """Rebuild `value` from plain types: a template could call methods of any other object."""
     if depth > MAX_DEPTH:
         raise RequestError(f"{where} must not be nested deeper than {MAX_DEPTH}")
     if value is None or isinstance(value, bool):

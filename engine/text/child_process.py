@@ -1,11 +1,11 @@
 """Isolated child processes: long-lived ones, and workers that answer one request at a time.
 
 A worker runs untrusted input (a chat template, a tokenizer's regular expression, a grammar) in
-library code that cannot be interrupted. Its limits therefore come from outside that code: the
-kernel's on CPU time (`requests`), memory and files (`set_limits`), and those of the parent
-(`Worker.ask`) on the size of an answer and the time to wait for it.
+library code that cannot be interrupted. So its limits are enforced from outside that code: by the
+kernel on CPU time (`incoming`), memory and files (`set_limits`), and by the parent (`Worker.ask`)
+on the size of an answer and the time to wait for it.
 
-Messages are frames: a length in 8 bytes, little-endian, then as many bytes.
+Messages are frames: a length in 8 bytes, little-endian, followed by that many bytes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import Any
 __all__ = [
     "Worker",
     "WorkerEndedError",
+    "incoming",
     "memory_gauge",
     "receive",
     "reply",
-    "requests",
     "send",
     "set_limits",
     "start",
@@ -39,8 +39,8 @@ __all__ = [
 
 _HEAD_BYTES = 8  # length of a frame
 _KEPT_VARIABLES = ("LD_LIBRARY_PATH", "TZ", "TZDIR")  # the others may be secrets
-_EXIT_SECONDS = 5.0  # for a worker that closed its socket to exit
-_IDLE_SECONDS = 0.5  # for an idle worker to exit when its socket is closed
+_EXIT_SECONDS = 5.0  # time for a worker that closed its socket to exit
+_IDLE_SECONDS = 0.5  # time for an idle worker to exit after its socket is closed
 _FIRST_FREE_FD = 3
 _SET_IMPORT_PATH = "import json, sys; sys.path[:0] = json.loads(sys.argv[1])\n"
 
@@ -56,10 +56,10 @@ def start(
     descriptors: Collection[int] = (),
     cwd: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start Python with `code`; it imports from where this process does.
+    """Start Python with `code` and this process's import path.
 
-    Isolated (-I), and without relative entries of the import path: no module is imported from the
-    current folder, which may be a model's. The child inherits `descriptors`.
+    The child is isolated (-I) and gets no relative entries of the path: it imports no module from
+    the current folder, which may be a model's. It inherits `descriptors`.
 
     Raises
     ------
@@ -102,7 +102,7 @@ class WorkerEndedError(Exception):
     Attributes
     ----------
     code : int or None
-        Exit code, -N for signal N. None: it did not answer in time, and was killed.
+        Exit code, -N for signal N; None if it did not answer in time and was killed.
     """
 
     def __init__(self, code: int | None) -> None:
@@ -111,17 +111,17 @@ class WorkerEndedError(Exception):
 
 
 class Worker:
-    """A child process that answers requests, started by the first and replaced after its death.
+    """A child process that answers requests; started by the first one, replaced after its death.
 
-    Several threads may use it: their requests are served one after another. A forked process gets
-    a worker of its own. The process ends with this object, and with the parent.
+    Requests of several threads are served one after another. A forked process starts a child of its
+    own. The child ends with this object, and with the parent.
 
     Parameters
     ----------
     code : str
-        What the process runs: Python that serves `requests`.
+        Python code of the process, which serves `incoming`.
     max_answer_bytes : int
-        A worker that announces a longer answer is killed.
+        Longest answer; a process that announces a longer one is ended.
     env : mapping of str to str, optional
         Environment variables besides LD_LIBRARY_PATH, TZ and TZDIR.
     setup : (bytes, float), optional
@@ -172,8 +172,8 @@ class Worker:
         wait : float, optional
             Wall-clock seconds after which a process that does not answer is killed.
         tries : int
-            How often to ask if the process exits by itself or something else kills it (SIGKILL,
-            SIGTERM), which may have happened before this request.
+            Most attempts if the process exits with 0 or is killed from outside (SIGKILL, SIGTERM),
+            which may have happened before this request.
 
         Raises
         ------
@@ -265,24 +265,18 @@ class _Child:
                 raise
 
     def send(self, frame: bytes) -> None:
-        """Send a frame.
-
-        Raises
-        ------
-        TimeoutError, OSError
-        """
+        """Send a frame; raise TimeoutError at the deadline."""
         for part in (len(frame).to_bytes(_HEAD_BYTES, "little"), frame):
             self._set_timeout()
             self._socket.sendall(part)
 
     def receive(self, max_bytes: int) -> bytes:
-        """Return the next frame.
+        """Return the next frame; raise TimeoutError at the deadline.
 
         Raises
         ------
         EOFError
             If the process has closed the socket, or the frame is longer than `max_bytes`.
-        TimeoutError, OSError
         """
         size = int.from_bytes(self._read(_HEAD_BYTES), "little")
         if size > max_bytes:
@@ -306,7 +300,7 @@ class _Child:
             self._socket.settimeout(max(self.deadline - time.monotonic(), 0.001))
 
     def end(self, seconds: float) -> int:
-        """Close the socket; kill the process after `seconds`. Return its exit code."""
+        """Close the socket, kill the process if it runs after `seconds`; return its exit code."""
         self._socket.close()
         try:
             return self.process.wait(seconds)
@@ -316,14 +310,14 @@ class _Child:
 
     def forget(self) -> None:
         self._socket.close()
-        self.process.returncode = 0  # not a child of this process: there is nothing to wait for
+        self.process.returncode = 0  # not a child of this process, which cannot wait for it
 
 
 def _above_standard_files(ours: socket.socket) -> socket.socket:
-    """Return `ours` with a descriptor above 2.
+    """Return the socket with a descriptor above 2.
 
-    With closed standard files its descriptor may be that of stdout, and the worker would receive
-    whatever this process prints.
+    If the parent's standard files are closed, the socket may have got stdout's descriptor, and the
+    worker would receive whatever the parent prints.
     """
     if ours.fileno() >= _FIRST_FREE_FD:
         return ours
@@ -344,10 +338,10 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def requests() -> Iterator[bytes]:
-    """Yield the requests to this process, a worker, which ends when its parent closes the socket.
+def incoming() -> Iterator[bytes]:
+    """Yield the requests to this process, a worker; exit when the parent closes the socket.
 
-    From one request to the next a timer of CPU time runs, whose signal ends the process.
+    A timer of CPU time runs while a request is served; its signal ends the process.
     """
     # Blocked and ignored signals are inherited from the parent.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -357,16 +351,16 @@ def requests() -> Iterator[bytes]:
         signal.setitimer(signal.ITIMER_PROF, float(seconds))
         yield request
         signal.setitimer(signal.ITIMER_PROF, 0)
-    os._exit(0)  # at once, whatever a request has left
+    os._exit(0)  # at once, whatever a request has left behind
 
 
 def reply(answer: bytes) -> None:
-    """Answer the last of `requests`."""
+    """Answer the last request that `incoming` yielded."""
     send(sys.stdout.buffer, answer)
 
 
 def set_limits(memory: int, *forbidden: int) -> None:
-    """Limit what this process may use: no core dump, and no file written.
+    """Limit the resources of this process; it can neither dump core nor write files.
 
     Parameters
     ----------
@@ -385,9 +379,9 @@ def set_limits(memory: int, *forbidden: int) -> None:
 
 
 def memory_gauge() -> Callable[[], int]:
-    """Return a function that tells the bytes of this process's address space; 0 if unknown.
+    """Return a function that returns the bytes of this process's address space; 0 if unknown.
 
-    It needs no further file: it works after files are forbidden.
+    The function opens no file, so it also works after files are forbidden.
     """
     try:
         file = os.open("/proc/self/statm", os.O_RDONLY)

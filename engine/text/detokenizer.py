@@ -1,4 +1,4 @@
-"""Decodes a stream of token ids to text: `IncrementalDetokenizer`."""
+"""`IncrementalDetokenizer`: decodes a stream of token ids to text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST_PARTIAL = 3  # bytes of the longest incomplete UTF-8 character
 
 
 class DecodesBytes(Protocol):
-    """The part of a tokenizer that detokenizing needs."""
+    """The interface of a tokenizer that detokenization uses."""
 
     @property
     def special_ids(self) -> Collection[int]:
@@ -31,16 +31,16 @@ class DecodesBytes(Protocol):
 
 
 class TokenTexts(dict[int, "str | None"]):
-    """The text of each single token, computed on first use; None if it is not whole characters.
+    """Table of the text of each single token, filled on first use; None for partial characters.
 
     A token whose bytes are whole characters always adds the same text, so most tokens of a stream
-    cost one lookup. One table serves any number of streams.
+    cost one lookup. Any number of streams may share a table.
 
     Parameters
     ----------
     tokenizer : DecodesBytes
     skip_special_tokens : bool
-        Give special tokens an empty text.
+        Map special tokens to the empty text.
 
     Examples
     --------
@@ -72,17 +72,17 @@ class TokenTexts(dict[int, "str | None"]):
 class IncrementalDetokenizer:
     """Decodes one sequence, piece by piece.
 
-    However the ids are split over calls of `push`, the pieces that it and `finish` return add up to
-    the text of all ids after the prompt. A piece never ends inside a character and contains no
-    character of the prompt; one that the prompt left incomplete is included once it is complete.
-    The work per token does not depend on the length of the sequence.
+    The pieces returned by `push` and `finish` add up to the text of all ids after the prompt,
+    however the ids are split over calls. A piece never ends inside a character and contains no
+    character of the prompt; a character that the prompt left incomplete is returned once it is
+    complete. The work per token does not depend on the length of the sequence.
 
     Parameters
     ----------
     tokenizer : DecodesBytes
         Usually a `Tokenizer`.
     prompt_ids : sequence of int
-        The tokens before; without any, the text is `tokenizer.decode(ids)`.
+        The tokens before; if empty, the text is `tokenizer.decode(ids)`.
     skip_special_tokens : bool
         Leave special tokens out.
     texts : TokenTexts, optional
@@ -126,8 +126,8 @@ class IncrementalDetokenizer:
         tail = self._tail(prompt_ids)
         # Bytes of an incomplete character.
         self._pending = tail[codecs.utf_8_decode(tail, "replace", False)[1] :]
-        # The prompt's text shows its own incomplete character as U+FFFD, or as two if it is half of
-        # a surrogate. If the character stays incomplete, these belong to the prompt, not to us.
+        # The prompt's text shows its incomplete last character as one U+FFFD, or as two for half of
+        # a surrogate. If the character stays incomplete, they are the prompt's, not ours.
         self._num_shown = len(self._pending.decode("utf-8", "replace"))
         self._num_strip = 0 if tail else tokenizer.strip_left
         self._is_between = self._ends_between()
@@ -166,7 +166,7 @@ class IncrementalDetokenizer:
         if self._num_shown and (piece or final):
             piece = self._without_broken(piece, data)
         if self._num_strip and piece:
-            # Strip the start of the text once; the first pieces may be nothing but spaces.
+            # Strip the start of the text once; the first pieces may consist of spaces only.
             left = strip_spaces(piece, self._num_strip)
             self._num_strip = self._num_strip - (len(piece) - len(left)) if not left else 0
             piece = left
@@ -187,7 +187,7 @@ class IncrementalDetokenizer:
         return piece[num_shown:] if is_broken else piece
 
     def _tail(self, prompt_ids: Sequence[int]) -> bytes:
-        """Return the last bytes of the prompt: enough to see whether it ends inside a character."""
+        """Return as many last bytes of the prompt as tell whether it ends inside a character."""
         tail = b""
         for token_id in reversed(prompt_ids):
             if token_id not in self._skipped:

@@ -1,10 +1,9 @@
-"""Encodes texts in a `Worker` if the tokenizer has steps that are not known to be harmless.
+"""Encoding in a `Worker`, for tokenizers with steps that are not known to be harmless.
 
-`known_steps` says which steps these are. The tokenizers library cannot be interrupted: a
-normalizer that doubles its text forty times, or a regular expression that backtracks, would hang
-or abort the caller. In the worker the kernel limits its memory and the CPU time of each text. A
-text that exceeds a limit ends the worker and fails with `RequestError`; the next text starts
-another.
+See `known_steps`. The tokenizers library cannot be interrupted: a normalizer that doubles its text
+forty times, or a regular expression that backtracks, would hang or abort the caller. In the worker
+the kernel limits the memory, and the CPU time of each text. A text that exceeds a limit ends the
+worker and fails with `RequestError`; the next text starts another.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from engine.errors import ConfigError, EngineError, RequestError
-from engine.text.child_process import Worker, WorkerEndedError, reply, requests, set_limits
+from engine.text.child_process import Worker, WorkerEndedError, incoming, reply, set_limits
 from engine.text.library_errors import library_errors
 from engine.text.tokenizer_json import build_backend, parse
 
@@ -57,8 +56,8 @@ def encode_here(
     """
     with library_errors(RequestError, "the text cannot be encoded"):
         if len(text) > _LONG_TEXT or os.environ.get("TOKENIZERS_PARALLELISM") == "false":
-            # Python's lock is free meanwhile, for the streams of a server, and no offsets are made.
-            # Not for every text, as the library may start a thread for each core.
+            # The batch call releases the GIL, which other streams of a server need, and computes no
+            # offsets. Short texts do without it: the library may start a thread per core.
             [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         else:
             encoding = backend.encode(text, add_special_tokens=add_special_tokens)
@@ -96,7 +95,7 @@ class WorkerEncoder:
             setup=(fields + b"\n" + data, LOAD_SECONDS),
         )
         self._ask("", True, ConfigError)
-        with contextlib.suppress(RequestError):  # it says nothing about other texts
+        with contextlib.suppress(RequestError):  # other texts may still be encoded
             self._ask(_PROBE, True, ConfigError)
 
     def __call__(self, text: str, add_special_tokens: bool) -> tuple[list[int], bool]:
@@ -115,7 +114,7 @@ class WorkerEncoder:
         request = (b"1" if add_special_tokens else b"0") + text.encode("utf-8")
         seconds = TEXT_SECONDS + SECONDS_PER_CHARACTER * len(text)
         try:
-            # Not a second time: the system may have killed the child for the memory of this text.
+            # One try: the system may have killed the child because of this text's memory.
             answer = self._worker.ask(request, seconds, tries=1)
         except WorkerEndedError as error:
             raise kind(f"{self._step} of tokenizer.json {_reason(error.code)}") from None
@@ -144,16 +143,16 @@ def _fields_of(token: AddedToken) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Load the tokenizer that comes first, and encode each text that follows."""
+    """Load the tokenizer, which is the first request, and encode the texts that follow."""
     set_limits(MAX_MEMORY)
-    texts = requests()
+    texts = incoming()
     answer = _load(next(texts))
     for text in texts:
         reply(answer(text))
 
 
 def _load(setup: bytes) -> Callable[[bytes], bytes]:
-    """Return the function that encodes a text, or reports why there is no tokenizer."""
+    """Return a function that encodes a text, or one that reports why loading has failed."""
     fields, _, data = setup.partition(b"\n")
     try:
         backend = build_backend(parse(data), with_steps=True)

@@ -27,8 +27,8 @@ from engine.text.tokenizer_json import check_added
 __all__ = ["parts_from_gguf"]
 
 _PREFIX = "tokenizer.ggml."
-_MAX_CUT_CHARS = 1 << 30  # copied while merges are derived from scores: token by token its square
-_MAX_MERGES = 1 << 20  # derived so; the largest vocabularies in use have half a million
+_MAX_CUT_CHARS = 1 << 30  # characters copied to derive merges from scores: the sum of length**2
+_MAX_MERGES = 1 << 20  # merges derived from scores; the largest known vocabularies have half of it
 _SPACE = "▁"  # sentencepiece's visible space
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _NAMED_IDS = {
@@ -157,7 +157,7 @@ def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
 
 
 def _byte_level(meta: _Metadata) -> tuple[tokenizers.Tokenizer, bool]:
-    """Return the backend of a "gpt2" vocabulary, and whether BOS is the default."""
+    """Return the backend of a "gpt2" vocabulary, and whether BOS is added by default."""
     pre = find_pre_tokenizer(meta.get("pre"))
     merges = [_split_merge(i, merge) for i, merge in enumerate(meta.array("merges", str))]
     if not merges:
@@ -172,7 +172,7 @@ def _byte_level(meta: _Metadata) -> tuple[tokenizers.Tokenizer, bool]:
 
 
 def _sentencepiece(meta: _Metadata) -> tuple[tokenizers.Tokenizer, bool]:
-    """Return the backend of a "llama" vocabulary, and whether BOS is the default."""
+    """Return the backend of a "llama" vocabulary, and whether BOS is added by default."""
     tokens = [_visible(token, kind) for token, kind in zip(meta.tokens, meta.types, strict=True)]
     vocab = _numbered(tokens)
     # The score of a user-defined piece is not a rank. If runs of spaces are user-defined (Gemma),
@@ -217,7 +217,7 @@ def _numbered(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _split_merge(index: int, merge: str) -> tuple[str, str]:
-    # Search from 1, as the left half may itself be a space.
+    # Search from index 1: the left half may itself be a space.
     at = merge.find(" ", 1)
     if at < 0 or at == len(merge) - 1:
         raise ConfigError(f"tokenizer.ggml.merges[{index}] must be two tokens; got {shown(merge)}")
@@ -225,7 +225,7 @@ def _split_merge(index: int, merge: str) -> tuple[str, str]:
 
 
 def _visible(token: str, kind: int) -> str:
-    """Spell a user-defined run of spaces as the normalised text does."""
+    """Spell a user-defined run of spaces as in the normalised text."""
     is_spaces = kind == TokenType.USER_DEFINED and bool(token) and not token.strip(" ")
     return _SPACE * len(token) if is_spaces else token
 
@@ -302,7 +302,7 @@ def _end_ids(meta: _Metadata, templates: Mapping[str, str]) -> tuple[int, ...]:
     """List the ids that end a sequence.
 
     These are the ids that the file names, and the end-of-turn markers that its chat template
-    writes, since files made before ``eot_token_id`` existed name only one of the two.
+    writes: files older than ``eot_token_id`` name only one of the two.
     """
     named = [meta.token_id(f"{name}_token_id") for name in ("eos", "eot", "eom")]
     written = "".join(templates.values())

@@ -1,4 +1,4 @@
-"""Reads the tokenizer of a model directory in Hugging Face layout as `TokenizerParts`.
+"""The tokenizer of a model directory in Hugging Face's layout, read as `TokenizerParts`.
 
 The files read are ``tokenizer.json`` and, if they exist, ``tokenizer_config.json``,
 ``special_tokens_map.json``, ``added_tokens.json``, ``config.json``, ``generation_config.json``,
@@ -31,9 +31,9 @@ from engine.text.tokenizer_json import build_backend, check_added, check_ids, ch
 
 __all__ = ["parts_from_directory"]
 
-_MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use have about 35 MB
+_MAX_TOKENIZER_BYTES = 64 << 20  # the largest known files have about 35 MB
 _MAX_TEMPLATES = 64
-_MAX_TEMPLATE_BYTES = 4 * MAX_SOURCE_CHARS  # UTF-8 has at most 4 bytes a character
+_MAX_TEMPLATE_BYTES = 4 * MAX_SOURCE_CHARS  # UTF-8 takes at most 4 bytes per character
 
 
 def parts_from_directory(directory: Path) -> TokenizerParts:
@@ -71,7 +71,7 @@ def parts_from_directory(directory: Path) -> TokenizerParts:
 
 
 def _read_backend(path: Path, directory: Path) -> tuple[bytes, tokenizers.Tokenizer, str | None]:
-    """Return the file, its backend, and the step with which that must not encode here, if any."""
+    """Return the file, its backend, and the step that must not run in this process, if any."""
     if not is_present(path):
         others = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
         found = [name for name in others if is_present(directory / name)]
@@ -89,7 +89,7 @@ def _read_backend(path: Path, directory: Path) -> tuple[bytes, tokenizers.Tokeni
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Put the name of the file before a message."""
+    """Prefix messages with the name of the file."""
     try:
         yield
     except ConfigError as error:
@@ -162,7 +162,7 @@ def _add_missing_tokens(
             missing[key] = token
     contents = [token.content for token in (*known.values(), *missing.values())]
     check_added(contents, "tokenizer.json and the files beside it")
-    # All at once: each call builds the search for all added tokens anew.
+    # In one call: each call rebuilds the search structure of all added tokens.
     with library_errors(ConfigError, "the tokens beside tokenizer.json cannot be added"):
         backend.add_tokens(list(missing.values()))
     for key, token in missing.items():
@@ -199,7 +199,7 @@ def _added_token(value: Any, key: str) -> AddedToken:
 
 
 def _ids(value: object) -> list[int]:
-    """Return an id given as a number, a list of them, or null."""
+    """Return the ids that a file gives as a number, a list of numbers, or null."""
     items: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
     for item in items:
         if type(item) is not int or not 0 <= item < 1 << 31:

@@ -1,13 +1,13 @@
-r"""Which steps of a ``tokenizer.json`` may run in this process: those known to be harmless.
+r"""Steps of a ``tokenizer.json`` that may run in this process: those known to be harmless.
 
-A step is harmless if its time is linear in the text, it cannot panic, and what it adds is bounded.
-Normalizers multiply their growth; regular expressions are harmless only if they are listed here,
-since a backtracking one may take exponential time, or quadratic time like ``\s+$`` on a run of
-spaces. The list is what published models use; everything else is not refused but runs in a process
-of its own with limits (`engine.text.encode_worker`).
+A step is harmless if its time is linear in the text, it cannot panic, and it adds a bounded length.
+The growth factors of successive normalizers multiply. A regular expression is harmless only if it
+is listed here: a backtracking one may take exponential time, or quadratic time like ``\s+$`` on a
+run of spaces. The list holds the expressions of published models. Other steps are not refused: they
+run in a process of their own, with limits (`engine.text.encode_worker`).
 
-Steps are given as in ``tokenizer.json``: dicts with "type". Their content is untrusted: no
-function here raises, whatever it holds.
+Steps are dicts with "type", as in ``tokenizer.json``. Their content is untrusted: no function here
+raises, whatever it is.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from engine.text.pretokenizers import PRE_TOKENIZERS
 __all__ = ["MAX_GROWTH", "growth", "is_linear_regex", "unknown_step"]
 
 MAX_GROWTH = 64
-"""Largest product of the normalizers' growth factors: bytes of UTF-8 after over before."""
+"""Largest product of the normalizers' growth factors: UTF-8 bytes after / before."""
 
-_MAX_STEPS = 16  # of one Sequence
-_MAX_PIECES = 64  # of a template
+_MAX_STEPS = 16  # steps in one Sequence
+_MAX_PIECES = 64  # pieces of a post-processor's template
 _SYMBOLS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 _LINEAR_REGEXES = (
     frozenset([pattern for known in PRE_TOKENIZERS.values() for pattern in known.patterns])
@@ -47,7 +47,7 @@ _LINEAR_REGEXES = (
     }
 )
 
-# Most bytes of UTF-8 that one byte becomes.
+# Growth factor: most UTF-8 bytes that one byte becomes.
 _NORMALIZER_GROWTH = {
     "NFC": 3,
     "NFD": 3,
@@ -93,7 +93,7 @@ def unknown_step(spec: Mapping[str, Any]) -> str | None:
 
 
 def growth(normalizer: object) -> float:
-    """Return how many times longer a text may become, in bytes; infinity if that is not known.
+    """Return the factor by which a text may grow, in bytes; infinity if unknown.
 
     Examples
     --------
@@ -106,7 +106,7 @@ def growth(normalizer: object) -> float:
 
 
 def is_linear_regex(pattern: object) -> bool:
-    """Tell whether a step's "pattern" is a text, or a listed regular expression."""
+    """Tell whether a step's "pattern" is a plain text or a listed regular expression."""
     if not isinstance(pattern, dict) or len(pattern) != 1:
         return False
     text = pattern.get("String")
@@ -117,7 +117,7 @@ def is_linear_regex(pattern: object) -> bool:
 
 
 def _leaves(step: object, key: str) -> list[object]:
-    """Return the steps of a Sequence, or the one; Sequences in a Sequence are left whole."""
+    """Return the steps of a Sequence, or the step itself; nested Sequences are not flattened."""
     if step is None:
         return []
     if isinstance(step, dict) and step.get("type") == "Sequence":
@@ -143,9 +143,9 @@ def _step_growth(step: object) -> float:
     if not isinstance(text, str) or (kind == "Replace" and not _is_linear(step)):
         return math.inf
     added = _num_bytes(text)
-    if kind == "Prepend":  # to every part between two special tokens, the shortest is one byte
+    if kind == "Prepend":  # once per part between two special tokens, which may be one byte long
         return 1.0 + added
-    # What a regular expression matches has at least one byte.
+    # A match of a regular expression has at least one byte.
     return max(1.0, added / _num_bytes(step["pattern"].get("String", " ")))
 
 
@@ -154,7 +154,7 @@ def _num_bytes(text: str) -> int:
 
 
 def _is_short_template(step: object) -> bool:
-    """Tell whether a template has the text once, and few special tokens, all of them defined."""
+    """Tell whether a template holds the text once, and few special tokens, all of them defined."""
     if not isinstance(step, dict):
         return False
     pieces = step.get("single")
@@ -175,7 +175,7 @@ def _has(piece: object, key: str) -> bool:
 
 
 def _num_ids(names: list[dict[str, Any]], defined: dict[str, Any]) -> float:
-    """Return how many ids the named special tokens have; infinity if one is not defined."""
+    """Return the number of ids of the named special tokens; infinity if one is not defined."""
     total = 0
     for name in names:
         key = name.get("id")

@@ -1,4 +1,4 @@
-"""Turns the errors of the `tokenizers` library into the engine's own."""
+"""Translation of errors of the `tokenizers` library to the engine's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["library_errors"]
 
 @contextlib.contextmanager
 def library_errors(kind: type[EngineError], what: str) -> Iterator[None]:
-    """Raise `kind` with the message "`what`: reason" where the library fails.
+    """Raise `kind` with the message "`what`: reason" if the library fails inside the block.
 
     The library raises bare Exceptions; a panic of its Rust code is a BaseException, which no
     `except Exception` catches. Other BaseExceptions (KeyboardInterrupt) and MemoryError pass.
@@ -39,5 +39,5 @@ def library_errors(kind: type[EngineError], what: str) -> Iterator[None]:
 
 
 def _is_panic(error: BaseException) -> bool:
-    kind = type(error)  # each extension module makes its own; none can be imported
+    kind = type(error)  # each extension module defines its own; none can be imported
     return (kind.__module__, kind.__name__) == ("pyo3_runtime", "PanicException")

@@ -31,7 +31,8 @@ class TokenizerParts:
     backend : tokenizers.Tokenizer
         Splits, merges and maps to ids; its post-processor adds BOS and EOS.
     encoder : callable, optional
-        (text, add_special_tokens) -> as `encode_worker.encode_here`; without it, `backend` encodes.
+        (text, add_special_tokens) -> (ids, is_added), see `encode_worker.encode_here`; without it,
+        `backend` encodes.
     bos_token_id : int or None
     eos_token_ids : tuple of int
         Tokens that end a sequence, the tokenizer's own first.

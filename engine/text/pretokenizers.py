@@ -1,12 +1,12 @@
-"""Pre-tokenizers: how text is split into words before byte-pair merging, by .gguf name.
+"""Pre-tokenizers by .gguf name: the splitting of text into words before byte-pair merging.
 
 A .gguf file contains vocabulary and merges, but only the name of its pre-tokenizer
-(``tokenizer.ggml.pre``). A wrong one still gives valid ids that decode to the same text, but a
-silently worse model. So a name that is not in this table is an error.
+(``tokenizer.ggml.pre``). A wrong one would still yield valid ids that decode to the same text, but
+silently worse output. So a name that is not in this table is an error.
 
-Each entry is a list of regular expressions applied in turn: each splits every piece from the one
-before into its matches and the text between them. The expressions are those of the family's
-``tokenizer.json`` (Hugging Face), if it has published one.
+Each entry is a list of regular expressions applied in turn: each one splits every piece left by the
+one before into its matches and the text between them. The expressions are those of the family's
+``tokenizer.json`` (Hugging Face), if one is published.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["PRE_TOKENIZERS", "PreTokenizer", "find_pre_tokenizer"]
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One way of splitting text, with the settings of the tokenizers that use it.
+    """A rule for splitting text, with the settings of the tokenizers that use it.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class PreTokenizer:
     nfc: bool = False
 
     def backend(self) -> pre_tokenizers.PreTokenizer:
-        """Return the `tokenizers` object, which ends with mapping bytes to GPT-2's alphabet."""
+        """Return the `tokenizers` object; its last step maps bytes to GPT-2's alphabet."""
         cuts: list[pre_tokenizers.PreTokenizer] = [
             pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns
         ]

@@ -1,8 +1,8 @@
-"""The sandbox in which chat templates run: Jinja's immutable one, with the dialect of templates.
+"""The sandbox of chat templates: Jinja's immutable one, with Hugging Face's dialect.
 
 A template comes with a model, so it is untrusted code. The sandbox keeps it from Python's internals
-and from modifying its arguments. Time and memory are not limited here but by the kernel, for the
-process in which all of this runs (`template_worker`): a single call of a filter may take either.
+and from modifying its arguments. It does not limit time and memory, as a single call of a filter
+may take any amount: the kernel limits them for the whole process (`template_worker`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REMOVED_FILTERS = (
     "attr",  # reads attributes
     "random",  # not reproducible
 )
-# Jinja and Python import these when a template needs them, when no file can be opened any more.
+# Modules that Jinja and Python import on first use, when no file can be opened any more.
 _IMPORTED_LATE = ("html", "jinja2.debug", "pprint", "textwrap", "unicodedata")
 _PLAIN = (str, int, float, bool, type(None), list, tuple, dict, range, Undefined)
 _FORBIDDEN_NODES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
@@ -52,7 +52,7 @@ def render(source: str, values: Mapping[str, Any], max_chars: int) -> str:
 
 
 def inspect(source: str) -> dict[str, Any]:
-    """Return what the template reads.
+    """Return the variables that a template reads, and whether it supports lists of parts.
 
     Returns
     -------
@@ -97,7 +97,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     """
 
     def __init__(self, max_chars: int = 0) -> None:
-        # Not optimized: constant folding would hide the errors of the constants that it tries.
+        # Not optimized: constant folding would hide errors in the expressions it evaluates.
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -135,9 +135,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class GenerationTag(Extension):
-    """``{% generation %}`` ... ``{% endgeneration %}``, which mark text for training.
+    """The tag ``{% generation %}`` ... ``{% endgeneration %}``, which marks text for training.
 
-    They have no effect when a prompt is rendered: the block is its body.
+    It has no effect when a prompt is rendered: the block is replaced by its body.
     """
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it so)
@@ -150,7 +150,7 @@ class GenerationTag(Extension):
 
 
 def _printable(value: Any) -> Any:
-    """Return `value` if it may be rendered; functions and the like would show addresses."""
+    """Return `value` if it may be rendered; the text of a function would show an address."""
     if not isinstance(value, _PLAIN):
         raise SecurityError(f"a {type(value).__name__} must not be rendered")
     return value

@@ -1,16 +1,19 @@
-"""Runs chat templates in a `Worker`, under limits that the kernel enforces.
+"""Rendering of chat templates in a `Worker`, under limits that the kernel enforces.
 
-All threads of a process share one worker. The first request starts it, or `LLM` earlier, as its
-imports take about 0.1 s. A template that meets a limit ends the worker and fails its own request.
+All threads of a process share one worker. `LLM` starts it early, as its imports take about 0.1 s;
+otherwise the first request does. A template that exceeds a limit ends the worker and fails its own
+request.
 
-One call of a filter may take any time and memory without reaching a check in Python. Therefore:
+A single call of a filter may take any time and memory without reaching a check in Python. So the
+limits are the kernel's:
 
 - CPU time: a timer for each request, whose signal ends the process.
-- Memory: a limit on the address space; a template that meets it fails with MemoryError.
+- Memory: a limit on the address space; beyond it a template fails with MemoryError.
 - Files: none can be opened or written once the imports are done.
 
-A request is JSON: {"source": str} asks what the template reads (see `template_sandbox.inspect`),
-with "values" (dict) for its text. The answer is {"result": ...} or {"failed": reason}.
+A request is a JSON object: {"source": str} asks which variables the template reads (see
+`template_sandbox.inspect`); with "values" (dict) it asks for the rendered text. The answer is
+{"result": ...} or {"failed": reason}.
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ from engine.model_files import excerpt
 from engine.text.child_process import (
     Worker,
     WorkerEndedError,
+    incoming,
     memory_gauge,
     reply,
-    requests,
     set_limits,
 )
 
@@ -39,13 +42,13 @@ __all__ = ["ask", "close", "main", "start", "worker_pid"]
 MAX_SECONDS = 2.0  # CPU time of one request, independent of the machine's load
 MAX_WAIT = 60.0  # wall-clock seconds for an answer
 MAX_REQUEST_BYTES = 64 << 20
-MAX_CHARS = 16_000_000  # of a prompt, and of each text in the arguments
+MAX_CHARS = 16_000_000  # characters of a prompt, and of each text in the arguments
 MAX_MEMORY = 1 << 30  # bytes of address space beyond what the imports take
 
 _MAX_ANSWER_BYTES = 6 * MAX_CHARS + 4096  # JSON takes up to 6 bytes per character
-_MAX_KEPT = MAX_MEMORY // 8  # bytes; a worker that still holds more after a request is replaced
+_MAX_KEPT = MAX_MEMORY // 8  # bytes held after a request, above which the worker is replaced
 _MAX_REASON_CHARS = 1000
-_OUT_OF_MEMORY = 12  # exit code of a worker in which a template met the limit on memory
+_OUT_OF_MEMORY = 12  # exit code of a worker whose template exceeded the limit on memory
 
 _WORKER = Worker("from engine.text.template_worker import main; main()", _MAX_ANSWER_BYTES)
 close = _WORKER.close
@@ -71,7 +74,7 @@ def start() -> None:
 
 
 def ask(source: str, values: Mapping[str, Any] | None = None) -> Any:
-    """Return the text of a template; without `values`, what the template reads.
+    """Return the text of a template; without `values`, the result of `template_sandbox.inspect`.
 
     Raises
     ------
@@ -125,7 +128,7 @@ def _cause_of_death(code: int | None) -> str:
 def _pack(message: Any) -> bytes:
     """Return `message` as JSON in UTF-8, with unpaired surrogates as they are.
 
-    As escapes, two of them in a row would be read back as one character.
+    Two of them in a row, written as escapes, would be read back as one character.
     """
     return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
@@ -136,20 +139,20 @@ def _pack(message: Any) -> bytes:
 def main() -> None:
     """Answer requests."""
     answer = _prepare()
-    for request in requests():
+    for request in incoming():
         found, is_last = answer(json.loads(request))
         reply(_pack(found))
         if is_last:
-            os._exit(0)  # at once, whatever a template has left
+            os._exit(0)  # at once, whatever a template has left behind
 
 
 def _prepare() -> Callable[[dict[str, Any]], tuple[dict[str, Any], bool]]:
-    """Import what templates need and set the limits.
+    """Import what templates need, set the limits, and return the function that answers requests.
 
-    Returns the function that answers a request; True beside the answer: the process shall end.
+    The function returns (answer, is_last): with is_last the process has to end.
     """
     try:
-        # Here, so that a failure is reported, and not in the parent, which needs no Jinja.
+        # Imported here: a failure is reported as an answer, and the parent needs no Jinja.
         from engine.text import template_sandbox
 
         size = memory_gauge()

@@ -1,4 +1,4 @@
-"""The bytes of each token, for the two ways in which vocabularies spell them."""
+"""The bytes of each token, for the two spellings that vocabularies use."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def byte_alphabet() -> dict[str, int]:
     """Return GPT-2's alphabet: printable character -> the byte it stands for.
 
-    Printable bytes of Latin-1 stand for themselves; the others are assigned, in order, the
-    characters from U+0100 on.
+    Printable bytes of Latin-1 are spelled as themselves; the others, in order, as the characters
+    from U+0100 on.
 
     Examples
     --------
@@ -61,7 +61,7 @@ class TokenBytes(dict[int, bytes]):
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         vocab = backend.get_vocab()
         self.vocab_size = max(vocab.values(), default=-1) + 1
-        # No spelling is shorter than its text: a byte is spelled with at least one character.
+        # A byte is spelled with at least one character, so no spelling is shorter than its text.
         self.max_token_chars = max(map(len, vocab), default=1)
         self._space, self._has_bytes, self.strip_left = _read_decoder(backend.decoder)
 
@@ -72,7 +72,7 @@ class TokenBytes(dict[int, bytes]):
         return known
 
     def spelling(self, token_id: int) -> str | None:
-        """Return the token as the vocabulary spells it, or None if there is none."""
+        """Return the token as the vocabulary spells it; None for an id without a token."""
         if not is_integer(token_id):
             raise RequestError(f"a token id must be an integer; got {shown_with_type(token_id)}")
         if token_id < 0:

@@ -1,10 +1,10 @@
-"""Encoding text to token ids and decoding them: `load_tokenizer` and `Tokenizer`.
+"""`load_tokenizer` and `Tokenizer`: encoding of text to token ids, and decoding.
 
 Three rules are implemented here and nowhere else:
 
 - Decoding concatenates the tokens' bytes, not their texts: a character may span several tokens.
-- Special tokens written in a text are parsed, so that a rendered chat gets the intended ids.
-- A text that already starts with BOS does not get a second one; what the user wrote stays.
+- Special tokens written in a text are parsed, so that a rendered chat yields the intended ids.
+- No BOS is added to a text that already starts with one; what the user wrote stays.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id; a model's embedding may have more, padded rows."""
+        """One more than the largest id; a model's embedding may be padded to more rows."""
         return self._bytes.vocab_size
 
     @property
@@ -136,13 +136,13 @@ class Tokenizer:
             got = shown_with_type(add_special_tokens)
             raise RequestError(f"add_special_tokens must be True or False; got {got}")
         ids, is_added = self._encode(text, add_special_tokens)
-        # A second BOS that was written in the text stays.
+        # Only an added BOS is dropped; a second one written in the text stays.
         return ids[1:] if is_added and ids[0] == self.bos_token_id else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; invalid UTF-8 becomes U+FFFD.
 
-        Ids without a token (padded rows of the embedding) have no text.
+        Ids without a token (padded rows of the embedding) decode to nothing.
 
         Raises
         ------
@@ -237,7 +237,7 @@ class Tokenizer:
         return self._choose_template(has_tools).variables
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
-        """Return the token ids of a conversation; takes the arguments of `apply_chat_template`.
+        """Return the token ids of a conversation; see `apply_chat_template` for the arguments.
 
         No special tokens are added, since the template writes them all.
         """

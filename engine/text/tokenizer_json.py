@@ -1,10 +1,10 @@
-"""Reads a ``tokenizer.json``: checked here, then handed to the `tokenizers` library in parts.
+"""Reading of ``tokenizer.json``: checked here, then passed to the `tokenizers` library in parts.
 
-The library's own reader is not used on the file: some files make its Rust code panic or abort.
-What it gets is the vocabulary and the merges, checked, and a small document that this module
-writes, with the other steps. That is also faster: the library reads the model's part twice.
+The library's own reader never sees the file, as some files make its Rust code panic or abort. The
+library receives the checked vocabulary and merges, and a small document with the other steps that
+this module writes. This is also faster: its reader parses the model's part twice.
 
-Left out on purpose are truncation, padding and dropout, which belong to training.
+Truncation, padding and dropout belong to training and are left out on purpose.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from engine.text.library_errors import library_errors
 
 __all__ = ["build_backend", "check_added", "check_ids", "check_steps", "parse"]
 
-MAX_ADDED_TOKENS = 1 << 18  # as large as whole vocabularies
-MAX_ADDED_BYTES = 4 << 20  # the search for them takes some 30 times that
-_MAX_ID = (1 << 22) - 1  # the largest vocabularies in use have a million tokens
+MAX_ADDED_TOKENS = 1 << 18  # the size of a whole vocabulary
+MAX_ADDED_BYTES = 4 << 20  # the library's search structure takes about 30 times as much
+_MAX_ID = (1 << 22) - 1  # the largest known vocabularies have a million tokens
 _MAX_AFFIX = 64  # characters of a prefix or suffix of words
 _MAX_PIECE = 512  # characters of a Unigram piece: encoding tries that many at every position
-_MAX_WORD = 200  # characters of a WordPiece word: the time is its cube
+_MAX_WORD = 200  # characters of a WordPiece word: the time is cubic in its length
 _STEPS = ("normalizer", "pre_tokenizer", "post_processor")
 _DECODERS = frozenset(
     [
@@ -42,7 +42,7 @@ _Fields = dict[str, Any]
 
 
 def parse(data: bytes) -> _Fields:
-    """Return the content of the file, of which only the outer form is checked.
+    """Return the parsed file; only its outer structure is checked.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def parse(data: bytes) -> _Fields:
 
 
 def build_backend(spec: _Fields, with_steps: bool) -> tokenizers.Tokenizer:
-    """Make the library's tokenizer.
+    """Build the library's tokenizer.
 
     Parameters
     ----------
@@ -94,8 +94,8 @@ def build_backend(spec: _Fields, with_steps: bool) -> tokenizers.Tokenizer:
 def check_steps(backend: tokenizers.Tokenizer) -> None:
     """Check a backend that is to run in this process.
 
-    The library may have read a step as another kind than its "type", so what it has is checked,
-    and the ids that the post-processor adds.
+    The library may have read a step as another kind than its "type": the steps it built are
+    checked, and the ids that the post-processor adds.
 
     Raises
     ------
@@ -111,7 +111,7 @@ def check_steps(backend: tokenizers.Tokenizer) -> None:
 
 
 def check_ids(backend: tokenizers.Tokenizer, ids: Iterable[int]) -> None:
-    """Raise ConfigError if an id, which the post-processor adds to any text, has no token."""
+    """Raise ConfigError if an id that the post-processor adds has no token."""
     for i in ids:
         if backend.id_to_token(i) is None:
             raise ConfigError(f"post_processor must add ids of the vocabulary; got {i}")
@@ -132,7 +132,7 @@ def check_added(contents: Iterable[str], where: str) -> None:
 
 
 def _decoder(step: object) -> object:
-    """Check that a decoder is made of known steps; it is never run, only its fields are read."""
+    """Check that a decoder consists of known steps; it never runs, only its fields are read."""
     if step is None:
         return None
     steps = step.get("decoders") if _kind(step) == "Sequence" else [step]  # type: ignore[attr-defined]
@@ -197,8 +197,8 @@ def _guessed_kind(fields: _Fields) -> str:
 
 
 def _bpe(fields: _Fields) -> models.Model:
-    # The library panics where a token is shorter than this prefix; a panic in its destructor aborts
-    # the process. No language model has one.
+    # The library panics on a token shorter than this prefix, and a panic in its destructor aborts
+    # the process. No language model uses one.
     if fields.get("continuing_subword_prefix") not in (None, ""):
         raise ConfigError(
             "model.continuing_subword_prefix must be empty or null for BPE; "
@@ -276,7 +276,7 @@ def _vocab(fields: _Fields) -> dict[str, int]:
 
 
 def _merges(listed: object) -> list[tuple[str, str]]:
-    """Return the merges, spelled as pairs or, in older files, as texts with a space between."""
+    """Return the merges; the file holds pairs or, if it is older, texts separated by a space."""
     if not isinstance(listed, list):
         raise ConfigError(f"model.merges must be an array; {_got(listed)}")
     kinds = set(map(type, listed))
@@ -292,13 +292,13 @@ def _merges(listed: object) -> list[tuple[str, str]]:
 
 def _split_merges(lines: list[str]) -> list[tuple[str, str]]:
     joined = " ".join(lines)
-    if "#version" in joined:  # a header, which the library skips wherever it is
+    if "#version" in joined:  # a header line, which the library skips at any position
         lines = [line for line in lines if not line.startswith("#version")]
         joined = " ".join(lines)
     if not set(map(str.count, lines, itertools.repeat(" "))) <= {1}:
         index = next(i for i, line in enumerate(lines) if line.count(" ") != 1)
         raise ConfigError(f"model.merges[{index}] must be two tokens; {_got(lines[index])}")
-    # Split all at once: a list for each line would take three times as long.
+    # One split of all lines: a list per line would take three times as long.
     words = joined.split(" ") if lines else []
     return list(zip(words[::2], words[1::2], strict=True))
 

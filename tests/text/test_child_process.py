@@ -13,8 +13,8 @@ import pytest
 
 from engine.text.child_process import Worker, WorkerEndedError
 
-_SERVE = "import os, time; from engine.text.child_process import reply, requests, set_limits\n"
-_ECHO = _SERVE + "for request in requests(): reply(request)"
+_SERVE = "import os, time; from engine.text.child_process import reply, incoming, set_limits\n"
+_ECHO = _SERVE + "for request in incoming(): reply(request)"
 _SLEEP = "import time; time.sleep(60)"
 _MAX_BYTES = 8 << 20
 
@@ -79,20 +79,20 @@ def test_a_child_that_announces_too_long_an_answer_is_ended():
 
 def test_each_request_has_its_own_cpu_time():
     busy = "\n    end = time.process_time() + 0.3\n    while time.process_time() < end: pass\n    "
-    with _worker(_SERVE + "for request in requests():" + busy + "reply(request)") as worker:
+    with _worker(_SERVE + "for request in incoming():" + busy + "reply(request)") as worker:
         assert [worker.ask(b"x", 0.8) for _ in range(4)] == [b"x"] * 4
         assert _code_of_death(worker, seconds=0.1) == -signal.SIGPROF
         assert worker.ask(b"y", 20) == b"y"
 
 
 def test_memory_is_limited():
-    code = _SERVE + "set_limits(1 << 30)\nfor request in requests(): bytearray(2 << 30)"
+    code = _SERVE + "set_limits(1 << 30)\nfor request in incoming(): bytearray(2 << 30)"
     with _worker(code) as worker:
         assert _code_of_death(worker) == 1
 
 
 def test_a_child_that_ends_between_two_requests_is_replaced():
-    code = _SERVE + "for request in requests(): reply(str(os.getpid()).encode()); os._exit(0)"
+    code = _SERVE + "for request in incoming(): reply(str(os.getpid()).encode()); os._exit(0)"
     with _worker(code) as worker:
         assert len({worker.ask(b"x", 20) for _ in range(3)}) == 3
 
@@ -100,7 +100,7 @@ def test_a_child_that_ends_between_two_requests_is_replaced():
 @pytest.mark.parametrize(("tries", "count"), [(1, 1), (2, 2)])
 def test_a_child_that_is_killed_is_asked_again(tries, count, tmp_path):
     code = (
-        _SERVE + f"for request in requests(): open({str(tmp_path / 'log')!r}, 'a').write('x'); "
+        _SERVE + f"for request in incoming(): open({str(tmp_path / 'log')!r}, 'a').write('x'); "
         "os.kill(os.getpid(), 9)"
     )
     with _worker(code) as worker:
@@ -110,13 +110,13 @@ def test_a_child_that_is_killed_is_asked_again(tries, count, tmp_path):
 
 def test_every_new_child_gets_the_setup_first():
     code = (
-        _SERVE + "found = requests()\nsetup = next(found)\nfor request in found: "
+        _SERVE + "found = incoming()\nsetup = next(found)\nfor request in found: "
         "reply(setup + request); os._exit(0)"
     )
     with _worker(code, setup=(b"setup ", 20.0)) as worker:
         assert [worker.ask(b"x", 20) for _ in range(2)] == [b"setup x"] * 2
     busy = "while True: pass"
-    with _worker(_SERVE + "next(requests())\n" + busy, setup=(b"", 0.1)) as worker:
+    with _worker(_SERVE + "next(incoming())\n" + busy, setup=(b"", 0.1)) as worker:
         assert _code_of_death(worker) == -signal.SIGPROF
 
 
@@ -132,7 +132,7 @@ def test_a_forked_process_has_its_own():
     code = f"""
 import os
 from engine.text.child_process import Worker
-worker = Worker({_SERVE + "for request in requests(): reply(str(os.getpid()).encode())"!r}, 99)
+worker = Worker({_SERVE + "for request in incoming(): reply(str(os.getpid()).encode())"!r}, 99)
 first = worker.ask(b"x", 20)
 if not (child := os.fork()):
     assert worker.pid is None
@@ -148,7 +148,7 @@ assert worker.ask(b"x", 20) == first
 def test_only_named_variables_are_inherited(monkeypatch):
     monkeypatch.setenv("A_SECRET", "x")
     monkeypatch.setenv("TZ", "UTC")
-    code = _SERVE + "for request in requests(): reply(' '.join(sorted(os.environ)).encode())"
+    code = _SERVE + "for request in incoming(): reply(' '.join(sorted(os.environ)).encode())"
     with _worker(code, env={"MINE": "1"}) as worker:
         names = set(worker.ask(b"x", 20).decode().split())
     assert {"MINE", "TZ"} <= names <= {"MINE", "TZ", "LD_LIBRARY_PATH", "LC_CTYPE"}
