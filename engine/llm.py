@@ -51,13 +51,8 @@ class LLM:
     """
 
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
-<<<<<<< HEAD
-        with contextlib.suppress(TemplateError):  # which `chat` would raise
-            template_worker.start()  # it imports Jinja while the weights are read
-=======
         with contextlib.suppress(TemplateError):  # `chat` raises it if it is called
-            template_process.start()  # imports Jinja while the weights are read
->>>>>>> 87342db (Cache, scaling and the doors: prose in the field's words)
+            template_worker.start()  # imports Jinja while the weights are read
         engine = LLMEngine.from_name(model, **options)
         self._shared: SharedEngine[list[RequestOutput]] = SharedEngine(engine)
         self._counter = itertools.count()
