@@ -1,4 +1,4 @@
-"""Loads the head that `speculative_config` names, beside its target."""
+"""Loading of the draft head that `speculative_config` names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.speculative.config import SpeculativeConfig
 __all__ = ["HEAD_METHODS", "LoadedHead", "load_head"]
 
 HEAD_METHODS = ("eagle3", "mtp")
-"""The methods whose drafts come from a head."""
+"""The methods that use a draft head."""
 
 
 class LoadedHead:
@@ -25,10 +25,11 @@ class LoadedHead:
     Attributes
     ----------
     head : DraftHead
+        The layer and its weights.
     dtype : str
         Dtype of weights, activations and pages: the target's.
     feature_layers : tuple of int
-        The target's layers whose input it reads.
+        Layers of the target whose input the head reads.
     """
 
     def __init__(self, head: DraftHead, target: Any) -> None:
@@ -38,22 +39,22 @@ class LoadedHead:
 
     @property
     def config(self) -> ModelConfig:
-        """Sizes of its layer."""
+        """Sizes of the head's layer."""
         return self.head.config
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its own weights."""
+        """Bytes of the head's own weights."""
         return self.head.num_bytes
 
 
 def load_head(config: SpeculativeConfig, target: Any) -> LoadedHead:
-    """Load the head of a `Model`, in its dtype and on its device.
+    """Load the draft head of a `Model`, in the model's dtype and on its device.
 
     Raises
     ------
     ConfigError, WeightsError
-        If the head does not fit to the target, or its files cannot be used.
+        If the head does not match the target, or its files cannot be used.
     """
     for name, given in (("quantization", config.quantization), ("revision", config.revision)):
         if given is not None:
@@ -79,7 +80,7 @@ def load_head(config: SpeculativeConfig, target: Any) -> LoadedHead:
 
 
 def _folder(config: SpeculativeConfig, target: Any) -> Path:
-    """Return the folder of the head: that of the target if none is named."""
+    """Return the head's folder: `config.model`, else the target's own."""
     source: ModelSource | None = target.source
     if config.model is not None:
         source = resolve_model(config.model)
