@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 __all__ = ["HoldsArrays", "arrays_of"]
@@ -15,14 +15,14 @@ class HoldsArrays(Protocol):
         """Yield (name, array) for every array."""
 
 
-def arrays_of(parts: Mapping[str, HoldsArrays | None]) -> Iterator[tuple[str, Any]]:
+def arrays_of(**parts: HoldsArrays | None) -> Iterator[tuple[str, Any]]:
     """Yield (name, array) for the arrays of all `parts`, as "part.array"; None has no arrays.
 
     Examples
     --------
     >>> import numpy as np
     >>> from engine.layers.norm import Norm
-    >>> list(arrays_of({"attn_norm": Norm(np.ones(2), 1e-6), "post_attn_norm": None}))
+    >>> list(arrays_of(attn_norm=Norm(np.ones(2), 1e-6), post_attn_norm=None))
     [('attn_norm.weight', array([1., 1.]))]
     """
     for prefix, part in parts.items():

@@ -102,8 +102,7 @@ class Attention:
         for codes, scales in self.kv_scales.items():
             for name, scale in zip("kv", scales, strict=True):
                 yield f"{codes}.{name}_scale", scale
-        parts = {"qkv": self.qkv, "o": self.o, "q_norm": self.q_norm, "k_norm": self.k_norm}
-        yield from arrays_of(parts)
+        yield from arrays_of(qkv=self.qkv, o=self.o, q_norm=self.q_norm, k_norm=self.k_norm)
 
     def __call__(
         self,

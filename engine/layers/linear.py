@@ -166,7 +166,7 @@ class Linear:
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array of the layer."""
-        yield from arrays_of({"weight": self.weight})
+        yield from arrays_of(weight=self.weight)
         if self.bias is not None:
             yield "bias", self.bias
 

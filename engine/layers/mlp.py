@@ -63,7 +63,7 @@ class MLP:
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array of the MLP."""
-        yield from arrays_of({"gate_up": self.gate_up, "down": self.down})
+        yield from arrays_of(gate_up=self.gate_up, down=self.down)
 
     def __call__(
         self, x: Any, *, norm: Norm | None = None, residual: Any = None, slots: Any = None

@@ -87,10 +87,12 @@ class Experts:
                 raise WeightsError(f"{name} must be a dense weight; got {weight.format.name!r}")
 
     def _weights(self) -> Iterator[tuple[str, Weight]]:
-        for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
-            weight = getattr(self, name)
-            if weight is not None:
-                yield name, weight
+        yield "gate_up", self.gate_up
+        yield "down", self.down
+        if self.gate_up_bias is not None:
+            yield "gate_up_bias", self.gate_up_bias
+        if self.down_bias is not None:
+            yield "down_bias", self.down_bias
 
     @property
     def num_elements(self) -> int:
@@ -99,7 +101,7 @@ class Experts:
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array."""
-        yield from arrays_of(dict(self._weights()))
+        yield from arrays_of(**dict(self._weights()))
 
     def __call__(self, x: Any, routing: kernels.Routing, *, deterministic: bool = False) -> Any:
         """Return (T, k, N): the weighted output of each of a token's k experts, for `x` (T, N)."""
@@ -252,8 +254,12 @@ class MoE:
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array."""
-        names = ("router", "experts", "shared", "shared_gate")
-        yield from arrays_of({name: getattr(self, name) for name in names})
+        yield from arrays_of(
+            router=self.router,
+            experts=self.experts,
+            shared=self.shared,
+            shared_gate=self.shared_gate,
+        )
         yield "load", self.load
         if self.correction is not None:
             yield "correction", self.correction

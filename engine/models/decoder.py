@@ -96,14 +96,12 @@ class DecoderLayer:
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array of the layer."""
         yield from arrays_of(
-            {
-                "attn": self.attn,
-                "attn_norm": self.attn_norm,
-                "mlp": self.mlp,
-                "mlp_norm": self.mlp_norm,
-                "post_attn_norm": self.post_attn_norm,
-                "post_mlp_norm": self.post_mlp_norm,
-            }
+            attn=self.attn,
+            attn_norm=self.attn_norm,
+            mlp=self.mlp,
+            mlp_norm=self.mlp_norm,
+            post_attn_norm=self.post_attn_norm,
+            post_mlp_norm=self.post_mlp_norm,
         )
 
     def __call__(
