@@ -55,6 +55,8 @@ LOAD_OPTIONS = (
 _MAX_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
+# `load` stays beside the class that it builds: both are read together, and a module `engine.load`
+# would hide the function of this name.
 def load(
     model: str | PathLike[str] = "smollm2",
     *,
@@ -304,7 +306,7 @@ class Model:
         Notes
         -----
         A scale is the largest magnitude divided by the largest code: 448 for e4m3, 127 for int8; it
-        is 1 if all values are zero. Larger keys and values saturate later.
+        is 1 if all values are zero. Keys and values beyond the calibrated range saturate.
         """
         page_calibration.calibrate(self, self.decoder.kv_scales, token_ids)
 
@@ -319,7 +321,7 @@ class Model:
         return page_calibration.ensure_scales(self, self.decoder.kv_scales, dtype)
 
     def stage_blocks(self, options: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """Return the KV blocks, on device and host, that each other stage has room for.
+        """Return the KV blocks, on device and host, that fit on each of the other stages.
 
         `options` are the fields of `EngineConfig`. A model in one process has no other stages.
         """

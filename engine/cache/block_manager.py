@@ -146,7 +146,7 @@ class BlockManager:
         if not request.shares_last_block and num_tokens <= len(table) * self.block_size:
             return True
         num_new = max(0, -(-num_tokens // self.block_size) - len(table))
-        index = request.num_computed_tokens // self.block_size  # of the block to write next
+        index = request.num_computed_tokens // self.block_size  # the block to write next
         is_continued = request.shares_last_block and index < len(table)
         is_copied = is_continued and self._is_shared(table[index])
         if num_new + is_copied > self.num_available:

@@ -15,7 +15,7 @@ class _Files(NamedTuple):
 
     limit: str
     usage: str
-    reclaimable: str  # the line of memory.stat
+    reclaimable: str  # name of the line in memory.stat
 
 
 _VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

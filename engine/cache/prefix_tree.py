@@ -76,7 +76,7 @@ class PrefixTree:
         self.generation = 0  # changes whenever the result of a match may change
         self._offloads: dict[int, int] = {}  # host block -> device block, not yet copied
         self._spaces: dict[str | None, Space] = {}
-        self._nodes: dict[int, TreeNode] = {}  # by device block
+        self._nodes: dict[int, TreeNode] = {}  # device block -> node
         self._clock = 0
         self._device_lru: LruHeap[TreeNode] = LruHeap(self._can_evict)
         self._host_lru: LruHeap[TreeNode] = LruHeap(is_host_leaf)

@@ -17,7 +17,7 @@ METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar", "custom
 """Allowed values of `method`."""
 
 _OF_MODELS = ("draft_model", "eagle3", "mtp")
-_NUM_TOKENS = {"ngram": 8, "suffix": 12}  # others: 4
+_NUM_TOKENS = {"ngram": 8, "suffix": 12}  # default drafts by method; 4 for the others
 _RANGES = {
     "num_speculative_tokens": NumberRange(1, MAX_QUERY_LEN - 1, integer=True, optional=True),
     "prompt_lookup_min": NumberRange(1, 64, integer=True),

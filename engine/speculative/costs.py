@@ -47,7 +47,7 @@ class StepCosts:
         self._sizes = np.array(sizes, np.float64)
         self._lens = np.array(query_lens, np.float64)
         times = np.array(seconds, np.float64)
-        # No step is faster than one of fewer tokens: a slower time of fewer tokens is noise.
+        # A step is never faster than one of fewer tokens: a longer time of fewer tokens is noise.
         self._seconds = np.minimum.accumulate(times[:, ::-1], axis=1)[:, ::-1]
         self._known: dict[tuple[int, tuple[int, ...]], list[float]] = {}
 

@@ -137,7 +137,7 @@ class DraftPages:
         size = self._block_size
         old = pages.blocks
         kept = _common_length(old, blocks)
-        if kept < len(old):  # the rest was copied on write, or is shared and about to be
+        if kept < len(old):  # the next block was copied on write, or will be (it is shared)
             pages.num_valid = min(pages.num_valid, kept * size)
         num_used = -(-pages.num_valid // size)
         copies = [

@@ -146,5 +146,5 @@ class GuardedProposer:
 def _reason(error: Exception) -> str:
     try:
         return f"{type(error).__name__}: {error}"[:400]
-    except Exception:  # its own text raises
+    except Exception:  # str(error) raises
         return type(error).__name__

@@ -1,4 +1,4 @@
-"""A draft head's KV pages: which keys it has, and in which of the target's blocks.
+"""A draft head's KV pages: a record of the keys it has computed, in the target's blocks.
 
 A head has a slab of its own with the target's block ids. It can compute the key of a token only
 from the target's features of that token, in the step that computes it. Keys that were not computed
@@ -35,7 +35,7 @@ class _Block:
 
 @dataclass(slots=True)
 class HeadSequence:
-    """The keys that a head has of one request.
+    """A head's keys of one request.
 
     Attributes
     ----------
@@ -109,7 +109,7 @@ class HeadPages:
             self._filled.pop(entry.block, None)
             sequence.next_position = entry.first
             sequence.num_keys = len(sequence.blocks) * self._block_size
-        if not sequence.blocks:  # the first key may have been behind a gap
+        if not sequence.blocks:  # the first key may have followed a gap
             sequence.next_position = min(sequence.next_position, start)
 
     def extend(self, sequence: HeadSequence, request: Request, start: int, stop: int) -> int:

@@ -167,7 +167,7 @@ class HeadProposer:
             stop = min(sequence.num_reached_tokens, request.num_known_tokens - 1)
             if stop > start or own.next_position > start:
                 self._pages.follow(own, request)
-                self._pages.rewind(own, start)  # if the step that computed these tokens has failed
+                self._pages.rewind(own, start)  # an earlier step with these tokens may have failed
             if stop > start:
                 work = self._work(request, stop)
                 works += [] if work is None else [work]

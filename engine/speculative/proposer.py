@@ -96,6 +96,6 @@ class CustomProposer:
             ids = self._call(request.token_ids(0, request.num_known_tokens), count)
             if ids is None or isinstance(ids, Drafts):
                 return ids
-            return Drafts(tuple(map(index, islice(ids, count + 1))))  # at most one too many
+            return Drafts(tuple(map(index, islice(ids, count + 1))))  # one too many is rejected
         except Exception as error:  # other requests must still get their drafts
             return error
