@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engine import LLM, BeamSearchParams, SamplingParams
-from engine.core import make_engine
 from engine.errors import ConfigError, RequestError, UnknownOptionError
+from engine.parallel import make_engine
 from tests.e2e.tiny import CONFIG, check_drained, greedy_alone, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
