@@ -1,4 +1,4 @@
-"""Rows of all ranks: `cuda_src/collectives/all_gather.cu`, mirror `reference/all_gather.py`."""
+"""All-gather of rows: `cuda_src/collectives/all_gather.cu`, mirror `reference/all_gather.py`."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
 
 
 def all_gather(x: Any, peers: Any, *, out: Any = None) -> Any:
-    """Put the last axes of all ranks' arrays one after another.
+    """Concatenate all ranks' arrays along the last axis.
 
     Parameters
     ----------
     x : (..., N) array of float32, float16 or bfloat16
-        This rank's array; the ranks' have one shape and dtype.
+        This rank's array; all ranks use the same shape and dtype.
     peers : sequence of arrays, or PeerMemory
-        As in `all_reduce`. A row of every peer must fit into a buffer together.
+        See `all_reduce`. A buffer must hold one row of every peer.
     out : (..., size * N) array of x's dtype, optional
 
     Returns
     -------
     out : (..., size * N) array of x's dtype
-        In the order of ranks; what was -0 may be +0. NaN where a rank is missing.
+        In order of rank; -0 may become +0. NaN for the rows of a missing rank.
 
     Raises
     ------

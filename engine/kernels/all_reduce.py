@@ -16,7 +16,7 @@ __all__ = ["all_reduce", "choose_kernel", "specs"]
 
 _PARAMS = "x:ptr out:ptr group:ptr n:i64 is_aligned:i32"
 _KERNELS = {name: Kernel(f"all_reduce_{name}", _PARAMS) for name in ("one_shot", "two_shot")}
-# What a second way over the links costs, as bytes that a link moves meanwhile.
+# Latency of the second exchange, in bytes that a link moves in that time.
 _SECOND_SHOT_BYTES = 600_000
 
 
@@ -28,7 +28,7 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
 def choose_kernel(num_bytes: int, size: int) -> str:
     """Choose between "one_shot" and "two_shot" for arrays of `num_bytes` on `size` ranks.
 
-    A rank sends (size - 1) arrays in one shot, 2 (size - 1) / size arrays in two.
+    A rank sends (size - 1) arrays in one shot, and 2 (size - 1) / size arrays in two shots.
 
     Examples
     --------
@@ -40,13 +40,13 @@ def choose_kernel(num_bytes: int, size: int) -> str:
 
 
 def _shots(memory: PeerMemory, num_bytes: int) -> str:
-    """Choose as `choose_kernel`, among the ways for which the buffers are large enough."""
+    """Return `choose_kernel`'s choice, or "two_shot" if the buffers are too small for one shot."""
     arriving = (memory.size - 1) * ceil_div(num_bytes, VECTOR_BYTES)
     return "two_shot" if arriving > memory.capacity else choose_kernel(num_bytes, memory.size)
 
 
 def _most_bytes(memory: PeerMemory) -> int:
-    """Return the bytes of the largest array that one launch adds, in two shots."""
+    """Return the bytes of the largest array that one launch, in two shots, can add."""
     segment = memory.capacity // (2 * max(1, memory.size - 1))
     return segment * memory.size * VECTOR_BYTES
 
@@ -57,18 +57,18 @@ def all_reduce(x: Any, peers: Any, *, out: Any = None) -> Any:
     Parameters
     ----------
     x : array of float32, float16 or bfloat16
-        This rank's array; the ranks' have one shape and dtype.
+        This rank's array; all ranks use the same shape and dtype.
     peers : sequence of arrays, or PeerMemory
-        NumPy: the arrays of all ranks in order, `x` among them. CuPy: this rank's memory; every
-        rank makes the same calls in the same order, each rank on one stream.
+        NumPy: the arrays of all ranks in order, including `x`. CuPy: this rank's memory; all ranks
+        must make the same calls in the same order, each on a single stream.
     out : array of x's shape and dtype, optional
         Array for the sum; may be `x`.
 
     Returns
     -------
     out : array of x's shape and dtype
-        The sum in the order of ranks in float32, rounded once; the same bits in every rank.
-        NaN if a rank is missing: see `PeerMemory.missing`.
+        The float32 sum in order of rank, rounded once; the same bits on every rank. NaN if a rank
+        is missing: see `PeerMemory.missing`.
 
     Raises
     ------

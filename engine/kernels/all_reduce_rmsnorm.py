@@ -23,18 +23,18 @@ _PARAMS = (
     "x:ptr residual:ptr weight:ptr out:ptr residual_out:ptr group:ptr num_rows:i64 n:i32 eps:f32 "
     "weight_offset:f32 x_scale:f32"
 )
-# As in rmsnorm: size of the longest row (KiB) -> threads a block.
+# Longest row in KiB -> threads per block, as in rmsnorm.
 _THREADS = {1: 32, 2: 64, 4: 128, 8: 256, 16: 256, 32: 512}
 _KERNELS = {size: Kernel(f"all_reduce_rmsnorm_{size}", _PARAMS) for size in _THREADS}
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`, beside those of the ops it fuses."""
+    """Return the op's own module for `dtype`; it may also launch those of the ops it fuses."""
     return (ModuleSpec("collectives/all_reduce_rmsnorm.cu", dtype),)
 
 
 def choose_size(row_bytes: int, *, is_aligned: bool) -> int | None:
-    """Choose the kernel for rows of `row_bytes`: its longest row in KiB; None for the two ops.
+    """Return the longest row in KiB of the kernel for rows of `row_bytes`, or None for two ops.
 
     Examples
     --------
@@ -63,21 +63,22 @@ def all_reduce_rmsnorm(
     Parameters
     ----------
     x : (..., N) array of float32, float16 or bfloat16
-        This rank's array; the ranks' have one shape and dtype.
+        This rank's array; all ranks use the same shape and dtype.
     peers : sequence of arrays, or PeerMemory
-        As in `all_reduce`.
+        See `all_reduce`.
     residual : (..., N) array of x's dtype
     weight : (N,) array of x's dtype
     eps, x_scale, weight_offset : float
-        As in `rmsnorm`.
+        See `rmsnorm`.
     out, residual_out : (..., N) array of x's dtype, optional
-        Where to put the results; may be `x` and `residual`.
+        Arrays for the results; may be `x` and `residual`.
 
     Returns
     -------
     y : (..., N) array of x's dtype
     h : (..., N) array of x's dtype
-        ``x_scale · sum + residual``. Both have the bits of the two ops. NaN if a rank is missing.
+        ``x_scale · sum + residual``. Both are bitwise equal to the two ops' results. NaN if a rank
+        is missing.
 
     Raises
     ------
@@ -86,8 +87,8 @@ def all_reduce_rmsnorm(
 
     Notes
     -----
-    One launch where one shot is the faster way of `all_reduce`, and rows have at most 32 KiB and
-    are aligned to 16 bytes; else the two ops.
+    One launch if `all_reduce` would take one shot and rows have at most 32 KiB and are 16-byte
+    aligned; else the two ops.
 
     Examples
     --------
@@ -164,5 +165,5 @@ def _launch(
 
 
 def _most_blocks(memory: PeerMemory) -> int:
-    """Return how many rows are on their way together: blocks of a device, or of a rank's share."""
+    """Return the most blocks of a launch: rows that are exchanged at the same time."""
     return 2 * memory.max_blocks

@@ -1,4 +1,4 @@
-"""What a step of decodes reads of its rows: `cuda_src/decode_inputs.cu`."""
+"""Inputs of a decode step, gathered from the request rows: `cuda_src/decode_inputs.cu`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KERNEL = Kernel(
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch; integers, whatever the model's dtype."""
+    """Return the module of the op: one for all dtypes, since the arrays are integers."""
     return (ModuleSpec("decode_inputs.cu", "float32"),)
 
 
@@ -43,44 +43,44 @@ def decode_inputs(
     block_size: int,
     out: Any = None,
 ) -> Any:
-    """Bring the requests' block tables up to date and lay out a step of Q tokens a sequence.
+    """Update the requests' block tables and gather the inputs of a step of Q tokens per sequence.
 
     Parameters
     ----------
     rows : (B,) array of int32
-        The row of each sequence's request, all different; -1 is padding.
+        Row of each sequence's request, all different; -1 is padding.
     token_ids : (B, Q) array of int32
-        The ids that the host knows; -1: the id sampled last in the row.
+        Ids known to the host; -1 means the id last sampled in the row.
     positions : (B, Q) array of int32
-        Where these tokens stand; less than W * block_size.
+        Positions of these tokens, below W * block_size.
     last_ids : (S,) array of int32
-        The id sampled last in every row.
+        The id last sampled in each row.
     tables : (S, W) array of int32
-        Block ids of every row; written where blocks are new.
+        Block ids of each row; new blocks are written to it.
     new_starts : (B,) array of int32
-        Where in the table the sequence's new blocks begin.
+        Column of the table at which the sequence's new blocks begin.
     cu_new_blocks : (B+1,) array of int32
         Sequence b's new blocks are [cu_new_blocks[b], cu_new_blocks[b+1]) of `new_blocks`.
     new_blocks : (C,) array of int32
     block_size : int
-        Tokens of a block.
+        Tokens per block.
     out : (token_ids, slot_mapping, block_tables), optional
-        Where to put the results.
+        Arrays for the results.
 
     Returns
     -------
     token_ids : (B, Q) array of int32
-        -2**31 for padding, of which `embedding` makes zeros: they cost the products less power.
+        -2**31 for padding: `embedding` maps it to zeros, which cost the products less power.
     slot_mapping : (B, Q) array of int64
-        Where the keys and values go; -1 for padding.
+        Slots for the keys and values; -1 for padding.
     block_tables : (B, W) array of int32
-        Entries past the last position's block are not defined, nor are those of padding.
+        Entries beyond the last position's block, and those of padding, are undefined.
 
     Raises
     ------
     ShapeError, DTypeError, ContractError
-        If an argument breaks the contract. Numbers inside the arrays are not checked; on the GPU
-        nothing outside the arrays is read or written, whatever they are.
+        If an argument breaks the contract. The arrays' values are not checked; whatever they are,
+        the GPU reads and writes nothing outside the arrays.
 
     Examples
     --------

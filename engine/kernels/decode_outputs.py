@@ -1,4 +1,4 @@
-"""What a step of decodes leaves behind: `cuda_src/decode_outputs.cu`."""
+"""Outputs of a decode step, for the next step and for the host: `cuda_src/decode_outputs.cu`."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _KERNEL = Kernel(
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch; integers, whatever the model's dtype."""
+    """Return the module of the op: one for all dtypes, since the arrays are integers."""
     return (ModuleSpec("decode_outputs.cu", "float32"),)
 
 
 def decode_outputs(
     token_ids: Any, status: Any, rows: Any, last_ids: Any, *, out: Any = None
 ) -> Any:
-    """Keep the ids sampled last for the next step, and put all beside their status for the host.
+    """Store the last sampled ids for the next step, and stack ids and status for the host.
 
     Parameters
     ----------
     token_ids, status : (B, Q) array of int32
-        As `sample` returns them, for Q tokens a sequence.
+        Results of `sample`, for Q tokens per sequence.
     rows : (B,) array of int32
-        The row of each sequence's request, all different; outside [0, S): padding.
+        Row of each sequence's request, all different; padding is outside [0, S).
     last_ids : (S,) array of int32
-        The id sampled last in every row; written: of the sequence's last token.
+        The id last sampled in each row; the id of the sequence's last token is written to it.
     out : (2, B, Q) array of int32, optional
-        Where to put the result.
+        Array for the result.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""A quantized weight's numbers: `cuda_src/gemm_wna16/dequantize.cu`, `reference/dequantize.py`."""
+"""Dequantization of weights: `cuda_src/gemm_wna16/dequantize.cu`, `reference/dequantize.py`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _BYTES = Kernel(
     "data:ptr scales:ptr out:ptr n:i32 k:i32 block_rows:i32 block_columns:i32 is_e4m3:i32 "
     "is_vector:i32",
 )
-_WARPS = 4  # of a block, each with a tile
+_WARPS = 4  # warps per block, each with one tile
 _BYTES_THREADS = 256  # threads per block
 _BYTES_CODES = 16  # codes per thread
-_MAX_ROWS = 65535  # of blocks, which then take several
-_BYTES_MODULE = FORMATS["q8_0"]  # any module has the kernel for formats that lie row by row
+_MAX_ROWS = 65535  # most blocks along the rows; a block then takes several rows
+_BYTES_MODULE = FORMATS["q8_0"]  # every module contains the kernel for row-major formats
 
 
 def specs(
@@ -46,7 +46,7 @@ def specs(
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for weights of `formats`.
 
-    With `patterns` for a sample of formats that decodes in every way there is.
+    `patterns` selects a sample of formats that uses every decoder instead.
     """
     names = (*SAMPLE, "fp8") if patterns else formats
     own = format_specs(_FILE, dtype, names)
@@ -56,16 +56,16 @@ def specs(
 
 
 def dequantize(weight: Weight, dtype: str, *, out: Any = None) -> Any:
-    """Return the numbers of a quantized weight.
+    """Return the dequantized weight.
 
     Parameters
     ----------
     weight : Weight
-        A matrix (N, K) in any format that is not dense.
+        A matrix (N, K) in any quantized format.
     dtype : str
         "float32", "float16" or "bfloat16".
     out : (N, K) array of `dtype`, optional
-        Where to put them.
+        Array for the result.
 
     Returns
     -------
@@ -78,7 +78,7 @@ def dequantize(weight: Weight, dtype: str, *, out: Any = None) -> Any:
 
     Notes
     -----
-    Computed in float32 and rounded once; columns are in their logical order.
+    Computed in float32 and rounded once; columns are in logical order.
 
     Examples
     --------
@@ -99,7 +99,7 @@ def dequantize(weight: Weight, dtype: str, *, out: Any = None) -> Any:
 
 
 def launch(weight: Weight, dtype: str, out: Any, permutation: Any = None) -> None:
-    """Launch on CuPy arrays, checked; without `permutation` columns keep the order of the data."""
+    """Launch on checked CuPy arrays; without `permutation` columns are in the order of the data."""
     n, k = weight.shape
     if n == 0 or k == 0:
         return

@@ -32,11 +32,11 @@ def geglu(x: Any, *, approximate: str = "tanh", out: Any = None) -> Any:
     Parameters
     ----------
     x : (..., 2F) array of float32, float16 or bfloat16
-        Rows [gate | up]; may be a 2-D view with gaps between its rows.
+        Rows [gate | up]; a 2-D view may have strided rows.
     approximate : {"tanh", "none"}
         "none" is the exact GELU, by erf.
     out : (..., F) array of x's dtype, optional
-        Array for the result; may be the gate half of `x`, but not overlap it otherwise.
+        Array for the result; may be the gate half of `x`, but must not overlap it otherwise.
 
     Returns
     -------

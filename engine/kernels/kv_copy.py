@@ -1,4 +1,4 @@
-"""Blocks of pages to other blocks: `cuda_src/kv_copy.cu`, mirror `reference/kv_copy.py`."""
+"""Copies of blocks within the KV cache: `cuda_src/kv_copy.cu`, mirror `reference/kv_copy.py`."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _SCALAR = Kernel("kv_copy_scalar", _PARAMS)
 
 
 def specs(dtype: str, *, kv_dtype: str = "", **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`; or for pages of codes."""
+    """Return the modules that the op may launch for pages of `dtype`, or quantized pages."""
     return (copy_spec("kv_copy.cu", dtype, kv_dtype),)
 
 
 def kv_copy(pages: Any, block_pairs: Any) -> None:
-    """Copy whole blocks of the paged cache, in all slabs at once.
+    """Copy whole blocks of the paged KV cache, in all slabs.
 
     Parameters
     ----------
     pages : (..., P, K, block_size, D) array of a float dtype, uint8 or int8, C-contiguous
         Written in place. Leading axes (layers, K and V) are slabs that share block ids.
     block_pairs : (n, 2) array of int32
-        Rows (source, destination). A destination occurs once and is no source: blocks are copied
-        in no particular order.
+        Rows (source, destination). Destinations are distinct and are not sources, since blocks are
+        copied in no particular order.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Keys and values out of their pages: `cuda_src/kv_gather.cu`, mirror `reference/kv_gather.py`."""
+"""Keys and values from pages to dense rows: `cuda_src/kv_gather.cu`, `reference/kv_gather.py`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def kv_gather(
     total_tokens: int | None = None,
     out: Any = None,
 ) -> tuple[Any, Any]:
-    """Read the keys and values of every sequence into dense rows, one sequence after the other.
+    """Copy the keys and values of all sequences from pages to dense, concatenated rows.
 
     Parameters
     ----------
@@ -49,9 +49,9 @@ def kv_gather(
     context_lens : (B,) array of int32
         Tokens of each sequence.
     cu_seqlens_k : (B + 1,) array of int32
-        First row of each sequence, then the end: the cumulated `context_lens`, from 0.
+        First row of each sequence, then the end: the cumulative sum of `context_lens`, from 0.
     total_tokens : int, optional
-        Tk, if it is known; at least ``cu_seqlens_k[-1]``. Without it CUDA must synchronise.
+        Tk, at least ``cu_seqlens_k[-1]``. Without it CUDA must synchronise.
     out : (k, v), optional
         Two (Tk, K, D) arrays for the results.
 
@@ -64,7 +64,7 @@ def kv_gather(
     ------
     ShapeError, DTypeError, ContractError
         If an argument breaks the contract. Lengths and block ids are checked on NumPy arrays; on
-        the GPU a row that they put outside the table or the pages is NaN.
+        the GPU a row that they place outside the table or the pages is NaN.
 
     Examples
     --------
@@ -76,7 +76,7 @@ def kv_gather(
     array([2., 3., 0.], dtype=float32)
     """
     call = Contract("kv_gather")
-    # Views are refused, not copied: the copy would be of the whole cache.
+    # Views are an error: a copy would be of the whole cache.
     k_pages = call.written("k_pages", k_pages, "P K block_size D", FLOATS)
     v_pages = call.written("v_pages", v_pages, "P K block_size D", k_pages.dtype)
     call.check("k_pages", call["block_size"] > 0, "pages of at least one slot", k_pages.shape)

@@ -1,4 +1,4 @@
-"""New keys and values into their pages: `cuda_src/kv_store.cu`, mirror `reference/kv_store.py`."""
+"""Store of new keys and values to pages: `cuda_src/kv_store.cu`, `reference/kv_store.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCALAR = Kernel("kv_store_scalar", _PARAMS, struct="KvStoreParams")
 
 
 def specs(dtype: str, *, kv_dtype: str = "", **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`; or for pages of codes."""
+    """Return the modules that the op may launch for `dtype` and pages of `kv_dtype`."""
     return (ModuleSpec("kv_store.cu", dtype, tuple(kv_macros(kv_dtype).items())),)
 
 
@@ -38,20 +38,20 @@ def kv_store(
     k_scale: Any = None,
     v_scale: Any = None,
 ) -> None:
-    """Write the keys and values of new tokens into the paged cache.
+    """Write the keys and values of new tokens to the paged KV cache.
 
     Parameters
     ----------
     k, v : (T, K, D) array of float32, float16 or bfloat16
         Any token and head strides (views into the fused qkv rows).
     k_pages, v_pages : (P, K, block_size, D) array of k's dtype, uint8 or int8, C-contiguous
-        Written in place. With uint8 they hold e4m3 codes, with int8 whole numbers.
+        Written in place. uint8 pages hold e4m3 codes, int8 pages integer codes.
     slot_mapping : (T,) array of int64
-        ``block_id * block_size + offset`` of each token; -1 skips it. No slot twice: which
-        token then wins is not defined.
+        ``block_id * block_size + offset`` of each token; -1 skips it. Slots must be distinct: with
+        duplicates it is undefined which token is kept.
     k_scale, v_scale : (K,) array of float32, optional
-        Of pages of codes, positive and finite: a code is that of value / scale, rounded to nearest
-        even and saturated, at 448 or 127; NaN stays NaN in e4m3, and is 0 in int8.
+        Scales of a quantized KV cache, positive and finite: a code is value / scale, rounded to
+        nearest even and saturated at 448 or 127. NaN stays NaN in e4m3 and becomes 0 in int8.
 
     Raises
     ------

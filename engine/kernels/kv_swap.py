@@ -1,7 +1,6 @@
-"""Blocks of pages to other pages: `cuda_src/kv_swap.cu`, mirror `reference/kv_swap.py`.
+"""Copies of blocks between two sets of pages: `cuda_src/kv_swap.cu`, mirror `reference/kv_swap.py`.
 
-`kv_copy` copies within one set of pages; this op copies between two, e.g. to pack scattered blocks
-for a transfer to the host.
+It packs scattered blocks for a transfer to the host, for example. `kv_copy` copies within one set.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ _SCALAR = Kernel("kv_swap_scalar", _PARAMS)
 
 
 def specs(dtype: str, *, kv_dtype: str = "", **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`; or for pages of codes."""
+    """Return the modules that the op may launch for pages of `dtype`, or quantized pages."""
     return (copy_spec("kv_swap.cu", dtype, kv_dtype),)
 
 
 def kv_swap(source: Any, target: Any, block_pairs: Any) -> None:
-    """Copy whole blocks from one set of pages to another, in all slabs at once.
+    """Copy whole blocks from one set of pages to another, in all slabs.
 
     Parameters
     ----------
     source : (S, P, K, block_size, D) array of float32, float16, bfloat16, uint8 or int8
         The first two axes may have any strides; each block is contiguous.
     target : (S, Q, K, block_size, D) array of source's dtype
-        Written in place; likewise. Does not pdl `source`.
+        Written in place; strides as for `source`, which it must not overlap.
     block_pairs : (n, 2) array of int32
-        Rows (block of source, block of target); no target occurs twice.
+        Rows (block of source, block of target); targets are distinct.
 
     Raises
     ------
@@ -100,7 +99,7 @@ def _has_whole_blocks(pages: Any) -> bool:
 
 
 def _rows(pages: Any) -> Any:
-    """Return the first element of each block, whose addresses decide about vectors."""
+    """Return a view of each block's first element, to check the blocks' alignment."""
     return pages[:, :, 0, 0, :1] if pages.size else pages[:, :, :0, :0, :0].reshape(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Merge of partial attention results: `cuda_src/merge_states.cu`, mirror `reference/` of it."""
+"""Merge of partial attention results: `cuda_src/merge_states.cu`, `reference/merge_states.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.kernels._module import ModuleSpec
 
 __all__ = ["merge_states", "specs"]
 
-_THREADS = 256  # kThreads of the CUDA file
+_THREADS = 256  # kThreads in CUDA
 _PARAMS = (
     "outputs:ptr rest:ptr lses:ptr rest_lses:ptr rest_stride:i64 rest_lse_stride:i64 out:ptr "
     "lse_out:ptr num_rows:i64 num_states:i32 head_dim:i32 rows_per_block:i32 is_large:i32"
@@ -41,17 +41,17 @@ def merge_states(
     outputs : (S, T, H, D) array of float32, float16 or bfloat16, or a pair of (T, H, D) arrays
         softmax(scores) V over each of the S parts.
     lses : (S, T, H) array of float32, or a pair of (T, H) arrays
-        Natural logarithm of the sum of exp(score) over each part. -inf: the part holds no key that
-        the query sees; what `outputs` holds there is not used.
+        Natural logarithm of the sum of exp(score) over each part. -inf means that the query sees no
+        key of the part: the output there is ignored.
     out : (T, H, D) array of the outputs' dtype, optional
-        Where to put the result; may be one of the outputs.
+        Array for the result; may be one of the outputs.
 
     Returns
     -------
     out : (T, H, D) array of the outputs' dtype
-        0 where every part is empty.
+        0 if every part is empty.
     lse : (T, H) array of float32
-        Of all parts together; -inf where every part is empty.
+        Log-sum-exp over all parts; -inf if every part is empty.
 
     Raises
     ------
@@ -61,8 +61,8 @@ def merge_states(
     Notes
     -----
     With m the largest lse and w_s = exp(lse_s - m): out = sum of w_s outputs_s / sum of w_s and
-    lse = m + log(sum of w_s), in float32, added in the order of the parts, rounded once [1]_. The
-    result is exact up to rounding, the parts' own included.
+    lse = m + log(sum of w_s), in float32, summed in the order of the parts, rounded once [1]_. The
+    result is exact up to this rounding and that of the parts.
 
     References
     ----------
@@ -93,7 +93,7 @@ def merge_states(
 
 
 def _states(call: Contract, name: str, value: Any, shape: str, dtype: Any) -> Any:
-    """Check one array of S states, or a pair of them, which stays a pair."""
+    """Check an array of S states, or a pair of arrays, which stays a pair."""
     if not isinstance(value, tuple | list):
         array = call.array(name, value, f"S {shape}", dtype)
         call.check(name, call["S"] > 0, "of one state or more", array.shape)

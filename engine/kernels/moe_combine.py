@@ -1,4 +1,4 @@
-"""The sum of every token's experts: `cuda_src/moe_combine.cu`, mirror `reference/` of it."""
+"""Sum of each token's expert outputs: `cuda_src/moe_combine.cu`, `reference/moe_combine.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.kernels._module import ModuleSpec
 
 __all__ = ["moe_combine", "specs"]
 
-_THREADS = 128  # kThreads of the CUDA file
+_THREADS = 128  # kThreads in CUDA
 _PARAMS = (
     "pairs:ptr shared:ptr shared_gate:ptr residual:ptr out:ptr num_tokens:i64 top_k:i32 "
     "num_features:i32"
@@ -35,20 +35,20 @@ def moe_combine(
     residual: Any = None,
     out: Any = None,
 ) -> Any:
-    """Add the outputs of every token's experts.
+    """Add the outputs of each token's experts.
 
     Parameters
     ----------
     pairs : (T, k, N) array of float32, float16 or bfloat16
-        From `moe_gemm` with scatter: times the routing weights already.
+        Result of `moe_gemm` with `scatter`, already multiplied by the routing weights.
     shared : (T, N) array of pairs' dtype, optional
-        The output of the shared expert.
+        Output of the shared expert.
     shared_gate : (T, 1) array of pairs' dtype, optional
-        `shared` is multiplied by its sigmoid.
+        Logit whose sigmoid is the factor on `shared`.
     residual : (T, N) array of pairs' dtype, optional
         Added last; may be `out`.
     out : (T, N) array of pairs' dtype, optional
-        Where to put the result.
+        Array for the result.
 
     Returns
     -------
@@ -61,7 +61,7 @@ def moe_combine(
 
     Notes
     -----
-    Sums are float32, in the order of the ranks, then shared, then residual; rounded once.
+    Sums are float32, in order of the experts' rank, then shared, then residual; rounded once.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The second product of experts, summed over each token's: `moe_gemm/moe_gemm_combine.cu`.
+"""The experts' second product, summed over each token's experts: `moe_gemm/moe_gemm_combine.cu`.
 
 The mirror is `reference/moe_gemm_combine.py`.
 """
@@ -45,23 +45,23 @@ def moe_gemm_combine(
     quantize_x: bool = False,
     out: Any = None,
 ) -> Any:
-    """Multiply the rows of each expert by its matrix, and add the outputs of a token's experts.
+    """Multiply each expert's rows by its matrix, and add the outputs of each token's experts.
 
     Parameters
     ----------
     x : (P, K) array of float32, float16 or bfloat16
-        Rows sorted by expert: what `moe_gemm` returned.
+        Rows sorted by expert: the result of `moe_gemm`.
     weight : (E, R, K) array of x's dtype, or Weight
     routing : Routing
-        Of T tokens with k experts each, P = T·k; its offsets are those of all experts.
+        Routing of T tokens to k experts each, P = T·k, with the offsets of all experts.
     bias : (E, R) array of x's dtype, optional
-        Added to an expert's output, before the weight of the pair.
+        Added to an expert's output before that is multiplied by the pair's weight.
     shared, shared_gate, residual : optional
-        (T, R), (T, 1) and (T, R) of x's dtype, as `moe_combine` takes them.
+        Arrays (T, R), (T, 1) and (T, R) of x's dtype. See `moe_combine`.
     deterministic, pdl, quantize_x : bool
-        As `moe_gemm` takes them.
+        See `moe_gemm`.
     out : (T, R) array of x's dtype, optional
-        Where to put the result; may be `residual`.
+        Array for the result; may be `residual`.
 
     Returns
     -------
@@ -74,9 +74,10 @@ def moe_gemm_combine(
 
     Notes
     -----
-    `moe_combine` of `moe_gemm` with scatter. For one token and quantized weights it is one kernel,
-    and for up to 8 where its blocks fill the multiprocessors evenly; it does not round the outputs
-    of the experts before it adds them. `deterministic` and `quantize_x` exclude it.
+    Equals `moe_combine` of `moe_gemm` with `scatter`. With quantized weights it is one kernel for
+    one token, and for up to 8 tokens if its blocks fill the multiprocessors evenly. That kernel
+    does not round the experts' outputs before it adds them; it is not used with `deterministic` or
+    `quantize_x`.
 
     Examples
     --------

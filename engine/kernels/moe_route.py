@@ -1,4 +1,4 @@
-"""The experts of every token, and the sort by expert: `cuda_src/moe_route.cu`."""
+"""Routing of tokens to experts, and the sort by expert: `cuda_src/moe_route.cu`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MAX_GROUPS = 32
 MAX_TOP_K = 16
 _SCORES = ("softmax", "sigmoid")
 
-# Constants of the CUDA file.
+# Constants of moe_route.cu.
 _WARP = 32
 _FEW_TOKENS = 16
 _THREADS = 512
-_MAX_CHUNKS = 128  # about the multiprocessors of a large chip
-WIDTHS = (32, 64, 128, 256, 512)  # most experts of each entry point
+_MAX_CHUNKS = 128  # blocks: about one per multiprocessor of a large chip
+WIDTHS = (32, 64, 128, 256, 512)  # most experts, by entry point
 
 _PARAMS = (
     "logits:ptr correction:ptr experts:ptr weights:ptr order:ptr offsets:ptr slots:ptr load:ptr "
@@ -52,7 +52,7 @@ _FEW, _CHOOSE, _PLACE = (_kernels(name) for name in ("few", "choose", "place"))
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`: one for all, as logits are float32."""
+    """Return the module of the op: one for all dtypes, since logits are float32."""
     return (ModuleSpec("moe_route.cu", "float32"),)
 
 
@@ -69,38 +69,38 @@ def moe_route(
     slots: Any = None,
     load: Any = None,
 ) -> Routing:
-    """Choose the `top_k` experts of every token, and sort the pairs (token, expert) by expert.
+    """Choose the `top_k` experts of each token, and sort the pairs (token, expert) by expert.
 
     Parameters
     ----------
     logits : (T, E) array of float32
-        The router's output, at most 512 experts.
+        The router's output, for at most 512 experts.
     top_k : int
-        k, from 1 to 16 and at most E.
+        Experts per token (k), from 1 to 16 and at most E.
     score : "softmax" or "sigmoid"
-        What logits become: their softmax over all experts, or the sigmoid of each.
+        Scores of the experts: softmax of the logits, or the sigmoid of each.
     correction : (E,) array of float32, optional
-        Added to the scores to choose experts; the weights are without it.
+        Added to the scores for the choice of experts only, not for the weights.
     num_groups, top_groups : int
-        The experts of a token come from its `top_groups` best of `num_groups` groups of
-        neighbouring experts, at most 32. A group's rank is its best score, or the sum of its two
-        best with a `correction`.
+        Choose the experts of a token from its `top_groups` best groups, out of `num_groups` groups
+        (at most 32) of consecutive experts. Groups are ranked by their best score or, with a
+        `correction`, by the sum of their two best.
     renormalize : bool
-        Divide the weights of a token by their sum. With "softmax" that is the softmax over the
-        logits of the chosen experts.
+        Divide the weights of a token by their sum. With "softmax" this equals the softmax over the
+        chosen experts' logits.
     scale : float
-        A factor on all weights.
+        Factor on all weights.
     slots : (T,) array of int64, optional
-        As `kv_store` takes them: a token without a slot (negative) is a batch's padding. It is
-        routed but not counted in `load`.
+        The `slot_mapping` of `kv_store`. A token with a negative slot is padding: it is routed but
+        not counted in `load`.
     load : (E,) array of int64, optional
-        How many pairs each expert has had; those of this call are added.
+        Pairs routed to each expert so far; those of this call are added to it.
 
     Returns
     -------
     Routing
         experts (T, k) int32, weights (T, k) float32, order (T·k,) int32, offsets (E + 1,) int32.
-        Of experts with equal scores the first is taken.
+        Ties are resolved in favour of the lower expert index.
 
     Raises
     ------
@@ -109,8 +109,8 @@ def moe_route(
 
     Notes
     -----
-    The sort is a counting sort that keeps the order of the tokens: the result is deterministic.
-    Routing by softmax is of [1]_, with groups and correction of [2]_.
+    The sort is a stable counting sort, so the result is deterministic. Softmax routing is from
+    [1]_, groups and correction are from [2]_.
 
     References
     ----------
@@ -150,7 +150,7 @@ def moe_route(
 
 
 def new_routing(call: Contract, top_k: int) -> Routing:
-    """Return arrays for the routing of T tokens to E experts, sizes that `call` has bound."""
+    """Return new arrays for the routing of T tokens to E experts, as bound by `call`."""
     tokens = call["T"]
     pairs = call["T"] * top_k
     return Routing(
@@ -224,7 +224,7 @@ def _check_groups(
 
 
 def chunk_tokens(num_tokens: int) -> int:
-    """Return how many tokens a block has, a multiple of its warps; 0 if one block does all.
+    """Return the tokens per block, a multiple of its warps; 0 if one block routes all.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Permuted columns: `cuda_src/permute_columns.cu`, mirror `reference/permute_columns.py`."""
+"""Column permutation: `cuda_src/permute_columns.cu`, mirror `reference/permute_columns.py`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
 
 
 def permute_columns(x: Any, permutation: Any, *, out: Any = None) -> Any:
-    """Put the columns of a matrix in another order: y[m, k] = x[m, permutation[k]].
+    """Gather the columns of a matrix: y[m, k] = x[m, permutation[k]].
 
     Parameters
     ----------
     x : (M, N) array of float32, float16 or bfloat16
-        The rows may lie apart (a view).
+        The rows may be strided (a view).
     permutation : (K,) array of int32
-        Where it names no column, the result is 0.
+        An index outside [0, N) yields a column of zeros.
     out : (M, K) array of x's dtype, optional
-        Where to put the result; its rows may lie apart. It may not be `x`.
+        Array for the result; its rows may be strided. It must not be `x`.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Norm and rotation of q and k, and the write of k and v into their pages, in one launch.
+"""Norm and RoPE of q and k and the store of k and v to pages, in one launch.
 
 `cuda_src/qk_norm_rope_store.cu`, mirror `reference/qk_norm_rope_store.py`.
 """
@@ -21,8 +21,8 @@ __all__ = ["Config", "choose_config", "qk_norm_rope_store", "specs"]
 
 _THREADS = 128
 _WARPS = _THREADS // 32
-_HEADS_AT_ONCE = 3  # kHeads of the CUDA file
-# Tokens an SM up to which a block takes few heads; fit with
+_HEADS_AT_ONCE = 3  # kHeads in CUDA
+# Tokens per SM up to which a block takes few heads; tuned with
 # `python -m tests.bench qk_norm_rope_store`.
 _FEW_TOKENS = 2
 _PARAMS = (
@@ -43,14 +43,14 @@ _KERNELS = {
 
 @dataclass(frozen=True)
 class Config:
-    """`access` is "vector" or "scalar"; a block works on `heads_per_block` heads of one token."""
+    """`access` is "vector" or "scalar"; a block computes `heads_per_block` heads of one token."""
 
     access: str
     heads_per_block: int
 
 
 def specs(dtype: str, *, kv_dtype: str = "", **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`; or for pages of codes."""
+    """Return the modules that the op may launch for `dtype` and pages of `kv_dtype`."""
     return (ModuleSpec("qk_norm_rope_store.cu", dtype, tuple(kv_macros(kv_dtype).items())),)
 
 
@@ -64,17 +64,17 @@ def choose_config(
     has_norm: bool,
     num_sms: int,
 ) -> Config:
-    """Choose for `num_tokens` tokens: with few of them few heads a block.
+    """Choose the access width, and the heads per block: few of them for few tokens.
 
     Examples
     --------
     >>> choose_config(1, 128, 128, vector_width=8, can_vectorise=True, has_norm=True, num_sms=132)
     Config(access='vector', heads_per_block=16)
     """
-    threads = head_dim // (2 * vector_width)  # of a head
+    threads = head_dim // (2 * vector_width)  # per head
     fits = can_vectorise and head_dim % (2 * vector_width) == 0 and 0 < threads <= _THREADS
     fits = fits and rotary_dim // 2 % vector_width == 0
-    if has_norm:  # neighbouring lanes sum by shuffles
+    if has_norm:  # neighbouring lanes reduce by shuffles
         fits = fits and threads <= 32 and threads & (threads - 1) == 0
     if not fits:
         return Config("scalar", _WARPS)
@@ -102,35 +102,34 @@ def qk_norm_rope_store(
     k_scale: Any = None,
     v_scale: Any = None,
 ) -> None:
-    """Turn the rows of the qkv projection into queries in place, and keys and values in pages.
+    """Normalise and rotate q in place, and store normalised, rotated keys and values to pages.
 
-    The same as `rmsnorm` of each head of q and k, `rope` of both and `kv_store`, but `k` itself
-    stays as it was.
+    Equals `rmsnorm` of each head of q and k, `rope` of both, and `kv_store`; `k` is not modified.
 
     Parameters
     ----------
     q : (T, H, D) array of float32, float16 or bfloat16
-        Written in place. Any token and head strides (a view into the fused qkv rows).
+        Written in place. Token and head strides are arbitrary (a view of fused qkv rows).
     k, v : (T, K, D) array of q's dtype
-        As `q`, only read; no overlap with `q`.
+        Strides as for `q`; must not overlap `q`.
     positions : (T,) array of int32
         Row of `cos_sin` for each token.
     cos_sin : (P, R) array of float32
-        R/2 cosines, then R/2 sines; R is even and at most D. Features R and up are not rotated.
+        R/2 cosines, then R/2 sines; R is even and at most D. Features from R on are not rotated.
     k_pages, v_pages : (P, K, block_size, D) array of q's dtype, uint8 or int8, C-contiguous
-        Written in place. uint8 and int8 are codes, as in `kv_store`.
+        Written in place. uint8 and int8 pages are quantized (see `kv_store`).
     slot_mapping : (T,) array of int64
-        ``block_id * block_size + offset`` of each token; -1 stores nothing. No slot twice.
+        ``block_id * block_size + offset`` of each token, all distinct; -1 stores nothing.
     q_weight, k_weight : (D,) array of q's dtype, optional
-        Weights of the norms; without one its heads are not normalised.
+        Weights of the norms of q and of k; None means no norm.
     eps : float
         Added to the mean squares.
     weight_offset : float
         Added to the weights (Gemma stores w - 1).
     interleaved : bool
-        Pair features (2i, 2i+1) instead of (i, i + R/2).
+        Rotate pairs (2i, 2i+1) instead of (i, i + R/2).
     k_scale, v_scale : (K,) array of float32, optional
-        Of pages of codes, as in `kv_store`.
+        Scales of a quantized KV cache. See `kv_store`.
 
     Raises
     ------
@@ -141,8 +140,8 @@ def qk_norm_rope_store(
 
     Notes
     -----
-    Rounded to q's dtype after the norm and after the rotation, as the separate ops do, and then to
-    codes where the pages hold these.
+    Results are rounded to q's dtype after the norm and after the rotation, like those of the
+    separate ops, and then quantized if the pages are.
 
     Examples
     --------

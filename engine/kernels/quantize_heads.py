@@ -21,7 +21,7 @@ _SHAPE = "stride_t:i64 stride_h:i64 num_tokens:i32 num_heads:i32 head_dim:i32 ro
 _PEAKS = Kernel("quantize_heads_peaks", f"x:ptr offset:ptr peaks:ptr {_SHAPE}")
 _CODES = Kernel("quantize_heads_codes", f"x:ptr offset:ptr peaks:ptr codes:ptr scale:ptr {_SHAPE}")
 _ROWS = 8  # rows per block, one per warp
-_BLOCKS_PER_SM = 8  # in the kernel that finds the maxima
+_BLOCKS_PER_SM = 8  # blocks of the kernel that computes the maxima
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -37,9 +37,9 @@ def quantize_heads(x: Any, *, offset: Any = None, rotate: bool = False) -> tuple
     x : (T, H, D) array of float32, float16 or bfloat16
         D <= 256. A view whose last axis is contiguous is not copied.
     offset : (H, D) array of float32, optional
-        Subtracted from every token first. For keys, any vector per head may be used: it shifts all
+        Subtracted from every token first. For keys any vector per head is valid: it shifts all
         scores of a query equally, so the softmax is unchanged (the log-sum-exp is not). The mean
-        over tokens removes what all keys have in common, often their largest part.
+        over tokens removes the common component of the keys, often their largest part.
     rotate : bool
         Multiply each row by the Hadamard matrix over sqrt(D). Applied to queries and keys alike, it
         preserves their products and spreads outliers of one column over all. D must be a power

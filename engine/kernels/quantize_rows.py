@@ -1,4 +1,4 @@
-"""Rows as codes of 8 bits: `cuda_src/quantize_rows/`, mirror `reference/quantize_rows.py`."""
+"""Quantization of rows to 8 bits: `cuda_src/quantize_rows/`, `reference/quantize_rows.py`."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
 
 
 def quantize_rows(x: Any, *, dtype: str = "fp8", group: int = 0) -> tuple[Any, Any]:
-    """Quantize rows to 8 bits, with a scale for each row or for each 128 columns of a row.
+    """Quantize rows to 8 bits, with one scale per row or per 128 columns of a row.
 
     Parameters
     ----------
     x : (M, K) array of float32, float16 or bfloat16
-        The rows may lie apart (a view).
+        The rows may be strided (a view).
     dtype : "fp8" or "int8"
-        e4m3, or whole numbers from -127 to 127.
+        e4m3, or integers from -127 to 127.
     group : 0 or 128
-        Columns that share a scale; 0: the whole row does.
+        Columns per scale; 0 means the whole row.
 
     Returns
     -------
@@ -58,8 +58,8 @@ def quantize_rows(x: Any, *, dtype: str = "fp8", group: int = 0) -> tuple[Any, A
     Notes
     -----
     ``codes = round(x · min(largest / peak, max float32))`` and ``scales = peak / largest``, in
-    float32, rounded to nearest even. Zeros have codes 0 and scale 0. A NaN makes its group's scale
-    NaN, so that it is not lost.
+    float32, rounded to nearest even. Groups of zeros have codes 0 and scale 0. A NaN makes its
+    group's scale NaN, so it propagates.
 
     Examples
     --------
@@ -83,9 +83,9 @@ def quantize_rows(x: Any, *, dtype: str = "fp8", group: int = 0) -> tuple[Any, A
 def launch(
     x: Any, codes: Any, scales: Any, *, dtype: str, group: int, is_late: bool = False
 ) -> None:
-    """Launch on CuPy arrays, checked.
+    """Launch on checked CuPy arrays.
 
-    With `is_late` the next kernel may start when the one before this has ended, and not earlier.
+    `is_late` lets the next kernel start only once the kernel before this one has ended.
     """
     spec = specs(dtype_name(x.dtype))[0]
     launch_rows(_KERNELS, spec, x, codes, scales, dtype, group, is_late=is_late)

@@ -18,7 +18,7 @@ _PARAMS = (
     "x_stride_a:i64 x_stride_b:i64 out_stride_a:i64 out_stride_b:i64 eps:f32 weight_offset:f32 "
     "x_scale:f32 is_late:i32"
 )
-# Rows that stay in registers: size of the longest row (KiB) -> threads a block; fit with
+# Kernels that keep a row in registers: longest row in KiB -> threads per block; tuned with
 # `python -m tests.bench rmsnorm`.
 _REGISTER_ROWS = {1: 128, 2: 64, 4: 128, 8: 256, 16: 256, 32: 512}
 _KERNELS = {
@@ -34,7 +34,7 @@ _KERNELS = {
 
 @dataclass(frozen=True)
 class Config:
-    """How rows are spread: `kernel` is an entry point's name after "rmsnorm_"."""
+    """The entry point (without "rmsnorm_"), threads and rows of a block."""
 
     kernel: str
     threads: int
@@ -44,7 +44,7 @@ class Config:
 def specs(
     dtype: str, *, subtract_mean: bool = False, patterns: bool = False, **_: Any
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`; all of them with `patterns`."""
+    """Return the modules for RMSNorm or, with `subtract_mean`, LayerNorm; `patterns`: for both."""
     kinds = (False, True) if patterns else (subtract_mean,)
     return tuple(_spec(dtype, kind) for kind in kinds)
 
@@ -54,7 +54,7 @@ def _spec(dtype: str, subtract_mean: bool) -> ModuleSpec:
 
 
 def choose_config(n: int, itemsize: int, *, is_aligned: bool) -> Config:
-    """Choose for rows of `n` features; `is_aligned` says that 16-byte accesses are possible.
+    """Choose the kernel for rows of `n` features; `is_aligned` allows 16-byte accesses.
 
     Examples
     --------
@@ -88,7 +88,7 @@ def rmsnorm(
     Parameters
     ----------
     x : (..., N) array of float32, float16 or bfloat16
-        At most three axes if it is a view whose rows do not follow each other.
+        At most three axes if its rows are strided (a view).
     weight : (N,) array of x's dtype
     eps : float
         Added to the mean square.
@@ -103,10 +103,10 @@ def rmsnorm(
     bias : (N,) array of x's dtype, optional
         Added last; only with `subtract_mean`.
     out, residual_out : (..., N) array of x's dtype, optional
-        Where to put the results; may be `x` and `residual`.
+        Arrays for the results; may be `x` and `residual`.
     is_late : bool
-        Let the next kernel on the stream start only once the preceding one has ended. Results are
-        the same; a product with a packed weight that follows is faster.
+        Let the next kernel on the stream start only once the kernel before this one has ended. The
+        result is the same; a following product with a packed weight is faster.
 
     Returns
     -------
@@ -122,8 +122,8 @@ def rmsnorm(
     Notes
     -----
     y = h / sqrt(mean(h²) + eps) · (weight + weight_offset), in float32, rounded once [1]_.
-    With `subtract_mean` h - mean(h) takes the place of h in it, and `bias` is added before the
-    rounding [2]_. The product with `x_scale` and the sum are float32 as well; h is rounded once.
+    `subtract_mean` replaces h by h - mean(h) in this formula, and `bias` is added before the
+    rounding [2]_. h is computed in float32 too, and rounded once.
 
     References
     ----------

@@ -1,7 +1,7 @@
-"""RMSNorm fused in front of a product: `cuda_src/gemm/rmsnorm_gemm.cu`.
+"""RMSNorm fused into the following product: `cuda_src/gemm/rmsnorm_gemm.cu`.
 
-Mirror `reference/rmsnorm_gemm.py`. The kernel is chosen and launched as gemm's is
-(`gemm/config.py`, `gemm/launch.py`).
+The mirror is `reference/rmsnorm_gemm.py`. `gemm/config.py` chooses the kernel and `gemm/launch.py`
+launches it, as for gemm.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["rmsnorm_gemm", "specs"]
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype` (gemm's adds up split sums)."""
+    """Return the modules that the op may launch for `dtype`; that of gemm adds the splits."""
     own = ModuleSpec("gemm/rmsnorm_gemm.cu", dtype), ModuleSpec("gemm/gemm.cu", dtype)
     return (*own, *swiglu_specs(dtype))
 
@@ -41,7 +41,7 @@ def rmsnorm_gemm(
     Parameters
     ----------
     x : (M, K) array of float32, float16 or bfloat16
-        The rows may lie apart (a view); the last axis must be contiguous, else it is copied.
+        The rows may be strided (a view). An array whose last axis is not contiguous is copied.
     norm_weight : (K,) array of x's dtype
     weight : (N, K) array of x's dtype
     eps : float
@@ -50,11 +50,11 @@ def rmsnorm_gemm(
         Added to `norm_weight` (Gemma stores w - 1).
     bias : (N,) array of x's dtype, optional
     activation : str, optional
-        As gemm's.
+        See `gemm`.
     pdl : bool
-        As gemm's; it is said of `norm_weight` too.
+        See `gemm`. Also promises that no running kernel writes `norm_weight`.
     out : array of x's dtype, optional
-        Where to put the result; its rows may lie apart.
+        Array for the result; its rows may be strided.
 
     Returns
     -------
@@ -67,8 +67,8 @@ def rmsnorm_gemm(
 
     Notes
     -----
-    Equals gemm of ``rmsnorm(x, norm_weight)`` up to the order of summation: the normalised row is
-    rounded to x's dtype before the product.
+    Equals `gemm` of ``rmsnorm(x, norm_weight)`` up to the order of summation: the normalised row
+    is rounded to x's dtype before the product.
 
     Examples
     --------

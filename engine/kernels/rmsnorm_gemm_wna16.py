@@ -1,6 +1,6 @@
-"""RMSNorm fused in front of a product: `cuda_src/gemm_wna16/rmsnorm_gemm_wna16.cu`.
+"""RMSNorm fused into the following product: `cuda_src/gemm_wna16/rmsnorm_gemm_wna16.cu`.
 
-Mirror `reference/rmsnorm_gemm_wna16.py`. With many rows it is rmsnorm, then gemm_wna16.
+The mirror is `reference/rmsnorm_gemm_wna16.py`. Many rows take rmsnorm, then gemm_wna16.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def specs(
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for weights of `formats`.
 
-    With `patterns` for a sample of formats that decodes in every way there is.
+    `patterns` selects a sample of formats that uses every decoder instead.
     """
     if dtype == "float32":
         return ()
@@ -61,21 +61,21 @@ def rmsnorm_gemm_wna16(
     Parameters
     ----------
     x : (M, K) array of float16 or bfloat16; on NumPy also float32
-        The rows may lie apart (a view); the last axis must be contiguous, else it is copied.
+        The rows may be strided (a view). An array whose last axis is not contiguous is copied.
     norm_weight : (K,) array of x's dtype
     weight : Weight
-        (N, K), in a packed format.
+        A matrix (N, K) in a packed format.
     eps : float
         Added to the mean square.
     weight_offset : float
         Added to `norm_weight` (Gemma stores w - 1).
     bias : (N,) array of x's dtype, optional
     activation : str, optional
-        As gemm_wna16's.
+        See `gemm_wna16`.
     pdl : bool
-        As gemm_wna16's; it is said of `norm_weight` too.
+        See `gemm_wna16`. Also promises that no running kernel writes `norm_weight`.
     out : array of x's dtype, optional
-        Where to put the result; its rows may lie apart.
+        Array for the result; its rows may be strided.
 
     Returns
     -------
@@ -88,7 +88,7 @@ def rmsnorm_gemm_wna16(
 
     Notes
     -----
-    Equals gemm_wna16 of ``rmsnorm(x, norm_weight)`` up to the order of summation: the normalised
+    Equals `gemm_wna16` of ``rmsnorm(x, norm_weight)`` up to the order of summation: the normalised
     row is rounded to x's dtype before the product.
 
     Examples
@@ -122,7 +122,7 @@ def rmsnorm_gemm_wna16(
     out = call.output("out", out, (call["M"], columns), x.dtype, layout="rows")
     operands = Operands(x, weight, out, bias, activation=activation, pdl=pdl)
     norm = Norm(norm_weight, eps, weight_offset)
-    # With permuted columns, the norm's weight would have to be permuted, too.
+    # With permuted columns the norm's weight would have to be permuted too.
     fuses = weight.permutation is None and (
         call["M"] <= MAX_FEW_ROWS or sm90.choose(operands) is None
     )

@@ -1,4 +1,4 @@
-"""The norm, the router and the routing of experts: `cuda_src/rmsnorm_moe_route.cu`.
+"""RMSNorm, router and routing in one kernel: `cuda_src/rmsnorm_moe_route.cu`.
 
 The mirror is `reference/rmsnorm_moe_route.py`.
 """
@@ -33,10 +33,10 @@ _KERNELS = {
     width: Kernel(f"rmsnorm_moe_route_{width}", _PARAMS, struct="RmsnormMoeRouteParams")
     for width in WIDTHS
 }
-_THREADS = 512  # kThreads of the CUDA file
-_CLUSTER = 8  # blocks, the most that every chip with clusters has
-_MAX_VECTORS = 2 * _THREADS  # of a row
-_STATIC_BYTES = 12 * 1024  # of shared memory, static or the driver's
+_THREADS = 512  # kThreads in CUDA
+_CLUSTER = 8  # blocks per cluster: the most that every chip with clusters supports
+_MAX_VECTORS = 2 * _THREADS  # most 16-byte vectors of a row
+_STATIC_BYTES = 12 * 1024  # static shared memory of the kernel and the driver's reserve
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -68,31 +68,31 @@ def rmsnorm_moe_route(
     load: Any = None,
     pdl: bool = False,
 ) -> tuple[Any, Routing]:
-    """Normalise tokens, multiply them by a router's weight, and choose their experts.
+    """Normalise tokens, multiply them by the router's weight, and choose their experts.
 
     Parameters
     ----------
     x : (T, N) array of float32, float16 or bfloat16
     norm_weight : (N,) array of x's dtype
     weight : (E, N) array of x's dtype
-        Of the router.
+        Weight of the router.
     top_k : int
     bias : (E,) array of x's dtype, optional
         Added to the logits.
     eps, weight_offset : float
-        As `rmsnorm` takes them.
+        See `rmsnorm`.
     score, correction, num_groups, top_groups, renormalize, scale, slots, load : optional
-        As `moe_route` takes them.
+        See `moe_route`.
     pdl : bool
-        The preceding kernel on the stream writes neither `weight` nor `bias`, so that they may be
-        read before it has ended.
+        Promise that the preceding kernel on the stream writes neither `weight` nor `bias`: they may
+        be read before it has ended.
 
     Returns
     -------
     y : (T, N) array of x's dtype
         The normalised tokens.
     routing : Routing
-        As of `moe_route`.
+        See `moe_route`.
 
     Raises
     ------
@@ -101,8 +101,8 @@ def rmsnorm_moe_route(
 
     Notes
     -----
-    `rmsnorm`, `gemm` to float32 and `moe_route`. For one token and with `pdl` it is one kernel on a
-    GPU that has thread block clusters, if they have room for the weight.
+    Equals `rmsnorm`, `gemm` to float32 and `moe_route`. One token with `pdl` takes one kernel, on a
+    GPU with thread block clusters whose shared memory holds the weight.
 
     Examples
     --------
@@ -140,7 +140,7 @@ def rmsnorm_moe_route(
         return reference.rmsnorm_moe_route(
             x, norm_weight, weight, top_k, bias=bias, **norm, **options
         )
-    # The one kernel always reads the weight early.
+    # The fused kernel always reads the weight early.
     shared_bytes = _shared_bytes(x, norm_weight, weight) if pdl else 0
     if not shared_bytes:
         y = rmsnorm(x, norm_weight, **norm)
@@ -173,7 +173,7 @@ def _launch(shared_bytes: int, routing: Routing, *, weight: Any, score: str, **o
 
 
 def _shared_bytes(x: Any, norm_weight: Any, weight: Any) -> int:
-    """Return the dynamic shared memory of a block of the one kernel; 0 if it cannot be launched."""
+    """Return the dynamic shared memory of a block of the fused kernel; 0 if not supported."""
     (num_tokens, n) = x.shape
     num_experts = weight.shape[0]
     if num_tokens != 1 or not limits().has_clusters or not is_aligned(x, norm_weight, weight):

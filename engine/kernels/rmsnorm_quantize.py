@@ -1,4 +1,4 @@
-"""RMSNorm as codes of 8 bits: `cuda_src/quantize_rows/`, mirror `reference/rmsnorm_quantize.py`."""
+"""RMSNorm with 8-bit results: `cuda_src/quantize_rows/`, `reference/rmsnorm_quantize.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PARAMS = (
     "x:ptr residual:ptr weight:ptr residual_out:ptr codes:ptr scales:ptr x_stride:i64 n:i32 "
     "group:i32 eps:f32 weight_offset:f32 x_scale:f32"
 )
-# The sizes of rmsnorm's kernels for rows in registers -> warps of a row.
+# Size of rmsnorm's kernel that keeps a row in registers -> warps per row.
 _WARPS = {"1": 1, "2": 2, "4": 4, "8": 8, "16": 8, "32": 16}
 _KERNELS = {
     (dtype, size): Kernel(
@@ -55,11 +55,11 @@ def rmsnorm_quantize(
     Parameters
     ----------
     x : (M, N) array of float32, float16 or bfloat16
-        The rows may lie apart (a view).
+        The rows may be strided (a view).
     weight, eps, residual, x_scale, weight_offset, residual_out
-        As rmsnorm's.
+        See `rmsnorm`.
     dtype, group
-        As quantize_rows's.
+        See `quantize_rows`.
 
     Returns
     -------
@@ -75,8 +75,8 @@ def rmsnorm_quantize(
 
     Notes
     -----
-    Equals ``quantize_rows(rmsnorm(x, ...))``, bit for bit. Rows of up to 32 KiB whose addresses
-    are multiples of 16 take one launch, others two.
+    Equals ``quantize_rows(rmsnorm(x, ...))``, bit for bit. One launch for 16-byte aligned rows of
+    up to 32 KiB, else two.
 
     Examples
     --------

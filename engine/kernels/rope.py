@@ -21,8 +21,8 @@ from engine.kernels._module import ModuleSpec
 __all__ = ["Config", "choose_config", "rope", "specs"]
 
 _THREADS = 128
-_HEADS_AT_ONCE = 3  # kHeads of the CUDA file
-# Tokens an SM up to which a block takes few heads; fit with `python -m tests.bench rope`.
+_HEADS_AT_ONCE = 3  # kHeads in CUDA
+# Tokens per SM up to which a block takes few heads; tuned with `python -m tests.bench rope`.
 _FEW_TOKENS = 2
 _PARAMS = (
     "q:ptr k:ptr positions:ptr cos_sin:ptr q_out:ptr k_out:ptr q_stride_t:i64 q_stride_h:i64 "
@@ -39,7 +39,7 @@ _KERNELS = {
 
 @dataclass(frozen=True)
 class Config:
-    """Work of one thread: `width` pairs (or copied features); `items_per_head` threads a head."""
+    """Each of `items_per_head` threads per head rotates `width` pairs or copies `width` features."""
 
     width: int
     items_per_head: int
@@ -53,7 +53,7 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
 def choose_config(
     head_dim: int, rotary_dim: int, *, vector_width: int, can_vectorise: bool, in_place: bool
 ) -> Config:
-    """Choose the width; features past `rotary_dim` need no thread when working in place.
+    """Choose the width; in place, features beyond `rotary_dim` need no thread.
 
     Examples
     --------
@@ -70,22 +70,22 @@ def choose_config(
 def rope(
     q: Any, k: Any, positions: Any, cos_sin: Any, *, interleaved: bool = False, out: Any = None
 ) -> Any:
-    """Rotate the feature pairs of every head by the angles of its token's position.
+    """Rotate the feature pairs of each head by the angles of its token's position.
 
     Parameters
     ----------
     q : (T, H, D) array of float32, float16 or bfloat16
-        Any token and head strides (a view into the fused qkv rows).
+        Token and head strides are arbitrary (a view of fused qkv rows).
     k : (T, K, D) array of q's dtype
-        As `q`; K may differ from H.
+        Strides as for `q`; K may differ from H.
     positions : (T,) array of int32
         Row of `cos_sin` for each token.
     cos_sin : (P, R) array of float32
-        R/2 cosines, then R/2 sines; R is even and at most D. Features R and up are not rotated.
+        R/2 cosines, then R/2 sines; R is even and at most D. Features from R on are not rotated.
     interleaved : bool
-        Pair features (2i, 2i+1) instead of (i, i + R/2).
+        Rotate pairs (2i, 2i+1) instead of (i, i + R/2).
     out : (q_out, k_out), optional
-        Where to put the results; may be ``(q, k)``. No other overlap is allowed.
+        Arrays for the results; may be ``(q, k)``, but must not overlap them otherwise.
 
     Returns
     -------
@@ -165,7 +165,8 @@ def _launch(
     )
     num_heads = num_q_heads + k.shape[1]
     items = config.items_per_head
-    # With few tokens as many heads a block as it has threads for, else as many as can be in flight.
+    # Few tokens: one block takes as many heads as its threads cover. Many tokens: _HEADS_AT_ONCE
+    # times that, to keep more loads in flight.
     heads_per_block = _THREADS // min(max(items, 1), _THREADS)
     if num_tokens > _FEW_TOKENS * sm_count():
         heads_per_block *= _HEADS_AT_ONCE

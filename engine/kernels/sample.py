@@ -1,4 +1,4 @@
-"""Sampling: `cuda_src/sample/sample.cu`; `layers/sampler.py` fills its arguments."""
+"""Sampling of tokens: `cuda_src/sample/sample.cu`, mirror `reference/sample.py`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ MAX_VOCAB = 1 << 21
 
 _UINT64 = np.dtype(np.uint64)
 
-# Sizes that the sources in cuda_src/sample have too.
+# Sizes of the sources in cuda_src/sample.
 _SCAN_THREADS = 128
 _CHOOSE_THREADS = 512
 _SEGMENT = 128  # logits
 _TILE = 1024  # logits
 _TILES_PER_BLOCK = 4
 _MAX_SEGMENTS = 2048
-# Words of 8 bytes of a Tile, a DrawState, the WalkQueue and a Walk.
+# Sizes, in words of 8 bytes, of a Tile, a DrawState, the WalkQueue and a Walk.
 _TILE_WORDS = 2
 _STATE_WORDS = 2
 _QUEUE_WORDS = 130
@@ -73,18 +73,18 @@ _CHOOSE = Kernel(
 
 @dataclass(frozen=True)
 class Config:
-    """How rows are spread over blocks.
+    """Tiling of the rows of logits.
 
     Attributes
     ----------
     num_tiles : int
-        Tiles of 1024 logits in a row; a warp of `sample_scan` reads one.
+        Tiles of 1024 logits per row; a warp of `sample_scan` reads one.
     shift : int
-        2**shift segments of 128 logits share one key, so that a row has at most 2048.
+        2**shift segments of 128 logits share one key, so that a row has at most 2048 keys.
     num_segments : int
-        Keys of a row.
+        Keys per row.
     draw_blocks : int
-        Blocks of `sample_choose` that share the draw of a row without filters.
+        Blocks of `sample_choose` that share the draw of an unfiltered row.
     """
 
     num_tiles: int
@@ -94,12 +94,12 @@ class Config:
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch; logits are float32 whatever the model's dtype."""
+    """Return the module of the op: one for all dtypes, since logits are float32."""
     return (ModuleSpec("sample/sample.cu", "float32"),)
 
 
 def choose_config(num_rows: int, vocab_size: int, *, num_sms: int) -> Config:
-    """Choose for `num_rows` rows of `vocab_size` logits on a chip of `num_sms` multiprocessors.
+    """Choose the tiling of `num_rows` rows of `vocab_size` logits on `num_sms` multiprocessors.
 
     Examples
     --------
@@ -138,55 +138,55 @@ def sample(
     allowed_rows: Any = None,
     num_logprobs: int | None = None,
 ) -> SampleResult:
-    """Choose one token of each row.
+    """Sample one token per row.
 
     Parameters
     ----------
     logits : (B, V) array of float32
-        Rows may be padded; never written.
+        Rows may be strided. Not modified.
     temperature : (B,) array of float32
-        0 takes the largest processed logit (of equal ones the lowest id), whatever the filters.
+        0 takes the largest processed logit (the lowest id of ties), whatever the filters.
     top_k : (B,) array of int32
-        At most so many candidates; 0 or less is all.
+        Most candidates; 0 or less means all.
     top_p : (B,) array of float32
-        In (0, 1]: the share of the probability that the candidates need to reach.
+        In (0, 1]: probability mass that the candidates must reach.
     min_p : (B,) array of float32
-        In [0, 1]: candidates have at least `min_p` times the largest probability.
+        In [0, 1]: least probability of a candidate, relative to the largest.
     seeds : (B,) array of uint64
     positions : (B,) array of int64
-        Random numbers depend on (seed, position, token id) and on nothing else: not on the row's
-        place in the batch, its neighbours, or the number of GPUs.
+        Random numbers depend on (seed, position, token id) only: not on the row's index in the
+        batch, the other rows, or the number of GPUs.
     history : (B, L) array of int32, optional
-        Ids so far; of row b the first ``history_lens[b]`` count, of these the first
-        ``prompt_lens[b]`` are the prompt. Ids outside [0, V) are passed over.
+        Ids so far: row b has ``history_lens[b]`` of them, the first ``prompt_lens[b]`` being the
+        prompt. Ids outside [0, V) are skipped.
     history_lens, prompt_lens : (B,) array of int32
-        Needed with `history`.
+        Required with `history`.
     repetition_penalty, presence_penalty, frequency_penalty : (B,) array of float32, optional
-        Need `history`; neutral at 1, 0 and 0.
+        Require `history`; neutral at 1, 0 and 0.
     logit_bias_ids, logit_bias_values : (M,) array of int32 and float32, optional
         Row b's entries are [cu_logit_bias[b], cu_logit_bias[b+1]); the ids of a row are distinct.
         A value may be -inf.
     cu_logit_bias : (B+1,) array of int32
-        Needed with these.
+        Required with the logit biases.
     allowed : (B or A, ceil(V/32)) array of int32, optional
-        Bit i of word w set: id 32 w + i may be chosen. A row for each row of logits, or with
-        `allowed_rows` any number A of them.
+        Bit i of word w allows id 32 w + i. One row per row of logits or, with `allowed_rows`, any
+        number A of rows.
     allowed_rows : (B,) array of int32, optional
-        The row of `allowed` that applies to each row of logits; outside [0, A): none, every id may
-        be chosen. Needs `allowed`.
+        Row of `allowed` for each row of logits; outside [0, A) every id is allowed. Requires
+        `allowed`.
     num_logprobs : int, optional
-        None: no log-probabilities; 0: that of the token taken; n: also the n most likely ids.
+        None: no log-probabilities; 0: those of the sampled tokens; n: also the n most likely ids.
 
     Returns
     -------
     SampleResult
         token_ids (B,) int32; -1 where the status is not 0.
-        status (B,) int32: 0 sampled; 1 the logits hold a NaN or +inf, or no id has more than
-        -inf; 2 a parameter of the row is out of its range.
-        logprobs (B,) float32 of the tokens taken, top_ids (B, n) int32 and top_logprobs (B, n)
-        float32 in descending order (of equal ones the lowest id first); None unless asked for;
-        NaN and -1 where the status is not 0.
-        num_kept (B,) int32: among how many candidates the draw was made.
+        status (B,) int32: 0 sampled; 1 the logits contain NaN or +inf, or all are -inf; 2 a
+        parameter of the row is out of range.
+        logprobs (B,) float32 of the sampled tokens, top_ids (B, n) int32 and top_logprobs (B, n)
+        float32 in descending order (the lowest id of ties first); None unless requested; NaN and -1
+        where the status is not 0.
+        num_kept (B,) int32: number of candidates of the draw.
 
     Raises
     ------
@@ -210,9 +210,9 @@ def sample(
     6. The candidate with the largest x - log2(-log2(u)), the Gumbel-max trick; u in (0, 1) is word
        ``id % 4`` of Philox4x32-10 [2]_ of counter (id // 4, position) under the key `seed`.
 
-    Log-probabilities are those of the logits as they came in, before bias, mask, penalties and
-    temperature: vLLM's `raw_logprobs`. That penalties precede min_p, and min_p precedes top_k and
-    top_p, is vLLM's order too.
+    Log-probabilities are those of the unprocessed logits, before bias, mask, penalties and
+    temperature: vLLM's `raw_logprobs`. Penalties precede min_p, and min_p precedes top_k and top_p,
+    as in vLLM.
 
     References
     ----------
@@ -294,7 +294,7 @@ def _launch(call: Contract, args: dict[str, Any]) -> SampleResult:
 
 
 def _processing(call: Contract, args: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of processing; no `is_processed` if nothing can change a row."""
+    """Return the parameters of processing; `is_processed` is None if no row can change."""
     params: dict[str, Any] = {name: args[name] for name in _PROCESSING_NAMES}
     params["max_history"] = call["L"] if args["history"] is not None else 0
     params["num_bias"] = call["M"] if args["cu_logit_bias"] is not None else 0
@@ -317,7 +317,7 @@ def _check_rows(call: Contract, args: dict[str, Any]) -> None:
 
 
 def _check_processing(call: Contract, args: dict[str, Any]) -> None:
-    """Check the optional arrays, and that those that need each other are all given."""
+    """Check the optional arrays, and that arrays that require each other are all given."""
     bias = ("logit_bias_ids", "logit_bias_values", "cu_logit_bias")
     _check_together(call, args, "history", ("history_lens", "prompt_lens"))
     _check_together(call, args, "cu_logit_bias", bias[:2])
@@ -354,7 +354,7 @@ def _check_together(
 
 
 def _check_values(call: Contract, args: dict[str, Any]) -> None:
-    """Check the numbers in the arrays, which only the host can; the kernels clamp them."""
+    """Check the arrays' values, on the host only; the kernels clamp them."""
     if args["history"] is not None:
         lens = args["history_lens"]
         prompt = args["prompt_lens"]

@@ -1,4 +1,4 @@
-"""SwiGLU as codes of 8 bits: `cuda_src/quantize_rows/`, mirror `reference/swiglu_quantize.py`."""
+"""SwiGLU with 8-bit results: `cuda_src/quantize_rows/`, mirror `reference/swiglu_quantize.py`."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def swiglu_quantize(x: Any, *, dtype: str = "fp8", group: int = 0) -> tuple[Any,
     Parameters
     ----------
     x : (M, 2F) array of float32, float16 or bfloat16
-        Rows [gate | up]; the rows may lie apart (a view).
+        Rows [gate | up], which may be strided (a view).
     dtype, group
-        As quantize_rows's.
+        See `quantize_rows`.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""attention_backward: gradients of attention. `attention_backward.py` is the op."""
+"""Gradients of attention (flash attention, backward pass): configurations and launches."""
 
 from engine.kernels.attention_backward.attention_backward import (
     attention_backward,

@@ -42,16 +42,16 @@ _QUERIES = Kernel("attention_backward_queries", _PARAMS, struct=_STRUCT)
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """How a block divides its work: the macros of the CUDA file.
+    """The work of a block: values of the CUDA file's macros.
 
     Attributes
     ----------
     head_dim : int
         Columns in shared memory: D, padded.
     warps, warp_rows : int
-        Warps of a block, and the rows each of them owns.
+        Warps per block, and rows per warp.
     stream, stages : int
-        Rows of a tile that streams by, and tiles of it in shared memory.
+        Rows per tile of the streamed operand, and its tiles in shared memory.
     """
 
     head_dim: int
@@ -62,22 +62,22 @@ class BackwardTile:
 
     @property
     def rows(self) -> int:
-        """Rows of a block: keys for dK and dV, queries for dQ."""
+        """Rows per block: keys for dK and dV, queries for dQ."""
         return self.warps * self.warp_rows
 
     @property
     def key_parts(self) -> int:
-        """Blocks that share the columns of dK and dV, for want of registers."""
+        """Blocks that divide the columns of dK and dV, if registers cannot hold all of them."""
         return 2 if self.warp_rows == 16 and self.head_dim > 128 else 1
 
     def shared_bytes(self, dtype: str) -> int:
-        """Return the dynamic shared memory: two tiles of rows, two a stage, their statistics."""
+        """Return the dynamic shared memory: two tiles of rows, two per stage, their statistics."""
         pitch = self.head_dim + (4 if dtype == "float32" else 0)
         rows = self.rows + self.stages * self.stream
         return 2 * rows * (pitch * itemsize(dtype) + 4)
 
     def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module compiled for this tile."""
+        """Return the module of this tile."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "WARPS": self.warps,
@@ -89,7 +89,7 @@ class BackwardTile:
         return ModuleSpec("attention_backward/attention_backward.cu", dtype, tuple(macros.items()))
 
 
-# As many rows as fit beside two stages in what the smallest chips allow (99 KiB).
+# As many rows as fit beside two stages in the shared memory of the smallest chips (99 KiB).
 _TILES_16 = (
     BackwardTile(64, 8, 16, 64, 2),
     BackwardTile(96, 8, 16, 32, 2),
@@ -100,7 +100,7 @@ _TILES_32 = (BackwardTile(128, 4, 4, 32, 1), BackwardTile(256, 4, 4, 32, 1))
 
 
 def choose_tile(dtype: str, head_dim: int) -> BackwardTile:
-    """Choose the tile for heads of `head_dim`: the smallest padding there is.
+    """Choose the tile with the least padding for heads of `head_dim`.
 
     Examples
     --------
@@ -112,7 +112,7 @@ def choose_tile(dtype: str, head_dim: int) -> BackwardTile:
 
 
 def specs(dtype: str, *, head_dim: int | None = None, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch: for one head dim, or for all."""
+    """Return the modules that the op may launch, for one head dim or all."""
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     tiles = dict.fromkeys(choose_tile(dtype, dim) for dim in dims)
     portable = tuple(tile.spec(dtype) for tile in tiles)
@@ -137,43 +137,43 @@ def attention_backward(
     max_seqlen_k: int | None = None,
     deterministic: bool = True,
 ) -> Any:
-    """Return the gradients of ``sum(dout * attention_prefill(q, k, v))`` by q, k and v.
+    """Return the gradients of ``sum(dout * attention_prefill(q, k, v))`` with respect to q, k, v.
 
     Parameters
     ----------
     dout : (Tq, H, D) array of q's dtype
-        Gradient of the attention's result. This, `q`, `k`, `v` and `out` may be views whose last
-        axis is contiguous.
+        Gradient with respect to the attention's result. `dout`, `q`, `k`, `v` and `out` may be
+        views whose last axis is contiguous.
     q : (Tq, H, D) array of float32, float16 or bfloat16
-        Query tokens of all sequences, one after another. D <= 256.
+        Query tokens of all sequences, concatenated. D <= 256.
     k, v : (Tk, K, D) arrays of q's dtype
         H is a multiple of K: query head h reads head h // (H // K).
     out : (Tq, H, D) array of q's dtype
     lse : (Tq, H) array of float32
-        What `attention_prefill` returned, with `return_lse`, for the same arguments.
+        Results of `attention_prefill`, with `return_lse`, for the same arguments.
     cu_seqlens_q, cu_seqlens_k : (B+1,) arrays of int32
-        Where each sequence starts in q and in k, and the end: from 0 to Tq, and to Tk.
+        First row of each sequence in q and in k, then the end: they rise from 0 to Tq and to Tk.
     causal : bool
-        Query i of n sees keys 0 to len - n + i; else every query sees all keys.
+        Query i of n sees keys 0 to len - n + i. Otherwise every query sees all keys.
     scale : float, optional
-        Factor of the scores; D**-0.5 by default.
+        Factor on the scores, by default D**-0.5.
     window : int
-        Each query sees only its last `window` keys, its own included; 0 means no limit. Needs
+        Each query sees only its last `window` keys, including its own; 0 means no limit. Requires
         `causal`.
     softcap : float
-        Replaces a scaled score s by softcap * tanh(s / softcap); 0 means not to.
+        Replace a scaled score s by softcap * tanh(s / softcap); 0 means no cap.
     max_seqlen_q, max_seqlen_k : int, optional
-        Bounds of the lengths of one sequence. Without them CUDA must synchronise to find out.
+        Bounds of the sequences' lengths. Without them CUDA must synchronise to compute them.
     deterministic : bool
-        Give the same bits every time. False lets kernels add to dQ in any order, where that is
+        Return the same bits every time. False allows kernels to add to dQ in any order, if that is
         faster.
 
     Returns
     -------
     dq : (Tq, H, D) array of q's dtype
-        0 where a query sees no key.
+        0 for a query that sees no key.
     dk, dv : (Tk, K, D) arrays of q's dtype
-        Summed over the query heads that read a head; 0 where no query sees a key.
+        Summed over the query heads that share a head; 0 for a key that no query sees.
 
     Raises
     ------
@@ -183,8 +183,8 @@ def attention_backward(
 
     Notes
     -----
-    P is computed again from the log-sum-exp [1]_, in float32 as all sums are; P and dS are rounded
-    to q's dtype where they are factors of a product; each result is rounded once.
+    P is recomputed from the log-sum-exp [1]_. P and all sums are float32; P and dS are rounded to
+    q's dtype as operands of products; each result is rounded once.
 
     References
     ----------

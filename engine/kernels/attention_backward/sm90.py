@@ -1,4 +1,4 @@
-"""attention_backward on Hopper: which problems `attention_backward_sm90.cu` takes, its launch."""
+"""attention_backward on Hopper (`attention_backward_sm90.cu`): choice of the tile, and launch."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _AFTER = Kernel(
     "dq_sum:ptr cu_seqlens_q:ptr dq:ptr total_q:i32 num_heads:i32 head_dim:i32 scale:f32",
 )
 
-_KEYS = 128  # of a CTA
-_STAGES = 2  # of the rings of Q and dO
-_HALF_FLOATS = 64 * 64  # half a tile of dQ: what each consumer warpgroup computes
+_KEYS = 128  # keys per CTA
+_STAGES = 2  # stages of the rings of Q and dO
+_HALF_FLOATS = 64 * 64  # half a tile of dQ, which one consumer warpgroup computes
 
 
 @dataclass(frozen=True)
 class HopperTile:
-    """How a CTA divides its work: columns (D, padded), and queries of a tile."""
+    """The work of a CTA: columns (D, padded), and queries per tile."""
 
     head_dim: int
     queries: int
@@ -59,7 +59,7 @@ class HopperTile:
         return 1024 + tiles + 2 * _HALF_FLOATS * 4 + statistics + 8 * (3 + 4 * _STAGES + 4)
 
     def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module compiled for this tile."""
+        """Return the module of this tile."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "QUERIES": self.queries,
@@ -74,7 +74,7 @@ _TILES = (HopperTile(64, 128), HopperTile(128, 64))
 
 
 def choose_hopper_tile(dtype: str, head_dim: int) -> HopperTile | None:
-    """Return the tile for heads of `head_dim`; None: not for Hopper.
+    """Return the tile for heads of `head_dim`, or None if the Hopper kernel has none.
 
     Examples
     --------
@@ -87,14 +87,14 @@ def choose_hopper_tile(dtype: str, head_dim: int) -> HopperTile | None:
 
 
 def specs(dtype: str, *, head_dim: int | None = None) -> tuple[ModuleSpec, ...]:
-    """Return the modules that may be launched: for one head dim, or for all."""
+    """Return the modules for one head dim or all."""
     dims = [tile.head_dim for tile in _TILES] if head_dim is None else [head_dim]
     tiles = [choose_hopper_tile(dtype, dim) for dim in dims]
     return tuple(tile.spec(dtype) for tile in tiles if tile is not None)
 
 
 def is_supported(rule: ScoreRule, arrays: dict[str, Any]) -> bool:
-    """Tell whether the current device and the problem are for the Hopper kernel."""
+    """Tell whether the Hopper kernel supports the problem on the current device."""
     q = arrays["q"]
     k = arrays["k"]
     return (
@@ -164,13 +164,13 @@ def launch(
 
 
 def _summed(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Return what delta is the sum of, and the log-sum-exp."""
+    """Return the arguments for delta, the row sums of dout * out, and the log-sum-exp."""
     summed = {name: arrays[name] for name in ("dout", "out")}
     return {**summed, **named_strides("th", **summed), "lse": arrays["lse"]}
 
 
 def _scratch(tiles: int, tile: HopperTile, deterministic: bool) -> dict[str, Any]:
-    """Return the arrays between the launches, for `tiles` tiles of queries of one head."""
+    """Return the scratch arrays of the launches, for `tiles` query tiles of one head each."""
     sizes = {"dq_sum": 2 * _HALF_FLOATS, "statistics": 2 * tile.queries, "order": 2}
     floats = workspace(tiles * sum(sizes.values()))
     found = {}
@@ -183,7 +183,7 @@ def _scratch(tiles: int, tile: HopperTile, deterministic: bool) -> dict[str, Any
 
 
 def _maps(arrays: dict[str, Any], dtype: str, tile: HopperTile) -> dict[str, Any]:
-    """Describe q and dout as (Tq, H, D), k and v as (Tk, K, D) to TMA."""
+    """Return the tensor maps of q and dout as (Tq, H, D), and of k and v as (Tk, K, D)."""
     maps = {}
     for name in ("q", "k", "v", "dout"):
         x = arrays[name]

@@ -1,4 +1,4 @@
-"""attention_decode: the newest tokens against pages. `attention_decode.py` is the op."""
+"""Decode attention, the newest tokens against KV pages: configurations and launches."""
 
 from engine.kernels.attention_decode.attention_decode import (
     attention_decode,

@@ -1,4 +1,4 @@
-"""Attention of the newest tokens against pages: `cuda_src/attention_decode/`."""
+"""Attention of the newest tokens over KV pages: `cuda_src/attention_decode/`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.kernels.attention_decode.portable import choose_num_splits, choose_t
 
 __all__ = ["attention_decode", "choose_num_splits", "choose_tile", "specs"]
 
-_TREE_BITS = 64  # of a mask
+_TREE_BITS = 64  # bits of a mask
 
 
 def specs(
@@ -34,9 +34,9 @@ def specs(
     kv_dtype: str = "",
     **_: Any,
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch: for one head dim and number of rows, or for all.
+    """Return the modules that the op may launch, for one head dim and number of rows or for all.
 
-    `num_rows` is Q * H / K; None stands for any. `kv_dtype`: those of the pages; "": none.
+    `num_rows` is Q * H / K; None means any. `kv_dtype` names the dtype of a quantized KV cache.
     """
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     rows = (1, 17) if num_rows is None else (num_rows,)
@@ -74,78 +74,73 @@ def attention_decode(
     out: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attend from the newest Q tokens of every sequence to its pages: softmax(scale Q Kᵀ) V.
+    """Attend from the newest Q tokens of each sequence to its pages: softmax(scale Q Kᵀ) V.
 
     Parameters
     ----------
     q : (B, Q, H, D) array of float32, float16 or bfloat16
-        The last Q tokens of each sequence, D <= 256. A view whose last axis is contiguous is taken
-        as it is.
+        The last Q tokens of each sequence, D <= 256. A view whose last axis is contiguous is not
+        copied.
     k_pages, v_pages : (P, K, block_size, D) arrays of q's dtype, uint8 or int8
-        Contiguous. uint8 and int8 are codes, as `kv_store` makes them. H is a multiple of K:
-        query head h reads head h // (H // K). block_size is 16, 32, 64 or 128.
+        Contiguous. uint8 and int8 pages are quantized (see `kv_store`). H is a multiple of K: query
+        head h reads head h // (H // K). block_size is 16, 32, 64 or 128.
     block_tables : (B, NB) array of int32
-        Ids of each sequence's pages. Entries past its length are never read.
+        Ids of each sequence's pages. Entries beyond its length are never read.
     context_lens : (B,) array of int32
-        Keys of each sequence, the Q query tokens included: query i of Q sees keys 0 to len - Q + i.
+        Keys of each sequence, including the Q query tokens: query i sees keys 0 to len - Q + i.
     k, v : (B, 1, K, D) arrays of q's dtype, optional
-        Keys and values of the newest tokens. With them `q` (Q = 1), `k` and `v` are as the
-        projection left them, and the op first does what `qk_norm_rope_store` does, with the
-        arguments of its names that follow: norm of q and k, rotation of both (features i and
-        i + R/2), k and v into the pages. On Hopper that is one kernel if D is 64 or 128, R = D,
-        H / K <= 16 and all rows are 16-byte aligned; else two. `q` may be overwritten by the
-        rotated queries.
+        Keys and values of the newest tokens, for fused RoPE and KV append: `q` (Q = 1), `k` and
+        `v` are outputs of the qkv projection, and the op first runs `qk_norm_rope_store` with the
+        following arguments (norm of q and k, rotation of features i and i + R/2, k and v stored
+        to the pages). On Hopper this is one kernel if D is 64 or 128, R = D, H / K <= 16 and all
+        rows are 16-byte aligned; else two. `q` may be overwritten by the rotated queries.
     positions, cos_sin : (B,) array of int32, (P, R) array of float32
     slot_mapping : (B,) array of int64
-        The slot of each token's k and v: that of its sequence's last key, which no other sequence
-        may share; -1 stores nothing.
+        Slot of each token's k and v: that of its sequence's last key, in a page of this sequence
+        alone. -1 stores nothing.
     q_weight, k_weight : (D,) arrays of q's dtype, optional
     eps, weight_offset : float
     scale : float, optional
-        Factor of the scores; D**-0.5 by default.
+        Factor on the scores, by default D**-0.5.
     window : int
-        Each query sees only its last `window` keys, its own included; 0 means no limit.
+        Each query sees only its last `window` keys, including its own; 0 means no limit.
     softcap : float
-        Replaces a scaled score s by softcap * tanh(s / softcap); 0 means not to.
+        Replace a scaled score s by softcap * tanh(s / softcap); 0 means no cap.
     tree_mask : (B, Q) array of uint64, optional
-        Bit j of tree_mask[b, i], j <= i, says whether query i sees query j (bits beyond i are
-        ignored); every query sees the tokens before the Q queries. So a tree of drafts is verified
-        in one call: parents come first, and each token has its ancestors' bits and its own [2]_.
-        Not together with `window`; Q <= 64.
+        Bit j of tree_mask[b, i], j <= i, tells whether query i sees query j (bits beyond i are
+        ignored); every query sees the tokens before the Q queries. One call verifies a tree of
+        drafts: parents come first, and each token has the bits of its ancestors and its own [2]_.
+        Not combined with `window`; Q <= 64.
     sinks : (H,) array of float32, optional
-        One more logit in the softmax of every query of a head, without a value: it adds exp(sink)
-        to the sum by which the result is divided. Neither `scale`, `softcap` nor `window` applies
-        to it; -inf is none.
+        One further logit per head in the softmax of every query, without a value: it adds exp(sink)
+        to the denominator. `scale`, `softcap` and `window` do not apply to it; -inf means none.
     k_scale, v_scale : (K,) arrays of float32, optional
-        Of pages of codes, positive and finite: a key or value is code * scale. The newest tokens
-        are read from the pages like all others.
+        Scales of a quantized KV cache, positive and finite: a key or value is code * scale. The
+        newest tokens are read from the pages like all others.
     num_splits : int, optional
-        Into how many splits the keys of a sequence are cut. The cut then depends on the sequence's
-        own length alone, so its result, bit by bit, does not depend on the rest of the batch. By
-        default the keys are cut such that all thread blocks are busy. Other cuts change the
-        result by rounding only.
+        Number of splits of a sequence's keys. The split then depends on the sequence's own length
+        alone, and the bits of its result do not depend on the rest of the batch. By default the
+        keys are split so that all thread blocks are busy. Splits change only the rounding.
     max_context_len : int, optional
-        Bound of `context_lens`, NB * block_size by default. Only how the keys are divided is
-        chosen by it.
+        Bound of `context_lens`, by default NB * block_size. It affects only the split of the keys.
     pdl : bool
-        Programmatic dependent launch (Hopper's kernel; without effect elsewhere): the kernel starts
-        while the preceding kernel is still finishing. It then reads `block_tables` and
-        `context_lens` before that kernel has ended, and with `k` also `positions`, `slot_mapping`,
-        `cos_sin`, the weights and the older keys: no kernel that is still running may write these.
-        After `qk_norm_rope_store` this holds, since it lets the next kernel start only after those
-        before it have ended.
+        Programmatic dependent launch (Hopper's kernel only): the kernel starts while the preceding
+        one ends. It reads `block_tables` and `context_lens` early, and with `k` also `positions`,
+        `slot_mapping`, `cos_sin`, the weights and the older keys: no kernel that is still running
+        may write these. This holds after `qk_norm_rope_store`, which lets the next kernel start
+        only once the kernels before it have ended.
     out : (B, Q, H, D) array of q's dtype, optional
-        Where to put the result; may be `q`.
+        Array for the result; may be `q`.
     return_lse : bool
-        Return the log-sum-exp too.
+        Also return the log-sum-exp.
 
     Returns
     -------
     out : (B, Q, H, D) array of q's dtype
-        0 where a query sees no key.
+        0 for a query that sees no key.
     lse : (B, Q, H) array of float32
-        Natural logarithm of the sum of exp(score), with exp(sink) in it; -inf where a query sees no
-        key and has no sink. For `merge_states`, give the sinks to exactly one of the parts.
+        Natural logarithm of the sum of exp(score), including exp(sink); -inf for a query without
+        keys and sink. For `merge_states`, pass the sinks to exactly one of the parts.
 
     Raises
     ------
@@ -156,8 +151,8 @@ def attention_decode(
     Notes
     -----
     Scores, softmax and sums are float32; exp(score - running max) is rounded to q's dtype before it
-    multiplies V; splits are combined by their log-sum-exp in float32, in the order of the keys, and
-    the result is rounded once [1]_.
+    multiplies V; splits are combined by their log-sum-exp in float32, in the order of the keys; the
+    result is rounded once [1]_.
 
     References
     ----------
@@ -227,7 +222,7 @@ def attention_decode(
 def _checked_limits(
     call: Contract, num_splits: int | None, max_context_len: int | None
 ) -> tuple[int | None, int]:
-    """Check both; return `num_splits` and the longest that a sequence can be."""
+    """Check both; return `num_splits` and the bound of the lengths."""
     if num_splits is not None:
         num_splits = check_count(call, "num_splits", num_splits)
         call.check("num_splits", 1 <= num_splits <= 1024, "from 1 to 1024", num_splits)
@@ -264,7 +259,7 @@ def _mirror(
 
 
 def _checked_tree(call: Contract, tree_mask: Any, window: int) -> Any:
-    """Return the checked `tree_mask`."""
+    """Return the checked `tree_mask`, or None."""
     if tree_mask is None:
         return None
     call.check("tree_mask", window == 0, "None with a window", "a mask")

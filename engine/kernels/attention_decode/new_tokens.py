@@ -1,4 +1,4 @@
-"""The newest tokens of attention_decode where they come as the projection left them."""
+"""New tokens of attention_decode for fused RoPE and KV append: checks and launch arguments."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NO_NEW_TOKENS: dict[str, Any] = {
     name: None if kind == "ptr" else 0
     for name, kind in (item.split(":") for item in PARAMS.split())
 }
-"""The values of `PARAMS` of a kernel that is compiled without them."""
+"""Values of `PARAMS` for a kernel compiled without new tokens."""
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Keys and values (B, 1, K, D) of the newest tokens, and their and q's norm and rotation.
+    """Keys and values (B, 1, K, D) of the new tokens, and the norm and rotation of q and k.
 
     Names and formulas are those of `qk_norm_rope_store`.
     """
@@ -43,7 +43,7 @@ class NewTokens:
 
     @classmethod
     def checked(cls, call: Contract, dtype: Any, **given: Any) -> NewTokens | None:
-        """Check the arguments of these names, after q and pages; None: none is given."""
+        """Check the arguments after q and pages; return None if none of them is given."""
         needed = ("k", "v", "positions", "cos_sin", "slot_mapping")
         is_given = [given[name] is not None for name in needed]
         if not any(is_given):
@@ -76,13 +76,13 @@ class NewTokens:
         return cls(**given)
 
     def are_vectors(self) -> bool:
-        """Tell whether all rows can be read 16 bytes at a time, and whole heads are rotated."""
+        """Tell whether all rows are 16-byte aligned and whole heads are rotated."""
         arrays = [self.k, self.v, self.cos_sin, self.q_weight, self.k_weight]
         is_whole = int(self.cos_sin.shape[1]) == int(self.k.shape[3])
         return is_whole and are_aligned(*(a for a in arrays if a is not None))
 
     def store(self, q: Any, pages: Pages) -> None:
-        """Call `qk_norm_rope_store`: q (B, 1, H, D) in place, keys and values to the pages."""
+        """Rotate q (B, 1, H, D) in place and store keys and values, by `qk_norm_rope_store`."""
         qk_norm_rope_store(
             q[:, 0],
             self.k[:, 0],
@@ -100,7 +100,7 @@ class NewTokens:
         )
 
     def launch_arguments(self) -> dict[str, Any]:
-        """Return the values of `PARAMS`."""
+        """Return the values of the parameters in `PARAMS`."""
         k_strides = element_strides(self.k)
         v_strides = element_strides(self.v)
         return {

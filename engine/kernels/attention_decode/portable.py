@@ -1,4 +1,4 @@
-"""attention_decode on any chip, `attention_decode.cu`: its tiles and its launch."""
+"""attention_decode on any chip (`attention_decode.cu`): choice of tile and splits, and launch."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _PARAMS = (
 )
 _KERNEL = Kernel("attention_decode", _PARAMS, struct="AttentionDecodeParams")
 _COMBINE = Kernel("attention_decode_combine", _PARAMS, struct="AttentionDecodeParams")
-_COMBINE_THREADS = 128  # kCombineThreads: one warp a row
+_COMBINE_THREADS = 128  # kCombineThreads in CUDA: one warp per row
 
-_SPLIT_GRAIN = 64  # kSplitGrain
+_SPLIT_GRAIN = 64  # kSplitGrain in CUDA: keys of a split are a multiple of it
 _MAX_SPLITS = 128
-# Costs in units of the time a block takes for _SPLIT_GRAIN keys; fit with
+# Costs in units of a block's time for _SPLIT_GRAIN keys; tuned with
 # `ENGINE_KERNEL_TIER=portable python -m tests.bench attention_decode`.
 _WAVE_COST = 2.0
 _COMBINE_COST = 4.0
 _COMBINE_COST_OF_A_SPLIT = 0.1
 
-# With up to 16 rows the warps divide the keys, with more the rows.
+# With up to 16 rows the warps divide the keys; with more, the rows.
 _NARROW_16 = (
     Tile(64, warps_m=1, warps_n=4, row_tiles=1, keys=64, stages=3),
     Tile(128, warps_m=1, warps_n=4, row_tiles=1, keys=64, stages=2),
@@ -70,28 +70,28 @@ def choose_tile(dtype: str, head_dim: int, num_rows: int) -> Tile:
 
 
 def spec(tile: Tile, dtype: str, kv_dtype: str) -> ModuleSpec:
-    """Return the module of a tile, for pages of these codes; "": of none."""
+    """Return the module of a tile, for pages of `kv_dtype` if they are quantized."""
     return tile.spec("attention_decode/attention_decode.cu", dtype, **kv_macros(kv_dtype))
 
 
 @lru_cache(maxsize=4096)
 def choose_num_splits(num_ctas: int, max_context_len: int, sm_count: int) -> int:
-    """Choose into how many splits the keys are cut.
+    """Choose the number of splits of the keys.
 
     Parameters
     ----------
     num_ctas : int
         Thread blocks of one split: sequences * key/value heads * tiles of rows.
     max_context_len : int
-        Longest sequence.
+        Bound of the sequences' lengths.
     sm_count : int
-        Multiprocessors, each of which keeps two blocks busy.
+        Multiprocessors, with two resident blocks each.
 
     Returns
     -------
     int
         The smallest count with the least estimated time: waves of blocks times the keys of a split,
-        with a fixed cost for each wave and for the combining kernel.
+        plus a fixed cost per wave and for the combining kernel.
 
     Examples
     --------
@@ -119,7 +119,7 @@ def launch(
     tree_mask: Any,
     sinks: Any,
 ) -> None:
-    """Launch on CuPy arrays; num_splits None: chosen for lengths up to `max_context_len`."""
+    """Launch on CuPy arrays; `num_splits` None is chosen for lengths up to `max_context_len`."""
     (batch, num_queries, num_heads, head_dim) = q.shape
     dtype = dtype_name(q.dtype)
     num_kv_heads = pages.k.shape[1]
@@ -129,7 +129,7 @@ def launch(
     row_tiles = ceil_div(num_rows, tile.rows(dtype))
     if num_splits is None:
         keys = min(max_context_len, rule.window + num_queries) if rule.window else max_context_len
-        rounded = ceil_div(keys, _SPLIT_GRAIN) * _SPLIT_GRAIN  # so that the cache of choices hits
+        rounded = ceil_div(keys, _SPLIT_GRAIN) * _SPLIT_GRAIN  # for cache hits
         num_splits = choose_num_splits(batch * num_kv_heads * row_tiles, rounded, sm_count())
     arguments = _arguments(q, pages, out, lse, rule, num_splits)
     arguments |= {"tree_masks": tree_mask, "sinks": sinks}
@@ -148,7 +148,7 @@ def launch(
 def _arguments(
     q: Any, pages: Pages, out: Any, lse: Any, rule: ScoreRule, num_splits: int
 ) -> dict[str, Any]:
-    """Return the values of `_PARAMS` but the masks and sinks, with scratch memory for splits."""
+    """Return the kernels' arguments except masks and sinks, with scratch memory for splits."""
     batch, num_queries, num_heads, head_dim = q.shape
     num_blocks, num_kv_heads, block_size, _ = pages.k.shape
     partial_o, partial_stats = _scratch(q, num_splits)
@@ -184,7 +184,7 @@ def _arguments(
 
 
 def _scratch(q: Any, num_splits: int) -> tuple[Any, Any]:
-    """Return memory for the splits' partial rows and their statistics; None for one split."""
+    """Return memory for the splits' partial results and statistics; None for one split."""
     if num_splits == 1:
         return None, None
     batch, num_queries, num_heads, head_dim = q.shape

@@ -1,4 +1,4 @@
-"""attention_decode on Hopper: which problems `attention_decode_sm90.cu` takes, and its launch."""
+"""attention_decode on Hopper (`attention_decode_sm90.cu`): choice of the tile, and launch."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ class HopperTile:
     head_dim : int
         D: 64 or 128.
     box_keys : int
-        Tokens per copy, a box of the tensor map. A tile is 8 boxes.
+        Tokens per copy (a box of the tensor map). A tile is 8 boxes.
     stages : int
-        Stages of the ring, each with a tile of K and one of V.
+        Stages of the ring, each of a tile of K and one of V.
     row_tiles : int
         Tiles of 16 query rows (token, head of the group).
     consumer_warps : int
         Warps that divide a tile's keys: 4 or 8.
     cluster : int
-        CTAs that share one sequence and key/value head; 1: the persistent schedule.
+        CTAs that share one sequence and key/value head; 1 means the persistent schedule.
     new_token : bool
-        The newest token comes as the projection left it.
+        Whether the kernel normalises, rotates and stores the new token.
     ctas_per_sm : int
-        CTAs that share a multiprocessor: 1 or 2.
+        Resident CTAs per multiprocessor: 1 or 2.
     kv_dtype : str
-        Which codes the pages hold, a name of KV_CODE_DTYPES; "": none.
+        Dtype of a quantized KV cache, a name in KV_CODE_DTYPES; "" if it is not quantized.
     """
 
     head_dim: int
@@ -68,17 +68,17 @@ class HopperTile:
 
     @property
     def rows(self) -> int:
-        """Query rows of a CTA: tokens * heads of a group."""
+        """Query rows per CTA: tokens * heads of a group."""
         return _ROWS * self.row_tiles
 
     @property
     def has_new_token_warps(self) -> bool:
-        """Whether warps of their own compute the new tokens."""
+        """Whether dedicated warps compute the new tokens."""
         return self.new_token and self.ctas_per_sm > 1 and self.cluster == 1
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: the consumer warps and the producer warp, or its warpgroup."""
+        """Threads per CTA: the consumer warps and the producer warp or warpgroup."""
         has_many_values = bool(self.kv_dtype) and self.ctas_per_sm == 2
         needs_registers = self.consumer_warps == 8 or self.new_token or has_many_values
         moves_registers = needs_registers and self.cluster == 1
@@ -105,12 +105,12 @@ class HopperTile:
         return ring + probs + exchange + barriers + queries + flag + schedules + new_kv + inbound
 
     def can_compute_new_token(self, group: int) -> bool:
-        """Tell whether its threads can compute a new token: each has 16 values of one head."""
+        """Tell whether its threads can compute a new token, with 16 values of a head per thread."""
         heads = 32 * self.consumer_warps // (self.head_dim // 16)
         return self.row_tiles == 1 and group + 2 <= heads
 
     def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module compiled for this tile."""
+        """Return the module of this tile."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "BOX_KEYS": self.box_keys,
@@ -125,10 +125,10 @@ class HopperTile:
         return ModuleSpec("attention_decode/attention_decode_sm90.cu", dtype, tuple(macros.items()))
 
 
-# What follows is fitted to an H200 of 132 multiprocessors with
-# `python -m tests.bench attention_decode`; docs/benchmarks/attention_decode.md has the figures.
+# The tiles and constants below are tuned on an H200 (132 multiprocessors) with
+# `python -m tests.bench attention_decode`; the figures are in docs/benchmarks/attention_decode.md.
 
-# The tiles of one CTA per SM, by head dim, then by rows: 16, 32, 64.
+# Tiles with one CTA per SM, by head dim, then by rows: 16, 32, 64.
 _TILES = (
     HopperTile(64, box_keys=16, stages=6, row_tiles=1, consumer_warps=4),
     HopperTile(64, box_keys=16, stages=6, row_tiles=2, consumer_warps=4),
@@ -137,13 +137,13 @@ _TILES = (
     HopperTile(128, box_keys=16, stages=3, row_tiles=2, consumer_warps=8),
     HopperTile(128, box_keys=16, stages=2, row_tiles=4, consumer_warps=8),
 )
-# Of up to 16 rows, where a CTA has several sequences: while one of two CTAs per SM ends a sequence,
-# the other one's copies keep memory busy.
+# For many sequences of up to 16 rows: while one of two CTAs per SM ends a sequence, the other one's
+# copies keep memory busy.
 _MANY_TILES = {
     64: HopperTile(64, box_keys=16, stages=3, row_tiles=1, consumer_warps=4, ctas_per_sm=2),
     128: HopperTile(128, box_keys=8, stages=3, row_tiles=1, consumer_warps=4, ctas_per_sm=2),
 }
-# The same for pages of codes, of up to 16 rows: as many bytes in flight.
+# The same for a quantized KV cache, with as many bytes in flight; up to 16 rows.
 _CODE_TILES = (
     HopperTile(64, box_keys=16, stages=8, row_tiles=1, consumer_warps=4),
     HopperTile(128, box_keys=16, stages=6, row_tiles=1, consumer_warps=8),
@@ -153,15 +153,15 @@ _MANY_CODE_TILES = {
     128: replace(_CODE_TILES[1], box_keys=8, stages=5, consumer_warps=4, ctas_per_sm=2),
 }
 _CLUSTER = 8  # CTAs
-_ROWS = 16  # of a row tile
-# Of clusters, for few keys: with tiles of 64 keys more of the CTAs have any. Two fit on an SM.
+_ROWS = 16  # query rows of a row tile
+# Clusters for few keys: tiles of 64 keys give work to more of the CTAs. Two CTAs fit on an SM.
 _SHORT_TILES = {
     64: HopperTile(64, box_keys=8, stages=2, row_tiles=1, consumer_warps=4, cluster=_CLUSTER),
     128: HopperTile(128, box_keys=8, stages=2, row_tiles=1, consumer_warps=4, cluster=_CLUSTER),
 }
 _SHORT_CODE_TILES = {dim: replace(tile, stages=4) for dim, tile in _SHORT_TILES.items()}
-# For each kind of page codes ("": none): the tiles by number of rows, those for many sequences of
-# up to 16 rows, and those for few keys.
+# By kv_dtype: the tiles by number of rows, those for many sequences of up to 16 rows, and those for
+# few keys.
 _CHOICES = {"": (_TILES, _MANY_TILES, _SHORT_TILES)} | {
     name: (
         tuple(replace(tile, kv_dtype=name) for tile in _CODE_TILES),
@@ -171,17 +171,18 @@ _CHOICES = {"": (_TILES, _MANY_TILES, _SHORT_TILES)} | {
     for name in KV_CODE_DTYPES
 }
 _SHORT_KEYS = 1024  # keys up to which _SHORT_TILES are faster
-# Keys up to which clusters of four are taken: even one sequence of eight heads alone, which leaves
-# most of the chip idle, is then not slower than in clusters of eight.
+# Keys up to which clusters of four are used. Up to here even a single sequence of eight heads,
+# which leaves most of the chip idle, is as fast as in clusters of eight.
 _HALF_CLUSTER_KEYS = 4096
 
 
 def choose_hopper_tile(
     dtype: str, head_dim: int, num_rows: int, kv_dtype: str = ""
 ) -> HopperTile | None:
-    """Return the tile for `num_rows` = Q * H / K rows that share their keys; None: not for Hopper.
+    """Return the tile for `num_rows` = Q * H / K rows that share their keys, or None.
 
-    `kv_dtype`: those of the pages; "": none.
+    None means that the Hopper kernel does not support the problem. `kv_dtype` names the dtype of a
+    quantized KV cache.
 
     Examples
     --------
@@ -201,7 +202,7 @@ def specs(
     num_rows: int | None = None,
     kv_dtype: str = "",
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules for one head dim and number of rows, or for all (None)."""
+    """Return the modules for one head dim and number of rows; None means all."""
     all_tiles = _CHOICES[kv_dtype][0]
     dims = {t.head_dim for t in all_tiles} if head_dim is None else {head_dim}
     rows = {t.rows for t in all_tiles} if num_rows is None else {num_rows}
@@ -215,10 +216,11 @@ def specs(
 
 
 def _variants(tile: HopperTile) -> list[HopperTile]:
-    """Return all tiles that may be launched where `tile` is the choice by rows alone."""
+    """Return every tile the launch may pick once the row count has selected `tile`: the number of
+    keys and sequences decides among them."""
     many, short = _many_and_short(tile)
     found = [tile, replace(tile, cluster=_CLUSTER), replace(tile, cluster=_CLUSTER // 2)]
-    for other in _TILES:  # for query tokens divided among clusters
+    for other in _TILES:  # if clusters divide the query tokens
         if other.head_dim == tile.head_dim and other.row_tiles < tile.row_tiles:
             found.append(replace(other, cluster=_CLUSTER))
     if tile.row_tiles > 1:
@@ -231,13 +233,13 @@ def _variants(tile: HopperTile) -> list[HopperTile]:
 
 
 def _many_and_short(tile: HopperTile) -> tuple[HopperTile, HopperTile]:
-    """Return the tiles of up to 16 rows for many sequences, and for few keys."""
+    """Return the tiles of up to 16 rows for many sequences and for few keys."""
     _, many, short = _CHOICES[tile.kv_dtype]
     return many[tile.head_dim], short[tile.head_dim]
 
 
 def is_supported(q: Any, pages: Pages, out: Any, new_tokens: NewTokens | None = None) -> bool:
-    """Tell whether the Hopper kernel takes the problem on the current device."""
+    """Tell whether the Hopper kernel supports the problem on the current device."""
     group = q.shape[2] // pages.k.shape[1]
     dtype = dtype_name(q.dtype)
     num_rows = q.shape[1] * group
@@ -246,16 +248,16 @@ def is_supported(q: Any, pages: Pages, out: Any, new_tokens: NewTokens | None = 
         tile is not None
         and is_hopper(dtype)
         and are_aligned(q, pages.k, pages.v, out)
-        and 0 < pages.k.size // q.shape[3] < 2**31  # rows of the pages: TMA counts them in int32
+        and 0 < pages.k.size // q.shape[3] < 2**31  # TMA counts rows of the pages in int32
         and (new_tokens is None or (tile.can_compute_new_token(group) and new_tokens.are_vectors()))
     )
 
 
 def _room(sm_count: int) -> int:
-    """Return how many clusters of one CTA per SM run at the same time.
+    """Return the number of resident clusters with one CTA per SM.
 
-    15 on 132 multiprocessors (measured: a 16th runs after them). A cluster is within one GPC, and
-    not every GPC has the multiprocessors of two clusters.
+    15 on 132 multiprocessors (measured: a 16th runs after them). A cluster lies within one GPC, and
+    some GPCs have fewer multiprocessors than two clusters need.
     """
     return sm_count // _CLUSTER - 1
 
@@ -263,8 +265,8 @@ def _room(sm_count: int) -> int:
 def choose_cluster(num_pairs: int, sm_count: int, max_context_len: int) -> tuple[int, int]:
     """Return the CTAs per cluster and the CTAs per SM.
 
-    `num_pairs` counts pairs of sequence and key/value head; sequences have up to `max_context_len`
-    keys. (1, 1): no clusters, the persistent schedule.
+    `num_pairs` is the number of pairs (sequence, key/value head); sequences have up to
+    `max_context_len` keys. (1, 1) means the persistent schedule, without clusters.
 
     Examples
     --------
@@ -280,7 +282,7 @@ def choose_cluster(num_pairs: int, sm_count: int, max_context_len: int) -> tuple
         return 1, 1
     if num_pairs <= 4 * room:
         return _CLUSTER // 2, 1 if num_pairs <= 2 * room else 2
-    # Clusters of two have room for more pairs. With many keys the persistent schedule is as fast.
+    # Clusters of two hold more pairs at once. With many keys the persistent schedule is as fast.
     if num_pairs <= (sm_count if max_context_len <= _SHORT_KEYS else 6 * room):
         return _CLUSTER // 4, 2
     return 1, 1
@@ -289,10 +291,10 @@ def choose_cluster(num_pairs: int, sm_count: int, max_context_len: int) -> tuple
 def choose_token_parts(
     batch: int, num_queries: int, num_heads: int, num_kv_heads: int, sm_count: int
 ) -> int:
-    """Return into how many parts clusters divide a sequence's query tokens.
+    """Return the number of parts into which clusters divide a sequence's query tokens.
 
-    Few sequences with many tokens leave most of the chip idle. Several clusters then take some of
-    the tokens each: they have fewer rows, and share the reads of the keys through L2.
+    A few sequences with many tokens leave most of the chip idle. Several clusters then take some of
+    the tokens each: each has fewer rows, and they share reads of the keys through L2.
 
     Examples
     --------
@@ -319,16 +321,16 @@ def _choose(
     kv_dtype: str,
     may_use_clusters: bool,
 ) -> HopperTile:
-    """Choose the tile for q of this shape and up to `max_context_len` keys.
+    """Choose the tile for q of `shape` and up to `max_context_len` keys.
 
-    Without `may_use_clusters` it does not depend on the batch.
+    Without `may_use_clusters` the choice does not depend on the batch.
     """
     batch, num_queries, num_heads, head_dim = shape
     group = num_heads // num_kv_heads
     tile = choose_hopper_tile(dtype, head_dim, num_queries * group, kv_dtype)
     assert tile is not None
     many, short = _many_and_short(tile)
-    # can_compute_new_token also where there is no new token: the bits are then the same.
+    # can_compute_new_token is required even without a new token, so that the bits are the same.
     if not may_use_clusters or batch * num_kv_heads > sm_count():
         return many if tile.row_tiles == 1 and many.can_compute_new_token(group) else tile
     cluster, ctas_per_sm = choose_cluster(batch * num_kv_heads, sm_count(), max_context_len)
@@ -340,7 +342,7 @@ def _choose(
 
 
 def _page_maps(pages: Pages, dtype: str, box_keys: int) -> dict[str, Any]:
-    """Return the tensor maps of pages (P, K, block_size, D); a box is `box_keys` tokens."""
+    """Return the tensor maps of pages (P, K, block_size, D), with boxes of `box_keys` tokens."""
     num_blocks, num_kv_heads, block_size, head_dim = pages.k.shape
     num_rows = num_blocks * num_kv_heads * block_size
     sizes: tuple[int, ...]
@@ -377,7 +379,7 @@ def launch(
     sinks: Any = None,
     new_tokens: NewTokens | None = None,
 ) -> None:
-    """Launch on arrays that `is_supported` accepts; num_splits None: equal work for all CTAs."""
+    """Launch on arrays that `is_supported` accepts; `num_splits` None gives CTAs equal work."""
     (batch, num_queries, num_heads, head_dim) = q.shape
     num_kv_heads = pages.k.shape[1]
     token_parts = 1
@@ -430,7 +432,7 @@ def launch(
 
 
 def _arrays(q: Any, pages: Pages, out: Any, lse: Any) -> dict[str, Any]:
-    """Return the arrays, and their strides and sizes."""
+    """Return the kernel arguments that describe the arrays: pointers, strides and sizes."""
     return {
         **named_strides("bth", q=q, out=out),
         "q": q,

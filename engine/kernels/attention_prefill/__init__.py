@@ -1,4 +1,4 @@
-"""attention_prefill: flash attention forward. `attention_prefill.py` is the op."""
+"""Prefill attention (flash attention, forward pass): configurations and launches."""
 
 from engine.kernels.attention_prefill.attention_prefill import attention_prefill, choose_tile, specs
 

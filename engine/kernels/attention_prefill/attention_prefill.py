@@ -45,8 +45,8 @@ _KERNEL = Kernel(
     struct="AttentionPrefillParams",
 )
 
-# Four warps of 32 rows each hold O in half of their registers up to D = 128; D = 256 needs all of
-# them for 16 rows. Keys and stages then fill what the smallest chips allow (99 KiB).
+# Up to D = 128, four warps of 32 rows hold O in half of their registers; with D = 256, 16 rows take
+# all of them. Keys and stages fill the shared memory of the smallest chips (99 KiB).
 _TILES_16 = (
     Tile(64, warps_m=4, warps_n=1, row_tiles=2, keys=64, stages=2),
     Tile(96, warps_m=4, warps_n=1, row_tiles=2, keys=32, stages=3),
@@ -60,7 +60,7 @@ _TILES_32 = (
 
 
 def choose_tile(dtype: str, head_dim: int) -> Tile:
-    """Choose the tile for heads of `head_dim`: the smallest padding there is.
+    """Choose the tile with the least padding for heads of `head_dim`.
 
     Examples
     --------
@@ -79,9 +79,10 @@ def specs(
     kv_dtype: str = "",
     **_: Any,
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch, of one head dim or all.
+    """Return the modules that the op may launch, for one head dim or all.
 
-    `patterns`: those for patterns, too. `kv_dtype`: those for pages of these codes instead.
+    `patterns` adds the modules for patterns. `kv_dtype` selects those for a quantized KV cache
+    instead.
     """
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     tiles = dict.fromkeys(choose_tile(dtype, dim) for dim in dims)
@@ -117,64 +118,64 @@ def attention_prefill(
     out: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attend from the last tokens of every sequence to its keys: softmax(scale Q Kᵀ) V.
+    """Attend from the last tokens of each sequence to its keys: softmax(scale Q Kᵀ) V.
 
     Parameters
     ----------
     q : (Tq, H, D) array of float32, float16 or bfloat16
-        Query tokens of all sequences, one after another. D <= 256. A view whose last axis is
-        contiguous is taken as it is, such as the heads of a fused qkv row.
+        Query tokens of all sequences, concatenated. D <= 256. A view whose last axis is contiguous,
+        such as the heads of a fused qkv row, is not copied.
     k, v : (Tk, K, D) or (P, K, block_size, D) arrays of q's dtype
         Dense keys and values (views as for `q`), or contiguous pages. H is a multiple of K: query
-        head h reads head h // (H // K). block_size is 16, 32, 64 or 128. Pages may be of
-        uint8 or int8 instead: codes, as `kv_store` makes them.
+        head h reads head h // (H // K). block_size is 16, 32, 64 or 128. uint8 and int8 pages are
+        quantized (see `kv_store`).
     cu_seqlens_q : (B+1,) array of int32
-        Sequence b's queries are ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``: from 0 to Tq.
+        Sequence b's queries are ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``; rises from 0 to Tq.
     cu_seqlens_k : (B+1,) array of int32
-        The same for dense `k` and `v`; not together with `block_tables`.
+        The same for dense `k` and `v`; not combined with `block_tables`.
     block_tables : (B, NB) array of int32
-        Ids of each sequence's pages. Entries past its length are never read.
+        Ids of each sequence's pages. Entries beyond its length are never read.
     context_lens : (B,) array of int32
-        Keys of each sequence in pages, the query tokens' own included.
+        Keys of each sequence in pages, including those of the query tokens.
     causal : bool
-        Query i of n sees keys 0 to len - n + i; else every query sees all keys.
+        Query i of n sees keys 0 to len - n + i. Otherwise every query sees all keys.
     scale : float, optional
-        Factor of the scores; D**-0.5 by default.
+        Factor on the scores, by default D**-0.5.
     window : int
-        Each query sees only its last `window` keys, its own included; 0 means no limit. Needs
+        Each query sees only its last `window` keys, including its own; 0 means no limit. Requires
         `causal`.
     softcap : float
-        Replaces a scaled score s by softcap * tanh(s / softcap); 0 means not to.
+        Replace a scaled score s by softcap * tanh(s / softcap); 0 means no cap.
     pattern : BlockSparse or Periodic, optional
-        Of the keys above, each query sees only those that the pattern allows for its position: if
-        `causal`, of the last key it sees; else its own among the sequence's queries. Tiles of keys
-        that no query of a tile sees are not read; a mask of single keys is never made. Not with
-        pages of codes.
+        Further restricts the keys that each query sees, by its position: that of the last key it
+        sees if `causal`, else its index among the sequence's queries. Tiles of keys that no query
+        of a tile sees are not read; no mask of single keys is materialised. Not supported with a
+        quantized KV cache.
     sinks : (H,) array of float32, optional
-        One more logit in the softmax of every query of a head, without a value: it adds exp(sink)
-        to the sum by which the result is divided. Neither `scale`, `softcap`, `window` nor
-        `pattern` applies to it; -inf is none.
+        One further logit per head in the softmax of every query, without a value: it adds exp(sink)
+        to the denominator. `scale`, `softcap`, `window` and `pattern` do not apply to it; -inf
+        means none.
     k_scale, v_scale : (K,) arrays of float32, optional
-        Of pages of codes, positive and finite: a key or value is code * scale. New tokens are read
-        from the pages like all others, so a token's result does not depend on how its prompt is
-        cut into chunks.
+        Scales of a quantized KV cache, positive and finite: a key or value is code * scale. New
+        tokens are read from the pages like all others, so a token's result does not depend on how
+        its prompt is split into chunks.
     max_seqlen_q : int, optional
-        Bound of the queries of one sequence. Without it CUDA must synchronise once to find out.
+        Bound of the queries of one sequence. Without it CUDA must synchronise to compute it.
     num_splits : int, optional
-        Bound of the blocks that share the keys of one token, chosen to fill the device by default.
-        With 1, a token's result has the same bits whatever other tokens it is computed with.
+        Most blocks that share the keys of one token, by default as many as fill the device. With 1
+        the bits of a token's result do not depend on the other tokens of the call.
     out : (Tq, H, D) array of q's dtype, optional
-        Where to put the result; may be `q`.
+        Array for the result; may be `q`.
     return_lse : bool
-        Return the log-sum-exp too.
+        Also return the log-sum-exp.
 
     Returns
     -------
     out : (Tq, H, D) array of q's dtype
-        0 where a query sees no key.
+        0 for a query that sees no key.
     lse : (Tq, H) array of float32
-        Natural logarithm of the sum of exp(score), with exp(sink) in it; -inf where a query sees no
-        key and has no sink. For `merge_states`, give the sinks to exactly one of the parts.
+        Natural logarithm of the sum of exp(score), including exp(sink); -inf for a query without
+        keys and sink. For `merge_states`, pass the sinks to exactly one of the parts.
 
     Raises
     ------
@@ -254,7 +255,7 @@ def _check_keys(
     k_scale: Any,
     v_scale: Any,
 ) -> dict[str, Any]:
-    """Check what says where sequences are; return it by name, dense or in pages."""
+    """Check keys and values, dense or in pages, and the sequences; return them by name."""
     cu_seqlens_q = checked_starts(call, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
     if block_tables is not None:
         call.check("cu_seqlens_k", cu_seqlens_k is None, "None with block_tables", cu_seqlens_k)

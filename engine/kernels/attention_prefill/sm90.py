@@ -1,4 +1,4 @@
-"""attention_prefill on Hopper: which problems `attention_prefill_sm90.cu` takes, and its launch."""
+"""attention_prefill on Hopper (`attention_prefill_sm90.cu`): choice of the tile, and launch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PARAMS = (
     "num_blocks:i32 num_pairs:i32 tiles_of_pair:i32 long_tiles:i32 short_tokens:i32 total:i32 "
     "section:i32 splits:i32 causal:i32 window:i32 score_inner:f32 score_factor:f32"
 )
-_KERNELS = {  # by soft cap
+_KERNELS = {  # by whether there is a soft cap
     softcap: Kernel(
         "attention_prefill_sm90" + "_softcap" * softcap,
         _PARAMS + PARAMS + " k_scale:ptr v_scale:ptr",
@@ -47,26 +47,26 @@ _COMBINE = Kernel(
     "num_heads:i32 head_dim:i32 splits:i32",
 )
 
-_CODE_STAGES = 4  # kCodeStages
+_CODE_STAGES = 4  # kCodeStages in CUDA
 _WHERE = ("cu_seqlens_q", "cu_seqlens_k", "block_tables", "context_lens", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True)
 class HopperTile:
-    """How a CTA divides its work: the macros of the CUDA file.
+    """The work of a CTA: values of the CUDA file's macros.
 
     Attributes
     ----------
     head_dim : int
-        Columns that are multiplied: D, padded.
+        Columns: D, padded.
     consumers : int
-        Warpgroups of 64 rows.
+        Consumer warpgroups, of 64 query rows each.
     keys, stages, q_stages : int
-        Keys of a key tile; stages of the rings of K and V, and of Q.
+        Keys per key tile, stages of the rings of K and V, stages of Q's ring.
     is_patterned : bool
-        Whether it may skip and mask keys by a pattern.
+        Whether the module supports patterns.
     kv_dtype : str
-        Which codes the pages of keys and values hold, a name of KV_CODE_DTYPES; "": none.
+        Dtype of a quantized KV cache, a name in KV_CODE_DTYPES; "" if it is not quantized.
     """
 
     head_dim: int
@@ -79,12 +79,12 @@ class HopperTile:
 
     @property
     def rows(self) -> int:
-        """Query rows of a block."""
+        """Query rows per CTA."""
         return 64 * self.consumers
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: a producer's warpgroup and the consumers'."""
+        """Threads per CTA: the producer warpgroup and the consumers."""
         return 128 * (self.consumers + 1)
 
     @property
@@ -92,14 +92,14 @@ class HopperTile:
         """Dynamic shared memory: tiles aligned to 1024 bytes, work tiles, mbarriers, key tiles."""
         row = 128 * ceil_div(self.head_dim, 64)
         tiles = self.q_stages * self.rows * row + 2 * self.stages * self.keys * row
-        boxes = self.keys // 16  # of the smallest pages
+        boxes = self.keys // 16  # with the smallest pages
         barriers = 3 * self.q_stages + 5 * self.stages + 1
         codes = _CODE_STAGES * (self.keys * self.head_dim + 20) if self.kv_dtype else 0
         others = 64 * self.q_stages + 8 * barriers + 4 * self.stages * (1 + boxes)
         return 1024 + tiles + others + codes
 
     def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module compiled for this tile."""
+        """Return the module of this tile."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "CONSUMERS": self.consumers,
@@ -114,9 +114,10 @@ class HopperTile:
         )
 
 
-# One for each head dim, whatever the lengths: a row's bits must not depend on the rows beside it.
-# Scores, P and O of a tile take keys / 2 + keys / 4 + head_dim / 2 registers of a consumer's 160
-# (three warpgroups) or 232. To fit them to another card: `python -m tests.bench attention_prefill`.
+# One tile per head dim, whatever the lengths: the bits of a row must not depend on the other rows.
+# Scores, P and O of a tile take keys / 2 + keys / 4 + head_dim / 2 registers of a consumer thread,
+# which has 160 with three warpgroups, else 232. To tune for another card:
+# `python -m tests.bench attention_prefill`.
 _TILES = (
     HopperTile(64, consumers=3, keys=128, stages=4, q_stages=2),
     HopperTile(96, consumers=3, keys=112, stages=2, q_stages=1),
@@ -125,8 +126,8 @@ _TILES = (
     HopperTile(256, consumers=2, keys=80, stages=2, q_stages=1),
 )
 
-# The same for pages of codes. Their producer warps need registers of the consumers, which have 152.
-# Other head dims have rows that TMA does not swizzle.
+# The same for a quantized KV cache. Its producer warps need more registers and leave the consumers
+# 152. TMA cannot swizzle the rows of other head dims.
 _CODE_TILES = {
     name: (
         HopperTile(64, consumers=3, keys=112, stages=4, q_stages=2, kv_dtype=name),
@@ -135,7 +136,7 @@ _CODE_TILES = {
     for name in KV_CODE_DTYPES
 }
 
-# With a pattern: two warpgroups, whose rows are mostly in one block of it.
+# With a pattern: two warpgroups, whose rows mostly lie in one block of the pattern.
 _PATTERNED = (
     HopperTile(64, consumers=2, keys=128, stages=4, q_stages=2, is_patterned=True),
     HopperTile(96, consumers=2, keys=128, stages=2, q_stages=1, is_patterned=True),
@@ -143,9 +144,9 @@ _PATTERNED = (
     HopperTile(192, consumers=2, keys=64, stages=3, q_stages=1, is_patterned=True),
     HopperTile(256, consumers=2, keys=64, stages=2, q_stages=1, is_patterned=True),
 )
-# For blocks that are no multiples of 128 keys: smaller tiles read less that is not seen, and 64
-# divides more block sizes. Heads of up to 64 keep 128 keys, which took less time with blocks of
-# 128; for heads of 96 neither was measured.
+# For blocks that are not multiples of 128 keys: smaller tiles read fewer hidden keys, and 64
+# divides more block sizes. Heads of up to 64 keep 128 keys, which were faster with blocks of 128;
+# for heads of 96 neither was measured.
 _SMALL_BLOCKS = (
     *_PATTERNED[:2],
     HopperTile(128, consumers=2, keys=64, stages=4, q_stages=1, is_patterned=True),
@@ -156,7 +157,7 @@ _SMALL_BLOCKS = (
 def choose_hopper_tile(
     dtype: str, head_dim: int, pattern: Pattern | None = None, kv_dtype: str = ""
 ) -> HopperTile | None:
-    """Return the tile for heads of `head_dim`, and pages of these codes; None: not for Hopper.
+    """Return the tile for heads of `head_dim`, or None if the Hopper kernel has none.
 
     Examples
     --------
@@ -181,7 +182,7 @@ def specs(
     patterns: bool = False,
     kv_dtype: str = "",
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules that may be launched, of one head dim or all; `patterns`: those too."""
+    """Return the modules for one head dim or all; `patterns` adds those for patterns."""
     if dtype not in HOPPER_DTYPES:
         return ()
     tiles = _TILES + tuple(dict.fromkeys(_PATTERNED + _SMALL_BLOCKS)) * patterns
@@ -194,7 +195,7 @@ def specs(
 
 
 def is_supported(q: Any, k: Any, v: Any, out: Any, pattern: Pattern | None = None) -> bool:
-    """Tell whether the current device and the problem are for the Hopper kernel."""
+    """Tell whether the Hopper kernel supports the problem on the current device."""
     tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[2], pattern, kv_dtype_of(k.dtype))
     return (
         tile is not None
@@ -218,7 +219,7 @@ def launch(
     pattern: Pattern | None = None,
     sinks: Any = None,
 ) -> None:
-    """Launch on arrays that `is_supported` accepts; num_splits None: as many as fill the device."""
+    """Launch on arrays that `is_supported` accepts; `num_splits` None fills the device."""
     (total_q, num_heads, head_dim) = q.shape
     dtype = dtype_name(q.dtype)
     tile = choose_hopper_tile(dtype, head_dim, pattern, kv_dtype_of(keys["k"].dtype))
@@ -257,7 +258,7 @@ def launch(
         **_maps(q, keys, dtype, tile, group),
         **lengths,
         **shared,
-        sinks=sinks if splits == 1 else None,  # each sink is added once: else where splits meet
+        sinks=sinks if splits == 1 else None,  # splits add each sink once, in _COMBINE
         counter=counters(),
         total_q=total_q,
         group=group,
@@ -265,7 +266,7 @@ def launch(
         q_bytes=tile_tokens * group * 128 * ceil_div(tile.head_dim, 64),
         section=choose_section(pairs, 4 * longest * head_dim),
         causal=int(causal),
-        window=rule.window if rule.window < lengths["max_keys"] else 0,  # else it hides nothing
+        window=rule.window if rule.window < lengths["max_keys"] else 0,  # 0 if it hides nothing
         score_inner=rule.inner,
         score_factor=rule.factor,
         **arguments(pattern),
@@ -275,7 +276,7 @@ def launch(
 
 
 def _longest(keys: dict[str, Any]) -> int:
-    """Return a guess of the longest sequence's keys: a bound in pages, the mean if dense."""
+    """Return an estimate of the longest sequence's keys: the bound in pages, the mean if dense."""
     k = keys["k"]
     tables = keys["block_tables"]
     batch = max(1, keys["cu_seqlens_q"].size - 1)
@@ -284,7 +285,7 @@ def _longest(keys: dict[str, Any]) -> int:
 
 
 def _lengths(keys: dict[str, Any], tile: HopperTile) -> dict[str, Any]:
-    """Return the arguments that say where the keys of each sequence are."""
+    """Return the kernel arguments that locate each sequence's keys."""
     k = keys["k"]
     tables = keys["block_tables"]
     where = {name: keys[name] for name in _WHERE}
@@ -309,12 +310,12 @@ def _lengths(keys: dict[str, Any], tile: HopperTile) -> dict[str, Any]:
 
 
 def _box_keys(block_size: int, tile: HopperTile) -> int:
-    """Return the keys of one copy: they are in one page, and a tile is a whole number of them."""
+    """Return the keys per copy: a divisor of both the page and the tile."""
     return math.gcd(block_size, tile.keys)
 
 
 def _maps(q: Any, keys: dict[str, Any], dtype: str, tile: HopperTile, group: int) -> dict[str, Any]:
-    """Describe q as (Tq, K, group, D) and k, v as (rows, K or 1, D) to TMA."""
+    """Return the tensor maps of q as (Tq, K, group, D) and of k, v as (rows, K or 1, D)."""
     total_q, num_heads, head_dim = q.shape
     q_t, q_h, _ = q.strides
     q_map = tensor_map(

@@ -1,4 +1,4 @@
-"""How attention_prefill on Hopper cuts its work: work tiles of tokens, sections, splits of keys."""
+"""Work division of attention_prefill on Hopper: work tiles of tokens, sections, splits of keys."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from engine.kernels._launch import ceil_div
 
 __all__ = ["choose_cut", "choose_num_splits", "choose_section", "cut_into_tiles"]
 
-# Chosen for an H200; to fit them to another card, time `python -m tests.bench attention_prefill`.
+# Tuned on an H200; to tune for another card, time `python -m tests.bench attention_prefill`.
 _L2_BYTES = 24 << 20  # bytes of K and V that a section may hold, so that they stay in L2
-_MAX_SPLITS = 16  # CTAs that share the keys of a work tile
-_MIN_SPLIT_TILES = 4  # key tiles of a split: fewer do not pay for the sum over splits
-_TILE_COST = 1.3  # fixed cost of a work tile, in units of what each warpgroup with rows adds
-_MANY_ROUNDS = 16  # work tiles a CTA from which on idle CTAs in the last round do not matter
-_MAX_CUT = 8  # work tiles of a sequence that are cut smaller, if not all of them
+_MAX_SPLITS = 16  # most CTAs that share the keys of a work tile
+_MIN_SPLIT_TILES = 4  # least key tiles of a split: fewer do not pay for the sum over splits
+_TILE_COST = 1.3  # fixed cost of a work tile, in units of the cost of a warpgroup with rows
+_MANY_ROUNDS = 16  # work tiles per CTA beyond which a partly idle last wave is negligible
+_MAX_CUT = 8  # most whole work tiles of a sequence that are replaced by shorter ones
 
 
 def choose_num_splits(tiles: int, key_tiles: int, sm_count: int) -> int:
-    """Choose how many CTAs share the keys of a work tile, so that all multiprocessors have work.
+    """Choose the number of CTAs that share the keys of a work tile, to fill the chip.
 
     Examples
     --------
@@ -36,23 +36,25 @@ def choose_num_splits(tiles: int, key_tiles: int, sm_count: int) -> int:
 def choose_cut(
     tokens: int, tile_tokens: int, pairs: int, consumers: int, sm_count: int
 ) -> tuple[int, int]:
-    """Choose the tiles of a sequence where all take the same time, to fill the last round.
+    """Choose long and short work tiles of a sequence, of constant cost, to fill the last wave.
 
     Parameters
     ----------
     tokens : int
-        Of the longest sequence.
+        Tokens of the longest sequence.
     tile_tokens : int
-        Of a tile of all warpgroups.
+        Tokens of a long tile, which occupies all warpgroups.
     pairs : int
-        Of sequences and key/value heads.
+        Pairs (sequence, key/value head).
+    consumers : int
+        Consumer warpgroups of a CTA.
 
     Returns
     -------
     long_tiles : int
-        How many tiles of `tile_tokens` come first.
+        Number of long tiles, which come first.
     short_tokens : int
-        Of each tile after them, which leaves some of the warpgroups without work.
+        Tokens of each further tile, which leaves some of the warpgroups idle.
 
     Examples
     --------
@@ -77,7 +79,8 @@ def choose_cut(
 
 
 def _rounds(long: int, short: int, share: float, sm_count: int) -> float:
-    """Return when `long` tasks of length 1, then `short` ones of `share`, end on a greedy queue."""
+    """Return the makespan of `long` tasks of length 1, then `short` tasks of length `share`, that
+    are assigned greedily to `sm_count` workers."""
     whole, rest = divmod(long, sm_count)
     last = whole + (rest > 0)
     if not short:
@@ -87,7 +90,7 @@ def _rounds(long: int, short: int, share: float, sm_count: int) -> float:
         early = int((end - whole) / share + 1e-6) * (sm_count - rest)
         return early + max(0, int((end - whole - 1) / share + 1e-6)) * rest
 
-    # The last one ends some tasks after a long one does; each multiprocessor has about `each`.
+    # The end is a number of short tasks after the long ones; each multiprocessor gets about `each`.
     each = short // sm_count
     spread = int(1 / share) + 2
     around = range(max(0, each - spread), each + spread + 1)
@@ -96,7 +99,8 @@ def _rounds(long: int, short: int, share: float, sm_count: int) -> float:
 
 
 def choose_section(pairs: int, nbytes: int) -> int:
-    """Return how many pairs make a section: all alike, and K and V, `nbytes` a pair, fit in L2."""
+    """Return the pairs per section: sections are equal, and their K and V (`nbytes` per pair) fit
+    in L2."""
     sections = ceil_div(pairs, max(1, _L2_BYTES // nbytes))
     return ceil_div(pairs, max(1, sections))
 
@@ -104,16 +108,16 @@ def choose_section(pairs: int, nbytes: int) -> int:
 def cut_into_tiles(
     tokens: int, tile_tokens: int, pairs: int, splits: int, cut: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """Return the kernel's arguments that say how sequences are cut.
+    """Return the kernel arguments of the work division.
 
     Parameters
     ----------
     tokens, tile_tokens, pairs : int
-        As for `choose_cut`.
+        See `choose_cut`.
     splits : int
         CTAs that share the keys of a work tile.
     cut : (int, int) or None
-        What `choose_cut` returned; None: all tiles are whole.
+        Result of `choose_cut`; None means long tiles only.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""attention_prefill_fp8: flash attention on 8-bit floats. `attention_prefill_fp8.py` is the op."""
+"""Prefill attention on e4m3 queries, keys and values: configurations and launches."""
 
 from engine.kernels.attention_prefill_fp8.attention_prefill_fp8 import attention_prefill_fp8, specs
 

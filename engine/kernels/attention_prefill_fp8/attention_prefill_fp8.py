@@ -34,13 +34,13 @@ _KERNEL = Kernel(
     "group:i32 head_dim:i32 causal:i32 factor:f32",
     struct="AttentionPrefillFp8Params",
 )
-_ROWS = 4  # of a block: a warp each
+_ROWS = 4  # query rows per block, one per warp
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _CODES = (np.dtype(np.uint8), _E4M3)
 
 
 def specs(dtype: str, *, head_dim: int | None = None, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for results of `dtype`: none for float32."""
+    """Return the modules that the op may launch for results of `dtype`; none for float32."""
     if dtype not in HOPPER_DTYPES:
         return ()
     portable = ModuleSpec("attention_prefill/attention_prefill_fp8.cu", dtype)
@@ -64,14 +64,14 @@ def attention_prefill_fp8(
     out: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attend as `attention_prefill` does, to e4m3 values with a scale for each head.
+    """Attend over e4m3 queries, keys and values with one scale per head. See `attention_prefill`.
 
     Parameters
     ----------
     q : (Tq, H, D) array of uint8 or float8_e4m3fn
-        Query tokens of all sequences, as e4m3: query head h represents ``q[:, h] * q_scale[h]``.
-        CuPy has no 8-bit floats: there, uint8 holds their bits. D <= 256. A view whose last axis is
-        contiguous is taken as it is.
+        Query tokens of all sequences in e4m3: query head h represents ``q[:, h] * q_scale[h]``.
+        CuPy lacks 8-bit floats, so its arrays hold their bits as uint8. D <= 256. A view whose last
+        axis is contiguous is not copied.
     k, v : (Tk, K, D) arrays of uint8 or float8_e4m3fn
         Keys and values likewise. H is a multiple of K: query head h reads head h // (H // K).
     q_scale : (H,) array of float32
@@ -82,25 +82,25 @@ def attention_prefill_fp8(
         Sequence b's queries are ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``, from 0 to Tq; its keys
         likewise, from 0 to Tk.
     causal : bool
-        Query i of n sees keys 0 to len - n + i; else every query sees all keys.
+        Query i of n sees keys 0 to len - n + i. Otherwise every query sees all keys.
     scale : float, optional
-        Factor of the scores; D**-0.5 by default.
+        Factor on the scores, by default D**-0.5.
     dtype : "bfloat16" or "float16"
-        Of the result.
+        Dtype of the result.
     max_seqlen_q : int, optional
-        Bound of the queries of one sequence. Without it CUDA must synchronise once to find out.
+        Bound of the queries of one sequence. Without it CUDA must synchronise to compute it.
     out : (Tq, H, D) array of `dtype`, optional
-        Where to put the result.
+        Array for the result.
     return_lse : bool
-        Return the log-sum-exp too.
+        Also return the log-sum-exp.
 
     Returns
     -------
     out : (Tq, H, D) array of `dtype`
-        0 where a query sees no key.
+        0 for a query that sees no key.
     lse : (Tq, H) array of float32
-        Natural logarithm of the sum of exp(score), with the exponentials rounded as below; -inf
-        where a query sees no key.
+        Natural logarithm of the sum of exp(score), with the exponentials rounded as below; -inf for
+        a query that sees no key.
 
     Raises
     ------
@@ -110,12 +110,12 @@ def attention_prefill_fp8(
 
     Notes
     -----
-    Products are exact, sums float32. P = 2^(log2(e) score - n), with a whole number n for each row,
-    is rounded to e4m3 before it multiplies V, and the result is divided by the sum of the rounded P
-    [1]_. On Hopper most of P comes from straight lines between powers of two (three quarters for
-    D <= 64, half else), with an error of 3.2 % rms where rounding alone has 2.7 %; and sums of 512
-    keys (1024 for D > 64) are the tensor cores' own, of some 14 bits, before they are added up in
-    float32. `quantize_heads` returns such arrays.
+    Products are exact, sums float32. P = 2^(log2(e) score - n), with an integer n per row, is
+    rounded to e4m3 before it multiplies V, and the result is divided by the sum of the rounded P
+    [1]_. On Hopper part of P (three quarters for D <= 64, else half) is interpolated linearly
+    between powers of two, with an rms error of 3.2 % instead of the 2.7 % of rounding alone; and
+    sums over 512 keys (1024 for D > 64) are accumulated by the tensor cores, with about 14 bits,
+    before they are added in float32. `quantize_heads` produces the codes and scales.
 
     References
     ----------
@@ -180,7 +180,8 @@ def _check_arrays(
     arrays["k_scale"] = call.array("k_scale", k_scale, "K", FLOAT32)
     arrays["v_scale"] = call.array("v_scale", v_scale, "K", FLOAT32)
     if call.on_cpu:
-        for name in ("q_scale", "k_scale", "v_scale"):  # NaN is what heads of NaN have
+        for name in ("q_scale", "k_scale", "v_scale"):
+            # NaN is allowed: quantize_heads returns it for a head that contains NaN.
             ok = not bool(np.any(arrays[name] <= 0))
             call.check(name, ok, "positive", arrays[name].tolist())
     arrays["cu_seqlens_q"] = checked_starts(call, "cu_seqlens_q", cu_seqlens_q, call["Tq"])

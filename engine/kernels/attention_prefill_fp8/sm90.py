@@ -1,4 +1,4 @@
-"""attention_prefill_fp8 on Hopper: which problems `attention_prefill_fp8_sm90.cu` takes."""
+"""attention_prefill_fp8 on Hopper (`attention_prefill_fp8_sm90.cu`): the tile, and launch."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ _L2_BYTES = 24 << 20  # bytes of K and V in a section: as in attention_prefill/w
 
 @dataclass(frozen=True)
 class Fp8Tile:
-    """How a CTA divides its work: the macros of the CUDA file.
+    """The work of a CTA: values of the CUDA file's macros.
 
     Attributes
     ----------
     head_dim : int
-        Columns that are multiplied: D, padded.
+        Columns: D, padded.
     consumers : int
-        Warpgroups of 64 rows.
+        Consumer warpgroups, of 64 query rows each.
     stages : int
-        Stages of the rings of K, of V and of its transpose.
+        Stages of the rings of K, of V and of V's transpose.
     span : int
-        Keys that a warpgroup works on at once: 64, or the whole tile of 128.
+        Keys that a warpgroup processes at once: 64, or the whole tile of 128.
     turns : bool
-        Whether warpgroups compute P in turns.
+        Whether the warpgroups compute P in turns.
     line_keys : int
         Bit w: P of the w-th 16 keys of a span comes from a line
         (attention_prefill_fp8_softmax_sm90.cuh).
     sum_tiles : int
-        Key tiles that the tensor cores add up before the sums go to float32 ones in shared memory.
+        Key tiles that the tensor cores accumulate before the sums are added to float32 sums in
+        shared memory.
     """
 
     head_dim: int
@@ -62,12 +63,12 @@ class Fp8Tile:
 
     @property
     def rows(self) -> int:
-        """Query rows of a block."""
+        """Query rows per CTA."""
         return 64 * self.consumers
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the producer's warpgroup and the consumers'."""
+        """Threads per CTA: the producer warpgroup and the consumers."""
         return 128 * (self.consumers + 1)
 
     @property
@@ -83,7 +84,7 @@ class Fp8Tile:
         return 1024 + tiles + 64 * _Q_STAGES + 8 * barriers
 
     def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module compiled for this tile."""
+        """Return the module of this tile."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "CONSUMERS": self.consumers,
@@ -99,14 +100,14 @@ class Fp8Tile:
         )
 
 
-# One for each head dim, whatever the lengths: a row's bits must not depend on the rows beside it.
-# To fit them to another card, time `python -m tests.bench attention_prefill_fp8`.
+# One tile per head dim, whatever the lengths: the bits of a row must not depend on the other rows.
+# To tune for another card, time `python -m tests.bench attention_prefill_fp8`.
 # head_dim, consumer warpgroups, stages, span, turns, line_keys, sum_tiles
 _TILES = (Fp8Tile(64, 3, 4, 128, False, 0x77, 4), Fp8Tile(128, 2, 2, 128, True, 0x55, 8))
 
 
 def choose_fp8_tile(head_dim: int) -> Fp8Tile | None:
-    """Return the tile for heads of `head_dim`; None: not for Hopper.
+    """Return the tile for heads of `head_dim`, or None if the Hopper kernel has none.
 
     Examples
     --------
@@ -119,13 +120,13 @@ def choose_fp8_tile(head_dim: int) -> Fp8Tile | None:
 
 
 def specs(dtype: str, *, head_dim: int | None = None) -> tuple[ModuleSpec, ...]:
-    """Return the modules that may be launched for results of `dtype`."""
+    """Return the modules for results of `dtype`, for one head dim or all."""
     tiles = _TILES if head_dim is None else (choose_fp8_tile(head_dim),)
     return tuple(tile.spec(dtype) for tile in tiles if tile is not None)
 
 
 def is_supported(q: Any, k: Any, v: Any, out: Any) -> bool:
-    """Tell whether the current device and the problem are for the Hopper kernel."""
+    """Tell whether the Hopper kernel supports the problem on the current device."""
     tile = choose_fp8_tile(q.shape[2])
     return (
         tile is not None
@@ -149,7 +150,7 @@ def launch(
     tile: Fp8Tile | None = None,
     **shared: Any,
 ) -> None:
-    """Launch on arrays that `is_supported` accepts; `shared` is what both kernels take."""
+    """Launch on arrays that `is_supported` accepts; `shared` are the arguments of both kernels."""
     total_q, num_heads, head_dim = q.shape
     tile = tile or choose_fp8_tile(head_dim)
     assert tile is not None
@@ -186,7 +187,7 @@ def launch(
 
 
 def _query_map(q: Any, tile: Fp8Tile, group: int) -> Any:
-    """Describe q as (Tq, K, group, D) to TMA."""
+    """Return the tensor map of q as (Tq, K, group, D)."""
     total_q, num_heads, head_dim = q.shape
     q_t, q_h, _ = q.strides
     sizes = (head_dim, group, num_heads // group, total_q)
@@ -197,7 +198,7 @@ def _query_map(q: Any, tile: Fp8Tile, group: int) -> Any:
 
 
 def _key_map(x: Any, tile: Fp8Tile) -> Any:
-    """Describe k or v as (Tk, K, D) to TMA."""
+    """Return the tensor map of k or v as (Tk, K, D)."""
     sizes = (x.shape[2], x.shape[1], x.shape[0])
     strides = (x.strides[1], x.strides[0])
     box = (tile.head_dim, 1, _KEYS)
