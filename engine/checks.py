@@ -1,4 +1,4 @@
-"""What checks of a caller's arguments share: short texts of what came, and bounded reading."""
+"""Helpers to check a caller's arguments: short texts of values, and bounded reading."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def shown(value: object) -> str:
 
 
 def shown_with_type(value: object) -> str:
-    """Return `shown`, and the type of what is no number.
+    """Return `shown`, followed by the type unless `value` is a number.
 
     Examples
     --------
@@ -81,15 +81,15 @@ def items_of(name: str, value: object, kind: str, limit: int) -> list[Any]:
         Name of the argument.
     value : object
     kind : str
-        What it has to hold, for the message.
+        Description of the items, for the message.
     limit : int
-        Maximum number of items; no more than one beyond it is read.
+        Maximum number of items; at most one item more is read.
 
     Raises
     ------
     RequestError
         If it is a text, a mapping, a 0-d array, an iterator (which may be endless, and can be read
-        only once), or too long.
+        only once), or longer than `limit`.
     """
     count = length_of(value)
     if count is None or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
@@ -112,12 +112,12 @@ def length_of(value: object) -> int | None:
         return len(value)
     except OverflowError:
         return sys.maxsize + 1  # range(10**30)
-    except Exception:  # a 0-d array, or an object of the caller's
+    except Exception:  # a 0-d array, or an object whose __len__ fails
         return None
 
 
 def _read(name: str, value: Any, kind: str, limit: int) -> list[Any]:
-    """Read at most `limit` + 1 items: what `__len__` says need not be so."""
+    """Read at most `limit` + 1 items, since `__len__` may be wrong."""
     dtype = getattr(value, "dtype", None)
     if getattr(dtype, "kind", "") in "iu" and dtype is not None and hasattr(value, "tolist"):
         value = value.tolist()  # Python's ints, much faster than an iteration over the array
@@ -139,7 +139,7 @@ def token_ids_of(name: str, items: list[Any], below: int, wanted: str) -> list[i
         Ints or NumPy integers.
     below : int
     wanted : str
-        What an item must be, for the message.
+        Description of a valid item, for the message.
 
     Raises
     ------
@@ -159,7 +159,7 @@ def is_integer(value: object) -> bool:
         return False
     try:
         operator.index(value)
-    except TypeError:  # np.timedelta64 calls itself an integer
+    except TypeError:  # np.timedelta64 registers as an integer
         return False
     return True
 
@@ -170,14 +170,14 @@ def check_count(name: str, value: Any, limit: int) -> None:
     Raises
     ------
     ConfigError
-        Naming it and both.
+        Otherwise; the message names the option, the limit and the value.
     """
     if not (is_integer(value) and 1 <= value <= limit):
         raise ConfigError(f"{name} must be a whole number from 1 to {limit}; got {shown(value)}")
 
 
 def _index(item: Any) -> int:
-    """Return an integer as Python's int; -1 if it is a bool or no integer."""
+    """Return an integer as Python's int; -1 for a bool or anything else."""
     return operator.index(item) if is_integer(item) else -1
 
 
@@ -187,7 +187,7 @@ def checked_text(name: str, value: object) -> str:
     Raises
     ------
     RequestError
-        If it is not, or contains an unpaired surrogate.
+        If it is not a str, or contains an unpaired surrogate.
     """
     if not isinstance(value, str):
         raise RequestError(f"{name} must be a str; got {shown_with_type(value)}")
@@ -199,12 +199,12 @@ def checked_text(name: str, value: object) -> str:
 
 
 def request_ids_of(value: str | Iterable[str], limit: int = 2**20) -> list[str]:
-    """Return one request id or several as a list; iterators may have at most `limit`.
+    """Return one request id or several as a list; an iterator may yield at most `limit`.
 
     Raises
     ------
     RequestError
-        If it is neither a str nor an iterable of them.
+        If `value` is neither a str nor an iterable of str.
     """
     if isinstance(value, str):
         return [value]

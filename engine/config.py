@@ -1,8 +1,8 @@
 """A decoder's architecture as plain numbers: `ModelConfig`, `MoeConfig` and `RopeConfig`.
 
-Every difference between model families that the engine knows is a field here with a neutral
-default; the files of `models/` fill them in from a `config.json`, and `models/decoder.py` is the
-one decoder that reads them.
+Every difference between the supported model families is a field here with a neutral default. The
+files of `models/` fill the fields in from a `config.json`; `models/decoder.py`, the only decoder,
+reads them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["ModelConfig", "MoeConfig", "RopeConfig"]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: its angles, and how they scale past the training length.
+    """Rotary position embedding: its angles, and their scaling past the training length.
 
     Attributes
     ----------
@@ -28,7 +28,7 @@ class RopeConfig:
     factor : float
         Context extension factor, for every scaling but "default".
     original_max_position : int
-        Training length in tokens; 0 where the scaling does not use it.
+        Training length in tokens; 0 if the scaling does not use it.
     low_freq_factor, high_freq_factor : float
         Bounds of the llama3 ramp.
     beta_fast, beta_slow : float
@@ -36,11 +36,11 @@ class RopeConfig:
     attention_factor : float or None
         Scale of cos and sin; None derives it from the paper's formula.
     mscale, mscale_all_dim : float
-        YaRN's two factors of the attention scale (0: not given).
+        YaRN's two factors of the attention scale; 0: not given.
     truncate : bool
         Whether the bounds of the yarn ramp are rounded to whole dimensions.
     short_factor, long_factor : tuple of float
-        Longrope's divisor of each frequency below and above the training length.
+        Longrope's divisors of each frequency, below and above the training length.
     """
 
     theta: float = 10000.0
@@ -62,34 +62,34 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """The mixture of experts that takes the place of some layers' MLP.
+    """The mixture of experts that replaces the MLP of some layers.
 
     Attributes
     ----------
     num_experts, top_k, intermediate_size : int
-        E, experts of a token, and features of an expert.
+        E, experts per token, and features of an expert.
     sparse_layers : tuple of bool
-        Per layer: whether it has experts; the others have an MLP.
+        Per layer: True for experts, False for an MLP.
     score : str
-        What the router's logits become: "softmax" (over all experts) or "sigmoid".
+        Function of the router's logits: "softmax" (over all experts) or "sigmoid".
     renormalize : bool
         Whether the weights of a token's experts are divided by their sum.
     scale : float
-        Factor on the weights.
+        Factor on the weights of a token's experts.
     num_groups, top_groups : int
-        A token's experts are from its `top_groups` best of `num_groups` groups.
+        A token's experts are chosen from its `top_groups` best of `num_groups` groups.
     correction : bool
-        Whether there is a number per expert that is added to the scores when choosing.
+        Whether a bias per expert is added to the scores when experts are chosen.
     shared_size : int
-        Features of the expert that sees every token; 0 if there is none.
+        Features of the shared expert, which computes every token; 0: none.
     shared_gate : bool
-        Whether its output is multiplied by the sigmoid of a product with the token.
+        Whether the shared expert's output is multiplied by the sigmoid of a product with the token.
     router_bias, expert_bias : bool
         Whether these weights exist.
     activation : str
-        Of the experts: "swiglu", or gpt-oss's "swiglu_clamped".
+        Activation of the experts: "swiglu", or gpt-oss's "swiglu_clamped".
     alpha, limit : float
-        Of "swiglu_clamped".
+        Parameters of "swiglu_clamped".
     """
 
     num_experts: int
@@ -126,51 +126,52 @@ class ModelConfig:
     rms_norm_eps : float
         Added to the mean square (or variance) before the square root.
     layer_norm, norm_bias : bool
-        Whether norms subtract the mean first (LayerNorm); whether they have a bias.
+        Whether norms subtract the mean first (LayerNorm); whether they add a bias.
     rope : RopeConfig
-        For every layer, or for the full-attention layers where `rope_local` is given.
+        Rope of every layer; with `rope_local`, of the full-attention layers.
     rope_local : RopeConfig or None
-        For the layers with a sliding window (Gemma 3).
+        Rope of the layers with a sliding window (Gemma 3).
     layer_windows : tuple of int
-        Per layer: sliding window in keys, the query's own included; 0 is full attention.
+        Per layer: sliding window in keys, including the query's own; 0: full attention.
     rope_layers : tuple of bool
-        Per layer: whether q and k are rotated; () is all.
+        Per layer: whether q and k are rotated; (): in all layers.
     tie_word_embeddings, qkv_bias, o_bias, mlp_bias, lm_head_bias, qk_norm, pre_norms, post_norms
-        Which weights exist (bool): an output embedding tied to the input's, biases, norms of q and
-        k, norms before and after attention and MLP.
+        Whether each of these exists (bool): an output embedding tied to the input's, biases, norms
+        of q and k, norms before and after attention and MLP.
     whole_qk_norm : bool
         Whether q and k are normed over all heads together instead of per head (OLMo).
     parallel : bool
-        Whether attention and MLP have the same input, normed once, and are added together.
+        Whether attention and MLP read the same input, normed once, and their outputs are added
+        together.
     gated_mlp : bool
-        Whether the MLP is down(act(gate x) * up x), or down(act(up x)).
+        True: the MLP is down(act(gate x) * up x); False: down(act(up x)).
     sinks : bool
-        Whether every head has a logit that takes part in the softmax, but has no value (gpt-oss).
+        Whether every head has an attention sink: a logit in the softmax without a value (gpt-oss).
     activation : str
         Activation of the gate, or of up: "silu", "gelu" (erf) or "gelu_tanh".
     moe : MoeConfig or None
-        The layers with experts; None if there are none.
+        Mixture of experts; None: all layers are dense.
     num_extra_layers : int
-        Layers of the checkpoint after the last one, which are not read.
+        Layers that the checkpoint stores after the last one; they are not read.
     norm_weight_offset : float
         Added to every norm's weight (Gemma: 1).
     embed_scale : float
         Factor on the embedding (Gemma: sqrt(N)).
     rounds_embed_scale : bool
-        Whether that factor is rounded to the dtype of the weights first (Gemma).
+        Whether `embed_scale` is first rounded to the dtype of the weights (Gemma).
     branch_scale : float
-        Factor on the outputs of attention and MLP where they join the residual stream (Granite).
+        Factor on the outputs of attention and MLP that are added to the residual stream (Granite).
     attn_scale : float
         Factor on q·k; 0 means 1/sqrt(D).
     attn_softcap, final_softcap : float
-        c in c·tanh(x/c) on the scores and on the logits; 0 is none.
+        c of c·tanh(x/c), applied to the scores and to the logits; 0: none.
     logits_scale : float
         Factor on the logits.
     bos_token_id, pad_token_id : int or None
     eos_token_ids : tuple of int
         Tokens that end a sequence.
     dtype : str
-        The checkpoint's own: "float32", "float16" or "bfloat16".
+        Dtype of the checkpoint: "float32", "float16" or "bfloat16".
     """
 
     model_type: str
@@ -223,7 +224,7 @@ class ModelConfig:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def window(self, layer: int) -> int:
-        """Return the sliding window of layer `layer` in keys; 0 is none."""
+        """Return the sliding window of layer `layer` in keys; 0: full attention."""
         return self.layer_windows[layer] if self.layer_windows else 0
 
     def has_rope(self, layer: int) -> bool:

@@ -1,6 +1,6 @@
 """Devices, and the array module (`numpy` or `cupy`) that computes on each.
 
-`import cupy` happens here and nowhere else, and only when a CUDA device is asked for, so that
+`import cupy` happens here and nowhere else, and only when a CUDA device is requested, so that
 `import engine` stays fast and works without CuPy.
 """
 
@@ -91,7 +91,7 @@ def array_module(*arrays: Any) -> Any:
 
 
 def empty_like(x: Any, dtype: Any = None, shape: tuple[int, ...] | None = None) -> Any:
-    """Return an uninitialised array like `x`; a `PlanArray` gives a `PlanArray`.
+    """Return an uninitialised array like `x`; a `PlanArray` for a `PlanArray`.
 
     `dtype` and `shape` replace those of `x`.
     """
@@ -100,7 +100,7 @@ def empty_like(x: Any, dtype: Any = None, shape: tuple[int, ...] | None = None) 
 
 
 def to_numpy(x: Any) -> np.ndarray[Any, Any]:
-    """Return `x` as a NumPy array (copied to the host when it lives on a GPU)."""
+    """Return `x` as a NumPy array; an array on a GPU is copied to the host."""
     return x.get() if is_cupy_array(x) else np.asarray(x)
 
 
@@ -142,7 +142,7 @@ def resolve_device(device: str | Device = "auto") -> tuple[Device, str]:
     Parameters
     ----------
     device : str or Device
-        "cpu", "cuda", "cuda:<index>" or "auto" (CUDA if there is one, else the CPU).
+        "cpu", "cuda", "cuda:<index>" or "auto" (CUDA if a device is present, else the CPU).
 
     Returns
     -------

@@ -2,12 +2,12 @@
 
 A step computes a sequence's last known token and its drafts together, and samples at each of them.
 A draft is accepted if it equals the token sampled at its parent, the token before it; the token
-sampled at the last accepted one is a valid next token too. Draws are keyed by seed and position, so
-the tokens are those of decoding one by one, whatever was proposed: up to rounding of the logits,
-which may decide a near tie, and bit for bit with `deterministic=True`.
+sampled at the last accepted draft is a valid next token too. Draws are keyed by seed and position,
+so the tokens equal those of decoding one by one, whatever was proposed: bit for bit with
+`deterministic=True`, otherwise up to rounding of the logits, which may decide a near tie.
 
-A step has these rows of logits for a sequence with drafts: row 0 is at the last known token, row
-1 + i at draft i.
+The rows of logits of a sequence with drafts: row 0 belongs to the last known token, row 1 + i to
+draft i.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.errors import RequestError
 __all__ = ["MAX_QUERY_LEN", "DeferredDrafts", "DraftIds", "Drafts"]
 
 MAX_QUERY_LEN = 64
-"""Maximum query tokens of a sequence with a tree of drafts: the bits of a tree mask."""
+"""Maximum query tokens of a sequence with a tree of drafts: the number of bits of a tree mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Drafts:
     ----------
     token_ids : tuple of int
     parents : tuple of int, optional
-        For each draft, the index of its parent, which comes before it; -1: the last known token.
-        None is a chain.
+        For each draft, the index of its parent, an earlier draft; -1: the last known token. None
+        means a chain.
 
     Examples
     --------
@@ -52,12 +52,12 @@ class Drafts:
         self.check()
 
     def check(self) -> None:
-        """Verify ids and parents, as making the drafts does.
+        """Verify ids and parents; the constructor does, too.
 
         Raises
         ------
         RequestError
-            If they are no whole numbers, or no tree.
+            If they are not whole numbers, or do not form a tree.
         """
         ids = self.token_ids
         parents = self.parents
@@ -81,12 +81,12 @@ class Drafts:
 
     @property
     def is_tree(self) -> bool:
-        """Tell whether the parent of any draft is not the one before it in the list."""
+        """Tell whether any draft has a parent other than its predecessor in the list."""
         return self.parents is not None and len(self) != len(self.chain())
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Distance of each draft from the last known token: 1 if that is its parent."""
+        """Distance of each draft from the last known token, whose children have depth 1."""
         if self.parents is None:
             return tuple(range(1, 1 + len(self)))
         depths: list[int] = []
@@ -103,7 +103,7 @@ class Drafts:
         return Drafts(self.token_ids[:count], parents)
 
     def chain(self) -> Drafts:
-        """Return the leading drafts of which each is the parent of the next."""
+        """Return the longest prefix in which each draft is the parent of the next."""
         if self.parents is None:
             return self
         count = len(list(takewhile(lambda i: self._parent(i) == i - 1, range(len(self)))))
@@ -119,7 +119,10 @@ class Drafts:
         return tuple(reversed(path))
 
     def masks(self, num_known: int) -> list[int]:
-        """Return, as bits, which of `num_known` tokens and the drafts each of them attends to."""
+        """Return the tree mask: for each of `num_known` tokens and each draft, an int of bits.
+
+        Bit i: it attends to token i of these tokens and drafts.
+        """
         known = (1 << num_known) - 1
         masks = [(2 << i) - 1 for i in range(num_known)]
         for index in range(len(self)):
@@ -147,12 +150,12 @@ class Drafts:
         return rows
 
     def num_accepted(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these drafts were accepted, if the step verified these and others.
+        """Return how many of these drafts were accepted by a step that verified more drafts.
 
         Parameters
         ----------
         token_ids : sequence of int
-            The accepted drafts and the one token after them.
+            The accepted drafts and the token after them.
         """
         if self.parents is None:
             return _num_equal(self.token_ids, token_ids[:-1])
@@ -167,15 +170,15 @@ class Drafts:
         return count
 
     def moves(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Return which keys to move after a step: pairs of the draft's index, and the new one.
+        """Return the moves of keys and values after a step, as (old, new) indices of drafts.
 
         Keys and values of drafts are written in the order of the list; the next step expects those
-        of the accepted ones in the order of the sequence.
+        of the accepted drafts in the order of the sequence.
 
         Parameters
         ----------
         rows : sequence of int
-            As returned by `accepted_rows`.
+            From `accepted_rows`.
         """
         return [(row - 1, i) for i, row in enumerate(rows[1:]) if row - 1 != i]
 
@@ -184,7 +187,7 @@ class Drafts:
 
 
 def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
-    """Return how many leading ids are the same."""
+    """Return the number of equal leading ids."""
     count = 0
     for one, other in zip(some, others, strict=False):
         if one != other:
@@ -198,19 +201,19 @@ def _is_whole(value: object) -> bool:
 
 
 class DraftIds:
-    """The ids of many chains of drafts, which are sampled on the device.
+    """The ids of many chains of drafts, sampled on the device.
 
     Parameters
     ----------
     on_device : (R, K) array of int32
         One chain in each row.
     read : callable
-        Waits for the device, and returns the same ids on the host, valid ids only.
+        Waits for the device, and returns the valid ids of each row on the host.
 
     Attributes
     ----------
     on_device : array or None
-        None once the array may hold others.
+        None once the array may have been overwritten.
     """
 
     def __init__(self, on_device: Any, read: Callable[[], list[list[int]]]) -> None:
@@ -226,7 +229,7 @@ class DraftIds:
 
 
 class DeferredDrafts(Drafts):
-    """A chain of drafts whose number is known, and whose ids only the device may know yet.
+    """A chain of drafts of known length whose ids may still be on the device only.
 
     Reading `token_ids` waits for the device.
 
@@ -254,7 +257,7 @@ class DeferredDrafts(Drafts):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The ids."""
+        """The ids on the host."""
         return tuple(self.ids.rows()[self.row][: self.count])
 
     def __len__(self) -> int:
@@ -265,5 +268,5 @@ class DeferredDrafts(Drafts):
         return self if count >= self.count else DeferredDrafts(self.ids, self.row, count)
 
     def chain(self) -> DeferredDrafts:
-        """Return itself."""
+        """Return the drafts themselves, which are a chain."""
         return self

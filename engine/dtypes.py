@@ -1,6 +1,6 @@
 """The dtypes of the engine, by name, on both array modules.
 
-bfloat16 is `ml_dtypes.bfloat16` everywhere: NumPy and CuPy (>= 14) take it as an array dtype.
+bfloat16 is `ml_dtypes.bfloat16` everywhere: NumPy and CuPy (>= 14) accept it as an array dtype.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ _INT32 = 2**31 - 1
 
 
 def _number(default: Any, low: float, high: float, **kind: bool) -> Any:
-    """Return a field whose value is in this range; also None if that is its default."""
+    """Return a field of a number in this range; None is allowed if it is the default."""
     allowed = NumberRange(low, high, optional=default is None, **kind)
     return field(default=default, metadata={"range": allowed})
 
 
 def _whole(default: Any, low: int, high: int) -> Any:
-    """Return a field whose value is a whole number in this range; see `_number`."""
+    """Return a field of a whole number in this range; see `_number`."""
     return _number(default, low, high, integer=True)
 
 
@@ -37,13 +37,13 @@ def _choice(default: Any, *choices: Any) -> Any:
 
 
 def _flag(default: bool | None) -> Any:
-    """Return a field whose value is a bool; also None if that is its default."""
+    """Return a field of a bool; None is allowed if it is the default."""
     return _choice(default, *dict.fromkeys((True, False, default)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How requests are served; frozen. `engine.core.resolve` derives what is left out.
+    """The engine's options; frozen. `engine.core.resolve` derives the values left out.
 
     Parameters
     ----------
@@ -54,8 +54,8 @@ class EngineConfig:
     max_num_batched_tokens : int, optional
         Token budget of one step; 8192 on CUDA, 512 on the CPU.
     kv_cache_dtype : str
-        "auto": pages of the activations' dtype; "fp8" (e4m3) or "int8": of codes, half as much
-        memory as 16 bits, with a scale for each layer and key/value head (`Model.set_kv_scales`).
+        "auto": the activations' dtype; "fp8" (e4m3) or "int8": a quantized KV cache, half the
+        memory of 16 bits, with a scale for each layer and key/value head (`Model.set_kv_scales`).
     block_size : int
         Tokens per KV block: 16, 32, 64 or 128.
     num_blocks : int, optional
@@ -64,7 +64,7 @@ class EngineConfig:
         Share of the device's memory for weights, activations and pages; 0.9 on CUDA, 0.5 on the
         CPU. vLLM's name `gpu_memory_utilization` is accepted too.
     seed : int
-        Seeds the requests that have no seed of their own.
+        Seed of the requests without a seed of their own.
     enable_prefix_caching : bool
         Keep computed prefixes, and share their blocks among requests with a common prefix.
     max_blocks_per_salt : int, optional
@@ -73,29 +73,30 @@ class EngineConfig:
         Maximum tokens of one prompt in one step; 0 = as many as the budget allows.
     max_draft_tokens : int
         Maximum draft tokens of a request that one step verifies (`Scheduler.propose`); CUDA graphs
-        are captured for steps with none and with this many. 0: what `speculative_config` says.
+        are captured for steps without drafts and with this many. 0: the number given in
+        `speculative_config`.
     speculative_config : mapping, callable or SpeculativeConfig, optional
-        How drafts are proposed, as vLLM's: {"method": "ngram", "num_speculative_tokens": 8}; or a
-        callable. None proposes none.
+        Source of drafts: vLLM's mapping, {"method": "ngram", "num_speculative_tokens": 8}, or a
+        callable. None: no drafts.
     scheduling_policy : str
         "fcfs" = first come, first served; "lpm" = longest cached prefix first, within a window.
     priority_window : int
-        How many arrivals one level of priority is worth; 0 ignores priorities.
+        Number of arrivals that one level of priority is worth; 0 ignores priorities.
     max_num_queued_requests, max_num_queued_tokens : int, optional
         Limits of the waiting queue; a request beyond them raises `QueueFullError`.
     watermark : float
         Share of the blocks that an admission must leave free for running requests to grow into.
     swap_space_gb : float
-        Host memory, in GiB, for blocks of preempted requests and evicted prefixes; 0 is none.
+        Host memory in GiB for blocks of preempted requests and evicted prefixes; 0: none.
     preemption_mode : str
         How a preempted request is restored: "recompute", "swap" or "auto" (the cheaper one).
     recompute_us_per_token, swap_us_per_block : float, optional
-        The costs that "auto" compares, in microseconds: of one prompt token, and of swapping one
-        block out and back in. A cost left out is measured once, when the engine is constructed,
+        The costs that "auto" compares, in microseconds: computing one prompt token, and swapping
+        one block out and back in. A cost left out is measured once, when the engine is constructed,
         so that the choice never depends on a clock while requests run.
     async_scheduling : bool, optional
-        Launch each step before the token ids of the previous one are on the host: outputs come one
-        step later. On by default on CUDA, off on the CPU.
+        Launch each step before the token ids of the previous one are on the host; outputs then
+        arrive one step later. On by default on CUDA, off on the CPU.
     cuda_graphs : bool, optional
         Replay decode steps from CUDA graphs, captured when the engine is constructed. On by
         default on CUDA; off launches kernel by kernel. Not available on the CPU.
@@ -104,19 +105,19 @@ class EngineConfig:
     raise_on_timeout : bool
         Whether such a step also raises a `StepTimeoutError`.
     tensor_parallel_size : int
-        Processes among which the model is divided, each with a GPU or on the CPU. They are
-        started by `LLM`, `LLMEngine.from_name` and the commands.
+        Processes that share each layer, each with a GPU or on the CPU. `LLM`,
+        `LLMEngine.from_name` and the commands start them.
     pipeline_parallel_size : int
-        Stages among which the layers are divided, each with `tensor_parallel_size` processes. The
-        last one is the engine's; the others are started likewise.
+        Stages that divide the layers, each with `tensor_parallel_size` processes. The last stage is
+        the engine's own process; the others are started in the same way.
     distributed_executor_backend : str, optional
-        "ray": the other stages are actors in a cluster of Ray, on hosts of their own if there are
-        enough. "mp", as by default: they are processes on this host.
+        "ray": the other stages are actors in a Ray cluster, each on a host of its own if enough
+        hosts exist. "mp" (the default): they are processes on this host.
     pipeline_address : str, optional
-        "HOST:PORT" where stages on other hosts connect (`engine stage`), which are then not
-        started here.
+        "HOST:PORT" to which stages on other hosts connect (`engine stage`); the engine then starts
+        none itself.
     collective_timeout : float
-        Seconds after which a process that does not come to a common operation ends all of them.
+        Seconds after which a collective operation that a process has not joined ends all processes.
     debug : bool, optional
         Check all block tables before each step and all invariants after it, and fill freed blocks
         with NaN; slow. The default is the value of `ENGINE_DEBUG`.
@@ -171,9 +172,9 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], others: Iterable[str] = ()) -> EngineConfig:
-        """Build from keywords; an unknown one raises an error that names the nearest.
+        """Build from keywords; the error for an unknown keyword names the nearest known one.
 
-        `others` are keywords that the caller handles itself, as further candidates for the nearest.
+        `others`: keywords that the caller handles itself, as further candidates for the nearest.
         """
         given = dict(options)
         if "gpu_memory_utilization" in given:
@@ -206,7 +207,7 @@ class EngineConfig:
         self._check_pipeline()
 
     def _check_pipeline(self) -> None:
-        """Refuse what several pipeline stages cannot do."""
+        """Refuse options that contradict the number of pipeline stages."""
         size = self.pipeline_parallel_size
         where = self.pipeline_address
         if where is not None and (size == 1 or self.distributed_executor_backend is not None):

@@ -37,29 +37,29 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "ENGINE_CACHE_DIR",
         "$XDG_CACHE_HOME/engine or ~/.cache/engine",
-        "where downloaded models and compiled kernels are kept",
+        "folder of downloaded models and compiled kernels",
     ),
     Variable(
         "ENGINE_KERNEL_TIER",
         "auto",
-        '"portable" uses only kernels that run on sm_80 and up, "auto" the fastest for the device',
+        '"portable" uses kernels for sm_80 and up only, "auto" the fastest for the device',
     ),
     Variable(
         "ENGINE_COMPILE_WORKERS",
         "number of cores, at most 16",
-        "how many kernels are compiled at once when a model is loaded",
+        "maximum number of kernels compiled in parallel when a model is loaded",
     ),
     Variable("ENGINE_DEBUG", "0", "1 checks every block table and poisons freed memory (slow)"),
     Variable("ENGINE_OFFLINE", "0", "1 forbids network access (also HF_HUB_OFFLINE=1)"),
     Variable(
         "ENGINE_PIPELINE_SECRET",
         "none",
-        "what the engine and stages of a pipeline on other hosts must both know; 16 characters",
+        "secret shared by the engine and pipeline stages on other hosts; at least 16 characters",
     ),
     Variable(
         "ENGINE_COMMIT",
         "git's, in a checkout",
-        "the commit that `engine bench` records where git cannot tell it",
+        "the commit that `engine bench` records outside a git checkout",
     ),
 )
 
@@ -95,7 +95,7 @@ def pipeline_secret() -> bytes:
 
 
 def compile_workers() -> int:
-    """Return how many kernels may be compiled at once (at least 1)."""
+    """Return the number of kernels compiled in parallel (at least 1)."""
     default = str(min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4))
     text = os.environ.get("ENGINE_COMPILE_WORKERS", default)
     if not text.isdecimal() or int(text) < 1:

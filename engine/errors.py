@@ -92,7 +92,7 @@ class CompileError(EngineError, RuntimeError):
 
 
 class LaunchPlanError(EngineError, RuntimeError):
-    """While its launch plan was made, a layer did something that the plan cannot repeat."""
+    """While its launch plan was recorded, a layer did something that the plan cannot repeat."""
 
 
 class DownloadError(EngineError, RuntimeError):
@@ -112,7 +112,7 @@ class OutOfMemoryError(EngineError, MemoryError):
 
 
 def unknown_keyword(owner: str, name: str, known: Iterable[str]) -> UnknownOptionError:
-    """Build the error for keyword `name`, which `owner` does not take.
+    """Build the error for keyword `name`, which `owner` does not accept.
 
     Examples
     --------

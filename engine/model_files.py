@@ -1,13 +1,13 @@
 """Opens and reads the files of a model, which are untrusted.
 
 Every reader of a model's files opens them here. Only regular files are opened, so that a FIFO
-cannot hang and a device cannot fill the memory, and at most a stated number of bytes is read.
+cannot block and a device cannot fill the memory, and at most a stated number of bytes is read.
 
-Links are followed as long as they stay in the model's folder, the same for weights, configuration,
-tokenizer and templates: otherwise a folder from elsewhere could have any file of the user's read,
-as a template for example. The one exception is the hub's cache, where the files of
-``snapshots/<revision>/`` are links into ``blobs/`` beside ``snapshots/``. The folder itself, and a
-.gguf file that the user names, may be links to anywhere.
+Links are followed only inside the model's folder, for weights, configuration, tokenizer and
+templates alike: otherwise a downloaded folder could make us read any file of the user, for example
+as a template. The one exception is the hub's cache, where the files of ``snapshots/<revision>/``
+are links into ``blobs/`` beside ``snapshots/``. The folder itself, and a .gguf file that the user
+names, may be links to anywhere.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def excerpt(text: object) -> str:
 
 
 def is_present(path: Path) -> bool:
-    """Tell whether `path` is there, be it a file, a FIFO or a link to nothing."""
+    """Tell whether `path` exists, as a file of any kind or a dangling link."""
     return os.path.lexists(path)
 
 
 def open_file(
     path: Path, root: Path | None = None, error: type[EngineError] = ConfigError
 ) -> io.FileIO:
-    """Open the regular file `path` for reading, without ever waiting.
+    """Open the regular file `path` for reading; never blocks.
 
     Parameters
     ----------
@@ -71,19 +71,19 @@ def open_file(
     root : Path, optional
         The model's folder, which links must not leave; None for a file that the user named.
     error : type
-        What to raise, `ConfigError` or `WeightsError`.
+        Class of the error to raise, `ConfigError` or `WeightsError`.
 
     Raises
     ------
     ConfigError or WeightsError
-        If there is no such file, it is a directory, a FIFO, a socket or a device, it is a link out
-        of `root`, or it cannot be opened.
+        If the file does not exist, is a directory, a FIFO, a socket or a device, is a link out of
+        `root`, or cannot be opened.
     """
     try:
         if root is not None:
             refuse_link_out(path, root, error)
-        # Before opening, since that alone may do something to a device; and after it, in case the
-        # file was replaced in between.
+        # Checked before opening, since opening a device may already have an effect; and afterwards,
+        # in case the file was replaced in between.
         _check_regular(path, os.stat(path).st_mode, error)
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -102,7 +102,7 @@ def open_file(
 
 
 def refuse_link_out(path: Path, root: Path, error: type[EngineError] = ConfigError) -> None:
-    """Raise `error` if `path` is, or lies behind, a link out of the model's folder `root`."""
+    """Raise `error` if `path` leads, through any link, out of the model's folder `root`."""
     home, target = (Path(os.path.realpath(one)) for one in (root, path))
     homes = [home]
     if home.parent.name == "snapshots":
@@ -126,12 +126,12 @@ def read_file(
     root: Path | None = None,
     error: type[EngineError] = ConfigError,
 ) -> bytes:
-    """Return the content of the regular file `path`, of which at most `max_bytes` + 1 are read.
+    """Return the content of the regular file `path`; at most `max_bytes` + 1 bytes are read.
 
     Raises
     ------
     ConfigError or WeightsError
-        As `open_file`, or if the file has more than `max_bytes`.
+        In the cases of `open_file`, or if the file has more than `max_bytes`.
     """
     with open_file(path, root, error) as file:
         size = os.fstat(file.fileno()).st_size
@@ -147,7 +147,7 @@ def read_file(
 
 
 def _read_up_to(file: io.FileIO, count: int) -> bytes:
-    """Return up to `count` bytes; one `read` of the system may return fewer than there are."""
+    """Return up to `count` bytes; a single system `read` may return fewer than available."""
     data = bytearray()
     while len(data) < count and (part := file.read(count - len(data))):
         data += part
@@ -166,7 +166,7 @@ def read_json(
     Raises
     ------
     ConfigError or WeightsError
-        As `read_file`, or if the content is not UTF-8, not JSON, or not a JSON object.
+        In the cases of `read_file`, or if the content is not UTF-8, not JSON, or not a JSON object.
     """
     data = read_file(path, max_bytes, root, error)
     try:

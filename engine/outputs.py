@@ -1,7 +1,7 @@
-"""What a request gives back: `RequestOutput` and its parts, with vLLM's names.
+"""The outputs of a request: `RequestOutput` and its parts, with vLLM's names.
 
-Times are seconds on the monotonic clock (`time.monotonic`): differences have a meaning, the
-values themselves do not, and a change of the wall clock cannot make them negative.
+Times are seconds on the monotonic clock (`time.monotonic`): only their differences are meaningful,
+and a change of the wall clock cannot make these negative.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Logprob:
     rank : int or None
         1 for the most probable token of the vocabulary; None if not computed.
     decoded_token : str or None
-        Its text, if outputs carry text.
+        Text of the token, if outputs carry text.
     """
 
     logprob: float
@@ -33,20 +33,20 @@ class Logprob:
     decoded_token: str | None = None
 
 
-@dataclass(slots=True)  # not frozen: many are made in every step
+@dataclass(slots=True)  # not frozen: many are built in every step
 class CompletionOutput:
     """One continuation of a prompt.
 
     Attributes
     ----------
     index : int
-        Which of the request's `n` continuations.
+        Index among the request's `n` continuations.
     text : str
-        Its text: all of it, or only what is new (`SamplingParams.output_kind`).
+        The whole text, or only the new part (`SamplingParams.output_kind`).
     token_ids : sequence of int
-        Its tokens, likewise.
+        All tokens, or only the new ones.
     cumulative_logprob : float or None
-        Sum of the log-probabilities of all its tokens, if `logprobs` is set.
+        Sum of the log-probabilities of all tokens, if `logprobs` is set.
     logprobs : sequence of dict from int to Logprob, or None
         Per token of `token_ids`: the sampled token and the most probable ones.
     finish_reason : str or None
@@ -71,7 +71,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When a request reached each stage, in seconds; None for a stage not yet reached.
+    """Times at which a request reached each stage, in seconds; None: not reached yet.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class RequestMetrics:
     num_cached_tokens : int
         Prompt tokens found in the prefix cache.
     num_continuations : int
-        How many are generated.
+        Continuations of the request.
 
     Examples
     --------
@@ -143,7 +143,7 @@ class RequestOutput:
     prompt_token_ids : sequence of int
         The engine's own list: do not modify it while the request is unfinished.
     prompt_logprobs : sequence of (dict from int to Logprob, or None), or None
-        Per prompt token, if asked for; None for the first, which nothing precedes.
+        Per prompt token, if requested; None for the first token, which nothing precedes.
     outputs : sequence of CompletionOutput
         One per continuation, in the order of their index.
     finished : bool
@@ -174,8 +174,8 @@ def next_piece(
 ) -> RequestOutput:
     """Return the output of one unfinished continuation, with token ids and text only.
 
-    The same as calling the two constructors, which would take half of a step's time when hundreds
-    of requests stream.
+    Equivalent to the two constructors, which would take half of a step's time when hundreds of
+    requests stream.
 
     Examples
     --------

@@ -1,9 +1,10 @@
-"""The arrays a layer gets while its launch plan is made: fit for launches and nothing else.
+"""Arrays passed to a layer while its launch plan is recorded: usable for launches only.
 
-A plan (`kernels/_launch_plan.py`) repeats what a layer launched through the engine's ops. Anything
-else a layer did, such as a CuPy product, would be missing from every other layer of its kind. So
-while the plan is made the layer gets `PlanArray`s: they have the attributes that ops read from a
-CuPy array, and views, but no arithmetic, no methods and no conversion that CuPy would accept.
+A plan (`kernels/_launch_plan.py`) replays the launches that a layer made through the engine's ops.
+Anything else the layer did, such as a CuPy product, would be missing from every other layer of its
+kind. So while the plan is recorded the layer gets `PlanArray`s: they support the attributes that
+ops read from a CuPy array, and views, but no arithmetic, no methods and no conversion that CuPy
+would accept.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _OTHERS = (
 
 
 class PlanArray:
-    """Stands for a CuPy array while a launch plan is made.
+    """Stands in for a CuPy array while a launch plan is recorded.
 
     Parameters
     ----------
     array : cupy.ndarray
-        The array it stands for; the memory is shared.
+        The wrapped array; the memory is shared.
     """
 
     __slots__ = ("array",)
@@ -43,7 +44,7 @@ class PlanArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The array's own; likewise the other attributes that ops read."""
+        """Shape of the wrapped array; the other attributes that ops read are forwarded below."""
         shape: tuple[int, ...] = self.array.shape
         return shape
 
@@ -94,5 +95,5 @@ PlanArray.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def unwrapped(array: Any) -> Any:
-    """Return the CuPy array that a PlanArray stands for; anything else as it is."""
+    """Return the CuPy array inside a PlanArray; anything else unchanged."""
     return array.array if isinstance(array, PlanArray) else array

@@ -5,14 +5,14 @@ The token counts obey, at every moment,
     num_committed_tokens <= num_computed_tokens <= num_tokens
     num_tokens = len(prompt) + len(output) + num_pending_tokens
 
-A token is *computed* when its keys and values are in the cache, or a step that will put them there
-is scheduled, and *committed* once that step has succeeded. *Pending* tokens were sampled by a step
+A token is *computed* once its keys and values are in the cache or a step that will write them is
+scheduled, and *committed* once that step has succeeded. *Pending* tokens were sampled by a step
 whose result has not reached the host yet: they count in the sequence, but their ids are on the
-device only. A loop that commits each step before it schedules the next never has pending tokens
-between two steps; with asynchronous scheduling a loop does.
+device only. Without asynchronous scheduling each step is committed before the next is scheduled,
+and no token is pending between two steps.
 
-Drafts are none of these: a step computes them after the last token, and the accepted ones become
-known, and computed, when that step is committed. Until then the request is in no other step,
+Drafts count as none of these: a step computes them after the last token, and the accepted ones
+become known and computed when that step is committed. Until then the request is in no other step,
 because its length is not known.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["FINISH_REASONS", "Request", "RequestStatus", "StopRules", "finished_
 
 
 class RequestStatus(enum.Enum):
-    """State of a request; the value is what appears in logs."""
+    """State of a request; logs show the value."""
 
     WAITING = "waiting"  # in the queue, holds no blocks
     RUNNING = "running"  # holds blocks, takes part in steps
@@ -54,12 +54,12 @@ FINISH_REASONS: dict[str, RequestStatus] = {s.value: s for s in RequestStatus if
 
 
 def finished_status(reason: str) -> RequestStatus:
-    """Return the status of a request that has finished for this reason.
+    """Return the status of a request that finished for this reason.
 
     Raises
     ------
     ContractError
-        If it is none of `FINISH_REASONS`.
+        If `reason` is not in `FINISH_REASONS`.
     """
     if reason not in FINISH_REASONS:
         raise ContractError(f"reason must be one of {list(FINISH_REASONS)}; got {reason!r}")
@@ -88,12 +88,12 @@ class StopRules(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence to be continued: the single record of it, shared by all parts of the engine.
+    """One sequence to be continued: its only record, shared by all parts of the engine.
 
-    The caller sets the constructor's arguments and reads the rest. The state has one writer: the
-    scheduler, with its queues and its block manager. Each of the other parts writes one attribute,
-    so that none needs a table of requests: the engine `stream`, the runner `row`, the recovery
-    `failed_at`.
+    The caller sets the constructor's arguments and reads the rest. The scheduler, with its queues
+    and its block manager, is the only writer of the state. Three attributes belong to other parts,
+    which then need no tables of requests: `stream` to the engine, `row` to the runner, `failed_at`
+    to the recovery.
 
     Parameters
     ----------
@@ -102,23 +102,25 @@ class Request:
     prompt_token_ids : list of int
         At least one id; must not be changed afterwards.
     sampling_params : StopRules
-        Only the four attributes of `StopRules` are used here.
+        Limits and stop rules; only the attributes of `StopRules` are read here.
     arrival_time : float
-        Seconds on the monotonic clock; for metrics only; arrival order is that of `add_request`.
+        Seconds on the monotonic clock, for metrics only; the order of arrival is that of the calls
+        of `add_request`.
     priority : int
         Smaller is served earlier.
     cache_salt : str, optional
-        Requests share cached prefixes only with requests of the same salt.
+        Cached prefixes are shared only among requests of the same salt.
     long_rope : bool
-        Whether the long rope factors are used; keys with other factors are not shared.
+        Whether the long rope factors are used; keys computed with other factors are not shared.
     reuse_prefix : bool
         False recomputes every prompt position (prompt_logprobs needs all of them).
     eos_token_ids : iterable of int
         The model's end-of-sequence ids (ignored when `sampling_params.ignore_eos`).
     always_ends_at_eos : bool
-        They end it whatever `ignore_eos` and `min_tokens` say: a grammar allows no other token.
+        Whether end-of-sequence ids end it regardless of `ignore_eos` and `min_tokens`: its grammar
+        allows them only at the end.
     spec : SamplingSpec, optional
-        How the runner samples it; not used here.
+        Sampling of the request, for the runner; not used here.
 
     Attributes
     ----------
@@ -127,17 +129,18 @@ class Request:
     num_draft_tokens : int
         Drafts in the step in flight; 0 if there is no such step.
     leader, siblings : Request or None, list of Request
-        Of parallel samples: the one that computes their common prompt, and those waiting for it.
+        For parallel samples: the request that computes their common prompt, and the requests that
+        wait for it.
     stream : OutputStream or None
-        Its output; None before `add_request` is done, and after the request has ended.
+        Its output stream; None until `add_request` returns, and after the request has ended.
     num_restarts : int
-        How often it was queued again, and others may have had its blocks: after a preemption or a
-        failed step.
+        Times it was queued again, after a preemption or a failed step; other requests may have used
+        its blocks since.
     row : int
-        Its row in the runner's tables; -1 if it has none.
+        Its row in the runner's tables; -1: none.
     failed_at : int
-        Number of computed tokens it would have had after the step that failed; 0 if it has advanced
-        past that since, or was in no failed step.
+        Number of computed tokens it would have reached in a step that failed; 0 once it has
+        advanced past that, or without a failed step.
 
     Examples
     --------
@@ -226,7 +229,7 @@ class Request:
 
     @property
     def prefix_key(self) -> tuple[str | None, bool]:
-        """What two requests must have in common, besides the ids, to share a cached prefix."""
+        """Key that two requests must have in common, besides the ids, to share a cached prefix."""
         return self.cache_salt, self.long_rope
 
     def token_ids(self, start: int, stop: int) -> list[int]:
@@ -245,10 +248,10 @@ class Request:
         self.num_draft_tokens = 0
 
     def append_tokens(self, token_ids: Sequence[int]) -> RequestStatus | None:
-        """Append sampled ids up to the first that ends the request; return its status then.
+        """Append sampled ids up to the first that ends the request; return the final status if any.
 
-        Pending tokens become known; when there are none, the sequence grows. The scheduler sets the
-        status itself; `stop_reason` is set here, if the id is a stop id and not an end-of-sequence
+        Each id resolves a pending token; without one, the sequence grows. The caller sets `status`.
+        `stop_reason` is set here if the request ends with a stop id that is not an end-of-sequence
         id.
         """
         output = self.output_token_ids

@@ -1,4 +1,4 @@
-"""How a request is sampled and when it ends: `SamplingParams`, with vLLM's names and defaults.
+"""`SamplingParams`: sampling and end of a request, with vLLM's names and defaults.
 
 `RANGES` is the one table of allowed values; the server, the command line and the
 documentation read it too.
@@ -39,10 +39,10 @@ MAX_LOGITS_PROCESSORS = 16
 
 
 class RequestOutputKind(enum.Enum):
-    """What each `RequestOutput` of an unfinished request carries."""
+    """The content of each `RequestOutput` of an unfinished request."""
 
     CUMULATIVE = 0  # everything so far
-    DELTA = 1  # only what is new since the last output
+    DELTA = 1  # only the part since the last output
     FINAL_ONLY = 2  # nothing until the request is finished
 
 
@@ -77,22 +77,22 @@ class NumberRange:
         """Return `value` as int or float (or None), or raise a `RequestError` naming `name`."""
         if value is None and self.optional:
             return None
-        # First the usual types: `isinstance` of an abstract class takes longer than all the rest.
+        # The usual types first: `isinstance` with an abstract class takes longer than all the rest.
         is_usual = type(value) is (int if self.integer else float)
         number = value if is_usual else self._number(value)
-        # NaN fails every comparison, so test for being inside the range, not outside.
+        # NaN fails every comparison, so the test is for being inside the range, not outside.
         above = number > self.low if self.low_open else number >= self.low
         if above and number <= self.high:
             return number
         raise RequestError(f"{name} must be {self}; got {shown_with_type(value)}")
 
     def _number(self, value: Any) -> Any:
-        """Return `value` as int or float; NaN if it is no such number."""
+        """Return `value` as int or float; NaN if it is not such a number."""
         kind = numbers.Integral if self.integer else numbers.Real
         if isinstance(value, bool) or not isinstance(value, kind):
             return math.nan
         try:
-            # Python's numbers: NumPy's integers would wrap in later arithmetic.
+            # Converted to Python's numbers: NumPy's integers would wrap in later arithmetic.
             given: Any = operator.index(value) if isinstance(value, numbers.Integral) else value
             return given if self.integer else float(given)
         except (TypeError, ValueError, OverflowError):
@@ -127,18 +127,19 @@ _TOKEN_ID = NumberRange(0, 2**31 - 1, integer=True)
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled and when it ends; frozen, and checked on construction.
+    """Sampling and end of one request; frozen, and checked on construction.
 
     Attributes
     ----------
     n : int
         Independent continuations of the prompt.
     best_of : int or None
-        Generate this many and return the `n` of largest `cumulative_logprob`, best first.
+        Generate this many continuations and return the `n` of largest `cumulative_logprob`, best
+        first.
     presence_penalty, frequency_penalty : float
-        Subtracted from the logit of an already generated token: once, and per occurrence.
+        Subtracted from the logit of a token that was already generated: once, and per occurrence.
     repetition_penalty : float
-        Divides positive and multiplies negative logits of tokens in prompt or output; 1 is none.
+        Divides positive and multiplies negative logits of tokens in prompt or output; 1: no effect.
     temperature : float
         Divides the logits; 0 (anything below `GREEDY_EPSILON`) takes the most probable token.
     top_p : float
@@ -156,12 +157,12 @@ class SamplingParams:
     ignore_eos : bool
         Continue past the model's end-of-sequence tokens.
     max_tokens : int or None
-        Maximum tokens to generate; None is up to `max_model_len`.
+        Maximum tokens to generate; None: up to `max_model_len`.
     min_tokens : int
         Neither end-of-sequence tokens nor stops end the request before this many tokens.
     logprobs, prompt_logprobs : int or None
-        Return log-probabilities of this many most probable tokens besides the sampled one; 0 is
-        the sampled one only, -1 the whole vocabulary, None is off.
+        Return log-probabilities of this many most probable tokens besides the sampled one; 0: the
+        sampled one only, -1: the whole vocabulary, None: off.
     detokenize : bool
         Whether outputs carry text.
     skip_special_tokens : bool
@@ -169,7 +170,7 @@ class SamplingParams:
     include_stop_str_in_output : bool
         Whether the text includes the stop string that ended it.
     output_kind : RequestOutputKind
-        What each output of an unfinished request carries.
+        Content of each output of an unfinished request.
     logit_bias : mapping of int to float, optional
         Added to the logits of these ids; each in [-100, 100].
     allowed_token_ids : sequence of int, optional
@@ -179,12 +180,12 @@ class SamplingParams:
     logits_processors : sequence of callable
         Called in this process as ``processor(output_token_ids, logits)``; never sent over HTTP.
     structured : StructuredOutput or mapping of its fields, optional
-        What the text must match: a JSON schema, a regular expression, a choice or a grammar. An
+        Constraint on the text: a JSON schema, a regular expression, a choice or a grammar. An
         end-of-sequence token can then be sampled only where the text may end; once nothing else is
-        possible it is, whatever `ignore_eos` and `min_tokens` say.
+        possible it is sampled, regardless of `ignore_eos` and `min_tokens`.
     use_speculation : bool
-        Whether drafts are proposed for this request, if the engine has a `speculative_config`. It
-        changes the time only, and logits by rounding.
+        Whether drafts are proposed for this request, given the engine's `speculative_config`. This
+        affects only the speed, and the rounding of logits.
 
     Raises
     ------
@@ -233,7 +234,7 @@ class SamplingParams:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Refuse unknown keywords, naming the nearest known one (a dataclass would not)."""
-        known = cls.__dataclass_fields__  # `fields` makes a tuple in each call
+        known = cls.__dataclass_fields__  # `fields` would build a tuple in each call
         for name in kwargs:
             if name not in known:
                 raise unknown_keyword("SamplingParams", name, known)
@@ -298,7 +299,7 @@ class SamplingParams:
 
     @property
     def num_continuations(self) -> int:
-        """How many continuations are generated."""
+        """Number of continuations that are generated."""
         return self.best_of or self.n
 
     @property
@@ -317,7 +318,7 @@ class SamplingParams:
         Raises
         ------
         RequestError
-            Naming the field and the first id outside the vocabulary.
+            If an id is outside the vocabulary; the message names the field and the first such id.
         """
         groups = {
             "stop_token_ids": self.stop_token_ids,
@@ -344,8 +345,8 @@ class SamplingParams:
         Parameters
         ----------
         config : mapping
-            The file's content. Used are temperature, top_k, top_p, min_p, repetition_penalty,
-            max_new_tokens, and ``do_sample: false``, which means temperature 0.
+            The file's content. Its temperature, top_k, top_p, min_p, repetition_penalty and
+            max_new_tokens are used; ``do_sample: false`` means temperature 0.
         **overrides
             Fields of `SamplingParams` that take precedence over the file.
 

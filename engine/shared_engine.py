@@ -1,4 +1,4 @@
-"""`SharedEngine`: an `LLMEngine` with several callers, and an inbox for the outputs of each."""
+"""`SharedEngine`: an `LLMEngine` with several callers, each with an inbox for its outputs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["Inbox", "SharedEngine"]
 
 
 class Inbox(Protocol):
-    """Takes the outputs of a request, such as a list does."""
+    """Receives the outputs of a request, such as a list."""
 
     def append(self, output: RequestOutput, /) -> Any:
-        """Take an output."""
+        """Add an output."""
 
 
 InboxT = TypeVar("InboxT", bound=Inbox)
 
 
 class SharedEngine(Generic[InboxT]):
-    """An engine, the lock that its callers take turns with, and an inbox for each request.
+    """An engine, the lock shared by its callers, and an inbox for each request.
 
     Parameters
     ----------
@@ -37,13 +37,13 @@ class SharedEngine(Generic[InboxT]):
     ----------
     engine : LLMEngine
     lock : EngineLock
-        Held by whoever uses the engine.
+        Held by the caller that uses the engine.
     inbox : dict of str to Inbox
-        Who takes the outputs of a request. Requests of one call may share a list, so that the cost
-        of a step grows with the outputs that arrived and not with the requests that wait. Outputs
-        of a request without an inbox are dropped.
+        Request id -> receiver of its outputs. Requests of one call may share a list, so that the
+        cost of a step grows with the outputs that arrived and not with the requests that wait.
+        Outputs of a request without an inbox are dropped.
     clock : StepClock
-        How long the steps take.
+        Measures the steps.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -54,7 +54,7 @@ class SharedEngine(Generic[InboxT]):
         self._unwanted: deque[str] = deque()  # requests to be aborted
 
     def step(self) -> None:
-        """Compute one step and put its outputs into the inboxes; the caller holds the lock.
+        """Compute one step and append its outputs to the inboxes; the caller holds the lock.
 
         Raises
         ------
@@ -75,8 +75,8 @@ class SharedEngine(Generic[InboxT]):
     def drop(self, request_ids: Iterable[str]) -> None:
         """Abort these requests and discard their last outputs, from any thread at any point.
 
-        While the lock is held (the garbage collector may close an iterator in the middle of a
-        step), they are aborted before the next step.
+        If the lock is held (the garbage collector may close an iterator in the middle of a step),
+        they are aborted before the next step instead.
         """
         self._unwanted.extend(request_ids)
         if self.lock.acquire(blocking=False):
@@ -86,7 +86,7 @@ class SharedEngine(Generic[InboxT]):
                 self.lock.release()
 
     def abort_dropped(self) -> None:
-        """Abort the requests that were dropped meanwhile; the caller holds the lock."""
+        """Abort the requests dropped since the last call; the caller holds the lock."""
         while self._unwanted:
             ids = [self._unwanted.popleft()]
             self.engine.abort_request(ids)
@@ -94,7 +94,7 @@ class SharedEngine(Generic[InboxT]):
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether a step would have nothing to do."""
+        """Tell whether a step would have no work."""
         return not (self._unwanted or self.engine.has_unfinished_requests())
 
     def close(self) -> None:

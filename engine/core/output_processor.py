@@ -32,12 +32,12 @@ _DELTA = RequestOutputKind.DELTA
 
 
 class End(NamedTuple):
-    """Why a request ends although the scheduler would continue it."""
+    """An end that only the text shows; the scheduler would continue the request."""
 
     finish_reason: str
     stop_reason: int | str | None
     num_output_tokens: int | None = None
-    """How many of its output tokens are kept; None is all."""
+    """Output tokens to keep; None: all."""
 
 
 class OutputStream:
@@ -46,9 +46,9 @@ class OutputStream:
     Parameters
     ----------
     request : Request
-        Its token ids, status and sampling spec; only read here.
+        The scheduler's record: token ids, status and sampling spec; only read here.
     group : OutputGroup
-        The request it belongs to.
+        The request that the continuation belongs to.
     tokenizer : Tokenizer or None
         None leaves the text empty.
     texts : mapping of bool to TokenTexts
@@ -108,7 +108,7 @@ class OutputStream:
         self._stop = StopChecker(params.stop or (), params.include_stop_str_in_output)
         self._text: list[str] = []  # not yet shown (DELTA), or all of it
         self._logprobs: list[dict[int, Logprob]] | None = None if spec.num_logprobs is None else []
-        # Set by the first token, whose arrival is always noted.
+        # Set after the first token, whose arrival is always recorded.
         self.is_quiet = False
         self.is_plain = (
             params.num_continuations == 1
@@ -122,7 +122,7 @@ class OutputStream:
         self._is_finish_sent = False
 
     def resume(self, token_ids: Sequence[int] | None) -> None:
-        """Begin after these tokens, which have been reported; None: after the end."""
+        """Continue after these tokens, which were already reported; None: it has ended."""
         request = self.request
         if token_ids is None:
             request.status = RequestStatus.FINISHED_ABORTED
@@ -137,7 +137,7 @@ class OutputStream:
     def append(
         self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]
     ) -> End | None:
-        """Process new ids, already appended to the request; return the end that its text brings."""
+        """Process new ids, already appended to the request; return the end found in its text."""
         end = None if self._is_lazy else self._read_ids()
         if self._logprobs is not None:
             num_cut = 0
@@ -152,8 +152,8 @@ class OutputStream:
     def next_output(self, token_ids: list[int], now: float) -> RequestOutput | None:
         """Process the one new id of an unfinished plain stream and return its output.
 
-        The fast path of `append` and `OutputGroup.output`, taken by most tokens. Returns None and
-        changes nothing if the tokenizer raised; the slow path then reports the error.
+        The fast path of `append` and `OutputGroup.output`, for most tokens. If the tokenizer
+        raises, it returns None and changes nothing; the slow path then reports the error.
         """
         text = ""
         group = self.group
@@ -181,7 +181,7 @@ class OutputStream:
         )
 
     def finish(self) -> End | None:
-        """Decode the rest of a finished request's text; return the end if the tokenizer fails."""
+        """Decode the rest of a finished request's text; return an end if the tokenizer fails."""
         end = None
         if self._detokenizer is not None:
             end = self._read_ids()
@@ -190,14 +190,14 @@ class OutputStream:
         return end if end is not None and end.finish_reason == "error" else None
 
     def has_news(self) -> bool:
-        """Tell whether `completion` would return anything new."""
+        """Tell whether `completion` would return anything that was not reported yet."""
         request = self.request
         return len(request.output_token_ids) > self._sent_tokens or (
             request.is_finished and not self._is_finish_sent
         )
 
     def completion(self, index: int) -> CompletionOutput:
-        """Return the continuation: all of it, or what is new since the last call (DELTA)."""
+        """Return the whole continuation; in DELTA mode, the part since the last call."""
         request = self.request
         logprobs = self._logprobs
         ids = request.output_token_ids
@@ -216,7 +216,7 @@ class OutputStream:
         )
 
     def _read_ids(self) -> End | None:
-        """Decode the ids that are not yet part of the text."""
+        """Decode the ids that are not part of the text yet."""
         return self._guarded(self._push) if self._detokenizer is not None else None
 
     def _push(self) -> End | None:
@@ -225,7 +225,7 @@ class OutputStream:
         ids = request.output_token_ids[self._num_read :]
         num_new = len(ids)
         self._num_read += num_new
-        # As in vLLM, the text of the token that ended the request is dropped unless asked for.
+        # As in vLLM, the text of the token that ended the request is dropped unless requested.
         ended_by_id = request.status is RequestStatus.FINISHED_STOPPED and not self._stop.stop
         if ids and ended_by_id and not self._params.include_stop_str_in_output:
             ids = ids[:-1]
@@ -241,7 +241,7 @@ class OutputStream:
         return self._push_until_stop(pieces, request.num_output_tokens - num_new)
 
     def _push_until_stop(self, pieces: Sequence[str], num_before: int) -> End | None:
-        """Append the text of each id, up to the one that completes a stop string."""
+        """Append the text of each id, up to the id that completes a stop string."""
         for count, text in enumerate(pieces, num_before + 1):
             result = self._stop.push(text, check=count >= self._params.min_tokens)
             self._text.append(result.text)
@@ -263,14 +263,14 @@ class OutputStream:
         return end
 
     def _new_text(self) -> str:
-        """Return the text to show; pieces are joined once, so streaming takes linear time."""
+        """Return the text to report; pieces are joined once, so streaming takes linear time."""
         text = "".join(self._text)
         self._text = [] if self._is_delta else [text]
         return text
 
 
 class OutputGroup:
-    """A request as the user sees it: all its continuations and their outputs.
+    """A user's request: all its continuations and their outputs.
 
     Parameters
     ----------
@@ -284,11 +284,11 @@ class OutputGroup:
     Attributes
     ----------
     streams : list of OutputStream
-        Its continuations.
+        One for each continuation.
     num_open : int
-        How many of them the engine still serves.
+        Continuations that the engine still serves.
     deadline : float or None
-        When the request times out, in seconds on the monotonic clock.
+        Time at which the request times out, in seconds on the monotonic clock.
     """
 
     __slots__ = (
@@ -352,7 +352,7 @@ class OutputGroup:
         texts: Mapping[bool, TokenTexts],
         resumed: Sequence[Sequence[int] | None] | None = None,
     ) -> list[Request]:
-        """Make a stream for each continuation; return those that have not ended.
+        """Create a stream for each continuation; return the requests that have not ended.
 
         Parameters
         ----------
@@ -360,12 +360,13 @@ class OutputGroup:
         texts : mapping of bool to TokenTexts
             From `token_texts`.
         resumed : sequence of (sequence of int or None), optional
-            The tokens of each that another engine has generated and reported; None: it has ended.
+            For a request moved from another engine: the tokens of each continuation that were
+            generated and reported there; None for one that has ended.
 
         Raises
         ------
         RequestError
-            If `resumed` has not as many as the request has, or all of them have ended.
+            If `resumed` has another number of continuations, or all of them have ended.
         """
         for request in requests:
             request.stream = OutputStream(request, self, self._tokenizer, texts)
@@ -383,12 +384,12 @@ class OutputGroup:
         return [stream.request for stream in self.streams if not stream.request.is_finished]
 
     def note_scheduled(self) -> None:
-        """Note when the first step for it begins."""
+        """Record the start of the request's first step."""
         if self.metrics.first_scheduled_time is None:
             self.metrics.first_scheduled_time = time.monotonic()
 
     def note_tokens(self, count: int, now: float) -> None:
-        """Note when tokens arrived; a quiet stream reports its first and its last ones only."""
+        """Record the arrival of tokens; a quiet stream calls this for its first and last only."""
         metrics = self.metrics
         metrics.num_generation_tokens += count
         if metrics.first_token_time is None:
@@ -404,7 +405,7 @@ class OutputGroup:
         self._prompt_logprobs[position : position + len(entries)] = shown
 
     def output(self) -> RequestOutput:
-        """Return the request's state: all of it, or what is new since the last call (DELTA)."""
+        """Return the whole state of the request; in DELTA mode, the part since the last call."""
         request = self.streams[0].request
         metrics = self.metrics
         metrics.num_cached_tokens = request.num_cached_tokens
@@ -431,7 +432,7 @@ class OutputGroup:
         return [s.completion(i) for i, s in enumerate(streams) if every or s.has_news()]
 
     def _shown_prompt_logprobs(self, request: Request) -> Any:
-        """Return the prompt's log-probabilities; in DELTA mode with the first output only."""
+        """Return the prompt's log-probabilities; in DELTA mode only with the first output."""
         if self._is_delta and self._is_prompt_sent:
             return None
         self._is_prompt_sent = True
@@ -444,9 +445,9 @@ def token_texts(tokenizer: Any) -> dict[bool, TokenTexts]:
 
 
 def with_text(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:
-    """Return `entry` with the text of each token, if there is a tokenizer.
+    """Return `entry` with the text of each token; unchanged without a tokenizer.
 
-    Bytes that are not a whole character are shown as U+FFFD.
+    Bytes that do not form a whole character are shown as U+FFFD.
     """
     if tokenizer is None:
         return entry
@@ -457,7 +458,7 @@ def with_text(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:
 
 
 def _rank(stream: OutputStream) -> tuple[bool, int, float]:
-    """Return the sort key: complete ones by log-probability, then the others by length."""
+    """Return the sort key: complete continuations by log-probability, then others by length."""
     is_whole = stream.request.finish_reason in ("stop", "length")
     length = 0 if is_whole else stream.request.num_output_tokens
     return not is_whole, -length, -stream.cumulative_logprob

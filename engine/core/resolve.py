@@ -31,11 +31,11 @@ _UTILIZATION = {"cpu": 0.5, "cuda": 0.9}
 
 
 class DraftModel(Protocol):
-    """The sizes of a draft model or draft head."""
+    """The part of a draft model or draft head that `resolve` reads."""
 
     @property
     def config(self) -> ModelConfig:
-        """Its sizes."""
+        """The draft's sizes."""
 
     @property
     def dtype(self) -> str:
@@ -47,7 +47,7 @@ class DraftModel(Protocol):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose input it reads."""
+        """Layers of the target whose input the draft reads."""
 
 
 class ServedModel(Protocol):
@@ -55,11 +55,11 @@ class ServedModel(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """Its sizes."""
+        """The model's sizes."""
 
     @property
     def device(self) -> Device:
-        """Where it computes."""
+        """The device of the weights."""
 
     @property
     def dtype(self) -> str:
@@ -67,7 +67,7 @@ class ServedModel(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence in tokens that it was loaded for."""
+        """Longest sequence in tokens that the model was loaded for."""
 
     @property
     def weight_bytes(self) -> int:
@@ -75,7 +75,7 @@ class ServedModel(Protocol):
 
     @property
     def deterministic(self) -> bool:
-        """Whether it was loaded with `deterministic=True`."""
+        """Whether the model was loaded with `deterministic=True`."""
 
     @property
     def num_ranks(self) -> int:
@@ -94,7 +94,7 @@ class ServedModel(Protocol):
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """Every value the engine runs with, and the reason for each one that the user left open."""
+    """Every value the engine runs with, and the reason for each one that the user left out."""
 
     scheduler: SchedulerConfig
     geometry: KVGeometry
@@ -106,7 +106,7 @@ class ResolvedConfig:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def with_reason(self, name: str, reason: str) -> ResolvedConfig:
-        """Return the same with one more reason; itself if that is ""."""
+        """Return the configuration with one more reason; itself if `reason` is empty."""
         return replace(self, reasons={**self.reasons, name: reason}) if reason else self
 
 
@@ -121,7 +121,7 @@ def resolve(
     model : ServedModel
         Its weights are already on the device.
     draft : DraftModel, optional
-        Its weights are already on the device, too. It has pages for as many tokens as the model.
+        Its weights are already on the device, too. It gets pages for as many tokens as the model.
 
     Raises
     ------
@@ -168,8 +168,8 @@ def resolve(
         max_num_batched_tokens=tokens,
         max_prefill_chunk=config.max_prefill_chunk,
         max_draft_tokens=config.max_draft_tokens,
-        # Only the decode kernel supports trees, but not with a sliding window; and its order
-        # of summation depends on the batch.
+        # Trees need the decode kernel, whose order of summation depends on the batch; with a
+        # sliding window it does not support them.
         draft_trees=not model.deterministic and not any(model.config.layer_windows),
         watermark=config.watermark,
         policy=config.scheduling_policy,

@@ -1,4 +1,4 @@
-"""Loads a model and makes its engine, in one process or in several."""
+"""Loads a model in one process or in several, and constructs its engine."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def make_engine(make: Callable[..., EngineT], model: str, options: dict[str, Any
     UnknownOptionError, ConfigError
         If an option is wrong; nothing was loaded then.
     """
-    names = tuple(name for name in LOAD_OPTIONS if name != "max_model_len")  # both have that
+    names = tuple(name for name in LOAD_OPTIONS if name != "max_model_len")  # a keyword of both
     loading = {name: options.pop(name) for name in names if name in options}
     config = EngineConfig.from_options(options, names)  # raise now, not after the load
     if "max_model_len" in options:
         loading["max_model_len"] = options["max_model_len"]
     if config.tensor_parallel_size == config.pipeline_parallel_size == 1:
         return make(load(model, **loading), **options)
-    # Imported late: most engines are of one process.
+    # Imported on demand: most engines run in one process.
     from engine.parallel.pipeline import load_stages
     from engine.parallel.tensor import load_ranks
 
