@@ -37,7 +37,7 @@ from engine.loading.model_config import load_config
 from engine.model_files import is_present
 from engine.models.decoder import Decoder, Pages
 from engine.models.draft_heads import DraftTarget
-from engine.models.kernel_set import prepare_code_pages
+from engine.models.kernel_set import prepare_quantized_kv
 from engine.models.trace import Trace, trace_decoder
 from engine.runner.cuda_graph import DecodeGraphs
 from engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -317,7 +317,7 @@ class Model:
         """
         if dtype not in KV_CODE_DTYPES:
             return ""
-        prepare_code_pages(self.config, self.dtype, dtype, self.device)
+        prepare_quantized_kv(self.config, self.dtype, dtype, self.device)
         return page_calibration.ensure_scales(self, self.decoder.kv_scales, dtype)
 
     def stage_blocks(self, options: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -213,9 +213,8 @@ class Group:
     def _first_failure(self) -> str:
         """Describe the first rank that failed or died; "" if none has."""
         states = self.segment.ranks[:, STATE]
-        dead = dict(
-            self._dead()
-        )  # read before the states: last words are written before a process ends
+        # Read before the states: a process may leave last words just before it dies.
+        dead = dict(self._dead())
         for rank in (states == _FAILED).nonzero()[0].tolist():
             if rank != self.rank:
                 return f"rank {rank} failed; its last words:\n{self._words(rank)}"

@@ -99,9 +99,9 @@ class Attention:
         yield "cos_sin", self.cos_sin
         if self.sinks is not None:
             yield "sinks", self.sinks
-        for codes, scales in self.kv_scales.items():
+        for kv_dtype, scales in self.kv_scales.items():
             for name, scale in zip("kv", scales, strict=True):
-                yield f"{codes}.{name}_scale", scale
+                yield f"{kv_dtype}.{name}_scale", scale
         yield from arrays_of(qkv=self.qkv, o=self.o, q_norm=self.q_norm, k_norm=self.k_norm)
 
     def __call__(
@@ -182,9 +182,9 @@ class Attention:
 
     def _scales(self, pages: Any) -> dict[str, Any]:
         """Return the scales of a quantized KV cache as keywords of an op; {} for other pages."""
-        if not (codes := kv_dtype_of(pages.dtype)):
+        if not (kv_dtype := kv_dtype_of(pages.dtype)):
             return {}
-        k_scale, v_scale = self.kv_scales[codes]
+        k_scale, v_scale = self.kv_scales[kv_dtype]
         return {"k_scale": k_scale, "v_scale": v_scale}
 
     def _rule(self, pages: Any) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class ForwardBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, the number of tokens."""
         return int(self.token_ids.shape[0])
 
     @property
@@ -102,7 +102,7 @@ class ForwardBatch:
 
     @property
     def num_sequences(self) -> int:
-        """B."""
+        """B, the number of sequences."""
         return int(self.context_lens.shape[0])
 
     @classmethod

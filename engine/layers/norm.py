@@ -15,7 +15,7 @@ __all__ = ["NoNorm", "Norm", "QuantizedRows"]
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Rows of activations in 8 bits, which a norm passes to a product that needs them so.
+    """Rows of activations in 8 bits: a norm's output for a product with 8-bit operands.
 
     Attributes
     ----------

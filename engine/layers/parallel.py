@@ -40,7 +40,7 @@ __all__ = [
 
 
 class _ParallelLinear(Linear):
-    """A matrix of which each rank holds a shard, between the collectives that it needs."""
+    """A matrix of which each rank holds a shard, with collectives before and after the product."""
 
     __slots__ = ("_collectives",)
 
@@ -270,7 +270,7 @@ class AllReduceNorm(Norm):
 
 
 class _PairedExperts(Experts):
-    """Experts that write every pair before the sum: the fused product and sum does not apply."""
+    """Experts that write every pair before the sum, in place of the fused product and sum."""
 
     def combined(
         self, x: Any, routing: kernels.Routing, *, deterministic: bool = False, **others: Any
@@ -328,7 +328,7 @@ class ExpertParallelExperts(_PairedExperts):
         return self.collectives.all_reduce(pairs, out=pairs)  # x + 0 is x, in any order
 
     def _zeros(self, x: Any, num_rows: int) -> Any:
-        """Return zeros (num_rows, N), written by an op: a launch plan records nothing else."""
+        """Return zeros (num_rows, N), written by an op: a launch plan records only ops."""
         rows = empty_like(x, shape=(num_rows, x.shape[1]))
         step = len(self.padding_ids)
         for first in range(0, num_rows, step):

@@ -12,7 +12,7 @@ from engine.kernels import _module
 from engine.kernels._module import ModuleSpec
 from engine.weights import Format
 
-__all__ = ["code_page_specs", "kernel_specs", "prepare_code_pages", "prepare_kernels"]
+__all__ = ["kernel_specs", "prepare_kernels", "prepare_quantized_kv", "quantized_kv_specs"]
 
 _MOE_OPS = ("moe_combine", "moe_gemm", "moe_gemm_combine", "moe_route", "rmsnorm_moe_route")
 _PAGE_OPS = (
@@ -91,19 +91,19 @@ def _collective_specs(dtype: str) -> list[ModuleSpec]:
     return specs
 
 
-def code_page_specs(config: ModelConfig, dtype: str, codes: str) -> list[ModuleSpec]:
-    """Return the modules for pages of `codes`, beside those of `kernel_specs`.
+def quantized_kv_specs(config: ModelConfig, dtype: str, kv_dtype: str) -> list[ModuleSpec]:
+    """Return the modules for a KV cache in `kv_dtype`, in addition to those of `kernel_specs`.
 
     Examples
     --------
     >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
-    >>> "kv_copy.cu" in {spec.file for spec in code_page_specs(config, "float16", "int8")}
+    >>> "kv_copy.cu" in {spec.file for spec in quantized_kv_specs(config, "float16", "int8")}
     True
     """
     specs: list[ModuleSpec] = []
     for op in _PAGE_OPS:
         module = importlib.import_module(f"engine.kernels.{op}")
-        specs += module.specs(dtype, head_dim=config.head_dim, kv_dtype=codes)
+        specs += module.specs(dtype, head_dim=config.head_dim, kv_dtype=kv_dtype)
     return list(dict.fromkeys(specs))
 
 
@@ -138,8 +138,8 @@ def prepare_kernels(
     _prepare(specs, device, progress=progress)
 
 
-def prepare_code_pages(config: ModelConfig, dtype: str, codes: str, device: Device) -> None:
-    """Load the kernels for pages of `codes`, a name of KV_CODE_DTYPES, as well; none on the CPU.
+def prepare_quantized_kv(config: ModelConfig, dtype: str, kv_dtype: str, device: Device) -> None:
+    """Load the kernels for a KV cache in `kv_dtype`, a name in KV_CODE_DTYPES; none on the CPU.
 
     Raises
     ------
@@ -147,7 +147,7 @@ def prepare_code_pages(config: ModelConfig, dtype: str, codes: str, device: Devi
         If NVRTC fails to compile one.
     """
     if device.is_cuda:
-        _prepare(code_page_specs(config, dtype, codes), device, progress=sys.stderr.isatty())
+        _prepare(quantized_kv_specs(config, dtype, kv_dtype), device, progress=sys.stderr.isatty())
 
 
 def _prepare(specs: list[ModuleSpec], device: Device, *, progress: bool) -> None:

@@ -213,7 +213,7 @@ class ParallelParts(WholeParts):
         return self._second(weight, bias, deterministic, 1)
 
     def shared_down(self, weight: Weight, *, deterministic: bool) -> Linear:
-        """Return the down projection of a shared expert: divided as the outputs of the experts."""
+        """Return the down projection of a shared expert: divided like the experts' outputs."""
         if not self.shard.by_output:
             return Linear(weight, deterministic=deterministic)
         if self.shard.expert_parallel:  # all ranks get the complete outputs of the experts
