@@ -39,7 +39,7 @@ _KERNELS = {
 
 @dataclass(frozen=True)
 class Config:
-    """Each of `items_per_head` threads per head rotates `width` pairs or copies `width` features."""
+    """Work division: `items_per_head` threads per head, each of `width` pairs (or features)."""
 
     width: int
     items_per_head: int

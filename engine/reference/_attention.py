@@ -1,4 +1,4 @@
-"""Softmax attention of one sequence, used by the attention mirrors."""
+"""Softmax attention of one sequence, shared by the attention mirrors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["attend", "gather_pages"]
 
 Array = np.ndarray[Any, Any]
 
-# Scores computed at a time: bounds the memory of long sequences and stays in the CPU's cache.
+# Most scores computed at a time: bounds memory for long sequences and fits the CPU's cache.
 _MAX_SCORES = 1 << 20
 
 
@@ -31,11 +31,11 @@ def attend(
 ) -> tuple[Array, Array]:
     """Return softmax(cap(scale Q K^T)) V in q's dtype, and the log-sum-exp of each row's scores.
 
-    q (n, H, D) are the last n queries of a sequence with k, v (K, m, D). Computed in
-    float32, except that P = exp(score - max) is rounded to q's dtype before P V, as tensor cores
-    need it; the sum of P, by which the result is divided, is taken before that rounding. `tree`
-    (n,) are bit masks: of the last n keys, query i sees key j only if bit j of tree[i] is set.
-    `sinks` (H,) are one more score of each head's rows, without a value; the log-sum-exp has them.
+    q (n, H, D) holds the last n queries of a sequence with k, v (K, m, D). Computed in float32,
+    except that P = exp(score - max) is rounded to q's dtype before P V, since tensor cores require
+    it; the sum of P, by which the result is divided, is taken before that rounding. `tree` (n,)
+    holds bit masks: of the last n keys, query i sees key j only if bit j of tree[i] is set. `sinks`
+    (H,) holds one further score per head, without a value, which counts in the log-sum-exp.
     """
     (n, num_heads, _) = q.shape
     (_, m, _) = k.shape
@@ -67,7 +67,7 @@ def attend(
 
 
 def _add_sinks(product: Array, total: Array, top: Array, sinks: Array) -> tuple[Array, ...]:
-    """Return P V, the sum of P and the score that both are relative to, with (K, H/K) sinks."""
+    """Add (K, H/K) sinks; return P V, the sum of P, and the score that both are relative to."""
     sinks = sinks[..., None, None]
     top = np.where(total == 0, np.float32(-np.inf), top)
     high = np.maximum(top, sinks)
@@ -77,7 +77,7 @@ def _add_sinks(product: Array, total: Array, top: Array, sinks: Array) -> tuple[
 
 
 def _sees(pattern: Any, positions: Array, keys: Array) -> Array:
-    """Return which keys the pattern lets each position see: (positions, keys) bool."""
+    """Return the mask (positions, keys) of the keys that the pattern shows to each position."""
     if hasattr(pattern, "period"):
         distance = positions[:, None] - keys + pattern.offset
         found: Array = distance % pattern.period < pattern.width
@@ -130,7 +130,7 @@ def gather_pages(
 ) -> Array:
     """Return the first `length` tokens of a sequence, (K, length, D), from its pages.
 
-    With a `scale` (K,) the pages hold codes, and the result is float32.
+    With a `scale` (K,) the pages are quantized, and the result is float32.
     """
     _, num_kv_heads, block_size, head_dim = pages.shape
     blocks = block_table[: -(-length // block_size)]

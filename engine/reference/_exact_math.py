@@ -1,8 +1,8 @@
-"""log2 and 2**x that give the same bits in NumPy and in CUDA (`sample/exact_math.cuh`).
+"""log2 and 2**x with the same bits in NumPy and in CUDA (`sample/exact_math.cuh`).
 
-Library functions differ in their last bits between machines, and one bit can decide which token is
-sampled. These are polynomials evaluated in float32 with one rounding per operation and never a
-fused multiply-add, so that the kernels reproduce them exactly.
+Library functions differ in their last bits between machines, and one bit can change the sampled
+token. These are polynomials, evaluated in float32 with one rounding per operation and without fused
+multiply-adds, so that the kernels reproduce them exactly.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Products of a large matrix with few vectors, as a BLAS for large products does not make them.
+"""Products of a large matrix with a few vectors, faster than BLAS computes them.
 
-Such a product is limited by reading the matrix once. BLAS copies it first, to an order that pays
-off with many vectors, and its threads wait for one another. Blocks of rows small enough for its
-kernels without that copy take about a third less, and threads that have blocks of their own do not
-wait. Which blocks there are depends on the shapes only, so the bits do not depend on the number of
-threads.
+Such a product is limited by reading the matrix once. BLAS first copies the matrix to a layout that
+pays off with many vectors, and its threads synchronise. For blocks of few rows BLAS skips the copy,
+which saves about a third of the time, and threads with blocks of their own need no synchronisation.
+The blocks depend on the shapes alone, so the bits do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ __all__ = ["multiply_few_rows", "pays"]
 
 Array = np.ndarray[Any, Any]
 
-_MAX_ROWS = 16  # of x; beyond, one large product takes less
-_MIN_SIZE = 1 << 18  # elements of the matrix
-_BLOCK_PRODUCTS = 400_000  # of a block: above 2**19 or so OpenBLAS copies the matrix
-_MAX_BLOCK = 96
-_SIZE_PER_THREAD = 1 << 17  # elements
+_MAX_ROWS = 16  # most rows of x; beyond, one large product is faster
+_MIN_SIZE = 1 << 18  # least elements of the matrix
+_BLOCK_PRODUCTS = 400_000  # multiplications per block: from about 2**19 OpenBLAS copies the matrix
+_MAX_BLOCK = 96  # most rows of the matrix per block
+_SIZE_PER_THREAD = 1 << 17  # least elements of the matrix per thread
 _MAX_THREADS = 8
 
-_in_use = threading.Lock()  # of the pool: whoever finds it taken multiplies alone
+_in_use = threading.Lock()  # held while the pool is busy: other callers then use no threads
 
 
 def pays(x: Array, matrix: Array) -> bool:
@@ -67,7 +66,7 @@ def multiply_few_rows(x: Array, matrix: Array) -> Array:
 
 
 def _multiply_blocks(matrix: Array, x: Array, out: Array, block: int) -> None:
-    """Multiply `block` rows of the matrix at a time; the last block may have fewer."""
+    """Multiply `block` rows of the matrix at a time; the last block may be smaller."""
     whole = len(matrix) // block * block
     blocks = matrix[:whole].reshape(-1, block, matrix.shape[1])
     np.matmul(blocks, x, out=out[:whole].reshape(-1, block, x.shape[1]))
@@ -77,18 +76,18 @@ def _multiply_blocks(matrix: Array, x: Array, out: Array, block: int) -> None:
 
 @cache
 def _has_kernels_for_few() -> bool:
-    """Tell whether OpenBLAS has kernels that copy nothing: those for AVX-512."""
+    """Tell whether OpenBLAS has kernels that skip the copy, as it has for AVX-512."""
     core = importlib.import_module("numpy._core._multiarray_umath")  # as numpy.show_runtime does
     return bool(getattr(core, "__cpu_features__", {}).get("AVX512_SKX", False))
 
 
 @cache
 def _num_threads() -> int:
-    """Return how many threads to use: as many as BLAS."""
+    """Return the number of threads: that of BLAS."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         if os.environ.get(name, "").isdecimal():
             return max(1, min(int(os.environ[name]), _MAX_THREADS))
-    affinity = getattr(os, "sched_getaffinity", None)  # of Linux
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     return min(len(affinity(0)) if affinity else os.cpu_count() or 1, _MAX_THREADS)
 
 
@@ -98,7 +97,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _renew() -> None:
-    """Forget the pool, whose threads exist in the parent only, and who has taken it there."""
+    """Reset the pool and its lock in a forked child: the threads exist in the parent only."""
     global _in_use
     _in_use = threading.Lock()
     _pool.cache_clear()

@@ -1,4 +1,4 @@
-"""Philox4x32-10, and Gumbel noise made from it; in CUDA: `common/philox.cuh`."""
+"""Philox4x32-10, and Gumbel noise from it. In CUDA: `common/philox.cuh`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SQRT_HALF = np.uint32(0xB504F334)  # the first word whose u is at least sqrt(1/
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> list[Array]:
-    """Return the random words of counters under a key.
+    """Return the random words of `counter` under `key`.
 
     Parameters
     ----------
@@ -61,11 +61,11 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> list
 
 
 def gumbel(seeds: Array, positions: Array, ids: Array) -> Array:
-    """Return the noise of token `ids` at `positions` under `seeds`: integer arrays of one shape.
+    """Return the noise of token `ids` at `positions` under `seeds`, arrays of equal shape.
 
     It is -log2(-log2(u)), a standard Gumbel variable divided by ln 2 (up to a constant that does
-    not change an argmax). Word ``id % 4`` of counter (id // 4, position, 0) under the key `seed`
-    gives u = (word + 1/2) / 2**32, which is never 0 or 1.
+    not change an argmax), with u = (word + 1/2) / 2**32, never 0 or 1. The word is number
+    ``id % 4`` of counter (id // 4, position, 0) under the key `seed`.
     """
     words = _words(seeds, positions, ids.astype(np.uint64) >> np.uint64(2))
     return _noise(np.choose(ids & 3, words))
@@ -86,7 +86,7 @@ def _words(seeds: Array, positions: Array, groups: Array) -> list[Array]:
 
 
 def _noise(word: Array) -> Array:
-    """-log2(-log2((word + 1/2) / 2**32)); near u = 1 computed from 1 - u, without cancellation."""
+    """-log2(-log2((word + 1/2) / 2**32)); from 1 - u near u = 1, to avoid cancellation."""
     half = np.float32(0.5)
     minus_log = np.float32(32) - log2(word.astype(np.float32) + half)
     rest = (~word).astype(np.float32) + half

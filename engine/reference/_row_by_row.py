@@ -1,4 +1,4 @@
-"""A product whose bits depend on nothing but a row of x and a row of the weight."""
+"""A product each of whose results depends, bit by bit, on one row of x and of the weight alone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["multiply_row_by_row"]
 
 Array = np.ndarray[Any, Any]
 
-_TOGETHER = 4  # outputs that BLAS computes in one pass; the rest it sums in another order
+_TOGETHER = 4  # outputs that BLAS computes in one pass; a remainder is summed in another order
 
 
 def multiply_row_by_row(x: Array, matrix: Array) -> Array:
     """Multiply each row of x (T, K) by the matrix (K, N) separately, both float32.
 
-    In one product BLAS's order of summation varies by row. It also varies in the last outputs of a
-    product whose number of outputs is no multiple of four: they get zeros beside them.
+    In a single product BLAS's order of summation varies by row. It also differs for the last
+    outputs if their number is not a multiple of four: those are padded with zeros.
     """
     count = matrix.shape[1]
     rows = x[:, None, :]

@@ -26,7 +26,7 @@ def attention_backward(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Array, Array, Array]:
-    """dQ, dK, dV of sum(dout * attention_prefill(q, k, v)), from its `out` and log-sum-exp."""
+    """dQ, dK, dV of sum(dout * attention_prefill(q, k, v)), given its `out` and log-sum-exp."""
     (_, num_heads, head_dim) = q.shape
     num_kv_heads = k.shape[1]
     scale = np.float32(head_dim**-0.5 if scale is None else scale)
@@ -58,7 +58,7 @@ def attention_backward(
 
 
 def _hidden(num_queries: int, num_keys: int, causal: bool, window: int) -> Array:
-    """Return the mask of hidden (query, key) pairs; if causal, the last query sees all keys."""
+    """Return the mask of hidden (query, key) pairs; if `causal`, the last query sees all keys."""
     key = np.arange(num_keys)
     query = np.arange(num_queries)[:, None]
     last = query + num_keys - num_queries if causal else np.full_like(query, num_keys - 1)

@@ -51,7 +51,9 @@ def attention_prefill_fp8(
             )
             score = xq @ xk.T * np.float32(factor * q_scale[h] * k_scale[h // group])
             score[hidden] = -np.inf
-            top = np.ceil(score.max(axis=1, keepdims=True))  # a whole number: exact in e4m3
+            top = np.ceil(
+                score.max(axis=1, keepdims=True)
+            )  # an integer, so that the factor 2^-top is exact
             top[np.isneginf(top)] = 0
             p = np.exp2(score - top + 4).astype(_E4M3).astype(np.float32)
             total = p.sum(axis=1, keepdims=True)

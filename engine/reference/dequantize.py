@@ -11,5 +11,5 @@ __all__ = ["dequantize"]
 
 
 def dequantize(weight: Weight, dtype: str) -> Any:
-    """Return the numbers (N, K) of a quantized weight, computed in float32 and rounded once."""
+    """Return the dequantized weight (N, K), computed in float32 and rounded once."""
     return unpack_weight(weight).astype(np_dtype(dtype), copy=False)

@@ -11,7 +11,7 @@ __all__ = ["PADDING_ID", "embedding"]
 Array = np.ndarray[Any, Any]
 
 PADDING_ID = -(2**31)
-"""Token id of padding rows, as in `cuda_src/common/padding.cuh`."""
+"""Token id of padding rows; kPaddingId of `cuda_src/common/padding.cuh`."""
 
 
 def embedding(token_ids: Array, weight: Array, *, scale: float = 1.0) -> Array:

@@ -14,6 +14,6 @@ Array = np.ndarray[Any, Any]
 
 
 def gelu(x: Array, *, approximate: str = "none") -> Array:
-    """x (1 + erf(x / sqrt 2)) / 2, or its approximation by tanh."""
+    """x (1 + erf(x / sqrt 2)) / 2, or its tanh approximation."""
     is_tanh = approximate == "tanh"
     return _activation.apply(_activation.gelu_tanh if is_tanh else _activation.gelu_erf, x)

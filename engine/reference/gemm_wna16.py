@@ -24,7 +24,7 @@ def gemm_wna16(
     out_dtype: Any = None,
     deterministic: bool = False,
 ) -> Array:
-    """y = activation(x W^T + bias) + residual, in float32, with the exact numbers of `weight`."""
+    """y = activation(x W^T + bias) + residual, in float32, with W dequantized to float32."""
     return gemm(
         x,
         unpack_weight(weight),

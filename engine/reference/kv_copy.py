@@ -12,6 +12,6 @@ Array = np.ndarray[Any, Any]
 
 
 def kv_copy(pages: Array, block_pairs: Array) -> None:
-    """pages[..., dst, :, :, :] = pages[..., src, :, :, :]; all sources are read first."""
+    """pages[..., dst, :, :, :] = pages[..., src, :, :, :], with all sources read first."""
     source, destination = block_pairs.T
     pages[..., destination, :, :, :] = pages[..., source, :, :, :]

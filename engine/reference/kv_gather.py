@@ -20,7 +20,7 @@ def kv_gather(
     *,
     total_tokens: int | None = None,
 ) -> tuple[Array, Array]:
-    """Row cu_seqlens_k[b] + p is position p of sequence b; rows of no sequence are NaN."""
+    """Row cu_seqlens_k[b] + p is position p of sequence b; further rows are NaN."""
     _, num_heads, block_size, head_dim = k_pages.shape
     num_rows = int(cu_seqlens_k[-1]) if total_tokens is None else total_tokens
 

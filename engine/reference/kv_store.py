@@ -25,7 +25,7 @@ def kv_store(
 ) -> None:
     """pages[block, :, offset] = row t, with slot_mapping[t] = block * block_size + offset.
 
-    Given scales (K,), pages hold codes of row / scale.
+    With scales (K,) the pages are quantized: they hold codes of row / scale.
     """
     is_kept = slot_mapping >= 0
     block, offset = np.divmod(slot_mapping[is_kept], k_pages.shape[2])

@@ -28,9 +28,9 @@ def moe_gemm_combine(
     deterministic: bool = False,
     quantize_x: bool = False,
 ) -> Array:
-    """Multiply the rows (P, K) of every expert by its matrix, and add those of a token.
+    """Multiply each expert's rows (P, K) by its matrix, and add the outputs of a token's experts.
 
-    The outputs of experts are rounded before the sum.
+    The experts' outputs are rounded before the sum.
     """
     pairs = moe_gemm(
         x,

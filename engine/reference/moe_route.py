@@ -12,18 +12,18 @@ Array = np.ndarray[Any, Any]
 
 
 class Routing(NamedTuple):
-    """Which experts see which tokens. Pair t·k + j is token t with its j-th expert; P = T·k.
+    """The experts of each token. Pair t·k + j is token t with its j-th expert; P = T·k.
 
     Attributes
     ----------
     experts : (T, k) array of int32
-        Every token's experts, the best first.
+        Each token's experts, the best first.
     weights : (T, k) array of float32
-        The factors on their outputs.
+        Factors on the experts' outputs.
     order : (P,) array of int32
-        The pairs sorted by expert; those of one expert in the order of the tokens.
+        The pairs, sorted by expert and, within an expert, by token.
     offsets : (E + 1,) array of int32
-        Expert e has the places offsets[e] to offsets[e + 1] of `order`.
+        Entries offsets[e] to offsets[e + 1] of `order` are the pairs of expert e.
     """
 
     experts: Any
@@ -45,17 +45,17 @@ def moe_route(
     slots: Array | None = None,
     load: Array | None = None,
 ) -> Routing:
-    """Choose the top_k experts of every token, and sort the pairs (token, expert) by expert."""
+    """Choose the top_k experts of each token, and sort the pairs (token, expert) by expert."""
     scores = _scores(logits.astype(np.float32, copy=False), score)
     ranked = scores if correction is None else scores + correction.astype(np.float32, copy=False)
     if num_groups > 1:
         ranked = _best_groups(ranked, num_groups, top_groups, sums_two=correction is not None)
-    # Stable: of equal scores, the expert with the lower index comes first.
+    # Stable: ties are resolved in favour of the lower expert index.
     experts = np.argsort(-ranked, axis=1, kind="stable")[:, :top_k].astype(np.int32)
     weights = np.take_along_axis(scores, experts, axis=1)
     if renormalize:
         total = np.zeros(len(weights), np.float32)
-        for column in weights.T:  # in the order of the ranks
+        for column in weights.T:  # in order of rank, as the kernel sums
             total += column
         weights = weights / np.maximum(total, np.float32(1e-20))[:, None]
     order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)
@@ -78,7 +78,7 @@ def _scores(logits: Array, score: str) -> Array:
 
 
 def _best_groups(ranked: Array, num_groups: int, top_groups: int, *, sums_two: bool) -> Array:
-    """Put the experts outside each token's best groups at -inf."""
+    """Set the scores of experts outside each token's best groups to -inf."""
     groups = ranked.reshape(len(ranked), num_groups, ranked.shape[1] // num_groups)
     best = -np.sort(-groups, axis=2)
     of_group = best[:, :, 0] + best[:, :, 1] if sums_two else best[:, :, 0]

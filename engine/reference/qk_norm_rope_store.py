@@ -33,7 +33,7 @@ def qk_norm_rope_store(
     k_scale: Array | None = None,
     v_scale: Array | None = None,
 ) -> None:
-    """Norm the heads of q and k, apply rope, write q in place and k and v to their pages."""
+    """Normalise the heads of q and k, apply rope, write q in place and k and v to their pages."""
     rotated = q
     keys = k
     if q_weight is not None:

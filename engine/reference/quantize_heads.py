@@ -19,7 +19,8 @@ def quantize_heads(
 ) -> tuple[Array, Array]:
     """codes = e4m3(y / scale), scale = max |y| / 448 of each head; y = (x - offset) H / sqrt(D).
 
-    NaN has its own code and does not affect the scale; codes saturate (a tiny scale is rounded).
+    NaN keeps its own code and does not affect the scale. Codes saturate, since the rounding of a
+    tiny scale may push values beyond 448.
     """
     y = x.astype(np.float32)
     if offset is not None:

@@ -24,7 +24,7 @@ def rmsnorm(
 ) -> Any:
     """y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset), with h = x_scale * x + residual.
 
-    With `subtract_mean`, y = (h - mean(h)) / sqrt(variance(h) + eps) * ... + bias: a LayerNorm.
+    With `subtract_mean` (LayerNorm): y = (h - mean(h)) / sqrt(variance(h) + eps) * ... + bias.
     """
     h = x
     if residual is not None:

@@ -32,7 +32,7 @@ def rmsnorm_moe_route(
     slots: Array | None = None,
     load: Array | None = None,
 ) -> tuple[Array, Routing]:
-    """Normalise x, multiply it by the router's weight, and choose; y is rounded, logits are not."""
+    """Normalise x, multiply it by the router's weight, and route; y is rounded, logits are not."""
     y = rmsnorm(x, norm_weight, eps=eps, weight_offset=weight_offset)
     logits = y.astype(np.float32) @ weight.astype(np.float32).T
     if bias is not None:

@@ -20,7 +20,7 @@ BAD_PARAMETER = 2
 _LOG2_E = np.float32(1.4426950408889634)
 _FLOAT_MAX = np.finfo(np.float32).max
 _ID_MASK = np.uint64(2**32 - 1)
-_GROUP = 1 << 18  # logits processed at a time, to stay in a core's cache
+_GROUP = 1 << 18  # logits processed at a time, so that they stay in a core's cache
 
 
 class SampleResult(NamedTuple):
@@ -62,7 +62,7 @@ def sample(
     work = logits
     if cu_logit_bias is not None or allowed is not None or history is not None:
         work = logits.copy()
-        with np.errstate(all="ignore"):  # overflow is reported in the row's status
+        with np.errstate(all="ignore"):  # the row's status reports overflow
             _add_bias(work, logit_bias_ids, logit_bias_values, cu_logit_bias)
             _forbid(work, allowed, allowed_rows)
             _penalize(work, history, history_lens, prompt_lens, *penalties)
@@ -72,9 +72,9 @@ def sample(
     step = max(1, _GROUP // max(vocab, 1))
     for start in range(0, num_rows, step):
         rows = slice(start, start + step)
-        best = np.argmax(work[rows], axis=1)  # the lowest id of ties; the NaN if there is one
+        best = np.argmax(work[rows], axis=1)  # the lowest id of ties; a NaN comes first
         finite = np.isfinite(np.take_along_axis(work[rows], best[:, None], 1)[:, 0])
-        if work is not logits:  # report a NaN or inf also in forbidden ids
+        if work is not logits:  # also report a NaN or inf of a forbidden id
             finite &= ~np.any(np.isnan(logits[rows]) | (logits[rows] == np.inf), axis=1)
         status[rows][(status[rows] == OK) & ~finite] = BAD_LOGITS
         good = np.flatnonzero(status[rows] == OK)
@@ -125,7 +125,7 @@ def _penalize(
     columns = np.arange(lens.max(initial=0))
     ids = history[:, : len(columns)]
     known = (columns < lens[:, None]) & (ids >= 0) & (ids < vocab)
-    keys = np.arange(num_rows)[:, None] * vocab + ids  # of all rows at once
+    keys = np.arange(num_rows)[:, None] * vocab + ids  # (row, id) as one number
     if repetition is not None:
         seen = np.divmod(np.unique(keys[known]), vocab)
         values = work[seen]
@@ -145,7 +145,7 @@ def _penalize(
 def _usable(
     temperature: Array, top_p: Array, min_p: Array, repetition: Any, presence: Any, freq: Any
 ) -> Array:
-    """Tell which rows have parameters within their ranges (NaN is in no range)."""
+    """Return the mask of rows whose parameters are all in range (NaN never is)."""
     usable = (temperature >= 0) & (temperature <= _FLOAT_MAX)
     usable &= (top_p > 0) & (top_p <= 1) & (min_p >= 0) & (min_p <= 1)
     if repetition is not None:
@@ -165,7 +165,7 @@ def _draw(
     seeds: Array,
     positions: Array,
 ) -> tuple[Array, Array]:
-    """Return the sampled ids and the number of candidates; every row has a finite maximum."""
+    """Return the sampled ids and the numbers of candidates of rows with a finite maximum."""
     with np.errstate(over="ignore"):
         scale = np.minimum(_LOG2_E / temperature, _FLOAT_MAX)[:, None]
         x = (logits - logits.max(axis=1, keepdims=True)) * scale  # log2(p / largest p)
@@ -190,7 +190,7 @@ def _first_of_order(
     logits: Array, x: Array, candidates: Array, limit: Array, top_p: Array
 ) -> Array:
     """Return the mask of each row's first candidates by (logit descending, id ascending): at most
-    `limit` of them, and of these no more than are needed to reach `top_p` of their mass."""
+    `limit`, and of these the fewest that reach `top_p` of their mass."""
     order = np.where(candidates, _order(logits), np.uint64(0))
     width = int(min(limit.max(), np.count_nonzero(candidates, axis=1).max()))
     best, ids = _largest(order, width)
@@ -202,7 +202,7 @@ def _first_of_order(
 
 
 def _order(logits: Array) -> Array:
-    """Return uint64, all above 0, that compare like (logit ascending, id descending)."""
+    """Return positive uint64 keys that compare like (logit ascending, id descending)."""
     reverse_ids = _ID_MASK - np.arange(logits.shape[1], dtype=np.uint64)
     return np.asarray((exact.ordered_key(logits).astype(np.uint64) << np.uint64(32)) | reverse_ids)
 
@@ -226,7 +226,7 @@ def _share(total: Array, top_p: Array) -> Array:
 def _result(
     logits: Array, token_ids: Array, status: Array, num_kept: Array, num_logprobs: int | None
 ) -> SampleResult:
-    """Add log-probabilities: log_softmax of the unprocessed logits."""
+    """Return the result with log-probabilities: log_softmax of the unprocessed logits."""
     if num_logprobs is None:
         return SampleResult(token_ids, status, None, None, None, num_kept)
     bad = (status != OK)[:, None]

@@ -1,1 +1,1 @@
-"""Helpers for tests and benchmarks, shipped so that you can use them for your own kernels."""
+"""Helpers for tests and benchmarks of kernels, shipped for use with your own kernels."""

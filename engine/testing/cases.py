@@ -1,6 +1,6 @@
-"""Shapes with which every kernel is tested, and random inputs for them.
+"""Shapes for the tests of all kernels, and random inputs.
 
-They include one row, sizes not divisible by any vector width, real model shapes, empty, and views.
+They include one row, sizes not divisible by any vector width, real model shapes and empty arrays.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ROWS: tuple[tuple[int, int], ...] = (
     (0, 64),
 )
 
-_MAX_CACHED = 2**25  # elements of an array that is cached
+_MAX_CACHED = 2**25  # most elements of a cached array
 
 
 def normal(
     shape: Sequence[int], dtype: str, seed: int, *, scale: float = 1.0, mean: float = 0.0
 ) -> np.ndarray[Any, Any]:
-    """Return normally distributed values of `dtype`; the same for the same arguments.
+    """Return normally distributed values of `dtype`, determined by the arguments.
 
     Examples
     --------
@@ -58,15 +58,15 @@ def _normal(
 
 
 def to_module(xp: Any, *arrays: Any) -> Any:
-    """Return `arrays` in module `xp` (None stays None): a list, or the array if there is one."""
+    """Return `arrays` in module `xp` (None stays None): a list, or the only array."""
     moved = [None if a is None else xp.asarray(a) for a in arrays]
     return moved[0] if len(moved) == 1 else moved
 
 
 def guarded(xp: Any, shape: Sequence[int], dtype: Any, guard: int = 64) -> tuple[Any, Any]:
-    """Return an output filled with NaN, and the larger buffer around it, to detect stray writes.
+    """Return an output filled with NaN and its enclosing buffer, to detect stray writes.
 
-    The buffer's first and last `guard` elements must still be NaN after the kernel ran.
+    The buffer's first and last `guard` elements must still be NaN after the launch.
     """
     size = int(np.prod(shape))
     buffer = xp.full(size + 2 * guard, float("nan"), dtype)

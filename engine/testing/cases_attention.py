@@ -1,4 +1,4 @@
-"""Sequences, pages and shapes with which the attention kernels are tested."""
+"""Sequences, pages and shapes for the tests of the attention kernels."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
-_NO_BLOCK = 2**30  # in entries that must not be read: far outside any cache
+_NO_BLOCK = 2**30  # block id of entries that must not be read: outside every cache
 
 
 @dataclass(frozen=True)
 class AttentionCase:
     """Sequences of `lens_k` tokens, `lens_q` of them new; `block_size` 0 means dense keys.
 
-    `sinks` are those of the heads, repeated as often as needed; empty: none.
+    `sinks` are repeated over the heads; empty means none.
     """
 
     lens_q: tuple[int, ...]
@@ -50,7 +50,7 @@ class AttentionCase:
 
     @property
     def rule(self) -> dict[str, Any]:
-        """The keywords of the public op that determine the scores."""
+        """Keyword arguments of the op that determine the scores."""
         return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
 
     @property
@@ -60,7 +60,7 @@ class AttentionCase:
 
     @property
     def reduction(self) -> int:
-        """Number of terms summed for one element of the result: D for a score, then the keys."""
+        """Terms summed for one element of the result: D for a score, then the keys."""
         return self.head_dim + max(self.lens_k, default=0)
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ def cu_seqlens(lens: Sequence[int]) -> Array:
 
 
 def normal_on(xp: Any, shape: Sequence[int], dtype: str, seed: int) -> Any:
-    """Return random values in module `xp`; generated on the GPU, as copying gigabytes is slow.
+    """Return random values in module `xp`, generated there, since copying gigabytes is slow.
 
     Examples
     --------
@@ -109,8 +109,8 @@ def paged_cache(
 ) -> tuple[Array, Array, Array, Array]:
     """Return (k_pages, v_pages, block_tables, context_lens) with blocks in random order.
 
-    The first `num_shared` blocks are common to all sequences. Everything that belongs to no
-    sequence is poisoned: pages and tails of pages with NaN, table entries with ids far outside.
+    The first `num_shared` blocks are common to all sequences. All that belongs to no sequence is
+    poisoned: pages and tails of pages with NaN, table entries with ids outside the cache.
     """
     rng = np.random.default_rng(seed)
     counts = [-(-length // block_size) for length in lens]
@@ -161,7 +161,7 @@ PREFILL: tuple[AttentionCase, ...] = (
     replace(_BASE, num_heads=2, num_kv_heads=2, head_dim=7, block_size=16, window=20),
 )
 
-# The same for decode: every sequence has the same number of new tokens.
+# The same for decode: all sequences have the same number of new tokens.
 DECODE: tuple[AttentionCase, ...] = (
     AttentionCase((1,), (1,), block_size=16),
     AttentionCase((1,) * 6, (0, 1, 15, 16, 17, 64), block_size=16),
@@ -182,8 +182,8 @@ DECODE: tuple[AttentionCase, ...] = (
     AttentionCase((1, 1), (150, 31), 8, 1, 256, block_size=16),
 )
 
-# Sinks beside the scores, far above and far below them, and none; and -1e5 alone in rows without a
-# key, whose log-sum-exp it is.
+# Sinks near, far above and far below the scores, and none. In rows without keys the sink -1e5 alone
+# is the log-sum-exp.
 _MIXED = (0.5, 2.0, -1.0, 1e4, -1e4, 0.0, -np.inf)
 _HUGE = (1e5, 3e37)
 _TINY = (-1e5, -3e37)
@@ -228,10 +228,10 @@ DECODE_SINKS: tuple[AttentionCase, ...] = (
 
 
 def as_codes(pages: Array, seed: int, codes: str = "fp8") -> tuple[Array, Array]:
-    """Return pages (P, K, block_size, D) as codes, and a scale (K,) for each head.
+    """Return quantized pages (P, K, block_size, D), and the heads' scales (K,).
 
-    Some heads' scales are so small that their largest values saturate. NaN becomes the codes'
-    poison.
+    The scales of some heads are so small that their largest values saturate. NaN becomes the code
+    `poison`.
     """
     kind = KV_CODE_DTYPES[codes]
     num_blocks, num_heads, block_size, head_dim = pages.shape

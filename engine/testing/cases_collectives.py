@@ -1,7 +1,7 @@
-"""Groups of ranks inside one process, with which the collective kernels are tested.
+"""Groups of ranks inside one process, for the tests of the collective kernels.
 
-Each rank has a stream of its own. One device is enough: its ranks' launches are small, so that all
-of them fit on it together.
+Each rank has its own stream. One device suffices: the ranks' launches are small enough to be
+resident together.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Ranks:
     ----------
     size : int
     capacity : int
-        Bytes of a buffer.
+        Bytes per buffer.
     timeout : float
-        Seconds.
+        Seconds for which a call waits for a peer.
     num_devices : int
-        Rank r is on device r modulo this.
+        Rank r uses device r % num_devices.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Ranks:
             yield self.memories[rank]
 
     def move(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return the arrays, one a rank, on the ranks' devices."""
+        """Return the arrays, one per rank, on the ranks' devices."""
         moved = []
         for rank, array in enumerate(arrays):
             with self.on(rank):
@@ -65,9 +65,10 @@ class Ranks:
         return moved
 
     def run(self, call: Callable[[int, PeerMemory], Any]) -> None:
-        """Call ``call(rank, memory)`` for every rank, then wait for all.
+        """Call ``call(rank, memory)`` for each rank, then wait for all.
 
-        It must only launch: an allocation may wait for a rank that waits for another.
+        `call` may launch but not allocate: an allocation could wait for a rank that waits for
+        another.
         """
         for rank in range(len(self.devices)):
             with self.on(rank) as memory:
@@ -75,7 +76,7 @@ class Ranks:
         self.synchronize()
 
     def captured(self, call: Callable[[int, PeerMemory], Any]) -> list[Any]:
-        """Return a graph for each rank."""
+        """Return one captured graph of `call` per rank."""
         graphs = []
         for rank in range(len(self.devices)):
             with self.on(rank) as memory:
@@ -86,7 +87,7 @@ class Ranks:
         return graphs
 
     def replay(self, graphs: Sequence[Any]) -> None:
-        """Launch every rank's graph; does not wait."""
+        """Launch each rank's graph, without waiting."""
         for rank, graph in enumerate(graphs):
             with self.on(rank):
                 graph.launch(device.cupy().cuda.get_current_stream())

@@ -1,10 +1,10 @@
-"""Problem sizes with which the matrix products are tested and timed."""
+"""Problem sizes for the tests and benchmarks of matrix products."""
 
 from __future__ import annotations
 
 __all__ = ["MODEL_LAYERS", "PRODUCTS", "Product"]
 
-Product = tuple[int, int, int]  # m rows of x, n rows of the weight, k terms of each sum
+Product = tuple[int, int, int]  # (m, n, k): rows of x, rows of the weight, terms of each sum
 
 # One row, few rows, more than a tile; sizes not divisible by a tile, vector or instruction; m, n or
 # k of 0; layers of real models.

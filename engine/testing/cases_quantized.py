@@ -1,4 +1,4 @@
-"""Random quantized weights, with which the ops on them are tested and timed."""
+"""Random quantized weights, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BYTE_FORMATS = tuple(name for name, form in FORMATS.items() if form.activations)
 def random_weight(
     name: str, n: int, k: int, seed: int = 0, *, scales: str = "float16", permuted: bool = False
 ) -> Weight:
-    """Return a weight (n, k) in format `name` whose products with normal x are of size 1.
+    """Return a weight (n, k) in format `name` whose products with normal x are of order 1.
 
     Examples
     --------

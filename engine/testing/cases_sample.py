@@ -1,4 +1,4 @@
-"""Parameters and logits with which `sample` is tested: ordinary ones and corner cases."""
+"""Parameters and logits for the tests of `sample`: ordinary ones and corner cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPES: dict[str, Any] = {
 }
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seeds": 0, "positions": 0}
 
-# Name -> parameters; those left out are neutral.
+# Name -> parameters; omitted ones are neutral.
 FILTERS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "plain": {},
@@ -46,7 +46,7 @@ PROCESSING = ("bias", "mask", "masks_of_some", "penalties", "everything")
 
 
 def parameters(num_rows: int, **values: Any) -> dict[str, Array]:
-    """Return the six required arrays of `sample`; neutral values where not given.
+    """Return the six required arrays of `sample`; values that are not given are neutral.
 
     Examples
     --------
@@ -60,22 +60,22 @@ def parameters(num_rows: int, **values: Any) -> dict[str, Array]:
 
 
 def logits(kind: str, num_rows: int, vocab_size: int, seed: int = 0) -> Array:
-    """Return rows (B, V) of float32 of a `kind` in `LOGITS`; the same for the same arguments."""
+    """Return float32 rows (B, V) of a `kind` in `LOGITS`, determined by the arguments."""
     rng = np.random.default_rng([seed, num_rows, vocab_size, LOGITS.index(kind)])
     x: Array = rng.standard_normal((num_rows, vocab_size), np.float32) * np.float32(3)
     if kind == "flat":
         x *= np.float32(0.01)
     elif kind == "sharp":
         x *= np.float32(10)
-    elif kind == "rounded":  # many ties, also at every threshold
+    elif kind == "rounded":  # many ties, also at the thresholds
         x = np.round(x)
     elif kind == "equal":
         x[:] = 2.5
-    elif kind == "zeros":  # of both signs, which compare equal
+    elif kind == "zeros":  # zeros of both signs, which compare equal
         x = np.where(x > 0, np.float32(0.0), np.float32(-0.0))
-    elif kind == "sorted":  # the large ones are adjacent
+    elif kind == "sorted":  # the large logits are adjacent
         x = -np.sort(-x, axis=1)
-    elif kind == "sparse":  # few with a probability above 0
+    elif kind == "sparse":  # few ids with a probability above 0
         kept: Any = rng.random(x.shape) < 0.1
         kept[:, vocab_size // 2] = True
         x = np.where(kept, x, np.float32(-np.inf))
@@ -83,7 +83,7 @@ def logits(kind: str, num_rows: int, vocab_size: int, seed: int = 0) -> Array:
 
 
 def processing(kind: str, num_rows: int, vocab_size: int, seed: int = 0) -> dict[str, Array]:
-    """Return the optional arrays of a `kind` in `PROCESSING`, with repeated ids."""
+    """Return the optional arrays of a `kind` in `PROCESSING`; the history repeats ids."""
     rng = np.random.default_rng([seed, num_rows, vocab_size])
     args: dict[str, Array] = {}
     if kind in ("bias", "everything"):

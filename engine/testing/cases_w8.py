@@ -1,4 +1,4 @@
-"""Products of codes of 8 bits: problem sizes and weights with which they are tested and timed."""
+"""Problem sizes and weights for the tests and benchmarks of 8-bit products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["FORMATS", "PRODUCTS_8BIT", "dequantized", "quantized_weight"]
 Array = np.ndarray[Any, Any]
 
 FORMATS: tuple[tuple[str, bool], ...] = (("fp8", False), ("fp8", True), ("int8", False))
-"""Codes, and whether their scales are of blocks."""
+"""(codes, whether each scale is that of a block)."""
 
 _BLOCK = 128
 
@@ -47,7 +47,7 @@ PRODUCTS_8BIT: tuple[tuple[int, int, int], ...] = (
 def quantized_weight(
     n: int, k: int, codes: str, has_blocks: bool, seed: int
 ) -> tuple[Array, Array]:
-    """Return codes (n, k) and their scales; scales of blocks differ from block to block."""
+    """Return codes (n, k) and their scales; block scales differ between blocks."""
     weight = cases.normal((n, k), "float32", seed, scale=max(k, 1) ** -0.5)
     if not has_blocks:
         rows, scales = reference.quantize_rows(weight, dtype=codes)
@@ -59,7 +59,7 @@ def quantized_weight(
 
 
 def dequantized(codes: Array, scales: Array) -> Array:
-    """Return the numbers of rows of codes, in float64; scales per row, group or block."""
+    """Return dequantized rows in float64, from scales per row, group or block."""
     values = codes if codes.dtype == np.int8 else codes.view(ml_dtypes.float8_e4m3fn)
     n, k = codes.shape
     if scales.ndim == 1:

@@ -1,4 +1,4 @@
-"""A model without arithmetic, for testing the engine and for measuring its host time."""
+"""A model without arithmetic, for tests of the engine and measurements of its host time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["MockModel"]
 
 
 class MockModel:
-    """Stands in for `engine.Model` under `LLMEngine`, on the CPU.
+    """A substitute for `engine.Model` under `LLMEngine`, on the CPU.
 
     The token after token t at position p is always ``(5 t + 3 p + 1) % vocab_size``.
 
@@ -64,7 +64,7 @@ class MockModel:
         )
 
     def uses_long_rope(self, num_tokens: int) -> bool:
-        """Return False, as there is no rope."""
+        """Return False: the model has no rope."""
         return False
 
     def stage_blocks(self, options: Any) -> list[tuple[int, int]]:
@@ -94,16 +94,16 @@ class MockModel:
         return ""
 
     def forward(self, batch: ForwardBatch, kv_pages: Any) -> Any:
-        """Return logits (R, V) that leave only one token possible."""
+        """Return logits (R, V) that allow only one token."""
         return self.logits(self.hidden_states(batch, kv_pages))
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Any) -> Any:
-        """Return token id and position of the tokens whose logits are wanted, (R, 2)."""
+        """Return id and position (R, 2) of the tokens whose logits are requested."""
         rows = slice(None) if batch.logits_indices is None else batch.logits_indices
         return np.stack([batch.token_ids[rows], batch.positions[rows]], axis=1)
 
     def logits(self, hidden: Any) -> Any:
-        """Return the logits of what `hidden_states` returned."""
+        """Return the logits of a result of `hidden_states`."""
         vocab_size = self.config.vocab_size
         logits = np.full((len(hidden), vocab_size), -1e9, np.float32)
         following = (5 * hidden[:, 0] + 3 * hidden[:, 1] + 1) % vocab_size
@@ -113,11 +113,11 @@ class MockModel:
     expert_runs: tuple[tuple[int, int], ...] = ()
 
     def expert_load(self) -> dict[int, Any]:
-        """Return an empty dict, as there are no experts."""
+        """Return an empty dict: the model has no experts."""
         return {}
 
     def continuation(self, prompt: list[int], count: int) -> list[int]:
-        """Return the `count` tokens after `prompt`, ignoring ends of sequence."""
+        """Return the `count` tokens after `prompt`, ignoring end-of-sequence ids."""
         ids = list(prompt)
         for position in range(len(ids) - 1, len(ids) - 1 + count):
             ids.append((5 * ids[position] + 3 * position + 1) % self.config.vocab_size)

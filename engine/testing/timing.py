@@ -1,4 +1,4 @@
-"""Timing on a GPU: the median of graph replays over rotating inputs, so that data is not in L2."""
+"""Timing on a GPU: median of graph replays over rotating inputs that exceed L2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["time_cpu", "time_gpu"]
 
 
 def time_cpu(call: Callable[[], Any], *, repeats: int = 20, warmup: int = 2) -> float:
-    """Return the median seconds of `call()` on the host."""
+    """Return the median time of `call()` on the host, in seconds."""
     for _ in range(warmup):
         call()
     times = []
@@ -27,20 +27,20 @@ def time_cpu(call: Callable[[], Any], *, repeats: int = 20, warmup: int = 2) -> 
 def time_gpu(
     calls: Sequence[Callable[[], Any]], *, replays: int = 20, min_launches: int = 20
 ) -> float:
-    """Return the median seconds of one call, without launch overhead.
+    """Return the median time of one call in seconds, without launch overhead.
 
     Parameters
     ----------
     calls : sequence of callables
-        The same work on different inputs. Together these should exceed the L2 cache several
-        times; they are captured one after another in one graph.
+        The same work on different inputs, which together should exceed the L2 cache several times.
+        The calls are captured in one graph.
     replays : int
-        Number of timed replays of the graph.
+        Timed replays of the graph.
     min_launches : int
-        The graph repeats `calls` until it has at least this many.
+        Least number of calls in the graph, which repeats `calls`.
     """
     cupy = device.cupy()
-    # SAFETY: inputs were written on other streams, for which a non-blocking one does not wait.
+    # SAFETY: inputs were written on other streams, which a non-blocking stream does not wait for.
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     rounds = -(-min_launches // len(calls))

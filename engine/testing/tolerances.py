@@ -1,8 +1,8 @@
-"""How close a kernel's result must be to its mirror's: one table, and the comparison using it.
+"""Tolerances of a kernel's result against its mirror's: one table, and the comparison by it.
 
 The allowed error is ``rtol * |want| + atol * rms(want)``. The first term covers the rounding of the
-result, the second a different order of summation, whose effect grows with the length of the
-reduction and does not shrink where terms cancel.
+result; the second a different order of summation, whose effect grows with the length of the
+reduction and does not shrink if terms cancel.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SHORT = 256
 
 
 def tolerance(dtype: Any, reduction: int = 1) -> Tolerance:
-    """Return the allowed error of a result of `dtype` that sums `reduction` terms.
+    """Return the allowed error of a result of `dtype` that is a sum of `reduction` terms.
 
     Examples
     --------
@@ -59,7 +59,7 @@ def tolerance(dtype: Any, reduction: int = 1) -> Tolerance:
 def assert_close(
     got: Any, want: Any, *, reduction: int = 1, name: str = "result", dtype: Any = None
 ) -> None:
-    """Compare a result with the mirror's in value, dtype, shape and contiguity.
+    """Assert that a result matches the mirror's in value, dtype, shape and contiguity.
 
     Parameters
     ----------
@@ -67,16 +67,16 @@ def assert_close(
         NumPy or CuPy.
     want : np.ndarray
     reduction : int
-        Number of terms summed per element: the K of a product, the N of a norm.
+        Terms summed per element: K of a product, N of a norm.
     name : str
-        Name in the message.
+        Name for the message.
     dtype : optional
-        The table's dtype to use if the result is wider than its operands.
+        Dtype for the table, if the result is wider than its operands.
 
     Raises
     ------
     AssertionError
-        With the largest error, the allowed one, and the first index that differs.
+        With the largest error, the allowed error, and the first index that differs.
     """
     host = to_numpy(got)
     assert host.dtype == want.dtype, f"{name}: dtype {host.dtype}, wanted {want.dtype}"
@@ -106,6 +106,6 @@ def assert_close(
 
 
 def _is_same(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
-    """Tell whether two arrays are equal byte by byte, a fast path for equal results."""
+    """Tell whether two arrays are bitwise equal: a fast path for equal results."""
     bytes_a, bytes_b = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
     return bool(np.array_equal(bytes_a, bytes_b))
