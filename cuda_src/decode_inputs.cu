@@ -18,7 +18,7 @@
 
 struct DecodeInputsParams {
   const int* rows;           // (B,) the row of each sequence; outside [0, S): padding
-  const int* token_ids;      // (B, Q) what the host knows; negative: the id sampled last in the row
+  const int* token_ids;      // (B, Q) ids known to the host; negative: last_ids of the row
   const int* positions;      // (B, Q)
   const int* last_ids;       // (S,)
   int* tables;               // (S, W) block ids, updated in place

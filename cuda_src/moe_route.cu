@@ -23,7 +23,7 @@
 #include "common/pdl.cuh"
 
 constexpr int kFewThreads = 512;  // maximum, one warp per token: more would lack registers
-constexpr int kThreads = 512;     // of the many-token kernels
+constexpr int kThreads = 512;     // block size of the many-token kernels
 constexpr int kWarps = kThreads / kWarpSize;
 
 // Few tokens.

@@ -65,7 +65,7 @@ struct Head {
   const scalar_t *in, *weight;  // weight is null without a norm
   scalar_t* out;  // null: the head is not stored, or goes to a page of quantized codes
   bool is_rotated;
-  page_t* page = nullptr;  // of codes
+  page_t* page = nullptr;  // destination of codes
   float page_scale = 1.0f;
 
   __device__ __forceinline__ Head(const QkNormRopeStoreParams& p, int64_t token, int head,
@@ -171,7 +171,7 @@ __device__ __forceinline__ void rotate_lane(float (&x)[2 * kVec], const float (&
 template <bool kInterleaved>
 __device__ __forceinline__ void process_vectors(const QkNormRopeStoreParams& p) {
   const int64_t token = blockIdx.x;
-  const int num_lanes = p.head_dim / (2 * kVec);  // of a head
+  const int num_lanes = p.head_dim / (2 * kVec);  // lanes per head
   const int place = threadIdx.x / num_lanes, heads_at_once = kThreads / num_lanes;
   const Lane<kInterleaved> lane_idx(p, threadIdx.x % num_lanes);
   const bool has_norm = p.q_weight != nullptr || p.k_weight != nullptr;

@@ -76,7 +76,7 @@ struct AttentionBackwardSm90Params {
   TensorMap dout_map;       // dout like q
   const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
   const int* cu_seqlens_k;  // (B + 1,) its keys likewise
-  const float* statistics;  // (tiles, H, 2, kQueries): log2-sum-exp2 (+inf where there is no query,
+  const float* statistics;  // (tiles, H, 2, kQueries): log2-sum-exp2 (+inf if there is no query,
                             // or it sees no key), then delta; tiles of queries: first_query_tile()
   float* dq_sum;  // (tiles, H, 2, 64 * 64) dQ in accumulator order; half w is warpgroup w's
   int* order;     // (tiles, H, 2) blocks that have added to dq_sum; null: in any order
@@ -87,7 +87,7 @@ struct AttentionBackwardSm90Params {
   int group;  // H / K
   int head_dim;
   int causal;
-  int key_blocks;      // of 128 keys, of the longest sequence
+  int key_blocks;      // blocks of 128 keys in the longest sequence
   int descending;      // CTAs take the last keys first
   float score_factor;  // scale * log2(e)
   float scale;

@@ -4,7 +4,7 @@
 // A block owns 128 keys of one key/value head. For every tile of queries, warpgroup w computes
 //
 //   S^T = K Q^T, dP^T = V dO^T     64 keys x kQueries, in registers
-//   dV += P^T dO, dK += dS^T Q     P^T and dS^T are A operands as they stand in the registers
+//   dV += P^T dO, dK += dS^T Q     P^T and dS^T are A operands in registers, unchanged
 //   dQ  = dS K                     dS through shared memory: both warpgroups' keys are in the sum;
 //                                  64 x 64 of it a warpgroup
 //
@@ -21,10 +21,9 @@
 struct BackwardProblem {
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;
-  const float* statistics;  // of each tile of queries and head: log2-sum-exp2, then delta
-  float* dq;                // of each tile of queries and head: sums in accumulator order
-  int*
-      order;  // of each tile of queries, head and half: how many blocks have added; null: any order
+  const float* statistics;  // per tile of queries and head: log2-sum-exp2, then delta
+  float* dq;                // per tile of queries and head: sums in accumulator order
+  int* order;               // blocks that have added, per tile, head and half; null: any order
   int total_q, total_k, num_heads, group, causal;
 };
 

@@ -51,7 +51,7 @@ constexpr int kCluster = CLUSTER, kCtasPerSm = CTAS_PER_SM;
 constexpr bool kNewToken = NEW_TOKEN;
 
 constexpr int kRows = kRowTiles * 16;
-constexpr int kRowBytes = kHeadDim * 2;                   // of a row of Q
+constexpr int kRowBytes = kHeadDim * 2;                   // bytes of a row of Q
 constexpr int kPageRowBytes = kHeadDim * sizeof(page_t);  // bytes of a row of K and V
 // Persistent CTAs load tiles that TMA swizzles. Clusters, whose launches are short, copy without a
 // tensor map, as it would have to be fetched first; that is slower when memory is the limit.

@@ -107,7 +107,7 @@ class Consumer {
                    : "l"(counter)
                    : "memory");
       *flag = before == num_splits - 1;
-      if (before == num_splits - 1) *counter = 0;  // for the next launch
+      if (before == num_splits - 1) *counter = 0;  // reset for the next launch
     }
     barrier();
     return *flag != 0;
@@ -147,7 +147,7 @@ class Consumer {
   float o_[kRowTiles][kSlice / 8][4];
 #if PAGE_CODES
   // Without codes the mere member would change the machine code.
-  float query_factor_[2];  // of the rows of q_
+  float query_factor_[2];  // factors of the rows of q_
 #endif
   // Per row: the running maximum, the base of O and the sum (both log2), and the sum.
   float max_[kRowTiles][2], base_[kRowTiles][2], sum_[kRowTiles][2];

@@ -47,7 +47,7 @@ class Producer {
   Ring ring_;
   QueryRing queries_;
   const TensorMap* map_;  // map of this lane's array: K or V
-  const page_t* pages_;   // likewise
+  const page_t* pages_;   // pages of this lane's array
 
   __device__ __forceinline__ static int lane_idx() { return threadIdx.x % kWarpSize; }
 

@@ -66,7 +66,7 @@ struct Producer {
         if (kPattern && lane_idx == 0)
           smem.key_tile[ring.stage] =
               n | (is_whole ? 0 : smem.kMasked) | (walk.n >= tile.begin ? smem.kMore : 0);
-        const int head = is_dense ? tile.kv_head : 0;  // of the maps
+        const int head = is_dense ? tile.kv_head : 0;  // head coordinate in the maps
         // Rows past the end of the whole K and V arrays are zeros already.
         const int valid = tile.num_keys - n * kKeys;
         const bool has_tail =

@@ -263,7 +263,7 @@ struct Output {
   scalar_t* out;  // first token, first head of the group
   int64_t token_stride, head_stride;
   float* lse;          // the same row's, contiguous (tokens, H); or null
-  const float* sinks;  // of the group's heads; or null
+  const float* sinks;  // sinks of the group's heads, or null
   int num_heads;
   int group;
   int head_dim;

@@ -29,5 +29,5 @@ template <int kTokens_>
 struct FewRowsShape {
   static constexpr int kTokens = kTokens_, kTokenTiles = (kTokens + 7) / 8;
   static constexpr int kPitch = 16 + 4;                // 2 * kPitch is 8 mod 32: no bank conflicts
-  static constexpr int kSumFloats = kTokens * kPitch;  // of a warp
+  static constexpr int kSumFloats = kTokens * kPitch;  // floats per warp
 };

@@ -20,13 +20,13 @@ enum ScaleType { kHalfScale = 0, kBfloat16Scale = 1, kE8m0Scale = 2, kByteScale 
 constexpr int kScaleType = SCALE_TYPE;
 
 constexpr int kTileRows = 16, kTileColumns = 64;
-constexpr int kDataBytes = kBits == 8 ? 1024 : 512;  // of a tile
+constexpr int kDataBytes = kBits == 8 ? 1024 : 512;  // bytes of a tile
 constexpr int kHighBytes = kBits == 5 ? 128 : kBits == 6 ? 256 : 0;
 // Bytes for a lane's two rows: a group's scales (and offsets), and the super-block's float16
 // scales.
 constexpr int kScaleBytes = 2 * (kScaleType <= kBfloat16Scale ? 2 : 1) * (kIsPaired ? 2 : 1);
 constexpr int kSuperBytes = kSuperBlock == 0 ? 0 : kIsPaired ? 8 : 4;
-constexpr int kScaleTileBytes = kScaleBytes * 8;  // of a row tile
+constexpr int kScaleTileBytes = kScaleBytes * 8;  // bytes of a row tile's scales
 constexpr int kSuperTileBytes = kSuperBytes * 8;
 
 // The planes of a weight. Padding has codes and scales of 0.

@@ -33,8 +33,8 @@ __device__ __forceinline__ GroupScales group_scales(uint2 own, const GroupScales
 
 // The scales and offsets of a lane's rows g and g + 8, for the codes of a group.
 struct RowScales {
-  float scale[2], offset[2];               // in float: a weight is code * scale + offset
-  uint32_t scale_pair[2], offset_pair[2];  // in scalar_t, twice
+  float scale[2], offset[2];               // float path: a weight is code * scale + offset
+  uint32_t scale_pair[2], offset_pair[2];  // scalar_t path: each value twice
   uint32_t rest_pair[2];                   // remainder of a split scale
 
   // From the stored words of a group, and the factors of its super-block.

@@ -24,7 +24,7 @@ struct StageProduct {
   float part[kTokenTiles][2][kColumns], minimums[kTokenTiles][2][kColumns];
   static constexpr bool kMultipliesOnes = kSumsX && Shape::kTokens > 1;
   float acc[kTokenTiles][4];    // sums of the group
-  float x_sum[kTokenTiles][4];  // of x over the group
+  float x_sum[kTokenTiles][4];  // sums of x over the group
 
   using Totals = float[kTokenTiles][2][kColumns];
 

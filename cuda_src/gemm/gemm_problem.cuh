@@ -16,7 +16,7 @@ struct GemmParams {
   const scalar_t* weight;       // (N, K) contiguous
   const scalar_t* norm_weight;  // (K,); null: no norm
   const float* row_scales;      // (M,) 1 / rms of each row, for the tiled kernels with a norm
-  float eps, weight_offset;     // of the norm
+  float eps, weight_offset;     // parameters of the norm
   const scalar_t* bias;         // (N,), or null
   const void* residual;         // shape and dtype of out, rows residual_stride apart; may be out
   int64_t residual_stride;      // elements
@@ -37,7 +37,7 @@ struct SkinnyParams {
   int64_t x_stride;
   const scalar_t* weight;       // (N, K) contiguous
   const scalar_t* norm_weight;  // (K,); null: no norm
-  float eps, weight_offset;     // of the norm
+  float eps, weight_offset;     // parameters of the norm
   const scalar_t* bias;         // (N,), or null
   const void* residual;         // shape and dtype of out, rows residual_stride apart; may be out
   int64_t residual_stride;      // elements

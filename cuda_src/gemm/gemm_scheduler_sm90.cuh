@@ -7,8 +7,8 @@
 // `band` rows of super-tiles before it moves right: tiles computed at the same time read few rows
 // of x and weight, which stay in L2.
 struct TileScheduler {
-  int m, n, band, rows, cols;  // rows and cols of super-tiles
-  int rank_m, rank_n, rank_k;  // of this CTA in its cluster
+  int m, n, band, rows, cols;  // rows and cols count super-tiles
+  int rank_m, rank_n, rank_k;  // coordinates of this CTA in its cluster
   int first_k, last_k;         // stages of k that this CTA sums
 
   __device__ __forceinline__ TileScheduler(int m, int n, int k, int band)

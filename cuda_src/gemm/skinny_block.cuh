@@ -18,28 +18,28 @@ constexpr int kStepK = 128;  // values of k that a warp multiplies at a time: tw
 template <int kTokenTiles_, int kStages_, int kBuffers_>
 struct SkinnyShape {
   static constexpr int kTokenTiles = kTokenTiles_;
-  static constexpr int kTokens = kTokenTiles * 8, kRows = 16;  // of a warp
+  static constexpr int kTokens = kTokenTiles * 8, kRows = 16;  // tokens and weight rows per warp
   static constexpr int kStages = kStages_, kBuffers = kBuffers_;
   static constexpr int kLoads = 8;  // 16-byte loads per lane and stage
   // Sets of independent accumulators, so that an mma need not wait for the previous one.
   static constexpr int kSets = kTokenTiles <= 2 ? 4 : 1;
   static constexpr int kStageBytes = kLoads * kWarpSize * 16;
   static constexpr int kPitch = kRows + 4;             // 2 * kPitch is 8 mod 32: no bank conflicts
-  static constexpr int kSumFloats = kTokens * kPitch;  // of a warp
+  static constexpr int kSumFloats = kTokens * kPitch;  // floats per warp
 };
 
 // The position of this block and warp in the problem, and the block's shared memory.
 template <typename Shape>
 struct SkinnyBlock {
   int lane_idx, warp_idx, num_warps, threads, thread;
-  int size, rank;  // of the cluster
+  int size, rank;  // blocks in the cluster; rank of this block
   int tile, tile_step, num_tiles;
   int parts;                   // parts of k in all blocks of the cluster
-  int part_k, k_begin, k_end;  // of this warp
-  int slice_begin, slice_end;  // of this block
+  int part_k, k_begin, k_end;  // this warp's part of k
+  int slice_begin, slice_end;  // this block's slice of k
   int num_gates;
   int x_pitch;          // bytes between rows of x: 64 mod 128, against bank conflicts
-  unsigned char* ring;  // of this warp
+  unsigned char* ring;  // ring of this warp
   unsigned char* x;     // [token][slice of k]
   float* sums;          // [buffer][warp][token][row]
 

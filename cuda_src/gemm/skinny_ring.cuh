@@ -91,8 +91,8 @@ __device__ __forceinline__ void skinny_ring(const SkinnyParams& params) {
 #pragma unroll 1
     for (int k = b.k_begin; k < b.k_end; k += kStepK) {
       cp_async_wait<Shape::kStages - 2>();
-      __syncwarp();   // SAFETY: the lanes see each other's copies, and have read the stage before,
-      loader.load();  // which is filled again
+      __syncwarp();   // SAFETY: lanes see each other's copies and have read the previous stage,
+      loader.load();  // which is refilled here
       multiply_stage<Shape>(acc, b.ring + stage * Shape::kStageBytes, g, t, x, (k - b.k_begin) * 2);
       stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
     }

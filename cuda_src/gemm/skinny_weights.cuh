@@ -17,7 +17,7 @@ struct WeightLoader {
   const Problem& p;
   const SkinnyBlock<Shape>& b;
   const scalar_t* from;
-  int64_t row_step, half_step;  // to the row four further; from rows 0-7 to rows 8-15
+  int64_t row_step, half_step;  // offsets to the row four further, to rows 8-15
   int tile, k, rows_left, stage;
   uint32_t to;
 

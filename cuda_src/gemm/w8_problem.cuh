@@ -24,7 +24,7 @@ struct W8Params {
   const unsigned char* weight;  // (N, K) codes, contiguous
   const float* weight_scales;   // (N,), or (ceil(N / 128), ceil(K / 128)) with blocks
   const scalar_t* norm_weight;  // (K,): an RMSNorm precedes the quantization; null: none
-  float eps, weight_offset;     // of the norm
+  float eps, weight_offset;     // parameters of the norm
   const scalar_t* bias;         // (N,), or null
   const void* residual;         // shape and dtype of out, rows residual_stride apart; may be out
   int64_t residual_stride;      // elements

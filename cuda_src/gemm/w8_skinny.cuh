@@ -19,7 +19,7 @@ struct W8Warp {
   const W8Params& p;
   int g, t, lanes_tokens;  // tokens from this lane's first on
   const unsigned char* x;  // this lane's first values
-  const float* scales;     // of x
+  const float* scales;     // scales of x
   int groups;              // groups per row of x
   sum_t acc[kSets][4];
   float scaled[4];
@@ -219,7 +219,7 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
   ring.num_gates = params.num_gates;
   SkinnyBlock<Shape> b(p, ring, smem);
   b.sums = reinterpret_cast<float*>(b.x + params.m * W8Rows<Product, kBlocks>::pitch_of(params.k));
-  const int sum_floats = params.m * Shape::kPitch;  // of a warp
+  const int sum_floats = params.m * Shape::kPitch;  // floats per warp
   using Warp = W8Warp<Product, kBlocks, Shape>;
   float* x_scales =
       Warp::kGroups ? b.sums + Shape::kBuffers * b.num_warps * sum_floats : smem_scales;
@@ -273,8 +273,8 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
         }
       }
       cp_async_wait<kStages - 2>();
-      __syncwarp();   // SAFETY: the lanes see each other's copies, and have read the stage before,
-      loader.load();  // which is filled again
+      __syncwarp();   // SAFETY: lanes see each other's copies and have read the previous stage,
+      loader.load();  // which is refilled here
       warp.multiply_stage(b.ring + stage * Shape::kStageBytes, 2 * k, weight_scales);
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }

@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarpSize)
       }
   }
   __syncwarp();
-  constexpr int kChunks = kTileColumns / kVec;  // of a row
+  constexpr int kChunks = kTileColumns / kVec;  // 16-byte chunks per row
 #pragma unroll 4
   for (int i = lane_idx; i < kTileRows * kChunks; i += kWarpSize) {
     const int64_t row = tile * kTileRows + i / kChunks;

@@ -15,7 +15,7 @@ using Fragments = uint32_t[kSteps][kMmaTiles][4];
 
 struct Consumer {
   Shared& smem;
-  int slabs;            // of k
+  int slabs;            // slabs of k
   int first_k, last_k;  // stages of k
   int warpgroup, warp_idx, lane_idx;
   bool is_gated;

@@ -11,7 +11,7 @@ struct alignas(16) Eight {
 
 struct RowEpilogue {
   Epilogue e;
-  int columns;    // of out
+  int columns;    // columns of out
   int num_gates;  // gated: rows of gate, which precede those of up; else 0
 
   template <typename Out>

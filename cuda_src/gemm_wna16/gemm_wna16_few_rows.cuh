@@ -174,12 +174,12 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
 #pragma unroll 1
     for (int stage = b.stage_begin; stage < b.stage_end; ++stage) {
       wait_for_oldest(p.num_stages);
-      __syncwarp();  // SAFETY: the lanes see each other's copies,
+      __syncwarp();  // SAFETY: the lanes see each other's copies.
       product.multiply(stage_at, x_sums, x_at, b.lane_idx);
 #pragma unroll
       for (int i = 0; i < kTokenTiles; ++i) x_at[i] += kStageColumns * 2;
       x_sums += kStageGroups;
-      __syncwarp();  // and have read the stage before it is filled again.
+      __syncwarp();  // SAFETY: all lanes have read the stage before it is refilled.
       loader.load();
       stage_at += kStageBytes;
       if (stage_at == b.ring + p.num_stages * kStageBytes) stage_at = b.ring;

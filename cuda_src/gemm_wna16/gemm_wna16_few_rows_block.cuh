@@ -21,7 +21,7 @@ struct FewRowsBlock {
   int gate_tiles;              // row tiles of gate; 0 if not gated
   int x_begin, x_columns;      // slice of k of this block; its width with padding
   int x_pitch;                 // bytes between rows of x
-  unsigned char* ring;         // of this warp
+  unsigned char* ring;         // ring of this warp
   unsigned char* x;            // [token][column]
   float* x_sums;               // [group], for a single row of x
   float* sums;                 // [buffer][warp][token][row]

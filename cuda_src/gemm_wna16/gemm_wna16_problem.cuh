@@ -18,7 +18,7 @@ struct FewRowsParams {
   const unsigned char* scales;  //
   const unsigned char* supers;  // or null
   const scalar_t* norm_weight;  // (K,): rmsnorm is applied to x; null: no norm
-  float eps, weight_offset;     // of the norm
+  float eps, weight_offset;     // parameters of the norm
   const scalar_t* bias;         // (N,), or null
   const void* residual;         // shape and dtype of out, rows residual_stride apart; may be out
   int64_t residual_stride;      // elements

@@ -9,7 +9,7 @@
 struct Loader {
   Shared& smem;
   const TensorMap *map_x, *map_tail, *map_data, *map_high, *map_scales, *map_supers;
-  int slabs;      // of k
+  int slabs;      // slabs of k
   int num_gates;  // row tiles of gate, the first half of a block (up is the second); 0: not gated
   int m, x_part, tail_part;
   int first_k, last_k;  // stages of k

@@ -9,7 +9,7 @@ struct MoeTileEpilogue {
   const float* pair_weights;  // null: rows of out are sorted by expert
   const int* order;
   scalar_t* out;
-  int num_pairs, columns;  // of out
+  int num_pairs, columns;  // pairs; columns of out
   bool is_vector;
   MoeGate gate;
 

@@ -107,9 +107,9 @@ struct MoeFewRouting {
 struct MoeFewBlock {
   int lane_idx, warp_idx, num_warps, threads, thread;
   int num_gates;       // rows of gate; 0: no gate
-  int columns;         // of out
-  int num_work_tiles;  // of a tile
-  int stages;          // of k
+  int columns;         // columns of out
+  int num_work_tiles;  // work tiles per token tile
+  int stages;          // stages of k
   int stage_begin, stage_end;
 
   __device__ __forceinline__ MoeFewBlock(const MoeFewParams& p, int stages) : stages(stages) {

@@ -54,7 +54,7 @@ template <int kTokens>
 struct MoeTokenSums {
   using Shape = typename MoeFewProduct<kTokens>::Shape;
   static constexpr int kPitch = Shape::kPitch;
-  static constexpr int kFloats = kTokens * kPitch + Shape::kSumFloats;  // of a warp
+  static constexpr int kFloats = kTokens * kPitch + Shape::kSumFloats;  // floats per warp
   float* of_tokens;
   float* of_tile;
 
@@ -123,9 +123,9 @@ __device__ __forceinline__ void moe_few_combine(const MoeFewParams& p) {
 #pragma unroll 1
     for (int stage = run.begin; stage < run.end; ++stage) {
       wait_for_oldest(p.num_stages);
-      __syncwarp();  // SAFETY: the lanes see each other's copies,
+      __syncwarp();  // SAFETY: the lanes see each other's copies.
       product.multiply(stage_at, t.count, b.lane_idx);
-      __syncwarp();  // and have read the stage before it is filled again.
+      __syncwarp();  // SAFETY: all lanes have read the stage before it is refilled.
       loader.template load<true, true>();
       cp_async_commit();
       stage_at += stage_bytes;

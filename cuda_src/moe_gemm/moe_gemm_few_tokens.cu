@@ -107,9 +107,9 @@ __device__ __forceinline__ void moe_few_tokens(const MoeFewParams& p) {
 #pragma unroll 1
     for (int stage = b.stage_begin; stage < b.stage_end; ++stage) {
       wait_for_oldest(p.num_stages);
-      __syncwarp();  // SAFETY: the lanes see each other's copies,
+      __syncwarp();  // SAFETY: the lanes see each other's copies.
       product.multiply(stage_at, t.count, b.lane_idx);
-      __syncwarp();  // and have read the stage before it is filled again.
+      __syncwarp();  // SAFETY: all lanes have read the stage before it is refilled.
       loader.template load<true, true>();
       cp_async_commit();
       stage_at += stage_bytes;

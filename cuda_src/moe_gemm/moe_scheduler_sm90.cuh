@@ -7,7 +7,7 @@
 // possible, and the order covers all its tokens before it moves to the next rows of the weight:
 // CTAs that run at the same time read the same rows from L2.
 struct MoeScheduler {
-  const int *offsets, *tiles;  // in shared memory
+  const int *offsets, *tiles;  // arrays in shared memory
   int num_experts, row_tiles, tile_rows;
 
   static __device__ __forceinline__ int token_tiles(int count) {

@@ -16,7 +16,7 @@ __device__ __forceinline__ T block_reduce(T x, Op op, uint64_t* scratch) {
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
     x = op(x, __shfl_xor_sync(kFullMask, x, offset));
   }
-  __syncthreads();  // SAFETY: the call before may still read them.
+  __syncthreads();  // SAFETY: the previous call may still read them.
   if (threadIdx.x % kWarpSize == 0) warp_values[threadIdx.x / kWarpSize] = x;
   __syncthreads();
   T total = warp_values[0];
@@ -29,7 +29,7 @@ template <int kWarps>
 __device__ __forceinline__ uint32_t block_max(uint32_t x, uint64_t* scratch) {
   uint32_t* warp_values = reinterpret_cast<uint32_t*>(scratch);
   x = __reduce_max_sync(kFullMask, x);
-  __syncthreads();  // SAFETY: the call before may still read them.
+  __syncthreads();  // SAFETY: the previous call may still read them.
   if (threadIdx.x % kWarpSize == 0) warp_values[threadIdx.x / kWarpSize] = x;
   __syncthreads();
   return __reduce_max_sync(kFullMask, warp_values[threadIdx.x % kWarps]);
@@ -45,7 +45,7 @@ __device__ __forceinline__ int block_inclusive_count(int x, uint64_t* scratch) {
     const int below = __shfl_up_sync(kFullMask, x, offset);
     if (lane_idx >= offset) x += below;
   }
-  __syncthreads();  // SAFETY: the call before may still read them.
+  __syncthreads();  // SAFETY: the previous call may still read them.
   if (lane_idx == kWarpSize - 1) warp_values[warp_idx] = x;
   __syncthreads();
   const int before = lane_idx < warp_idx ? warp_values[lane_idx % kWarps] : 0;
@@ -72,7 +72,7 @@ __device__ __forceinline__ uint64_t block_inclusive_scan(uint64_t x, uint64_t* s
     const uint64_t below = __shfl_up_sync(kFullMask, x, offset);
     if (lane_idx >= offset) x += below;
   }
-  __syncthreads();  // SAFETY: the call before may still read them.
+  __syncthreads();  // SAFETY: the previous call may still read them.
   if (lane_idx == kWarpSize - 1) scratch[warp_idx] = x;
   __syncthreads();
   uint64_t sum = 0;

@@ -31,7 +31,7 @@ __device__ __forceinline__ int id_of(uint64_t order) {
 struct Row {
   const float* data;
   int size;
-  bool is_aligned;  // to 16 bytes
+  bool is_aligned;  // aligned to 16 bytes
 
   __device__ __forceinline__ Row(const float* data, int size)
       : data(data), size(size), is_aligned(reinterpret_cast<uint64_t>(data) % 16 == 0) {}

@@ -19,8 +19,8 @@ constexpr int kMaxWalks = 256;  // rows beyond these are each walked by their ow
 constexpr uint32_t kBinning = 1, kDrawing = 2, kDecided = 3, kTied = 4;
 
 struct WalkQueue {
-  uint32_t num_finished;  // rows
-  uint32_t num_started;   // blocks
+  uint32_t num_finished;  // finished rows
+  uint32_t num_started;   // started blocks
   uint32_t num_walks, unused;
   uint32_t phases[kMaxWalks];
 };
