@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import warnings
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,11 @@ LAUNCH_KEYWORDS = {
 
 def _sources() -> list[Path]:
     return sorted((ROOT / "engine").rglob("*.py"))
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def _part(path: Path) -> str:
@@ -134,7 +140,7 @@ def test_the_mirror_has_the_ops_signature(op):
 def _imports(path: Path) -> set[str]:
     """Return the parts of the package that the file imports."""
     parts: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -148,13 +154,14 @@ def _imports(path: Path) -> set[str]:
     return parts
 
 
-@pytest.mark.parametrize("path", _sources(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_only_go_down(path):
-    part = _part(path)
-    assert part in LAYERS, f"{path} belongs to no layer; add it to LAYERS"
-    for other in _imports(path):
-        assert LAYERS[other] <= LAYERS[part], f"{path} (L{LAYERS[part]}) imports {other}"
-        assert not (part == "reference" and other == "kernels"), "a mirror imports its kernel"
+def test_imports_only_go_down():
+    for path in _sources():
+        part = _part(path)
+        assert part in LAYERS, f"{path} belongs to no layer; add it to LAYERS"
+        for other in _imports(path):
+            assert LAYERS[other] <= LAYERS[part], f"{path} (L{LAYERS[part]}) imports {other}"
+            is_its_kernel = part == "reference" and other == "kernels"
+            assert not is_its_kernel, f"{path}: a mirror imports its kernel"
 
 
 def _module_name(path: Path) -> str:
@@ -162,11 +169,16 @@ def _module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def _modules() -> set[str]:
+    return {_module_name(source) for source in _sources()}
+
+
 def _first_party_imports(path: Path) -> dict[int, set[str]]:
     """Return the package's modules that a file imports, by the line that does."""
-    modules = {_module_name(source) for source in _sources()}
+    modules = _modules()
     found: dict[int, set[str]] = {}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
@@ -203,10 +215,14 @@ def test_no_import_is_a_cycle():
         visit(module, ())
 
 
-@pytest.mark.parametrize("path", _sources(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_an_import_inside_a_function_says_why(path):
+def test_an_import_inside_a_function_says_why():
+    for path in _sources():
+        _check_imports_inside_functions(path)
+
+
+def _check_imports_inside_functions(path: Path) -> None:
     lines = path.read_text().splitlines()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         previous_end = 0
@@ -233,7 +249,7 @@ def test_sizes_of_weights_are_asked_of_the_weight():
 def test_nothing_dangerous_in_the_package():
     banned = {"pickle", "marshal", "dill", "cloudpickle", "shelve", "torch"}
     for path in _sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
                 assert not banned & {n.split(".")[0] for n in names}, f"{path} imports {names}"
@@ -271,7 +287,7 @@ def test_long_files_and_functions_are_named():
         text = path.read_text()
         if (length := text.count("\n")) > 500:
             warnings.warn(f"{path.relative_to(ROOT)} has {length} lines", stacklevel=1)
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(_tree(path)):
             is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             if is_function and (length := _code_lines(node)) > 60:
                 name = f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
@@ -281,7 +297,7 @@ def test_long_files_and_functions_are_named():
 def test_an_assignment_makes_one_value():
     """`a, b = x, y` hides that two things happen; a swap is one."""
     for path in _sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
                 targets = node.targets[0]
                 if isinstance(targets, ast.Tuple):
