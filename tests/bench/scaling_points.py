@@ -10,15 +10,16 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from engine.commands._bench_models import built_in_config
 from engine.commands._bench_workloads import Work
 from engine.scaling import Constants, Division, Speed, Step, StepModel, Workload, find_card
-from tests.bench.figure import FOLDER
 
 __all__ = ["UNFITTED", "Point", "collective_points", "measured_points"]
 
+FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 UNFITTED = "steps of 256 requests, not fitted to", "H100s, not fitted to"
 """The groups of points that the constants are not fitted to."""
 

@@ -70,7 +70,7 @@ async def collected(client, prompt, params, **options):
     return [output async for output in client.generate(prompt, params, **options)]
 
 
-async def eventually(condition, seconds=10.0):
+async def eventually(condition, seconds=60.0):
     """Wait until `condition()`, or the awaitable that it returns, is true."""
     for _ in range(int(seconds / 0.01)):
         found = condition()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 
-import anthropic
 import httpx
-import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,8 +14,12 @@ from engine.errors import EngineError
 from engine.server.protocol.anthropic import CountTokensRequest, MessagesRequest
 from engine.server.protocol.responses import ResponsesRequest
 from engine.server.server_config import ServerConfig, key_hash
+from tests.lazily import lazily
 from tests.server.serving import CannedClient, serve
 from tests.server.test_protocol_fuzz import body
+
+anthropic = lazily("anthropic")
+openai = lazily("openai")
 
 USER = [{"role": "user", "content": "Hi"}]
 

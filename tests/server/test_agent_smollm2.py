@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
-import anthropic
-import openai
 import pytest
 
 from engine import LLM, SamplingParams
 from engine.async_engine import AsyncEngine
 from engine.loading.download import local_path
 from engine.server.server_config import ServerConfig
+from tests.lazily import lazily
 from tests.server.serving import serve
+
+anthropic = lazily("anthropic")
+openai = lazily("openai")
 
 PROMPTS = ["What is the capital of France?", "Count to five.", "Say hello in German."]
 SYSTEM = "Answer with one sentence."

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from engine.errors import RequestError
@@ -134,13 +135,19 @@ def test_what_cannot_be_done_is_refused(fields, words):
 
 # ---- events
 
-ADAPTER = TypeAdapter(RawMessageStreamEvent)
 CALL = (
     ToolCallStart(0, "call_0", "add"),
     ToolCallDelta(0, '{"a":'),
     ToolCallDelta(0, " 1}"),
     ToolCallEnd(0),
 )
+
+
+@functools.cache
+def adapter():
+    from anthropic.types import RawMessageStreamEvent  # slow to import
+
+    return TypeAdapter(RawMessageStreamEvent)
 
 
 def run(build, *parts, finish="stop", stop=None):
@@ -161,13 +168,15 @@ def test_the_order_of_events():
     assert [event["index"] for event in events if "index" in event] == [0] * 3 + [1] * 4 + [2] * 4
     for event in events:
         if event["type"] != "ping":
-            ADAPTER.validate_python(event, strict=True)
+            adapter().validate_python(event, strict=True)
 
 
 def test_the_message():
     build = MessageBuilder("served")
     run(build, "Hm", TextDelta("I"), TextDelta(" add"), *CALL, finish="tool_calls")
     msgspec.convert(build.message, MessageObject)
+    from anthropic.types import Message  # slow to import
+
     message = Message.model_validate(build.message, strict=True)
     thinking, text, call = message.content
     assert (thinking.thinking, text.text, call.input) == ("Hm", "I add", {"a": 1})

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 
-import openai
 import pytest
 
 from engine.server.server_config import ServerConfig
+from tests.lazily import lazily
 from tests.server.scripted_client import ScriptedClient
 from tests.server.serving import CannedClient, serve
+
+openai = lazily("openai")
 
 ASK = {"model": "scripted", "messages": [{"role": "user", "content": "1 + 2?"}]}
 ADD = {

@@ -7,11 +7,13 @@ import base64
 import math
 
 import numpy as np
-import openai
 import pytest
 
 from engine.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
+from tests.lazily import lazily
+
+openai = lazily("openai")
 
 QUESTION = [{"role": "user", "content": "Name the three primary colors."}]
 PROMPT = "The capital of France is"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 import pytest
-from openai import omit
-from openai.lib.streaming.responses._responses import ResponseStreamState
-from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from engine.errors import RequestError
@@ -156,7 +155,12 @@ def test_what_cannot_be_done_is_refused(fields, words):
 
 # ---- events
 
-ADAPTER = TypeAdapter(ResponseStreamEvent)
+
+@functools.cache
+def adapter():
+    from openai.types.responses import ResponseStreamEvent  # slow to import
+
+    return TypeAdapter(ResponseStreamEvent)
 
 
 def builder():
@@ -195,16 +199,21 @@ def test_the_order_of_events():
     ]  # fmt: skip
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
-        ADAPTER.validate_python(event, strict=True)
+        adapter().validate_python(event, strict=True)
 
 
 def test_the_client_builds_the_same_response_from_the_events():
+    # Slow to import.
+    from openai import omit
+    from openai.lib.streaming.responses._responses import ResponseStreamState
+    from openai.types.responses import Response
+
     build = builder()
     state = ResponseStreamState(text_format=omit, input_tools=[])
     for event in run(build, "Hm", TextDelta("I add"), *CALL, TextDelta("Done")):
         # As on the wire: each event is a copy.
         copied = msgspec.json.decode(msgspec.json.encode(event))
-        state.handle_event(ADAPTER.validate_python(copied))
+        state.handle_event(adapter().validate_python(copied))
     response = Response.model_validate(build.response, strict=True)
     assert response.output_text == "I addDone"
     assert [item.type for item in response.output] == [
@@ -243,7 +252,7 @@ def test_a_failure():
     list(build.start())
     list(build.add(TextDelta("I")))
     *_, last = build.fail("the engine stopped")
-    ADAPTER.validate_python(last, strict=True)
+    adapter().validate_python(last, strict=True)
     assert last["type"] == "response.failed"
     assert last["response"]["error"] == {"code": "server_error", "message": "the engine stopped"}
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 
-import openai
 import pydantic
 import pytest
 
 from engine.text.chat_template import ChatTemplate
+from tests.lazily import lazily
 from tests.server.serving import CHATML
+
+openai = lazily("openai")
 
 ASK = {
     "model": "smollm2",
