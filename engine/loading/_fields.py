@@ -32,7 +32,7 @@ class Fields:
     where : str
         The file's name, for messages.
     names : mapping, optional
-        Key -> its name in the file, for messages, where the two differ.
+        Key -> its name in the file, for messages; keys with the same name may be absent.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Fields:
         self._names = names or {}
 
     def error(self, key: str, wanted: str) -> ConfigError:
-        """Return the error for `key`, which should have been `wanted`."""
+        """Return a ConfigError saying that `key` must be `wanted`, with the value found."""
         name = self._names.get(key, key)
         got = shown(self._values[key]) if key in self._values else "nothing"
         return ConfigError(f"{self._where}: {name} must be {wanted}; got {got}")
@@ -116,7 +116,7 @@ class Fields:
         return tuple(float(one) for one in value)
 
     def token_ids(self, key: str, vocab_size: int, default: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return one or several token ids (the file has an int or a list)."""
+        """Return the token ids that the file gives as an int or a list."""
         if not self.has(key):
             return tuple(default)
         value = self._values[key]

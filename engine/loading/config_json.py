@@ -1,4 +1,4 @@
-"""A `ModelConfig` as values that JSON has, and back."""
+"""Conversion of a `ModelConfig` to JSON values, and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def config_from_json(fields: Mapping[str, Any]) -> ModelConfig:
-    """Return the configuration of which `config_to_json` made `fields`."""
+    """Undo `config_to_json`."""
     given = _with_tuples(fields)
     given["rope"] = RopeConfig(**_with_tuples(given["rope"]))
     if given["rope_local"] is not None:

@@ -1,4 +1,4 @@
-"""Makes a decoder of a model's files, or of random weights: the whole model, or one rank's part."""
+"""Builds a decoder from a model's files or random weights: the whole model or one rank's part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_arguments(model: Any, load_format: Any, config: Any) -> None:
     Raises
     ------
     ConfigError
-        Naming the first that is wrong.
+        If one is invalid; the message names the first.
     """
     if not isinstance(load_format, str) or load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format must be 'auto' or 'dummy'; got {shown(load_format)}")
@@ -47,17 +47,17 @@ def load_decoder(
     stage: Stage = ALL_LAYERS,
     progress: bool = False,
 ) -> Decoder:
-    """Return a decoder, with the scales of pages that a checkpoint has.
+    """Return a decoder with the weights, and the KV scales, of a checkpoint.
 
     Parameters
     ----------
     source : ModelSource or None
         The model's files.
     config : ModelConfig
-        Of the whole model.
+        The whole model's.
     options : LoadConfig
     collectives : Collectives, optional
-        Of the ranks that share the model; this one loads its part only.
+        Connects the ranks that share the model; this rank loads only its part.
     stage : Stage
         The layers to load.
     progress : bool
@@ -66,7 +66,7 @@ def load_decoder(
     Raises
     ------
     ConfigError, WeightsError, OutOfMemoryError
-        If the model cannot be divided, the files cannot be used, or there is no room.
+        If the model cannot be divided, the files cannot be used, or memory does not suffice.
     """
     device = options.device
     dtype = options.dtype
@@ -83,9 +83,10 @@ def load_decoder(
     named = _weights(source, config, options, shard, progress=progress)
     weights = {stage.local_name(name): weight for name, weight in named.items()}
     if not stage.is_first:
-        weights.pop("embed", None)  # a tied one, which is the output layer
+        weights.pop("embed", None)  # a tied embedding, which is the output layer here
     device.activate()
-    if device.is_cuda and not (shard.by_output and not shard.is_whole):  # which gathers features
+    # Shards by output gather the features, whose number must not be padded.
+    if device.is_cuda and not (shard.by_output and not shard.is_whole):
         pad_mlps(weights, local, device, dtype)
     decoder = Decoder(
         local,

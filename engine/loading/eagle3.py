@@ -1,8 +1,8 @@
-"""Reads an EAGLE-3 head: its config.json, and its tensors, as they are published.
+"""Reading of a published EAGLE-3 head: its config.json and its tensors.
 
 Names are those of the raw checkpoints ("midlayer.*" or "layers.0.*", "fc", "norm", "lm_head",
-"d2t"). The files are untrusted: sizes are checked as in `hf_config`, and every tensor's shape
-against the config, before anything is read.
+"d2t"). The files are untrusted: before anything is read, sizes are checked as in `hf_config`, and
+every tensor's shape is checked against the config.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _PREFIXES = ("midlayer.", "layers.0.")
 
 
 def load_eagle3_config(directory: str | PathLike[str], target: ModelConfig) -> Eagle3Config:
-    """Read the config.json of a head, which must fit to its target.
+    """Read the config.json of a head, which must match its target model.
 
     Raises
     ------
     ConfigError
-        If a value is missing, out of range or not supported, or is not the target's: the message
-        names both.
+        If a value is missing, out of range or not supported, or differs from the target's; the
+        message then names both.
     """
     root = Path(directory)
     where = str(root / "config.json")
     values = read_json(root / "config.json", root=root)
     nested = values.get("transformer_layer_config")
     is_speculators = isinstance(nested, Mapping)
-    if isinstance(nested, Mapping):  # the format of the library "speculators"
+    if isinstance(nested, Mapping):  # the config format of the library "speculators"
         values = {**nested, **{key: value for key, value in values.items() if key != "model_type"}}
     fields = Fields({**values, "num_hidden_layers": values.get("num_hidden_layers", 1)}, where)
     for key in _UNSUPPORTED:
@@ -97,7 +97,7 @@ def load_eagle3_weights(
 
 
 def _layer_config(values: Mapping[str, Any], target: ModelConfig, where: str) -> ModelConfig:
-    """Return the config of its layer, which is Llama's."""
+    """Return the config of the head's layer, a Llama layer."""
     absent = {"model_type", "num_hidden_layers", "layer_types", "bos_token_id", "eos_token_id"}
     given = {key: value for key, value in values.items() if key not in absent}
     given.setdefault("vocab_size", target.vocab_size)
@@ -109,7 +109,7 @@ def _layer_config(values: Mapping[str, Any], target: ModelConfig, where: str) ->
 
 
 def _feature_layers(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers whose input the head reads: the file's, or EAGLE-3's three."""
+    """Return the layers whose inputs the head reads: those of the file, or EAGLE-3's three."""
     key = "eagle_aux_hidden_state_layer_ids"
     last = target.num_layers
     if not fields.has(key) and fields.has("eagle_config"):
@@ -135,7 +135,7 @@ def _feature_layers(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
 
 
 def _target_ids(tensors: HeadTensors, config: Eagle3Config) -> np.ndarray[Any, Any]:
-    """Return the target's id of each id of the draft vocabulary; the file has their difference."""
+    """Return the target's id for each draft id; the file stores the differences."""
     count = config.draft_vocab_size
     size = config.layer.vocab_size
     offsets = tensors.integers("d2t", (count,))

@@ -1,8 +1,8 @@
 """.gguf files: metadata and tensors, checked against the size of the file before any view.
 
 The format: magic, version, counts, key-value pairs, tensor infos, padding, data. A file is
-untrusted: lengths and offsets are Python integers and every read is bounded by the file.
-Metadata is scanned once and decoded on access, so that opening a file takes milliseconds.
+untrusted: lengths and offsets are Python integers, and no read goes beyond the file. Metadata is
+scanned once and decoded on access, so that opening a file takes milliseconds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SCALARS: dict[int, np.dtype[Any]] = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
-_MAX_ITEMS = 1 << 24  # of a metadata array, as many as a vocabulary may have
+_MAX_ITEMS = 1 << 24  # items of a metadata array, such as a vocabulary
 _MIN_PAIR_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
@@ -97,7 +97,7 @@ class _Cursor:
             raise self.fail(f"{excerpt(what)} must be UTF-8 ({error})") from error
 
     def count(self, least: int, what: str) -> int:
-        """Read the count of items that follow, of `least` bytes or more; they must fit the file."""
+        """Read the count of the items that follow; at `least` bytes each they must fit the file."""
         count = self.number("<Q", what)
         if count * least > (left := len(self.data) - self.at):
             raise self.fail(f"is truncated: {count} {what} do not fit in the {left} bytes left")
@@ -105,9 +105,9 @@ class _Cursor:
 
 
 class GgufMetadata(Mapping[str, Any]):
-    """The key-value pairs of a .gguf: str, int, float, bool, or lists of them.
+    """The key-value pairs of a .gguf file, decoded on access: str, int, float, bool, or lists.
 
-    Values are decoded on access. Keys of the tokenizer start with "tokenizer.".
+    Keys of the tokenizer start with "tokenizer.".
     """
 
     def __init__(self, cursor: _Cursor) -> None:
@@ -227,9 +227,9 @@ class GgufFile:
     ) -> np.ndarray[Any, Any]:
         """Return rows [start, stop) of tensor `name` (whole blocks of a 1-D quantized tensor).
 
-        Rows of a tensor with more than two dimensions are those of all its matrices, in order. If
-        `columns` is given, only these; of quantized formats, only the blocks that contain them
-        are decoded. A view for F32, F16 and BF16, a new float32 array for quantized formats.
+        Rows of a tensor with more than two dimensions are counted through all its matrices. With
+        `columns`, only these are returned; of quantized formats, only the blocks that contain them
+        are decoded. The result is a view for F32, F16 and BF16, else a new float32 array.
         """
         tensor = self.tensors[name]
         form = tensor.format

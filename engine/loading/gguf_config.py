@@ -1,7 +1,7 @@
-"""Converts the metadata of a .gguf file to a `ModelConfig`.
+"""Conversion of the metadata of a .gguf file to a `ModelConfig`.
 
 The keys are renamed to those of a config.json, so that one reader checks both; error messages use
-the names in the .gguf.
+the names in the .gguf file.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _NEUTRAL = {
     "logit_scale": 0.0,
     "residual_scale": 0.0,
 }
-# Architectures of several families, of which one has windows, and one has experts.
+# Architecture names that several families share -> the family with windows, or with experts.
 _WITH_WINDOW = {"llama": MISTRAL, "olmo2": OLMO3}
 _WITH_EXPERTS = {"llama": MIXTRAL}
 _PLAIN_DTYPES = {"F32": "float32", "F16": "float16"}
@@ -85,7 +85,7 @@ def load_gguf_config(path: str | PathLike[str]) -> ModelConfig:
 def gguf_config(file: GgufFile) -> ModelConfig:
     """Return the configuration of the model in `file`.
 
-    Its dtype is that of the embedding, or bfloat16 if that is quantized.
+    Its dtype is the embedding's, or bfloat16 if the embedding is quantized.
 
     Raises
     ------
@@ -119,7 +119,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
 def _renamed(
     metadata: Mapping[str, Any], arch: str, family: Family
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values under config.json's keys, and the file's names for those keys."""
+    """Return the values by config.json's keys, and the file's name for each of these keys."""
     keys = _KEYS | (_MULTIPLIER_KEYS if family.multipliers else {})
     if family.layer_norm:
         keys[family.eps_key] = "attention.layer_norm_epsilon"
@@ -132,7 +132,7 @@ def _renamed(
     names = {key: f"{arch}.{name}" for key, name in keys.items()} | _TOKEN_KEYS
     values = {key: metadata[name] for key, name in names.items() if name in metadata}
     ends = [metadata[key] for key in _EOS_KEYS if key in metadata]
-    # A missing id means there is none: the defaults of a config.json do not apply here.
+    # A missing id means none: the defaults of a config.json do not apply here.
     values.setdefault("bos_token_id", None)
     if family.multipliers:
         values.setdefault("attention_multiplier", None)
@@ -163,7 +163,7 @@ def _refuse_unsupported(
 
 
 def _from_tensors(file: GgufFile, family: Family) -> dict[str, Any]:
-    """Return what is derived from the tensors: V, tied embeddings, biases, layout, dtype."""
+    """Return the values derived from the tensors: V, tied embeddings, biases, layout, dtype."""
     embed = file.tensors.get("token_embd.weight")
     if embed is None:
         raise WeightsError(f"{file.path}: tensor 'token_embd.weight' is missing")
@@ -186,7 +186,7 @@ def _window(metadata: Mapping[str, Any], arch: str) -> dict[str, Any]:
 
 
 def _experts(file: GgufFile, arch: str, moe: MoeFamily) -> dict[str, Any]:
-    """Return what a .gguf does not store of experts; their number must be there."""
+    """Return the expert settings that a .gguf does not store; the expert counts must be present."""
     for name in (_MOE_KEYS["num_experts"], _MOE_KEYS["num_experts_per_tok"]):
         if f"{arch}.{name}" not in file.metadata:
             raise ConfigError(f"{file.path}: {arch}.{name} must be a whole number; got nothing")
@@ -209,7 +209,7 @@ def _head_dim(values: Mapping[str, Any]) -> int | None:
 def _attention_scale(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return Gemma's `query_pre_attn_scalar`, which a .gguf does not store.
 
-    It is the head dim in every Gemma 2 and 3 but the largest (46 and 62 layers), where it is N / H.
+    It is N / H in the largest Gemma 2 and 3 (46 and 62 layers), and the head dim in all others.
     """
     head_dim = _head_dim(values)
     if values.get("num_hidden_layers") in (46, 62):
@@ -254,8 +254,8 @@ def _scaling(
             "attention_factor": metadata.get(f"{prefix}.attn_factor"),
         }
     elif "rope_freqs.weight" in file.tensors:
-        # Llama 3's scaling, precomputed by the converter as a divisor per frequency: longrope with
-        # one set of factors and no scale of cos and sin.
+        # Llama 3's scaling, which the converter has turned into one divisor per frequency: longrope
+        # with a single set of factors, and without a scale of cos and sin.
         factors = _factors(file, "rope_freqs.weight")
         scaling = {
             "rope_type": "longrope",

@@ -1,8 +1,8 @@
-"""The supported tensor formats of .gguf files, dequantized with NumPy.
+"""Dequantization of the supported .gguf tensor formats with NumPy.
 
 A quantized tensor is a sequence of blocks; a block holds float16 scales and small packed integers.
-Decoders take whole blocks and return float32, with the same order of operations as the `gguf`
-package, which is the reference in the tests.
+Decoders turn whole blocks into float32, in the order of operations of the `gguf` package, which is
+the reference in the tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GROUP_WEIGHTS = 1 << 16
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """How one ggml type stores weights.
+    """Storage of weights in one ggml type.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class QuantFormat:
         return count // self.block * self.itemsize
 
     def decode(self, raw: Array) -> Array:
-        """Return the weights in bytes `raw`, 1-D: a view, or float32 for quantized formats."""
+        """Return the weights stored in the bytes `raw`, 1-D: a view, or float32 if quantized."""
         if self.dtype is not None:
             return raw.view(self.dtype)
         assert self.unpack is not None
@@ -66,7 +66,7 @@ class QuantFormat:
 
 
 def _float16(blocks: Array, start: int, stop: int) -> Array:
-    """Return bytes [start, stop) of every block, read as float16, as float32."""
+    """Return bytes [start, stop) of every block, which hold float16 numbers, as float32."""
     return np.ascontiguousarray(blocks[:, start:stop]).view("<f2").astype(np.float32)
 
 
@@ -139,7 +139,7 @@ def _unpack_q4_k(blocks: Array, out: Array) -> None:
 
 
 def _unpack_q5_k(blocks: Array, out: Array) -> None:
-    """As Q4_K; the fifth bits of all groups' q lie before the nibbles, a group in a bit."""
+    """Q4_K with fifth bits before the nibbles: bit g of a byte belongs to a code of group g."""
     q = _k_nibbles(blocks, 48)
     for group in range(8):
         q[:, group] |= ((blocks[:, 16:48] >> group) & 1) << 4
@@ -147,14 +147,14 @@ def _unpack_q5_k(blocks: Array, out: Array) -> None:
 
 
 def _k_nibbles(blocks: Array, start: int) -> Array:
-    """Return the nibbles (n, 8, 32) from byte `start` on: 32 low ones, then their high ones."""
+    """Return the nibbles (n, 8, 32) from byte `start` on: per 32 bytes the low, then the high."""
     q = np.empty((len(blocks) * 4, 2, 32), np.uint8)
     _nibbles(np.ascontiguousarray(blocks[:, start:]).reshape(-1, 32), q)
     return q.reshape(-1, 8, 32)
 
 
 def _scale_k(blocks: Array, q: Array, out: Array) -> None:
-    """Write the numbers of codes q (n, 8, 32) to `out`."""
+    """Scale the codes q (n, 8, 32) to numbers in `out`."""
     low, mid, high = (blocks[:, 4 + 4 * i : 8 + 4 * i] for i in range(3))
     s = np.concatenate([low & 63, (high & 15) | ((low >> 2) & 48)], axis=1)
     t = np.concatenate([mid & 63, (high >> 4) | ((mid >> 2) & 48)], axis=1)

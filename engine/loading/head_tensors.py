@@ -1,4 +1,4 @@
-"""The tensors of a draft head: each is checked against its shape, and read once."""
+"""The tensors of a draft head: each one's shape is checked, and each is read once."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _LINEARS = {
 
 
 class HeadTensors:
-    """A safetensors checkpoint from which a head is read.
+    """The safetensors checkpoint of a draft head.
 
     Parameters
     ----------
     directory : str or path
     device : Device
     dtype : str
-        Of the arrays.
+        Dtype of the arrays that `read` returns.
 
     Attributes
     ----------
     path : Path
-        For messages.
+        The checkpoint's, for messages.
 
     Raises
     ------
     WeightsError
-        If there are no weights, or a file is damaged.
+        If the weights are missing or a file is damaged.
     """
 
     def __init__(self, directory: str | PathLike[str], device: Device, dtype: str) -> None:
@@ -60,7 +60,7 @@ class HeadTensors:
         Raises
         ------
         WeightsError
-            If it is missing, has another shape, is no float, or too large for float16.
+            If it is missing, has another shape, is not of floats, or does not fit float16.
         """
         return self._device.xp.asarray(self._rows(name, shape))
 
@@ -72,7 +72,7 @@ class HeadTensors:
         return self._file.view(name)
 
     def layer(self, prefix: str, config: ModelConfig, width: int) -> dict[str, Any]:
-        """Return the weights of a `HeadLayer` under `prefix`; `width`: columns of q, k and v."""
+        """Return the weights of a `HeadLayer` under `prefix`; q, k and v have `width` columns."""
         c = config
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         rows = {
@@ -98,18 +98,18 @@ class HeadTensors:
         return weights
 
     def ignore(self, *names: str, prefix: str | None = None) -> None:
-        """Note that these tensors, and all that begin in another way, are not needed."""
+        """Exclude `names`, and all tensors without `prefix`, from the check of `finish`."""
         self._unread -= set(names)
         if prefix is not None:
             self._unread = {name for name in self._unread if name.startswith(prefix)}
 
     def finish(self, what: str) -> None:
-        """Refuse tensors that were not read.
+        """Refuse tensors that were neither read nor ignored.
 
         Raises
         ------
         WeightsError
-            Naming some of them.
+            If any are left; the message names some.
         """
         if self._unread:
             names = ", ".join(sorted(self._unread)[:4])
@@ -125,7 +125,7 @@ class HeadTensors:
         return self._device.xp.asarray(np.concatenate(parts))
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """Return a copy of a tensor in the dtype, on the host."""
+        """Return a copy of a tensor, converted to the dtype, on the host."""
         self._check(name, shape)
         with np.errstate(over="ignore"):
             array = np.array(self._file.read(name, 0, shape[0]), self._dtype)

@@ -1,7 +1,7 @@
-"""Converts config.json and generation_config.json to a `ModelConfig`.
+"""Conversion of config.json and generation_config.json to a `ModelConfig`.
 
 Files are untrusted: the type and range of every number are checked, so that a corrupt file raises a
-`ConfigError` that names the key and never causes a huge allocation.
+`ConfigError` that names the key, and never causes a huge allocation.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _MAX_HEAD_DIM = 1024
 _MAX_WIDTH = 1 << 20
 _MAX_VOCAB = 1 << 24
 
-# Elsewhere null says that there is none: no window, say, where the default is one.
+# For these keys null means "use the family's default". For all others it means "none":
+# `"sliding_window": null` turns the window off.
 _NULL_IS_DEFAULT = ("rope_parameters",)
 
-# Refused in a family that has no default for them: Hugging Face does not read them there.
+# Refused in families without a default for them, for which Hugging Face does not read them.
 _GEMMA_KEYS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 
 _SWITCHED = ("switched", "max_window_layers", "even_layers", "layers_without_rope")
@@ -73,7 +74,7 @@ def config_from_dict(values: Mapping[str, Any], where: str = "config") -> ModelC
     Raises
     ------
     ConfigError
-        As in `model_config.load_config`.
+        See `model_config.load_config`.
 
     Examples
     --------
@@ -195,7 +196,7 @@ def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
     scalar = fields.real("query_pre_attn_scalar", 1e-6, 1e6, 0.0)
     scales = {"attn_scale": scalar**-0.5 if scalar else 0.0}
     if kind.scale_embedding:
-        # NOTE: float32 here; `Embedding` rounds it to its dtype, as Hugging Face does.
+        # NOTE: in float32; `Embedding` rounds it to its dtype, as Hugging Face does.
         scales["embed_scale"] = float(np.float32(math.sqrt(hidden_size)))
     if kind.multipliers:
         scales |= _multipliers(fields)
@@ -211,7 +212,7 @@ def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
 
 
 def _multipliers(fields: Fields) -> dict[str, float]:
-    """Return Granite's multipliers; that of the logits divides them."""
+    """Return Granite's multipliers; the file's logits_scaling is a divisor."""
 
     def factor(key: str, default: float = 1.0) -> float:
         value: float = fields.real(key, 1e-6, 1e6, default)
@@ -243,7 +244,7 @@ def _dtype(fields: Fields) -> str:
 
 
 def _rope_layers(fields: Fields, kind: Family, num_layers: int) -> tuple[bool, ...]:
-    """Tell for every layer whether it rotates q and k, as far as that is a matter of its own."""
+    """Tell for every layer whether `no_rope_layers` lets it rotate q and k; all do without it."""
     if kind.rope_layers != "no_rope_layers":
         return (True,) * num_layers
     if not fields.has("no_rope_layers"):
@@ -262,7 +263,7 @@ def _rope_layers(fields: Fields, kind: Family, num_layers: int) -> tuple[bool, .
 def _layer_windows(
     fields: Fields, kind: Family, rope_layers: tuple[bool, ...], positions: int
 ) -> tuple[int, ...]:
-    """Return the window of every layer; 0 if none, or if no shorter than the longest sequence."""
+    """Return the window of every layer; 0 for none, or for one that covers the longest sequence."""
     num_layers = len(rope_layers)
     is_off = kind.windows in _SWITCHED and not fields.flag("use_sliding_window", False)
     has_types = kind.windows != "switched" and fields.has("layer_types")
@@ -283,7 +284,7 @@ def _layer_windows(
 def _sliding_layers(
     fields: Fields, kind: Family, rope_layers: tuple[bool, ...], window: int
 ) -> list[bool]:
-    """Tell for every layer whether it has the sliding window."""
+    """Tell for every layer whether it uses the sliding window."""
     num_layers = len(rope_layers)
     if fields.has("layer_types") and kind.windows != "switched":
         return _layer_types(fields, num_layers)
@@ -319,14 +320,13 @@ def generation_config(path: str | PathLike[str]) -> dict[str, Any]:
     Parameters
     ----------
     path : str or path
-        The model's directory. A .gguf file, or a directory without the file, has none.
+        The model's directory. For a .gguf file, or without that file, the result is empty.
 
     Returns
     -------
     dict
-        Only keys that are present in the file, out of: temperature, top_k, top_p, min_p,
-        repetition_penalty (numbers), eos_token_id (list of int), max_new_tokens (int),
-        do_sample (bool).
+        Those of these keys that the file has: temperature, top_k, top_p, min_p, repetition_penalty
+        (numbers), eos_token_id (list of int), max_new_tokens (int), do_sample (bool).
 
     Raises
     ------

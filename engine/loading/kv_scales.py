@@ -1,4 +1,4 @@
-"""Scales of keys and values in a checkpoint, for pages of codes."""
+"""Scales for a quantized KV cache, read from a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from engine.model_files import is_present, read_json
 
 __all__ = ["is_kv_scale", "read_kv_scales"]
 
-# compressed-tensors; ModelOpt, older and packed names; one scale for both. Those of queries and
-# zero points (0 in a symmetric scheme) are not read.
+# Names of compressed-tensors; of ModelOpt, older ones and those of packed projections; "kv": one
+# scale for both. Query scales and zero points (0 in a symmetric scheme) match but are not read.
 _NAME = re.compile(
     r"(?:.*\.)?layers\.(?P<layer>\d{1,6})\.(?:self_attn|attn|mixer)\."
     r"(?:(?P<direct>[qkv]|kv)_(?P<kind>scale|zero_point)"
@@ -45,16 +45,16 @@ def read_kv_scales(
     Returns
     -------
     scales : (num_layers, 2, K) array of float32
-        NaN where the checkpoint has none.
+        NaN for those that the checkpoint lacks.
     codes : str
-        What they are for: "fp8" or "int8". Instead of both None if there are no scales at all, or
-        they are for other codes, those with zero points among them.
+        Format of the cache that they scale: "fp8" or "int8". Instead of the pair None, if the
+        checkpoint has no scales, or has them for other formats, such as those with zero points.
 
     Raises
     ------
     WeightsError
-        Naming a scale that is not positive and finite, has neither one value nor one for each
-        key/value head, or belongs to a layer that the model does not have.
+        If a scale is not positive and finite, has neither one value nor one for each key/value
+        head, or belongs to a layer that the model does not have; the message names the tensor.
     """
     folder = Path(source)
     codes = _codes(folder) if folder.is_dir() else ""
@@ -78,7 +78,7 @@ def read_kv_scales(
 
 
 def _checked(folder: Path, name: str, value: Any, num_kv_heads: int) -> Any:
-    """Return the scale, one or (K,) float32."""
+    """Return the checked scale, (1,) or (K,) float32."""
     scale = np.asarray(value).astype(np.float32).reshape(-1)
     if scale.size not in (1, num_kv_heads):
         raise WeightsError(
@@ -94,7 +94,7 @@ def _checked(folder: Path, name: str, value: Any, num_kv_heads: int) -> Any:
 
 
 def _codes(folder: Path) -> str:
-    """Return the codes of the folder's scheme for keys and values, e4m3 if it states none."""
+    """Return the format of the folder's KV scheme: "fp8" if it states none, "" if unsupported."""
     path = folder / "config.json"
     config = read_json(path) if is_present(path) else {}
     quantization = config.get("quantization_config") if isinstance(config, dict) else None

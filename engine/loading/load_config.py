@@ -1,4 +1,4 @@
-"""How a model is loaded: the user's options, with defaults resolved and the reason for each."""
+"""`LoadConfig`: the options of loading a model, resolved, and the reason for each choice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["LoadConfig", "expert_count", "resolve_load_config"]
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """The resolved options of `load`, and the reason for each choice that was left to it.
+    """The resolved options of `load`, and the reasons for the values that the user left open.
 
     Attributes
     ----------
@@ -35,12 +35,12 @@ class LoadConfig:
     load_format : str
         "auto" (the weights of the files) or "dummy" (random ones).
     quantization : str or None
-        Format that the matrices of layers were rounded to; None if they are as in the files, "none"
-        if those were dequantized.
+        Format to which the matrices of layers were rounded; None if they are as in the files,
+        "none" if those were dequantized.
     deterministic : bool
-        Give each token the same bits in any batch and at any chunk size.
+        Compute the same bits for a token in any batch and at any chunk size.
     enable_expert_parallel : bool
-        Give each of several ranks whole experts, not a part of each.
+        Distribute whole experts to the ranks, not a part of each expert.
     reasons : mapping of str to str
         Option -> the reason for its value.
     """
@@ -77,13 +77,13 @@ def resolve_load_config(
     device : (Device, str)
         The device and the reason for choosing it.
     dtype, load_format, max_model_len, quantization, deterministic, enable_expert_parallel
-        As for `load`.
+        See `load`.
 
     Raises
     ------
     ConfigError
         If the dtype or the format is unknown, the length is above the model's own, a flag is
-        neither True nor False, or experts are to be divided where there are none.
+        neither True nor False, or `enable_expert_parallel` is set for a model without experts.
     """
     flags = {"deterministic": deterministic, "enable_expert_parallel": enable_expert_parallel}
     for name, flag in flags.items():
@@ -94,7 +94,7 @@ def resolve_load_config(
     if isinstance(dtype, type | np.dtype):
         dtype = np.dtype(dtype).name  # np.float32, ml_dtypes.bfloat16, an array's dtype
     reasons = {"device": device[1]}
-    # An array's comparison with a name is an array: only names are compared.
+    # Only a str is compared: comparing an array with a name yields an array.
     if isinstance(dtype, str) and dtype == "auto":
         dtype, reasons["dtype"] = _choose_dtype(config, source, device[0])
     elif not isinstance(dtype, str) or dtype not in FLOAT_NAMES:
@@ -126,12 +126,12 @@ def resolve_load_config(
 
 
 def expert_count(config: ModelConfig) -> int:
-    """Return how many experts `enable_expert_parallel` divides.
+    """Return the number of experts that `enable_expert_parallel` distributes.
 
     Raises
     ------
     ConfigError
-        If there are none.
+        If the model has none.
     """
     if config.moe is None:
         raise ConfigError(
@@ -142,13 +142,13 @@ def expert_count(config: ModelConfig) -> int:
 
 
 def _format_name(quantization: Any, load_format: str) -> str | None:
-    """Return the name of the format that the option stands for."""
+    """Return the name of the format that the option `quantization` selects."""
     if quantization is None or (isinstance(quantization, str) and quantization == "none"):
         return quantization
     if not isinstance(quantization, str):
         raise ConfigError(f"quantization must be a name or None; got {shown(quantization)}")
     try:
-        if load_format == "dummy" and quantization in FORMATS:  # also what only files have
+        if load_format == "dummy" and quantization in FORMATS:  # also formats of files only
             return FORMATS[quantization].name
         return resolve_format(quantization).name
     except WeightsError as error:

@@ -1,4 +1,4 @@
-"""Pads an MLP with zero features, so that rows of its weights are a multiple of 16 bytes.
+"""Padding of MLPs with zero features, so that the rows of their weights are whole 16 bytes.
 
 The fast kernels require that, and some models have another number of features.
 """
@@ -24,7 +24,7 @@ def pad_mlps(weights: dict[str, Weight], config: ModelConfig, device: Device, dt
     Raises
     ------
     OutOfMemoryError
-        If the device does not have room for a second copy of a layer's MLP.
+        If a second copy of a layer's MLP does not fit on the device.
     """
     multiple = _ROW_ALIGNMENT // itemsize(dtype)
     if config.intermediate_size % multiple == 0 or not config.has_mlp:
@@ -60,8 +60,8 @@ def pad_features(
     Returns
     -------
     gate_up, down, gate_up_bias
-        New arrays with F rounded up. The value of a new feature is act(0) * 0 = 0 (or act(0) = 0),
-        and its column of `down` is 0. The same arrays if F already is a multiple.
+        New arrays with F rounded up, or the same arrays if F is a multiple already. The value of a
+        new feature is act(0) * 0 = 0 (or act(0) = 0), and its column of `down` is 0.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Reads a model's configuration, from a folder in Hugging Face layout or from a .gguf file."""
+"""`load_config`: the configuration in a folder in Hugging Face's layout or in a .gguf file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converts the keys of a config.json that describe experts to a `MoeConfig`."""
+"""Conversion of the keys of a config.json that describe experts to a `MoeConfig`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SILU = ("silu", "swish")
 
 
 def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeConfig | None:
-    """Return the experts of a model whose family is declared as `kind`; None if it has none.
+    """Return the config of the experts, for a family that declares `kind`; None for a dense model.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
 
 
 def _num_experts(fields: Fields, default: int, num_layers: int) -> int:
-    """Return the number of experts of a layer, for which files have several keys."""
+    """Return the number of experts per layer, which files give under one of several keys."""
     counts = {key: fields.integer(key, 1, MAX_EXPERTS) for key in _COUNT_KEYS if fields.has(key)}
     key, *others = counts or _COUNT_KEYS[:1]
     for other in others:
@@ -81,7 +81,7 @@ def _num_experts(fields: Fields, default: int, num_layers: int) -> int:
 
 
 def _groups(fields: Fields, kind: MoeFamily, num_experts: int) -> tuple[int, int]:
-    """Return how many groups of experts there are, and from how many a token's may be."""
+    """Return the number of expert groups, and the number of groups that a token may use."""
     if not kind.has_groups:
         return 1, 1
     num_groups = fields.integer("n_group", 1, num_experts, 1)
@@ -91,7 +91,7 @@ def _groups(fields: Fields, kind: MoeFamily, num_experts: int) -> tuple[int, int
 
 
 def _shared_size(fields: Fields, kind: MoeFamily, width: int) -> int:
-    """Return the features of the shared expert; 0 if there is none."""
+    """Return the number of features of the shared expert; 0 for none."""
     if kind.shared_count:
         return width * fields.integer(kind.shared_count, 0, _MAX_SHARED)
     return fields.integer(kind.shared_width, 1, _MAX_WIDTH) if kind.shared_width else 0

@@ -1,7 +1,7 @@
-"""Reads the MTP head of a MiMo checkpoint: "model.mtp_layers.0.*", beside the model's own tensors.
+"""Reading of the MTP head of a MiMo checkpoint: tensors "model.mtp_layers.0.*".
 
-The files are untrusted: sizes are checked as in `hf_config`, and every tensor's shape against the
-config, before anything is read.
+The files are untrusted: before anything is read, sizes are checked as in `hf_config`, and every
+tensor's shape is checked against the config.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def load_mtp_config(directory: str | PathLike[str], target: ModelConfig) -> Mode
     Raises
     ------
     ConfigError
-        If it has no head of a known layout, or a size is not the target's: the message names both.
+        If it has no head of a known layout, or a size differs from the target's; the message then
+        names both.
     """
     config = load_hf_config(directory)
     where = Path(directory) / "config.json"

@@ -1,7 +1,7 @@
-"""Scales of pages of codes, from the keys and values of some sequences.
+"""Scales of a quantized KV cache, measured on the keys and values of some sequences.
 
-Scales are fixed before the first request: pages are shared by prefix, swapped and computed again
-after a preemption, and would be worth something else with scales that follow the tokens.
+Scales are fixed before the first request. Pages are shared by prefix, swapped, and recomputed after
+a preemption; scales that follow the tokens would change the numbers that stored codes represent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 MARGIN = 1.25
-"""Room above the peaks of `fixed_sequences`, as texts and later positions have larger ones."""
+"""Headroom above the peaks of `fixed_sequences`: texts and later positions have larger ones."""
 
 _SEQUENCES = 4
 _TOKENS = 256
@@ -48,7 +48,7 @@ def peaks(model: Any, sequences: Sequence[Sequence[int]]) -> np.ndarray[Any, np.
     Raises
     ------
     RequestError
-        If there are no sequences, one is empty or longer than the model can take, or an id is
+        If there are no sequences, one is empty or longer than the model supports, or an id is
         outside [0, V).
     """
     found = []
@@ -61,7 +61,7 @@ def peaks(model: Any, sequences: Sequence[Sequence[int]]) -> np.ndarray[Any, np.
 
 
 def checked_sequences(model: Any, sequences: Sequence[Sequence[int]]) -> list[Any]:
-    """Return the sequences as arrays of int32, checked as `peaks` says."""
+    """Return the sequences as int32 arrays; raise what `peaks` does."""
     if not len(sequences):
         raise RequestError("token_ids must hold at least one sequence; got none")
     for index, ids in enumerate(sequences):
@@ -72,7 +72,7 @@ def checked_sequences(model: Any, sequences: Sequence[Sequence[int]]) -> list[An
 
 
 def fixed_sequences(config: ModelConfig, max_model_len: int) -> list[list[int]]:
-    """Return token ids that depend on nothing else: random ones, after BOS where there is one.
+    """Return random token ids, after BOS if the model has one, that depend only on the arguments.
 
     Examples
     --------
@@ -88,7 +88,7 @@ def fixed_sequences(config: ModelConfig, max_model_len: int) -> list[list[int]]:
 
 
 def calibrate(model: Any, scales: KVScales, sequences: Sequence[Sequence[int]]) -> None:
-    """Set the scales of all codes by the peaks of some sequences; see `peaks`."""
+    """Set the scales of all cache formats from the peaks of some sequences; see `peaks`."""
     found = peaks(model, sequences)
     for codes in KV_CODE_DTYPES:
         scales.set_peaks(found, codes, "set by calibrate_kv_scales")
@@ -101,12 +101,11 @@ def take_checkpoint_scales(
     heads: slice = slice(None),
     layers: slice = slice(None),
 ) -> None:
-    """Set the scales that a checkpoint has of some key/value heads of some layers.
+    """Set the scales that a checkpoint holds for some key/value heads of some layers.
 
-    See `read_kv_scales`.
-
-    Those for e4m3, 1 where there is none, also give int8's where all are there and not all are 1,
-    which says that nothing was calibrated. Those for int8 are taken if all are there.
+    See `read_kv_scales`. Missing scales for e4m3 are 1. If none is missing, the int8 scales follow
+    from them, unless all are 1, which means that nothing was calibrated. Scales for int8 are used
+    under the same conditions only.
     """
     if (found := read_kv_scales(source, config)) is None:
         return
@@ -121,7 +120,7 @@ def take_checkpoint_scales(
 
 
 def ensure_scales(model: Any, scales: KVScales, codes: str) -> str:
-    """Measure the scales of int8 pages where they are not set; return where `codes`' come from."""
+    """Measure the int8 scales that are not set; return the source of the scales of `codes`."""
     if not scales.sources[codes]:
         if codes == "fp8":
             return "1: neither the checkpoint nor calibrate_kv_scales gave any"

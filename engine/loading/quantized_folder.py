@@ -1,4 +1,4 @@
-"""Writes a folder in Hugging Face's layout with its matrices quantized (compressed-tensors)."""
+"""Writer of a folder in Hugging Face's layout with quantized matrices (compressed-tensors)."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _OLD_CONFIGS = ("quantize_config.json", "quant_config.json")
 _MAX_COPIED_BYTES = 1 << 28
 _FLOATS = ("float32", "float16", "bfloat16")
 _EXPERTS = ("experts_gate_up", "experts_down")
-# Other readers look for the experts one by one, also where the file has them in one tensor.
+# Other readers look up experts one by one, even if the file stores them in one tensor.
 _EVERY_EXPERT = r"re:.*\.experts\."
 
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """What is written: which tensors of a checkpoint are quantized, and which are copied.
+    """The tensors of a checkpoint that are quantized, and those that are copied.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class FolderPlan:
     checkpoint : SafetensorsFile or SafetensorsDirectory
     form : Format
     matrices : mapping of str to tuple of Placement
-        Tensors to quantize, and the rows of the model's weights that they are loaded into.
+        Tensors to quantize, with the rows of the model's weights into which they are loaded.
     ignored : tuple of str
         Linear layers that are copied: names, or "re:" and a regular expression.
     """
@@ -76,7 +76,7 @@ class FolderPlan:
         return str(self.checkpoint.view(name).dtype.name)
 
     def entries(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return dtype and shape of every tensor that is written."""
+        """Return the dtype and shape of every tensor to write."""
         entries: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name in self.checkpoint.names():
             shape = self.checkpoint.shape(name)
@@ -134,7 +134,7 @@ def plan_folder(source: Path, form: Format, ignore: Sequence[str] = ()) -> Folde
 
 
 def write_folder(plan: FolderPlan, out: Path, calibrated: Iterable[tuple[str, Codes]] = ()) -> None:
-    """Write the folder `out`, one tensor at a time; nothing is left of it after a failure.
+    """Write the folder `out`, one tensor at a time; after a failure it is removed.
 
     Parameters
     ----------
@@ -142,12 +142,12 @@ def write_folder(plan: FolderPlan, out: Path, calibrated: Iterable[tuple[str, Co
     out : Path
         Absent or empty.
     calibrated : iterable of (str, Codes)
-        Codes of some of the matrices; the others are rounded to the nearest.
+        Codes of some of the matrices; the others are rounded to the nearest code.
 
     Raises
     ------
     WeightsError
-        If a matrix has numbers that are not finite, or the folder cannot be written.
+        If a matrix holds numbers that are not finite, or the folder cannot be written.
     """
     with _new_folder(out) as folder:
         with SafetensorsWriter(folder, plan.entries()) as writer:
@@ -169,15 +169,15 @@ def write_folder(plan: FolderPlan, out: Path, calibrated: Iterable[tuple[str, Co
 
 
 def scale_dtype(form: Format, dtype: str) -> str:
-    """Return the dtype in which scales must be exact, for a model of `dtype`.
+    """Return the dtype to which scales are rounded, for a model of `dtype`.
 
-    Those of groups have 16 bits in the engine, so they do where the file has float32.
+    The engine keeps group scales in 16 bits, so they are rounded even if the file has float32.
     """
     return "float16" if dtype == "float32" and form.is_packed else dtype
 
 
 def check_output(out: Path) -> None:
-    """Raise `WeightsError` unless the folder can be made: absent or empty, in one that exists."""
+    """Raise `WeightsError` unless `out` is absent or empty, in a folder that exists."""
     if is_present(out) and not (out.is_dir() and not any(out.iterdir())):
         raise WeightsError(f"{excerpt(out)} must be absent or an empty folder; it is not")
     if not out.absolute().parent.is_dir():
@@ -208,13 +208,13 @@ def _refuse_quantized(source: Path) -> None:
 
 
 def _is_linear(name: str, shape: tuple[int, ...], places: Mapping[str, list[Placement]]) -> bool:
-    """Tell whether a tensor is the weight of a linear layer, or of all experts'."""
+    """Tell whether a tensor is the weight of a linear layer or of all experts."""
     kind = places[name][0].target.kind if name in places else ""
     return len(shape) > 1 and kind != "embed" and not kind.endswith("_bias")
 
 
 def _is_every_expert(place: Placement) -> bool:
-    """Tell whether a tensor has the matrices of all experts of a layer."""
+    """Tell whether a tensor holds the matrices of all experts of a layer."""
     return place.target.kind in _EXPERTS and len(place.shape) > 2
 
 
@@ -229,9 +229,9 @@ def _is_chosen(name: str, place: Placement) -> bool:
 
 
 def _product(target: WeightName) -> str:
-    """Return what is quantized as a whole: a weight of the model, or all experts of a layer.
+    """Return a name for the operand that a matrix is loaded into, which has one format.
 
-    The engine and other readers load the experts of a layer as one operand.
+    It is a weight of the model, or all experts of a layer.
     """
     return f"layers.{target.layer}.experts" if target.kind in _EXPERTS else str(target)
 
@@ -259,7 +259,7 @@ def _check_matrices(plan: FolderPlan, places: Mapping[str, list[Placement]]) -> 
 
 
 def _matching(modules: Iterable[str], ignore: Sequence[str]) -> set[str]:
-    """Return the modules that `ignore` names, by the rule of compressed-tensors."""
+    """Return the modules that `ignore` selects, by the rules of compressed-tensors."""
     chosen: set[str] = set()
     for entry in ignore:
         pattern = entry.removeprefix("re:") if entry.startswith("re:") else re.escape(entry) + "$"
@@ -284,7 +284,7 @@ def _sibling(name: str, end: str) -> str:
 
 
 def _companions(source: Path) -> Iterator[Path]:
-    """Yield the files that are copied: of the tokenizer, of generation, templates."""
+    """Yield the other files to copy: tokenizer, generation config and chat templates."""
     for pattern in _COPIED:
         for path in sorted(source.glob(pattern)):
             if path.name not in _NOT_COPIED and not path.name.endswith(".index.json"):
@@ -293,7 +293,7 @@ def _companions(source: Path) -> Iterator[Path]:
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder beside `out`, which is renamed to `out` in the end, or removed."""
+    """Yield a folder beside `out`, renamed to `out` at the end, or removed after a failure."""
     check_output(out)
     final = out.absolute()
     folder = final.with_name(f".{final.name}.{secrets.token_hex(4)}.partial")
@@ -311,6 +311,6 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def take_rows(made: Codes, rows: np.ndarray[Any, Any]) -> Codes:
-    """Return some rows of a matrix in groups, on the host."""
+    """Return rows of a matrix whose groups share scales, on the host."""
     offsets = None if made.offsets is None else to_numpy(made.offsets)[rows]
     return Codes(to_numpy(made.codes)[rows], to_numpy(made.scales)[rows], offsets)

@@ -1,4 +1,4 @@
-"""Converts the rope scaling of a config file, with old or new keys, to a `RopeConfig`.
+"""Conversion of the rope scaling of a config file, with old or new keys, to a `RopeConfig`.
 
 Old files have `rope_theta` and `rope_scaling` ({"type" or "rope_type": ...}); new files have
 `rope_parameters`, which includes theta and may have one object per kind of layer.
@@ -25,7 +25,7 @@ _KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 def rope_configs(
     fields: Fields, family: Family, head_dim: int, max_position: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
-    """Return the rope of the (full-attention) layers, and that of the sliding-window layers.
+    """Return the ropes of the full-attention layers and of the sliding-window layers.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def scaled_max_position(rope: RopeConfig, max_position: int, family: Family) -> 
     """Return the longest sequence in tokens, with rope scaling applied.
 
     Hugging Face's `max_position_embeddings` is the training length for linear and dynamic scaling,
-    and the extended length for llama3 and longrope; for yarn, files differ.
+    and the extended length for llama3 and longrope; for yarn it may be either.
     """
     stretched = max_position
     if rope.scaling == "dynamic" or (
@@ -82,7 +82,7 @@ def _rope_objects(
     nested = new is not None and any(kind in new for kind in _LAYER_KINDS)
     if not nested and not family.local_rope:
         return {**flat, **(old or new or {})}, None
-    scaling = old or (None if nested else new) or {}  # of full-attention layers only
+    scaling = old or (None if nested else new) or {}  # scaling of the full-attention layers
     full, local = (_layer_kind(fields, new if nested else {}, kind) for kind in _LAYER_KINDS)
     local_theta = fields.raw("rope_local_base_freq") or scaling.get(
         "rope_theta", flat["rope_theta"]

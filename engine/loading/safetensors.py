@@ -2,7 +2,7 @@
 
 The format: 8 bytes of header length (little endian), a JSON object {name: {"dtype", "shape",
 "data_offsets"}}, then the data, without gaps. Everything is checked against the size of the
-file, in Python integers, before any view is made; nothing is copied and nothing is executed.
+file, in Python integers, before any view is created; nothing is copied and nothing is executed.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class SafetensorsFile:
     ----------
     path : str or path
     root : Path, optional
-        The model's folder, which links must not leave (see `engine.model_files`); None for a file
-        that the user named.
+        The model's folder; links that leave it are refused (see `engine.model_files`). None for a
+        file that the user named.
 
     Raises
     ------
@@ -125,8 +125,8 @@ class SafetensorsFile:
     ) -> np.ndarray[Any, Any]:
         """Return rows [start, stop) of weight `name`: a view in float32, float16 or bfloat16.
 
-        Rows of a tensor with more than two dimensions are those of all its matrices, in order.
-        If `columns` is given, only these; pages of the file without any of them are not read.
+        Rows of a tensor with more than two dimensions are counted through all its matrices. With
+        `columns`, only these are returned; pages of the file without any of them are not read.
 
         Raises
         ------
@@ -144,12 +144,12 @@ class SafetensorsFile:
         return rows if columns is None else rows[:, slice(*columns)]
 
     def read_bytes(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Return rows [start, stop) of tensor `name` (E, R, ...) of bytes, E·R rows in all: a view.
+        """Return rows [start, stop) of the E·R rows of a uint8 tensor (E, R, ...): a view.
 
         Raises
         ------
         WeightsError
-            If the tensor has another dtype than uint8.
+            If the dtype is not uint8.
         """
         if (dtype := self.tensors[name].dtype) != "U8":
             raise WeightsError(f"{self.path}: tensor {shown(name)} must be U8; got {dtype}")
@@ -216,28 +216,28 @@ class SafetensorsDirectory:
     def read(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
     ) -> np.ndarray[Any, Any]:
-        """Return rows [start, stop) of weight `name`, as `SafetensorsFile.read` does."""
+        """Return rows [start, stop) of weight `name`; see `SafetensorsFile.read`."""
         return self._home[name].read(name, start, stop, columns)
 
     def read_bytes(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Return rows [start, stop) of a tensor of bytes, as `SafetensorsFile.read_bytes` does."""
+        """Return rows [start, stop) of a uint8 tensor; see `SafetensorsFile.read_bytes`."""
         return self._home[name].read_bytes(name, start, stop)
 
 
 def open_safetensors(directory: str | PathLike[str]) -> SafetensorsFile | SafetensorsDirectory:
     """Open the checkpoint in `directory`: model.safetensors, or an index with its shards.
 
-    A file may be a link that stays in `directory`, or in the hub's cache leads to its blobs (see
+    A file may be a link within `directory`, or in the hub's cache one to its blobs (see
     `engine.model_files`).
 
     Raises
     ------
     WeightsError
-        If there are no weights, or only in a format that can run code; if a file is damaged, no
-        regular file, or a link out of the directory. The message says which.
+        If the weights are missing or in a format that can run code, or a file is damaged, not
+        regular, or a link out of the directory. The message says which.
     """
     root = Path(directory)
-    if not os.path.isdir(root):  # unlike Path.is_dir, never raises
+    if not os.path.isdir(root):  # never raises, unlike Path.is_dir
         raise WeightsError(f"{root} must be a directory with a model; it is not a directory")
     if is_present(root / "model.safetensors"):
         return SafetensorsFile(root / "model.safetensors", root)
@@ -256,7 +256,7 @@ def open_safetensors(directory: str | PathLike[str]) -> SafetensorsFile | Safete
 
 
 def _no_weights(root: Path) -> WeightsError:
-    """Return the error for a directory without safetensors, with what to do."""
+    """Return the error for a directory without safetensors, which says what to do."""
     pickled = sorted(
         one.name for one in root.glob("*") if one.suffix in (".bin", ".pt", ".pth", ".ckpt")
     )
@@ -279,12 +279,12 @@ def map_file(path: Path, root: Path | None = None) -> mmap.mmap:
     ----------
     path : Path
     root : Path, optional
-        The model's folder, which links must not leave (see `engine.model_files`).
+        The model's folder; links that leave it are refused (see `engine.model_files`).
 
     Raises
     ------
     WeightsError
-        If it is no regular file, cannot be read or has fewer than 8 bytes, or is a link out of
+        If it is not a regular file, cannot be read, has fewer than 8 bytes, or is a link out of
         `root`.
     """
     with open_file(path, root, WeightsError) as file:
@@ -321,7 +321,7 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], int]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse an object with a duplicate key, whose value would depend on the reader."""
+    """Refuse an object with a duplicate key: its value would depend on the reader."""
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Writes safetensors files one tensor at a time, in any order: the layout is fixed before."""
+"""Writer of safetensors files, one tensor at a time, in any order: the layout is fixed first."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class SafetensorsWriter:
     ----------
     folder : Path
     entries : mapping of str to (str, tuple of int)
-        Dtype's name and shape of every tensor. A shard has the tensors of a run of them.
+        Dtype name and shape of every tensor. A shard holds a run of consecutive entries.
     max_shard_bytes : int
-        Most bytes of a shard with more than one tensor.
+        Most bytes of a shard with several tensors.
 
     Examples
     --------
@@ -114,8 +114,8 @@ class SafetensorsWriter:
         self._close()
 
     def _begin(self, path: Path, shard: list[str]) -> None:
-        """Write the header of one file, and reserve the place of its tensors."""
-        # Large elements first, so that every tensor is aligned: readers map them as they are.
+        """Write the header of one file, and reserve the space of its tensors."""
+        # Large elements first, so that every tensor is aligned: readers map them in place.
         ordered = sorted(shard, key=lambda name: -_dtype(self._entries[name][0]).itemsize)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         starts = {}

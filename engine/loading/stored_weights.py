@@ -1,4 +1,4 @@
-"""Weights in the format in which a checkpoint stores them: codes and scales, not dequantized."""
+"""Weights kept in the checkpoint's own format: codes and scales, not dequantized."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StoredWeights:
     ----------
     reader : TensorReader
     device : Device
-        Where the weights are put.
+        The weights' device.
     dtype : str
         The model's, for tensors that are not quantized.
     """
@@ -38,7 +38,7 @@ class StoredWeights:
     dtype: str
 
     def build(self, placements: Sequence[Placement], shape: tuple[int, ...]) -> Weight:
-        """Return the weight that these placements make up, in the formats of their tensors.
+        """Return the weight that the placements make up, in the formats of their tensors.
 
         Experts that cannot be multiplied as they are stored are dequantized.
         """
@@ -51,10 +51,10 @@ class StoredWeights:
         return Weight.dense(self.device.xp.concatenate(rows).reshape(shape))
 
     def _matrix(self, placements: Iterable[Placement]) -> Weight:
-        """Return a matrix.
+        """Return a weight (N, K).
 
-        Neighbouring parts in one format become one matrix; if several remain, as when v has another
-        format than q and k, the weight is stacked.
+        Neighbouring parts in the same format are joined to one matrix. If several remain, such as
+        when v has another format than q and k, the weight is stacked.
         """
         parts: list[Weight] = []
         for places, rows in self._joined(placements):
@@ -65,10 +65,10 @@ class StoredWeights:
         return parts[0] if len(parts) == 1 else Weight.stacked(parts)
 
     def _experts(self, placements: Iterable[Placement], shape: tuple[int, ...]) -> Weight | None:
-        """Return the matrices of all experts as one weight (E, N, K), or None.
+        """Return the matrices of all experts as one weight (E, N, K), if possible.
 
-        None if their formats or the orders of their columns are not all the same, or if packed
-        matrices have rows that are no multiple of a tile's.
+        None if the experts differ in format or order of columns, or if the rows of packed matrices
+        do not fill whole tiles.
         """
         joined = list(self._joined(placements))
         rows = joined[0][1]
@@ -88,7 +88,7 @@ class StoredWeights:
     def _joined(
         self, placements: Iterable[Placement]
     ) -> Iterator[tuple[list[Placement], QuantizedRows | None]]:
-        """Yield the parts in order, with neighbours joined that can be one matrix."""
+        """Yield the parts in order, joining neighbours that can be one matrix."""
         places: list[Placement] = []
         parts: list[QuantizedRows] = []
         for place in sorted(placements, key=lambda place: place.start):
@@ -112,7 +112,7 @@ class StoredWeights:
         if not self.device.is_cuda:
             return rows.to_weight()
         xp = self.device.xp
-        if rows.format.is_packed:  # packed there, which takes a small part of the time
+        if rows.format.is_packed:  # packing on the device takes a fraction of the time
             names = ("codes", "scales", "offsets", "super_scales", "permutation")
             arrays = ((name, getattr(rows, name)) for name in names)
             return replace(
@@ -129,10 +129,10 @@ def stored_formats(
     *,
     is_tied: bool,
 ) -> dict[str, Format]:
-    """Return the formats of the fused weights that are kept as a checkpoint stores them.
+    """Return the formats of the fused weights that are kept in the checkpoint's format.
 
-    Of weights with parts in several formats it is that of the first part. If the output layer is
-    tied (`is_tied`), it is kept in the format of the embedding, beside the embedding's numbers.
+    If the parts of a weight have several formats, it is the first part's. A tied output layer
+    (`is_tied`) gets the stored format of the embedding, while the embedding is dequantized.
     """
     formats: dict[str, Format] = {}
     for place in placements:
@@ -153,7 +153,7 @@ def _cuts_groups(place: Placement, form: Format) -> bool:
 
 
 def _can_join(first: QuantizedRows, second: QuantizedRows) -> bool:
-    """Tell whether the rows of both can be one matrix."""
+    """Tell whether the rows of both can be joined to one matrix."""
     if first.format != second.format or not _has_whole_blocks(first.format, first.shape[0]):
         return False
     if first.permutation is None or second.permutation is None:
@@ -162,5 +162,5 @@ def _can_join(first: QuantizedRows, second: QuantizedRows) -> bool:
 
 
 def _has_whole_blocks(form: Format, rows: int) -> bool:
-    """Tell whether a matrix of so many rows ends with a whole block of scales."""
+    """Tell whether a matrix with `rows` rows ends with a whole block of scales."""
     return form.block is None or form.block[0] <= 1 or rows % form.block[0] == 0

@@ -1,4 +1,4 @@
-"""Reads rows of a checkpoint's tensors as the fused weights hold them, on the host."""
+"""`TensorReader`: rows of a checkpoint's tensors, in the order and values of the fused weights."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Array = np.ndarray[Any, Any]
 
 
 class TensorReader:
-    """Reads the tensors of a model's file or folder; any thread may use it.
+    """Reads the tensors of a model's file or folder to the host; any thread may use it.
 
-    Rows of q and k come in half-split rope order, and norms without the 1 that .gguf files add to
-    Gemma's, whatever the checkpoint stores.
+    Whatever the checkpoint stores, rows of q and k are returned in half-split rope order, and norms
+    without the 1 that .gguf files add to Gemma's.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class TensorReader:
         self._norm_offset = config.norm_weight_offset if is_gguf else 0.0
 
     def placements(self, shard: Shard) -> list[Placement]:
-        """Return what a shard needs of each tensor, in the checkpoint's order.
+        """Return the parts of the tensors that a shard needs, in the checkpoint's order.
 
         Raises
         ------
@@ -82,9 +82,9 @@ class TensorReader:
         Raises
         ------
         WeightsError
-            If a value is not finite in float16.
+            If `out` is float16 and a value does not fit.
         """
-        multiple = self._config.head_dim  # heads are reordered as a whole
+        multiple = self._config.head_dim  # whole heads, within which rows are reordered
         if len(place.shape) == 1:
             multiple = math.lcm(4096, multiple)
         step = rows_of(_STEP_WEIGHTS, place.width, multiple)
@@ -139,7 +139,7 @@ class TensorReader:
         return half_split(rows, self._config.head_dim, self._config.rope.rotary_dim)
 
     def _read(self, place: Placement, first: int, last: int) -> Array:
-        """Return rows [first, last) of a tensor in its order; perhaps a view of the file."""
+        """Return rows [first, last) of a tensor in the file's order; possibly a view of it."""
         if place.layout == ROWS:
             return self.checkpoint.read(place.name, first, last, place.columns)
         file = self.checkpoint.checkpoint
@@ -153,18 +153,18 @@ class TensorReader:
             matrix: Array = stored[:, :: own.step].T
             return matrix
         rows = slice(expert * num_rows + own.start, expert * num_rows + own.stop, own.step)
-        if place.layout.mxfp4 and not isinstance(file, GgufFile):  # which dequantizes by itself
+        if place.layout.mxfp4 and not isinstance(file, GgufFile):  # GgufFile.read dequantizes
             return _mxfp4_rows(file, place, rows)
         return file.read(place.name, rows.start, rows.stop, place.columns)[:: own.step]
 
 
 def rows_of(weights: int, width: int, multiple: int) -> int:
-    """Return the number of rows with about `weights` weights, a multiple of `multiple`."""
+    """Return the number of rows that hold about `weights` weights, a multiple of `multiple`."""
     return max(1, weights // width // multiple) * multiple
 
 
 def half_split(rows: Array, head_dim: int, rotary_dim: int) -> Array:
-    """Reorder the rotated rows of each head, the first ones, from interleaved pairs to halves."""
+    """Reorder the rotated (first) rows of each head from interleaved pairs to two halves."""
     order = np.arange(head_dim)
     order[:rotary_dim] = order[:rotary_dim].reshape(-1, 2).T.reshape(-1)
     heads = rows.reshape(-1, head_dim, *rows.shape[1:])
@@ -184,7 +184,7 @@ def _cast_into(out: Array, rows: Array) -> None:
 
 
 def _rows_of_expert(place: Placement, first: int, last: int) -> tuple[int, int, slice]:
-    """Return the expert of rows [first, last), its number of rows, and where it stores these."""
+    """Return the expert of rows [first, last), its row count, and their slice in its matrix."""
     layout = place.layout
     shape = place.shape
     num_rows = shape[-1] if layout.transposed else shape[1]
@@ -201,7 +201,7 @@ def _rows_of_expert(place: Placement, first: int, last: int) -> tuple[int, int, 
 def _mxfp4_rows(
     checkpoint: SafetensorsFile | SafetensorsDirectory, place: Placement, rows: slice
 ) -> Array:
-    """Dequantize rows of the tensor to float32: only the blocks with some of the columns."""
+    """Dequantize rows of the tensor to float32, reading only blocks with wanted columns."""
     begin, end = place.columns or (0, place.shape[2] * _BLOCK)
     first = begin // _BLOCK
     last = -(-end // _BLOCK)

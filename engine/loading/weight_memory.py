@@ -1,4 +1,4 @@
-"""The bytes of a model's weights, and whether a device has room for them."""
+"""The bytes of a model's weights, and the check that they fit on a device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from engine.weights.formats import GGUF_FORMATS, TILE_ROWS
 __all__ = ["is_expert", "is_quantized", "quantized_formats", "weight_bytes", "weight_dtype"]
 __all__ += ["weight_room"]
 
-_MAX_ROPE_BYTES = 8 << 30  # 16 million positions of 128 features
-_FLOAT32_KINDS = ("router_correction", "sinks")  # numbers per expert or head that are added once
+_MAX_ROPE_BYTES = 8 << 30  # bytes of rope tables: 16 million positions of 128 features
+_FLOAT32_KINDS = ("router_correction", "sinks")  # one number per expert or head; kept exact
 _NONE: Mapping[str, Format] = MappingProxyType({})
 _EXPERT_KINDS = ("experts_gate_up", "experts_down")
 _QUANTIZED_KINDS = (
@@ -29,7 +29,7 @@ _QUANTIZED_KINDS = (
 
 
 def weight_dtype(name: str, dtype: str) -> str:
-    """Return the dtype in which weight `name` is kept in a model of dtype `dtype`.
+    """Return the dtype of weight `name` in a model of dtype `dtype`.
 
     Examples
     --------
@@ -40,10 +40,10 @@ def weight_dtype(name: str, dtype: str) -> str:
 
 
 def is_quantized(name: str) -> bool:
-    """Tell whether weight `name` is a matrix of a layer, which the option `quantization` rounds.
+    """Tell whether weight `name` is a matrix of a layer that the option `quantization` rounds.
 
-    Embeddings stay as they are, and so do norms, biases and routers; the output layer may have
-    another format (`quantized_formats`).
+    Embeddings, norms, biases and routers stay as they are; the output layer may get another format
+    (`quantized_formats`).
 
     Examples
     --------
@@ -54,17 +54,17 @@ def is_quantized(name: str) -> bool:
 
 
 def is_expert(name: str) -> bool:
-    """Tell whether weight `name` has the matrices of all experts."""
+    """Tell whether weight `name` holds the matrices of all experts."""
     return name.rpartition(".")[2] in _EXPERT_KINDS
 
 
 def quantized_formats(config: ModelConfig, form: Format, shard: Shard = WHOLE) -> dict[str, Format]:
     """Return the format of every weight of a shard to which the option `quantization` applies.
 
-    Experts' products take activations in 16 bits: "int8" is "int8_g128" for them. Experts with a
-    number of rows that is no multiple of a tile's stay as they are. With a format of .gguf files
-    the output layer has the one that llama.cpp's files give it, also if it is tied: "q6_k", or
-    "q8_0" with "q8_0" and where a row has no whole super-blocks.
+    Products of experts need 16-bit activations, so "int8" means "int8_g128" for them. Experts whose
+    rows do not fill whole tiles stay as they are. With a format of .gguf files, the output layer,
+    tied or not, gets the format that llama.cpp chooses: "q8_0" if `form` is "q8_0" or a row does
+    not consist of whole super-blocks, else "q6_k".
     """
     shapes = weight_shapes(config, shard)
     formats = {name: form for name in shapes if is_quantized(name)}
@@ -84,7 +84,7 @@ def quantized_formats(config: ModelConfig, form: Format, shard: Shard = WHOLE) -
 def weight_bytes(
     config: ModelConfig, dtype: str, shard: Shard = WHOLE, formats: Mapping[str, Format] = _NONE
 ) -> int:
-    """Return the bytes of all weights in `dtype`, or in their own of `formats` by name.
+    """Return the bytes of all weights: in their format of `formats`, by name, or in `dtype`.
 
     Tied embeddings count once.
 
@@ -112,16 +112,16 @@ def weight_room(
     max_model_len: int = 0,
     formats: Mapping[str, Format] = _NONE,
 ) -> Iterator[None]:
-    """Raise if the device has no room for the weights that the `with` block allocates.
+    """Raise if the weights that the `with` block allocates do not fit on the device.
 
-    Rope tables for sequences of `max_model_len` tokens are included; they are made on the host.
-    They have a limit of their own, since two numbers in a small file determine their size.
+    Rope tables for sequences of `max_model_len` tokens, computed on the host, are included. They
+    have a limit of their own, since two numbers in a small file determine their size.
 
     Raises
     ------
     OutOfMemoryError
-        Says what is needed, what is free and who uses the rest, or that the rope tables are above
-        their limit of 8 GiB; and what would fit.
+        If they do not fit, or the rope tables exceed 8 GiB. The message gives the bytes needed,
+        free and used by others, and an option that would fit.
     """
     tables = rope_bytes(config, max_model_len)
     if tables > _MAX_ROPE_BYTES:
@@ -150,7 +150,7 @@ def weight_room(
 
     needed = weight_bytes(config, dtype, shard, formats) + tables
     # Check the host in advance: it overcommits, and kills the process that touches the memory. A
-    # GPU refuses by itself; and its free memory excludes blocks that CuPy can reuse.
+    # GPU refuses the allocation, and its free memory does not count blocks that CuPy can reuse.
     on_host = tables if device.is_cuda else needed
     if on_host > device_memory(CPU)[1]:
         raise OutOfMemoryError(text(CPU, on_host))

@@ -1,4 +1,4 @@
-"""The weights of a model, and the part of them that each tensor of a checkpoint fills."""
+"""The shapes of a model's fused weights, and the rows of them that each tensor fills."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.weights import WHOLE, Shard
 
 __all__ = ["Placement", "place_tensors", "shard_axis", "shard_pieces", "weight_shapes"]
 
-# Tables in old checkpoints and .gguf files that the engine computes itself.
+# Tables in old checkpoints and .gguf files, which the engine computes itself.
 _IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     r"|rope_freqs\.weight|rope_factors_(long|short)\.weight"
@@ -42,15 +42,15 @@ _COLUMN_PART = {
     "shared_down": "shared_gate",
     "experts_down": "expert_gate",
 }
-_EXPERTS = "experts_"  # begins the kinds that have a first axis of experts
+_EXPERTS = "experts_"  # prefix of the kinds whose first axis is the experts
 _VOCABULARY = ("embed", "lm_head", "lm_head_bias")
 
 
 def shard_axis(kind: str, *, by_output: bool = False, expert_parallel: bool = False) -> int | None:
     """Return the axis along which weights of this kind are sharded; None if they are not.
 
-    With `by_output` no matrix is divided by its input features, with `expert_parallel` none of an
-    expert at all (`Shard`).
+    With `by_output` no matrix is divided along its input features; with `expert_parallel` experts
+    are divided along their first axis only. See `Shard`.
 
     Examples
     --------
@@ -73,12 +73,12 @@ def shard_axis(kind: str, *, by_output: bool = False, expert_parallel: bool = Fa
     return first + 1 if kind in _COLUMN_PART else None
 
 
-# Parts that are as large as another one.
+# Part -> another part of the same size.
 _TWINS = {"v": "k", "up": "gate", "shared_up": "shared_gate", "expert_up": "expert_gate"}
 
 
 def _features(config: ModelConfig) -> dict[str, tuple[str, int]]:
-    """Return what the features of each kind of MLP are called, and their number."""
+    """Return, for each kind of MLP, the name of its feature count in messages, and the count."""
     features: dict[str, tuple[str, int]] = {}
     if config.has_mlp:
         features["gate"] = "intermediate_size", config.intermediate_size
@@ -92,10 +92,10 @@ def _features(config: ModelConfig) -> dict[str, tuple[str, int]]:
 class _Parts:
     """The parts of fused weights: their rows in the whole model and in one shard.
 
-    Heads of q, k and v and features of an MLP or expert are divided evenly; if there are more
-    shards than key/value heads, several shards hold the same head. The vocabulary is padded to
-    equal parts. With `by_output`, the output features of the other matrices are divided as well.
-    With `expert_parallel`, no feature of an expert is.
+    Heads of q, k and v and features of an MLP or expert are divided evenly; with more shards than
+    key/value heads, several shards hold the same head. The vocabulary is padded to equal parts.
+    With `by_output`, the output features of the other matrices are divided as well. With
+    `expert_parallel`, the features of experts are not divided.
     """
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
@@ -129,16 +129,16 @@ class _Parts:
         return last - first
 
     def of_rows(self, kind: str) -> tuple[str, ...] | None:
-        """Return the parts that make up the rows of a weight of this kind; None: not divided."""
+        """Return the parts of the rows of a weight of this kind; None if rows are not divided."""
         matrix = kind.removesuffix("_bias")
         if self._by_output and matrix in _COLUMN_PART and not self._is_whole(kind):
             return ("hidden",)
         return _ROW_PARTS.get(matrix)
 
     def rows(self, kind: str, whole: int = 0) -> int:
-        """Return the number of rows of a weight of the shard, `whole` if they are not divided.
+        """Return the number of rows of the shard's weight, or `whole` if rows are not divided.
 
-        Of a weight of experts: of one expert.
+        For a weight of experts it is the number of rows of one expert.
         """
         parts = self.of_rows(kind)
         return whole if parts is None else sum(map(self.size, parts))
@@ -149,13 +149,13 @@ class _Parts:
         return self.rows(kind, n), self.whole[part] if self._by_output else self.size(part)
 
     def _is_whole(self, kind: str) -> bool:
-        """Tell whether matrices of this kind are not divided themselves."""
+        """Tell whether each matrix of this kind is kept whole (experts, if expert parallel)."""
         return self._expert_parallel and kind.startswith(_EXPERTS)
 
     def pieces(self, kind: str, part: str, num_rows: int) -> Iterator[tuple[int, int, int]]:
-        """Yield rows [first, last) of a tensor, and the row of the shard's weight they begin at.
+        """Yield (first, last, start): rows [first, last) of a tensor go to rows from `start` on.
 
-        The tensor has one part of the rows of a weight of this kind, or all ("") of the `num_rows`.
+        The tensor holds one part of the rows of a weight of this kind, or all `num_rows` ("").
         """
         fused = self.of_rows(kind)
         if fused is None:
@@ -171,7 +171,7 @@ class _Parts:
             start = start + last - first
 
     def columns(self, kind: str, shard: Shard) -> tuple[int, int] | None:
-        """Return the columns of a weight of this kind that are in the shard; None for all."""
+        """Return the range of columns of a weight of this kind in the shard; None for all."""
         is_divided = kind in _COLUMN_PART and not (shard.is_whole or shard.by_output)
         is_divided = is_divided and not self._is_whole(kind)
         return self.local[_COLUMN_PART[kind]] if is_divided else None
@@ -180,8 +180,8 @@ class _Parts:
 def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every (fused) weight of a shard, (out, in) for a matrix.
 
-    A tied model has "lm_head" too; it is the same weight as "embed". Layers keep their numbers in
-    the model if the shard is of one stage.
+    A tied model has "lm_head" too; it is the same weight as "embed". In a shard of one pipeline
+    stage, layers keep their numbers in the whole model.
 
     Raises
     ------
@@ -278,9 +278,9 @@ def _moe_shapes(moe: MoeConfig, n: int, parts: _Parts) -> dict[str, tuple[int, .
 
 @dataclass(frozen=True)
 class Placement:
-    """A copy of rows [first, last) of tensor `name` to rows of `target`, from `start` on.
+    """The copy of rows [first, last) of tensor `name` to rows of `target` from `start` on.
 
-    Rows of an array with more than two dimensions are those of all its matrices, in order.
+    Rows of an array with more than two dimensions are counted through all its matrices.
 
     Attributes
     ----------
@@ -289,12 +289,12 @@ class Placement:
         Shape of the whole tensor.
     first, last, start : int
     columns : (int, int) or None
-        The columns of these rows; None for all.
+        Range of columns to copy; None for all.
     is_rotated : bool
         Whether these are rows of q or k, to which rope applies.
     layout : Layout
-        How the tensor stores the matrices of experts. `first`, `last` and `columns` count rows and
-        columns of these matrices, whatever their layout; rows from the first expert to the last.
+        Storage of the experts' matrices in the tensor. `first`, `last` and `columns` count logical
+        rows and columns, whatever the layout; rows are counted through all experts.
     """
 
     name: str

@@ -1,10 +1,9 @@
-"""Loads the weights of a model: plans, allocates and fills them.
+"""Loading of a model's weights: they are planned, allocated and filled.
 
-A plan says which parts of a checkpoint's tensors make up each fused weight. The weight is allocated
-once, on its device, and filled in slabs of rows: `TensorReader` returns them (views of the mapped
-file, or newly dequantized) cast to the weight's dtype. On CUDA they go through small pinned
-buffers. Neither the model nor a large tensor is ever in memory twice. A weight to be quantized is
-filled in the model's dtype first, one weight at a time.
+The plan maps each fused weight to parts of the checkpoint's tensors. A weight is allocated once, on
+its device, and filled in slabs of rows, which `TensorReader` casts to the weight's dtype; on CUDA
+through small pinned buffers. Neither the model nor a large tensor is ever in memory twice. A weight
+to be quantized is filled in the model's dtype first, one weight at a time.
 """
 
 from __future__ import annotations
@@ -71,17 +70,17 @@ def load_weights(
     config : ModelConfig
         The configuration that the checkpoint must match.
     device : Device
-        Where the arrays live: NumPy arrays on the CPU, CuPy arrays on CUDA.
+        Device of the weights: NumPy arrays on the CPU, CuPy arrays on CUDA.
     dtype : str
         "float32", "float16" or "bfloat16"; tensors in other dtypes are cast.
     quantization : Format, optional
-        Quantize the matrices of layers to this format, one of `quantization.quantize.QUANTIZABLE`,
-        and perhaps the output layer (`weight_memory.quantized_formats`).
+        Quantize the matrices of layers to this format, one of `weights.quantize.QUANTIZABLE`; see
+        `weight_memory.quantized_formats` for the output layer.
     keeps_formats : bool
-        Keep the matrices of layers, and of the output layer, in the formats of the file, if these
-        are quantized. Otherwise they are dequantized.
+        Keep quantized matrices of layers, and of the output layer, in the formats of the file.
+        Otherwise they are dequantized.
     shard : Shard
-        Which part to load; the rest of the file is not read. A vocabulary that cannot be divided
+        The part to load; the rest of the file is not read. A vocabulary that cannot be divided
         evenly is padded with rows of zeros.
     max_model_len : int
         Leave room for the rope tables of sequences of this length.
@@ -136,18 +135,18 @@ def load_weights(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the weights of a shard are, and which rows of which tensors make them up.
+    """The weights of a shard, and the rows of tensors that make them up.
 
     Attributes
     ----------
     dtype : str
-        Of the weights without a format.
+        Dtype of the weights that are not quantized.
     shapes : dict of str to tuple of int
-        By weight; without a tied output layer.
+        Shapes by weight name, without a tied output layer.
     parts : dict of str to list of Placement
-        By weight, in the order of the checkpoint.
+        Placements by weight name, in the order of the checkpoint.
     formats : mapping of str to Format
-        Of quantized weights, by name; a tied output layer may have one that the embedding has not.
+        Formats of the quantized weights by name; a tied output layer may be among them.
     """
 
     config: ModelConfig
@@ -175,7 +174,7 @@ class _Plan:
         return cls(config, shard, dtype, shapes, parts, formats)
 
     def target(self, name: str) -> str:
-        """Return the name of the weight whose tensors `name` is made of."""
+        """Return the name under which the tensors of weight `name` are planned."""
         return "embed" if name == "lm_head" and self.config.tie_word_embeddings else name
 
     def allocate(self, device: Device, names: Iterable[str]) -> dict[str, Any]:
@@ -185,7 +184,7 @@ class _Plan:
             for name in names
         }
         if device.is_cuda:
-            # SAFETY: a kernel on another stream may still use this memory, if it was just freed.
+            # SAFETY: the memory may just have been freed while a kernel of another stream uses it.
             device.xp.cuda.runtime.deviceSynchronize()
         first, last, rows = self.shard.cut_padded(self.config.vocab_size)
         for name in ("embed", "lm_head", "lm_head_bias"):
@@ -195,7 +194,7 @@ class _Plan:
         return arrays
 
     def finished(self, weights: dict[str, Weight]) -> dict[str, Weight]:
-        """Return the weights as parts of the whole ones, and a tied one under both names."""
+        """Return the weights marked with their shard, and a tied one under both names."""
         shard = self.shard
         if not shard.is_whole:
             divided = {"by_output": shard.by_output, "expert_parallel": shard.expert_parallel}
@@ -211,21 +210,21 @@ class _Plan:
 
 
 def _keeps(device: Device, dtype: str) -> Callable[[str, Format], bool]:
-    """Return whether a weight's format is computed with as it is."""
+    """Return a predicate: whether a weight (name, format) is multiplied in its stored format."""
     has_all = _has_all_kernels(device, dtype)
     return lambda name, form: has_all or (bool(form.activations) and not is_expert(name))
 
 
 def _has_all_kernels(device: Device, dtype: str) -> bool:
-    """Tell whether there are kernels for packed weights and for quantized experts.
+    """Tell whether kernels exist for packed weights and quantized experts.
 
-    They multiply 16-bit activations. NumPy would unpack such a weight for every product.
+    They need 16-bit activations. NumPy would unpack such a weight for every product.
     """
     return device.is_cuda and dtype != "float32"
 
 
 def _rounded(array: Any, form: Format, device: Device, dtype: str) -> Weight:
-    """Quantize a matrix; if no kernel multiplies its format, return the rounded numbers."""
+    """Quantize a matrix; if no kernel supports its format, return the rounded numbers."""
     weight = quantize(array, form)
     if (form.is_packed or array.ndim > 2) and not _has_all_kernels(device, dtype):
         return Weight.dense(unpack_weight(weight).astype(array.dtype))
@@ -246,9 +245,9 @@ def _slabs(place: Placement, head_dim: int) -> Iterator[Placement]:
 def _filler(
     reader: TensorReader, device: Device, plan: _Plan, progress: bool
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yield a function that fills arrays, by the names of weights, from the checkpoint.
+    """Yield a function that fills arrays, given by weight name, from the checkpoint.
 
-    It copies several slabs at a time; after a failure no other one begins.
+    It copies several slabs in parallel; after a failure no further slab is started.
     """
     itemsize = np_dtype(plan.dtype).itemsize
     total = sum(place.size for places in plan.parts.values() for place in places)
@@ -286,7 +285,7 @@ class _SlabCopy:
 
     def __call__(self, array: Any, slab: Placement) -> None:
         """Fill the rows of `array` that belong to a slab."""
-        if array.ndim > 1:  # the matrices of experts are filled as one below the other
+        if array.ndim > 1:  # rows are counted through the matrices of all experts
             array = array.reshape(-1, slab.width)
         rows = array[slab.start : slab.start + slab.num_rows]
         if not self._device.is_cuda:
@@ -299,7 +298,7 @@ class _SlabCopy:
         stream.synchronize()  # the next slab overwrites the buffer
 
     def _staging(self, num_bytes: int) -> tuple[Array, Any]:
-        """Return this thread's pinned buffer of at least `num_bytes` bytes, and its stream."""
+        """Return this thread's pinned buffer, of at least `num_bytes` bytes, and its stream."""
         cp = self._device.xp
         if not hasattr(self._local, "stream"):
             self._device.activate()

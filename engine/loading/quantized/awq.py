@@ -1,4 +1,4 @@
-"""Reads matrices of AWQ checkpoints (the layout "gemm")."""
+"""Reader of matrices of AWQ checkpoints in the layout "gemm"."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_awq(
 
 
 def _rows_of(words: Array, first: int, last: int) -> Array:
-    """Return rows [first, last) of a matrix whose columns are those of the words."""
+    """Return rows [first, last) of the matrix whose transpose the words hold."""
     start = first // _PER_WORD
     numbers = unpack_awq(words[:, start : -(-last // _PER_WORD)])
     return numbers[first - start * _PER_WORD : last - start * _PER_WORD]

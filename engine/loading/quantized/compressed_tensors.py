@@ -1,4 +1,4 @@
-"""Reads matrices of compressed-tensors checkpoints (llm-compressor)."""
+"""Reader of matrices of compressed-tensors checkpoints (llm-compressor)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def packed_shape(tensors: ModuleTensors, storage: Storage) -> tuple[int, int]:
     Raises
     ------
     WeightsError
-        If the words are too many or too few for it.
+        If the number of words does not match the shape.
     """
     words = tensors.matrix("weight_packed", ("I32",))
     stated = tensors.view("weight_shape", ("I64", "I32"), (2,))
@@ -66,7 +66,7 @@ def read_packed(
     order = None
     if tensors.has("weight_g_idx"):
         g_idx = tensors.view("weight_g_idx", ("I32",), (width,))
-        if not np.all(g_idx == -1):  # -1: there is none
+        if not np.all(g_idx == -1):  # -1 stands for no order
             order = column_order(tensors, "weight_g_idx", g_idx, storage.group_size, groups)
     step = width if order is not None else storage.format.group if storage.group_size else 1
     begin, end = check_columns(tensors, "weight_packed", columns, width, step)
@@ -90,7 +90,7 @@ def _scales(tensors: ModuleTensors, num_rows: int, groups: int) -> Array:
 
 
 def _zero_points(words: Array, bits: int, first: int, last: int) -> Array:
-    """Return the zero points (n, G) of rows [first, last): they are packed along the rows."""
+    """Return the zero points (n, G) of rows [first, last), which are packed along the rows."""
     per_word = 32 // bits
     start = first // per_word
     part = words[start : -(-last // per_word)].T
@@ -130,7 +130,7 @@ def read_int8(
 
 
 def _nibble_codes(tensors: ModuleTensors, numbers: Array, form: Format) -> Array:
-    """Return the codes of numbers of 4 bits that have a byte each."""
+    """Return the codes of 4-bit numbers that are stored in a byte each."""
     wrong = (numbers < -8) | (numbers > 7)
     if wrong.any():
         raise tensors.error("weight", f"must be in [-8, 7] for 4 bits; got {numbers[wrong][0]}")

@@ -1,4 +1,4 @@
-"""The value that a checkpoint's quantization_config is read into, and what methods share."""
+"""`QuantizationScheme`: a quantization_config as a value, and readers of keys that methods use."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _MAX_GROUP = 1 << 20
 
 @dataclass(frozen=True)
 class QuantizationScheme:
-    """How the matrices of a checkpoint are quantized.
+    """The quantization of a checkpoint's matrices.
 
-    Which modules are quantized at all, their tensors decide; a module whose tensors are quantized,
-    but not according to the configuration, is an error of the file.
+    The tensors of a module decide whether it is quantized. If they are, but the configuration
+    excludes the module, the file is in error.
 
     Attributes
     ----------
     method : str
         "compressed-tensors", "gptq", "awq", "fp8", or "mxfp4" (gpt-oss).
     groups : tuple of (ModuleRules, Storage or None)
-        How modules are stored: as the first one says whose rules select the module. None: it is not
+        Storage of modules: that of the first entry whose rules select the module. None: not
         quantized.
     ignored : ModuleRules
-        Modules that are not quantized, whatever `groups` says.
+        Modules that are not quantized even if `groups` selects them.
     """
 
     method: str
@@ -37,14 +37,14 @@ class QuantizationScheme:
     ignored: ModuleRules = NO_MODULE
 
     def storage_of(self, module: str) -> Storage | None:
-        """Return how the configuration says a module is stored; None: it is not quantized."""
+        """Return the storage of a module by the configuration; None if it is not quantized."""
         if self.ignored.match(module):
             return None
         return next((storage for rules, storage in self.groups if rules.match(module)), None)
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The names of the formats of its modules."""
+        """The names of all formats in `groups`."""
         found = [storage.format.name for _, storage in self.groups if storage is not None]
         return tuple(dict.fromkeys(found))
 
@@ -64,7 +64,7 @@ def format_for(fields: Fields, key: str, bits: int, group_size: int, *, symmetri
     Raises
     ------
     ConfigError
-        If there is none; `key` is that of the group size.
+        If no such format exists; the message names `key`, the key of the group size.
     """
     form = group_format(bits, group_size, symmetric=symmetric)
     if form is None:

@@ -1,4 +1,4 @@
-"""Reads the quantization_config of compressed-tensors."""
+"""Reader of the quantization_config of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantiz
 _ACT_ORDERS = (None, False, True, "group", "dynamic", "weight", "static")
 
 _MAX_GROUPS = 256
-_CLASS = "Linear"  # a target that is not a name: every module with a matrix
+_CLASS = "Linear"  # the target that selects every module with a matrix, by its class
 
 _TOKENS_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 _TOKENS_FP8 = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
@@ -47,7 +47,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 
 def compressed_tensors_scheme(fields: Fields) -> QuantizationScheme:
-    """Return what a configuration with `config_groups` describes."""
+    """Return the scheme of a configuration with `config_groups`."""
     for key in ("transform_config", "sparsity_config"):
         given = fields.raw(key)
         if given and not (isinstance(given, Mapping) and given.get("format") == "dense"):
@@ -74,7 +74,7 @@ def compressed_tensors_scheme(fields: Fields) -> QuantizationScheme:
 def _group(
     fields: Fields, name: str, given: Any, default: str
 ) -> list[tuple[int, ModuleRules, Storage | None]]:
-    """Return (rank, rules, storage): names come before patterns, and those before classes."""
+    """Return (rank, rules, storage) of a group; exact names rank first, then patterns, classes."""
     short = name[:80]
     groups = fields.beside({short: given}, "config_groups")
     if isinstance(given, list):
@@ -100,7 +100,7 @@ def _name_rules(fields: Fields, key: str, texts: tuple[str, ...]) -> ModuleRules
 
 
 def _storage(group: Fields, default: str) -> Storage:
-    """Return how the modules of one group are stored."""
+    """Return the storage of one group's modules."""
     stored = group.text("format", "" if default == "mixed-precision" else default)
     if stored not in _FORMATS:
         raise group.error("format", f"one of {', '.join(_FORMATS)}, here or for all groups")
@@ -130,14 +130,14 @@ def _int_storage(group: Fields, weights: Fields, is_packed: bool, act_order: boo
     if bits not in (4, 8):
         raise weights.error("num_bits", "4 or 8")
     strategy, group_size = _strategy(weights, ("tensor", "channel", "group"))
-    # Only rows of 8 bits are multiplied with activations in 8 bits; others leave those as they are.
+    # Only 8-bit weights with a scale per row are multiplied with 8-bit activations.
     is_byte_rows = not is_packed and bits == 8 and strategy != "group"
     activations = _activations(group, "int", strict=is_byte_rows)
     symmetric = weights.flag("symmetric", True)
     if not symmetric and not is_packed:
         raise weights.error("symmetric", "true in a format without packing")
     form = format_for(weights, "group_size", bits, group_size, symmetric=symmetric)
-    # A scale per row suits products of two operands in 8 bits, if that is what was meant.
+    # A scale per row allows products of two 8-bit operands, if the configuration asks for them.
     if is_byte_rows and activations:
         form = FORMATS["int8"]
     return Storage(
@@ -195,7 +195,7 @@ def block_of(fields: Fields, key: str, given: Any) -> tuple[int, int]:
     Raises
     ------
     ConfigError
-        If it is something else.
+        If it is anything else.
     """
     if (
         not isinstance(given, list)
@@ -207,9 +207,9 @@ def block_of(fields: Fields, key: str, given: Any) -> tuple[int, int]:
 
 
 def _activations(group: Fields, kind: str, *, strict: bool) -> str:
-    """Return what the other operand is quantized to: "", "dynamic" or "static".
+    """Return the quantization of the other operand: "" (none), "dynamic" or "static".
 
-    strict: it must have 8 bits and be of the weights' kind.
+    With `strict` it must have 8 bits and the weights' type.
     """
     if not group.has("input_activations"):
         return ""

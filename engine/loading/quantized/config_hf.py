@@ -1,4 +1,4 @@
-"""Reads the quantization_config of GPTQ, AWQ, Hugging Face's fp8, and gpt-oss."""
+"""Readers of the quantization_config of GPTQ, AWQ, Hugging Face's fp8, and gpt-oss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_OVERRIDES = 256
 
 
 def gptq_scheme(fields: Fields) -> QuantizationScheme:
-    """Return what a GPTQ configuration describes."""
+    """Return the scheme of a GPTQ configuration."""
     key = "checkpoint_format" if fields.has("checkpoint_format") else "format"
     version = fields.text(key, "gptq")
     if version not in ("gptq", "gptq_v2"):
@@ -45,7 +45,7 @@ def gptq_scheme(fields: Fields) -> QuantizationScheme:
 
 
 def _overridden(fields: Fields, storage: Storage) -> Storage:
-    """Return `storage` with what `fields` has of bits, group_size, sym and desc_act."""
+    """Return `storage` with the values of bits, group_size, sym and desc_act that are given."""
     bits = fields.integer("bits", 1, 64, storage.bits)
     if bits not in (4, 8):
         raise fields.error("bits", "4 or 8")
@@ -62,7 +62,7 @@ def _overridden(fields: Fields, storage: Storage) -> Storage:
 
 
 def _overrides(fields: Fields, storage: Storage) -> list[tuple[ModuleRules, Storage | None]]:
-    """Return the rules of `dynamic`: a pattern, and what is different in its modules."""
+    """Return the rules of `dynamic`: patterns, and the settings that differ in their modules."""
     given = fields.raw("dynamic")
     if not given:
         return []
@@ -81,7 +81,7 @@ def _overrides(fields: Fields, storage: Storage) -> list[tuple[ModuleRules, Stor
 
 
 def _allowed(fields: Fields) -> ModuleRules:
-    """Return the rules of the modules that are quantized; none if it may be all."""
+    """Return the rules that select the quantized modules; empty rules if all may be."""
     key = "modules_in_block_to_quantize"
     given: Any = fields.raw(key)
     if not given:
@@ -94,9 +94,9 @@ def _allowed(fields: Fields) -> ModuleRules:
 
 
 def awq_scheme(fields: Fields) -> QuantizationScheme:
-    """Return what an AWQ configuration describes.
+    """Return the scheme of an AWQ configuration.
 
-    Readers of `modules_to_not_convert` disagree on what its texts match; the tensors decide.
+    `modules_to_not_convert` is not read: its readers disagree on the matching, so tensors decide.
     """
     key = "version" if fields.has("version") else "format"
     if fields.text(key, "gemm").lower() != "gemm":
@@ -116,7 +116,7 @@ def awq_scheme(fields: Fields) -> QuantizationScheme:
 
 
 def fp8_scheme(fields: Fields) -> QuantizationScheme:
-    """Return what Hugging Face's and DeepSeek's fp8 configuration describes."""
+    """Return the scheme of Hugging Face's and DeepSeek's fp8 configuration."""
     if fields.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise fields.error("fmt", "e4m3")
     if fields.text("scale_fmt", "float") not in ("float", "ue8m0"):
@@ -137,6 +137,6 @@ def fp8_scheme(fields: Fields) -> QuantizationScheme:
 
 
 def mxfp4_scheme(fields: Fields) -> QuantizationScheme:
-    """Return the scheme of gpt-oss, whose experts are tensors of their own kind."""
+    """Return the scheme of gpt-oss, whose experts are read by `read_mxfp4_experts`."""
     texts_of(fields, "modules_to_not_convert", fields.raw("modules_to_not_convert"))
     return QuantizationScheme("mxfp4")

@@ -1,4 +1,4 @@
-"""Reads matrices of e4m3 codes: of Hugging Face's and DeepSeek's "fp8", and compressed-tensors."""
+"""Reader of e4m3 matrices: Hugging Face's and DeepSeek's "fp8", and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["fp8_shape", "read_fp8"]
 Array = np.ndarray[Any, Any]
 
 _EXPONENT_DTYPES = ("F8_E8M0", "U8")
-# Despite its name, weights are multiplied by the second one, too.
+# Despite the name "inv", weights are multiplied by the second one as well.
 _NAMES = ("weight_scale", "weight_scale_inv")
 
 
@@ -65,7 +65,7 @@ def _scale_name(tensors: ModuleTensors) -> str:
 
 
 def _scales(tensors: ModuleTensors, kind: str, storage: Storage, shape: tuple[int, int]) -> Array:
-    """Return the scales in float32: (N, 1), or one per block."""
+    """Return the float32 scales: (N, 1), or one per block."""
     num_rows, width = shape
     if storage.block is None:
         shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (num_rows, 1), (num_rows,)]

@@ -1,4 +1,4 @@
-"""Reads matrices of .gguf files in their blocks: codes and scales instead of numbers."""
+"""Reader of matrices of .gguf files as codes and scales, not dequantized."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ GGUF_FORMATS = {
     name: FORMATS[name.lower()]
     for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 }
-"""The format of each of ggml's types that can be read in blocks."""
+"""The format for each ggml type that can be read as codes and scales."""
 
 
 def read_gguf_rows(
     file: GgufFile, name: str, first: int, last: int, columns: tuple[int, int] | None = None
 ) -> QuantizedRows | None:
-    """Read rows [first, last) of tensor `name`; None if its type is a plain one.
+    """Read rows [first, last) of tensor `name`; None if it is not quantized.
 
-    Rows of a tensor with more than two dimensions are those of all its matrices, in order.
+    Rows of a tensor with more than two dimensions are counted through all its matrices.
 
     Parameters
     ----------
     columns : (int, int), optional
-        Only these; whole blocks.
+        Range of columns to read, in whole blocks; all by default.
 
     Raises
     ------
     WeightsError
         If a scale is NaN or infinite, or the range of columns begins or ends inside a block. A
-        scale may be 0, whatever the codes: a tiny one has become 0 in float16.
+        scale of 0 is allowed with any codes: a tiny scale is 0 in float16.
     """
     tensor = file.tensors[name]
     form = GGUF_FORMATS.get(tensor.format.name)
@@ -60,7 +60,7 @@ def read_gguf_rows(
     parts = _READERS[form.name](flat)
 
     def rows_of(part: Array | None) -> Array | None:
-        """Return values (blocks, n, ...) or (blocks,) as (rows, per row, ...)."""
+        """Reshape values (blocks, n, ...) or (blocks,) to (rows, values per row, ...)."""
         if part is None:
             return None
         if part.ndim == 1:
@@ -98,7 +98,7 @@ def _half(blocks: Array, start: int) -> Array:
 
 
 def _nibbles(blocks: Array, start: int) -> Array:
-    """Return the 32 codes in 16 bytes from `start` on: low halves first, then high ones."""
+    """Return the 32 codes of 16 bytes from `start` on: low halves first, then high ones."""
     packed = blocks[:, start : start + 16]
     codes = np.empty((len(blocks), 32), np.uint8)
     np.bitwise_and(packed, 15, out=codes[:, :16])
@@ -147,7 +147,7 @@ def _k_scales(blocks: Array) -> tuple[Array, Array, Array]:
 
 
 def _k_nibbles(blocks: Array, start: int) -> Array:
-    """Return 256 codes (n, 8, 32) in 128 bytes: 32 low halves, then the 32 high ones, ..."""
+    """Return the 256 codes (n, 8, 32) of 128 bytes: per 32 bytes the low halves, then the high."""
     packed = blocks[:, start : start + 128].reshape(-1, 4, 32)
     codes = np.empty((len(blocks), 4, 2, 32), np.uint8)
     np.bitwise_and(packed, 15, out=codes[:, :, 0])

@@ -1,4 +1,4 @@
-"""Which modules a list in a quantization_config is about; each method has its own rule."""
+"""Selection of modules by the lists in a quantization_config; each method has rules of its own."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _PLAIN = re.compile(r"[\w.-]+")
 
 @dataclass(frozen=True)
 class ModuleRules:
-    """Texts that select modules by name; a module that one of them selects is selected.
+    """Rules that select modules by name; a module is selected if any rule matches.
 
     Attributes
     ----------
     names : frozenset of str
-        Modules of exactly these names.
+        Exact names.
     patterns : tuple of compiled regular expressions
-        Modules whose names begin with what one of them matches.
+        Patterns for the beginning of a name.
     parents : frozenset of str
-        Modules of these names, and everything in them.
+        Names of modules that are selected with all their submodules.
     suffixes : tuple of str
-        Modules whose names end like this.
+        Ends of names.
     substrings : tuple of str
-        Modules with one of these in their names; ("",) selects every module.
+        Parts of names; ("",) selects every module.
     """
 
     names: frozenset[str] = frozenset()
@@ -51,7 +51,7 @@ class ModuleRules:
         return self != NO_MODULE
 
     def match(self, module: str) -> bool:
-        """Tell whether the module of this name is selected."""
+        """Tell whether the module with this name is selected."""
         if module in self.names or module.endswith(self.suffixes):
             return True
         if any(text in module for text in self.substrings):
@@ -68,12 +68,12 @@ EVERY_MODULE = ModuleRules(substrings=("",))
 
 
 def texts_of(fields: Fields, key: str, values: Any) -> tuple[str, ...]:
-    """Return `values`, a list of strings under `key`, as a tuple; None is an empty one.
+    """Return `values`, a list of strings under `key`, as a tuple; an empty one for None.
 
     Raises
     ------
     ConfigError
-        If it is something else.
+        If it is anything else.
     """
     if values is None:
         return ()
@@ -87,13 +87,15 @@ def texts_of(fields: Fields, key: str, values: Any) -> tuple[str, ...]:
 
 
 def pattern_of(fields: Fields, key: str, text: str, end: str = "") -> re.Pattern[str]:
-    """Return the compiled regular expression `text`, whose matching must take only a moment.
+    """Compile the regular expression `text`, refusing one that could take long to match.
+
+    The time is bounded by the number of ways to match a short name, which the limits on repeats
+    and groups keep small.
 
     Raises
     ------
     ConfigError
-        If it is none, or could take long: the time is no more than the number of ways to match its
-        few repeats and groups with a short name.
+        If it is invalid, or exceeds those limits.
     """
     if (
         len(text) > _MAX_LENGTH
@@ -115,8 +117,8 @@ def pattern_of(fields: Fields, key: str, text: str, end: str = "") -> re.Pattern
 def boundary_rules(fields: Fields, key: str, values: Any) -> ModuleRules:
     r"""Return Hugging Face's rules for modules that are not converted.
 
-    A text is a regular expression for the beginning of a name, up to the end of one of its parts,
-    or a plain end of a name.
+    A text matches a name as a regular expression for its beginning, up to the end of a part, or as
+    a plain suffix.
 
     Examples
     --------
@@ -139,7 +141,7 @@ def boundary_rules(fields: Fields, key: str, values: Any) -> ModuleRules:
 def patterns_of(
     fields: Fields, key: str, texts: Iterable[str], end: str = ""
 ) -> tuple[re.Pattern[str], ...]:
-    """Return `pattern_of` each text."""
+    """Return `pattern_of` for each text."""
     texts = list(texts)
     if len(texts) > _MAX_PATTERNS:
         raise fields.error(key, f"a list of at most {_MAX_PATTERNS} patterns")

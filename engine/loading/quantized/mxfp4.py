@@ -1,4 +1,4 @@
-"""Reads matrices in MXFP4: gpt-oss's experts, and compressed-tensors'."""
+"""Reader of MXFP4 matrices: gpt-oss's experts, and those of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def read_mxfp4_experts(
     ----------
     checkpoint : SafetensorsFile or SafetensorsDirectory
     name : str
-        Of the blocks (E, N, K / 32, 16), whose bytes hold two numbers each.
+        Name of the blocks (E, N, K / 32, 16), whose bytes hold two numbers each.
     rows : slice
-        Of the E N rows of all matrices; with a step of 2 those of gate or of up.
+        Slice of the E N rows of all matrices; a step of 2 selects the rows of gate or of up.
     columns : (int, int), optional
-        Only these; whole blocks.
+        Range of columns to read, in whole blocks; all by default.
 
     Raises
     ------

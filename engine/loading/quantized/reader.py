@@ -1,4 +1,4 @@
-"""Reads the matrices of a checkpoint, quantized or not, by the names of their modules."""
+"""Reader of a checkpoint's matrices, quantized or not, by the names of their modules."""
 
 from __future__ import annotations
 
@@ -72,19 +72,19 @@ def read_rows(
     checkpoint : SafetensorsFile or SafetensorsDirectory
     scheme : QuantizationScheme
     module : str
-        Such as "model.layers.0.self_attn.q_proj".
+        Name, such as "model.layers.0.self_attn.q_proj".
     first, last : int
         Rows of the matrix (N, K), which is the transpose of what GPTQ and AWQ store; `last` None
         stands for N.
     columns : (int, int), optional
-        Only columns [begin, end), which must be whole groups of the format; all of them if the
-        matrix has a permutation.
+        Range of columns [begin, end) to read, in whole groups of the format; it must be all columns
+        if the matrix has a permutation.
 
     Raises
     ------
     WeightsError
-        If a tensor is missing, has a wrong shape or dtype, or values that cannot be; if the tensors
-        disagree with the configuration, or the columns with the groups.
+        If a tensor is missing, has a wrong shape or dtype, or holds impossible values; if the
+        tensors contradict the configuration, or the columns cut a group.
     """
     tensors = ModuleTensors(checkpoint, module)
     storage = _storage_of(tensors, scheme)
@@ -108,7 +108,7 @@ def _is_quantized(tensors: ModuleTensors) -> bool:
 
 
 def _storage_of(tensors: ModuleTensors, scheme: QuantizationScheme | None) -> Storage | None:
-    """Return how a module is stored; None if it is not quantized."""
+    """Return the storage of a module; None if it is not quantized."""
     if not _is_quantized(tensors):
         return None
     storage = None if scheme is None else scheme.storage_of(tensors.module)
@@ -122,13 +122,13 @@ def _storage_of(tensors: ModuleTensors, scheme: QuantizationScheme | None) -> St
 
 @dataclass(frozen=True)
 class QuantizedCheckpoint:
-    """A checkpoint by the names of its matrices, as if it were not quantized.
+    """A checkpoint that presents quantized matrices under the names of plain ones.
 
     Attributes
     ----------
     checkpoint : SafetensorsFile, SafetensorsDirectory or GgufFile
     scheme : QuantizationScheme or None
-        None if it is not quantized, and for a .gguf file.
+        None for a checkpoint that is not quantized, and for a .gguf file.
     """
 
     checkpoint: _Safetensors | GgufFile
@@ -136,13 +136,13 @@ class QuantizedCheckpoint:
 
     @property
     def path(self) -> Path:
-        """The file, or the index of several."""
+        """Path of the file, or of the index of several."""
         return self.checkpoint.path
 
     def names(self) -> Iterator[str]:
-        """Yield the names of the tensors; a quantized module's are one, "<module>.weight".
+        """Yield the names of the tensors; those of a quantized module are one, "<module>.weight".
 
-        Scales of the cache of keys and values are left out.
+        Scales of the KV cache are left out.
         """
         if isinstance(self.checkpoint, GgufFile) or self.scheme is None:
             yield from self.checkpoint.names()
@@ -159,12 +159,12 @@ class QuantizedCheckpoint:
                 yield name
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of tensor `name`; of a matrix (N, K), however it is stored.
+        """Return the shape of tensor `name`; (N, K) for a matrix, however it is stored.
 
         Raises
         ------
         WeightsError
-            As `read_rows`.
+            See `read_rows`.
         """
         found = self._quantized(name)
         if found is None:
@@ -183,7 +183,7 @@ class QuantizedCheckpoint:
     def read_rows(
         self, name: str, first: int, last: int, columns: tuple[int, int] | None = None
     ) -> QuantizedRows | None:
-        """Read rows of tensor `name`, as `read_rows` does; None if it is not quantized."""
+        """Read rows of tensor `name`; None if it is not quantized. See `read_rows`."""
         if isinstance(self.checkpoint, GgufFile):
             return read_gguf_rows(self.checkpoint, name, first, last, columns)
         if self.scheme is None:
@@ -194,7 +194,7 @@ class QuantizedCheckpoint:
     def read(
         self, name: str, first: int, last: int, columns: tuple[int, int] | None = None
     ) -> Array:
-        """Return rows of tensor `name` as numbers: float32 if it is quantized."""
+        """Return rows of tensor `name` as numbers, in float32 if it is quantized."""
         if isinstance(self.checkpoint, GgufFile):
             return self.checkpoint.read(name, first, last, columns)
         rows = self.read_rows(name, first, last)
@@ -203,9 +203,9 @@ class QuantizedCheckpoint:
         return rows.numbers() if columns is None else rows.numbers()[:, slice(*columns)]
 
     def is_spare_bias(self, name: str) -> bool:
-        """Tell whether this is a bias of zeros beside a quantized matrix.
+        """Tell whether `name` is a bias of zeros beside a quantized matrix.
 
-        Old writers of GPTQ add one to every module, also where the model has none.
+        Old writers of GPTQ add one to every module, even if the model has no bias.
         """
         module, _, kind = name.rpartition(".")
         if isinstance(self.checkpoint, GgufFile) or self.scheme is None or kind != "bias":
@@ -214,7 +214,7 @@ class QuantizedCheckpoint:
         return is_quantized and not self.checkpoint.view(name).any()
 
     def _quantized(self, name: str) -> tuple[ModuleTensors, Storage] | None:
-        """Return the tensors and the storage of a quantized matrix; None for anything else."""
+        """Return the tensors and the storage of a quantized matrix; None for other tensors."""
         if isinstance(self.checkpoint, GgufFile) or not name.endswith(".weight"):
             return None
         tensors = ModuleTensors(self.checkpoint, name.removesuffix(".weight"))

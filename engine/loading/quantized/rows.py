@@ -1,4 +1,4 @@
-"""Rows of a quantized matrix as a checkpoint stores them: codes and scales, apart."""
+"""`QuantizedRows`: the codes and scales of rows of a quantized matrix."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _PER_ROW = ("scales", "offsets", "super_scales")
 
 @dataclass(frozen=True, eq=False)
 class QuantizedRows:
-    """Rows (n, K) of a quantized matrix; nothing has been rounded.
+    """Rows (n, K) of a quantized matrix, exactly as a checkpoint stores them.
 
     Attributes
     ----------
     format : Format
-        One with scales.
+        A format with scales.
     codes : (n, K) array
-        uint8; int8 for whole numbers of 8 bits.
+        uint8; int8 for 8-bit whole numbers.
     scales : (n, G) array
-        A scale per group of columns of each row; G = 1 if the row has one, and for blocks of rows
-        ("fp8_block") every row has its own copy. float16, bfloat16 or float32; float32 for "fp8",
+        One per group of columns of each row; G = 1 for one scale per row. For blocks of rows
+        ("fp8_block") every row has a copy. float16, bfloat16 or float32; float32 for "fp8",
         "fp8_block" and "int8"; uint8 exponents for "mxfp4"; with a super-block uint8, or int8 for
         "q6_k".
     offsets : (n, G) array, optional
@@ -58,7 +58,7 @@ class QuantizedRows:
         return rows, columns
 
     def take(self, rows: Any) -> QuantizedRows:
-        """Return the rows that an index (whole numbers, bools or a slice) selects, in its order."""
+        """Return the rows selected by an index (whole numbers, bools or a slice), in its order."""
         chosen: dict[str, Any] = {
             name: value[rows]
             for name in ("codes", *_PER_ROW)
@@ -68,7 +68,7 @@ class QuantizedRows:
 
     @classmethod
     def concat(cls, parts: Sequence[QuantizedRows]) -> QuantizedRows:
-        """Return the rows of all parts, one part below the other.
+        """Concatenate the rows of all parts.
 
         Raises
         ------
@@ -84,7 +84,7 @@ class QuantizedRows:
                     "matrices that are multiplied as one must have the same order of columns; "
                     "got different g_idx"
                 )
-        if len({part.scales.dtype for part in parts}) > 1:  # float32 holds every other exactly
+        if len({part.scales.dtype for part in parts}) > 1:  # float32 represents all others exactly
             parts = [replace(part, scales=part.scales.astype(np.float32)) for part in parts]
         joined: dict[str, Any] = {
             name: np.concatenate([getattr(part, name) for part in parts])
@@ -94,7 +94,7 @@ class QuantizedRows:
         return replace(first, **joined)
 
     def numbers(self) -> Array:
-        """Return the numbers (n, K) in float32, in the order of the matrix's columns."""
+        """Dequantize to float32 numbers (n, K), in the order of the matrix's columns."""
         form = self.format
         columns = self.shape[1]
         numbers = _decoded(form, self.codes)
@@ -111,10 +111,10 @@ class QuantizedRows:
         return ordered
 
     def to_weight(self) -> Weight:
-        """Return the rows as a weight in the layout of products.
+        """Return the rows as a weight in the layout of the kernels.
 
-        float32 scales of a packed format are rounded: to float16 if that loses less (every scale is
-        0 or a normal float16 number), else to bfloat16.
+        float32 scales of a packed format are rounded: to float16 if every scale is 0 or in its
+        normal range, which loses less, else to bfloat16.
 
         Raises
         ------
@@ -132,7 +132,7 @@ class QuantizedRows:
         return Weight(form, codes, self.shape, scales=np.ascontiguousarray(scales))
 
     def _float_scales(self) -> tuple[Array, Array | None]:
-        """Return scales and offsets (n, G) in float32."""
+        """Return float32 scales and offsets (n, G)."""
         form = self.format
         offsets = self.offsets
         if form.code == "e2m1":
@@ -148,7 +148,7 @@ class QuantizedRows:
         return scales * spread[..., 0], -(offsets * spread[..., 1])
 
     def _block_scales(self) -> Array:
-        """Return the scales of blocks of rows, from those of rows."""
+        """Return one scale per block of rows from the equal copies of its rows."""
         assert self.format.block is not None
         high = self.format.block[0]
         blocks = self.scales[::high]
@@ -161,7 +161,7 @@ class QuantizedRows:
 
 
 def _decoded(form: Format, codes: Array) -> Array:
-    """Return what the codes stand for before scale and offset, float32."""
+    """Return the float32 numbers of the codes before scale and offset."""
     if form.code == "int":
         numbers: Array = codes.astype(np.float32)
         numbers -= np.float32(form.zero)
@@ -171,7 +171,7 @@ def _decoded(form: Format, codes: Array) -> Array:
 
 
 def _spread(values: Array, group: int, columns: int) -> Array:
-    """Return a value per column from one per group."""
+    """Repeat each group's value for its columns."""
     return np.repeat(values, group, axis=1)[:, :columns] if group else values
 
 

@@ -1,4 +1,4 @@
-"""The quantization of a checkpoint, as its configuration describes it."""
+"""Reader of a checkpoint's quantization_config, whatever the method: `load_scheme`."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _METHODS: dict[str, Callable[[Fields], QuantizationScheme]] = {
 }
 
 _OLD_FILES = ("quantize_config.json", "quant_config.json")
-# Keys that only AWQ's files have.
+# Keys that occur only in AWQ's files.
 _AWQ_KEYS = ("w_bit", "q_group_size", "zero_point")
 
 
 def load_scheme(directory: str | PathLike[str]) -> QuantizationScheme | None:
     """Return the quantization of the model in `directory`; None if it is not quantized.
 
-    It is described in config.json under `quantization_config` (older files: `compression_config`),
-    or by old tools in quantize_config.json or quant_config.json beside it. A .gguf file has None:
-    every tensor has a type of its own.
+    config.json holds it under `quantization_config` (older files: `compression_config`); old tools
+    write quantize_config.json or quant_config.json beside it. For a .gguf file it is None, as every
+    tensor has a type of its own.
 
     Raises
     ------
     ConfigError
-        If a file is damaged, or describes something that is not supported; the message names it.
+        If a file is damaged or its scheme is not supported; the message names the key.
     """
     root = Path(directory)
     if root.suffix == ".gguf":
@@ -59,19 +59,19 @@ def load_scheme(directory: str | PathLike[str]) -> QuantizationScheme | None:
 def scheme_from_dict(
     values: Mapping[str, Any], where: str = "quantization_config"
 ) -> QuantizationScheme:
-    """Return what a `quantization_config` describes.
+    """Return the scheme of a `quantization_config`.
 
     Parameters
     ----------
     values : mapping
         The JSON object.
     where : str
-        Its place, for messages.
+        Location of the object, for messages.
 
     Raises
     ------
     ConfigError
-        If it describes something that is not supported; the message names it.
+        If the scheme is not supported; the message names the key.
 
     Examples
     --------
@@ -83,14 +83,14 @@ def scheme_from_dict(
 
 
 def scheme_of(fields: Fields, default: str | None = None) -> QuantizationScheme:
-    """Return what the fields of a `quantization_config` describe.
+    """Return the scheme of the fields of a `quantization_config`.
 
-    `default` is the method of files that do not name it.
+    `default` is the method of files that do not name one.
 
     Raises
     ------
     ConfigError
-        As `scheme_from_dict`.
+        See `scheme_from_dict`.
     """
     if default is not None and not fields.has("quant_method"):
         return _METHODS[default](fields)

@@ -1,4 +1,4 @@
-"""How the matrices of some modules are stored in a quantized checkpoint."""
+"""`Storage`: the layout of a module's matrix in a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ _GROUPS = (128, 64, 32)
 
 @dataclass(frozen=True)
 class Storage:
-    """How a module's matrix is stored, and in which format its rows are read.
+    """The layout of a module's matrix, and the format in which its rows are read.
 
     Attributes
     ----------
     layout : str
-        Which tensors there are: "packed" (compressed-tensors' words of whole numbers), "int8",
-        "fp8", "mxfp4", "gptq" or "awq".
+        Set of tensors: "packed" (compressed-tensors' words of whole numbers), "int8", "fp8",
+        "mxfp4", "gptq" or "awq".
     format : Format
-        The format of the rows. Stored groups may be multiples of its groups; a scale then appears
-        several times.
+        Format of the rows read. Stored groups may be multiples of its groups; scales are then
+        repeated.
     bits : int
         Bits of a stored number.
     group_size : int
-        Stored numbers of a row that share a scale; 0 if all of them do.
+        Stored numbers of a row that share a scale; 0 for the whole row.
     block : (int, int) or None
-        Rows and columns of a block of "fp8" with one scale.
+        Rows and columns of a block of "fp8" that shares a scale.
     symmetric : bool
-        Whether there are no zero points.
+        Whether groups have no zero points.
     act_order : bool
-        Whether the configuration says that groups are not of consecutive columns (the tensors
-        decide).
+        Whether, by the configuration, the columns of a group are not consecutive. (The tensors
+        decide.)
     zero_minus_one : bool
-        Whether stored zero points are too small by 1.
+        Whether zero points are stored minus 1.
     activations : str
-        What the checkpoint was made for: "" (activations are not quantized), "dynamic" (with a
-        scale per token) or "static" (with a stored scale). The format decides what is done: packed
-        formats leave them in 16 bits, and the others quantize them per token, which is no less
-        exact than a stored scale.
+        Quantization of activations that the checkpoint was made for: "" (none), "dynamic" (a scale
+        per token) or "static" (a stored scale). The engine follows the format instead: packed
+        formats leave activations in 16 bits, others quantize them per token, which is no less exact
+        than a stored scale.
 
     Examples
     --------
@@ -62,7 +62,7 @@ class Storage:
 def group_format(bits: int, group_size: int, *, symmetric: bool) -> Format | None:
     """Return the format with the largest groups that divide `group_size` (0: a whole row).
 
-    None if there is none.
+    None if no such format exists.
     """
     if bits not in (4, 8):
         return None

@@ -1,4 +1,4 @@
-"""The tensors of one quantized module of a checkpoint, each checked as it is read."""
+"""Checked access to the tensors of one quantized module, and checks of its values."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class ModuleTensors:
         return f"{self.module}.{kind}"
 
     def has(self, kind: str) -> bool:
-        """Tell whether there is a tensor `kind`."""
+        """Tell whether tensor `kind` exists."""
         return self.name(kind) in self.checkpoint
 
     def dtype(self, kind: str) -> str:
-        """Return the dtype of tensor `kind`, which there is."""
+        """Return the dtype of the existing tensor `kind`."""
         return self.checkpoint.dtype(self.name(kind))
 
     def shape(self, kind: str) -> tuple[int, ...]:
-        """Return the shape of tensor `kind`, which there is."""
+        """Return the shape of the existing tensor `kind`."""
         return self.checkpoint.shape(self.name(kind))
 
     def error(self, kind: str, message: str) -> WeightsError:
@@ -65,7 +65,7 @@ class ModuleTensors:
         Raises
         ------
         WeightsError
-            If it is missing or another.
+            If it is missing, or has another dtype or shape.
         """
         if not self.has(kind):
             raise self.error(kind, f"is missing; other tensors of {shown(self.module)} need it")
@@ -78,7 +78,7 @@ class ModuleTensors:
         return self.checkpoint.view(self.name(kind))
 
     def matrix(self, kind: str, dtypes: Sequence[str]) -> Array:
-        """Return tensor `kind`, which must be a matrix that is not empty."""
+        """Return tensor `kind`, which must be a non-empty matrix."""
         view = self.view(kind, dtypes)
         if view.ndim != 2 or min(view.shape) < 1:
             raise self.error(kind, f"must be a matrix; got shape {view.shape}")
@@ -88,7 +88,7 @@ class ModuleTensors:
 def check_columns(
     tensors: ModuleTensors, kind: str, columns: tuple[int, int] | None, width: int, step: int
 ) -> tuple[int, int]:
-    """Return the range of columns; None stands for all.
+    """Return the range `columns`, or that of all columns for None, after checking it.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def check_columns(
 
 
 def spread_groups(values: Array, stored: int, form: Format, columns: tuple[int, int]) -> Array:
-    """Return the value of each of the format's groups in a range of columns.
+    """Return one value per group of the format, from one per stored group.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ def grouped_rows(
     """
     form = storage.format
     if order is not None:
-        codes = np.take(codes, order, axis=1)  # in order in memory, unlike codes[:, order]
+        codes = np.take(codes, order, axis=1)  # C-contiguous, unlike codes[:, order]
     spread = partial(spread_groups, stored=storage.group_size, form=form, columns=columns)
     return QuantizedRows(
         form,
@@ -168,7 +168,7 @@ def column_order(
     Parameters
     ----------
     tensors, kind : ModuleTensors, str
-        Where `g_idx` is from, for messages.
+        The tensor that holds `g_idx`, for messages.
     g_idx : (K,) array of int32
         The group of each column.
     stored : int
@@ -179,7 +179,7 @@ def column_order(
     Raises
     ------
     WeightsError
-        If a group is out of range, or has not as many columns as the configuration says.
+        If a group is out of range, or its number of columns differs from the configuration's.
     """
     wrong = (g_idx < 0) | (g_idx >= groups)
     if wrong.any():
@@ -204,10 +204,10 @@ def column_order(
 
 
 def check_scales(tensors: ModuleTensors, kind: str, rows: QuantizedRows) -> QuantizedRows:
-    """Return `rows`, whose scales were read from tensor `kind`, after checking the scales.
+    """Check the scales of `rows`, which were read from tensor `kind`; return `rows`.
 
-    A scale may be 0 only if all codes of its group stand for 0: anything else is a damaged file, or
-    has lost the group's numbers.
+    A scale may be 0 only if all codes of its group represent 0. Otherwise the file is damaged, or
+    the scale has underflowed and the group's numbers are lost.
 
     Raises
     ------
@@ -232,7 +232,7 @@ def check_scales(tensors: ModuleTensors, kind: str, rows: QuantizedRows) -> Quan
 
 
 def _lost_groups(rows: QuantizedRows, zeros: Array) -> Array:
-    """Tell which groups with scale 0 have codes that do not stand for 0."""
+    """Return a mask of the groups with scale 0 whose codes do not all represent 0."""
     form = rows.format
     codes = rows.codes
     some = np.flatnonzero(zeros.any(axis=1))

@@ -1,4 +1,4 @@
-"""Whole numbers of 4 or 8 bits, packed in 32-bit words."""
+"""Unpacking of 4-bit and 8-bit whole numbers from 32-bit words."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["as_signed", "unpack_awq", "unpack_nibbles", "unpack_words"]
 
 Array = np.ndarray[Any, Any]
 
-# Place in its word of each of AWQ's eight columns.
+# Position in its word of each of AWQ's eight columns.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack_words(words: Array, bits: int) -> Array:
-    """Return the numbers (..., W 32 / bits) uint8 of words (..., W), the lowest bits first.
+    """Return the numbers (..., W 32 / bits) uint8 in words (..., W), the lowest bits first.
 
     Examples
     --------
@@ -27,7 +27,7 @@ def unpack_words(words: Array, bits: int) -> Array:
 
 
 def unpack_nibbles(data: Array) -> Array:
-    """Return the numbers (..., 2 C) uint8 of bytes (..., C), that of the low half first."""
+    """Return the numbers (..., 2 C) uint8 in bytes (..., C), the low half of each byte first."""
     numbers = np.empty((*data.shape, 2), np.uint8)
     np.bitwise_and(data, 15, out=numbers[..., 0])
     np.right_shift(data, 4, out=numbers[..., 1])
@@ -35,7 +35,7 @@ def unpack_nibbles(data: Array) -> Array:
 
 
 def unpack_awq(words: Array) -> Array:
-    """Return the numbers (8 W, R) uint8 of AWQ's words (R, W), which hold eight columns each.
+    """Return the numbers (8 W, R) uint8 in AWQ's words (R, W), which hold eight columns each.
 
     Examples
     --------
@@ -52,7 +52,7 @@ def unpack_awq(words: Array) -> Array:
 
 
 def as_signed(numbers: Array) -> Array:
-    """Return numbers of 0 to 255 less 128, as int8.
+    """Return uint8 numbers minus 128, as int8.
 
     Examples
     --------
