@@ -48,8 +48,8 @@ struct FewRowsBlock {
     gate_tiles = p.activation == kSiluAndMul ? row_tiles / 2 : 0;
     x_begin = first * kStageColumns;
     x_columns = (min(stages, first + block_stages) - first) * kStageColumns;
-    x_pitch = block_stages * (kStageColumns * 2) + 16;  // an odd multiple of 16: ldmatrix has no
-                                                        // bank conflicts
+    // An odd multiple of 16: no bank conflicts for ldmatrix.
+    x_pitch = block_stages * (kStageColumns * 2) + 16;
     ring = smem + warp_idx * (p.num_stages * kStageBytes);
     x = smem + num_warps * (p.num_stages * kStageBytes);
     x_sums = reinterpret_cast<float*>(x + p.m * x_pitch);
