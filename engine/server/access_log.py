@@ -78,14 +78,14 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, *, json_logs: bool, access_log: bool) -> None:
-    """Let the server's loggers write to stderr.
+    """Send the records of the server's loggers to stderr.
 
     Parameters
     ----------
     level : str
         "debug", "info", "warning" or "error".
     json_logs : bool
-        One JSON object a line.
+        Write each record as one line of JSON.
     access_log : bool
         Whether requests are logged.
     """

@@ -1,4 +1,4 @@
-"""What /v1/responses and /v1/messages share: a chat, whose pieces become events of a builder."""
+"""The common part of /v1/responses and /v1/messages: a chat answer as a stream of events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class AnswerBuilder(Protocol):
-    """Makes the events of a protocol from the pieces of one answer, in their order."""
+    """Builds a protocol's events from the pieces of one answer, in their order."""
 
     def reasoning(self, text: str) -> Iterator[dict[str, Any]]:
         """Add a piece of the reasoning."""
@@ -40,7 +40,7 @@ class AnswerBuilder(Protocol):
 
 
 def named_frame(event: dict[str, Any]) -> bytes:
-    """Return the server-sent event that has the name of its type.
+    """Return an event as a server-sent event named after its type.
 
     Examples
     --------
@@ -51,7 +51,7 @@ def named_frame(event: dict[str, Any]) -> bytes:
 
 
 def chat_request(body: dict[str, Any]) -> ChatCompletionRequest:
-    """Return a body of /v1/chat/completions as its struct.
+    """Validate a body of /v1/chat/completions and return its struct.
 
     Raises
     ------
@@ -65,7 +65,7 @@ def chat_request(body: dict[str, Any]) -> ChatCompletionRequest:
 
 
 async def begin_chat(request: Request, body: ChatCompletionRequest, request_id: str) -> ChatStream:
-    """Return the stream of a chat's one answer.
+    """Start a chat with one answer and return its stream.
 
     Raises
     ------
@@ -77,7 +77,7 @@ async def begin_chat(request: Request, body: ChatCompletionRequest, request_id: 
 
 
 async def num_tokens(request: Request, text: str) -> int:
-    """Return how many tokens a text has."""
+    """Return the number of tokens of a text."""
     if not text:
         return 0
     encode = request.app.state.client.tokenizer.encode
@@ -87,7 +87,7 @@ async def num_tokens(request: Request, text: str) -> int:
 
 
 class Answered:
-    """One answer on its way.
+    """One answer in progress.
 
     Parameters
     ----------
@@ -125,13 +125,13 @@ class Answered:
                 yield piece
 
     async def events(self, builder: AnswerBuilder) -> AsyncGenerator[bytes, None]:
-        """Yield the frames of the answer's pieces; the first of them may be empty."""
+        """Yield the frames of the answer's events; the first frame may be empty."""
         async with contextlib.aclosing(self.pieces()) as pieces:
             async for piece in pieces:
                 yield b"".join(map(named_frame, _piece_events(builder, piece)))
 
     async def whole(self, builder: AnswerBuilder) -> None:
-        """Add the whole answer to `builder`; a call that is not complete is text."""
+        """Add the whole answer to `builder`; an incomplete call becomes text."""
         events: list[Event] = []
         async with contextlib.aclosing(self.pieces()) as pieces:
             async for piece in pieces:
@@ -158,7 +158,7 @@ def _piece_events(builder: AnswerBuilder, piece: ChatPiece) -> Iterator[dict[str
 
 
 def _ordered(piece: ChatPiece) -> Sequence[Event]:
-    """Return the text and the calls of a piece."""
+    """Return the text and calls of a piece in the order of the text."""
     return piece.events or ([TextDelta(piece.content)] if piece.content else [])
 
 

@@ -1,4 +1,4 @@
-"""`build_app`: the server as an ASGI application over an `EngineClient`; routes, no logic."""
+"""`build_app`: puts middlewares and routes over an `EngineClient`, as one ASGI application."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OPTIONAL = {"page": "enable_page", "watch": "enable_page", "metrics": "enable_m
 def build_app(client: EngineClient, config: ServerConfig) -> Starlette:
     """Return the server's application.
 
-    Its state has `client`, `config`, `chat` (a `ChatService`), `model_names`, `slots` and
+    Its state holds `client`, `config`, `chat` (a `ChatService`), `model_names`, `slots` and
     `is_draining`.
 
     Parameters
@@ -76,18 +76,18 @@ def build_app(client: EngineClient, config: ServerConfig) -> Starlette:
 
 
 def begin_drain(app: Starlette) -> None:
-    """Refuse new requests from now on; those that run go on."""
+    """Refuse new requests from now on; running ones continue."""
     app.state.is_draining = True
 
 
 def num_active_requests(app: Starlette) -> int:
-    """Return how many requests are not finished."""
+    """Return the number of unfinished requests."""
     slots: RequestSlots = app.state.slots
     return slots.num_active
 
 
 def _modules(config: ServerConfig) -> list[ModuleType]:
-    """Return the modules of `engine.server.routes` that the options ask for."""
+    """Return the modules of `engine.server.routes` that the options enable."""
     names = sorted(module.name for module in pkgutil.iter_modules(routes.__path__))
     return [
         importlib.import_module(f"{routes.__name__}.{name}")
@@ -115,7 +115,7 @@ def _cors(config: ServerConfig) -> list[Middleware]:
 
 
 async def _raise_to_gate(request: Request, error: Exception) -> Response:
-    """Let `Gate` answer what the router refuses: an unknown path, or another method of a known."""
+    """Raise the router's errors, so that `Gate` answers them: unknown path, method not allowed."""
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         detail = f"{error.detail}: {request.method[:16]} {request.url.path[:200]}"
         raise HTTPException(error.status_code, detail, error.headers) from None

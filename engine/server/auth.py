@@ -1,4 +1,4 @@
-"""API keys: kept as hashes, compared in constant time, read again when their file changes."""
+"""API keys: kept as hashes, compared in constant time, reloaded when their file changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_keys(path: str) -> tuple[bytes, ...]:
     Raises
     ------
     ConfigError
-        If the file cannot be read, is too large, or has no key.
+        If the file cannot be read, is too large, or contains no key.
     """
     try:
         with open(path, "rb") as file:
@@ -47,13 +47,13 @@ def read_keys(path: str) -> tuple[bytes, ...]:
 
 
 class KeyRing:
-    """The keys that open the server.
+    """The API keys that the server accepts.
 
     Parameters
     ----------
     config : ServerConfig
     clock : callable, optional
-        Seconds; the key file is looked at no more often than once a second.
+        Time in seconds; the key file is checked for changes at most once a second.
 
     Raises
     ------
@@ -71,14 +71,14 @@ class KeyRing:
         self._from_file = () if self._path is None else read_keys(self._path)
 
     def check(self, headers: Headers) -> str | None:
-        """Return a name for the key of a request; None if the server needs none.
+        """Return a name for the key of a request; None if the server requires no key.
 
-        Every key is compared, whether an earlier one fits or not.
+        Every key is compared, even after a match, so that the time tells nothing.
 
         Raises
         ------
         APIError
-            401, if there is no key or a wrong one.
+            401, if the key is missing or wrong.
         """
         if self.is_open:
             return None
@@ -96,7 +96,7 @@ class KeyRing:
         return given.hex()[:8]
 
     def _reload(self) -> None:
-        """Read the file again if it has changed; a broken file leaves the keys as they are."""
+        """Reload the file if it has changed; an invalid file leaves the keys as they are."""
         now = self._clock()
         if self._path is None or now - self._checked_at < _CHECK_SECONDS:
             return
@@ -123,7 +123,7 @@ class KeyRing:
 
 
 def _key_of(headers: Headers) -> bytes:
-    """Return the key that a request carries; b"" if it has none."""
+    """Return the key of a request; b"" if it carries none."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer":
         key = headers.get("x-api-key", "")

@@ -51,7 +51,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A conversation that the engine can continue.
+    """A conversation, rendered and tokenized for the engine.
 
     Attributes
     ----------
@@ -60,16 +60,16 @@ class ChatRequest:
         "prompt" (the rendered text) and "prompt_token_ids".
     params : SamplingParams
     priority, cache_salt, timeout
-        As for `EngineClient.generate`.
+        See `EngineClient.generate`.
     tool_parser : callable or None
-        Makes the parser of one answer.
+        Returns a new parser for one answer.
     reasoning_parser : callable or None
     shows_reasoning : bool
-        Whether reasoning is passed on.
+        Whether the answer includes the reasoning.
     is_forced : bool
-        Whether `tool_choice` names the function.
+        Whether `tool_choice` names a function.
     one_call : bool
-        Whether only the first call of an answer is passed on.
+        Whether an answer includes its first call only.
     """
 
     request_id: str
@@ -87,22 +87,22 @@ class ChatRequest:
 
 @dataclass(slots=True)
 class ChatPiece:
-    """What one output of the engine adds to one answer.
+    """The part that one output of the engine adds to one answer.
 
     Attributes
     ----------
     index : int
-        Which of the `n` answers.
+        Number of the answer, below `n`.
     content, reasoning : str
-        New text; the order within a piece is reasoning, content, calls.
+        New text. Within a piece, reasoning precedes content, and content precedes calls.
     calls : sequence of Event
-        Of `engine.server.tool_parsers`, without `TextDelta`.
+        Events of `engine.server.tool_parsers`, without `TextDelta`.
     logprobs : list of TokenLogprob or None
     finish_reason : str or None
         "stop", "length", "tool_calls" or "abort" in the last piece of an answer.
     stop_reason : int, str or None
     events : sequence of Event
-        `content` and `calls` in the order of the text, if the request has tools.
+        `content` and `calls` in the order of the text; filled if the request has tools.
     """
 
     index: int
@@ -122,9 +122,9 @@ class ChatService:
     ----------
     client : EngineClient
     tool_parser, reasoning_parser : str or None
-        Names of parsers, `AUTO`, or None for no parser.
+        Name of a parser, `AUTO`, or None for no parser.
     generation_defaults : mapping, optional
-        Fields of `SamplingParams`; by default those of the model's generation_config.json.
+        Fields of `SamplingParams`. Default: those of the model's generation_config.json.
     config : ServerConfig, optional
         Limits of requests, and whether prompts are logged.
     """
@@ -156,7 +156,7 @@ class ChatService:
         self.generation_defaults = generation_defaults
 
     async def prepare(self, body: ChatCompletionRequest, request_id: str) -> ChatRequest:
-        """Render and tokenize a conversation, on another thread.
+        """Render and tokenize a conversation, in another thread.
 
         Raises
         ------
@@ -165,7 +165,7 @@ class ChatService:
         """
         if self._config is not None:
             check_fields(body, self._config)
-        # First, as a template that ignores tools is the better reason not to take them.
+        # First: if the template ignores tools, that is the more useful reason to refuse them.
         prompt = await asyncio.to_thread(self.render, body)
         tools, overrides, options = self._tools(body)
         params = chat_params(body, self.generation_defaults, **overrides)
@@ -187,12 +187,12 @@ class ChatService:
         )
 
     def render(self, body: ChatCompletionRequest) -> dict[str, Any]:
-        """Return the text and the token ids of a conversation; takes milliseconds.
+        """Return the text and the token ids of a conversation; this takes milliseconds.
 
         Raises
         ------
         APIError, RequestError, TemplateError
-            If the model has no template, or it does not take the conversation.
+            If the model has no template, or the template rejects the conversation.
         """
         tokenizer = self.client.tokenizer
         if tokenizer is None:
@@ -211,7 +211,7 @@ class ChatService:
         return {"prompt": text, "prompt_token_ids": ids}
 
     def _variables(self, body: ChatCompletionRequest, has_tools: bool) -> dict[str, Any]:
-        """Return the template's variables; one that it does not read is an error."""
+        """Return the template's variables; a variable that it does not read is an error."""
         given = dict(body.chat_template_kwargs or {})
         fields = [name for name in ("reasoning_effort", "documents") if name not in given]
         for name in fields:
@@ -229,7 +229,7 @@ class ChatService:
     def _tools(
         self, body: ChatCompletionRequest
     ) -> tuple[Callable[[], ToolParser] | None, dict[str, Any], dict[str, Any]]:
-        """Return the tool parser, fields of `SamplingParams`, and options of `ChatRequest`."""
+        """Return the tool parser, and the tools' fields of `SamplingParams` and `ChatRequest`."""
         named = required_tool(body)
         if not body.tools or body.tool_choice == "none":
             return None, {}, {}
@@ -265,9 +265,9 @@ class ChatStream:
     Attributes
     ----------
     num_prompt_tokens, num_cached_tokens, num_output_tokens : int
-        So far; over all answers.
+        Totals so far, over all answers.
     prompt_logprobs : sequence or None
-        Of the engine's first output.
+        Taken from the engine's first output.
     """
 
     def __init__(self, client: EngineClient, request: ChatRequest) -> None:
@@ -283,7 +283,7 @@ class ChatStream:
         self.prompt_logprobs: Sequence[Any] | None = None
 
     async def pieces(self) -> AsyncGenerator[ChatPiece, None]:
-        """Yield what is new, until all answers are finished; closing it aborts the request.
+        """Yield new pieces until all answers are finished; closing it aborts the request.
 
         Raises
         ------
@@ -346,7 +346,7 @@ class _Answer:
         self.has_calls = False
 
     def feed(self, text: str, *, is_last: bool) -> tuple[str, str, Sequence[Event]]:
-        """Return the reasoning, the content and all events of tools that are certain now."""
+        """Add text; return the reasoning, content and tool events that no later text can change."""
         thought = ""
         if self._reasoning is not None:
             thought, text = self._reasoning.feed(text)
@@ -372,7 +372,7 @@ class _Answer:
 
 
 class _NamedCall:
-    """The "parser" of an answer that is, as a whole, the arguments of one call."""
+    """Parser of an answer whose whole text is the arguments of one call."""
 
     needs_special_tokens = False
 
@@ -380,19 +380,19 @@ class _NamedCall:
         self._start: ToolCallStart | None = ToolCallStart(0, tool_parsers.random_id(), name)
 
     def feed(self, delta: str) -> list[Event]:
-        """Return the start of the call once, and the delta as its arguments."""
+        """Return the delta as arguments, after the start of the call the first time."""
         start = self._start
         self._start = None
         events: list[Event] = [ToolCallDelta(0, delta)]
         return events if start is None else [start, *events]
 
     def finish(self) -> list[Event]:
-        """Return the end of the call, if it has begun."""
+        """Return the end of the call, if it has started."""
         return [] if self._start is not None else [ToolCallEnd(0)]
 
 
 def _call_list(names: frozenset[str]) -> ToolParser:
-    """Return a parser of a JSON array of calls, which is what Mistral's marker introduces."""
+    """Return a parser of a JSON array of calls: Mistral's parser, without the marker."""
     parser = MistralParser(names, tool_parsers.random_id)
     parser.feed("[TOOL_CALLS]")
     return parser

@@ -1,4 +1,4 @@
-"""What the server's processes have in common: how they are started, report, and end.
+"""The child processes of the server: their start, their reports, their end.
 
 The supervisor writes one line of JSON, the `ChildConfig`, to a child's standard input and keeps it
 open: when it closes, the supervisor has ended, and the child ends too. A child reports with lines
@@ -27,7 +27,7 @@ _MAX_LINE = 1 << 20
 
 @dataclass(frozen=True)
 class ChildConfig:
-    """What a child must know; plain values.
+    """The configuration of a child process; plain values.
 
     Attributes
     ----------
@@ -36,11 +36,11 @@ class ChildConfig:
     server, engine : dict
         Options of `ServerConfig`, and keywords of `LLMEngine.from_name`.
     addresses : list of str
-        Where each replica of the engine listens for API processes.
+        The address at which each replica of the engine listens for API processes.
     token : str
-        What API processes say first.
+        Secret that API processes send in their first message.
     number : int
-        Of this process: which replica it is, or which API process.
+        Number of the replica, or of the API process.
     listeners : list of int
         Descriptors of the listening sockets for HTTP; empty in the engine's process.
     """
@@ -59,36 +59,36 @@ class ChildConfig:
 
 
 class Report:
-    """Writes a child's reports: that it is ready, that it does not hang, or why it ends."""
+    """Writes a child's reports: ready, alive, or the reason of its end."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 
     def ready(self) -> None:
-        """Report that it serves."""
+        """Report that the child serves requests."""
         self._write({"ready": True})
 
     def alive(self) -> None:
-        """Report that it does not hang."""
+        """Report that the child does not hang."""
         self._write({"alive": True})
 
     def failed(self, reason: str, status: int) -> None:
-        """Report why it ends, and the exit status that the server should have."""
+        """Report why the child ends, and the exit status for the server."""
         self._write({"reason": reason[:4096], "status": status})
 
     def _write(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # nobody reads any more
+        with contextlib.suppress(OSError):  # the supervisor has ended
             self._file.write(json.dumps(message).encode() + b"\n")
             self._file.flush()
 
 
 def run_child(main: Callable[[ChildConfig, Report], None]) -> None:
-    """Run a child's `main`, and exit with 0, or with the reason reported.
+    """Run a child's `main`; exit with 0, or report the reason and exit with 1 or 2.
 
     SIGQUIT prints the stacks of its threads.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor says when to end
-    # Libraries may print: only reports go to the supervisor.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor sends SIGTERM
+    # Libraries may print to stdout, which the supervisor reads: send their output to stderr.
     report = Report(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)
     if not (line := sys.stdin.buffer.readline(_MAX_LINE)):
@@ -107,7 +107,7 @@ def run_child(main: Callable[[ChildConfig, Report], None]) -> None:
         report.failed(f"{type(error).__name__}: {error}", status)
         sys.excepthook(*sys.exc_info())
     sys.stderr.flush()
-    # Not `sys.exit`: a thread of a library may not end, and nothing is left to be saved.
+    # Not `sys.exit`, which waits for threads of libraries; nothing is left to be saved.
     os._exit(status)
 
 

@@ -1,4 +1,4 @@
-"""`ZmqEngineClient`: an engine in another process, with the methods of `AsyncEngine`."""
+"""`ZmqEngineClient`: the `EngineClient` of an engine in another process."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ __all__ = ["CLIENT_CLOSED", "ZmqEngineClient"]
 
 CLIENT_CLOSED = "the client was closed before the request finished"
 
-_MAX_BATCH = 64  # messages taken before other tasks have their turn
-# Longest time between two heartbeats, not counting a step, and some for their way.
+_MAX_BATCH = 64  # messages processed before other tasks get a turn
+# Seconds: the longest time between two heartbeats, without the step's own, and their travel.
 _SILENCE = m.BEAT_SECONDS + 0.5
 
 
 class ZmqEngineClient(RequestClient):
-    """Talks to the engine process; belongs to the event loop that made it.
+    """Sends requests to one engine process; belongs to the event loop that created it.
 
     Attributes
     ----------
     num_cache_tokens, block_size : int
-        How many tokens of cached prefixes the engine can hold, in blocks of how many.
+        Capacity of the engine's prefix cache in tokens, and tokens of a block.
     load : (int, int)
-        Known tokens that the engine has yet to compute, and unfinished requests, those of other
+        Tokens that the engine has yet to compute, and its unfinished requests, those of other
         clients included; up to half a second old.
     on_end : callable, optional
-        ``on_end(requests, error)`` is called once when the engine has ended: unfinished requests
-        are left to it.
+        ``on_end(requests, error)`` is called once when the engine has ended, and takes over the
+        unfinished requests.
     on_refusal : callable, optional
-        ``on_refusal(request, error)`` is called when the engine refuses a request; False: the
-        request fails with `error`.
+        ``on_refusal(request, error)`` is called when the engine refuses a request. If it returns
+        False, the request fails with `error`.
     answer : callable, optional
-        Answers what is sent, instead of the engine; see `answered_by`.
+        Answers all messages in place of the engine; see `answered_by`.
     """
 
     def __init__(self, socket: Socket, monitor: Socket, tokenizer: Any) -> None:
@@ -63,7 +63,7 @@ class ZmqEngineClient(RequestClient):
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[m.Ready] = self._loop.create_future()
         self._requests: dict[int, RemoteRequest] = {}
-        self._handles: dict[str, int] = {}  # of unfinished requests
+        self._handles: dict[str, int] = {}  # request id -> handle, of unfinished requests
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = itertools.count(1)
         self._unsent: deque[bytes] = deque()
@@ -75,21 +75,21 @@ class ZmqEngineClient(RequestClient):
         self._unpack = msgspec.msgpack.Decoder(m.FromEngine).decode
         for each, read in ((socket, self._read), (monitor, self._read_monitor)):
             self._loop.add_reader(descriptor(each), read)
-            # The descriptor is edge-triggered: it is silent about what has arrived before.
+            # The descriptor is edge-triggered and does not signal messages that arrived before.
             self._loop.call_soon(read)
 
     @classmethod
     async def connect(cls, address: str, token: str, tokenizer: Any = None) -> ZmqEngineClient:
-        """Connect to an engine, and wait until it has loaded its model.
+        """Connect to an engine and wait until it has loaded its model.
 
         Parameters
         ----------
         address : str
-            From `engine_loop.bound_socket`.
+            Address of a socket made by `sockets.bound_socket`.
         token : str
-            The one that the engine was given.
+            The engine's token.
         tokenizer : Tokenizer, optional
-            None: prompts are token ids, and outputs have no text.
+            None: prompts must be token ids, and outputs have no text.
 
         Raises
         ------
@@ -100,7 +100,7 @@ class ZmqEngineClient(RequestClient):
         client._send(m.Hello(token))
         try:
             ready = await client._ready
-            if client._error is not None:  # both were in one batch
+            if client._error is not None:  # `Ready` and `Ended` arrived in one batch
                 raise client._error
         except BaseException:
             await client.close()
@@ -121,7 +121,7 @@ class ZmqEngineClient(RequestClient):
 
     @property
     def error(self) -> EngineError | None:
-        """Why the engine serves no more requests; None while it does."""
+        """Why the engine has ended; None while it serves requests."""
         return self._error
 
     @property
@@ -129,7 +129,7 @@ class ZmqEngineClient(RequestClient):
         """Whether the engine is alive and no step takes longer than its `step_timeout`."""
         if self._error is not None or self._step_timeout is None or self._is_closed:
             return self._error is None
-        if has_input(self._socket):  # it is this process that had no time
+        if has_input(self._socket):  # the engine has answered; this process had no time to read
             self._read_later()
             return True
         return time.monotonic() - self._last_seen < self._step_timeout + _SILENCE
@@ -140,7 +140,7 @@ class ZmqEngineClient(RequestClient):
         return len(self._requests)
 
     def submit(self, request: RemoteRequest) -> None:
-        """Ask the engine for a request; see `RequestClient.submit`."""
+        """Send a request to the engine; see `RequestClient.submit`."""
         self._check_alive()
         request_id = request.request_id
         message = request.message
@@ -153,12 +153,12 @@ class ZmqEngineClient(RequestClient):
         self._handles[request_id] = message.handle
 
     def drop(self, request: RemoteRequest) -> None:
-        """End a request that nobody waits for."""
+        """Abort a request whose outputs nobody reads any more."""
         if self._forget(request):
             self._send(m.Drop(request.handle))
 
     async def abort(self, request_id: str) -> None:
-        """End a request; see `AsyncEngine.abort`."""
+        """End a request; see `EngineClient.abort`."""
         if request_id in self._handles:
             handle = self._handles[request_id]
             self._requests[handle].is_aborted = True
@@ -170,7 +170,7 @@ class ZmqEngineClient(RequestClient):
         return msgspec.msgpack.decode(content, type=EngineStats)
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return what the engine does now; see `engine.snapshot`."""
+        """Return the engine's current state; see `engine.snapshot`."""
         content = await self._call(lambda number: m.Call(number, "snapshot"))
         found: dict[str, Any] = msgspec.msgpack.decode(content)
         return found
@@ -208,19 +208,22 @@ class ZmqEngineClient(RequestClient):
         self.answer = answer
 
     def _send(self, message: m.FromClient) -> bool:
-        """Send without waiting; False: an `Add` that must not wait. Other messages are kept."""
+        """Send without waiting; return False if an `Add` would have to wait.
+
+        Other messages are kept and sent later.
+        """
         if self.answer is not None:
             for each in self.answer(message):
                 self._loop.call_soon(self._take, each)
             return True
         if self._is_closed or self._error is not None:
-            return True  # to an engine that has ended
+            return True  # the engine has ended: nothing to send to
         data = self._pack(message)
         if not self._flush() or not self._sent(data):
             if isinstance(message, m.Add):
                 return False
             self._unsent.append(data)
-        # The descriptor tells of news once, and sending may have consumed that.
+        # The descriptor signals a message once, and sending may have consumed the signal.
         if has_input(self._socket):
             self._read_later()
         return True
@@ -233,13 +236,13 @@ class ZmqEngineClient(RequestClient):
         return True
 
     def _flush(self) -> bool:
-        """Send what had to wait; tell whether all of it is sent."""
+        """Send the messages that had to wait; return whether none is left."""
         while self._unsent and self._sent(self._unsent[0]):
             self._unsent.popleft()
         return not self._unsent
 
     async def _call(self, message: Any) -> bytes:
-        """Send what `message` makes of a number, and return the answer's content."""
+        """Send `message(number)` with a new number, and return the content of the answer."""
         self._check_alive()
         number = next(self._numbers)
         future: asyncio.Future[bytes] = self._loop.create_future()
@@ -252,7 +255,7 @@ class ZmqEngineClient(RequestClient):
                 self._send(m.Cancel(number))
 
     def _forget(self, request: RemoteRequest) -> bool:
-        """Remove a request; tell whether the engine still serves it."""
+        """Remove a request; return whether the engine still serves it."""
         if self._requests.get(request.handle) is not request:
             return False
         del self._requests[request.handle]
@@ -267,14 +270,14 @@ class ZmqEngineClient(RequestClient):
             self._loop.call_soon(self._read)
 
     def _read(self) -> None:
-        """Take what has arrived."""
+        """Process the messages that have arrived."""
         self._is_reading_later = False
         for _ in range(_MAX_BATCH):
             if self._is_closed:
                 return
             if not has_input(self._socket):
                 if self._unsent and self._flush():
-                    continue  # sending may have taken the descriptor's news
+                    continue  # sending may have consumed the descriptor's signal
                 return
             data = self._socket.recv(zmq.NOBLOCK)
             self._last_seen = time.monotonic()
@@ -326,7 +329,7 @@ class ZmqEngineClient(RequestClient):
                     self._forget(request)
 
     def _end_here(self, request: RemoteRequest, ends: list[m.End]) -> None:
-        """Tell the engine what the text of a request has ended."""
+        """Tell the engine which continuations have ended because of their text."""
         for end in ends:
             self._send(end)
         if ends and request.is_finished:
@@ -358,7 +361,7 @@ class ZmqEngineClient(RequestClient):
             future.set_result(answer.content)
 
     def _end(self, error: EngineError) -> None:
-        """Tell everybody who waits why there will be no more outputs."""
+        """Fail, or hand to `on_end`, everything that waits for the engine."""
         if self._error is not None:
             return
         self._error = error

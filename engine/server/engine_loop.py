@@ -1,7 +1,7 @@
-"""`EngineLoop`: an `LLMEngine` that serves API processes over ZeroMQ, on the thread that calls it.
+"""`EngineLoop`: serves an `LLMEngine` to API processes over ZeroMQ, in the calling thread.
 
-It tokenizes nothing and makes no text. Between two steps it takes what has arrived; after a step it
-sends each API process one message with all that is new for it.
+It neither tokenizes nor detokenizes. Between two steps it processes the messages that have
+arrived; after a step it sends each API process one message with all of its new outputs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from engine.tasks.embeddings import embed_in_parts
 __all__ = ["EngineLoop"]
 
 _MAX_CLIENTS = 1024
-_NUM_COMPILERS = 2  # threads; the grammars themselves are compiled without Python's lock
-_PREPARING_SECONDS = 0.002  # how often an idle engine looks for compiled grammars
+_NUM_COMPILERS = 2  # threads; compiling a grammar releases the GIL
+_PREPARING_SECONDS = 0.002  # interval at which an idle engine checks for compiled grammars
 _ABORTED = "the request was aborted before its grammar was compiled"
 _TOO_SLOW = "the API process did not read the engine's messages in time"
 
@@ -47,7 +47,7 @@ class _Served:
 
 
 class _Client:
-    """An API process, its unfinished requests, and what the current step brought it."""
+    """An API process, its unfinished requests, and their outputs of the current step."""
 
     def __init__(self, address: bytes, number: int) -> None:
         self.address = address
@@ -57,11 +57,11 @@ class _Client:
         self.handles: list[int] = []
         self.token_ids: list[int] = []
         self.pieces: list[m.Piece] = []
-        self.is_behind = False  # it did not read, and does not know yet what that cost it
-        self.lost: list[int] = []  # handles of the requests aborted for that
+        self.is_behind = False  # its pipe was full, and it has not been told yet
+        self.lost: list[int] = []  # handles of the requests aborted because it is behind
 
     def take(self) -> m.StepResult | None:
-        """Return what there is to send."""
+        """Return the outputs to send, and clear them."""
         if not (self.handles or self.pieces):
             return None
         result = m.StepResult(self.handles, self.token_ids, self.pieces)
@@ -80,9 +80,9 @@ class EngineLoop:
     socket : zmq.Socket
         From `bound_socket`.
     token : str
-        What a client must say first.
+        Secret that a client must send in its first message.
     on_beat : callable, optional
-        Called every half second, later only while a step lasts: the loop does not hang.
+        Called every half second, and after a longer step: shows that the loop does not hang.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class EngineLoop:
         }
 
     def stop(self) -> None:
-        """Let `run` return after the current step; from a signal handler or another thread."""
+        """Make `run` return after the current step; may be called in a signal handler or thread."""
         self._is_stopping = True
 
     def run(self) -> None:
-        """Serve until `stop`; raises what the engine raises, after telling the clients."""
+        """Serve until `stop`; an exception of the engine is reported to the clients and raised."""
         try:
             while not self._is_stopping:
                 self._receive()
@@ -148,10 +148,10 @@ class EngineLoop:
                 self._send(client, m.Ended(reason))
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    # ---- what arrives
+    # ---- incoming messages
 
     def _receive(self) -> None:
-        """Take all messages; wait for the first if there is nothing to compute."""
+        """Process all messages; wait for the first one if the engine is idle."""
         socket = self._socket
         if not (self._engine.has_unfinished_requests() or self._embeddings):
             wait = max(0.0, self._next_beat - time.monotonic())
@@ -166,7 +166,7 @@ class EngineLoop:
             try:
                 message = self._decode(frames[1])
             except msgspec.DecodeError:
-                continue  # not of an API process of ours
+                continue  # not one of our API processes
             self._handle(frames[0], message)
 
     def _handle(self, address: bytes, message: Any) -> None:
@@ -207,7 +207,7 @@ class EngineLoop:
             self._queue(client, message)
 
     def _prepare(self, client: _Client, message: m.Add) -> None:
-        """Compile the grammar of a request, on a thread of the pool; it may take a second."""
+        """Compile the grammar of a request, in a thread of the pool; it may take a second."""
         error = None
         try:
             self._engine.prepare(engine_params(message.params, is_final_only=True))
@@ -216,7 +216,7 @@ class EngineLoop:
         self._prepared.append((client, message, error))
 
     def _queue_prepared(self) -> None:
-        """Queue the requests whose grammars are compiled, unless they have been ended since."""
+        """Queue the requests whose grammars are compiled, except those aborted meanwhile."""
         while self._prepared:
             client, message, error = self._prepared.popleft()
             self._num_preparing -= 1
@@ -229,7 +229,7 @@ class EngineLoop:
                 self._refuse(client, message, error)
 
     def _queue(self, client: _Client, message: m.Add) -> None:
-        # The ids of different API processes may be equal.
+        # Two API processes may use the same id.
         request_id = f"{client.number}/{message.request_id}"
         try:
             self._engine.add_request(
@@ -301,7 +301,7 @@ class EngineLoop:
         self._embeddings.append((client, message.number, parts, rows))
 
     def _embed_part(self) -> None:
-        """Compute one forward pass of the oldest embeddings."""
+        """Compute one forward pass of the oldest call of `embed`."""
         if not self._embeddings:
             return
         client, number, parts, rows = self._embeddings[0]
@@ -323,15 +323,15 @@ class EngineLoop:
 
     def _drop_embeddings(self, is_unwanted: Callable[[_Client, int], bool]) -> None:
         kept = deque(each for each in self._embeddings if not is_unwanted(each[0], each[1]))
-        self._embeddings = kept  # the others' generators free their pages
+        self._embeddings = kept  # the generators of removed calls free their pages
 
     def _fail_call(self, client: _Client, number: int, error: EngineError) -> None:
         self._send(client, m.Answer(number, m.kind_of(error), self._encode(_text(error))))
 
-    # ---- what is sent
+    # ---- outgoing messages
 
     def _send_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Send each client what a step brought."""
+        """Send each client its outputs of a step."""
         changed: dict[_Client, None] = {}
         for output in outputs:
             served = self._served.get(output.request_id)
@@ -353,7 +353,7 @@ class EngineLoop:
                 self._send(client, result)
 
     def _send(self, client: _Client, message: m.FromEngine) -> bool:
-        """Send, without waiting; a client that does not read, or is gone, loses its requests."""
+        """Send without waiting; a client that does not read, or has ended, loses its requests."""
         try:
             self._socket.send_multipart([client.address, self._encode(message)], zmq.NOBLOCK)
         except zmq.Again:
@@ -369,7 +369,7 @@ class EngineLoop:
         return True
 
     def _beat(self) -> None:
-        """Show each client that the engine lives, and see whether the client does."""
+        """Send each client a heartbeat, which also detects clients that have ended."""
         beat = self._heartbeat()
         for client in list(self._clients.values()):
             if not client.is_behind:
@@ -396,13 +396,13 @@ class EngineLoop:
         self._drop_embeddings(lambda owner, _: owner is client)
 
     def _forget(self, client: _Client) -> None:
-        """Abort the requests of an API process that is gone."""
+        """Abort the requests of an API process that has ended."""
         self._clients.pop(client.address, None)
         self._abort_all(client)
 
 
 def _only_token(output: RequestOutput) -> int | None:
-    """Return the token of an output that says nothing else."""
+    """Return the token of an output that carries nothing else; else None."""
     if output.finished or len(output.outputs) != 1:
         return None
     only = output.outputs[0]

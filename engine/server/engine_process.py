@@ -7,7 +7,7 @@ import os
 import signal
 from typing import Any
 
-# NumPy would import them in the first request: 20 to 40 ms.
+# Imported here, since NumPy would import it in the first request, which takes 20 to 40 ms.
 import numpy.ma
 import numpy.random  # noqa: F401
 
@@ -26,12 +26,12 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def main(config: ChildConfig, report: Report) -> None:
     """Serve until SIGTERM."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # nothing to finish yet
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # no request to finish yet
     socket = bound_socket(config.addresses[config.number])
     options = dict(config.engine)
     if len(config.addresses) > 1:
         num_ranks = engine_gpus(options)
-        if num_ranks > 1:  # before the first call of CUDA
+        if num_ranks > 1:  # must be set before CUDA is initialized
             os.environ[_VISIBLE] = replica_gpus(config.number, num_ranks, os.environ.get(_VISIBLE))
         device = options.get("device", "auto")
         options["device"] = replica_device(device, config.number, num_ranks)
@@ -42,26 +42,26 @@ def main(config: ChildConfig, report: Report) -> None:
         loop.stop()
 
     signal.signal(signal.SIGTERM, stop)
-    gc.freeze()  # what is there now stays: later collections need not look at it
+    gc.freeze()  # objects of the startup live as long as the process: skip them in collections
     report.ready()
     try:
         loop.run()
     finally:
-        socket.close()  # sends what is left, for at most its linger
+        socket.close()  # pending messages are sent for at most the socket's linger time
         socket.context.term()
     engine.close()
     engine.model.close()
 
 
 def replica_device(device: str, number: int, num_ranks: int = 1) -> str:
-    """Return the device of a replica: the GPU of its number, or the CPU.
+    """Return the device of a replica: the GPU with the replica's number, or the CPU.
 
-    Of several ranks each takes one of the GPUs that the replica sees; see `gpus.replica_gpus`.
+    With several ranks, each rank uses one of the replica's visible GPUs; see `gpus.replica_gpus`.
 
     Raises
     ------
     ConfigError
-        If a GPU is asked for by its number, which cannot be that of all replicas.
+        If `device` names a GPU by its number: replicas cannot share it.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Limits of a server on the fields of a request, besides those of `SamplingParams`."""
+"""Limits that the server's options set on the fields of a request."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["check_fields", "check_length"]
 
 
 def check_fields(body: SamplingFields, config: ServerConfig) -> None:
-    """Check a body against the limits of the server.
+    """Check a body against the server's limits.
 
     Raises
     ------
     APIError
-        If a number is larger than the server allows.
+        If a number exceeds its limit.
     """
     allowed = {
         "n": config.max_n,
@@ -39,20 +39,20 @@ def check_fields(body: SamplingFields, config: ServerConfig) -> None:
 
 
 def check_length(text: str, name: str, client: EngineClient) -> None:
-    """Refuse a text that cannot fit into the model, before the time to tokenize it is spent.
+    """Refuse a text that cannot fit into the model, before time is spent on tokenizing it.
 
     Parameters
     ----------
     text : str
     name : str
-        The field of the body that it is from.
+        The field of the body that holds the text.
     client : EngineClient
-        With a tokenizer.
+        A client with a tokenizer.
 
     Raises
     ------
     APIError
-        If the text is longer than `max_model_len` of the longest tokens.
+        If the text is longer than `max_model_len` times the longest token.
     """
     max_model_len = client.model_info.max_model_len
     limit = max_model_len * client.tokenizer.max_token_chars

@@ -1,4 +1,4 @@
-"""`Gate`: what every request passes first: request id, API key, drain, slots, errors, log."""
+"""`Gate`: the middleware of every request: id, API key, shutdown, request slots, errors, log."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from engine.server.sse import ClientGone
 
 __all__ = ["Gate"]
 
-_CLIENT_GONE = 499  # nginx's number; only in the log
+_CLIENT_GONE = 499  # nginx's status for a client that disconnected; appears in the log only
 _log = logging.getLogger("engine.server")
 
 
 class Gate:
-    """An ASGI middleware that lets requests in, and answers with errors those that fail.
+    """ASGI middleware that admits requests, and answers failures with errors.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class Gate:
     keys : KeyRing
     slots : RequestSlots
     public_paths : collection of str
-        Served without an API key.
+        Paths served without an API key.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Gate:
             await self._app(scope, receive, visit.send)
 
     async def _refuse(self, visit: _Visit, error: Exception) -> None:
-        """Answer with an error; one that is a bug is logged with its traceback."""
+        """Answer with an error; unexpected exceptions are logged with their traceback."""
         if isinstance(error, HTTPException):
             found = APIError(error.status_code, error.detail, headers=error.headers)
         else:
@@ -84,7 +84,7 @@ class Gate:
         if found.status == 500 and not isinstance(error, APIError):
             _log.error("request %s failed", visit.request_id, exc_info=error)
         if visit.status:
-            raise error  # the answer has begun: the connection is closed
+            raise error  # the answer has started: the server closes the connection
         body = error_body(found, _path(visit.scope), visit.request_id)
         raw = MutableHeaders(found.headers)
         raw["content-type"] = "application/json"
@@ -101,7 +101,7 @@ def _path(scope: Scope) -> str:
 
 
 class _Visit:
-    """One request on its way, for the log."""
+    """One request in progress, for the log."""
 
     def __init__(self, scope: Scope, send: Send, request_id: str) -> None:
         self.scope = scope
@@ -113,7 +113,7 @@ class _Visit:
         self._begin = time.monotonic()
 
     async def send(self, message: Message) -> None:
-        """Pass a message on; the first one gets the request's id."""
+        """Forward a message; the request's id is added to the first one."""
         if message["type"] == "http.response.body":
             self._num_bytes += len(message.get("body", b""))
         elif message["type"] == "http.response.start":

@@ -1,4 +1,4 @@
-"""The GPUs that an engine takes on its host, and which of them a replica sees."""
+"""The number of GPUs of an engine on its host, and the GPUs visible to a replica."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["engine_gpus", "replica_gpus"]
 
 
 def engine_gpus(options: Mapping[str, Any]) -> int:
-    """Return how many GPUs an engine of these options takes on its host.
+    """Return the number of GPUs that an engine with these options uses on its host.
 
     Examples
     --------
@@ -23,24 +23,24 @@ def engine_gpus(options: Mapping[str, Any]) -> int:
     count: int = options.get("tensor_parallel_size", 1)
     is_ray = options.get("distributed_executor_backend") == "ray"
     if is_ray or options.get("pipeline_address") is not None:
-        return count  # the other stages are elsewhere
+        return count  # the other stages run on other hosts
     return count * int(options.get("pipeline_parallel_size", 1))
 
 
 def replica_gpus(number: int, num_ranks: int, visible: str | None) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a replica of several ranks, each of which has a GPU.
+    """Return CUDA_VISIBLE_DEVICES for a replica of several ranks, with one GPU per rank.
 
     Parameters
     ----------
     number, num_ranks : int
-        Of the replica, and of its ranks in all stages.
+        Number of the replica, and its number of ranks over all stages.
     visible : str or None
-        CUDA_VISIBLE_DEVICES of the server; None: all.
+        CUDA_VISIBLE_DEVICES of the server; None: all GPUs.
 
     Raises
     ------
     ConfigError
-        If these are too few.
+        If the visible GPUs are too few.
 
     Examples
     --------

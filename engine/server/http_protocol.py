@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with bounds against clients that send or read too slowly."""
+"""uvicorn's HTTP protocol, with time limits for clients that send or read too slowly."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
 class _BoundedProtocol(HttpToolsProtocol):
     """Closes connections whose headers take too long or are too large, or that do not read.
 
-    uvicorn itself bounds none of these: a connection without a whole request has no timeout, and
-    a response waits for its reader for ever.
+    uvicorn itself limits none of these: a connection without a complete request has no timeout,
+    and a response waits forever for a client that does not read.
     """
 
     server_config: ServerConfig  # set by `http_protocol`
@@ -29,7 +29,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._is_in_headers = True
         self._num_header_bytes = 0
-        self._has_ended = False  # a message, in the data that was received last
+        self._has_ended = False  # whether a message ended in the last received data
         self._header_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
@@ -48,7 +48,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     # ---- headers
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has arrived, of headers no more than their limit."""
+        """Parse the received data; headers are parsed up to their size limit."""
         limit = self.server_config.max_header_bytes
         while data and not self.transport.is_closing():
             size = limit - self._num_header_bytes if self._is_in_headers else len(data)
@@ -120,9 +120,9 @@ class _BoundedProtocol(HttpToolsProtocol):
 
 
 def _send_at_once(sock: Any) -> None:
-    """Turn Nagle's algorithm off, which would hold a frame back until the last one is confirmed.
+    """Disable Nagle's algorithm, which would delay a frame until the last one is acknowledged.
 
-    asyncio does so itself only for sockets made with the protocol's number.
+    asyncio does so only for sockets created with an explicit protocol number.
     """
     if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -134,9 +134,9 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 def http_protocol(config: ServerConfig) -> type[asyncio.Protocol]:
-    """Return the class to give to uvicorn as ``http``, with the bounds of `config`.
+    """Return the class for uvicorn's option ``http``, with the limits of `config`.
 
-    `body_timeout` bounds the time of the headers, too; the body is bounded where it is read.
+    `body_timeout` also limits the time of the headers; `limits.read_body` applies it to the body.
     """
     made = type("BoundedProtocol", (_BoundedProtocol,), {"server_config": config})
     return cast("type[asyncio.Protocol]", made)

@@ -1,4 +1,4 @@
-"""Limits of requests: the size of a body and the time it takes, fields, and how many at once."""
+"""Limits of requests: size and arrival time of a body, and the number of concurrent requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RETRY = {"Retry-After": "1"}
 
 
 async def read_struct(request: Request, kind: type[T]) -> T:
-    """Return the body of a request as a struct of this kind.
+    """Read the body of a request, check it, and return it as a struct of type `kind`.
 
     Raises
     ------
@@ -41,7 +41,7 @@ async def read_body(request: Request) -> bytes:
     """Return the body of a request, of at most `max_body_bytes`, within `body_timeout`."""
     config: ServerConfig = request.app.state.config
     kind = request.headers.get("content-type", "").partition(";")[0].strip()
-    # A page of another site can have a browser send any other type, or none, without asking first.
+    # Browsers send any other type, or none, for a page of another site without a CORS preflight.
     if kind.lower() != "application/json":
         message = f"the header Content-Type must be application/json; got {kind[:80]!r}"
         raise APIError(415, message)
@@ -74,12 +74,12 @@ def _too_large(config: ServerConfig) -> APIError:
 
 
 def check_model(model: str | None, request: Request) -> str:
-    """Return the name of the model for the answer.
+    """Return the model name for the answer.
 
     Raises
     ------
     APIError
-        404, if the server has no model of this name.
+        404, if the server has no model with this name.
     """
     names: tuple[str, ...] = request.app.state.model_names
     if model is None or model in names:
@@ -89,10 +89,10 @@ def check_model(model: str | None, request: Request) -> str:
 
 
 class RequestSlots:
-    """Counts the unfinished requests of a process, all of them and by API key.
+    """Counts the unfinished requests of a process, in total and by API key.
 
-    A key has at most `max_requests_per_key` of them. By default, when most are taken, the rest is
-    kept for keys that have less than their share, so that no key can shut out the others.
+    A key may have at most `max_requests_per_key` of them. By default, once 7/8 of all places are
+    taken, each key is limited to an equal share, so that no key can shut out the others.
 
     Parameters
     ----------
@@ -116,12 +116,12 @@ class RequestSlots:
 
     @contextlib.contextmanager
     def hold(self, key: str | None) -> Iterator[None]:
-        """Count a request while it lasts.
+        """Count a request within the context.
 
         Raises
         ------
         APIError
-            429, if there are too many.
+            429, if the limit is reached.
         """
         if self.num_active >= self._limit:
             message = f"the server has {self._limit} unfinished requests, its maximum"
@@ -144,10 +144,10 @@ class RequestSlots:
                     del self._by_key[key]
 
     def _share(self, key: str) -> int:
-        """Return how many requests this key may have now."""
+        """Return the number of requests that this key may have now."""
         if self._per_key is not None:
             return self._per_key
         if self._limit - self.num_active > self._limit // 8:
             return self._limit
         num_others = len(self._by_key) - (self._by_key[key] > 0)
-        return max(1, self._limit // (num_others + 2))  # as if one more key came
+        return max(1, self._limit // (num_others + 2))  # one share is left for a new key

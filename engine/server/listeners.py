@@ -1,4 +1,4 @@
-"""The sockets that the server listens on: every address of its host, for every API process."""
+"""The server's listening sockets: one for each address of its host and each API process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.server.server_config import ServerConfig
 __all__ = ["listening_sockets"]
 
 _BACKLOG = 2048
-_MAX_TRIES = 16  # to find a port that is free at all addresses
+_MAX_TRIES = 16  # attempts to find a port that is free at all addresses
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 _Address = tuple[int, tuple[Any, ...]]
@@ -21,23 +21,23 @@ _Address = tuple[int, tuple[Any, ...]]
 
 
 def listening_sockets(server: ServerConfig) -> list[list[socket.socket]]:
-    """Return the listening sockets of each API process, all of them on one port.
+    """Return the listening sockets of each API process, all on one port.
 
-    A process has a socket for each address that `host` resolves to: "localhost" is 127.0.0.1 and
-    ::1 on most machines, and clients try either first. An address of a family that this machine
-    does not have is left out, as long as another one remains.
+    Each process gets a socket for each address that `host` resolves to: "localhost" is 127.0.0.1
+    and ::1 on most machines, and clients try either first. An address whose family the machine
+    does not support is left out, unless it is the only one.
 
-    Processes do not share a socket, since the kernel spreads connections over sockets evenly, and
-    over processes that share one it does not.
+    Processes do not share a socket: the kernel spreads connections evenly over sockets, but not
+    over the processes that accept from one socket.
 
     Raises
     ------
     ConfigError
-        If the host is unknown, or the port in use at one of its addresses.
+        If the host is unknown, or the port is in use at one of its addresses.
     """
     try:
         addresses = _addresses(server.host, server.port)
-        # Without SO_REUSEPORT, which would let two servers share a port by mistake.
+        # Without SO_REUSEPORT, so that two servers cannot share a port by mistake.
         first = _on_one_port(addresses)
         if server.api_server_count == 1:
             return [first]
@@ -55,19 +55,19 @@ def _addresses(host: str, port: int) -> list[_Address]:
 
 
 def _on_one_port(addresses: list[_Address]) -> list[socket.socket]:
-    """Return sockets on the same port; for port 0 on one that is free at all addresses."""
+    """Return sockets on one port; for port 0, on one that is free at all addresses."""
     for _ in range(_MAX_TRIES - 1):
         try:
             return _listen(addresses)
         except OSError as error:
-            # The port that was free at the first address may be taken at another.
+            # A port that is free at the first address may be in use at another.
             if error.errno != errno.EADDRINUSE or addresses[0][1][1] != 0:
                 raise
     return _listen(addresses)
 
 
 def _listen(addresses: list[_Address], *, reuse_port: bool = False) -> list[socket.socket]:
-    """Return a socket for each address of this machine, on the port of the first."""
+    """Return a socket for each address, all on the port of the first one."""
     sockets: list[socket.socket] = []
     missing: OSError | None = None
     with contextlib.ExitStack() as on_error:

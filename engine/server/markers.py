@@ -1,4 +1,4 @@
-"""Markers such as `<think>` in a text that arrives in pieces, and the text around them."""
+"""Search for markers such as `<think>` in a text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["Markers", "TextGate"]
 
 
 class Markers:
-    """Finds the first of some markers, and holds back text that may become one.
+    """Finds the first of several markers, and where the end of the text may begin one.
 
     Parameters
     ----------
     *markers : str
-        None of them is a prefix of another one.
+        None may be a prefix of another.
 
     Examples
     --------
@@ -29,12 +29,13 @@ class Markers:
         self._pattern = re.compile("|".join(map(re.escape, markers)))
 
     def find(self, text: str, start: int, is_last: bool) -> tuple[int, str | None]:
-        """Find the first marker in `text[start:]`; `is_last` tells that no more text follows.
+        """Find the first marker in `text[start:]`; `is_last`: no more text follows.
 
         Returns
         -------
         int, str or None
-            Where a marker begins, and which; or None, and how far the text has no part of one.
+            The marker's position, and the marker; or the position up to which the text contains no
+            part of a marker, and None.
         """
         match = self._pattern.search(text, start)
         if match is not None:
@@ -50,9 +51,9 @@ class Markers:
 
 
 class TextGate:
-    """Lets text pass, but drops the white space that only separates it from what is no text.
+    """Passes text on, without the white space that separates it from blocks cut out of it.
 
-    White space at the end is held back until more text shows that it stands inside a text.
+    White space at the end is held back until more text follows.
 
     Examples
     --------
@@ -63,7 +64,7 @@ class TextGate:
 
     def __init__(self) -> None:
         self._held: list[str] = []
-        self._is_after_cut = False  # and no text since
+        self._is_after_cut = False  # whether no text has followed the last cut
 
     def push(self, text: str) -> str:
         """Add text; return what may be passed on now."""
@@ -80,12 +81,12 @@ class TextGate:
         return passed
 
     def cut(self) -> None:
-        """Mark the place of what is no text; white space around it is dropped."""
+        """Mark the place of a block that was cut out; white space around it is dropped."""
         self._held.clear()
         self._is_after_cut = True
 
     def keep(self) -> None:
-        """Let white space at the start of the next text pass after all."""
+        """Keep white space at the start of the next text."""
         self._is_after_cut = False
 
     def finish(self) -> str:

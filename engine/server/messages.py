@@ -1,8 +1,8 @@
-"""What engine process and API processes send each other: one msgpack message a frame.
+"""The messages between engine process and API processes: one msgpack message per frame.
 
-A request is known by its *handle*, a number that its API process chose. All that one step brought
-to the requests of an API process travels as one `StepResult`, in which a token of a request that
-decodes is two integers.
+A request is identified by its *handle*, a number chosen by its API process. The outputs of one step
+for all requests of an API process are sent as one `StepResult`, in which a decoded token takes two
+integers.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ __all__ = [
     "kind_of",
 ]
 
-CLOSED = "the engine was closed"  # the reason of an engine that was told to end
-MAX_REASON = 4096  # characters of an error's text
-BEAT_SECONDS = 0.5  # longest time between two heartbeats, not counting a step
+CLOSED = "the engine was closed"  # the reason when an engine is told to end
+MAX_REASON = 4096  # maximum characters of an error's text
+BEAT_SECONDS = 0.5  # longest time between two heartbeats, without the step between them
 
 Entries = list[dict[int, tuple[float, int | None]] | None]
 """For each token: id -> (log-probability, rank)."""
@@ -58,15 +58,16 @@ class _Message(msgspec.Struct, tag=True, array_like=True):
 
 
 class Hello(_Message):
-    """The first message; an engine does not answer without its token."""
+    """The first message; the engine ignores clients with a wrong token."""
 
     token: str
 
 
 class Add(_Message):
-    """A request; `params` are the fields of `SamplingParams` that are not the default.
+    """A request; `params` holds the fields of `SamplingParams` that differ from the defaults.
 
-    `resumed`: another engine has accepted it; see `LLMEngine.add_request`.
+    `resumed` holds the tokens so far of a request that another engine had accepted; see
+    `LLMEngine.add_request`.
     """
 
     handle: int
@@ -81,19 +82,19 @@ class Add(_Message):
 
 
 class Abort(_Message):
-    """End a request; its last piece says so."""
+    """End a request; its last piece follows."""
 
     handle: int
 
 
 class Drop(_Message):
-    """End a request that nobody waits for."""
+    """End a request whose outputs nobody reads; nothing follows."""
 
     handle: int
 
 
 class End(_Message):
-    """End a continuation, because of its text."""
+    """End a continuation whose text has ended, with a stop string for example."""
 
     handle: int
     index: int
@@ -101,14 +102,14 @@ class End(_Message):
 
 
 class Call(_Message):
-    """Answer with "stats", "snapshot" or, having done it, "reset_prefix_cache"."""
+    """Call `name` of the engine: "stats", "snapshot" or "reset_prefix_cache"; `Answer` follows."""
 
     number: int
     name: str
 
 
 class Embed(_Message):
-    """Answer with embeddings."""
+    """Compute embeddings; `Answer` follows."""
 
     number: int
     token_ids: list[list[int]]
@@ -117,7 +118,7 @@ class Embed(_Message):
 
 
 class Cancel(_Message):
-    """Forget a call."""
+    """Cancel a call: nobody waits for its answer."""
 
     number: int
 
@@ -128,7 +129,7 @@ class Cancel(_Message):
 class Ready(_Message):
     """The answer to `Hello`, once the model is loaded.
 
-    `num_blocks` is how many blocks may hold cached prefixes.
+    `num_blocks` is the number of blocks that may hold cached prefixes.
     """
 
     model: str
@@ -142,7 +143,7 @@ class Ready(_Message):
 
 
 class Continuation(_Message):
-    """What is new of one continuation."""
+    """The news of one continuation since the last message."""
 
     index: int
     token_ids: list[int]
@@ -152,7 +153,10 @@ class Continuation(_Message):
 
 
 class Piece(_Message):
-    """What is new of a request that is at its beginning or end, or not plain."""
+    """The news of one request that two integers cannot carry.
+
+    That is its first or last output, log-probabilities, or several continuations.
+    """
 
     handle: int
     continuations: list[Continuation]
@@ -164,7 +168,7 @@ class Piece(_Message):
 
 
 class StepResult(_Message):
-    """What a step brought: one token for each of `handles`, and `pieces`."""
+    """The outputs of a step: one token for each of `handles`, and `pieces`."""
 
     handles: list[int]
     token_ids: list[int]
@@ -180,14 +184,14 @@ class Refused(_Message):
 
 
 class Lost(_Message):
-    """Requests that were aborted because this API process did not read for too long."""
+    """Requests aborted because this API process did not read for too long."""
 
     handles: list[int]
     reason: str
 
 
 class Answer(_Message):
-    """What a call returned (`kind` is empty), or the error that it raised."""
+    """The result of a call (with an empty `kind`), or the error that it raised."""
 
     number: int
     kind: str
@@ -195,9 +199,9 @@ class Answer(_Message):
 
 
 class Heartbeat(_Message):
-    """The engine has finished a step, or has nothing to do; at least every `BEAT_SECONDS`.
+    """The engine has finished a step, or is idle; sent at least every `BEAT_SECONDS`.
 
-    What is left to do: known tokens that are not computed yet, and unfinished requests.
+    The fields are its load: tokens yet to be computed, and unfinished requests.
     """
 
     num_waiting_tokens: int = 0
@@ -205,7 +209,7 @@ class Heartbeat(_Message):
 
 
 class Ended(_Message):
-    """The engine serves no more requests, for this reason."""
+    """The engine has ended, with the reason."""
 
     reason: str
 
@@ -215,7 +219,7 @@ FromEngine = StepResult | Ready | Refused | Lost | Answer | Heartbeat | Ended
 
 
 def encode_logprobs(entries: Any) -> Entries | None:
-    """Return log-probabilities as plain values; their text is made by the receiver."""
+    """Return log-probabilities as plain values, without text: the receiver detokenizes."""
     if entries is None:
         return None
     return [
@@ -225,7 +229,7 @@ def encode_logprobs(entries: Any) -> Entries | None:
 
 
 def decode_logprobs(entries: Entries) -> list[dict[int, Logprob] | None]:
-    """Return what `encode_logprobs` was given, without text.
+    """Return the log-probabilities that `encode_logprobs` encoded, without text.
 
     Examples
     --------
@@ -239,13 +243,13 @@ def decode_logprobs(entries: Entries) -> list[dict[int, Logprob] | None]:
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the name under which `error_of` knows the error's class."""
+    """Return the name of the error's class for `error_of`."""
     known = (type(error).__name__ in errors.__all__, isinstance(error, QueueFullError))
     return type(error).__name__ if any(known) else "EngineError"
 
 
 def error_of(kind: str, reason: str) -> EngineError:
-    """Return an error of the other process.
+    """Rebuild an error of the other process.
 
     Examples
     --------

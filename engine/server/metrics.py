@@ -1,6 +1,6 @@
-"""The engine's counters as Prometheus reads them, with vLLM's names where the meaning is the same.
+"""The engine's counters in Prometheus's format, with vLLM's names where the meaning is the same.
 
-The counts are the engine's own, so that every API process answers with the same.
+All counts are kept by the engine, so every API process returns the same values.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ __all__ = ["CONTENT_TYPE", "COUNTERS", "GAUGES", "HISTOGRAMS", "metrics_text"]
 
 class _Value(NamedTuple):
     name: str
-    attribute: str  # of EngineStats, or after a dot of its `scheduler`
+    attribute: str  # path of the attribute in `EngineStats`
     text: str
 
 
 GAUGES = (
     _Value("vllm:num_requests_running", "num_requests_running", "Requests that hold blocks."),
     _Value("vllm:num_requests_waiting", "num_requests_waiting", "Requests in the queue."),
-    _Value("vllm:kv_cache_usage_perc", "kv_cache_usage_perc", "Blocks that requests hold, 0 to 1."),
+    _Value("vllm:kv_cache_usage_perc", "kv_cache_usage_perc", "Share of held blocks, 0 to 1."),
     _Value("engine:kv_cache_blocks", "scheduler.num_blocks", "Blocks of the KV cache."),
-    _Value("engine:kv_cache_free_blocks", "scheduler.num_free_blocks", "Blocks that are free."),
+    _Value("engine:kv_cache_free_blocks", "scheduler.num_free_blocks", "Free blocks."),
     _Value("engine:kv_cache_cached_blocks", "scheduler.num_cached_blocks",
-           "Blocks that only the prefix cache holds."),
+           "Blocks held by the prefix cache only."),
 )  # fmt: skip
 """Metrics that rise and fall."""
 
@@ -47,12 +47,12 @@ COUNTERS = (
     _Value("vllm:prefix_cache_queries", "prefix_cache_queries", "Tokens looked up."),
     _Value("vllm:prefix_cache_hits", "prefix_cache_hits", "Tokens found in the prefix cache."),
     _Value("engine:admission_rejections", "admission_rejections", "Requests refused: queue full."),
-    _Value("engine:step_failures", "num_step_failures", "Steps that were rolled back."),
-    _Value("engine:stuck_steps", "num_stuck_steps", "Steps that the watchdog reported."),
+    _Value("engine:step_failures", "num_step_failures", "Steps rolled back."),
+    _Value("engine:stuck_steps", "num_stuck_steps", "Steps reported by the watchdog."),
     _Value("engine:steps", "scheduler.num_steps", "Steps."),
     _Value("engine:swaps", "scheduler.num_swaps", "Requests swapped out."),
     _Value("vllm:spec_decode_num_drafts", "speculation.num_drafts",
-           "How often drafts of a request were verified."),
+           "Verifications of a request's drafts."),
     _Value("vllm:spec_decode_num_draft_tokens", "speculation.num_draft_tokens", "Draft tokens."),
     _Value("vllm:spec_decode_num_accepted_tokens", "speculation.num_accepted_tokens",
            "Draft tokens that were accepted."),
@@ -88,7 +88,7 @@ _LABELS = ("model_name", "engine")
 
 
 class _Snapshot(Collector):
-    """The metrics of one moment, of each replica."""
+    """The metrics of all replicas at one moment."""
 
     def __init__(self, stats: Mapping[int, EngineStats], model_name: str) -> None:
         self._stats = {(model_name, str(number)): found for number, found in stats.items()}
@@ -143,7 +143,7 @@ def _number(stats: EngineStats, value: _Value) -> float:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return Prometheus's buckets, each of which counts those below it, too."""
+    """Return cumulative buckets, as Prometheus expects."""
     found = []
     count = 0
     bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
@@ -159,7 +159,7 @@ def metrics_text(stats: Mapping[int, EngineStats], model_name: str) -> bytes:
     Parameters
     ----------
     stats : mapping of int to EngineStats
-        By the number of the replica, which is the label `engine` of every metric.
+        By the number of the replica, which becomes the label `engine` of every metric.
     model_name : str
         The label `model_name` of every metric.
     """

@@ -1,4 +1,4 @@
-"""The description of the server's endpoints in OpenAPI 3.1, made from the structs of the bodies."""
+"""The OpenAPI 3.1 description of the endpoints, generated from the structs of the bodies."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _SCHEMAS = "#/components/schemas/{name}"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One method of one path; every module of `engine.server.routes` may have `ENDPOINTS`.
+    """One method of one path; modules of `engine.server.routes` list theirs in `ENDPOINTS`.
 
     Attributes
     ----------
     method, path, summary : str
     request, response : struct or None
-        Types of the bodies; None for no body, or one that is no JSON.
+        Types of the bodies; None if a body is absent or not JSON.
     media_type : str
-        Of the answer.
+        Media type of the answer.
     streams : bool
-        Whether `stream` changes the answer into server-sent events.
+        Whether `stream` turns the answer into server-sent events.
     needs_key : bool
     """
 
@@ -50,7 +50,7 @@ def document(endpoints: tuple[Endpoint, ...], *, has_keys: bool) -> dict[str, An
     ----------
     endpoints : tuple of Endpoint
     has_keys : bool
-        Whether the server asks for API keys.
+        Whether the server requires API keys.
     """
     types = [t for e in endpoints for t in (e.request, e.response) if t is not None]
     types.append(ErrorResponse)
@@ -102,7 +102,7 @@ def _operation(endpoint: Endpoint, refs: Mapping[Any, Any], has_keys: bool) -> d
 
 
 def _add_ranges(schema: dict[str, Any]) -> None:
-    """Put the ranges of the sampling fields into the schema of a request."""
+    """Add the ranges of the sampling fields to the schema of a request."""
     fields = schema.get("properties", {})
     if not {"temperature", "top_p"} <= set(fields):
         return

@@ -1,4 +1,4 @@
-"""The log of prompts, which is off unless `log_prompts` is set."""
+"""The log of prompts; written only if `log_prompts` is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ReadAhead`: an async generator whose reader can ask, without waiting, for what is there."""
+"""`ReadAhead`: reads an async generator, and takes items that are ready without waiting."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ T = TypeVar("T")
 
 
 class ReadAhead(Generic[T]):
-    """Reads an async generator in one task; items that have piled up are taken together.
+    """Reads an async generator in one task, so that accumulated items can be taken together.
 
-    `poll` starts the next step of the generator itself. If that has to wait, `next` later goes on
-    waiting in its place: no further task and no queue are needed.
+    `poll` starts the generator's next step itself. If the step has to wait, the next call of `next`
+    continues it: no further task and no queue are needed.
 
     Parameters
     ----------
     source : async generator
-        Its items are not None.
+        Its items must not be None.
     """
 
     def __init__(self, source: AsyncGenerator[T, None]) -> None:
         self._source = source
-        self._step: Any = None  # started, and waits for
+        self._step: Any = None  # a step that was started, and waits for
         self._future: Any = None
-        self._error: BaseException | None = None  # found by `poll`
+        self._error: BaseException | None = None  # raised in `poll`, for `next`
 
     async def next(self) -> T | None:
         """Return the next item; None at the end.
@@ -37,7 +37,7 @@ class ReadAhead(Generic[T]):
         Raises
         ------
         BaseException
-            What the generator raises.
+            Any exception of the generator.
         """
         if self._error is not None:
             error = self._error
@@ -54,7 +54,7 @@ class ReadAhead(Generic[T]):
         return item
 
     def poll(self) -> T | None:
-        """Return the next item if it is there already; None if not, and at the end."""
+        """Return the next item if it is ready; None if not, and at the end."""
         if self._step is not None or self._error is not None:
             return None
         step = self._source.__anext__().__await__()
@@ -72,7 +72,7 @@ class ReadAhead(Generic[T]):
         return None
 
     async def close(self) -> None:
-        """Close the generator, wherever it is."""
+        """Close the generator, even while a step waits."""
         step = self._step
         self._step = None
         if step is not None:
@@ -83,7 +83,7 @@ class ReadAhead(Generic[T]):
 
 @types.coroutine
 def _resume(step: Any, future: Any, error: BaseException | None = None) -> Generator[Any, Any, Any]:
-    """Go on with a step that waits for `future`, or that is to end with `error`."""
+    """Continue a step that waits for `future`, or throw `error` into it."""
     while True:
         try:
             if error is None:

@@ -1,7 +1,7 @@
-"""Reasoning parsers: split `<think>...</think>` at the start of an answer from its content.
+"""Reasoning parsers: separate `<think>...</think>` at the start of an answer from its content.
 
 Some templates end the prompt with `<think>`, others with an empty block, which tells the model not
-to think: so the end of the prompt decides where an answer begins.
+to think. So the end of the prompt decides whether an answer begins inside the block.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ NAMES = ("deepseek_r1", "qwen3")
 class ReasoningParser:
     """Splits one answer into reasoning and content while it arrives.
 
-    Whatever the pieces, the concatenated results are the same. White space around the reasoning
-    and after the block is dropped. A block that is not closed is reasoning to the end.
+    The concatenated results do not depend on how the text is cut into pieces. White space around
+    the reasoning and after the block is dropped. An unclosed block is reasoning to the end.
 
     Parameters
     ----------
     is_open : bool or None
-        Whether the answer begins inside the block; None: it may open one itself.
+        Whether the answer begins inside the block; None: the answer itself may open one.
 
     Examples
     --------
@@ -41,23 +41,23 @@ class ReasoningParser:
     """
 
     def __init__(self, is_open: bool | None) -> None:
-        self._gate = TextGate()  # of the reasoning
+        self._gate = TextGate()  # for the reasoning
         self._gate.cut()
         self._held: list[str] = []  # white space before the block or the content
-        self._pending = ""  # part of a marker
+        self._pending = ""  # text that may begin a marker
         self._state = "content" if is_open is False else "reasoning" if is_open else "start"
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text that comes next may be reasoning."""
+        """Whether the next text may be reasoning."""
         return self._state in ("start", "reasoning")
 
     def feed(self, delta: str) -> tuple[str, str]:
-        """Add text; return the reasoning and the content that are certain now."""
+        """Add text; return the reasoning and content that no later text can change."""
         return self._split(self._pending + delta, is_last=False)
 
     def finish(self) -> tuple[str, str]:
-        """Return what was held back, at the end of the text."""
+        """End the text; return the reasoning and content that were held back."""
         reasoning, content = self._split(self._pending, is_last=True)
         if self._state == "start":  # white space only
             content = "".join(self._held) + content
@@ -77,7 +77,7 @@ class ReasoningParser:
         return reasoning, text if self._state == "content" else ""
 
     def _after_start(self, text: str, is_last: bool) -> str:
-        """Decide whether the answer opens a block; return the text after that place."""
+        """Decide whether the answer opens a block; return the text after the decision."""
         rest = text.lstrip()
         self._held.append(text[: len(text) - len(rest)])
         if rest.startswith(_OPEN):
@@ -108,13 +108,13 @@ def get(name: str, prompt: str | None = None) -> ReasoningParser:
     name : str
         One of `NAMES`.
     prompt : str, optional
-        The text that the model continues; its end tells whether the block is open. Without it,
-        "deepseek_r1" begins inside the block, and "qwen3" may open one.
+        The prompt that the model continues; its end decides whether the block is open. Default:
+        "deepseek_r1" begins inside the block, "qwen3" may open one.
 
     Raises
     ------
     ConfigError
-        If there is no such parser; the message names the nearest one.
+        If no parser has this name; the message suggests the nearest one.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""A request that an engine in another process serves: its text, its stops, its outputs.
+"""A request served by an engine in another process: its text, stop strings and outputs.
 
-The engine sends token ids; `OutputGroup` and `OutputStream`, the same as in `LLMEngine`, make the
-outputs of them here.
+The engine sends token ids; `OutputGroup` and `OutputStream`, which `LLMEngine` uses too, turn them
+into outputs here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _DEFAULTS = {
     f.name: None if f.default is dataclasses.MISSING else f.default
     for f in dataclasses.fields(SamplingParams)
 }
-_SHORTEST_TIMEOUT = 1e-3  # of a request that is resumed after its deadline
-# Where text ends and what an output carries is decided here, and so is the ranking by `best_of`.
+_SHORTEST_TIMEOUT = 1e-3  # seconds, for a request resumed after its deadline
+# Fields that are applied in the client: stop strings, the content of outputs, `best_of`.
 _OURS = {
     *("n", "best_of", "stop", "detokenize", "skip_special_tokens"),
     *("include_stop_str_in_output", "output_kind", "logits_processors"),
@@ -37,28 +37,28 @@ _OURS = {
 
 
 class RemoteRequest:
-    """One request, and the task that waits for its outputs.
+    """One request of an API process, read by one task.
 
-    Outputs are made when they are taken, so that a slow reader gets fewer of them with more tokens
-    each, and what waits for it is bounded by the request's tokens.
+    Outputs are built when they are read. So a slow reader gets fewer outputs with more tokens each,
+    and the memory that waits for it is bounded by the request's tokens.
 
     Parameters
     ----------
     message : Add
-        What asks an engine for it; its handle is the request's.
+        The message that sends it to an engine; its handle is the request's.
     group : OutputGroup
-        With its streams.
+        The request's texts and outputs, with its streams.
 
     Attributes
     ----------
     handle : int
-        Under which its present engine knows it.
+        The request's number at its current engine.
     is_aborted : bool
-        Whether the engine was asked to abort it.
+        Whether an abort was sent to the engine.
     num_crashes : int
-        How many engines have ended while they had it.
+        Number of engines that have ended while they served it.
     is_finished : bool
-        Whether all continuations have ended, for the engine or by their text.
+        Whether all continuations have ended, in the engine or because of their text.
     """
 
     __slots__ = (
@@ -77,34 +77,34 @@ class RemoteRequest:
         self._has_news = False
         self._arrived: RequestOutput | None = None
         self._waiter: asyncio.Future[None] | None = None
-        # The one whose tokens need nothing but their text.
+        # The only continuation, if its tokens need nothing but detokenizing.
         self._plain = group.streams[0] if group.streams[0].is_plain else None
 
     @property
     def handle(self) -> int:
-        """Under which its present engine knows it."""
+        """The request's number at its current engine."""
         return self.message.handle
 
     @property
     def request_id(self) -> str:
-        """The id of its client."""
+        """The id given by the client."""
         return self.message.request_id
 
     @property
     def has_begun(self) -> bool:
-        """Whether its present engine goes on with tokens of another one."""
+        """Whether its current engine continues the tokens of another one."""
         return any(self.message.resumed or ())
 
     def resume(self) -> bool:
-        """Let `message` ask another engine for the rest; tell whether that may still be done.
+        """Prepare `message` for another engine; return False if the request is finished.
 
-        Its tokens, and where its text is, are kept: the reader notices nothing.
+        Tokens and text so far are kept: the reader notices nothing.
         """
         if self.is_finished:
             return False
         message = self.message
         streams = self.group.streams
-        is_final = message.is_final_only  # of those the engine has said nothing yet
+        is_final = message.is_final_only  # then the engine has sent no tokens yet
         message.resumed = [
             ([] if is_final else list(stream.request.output_token_ids)) if is_open else None
             for stream, is_open in zip(streams, self._is_open, strict=True)
@@ -112,13 +112,13 @@ class RemoteRequest:
         return True
 
     def update_timeout(self) -> None:
-        """Let `message` ask for no more than the time that is left."""
+        """Set the message's timeout to the time left until the deadline."""
         if self.group.deadline is not None:
             left = self.group.deadline - time.monotonic()
             self.message.timeout = max(_SHORTEST_TIMEOUT, left)
 
     async def next_output(self) -> RequestOutput:
-        """Wait for news and return them; raise `error` if it is set."""
+        """Wait for the next output; raise `error` after the last one if it is set."""
         while True:
             if self._arrived is not None:
                 output = self._arrived
@@ -136,20 +136,20 @@ class RemoteRequest:
                 self._waiter = None
 
     def abort(self, stop_reason: str | None = None) -> None:
-        """End it as an engine does that aborts it, with the tokens so far."""
+        """End the request with the tokens so far, as if its engine had aborted it."""
         now = time.monotonic()
         for index, is_open in enumerate(self._is_open):
             if is_open:
                 self._push(Continuation(index, [], None, "abort", stop_reason), now)
 
     def fail(self, error: BaseException) -> None:
-        """Let the reader get `error` after the outputs that it has not taken."""
+        """Raise `error` in the reader, after the outputs that it has not read yet."""
         self.error = error
         self.is_finished = True
         self._wake()
 
     def push_token(self, token_id: int, now: float) -> list[End]:
-        """Take the next token of a request's only continuation, which has not ended."""
+        """Add a token to the request's only continuation, which has not ended."""
         stream = self._plain
         if stream is not None and self._is_open[0] and not self._has_news and not self._arrived:
             stream.request.output_token_ids.append(token_id)
@@ -161,9 +161,9 @@ class RemoteRequest:
         return self._push(Continuation(0, [token_id], None, None, None), now)
 
     def push(self, piece: Piece, now: float) -> list[End]:
-        """Take what is new; return the ends that the engine does not know of."""
+        """Add the engine's news; return the ends of text that the engine does not know of."""
         group = self.group
-        if not self.has_begun:  # otherwise the first engine has said it
+        if not self.has_begun:  # the first engine's values are kept
             for stream in group.streams:
                 stream.request.num_cached_tokens = piece.num_cached_tokens
             group.metrics.first_scheduled_time = piece.first_scheduled_time
@@ -177,11 +177,11 @@ class RemoteRequest:
             self._finish(now)
         return ends
 
-    # ---- as LLMEngine does it
+    # ---- mirrors LLMEngine
 
     def _push(self, new: Continuation, now: float) -> list[End]:
         if not self._is_open[new.index]:
-            return []  # its text has ended it, which the engine did not know yet
+            return []  # its text has ended; the engine did not know it yet
         group = self.group
         stream = self.group.streams[new.index]
         request = stream.request
@@ -230,7 +230,7 @@ class RemoteRequest:
 
 
 class RequestMaker:
-    """Checks requests as the engine does, before they are sent.
+    """Builds requests, with the engine's own checks before anything is sent.
 
     Parameters
     ----------
@@ -241,7 +241,7 @@ class RequestMaker:
     def __init__(self, info: ModelInfo, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._texts = token_texts(tokenizer)
-        # What `InputProcessor` asks of a model; which rope it takes is the engine's business.
+        # The attributes that `InputProcessor` reads; only the engine chooses between ropes.
         model: Any = SimpleNamespace(
             config=SimpleNamespace(vocab_size=info.vocab_size),
             eos_token_ids=info.eos_token_ids,
@@ -261,12 +261,12 @@ class RequestMaker:
         priority: int,
         timeout: float | None,
     ) -> RemoteRequest:
-        """Return the request, whose message has no handle yet.
+        """Return the request; its message has no handle yet.
 
         Raises
         ------
         RequestError
-            If it cannot be served, as far as can be told here.
+            If a check fails that does not need the engine.
         """
         priority, timeout = self._inputs.check(request_id, params, priority, timeout)
         if params.logits_processors:
@@ -274,7 +274,7 @@ class RequestMaker:
                 "logits_processors must be left out, as the engine is another process: functions "
                 f"are never sent; got {len(params.logits_processors)}"
             )
-        # Seeds, grammars and bad words are the engine's business.
+        # The engine itself handles seeds, grammars and bad words.
         spec = SamplingSpec(params, 0, (), _num_logprobs(params))
         specs = [spec] * params.num_continuations
         group = OutputGroup(request_id, prompt.text, params, time.monotonic(), self._tokenizer)
@@ -300,13 +300,13 @@ class RequestMaker:
 
 
 def _num_logprobs(params: SamplingParams) -> int | None:
-    """Return how many log-probabilities the engine must send: also to rank continuations."""
+    """Return the number of log-probabilities that the engine sends, if only to rank `best_of`."""
     is_ranked = params.num_continuations > params.n
     return 0 if params.logprobs is None and is_ranked else params.logprobs
 
 
 def _engine_params(params: SamplingParams) -> dict[str, Any]:
-    """Return what the engine must know: token ids and log-probabilities of every continuation."""
+    """Return the fields of `SamplingParams` for the engine, which ranks and detokenizes nothing."""
     fields = {
         name: value
         for name, default in _DEFAULTS.items()
@@ -331,6 +331,6 @@ def _plain(structured: Any) -> dict[str, Any]:
 
 
 def engine_params(fields: dict[str, Any], *, is_final_only: bool) -> SamplingParams:
-    """Return the parameters of an `Add`, as the engine serves it: token ids without text."""
+    """Return the engine's parameters for an `Add`: token ids, without text."""
     kind = RequestOutputKind.FINAL_ONLY if is_final_only else RequestOutputKind.DELTA
     return SamplingParams(**fields, detokenize=False, output_kind=kind)

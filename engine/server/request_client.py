@@ -66,7 +66,7 @@ class RequestClient(EngineClient):
         return self._maker.encode(prompt, cache_salt)
 
     def _prepare(self, params: SamplingParams) -> None:
-        # The engine's process compiles the grammar again, but refuses no valid one meanwhile.
+        # Checked here too: an invalid grammar then costs the engine's process nothing.
         if isinstance(params.structured, StructuredOutput):
             check_structured(params.structured)
 

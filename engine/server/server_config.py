@@ -1,7 +1,7 @@
-"""Every option of the server itself; those of the engine are `EngineConfig`'s and `load`'s.
+"""The options of the server itself; see `EngineConfig` and `load` for those of the engine.
 
-`engine serve` makes a flag of each field (`--api-server-count`), and a key of the same name may be
-in the file of `--config`. The names are vLLM's where the meaning is the same.
+Each field is a flag of `engine serve` (`--api-server-count`) and a key of the file given by
+`--config`. The names are vLLM's where the meaning is the same.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How the server listens, whom it lets in, and what it allows; frozen, plain values only.
+    """Addresses, access and limits of the server; frozen, plain values only.
 
-    The meaning of each field is its "help" in `dataclasses.fields`, which `engine serve --help`
-    prints. `api_key_hashes` has no flag: it is made from `--api-key`.
+    Each field is described by its "help" in `dataclasses.fields`, which `engine serve --help`
+    prints. `api_key_hashes` has no flag: it is computed from `--api-key`.
 
     Raises
     ------
@@ -87,38 +87,40 @@ class ServerConfig:
 
     host: str = _option(
         "127.0.0.1",
-        "address, or name of addresses, to listen on; 0.0.0.0 is every network",
+        "address or host name to listen on; 0.0.0.0: all networks",
     )
-    port: int = _option(8000, "port to listen on; 0 takes a free one")
-    root_path: str = _option("", "path at which a proxy serves this server")
+    port: int = _option(8000, "port to listen on; 0: any free port")
+    root_path: str = _option("", "path under which a proxy exposes this server")
     api_server_count: int = _option(1, "processes for HTTP, tokenizing and detokenizing")
     data_parallel_size: int = _option(
-        1, "replicas of the engine, each in a process of its own, on GPUs of its own"
+        1, "replicas of the engine, each with its own process and GPUs"
     )
-    nodes: int = _option(0, "serve on a Ray cluster, once it has this many machines; 0: here")
-    shutdown_timeout: float = _option(30.0, "seconds that running requests have after SIGTERM")
+    nodes: int = _option(
+        0, "serve on a Ray cluster of this many machines, when they have joined; 0: here"
+    )
+    shutdown_timeout: float = _option(30.0, "seconds for running requests to finish after SIGTERM")
     hang_timeout: float | None = _option(
         None,
-        "seconds that a step may take; a longer one ends the engine, and the server with the last",
+        "maximum seconds of a step; a longer one ends the engine; the last one ends the server",
     )
 
     served_model_name: tuple[str, ...] = _option((), "names of the model in the API; repeatable")
-    chat_template: str | None = _option(None, "file of a chat template that replaces the model's")
+    chat_template: str | None = _option(None, "file with a chat template, instead of the model's")
     enable_auto_tool_choice: bool = _option(True, "let the model call tools on its own")
-    tool_call_parser: str | None = _option(None, "format of tool calls; by default the template's")
-    reasoning_parser: str | None = _option(None, "splits reasoning off: deepseek_r1 or qwen3")
+    tool_call_parser: str | None = _option(None, "format of tool calls (default: by the template)")
+    reasoning_parser: str | None = _option(None, "format of reasoning: deepseek_r1 or qwen3")
 
     api_key_hashes: tuple[str, ...] = ()
-    api_key_file: str | None = _option(None, "file with a key a line; read again when it changes")
-    allowed_origins: tuple[str, ...] = _option((), "CORS: origins of other sites; repeatable")
-    allowed_methods: tuple[str, ...] = _option(("GET", "POST"), "CORS: methods; repeatable")
+    api_key_file: str | None = _option(None, "file with one key per line; reloaded when it changes")
+    allowed_origins: tuple[str, ...] = _option((), "CORS: allowed origins; repeatable")
+    allowed_methods: tuple[str, ...] = _option(("GET", "POST"), "CORS: allowed methods; repeatable")
     allowed_headers: tuple[str, ...] = _option(
-        ("authorization", "content-type", "x-api-key"), "CORS: headers; repeatable"
+        ("authorization", "content-type", "x-api-key"), "CORS: allowed headers; repeatable"
     )
     allow_credentials: bool = _option(False, "CORS: allow cookies")
     ssl_certfile: str | None = _option(None, "TLS certificate, in PEM")
     ssl_keyfile: str | None = _option(None, "TLS key, in PEM")
-    ssl_ca_certs: str | None = _option(None, "TLS: clients must have a certificate of these CAs")
+    ssl_ca_certs: str | None = _option(None, "TLS: clients must present a certificate of these CAs")
 
     max_body_bytes: int = _option(32 << 20, "maximum bytes of a request's body")
     max_header_bytes: int = _option(64 << 10, "maximum bytes of a request's headers")
@@ -128,22 +130,22 @@ class ServerConfig:
     )
     max_requests_per_key: int | None = _option(
         None,
-        "maximum unfinished requests of an API key in an API process; by default its fair share "
-        "when that is full",
+        "maximum unfinished requests of an API key in an API process (default: a fair share when "
+        "the process is busy)",
     )
     max_prompts: int = _option(1024, "maximum prompts of a request")
     max_n: int = _option(16, "maximum n and best_of of a request")
     max_logprobs: int = _option(20, "maximum logprobs of a request")
     max_tools: int = _option(128, "maximum tools of a request")
-    max_watchers: int = _option(16, "maximum viewers of the watch page, of an API process")
+    max_watchers: int = _option(16, "maximum viewers of the watch page, per API process")
     request_timeout: float | None = _option(None, "seconds after which a request is aborted")
-    body_timeout: float = _option(30.0, "seconds that a request's body may take to arrive")
-    send_timeout: float = _option(60.0, "seconds that a client may not read before it is dropped")
-    timeout_keep_alive: float = _option(30.0, "seconds that an idle connection is kept")
-    sse_keep_alive: float = _option(15.0, "seconds between comments on a stream without news")
+    body_timeout: float = _option(30.0, "maximum seconds for a request's body to arrive")
+    send_timeout: float = _option(60.0, "seconds without reading after which a client is dropped")
+    timeout_keep_alive: float = _option(30.0, "seconds after which an idle connection is closed")
+    sse_keep_alive: float = _option(15.0, "seconds between comments on an idle stream")
 
     enable_page: bool = _option(True, "serve the page at /")
-    enable_metrics: bool = _option(True, "serve Prometheus's metrics at /metrics")
+    enable_metrics: bool = _option(True, "serve Prometheus metrics at /metrics")
     access_log: bool = _option(True, "log each request on stderr")
     json_logs: bool = _option(False, "write logs as JSON")
     log_prompts: bool = _option(False, "write prompts into the log")
@@ -151,12 +153,12 @@ class ServerConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ServerConfig:
-        """Build from plain values, as TOML and JSON have them; lists become tuples.
+        """Build from the plain values of TOML or JSON; lists become tuples.
 
         Raises
         ------
         UnknownOptionError
-            If a name is none of the fields.
+            If an option is not a field.
         """
         known = [f.name for f in fields(cls)]
         for name in options:
@@ -197,7 +199,7 @@ class ServerConfig:
 
     @property
     def url(self) -> str:
-        """Where the server is reached, as far as its own options tell."""
+        """The server's URL, according to its own options."""
         scheme = "https" if self.ssl_certfile else "http"
         return f"{scheme}://{_bracketed(self.host)}:{self.port}"
 
@@ -207,12 +209,12 @@ class ServerConfig:
         return bool(self.api_key_hashes) or self.api_key_file is not None
 
     def options(self) -> dict[str, Any]:
-        """Return the plain values of all fields; `from_options` takes them."""
+        """Return the plain values of all fields; `from_options` is the inverse."""
         return asdict(self)
 
 
 def key_hash(key: str) -> str:
-    """Return the SHA-256 of an API key, in hexadecimal: what is kept in memory.
+    """Return the SHA-256 of an API key in hexadecimal; only hashes are kept in memory.
 
     Examples
     --------

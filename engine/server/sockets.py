@@ -1,4 +1,4 @@
-"""The ZeroMQ sockets between engine process and API processes: bounded, never waiting to send."""
+"""The ZeroMQ sockets between engine process and API processes: bounded, sends never block."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Socket", "bound_socket", "connected_socket", "descriptor", "has_inpu
 
 Socket = zmq.Socket[bytes]
 
-MAX_UNREAD = 1000  # messages that wait for an API process, before its requests are aborted
-_POLLIN = int(zmq.POLLIN)  # `&` of an enum takes half as long as asking the socket
-_PING_MS = 2000  # answered by the other side's thread for input and output, also in a long step
-_MAX_UNSENT = 10_000  # messages that wait for an engine in a long step
+MAX_UNREAD = 1000  # unread messages of an API process above which its requests are aborted
+_POLLIN = int(zmq.POLLIN)  # an int: `&` of the enum takes half as long as polling the socket
+_PING_MS = 2000  # answered by the peer's I/O thread, even during a long step
+_MAX_UNSENT = 10_000  # maximum messages that wait for an engine in a long step
 
 
 def bound_socket(address: str) -> Socket:
-    """Return the engine's socket; its `last_endpoint` is what clients connect to.
+    """Return the engine's socket; clients connect to its `last_endpoint`.
 
     Parameters
     ----------
@@ -28,15 +28,15 @@ def bound_socket(address: str) -> Socket:
     socket: Socket = zmq.Context.instance().socket(zmq.ROUTER)
     socket.linger = 1000
     socket.sndhwm = MAX_UNREAD
-    socket.rcvhwm = 0  # each client bounds what it has in flight
-    socket.router_mandatory = 1  # a full or absent peer is an error
+    socket.rcvhwm = 0  # no limit: each client bounds its own messages
+    socket.router_mandatory = 1  # sending to a full or absent peer raises
     _notice_silence(socket, address)
     socket.bind(address)
     return socket
 
 
 def connected_socket(address: str) -> tuple[Socket, Socket]:
-    """Return a client's socket, and the one that tells when its engine has gone."""
+    """Return a client's socket, and a monitor socket that reports when its engine has ended."""
     socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.linger = 0
     socket.sndhwm = _MAX_UNSENT
@@ -49,19 +49,19 @@ def connected_socket(address: str) -> tuple[Socket, Socket]:
 
 
 def _notice_silence(socket: Socket, address: str) -> None:
-    """End connections to machines that do not answer any more."""
+    """End the connection to a machine that stops answering pings."""
     if address.startswith("tcp:"):
         socket.heartbeat_ivl = _PING_MS
         socket.heartbeat_timeout = 5 * _PING_MS
 
 
 def has_input(socket: Socket) -> bool:
-    """Tell whether there is a message to take."""
+    """Return whether a message can be received."""
     events: Any = socket.get(zmq.EVENTS)
     return bool(events & _POLLIN)
 
 
 def descriptor(socket: Socket) -> int:
-    """Return what becomes readable when the state of the socket changes."""
+    """Return the file descriptor that becomes readable when the socket's state changes."""
     number: Any = socket.get(zmq.FD)
     return int(number)

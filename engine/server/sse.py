@@ -1,4 +1,4 @@
-"""Server-sent events: frames are written as they come, and waiting clients hear a comment."""
+"""Server-sent events: frames are written as they arrive, and comments keep idle streams alive."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
-_MAX_BATCH = 64  # frames written together
+_MAX_BATCH = 64  # maximum frames written together
 
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # or nginx would keep the frames back
+    "x-accel-buffering": "no",  # stops nginx from holding frames back
 }
 
 
 class ClientGone(Exception):
-    """The client closed the connection; nobody reads an answer."""
+    """The client has closed the connection: no answer is needed."""
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
@@ -66,26 +66,26 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 def openai_error_frame(error: APIError) -> bytes:
-    """Return the frame that tells of an error in a stream that has begun."""
+    """Return the frame of an error in a stream that has started."""
     return b"data: " + error_body(error) + b"\n\n"
 
 
 class EventStream(Response):
-    """An answer of server-sent events.
+    """A response of server-sent events.
 
-    An error before the first frame is raised, so that it gets its own status; a later one is a
-    frame. Frames that have piled up are written together.
+    An error before the first frame is raised, so that the response has the error's status; a later
+    error becomes a frame. Accumulated frames are written together.
 
     Parameters
     ----------
     frames : async generator of bytes
-        Whole frames. It is closed when the client disconnects.
+        Complete frames. The generator is closed when the client disconnects.
     keep_alive : float
-        Seconds without a frame after which a comment is sent; the first one sends the headers.
+        Seconds without a frame after which a comment is sent; the first comment sends the headers.
     error_frame : callable
-        Makes the frame of an `APIError`.
+        Returns the frame of an `APIError`.
     last : bytes
-        What is written after the last frame, also after an error.
+        Written after the last frame, and after an error.
     headers : mapping of str to str, optional
     """
 
@@ -107,12 +107,12 @@ class EventStream(Response):
         self._last = last
         self._is_started = False
         self._is_sending = False
-        self._num_frames = 0  # at the last tick: of those sent
+        self._num_frames = 0  # frames sent by the last tick
         self._num_sent = 0
         self._comment: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the stream; return when it has ended or the client is gone."""
+        """Write the stream; return when it has ended or the client has disconnected."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._interval, self._tick, loop, send)
         self._timer = timer

@@ -1,8 +1,8 @@
 """The server's first process: starts the engine and the API processes, and ends them together.
 
-The engine's end is the server's end, with its reason. Of several replicas of the engine, one that
-ends is started again while there is another that serves. An API process that ends is started again;
-the streams of the others go on.
+When the engine ends, the server ends too and reports the reason. With several replicas, one that
+ends is restarted as long as another one serves. An API process that ends is restarted; the streams
+of the others continue.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = ["Supervisor", "supervise"]
 _MAX_ADDRESS = 100  # bytes; the kernel's limit for the path of a socket is 104 or 108
 # Maximum restarts of the API processes, and of each replica, within the span.
 _MAX_RESTARTS = 5
-_RESTART_SPAN = 60.0  # seconds
-_SLACK_SECONDS = 6.0  # that a child has to end, beyond `shutdown_timeout`
-_NOTICE_SECONDS = 2.0  # until an engine's end is known, after an API process has noticed it
-_LAST_WORDS_SECONDS = 3.0  # that API processes have to answer when the engine has ended
+_RESTART_SPAN = 60.0  # seconds over which restarts are counted
+_SLACK_SECONDS = 6.0  # time for a child to end, beyond `shutdown_timeout`
+_NOTICE_SECONDS = 2.0  # longest delay between an API process and us noticing an engine's end
+_LAST_WORDS_SECONDS = 3.0  # time for API processes to report the engine's end to their clients
 _ENGINE = "engine.server.engine_process"
 _API = "engine.server.api_process"
-# Not `-m`, which would import from the current folder first.
+# Not `-m`, which puts the current folder first on the import path.
 _CODE = """import sys; module, *sys.path[:] = sys.argv[1:]
 from importlib import import_module
 from engine.server.child import run_child
@@ -51,20 +51,20 @@ run_child(import_module(module).main)"""
 
 @dataclass(eq=False)
 class _Child:
-    """A running process, and why it ended, if it said so."""
+    """A child process; `reason` says why it ended, if it has reported that."""
 
     module: str
-    number: int  # of its kind
+    number: int  # number of the replica, or of the API process
     process: asyncio.subprocess.Process
     listeners: list[socket.socket]
     ready: asyncio.Event
-    seen: float = 0.0  # when it last reported anything
+    seen: float = 0.0  # time of its last report
     reason: str = ""
     status: int = 1
-    is_ending: bool = False  # it has been told to
+    is_ending: bool = False  # whether it was told to end
 
     def ending(self) -> str:
-        """Return why it ended."""
+        """Return the reason of its end."""
         code = self.process.returncode
         if self.reason:
             return self.reason
@@ -75,12 +75,12 @@ class _Child:
 
 
 class Supervisor:
-    """Runs a server to its end.
+    """Starts the processes of a server, restarts them, and ends them.
 
     Parameters
     ----------
     model : str
-        Name or path, which is on this machine.
+        Name or path of a model on this machine.
     server : ServerConfig
     engine : dict
         Keywords of `LLMEngine.from_name`; plain values.
@@ -90,15 +90,15 @@ class Supervisor:
         self._server = server
         self._start = time.monotonic()
         self._children: set[_Child] = set()
-        self._engines: dict[int, _Child] = {}  # the last one of each replica
+        self._engines: dict[int, _Child] = {}  # by replica, the last process started
         self._restarts: defaultdict[str, deque[float]] = defaultdict(deque)
-        self._failed_starts: Counter[int] = Counter()  # of each replica, in a row
+        self._failed_starts: Counter[int] = Counter()  # by replica, consecutive ones
         self._is_announced = False
         self._num_signals = 0
         self._is_ending = asyncio.Event()
         self._ended: asyncio.Queue[_Child] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._folder = tempfile.mkdtemp(prefix="engine-")  # of mode 700
+        self._folder = tempfile.mkdtemp(prefix="engine-")  # mode 700
         token = secrets.token_hex(16)
         size = server.data_parallel_size
         addresses = [f"ipc://{self._folder}/engine-{number}" for number in range(size)]
@@ -110,7 +110,7 @@ class Supervisor:
     async def run(self, listeners: list[list[socket.socket]]) -> int:
         """Serve until a signal or the engine's end; return the exit status.
 
-        Each API process gets one list of listening sockets.
+        `listeners` holds a list of listening sockets for each API process.
         """
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -131,7 +131,7 @@ class Supervisor:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _watch_over(self) -> int:
-        """Return the exit status, once the server has to end and has ended."""
+        """Restart processes until the server has to end; end it and return the exit status."""
         ending = asyncio.ensure_future(self._is_ending.wait())
         while True:
             ended = asyncio.ensure_future(self._ended.get())
@@ -149,14 +149,14 @@ class Supervisor:
                 await self._restart_api(child)
 
     def _is_served(self) -> bool:
-        """Tell whether any replica is ready."""
+        """Return whether any replica is ready."""
         engines = self._engines.values()
         return any(e.ready.is_set() and e.process.returncode is None for e in engines)
 
     async def _restart_engine(self, child: _Child) -> None:
-        """Start a replica again, unless it ends again and again; the others go on."""
+        """Restart a replica, unless it has ended too often; the others continue."""
         name = f"replica {child.number}"
-        # Starts that take long to fail never are many within `_RESTART_SPAN`.
+        # Counted apart: slow failing starts never add up within `_RESTART_SPAN`.
         failed = 0 if child.ready.is_set() else self._failed_starts[child.number] + 1
         self._failed_starts[child.number] = failed
         if self._may_restart(name) and failed <= _MAX_RESTARTS:
@@ -166,9 +166,9 @@ class Supervisor:
             say(f"{name} ended again and again ({child.ending()}): it is given up")
 
     async def _restart_api(self, child: _Child) -> None:
-        """Start an API process again that has ended."""
+        """Restart an API process that has ended."""
         if not child.ready.is_set():
-            # Perhaps as an engine has ended, whose end is noticed later than the API process's.
+            # The cause may be an engine's end, which we notice later than the API process's.
             engines = list(self._engines.values())
             await self._wait_for(engines, _NOTICE_SECONDS)
             for engine in engines:
@@ -181,7 +181,7 @@ class Supervisor:
         await self._spawn(_API, child.number, child.listeners)
 
     def _may_restart(self, name: str) -> bool:
-        """Count a restart, and tell whether there have been few of late."""
+        """Count a restart; return whether the recent ones are within the limit."""
         now = time.monotonic()
         restarts = self._restarts[name]
         restarts.append(now)
@@ -195,8 +195,8 @@ class Supervisor:
         Raises
         ------
         _Ended
-            If the engine, or every replica of it, failed meanwhile, so that answers were cut, or
-            if one does not end.
+            If the engine (or every replica) failed meanwhile, so that answers were cut off, or does
+            not end.
         """
         apis = [child for child in self._children if child.module == _API]
         _signal(apis, signal.SIGTERM)
@@ -212,21 +212,22 @@ class Supervisor:
             return 1
         if not self._children.isdisjoint(engines):
             raise _Ended(f"the engine's process did not end within {_SLACK_SECONDS:g} s", 1)
-        # -SIGTERM: it came before the process had a handler, when nothing was served yet.
+        # -SIGTERM: the signal came before the process had a handler, so it served nothing yet.
         if all(engine.process.returncode not in (0, -signal.SIGTERM) for engine in engines):
             raise _engine_ended(engines[0])
         return 0
 
     async def _say_last_words(self) -> None:
-        """Give API processes the time to tell their clients that the engine has ended."""
-        self._kill([child for child in self._children if child.module == _ENGINE])  # that start
+        """Wait for the API processes to tell their clients that the engine has ended."""
+        starting = [child for child in self._children if child.module == _ENGINE]
+        self._kill(starting)
         if any(child.ready.is_set() for child in self._children):
             await self._wait_for(list(self._children), _LAST_WORDS_SECONDS)
 
     async def _wait_for(self, children: list[_Child], seconds: float) -> None:
-        """Wait until these have ended and their reports are read, or until the time is over.
+        """Wait until these children have ended and their reports are read, at most `seconds`.
 
-        A second signal ends it, too.
+        A second signal ends the wait too.
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._num_signals < 2:
@@ -251,7 +252,7 @@ class Supervisor:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=descriptors,
-            start_new_session=True,  # a Ctrl-C is for the supervisor alone
+            start_new_session=True,  # Ctrl-C reaches the supervisor only
         )
         child = _Child(module, number, process, list(listeners), asyncio.Event())
         self._children.add(child)
@@ -264,7 +265,7 @@ class Supervisor:
     async def _follow(self, child: _Child) -> None:
         """Read the reports of a child until it has ended."""
         assert child.process.stdout is not None
-        with contextlib.suppress(ValueError):  # a line without an end
+        with contextlib.suppress(ValueError):  # a line longer than the reader's limit
             while line := await child.process.stdout.readline():
                 child.seen = time.monotonic()
                 message = json.loads(line)
@@ -278,7 +279,7 @@ class Supervisor:
         self._ended.put_nowait(child)
 
     async def _kill_if_hung(self, engine: _Child, limit: float) -> None:
-        """End a replica, which may end the server, when a step takes more than `limit` seconds."""
+        """Kill a replica when one of its steps takes more than `limit` seconds."""
         await engine.ready.wait()
         if not await self._is_hung(engine, limit):
             return
@@ -291,17 +292,17 @@ class Supervisor:
             self._kill([engine])
 
     async def _is_hung(self, engine: _Child, limit: float) -> bool:
-        """Wait until the engine hangs, or until it ends or has to."""
+        """Return True once the engine hangs; False once it has ended or was told to."""
         seen = 0.0
         start = 0.0
         looked = time.monotonic()
         while engine in self._children and not engine.is_ending:
             now = time.monotonic()
-            if now - looked > 2 * BEAT_SECONDS:  # this process was stopped: the engine, too, maybe
+            if now - looked > 2 * BEAT_SECONDS:  # this process was stopped, and perhaps the engine
                 start = now
             looked = now
             if now - max(start, engine.seen) > limit + BEAT_SECONDS:
-                # Twice, as it may be this process that had no time to read.
+                # Only the second time: this process may have had no time to read a report.
                 if seen == engine.seen:
                     return True
                 seen = engine.seen
@@ -328,7 +329,7 @@ class Supervisor:
 
 
 class _Ended(EngineError):
-    """Why the server ends, and with which exit status."""
+    """The server ends, for a reason and with an exit status."""
 
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(reason)
@@ -345,7 +346,7 @@ def supervise(model: str, server: ServerConfig, engine: dict[str, Any]) -> int:
     Raises
     ------
     ConfigError
-        If the address cannot be listened on.
+        If the server cannot listen on its address.
     """
     listeners = listening_sockets(server)
     bound = replace(server, port=listeners[0][0].getsockname()[1])

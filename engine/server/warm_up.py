@@ -1,8 +1,8 @@
-"""Requests that an API process makes to itself before it is ready.
+"""Requests that an API process sends to itself before it is ready.
 
-The first request of a process takes several times as long as the tenth: modules, caches and
-Python's specialized code are not there yet. These requests go through the application and the
-client, and are answered in the place of the engine, which does not hear of them.
+The first request of a process takes several times as long as the tenth: modules are not imported,
+caches are empty, and Python has not specialized its code. These requests pass through the
+application and the client, and are answered in place of the engine, which never sees them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.server.server_config import ServerConfig
 __all__ = ["warm_up"]
 
 _NUM_ROUNDS = 10  # Python specializes a function at its eighth call
-_NUM_TOKENS = 3  # the first, one like all others, and the last
+_NUM_TOKENS = 3  # the first, a middle one, and the last: each takes another path
 _COMMON = {"stream": True, "max_tokens": _NUM_TOKENS, "temperature": 0.0}
 _BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": [0, 0], **_COMMON}),
@@ -33,17 +33,17 @@ _BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 async def warm_up(client: RequestClient) -> list[bytes]:
-    """Stream answers of an application of its own, which neither logs nor asks for keys.
+    """Stream answers from a separate application, which neither logs nor requires keys.
 
     Returns
     -------
     list of bytes
-        The last answer of each kind; b"" of those that the model does not have (no tokenizer, no
-        template).
+        The last answer of each kind; b"" for kinds that the model does not support (no tokenizer,
+        no template).
     """
     app = build_app(client, ServerConfig())
     found = [b""] * len(_BODIES)
-    is_refused = [False] * len(_BODIES)  # once is enough: a template may take until its limit
+    is_refused = [False] * len(_BODIES)  # not repeated: a template may run into its time limit
     with client.answered_by(_answer):
         for _ in range(_NUM_ROUNDS):
             for index, (path, body) in enumerate(_BODIES):
@@ -57,7 +57,7 @@ async def warm_up(client: RequestClient) -> list[bytes]:
 
 
 def _answer(message: m.FromClient) -> list[m.FromEngine]:
-    """Return what an engine would send."""
+    """Return the messages that an engine would send."""
     if not isinstance(message, m.Add):
         return []
     pieces = [
@@ -69,7 +69,7 @@ def _answer(message: m.FromClient) -> list[m.FromEngine]:
 
 
 async def _post(app: Starlette, path: str, body: bytes) -> bytes:
-    """Return the answer to a request, without the middlewares."""
+    """Return the answer to a request, bypassing the middlewares."""
     unread = [{"type": "http.request", "body": body, "more_body": False}]
     parts: list[bytes] = []
 

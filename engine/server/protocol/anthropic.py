@@ -15,7 +15,7 @@ __all__ = ["CountTokensRequest", "MessagesRequest", "to_chat"]
 
 
 class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/messages/count_tokens: what makes up a prompt.
+    """The body of POST /v1/messages/count_tokens: the fields that make up a prompt.
 
     `cache_control`, here and in blocks, has no effect: every prefix is cached.
     """
@@ -123,12 +123,12 @@ class _SchemaFormat(msgspec.Struct):
 
 
 def to_chat(request: CountTokensRequest) -> dict[str, Any]:
-    """Return the body of the request to /v1/chat/completions that asks for the same.
+    """Return the equivalent body of a request to /v1/chat/completions.
 
     Raises
     ------
     RequestError
-        If a block or a field is invalid, or asks for what this server does not do.
+        If a block or a field is invalid, or requests something unsupported.
     """
     body: dict[str, Any] = {
         "model": request.model,
@@ -138,7 +138,7 @@ def to_chat(request: CountTokensRequest) -> dict[str, Any]:
     }
     if request.thinking is not None:
         typed_item(request.thinking, _THINKING, "thinking")
-        if request.thinking["type"] != "adaptive":  # which leaves it to the template
+        if request.thinking["type"] != "adaptive":  # "adaptive" leaves the choice to the template
             is_enabled = request.thinking["type"] == "enabled"
             body["chat_template_kwargs"] = {"enable_thinking": is_enabled}
     if isinstance(request, MessagesRequest):
@@ -182,7 +182,7 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
 
 
 def _user(content: str | list[Any], where: str) -> list[dict[str, Any]]:
-    """Return a user's message; each result of a tool is one of its own."""
+    """Return the messages of a user's turn; each tool result becomes a message of its own."""
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     messages: list[dict[str, Any]] = []

@@ -25,7 +25,7 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageObject(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What /v1/messages answers."""
+    """The answer of /v1/messages."""
 
     id: str
     type: Literal["message"]
@@ -38,21 +38,21 @@ class MessageObject(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class TokenCount(msgspec.Struct):
-    """What /v1/messages/count_tokens answers."""
+    """The answer of /v1/messages/count_tokens."""
 
     input_tokens: int
 
 
 class MessageBuilder:
-    """Builds the message that answers a request from the pieces of the answer.
+    """Builds the answering message, and its events, from the pieces of an answer.
 
-    Each method returns events: dicts with "type". What does not stream exhausts them, and sends
-    `message`.
+    Each method returns an iterator of events: dicts with "type". A caller that does not stream
+    exhausts it, and sends `message` at the end.
 
     Parameters
     ----------
     model : str
-        The name that the message gives.
+        The model's name in the message.
 
     Attributes
     ----------
@@ -71,12 +71,12 @@ class MessageBuilder:
             "stop_sequence": None,
             "usage": {},
         }
-        self._block: dict[str, Any] | None = None  # the one that is being written
-        self._parts: list[str] = []  # of its text, thoughts or input
-        self._has_calls = False  # whole ones
+        self._block: dict[str, Any] | None = None  # the current block
+        self._parts: list[str] = []  # pieces of its text, thoughts or input
+        self._has_calls = False  # whether any call is complete
 
     def start(self, input_tokens: int, cached_tokens: int) -> _Events:
-        """Begin the message; the counts are of the prompt."""
+        """Begin the message; the counts are those of the prompt."""
         self.message["usage"] = {
             "input_tokens": input_tokens - cached_tokens,
             "cache_creation_input_tokens": 0,
@@ -117,9 +117,9 @@ class MessageBuilder:
         Parameters
         ----------
         finish_reason : str
-            As in chat completions.
+            The finish_reason of chat completions.
         stop_sequence : str or None
-            The sequence of the request that ended it.
+            The stop sequence that ended the answer.
         output_tokens : int
         """
         yield from self._end()
@@ -158,7 +158,7 @@ class MessageBuilder:
         return {"type": "content_block_delta", "index": index, "delta": delta}
 
     def _end(self) -> _Events:
-        """End the block that is being written."""
+        """End the current block."""
         block = self._block
         self._block = None
         if block is None:
@@ -172,7 +172,7 @@ class MessageBuilder:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments; of a call that is not complete, their text."""
+    """Return the arguments of a call; if it is incomplete, their text so far."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the body, its messages and tools, and the shapes of answers."""
+"""/v1/chat/completions: the body, its messages and tools, and the structs of answers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A part of a message; only text can be read."""
+    """A part of a message; only text is supported."""
 
     type: str
     text: str | None = None
@@ -59,14 +59,14 @@ class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A call that the assistant has made; the arguments are a JSON object as text."""
+    """The function of an earlier call; the arguments are a JSON object as text."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
 class ToolCallMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A call of a tool in an earlier message of the assistant."""
+    """A tool call in an earlier message of the assistant."""
 
     function: FunctionCall
     id: str | None = None
@@ -77,8 +77,8 @@ class ToolCallMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A message of a conversation.
 
-    The assistant's own messages may be given back as they were answered; of what they may hold,
-    audio, annotations and refusals are not read.
+    The assistant's own messages may be sent back as they were received; audio, annotations and
+    refusals in them are ignored.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -104,7 +104,7 @@ class FunctionDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool; functions are the only kind."""
+    """A tool; only functions are supported."""
 
     function: FunctionDefinition
     type: Literal["function"] = "function"
@@ -117,7 +117,7 @@ class ToolName(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The tool that must be called."""
+    """A `tool_choice` that names the tool to call."""
 
     function: ToolName
     type: Literal["function"] = "function"
@@ -139,7 +139,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     documents: list[dict[str, Any]] | None = None
-    # Not read: they do not change the answer.
+    # Ignored: they do not change the answer.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     store: bool | None = None
@@ -157,14 +157,14 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
 
 
 class CalledFunction(msgspec.Struct):
-    """The function of a call, with its arguments as JSON text."""
+    """The function of a call in an answer; the arguments are JSON text."""
 
     name: str
     arguments: str
 
 
 class AnswerToolCall(msgspec.Struct):
-    """A call of a tool in an answer."""
+    """A tool call in an answer."""
 
     id: str
     function: CalledFunction
@@ -210,12 +210,12 @@ class ChatCompletionResponse(msgspec.Struct):
 def chat_params(
     body: ChatCompletionRequest, defaults: Mapping[str, Any], **overrides: Any
 ) -> SamplingParams:
-    """Return the sampling of a body; `overrides` take precedence, None does not.
+    """Return the sampling parameters of a body; `overrides` that are not None take precedence.
 
     Raises
     ------
     RequestError, APIError
-        If a field is out of its range or not supported.
+        If a field is out of range or not supported.
     """
     _check_support(body)
     max_tokens = body.max_completion_tokens
@@ -258,18 +258,18 @@ def _num_logprobs(body: ChatCompletionRequest) -> int | None:
     return top
 
 
-# ---- messages and tools, as templates read them
+# ---- messages and tools for templates
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Return messages as a chat template reads them.
+    """Convert messages to the form that chat templates read.
 
-    Arguments of calls become objects, and "developer" is a system message.
+    The arguments of calls become objects, and the role "developer" becomes "system".
 
     Raises
     ------
     APIError
-        If a part is no text, or arguments are no JSON object.
+        If a part is not text, or arguments are not a JSON object.
 
     Examples
     --------
@@ -334,12 +334,12 @@ def _template_call(call: ToolCallMessage, where: str) -> dict[str, Any]:
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return tools as a chat template reads them.
+    """Convert tools to the form that chat templates read.
 
     Raises
     ------
     APIError
-        If there are too many, or a name is not allowed or used twice.
+        If there are too many, or a name is invalid or used twice.
     """
     names = [tool.function.name for tool in tools]
     if len(names) > MAX_TOOLS:
@@ -366,12 +366,12 @@ def _parameters(function: FunctionDefinition) -> dict[str, Any]:
 
 
 def required_tool(body: ChatCompletionRequest) -> FunctionDefinition | None:
-    """Return the function that `tool_choice` names, or None.
+    """Return the function named by `tool_choice`, or None.
 
     Raises
     ------
     APIError
-        If `tool_choice` asks for a tool that the request does not have.
+        If `tool_choice` names or requires a tool that the request does not define.
     """
     choice = body.tool_choice
     tools = body.tools or []
@@ -391,7 +391,7 @@ def required_tool(body: ChatCompletionRequest) -> FunctionDefinition | None:
 
 
 def tools_schema(tools: Sequence[Tool], *, one_call: bool) -> dict[str, Any]:
-    """Return the JSON schema of a list of calls of these tools, with at least one call."""
+    """Return the JSON schema of a list with at least one call of these tools."""
     calls = [
         {
             "type": "object",
@@ -426,7 +426,7 @@ class ChatChunks(Chunks):
     _plain_end = b'},"logprobs":null,"finish_reason":null}'
 
     def content(self, index: int, text: str) -> bytes:
-        """Return a frame that carries only content."""
+        """Return a frame with content only."""
         return b'%b{"index":%d,"delta":{"content":%b%b' % (
             self._head,
             index,
@@ -442,7 +442,7 @@ class ChatChunks(Chunks):
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
     ) -> bytes:
-        """Return a frame of any content."""
+        """Return a frame with any delta."""
         choice = {
             "index": index,
             "delta": delta,

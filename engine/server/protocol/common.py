@@ -1,4 +1,4 @@
-"""What the bodies of requests share: decoding, and the fields that become `SamplingParams`."""
+"""The common part of request bodies: decoding, and the fields that become `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields of a request that say how it is sampled; null is the default."""
+    """The sampling fields of a request; null means the default."""
 
     n: int | None = None
     best_of: int | None = None
@@ -111,13 +111,13 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """How many tokens of a prompt were found in the prefix cache."""
+    """The number of prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct, omit_defaults=True):
-    """How many tokens a request has had."""
+    """The token counts of a request."""
 
     prompt_tokens: int
     total_tokens: int
@@ -126,7 +126,7 @@ class Usage(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def of(cls, prompt: int, completion: int, cached: int) -> Usage:
-        """Return the usage of a request by its numbers of tokens."""
+        """Return the usage of a request with these token counts."""
         return cls(prompt, prompt + completion, completion, PromptTokensDetails(cached))
 
 
@@ -144,13 +144,13 @@ _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "cho
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """Return the JSON `body` of a request as a struct of this `kind`.
+    """Decode the JSON `body` of a request into a struct of type `kind`.
 
     Raises
     ------
     APIError
-        If it is no JSON in UTF-8, or a field is unknown or has the wrong type; the message names
-        the field, and for an unknown one the nearest known field.
+        If it is not JSON in UTF-8, or a field is unknown or has the wrong type; the message names
+        the field, and suggests the nearest known field for an unknown one.
     """
     try:
         return msgspec.json.decode(body, type=kind)
@@ -165,13 +165,13 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 
 
 def refuse_fields(body: msgspec.Struct, reasons: Mapping[str, str]) -> None:
-    """Raise an `APIError` for the first of these fields that is given.
+    """Raise an `APIError` for the first given field among the keys of `reasons`.
 
     Parameters
     ----------
     body : Struct
     reasons : mapping of str to str
-        Field -> what to do instead.
+        Unsupported field -> what to do instead.
     """
     for name, reason in reasons.items():
         value = getattr(body, name)
@@ -201,10 +201,10 @@ def _invalid(message: str, kind: Any) -> APIError:
 
 
 def _structs_at(kind: Any, path: str) -> list[type[msgspec.Struct]]:
-    """Return the structs that may stand at a path such as ``.messages[0].content``."""
+    """Return the struct types allowed at a path such as ``.messages[0].content``."""
     found = list(_structs_in(kind))
     for step in _STEP.finditer(path):
-        if step[1] is None:  # an item: its type was found with its list
+        if step[1] is None:  # an index: the list's item type is already known
             continue
         inner = [typing.get_type_hints(s).get(step[1]) for s in found]
         found = [s for hint in inner for s in _structs_in(hint)]
@@ -247,20 +247,20 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 def sampling_params(
     body: SamplingFields, defaults: Mapping[str, Any], **overrides: Any
 ) -> SamplingParams:
-    """Return the sampling that a request asks for.
+    """Return the sampling parameters of a request.
 
     Parameters
     ----------
     body : SamplingFields
     defaults : mapping
-        For the fields that are not given.
+        Values for fields that are not given.
     **overrides
-        Fields of `SamplingParams` that take precedence; None does not.
+        Fields of `SamplingParams` that take precedence unless they are None.
 
     Raises
     ------
     RequestError
-        If a value is out of its range.
+        If a value is out of range.
     """
     given = {name: value for name in _SAMPLING_NAMES if (value := getattr(body, name)) is not None}
     if body.logit_bias is not None:
@@ -285,12 +285,12 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
 
 
 def structured_options(body: SamplingFields) -> dict[str, Any] | None:
-    """Return the structured output that a request asks for, as keywords; None for free text.
+    """Return the structured output of a request as keywords; None for free text.
 
     Raises
     ------
     APIError
-        If it is asked for in two ways.
+        If it is requested in two ways.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, key in _GUIDED.items():
@@ -340,7 +340,7 @@ class Chunks:
     """
 
     _object: ClassVar[str]
-    _plain_end: ClassVar[bytes]  # the rest of a choice that carries only text
+    _plain_end: ClassVar[bytes]  # the end of a choice with text only
 
     def __init__(self, request_id: str, model: str, created: int, *, shows_usage: bool) -> None:
         head = {"id": request_id, "object": self._object, "created": created, "model": model}

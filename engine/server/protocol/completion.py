@@ -1,4 +1,4 @@
-"""/v1/completions: the body, its prompts and sampling, and the shapes of answers."""
+"""/v1/completions: the body, its prompts and sampling, and the structs of answers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def prompts_of(
     Raises
     ------
     APIError
-        If there are none, too many, or token ids beside texts.
+        If there are none or too many, or token ids are mixed with texts.
 
     Examples
     --------
@@ -97,15 +97,14 @@ def prompts_of(
 
 
 def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling of a body.
+    """Return the sampling parameters of a body.
 
-    Without tokens to generate (`max_tokens` 0, together with `echo`) one is generated; the
-    answer leaves it out.
+    With `echo` and `max_tokens` 0, one token is generated, and the answer leaves it out.
 
     Raises
     ------
     RequestError, APIError
-        If a field is out of its range or not supported.
+        If a field is out of range or not supported.
     """
     refuse_fields(body, {"suffix": "put the text around the gap into prompt"})
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
@@ -140,5 +139,5 @@ class CompletionChunks(Chunks):
     _plain_end = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
 
     def text(self, index: int, text: str) -> bytes:
-        """Return a frame that carries only text."""
+        """Return a frame with text only."""
         return b'%b{"index":%d,"text":%b%b' % (self._head, index, _encode(text), self._plain_tail)

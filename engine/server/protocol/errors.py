@@ -35,7 +35,7 @@ MAX_MESSAGE_CHARS = 2000
 
 
 class ErrorObject(msgspec.Struct):
-    """What is wrong, as OpenAI's clients read it."""
+    """An error in OpenAI's format."""
 
     message: str
     type: str
@@ -44,13 +44,13 @@ class ErrorObject(msgspec.Struct):
 
 
 class ErrorResponse(msgspec.Struct):
-    """The body of an answer that is an error."""
+    """The body of an error response."""
 
     error: ErrorObject
 
 
 class APIError(Exception):
-    """A request that is answered with an error.
+    """An error response to a request.
 
     Parameters
     ----------
@@ -58,9 +58,9 @@ class APIError(Exception):
         The HTTP status, 400 to 599.
     message : str
     param : str, optional
-        The field of the body that is wrong.
+        The invalid field of the body.
     code : str, optional
-        For programs; by default it follows from the status.
+        Machine-readable reason; the default depends on the status.
     headers : mapping of str to str, optional
 
     Examples
@@ -88,12 +88,12 @@ class APIError(Exception):
 
     @property
     def type(self) -> str:
-        """The kind of error, in OpenAI's words."""
+        """OpenAI's type of the error."""
         return _TYPES.get(self.status, "invalid_request_error")
 
 
 def error_body(error: APIError, path: str = "", request_id: str | None = None) -> bytes:
-    """Return the JSON body of an error, in Anthropic's shape below ``/v1/messages``.
+    """Return the JSON body of an error, in Anthropic's format below ``/v1/messages``.
 
     Examples
     --------
@@ -113,10 +113,11 @@ def error_body(error: APIError, path: str = "", request_id: str | None = None) -
 
 
 def api_error(error: BaseException) -> APIError:
-    """Return how an exception of the engine is answered.
+    """Return the error response to an exception of the engine.
 
-    What the engine refuses is the client's fault (400), a full queue asks for patience (429), an
-    engine that has ended cannot serve (503). Anything else is a bug (500), whose text stays here.
+    A refused request is the client's fault (400), a full queue means "try again later" (429), and
+    an engine that has ended means "unavailable" (503). Anything else is a bug (500); its text is
+    not sent.
 
     Examples
     --------

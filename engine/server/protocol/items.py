@@ -1,4 +1,4 @@
-"""Lists of items whose "type" chooses their fields, as in /v1/responses and /v1/messages."""
+"""Lists of items whose fields depend on "type", as in /v1/responses and /v1/messages."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MAX_PARTS = 1024
 def typed_item(
     item: object, kinds: Mapping[str, type[Any]], where: str, default: str | None = None
 ) -> Any:
-    """Return an item as the struct of its type; null fields count as absent.
+    """Convert an item to the struct of its type; null fields count as absent.
 
     Parameters
     ----------
     item : object
     kinds : mapping of str to Struct type
     where : str
-        Its place, for the error message.
+        The item's position, for the error message.
     default : str, optional
-        The type of an item without one.
+        The type of an item without "type".
 
     Raises
     ------
@@ -59,7 +59,7 @@ def typed_item(
 def typed_items(
     items: object, kinds: Mapping[str, type[Any]], where: str, limit: int = MAX_PARTS
 ) -> list[Any]:
-    """Return the items of a list as structs; see `typed_item`."""
+    """Convert the items of a list to structs; see `typed_item`."""
     if not isinstance(items, list):
         raise RequestError(f"{where} must be a list; got {shown(items)}")
     if len(items) > limit:

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of both endpoints."""
+"""Log-probabilities in the formats of /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Entry = Mapping[int, Logprob]
 
 
 class TopLogprob(msgspec.Struct):
-    """One of the most probable tokens at a place."""
+    """One of the most probable tokens at a position."""
 
     token: str
     logprob: float
@@ -35,7 +35,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct):
-    """A token of an answer, and the most probable ones at its place."""
+    """A token of an answer, and the most probable tokens at its position."""
 
     token: str
     logprob: float
@@ -44,14 +44,14 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Log-probabilities of an answer's tokens, as /v1/chat/completions has them."""
+    """Log-probabilities of an answer's tokens, in the format of /v1/chat/completions."""
 
     content: list[TokenLogprob]
     refusal: list[TokenLogprob] | None = None
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Log-probabilities of a text's tokens, as /v1/completions has them."""
+    """Log-probabilities of a text's tokens, in the format of /v1/completions."""
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -60,7 +60,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """vLLM's entry of `prompt_logprobs`, by the id of its token."""
+    """An entry of vLLM's `prompt_logprobs`, which are keyed by token id."""
 
     logprob: float
     rank: int | None
@@ -78,13 +78,13 @@ def chat_logprobs(
     entries : sequence of dict from int to Logprob
         `CompletionOutput.logprobs` of these tokens.
     num_top : int
-        Number of most probable tokens; -1 is all.
+        Number of most probable tokens; -1: all.
     tokenizer : Tokenizer or None
-        For the bytes of tokens that are no whole characters.
+        Provides the bytes of tokens that are not complete characters.
     """
     found = []
     for token_id, entry in zip(token_ids, entries, strict=False):
-        # The most probable ones come first; the sampled one follows if it is none of them.
+        # The most probable tokens come first; the sampled token follows if it is not among them.
         top = itertools.islice(entry.items(), len(entry) if num_top < 0 else num_top)
         tops = [TopLogprob(*_shown(i, item, tokenizer)) for i, item in top]
         found.append(TokenLogprob(*_shown(token_id, entry[token_id], tokenizer), tops))
@@ -104,7 +104,7 @@ def completion_logprobs(
     token_ids : sequence of int
     entries : sequence of (dict from int to Logprob, or None)
     offset : int
-        Characters of the text before the first of them.
+        Number of characters before the first token.
     tokenizer : Tokenizer or None
     """
     found = CompletionLogprobs([], [], [], [])
@@ -113,7 +113,7 @@ def completion_logprobs(
         found.tokens.append(text)
         found.text_offset.append(offset)
         offset += len(text)
-        if entry is None:  # the first token of a prompt, which nothing precedes
+        if entry is None:  # the first token of a prompt has no log-probability
             found.token_logprobs.append(None)
             found.top_logprobs.append(None)
             continue
@@ -126,7 +126,7 @@ def completion_logprobs(
 def prompt_logprobs(
     entries: Sequence[Entry | None] | None,
 ) -> list[dict[int, PromptLogprob] | None] | None:
-    """Return the log-probabilities of a prompt as vLLM sends them."""
+    """Return the log-probabilities of a prompt in vLLM's format."""
     if entries is None:
         return None
     return [

@@ -19,7 +19,7 @@ _Label = str | None
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """How much to reason; the model's template decides what it does with the effort."""
+    """The reasoning effort; the model's template decides how to use it."""
 
     effort: str | None = None
     summary: str | None = None
@@ -27,7 +27,7 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of the text."""
+    """The format of the text."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
@@ -37,7 +37,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     """The body of POST /v1/responses.
 
     Fields that name or label a request (`metadata`, `user`, `prompt_cache_key`, ...) have no
-    effect. Fields that ask for what this server does not do are refused by `to_chat`.
+    effect. `to_chat` refuses fields that request something unsupported.
     """
 
     model: str | None = None
@@ -58,7 +58,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     safety_identifier: _Label = None
     prompt_cache_key: _Label = None
     prompt_cache_retention: _Label = None
-    # only with the values that ask for nothing
+    # accepted only with values that change nothing
     store: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None
@@ -164,12 +164,12 @@ _FORMATS: dict[str, type[Any]] = {
 
 
 def to_chat(request: ResponsesRequest) -> dict[str, Any]:
-    """Return the body of the request to /v1/chat/completions that asks for the same.
+    """Return the equivalent body of a request to /v1/chat/completions.
 
     Raises
     ------
     RequestError
-        If an item or a field is invalid, or asks for what this server does not do.
+        If an item or a field is invalid, or requests something unsupported.
     """
     _refuse_unsupported(request)
     if request.max_output_tokens is not None and request.max_output_tokens < 1:
@@ -216,7 +216,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
             wanted = " or ".join(["null", *(shown(each) for each in fine)])
             raise RequestError(f"{name} must be {wanted}: {why}; got {shown(value)}")
     for name in request.include or ():
-        # Reasoning is returned as plain text, so that it can be sent back without a store.
+        # Nothing is stored, so clients send reasoning back as plain text.
         if name != "reasoning.encrypted_content":
             raise RequestError(f"include must be empty; got {shown(name)}")
 
@@ -236,12 +236,12 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
         raise RequestError("input must not be empty")
     for message in messages:
         if set(message) == {"role", "reasoning_content"}:
-            message["content"] = ""  # an answer that ended while the model reasoned
+            message["content"] = ""  # the answer ended during the reasoning
     return messages
 
 
 def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
-    """Add an input item; what the assistant did in one turn becomes one message."""
+    """Add an input item; all items of one turn of the assistant become one message."""
     if isinstance(item, _FunctionCall):
         function = {"name": item.name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
@@ -267,7 +267,7 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
 
 
 def _assistant(messages: list[dict[str, Any]], *, is_text: bool) -> dict[str, Any]:
-    """Return the message that the text or call belongs to; text begins a new one after text."""
+    """Return the assistant's message for a text or call; a second text begins a new message."""
     last = messages[-1] if messages else {}
     has_room = not is_text or set(last) == {"role", "reasoning_content"}
     if last.get("role") != "assistant" or not has_room:

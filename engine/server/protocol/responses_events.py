@@ -1,4 +1,4 @@
-"""/v1/responses: the events of an answer, in OpenAI's order, and the response that they build."""
+"""/v1/responses: the events of an answer in OpenAI's order, and the response."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Events = Iterator[dict[str, Any]]
 
 
 class ResponseObject(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What /v1/responses answers."""
+    """The answer of /v1/responses."""
 
     id: str
     object: Literal["response"]
@@ -52,16 +52,16 @@ class ResponseObject(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ResponseBuilder:
-    """Builds the response to a request from the pieces of its answer.
+    """Builds the response, and its events, from the pieces of an answer.
 
-    Each method returns events: dicts with "type" and "sequence_number". What does not stream
-    exhausts them, and sends `response`.
+    Each method returns an iterator of events: dicts with "type" and "sequence_number". A caller
+    that does not stream exhausts it, and sends `response` at the end.
 
     Parameters
     ----------
     request : ResponsesRequest
     model : str
-        The name that the response gives.
+        The model's name in the response.
 
     Attributes
     ----------
@@ -72,8 +72,8 @@ class ResponseBuilder:
     def __init__(self, request: ResponsesRequest, model: str) -> None:
         self.response = _new_response(request, model)
         self._num_events = 0
-        self._item: dict[str, Any] | None = None  # the one that is being written
-        self._parts: list[str] = []  # of its text, reasoning or arguments
+        self._item: dict[str, Any] | None = None  # the current item
+        self._parts: list[str] = []  # pieces of its text, reasoning or arguments
 
     def start(self) -> _Events:
         """Begin the response."""
@@ -111,7 +111,7 @@ class ResponseBuilder:
         Parameters
         ----------
         finish_reason : str
-            As in chat completions: "length" ends it as incomplete.
+            The finish_reason of chat completions; "length" makes the response incomplete.
         usage : dict
             "input_tokens", "cached_tokens", "output_tokens" and "reasoning_tokens".
         """
@@ -164,7 +164,7 @@ class ResponseBuilder:
         yield self._output_event("output_item.added", item.copy())
 
     def _end(self, status: str) -> _Events:
-        """End the item that is being written."""
+        """End the current item."""
         item = self._item
         if item is None:
             return
@@ -200,7 +200,7 @@ class ResponseBuilder:
         return self._event(f"response.{kind}", output_index=index, item=item)
 
     def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        assert self._item is not None  # only called between its first and its last event
+        assert self._item is not None  # called between an item's first and last event
         index = len(self.response["output"]) - 1
         return self._event(
             f"response.{kind}", item_id=self._item["id"], output_index=index, **fields

@@ -1,6 +1,6 @@
-"""How many replicas there should be: Ray Serve asks, as our requests do not go through it.
+"""Ray Serve's autoscaling policy: it cannot count requests itself, as they do not pass through it.
 
-Ray copies this module into its controller, so it imports nothing of the package.
+Ray copies this module into its controller, so it must not import the package.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ METRIC = "unfinished_requests"
 
 
 def num_replicas(num_requests: Iterable[float], target: float) -> int:
-    """Return how many replicas have at most `target` requests each.
+    """Return the number of replicas needed for at most `target` requests each.
 
     Parameters
     ----------
@@ -32,6 +32,6 @@ def num_replicas(num_requests: Iterable[float], target: float) -> int:
 
 
 def replicas_by_requests(context: Any) -> tuple[int, dict[str, Any]]:
-    """Return the number of replicas, and no state; Ray Serve applies its bounds and delays."""
+    """Return the number of replicas, and an empty state; Ray Serve applies bounds and delays."""
     found = (context.aggregated_metrics or {}).get(METRIC, {})
     return num_replicas(found.values(), context.config.target_ongoing_requests), {}

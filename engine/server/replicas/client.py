@@ -1,8 +1,8 @@
-"""`ReplicaClient`: several engines of one model as one, with the methods of `AsyncEngine`.
+"""`ReplicaClient`: the `EngineClient` of several replicas of one model.
 
-A request goes to the replica that the router chooses. When its replica ends, another one gets the
-prompt and the tokens so far, and goes on with the tokens that the first would have generated: every
-request has a seed from its beginning, and a draw depends on the seed and the position only.
+The router chooses a replica for each request. When a replica ends, another one receives the prompt
+and the tokens so far, and continues with the tokens that the first would have generated: every
+request has a seed from the start, and a draw depends only on the seed and the position.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from engine.server.request_client import Answerer, RequestClient
 
 __all__ = ["ReplicaClient"]
 
-_MAX_CRASHES = 3  # replicas that ended with the same request, which then is probably the cause
+_MAX_CRASHES = 3  # replicas ended while serving a request above which it counts as the cause
 GRACE_SECONDS = 1.0
-_RETRY_SECONDS = 0.2  # between two attempts to reach a replica
-_STATS_SECONDS = 5.0  # that a replica has to answer with its counters; Prometheus waits 10 s
-_DEADLINE_SLACK = 1.0  # seconds that an engine has to end a request that is overdue
-_CHUNK_SIZE = 64  # tokens; at least a block of the engine
+_RETRY_SECONDS = 0.2  # interval between attempts to reach a replica
+_STATS_SECONDS = 5.0  # time for a replica to return its counters; Prometheus waits 10 s
+_DEADLINE_SLACK = 1.0  # seconds after its deadline for an engine to end a request
+_CHUNK_SIZE = 64  # tokens; raised to the engine's block size
 _log = logging.getLogger("engine.server")
 
 
 @dataclass(eq=False, slots=True)
 class _Placed:
-    """The replica that has a request, if any; `refusing` are those whose queues were full."""
+    """The placement of a request: its replica, if any, and `refusing`, those with full queues."""
 
     route: Route | None = None
     client: ZmqEngineClient | None = None
@@ -48,21 +48,21 @@ class _Placed:
 
 
 class ReplicaClient(RequestClient):
-    """Distributes requests over replicas that come and go; belongs to one event loop.
+    """Distributes requests over replicas, which may join and leave; belongs to one event loop.
 
-    `connect` makes one and waits for a replica.
+    `connect` returns one that has a replica.
 
     Parameters
     ----------
     token : str
-        What the engines were given.
+        The engines' token.
     tokenizer : Tokenizer or None
     seed : sequence of int
         Seeds the requests that have no seed of their own.
     has_peers : bool
-        Whether the replicas have other clients, too; then their heartbeats tell the load.
+        Whether the replicas have other clients too; if so, the load is taken from heartbeats.
     grace_seconds : float
-        For how long requests wait when no replica is left, before they fail.
+        Time that requests wait for a replica when none is left, before they fail.
     """
 
     def __init__(
@@ -80,14 +80,15 @@ class ReplicaClient(RequestClient):
         self._num_seeds = itertools.count()
         self._has_peers = has_peers
         self._grace_seconds = grace_seconds
-        self._has_begun = asyncio.Event()  # set once there has been a replica
-        self._router = PrefixRouter(chunk_size=_CHUNK_SIZE)  # until there is a replica
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # of each replica, alive or not
+        self._has_begun = asyncio.Event()  # set when the first replica joins
+        # Placeholder: rebuilt when the first replica reports its block size.
+        self._router = PrefixRouter(chunk_size=_CHUNK_SIZE)
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by replica, connected or not
         self._addresses: dict[int, str] = {}
-        self._clients: dict[int, ZmqEngineClient] = {}  # of those that are ready
+        self._clients: dict[int, ZmqEngineClient] = {}  # by replica, connected ones only
         self._requests: dict[str, RemoteRequest] = {}
         self._placed: dict[RemoteRequest, _Placed] = {}
-        self._stuck: set[int] = set()  # replicas that do not respond
+        self._stuck: set[int] = set()  # unresponsive replicas
         self._error: EngineError | None = None
         self._last_error = EngineError("no replica is ready")
         self._ending: asyncio.TimerHandle | None = None
@@ -98,14 +99,14 @@ class ReplicaClient(RequestClient):
     async def connect(
         cls, addresses: Mapping[int, str], token: str, tokenizer: Any = None, **options: Any
     ) -> ReplicaClient:
-        """Connect to replicas, and wait until one of them is ready.
+        """Connect to replicas and wait until one of them is ready.
 
         Parameters
         ----------
         addresses : mapping of int to str
-            The address of each replica, by its number.
+            The address of each replica, by number.
         token, tokenizer, **options
-            As of `ReplicaClient`.
+            See `ReplicaClient`.
         """
         client = cls(token, tokenizer, **options)
         try:
@@ -121,10 +122,10 @@ class ReplicaClient(RequestClient):
     async def set_replicas(
         self, addresses: Mapping[int, str], *, keep_connected: bool = False
     ) -> None:
-        """Use these replicas: connect as soon as they are there, and again when they are lost.
+        """Use these replicas: connect when they start, and reconnect when they are lost.
 
-        Requests of all others move to these. With `keep_connected`, `addresses` may be incomplete:
-        connected replicas stay until they end.
+        Requests of other replicas move to these. With `keep_connected`, connected replicas that
+        `addresses` leaves out stay until they end.
         """
         for number, address in list(self._addresses.items()):
             default = address if keep_connected and number in self._clients else None
@@ -138,7 +139,7 @@ class ReplicaClient(RequestClient):
             self._tasks[number] = asyncio.ensure_future(self._keep_connected(number, address))
 
     async def wait_until_ready(self) -> None:
-        """Wait until there has been a replica."""
+        """Wait until the first replica has joined."""
         await self._has_begun.wait()
 
     @property
@@ -191,7 +192,7 @@ class ReplicaClient(RequestClient):
         self._place_waiting()
 
     def _leave(self, number: int, requests: list[RemoteRequest], error: EngineError) -> None:
-        """Note that a replica has gone, and send its requests to others."""
+        """Remove a replica that has ended, and send its requests to others."""
         del self._clients[number]
         self._router.remove_replica(number)
         self._last_error = error
@@ -201,7 +202,7 @@ class ReplicaClient(RequestClient):
             self._ending = loop.call_later(self._grace_seconds, self._end)
         for request in requests:
             if request not in self._placed:
-                continue  # its reader has just gone
+                continue  # its reader has just closed it
             self._placed[request] = _Placed()
             request.num_crashes += str(error) not in (m.CLOSED, CLIENT_CLOSED)
             if request.is_aborted:
@@ -213,13 +214,13 @@ class ReplicaClient(RequestClient):
                 self._place(request)
 
     def _end(self) -> None:
-        """Fail all requests, as no replica is left."""
+        """Fail all requests: no replica is left."""
         self._error = self._last_error
         for request in list(self._placed):
             request.fail(self._error)
 
     async def _tick(self) -> None:
-        """Twice a second, update loads, end overdue requests and place waiting ones."""
+        """Twice a second, update the loads, end overdue requests and place waiting ones."""
         while True:
             await asyncio.sleep(m.BEAT_SECONDS)
             self._stuck = {n for n, client in self._clients.items() if not client.is_responsive}
@@ -230,7 +231,7 @@ class ReplicaClient(RequestClient):
             self._place_waiting()
 
     def _end_overdue(self) -> None:
-        """End the requests whose deadline no engine keeps: it hangs, or there is none."""
+        """End overdue requests that no engine ends: theirs hangs, or they have none."""
         now = time.monotonic()
         for request, placed in self._placed.items():
             deadline = request.group.deadline
@@ -246,12 +247,12 @@ class ReplicaClient(RequestClient):
 
     @property
     def error(self) -> EngineError | None:
-        """Why no more requests are served: no replica is left; None while there is one."""
+        """Why the last replica has ended; None while requests are served."""
         return self._error
 
     @property
     def is_responsive(self) -> bool:
-        """Whether a replica is alive in which no step takes longer than its `step_timeout`."""
+        """Whether any replica is alive and no step of it takes longer than its `step_timeout`."""
         if self._error is not None:
             return False
         return not self._clients or any(c.is_responsive for c in self._clients.values())
@@ -277,7 +278,7 @@ class ReplicaClient(RequestClient):
             raise
 
     def drop(self, request: RemoteRequest) -> None:
-        """End a request that nobody waits for."""
+        """Abort a request whose outputs nobody reads any more."""
         placed = self._placed.pop(request, None)
         if placed is None:
             return
@@ -288,7 +289,7 @@ class ReplicaClient(RequestClient):
             placed.client.drop(request)
 
     async def abort(self, request_id: str) -> None:
-        """End a request; see `AsyncEngine.abort`."""
+        """End a request; see `EngineClient.abort`."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -298,7 +299,7 @@ class ReplicaClient(RequestClient):
             await client.abort(request_id)
 
     def _place(self, request: RemoteRequest) -> bool:
-        """Send a request to the replica that suits it; False: there is none at the moment."""
+        """Send a request to the replica of the router's choice; return False if none accepts it."""
         placed = self._placed[request]
         message = request.message
         request.update_timeout()
@@ -317,14 +318,14 @@ class ReplicaClient(RequestClient):
                 continue
             placed.route = route
             placed.client = client
-            if request.has_begun:  # its first output has been, and is not waited for
+            if request.has_begun:  # `_note_first` has been called already
                 self._router.computed(route, route.num_cached_tokens)
             return True
 
     def _route(
         self, token_ids: Sequence[int], salt: str | None, refusing: set[int]
     ) -> Route | None:
-        """Choose a replica; one that does not respond only if there is no other."""
+        """Choose a replica; an unresponsive one only if no other is left."""
         found = None
         if self._stuck:
             found = self._router.route(token_ids, salt, refusing | self._stuck)
@@ -333,14 +334,14 @@ class ReplicaClient(RequestClient):
     def _place_waiting(self) -> None:
         for request, placed in list(self._placed.items()):
             if placed.client is None and not request.is_finished:
-                placed.refusing.clear()  # of before; the request is accepted by now
+                placed.refusing.clear()  # their queues may have room again
                 try:
                     self._place(request)
                 except Exception as error:
                     request.fail(error)
 
     def _on_refusal(self, request: RemoteRequest, error: EngineError) -> bool:
-        """Offer a request that a replica's full queue has refused to the others."""
+        """Offer a request that a full queue has refused to the other replicas."""
         placed = self._placed.get(request)
         if placed is None or placed.route is None or not isinstance(error, QueueFullError):
             return False
@@ -368,11 +369,11 @@ class ReplicaClient(RequestClient):
     # ---- calls
 
     async def stats(self) -> EngineStats:
-        """Return the counters of the first replica that responds; see `stats_by_replica`."""
+        """Return the counters of the first responsive replica; see `stats_by_replica`."""
         return await self._first().stats()
 
     async def stats_by_replica(self) -> dict[int, EngineStats]:
-        """Return the counters of each replica that responds, since it has started."""
+        """Return the counters of each responsive replica, counted since its start."""
         numbers = [n for n, client in sorted(self._clients.items()) if client.is_responsive]
         calls = [asyncio.wait_for(self._clients[n].stats(), _STATS_SECONDS) for n in numbers]
         found = await asyncio.gather(*calls, return_exceptions=True)
@@ -380,7 +381,7 @@ class ReplicaClient(RequestClient):
         return {number: stats for number, stats in pairs if isinstance(stats, EngineStats)}
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return what the first replica that responds does now; see `engine.snapshot`."""
+        """Return the current state of the first responsive replica; see `engine.snapshot`."""
         return await self._first().snapshot()
 
     async def embed_ids(
@@ -391,7 +392,7 @@ class ReplicaClient(RequestClient):
         num_crashes = 0
         while True:
             self._check_alive()
-            # The salt is one that no request has: embeddings are computed whatever is cached.
+            # A salt of its own: embeddings use no cached prefix and leave none.
             route = self._route(all_ids, "embeddings", set())
             if route is None:
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -414,7 +415,7 @@ class ReplicaClient(RequestClient):
             try:
                 await client.reset_prefix_cache()
             except EngineError:
-                if client.error is None:  # otherwise it has ended, and its prefixes with it
+                if client.error is None:  # if it has ended, so have its prefixes
                     raise
 
         await asyncio.gather(*map(reset, self._clients.values()))
@@ -440,5 +441,5 @@ class ReplicaClient(RequestClient):
         self._check_alive()
         if not self._clients:
             raise EngineError("no replica is ready at the moment; try again later")
-        # One that responds, if there is one.
+        # Responsive replicas first, then by number.
         return min(self._clients.items(), key=lambda each: (not each[1].is_responsive, each[0]))[1]

@@ -1,7 +1,7 @@
-"""`RayReplica`: an engine in an actor of Ray, which serves clients on other machines.
+"""`RayReplica`: an engine in a Ray actor, which serves clients on other machines.
 
-Ray starts it, watches it and ends it. Requests and tokens do not go through Ray, but through the
-same socket and messages as between the processes of one machine.
+Ray starts, monitors and ends it. Requests and tokens bypass Ray: they use the sockets and messages
+of the processes of one machine.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _log = logging.getLogger("engine.server")
 
 
 class RayReplica:
-    """Loads a model and serves it until it is told to stop; its methods are for Ray Serve.
+    """Loads a model and serves it until its end; Ray Serve calls its methods.
 
     Parameters
     ----------
     model : str
-        Name or path, on every machine.
+        Name, or path that is valid on every machine.
     options : dict
         Keywords of `LLMEngine.from_name`.
     directory, token : str
-        The name of the directory, and what clients must say first.
+        Name of the directory of replicas, and the secret that clients send first.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
@@ -75,20 +75,20 @@ class RayReplica:
             raise EngineError("the engine has ended")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what the number of replicas depends on."""
+        """Return the metric that the autoscaling policy reads."""
         engine = self._engine
         return {METRIC: float(engine.num_unfinished_requests) if engine else 0.0}
 
     async def where(self) -> dict[str, Any]:
-        """Return the address of its socket, the id of its process, and Ray's id of its machine."""
+        """Return the socket's address, the process id, and Ray's id of the machine."""
         node = import_ray().get_runtime_context().get_node_id()
         return {"address": self.address, "pid": os.getpid(), "node": node}
 
     async def __del__(self) -> None:
-        """Leave the directory and end the loop: clients then move its requests to others."""
+        """Leave the directory and end the loop; clients move its requests to other replicas."""
         if self._registering is not None:
             self._registering.cancel()
-            with contextlib.suppress(Exception):  # the directory may have ended before
+            with contextlib.suppress(Exception):  # the directory may have ended already
                 await self._directory.call("leave", self.name)
         if self._loop is not None:
             self._loop.stop()
@@ -99,11 +99,11 @@ class RayReplica:
             await asyncio.sleep(REGISTER_SECONDS)
             try:
                 number = await self._directory.call("register", self.name, self.address, number)
-            except Exception as error:  # the next call starts it again, if it has ended
+            except Exception as error:  # if it has ended, the next call restarts it
                 _log.warning("the directory of replicas cannot be reached: %s", error)
 
     def _run(self, model: str, options: dict[str, Any], token: str) -> None:
-        """Load and serve; on a thread of its own."""
+        """Load and serve, in a thread of its own."""
         socket = None
         try:
             host = import_ray("ray.util").get_node_ip_address()

@@ -1,7 +1,7 @@
-"""A Ray Serve application: replicas on any machines of a cluster, HTTP in front of them.
+"""A Ray Serve application: replicas on the machines of a cluster, with HTTP ingresses.
 
-`build` makes it of the arguments in Ray Serve's configuration file; see deploy/ray_serve.yaml. The
-HTTP application, the router and the way in which requests outlive their replica are those of
+`build` creates it from the arguments in Ray Serve's configuration file; see deploy/ray_serve.yaml.
+The HTTP application, the router, and the recovery of requests whose replica ends are those of
 `engine serve`.
 """
 
@@ -31,19 +31,19 @@ from engine.server.server_config import ServerConfig
 
 __all__ = ["RayIngress", "RayServeConfig", "build"]
 
-_FOLLOW_SECONDS = 1.0  # between two looks at the directory
-_GRACE_SECONDS = 600.0  # that requests wait for a replica when there is none
+_FOLLOW_SECONDS = 1.0  # interval between two queries of the directory
+_GRACE_SECONDS = 600.0  # time that requests wait for a replica when none is left
 _SPARE_REQUESTS = 64
 _log = logging.getLogger("engine.server")
 
-# Options of the sockets, which are Ray Serve's here.
+# Options of connections, which Ray Serve handles itself.
 _REFUSED = (
     *("root_path", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "hang_timeout"),
     *("shutdown_timeout", "timeout_keep_alive", "send_timeout"),
     *("max_connections", "max_header_bytes"),
 )
 _RANGES = {
-    "num_ingresses": NumberRange(1, 512, integer=True),  # an engine has at most twice as many
+    "num_ingresses": NumberRange(1, 512, integer=True),  # half of an engine's limit
     "min_replicas": NumberRange(1, 10_000, integer=True),
     "max_replicas": NumberRange(1, 10_000, integer=True),
     "target_requests": NumberRange(1, 1e6),
@@ -62,25 +62,25 @@ class RayServeConfig:
     Attributes
     ----------
     model : str
-        Name or path, on every machine.
+        Name, or path that is valid on every machine.
     engine : dict
         Keywords of `LLMEngine.from_name`.
     server : dict
-        Options of `ServerConfig`, but those of connections, which are Ray Serve's.
+        Options of `ServerConfig`, except those of connections, which Ray Serve handles.
     num_ingresses : int
         Actors for HTTP, tokenizing and detokenizing.
     min_replicas, max_replicas : int
-        Bounds of the number of engines.
+        Minimum and maximum number of engines.
     target_requests : float
-        Unfinished requests of an engine, above which there should be another one.
+        Mean unfinished requests per engine above which another engine is started.
     num_gpus : int
-        Of each engine, on one host; 0 is the CPU.
+        GPUs of each engine, on one host; 0: CPU.
     num_cpus : float
-        Of each engine, as Ray counts them.
+        CPUs of each engine, in Ray's accounting.
     look_back_period_s : float
-        Over which the number of requests is averaged.
+        Seconds over which the number of requests is averaged.
     upscale_delay_s, downscale_delay_s : float
-        For how long there must be too many or too few requests.
+        Seconds for which the requests must be too many or too few.
 
     Raises
     ------
@@ -108,7 +108,7 @@ class RayServeConfig:
         Raises
         ------
         UnknownOptionError
-            If a name is none of the fields.
+            If an option is not a field.
         """
         known = [f.name for f in fields(cls)]
         for name in options:
@@ -148,7 +148,7 @@ class RayServeConfig:
 
 
 class RayIngress:
-    """Serves HTTP over all replicas in a directory.
+    """Serves HTTP over all replicas of a directory.
 
     Parameters
     ----------
@@ -156,9 +156,9 @@ class RayIngress:
     server : dict
         Options of `ServerConfig`.
     directory, token : str
-        As of `RayReplica`.
+        See `RayReplica`.
     replicas : DeploymentHandle
-        Not used; makes Ray Serve deploy the replicas with the ingress.
+        Unused; the argument makes Ray Serve deploy the replicas with the ingress.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
@@ -196,13 +196,13 @@ class RayIngress:
         await self._client.close()
 
     async def _follow(self) -> None:
-        """Use the replicas that the directory names."""
+        """Keep the client's replicas equal to the directory's."""
         while True:
             try:
                 found = await self._directory.call("replicas")
-                # A directory that has just been started again does not know them all.
+                # A restarted directory does not know all replicas yet.
                 await self._client.set_replicas(found, keep_connected=True)
-            except Exception as error:  # the next call starts it again, if it has ended
+            except Exception as error:  # if it has ended, the next call restarts it
                 _log.warning("the directory of replicas cannot be reached: %s", error)
             await asyncio.sleep(_FOLLOW_SECONDS)
 
@@ -243,7 +243,7 @@ def build(arguments: dict[str, Any]) -> Any:
     ingress = serve.deployment(serve.ingress()(RayIngress)).options(
         name="ingress",
         num_replicas=config.num_ingresses,
-        # More than `RequestSlots` lets in: it answers 429, where Ray Serve would let them wait.
+        # More than `RequestSlots` admits: it answers 429, while Ray Serve would queue them.
         max_ongoing_requests=server.max_concurrent_requests + _SPARE_REQUESTS,
         ray_actor_options={"num_cpus": 0.5},
     )

@@ -1,4 +1,4 @@
-"""`engine serve --nodes N`: the application of `ray_serve` on a running cluster, until a signal."""
+"""`engine serve --nodes N`: runs the application of `ray_serve` on a cluster until a signal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.server.server_config import ServerConfig
 __all__ = ["supervise_on_ray"]
 
 _NAME = "engine"
-_ADDRESS = "auto"  # RAY_ADDRESS, or the cluster that this machine belongs to
+_ADDRESS = "auto"  # RAY_ADDRESS, or this machine's cluster
 _REPORT_SECONDS = 10.0
 
 
@@ -28,7 +28,7 @@ def supervise_on_ray(model: str, server: ServerConfig, engine: dict[str, Any]) -
     Parameters
     ----------
     model : str
-        Name or path, which is the same on every machine.
+        Name, or path that is valid on every machine.
     server : ServerConfig
         `data_parallel_size` replicas and `api_server_count` ingresses.
     engine : dict
@@ -37,10 +37,10 @@ def supervise_on_ray(model: str, server: ServerConfig, engine: dict[str, Any]) -
     Raises
     ------
     ConfigError
-        If there is no cluster, or an option is not Ray Serve's.
+        If no cluster is running, or an option does not apply to Ray Serve.
     """
     arguments = _arguments(model, server, engine)
-    RayServeConfig.from_options(arguments)  # says what is wrong before there is a cluster
+    RayServeConfig.from_options(arguments)  # checks the options before connecting
     ray = import_ray()
     serve = import_ray("ray.serve")
     start = time.monotonic()
@@ -60,7 +60,7 @@ def supervise_on_ray(model: str, server: ServerConfig, engine: dict[str, Any]) -
         ending.wait()
         serve.delete(_NAME)
         return 0
-    except RuntimeError as error:  # Ray Serve's own report says more
+    except RuntimeError as error:  # Ray Serve has already logged the details
         say(f"the application could not start: {error}")
         with contextlib.suppress(Exception):
             serve.delete(_NAME)
@@ -87,7 +87,7 @@ def _arguments(model: str, server: ServerConfig, engine: dict[str, Any]) -> dict
 
 
 def _wait_for_nodes(ray: Any, count: int, ending: threading.Event) -> bool:
-    """Wait until the cluster has so many machines; False: a signal came before."""
+    """Wait until the cluster has `count` machines; return False if a signal comes first."""
     said = 0.0
     while (found := sum(node["Alive"] for node in ray.nodes())) < count:
         if time.monotonic() - said > _REPORT_SECONDS:

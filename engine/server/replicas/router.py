@@ -1,12 +1,12 @@
-"""Which replica serves a prompt: the one that has the least to compute before its first token.
+"""`PrefixRouter`: sends a prompt to the replica with the least work before its first token.
 
-That is what waits there already, plus the part of the prompt that is not cached there, in tokens.
-What a replica has cached is estimated from the prompts that were sent to it; a wrong guess costs a
-prefill, never a wrong answer. No input or output, integers only.
+The work is counted in tokens: those already waiting at the replica, plus those of the prompt that
+the replica has not cached. Its cache is estimated from the prompts sent to it; a wrong guess costs
+a prefill, never a wrong answer. Pure integer code without I/O.
 
-A prompt is known by the hashes of its chunks, each of which also covers all tokens before it. The
-chunks of a replica are ordered as in its own prefix tree: by last use, and using a chunk uses all
-those before it. So the chunks that a replica should have always make up whole prefixes.
+A prompt is represented by the hashes of its chunks; a hash covers all tokens before its chunk too.
+A replica's chunks are ordered by last use, like its own prefix tree, and using a chunk also uses
+all chunks before it. So the chunks expected at a replica always form complete prefixes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from engine.errors import EngineError
 
 __all__ = ["PrefixRouter", "Route", "chunk_hashes"]
 
-_MAX_HOLDERS = 8  # replicas with the longest known prefix that are compared
+_MAX_HOLDERS = 8  # replicas holding the longest known prefix: at most this many are compared
 
 
 def chunk_hashes(token_ids: Sequence[int], chunk_size: int, salt: str | None = None) -> list[int]:
-    """Return a hash of 64 bits for each full chunk; it covers the salt and all tokens so far.
+    """Return a 64-bit hash of each full chunk; it covers the salt and all tokens so far.
 
-    The hashes are the same in every process.
+    Hashes are equal in all processes.
 
     Examples
     --------
@@ -48,10 +48,10 @@ def chunk_hashes(token_ids: Sequence[int], chunk_size: int, salt: str | None = N
 
 @dataclass(eq=False, slots=True)
 class _Replica:
-    """What is known of a replica.
+    """The state of a replica, as far as the router knows it.
 
-    `chunks` maps the hash of each chunk to the number of the route that used it last, in that
-    order; `pending` are the numbers of the routes whose prompts are not computed yet.
+    `chunks` maps the hash of each chunk to the number of the route that used it last, ordered by
+    that number; `pending` holds the numbers of routes whose prompts are not computed yet.
     """
 
     number: int
@@ -68,7 +68,7 @@ class _Replica:
         return self.own_tokens + self.other_tokens
 
     def depth(self, hashes: Sequence[int], known: int = 0) -> int:
-        """Return how many of these chunks are here; at least `known`."""
+        """Return the number of leading `hashes` cached here; at least `known` are."""
         chunks = self.chunks
         low = known
         high = len(hashes)
@@ -83,15 +83,15 @@ class _Replica:
 
 @dataclass(eq=False, slots=True)
 class Route:
-    """A request on its way to a replica; belongs to the router that made it.
+    """The assignment of a request to a replica; belongs to the router that returned it.
 
     Attributes
     ----------
     replica : int
     num_cached_tokens : int
-        Tokens of the prompt that should be cached there.
+        Tokens of the prompt expected in the replica's cache.
     num_waiting_tokens : int
-        Tokens of the prompt to be computed; 0 once that is done.
+        Tokens of the prompt still to be computed; 0 afterwards.
     """
 
     replica: int
@@ -100,28 +100,28 @@ class Route:
     _owner: _Replica
     _number: int
     _hashes: list[int]
-    _last_uses: list[int]  # of the chunks that were known
+    _last_uses: list[int]  # for each expected chunk, the route that used it last
     _is_open: bool = True
 
 
 class PrefixRouter:
-    """Chooses replicas; what it remembers is bounded.
+    """Chooses replicas, with bounded memory of their caches.
 
-    It learns in two ways what a replica has evicted. A replica holds at most `capacity` tokens, so
-    the least recently used ones beyond that are forgotten. And when a chunk turns out not to be
-    cached where it should be, everything that was last used before it is forgotten with it.
-    Replicas do not report evictions: most are of prefixes that nobody requests again, and every
-    replica would have to report to every router.
+    Evictions are inferred in two ways. A replica holds at most `capacity` tokens, so the least
+    recently used chunks beyond that are forgotten. And when an expected chunk turns out not to be
+    cached, all chunks last used before it are forgotten too. Replicas do not report evictions:
+    most are of prefixes that nobody requests again, and every replica would have to report to
+    every router.
 
     Parameters
     ----------
     chunk_size : int
-        Tokens of a chunk, the unit of what is remembered; a multiple of the replicas' block size.
+        Tokens of a chunk; a multiple of the replicas' block size.
     max_chunks : int
-        Maximum number of chunks remembered, over all replicas.
+        Maximum number of remembered chunks, over all replicas.
     request_tokens : int
-        The tokens for which an unfinished request counts besides its prompt: it takes part in
-        every step.
+        Tokens that an unfinished request counts in addition to its prompt, since it takes part
+        in every step.
 
     Examples
     --------
@@ -144,7 +144,7 @@ class PrefixRouter:
         self.request_tokens = request_tokens
         self._replicas: dict[int, _Replica] = {}
         self._order: list[_Replica] = []  # by number
-        self._holders: dict[int, list[_Replica]] = {}  # of each chunk
+        self._holders: dict[int, list[_Replica]] = {}  # by chunk, the replicas that should cache it
         self._by_load: list[tuple[int, int, _Replica]] = []  # a heap; see `_least_loaded`
         self._num_noted = 0  # breaks ties, so that replicas are never compared
         self._num_routes = 0
@@ -158,19 +158,19 @@ class PrefixRouter:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks remembered, once for each replica that should have them."""
+        """Number of remembered chunks, summed over the replicas."""
         return sum(len(replica.chunks) for replica in self._order)
 
     def load(self, replica: int) -> int:
-        """Return the tokens that wait at a replica, with `request_tokens` for each request."""
+        """Return the waiting tokens of a replica, plus `request_tokens` for each request."""
         return self._replicas[replica].load
 
     def num_requests(self, replica: int) -> int:
-        """Return how many unfinished requests of this router a replica has."""
+        """Return the number of unfinished requests that this router has sent to a replica."""
         return self._replicas[replica].num_requests
 
     def add_replica(self, replica: int, capacity: int = 1 << 62) -> None:
-        """Add a replica, which is new and empty and can cache `capacity` tokens."""
+        """Add a new, empty replica that can cache `capacity` tokens."""
         if replica in self._replicas:
             raise EngineError(f"replica must be a new number; got {replica}, which is there")
         new = _Replica(replica, capacity // self.chunk_size)
@@ -183,7 +183,7 @@ class PrefixRouter:
                 self._shrink(each)
 
     def remove_replica(self, replica: int) -> None:
-        """Forget a replica; `computed` and `finished` of its open routes then do nothing."""
+        """Remove a replica; `computed` and `finished` then ignore its open routes."""
         gone = self._replicas.pop(replica)
         gone.is_removed = True
         self._order.remove(gone)
@@ -192,13 +192,13 @@ class PrefixRouter:
         gone.chunks.clear()
 
     def forget_prefixes(self) -> None:
-        """Forget what is cached where."""
+        """Forget the caches of all replicas."""
         self._holders.clear()
         for replica in self._order:
             replica.chunks.clear()
 
     def report_load(self, replica: int, num_waiting_tokens: int, num_requests: int) -> None:
-        """Take a replica's own count of all its work, that of other routers included."""
+        """Set the load that a replica reports, which includes that of other routers."""
         found = self._replicas.get(replica)
         if found is None:
             return
@@ -213,20 +213,20 @@ class PrefixRouter:
     def route(
         self, token_ids: Sequence[int], salt: str | None = None, excluded: Collection[int] = ()
     ) -> Route | None:
-        """Choose a replica for a prompt, which counts there until `finished`.
+        """Choose a replica for a prompt, and add it to the replica's load until `finished`.
 
         Parameters
         ----------
         token_ids : sequence of int
         salt : str, optional
-            Prompts of different salts share nothing.
+            Prompts with different salts share no prefix.
         excluded : collection of int
-            Replicas that must not be chosen.
+            Replicas not to be chosen.
 
         Returns
         -------
         Route or None
-            None: there is no replica left.
+            None if no replica is left.
         """
         hashes = chunk_hashes(token_ids, self.chunk_size, salt)
         chosen = None
@@ -254,7 +254,7 @@ class PrefixRouter:
         return Route(chosen.number, num_cached, num_waiting, chosen, number, hashes, last_uses)
 
     def computed(self, route: Route, num_cached_tokens: int) -> None:
-        """Note that a prompt has been computed, and how much of it was cached."""
+        """Note that a prompt has been computed, with the number of its tokens that were cached."""
         owner = route._owner
         if owner.is_removed or not route.num_waiting_tokens:
             return
@@ -263,16 +263,16 @@ class PrefixRouter:
         owner.own_tokens -= route.num_waiting_tokens
         route.num_waiting_tokens = 0
         self._note_load(owner)
-        # The block of the last token is computed again, whatever is cached.
+        # The engine always recomputes the block of the last token.
         num_expected = min(len(route._last_uses), (num_tokens - 1) // self.chunk_size)
         num_found = num_cached_tokens // self.chunk_size
         if num_found < num_expected:
             missed = route._last_uses[num_found]
-            if missed not in owner.pending:  # it had been computed, so it has been evicted
+            if missed not in owner.pending:  # it was computed before, so it has been evicted
                 self._forget_until(owner, missed)
 
     def finished(self, route: Route) -> None:
-        """Note that a request has ended, computed or not; again does nothing."""
+        """Note that a request has ended, computed or not; a second call does nothing."""
         owner = route._owner
         if owner.is_removed or not route._is_open:
             return
@@ -289,9 +289,9 @@ class PrefixRouter:
     # ---- inside
 
     def _candidates(self, hashes: list[int], excluded: Collection[int]) -> Iterator[_Replica]:
-        """Yield the replicas worth a look: few, however many there are."""
+        """Yield the few replicas that can be the best choice, however many exist."""
         if hashes:
-            # So that routers that do not exchange anything send equal prompts to one replica.
+            # Independent routers thus send equal prompts to the same replica.
             preferred = self._order[hashes[0] % len(self._order)] if self._order else None
             if preferred is not None and preferred.number not in excluded:
                 yield preferred
@@ -305,7 +305,7 @@ class PrefixRouter:
             yield least
 
     def _depth(self, hashes: Sequence[int]) -> int:
-        """Return how many of these chunks any replica has."""
+        """Return the number of leading `hashes` cached at any replica."""
         holders = self._holders
         low = 0
         high = len(hashes)
@@ -318,7 +318,7 @@ class PrefixRouter:
         return low
 
     def _least_loaded(self, excluded: Collection[int]) -> _Replica | None:
-        """Return the replica with the lowest load; outdated entries of the heap are skipped."""
+        """Return the replica with the lowest load, skipping outdated entries of the heap."""
         heap = self._by_load
         kept = []
         found = None
@@ -342,7 +342,7 @@ class PrefixRouter:
             heapq.heapify(self._by_load)
 
     def _use(self, replica: _Replica, hashes: list[int], number: int) -> None:
-        """Make these chunks the most recently used ones, the first chunk most of all."""
+        """Mark these chunks as used, the last chunk first: prefixes outlive their continuations."""
         chunks = replica.chunks
         holders = self._holders
         for chunk in reversed(hashes):
@@ -360,7 +360,7 @@ class PrefixRouter:
             self._forget(replica, next(iter(replica.chunks)))
 
     def _forget_until(self, replica: _Replica, number: int) -> None:
-        """Forget what was last used by route `number` or an earlier one."""
+        """Forget the chunks last used by route `number` or an earlier one."""
         while replica.chunks:
             chunk, used = next(iter(replica.chunks.items()))
             if used > number:
@@ -378,12 +378,12 @@ class PrefixRouter:
             del self._holders[chunk]
 
     def check_integrity(self) -> None:
-        """Check that the tables agree, and that what is remembered is within its bounds.
+        """Check that the tables agree and are within their bounds.
 
         Raises
         ------
         EngineError
-            Naming what is wrong.
+            Naming the inconsistency.
         """
         pairs = {(chunk, each.number) for each in self._order for chunk in each.chunks}
         held = [(chunk, each.number) for chunk, found in self._holders.items() for each in found]

@@ -1,1 +1,1 @@
-"""The endpoints, one module for each family; each has `routes()`."""
+"""The HTTP endpoints: one module per family, with a function `routes()`."""

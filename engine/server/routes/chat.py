@@ -1,4 +1,4 @@
-"""/v1/chat/completions: answer conversations, streaming or not."""
+"""/v1/chat/completions: answers to conversations, streamed or whole."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 def usage_of(stream: ChatStream) -> Usage:
-    """Return how many tokens the answers have had."""
+    """Return the token counts of a request."""
     return Usage.of(stream.num_prompt_tokens, stream.num_output_tokens, stream.num_cached_tokens)
 
 
@@ -131,7 +131,7 @@ async def answer_chat(
     Raises
     ------
     RequestError, EngineError, APIError
-        If it cannot be served, or fails.
+        If the request cannot be served, or fails.
     """
     choices = [_Choice() for _ in range(num_choices)]
     async with contextlib.aclosing(stream.pieces()) as pieces:
@@ -175,7 +175,7 @@ async def _frames(
 
 
 def _deltas(piece: ChatPiece) -> Sequence[tuple[dict[str, Any], ChatLogprobs | None]]:
-    """Return the deltas of a piece; the first one has its log-probabilities."""
+    """Return the deltas of a piece; the first one carries the log-probabilities."""
     found: list[dict[str, Any]] = []
     if piece.reasoning:
         found.append({"reasoning_content": piece.reasoning})

@@ -1,4 +1,4 @@
-"""/v1/completions: continue prompts, streaming or not."""
+"""/v1/completions: continuations of prompts, streamed or whole."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class CompletionJob:
     params: SamplingParams
 
     def outputs(self, index: int) -> AsyncGenerator[RequestOutput, None]:
-        """Let the engine continue prompt number `index`."""
+        """Yield the engine's outputs for prompt number `index`."""
         body = self.body
         request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{index}"
         return self.client.generate(
@@ -121,12 +121,12 @@ async def prepare_completion(
     defaults: Any,
     max_prompts: int = 1024,
 ) -> CompletionJob:
-    """Check a body; nothing is sent to the engine yet.
+    """Check a body, without sending anything to the engine.
 
     Raises
     ------
     APIError, RequestError
-        If it cannot be served.
+        If the request cannot be served.
     """
     params = completion_params(body, defaults)
     prompts = prompts_of(body.prompt, max_prompts)
@@ -162,7 +162,7 @@ async def answer_completion(job: CompletionJob) -> CompletionResponse:
 
 
 async def _gather(works: list[Any]) -> list[Any]:
-    """Run these together; the first error cancels the others."""
+    """Run the coroutines concurrently; the first error cancels the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
@@ -176,14 +176,14 @@ async def _gather(works: list[Any]) -> list[Any]:
 
 
 class _UsageCounter:
-    """Adds up the tokens of all prompts of a request."""
+    """Sums the token counts over all prompts of a request."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}
         self._num_output = 0
 
     def note(self, index: int, output: RequestOutput) -> None:
-        """Count what an output brings."""
+        """Count the tokens of an output."""
         if output.num_cached_tokens or index not in self._prompts:
             self._prompts[index] = len(output.prompt_token_ids), output.num_cached_tokens
         for completion in output.outputs:
@@ -197,23 +197,23 @@ class _UsageCounter:
 
 
 class _ChoiceWriter:
-    """Makes the choices of one prompt; the first of each continuation may have the prompt, too."""
+    """Builds the choices of one prompt; with `echo`, each continuation starts with the prompt."""
 
     def __init__(self, job: CompletionJob, prompt_index: int) -> None:
         self._job = job
         self._first_index = prompt_index * job.params.n
-        self._offsets: dict[int, int] = {}  # of the text, by continuation
+        self._offsets: dict[int, int] = {}  # by continuation, the length of its text so far
         self._has_logprobs = job.body.logprobs is not None
         self.hides_output = bool(job.body.echo) and job.body.max_tokens == 0
         self.is_plain = not (job.body.echo or self._has_logprobs)
         self.is_plain &= job.params.prompt_logprobs is None
 
     def index(self, completion: CompletionOutput) -> int:
-        """Return the number of a continuation among those of all prompts."""
+        """Return the number of a continuation, counted over all prompts."""
         return self._first_index + completion.index
 
     def choice(self, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
-        """Return a choice with everything that a continuation's output has."""
+        """Return the choice for a continuation's output."""
         job = self._job
         reason = completion.finish_reason
         if reason == "error":
@@ -271,7 +271,7 @@ def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> Completion
 
 
 class _FrameWriter:
-    """Makes the frames of a streamed request."""
+    """Builds the frames of a streamed request."""
 
     def __init__(self, job: CompletionJob) -> None:
         options = job.body.stream_options
@@ -284,7 +284,7 @@ class _FrameWriter:
         self._usage = _UsageCounter()
 
     def frames(self, prompt_index: int, output: RequestOutput) -> bytes:
-        """Return the frames of an output; b"" if it shows nothing new."""
+        """Return the frames of an output; b"" if it contains nothing new."""
         if self.shows_usage:
             self._usage.note(prompt_index, output)
         writer = self._writers[prompt_index]
@@ -325,7 +325,7 @@ async def _frames(job: CompletionJob) -> AsyncGenerator[bytes, None]:
 async def _merged(
     sources: Sequence[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield the items of all generators as they come, each with its generator's number."""
+    """Yield the items of all generators as they arrive, each with its generator's number."""
     queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(2 * len(sources))
     tasks = [asyncio.ensure_future(_pump(i, s, queue)) for i, s in enumerate(sources)]
     try:
@@ -345,7 +345,7 @@ async def _merged(
 
 
 async def _pump(index: int, source: AsyncGenerator[Any, None], queue: asyncio.Queue[Any]) -> None:
-    """Put the items of a generator into the queue, then None or its error."""
+    """Put the items of a generator into the queue, and at the end None or its error."""
     try:
         async with contextlib.aclosing(source):
             async for item in source:

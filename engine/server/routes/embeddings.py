@@ -1,4 +1,4 @@
-"""/v1/embeddings: the model's last hidden state of texts, pooled."""
+"""/v1/embeddings: the last hidden states of texts, pooled."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ async def create_embeddings(request: Request) -> Response:
 async def embed(
     client: Any, body: EmbeddingRequest, prompts: list[Any], model: str
 ) -> EmbeddingResponse:
-    """Return the answer to a body.
+    """Compute the answer to a body.
 
     Raises
     ------
     APIError, RequestError
-        If `dimensions` is given and not the model's, or an input cannot be served.
+        If `dimensions` differs from the model's, or an input cannot be served.
     """
     normalize = body.normalize is not False
     inputs = await asyncio.to_thread(_token_ids, client, prompts)
@@ -98,7 +98,7 @@ async def embed(
 
 
 def _token_ids(client: Any, prompts: list[Any]) -> list[list[int]]:
-    """Tokenize texts; token ids stay as they are."""
+    """Tokenize texts; token ids are returned unchanged."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts and client.tokenizer is None:
         raise APIError(400, "input must be token ids, as the model has no tokenizer; got text")

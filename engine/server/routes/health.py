@@ -1,4 +1,4 @@
-"""/health: is the engine alive? /ready: does the server take requests?"""
+"""/health: whether the engine is alive. /ready: whether the server accepts requests."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def routes() -> list[Route]:
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while the engine is alive, 503 if it hangs or has ended; without an API key.
+    """Answer 200 while the engine is alive, 503 if it hangs or has ended; needs no API key.
 
-    Of several replicas, one is enough; the answer has the state of each.
+    With several replicas, one that is alive suffices; the answer lists the state of each.
     """
     client = request.app.state.client
     if client.error is not None:

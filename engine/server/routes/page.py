@@ -1,4 +1,4 @@
-"""The page at `/`: its files, and the headers that let a browser run nothing else."""
+"""The page at `/`: its files, and headers that forbid a browser to load anything else."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
-    "Cache-Control": "no-cache",  # asked for with If-None-Match each time
+    "Cache-Control": "no-cache",  # revalidated with If-None-Match each time
 }
 
 
@@ -61,8 +61,8 @@ _FILES = {
     if path.suffix in _MEDIA_TYPES
 }
 
-# Served without an API key: a browser has none before the page has asked for it. These files are
-# the same for everybody.
+# Served without an API key: a browser has none until the page has asked for it. The files contain
+# no data.
 PUBLIC_PATHS = frozenset(_FILES)
 
 
@@ -80,5 +80,5 @@ def _serve(path: str) -> Route:
 
 
 def routes() -> list[Route]:
-    """Return one route per file; nothing else of the disk can be asked for."""
+    """Return one route per file; no other file is accessible."""
     return [_serve(path) for path in _FILES]

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer protocol; nothing is stored."""
+"""/v1/responses: OpenAI's newer protocol, without stored responses."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def create_response(request: Request) -> Response:
 
 
 async def no_response(request: Request) -> Response:
-    """Say that no response is kept."""
+    """Answer 404: no response is stored."""
     name = request.path_params["response_id"][:100]
     message = f"the response {name!r} does not exist: no responses are stored"
     raise APIError(404, message, param="response_id")
@@ -71,7 +71,7 @@ class _Answer:
         self._request = request
         self._answered = answered
         self._builder = builder
-        self._start = b""  # frames that are sent before all others
+        self._start = b""  # the first frames, built before the stream starts
 
     async def whole(self) -> None:
         """Build the response."""
@@ -79,7 +79,7 @@ class _Answer:
         await self._ending()
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield the frames; the first one comes after all errors that have a status."""
+        """Yield the frames; errors with an HTTP status are raised before the first one."""
         self._start = _frames_of(self._builder.start())
         async with contextlib.aclosing(self._answered.events(self._builder)) as frames:
             async for frame in frames:

@@ -78,7 +78,7 @@ def routes() -> list[Route]:
 
 
 async def tokenize(request: Request) -> Response:
-    """Return the token ids of a prompt or a conversation, and how many they are."""
+    """Return the token ids of a prompt or a conversation, and their number."""
     body = await read_struct(request, TokenizeRequest)
     check_model(body.model, request)
     state = request.app.state

@@ -1,4 +1,4 @@
-"""`/v1/engine/watch`: what the engine does right now, as server-sent events for the page."""
+"""`/v1/engine/watch`: snapshots of the engine as server-sent events, for the page."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class _Frame(NamedTuple):
 
 
 class SnapshotFeed:
-    """Takes snapshots while somebody watches, and shows each of them to all viewers.
+    """Takes snapshots while the page is viewed, and sends each one to all viewers.
 
-    A viewer that is slower than the feed misses snapshots; nothing is queued for it.
+    A viewer slower than the feed misses snapshots; nothing is queued for it.
 
     Parameters
     ----------
@@ -45,26 +45,26 @@ class SnapshotFeed:
 
     @property
     def num_viewers(self) -> int:
-        """How many watch now."""
+        """Current number of viewers."""
         return self._num_viewers
 
     def join(self) -> None:
-        """Count one more viewer; the first one starts the snapshots."""
+        """Add a viewer; the first one starts the snapshots."""
         self._num_viewers += 1
         if self._task is None or self._task.done():
-            if self._next is not None and self._next.done():  # the last frame of the feed before
+            if self._next is not None and self._next.done():  # the last frame of the previous feed
                 self._next = None
             self._task = asyncio.create_task(self._run())
 
     def leave(self) -> None:
-        """Count one viewer less; the last one stops the snapshots."""
+        """Remove a viewer; the last one stops the snapshots."""
         self._num_viewers -= 1
         if self._num_viewers == 0 and self._task is not None:
             self._task.cancel()
             self._task = None
 
     def next_frame(self) -> asyncio.Future[_Frame]:
-        """Return the snapshot that is taken next, for all who ask before it is."""
+        """Return the future of the next snapshot, which all viewers share."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         return self._next
@@ -76,21 +76,21 @@ class SnapshotFeed:
             arrived = self.next_frame()
             arrived.set_result(frame)
             if frame.is_last:
-                return  # it stays for viewers that were busy and ask later
+                return  # the last frame stays for viewers that were busy
             self._next = None
             await asyncio.sleep(max(0.0, started + INTERVAL - time.monotonic()))
 
     async def _take(self) -> _Frame:
         try:
             snapshot = await self._client.snapshot()
-        except Exception as error:  # the engine has ended: viewers are told why
+        except Exception as error:  # the engine has ended: viewers receive the reason
             message = msgspec.json.encode({"message": str(error)})
             return _Frame(b"event: error\ndata: " + message + b"\n\n", True)
         return _Frame(b"data: " + msgspec.json.encode(snapshot) + b"\n\n", False)
 
 
 class _WatchResponse(Response):
-    """Sends the frames of a feed until the viewer goes away or the server drains."""
+    """Sends the frames of a feed until the viewer disconnects or the server shuts down."""
 
     def __init__(self, feed: SnapshotFeed, state: State) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}

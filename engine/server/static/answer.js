@@ -1,10 +1,10 @@
-// One answer while it arrives: reads the stream and measures it.
+// Reads and measures the stream of one answer.
 
 import { ApiError, events, request } from "./api.js";
 import { TokenPairing, tokensOf } from "./tokens.js";
 
-// Calls `take(kind, pieces)` for what arrives, where kind is "content" or "reasoning_content".
-// Returns {reason, stats}; throws an ApiError, or an AbortError when `signal` stops it, with `stats`.
+// Calls `take(kind, pieces)` for new pieces; kind is "content" or "reasoning_content".
+// Returns {reason, stats}. Throws an ApiError, or an AbortError if `signal` stops it; both carry `stats`.
 export async function streamAnswer(body, signal, take) {
   const measured = new Measures();
   try {
@@ -75,7 +75,7 @@ class Measures {
 
 const REASONS = {
   stopped: "stopped",
-  length: "cut at the limit of tokens",
+  length: "cut off at the token limit",
   abort: "ended by the server",
   error: "failed",
 };

@@ -1,4 +1,4 @@
-// Requests to the server: the key, errors in words, server-sent events.
+// Requests to the server: API key, error messages, server-sent events.
 
 const KEY = "engine.key";
 
@@ -20,12 +20,12 @@ export function saveKey(key) {
 
 let askForKey = async () => null;
 
-// `ask(wasRefused)` resolves to a key, or to null if the user has none.
+// `ask(wasRefused)` resolves to a key, or to null if the user cancels.
 export function onMissingKey(ask) {
   askForKey = ask;
 }
 
-// Fetch a path below the page's own; asks for the key when the server wants one.
+// Fetches a path relative to the page; asks for the key if the server requires one.
 export async function request(path, { body, signal } = {}) {
   for (;;) {
     const key = savedKey();
@@ -34,7 +34,7 @@ export async function request(path, { body, signal } = {}) {
     if (response.status !== 401) throw await errorOf(response);
     await response.body?.cancel();
     if (savedKey() === key && !(await askForKey(key !== ""))) {
-      throw new ApiError("The server wants an API key. The button Key takes one.", 401);
+      throw new ApiError("The server requires an API key. Enter it with the button Key.", 401);
     }
   }
 }
@@ -62,7 +62,7 @@ async function errorOf(response) {
   try {
     said = (await response.json()).error?.message ?? "";
   } catch {
-    // not the server's own error object, but a proxy's page
+    // not the server's error object: a proxy's page, for example
   }
   const wait = Number(response.headers.get("Retry-After"));
   return new ApiError(inWords(response.status, said, wait), response.status);
@@ -72,12 +72,12 @@ function inWords(status, said, wait) {
   const later = wait ? ` Try again in ${wait} s.` : " Try again in a moment.";
   if (status === 429) return `The server is busy.${said ? ` It says: ${said}.` : ""}${later}`;
   if (status === 503) return `The server takes no requests now.${said ? ` It says: ${said}` : ""}`;
-  if (status === 404 && !said) return "The server has no such address.";
-  if (status === 413 && !said) return "The conversation is longer than the server takes.";
+  if (status === 404 && !said) return "The server does not know this address.";
+  if (status === 413 && !said) return "The conversation is longer than the server accepts.";
   return said || `The server answered with status ${status}.`;
 }
 
-// The events of a response, as {event, data}; comments and empty events are skipped.
+// Yields the events of a response as {event, data}, without comments and empty events.
 export async function* events(response) {
   let event = "message";
   let data = [];

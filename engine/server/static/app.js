@@ -1,4 +1,4 @@
-// The frame of the page: views, models, the key.
+// The frame of the page: views, models, API key.
 
 import { models, onMissingKey, saveKey } from "./api.js";
 import { showProblem, startChat } from "./chat.js";
@@ -9,7 +9,7 @@ const $ = (id) => document.getElementById(id);
 // ---- views
 
 const TABS = ["chat", "watch"];
-const WATCH = "#view=watch"; // no element's id: a browser would begin the order of focus there
+const WATCH = "#view=watch"; // not an element's id, at which a browser would start the focus order
 const watch = startWatch();
 
 function show(name, takeFocus = false) {
@@ -88,7 +88,7 @@ async function listModels() {
   }
 }
 
-// The server may not have been there when the page was loaded.
+// Loads the models now if the server did not answer when the page was loaded.
 async function chosenModel() {
   if (!$("model").value) await fillModels();
   return $("model").value;

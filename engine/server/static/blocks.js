@@ -1,11 +1,11 @@
-// The memory of the key-value cache as a grid of squares: whose they are, and which are free.
+// The blocks of the key-value cache as a grid of squares, colored by owner.
 //
-// A snapshot says how many blocks each owner has. Squares keep their place until they are released,
-// and an owner that grows takes the first free ones.
+// A snapshot contains the number of blocks of each owner. Squares keep their place until they are
+// released; an owner that grows takes the first free squares.
 
 import { colorOf, fit, isCalm, themeColor } from "./palette.js";
 
-const TREE = "\0tree"; // no id of a request holds this character
+const TREE = "\0tree"; // not the id of a request: ids do not contain this character
 const MAX_HEIGHT = 264; // pixels
 const MIN_CELL = 8;
 const MAX_CELL = 22;
@@ -13,8 +13,8 @@ const GAP = 2;
 const FADE = 350; // ms
 
 export class BlockGrid {
-  owners = []; // of each square; null: free
-  before = []; // the owner that a square had before, and when that ended
+  owners = []; // owner of each square; null: free
+  before = []; // previous owner of each square, and the time of the change
   changed = [];
   total = 0;
   highlighted = null;
@@ -28,7 +28,7 @@ export class BlockGrid {
     this.draw();
   }
 
-  // Returns how many blocks requests hold, the tree keeps, and one square stands for.
+  // Returns the blocks held by requests, those kept by the tree, and the blocks per square.
   take(snapshot) {
     const shares = sharesOf(snapshot);
     if (this.total !== snapshot.num_blocks) this.total = snapshot.num_blocks;
@@ -38,7 +38,7 @@ export class BlockGrid {
     return { held: shares.held, cached: shares.cached, perCell: this.perCell };
   }
 
-  // Chooses the size of a square, and how many blocks it stands for, from the room there is.
+  // Chooses the size of a square, and its number of blocks, by the available space.
   lay() {
     const width = this.canvas.clientWidth || 1;
     let cell = MAX_CELL;
@@ -87,7 +87,7 @@ export class BlockGrid {
   }
 
   change(at, id, now) {
-    // A square that goes from one owner to the next within a snapshot fades once.
+    // A square that changes its owner within a snapshot fades once.
     if (this.changed[at] !== now) this.before[at] = this.owners[at];
     this.owners[at] = id;
     this.changed[at] = now;
@@ -125,7 +125,7 @@ export class BlockGrid {
 
 const colorOfOwner = (id) => (id === TREE ? themeColor("--kept") : colorOf(id));
 
-// Blocks that a request shares are the tree's; the rest of the used blocks are its own.
+// Shared blocks count for the tree, a request's other blocks for the request.
 function sharesOf({ num_blocks: total, num_free_blocks: free, block_size: size, requests }) {
   const used = total - free;
   const owned = [];

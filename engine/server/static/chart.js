@@ -1,16 +1,16 @@
-// The last minute of some figures, as a line that glides to the left, or as bars.
+// A chart of the last minute, which moves to the left: lines with areas, or bars.
 
 import { fit, isCalm, themeColor } from "./palette.js";
 
 const WINDOW = 60000; // ms
-const DELAY = 300; // ms; the newest sample slides in instead of jumping
+const DELAY = 300; // ms, so that the newest sample slides in
 const TOP = 14; // pixels above the highest value, for its label
 
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
 export class Chart {
   samples = []; // [time, values]
-  highest = 0; // of the vertical axis; shrinks slowly
+  highest = 0; // top of the vertical axis; shrinks slowly
 
   constructor(canvas, { layers = 1, bars = false } = {}) {
     this.canvas = canvas;
@@ -60,7 +60,7 @@ export class Chart {
     }
   }
 
-  // Layer 0 alone, or with the layers below it added up.
+  // Draws one layer, stacked on the layers below it.
   drawLine(context, layer) {
     if (this.samples.length < 2) return;
     const points = this.samples.map(([time, values]) => {

@@ -1,4 +1,4 @@
-// The conversation: what was said, and the requests that continue it.
+// The conversation: its messages, and the requests that continue it.
 
 import { inWords, streamAnswer } from "./answer.js";
 import { MessageView } from "./message.js";
@@ -11,7 +11,7 @@ const SAVED = "engine.conversation";
 // A message: {role, content, reasoning?, pieces?, reason?, stats?}
 let messages = [];
 let views = [];
-let running = null; // the AbortController of the answer that arrives
+let running = null; // AbortController of the current answer
 let startedAt = 0;
 let chosenModel = async () => "";
 
@@ -20,7 +20,7 @@ export function showProblem(text) {
   $("problem").hidden = !text;
 }
 
-// ---- kept while the tab lives
+// ---- kept until the tab is closed
 
 function save() {
   const ended = (message) => (isArriving(message) ? { ...message, reason: "stopped" } : message);
@@ -31,7 +31,7 @@ function save() {
       sessionStorage.setItem(SAVED, JSON.stringify(kept));
       return;
     } catch {
-      // too long with the alternatives; the words may fit
+      // too large with the alternatives; the plain text may fit
     }
   }
 }
@@ -43,7 +43,7 @@ function restore() {
   refresh();
 }
 
-// ---- what is shown
+// ---- display
 
 function add(message) {
   const view = new MessageView(message, { regenerate });
@@ -71,7 +71,7 @@ function toEnd() {
   $("scroller").scrollTop = $("scroller").scrollHeight;
 }
 
-// A screen reader hears whole sentences of the answer, not each token.
+// Announces the answer to screen readers in whole sentences instead of tokens.
 class Announcer {
   heard = "";
 
@@ -129,7 +129,7 @@ async function answer(parameters) {
   else refresh();
 }
 
-// What has arrived since the last picture, at once.
+// Draws everything that has arrived since the last frame.
 function draw(view) {
   const follow = isAtEnd();
   view.draw();
@@ -153,7 +153,7 @@ function remove(view) {
   view.element.remove();
 }
 
-// The fields of the form, or null after telling the user what is wrong with them.
+// Returns the fields of the form, or null after showing the user an error.
 function parametersOrProblem() {
   showProblem("");
   try {
@@ -219,7 +219,7 @@ function onKey(event) {
 function onSubmit(event) {
   event.preventDefault();
   if (!running) send($("prompt").value);
-  else if (performance.now() - startedAt > 300) stop(); // not by the second half of a double click
+  else if (performance.now() - startedAt > 300) stop(); // ignores the second half of a double click
 }
 
 function showSettings(isShown) {

@@ -1,10 +1,10 @@
-// Something to look at: a few prompts that begin alike.
+// A sample load for the Watch view: prompts with a common prefix.
 
 import { request } from "./api.js";
 
 const BEGINNING = "This is a book of short texts in plain words. Each of them is about one thing, "
   + "begins with what can be seen, and ends when everything is said. ";
-// Two prompts in each request, as browsers keep no more than six connections to a server.
+// Two prompts per request, since browsers open at most six connections to a server.
 const PAIRS = [
   ["The harbour in the morning:", "How bread is made:"],
   ["Why leaves fall:", "A walk through snow:"],
@@ -13,7 +13,7 @@ const PAIRS = [
 ];
 const MAX_TOKENS = [64, 96, 128, 160];
 
-// Resolves when all texts have arrived; they are not kept.
+// Resolves when all texts have arrived; they are discarded.
 export async function sendLoad(model) {
   const asked = PAIRS.map(async (pair, at) => {
     const prompt = pair.map((title) => BEGINNING + title);

@@ -1,4 +1,4 @@
-// One message of the conversation. Whatever a model or a user writes is set as text, never as markup.
+// One message of the conversation. Texts of models and users are set as text, never as markup.
 
 import { inWords } from "./answer.js";
 import { nodesOf } from "./tokens.js";
@@ -45,7 +45,7 @@ export class MessageView {
     this.element.append(this.thoughts);
   }
 
-  // What is known of the message already; an answer that is about to arrive is empty.
+  // Draws the message so far; a new answer is empty.
   fill() {
     const { content, pieces, reasoning, thoughts } = this.message;
     if (pieces?.length) this.text.append(...pieces.flatMap(nodesOf));
@@ -66,7 +66,7 @@ export class MessageView {
     return !this.message.content && !this.message.reasoning;
   }
 
-  // Takes what has arrived, and returns how much waits to be drawn.
+  // Adds new pieces, and returns the number that waits to be drawn.
   append(kind, pieces) {
     const isContent = kind === "content";
     const text = pieces.map((piece) => piece.text).join("");
@@ -92,7 +92,7 @@ export class MessageView {
     for (const text of [this.text, this.thoughtsText]) this.makeReachable(text);
   }
 
-  // One stop of the Tab key for all the words of a text.
+  // Makes all words of a text a single stop of the Tab key.
   makeReachable(text) {
     const first = text?.querySelector(".token");
     if (!first) return;
@@ -114,7 +114,7 @@ export class MessageView {
   }
 }
 
-// Browsers have the clipboard only for pages that come by TLS or from this machine.
+// Browsers allow clipboard access only for pages served over TLS or by the same machine.
 async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);

@@ -1,4 +1,4 @@
-// Requests in flight as bars: what was cached, the prompt, the output so far.
+// Requests in flight as bars: cached tokens, the rest of the prompt, the output so far.
 
 import { hueOf } from "./palette.js";
 

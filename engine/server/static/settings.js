@@ -1,4 +1,4 @@
-// The form of parameters: kept while the tab lives, checked before a request is sent.
+// The form of sampling parameters: kept until the tab is closed, checked before each request.
 
 const SAVED = "engine.settings";
 const NUMBERS = [
@@ -72,7 +72,7 @@ export function startSettings(onChange) {
 export const systemPrompt = () => form.elements.system.value.trim();
 export const isShaded = () => form.elements.shade.checked;
 
-// The fields of a request, without those that are left to the server; throws in words.
+// Returns the request's fields, without those left empty; throws an Error with a message for the user.
 export function fields() {
   const wrong = check();
   if (wrong) throw new Error(wordsFor(wrong));

@@ -1,7 +1,7 @@
-// An answer as tokens: which text belongs to which token, and what else each could have been.
+// An answer as tokens: the text of each token, and its alternatives.
 //
-// A piece is {text, tokens}; a token is {text, p, others: [[text, p], ...]}. Mostly one token is one
-// piece; tokens that make a character only together share one.
+// A piece is {text, tokens}; a token is {text, p, others: [[text, p], ...]}. Most pieces are one
+// token; tokens that form a character only together share a piece.
 
 const MAX_OTHERS = 6;
 
@@ -14,7 +14,7 @@ export function tokensOf(logprobs) {
   });
 }
 
-// Pairs the text that arrives with the tokens that arrive; text may come later than its token.
+// Pairs arriving text with arriving tokens; text may arrive later than its token.
 export class TokenPairing {
   waiting = [];
 
@@ -32,7 +32,7 @@ export class TokenPairing {
   }
 }
 
-// The nodes of a piece: the space before a word, and the word that can be pointed at.
+// Returns the nodes of a piece: the space before a word, and the word, which shows alternatives.
 export function nodesOf(piece) {
   if (!piece.tokens.length) return [piece.text];
   const word = piece.text.trimStart() ? piece.text.trimStart() : piece.text;
@@ -52,7 +52,7 @@ function doubtOf({ tokens }) {
   return p > 0.25 ? "2" : "3";
 }
 
-// ---- the box that shows the alternatives
+// ---- the box of alternatives
 
 const box = document.getElementById("alternatives");
 let current = null;
@@ -98,7 +98,7 @@ export function showAlternatives(span) {
   place(span.getClientRects()[0] ?? span.getBoundingClientRect());
 }
 
-// Below the word, or above it where there is no room; never beyond the window's edges.
+// Places the box below the word, or above it if space is short, within the window.
 function place(word) {
   const { width, height } = box.getBoundingClientRect();
   const page = document.documentElement;
@@ -116,7 +116,7 @@ export function hideAlternatives() {
   box.hidden = true;
 }
 
-// One listener for all answers: pointer, touch, and arrow keys from word to word.
+// One listener for all answers handles pointer, touch, and arrow keys from word to word.
 export function followTokens(list, scroller) {
   const tokenAt = (event) => event.target.closest?.(".token");
   list.addEventListener("pointerover", (event) => {

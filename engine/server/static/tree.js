@@ -1,16 +1,16 @@
-// The prefix tree from left to right: the length of a bar is its blocks, branches are below each
-// other, and a bar that a request reads is lit.
+// The prefix tree from left to right: a bar's length is its number of blocks, branches are stacked,
+// and bars that a request reads are highlighted.
 
 import { fit, themeColor } from "./palette.js";
 
 const MAX_HEIGHT = 280; // pixels
 const ROW = 16;
-const INDENT = 14; // room of a branch's curve
+const INDENT = 14; // pixels for a branch's curve
 
 export class PrefixTree {
   roots = [];
   numLeaves = 0;
-  depth = 1; // the deepest node's end, in blocks
+  depth = 1; // end of the deepest node, in blocks
   levels = 1;
 
   constructor(canvas) {
@@ -41,7 +41,7 @@ export class PrefixTree {
     for (const root of this.roots) this.lay(root, 0, 0);
   }
 
-  // Sets where a node begins, in blocks, and its row; recursion is as deep as the tree.
+  // Sets a node's start, in blocks, and its row; the recursion is as deep as the tree.
   lay(node, start, level) {
     node.start = start;
     node.level = level;
@@ -52,7 +52,7 @@ export class PrefixTree {
       node.at = this.numLeaves++;
       return;
     }
-    const inner = node.children.length > 1 ? level + 1 : level; // an only child goes on in line
+    const inner = node.children.length > 1 ? level + 1 : level; // an only child stays on its parent's row
     for (const child of node.children) this.lay(child, end, inner);
     node.at = node.children[0].at;
   }

@@ -1,4 +1,4 @@
-// The engine alive: snapshots over server-sent events, four a second, drawn as they come.
+// The Watch view: draws snapshots of the engine, which arrive as four server-sent events per second.
 
 import { events, request } from "./api.js";
 import { BlockGrid } from "./blocks.js";
@@ -9,7 +9,7 @@ import { RequestList } from "./requests.js";
 import { PrefixTree } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
-const SILENCE = 5000; // ms without a snapshot until the page says so
+const SILENCE = 5000; // ms without a snapshot after which the page reports it
 
 const count = new Intl.NumberFormat("en");
 const plural = (n, one, many = `${one}s`) => `${count.format(n)} ${n === 1 ? one : many}`;
@@ -51,7 +51,7 @@ async function startLoad(view) {
   }
 }
 
-// Keeps one stream of snapshots open while it is wanted, with growing pauses after failures.
+// Keeps one stream of snapshots open while it is needed; pauses grow after failures.
 class Connection {
   controller = null;
 
@@ -80,7 +80,7 @@ class Connection {
           wait = 1000;
           this.view.take(JSON.parse(data));
         }
-        this.view.state("broken", "The server ended the stream; connecting again");
+        this.view.state("broken", "The server ended the stream; reconnecting");
       } catch (error) {
         if (signal.aborted) return;
         this.view.state("broken", error.message);
@@ -124,7 +124,7 @@ class WatchView {
     this.tree.draw();
   }
 
-  // Charts glide between snapshots, unless the user wants less motion.
+  // Animates the charts between snapshots, unless the user prefers reduced motion.
   frame() {
     if (!this.isDrawing) return;
     if (!isCalm()) {
@@ -184,7 +184,7 @@ class WatchView {
     const { num_blocks: total, num_free_blocks: free, block_size: size } = snapshot;
     const text = `${count.format(total)} blocks of ${plural(size, "token")}`;
     const cell = perCell > 1 ? `; one square is ${perCell} blocks` : "";
-    $("blocks-note").textContent = `${text}${cell}. How many is exact, where is not.`;
+    $("blocks-note").textContent = `${text}${cell}. Their number is exact, their place is not.`;
     $("held").textContent = `${count.format(held)} in requests`;
     $("kept").textContent = `${count.format(cached)} shared or kept`;
     $("free").textContent = `${count.format(free)} free`;

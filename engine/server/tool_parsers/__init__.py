@@ -1,9 +1,10 @@
-"""Tool parsers: the calls that a model writes into its text, by the family of its format.
+"""Tool parsers: extract a model's tool calls from its text, one parser per format.
 
-A parser is fed with the text of one answer as it arrives, and gives text and calls (`Event`);
-`collect` sums them up. Arguments are passed on while they arrive. What is no whole call is text:
-an object without a name, a function that the request does not have, damaged JSON. If the arguments
-are damaged after a part of them was given, the call ends with `is_complete=False`.
+A parser receives the text of one answer in pieces, and returns text and calls as `Event`s;
+`collect` joins them. Arguments are passed on while they arrive. Anything but a complete call is
+text: an object without a name, a function that the request does not define, invalid JSON. If the
+arguments turn out to be invalid after a part of them was passed on, the call ends with
+`is_complete=False`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _PARSERS: dict[str, type[HermesParser | Llama3JsonParser | MistralParser]] = {
 NAMES = tuple(_PARSERS)
 """Names of all parsers."""
 
-# Templates of other formats that also write <tool_call>.
+# Markers of other formats whose templates contain <tool_call> too.
 _OTHER_FORMATS = ("<function=", "<arg_key>", "<parameter=")
 
 
@@ -65,12 +66,12 @@ def get(name: str, names: Collection[str] | None = None) -> ToolParser:
     name : str
         One of `NAMES`.
     names : collection of str, optional
-        The functions that the request has; a call of another one is text. None allows all.
+        The functions of the request; a call of any other function is text. None allows all.
 
     Raises
     ------
     ConfigError
-        If there is no such parser; the message names the nearest one.
+        If no parser has this name; the message suggests the nearest one.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What the parsers share: a state that consumes text, text between calls, and calls."""
+"""`StateParser`: the base of the parsers, a state machine over text and calls."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from engine.server.tool_parsers.json_scanner import Mark
 __all__ = ["MAX_CALLS", "SPACE", "StateParser"]
 
 SPACE = re.compile(r"\s*")
-MAX_CALLS = 128  # of one answer; what follows is text
+MAX_CALLS = 128  # maximum calls of an answer; further ones are text
 
 
 class StateParser:
-    """A parser whose state is a method that consumes text.
+    """A parser whose current state is a method that consumes text.
 
-    Such a method takes the pending text, a position in it, and whether more text follows. It
-    returns how far it got; it waits for more text by consuming nothing in the same state, and may
-    do so for no more than a marker.
+    A state method takes the pending text, a position in it, and whether the text is the last. It
+    returns the position after the text that it has consumed. To wait for more text, it consumes
+    nothing and keeps the state, with at most a marker's length pending.
 
     Parameters
     ----------
     names : collection of str, optional
-        The functions that may be called; a call of another one is text. None allows all.
+        The functions that may be called; a call of any other function is text. None allows all.
     make_id : callable, optional
         Returns the id of a new call.
     """
@@ -44,16 +44,16 @@ class StateParser:
         self._pending = ""
         self._num_calls = 0
         self._reader: CallReader | ArgumentsReader | None = None
-        self._held: list[str] = []  # text that is given back unless a call follows
+        self._held: list[str] = []  # becomes text unless a call follows
         self._state: Callable[[str, int, bool], int] = self._in_text
 
     def feed(self, delta: str) -> list[Event]:
-        """Add text; return what is certain now."""
+        """Add text; return the events that no later text can change."""
         self._run(self._pending + delta, is_last=False)
         return self._take_events()
 
     def finish(self) -> list[Event]:
-        """Return what was held back, at the end of the text."""
+        """End the text; return the events that were held back."""
         self._run(self._pending, is_last=True)
         if self._reader is not None:
             self._events += self._reader.finish()
@@ -111,7 +111,7 @@ class StateParser:
     # ---- calls
 
     def _begin_call(self, reader: CallReader | ArgumentsReader | None = None) -> None:
-        """Read a call from here on."""
+        """Start reading a call."""
         if reader is None:
             reader = CallReader(
                 self._num_calls,
@@ -125,7 +125,7 @@ class StateParser:
 
     def _in_call(self, text: str, at: int, _: bool) -> int:
         reader = self._reader
-        assert reader is not None  # `_begin_call` sets it with this state
+        assert reader is not None  # set by `_begin_call` together with this state
         was_started = reader.is_started
         at, events = reader.feed(text, at)
         if reader.is_started and not was_started:
@@ -143,5 +143,5 @@ class StateParser:
         return at
 
     def _end_call(self) -> None:
-        """Choose the state after a whole call."""
+        """Select the state after a complete call."""
         raise NotImplementedError

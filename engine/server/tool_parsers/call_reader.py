@@ -1,4 +1,4 @@
-"""One call as a JSON object that arrives in pieces: `CallReader`."""
+"""`CallReader`: reads one call, a JSON object that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ __all__ = ["ArgumentsReader", "CallReader", "is_tool_name"]
 MAX_NAME_CHARS = 256
 ARGUMENTS_KEYS = ("arguments", "parameters")
 _KNOWN_KEYS = ("name", *ARGUMENTS_KEYS, "id", "type")
-_SURROGATE = re.compile("[\ud800-\udfff]")  # an unpaired one cannot be sent
+_SURROGATE = re.compile("[\ud800-\udfff]")  # UTF-8 cannot encode an unpaired surrogate
 
 
 def is_tool_name(name: str, names: Collection[str] | None) -> bool:
-    """Tell whether `name` may be called; `names` None allows all of at most 256 characters."""
+    """Return whether `name` may be called; None allows all names of at most 256 characters."""
     if names is not None:
         return name in names
     return 1 <= len(name) <= MAX_NAME_CHARS and name.isprintable()
 
 
 class CallReader:
-    """Reads ``{"name": ..., "arguments": {...}}``; the keys have any order.
+    """Reads ``{"name": ..., "arguments": {...}}``, with the keys in any order.
 
-    Arguments are passed on as they arrive, once the name is known. Until then the text is held:
-    an object that turns out to be no call is given back.
+    Once the name is known, arguments are passed on as they arrive. Until then the text is held
+    back, and becomes text again if the object is not a call.
 
     Parameters
     ----------
     index : int
     call_id : str
     names : collection of str or None
-        The functions that may be called; None allows all.
+        The allowed functions; None allows all.
     source : str
-        The text before the object, given back with it.
+        The text before the object, held back with it.
     requires_arguments : bool
-        Whether an object without arguments is no call; otherwise its arguments are ``{}``.
+        True: an object without arguments is not a call. False: its arguments are ``{}``.
 
     Attributes
     ----------
     mark : Mark or None
-        END or FAILED when the object has been read as far as it goes.
+        END or FAILED once the object has ended or is invalid.
     is_started, is_ended : bool
-        Whether the call's start and its end were given.
+        Whether the events of the call's start and end were returned.
     """
 
     def __init__(
@@ -69,19 +69,19 @@ class CallReader:
         self._names = names
         self._requires_arguments = requires_arguments
         self._scanner = JsonScanner()
-        self._held = [source]  # given back if this is no call; after the arguments, what follows
-        self._keys: set[str] = set()  # "name" and "arguments", once seen
-        self._value: list[str] | None = None  # the value that is being collected
+        self._held = [source]  # text that is in no event: before the arguments, and after them
+        self._keys: set[str] = set()  # "name" and "arguments", when seen
+        self._value: list[str] | None = None  # pieces of the current value
         self._name = ""
-        self._arguments: str | None = None  # whole, when they come before the name
+        self._arguments: str | None = None  # complete, if they precede the name
 
     @property
     def held(self) -> str:
-        """The text that no event has given."""
+        """The text that is not contained in any event."""
         return "".join(self._held)
 
     def feed(self, text: str, at: int) -> tuple[int, list[Event]]:
-        """Read `text[at:]` up to the end of the object; return where that is, and the events."""
+        """Read `text[at:]` up to the object's end; return the position after it, and the events."""
         events: list[Event] = []
         while self.mark is None and at < len(text):
             stop, mark = self._scanner.advance(text, at)
@@ -102,7 +102,7 @@ class CallReader:
         return at, events
 
     def finish(self) -> list[Event]:
-        """End the call where the text ends."""
+        """End the call, since the text has ended."""
         events: list[Event] = []
         self._give_up(events)
         return events
@@ -122,7 +122,7 @@ class CallReader:
             self._value.append(piece)
 
     def _begin_value(self, first: str, events: list[Event]) -> bool:
-        """Begin the value of a key; return False if this is no call."""
+        """Begin the value of a key; return False if the object is not a call."""
         key = self._scanner.key
         key = "arguments" if key in ARGUMENTS_KEYS else key
         if key not in ("name", "arguments"):
@@ -137,7 +137,7 @@ class CallReader:
         return True
 
     def _end_value(self, events: list[Event]) -> bool:
-        """End the value of a key; return False if this is no call."""
+        """End the value of a key; return False if the object is not a call."""
         if self.is_started and not self.is_ended:
             self._end(events)
         if self._value is None:
@@ -154,7 +154,7 @@ class CallReader:
         return is_text and is_json_object(self._arguments) and self._complete(events)
 
     def _complete(self, events: list[Event]) -> bool:
-        """Give the whole call, if name and arguments are known."""
+        """Return the events of the complete call, if name and arguments are known."""
         if self._name and self._arguments is not None:
             arguments = self._arguments
             self._start(events)
@@ -179,9 +179,9 @@ class CallReader:
 
 
 class ArgumentsReader:
-    """Reads the arguments of a call whose name is known: a JSON object that arrives in pieces.
+    """Reads the arguments of a call with a known name: a JSON object that arrives in pieces.
 
-    Has the attributes and methods of `CallReader`.
+    It shares the attributes and methods of `CallReader`.
     """
 
     def __init__(self, start: ToolCallStart) -> None:
@@ -192,7 +192,7 @@ class ArgumentsReader:
         self._scanner = JsonScanner()
 
     def feed(self, text: str, at: int) -> tuple[int, list[Event]]:
-        """Read `text[at:]` up to the end of the object; return where that is, and the events."""
+        """Read `text[at:]` up to the object's end; return the position after it, and the events."""
         events: list[Event] = []
         if not self.is_started:
             events.append(self._start)
@@ -210,7 +210,7 @@ class ArgumentsReader:
         return at, events
 
     def finish(self) -> list[Event]:
-        """End the call where the text ends."""
+        """End the call, since the text has ended."""
         if not self.is_started or self.is_ended:
             return []
         self.is_ended = True

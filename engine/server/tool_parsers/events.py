@@ -1,4 +1,4 @@
-"""What a tool parser gives: pieces of text and of calls, and their sum."""
+"""The events of a tool parser, pieces of text and calls, and the answer that they make up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of the answer that belongs to no call."""
+    """A piece of text outside of calls."""
 
     text: str
 
@@ -38,7 +38,7 @@ class ToolCallStart:
         0 for the first call of an answer.
     id, name : str
     source : str
-        The text before the arguments as the model wrote it, markers included.
+        The model's original text before the arguments, markers included.
     """
 
     index: int
@@ -49,7 +49,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A piece of a call's arguments, which are a JSON object."""
+    """A piece of a call's arguments, a JSON object."""
 
     index: int
     arguments: str
@@ -63,7 +63,7 @@ class ToolCallEnd:
     ----------
     index : int
     is_complete : bool
-        Whether the arguments are a whole JSON object. What comes after a malformed part is text.
+        Whether the arguments are a complete JSON object. Text after an invalid part is content.
     """
 
     index: int
@@ -76,22 +76,23 @@ Event = TextDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
 class ToolParser(Protocol):
     """Splits the text of one answer into text and calls while it arrives.
 
-    Whatever the pieces, the concatenated results are the same. The time is linear in the text.
+    The concatenated results do not depend on how the text is cut into pieces. The time is linear
+    in the length of the text.
     """
 
     needs_special_tokens: bool
     """Whether the markers are special tokens, so that `skip_special_tokens` must be False."""
 
     def feed(self, delta: str) -> list[Event]:
-        """Add text; return what is certain now."""
+        """Add text; return the events that no later text can change."""
 
     def finish(self) -> list[Event]:
-        """Return what was held back, at the end of the text."""
+        """End the text; return the events that were held back."""
 
 
 @dataclass
 class ToolCall:
-    """A whole call; `arguments` is JSON text."""
+    """A complete call; `arguments` is JSON text."""
 
     id: str
     name: str
@@ -100,12 +101,12 @@ class ToolCall:
 
 @dataclass
 class ParsedText:
-    """A whole answer.
+    """A complete answer.
 
     Attributes
     ----------
     content : str
-        Its text, with calls that are not complete as the model wrote them.
+        The text; incomplete calls are included as the model wrote them.
     tool_calls : list of ToolCall
     """
 
@@ -114,7 +115,7 @@ class ParsedText:
 
 
 def collect(events: Iterable[Event]) -> ParsedText:
-    """Return the sum of all events of an answer.
+    """Join all events of an answer.
 
     Examples
     --------
@@ -141,5 +142,5 @@ def collect(events: Iterable[Event]) -> ParsedText:
 
 
 def random_id(prefix: str = "call_", num_chars: int = 24) -> str:
-    """Return a new id: the prefix and random hexadecimal digits."""
+    """Return a new id: the prefix, then random hexadecimal digits."""
     return prefix + secrets.token_hex((num_chars + 1) // 2)[:num_chars]

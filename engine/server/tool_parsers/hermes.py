@@ -1,4 +1,4 @@
-"""Calls of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+"""Calls in the format of Hermes and Qwen: `<tool_call>{"name": ..., ...}</tool_call>`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MARKERS = Markers(_OPEN)
 
 
 class HermesParser(StateParser):
-    """Reads the calls between `<tool_call>` and `</tool_call>`; the latter may be missing."""
+    """Reads calls between `<tool_call>` and `</tool_call>`; the closing marker may be missing."""
 
     def _in_text(self, text: str, at: int, is_last: bool) -> int:
         found, marker = _MARKERS.find(text, at, is_last)
@@ -31,7 +31,7 @@ class HermesParser(StateParser):
         self._state = self._after_call
 
     def _after_call(self, text: str, at: int, is_last: bool) -> int:
-        """Read the closing marker, or another call before it."""
+        """Read the closing marker, or a further call before it."""
         end = self._skip_space(text, at)
         rest = text[end : end + len(_CLOSE)]
         if rest == _CLOSE:

@@ -1,7 +1,7 @@
-"""A JSON object in a text that arrives in pieces: `JsonScanner` checks it and marks its values.
+"""`JsonScanner`: validates a JSON object that arrives in pieces, and stops at its values.
 
-It remembers where it is (a stack of brackets and one state), so that every character is looked at
-once, whatever the pieces are.
+It keeps its position as a stack of brackets and one state, so every character is read once, however
+the text is cut.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class Mark(enum.Enum):
-    """Where the scanner stopped."""
+    """The kind of place at which the scanner has stopped."""
 
     VALUE = 0  # before the first character of a value of the outermost object; see `key`
-    VALUE_END = 1  # after its last character
-    END = 2  # after the closing brace
-    FAILED = 3  # before the first character that cannot follow
+    VALUE_END = 1  # after the last character of such a value
+    END = 2  # after the object's closing brace
+    FAILED = 3  # before the first invalid character
 
 
 _State = Callable[[str, int], tuple[int, Mark | None]]
 
 
 class JsonScanner:
-    """Follows one JSON object, and stops at the values of its own keys.
+    """Scans one JSON object, and stops at the values of its own keys.
 
     Attributes
     ----------
     key : str
-        The key of the current value as the text spells it, of at most `MAX_KEY_CHARS` characters.
+        The key of the current value, with escapes as written, at most `MAX_KEY_CHARS` characters.
 
     Examples
     --------
@@ -56,10 +56,10 @@ class JsonScanner:
     def __init__(self) -> None:
         self.key = ""
         self._state: _State = self._start
-        self._closers: list[str] = []  # of the brackets that are open
-        self._token = ""  # of a number or literal, so far
-        self._is_key = False  # whether the string is a key
-        self._num_hex = 0  # digits of an escape that are missing
+        self._closers: list[str] = []  # closing brackets of the open ones
+        self._token = ""  # the number or literal so far
+        self._is_key = False  # whether the current string is a key
+        self._num_hex = 0  # missing digits of a \u escape
 
     def advance(self, text: str, start: int) -> tuple[int, Mark | None]:
         """Scan `text[start:]` up to the next mark.
@@ -67,7 +67,7 @@ class JsonScanner:
         Returns
         -------
         int, Mark or None
-            Where the scanner stopped; None at the end of the text.
+            The position and kind of the stop; None at the end of the text.
         """
         mark = None
         while mark is None and start < len(text):
@@ -198,7 +198,7 @@ class JsonScanner:
         self._token = token
         return at + 1, None
 
-    # ---- steps from one state to the next
+    # ---- transitions
 
     def _to(self, state: _State, at: int) -> tuple[int, Mark | None]:
         self._state = state
@@ -227,7 +227,7 @@ def _after_space(text: str, at: int) -> int:
 
 
 def is_json_object(text: str) -> bool:
-    """Tell whether `text` is one JSON object, and white space around it.
+    """Return whether `text` is one JSON object, with optional white space around it.
 
     Examples
     --------
