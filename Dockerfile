@@ -3,13 +3,13 @@
 #   docker build --target cpu -t engine:cpu .
 #   docker build --target cuda -t engine:cuda .
 #
-# The images have Python, the installed packages and nothing else: no compiler, no CUDA toolkit. pip
-# is among them, since smollm2 is pulled as a wheel. NVRTC and the headers come with the extra
-# `cuda12`; the driver is the host's, which NVIDIA's container toolkit brings in.
+# The images contain Python and the installed packages only: no compiler, no CUDA toolkit. pip is
+# included, since smollm2 is downloaded as a wheel. NVRTC and the headers come with the extra
+# `cuda12`; NVIDIA's container toolkit provides the host's driver.
 
 ARG PYTHON=python:3.12.11-slim-bookworm
 
-# ---- packages, in an environment that is copied as a whole
+# ---- packages, in an environment that the targets copy
 
 FROM ${PYTHON} AS source
 RUN python -m venv /opt/venv
@@ -24,11 +24,11 @@ RUN /opt/venv/bin/pip install --no-cache-dir '.[serve,grammar,hub]'
 FROM source AS packages-cuda
 RUN /opt/venv/bin/pip install --no-cache-dir '.[serve,grammar,hub,cuda12]'
 
-# ---- what both targets have in common
+# ---- the base of both targets
 
 FROM ${PYTHON} AS runtime
 ARG ENGINE_COMMIT=unknown
-# Its own user, and its home for downloaded models and compiled kernels.
+# A user for the server, whose home holds downloaded models and compiled kernels.
 RUN groupadd --gid 10001 engine \
     && useradd --uid 10001 --gid 10001 --create-home engine \
     && install --directory --owner=engine --group=engine /home/engine/.cache

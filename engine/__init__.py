@@ -8,7 +8,7 @@ Four doors:
 - `load(model)`: arrays in, arrays out: `model.step(token_ids, cache)`
 - `kernels`: every op, on NumPy and on CuPy arrays
 
-Names are loaded when they are first used: `import engine` takes milliseconds.
+Names are imported on first use, so `import engine` takes milliseconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`AsyncEngine`: requests of asyncio tasks, served by an engine on a thread of its own."""
+"""`AsyncEngine`: serves requests of asyncio tasks; `EngineClient`: its interface."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["LONG_TEXT", "AsyncEngine", "EngineClient", "ModelInfo", "OutputSourc
 
 T = TypeVar("T")
 
-LONG_TEXT = 4096  # characters above which a prompt is tokenized on another thread
+LONG_TEXT = 4096  # characters above which a prompt is tokenized in another thread
 
 
 @dataclass(frozen=True)
@@ -208,11 +208,11 @@ class EngineClient(ABC):
 
     @abstractmethod
     def _encode(self, prompt: Prompt, cache_salt: str | None = None) -> PromptInput:
-        """Tokenize and check a prompt, on any thread."""
+        """Tokenize and check a prompt; called in any thread."""
 
     @abstractmethod
     def _prepare(self, params: SamplingParams) -> None:
-        """Check and compile the grammar of `params`, on any thread."""
+        """Check and compile the grammar of `params`; called in any thread."""
 
     @abstractmethod
     def _start(
@@ -260,13 +260,13 @@ class _Stream:
 class AsyncEngine(EngineClient):
     """An engine in this process: the requests of all asyncio tasks share its steps.
 
-    The engine runs on a thread of its own, so that steps and event loop do not wait for each
-    other. Tasks may belong to several event loops.
+    The engine runs in its own thread, so that steps and event loop do not wait for each other.
+    Tasks may belong to several event loops.
 
     Parameters
     ----------
     engine : LLMEngine
-        `AsyncEngine.from_name` builds one. It must not be used by anything else from now on.
+        The caller must not use it any more. `AsyncEngine.from_name` loads one.
 
     Attributes
     ----------
@@ -297,22 +297,22 @@ class AsyncEngine(EngineClient):
         self._engine = engine
         self._shared: SharedEngine[_Stream] = SharedEngine(engine)
         self._arrived: list[tuple[_Stream, RequestOutput]] = []  # outputs of the current step
-        self._calls: deque[Callable[[], None]] = deque()  # to be made by the thread
+        self._calls: deque[Callable[[], None]] = deque()  # pending calls for the engine's thread
         self._wake = threading.Event()
         self._is_closing = False
-        self._has_ended = False  # the thread makes no more calls
+        self._has_ended = False  # whether the thread has made its last call
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @classmethod
     def from_name(cls, model: str = "smollm2", **options: Any) -> AsyncEngine:
-        """Load `model` and serve it; takes the keywords of `load` and `EngineConfig`."""
+        """Load `model` and serve it; accepts the keywords of `load` and `EngineConfig`."""
         return cls(LLMEngine.from_name(model, **options))
 
     @property
     def error(self) -> BaseException | None:
-        """Why the engine serves no more requests; None while it does."""
+        """Why the engine has ended; None while it serves requests."""
         return self._error
 
     @property
@@ -382,17 +382,17 @@ class AsyncEngine(EngineClient):
         if not request.is_finished:
             self._call(lambda: self._drop(request))
 
-    # ---- from the tasks to the thread
+    # ---- in the tasks
 
     def _call(self, call: Callable[[], None]) -> None:
-        """Let the thread make this call before its next step."""
+        """Have the engine's thread make this call before its next step."""
         self._calls.append(call)
         self._wake.set()
-        if self._has_ended:  # perhaps before it saw this call
+        if self._has_ended:  # perhaps just before this call was added
             self._fail_calls()
 
     async def _result(self, function: Callable[[], T]) -> T:
-        """Return what `function` returns when the thread calls it between two steps."""
+        """Call `function` in the engine's thread, between two steps, and return its result."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -417,10 +417,10 @@ class AsyncEngine(EngineClient):
         self._call(call)
         return await future
 
-    # ---- on the thread
+    # ---- in the engine's thread
 
     def _run(self) -> None:
-        """Step while there are requests; wait for one otherwise."""
+        """Step while requests are unfinished; otherwise wait for one."""
         try:
             while not self._is_closing:
                 self._wake.clear()
@@ -438,7 +438,7 @@ class AsyncEngine(EngineClient):
         self._end()
 
     def _make_calls(self) -> None:
-        # Those that come meanwhile wait for a step, or running requests could wait for ever.
+        # Calls that arrive meanwhile wait for the next step: running requests must not starve.
         for _ in range(len(self._calls)):
             self._calls.popleft()()
 
@@ -459,7 +459,7 @@ class AsyncEngine(EngineClient):
             self._shared.drop([stream.request_id])
 
     def _deliver(self) -> None:
-        """Hand a step's outputs to the event loops, with one call for each loop."""
+        """Pass a step's outputs to the event loops, with one call per loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]]
         by_loop = defaultdict(list)
         for stream, output in self._arrived:
@@ -475,7 +475,7 @@ class AsyncEngine(EngineClient):
             raise EngineError(f"the engine has ended: {self._error}") from self._error
 
     def _end(self) -> None:
-        """Tell everybody who waits why there will be no more outputs."""
+        """Fail all requests and calls with the reason of the engine's end."""
         reason = self._error
         if not isinstance(reason, EngineError):
             reason = EngineError(f"the engine failed: {type(reason).__name__}: {reason}")
@@ -483,11 +483,11 @@ class AsyncEngine(EngineClient):
             _call_soon(stream.loop, stream.queue.put_nowait, reason)
         self._shared.inbox.clear()
         self._shared.close()
-        self._has_ended = True  # before the last look at the calls: none is left out
+        self._has_ended = True  # set before the last pass over the calls, so that none is missed
         self._fail_calls()
 
     def _fail_calls(self) -> None:
-        """Make the calls that nobody will make any more; each finds that the engine has ended."""
+        """Make the remaining calls; each one finds that the engine has ended."""
         while True:
             try:
                 call = self._calls.popleft()
@@ -502,7 +502,7 @@ def _put(pairs: list[tuple[_Stream, RequestOutput]]) -> None:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
-    """Call `function` in another thread's event loop; does nothing if the loop has ended."""
+    """Call `function` in another thread's event loop; do nothing if the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The command line: `engine COMMAND`, with the commands of `COMMANDS`.
+"""The command line: `engine COMMAND`, where `COMMANDS` lists the commands.
 
 Only the chosen command's module is imported, so that `engine --help` answers at once.
 """
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line; exits with 0, 1 (the command failed) or 2 (bad usage)."""
+    """Run the command line; exits with 0, 1 (the command failed) or 2 (invalid usage)."""
     try:
         prepare_streams()
     except EngineError as error:
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(argv: Sequence[str] | None) -> tuple[int, str]:
-    """Return the exit status, and the line that says why it is not 0."""
+    """Return the exit status, and the reason as one line if it is not 0."""
     name = "engine"
     try:
         try:
@@ -87,7 +87,7 @@ def _run(argv: Sequence[str] | None) -> tuple[int, str]:
             parser = argparse.ArgumentParser(prog=name, description=description)
             command.add_arguments(parser)
             status = command.run(parser.parse_args(words))
-        except SystemExit as done:  # argparse has printed a help, a version or a mistake
+        except SystemExit as done:  # argparse has printed help, the version or an error
             status = done.code if isinstance(done.code, int) else 2
         sys.stdout.flush()
     except EngineError as error:

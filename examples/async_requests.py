@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Many tasks, one engine
 #
-# A web server, a bot or an agent has many requests at the same time, each in an asyncio task of its
-# own. `AsyncEngine` serves them together: the engine runs on a thread, and in each of its steps
-# every request gets a token.
+# A web server, a bot or an agent handles many requests at the same time, each in its own asyncio
+# task. `AsyncEngine` serves them together: the engine runs in a thread, and each of its steps
+# computes a token for every request.
 
 # %%
 import asyncio
@@ -17,7 +17,7 @@ engine = AsyncEngine.from_name("smollm2", device="cpu", max_num_seqs=8)
 # %% [markdown]
 # ## One request
 #
-# `generate` is an async generator. With `DELTA` each output carries only what is new.
+# `generate` is an async generator. With `DELTA` each output carries only the new tokens.
 
 # %%
 params = SamplingParams(temperature=0.0, max_tokens=16, output_kind=RequestOutputKind.DELTA)
@@ -33,17 +33,17 @@ async def answer(prompt):
 
 
 # %% [markdown]
-# ## Several, and one that changes its mind
+# ## Several, and one that stops early
 #
-# Leaving the loop early closes the generator, which aborts the request before the next step: its
-# place in the batch and its pages are free for the others.
+# Leaving the loop early closes the generator, which aborts the request before the next step and
+# frees its place in the batch and its pages.
 
 # %%
 PROMPTS = ["The capital of France is", "Water boils at", "Seven times eight is"]
 
 
 async def first_words(prompt):
-    """Read a few tokens, then stop listening."""
+    """Read a few tokens, then stop."""
     outputs = engine.generate(prompt, params)
     words = [(await anext(outputs)).outputs[0].text for _ in range(3)]
     await outputs.aclose()
@@ -53,8 +53,8 @@ async def first_words(prompt):
 # %% [markdown]
 # ## All at once
 #
-# The first tokens come together, since the prompts are computed in one step. The request that is
-# given up has cost three tokens.
+# The first tokens arrive together, since one step computes all prompts. The request that stopped
+# early has cost three tokens.
 
 
 # %%

@@ -2,8 +2,8 @@
 # # Many requests at once
 #
 # `LLM.generate` takes any number of prompts. Underneath, `LLMEngine.step()` computes one step of
-# all running requests together: prompts in chunks, one new token for everybody else. Requests come
-# and go between steps, and each gets the tokens it would get alone.
+# all running requests together: prompts in chunks, and one new token for each other request.
+# Requests start and end between steps, and each gets the tokens that it would get alone.
 
 # %%
 from engine import LLM, LLMEngine, SamplingParams, load
@@ -14,8 +14,8 @@ for output in llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8
     print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
 
 # %% [markdown]
-# Each request has its own sampling. A seed makes a sampled text repeatable, whoever else is in the
-# batch: random numbers are keyed by the request's seed and the token's position.
+# Each request has its own sampling parameters. A seed makes a sampled text repeatable in any batch:
+# random numbers are keyed by the request's seed and the token's position.
 
 # %%
 params = [
@@ -45,7 +45,7 @@ while engine.has_unfinished_requests():
     step += 1
 
 # %% [markdown]
-# What each request waited for, from its metrics (seconds).
+# The times of each request, from its metrics (seconds).
 
 # %%
 [output] = llm.generate("Hello", SamplingParams(max_tokens=4))

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Speculative decoding
 #
-# A step of one request reads all weights for one token. If somebody guesses the next tokens, one
-# step verifies all of them, at little more than the price of one. Where the answer repeats much of
-# the prompt, as in an edit of a text, the prompt itself is a good guess: find the last few tokens
-# earlier in the text, and propose what followed them there.
+# A step of one request reads all weights for one token. If the next tokens are guessed, one step
+# verifies all of them, at little more than the cost of one. If the answer repeats much of the
+# prompt, as an edited text does, the prompt itself is a good guess: find the last few tokens
+# earlier in the text, and propose the tokens that followed them there.
 
 # %%
 import os
@@ -75,9 +75,10 @@ assert counts.num_accepted_tokens > len(plain) / 2
 # %% [markdown]
 # ## How many drafts?
 #
-# A draft is accepted only if all before it are, so those at a distance are accepted less often,
-# and each takes some time. The best number depends on the text and on the machine. By default
-# (`adaptive`) the engine finds it: expected tokens over the measured cost of a step, each time.
+# A draft is accepted only if all drafts before it are, so later ones are accepted less often, and
+# each takes some time. The best number depends on the text and on the machine. By default
+# (`adaptive`) the engine chooses it before each step, by expected tokens over the measured cost of
+# the step.
 
 # %%
 numbers = [1, 4, 8, 15]
@@ -110,8 +111,8 @@ print("speculation.png")
 # %% [markdown]
 # ## A proposer of your own
 #
-# Any callable will do: it gets the tokens so far and how many may be proposed. Nothing it returns
-# can do harm. This one knows the answer, so every draft is accepted.
+# Any callable will do: it receives the tokens so far and the maximum number of drafts. A wrong
+# draft only costs time. This proposer knows the answer, so every draft is accepted.
 
 
 # %%

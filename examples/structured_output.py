@@ -1,10 +1,9 @@
 # %% [markdown]
 # # Text that matches a schema
 #
-# `SamplingParams(structured=...)` says what the text must match: a JSON schema, a regular
-# expression, one of several texts, or a grammar. Before each token is sampled, the tokens with
-# which the text could no longer match are masked. This needs llguidance:
-# `pip install 'rawengine[grammar]'`.
+# `SamplingParams(structured=...)` makes the text match a JSON schema, a regular expression, one of
+# several texts, or a grammar. Before each token is sampled, all tokens that would rule out a match
+# are masked. This needs llguidance: `pip install 'rawengine[grammar]'`.
 
 # %%
 import json
@@ -27,7 +26,7 @@ params = SamplingParams(temperature=0.0, max_tokens=60, structured=StructuredOut
 print(json.dumps(json.loads(output.outputs[0].text)), output.outputs[0].finish_reason)
 
 # %% [markdown]
-# A choice and an expression. Each request has its own; the others in the batch are not masked.
+# A choice and a regular expression. A mask applies to its own request only, not to the batch.
 
 # %%
 prompts = ["Is water wet? Answer: ", "The first aeroplane flew on ", "Once upon a time"]
@@ -37,7 +36,7 @@ for output in llm.generate(prompts, params):
     print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
 
 # %% [markdown]
-# A grammar may be recursive, which no expression is: brackets that match.
+# A grammar may be recursive, unlike a regular expression: matching brackets, for example.
 
 # %%
 brackets = StructuredOutput(grammar='start: "(" start? ")"')
@@ -46,7 +45,7 @@ text = output.outputs[0].text
 print(text, text.count("(") - text.count(")"))
 
 # %% [markdown]
-# What cannot be compiled is refused when the request is added.
+# A constraint that cannot be compiled is refused when the request is added.
 
 # %%
 try:

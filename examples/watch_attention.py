@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Watch a model read
 #
-# Which words does each word look at, and when does the model make up its mind? Everything is an
-# array, so both questions are a few lines of NumPy and a picture.
+# Which words does each word attend to, and at which layer is the next word decided? Everything is
+# an array, so each question takes a few lines of NumPy and a plot.
 
 # %%
 import os
@@ -28,7 +28,7 @@ folder = Path(os.environ.get("ENGINE_EXAMPLES_OUT", "."))
 # %% [markdown]
 # ## Attention
 #
-# `model.trace(ids)` runs the mirrors and keeps what they throw away: per layer the attention
+# `model.trace(ids)` runs the mirrors and keeps their intermediate results: per layer the attention
 # weights, shape (H, T, T), and the residual stream, shape (T, N).
 
 # %%
@@ -37,7 +37,7 @@ print(len(trace.attention), "layers of", trace.attention[0].shape)
 np.testing.assert_allclose(trace.attention[0].sum(-1), 1.0, rtol=1e-5)
 
 # %% [markdown]
-# The first token soaks up whatever a head has no use for, so it is left out of the picture.
+# Heads put unused attention on the first token, so it is left out of the plot.
 
 # %%
 layers = [0, len(trace.attention) // 3, 2 * len(trace.attention) // 3, len(trace.attention) - 1]

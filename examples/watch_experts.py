@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Watch a mixture of experts
 #
-# Which experts does each word get, and is the work divided fairly? To have something to watch, the
-# MLPs of a small model are cut into experts, and routers made of random numbers choose among them.
+# Which experts does each word get, and is the work balanced? For a demonstration, the MLPs of a
+# small model are cut into experts, and random routers choose among them.
 
 # %%
 import os
@@ -32,13 +32,13 @@ words = [dense.tokenizer.decode([i]).strip() or "␣" for i in ids]
 # %% [markdown]
 # ## Cutting an MLP into experts
 #
-# An MLP is a sum over its features: down(silu(gate x) * up x). An expert is some of the features,
-# I of F. The first four layers get experts; the fifth keeps its MLP, and the others are left out.
+# An MLP is a sum over its features: down(silu(gate x) * up x). An expert takes I of its F features.
+# The first four layers get experts; the fifth keeps its MLP, and the other layers are dropped.
 
 
 # %%
 def with_experts(top_k):
-    """Return the model with its MLPs cut into E experts, whose routers give all the same score."""
+    """Return the model with its MLPs cut into E experts; its routers score all experts equally."""
     config = dense.config
     size = config.intermediate_size // E
     moe = MoeConfig(
@@ -52,7 +52,7 @@ def with_experts(top_k):
     )
     for name, weight in model.decoder.weights.items():
         layer, _, kind = name.rpartition(".")
-        if kind == "experts_gate_up":  # (E, 2I, N), from the rows of gate and then those of up
+        if kind == "experts_gate_up":  # (E, 2I, N): the rows of gate, then those of up
             gate, up = np.split(dense.decoder.weights[f"{layer}.gate_up"].data, 2)
             weight.data[:, :size] = gate.reshape(E, size, -1)
             weight.data[:, size:] = up.reshape(E, size, -1)
@@ -67,7 +67,7 @@ def with_experts(top_k):
 
 
 # %% [markdown]
-# If every token gets all experts, with the weight 1, nothing has changed.
+# If every token gets all experts with weight 1, the model is unchanged.
 
 # %%
 whole = with_experts(top_k=E).trace(ids).hidden[-1]
@@ -78,8 +78,8 @@ print(f"all {E} experts together are the MLP")
 # ## Who gets which word
 #
 # Now each token gets two experts. A router is a matrix (E, N): the softmax of its product with the
-# token gives a score per expert, the two best are taken, and their weights add up to 1 (times
-# `scale`). The experts are called with the `Routing`, so that is where to look.
+# token is a score per expert; the two best are chosen, and their weights sum to 1 (times
+# `scale`). The experts are called with the `Routing`, which we record.
 
 # %%
 model = with_experts(top_k=TOP_K)
@@ -87,7 +87,7 @@ rng = np.random.default_rng(0)
 for layer in range(LAYERS):
     router = model.decoder.weights[f"layers.{layer}.router"].data
     router[:] = rng.standard_normal(router.shape)
-    # A token is about as long as the weight of the norm before: logits get a deviation of 1.
+    # Scaled by the norm's weight, the length of a token: logits get a standard deviation of 1.
     router /= np.linalg.norm(model.decoder.weights[f"layers.{layer}.mlp_norm"].data)
 
 
@@ -141,8 +141,8 @@ print("routing.png")
 # %% [markdown]
 # ## How much work each expert has
 #
-# The engine counts on the device, and `stats()` reads the counts. Tokens from the prefix cache are
-# not computed, so no expert has them; here the cache is off, as the routers will change.
+# The engine counts tokens on the device, and `stats()` reads the counts. Tokens from the prefix
+# cache are not computed, so they are not counted; the cache is off here, since the routers change.
 
 # %%
 prompts = [
@@ -160,7 +160,7 @@ server = engine.LLMEngine(model, enable_prefix_caching=False, num_blocks=64)
 
 
 def load_of_a_batch():
-    """Serve all prompts; return how many tokens each expert has had for them, (LAYERS, E)."""
+    """Serve all prompts; return each expert's number of tokens, (LAYERS, E)."""
     before = np.array(list(server.stats().expert_load.values()))
     for index, request in enumerate(requests):
         server.add_request(str(index), request, engine.SamplingParams(max_tokens=1))
@@ -177,11 +177,11 @@ for layer, counts in server.stats().expert_load.items():
 # %% [markdown]
 # ## Balance
 #
-# A random router has favourites, and a router in training makes them worse: whoever gets the tokens
-# learns from them. A layer is as slow as its busiest expert where experts are on different GPUs.
-# DeepSeek-V3 and GLM-4.5 add a `correction` to the scores when experts are chosen (not to their
-# weights): up a little for whoever had too few tokens, down for whoever had too many
-# (arXiv:2408.15664). The counts are all it takes; here, those of the same prompts again and again.
+# A random router prefers some experts, and training reinforces the preference: an expert learns
+# from the tokens that it gets. If experts are on different GPUs, a layer is as slow as its busiest
+# expert. DeepSeek-V3 and GLM-4.5 add a `correction` to the scores when experts are chosen (not to
+# their weights): it rises a little for an expert with too few tokens and falls for one with too
+# many (arXiv:2408.15664). It needs only the counts; here, those of the same prompts, repeatedly.
 
 # %%
 imbalance, rate, load = [], 0.03, first

@@ -32,8 +32,8 @@ def scale_rows_mirror(x, scale):
 # %% [markdown]
 # ## 2. The kernel
 #
-# `scalar_t` is the dtype the file is compiled for. One thread an element; offsets are 64-bit,
-# because a row index times a row length passes 2^31 sooner than one thinks.
+# `scalar_t` is the dtype for which the file is compiled. One thread per element; offsets are 64-bit,
+# because a row index times a row length soon exceeds 2^31.
 
 # %%
 SOURCE = r"""
@@ -51,8 +51,8 @@ scale_rows_kernel(const scalar_t* __restrict__ x, const float* __restrict__ scal
 # %% [markdown]
 # ## 3. The public function
 #
-# The contract is checked once, here; after it, sizes and dtypes can be relied on. `Kernel` knows
-# the C type of every parameter and casts to it, since CuPy would pass Python ints as `long long`.
+# The contract is checked here, once; the code after it relies on sizes and dtypes. `Kernel` casts
+# every argument to its parameter's C type, since CuPy would pass Python ints as `long long`.
 
 # %%
 KERNEL = Kernel("scale_rows_kernel", "x:ptr scale:ptr y:ptr size:i64 n:i32")
@@ -75,7 +75,7 @@ x = cases.normal((4, 6), "float32", seed=0)
 print(scale_rows(x, np.array([1, 2, 3, 4], np.float32)))
 
 # %% [markdown]
-# A wrong shape is named, with both sizes.
+# The error for a wrong shape names the argument and both sizes.
 
 # %%
 try:
@@ -86,9 +86,9 @@ except ShapeError as error:
 # %% [markdown]
 # ## 4. Compile it: no GPU needed
 #
-# In the repository the file lies in `cuda_src/` and the loader finds it there. Here it is written
-# to a folder of its own, beside links to the shared headers, for as long as this cell runs. NVRTC
-# says how many registers it takes; a spill would show as a number other than 0.
+# In the repository the file lies in `cuda_src/`, where the loader finds it. Here it is written to a
+# temporary folder, next to links to the shared headers. NVRTC reports the number of registers; a
+# spill would show as a number other than 0.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -105,7 +105,7 @@ finally:
 # %% [markdown]
 # ## 5. The test: one body, two array modules
 #
-# In the repository `xp` is a fixture that is NumPy everywhere and also CuPy where there is a GPU.
+# In the repository `xp` is a fixture: NumPy, and on machines with a GPU also CuPy.
 # The mirror is itself checked against something simpler: here, a loop in float64.
 
 

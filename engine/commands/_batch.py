@@ -1,4 +1,4 @@
-"""Lines of a batch file in OpenAI's format, answered by an engine in this process."""
+"""Answers to the lines of a batch file in OpenAI's format, from an engine in this process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BatchLine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class BatchResponse(msgspec.Struct):
-    """The answer to a line, as the server would have given it."""
+    """The response to a line, equal to the server's."""
 
     status_code: int
     request_id: str
@@ -49,14 +49,14 @@ class BatchResponse(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct):
-    """Why a line is no request."""
+    """The reason why a line is not a valid request."""
 
     code: str
     message: str
 
 
 class BatchResult(msgspec.Struct):
-    """A line of the output: a response, or an error where the line is no request."""
+    """A line of the output: a response, or an error if the input line is not a valid request."""
 
     id: str
     custom_id: str | None
@@ -65,23 +65,23 @@ class BatchResult(msgspec.Struct):
 
     @property
     def is_success(self) -> bool:
-        """Tell whether the request was answered."""
+        """Whether the request was answered."""
         return self.response is not None and self.response.status_code == 200
 
 
 class Batch:
-    """Answers lines, many at a time.
+    """Answers lines, many concurrently.
 
     Parameters
     ----------
     client : EngineClient
     chat : ChatService
     names : sequence of str
-        Names of the model that a body may give; the first one is in the answers.
+        Accepted names of the model; answers contain the first one.
     window : int
-        Lines at most that are begun and not yet given back.
+        Maximum number of lines that are started and not yet yielded.
     window_bytes : int
-        Bytes of these lines at most; one line is begun however long it is.
+        Maximum bytes of these lines; a single line may exceed it.
     """
 
     def __init__(
@@ -107,15 +107,15 @@ class Batch:
     async def results(self, lines: Iterable[bytes]) -> AsyncGenerator[BatchResult, None]:
         """Yield the result of each line, in the order of the lines.
 
-        Blank lines have none. What is wrong with a line is its result, and the others go on.
+        Blank lines are skipped. The error of an invalid line is its result; others continue.
 
         Raises
         ------
         EngineError
-            If the engine has failed, which no line after it can survive.
+            If the engine has failed, so that no further line can be answered.
         """
         begun: deque[asyncio.Task[BatchResult]] = deque()
-        sizes: deque[int] = deque()  # bytes of the lines of `begun`
+        sizes: deque[int] = deque()  # bytes of each line of `begun`
         num_bytes = 0
         try:
             for number, line in enumerate(lines, 1):
@@ -164,7 +164,7 @@ class Batch:
     def _read(
         self, line: bytes
     ) -> tuple[str, type[Body], Callable[[Any, str], Awaitable[Any]], msgspec.Raw]:
-        """Return the id of a line, how its body is read and answered, and the body."""
+        """Return the id of a line, the functions that read and answer its body, and the body."""
         if len(line) > MAX_LINE:
             raise APIError(400, f"must have at most {MAX_LINE} bytes")
         found = decode_body(line, BatchLine)
@@ -176,7 +176,7 @@ class Batch:
         return found.custom_id, *self._answers[found.url], found.body
 
     def _check(self, body: Body) -> None:
-        """Refuse what a batch cannot do."""
+        """Refuse options that a batch does not support."""
         if body.model is not None and body.model not in self._names:
             names = ", ".join(self._names)
             message = f"the model {shown(body.model)} does not exist; this run has {names}"
@@ -205,7 +205,7 @@ class Batch:
 
 
 def _custom_id(line: bytes) -> str | None:
-    """Return the id of a line that is wrong otherwise, if it has one."""
+    """Return the id of an otherwise invalid line, if it contains one."""
     try:
         found = msgspec.json.decode(line[:MAX_LINE])
     except (msgspec.DecodeError, RecursionError, UnicodeError):

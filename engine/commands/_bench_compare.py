@@ -1,6 +1,6 @@
-"""Measures transformers for comparison: batch 1, static cache, same configuration and workload.
+"""Measures transformers for comparison: batch 1, static cache, the same model and workload.
 
-PyTorch is not a dependency: it is imported if installed, and only for this comparison.
+PyTorch is not a dependency; it is imported for this comparison only.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["check", "transformers_latency"]
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be compared before anything is measured.
+    """Check, before anything is measured, that the comparison is possible.
 
     Raises
     ------
     ConfigError
-        If PyTorch or transformers is not installed, or cannot run the model that the options name.
+        If PyTorch or transformers is not installed, or cannot run the chosen model.
     """
     for name in ("torch", "transformers"):
         if importlib.util.find_spec(name) is None:
@@ -83,7 +83,7 @@ def transformers_latency(
 
     count = work.lengths[0]
     for _ in range(2):
-        seconds(count)  # compiles
+        seconds(count)  # the first run compiles
     spans = [seconds(count) - seconds(1) for _ in range(repeats)]
     return {
         "what": f"transformers {transformers.__version__}, static cache",

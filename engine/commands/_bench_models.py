@@ -1,4 +1,4 @@
-"""What `engine bench` measures: a built-in configuration with random weights, or a real model."""
+"""The models of `engine bench`: built-in configurations with random weights, and real models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.loading.model_config import load_config
 
 __all__ = ["built_in_config", "built_in_names", "config_folder", "make_engine", "named_config"]
 
-_STARTUP_LEN = 2048  # sequence length where no option gives one
+_STARTUP_LEN = 2048  # default sequence length, in tokens
 
 
 def built_in_names() -> list[str]:
@@ -46,7 +46,7 @@ def built_in_config(name: str) -> ModelConfig:
 
 
 def named_config(name: str) -> tuple[ModelConfig, ModelSource | None]:
-    """Return a model's configuration, and its files unless the configuration is built in."""
+    """Return a model's configuration, and its files (None for a built-in configuration)."""
     if name in built_in_names():
         return built_in_config(name), None
     source = resolve_model(name, progress=sys.stderr.isatty())
@@ -56,9 +56,9 @@ def named_config(name: str) -> tuple[ModelConfig, ModelSource | None]:
 def make_engine(
     arguments: argparse.Namespace, *, max_model_len: int | None, max_num_seqs: int
 ) -> Any:
-    """Load the model that the options name, and build an engine for sequences of `max_model_len`.
+    """Load the chosen model, and build an engine for sequences of `max_model_len` tokens.
 
-    None: 2048, or the model's limit if that is less.
+    `max_model_len` None: 2048, or the model's limit if that is less.
 
     Raises
     ------

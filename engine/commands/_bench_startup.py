@@ -17,7 +17,7 @@ __all__ = ["child", "measure"]
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time one process with an empty kernel cache, and one with the cache that the first filled.
+    """Time one process with an empty kernel cache, and a second one with the cache filled.
 
     Raises
     ------
@@ -48,9 +48,9 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
-    """Return the command to measure; a model that is on this machine is named by its path.
+    """Return the command to measure, which names a local model by its path.
 
-    The measured process gets an empty cache, and so would not find a downloaded model by name.
+    The measured process starts with an empty cache, so it would not find a download by name.
     """
     # Imported late: a child process times the import of the engine itself.
     from engine.commands._bench_models import built_in_names
@@ -73,9 +73,9 @@ def _is_set(arguments: argparse.Namespace, name: str) -> bool:
 
 
 def child(arguments: argparse.Namespace) -> None:
-    """Print when each stage was reached, in seconds of the wall clock, as one line of JSON."""
+    """Print the wall-clock time of each stage, in seconds, as one line of JSON."""
     stations = {"imported": time.time()}
-    # Imported late: this import is what is timed.
+    # Imported late: this import is part of the measured time.
     from engine.commands._bench_models import make_engine
     from engine.commands._bench_workloads import Work, serve
 

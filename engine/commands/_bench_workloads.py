@@ -18,14 +18,14 @@ from engine.sampling_params import RequestOutputKind, SamplingParams
 
 __all__ = ["Work", "latency", "prefill", "serve", "throughput"]
 
-_LENGTHS = (100, 1024)  # of prompts and of outputs, both ends included
-_MAX_ID = 9999  # within every vocabulary that is measured
+_LENGTHS = (100, 1024)  # shortest and longest prompt and output, in tokens
+_MAX_ID = 9999  # largest token id; within the vocabulary of every measured model
 _COUNTED_STEPS = 64  # decoding steps over which the experts hit are averaged
 
 
 @dataclass(frozen=True)
 class Work:
-    """Requests: prompts as token ids, and how many tokens to generate for each.
+    """Requests: prompts as token ids, and the number of tokens to generate for each.
 
     Examples
     --------
@@ -49,7 +49,8 @@ class Work:
     ) -> Work:
         """Return requests with prompts and outputs of 100 to 1024 tokens, temperature 0.6.
 
-        `longest` replaces 1024, for outputs too unless `longest_output` is given; and 100 if less.
+        `longest` replaces 1024, for outputs too unless `longest_output` is given. It also replaces
+        100 if it is less.
         """
         rng = random.Random(0)
         shortest = min(_LENGTHS[0], longest)
@@ -87,7 +88,7 @@ def serve(engine: LLMEngine, work: Work) -> tuple[float, list[Any]]:
     Returns
     -------
     seconds : float
-        From the first step to the last output.
+        Time from the first step to the last output.
     metrics : list of RequestMetrics
         In the order of the requests.
 
@@ -125,9 +126,10 @@ def _queue(engine: LLMEngine, work: Work, output_kind: RequestOutputKind) -> Non
 def latency(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
     """Return the time per token, without the prefill, and the time to the first token.
 
-    Both are medians over all requests of all runs but the first. The weights that a decoding step
-    reads follow, in GB, with the rate that this makes (a lower bound: pages are not counted). For
-    a model with experts, one more run, which is not timed, counts those that a step hits.
+    Both are medians over all requests of all runs but the first. The row also contains the GB of
+    weights read by a decoding step, and the resulting rate (a lower bound of the memory traffic:
+    KV pages are not counted). For a model with experts, an additional run, which is not timed,
+    counts the experts hit per step.
     """
     runs = [serve(engine, work)[1] for _ in range(repeats + 1)]
     metrics = [each for run in runs[1:] for each in run]
@@ -145,7 +147,7 @@ def latency(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
     row["weight_GB_per_step"] = read * 1e-9
     if hits:
         row["experts_per_step"] = statistics.fmean(hits.values())
-    if engine.config.speculative is None:  # else a step makes several tokens
+    if engine.config.speculative is None:  # with drafts, a step yields several tokens
         row["weight_TB_per_s"] = read / row["ms_per_token"] * 1e-9
     return row
 
@@ -169,9 +171,9 @@ def prefill(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
 
 
 def _dense_bytes(decoder: Decoder) -> int:
-    """Return the bytes of the weights that every decoding step reads, whatever its tokens.
+    """Return the bytes of the weights that every decoding step reads.
 
-    They are all weights but the experts' and an embedding table that is not the output layer too.
+    These are all weights except the experts', and an embedding not tied to the output layer.
     """
     weights = decoder.weights
     unread = [weights[name] for name in weights if _is_expert(name)]
@@ -194,10 +196,11 @@ def _is_expert(name: str) -> bool:
 
 
 def _expert_hits(engine: LLMEngine, work: Work) -> dict[int, float]:
-    """Return how many experts of each layer a decoding step hits, the mean over 64 steps or fewer.
+    """Return the mean number of distinct experts of each layer hit by a decoding step.
 
-    Reading the counters makes the host wait for every step, so this is never part of a timed run.
-    With `enable_expert_parallel`, only the experts of this process count.
+    It is averaged over at most 64 steps. Reading the counters makes the host wait for every step,
+    so this is never part of a timed run. With `enable_expert_parallel`, only the experts of this
+    process count.
     """
     model = engine.model
     own = slice(*model.expert_runs[0]) if model.expert_runs else slice(None)
@@ -207,7 +210,7 @@ def _expert_hits(engine: LLMEngine, work: Work) -> dict[int, float]:
     steps: list[dict[int, int]] = []
     while engine.has_unfinished_requests():
         if len(started) < len(lengths):
-            steps.clear()  # a prefill; with async scheduling perhaps the first decoding step
+            steps.clear()  # prefills; with async scheduling, perhaps the first decoding step
         before = model.expert_load()
         started.update(output.request_id for output in engine.step())
         load = {layer: after - before[layer] for layer, after in model.expert_load().items()}

@@ -1,4 +1,4 @@
-"""`engine chat --url`: a conversation with a model at a server that speaks OpenAI's protocol."""
+"""`engine chat --url`: a conversation with a model on a server that speaks OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ _LOCAL = {
 }
 """Options that mean a model on this machine, and their defaults."""
 
-_MAX_TOKENS = 1 << 40  # of an answer; a larger number is no count
+_MAX_TOKENS = 1 << 40  # largest plausible token count of an answer
 
-# An answer from elsewhere must not steer the terminal.
+# Control characters are removed: an answer must not control the terminal.
 _CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160))}
 _CONTROL = {code: to for code, to in _CONTROL.items() if chr(code) not in "\n\t"}
 
 
 def add_url_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that name a server."""
+    """Declare the options of a server."""
     parser.add_argument(
         "--url",
-        help="ask the server at this URL, as http://127.0.0.1:8000, and not a model here; --model "
-        "is then its name there (default: the first that the server lists)",
+        help="chat with a model of the server at this URL (http://127.0.0.1:8000); --model is "
+        "its name there (default: the first that the server lists)",
     )
     parser.add_argument("--api-key", help="sent as a bearer token (default: OPENAI_API_KEY)")
 
 
 class RemoteChat:
-    """A conversation's other side.
+    """A model on a server, as the partner of a conversation.
 
     Parameters
     ----------
     server : Server
     model : str
     fields : dict
-        Of the body, beside the messages.
+        Fields of the body other than the messages.
     """
 
     def __init__(self, server: Server, model: str, fields: dict[str, Any]) -> None:
@@ -65,23 +65,23 @@ class RemoteChat:
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> RemoteChat:
-        """Return the chat that the command's options describe.
+        """Build the chat from the command's options.
 
         Raises
         ------
         ConfigError
-            If an option means a model on this machine, or has a wrong value.
+            If an option applies only to a local model, or has an invalid value.
         EngineError
-            If the model's name must be asked for, and the server does not answer.
+            If the model's name must be requested and the server does not answer.
         """
         for name, default in _LOCAL.items():
             if getattr(arguments, name) != default:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{option} applies to a model here, not to --url")
         fields = given_sampling(arguments)
-        SamplingParams(**fields)  # report a mistake before anything is sent
+        SamplingParams(**fields)  # report invalid values before anything is sent
         if not arguments.ignore_eos:
-            del fields["ignore_eos"]  # servers elsewhere may not know it
+            del fields["ignore_eos"]  # other servers may not know it
         server = Server.parse("--url", arguments.url, key=api_key(arguments.api_key))
         return cls(server, arguments.model or server.first_model(), fields)
 
@@ -113,7 +113,7 @@ class RemoteChat:
 
 
 class _Stream:
-    """The events of one answer: its text, and what the last line says of it."""
+    """The events of one answer: its text, and the figures for the summary."""
 
     def __init__(self, events: Iterator[dict[str, Any]]) -> None:
         self._events: Any = events
@@ -123,7 +123,7 @@ class _Stream:
         self._first = 0.0
 
     def text(self) -> Iterator[str]:
-        """Yield the pieces of the answer; what the model thinks goes to standard error."""
+        """Yield the pieces of the answer; reasoning is written to standard error."""
         for event in self._events:
             try:
                 thought, piece = self._read(event)
@@ -135,7 +135,7 @@ class _Stream:
                 yield piece
 
     def _read(self, event: dict[str, Any]) -> tuple[str, str]:
-        """Return what an event adds to the thoughts and to the answer."""
+        """Return the reasoning and the text that an event adds."""
         self._usage = dict(event.get("usage") or self._usage)
         if not event.get("choices"):
             return "", ""
@@ -150,7 +150,7 @@ class _Stream:
         return thought, piece
 
     def close(self) -> None:
-        """Close the connection: a server ends a request that nobody reads."""
+        """Close the connection, which ends the request on the server."""
         self._events.close()
 
     def summary(self) -> str:
@@ -170,7 +170,7 @@ class _Stream:
 
 
 def _count(value: object) -> int | None:
-    """Return what the server gives as a number of tokens, or None if it is none."""
+    """Return the server's number of tokens, or None if it is not a number."""
     if not isinstance(value, int) or isinstance(value, bool):
         return None
     return value if 0 <= value <= _MAX_TOKENS else None

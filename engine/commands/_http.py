@@ -1,4 +1,4 @@
-"""Blocking requests to a server that speaks OpenAI's protocol; what it sends is bounded."""
+"""Blocking requests to a server that speaks OpenAI's protocol; the answers' size is bounded."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _MAX_STREAM = 256 << 20
 
 
 def api_key(given: str | None) -> str | None:
-    """Return the key: the option's, or OPENAI_API_KEY; None without one.
+    """Return the API key: the option's, else that of OPENAI_API_KEY, else None.
 
     Raises
     ------
     ConfigError
-        If it has characters that no header can have.
+        If it contains characters that are not allowed in a header.
     """
     key = os.environ.get("OPENAI_API_KEY") if given is None else given
     if key and not (key.isascii() and key.isprintable()):
-        raise ConfigError("--api-key must be printable ASCII")  # the key itself is not shown
+        raise ConfigError("--api-key must be printable ASCII")  # without the key itself
     return key or None
 
 
@@ -43,13 +43,13 @@ class Server:
     Attributes
     ----------
     host, port, tls
-        Where it listens.
+        The server's address.
     prefix : str
-        Path before ``/v1``.
+        Path prefix before ``/v1``.
     key : str or None
         API key.
     timeout : float
-        Seconds that connecting, or the next bytes, may take.
+        Maximum seconds to connect, and to wait for the next bytes.
     """
 
     host: str
@@ -63,17 +63,17 @@ class Server:
     def parse(
         cls, option: str, url: str, *, key: str | None = None, timeout: float = 60.0
     ) -> Server:
-        """Return the server that a URL names, with or without ``/v1`` at its end.
+        """Parse a URL, with or without ``/v1`` at its end.
 
         Raises
         ------
         ConfigError
-            If it is no http:// or https:// URL; it names the option.
+            If it is not an http:// or https:// URL; the message names `option`.
         """
         try:
             parts = urllib.parse.urlsplit(url)
             port = parts.port
-            (parts.hostname or "").encode("idna")  # as a lookup does
+            (parts.hostname or "").encode("idna")  # raises for names that cannot be resolved
         except ValueError:
             parts = urllib.parse.urlsplit("")
             port = None
@@ -100,7 +100,7 @@ class Server:
         Raises
         ------
         EngineError
-            If it cannot be asked, or lists none.
+            If the server does not answer, or lists no model.
         """
         with self._answer("GET", "/v1/models", None) as response:
             body = _read(response, _MAX_BODY)
@@ -113,15 +113,15 @@ class Server:
         return name
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the events of an answer, until the server says that it has ended.
+        """Yield the events of an answer up to the server's [DONE].
 
         Closing the iterator closes the connection, which ends the request.
 
         Raises
         ------
         EngineError
-            If there is no connection, the status is not 200, or what comes is no stream of events
-            that ends as it should; the message has the server's own.
+            If the connection fails, the status is not 200, or the answer is not a complete stream
+            of events; the message includes the server's own.
         """
         with self._answer("POST", path, json.dumps(body).encode()) as response:
             kind = response.headers.get_content_type()
@@ -193,7 +193,7 @@ def _read(response: http.client.HTTPResponse, limit: int) -> bytes:
 
 
 def _message(body: bytes) -> str:
-    """Return the message of an error in OpenAI's shape, or the beginning of another body."""
+    """Return the message of an error in OpenAI's format, or the start of any other body."""
     try:
         error = json.loads(body)["error"]
         return excerpt(error if isinstance(error, str) else error["message"])

@@ -25,13 +25,13 @@ __all__ = [
 _SAMPLING = {
     "max_tokens": (int, "maximum number of tokens to generate (default 256)"),
     "min_tokens": (int, "generate at least this many tokens"),
-    "temperature": (float, "0 always takes the most probable token"),
+    "temperature": (float, "0: always the most probable token"),
     "top_p": (float, "keep the most probable tokens that sum to this probability"),
-    "top_k": (int, "keep this many most probable tokens; 0 keeps all"),
+    "top_k": (int, "keep this many of the most probable tokens; 0: all"),
     "min_p": (float, "drop tokens less probable than this fraction of the best"),
     "repetition_penalty": (float, "above 1 makes tokens seen before less likely"),
     "presence_penalty": (float, "subtracted once from the logit of each generated token"),
-    "frequency_penalty": (float, "subtracted from it once per occurrence"),
+    "frequency_penalty": (float, "subtracted from the logit once per occurrence"),
     "seed": (int, "the same seed gives the same text"),
 }
 
@@ -41,7 +41,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="name, folder, .gguf file or hub id")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
     parser.add_argument("--dtype", default="auto", help="float32, float16, bfloat16 or auto")
-    parser.add_argument("--load-format", default="auto", help="dummy makes random weights")
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights")
     add_quantization_argument(parser)
     parser.add_argument("--max-model-len", type=int, help="maximum tokens of prompt and answer")
     parser.add_argument(
@@ -60,8 +60,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_llm(arguments: argparse.Namespace) -> LLM:
-    """Check the sampling options, then load the model that the options name."""
-    SamplingParams(**given_sampling(arguments))  # report a mistake now, not after the load
+    """Check the sampling options, then load the chosen model."""
+    SamplingParams(**given_sampling(arguments))  # report invalid values before the load
     options: dict[str, Any] = {"max_num_seqs": 1, "kv_cache_dtype": arguments.kv_cache_dtype}
     options |= quantization_option(arguments) | speculation_option(arguments)
     options |= parallel_option(arguments)
@@ -78,12 +78,12 @@ def make_llm(arguments: argparse.Namespace) -> LLM:
 
 
 def sampling_params(llm: LLM, arguments: argparse.Namespace) -> SamplingParams:
-    """Return the model's own sampling parameters, overridden by the options given."""
+    """Return the model's own sampling parameters, overridden by the given options."""
     return llm.get_default_sampling_params(**given_sampling(arguments))
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the keywords of `SamplingParams` that the options give, with the default length."""
+    """Return the keywords of `SamplingParams` from the given options, with a default length."""
     given = {name: getattr(arguments, name) for name in (*_SAMPLING, "stop", "ignore_eos")}
     return {"max_tokens": 256} | {k: value for k, value in given.items() if value is not None}
 

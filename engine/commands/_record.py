@@ -1,4 +1,4 @@
-"""Results of a measurement as JSON, with the conditions under which it was made."""
+"""Results of a measurement as JSON, together with its conditions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["check_json_file", "conditions", "write_record"]
 
 
 def check_json_file(file: Path) -> None:
-    """Raise ConfigError unless the file can be written, before anything is measured."""
+    """Raise `ConfigError` if the file cannot be written; called before anything is measured."""
     if file.is_dir():
         raise ConfigError(f"--json must name a file; got the folder {excerpt(file)}")
     if not file.parent.is_dir():
@@ -55,7 +55,7 @@ def _without_keys(words: list[str]) -> list[str]:
     shown = list(words)
     for index, word in enumerate(words):
         name, equals, _ = word.partition("=")
-        # argparse takes beginnings of an option, too.
+        # argparse accepts abbreviated options too.
         if len(name) > 2 and "--api-key".startswith(name):
             if equals:
                 shown[index] = f"{name}=..."
@@ -65,7 +65,7 @@ def _without_keys(words: list[str]) -> list[str]:
 
 
 def write_record(file: Path, device: Device, record: dict[str, Any]) -> None:
-    """Write `record` to a file, after the conditions.
+    """Write the conditions and `record` to a file.
 
     Raises
     ------
@@ -74,5 +74,5 @@ def write_record(file: Path, device: Device, record: dict[str, Any]) -> None:
     """
     try:
         file.write_text(json.dumps({**conditions(device), **record}, indent=1) + "\n")
-    except (OSError, ValueError) as error:  # ValueError: a name that is no valid path
+    except (OSError, ValueError) as error:  # ValueError: an invalid path
         raise ConfigError(f"--json {excerpt(file)} cannot be written: {error}") from error

@@ -20,18 +20,18 @@ def add_speculation_argument(parser: argparse.ArgumentParser, help: str = SPECUL
 
 
 def speculation_option(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the keyword for `LLM` or `LLMEngine`; nothing if the option was left out."""
+    """Return the keyword for `LLM` or `LLMEngine`; empty if the option is not given."""
     given = arguments.speculative_config
     return {} if given is None else {"speculative_config": parsed_config(given)}
 
 
 def parsed_config(given: Any) -> dict[str, Any]:
-    """Return the config as a mapping: of JSON, or of a table that a file holds.
+    """Return the config as a mapping, from JSON text or a table of a TOML file.
 
     Raises
     ------
     ConfigError
-        If it is neither, or has a value that JSON does not have: a date of TOML.
+        If it is neither, or contains a value that JSON does not support, such as a TOML date.
     """
     config = given
     if isinstance(given, str):

@@ -1,4 +1,4 @@
-"""Standard input, output and error of a command: closed, full, or not decodable."""
+"""Standard input, output and error of a command, even if closed, full or not decodable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_INPUT = 64 << 20
 
 
 class _ClosedInput(io.TextIOBase):
-    """Stands for a closed standard input: only a command that reads it fails."""
+    """Replaces a closed standard input, so that only commands that read it fail."""
 
     def readable(self) -> bool:
         return True
@@ -32,22 +32,22 @@ class _ClosedInput(io.TextIOBase):
 
 
 def prepare_streams() -> None:
-    """Make the standard streams usable, as a command expects them.
+    """Make the standard streams usable.
 
-    A closed standard error is discarded, so that a daemon runs without one. Standard output
-    replaces what the terminal cannot encode; standard input must be decodable.
+    A closed standard error is replaced, so that a daemon can run without one. Standard output
+    substitutes characters that the terminal cannot encode; standard input must be decodable.
 
     Raises
     ------
     EngineError
         If standard output is closed.
     """
-    # SAFETY: otherwise the next file that is opened gets the number of a closed stream, and what
-    # libraries print would be written into it.
+    # SAFETY: otherwise the next opened file gets the descriptor of the closed stream, and output
+    # of libraries is written into that file.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
-    streams: Any = sys  # any of the three is None if it was closed
+    streams: Any = sys  # a closed stream is None
     if streams.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if streams.stdin is None:
@@ -61,12 +61,12 @@ def prepare_streams() -> None:
 
 
 def read_input(*, line: bool = False) -> str:
-    """Return what standard input has, or its next line ("" at the end).
+    """Read all of standard input, or its next line ("" at the end).
 
     Raises
     ------
     RequestError
-        If that is longer than `MAX_INPUT`.
+        If the text is longer than `MAX_INPUT`.
     """
     text = sys.stdin.readline(MAX_INPUT + 1) if line else sys.stdin.read(MAX_INPUT + 1)
     if len(text) > MAX_INPUT:
@@ -76,12 +76,12 @@ def read_input(*, line: bool = False) -> str:
 
 
 def discard_output() -> None:
-    """Discard what standard output still holds: nobody can read it, and the last flush fails."""
+    """Discard buffered standard output, whose reader has gone: the final flush would fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def discard_errors() -> None:
-    """Discard what a full standard error still holds, for which Python would exit with 120."""
+    """Discard buffered standard error that cannot be written: Python would exit with 120."""
     try:
         sys.stderr.flush()
     except OSError:

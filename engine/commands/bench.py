@@ -1,6 +1,6 @@
 """`engine bench latency | throughput | prefill | startup`: measure a model on this machine.
 
-`engine bench serve` is a command of its own, in `bench_serve/`.
+`engine bench serve` is a separate command; see `bench_serve/`.
 """
 
 from __future__ import annotations
@@ -57,28 +57,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
     parser.add_argument("--dtype", default="auto", help="float32, float16, bfloat16 or auto")
-    parser.add_argument("--load-format", default="auto", help="dummy makes random weights")
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights")
     add_quantization_argument(parser)
     parser.add_argument(
         "--kv-cache-dtype", default="auto", help="fp8 or int8: half the memory of keys and values"
     )
     add_speculation_argument(parser)
     add_parallel_argument(parser)
-    parser.add_argument("--num-requests", type=int, help="how many requests")
-    parser.add_argument("--prompt-len", type=int, help="tokens of a prompt (throughput: at most)")
-    parser.add_argument("--output-len", type=int, help="tokens of an output (throughput: at most)")
+    parser.add_argument("--num-requests", type=int, help="number of requests")
+    parser.add_argument("--prompt-len", type=int, help="tokens of a prompt (throughput: maximum)")
+    parser.add_argument("--output-len", type=int, help="tokens of an output (throughput: maximum)")
     parser.add_argument("--repeats", type=int, help="runs; the median is reported (default 3)")
     parser.add_argument("--max-num-seqs", type=int, help="maximum number of running requests")
     parser.add_argument("--max-num-batched-tokens", type=int, help="token budget of a step")
     parser.add_argument("--no-cuda-graphs", action="store_true", help="launch kernel by kernel")
-    parser.add_argument("--no-async", action="store_true", help="wait for each step")
+    parser.add_argument("--no-async", action="store_true", help="do not overlap steps")
     parser.add_argument("--compare", action="store_true", help="measure transformers too (latency)")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--in-child", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print a table, and write JSON if asked for."""
+    """Measure, print a table, and with --json write a file."""
     # Imported late: a child process times the import of the engine itself.
     from engine.commands import _bench_startup
 
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cell(name: str, value: Any) -> str:
-    """Format a value for the table: text as it is, a number with its name."""
+    """Format a value for the table: a text alone, a number after its name."""
     if isinstance(value, str):
         return value
     return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
@@ -113,7 +113,7 @@ def _check(arguments: argparse.Namespace) -> None:
     kind = arguments.kind
     for name in _COUNTS:
         value = getattr(arguments, name)
-        least = 2 if (kind, name) == ("latency", "output_len") else 1  # latency needs an interval
+        least = 2 if (kind, name) == ("latency", "output_len") else 1  # latency needs two tokens
         most = _MAX_REPEATS if name == "repeats" else _MAX_COUNT
         if value is not None and not least <= value <= most:
             raise ConfigError(
@@ -136,7 +136,7 @@ def _option(name: str) -> str:
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[int, int, int]:
-    """Return the number of requests, and the prompt and output lengths (throughput: at most)."""
+    """Return the number of requests, and the prompt and output lengths (throughput: maxima)."""
     num_requests, prompt_len, output_len = _DEFAULTS[arguments.kind]
     if arguments.prompt_len and arguments.kind == "throughput":
         output_len = arguments.prompt_len

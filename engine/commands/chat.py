@@ -1,4 +1,4 @@
-"""`engine chat`: a conversation in the terminal, with a model here or (`--url`) at a server."""
+"""`engine chat`: a conversation in the terminal, with a local model or a server's (`--url`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read lines until the end of input; answer each one."""
+    """Answer each line of the input until its end."""
     if arguments.url is not None:
         _converse(arguments.system, RemoteChat.from_arguments(arguments).turn)
         return 0
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _converse(system: str | None, turn: Callable[[list[dict[str, str]], str], None]) -> None:
-    """Read lines; `turn` answers one, and adds both to the history."""
+    """Read lines; `turn` answers each one and adds both to the history."""
     first = [{"role": "system", "content": system}] if system else []
     history = list(first)
     if sys.stdin.isatty():
@@ -66,7 +66,7 @@ def _converse(system: str | None, turn: Callable[[list[dict[str, str]], str], No
 
 
 def _read_line() -> str | None:
-    """Return the next line, or None at the end; Ctrl-C clears the line, as shells do."""
+    """Return the next line, or None at the end; Ctrl-C clears the line, as in a shell."""
     while True:
         try:
             if sys.stdin.isatty():

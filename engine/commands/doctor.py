@@ -1,4 +1,4 @@
-"""`engine doctor`: what this machine has, what works, and what to install next."""
+"""`engine doctor`: checks of this machine, and the next thing to install."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["add_arguments", "run"]
 
 _T = TypeVar("_T")
 
-# Compiles only with the headers that the kernels include, and bfloat16 and fp8 conversions.
+# Compiles only if the kernels' headers, with bfloat16 and fp8 conversions, are available.
 _FIVE_LINES = """#include <cuda_bf16.h>
 #include <cuda_fp8.h>
 extern "C" __global__ void five_lines(__nv_bfloat16* x, __nv_fp8_e4m3* y) {
@@ -43,7 +43,7 @@ extern "C" __global__ void five_lines(__nv_bfloat16* x, __nv_fp8_e4m3* y) {
 
 
 class _NotHereError(Exception):
-    """Something that only a GPU needs is not on this machine; not a failure."""
+    """Something that only a GPU needs is missing; not a failure."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,10 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan",
         metavar="MODEL",
-        help="instead, say what of a model fits into memory, from its configuration: a folder, a "
+        help="instead, plan the memory of a model by its configuration: a folder, a "
         ".gguf file, a name, or a built-in configuration of engine bench",
     )
-    parser.add_argument("--memory", help="with --plan: of a GPU, such as 141GB or 80GiB "
+    parser.add_argument("--memory", help="with --plan: memory of a GPU, such as 141GB or 80GiB "
                         "(default: this machine's)")  # fmt: skip
     parser.add_argument("--dtype", help="with --plan: float32, float16, bfloat16 or auto")
     parser.add_argument("--max-model-len", type=int, help="with --plan: longest sequence")
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run every check; 0 if the engine works on the CPU (a missing GPU is not a failure)."""
+    """Run all checks; return 0 if the engine works on the CPU (a missing GPU is no failure)."""
     if arguments.plan is not None:
         print(_plan(arguments))
         return 0
@@ -91,14 +91,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(name: str, check: Callable[[], str]) -> str:
-    """Run a check, print its line, and return "ok", "--" (not here) or "FAIL"."""
+    """Run a check, print its line, and return "ok", "--" (missing) or "FAIL"."""
     try:
         text = check()
         state = "ok"
     except _NotHereError as error:
         text = f"not here: {error}"
         state = "--"
-    except Exception as error:  # report every failure, whatever its type
+    except Exception as error:  # every exception is a failed check
         text = f"{type(error).__name__}: {error}"
         state = "FAIL"
     print(f"{state:4} {name:14} {text}")
@@ -106,7 +106,7 @@ def _show(name: str, check: Callable[[], str]) -> str:
 
 
 def _verdict(states: list[str]) -> str:
-    """Return the line on CUDA, with the one next step."""
+    """Return the line about CUDA, with the next step to take."""
     if all(state == "ok" for state in states):
         return "CUDA: ready"
     install = f"{sys.executable} -m pip install '{device.gpu_extra()}'"
@@ -118,7 +118,7 @@ def _verdict(states: list[str]) -> str:
 
 
 def _plan(arguments: argparse.Namespace) -> str:
-    """Return the plan for the model and the memory that the options name."""
+    """Return the plan for the given model and memory."""
     if not arguments.plan:
         raise ConfigError("--plan must name a model; got ''")
     config, source = named_config(arguments.plan)
@@ -144,7 +144,7 @@ def _plan(arguments: argparse.Namespace) -> str:
 
 
 def _draft(speculative: SpeculativeConfig, target: LoadConfig) -> tuple[ModelConfig, LoadConfig]:
-    """Return the configuration of a draft model, and how it would be loaded beside its target."""
+    """Return a draft model's configuration, and the options with which its target loads it."""
     config, source = named_config(str(speculative.model))
     length = min(target.max_model_len, config.max_position_embeddings)
     dtype = speculative.dtype or target.dtype
@@ -156,7 +156,7 @@ def _draft(speculative: SpeculativeConfig, target: LoadConfig) -> tuple[ModelCon
 
 
 def _parsed_memory(text: str) -> int:
-    """Return a number of bytes.
+    """Parse a number of bytes.
 
     Examples
     --------
@@ -240,7 +240,7 @@ def _kernel() -> str:
 
 
 def _part(part: Callable[[], _T]) -> _T:
-    """Return a part of the compiler; if it is missing and there is no GPU, that is "not here"."""
+    """Return a part of the compiler; on a machine without a GPU, it may be missing."""
     try:
         return part()
     except CompileError as error:

@@ -40,23 +40,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-cache-dtype",
         default="auto",
-        help="of the pages: auto (as the model), fp8 or int8",
+        help="dtype of the KV cache: auto (the model's), fp8 or int8",
     )
     parser.add_argument("--context", type=int, default=512, help="tokens of a window (default 512)")
-    parser.add_argument("--stride", type=int, help="distance of overlapping windows")
+    parser.add_argument("--stride", type=int, help="tokens from window to window")
     parser.add_argument("--max-tokens", type=int, help="read at most this many tokens of the text")
     parser.add_argument(
         "--compare",
         metavar="REFERENCE",
-        help="also measure KL divergence from another model, or from this one with other options: "
-        "a name or path, or for example dtype=float32 or model=PATH,dtype=bfloat16 (what is left "
-        "out is as above, without --quantization)",
+        help="also measure the KL divergence from another model, or from this one with other "
+        "options: a name or path, or for example dtype=float32 or model=PATH,dtype=bfloat16 "
+        "(other options as above, without --quantization)",
     )
     parser.add_argument("--json", type=Path, help="also write the result to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the figures, and write JSON if asked for."""
+    """Measure, print the figures, and with --json write a file."""
     if arguments.max_tokens is not None and arguments.max_tokens < 1:
         raise ConfigError(f"--max-tokens must be at least 1; got {arguments.max_tokens}")
     if arguments.json is not None:
@@ -107,7 +107,7 @@ def _read(file: str) -> str:
 
 
 def _reference_options(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the keywords that load the reference; None if there is none."""
+    """Return the keywords that load the reference model; None without --compare."""
     given = arguments.compare
     if given is None:
         return None
@@ -127,7 +127,7 @@ def _reference_options(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _check_tokens(reference: Model, text: str, token_ids: list[int]) -> None:
-    """Refuse a reference that reads other tokens."""
+    """Refuse a reference model whose tokenizer differs."""
     if text_ids(reference, text)[0][: len(token_ids)] != token_ids:
         raise RequestError("--compare must name a model whose tokenizer gives the same token ids")
 

@@ -28,11 +28,11 @@ _SHORT = "{:22} {:16} {:>8} {:>8} {:>10} {:>8}"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("op", nargs="*", help="only these ops, a line for each kernel")
-    parser.add_argument("--all", action="store_true", help="a line for each kernel of every op")
+    parser.add_argument("op", nargs="*", help="list only these ops, with one line per kernel")
+    parser.add_argument("--all", action="store_true", help="list every op with one line per kernel")
     parser.add_argument("--arch", help="architecture, such as sm_80 (default: this GPU's)")
     parser.add_argument("--dtype", choices=FLOAT_NAMES, help="only this dtype")
-    parser.add_argument("--compile", action="store_true", help="compile what is not in the cache")
+    parser.add_argument("--compile", action="store_true", help="compile uncached kernels")
 
 
 def op_names() -> list[str]:
@@ -42,13 +42,13 @@ def op_names() -> list[str]:
 
 
 def op_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
-    """Return every module that op `op` may launch for `dtype`."""
+    """Return all modules that op `op` may launch for `dtype`."""
     module = importlib.import_module(f"engine.kernels.{op}")
     return tuple(module.specs(dtype, patterns=True))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one line per op; for the ops named, or with --all, one line per kernel."""
+    """Print one line per op, or, for named ops and with --all, one line per kernel."""
     arch = arguments.arch or _this_arch()
     if not re.fullmatch(r"sm_\d{2,3}a?", arch):
         raise ConfigError(f"--arch must be an architecture like sm_80 or sm_90a; got {arch!r}")
@@ -75,7 +75,7 @@ def _modules(
 def _found(spec: ModuleSpec, arch: str, compile_missing: bool) -> tuple[CompiledModule | None, str]:
     try:
         found = cached_module(spec, arch)
-    except CompileError:  # no NVRTC, so nothing can be compiled
+    except CompileError:  # NVRTC is missing
         found = None
     if found is None and compile_missing:
         return compile_module(spec, arch), "compiled"

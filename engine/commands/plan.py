@@ -1,4 +1,4 @@
-"""`engine plan`: memory and predicted speed of a model on GPUs that need not be here."""
+"""`engine plan`: predicted memory and speed of a model on GPUs that need not be present."""
 
 from __future__ import annotations
 
@@ -42,28 +42,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a folder, a .gguf file, a name, or a built-in "
                         "configuration of engine bench")  # fmt: skip
     parser.add_argument("--gpu", required=True, help=f"kind of GPU: {', '.join(CARDS)}")
-    parser.add_argument("--gpus", type=int, default=1, help="how many (default 1)")
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs (default 1)")
     parser.add_argument("--gpus-per-host", type=int, default=8, help="default 8")
     for name, meaning in _WAYS.items():
         parser.add_argument(f"--{name}-parallel-size", type=int, metavar="N",
-                            help=f"only ways with N {meaning}")  # fmt: skip
+                            help=f"only plans with N {meaning}")  # fmt: skip
     parser.add_argument("--enable-expert-parallel", action="store_true",
-                        help="only ways with whole experts on each GPU")  # fmt: skip
+                        help="only plans with whole experts on each GPU")  # fmt: skip
     add_quantization_argument(parser)
     parser.add_argument("--dtype", default="auto", help="float16, bfloat16 or auto")
     parser.add_argument("--kv-cache-dtype", default="auto", help=f"{', '.join(_PAGES)}")
     parser.add_argument("--max-model-len", type=int, help="longest sequence (default: the model's)")
     parser.add_argument("--max-num-seqs", type=int, default=256,
-                        help="requests of a replica at once (default 256)")  # fmt: skip
-    parser.add_argument("--num-requests", type=int, default=256, help="in all (default 256)")
+                        help="running requests of a replica (default 256)")  # fmt: skip
+    parser.add_argument(
+        "--num-requests", type=int, default=256, help="total requests (default 256)"
+    )
     parser.add_argument("--prompt-len", type=int, help="tokens of each prompt (default: 100 to "
                         "1024, and 4096 for prompt tokens/s)")  # fmt: skip
-    parser.add_argument("--output-len", type=int, help="of each output (default: 100 to 1024)")
-    parser.add_argument("--json", action="store_true", help="print JSON, with the parts of times")
+    parser.add_argument("--output-len", type=int, help="tokens of an output (default: 100 to 1024)")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON, with the components of each time"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan; 0 if some way fits."""
+    """Print the plan; return 0 if the model fits in any way."""
     plan = _plan(arguments)
     if arguments.json:
         print(json.dumps({"model": arguments.model, **plan.as_dict()}))
@@ -91,7 +95,7 @@ def _plan(arguments: argparse.Namespace) -> ScalingPlan:
         source,
         (Device("cuda", 0), ""),
         arguments.dtype,
-        "dummy",  # any format: nothing is loaded
+        "dummy",  # nothing is loaded, so the files' format does not matter
         arguments.max_model_len,
         arguments.quantization or _stored_format(source),
     )
@@ -110,14 +114,14 @@ def _plan(arguments: argparse.Namespace) -> ScalingPlan:
 
 
 def _stored_format(source: ModelSource | None) -> str | None:
-    """Return the format of the matrices in a model's files; None if they are not quantized.
+    """Return the weight format of a model's files; None if they are not quantized.
 
-    Of a .gguf file, whose tensors have types of their own, that of the most bytes of layers.
+    For a .gguf file, whose tensors differ in type, the type with the most bytes in layers.
 
     Raises
     ------
     ConfigError
-        If a folder's files have several.
+        If a folder's files contain several formats.
     """
     if source is None:
         return None
@@ -146,7 +150,7 @@ def _check_positive(name: str, number: int | None) -> None:
 
 
 def _ways(arguments: argparse.Namespace, config: ModelConfig) -> list[Division]:
-    """Return the ways to divide the GPUs that the options leave."""
+    """Return the ways to divide the GPUs that the options allow."""
     wanted = {way: getattr(arguments, f"{way}_parallel_size") for way in _WAYS}
     for way, size in wanted.items():
         if size is not None and arguments.gpus % size:

@@ -15,14 +15,17 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("model", help="folder with safetensors of 16 or 32 bits, or hub id")
-    parser.add_argument("out", help="the new folder; absent or empty")
+    parser.add_argument("out", help="the new folder; must be absent or empty")
     names = f"int4 (in groups of 128), {', '.join(STORABLE)}"
     parser.add_argument("--format", required=True, metavar="FORMAT", help=names)
     parser.add_argument(
-        "--calibrate", metavar="FILE", help="text in UTF-8: round with GPTQ for such inputs"
+        "--calibrate", metavar="FILE", help="round with GPTQ, calibrated on this UTF-8 text"
     )
     parser.add_argument(
-        "--calibration-tokens", type=int, default=32768, help="tokens of it (default 32768)"
+        "--calibration-tokens",
+        type=int,
+        default=32768,
+        help="number of its tokens to use (default 32768)",
     )
     parser.add_argument(
         "--ignore",
@@ -30,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         action="extend",
-        help='linear layers to copy: names, or "re:" and a regular expression',
+        help='linear layers to leave unquantized: names, or "re:" and a regular expression',
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
 

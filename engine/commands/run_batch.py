@@ -1,7 +1,7 @@
 """`engine run-batch FILE.jsonl -o OUT.jsonl`: answer the requests of a batch file, then end.
 
-The format is OpenAI's: a line has ``custom_id``, ``method``, ``url`` and ``body``, and the output
-has a line for each, in the same order. Until the run is over, it is in ``OUT.jsonl.partial``.
+The format is OpenAI's: a line contains ``custom_id``, ``method``, ``url`` and ``body``; the output
+contains one line for each, in the same order. During the run it is ``OUT.jsonl.partial``.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _LIMITS = {"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 24}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
-    parser.add_argument("file", type=Path, help="the requests, a JSON object a line")
+    parser.add_argument("file", type=Path, help="the requests, one JSON object per line")
     parser.add_argument(
-        "-o", "--output-file", type=Path, required=True, metavar="OUT", help="where answers go"
+        "-o", "--output-file", type=Path, required=True, metavar="OUT", help="file for the answers"
     )
     add_model_arguments(parser)
     parser.add_argument(
         "--served-model-name",
         action="append",
-        help="a name of the model that bodies use (default: that of --model); repeatable",
+        help="name of the model in the bodies (default: that of --model); repeatable",
     )
     parser.add_argument("--max-num-seqs", type=int, help="maximum number of running requests")
     parser.add_argument("--max-num-batched-tokens", type=int, help="token budget of a step")
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer all lines; 1 if none was answered."""
+    """Answer all lines; return 1 if none was answered."""
     _check(arguments)
     with open_file(arguments.file, error=RequestError) as file:
         count = sum(1 for line in _lines(file) if line.strip())
@@ -101,17 +101,17 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _partial_of(output: Path) -> Path:
-    """Return where the lines are until the run is over."""
+    """Return the path of the output during the run."""
     return output.with_name(output.name + ".partial")
 
 
 @contextlib.contextmanager
 def _partial(output: Path) -> Iterator[BinaryIO]:
-    """Open the file for what is done; it becomes the output if nothing goes wrong."""
+    """Open the partial output; it is renamed to the output at the end, unless the run fails."""
     partial = _partial_of(output)
     try:
         out = open(partial, "wb")  # noqa: SIM115
-    except (OSError, ValueError) as error:  # ValueError: a name that is no valid path
+    except (OSError, ValueError) as error:  # ValueError: an invalid path
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{excerpt(partial)} cannot be written: {excerpt(reason)}") from error
     with out:
@@ -122,8 +122,8 @@ def _partial(output: Path) -> Iterator[BinaryIO]:
 
 
 def _lines(file: io.FileIO) -> Iterator[bytes]:
-    """Yield the lines; of one that is too long, so much that this can be seen."""
-    # Imported late: it needs the libraries of the extra `serve`.
+    """Yield the lines; a line that is too long is cut just above the limit."""
+    # Imported late: it needs libraries of the extra `serve`.
     from engine.commands._batch import MAX_LINE
 
     reader = io.BufferedReader(file, 1 << 20)
@@ -137,10 +137,10 @@ def _lines(file: io.FileIO) -> Iterator[bytes]:
 
 
 async def _answer(arguments: argparse.Namespace, file: io.FileIO, count: int, out: BinaryIO) -> int:
-    """Write a line for each; return how many were answered."""
+    """Write an output line for each line; return the number of answered ones."""
     import msgspec
 
-    # Imported late: they need the libraries of the extra `serve`.
+    # Imported late: they need libraries of the extra `serve`.
     from engine.commands._batch import Batch
     from engine.server.chat_stream import ChatService
 

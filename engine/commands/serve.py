@@ -20,45 +20,45 @@ __all__ = ["add_arguments", "run"]
 
 _MAX_CONFIG_BYTES = 1 << 20
 
-# Not read from `EngineConfig`, whose import takes a third of a second: the engine's process checks
+# Not taken from `EngineConfig`, whose import takes a third of a second. The engine's process checks
 # the values while this one opens the port.
 _ENGINE: dict[str, tuple[type, str]] = {
     "device": (str, "cpu, cuda, cuda:1 or auto"),
     "dtype": (str, "float32, float16, bfloat16 or auto"),
-    "load_format": (str, "dummy makes random weights"),
-    "quantization": (str, "quantize while the weights are read: fp8, int8, int4 or another"),
+    "load_format": (str, "dummy: random weights"),
+    "quantization": (str, "quantize during loading: fp8, int8, int4 or another format"),
     "deterministic": (bool, "the same tokens in any batch; slower"),
     "max_model_len": (int, "maximum tokens of a request, prompt and answer"),
     "max_num_seqs": (int, "maximum number of running requests"),
     "max_num_batched_tokens": (int, "token budget of a step"),
     "kv_cache_dtype": (str, "fp8 or int8: half the memory of keys and values"),
     "block_size": (int, "tokens of a KV block: 16, 32, 64 or 128"),
-    "num_blocks": (int, "number of KV blocks; by default as many as fit"),
+    "num_blocks": (int, "number of KV blocks (default: as many as fit)"),
     "memory_utilization": (float, "share of the device's memory to use"),
-    "seed": (int, "seeds the requests that have no seed of their own"),
+    "seed": (int, "seed for requests without a seed of their own"),
     "enable_prefix_caching": (bool, "keep computed prefixes and share them"),
     "max_blocks_per_salt": (int, "maximum blocks kept for one cache_salt"),
     "max_prefill_chunk": (int, "maximum prompt tokens of one request in a step"),
     "speculative_config": (str, SPECULATION_HELP),
     "max_draft_tokens": (int, "maximum draft tokens of a request in a step"),
     "scheduling_policy": (str, "fcfs, or lpm: longest cached prefix first"),
-    "priority_window": (int, "how many arrivals one level of priority is worth"),
-    "max_num_queued_requests": (int, "requests that may wait; more get 429"),
-    "max_num_queued_tokens": (int, "prompt tokens that may wait"),
-    "watermark": (float, "share of the blocks kept free for running requests"),
+    "priority_window": (int, "number of later arrivals that one level of priority outweighs"),
+    "max_num_queued_requests": (int, "maximum waiting requests; more get 429"),
+    "max_num_queued_tokens": (int, "maximum waiting prompt tokens"),
+    "watermark": (float, "share of blocks kept free for running requests"),
     "swap_space_gb": (float, "host memory for preempted requests and evicted prefixes, in GiB"),
     "preemption_mode": (str, "recompute, swap or auto"),
-    "recompute_us_per_token": (float, "cost that auto compares; measured if left out"),
-    "swap_us_per_block": (float, "cost that auto compares; measured if left out"),
-    "async_scheduling": (bool, "launch a step before the last one's tokens are known"),
+    "recompute_us_per_token": (float, "cost compared by preemption_mode auto (default: measured)"),
+    "swap_us_per_block": (float, "cost compared by preemption_mode auto (default: measured)"),
+    "async_scheduling": (bool, "launch a step before the tokens of the previous one are known"),
     "cuda_graphs": (bool, "replay decode steps from CUDA graphs"),
     "step_timeout": (float, "seconds after which a step counts as stuck"),
-    "raise_on_timeout": (bool, "whether a stuck step is abandoned"),
+    "raise_on_timeout": (bool, "abandon stuck steps"),
     **{name: (kind, text) for name, (_, kind, text) in PARALLEL_OPTIONS.items()},
     "enable_expert_parallel": (bool, EXPERT_HELP),
-    "distributed_executor_backend": (str, "ray: the other stages are actors in a cluster of Ray"),
+    "distributed_executor_backend": (str, "ray: the other stages are actors of a Ray cluster"),
     "pipeline_address": (str, "HOST:PORT where stages on other hosts connect (engine stage)"),
-    "collective_timeout": (float, "seconds after which a process that does not answer is dead"),
+    "collective_timeout": (float, "seconds after which an unresponsive process counts as dead"),
     "debug": (bool, "check all tables in each step; slow"),
 }
 _SHORT = {"quantization": "-q"} | {name: flag for name, (flag, *_) in PARALLEL_OPTIONS.items()}
@@ -67,7 +67,7 @@ _ALIASES = {"gpu_memory_utilization": "memory_utilization"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options: those of the server, and those of the engine."""
-    parser.argument_default = argparse.SUPPRESS  # only what is given overrides the file
+    parser.argument_default = argparse.SUPPRESS  # only given options override the file
     parser.add_argument("model", nargs="?", help="name, folder, .gguf file or hub id (smollm2)")
     parser.add_argument("--config", type=Path, help="TOML file with these options")
     server = parser.add_argument_group("server")
@@ -124,7 +124,7 @@ def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
     speculative = {}
     if "speculative_config" in engine:
         speculative = {"speculative_config": parsed_config(engine.pop("speculative_config"))}
-    for name, value in engine.items():  # what a file holds may be a date, or a table
+    for name, value in engine.items():  # values of a TOML file may be dates or tables
         if not isinstance(value, str | int | float):
             raise ConfigError(f"{name} must be a text, a number, true or false; got {value!r:.80}")
     server = ServerConfig.from_options(
@@ -137,18 +137,18 @@ def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
 
 
 def _model_path(model: str) -> tuple[str, dict[str, Any]]:
-    """Find a model, downloading it if need be, before several processes look for it."""
+    """Find a model, and download it if necessary, before several processes load it."""
     folder = Path(__file__).parents[1] / "testing" / "configs" / model
     if "/" not in model and not Path(model).exists() and (folder / "config.json").exists():
-        return str(folder), {"load_format": "dummy"}  # a built-in configuration, as of `bench`
-    # Imported late: `--help` and wrong options do not need it.
+        return str(folder), {"load_format": "dummy"}  # a built-in configuration of `engine bench`
+    # Imported late: `--help` and invalid options do not need it.
     from engine.loading.download import resolve_model
 
     return str(resolve_model(model, progress=sys.stderr.isatty()).path), {}
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the options in a file, with "_" in their names."""
+    """Return the options of a file, with "_" in their names."""
     try:
         toml = importlib.import_module("tomllib")  # Python 3.11
     except ModuleNotFoundError:
@@ -159,7 +159,7 @@ def _read(file: Path) -> dict[str, Any]:
     data = read_file(file, _MAX_CONFIG_BYTES)
     try:
         found = toml.loads(data.decode("utf-8"))
-    except ValueError as error:  # also of the encoding
+    except ValueError as error:  # invalid TOML or UTF-8
         raise ConfigError(f"--config {excerpt(file)}: {excerpt(error)}") from error
     options = {name.replace("-", "_"): value for name, value in found.items()}
     known = [f.name for f in dataclasses.fields(ServerConfig) if "help" in f.metadata]

@@ -1,5 +1,5 @@
-"""`engine bench serve`: load on a server that speaks OpenAI's protocol, and how it answered.
+"""`engine bench serve`: load tests of servers that speak OpenAI's protocol.
 
-`command` reads the options, `workload` makes the requests, `driver` deals them to worker processes
-(`worker`, `connection`, `http_reader`), `figures` and `plot` show what came back.
+`command` reads the options, `workload` generates the requests, `driver` distributes them to worker
+processes (`worker`, `connection`, `http_reader`), `figures` and `plot` present the results.
 """

@@ -1,4 +1,4 @@
-"""`engine bench serve`: measure a server that speaks OpenAI's protocol, whose ever it is."""
+"""`engine bench serve`: measure any server that speaks OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _MOST = {
     "max_concurrency": (1, 1 << 16),
 }
 _EPILOG = (
-    "Options have the names of `vllm bench serve`. A request's time begins when it is sent: one "
-    "that waits for --max-concurrency has not begun. What a server sends is bounded: an "
-    "endless stream ends as a failure. The figures are those of requests without a failure."
+    "Options have the names of `vllm bench serve`. A request's time begins when it is sent, after "
+    "any wait for --max-concurrency. The size of an answer is bounded: an endless stream counts as "
+    "a failure. The figures are those of requests without a failure."
 )
 
 
@@ -59,11 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--base-url", default="http://127.0.0.1:8000", help="where the server listens")
-    add("--endpoint", default=COMPLETIONS, choices=(COMPLETIONS, CHAT), help="what is asked")
-    add("--model", help="the model's name at the server (default: the first that it lists)")
+    add("--base-url", default="http://127.0.0.1:8000", help="URL of the server")
+    add("--endpoint", default=COMPLETIONS, choices=(COMPLETIONS, CHAT), help="path of the requests")
+    add("--model", help="the model's name on the server (default: the first that it lists)")
     add("--api-key", help="sent as a bearer token (default: OPENAI_API_KEY)")
-    add("--timeout", type=float, default=600.0, help="seconds for a request (default 600)")
+    add("--timeout", type=float, default=600.0, help="maximum seconds of a request (default 600)")
 
 
 def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,47 +73,52 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
         "--request-rate",
         type=float,
         default=math.inf,
-        help="requests per second; inf, the default, sends all at once",
+        help="requests per second; inf (default): all at once",
     )
     add(
         "--burstiness",
         type=float,
         default=1.0,
-        help="1 is a Poisson process, less has bursts, more is more even, inf has equal intervals",
+        help="1: Poisson process; less: bursts; more: more regular; inf: equal intervals",
     )
     add(
         "--max-concurrency",
         type=int,
         nargs="+",
-        help="requests in flight at most; several values make a run each",
+        help="maximum requests in flight; one run for each value given",
     )
     add("--num-warmups", type=int, default=1, help="requests before the runs, not measured")
-    add("--workers", type=int, default=1, help="processes that send and read (default 1)")
-    add("--seed", type=int, default=0, help="of prompts, lengths and intervals")
+    add("--workers", type=int, default=1, help="processes that generate the load (default 1)")
+    add("--seed", type=int, default=0, help="seed of prompts, lengths and intervals")
 
 
 def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--dataset-name", choices=("random", "custom"), help="custom is --dataset-path")
+    add("--dataset-name", choices=("random", "custom"), help="custom: the file of --dataset-path")
     add(
         "--dataset-path",
         type=Path,
-        help='JSONL: {"prompt": ...} or {"messages": [...]}, perhaps with "output_tokens"',
+        help='JSONL file: {"prompt": ...} or {"messages": [...]}, optionally with "output_tokens"',
     )
-    add("--custom-output-len", type=int, default=256, help="where a line has no output_tokens")
+    add(
+        "--custom-output-len",
+        type=int,
+        default=256,
+        help="output_tokens of lines without them",
+    )
     add("--random-input-len", type=int, default=1024, help="tokens of a prompt")
     add("--random-output-len", type=int, default=128, help="tokens of an answer")
     add(
         "--random-range-ratio",
         type=float,
         default=0.0,
-        help="lengths are from (1 - ratio) to (1 + ratio) of these",
+        help="lengths vary from (1 - ratio) to (1 + ratio) times these",
     )
-    add("--random-prefix-len", type=int, default=0, help="tokens that all prompts begin with")
-    add("--random-vocab-size", type=int, default=10_000, help="token ids are below this")
-    add("--ignore-eos", action="store_true", help="answers have all their tokens")
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    add("--extra-body", default="{}", help="further fields of the body, a JSON object")
+    add("--random-prefix-len", type=int, default=0, help="tokens of a prefix shared by all prompts")
+    add("--random-vocab-size", type=int, default=10_000, help="upper bound of token ids")
+    add("--ignore-eos", action="store_true", help="generate all tokens, past the end token")
+    add("--temperature", type=float, default=0.0, help="0: greedy (default)")
+    add("--extra-body", default="{}", help="further fields of the body, as a JSON object")
 
 
 def _add_result_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,19 +131,19 @@ def _add_result_arguments(parser: argparse.ArgumentParser) -> None:
         help="count requests within these times: ttft:200 tpot:50 e2el:5000",
     )
     add("--json", type=Path, help="also write the result to this file")
-    add("--save-detailed", action="store_true", help="with each request's times (--json)")
+    add("--save-detailed", action="store_true", help="include each request's times in --json")
     add(
         "--metadata",
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="stored in the file of --json, as card=H200",
+        help="stored in the file of --json, such as card=H200",
     )
     add("--plot", type=Path, help="also draw the result to this .png or .svg file")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the figures of each run; 1 if every request of a run has failed."""
+    """Measure and print each run; return 1 if all requests of a run have failed."""
     _check(arguments)
     goals = parse_goodput(arguments.goodput)
     metadata = _metadata(arguments.metadata)
@@ -260,7 +265,7 @@ def _target(arguments: argparse.Namespace, extra: dict[str, Any]) -> Target:
 
 
 def _warm_up(target: Target, job: Job, count: int) -> None:
-    """Send requests one after another; the first failure ends the command."""
+    """Send requests one after the other; the first failure ends the command."""
     if count:
         answers = run_load(target, [job] * count, [0.0] * count, max_concurrency=1)
         for answer in answers:
@@ -308,7 +313,7 @@ def _keep(
     rows: list[dict[str, Any]],
     details: list[dict[str, list[Any]]],
 ) -> None:
-    """Write the files that were asked for."""
+    """Write the files of --plot and --json."""
     if arguments.plot is not None:
         # Imported late: matplotlib is an extra, and only this option needs it.
         from engine.commands.bench_serve import plot

@@ -1,7 +1,7 @@
-"""One HTTP connection of the load generator: sends a request, notes when its tokens come.
+"""One HTTP connection of the load generator: sends requests, and records when tokens arrive.
 
-An answer costs one callback and one small parse a chunk: nothing waits on a queue or wakes a task
-until it is over.
+A chunk of an answer costs one callback and one small parse: no queue is used, and no task wakes
+before the answer has ended.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from engine.commands.bench_serve.http_reader import HttpReader, ResponseError, S
 __all__ = ["Answer", "Connection", "ConnectionPool"]
 
 _MAX_ERROR_BODY = 4 << 10
-_MAX_COUNT = 1 << 40  # tokens
+_MAX_COUNT = 1 << 40  # largest plausible token count of an answer
 _FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
 @dataclass(slots=True)
 class Answer:
-    """What came back for one request; moments are seconds of `time.monotonic`.
+    """The answer to one request; times are seconds of `time.monotonic`.
 
     Attributes
     ----------
     start : float
-        When the request was about to be sent; connecting is part of it.
+        Time just before the request was sent, and before connecting.
     end : float
-        When the answer was complete or had failed.
+        Time when the answer was complete or had failed.
     times : array of float
-        When each chunk with tokens came.
+        Arrival time of each chunk with tokens.
     num_prompt_tokens, num_output_tokens : int
-        By the server's `usage`; -1 without one.
+        Counts of the server's `usage`; -1 without one.
     finish_reason : str
-        "" before the server has given one.
+        "" until the server has sent one.
     failure, detail : str
-        Why it failed, in words that can be counted, and the rest; "" if it did not.
+        Kind of a failure, one of a few words, and its message; "" without a failure.
     """
 
     start: float = 0.0
@@ -54,13 +54,13 @@ class Answer:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that is kept for further requests.
+    """A connection, which may be reused for further requests.
 
     Attributes
     ----------
     is_open : bool
     has_received : bool
-        A byte of the present answer has come.
+        Whether any byte of the current answer has arrived.
     """
 
     def __init__(self) -> None:
@@ -72,15 +72,15 @@ class Connection(asyncio.Protocol):
         self._http = HttpReader(0)
         self._sse = SseReader()
         self._error_body = b""
-        self._has_ended = False  # by "[DONE]"
+        self._has_ended = False  # whether "[DONE]" has arrived
 
     async def request(self, data: bytes, answer: Answer, max_body: int) -> None:
-        """Send a request, and fill `answer` until it is complete.
+        """Send a request, and fill `answer` until the answer is complete.
 
         Raises
         ------
         ResponseError
-            If the server gives no complete answer of status 200 with a stream of events.
+            If the answer is not a complete stream of events with status 200.
         """
         self.has_received = False
         if self._transport is None or not self.is_open:
@@ -101,11 +101,11 @@ class Connection(asyncio.Protocol):
             raise ResponseError("no tokens", "the stream had no chunk with text")
 
     def can_be_kept(self) -> bool:
-        """Tell whether another request may be sent."""
+        """Return whether the connection may be reused."""
         return self.is_open and self._http.complete and self._http.keep_alive
 
     def close(self) -> None:
-        """Close at once; the server sees a client that went away."""
+        """Close at once; the server sees a client that has disconnected."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -128,7 +128,7 @@ class Connection(asyncio.Protocol):
         now = time.monotonic()
         self.has_received = True
         if self._done is None or self._done.done():
-            self.close()  # nothing was asked
+            self.close()  # no request is open
             return
         try:
             self._take(self._http.feed(data), now)
@@ -165,7 +165,7 @@ class Connection(asyncio.Protocol):
 
 
 def _note(answer: Answer, event: bytes, now: float) -> None:
-    """Add what a chunk says to the answer."""
+    """Add the contents of an event to the answer."""
     try:
         chunk = json.loads(event)
         if choices := chunk.get("choices"):
@@ -191,7 +191,7 @@ def _note(answer: Answer, event: bytes, now: float) -> None:
 
 
 def _count(value: Any) -> int:
-    """Return a number of tokens in a usage; ValueError if it is none."""
+    """Return a token count of a usage; raise ValueError if it is not plausible."""
     count = int(value)
     if not 0 <= count <= _MAX_COUNT:
         raise ValueError(f"a usage must have numbers from 0 to {_MAX_COUNT}")
@@ -199,10 +199,11 @@ def _count(value: Any) -> int:
 
 
 def _has_tokens(choice: dict[str, Any]) -> bool:
-    """Tell whether a chunk stands for tokens.
+    """Return whether a choice carries tokens.
 
-    One whose tokens are no whole character yet has an empty text; so has the last one, which only
-    gives the reason, and a chat's first one, which only gives the role.
+    A choice whose tokens are not a complete character yet has an empty text. So do two choices
+    without tokens: the last one, with only the finish_reason, and a chat's first, with only the
+    role.
     """
     delta = choice.get("delta")
     if delta is None:
@@ -214,7 +215,7 @@ def _has_tokens(choice: dict[str, Any]) -> bool:
 
 
 def _message(body: bytes) -> str:
-    """Return the message in an error's body: OpenAI's shape, or its beginning."""
+    """Return the message of an error in OpenAI's format, or the start of any other body."""
     try:
         return str(json.loads(body)["error"]["message"])[:300]
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -237,20 +238,20 @@ class ConnectionPool:
         self._idle: list[Connection] = []
 
     async def send(self, data: bytes, answer: Answer, *, max_body: int, timeout: float) -> None:
-        """Send a request and wait for its whole answer; failures are noted in `answer`.
+        """Send a request and wait for its whole answer; failures are recorded in `answer`.
 
-        A kept connection that the server has closed meanwhile is replaced once.
+        An idle connection that the server has closed meanwhile is replaced once.
 
         Parameters
         ----------
         data : bytes
             The request, header and body.
         answer : Answer
-            Filled, also where the request fails.
+            Filled even if the request fails.
         max_body : int
-            Bytes of an answer at most.
+            Maximum bytes of the answer's body.
         timeout : float
-            Seconds for all of it.
+            Maximum seconds in total.
         """
         answer.start = time.monotonic()
         try:
@@ -292,6 +293,6 @@ class ConnectionPool:
             connection.close()
 
     def close(self) -> None:
-        """Close the connections that are kept."""
+        """Close the idle connections."""
         while self._idle:
             self._idle.pop().close()

@@ -1,4 +1,4 @@
-"""Deals the requests of a load to worker processes, and collects their answers."""
+"""Distributes the requests of a load to worker processes, and collects the answers."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ _CODE = (
     "import sys; sys.path[:] = sys.argv[1:]\n"
     "from engine.commands.bench_serve.worker import main; main()"
 )
-_LEAD = 0.1  # seconds from "all are ready" to the start
+_LEAD = 0.1  # seconds from the last worker being ready to the start
 
 
 @dataclass(frozen=True)
 class Target:
-    """The server, and what all requests to it share.
+    """The server, and the common part of all requests.
 
     Attributes
     ----------
     host, port, tls
-        Where it listens.
+        The server's address.
     path : str
-        Of the endpoint, as the request line has it.
+        Path of the endpoint in the request line.
     endpoint : str
         ``/v1/completions`` or ``/v1/chat/completions``.
     model : str
     api_key : str or None
     body : dict
-        Fields that every body has beside the prompt, as ``temperature``.
+        Fields of every body other than the prompt, such as ``temperature``.
     timeout : float
-        Seconds for a request.
+        Maximum seconds of a request.
     """
 
     host: str
@@ -109,7 +109,7 @@ def run_load(
     workers: int = 1,
     progress: bool = False,
 ) -> list[Answer]:
-    """Send each job at its moment, and return the answers in the order of the jobs.
+    """Send each job at its time, and return the answers in the order of the jobs.
 
     Parameters
     ----------
@@ -118,11 +118,11 @@ def run_load(
     moments : sequence of float
         Seconds from the start, ascending.
     max_concurrency : int
-        Requests in flight at most, shared by the workers; 0 sets no limit.
+        Maximum requests in flight, divided among the workers; 0: no limit.
     workers : int
-        Processes; no more than `max_concurrency` are started.
+        Number of processes, limited to `max_concurrency`.
     progress : bool
-        Show a bar on standard error.
+        Show a progress bar on standard error.
 
     Raises
     ------
@@ -143,7 +143,7 @@ def run_load(
 
 
 def _drive(plans: Sequence[dict[str, Any]], bar: Any) -> list[list[Answer]]:
-    """Let a worker run each plan, all from the same moment; return their answers."""
+    """Run each plan in a worker, all from the same moment; return their answers."""
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(len(plans)))
         workers = [_Worker(plan, stack) for plan in plans]
@@ -159,11 +159,11 @@ def _drive(plans: Sequence[dict[str, Any]], bar: Any) -> list[list[Answer]]:
 
 
 class _Worker:
-    """A worker process; the `ExitStack` ends it, whatever happens."""
+    """A worker process; the `ExitStack` ends it in any case."""
 
     def __init__(self, plan: dict[str, Any], stack: contextlib.ExitStack) -> None:
-        root = str(Path(__file__).parents[3])  # where the package lies, installed or not
-        paths = [root, *filter(os.path.isabs, sys.path)]  # nothing is imported from the folder here
+        root = str(Path(__file__).parents[3])  # folder of the package, installed or not
+        paths = [root, *filter(os.path.isabs, sys.path)]  # without the current folder
         self._plan = plan
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CODE, *paths],
@@ -173,12 +173,12 @@ class _Worker:
         stack.callback(self._end)
 
     def prepare(self) -> None:
-        """Give it the plan, and wait until it has read it."""
+        """Send the plan, and wait until the worker has read it."""
         self._write(json.dumps(self._plan))
         self._line()
 
     def run(self, start: float, note: Callable[[], None]) -> list[Answer]:
-        """Let it begin at a moment of `time.monotonic`; return its answers."""
+        """Start the worker at `start`, a time of `time.monotonic`; return its answers."""
         self._write(repr(start))
         while (line := self._line()) == b".\n":
             note()

@@ -1,4 +1,4 @@
-"""Figures of a load, named as `vllm bench serve` names them; times are in milliseconds."""
+"""Figures of a load, with the names of `vllm bench serve`; times are in milliseconds."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class RequestTimes:
     ----------
     ttft, e2el : float
     tpot : float or None
-        None where there is one token only.
+        None for an answer of one token.
     itl : list of float
     num_output_tokens : int
-        By the server's usage, or the number of chunks where it gives none.
+        The server's count, or without one the number of chunks.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -52,17 +52,17 @@ class RequestTimes:
         self.tpot = (times[-1] - times[0]) * 1e3 / gaps if gaps > 0 else None
 
     def meets(self, goals: Mapping[str, float]) -> bool:
-        """Tell whether no time exceeds its goal."""
+        """Return whether all times are within their goals."""
         return all((getattr(self, name) or 0.0) <= most for name, most in goals.items())
 
 
 def parse_goodput(given: Sequence[str]) -> dict[str, float]:
-    """Return the goals of `--goodput`: words as ``ttft:200``, milliseconds.
+    """Parse the goals of `--goodput`: words such as ``ttft:200``, in milliseconds.
 
     Raises
     ------
     ConfigError
-        If a name or a value is wrong.
+        If a name or a value is invalid.
     """
     goals = {}
     for word in given:
@@ -84,10 +84,10 @@ def parse_goodput(given: Sequence[str]) -> dict[str, float]:
 def summarize(
     jobs: Sequence[Job], answers: Sequence[Answer], goals: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return the row of a load: counts, rates, and mean and percentiles of the times.
+    """Return the row of a load: counts, rates, and the mean and percentiles of each time.
 
-    The duration is that from the first request to the end of the last. Times and tokens are those
-    of answers without a failure.
+    The duration extends from the first request to the end of the last answer. Times and tokens are
+    those of answers without a failure.
     """
     good = [(job, a) for job, a in zip(jobs, answers, strict=True) if not a.failure]
     times = [RequestTimes(answer) for _, answer in good]
@@ -134,7 +134,7 @@ def _distributions(times: Sequence[RequestTimes]) -> dict[str, float]:
 
 
 def describe(jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, list[Any]]:
-    """Return what each request gave, for `--save-detailed`; None where it failed."""
+    """Return the figures of each request, for `--save-detailed`; None for failed ones."""
     good = [None if answer.failure else RequestTimes(answer) for answer in answers]
     start = min(answer.start for answer in answers)
     return {

@@ -1,7 +1,7 @@
 """Parses an HTTP/1.1 answer with server-sent events from bytes as they arrive; no sockets here.
 
-What a server sends is bounded: the header, the bytes between two chunks, a line, and the whole
-body.
+Everything that a server sends is bounded: the header, the bytes between two chunks, a line, and the
+whole body.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ except ModuleNotFoundError as missing:
 
 __all__ = ["HttpReader", "ResponseError", "SseReader"]
 
-_MAX_FRAMING = 64 << 10  # bytes of the header, or of a chunk's line or the trailers
-_MAX_LINE = 1 << 20  # bytes of a line of the body
+_MAX_FRAMING = 64 << 10  # maximum bytes of the header, a chunk's line, or the trailers
+_MAX_LINE = 1 << 20  # maximum bytes of a line of the body
 
 
 class ResponseError(Exception):
@@ -56,8 +56,8 @@ class HttpReader:
         self.keep_alive = False
         self._max_body = max_body
         self._total = 0
-        self._framing = 0  # bytes since the last ones of the body
-        self._is_delimited = False  # by a length or by chunks; otherwise the body ends at EOF
+        self._framing = 0  # bytes received since the last bytes of the body
+        self._is_delimited = False  # by a length or chunks; otherwise the body ends at EOF
         self._pieces: list[bytes] = []
         self._parser = httptools.HttpResponseParser(self)
 
@@ -107,7 +107,7 @@ class HttpReader:
 
     def on_message_begin(self) -> None:
         if self.complete:
-            raise ValueError  # a second answer, which nobody has asked for
+            raise ValueError  # a second answer without a request
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()

@@ -1,4 +1,4 @@
-"""The picture of a load: the times of one run, or throughput and times over the runs of a sweep."""
+"""The plot of a load: the times of one run, or throughput and times over the runs of a sweep."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from engine.model_files import excerpt
 __all__ = ["check", "draw"]
 
 _KINDS = (".png", ".svg")
-_TOP = 1.08  # of the highest value
+_TOP = 1.08  # upper end of an axis, relative to the highest value
 _BLUE = "#1f5fbf"
 _ORANGE = "#e8852b"
 _GREY = "#8c8c8c"
 
 
 def check(file: Path) -> None:
-    """Raise ConfigError unless a picture can be drawn to the file."""
+    """Raise `ConfigError` if the plot cannot be written to the file."""
     if file.suffix not in _KINDS:
         raise ConfigError(f"--plot must name a {' or '.join(_KINDS)} file; got {excerpt(file)}")
     if not file.parent.is_dir():
@@ -35,15 +35,15 @@ def check(file: Path) -> None:
 def draw(
     file: Path, rows: Sequence[Mapping[str, Any]], details: Sequence[Mapping[str, list[Any]]]
 ) -> None:
-    """Write the picture.
+    """Draw the plot and write it to a file.
 
     Parameters
     ----------
     file : Path
     rows : sequence of dict
-        One a run, by `figures.summarize`.
+        A row of `figures.summarize` for each run.
     details : sequence of dict
-        The same runs, by `figures.describe`.
+        `figures.describe` of the same runs.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def draw(
 
 
 def _draw_run(panels: Any, detail: Mapping[str, list[Any]]) -> None:
-    """Draw which share of the requests, or of the chunks, took at most how long."""
+    """Draw the cumulative distributions of times, over requests or over chunks."""
     gaps = [gap for one in detail["itls"] for gap in one or ()]
     columns = {"ttft": detail["ttfts"], "itl": gaps, "e2el": detail["e2els"]}
     for panel, (name, values) in zip(panels, columns.items(), strict=True):
@@ -83,7 +83,7 @@ def _draw_run(panels: Any, detail: Mapping[str, list[Any]]) -> None:
 
 
 def _draw_sweep(panels: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw throughput, and the median and 99th percentile of two times, over the concurrency."""
+    """Draw throughput, and the median and 99th percentile of two times, by concurrency."""
     places = [row["max_concurrency"] for row in rows]
     throughput = [row["output_throughput"] for row in rows]
     panels[0].plot(places, throughput, color=_BLUE, marker="o")
@@ -100,6 +100,6 @@ def _draw_sweep(panels: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         panel.legend(loc="lower right")
     for panel in panels:
         panel.set(xlabel="requests in flight")
-        panel.set_xlim(0.8 * min(places), 1.25 * max(places))  # also where a panel has no points
+        panel.set_xlim(0.8 * min(places), 1.25 * max(places))  # a panel may be empty
         panel.set_xscale("log", base=2)
         panel.set_xticks(places, map(str, places))

@@ -1,8 +1,8 @@
-"""A worker process of the load generator, which `driver` starts.
+"""A worker process of the load generator, started by `driver`.
 
-Standard input has a line of JSON, the plan, and then the moment of the start; standard output gets
-"ready", a line "." for each request that is over, and at last a line of JSON with all answers.
-The process ends when its standard input does.
+Standard input supplies the plan, a line of JSON, and then the start time. The worker writes
+"ready", a line "." after each request, and finally a line of JSON with all answers. It ends when
+its standard input is closed.
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ from engine.commands.bench_serve.connection import Answer, ConnectionPool
 
 __all__ = ["event_loop_name", "main", "run_jobs"]
 
-_BODY_BYTES = (1 << 20, 64 << 10)  # of an answer: at most this, and this for each token
+_BODY_BYTES = (1 << 20, 64 << 10)  # maximum bytes of an answer: fixed part, and per token
 
 
 def event_loop_name() -> str:
-    """Return which event loop the workers run: uvloop where it is installed, else asyncio's."""
+    """Return the event loop of the workers: uvloop if it is installed, else asyncio."""
     return "uvloop" if importlib.util.find_spec("uvloop") else "asyncio"
 
 
 async def run_jobs(plan: dict[str, Any], start: float, note: Callable[[], None]) -> list[Answer]:
-    """Send the requests of a plan, each at its moment, and return the answers in their order.
+    """Send the requests of a plan, each at its time, and return the answers in order.
 
     Parameters
     ----------
     plan : dict
-        ``host``, ``port``, ``tls``, ``path``, ``headers``; ``jobs``, a list of (moment in seconds
-        from the start, ascending; body; max_tokens); ``max_concurrency`` (0: no limit); ``timeout``
-        in s.
+        ``host``, ``port``, ``tls``, ``path``, ``headers``; ``jobs``, a list of (seconds from the
+        start, ascending; body; max_tokens); ``max_concurrency`` (0: no limit); ``timeout`` in s.
     start : float
-        A moment of `time.monotonic`.
+        A time of `time.monotonic`.
     note : callable
-        Called when a request is over.
+        Called after each request.
     """
     pool = ConnectionPool(plan["host"], plan["port"], tls=plan["tls"])
     places = asyncio.Semaphore(plan["max_concurrency"] or len(plan["jobs"]) or 1)
@@ -59,12 +58,12 @@ async def run_jobs(plan: dict[str, Any], start: float, note: Callable[[], None])
         return answer
 
     ready = [(moment, _encode(plan, body), most) for moment, body, most in plan["jobs"]]
-    # What lives for the whole run need not be looked at again.
+    # These objects live for the whole run: skip them in collections.
     gc.collect()
     gc.freeze()
     try:
         tasks = []
-        for moment, *job in ready:  # one after the other: those of a moment keep their order
+        for moment, *job in ready:  # in order, so that simultaneous requests keep theirs
             if (delay := start + moment - time.monotonic()) > 0:
                 await asyncio.sleep(delay)
             tasks.append(asyncio.ensure_future(one(*job)))
@@ -82,10 +81,10 @@ def _encode(plan: dict[str, Any], body: dict[str, Any]) -> bytes:
 
 def main() -> None:
     """Read the plan, run it, write the answers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends its workers
     plan = json.loads(sys.stdin.buffer.readline())
     _say("ready")
-    start = float(sys.stdin.buffer.readline())  # the last line: nothing is left in the buffer
+    start = float(sys.stdin.buffer.readline())  # the last line, so the buffer is empty
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     loop = importlib.import_module(event_loop_name()).new_event_loop()
     answers = loop.run_until_complete(run_jobs(plan, start, lambda: _say(".")))

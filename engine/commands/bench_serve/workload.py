@@ -1,4 +1,4 @@
-"""The requests of a load: prompts from a seed or a file, and when each is sent."""
+"""The requests of a load: prompts from a seed or a file, and their arrival times."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CHAT = "/v1/chat/completions"
 
 _MAX_FILE = 1 << 30
 _MAX_LINE = 16 << 20
-_MAX_OUTPUT = 1 << 24  # tokens
-# About one token each.
+_MAX_OUTPUT = 1 << 24  # maximum tokens of an answer
+# Words of about one token each.
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group "
     "country problem hand part place case week company system program question work government "
@@ -36,11 +36,11 @@ class Job:
     Attributes
     ----------
     prompt : dict
-        The field of the body that is the prompt: ``prompt`` or ``messages``.
+        The field ``prompt`` or ``messages`` of the body.
     num_output_tokens : int
-        What `max_tokens` is.
+        The request's `max_tokens`.
     num_prompt_tokens : int
-        As asked for; 0 where only the server can tell.
+        The requested length; 0 if only the server can count it.
     """
 
     prompt: dict[str, Any]
@@ -52,8 +52,8 @@ class Job:
 class Lengths:
     """Lengths of random requests, in tokens.
 
-    Each is drawn uniformly from length * (1 - range_ratio) to length * (1 + range_ratio), both ends
-    included; `prefix_len` tokens at the start are the same in all prompts, and count extra.
+    Each is drawn uniformly from [length * (1 - range_ratio), length * (1 + range_ratio)]. All
+    prompts start with the same `prefix_len` tokens, in addition to their length.
 
     Examples
     --------
@@ -67,7 +67,7 @@ class Lengths:
     prefix_len: int = 0
 
     def span(self, length: int) -> tuple[int, int]:
-        """Return the shortest and the longest."""
+        """Return the shortest and the longest length."""
         low = math.floor(length * (1 - self.range_ratio))
         return max(1, low), max(1, math.ceil(length * (1 + self.range_ratio)))
 
@@ -77,7 +77,7 @@ def random_jobs(
 ) -> list[Job]:
     """Return requests of random token ids below `vocab_size`, or of random words for a chat.
 
-    The same arguments give the same requests, and the first ones of a larger `count`.
+    Equal arguments yield equal requests, and a larger `count` only appends further ones.
     """
     rng = random.Random(seed)
     is_chat = endpoint == CHAT
@@ -96,15 +96,15 @@ def random_jobs(
 
 
 def file_jobs(file: Path, count: int, endpoint: str, output_len: int) -> list[Job]:
-    """Return the requests of a JSONL file in its order, from the start again if there are too few.
+    """Return the requests of a JSONL file in order, repeated if the file has too few.
 
     A line is an object with ``prompt`` (text, or token ids for completions) or ``messages`` (chat),
-    and perhaps ``output_tokens``; other fields are not read.
+    and optionally ``output_tokens``; other fields are ignored.
 
     Raises
     ------
     RequestError
-        If the file cannot be read, or a line is no such object; it names the line.
+        If the file cannot be read, or a line is invalid; the message names the line.
     """
     data = read_file(file, _MAX_FILE, error=RequestError)
     jobs: list[Job] = []
@@ -158,16 +158,16 @@ def _chat(text: str) -> dict[str, Any]:
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Return when each request is sent, in seconds from the start.
+    """Return the arrival time of each request, in seconds from the start.
 
     Parameters
     ----------
     count : int
     rate : float
-        Requests per second; infinite sends all at once.
+        Requests per second; infinite: all at once.
     burstiness : float
-        Shape of the gamma distribution of the intervals: 1 is a Poisson process, less comes in
-        bursts, more is more even, and infinite has equal intervals.
+        Shape of the gamma distribution of the intervals: 1 is a Poisson process, less means
+        bursts, more is more regular, and infinite means equal intervals.
     seed : int
 
     Examples
