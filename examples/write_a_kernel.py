@@ -32,8 +32,8 @@ def scale_rows_mirror(x, scale):
 # %% [markdown]
 # ## 2. The kernel
 #
-# `scalar_t` is the dtype for which the file is compiled. One thread per element; offsets are 64-bit,
-# because a row index times a row length soon exceeds 2^31.
+# `scalar_t` is the dtype for which the file is compiled. One thread per element; offsets have 64
+# bits, because a row index times a row length soon exceeds 2^31.
 
 # %%
 SOURCE = r"""
