@@ -1,1 +1,1 @@
-"""The commands. Each module has `add_arguments(parser)` and `run(arguments) -> int`."""
+"""The commands of `engine`: modules with `add_arguments(parser)` and `run(arguments) -> int`."""
