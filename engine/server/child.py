@@ -54,7 +54,7 @@ class ChildConfig:
     listeners: list[int] = field(default_factory=list)
 
     def line(self) -> bytes:
-        """Return the line that a child reads."""
+        """Return the line of JSON that the child reads from standard input."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 

@@ -27,7 +27,7 @@ __all__ = ["CLIENT_CLOSED", "ZmqEngineClient"]
 CLIENT_CLOSED = "the client was closed before the request finished"
 
 _MAX_BATCH = 64  # messages processed before other tasks get a turn
-# Seconds: the longest time between two heartbeats, without the step's own, and their travel.
+# Maximum seconds between two messages of an idle engine: the heartbeat interval, plus transit.
 _SILENCE = m.BEAT_SECONDS + 0.5
 
 

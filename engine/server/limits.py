@@ -41,7 +41,7 @@ async def read_body(request: Request) -> bytes:
     """Return the body of a request, of at most `max_body_bytes`, within `body_timeout`."""
     config: ServerConfig = request.app.state.config
     kind = request.headers.get("content-type", "").partition(";")[0].strip()
-    # Browsers send any other type, or none, for a page of another site without a CORS preflight.
+    # With any other type, or none, a browser sends a page's cross-origin request without a preflight.
     if kind.lower() != "application/json":
         message = f"the header Content-Type must be application/json; got {kind[:80]!r}"
         raise APIError(415, message)

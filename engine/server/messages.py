@@ -44,7 +44,7 @@ __all__ = [
 
 CLOSED = "the engine was closed"  # the reason when an engine is told to end
 MAX_REASON = 4096  # maximum characters of an error's text
-BEAT_SECONDS = 0.5  # longest time between two heartbeats, without the step between them
+BEAT_SECONDS = 0.5  # longest interval between heartbeats, unless a step takes longer
 
 Entries = list[dict[int, tuple[float, int | None]] | None]
 """For each token: id -> (log-probability, rank)."""
