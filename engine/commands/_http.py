@@ -73,7 +73,7 @@ class Server:
         try:
             parts = urllib.parse.urlsplit(url)
             port = parts.port
-            (parts.hostname or "").encode("idna")  # raises here, instead of when the name is resolved
+            (parts.hostname or "").encode("idna")  # raises here, not when the name is resolved
         except ValueError:
             parts = urllib.parse.urlsplit("")
             port = None

@@ -41,7 +41,7 @@ async def read_body(request: Request) -> bytes:
     """Return the body of a request, of at most `max_body_bytes`, within `body_timeout`."""
     config: ServerConfig = request.app.state.config
     kind = request.headers.get("content-type", "").partition(";")[0].strip()
-    # With any other type, or none, a browser sends a page's cross-origin request without a preflight.
+    # With another type, or none, browsers send cross-origin requests of a page without a preflight.
     if kind.lower() != "application/json":
         message = f"the header Content-Type must be application/json; got {kind[:80]!r}"
         raise APIError(415, message)
