@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from engine.dtypes import BFLOAT16
-from engine.loading.mxfp4 import FP4, SCALES
+from engine.weights.values import E2M1, E8M0
 
 __all__ = ["FORMATS", "QuantFormat"]
 
@@ -128,9 +128,9 @@ def _unpack_mxfp4(blocks: Array, out: Array) -> None:
     """w = 2^(e - 127)·fp4(q); block: e uint8, q 32 nibbles (low ones first)."""
     q = np.empty((len(blocks), 2, 16), np.uint8)
     _nibbles(blocks[:, 1:], q)
-    out[:] = FP4[q.reshape(-1, 32)]
+    out[:] = E2M1[q.reshape(-1, 32)]
     with np.errstate(over="ignore"):
-        out *= SCALES[blocks[:, :1]]
+        out *= E8M0[blocks[:, :1]]
 
 
 def _unpack_q4_k(blocks: Array, out: Array) -> None:

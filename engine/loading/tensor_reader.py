@@ -12,8 +12,7 @@ from engine.config import ModelConfig
 from engine.dtypes import BFLOAT16, np_dtype
 from engine.errors import WeightsError
 from engine.loading.gguf import GgufFile
-from engine.loading.mxfp4 import dequantize_mxfp4
-from engine.loading.quantized.mxfp4 import read_mxfp4_experts
+from engine.loading.quantized.mxfp4 import dequantize_mxfp4, read_mxfp4_experts
 from engine.loading.quantized.reader import QuantizedCheckpoint
 from engine.loading.quantized.rows import QuantizedRows
 from engine.loading.quantized.scheme import load_scheme

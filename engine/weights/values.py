@@ -24,13 +24,13 @@ __all__ = ["E2M1", "E4M3", "E8M0", "pack_weight", "unpack_weight"]
 _BYTES = np.arange(256, dtype=np.uint8)
 
 E4M3 = _BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-"""The number of every e4m3 code (1 bit of sign, 4 of exponent, 3 of mantissa); 2 are NaN."""
+"""The number for each e4m3 code: 1 bit of sign, 4 of exponent, 3 of mantissa; two are NaN."""
 
 E2M1 = _BYTES[:16].view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-"""The number of every e2m1 code: 1 bit of sign, 2 of exponent, 1 of mantissa."""
+"""The number for each e2m1 code: 1 bit of sign, 2 of exponent, 1 of mantissa."""
 
 E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
-"""The factor of every e8m0 exponent; the last is no number."""
+"""The scale for each e8m0 exponent; the last is NaN."""
 
 
 def pack_weight(

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from engine.errors import ConfigError, WeightsError
 from engine.loading.dummy import dummy_weights
 from engine.loading.hf_config import config_from_dict
-from engine.loading.mxfp4 import dequantize_mxfp4
+from engine.loading.quantized.mxfp4 import dequantize_mxfp4
 from engine.loading.safetensors import SafetensorsFile
 from engine.loading.weight_memory import weight_bytes
 from engine.loading.weight_table import shard_axis, weight_shapes

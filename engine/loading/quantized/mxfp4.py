@@ -1,6 +1,12 @@
-"""Reader of MXFP4 matrices: gpt-oss's experts, and those of compressed-tensors."""
+"""Reader of MXFP4 matrices: gpt-oss's experts, and those of compressed-tensors.
+
+4-bit numbers in groups of 32 share a power of two as their scale: OCP Microscaling Formats (MX)
+Specification 1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0).
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +19,16 @@ from engine.loading.quantized.unpack import unpack_nibbles
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
 from engine.models.tensor_layout import scales_name
 from engine.weights import FORMATS
+from engine.weights.values import E2M1, E8M0
 
-__all__ = ["mxfp4_shape", "read_mxfp4", "read_mxfp4_experts"]
+__all__ = ["dequantize_mxfp4", "mxfp4_shape", "read_mxfp4", "read_mxfp4_experts"]
 
-_BLOCK = 32
+Array = np.ndarray[Any, Any]
+
+_BLOCK = 32  # columns that share a scale
+
+# The two numbers of a byte, low half first, as one item: one lookup is several times faster.
+_PAIRS = np.stack([np.tile(E2M1, 16), np.repeat(E2M1, 16)], axis=1).view(np.uint64)[:, 0]
 
 
 def mxfp4_shape(tensors: ModuleTensors, storage: Storage) -> tuple[int, int]:
@@ -87,3 +99,21 @@ def read_mxfp4_experts(
     codes = unpack_nibbles(packed.reshape(len(packed), -1))
     found = QuantizedRows(FORMATS["mxfp4"], codes, scales)
     return check_scales(tensors, exponents.rpartition(".")[2], found)
+
+
+def dequantize_mxfp4(blocks: Array, scales: Array) -> Array:
+    """Return the numbers (R, 32 B) float32 of blocks (R, B, 16) and scales (R, B), both uint8.
+
+    The two numbers of a byte are neighbours, the one of its low half first.
+
+    Examples
+    --------
+    >>> blocks = np.zeros((1, 1, 16), np.uint8)
+    >>> blocks[0, 0, :2] = 0x21, 0x0F
+    >>> dequantize_mxfp4(blocks, np.array([[128]], np.uint8))[0, :4]
+    array([  1.,   2., -12.,   0.], dtype=float32)
+    """
+    values: Array = _PAIRS[blocks].view(np.float32)  # (R, B, 32)
+    with np.errstate(over="ignore"):
+        values *= E8M0[scales][:, :, None]
+    return values.reshape(len(blocks), -1)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from engine.errors import WeightsError
-from engine.loading.mxfp4 import dequantize_mxfp4
-from engine.loading.quantized.mxfp4 import read_mxfp4_experts
+from engine.loading.quantized.mxfp4 import dequantize_mxfp4, read_mxfp4_experts
 from engine.loading.safetensors import SafetensorsFile
 from engine.weights import unpack_weight
 from tests.golden.quantized import write_safetensors
