@@ -122,7 +122,7 @@ def gpu_extra() -> str:
 
 @cache
 def _cuda_device_count() -> tuple[int, str]:
-    """Return (number of usable devices, the reason if there are none)."""
+    """Return the number of usable devices, and the reason if it is 0."""
     try:
         module = cupy()
     except DeviceError:
@@ -137,7 +137,7 @@ def _cuda_device_count() -> tuple[int, str]:
 
 
 def resolve_device(device: str | Device = "auto") -> tuple[Device, str]:
-    """Choose the device named `device`, and say why.
+    """Return the device named `device`, with the reason for the choice.
 
     Parameters
     ----------

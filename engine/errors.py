@@ -15,7 +15,7 @@
     ├── DownloadError       RuntimeError  a model could not be downloaded
     ├── RankError           RuntimeError  a process of a distributed model failed
     ├── StepTimeoutError    TimeoutError  a step exceeded `step_timeout`
-    └── OutOfMemoryError    MemoryError   lists who uses how much, and what would fit
+    └── OutOfMemoryError    MemoryError   lists each use of the memory, and what would fit
 
 Each derives from the built-in exception that NumPy would raise instead, so `except ValueError`
 keeps working.
@@ -108,7 +108,7 @@ class StepTimeoutError(EngineError, TimeoutError):
 
 
 class OutOfMemoryError(EngineError, MemoryError):
-    """Memory ran out; the message lists who holds how much and what would fit."""
+    """Memory ran out; the message lists each use of it, and what would fit."""
 
 
 def unknown_keyword(owner: str, name: str, known: Iterable[str]) -> UnknownOptionError:

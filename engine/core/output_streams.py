@@ -1,9 +1,9 @@
-"""Step results to the outputs of requests: what `LLMEngine.step` returns.
+"""From step results to the outputs that `LLMEngine.step` returns.
 
 A step's tokens are committed to the scheduler as soon as they are read, because the next step is
-scheduled from them. Appending them to the output streams (text, stop strings, log-probabilities)
-waits until that step is launched: the host then works while the device runs. `PendingOutputs` is
-what waits.
+scheduled from them. They are appended to the output streams (text, stop strings,
+log-probabilities) only after that step is launched, while the device computes it; until then they
+are `PendingOutputs`.
 """
 
 from __future__ import annotations

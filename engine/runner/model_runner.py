@@ -46,15 +46,15 @@ class RunnableModel(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """Its sizes."""
+        """The model's sizes."""
 
     @property
     def device(self) -> Device:
-        """The device on which it computes."""
+        """The device on which the model computes."""
 
     @property
     def long_rope_offset(self) -> int:
-        """First row of the long factors in the rope table; 0 if there are none."""
+        """First row of the long factors in the rope table; 0: none."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""`ScheduleOutput`: what one call of `Scheduler.schedule()` decides."""
+"""`ScheduleOutput`: the step that one call of `Scheduler.schedule()` decides on."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class RequestQueues:
     def add(
         self, request: Request, siblings: Sequence[Request], *, is_resumed: bool = False
     ) -> None:
-        """Queue `request`, and make `siblings` wait for it; if it raises, nothing is changed.
+        """Queue `request`, with `siblings` waiting for its prompt; an error changes nothing.
 
         `is_resumed`: another engine accepted them, so the queue's limits do not apply; they may
         have output tokens, so none waits for another's prompt.

@@ -134,7 +134,7 @@ class Scheduler:
         Raises
         ------
         RequestError
-            As `add_request`; or if the tokens of the two differ.
+            In the cases of `add_request`, or if the tokens of the two differ.
         """
         self._queues.add_fork(parent, child)
 
@@ -164,10 +164,10 @@ class Scheduler:
         stop_reason: int | str | None = None,
         num_output_tokens: int | None = None,
     ) -> int:
-        """Replace the reason for which `request` finished: its text takes precedence over `commit`.
+        """Replace the finish reason of `request`: its text takes precedence over `commit`.
 
-        `num_output_tokens`: where its output ends; a step with drafts may have added tokens after
-        that. Return how many tokens are dropped.
+        `num_output_tokens`: length of its output; a step with drafts may have appended tokens after
+        that. Returns the number of tokens dropped.
         """
         status = finished_status(reason)
         if not request.is_finished:
@@ -238,15 +238,15 @@ class Scheduler:
     def schedule(self, excluded: Collection[Request] = ()) -> ScheduleOutput:
         """Decide the next step and reserve its blocks.
 
-        The output is empty if there are no requests, or if all of them depend on tokens of steps
-        that are not committed yet. Otherwise at least one token is computed.
+        The output is empty without requests, or if all of them depend on tokens of steps that are
+        not committed yet. Otherwise at least one token is computed.
 
         Parameters
         ----------
         excluded : collection of Request, optional
-            Left out of this step, waiting or running; they stay in their queues (a running one may
-            still be preempted). The output may then be empty although other requests wait: the
-            excluded ones may hold the blocks that these need.
+            Waiting or running requests to leave out of this step; they stay in their queues (a
+            running one may still be preempted). The output may then be empty although other
+            requests wait, because the excluded ones hold the blocks that these need.
         """
         output = ScheduleOutput(self._num_steps)
         self._num_steps += 1
@@ -266,16 +266,16 @@ class Scheduler:
         Parameters
         ----------
         output : ScheduleOutput
-            The oldest one not committed yet (empty ones need not be committed).
+            The oldest uncommitted step (empty steps need not be committed).
         sampled : mapping of Request to ids
-            The ids sampled for every sequence with `is_sampled`: one, or with drafts the accepted
-            ones, whose keys are in the order of the sequence by now, and the one after them.
-            Requests that have finished in the meantime are skipped.
+            The ids sampled for every sequence with `is_sampled`: one id, or with drafts the
+            accepted drafts (their keys already in the order of the sequence) and the id after
+            them. Requests that have finished in the meantime are skipped.
 
         Returns
         -------
         list of Request
-            Those that this step finished, by a stop id or by length; their blocks are freed.
+            Requests that this step finished, by a stop id or by length; their blocks are freed.
         """
         self._in_flight.settle_oldest(output)
         self.blocks.settle(output.swap_in)
@@ -292,7 +292,7 @@ class Scheduler:
             reached = start + sequence.num_scheduled_tokens
             if has_drafts and (drafts := sequence.drafts) is not None:
                 reached -= len(drafts)
-            if request.num_computed_tokens >= reached:  # not preempted since
+            if request.num_computed_tokens >= reached:  # it was not preempted since
                 request.num_committed_tokens = reached
                 if has_prompts and start < len(request.prompt_token_ids) and status is _RUNNING:
                     self.blocks.cache_prefix(request)
@@ -316,8 +316,8 @@ class Scheduler:
     def rollback(self, output: ScheduleOutput) -> None:
         """Undo a failed step: all its requests go back to the queue to be recomputed.
 
-        Whatever the step has written or copied is dropped. With several steps in flight, roll back
-        the newest first.
+        All that the step has written or copied is discarded. With several steps in flight, roll
+        back the newest first.
         """
         self._in_flight.settle_newest(output)
         moves = BlockMoves(output.swap_out, output.copies, output.swap_in)
@@ -447,9 +447,10 @@ class Scheduler:
         return waiting.best_of_first(self.config.lpm_window, self.blocks.match_length)
 
     def _make_room(self, request: Request, output: ScheduleOutput) -> bool:
-        """Allocate the blocks that `request` lacks, preempting from the end if need be.
+        """Allocate the blocks that `request` lacks, preempting the last running requests if needed.
 
-        False if it has to wait: it was preempted itself, or the last request is scheduled already.
+        Returns False if it has to wait: it was preempted itself, or the last running request is
+        already scheduled in this step.
         """
         while not self.blocks.grow(request, request.num_tokens):
             last = self._queues.running[-1]
@@ -491,7 +492,7 @@ class Scheduler:
         )
 
     def describe(self) -> str:
-        """Return counters and requests, for the log."""
+        """Return counters and request ids, for the log."""
         names = [request.request_id for request in self.unfinished_requests()]
         return f"{self.stats()}\n{len(names)} unfinished requests: {names[:64]}"
 

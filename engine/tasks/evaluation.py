@@ -139,7 +139,7 @@ def perplexity(
 
     Notes
     -----
-    Logits are float32, as `Model.step` returns them; log-softmax and sums are float64. A window's
+    Logits are the float32 output of `Model.step`; log-softmax and sums are float64. A window's
     logits are computed in parts of at most 64 MiB.
 
     Examples
