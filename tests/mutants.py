@@ -89,7 +89,7 @@ FAULTS = (
     Fault("server/protocol/errors.py", "APIError(429, str(error), code", "APIError(503, str(error), code", "server/test_http.py"),
     Fault("server/limits.py", "APIError(413", "APIError(400", "server/test_http.py"),
     Fault("server/limits.py", "APIError(404", "APIError(400", "server/test_http.py server/test_openai_client.py"),
-    Fault("server/auth.py", "                401,", "                403,", "server/test_auth.py"),
+    Fault("server/auth.py", "                401,", "                403,", "server/test_http.py"),
 )  # fmt: skip
 
 
