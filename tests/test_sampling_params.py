@@ -366,11 +366,11 @@ def test_wrong_values_are_refused_soon_with_a_short_text(kind):
     for name in (f.name for f in dataclasses.fields(SamplingParams)):
         if (name, kind) == ("stop_token_ids", "lies"):
             continue
-        start = time.perf_counter()
+        start = time.process_time()
         with pytest.raises(RequestError, match=f"^(a key of )?{name}.* must .*; got ") as error:
             SamplingParams(**{name: WRONG[kind]()})
         assert len(str(error.value)) < 300
-        assert time.perf_counter() - start < 2
+        assert time.process_time() - start < 2
 
 
 def test_a_length_that_lies_is_not_believed():
@@ -389,11 +389,11 @@ def test_sequences_of_ids_become_python_ints(make):
 
 
 def test_many_allowed_ids_are_checked_fast():
-    start = time.perf_counter()
+    start = time.process_time()
     params = SamplingParams(allowed_token_ids=range(2**20))
     params.validate_for(2**20)
     with pytest.raises(RequestError, match=r"allowed_token_ids .*\[0, 1000\).*got 1000$"):
         params.validate_for(1000)
     with pytest.raises(RequestError, match="allowed_token_ids must have at most 1048576 entries"):
         SamplingParams(allowed_token_ids=range(2**20 + 1))
-    assert time.perf_counter() - start < 2  # 0.15 s; one check for each id takes 1.5 s
+    assert time.process_time() - start < 2  # 0.15 s; one check for each id takes 1.5 s

@@ -94,11 +94,11 @@ def test_a_dict_that_contains_itself_is_refused():
 
 
 def test_no_more_of_a_dict_is_written_than_fits():
-    start = time.perf_counter()
+    start = time.process_time()
     part = ["x" * 1000] * 1000
     with pytest.raises(RequestError, match="at most"):
         StructuredOutput(json={"a": [part] * 10**6})
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_names():

@@ -210,7 +210,7 @@ def test_ctrl_c_closes_the_connection_and_not_the_program():
             process.stdin.flush()
             assert process.stdout.read(4) == "a a "
             process.send_signal(signal.SIGINT)
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 60
             while not closed and time.monotonic() < deadline:
                 time.sleep(0.02)
             assert closed, "the request was not ended"

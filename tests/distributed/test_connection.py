@@ -25,7 +25,7 @@ def listener():
         each.close()
 
 
-def _until(condition, seconds=5.0):
+def _until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

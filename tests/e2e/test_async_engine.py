@@ -208,8 +208,8 @@ def test_it_tells_whether_a_step_hangs(model, monkeypatch):
         task = asyncio.ensure_future(_ids(engine, [5, 6], _params(max_tokens=2)))
         await asyncio.to_thread(is_in_step.wait, 30)
         assert engine.is_responsive
-        await asyncio.sleep(0.3)
-        assert not engine.is_responsive
+        while engine.is_responsive:
+            await asyncio.sleep(0.01)
         go_on.set()
         await task
         assert engine.is_responsive

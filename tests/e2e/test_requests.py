@@ -344,12 +344,12 @@ def test_a_bad_processor_fails_its_request_only(model, processor, why, late):
 def test_a_timeout_ends_a_request(model, late):
     engine = make_engine(model, async_scheduling=late)
     endless = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-    engine.add_request("slow", LONG, endless, timeout=0.02)
-    engine.add_request("waits", LONG, endless, timeout=0.02, priority=5)
+    engine.add_request("slow", LONG, endless, timeout=1)
+    engine.add_request("waits", LONG, endless, timeout=1, priority=5)
     engine.add_request("fine", [8, 9], SamplingParams(temperature=0, max_tokens=6), timeout=1e4)
     first = engine.step()
     assert not any(o.finished for o in first)
-    time.sleep(0.03)
+    time.sleep(1.1)
     outputs = run(engine)
     for name in ("slow", "waits"):
         completion = outputs[name].outputs[0]

@@ -61,7 +61,7 @@ class Page:
             "return document.querySelector(arguments[0])?.textContent ?? ''", selector
         )
 
-    def wait(self, condition, seconds=8):
+    def wait(self, condition, seconds=60):
         end = time.monotonic() + seconds
         while not (value := condition()):
             assert time.monotonic() < end, f"never happened: {condition}"
@@ -80,7 +80,7 @@ class Page:
 
         ActionChains(self.driver).move_to_element(element).perform()
 
-    def ask(self, text, until_done=True, seconds=8):
+    def ask(self, text, until_done=True, seconds=60):
         self.one("#prompt").send_keys(text + "\n")
         if until_done:
             note = ".assistant:last-child .note"

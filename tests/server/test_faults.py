@@ -41,7 +41,7 @@ def _read_all(connection):
     return found
 
 
-def _wait_until(condition, seconds=10.0):
+def _wait_until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

@@ -375,6 +375,7 @@ async def _read(client, prompt, params, fate, rng):
     return outputs
 
 
+@pytest.mark.kills
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_happens_outputs_are_whole_and_nothing_is_left(seed, replicas, monkeypatch):

@@ -225,6 +225,7 @@ def test_a_request_without_a_seed_gets_one_that_it_keeps(replicas):
     assert run(tokens(True)) == whole and len(whole) == 40
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize("seed", range(3))
 def test_random_deaths_lose_nothing(seed, replicas, monkeypatch):
     """Requests of all kinds, ten at a time, while replicas break and come back."""

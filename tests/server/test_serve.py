@@ -108,7 +108,7 @@ def serving(*options, wait=True, folder=ROOT, prelude=""):
             _wait_until(lambda pid=pid: not _is_alive(pid))
 
 
-def _end(server, seconds=15.0):
+def _end(server, seconds=60.0):
     """Wait for the end; return exit status and standard error."""
     rest = server.process.communicate(timeout=seconds)[1]
     return server.process.returncode, "".join(server.lines) + rest
@@ -134,7 +134,7 @@ def _children(pid, module=""):
     return found
 
 
-def _wait_until(condition, seconds=10.0):
+def _wait_until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"

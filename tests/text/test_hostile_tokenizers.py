@@ -386,7 +386,7 @@ def test_a_child_outlives_no_parent(tmp_path):
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    child, end = int(done.stdout), time.monotonic() + 10
+    child, end = int(done.stdout), time.monotonic() + 60
     while Path(f"/proc/{child}/stat").exists():
         if Path(f"/proc/{child}/stat").read_text().split(")")[1].split()[0] == "Z":
             break
@@ -578,10 +578,10 @@ def _sentencepiece_metadata(tokens: list[str], **more: object) -> dict:
     ids=["NaN", "long token", "surrogate", "long control tokens", "merge", "control tokens"],
 )
 def test_metadata_of_gguf(metadata, message):
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ConfigError, match=message):
         load_tokenizer(metadata)
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_words_over_two_letters_give_too_many_merges():

@@ -220,6 +220,6 @@ def test_files(tmp_path):
 
 def test_patterns_take_only_a_moment():
     worst = ct(ignore=["re:.*a.*a.*a.*b"])
-    started = time.perf_counter()
+    started = time.process_time()
     assert storage(worst, "a" * 128) is not None
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
