@@ -212,12 +212,13 @@ def test_a_tokenizer_that_raises_fails_its_request_only(model, monkeypatch, late
 
 
 def test_the_watchdog_reports_a_stuck_step(model, monkeypatch, caplog):
-    engine = _engine(model, step_timeout=0.5)
+    engine = _engine(model, step_timeout=2)
     forward, calls = type(model).forward, iter(range(10**9))
 
     def slow(self, batch, pages):
         if next(calls) == 2:
-            time.sleep(1.0)
+            while not caplog.records:
+                time.sleep(0.01)
         return forward(self, batch, pages)
 
     monkeypatch.setattr(type(model), "forward", slow)
@@ -226,7 +227,7 @@ def test_the_watchdog_reports_a_stuck_step(model, monkeypatch, caplog):
     _assert_all_as_alone(model, outputs)
     [record] = caplog.records
     text = record.getMessage()
-    assert "step_timeout is 0.5 s" in text and "unfinished requests: ['0'" in text
+    assert "step_timeout is 2 s" in text and "unfinished requests: ['0'" in text
     assert "in slow" in text, "the stack shows where it hangs"
     assert engine.stats().num_stuck_steps == 1
     engine.close()
