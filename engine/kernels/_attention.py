@@ -1,4 +1,4 @@
-"""What the attention ops share: the contract of scores, pages and starts, and portable tiles."""
+"""Shared code of the attention ops: contracts of scores, pages and starts; portable tiles."""
 
 from __future__ import annotations
 

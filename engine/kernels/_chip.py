@@ -9,7 +9,7 @@ from engine import device, env
 from engine.kernels._module import current_architecture
 
 __all__ = ["DEFAULT_SHARED_BYTES", "HOPPER", "HOPPER_DTYPES", "PORTABLE", "Limits", "is_hopper"]
-__all__ += ["limits", "limits_of", "sm_count"]
+__all__ += ["RESERVED_BYTES", "limits", "limits_of", "sm_count"]
 
 HOPPER_DTYPES = ("float16", "bfloat16")
 """Dtypes of the kernels in `*_sm90.cu`."""
@@ -17,12 +17,13 @@ HOPPER_DTYPES = ("float16", "bfloat16")
 DEFAULT_SHARED_BYTES = 48 * 1024
 """Shared memory of a block, static and dynamic, unless its kernel asks for more."""
 
-_RESERVED_BYTES = 1024  # shared memory that the driver takes for each resident block
+RESERVED_BYTES = 1024
+"""Shared memory of a multiprocessor that the driver takes for each resident block."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a chip allows a launch.
+    """Limits of a launch on a chip.
 
     Attributes
     ----------
@@ -38,22 +39,22 @@ class Limits:
 
     @property
     def sm_shared_bytes(self) -> int:
-        """Shared memory of a multiprocessor: one block can use all but the driver's share."""
-        return self.shared_bytes + _RESERVED_BYTES
+        """Shared memory of a multiprocessor: that of its largest block and the driver's reserve."""
+        return self.shared_bytes + RESERVED_BYTES
 
     def shared_per_block(self, blocks: int) -> int:
-        """Return the largest shared memory of a block if `blocks` of them fit on a multiprocessor.
+        """Return the largest shared memory of a block of which `blocks` fit on a multiprocessor.
 
         Examples
         --------
         >>> HOPPER.shared_per_block(1) // 1024, HOPPER.shared_per_block(2) // 1024
         (227, 113)
         """
-        return self.sm_shared_bytes // blocks - _RESERVED_BYTES
+        return self.sm_shared_bytes // blocks - RESERVED_BYTES
 
 
 PORTABLE = Limits(99 * 1024, has_clusters=False)
-"""What every chip from sm_80 on allows."""
+"""Limits that every chip from sm_80 on meets."""
 HOPPER = Limits(227 * 1024, has_clusters=True)
 
 

@@ -1,4 +1,4 @@
-"""What the elementwise ops share: alignment, strides in elements, launches.
+"""Shared code of the elementwise ops: alignment, strides in elements, launches.
 
 A "flat" kernel maps n elements, in 16-byte vectors with a scalar tail
 (`cuda_src/common/elementwise.cuh`). A "gated" kernel maps packed rows [gate | up].

@@ -1,4 +1,4 @@
-"""What the ops on packed weights share: modules by format, checks, kernel arguments."""
+"""Shared code of the ops on packed weights: modules by format, checks, kernel arguments."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ __all__ += ["checked_parts", "connected_ranks", "peer_memory"]
 
 MAX_RANKS = 8
 NUM_BUFFERS = 3
-OPS = {1: "all_reduce", 2: "all_reduce_rmsnorm", 3: "all_gather"}  # by kOp of the CUDA file
+OPS = {1: "all_reduce", 2: "all_reduce_rmsnorm", 3: "all_gather"}  # by kOp in CUDA
 _EMPTY = 0x80000000
 
 _GROUP = np.dtype(

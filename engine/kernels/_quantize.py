@@ -1,4 +1,4 @@
-"""What the ops that quantize rows to 8 bits share: checks, outputs, choice of kernel, launch.
+"""Shared code of the ops that quantize rows to 8 bits: checks, outputs, choice of kernel, launch.
 
 Rows that fit are kept in registers: `cuda_src/quantize_rows/`.
 """

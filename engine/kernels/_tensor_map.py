@@ -107,10 +107,10 @@ def _encode(
         (ctypes.c_uint64 * (rank - 1))(*strides),
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
-        ctypes.c_int(0),  # not interleaved
+        ctypes.c_int(0),  # no interleave
         ctypes.c_int(_SWIZZLES[swizzle]),
         ctypes.c_int(_L2_PROMOTIONS[promote]),
-        ctypes.c_int(0),  # zeros outside
+        ctypes.c_int(0),  # zeros outside the array
     )
     if status != 0:
         raise DeviceError(

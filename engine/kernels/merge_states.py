@@ -22,7 +22,9 @@ _PARAMS = (
     "lse_out:ptr num_rows:i64 num_states:i32 head_dim:i32 rows_per_block:i32 is_large:i32"
 )
 _VECTOR = Kernel("merge_states_vector", _PARAMS, struct="MergeStatesParams")
-_PAIRS = Kernel("merge_states_pairs", _PARAMS, struct="MergeStatesParams")  # two states, two rows
+_PAIRS = Kernel(
+    "merge_states_pairs", _PARAMS, struct="MergeStatesParams"
+)  # two states, two rows per thread
 _SCALAR = Kernel("merge_states_scalar", _PARAMS, struct="MergeStatesParams")
 
 

@@ -86,7 +86,7 @@ class HopperTile:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory as attention_decode_config_sm90.cuh lays it out."""
+        """Bytes of shared memory, laid out in attention_decode_config_sm90.cuh."""
         padding = 0 if self.cluster == 1 else 16
         page_row = self.head_dim * (1 if self.kv_dtype else 2)
         ring = 2 * self.stages * 8 * (self.box_keys * page_row + padding)

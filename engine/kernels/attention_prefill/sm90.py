@@ -33,7 +33,7 @@ _PARAMS = (
     "num_blocks:i32 num_pairs:i32 tiles_of_pair:i32 long_tiles:i32 short_tokens:i32 total:i32 "
     "section:i32 splits:i32 causal:i32 window:i32 score_inner:f32 score_factor:f32"
 )
-_KERNELS = {  # by whether there is a soft cap
+_KERNELS = {  # by presence of a soft cap
     softcap: Kernel(
         "attention_prefill_sm90" + "_softcap" * softcap,
         _PARAMS + PARAMS + " k_scale:ptr v_scale:ptr",

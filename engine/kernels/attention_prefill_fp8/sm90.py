@@ -26,7 +26,7 @@ _KERNEL = Kernel(
 )
 _KEYS = 128
 _Q_STAGES = 2
-_L2_BYTES = 24 << 20  # bytes of K and V in a section: as in attention_prefill/work.py
+_L2_BYTES = 24 << 20  # bytes of K and V in a section, so that they stay in L2
 
 
 @dataclass(frozen=True)

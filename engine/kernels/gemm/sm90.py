@@ -33,7 +33,7 @@ _KERNEL = Kernel(
     struct="GemmSm90Params",
 )
 
-_SLAB_BYTES = 128  # of a row of operands in a slab: the widest swizzle
+_SLAB_BYTES = 128  # bytes of an operand's row in a slab: the widest swizzle
 _SLAB_K = 64  # values of 16 bits in a slab
 _WARP_STAGING = 2048  # bytes of staging per warp
 _BOX_ROWS = 16  # rows of out that a warp stores by TMA

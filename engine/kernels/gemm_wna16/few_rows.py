@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from engine.dtypes import dtype_name
-from engine.kernels._chip import HOPPER, limits, sm_count
+from engine.kernels._chip import HOPPER, RESERVED_BYTES, limits, sm_count
 from engine.kernels._contract import FLOAT32
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
@@ -76,7 +76,7 @@ class FewRowsConfig:
 
 
 def stage_tiles(form: Format) -> int:
-    """Return the tiles of 64 columns in a stage (gemm_wna16_few_rows_block.cuh)."""
+    """Return the tiles of 64 columns per stage (see gemm_wna16_few_rows_block.cuh)."""
     return 2 if form.bits == 8 else 4
 
 
@@ -150,7 +150,7 @@ def _estimate(config: FewRowsConfig, n: int, form: Format, shared_limit: int) ->
     warps = config.parts * config.row_tiles
     own = rounds * config.part_stages
     memory = own * warps * stage_bytes(form) / _BYTES_PER_NS
-    is_alone = 2 * (config.shared_bytes + _STATIC_BYTES) > shared_limit + 1024
+    is_alone = 2 * (config.shared_bytes + _STATIC_BYTES) > shared_limit + RESERVED_BYTES
     if config.num_stages == 2 and own > 2:  # too few bytes are in flight
         memory *= 1.1
     return max(memory, own * _STAGE_NS) + rounds * _UNIT_NS + warps + is_alone * _ALONE_NS

@@ -36,7 +36,7 @@ from engine.weights.formats import TILE_ROWS
 
 __all__ = ["ACTIVATIONS", "HALVES", "MAX_FEW_ROWS", "gemm_wna16", "launch", "specs"]
 
-# "silu_and_mul" would interleave the packed row tiles.
+# Packed weights hold gate and up in separate row tiles, which "silu_and_mul" would interleave.
 ACTIVATIONS = tuple(name for name in products.ACTIVATIONS if name != "silu_and_mul")
 HALVES = (np.dtype(np.float16), BFLOAT16)
 MAX_FEW_ROWS = 8  # rows up to which `few_rows` is faster than Hopper's tiles

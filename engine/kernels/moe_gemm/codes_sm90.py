@@ -16,7 +16,7 @@ from engine.weights import FORMATS
 
 __all__ = ["CODES_CONFIGS", "choose_config", "is_possible", "launch", "specs"]
 
-_WEIGHT_KIND = 3  # kCodes of the CUDA file
+_WEIGHT_KIND = 3  # kCodes in CUDA
 _BLOCK = (128, 128)  # rows and columns of the weight per scale
 _SLAB_BYTES = 128
 _BOX_ROWS = 16

@@ -1,4 +1,4 @@
-"""What the kernels of quantized experts share: modules by format, kernel arguments."""
+"""Shared code of the kernels for quantized experts: modules by format, kernel arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.weights.formats import TILE_COLUMNS
 
 __all__ = ["MAPS", "base_of", "bases", "kind", "plane_maps", "weight_arrays"]
 
-# Values of the macro WEIGHT_KIND in the CUDA files.
+# Values of the macro WEIGHT_KIND.
 _PACKED = 1
 _BYTES = 2
 MAPS = ("map_data", "map_high", "map_scales", "map_supers")
@@ -23,7 +23,7 @@ _DATA_ROW = 256  # bytes of a row of map_data: the largest extent of a TMA box
 
 
 def kind(form: Format) -> int:
-    """Return WEIGHT_KIND of a module for weights of a format."""
+    """Return the value of WEIGHT_KIND for weights of a format."""
     return _PACKED if form.is_packed else _BYTES
 
 

@@ -211,8 +211,8 @@ def _launch_quantized(call: Contract, operands: MoeOperands) -> None:
     """Quantize x and launch the product of codes, or of the dequantized codes."""
     rows, columns = operands.x.shape
     codes, scales = new_codes(call, rows, columns, "fp8", GROUP)
-    # The first product reads the routing early, so its predecessor must be complete when it starts.
-    # Before the second product the routing is complete in any case: see `pdl`.
+    # `is_late` makes the routing complete before the first product starts, which may therefore read
+    # it while x is quantized. Before the second product it is complete in any case: see `pdl`.
     is_late = not operands.scatter
     quantize_rows(operands.x, codes, scales, dtype="fp8", group=GROUP, is_late=is_late)
     if codes_sm90.is_possible(operands):
