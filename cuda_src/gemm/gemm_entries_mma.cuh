@@ -2,8 +2,8 @@
 // uses.
 #pragma once
 
-// ring: tokens / 8, stages of a warp's ring, buffers of partial sums. These figures are also in
-// engine/kernels/gemm/skinny.py.
+// ring: tokens / 8, stages of a warp's ring, buffers of partial sums. The sizes
+// are those of engine/kernels/gemm/skinny.py, as tests/kernels/test_cuda_constants.py checks.
 #define ENGINE_SKINNY_ENTRIES(op, norm)                                                     \
   ENGINE_SKINNY_ENTRY(op##_skinny_ring_8, 512, 1, skinny_ring<SkinnyShape<1, 5, 2>, norm>)  \
   ENGINE_SKINNY_ENTRY(op##_skinny_ring_16, 256, 1, skinny_ring<SkinnyShape<2, 4, 2>, norm>) \

@@ -80,7 +80,8 @@ __device__ __forceinline__ void moe_tile(const MoeGemmParams& p) {
     __VA_ARGS__(p);                                                 \
   }
 
-// These sizes are also in engine/kernels/moe_gemm/portable.py.
+// The sizes are those of engine/kernels/moe_gemm/portable.py, as
+// tests/kernels/test_cuda_constants.py checks.
 #if ENGINE_DTYPE != 0
 ENGINE_MOE_GEMM(moe_gemm_tile_32x128, 128, 3, moe_tile<32, 128, 32, 32, 6, true>)
 ENGINE_MOE_GEMM(moe_gemm_tile_128x128, 128, 2, moe_tile<128, 128, 64, 64, 4, true>)

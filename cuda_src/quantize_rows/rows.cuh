@@ -98,7 +98,8 @@ __device__ __forceinline__ CodedRow coded_row(unsigned char* codes, float* scale
 }
 
 // Entry points `op_codes_size` of a kernel template kernel<Codes, kThreads, kVectors>; 0 vectors:
-// rows of any length. The sizes are also in engine/kernels/_quantize.py.
+// rows of any length. The sizes are those of engine/kernels/_quantize.py, as
+// tests/kernels/test_cuda_constants.py checks.
 #define ENGINE_QUANTIZE_ENTRIES(ENTRY, op, codes, Codes) \
   ENTRY(op##_##codes##_1, Codes, 128, 1)                 \
   ENTRY(op##_##codes##_4, Codes, 256, 2)                 \

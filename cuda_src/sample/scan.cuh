@@ -50,6 +50,8 @@ struct DrawState {
   uint64_t best;
   uint32_t num_kept, num_done;
 };
+static_assert(sizeof(DrawState) == 8 * STATE_WORDS,
+              "engine/kernels/sample.py allocates another size");
 
 __device__ __forceinline__ bool is_filtered(int top_k, float top_p, float min_p, int vocab) {
   return (top_k > 0 && top_k < vocab) || top_p < 1.0f || min_p > 0.0f;

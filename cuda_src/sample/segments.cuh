@@ -26,6 +26,7 @@ struct Tile {
   float sum;                   // the sum, within kTotalError, of 2^((logit - largest) * scale)
   float raw_largest, raw_sum;  // of the raw logits: sum of exp(logit - raw_largest)
 };
+static_assert(sizeof(Tile) == 8 * TILE_WORDS, "engine/kernels/sample.py allocates another size");
 
 __device__ __forceinline__ bool is_bad(float x) { return !(x < -minus_inf()); }
 

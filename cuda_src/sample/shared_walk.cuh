@@ -38,7 +38,8 @@ struct Walk {
   uint64_t masses[kBins];
   uint64_t list[kMaxCandidates];  // the bin's candidates
 };
-static_assert(sizeof(Walk) == 8 * 4104, "the size that engine/kernels/sample.py allocates");
+static_assert(sizeof(Walk) == 8 * WALK_WORDS && sizeof(WalkQueue) == 8 * QUEUE_WORDS,
+              "engine/kernels/sample.py allocates other sizes");
 
 __device__ __forceinline__ uint32_t read(const uint32_t* p) {
   return *static_cast<const volatile uint32_t*>(p);

@@ -36,11 +36,17 @@ _SEGMENT = 128  # logits
 _TILE = 1024  # logits
 _TILES_PER_BLOCK = 4
 _MAX_SEGMENTS = 2048
-# Sizes, in words of 8 bytes, of a Tile, a DrawState, the WalkQueue and a Walk.
+# Sizes, in words of 8 bytes, of a Tile, a DrawState, the WalkQueue and a Walk; CUDA checks them.
 _TILE_WORDS = 2
 _STATE_WORDS = 2
 _QUEUE_WORDS = 130
 _WALK_WORDS = 4104
+_MACROS = (
+    ("TILE_WORDS", _TILE_WORDS),
+    ("STATE_WORDS", _STATE_WORDS),
+    ("QUEUE_WORDS", _QUEUE_WORDS),
+    ("WALK_WORDS", _WALK_WORDS),
+)
 _MAX_WALKS = 256
 
 _PENALTIES = "repetition_penalty:ptr presence_penalty:ptr frequency_penalty:ptr "
@@ -95,7 +101,7 @@ class Config:
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
     """Return the module of the op: one for all dtypes, since logits are float32."""
-    return (ModuleSpec("sample/sample.cu", "float32"),)
+    return (ModuleSpec("sample/sample.cu", "float32", _MACROS),)
 
 
 def choose_config(num_rows: int, vocab_size: int, *, num_sms: int) -> Config:

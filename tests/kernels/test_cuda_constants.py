@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from engine.kernels import _quantize
+from engine.kernels import _peer_memory, _quantize
 from engine.kernels._module import source_dir
 from engine.kernels.gemm import config as gemm_config
 from engine.kernels.gemm import skinny
@@ -118,6 +118,11 @@ def test_shapes_of_the_ring_kernels():
     )
     shapes = [(s.tokens, s.tokens // 8, s.stages, s.buffers) for s in skinny._SHAPES]
     assert [tuple(map(int, each)) for each in found] == shapes
+
+
+@pytest.mark.parametrize(("number", "op"), _peer_memory.OPS.items())
+def test_a_collective_has_the_number_of_its_name(number, op):
+    assert f"constexpr int kOp = {number};" in _text(f"collectives/{op}.cu")
 
 
 def test_sizes_of_the_row_kernels():
