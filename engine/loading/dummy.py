@@ -46,7 +46,7 @@ def dummy_weights(
 
     A weight depends only on its name, size, dtype and the seed, and is the same on every device.
     One pool of random numbers is drawn once and tiled from an offset derived from the name, so
-    that billions of weights are made at the speed of memory.
+    billions of weights are generated at the speed of memory.
 
     Parameters
     ----------

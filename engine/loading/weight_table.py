@@ -459,7 +459,7 @@ def _expert_places(
     """
     kind = tensor.target.kind
     columns = parts.columns(kind, shard)
-    if columns is None and tensor.layout != ROWS:  # whose shape does not tell the width
+    if columns is None and tensor.layout != ROWS:  # the tensor's shape does not tell the width
         columns = 0, whole[2] if len(whole) > 2 else 1
     pieces = list(parts.pieces(kind, part, whole[1]))
     rows_in_tensor = parts.whole.get(part, whole[1])
@@ -499,7 +499,7 @@ def _places(
 def shard_pieces(
     kind: str, config: ModelConfig, shape: tuple[int, ...], shard: Shard
 ) -> tuple[list[tuple[int, int]], tuple[int, int] | None]:
-    """Return the rows and the columns of a whole fused weight that a shard has of it.
+    """Return the row ranges and the column range of a whole fused weight in a shard.
 
     Parameters
     ----------
@@ -507,7 +507,7 @@ def shard_pieces(
         "qkv", ...
     config : ModelConfig
     shape : tuple of int
-        Of the whole weight; of experts, without their axis.
+        Shape of the whole weight, or of one expert's matrix.
     shard : Shard
 
     Returns

@@ -30,7 +30,7 @@ MAX_MEMORY = 2 << 30  # bytes of the worker's address space
 LOAD_SECONDS = 20.0  # CPU time to load tokenizer.json; a file of 64 MiB takes 5
 TEXT_SECONDS = 5.0  # CPU time for any text,
 SECONDS_PER_CHARACTER = 1e-5  # plus this per character, ten times what BPE takes
-MAX_IDS = 1 << 24  # of one text
+MAX_IDS = 1 << 24  # most ids of one text
 _LONG_TEXT = 4096  # characters; BPE takes a few milliseconds for them
 
 _PROBE = "".join(map(chr, range(32, 127))) + "\n\t é中"

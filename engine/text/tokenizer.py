@@ -29,7 +29,7 @@ from engine.text.token_bytes import TokenBytes, strip_spaces
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
-MAX_DECODED_IDS = 1 << 24  # as many as `encode` returns (MAX_IDS of encode_worker.py)
+MAX_DECODED_IDS = 1 << 24  # most ids that `encode` returns (MAX_IDS of encode_worker.py)
 
 
 def load_tokenizer(

@@ -34,7 +34,7 @@ def padded_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Format:
-    """How the numbers of a weight are stored.
+    """The storage of a weight's numbers: codes, scales and their groups.
 
     A code q, of a group with scale s, is the number
 
