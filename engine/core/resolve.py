@@ -35,11 +35,11 @@ class DraftModel(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """The draft's sizes."""
+        """The model's sizes."""
 
     @property
     def dtype(self) -> str:
-        """Dtype of weights, activations and pages."""
+        """Dtype of weights and activations, and of the KV cache unless it is quantized."""
 
     @property
     def weight_bytes(self) -> int:
@@ -47,31 +47,19 @@ class DraftModel(Protocol):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose input the draft reads."""
+        """Layers of the target whose input a draft reads."""
 
 
-class ServedModel(Protocol):
+class ServedModel(DraftModel, Protocol):
     """The part of `Model` that `resolve` reads."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model's sizes."""
 
     @property
     def device(self) -> Device:
         """The device of the weights."""
 
     @property
-    def dtype(self) -> str:
-        """Dtype of weights and activations, and of the KV cache unless it is quantized."""
-
-    @property
     def max_model_len(self) -> int:
         """Longest sequence in tokens that the model was loaded for."""
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights."""
 
     @property
     def deterministic(self) -> bool:
