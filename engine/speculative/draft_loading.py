@@ -57,8 +57,8 @@ def load_draft(config: SpeculativeConfig | None, target: Model) -> Model | Loade
 def check_vocabulary(draft: Any, target: Any) -> None:
     """Check that two models use the same token ids.
 
-    The embeddings may have more rows than the tokenizer has ids. Up to 512 evenly spaced ids and
-    the last 8 are compared.
+    The embeddings may have more rows than the tokenizer has ids. At least 512 evenly spaced ids and
+    the last 8 are compared, or all ids of a smaller vocabulary.
 
     Parameters
     ----------
