@@ -45,7 +45,7 @@ def one_kernel(request, monkeypatch):
         return launched
 
     def choose(operands):
-        if not few_combine.is_possible(operands):
+        if not few_combine.is_supported(operands):
             return None
         (tokens, top_k), weight = operands.routing.experts.shape, operands.weight
         sms = -(-weight.shape[1] // TILE_ROWS)

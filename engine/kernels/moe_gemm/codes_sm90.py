@@ -14,7 +14,7 @@ from engine.kernels.moe_gemm.sm90 import MoeTileConfig
 from engine.kernels.moe_route import MAX_EXPERTS
 from engine.weights import FORMATS
 
-__all__ = ["CODES_CONFIGS", "choose_config", "is_possible", "launch", "specs"]
+__all__ = ["CODES_CONFIGS", "choose_config", "is_supported", "launch", "specs"]
 
 _WEIGHT_KIND = 3  # kCodes in CUDA
 _BLOCK = (128, 128)  # rows and columns of the weight per scale
@@ -56,7 +56,7 @@ def _bytes(config: MoeTileConfig) -> tuple[int, int]:
     return config.rows * config.depth * _SLAB_BYTES, config.depth * 4 * (4 + config.tokens)
 
 
-def is_possible(operands: MoeOperands) -> bool:
+def is_supported(operands: MoeOperands) -> bool:
     """Tell whether the kernel supports the current device and these operands, with x quantized."""
     x = operands.x
     weight = operands.weight

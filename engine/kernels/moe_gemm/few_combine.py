@@ -12,7 +12,7 @@ from engine.kernels.moe_gemm.few_tokens import (
     MAX_TOKENS,
     MAX_WARPS,
     FewTokensConfig,
-    is_possible,
+    is_supported,
     stage_columns,
     sums_x,
     weight_bytes,
@@ -112,7 +112,7 @@ def all_configs(
 
 def choose(operands: MoeOperands) -> FewTokensConfig | None:
     """Return the tiling for CuPy arrays, or None if other kernels must compute the product."""
-    if not is_possible(operands):
+    if not is_supported(operands):
         return None
     tokens, top_k = operands.routing.experts.shape
     weight = operands.weight

@@ -27,7 +27,7 @@ __all__ = [
     "choose",
     "choose_few_tokens",
     "few_tokens_config",
-    "is_possible",
+    "is_supported",
     "launch",
     "specs",
     "stage_columns",
@@ -251,7 +251,7 @@ def _spec(op: str, base: ModuleSpec, form: Format) -> ModuleSpec:
 
 def choose(operands: MoeOperands) -> FewTokensConfig | None:
     """Return the tiling for CuPy arrays, or None if another kernel must compute the product."""
-    if not is_possible(operands):
+    if not is_supported(operands):
         return None
     tokens, top_k = operands.routing.experts.shape
     is_gated = operands.activation is not None
@@ -262,7 +262,7 @@ def choose(operands: MoeOperands) -> FewTokensConfig | None:
     )
 
 
-def is_possible(operands: MoeOperands) -> bool:
+def is_supported(operands: MoeOperands) -> bool:
     """Tell whether the kernels for few tokens support the arrays, whatever the token count."""
     x = operands.x
     weight = operands.weight

@@ -200,8 +200,8 @@ def check_product(
     order = call.array("routing.order", routing.order, "P", INT32)
     offsets = call.array("routing.offsets", routing.offsets, f"{call['E'] + 1}", INT32)
     if quantize_x:
-        is_possible = isinstance(weight, Weight) and weight.format.block == (GROUP, GROUP)
-        call.check("weight", is_possible, "in blocks of 128 x 128 with quantize_x", _name(weight))
+        is_supported = isinstance(weight, Weight) and weight.format.block == (GROUP, GROUP)
+        call.check("weight", is_supported, "in blocks of 128 x 128 with quantize_x", _name(weight))
     if bias is not None:
         bias = call.array("bias", bias, "E R", x.dtype)
     return x, weight, Routing(experts, weights, order, offsets), bias
@@ -215,7 +215,7 @@ def _launch_quantized(call: Contract, operands: MoeOperands) -> None:
     # it while x is quantized. Before the second product it is complete in any case: see `pdl`.
     is_late = not operands.scatter
     quantize_rows(operands.x, codes, scales, dtype="fp8", group=GROUP, is_late=is_late)
-    if codes_sm90.is_possible(operands):
+    if codes_sm90.is_supported(operands):
         codes_sm90.launch(operands, codes, scales)
         return
     numbers = empty_like(operands.x)
@@ -226,11 +226,11 @@ def _launch_quantized(call: Contract, operands: MoeOperands) -> None:
 def _launch(operands: MoeOperands) -> None:
     """Launch the kernel that supports these operands."""
     if not isinstance(operands.weight, Weight):
-        (sm90 if sm90.is_possible(operands) else portable).launch(operands)
+        (sm90 if sm90.is_supported(operands) else portable).launch(operands)
     elif (config := few_tokens.choose(operands)) is not None:
         few_tokens.launch(operands, config)
     else:
-        (quantized_sm90 if quantized_sm90.is_possible(operands) else scratch).launch(operands)
+        (quantized_sm90 if quantized_sm90.is_supported(operands) else scratch).launch(operands)
 
 
 def _name(weight: Any) -> str:

@@ -16,7 +16,7 @@ from engine.kernels.moe_route import MAX_EXPERTS
 from engine.weights import FORMATS, Format, Weight
 from engine.weights.formats import TILE_ROWS
 
-__all__ = ["FILE", "QUANTIZED_CONFIGS", "choose_config", "is_possible", "launch", "specs"]
+__all__ = ["FILE", "QUANTIZED_CONFIGS", "choose_config", "is_supported", "launch", "specs"]
 __all__ += ["byte_maps", "launch_module"]
 
 _KERNEL = Kernel(
@@ -86,7 +86,7 @@ def _stage_bytes(config: MoeTileConfig, form: Format) -> int:
     return -(-tiles * tile // 1024) * 1024
 
 
-def is_possible(operands: MoeOperands) -> bool:
+def is_supported(operands: MoeOperands) -> bool:
     """Tell whether the kernel supports the current device and these operands."""
     x = operands.x
     weight = operands.weight

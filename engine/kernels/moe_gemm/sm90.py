@@ -12,7 +12,7 @@ from engine.kernels._tensor_map import tensor_map, tensor_map_2d
 from engine.kernels.moe_gemm.operands import MoeOperands
 from engine.kernels.moe_route import MAX_EXPERTS
 
-__all__ = ["MOE_CONFIGS", "MoeTileConfig", "choose_config", "is_possible", "launch", "specs"]
+__all__ = ["MOE_CONFIGS", "MoeTileConfig", "choose_config", "is_supported", "launch", "specs"]
 
 _KERNEL = Kernel(
     "moe_gemm_sm90",
@@ -143,7 +143,7 @@ def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
     return _ONE if num_pairs <= _ONE_TO else _FEW
 
 
-def is_possible(operands: MoeOperands) -> bool:
+def is_supported(operands: MoeOperands) -> bool:
     """Tell whether the kernel supports the current device and these operands."""
     x = operands.x
     weight = operands.weight
