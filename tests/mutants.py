@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Fault(NamedTuple):
-    """A change of one text in a file of `engine/`, and the tests (of `tests/`) that notice it."""
+    """A change of one text in a file of `engine/`, and the tests (in `tests/`) that catch it."""
 
     file: str
     old: str
@@ -58,8 +58,8 @@ FAULTS = (
     # Scheduler: budgets, order, statistics.
     Fault("scheduler/chunks.py", "room = min(room, config.max_prefill_chunk)", "room = max(room, config.max_prefill_chunk)", "scheduler/test_scheduler.py"),
     Fault("scheduler/chunks.py", "start + num_new == request.num_tokens", "start + num_new > request.num_tokens", "scheduler/test_scheduler.py"),
-    Fault("scheduler/waiting.py", "self.num_tokens -= entry.num_tokens", "self.num_tokens += entry.num_tokens", "scheduler"),
-    Fault("scheduler/preemption.py", "< recompute_us", "> recompute_us", "scheduler"),
+    Fault("scheduler/waiting.py", "self.num_tokens -= entry.num_tokens", "self.num_tokens += entry.num_tokens", "scheduler/test_scheduler.py::test_a_full_queue_rejects_requests"),
+    Fault("scheduler/preemption.py", "< recompute_us", "> recompute_us", "scheduler/test_scheduler.py::test_swap_is_chosen_by_cost"),
     # Cache: owners, lost blocks.
     Fault("cache/block_allocator.py", "owners[block] = count - 1", "owners[block] = 0", "cache"),
     Fault("cache/block_allocator.py", "if num_blocks > len(self._free)", "if num_blocks >= len(self._free)", "cache"),
