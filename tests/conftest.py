@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: array modules, a private cache, the real model's weights."""
+"""Fixtures of the whole suite, and the cases of tests that run on NumPy and on a GPU."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _word(name, value, index):
 
 
 def _each_value_once(axes):
-    """Return cases in which each point of each axis occurs, of as few as there can be."""
+    """Return the fewest cases in which every point of every axis occurs."""
     distinct = []
     for axis in axes:
         points = {}
@@ -125,7 +125,7 @@ def _has_gpu():
 
 @pytest.fixture
 def xp(request):
-    """The array module that a test body runs on: NumPy, or CuPy if there is a GPU."""
+    """The array module that the test runs on: NumPy or, on a GPU, CuPy."""
     return np if request.param == "numpy" else _cupy_or_skip()
 
 
