@@ -1,4 +1,4 @@
-"""docs/structure.md: one sentence per package, from the packages' docstrings.
+"""docs/structure.md: one sentence per package and module, from their docstrings.
 
 `python -m tests.structure` writes the page; `tests/test_structure.py` compares it.
 """
@@ -13,13 +13,13 @@ PAGE = ROOT / "docs" / "structure.md"
 _HEAD = """\
 # Structure
 
-The packages of `engine/`, each with the first sentence of its docstring. A package imports only
-from packages that stand before it in `ORDER` of `tests/test_structure.py`.
-`python -m tests.structure` writes this page.
+The packages of `engine/`, and the modules beside them. Each imports only from those before it in
+`ORDER` of `tests/test_structure.py`. An op `X` is `cuda_src/X.cu`, `engine/kernels/X.py`,
+`engine/reference/X.py`, a test and a benchmark. `python -m tests.structure` writes this page.
 
-| Package | Contents |
-|---|---|
 """
+_TABLE = "| {} | Contents |\n|---|---|\n"
+_ENTRIES = ("__init__", "__main__", "_version")
 
 
 def packages() -> list[Path]:
@@ -35,11 +35,21 @@ def first_sentence(path: Path) -> str:
 
 
 def page() -> str:
-    """Return the page: a table with a row for each package."""
-    rows = []
+    """Return the page: a table of packages, and one of the modules at the top of `engine/`.
+
+    The families in `engine/kernels/` are named in the row of that package.
+    """
+    rows = [_TABLE.format("Package")]
+    families = [path.parent.name for path in packages() if path.parent.parent.name == "kernels"]
     for path in packages():
         name = path.parent.relative_to(ROOT).as_posix()
-        rows.append(f"| `{name}/` | {first_sentence(path)} |\n")
+        more = f". Families: {', '.join(families)}" if name == "engine/kernels" else ""
+        if path.parent.name not in families:
+            rows.append(f"| `{name}/` | {first_sentence(path)}{more} |\n")
+    rows.append("\n" + _TABLE.format("Module"))
+    for path in sorted((ROOT / "engine").glob("*.py")):
+        if path.stem not in _ENTRIES:
+            rows.append(f"| `{path.name}` | {first_sentence(path)} |\n")
     return _HEAD + "".join(rows)
 
 
