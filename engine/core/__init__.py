@@ -1,1 +1,1 @@
-"""The engine's step around the model: input checks, options, outputs, recovery, statistics."""
+"""Input checks, resolved options, output streams, recovery, watchdog and counters of the engine."""

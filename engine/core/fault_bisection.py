@@ -11,18 +11,19 @@ __all__ = ["FaultBisection"]
 
 
 class FaultBisection:
-    """Halves a step that keeps failing until one request fails alone.
+    """Split a step that keeps failing until one request fails alone.
 
-    A step that fails once is recomputed unchanged; its requests are suspects until they advance
-    past the point where it failed (`Request.failed_at`). When a step with a suspect fails, it is
-    split: each half is tried in steps of its own, and split again if it fails. So a request is
-    declared faulty only if it fails alone and has failed before. Among n requests it is found in
-    about 2 log2(n) short steps, while the others wait.
+    A step that fails once is recomputed unchanged. Its requests become suspects until they advance
+    past the point of failure (`Request.failed_at`). When a step that contains a suspect fails, it
+    is split in two: each half runs in steps of its own, and is split again if it fails. So a
+    request is declared faulty only after it has failed once with others and once alone. Finding
+    it among n requests takes about 2 log2(n) short steps, while the others wait.
 
     Attributes
     ----------
+    ----------
     num_suspects : int
-        Requests whose failure has not been cleared yet.
+        Requests that have not yet advanced past the point where their step failed.
 
     Examples
     --------
@@ -45,19 +46,19 @@ class FaultBisection:
 
     def __init__(self) -> None:
         self.num_suspects = 0
-        self._groups: list[list[Request]] = []  # groups still to be tried; the next one is last
+        self._groups: list[list[Request]] = []  # groups still to be tried, next one last
 
     @property
     def is_active(self) -> bool:
-        """Tell whether a group is still to be tried."""
+        """Tell whether any group is still to be tried."""
         return bool(self._groups)
 
     def groups(self) -> Iterator[list[Request]]:
-        """Iterate over the groups still to be tried, each in steps of its own, in order."""
+        """Iterate over the groups still to be tried, next one first; each runs in its own steps."""
         return reversed(self._groups)
 
     def record_failure(self, sequences: Sequence[ScheduledSequence]) -> Request | None:
-        """Record a failed step; return the faulty request once it is known."""
+        """Record a failed step; return the faulty request if this failure identifies it."""
         unfinished = [s for s in sequences if not s.request.is_finished]
         is_repeated = any(s.request.failed_at for s in unfinished)
         for sequence in unfinished:
@@ -80,7 +81,7 @@ class FaultBisection:
         self._clear(cleared)
 
     def discard(self, request: Request) -> None:
-        """Drop a request that has ended."""
+        """Drop a finished request."""
         if request.failed_at:
             self._clear([request])
 

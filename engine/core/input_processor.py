@@ -23,7 +23,7 @@ from engine.structured.spec import StructuredOutput
 __all__ = ["InputProcessor", "Prompt", "PromptInput"]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or a mapping with "prompt" or "prompt_token_ids" (and "cache_salt")."""
+"""Text, token ids, or a mapping with "prompt" or "prompt_token_ids" (and "cache_salt")."""
 
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _PRIORITY = NumberRange(1 - 2**31, 2**31 - 1, integer=True)
@@ -32,7 +32,7 @@ _TIMEOUT = NumberRange(0, math.inf, optional=True, low_open=True)
 
 @dataclass(frozen=True)
 class PromptInput:
-    """A checked prompt; `text` is None if only token ids were given."""
+    """A checked prompt; `text` is None if the user passed token ids only."""
 
     text: str | None
     token_ids: list[int]
@@ -40,16 +40,16 @@ class PromptInput:
 
 
 class InputProcessor:
-    """Checks and encodes prompts, and builds the scheduler's requests from them.
+    """Checks and encodes prompts, and builds scheduler requests from them.
 
     Parameters
     ----------
     model : Model
     tokenizer : Tokenizer or None
     max_model_len : int
-        Maximum tokens of a request, prompt and output.
+        Maximum length of a request in tokens, prompt plus output.
     seed : int
-        Seeds the requests that have no seed of their own.
+        Seed for requests that set none of their own.
     """
 
     def __init__(self, model: Model, tokenizer: Any, *, max_model_len: int, seed: int = 0) -> None:
@@ -63,13 +63,13 @@ class InputProcessor:
         self._grammars_lock = threading.Lock()
 
     def encode(self, prompt: Prompt, cache_salt: str | None = None) -> PromptInput:
-        """Return the prompt's text (if any), token ids and salt; `cache_salt` overrides its own.
+        """Return the prompt's text (if any), token ids and salt; `cache_salt` overrides its salt.
 
         Raises
         ------
         RequestError
-            If it is not a prompt, contains an id outside the vocabulary, or is longer than
-            `max_model_len` tokens.
+            If `prompt` is not a valid prompt, contains an id outside the vocabulary, or is longer
+            than `max_model_len` tokens.
         """
         text = None
         salt = _checked_salt(cache_salt)
@@ -104,8 +104,8 @@ class InputProcessor:
         Raises
         ------
         RequestError
-            If an argument has the wrong type, or `params` names token ids outside the vocabulary
-            or needs a tokenizer and the model has none.
+            If an argument has the wrong type, or if `params` names token ids outside the
+            vocabulary or needs a tokenizer that the model lacks.
         """
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be a str; got {shown_with_type(request_id)}")
@@ -123,9 +123,9 @@ class InputProcessor:
     def sampling_specs(self, params: SamplingParams) -> list[SamplingSpec]:
         """Return the sampling spec of each continuation.
 
-        They differ in their seeds: the first uses the request's own seed, or one derived from the
-        engine's seed and the request's number; each further seed is derived from the first and the
-        continuation's index. With a grammar, each starts in its own initial state.
+        Continuations differ only in seed: the first uses the request's own seed, or one derived
+        from the engine's seed and the request's number; the others derive theirs from the first
+        seed and their index. With a grammar, each starts in its own initial state.
 
         Raises
         ------
@@ -159,9 +159,9 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> list[Request]:
-        """Return one scheduler request for each of `specs`; they share one list of prompt ids.
+        """Return one scheduler request per spec; all share one list of prompt ids.
 
-        The first one carries the user's id, the others "<id>#1", "<id>#2" and so on.
+        The first carries the user's id, the others "<id>#1", "<id>#2" and so on.
         """
         params = specs[0].params
         longest = self._max_model_len
@@ -185,7 +185,7 @@ class InputProcessor:
         ]
 
     def _encode_text(self, text: str) -> list[int]:
-        """Tokenize; a text that would not fit even as the longest tokens is refused unencoded."""
+        """Tokenize `text`; refuse it unencoded if even the longest tokens could not make it fit."""
         if self.tokenizer is None:
             raise RequestError("prompt must be token ids, as the model has no tokenizer; got text")
         limit = self._max_model_len * self.tokenizer.max_token_chars
@@ -197,11 +197,11 @@ class InputProcessor:
         return list(self.tokenizer.encode(text))
 
     def _checked_ids(self, ids: Any) -> list[int]:
-        # A set has no order, and a 0-d array cannot be iterated over.
+        # A set is unordered, and a 0-d array cannot be iterated over.
         is_no_list = isinstance(ids, str | bytes | bytearray | set | frozenset | Mapping)
         if is_no_list or not hasattr(ids, "__iter__") or getattr(ids, "ndim", 1) != 1:
             raise RequestError(f"prompt must be text or token ids; got {type(ids).__name__}")
-        if not hasattr(ids, "__len__"):  # an iterator, which may be endless
+        if not hasattr(ids, "__len__"):  # an iterator, possibly endless
             ids = list(itertools.islice(ids, self._max_model_len + 1))
         count = length_of(ids)
         limit = self._max_model_len
@@ -215,12 +215,12 @@ class InputProcessor:
         return token_ids_of("prompt", items, self._vocab_size, wanted)
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
-        """Return the compiled grammar of `params`, or None without one; from any thread.
+        """Return the compiled grammar of `params`, or None; callable from any thread.
 
         Raises
         ------
         RequestError
-            If it cannot be compiled.
+            If the grammar cannot be compiled.
         """
         if params.structured is None or self.tokenizer is None:
             return None
@@ -233,13 +233,13 @@ class InputProcessor:
         return self._grammars.compile(params.structured)
 
     def _grammar_states(self, params: SamplingParams) -> list[GrammarState | None]:
-        """Return the initial grammar state of each continuation; None without a grammar."""
+        """Return each continuation's initial grammar state; None without a grammar."""
         grammar = self.grammar(params)
         count = params.num_continuations
         return [None if grammar is None else grammar.new_state() for _ in range(count)]
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return each bad word's token ids, at the start of a text and after a space."""
+        """Return token ids for each bad word: at the start of a text, and after a space."""
         words: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
             for text in (word.lstrip() or word, " " + word.lstrip()):
@@ -258,5 +258,5 @@ def _checked_salt(salt: Any) -> str | None:
 
 
 def _derived_seed(seed: int, number: int) -> int:
-    """Return a seed in [0, 2**63), the range allowed to users, derived from both numbers."""
+    """Derive a seed in [0, 2**63), the range users may pass, from `seed` and `number`."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1)

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 class _HasEntry(Protocol):
-    _entry: Any  # threading.Lock, held while a method is running
+    _entry: Any  # threading.Lock, held while a guarded method runs
 
 
 S = TypeVar("S", bound=_HasEntry)
@@ -25,8 +25,8 @@ S = TypeVar("S", bound=_HasEntry)
 def not_reentrant(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Make `method` raise while another guarded method of the same object is running.
 
-    It does not wait for the other call: the object belongs to one thread at a time, and must not
-    be used from within its own steps (by a logits processor).
+    It raises instead of waiting: the object belongs to one thread at a time, and code that runs
+    inside its steps (a logits processor) must not call it.
     """
 
     @functools.wraps(method)
@@ -48,7 +48,7 @@ def not_reentrant(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
 
 
 class EngineLock:
-    """A lock whose holder gets an error, not a deadlock, when it acquires it again.
+    """A lock that raises, instead of deadlocking, when its holder acquires it again.
 
     Examples
     --------
@@ -68,9 +68,9 @@ class EngineLock:
         Raises
         ------
         RequestError
-            If this thread holds it and would wait for itself.
+            If this thread already holds the lock, so it would wait for itself.
         """
-        # Only this thread can write its own id here, so the comparison needs no lock.
+        # Only this thread ever stores its own id, so the comparison needs no lock.
         if blocking and self._holder == threading.get_ident():
             raise RequestError(
                 "the LLM was called from within one of its own calls: a logits processor or an "

@@ -1,7 +1,7 @@
 """From sampled ids to `RequestOutput`: text, stop strings, log-probabilities, metrics.
 
 `OutputStream` is one continuation, `OutputGroup` a request with all its continuations. They hold
-what the user sees; the scheduler's state stays in `Request`.
+the user-visible state; the scheduler's state stays in `Request`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _DELTA = RequestOutputKind.DELTA
 
 
 class End(NamedTuple):
-    """An end that only the text shows; the scheduler would continue the request."""
+    """The end of a continuation that only its text reveals (the scheduler would continue it)."""
 
     finish_reason: str
     stop_reason: int | str | None
     num_output_tokens: int | None = None
-    """Output tokens to keep; None: all."""
+    """Output tokens to keep; None keeps all."""
 
 
 class OutputStream:
@@ -46,9 +46,9 @@ class OutputStream:
     Parameters
     ----------
     request : Request
-        The scheduler's record: token ids, status and sampling spec; only read here.
+        The scheduler's record: token ids, status and sampling spec. Read-only here.
     group : OutputGroup
-        The request that the continuation belongs to.
+        The request this continuation belongs to.
     tokenizer : Tokenizer or None
         None leaves the text empty.
     texts : mapping of bool to TokenTexts
@@ -57,9 +57,9 @@ class OutputStream:
     Attributes
     ----------
     is_quiet : bool
-        Whether further tokens need no processing until the end.
+        Whether tokens need no further processing until the continuation ends.
     is_plain : bool
-        Whether `next_output` applies: one continuation, streamed, token ids and text only.
+        Whether `next_output` applies: a single streamed continuation with token ids and text only.
     """
 
     __slots__ = (
@@ -103,12 +103,12 @@ class OutputStream:
             )
         self._is_delta = params.output_kind is _DELTA
         self._shows_logprobs = params.logprobs is not None
-        # Text that is not needed before the end is decoded at the end, in one go.
+        # Text that is not shown before the end is decoded in one go at the end.
         self._is_lazy = params.output_kind is _FINAL_ONLY and not params.stop
         self._stop = StopChecker(params.stop or (), params.include_stop_str_in_output)
-        self._text: list[str] = []  # not yet shown (DELTA), or all of it
+        self._text: list[str] = []  # text not yet shown (DELTA), or the whole text
         self._logprobs: list[dict[int, Logprob]] | None = None if spec.num_logprobs is None else []
-        # Set after the first token, whose arrival is always recorded.
+        # Set after the first token: its arrival time is always recorded.
         self.is_quiet = False
         self.is_plain = (
             params.num_continuations == 1
@@ -117,12 +117,12 @@ class OutputStream:
             and spec.num_logprobs is None
             and params.prompt_logprobs is None
         )
-        self._num_read = 0  # token ids already decoded into the text
+        self._num_read = 0  # number of token ids already decoded
         self._sent_tokens = 0
         self._is_finish_sent = False
 
     def resume(self, token_ids: Sequence[int] | None) -> None:
-        """Continue after these tokens, which were already reported; None: it has ended."""
+        """Continue after `token_ids`, which were already reported; None marks an ended one."""
         request = self.request
         if token_ids is None:
             request.status = RequestStatus.FINISHED_ABORTED
@@ -137,7 +137,7 @@ class OutputStream:
     def append(
         self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]
     ) -> End | None:
-        """Process new ids, already appended to the request; return the end found in its text."""
+        """Process ids already appended to the request; return the end found in their text."""
         end = None if self._is_lazy else self._read_ids()
         if self._logprobs is not None:
             num_cut = 0
@@ -150,10 +150,10 @@ class OutputStream:
         return end
 
     def next_output(self, token_ids: list[int], now: float) -> RequestOutput | None:
-        """Process the one new id of an unfinished plain stream and return its output.
+        """Process one new id of an unfinished plain stream and return its output.
 
-        The fast path of `append` and `OutputGroup.output`, for most tokens. If the tokenizer
-        raises, it returns None and changes nothing; the slow path then reports the error.
+        Fast path of `append` and `OutputGroup.output`, used for most tokens. Returns None and
+        changes nothing if the tokenizer raises; the slow path then reports the error.
         """
         text = ""
         group = self.group
@@ -181,7 +181,7 @@ class OutputStream:
         )
 
     def finish(self) -> End | None:
-        """Decode the rest of a finished request's text; return an end if the tokenizer fails."""
+        """Decode the remaining text of a finished request; return an `End` if that fails."""
         end = None
         if self._detokenizer is not None:
             end = self._read_ids()
@@ -190,14 +190,14 @@ class OutputStream:
         return end if end is not None and end.finish_reason == "error" else None
 
     def has_news(self) -> bool:
-        """Tell whether `completion` would return anything that was not reported yet."""
+        """Tell whether `completion` would return anything not yet reported."""
         request = self.request
         return len(request.output_token_ids) > self._sent_tokens or (
             request.is_finished and not self._is_finish_sent
         )
 
     def completion(self, index: int) -> CompletionOutput:
-        """Return the whole continuation; in DELTA mode, the part since the last call."""
+        """Return the whole continuation, or in DELTA mode the part since the last call."""
         request = self.request
         logprobs = self._logprobs
         ids = request.output_token_ids
@@ -216,7 +216,7 @@ class OutputStream:
         )
 
     def _read_ids(self) -> End | None:
-        """Decode the ids that are not part of the text yet."""
+        """Decode the ids that have not been decoded yet."""
         return self._guarded(self._push) if self._detokenizer is not None else None
 
     def _push(self) -> End | None:
@@ -225,7 +225,7 @@ class OutputStream:
         ids = request.output_token_ids[self._num_read :]
         num_new = len(ids)
         self._num_read += num_new
-        # As in vLLM, the text of the token that ended the request is dropped unless requested.
+        # As in vLLM, drop the text of the token that ended the request, unless requested.
         ended_by_id = request.status is RequestStatus.FINISHED_STOPPED and not self._stop.stop
         if ids and ended_by_id and not self._params.include_stop_str_in_output:
             ids = ids[:-1]
@@ -241,7 +241,7 @@ class OutputStream:
         return self._push_until_stop(pieces, request.num_output_tokens - num_new)
 
     def _push_until_stop(self, pieces: Sequence[str], num_before: int) -> End | None:
-        """Append the text of each id, up to the id that completes a stop string."""
+        """Append the text of each id, up to and including the id that completes a stop string."""
         for count, text in enumerate(pieces, num_before + 1):
             result = self._stop.push(text, check=count >= self._params.min_tokens)
             self._text.append(result.text)
@@ -263,20 +263,20 @@ class OutputStream:
         return end
 
     def _new_text(self) -> str:
-        """Return the text to report; pieces are joined once, so streaming takes linear time."""
+        """Return the text to report; each piece is joined once, so streaming takes linear time."""
         text = "".join(self._text)
         self._text = [] if self._is_delta else [text]
         return text
 
 
 class OutputGroup:
-    """A user's request: all its continuations and their outputs.
+    """A user's request: its continuations and their outputs.
 
     Parameters
     ----------
     request_id : str
     prompt : str or None
-        The prompt's text, if it was given as text.
+        Text of the prompt, if it was given as text.
     params : SamplingParams
     arrival_time : float
     tokenizer : Tokenizer or None
@@ -284,11 +284,11 @@ class OutputGroup:
     Attributes
     ----------
     streams : list of OutputStream
-        One for each continuation.
+        One per continuation.
     num_open : int
-        Continuations that the engine still serves.
+        Continuations the engine is still serving.
     deadline : float or None
-        Time at which the request times out, in seconds on the monotonic clock.
+        Time at which the request times out, in seconds of the monotonic clock.
     """
 
     __slots__ = (
@@ -333,12 +333,12 @@ class OutputGroup:
 
     @property
     def is_finished(self) -> bool:
-        """Tell whether all continuations are finished and released by the engine."""
+        """Tell whether all continuations have finished and been released by the engine."""
         return not self.num_open
 
     @property
     def num_generation_tokens(self) -> int:
-        """Tokens of all continuations so far."""
+        """Tokens generated so far, over all continuations."""
         return sum([len(stream.request.output_token_ids) for stream in self.streams])
 
     @property
@@ -352,7 +352,7 @@ class OutputGroup:
         texts: Mapping[bool, TokenTexts],
         resumed: Sequence[Sequence[int] | None] | None = None,
     ) -> list[Request]:
-        """Create a stream for each continuation; return the requests that have not ended.
+        """Create a stream per continuation; return the requests that have not ended.
 
         Parameters
         ----------
@@ -361,12 +361,12 @@ class OutputGroup:
             From `token_texts`.
         resumed : sequence of (sequence of int or None), optional
             For a request moved from another engine: the tokens of each continuation that were
-            generated and reported there; None for one that has ended.
+            generated and reported there, or None for a continuation that has ended.
 
         Raises
         ------
         RequestError
-            If `resumed` has another number of continuations, or all of them have ended.
+            If `resumed` has the wrong number of continuations, or all of them have ended.
         """
         for request in requests:
             request.stream = OutputStream(request, self, self._tokenizer, texts)
@@ -384,12 +384,12 @@ class OutputGroup:
         return [stream.request for stream in self.streams if not stream.request.is_finished]
 
     def note_scheduled(self) -> None:
-        """Record the start of the request's first step."""
+        """Record when the request's first step started."""
         if self.metrics.first_scheduled_time is None:
             self.metrics.first_scheduled_time = time.monotonic()
 
     def note_tokens(self, count: int, now: float) -> None:
-        """Record the arrival of tokens; a quiet stream calls this for its first and last only."""
+        """Record the arrival of tokens; quiet streams call this only for their first and last."""
         metrics = self.metrics
         metrics.num_generation_tokens += count
         if metrics.first_token_time is None:
@@ -405,7 +405,7 @@ class OutputGroup:
         self._prompt_logprobs[position : position + len(entries)] = shown
 
     def output(self) -> RequestOutput:
-        """Return the whole state of the request; in DELTA mode, the part since the last call."""
+        """Return the request's whole state, or in DELTA mode the part since the last call."""
         request = self.streams[0].request
         metrics = self.metrics
         metrics.num_cached_tokens = request.num_cached_tokens
@@ -432,7 +432,7 @@ class OutputGroup:
         return [s.completion(i) for i, s in enumerate(streams) if every or s.has_news()]
 
     def _shown_prompt_logprobs(self, request: Request) -> Any:
-        """Return the prompt's log-probabilities; in DELTA mode only with the first output."""
+        """Return the prompt's log-probabilities; in DELTA mode, only with the first output."""
         if self._is_delta and self._is_prompt_sent:
             return None
         self._is_prompt_sent = True
@@ -440,14 +440,14 @@ class OutputGroup:
 
 
 def token_texts(tokenizer: Any) -> dict[bool, TokenTexts]:
-    """Return the cached texts of single tokens, by `skip_special_tokens`; empty if no tokenizer."""
+    """Return the per-token text caches by `skip_special_tokens`; empty without a tokenizer."""
     return {s: TokenTexts(tokenizer, s) for s in (True, False)} if tokenizer is not None else {}
 
 
 def with_text(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:
     """Return `entry` with the text of each token; unchanged without a tokenizer.
 
-    Bytes that do not form a whole character are shown as U+FFFD.
+    Bytes that do not form a complete character are shown as U+FFFD.
     """
     if tokenizer is None:
         return entry
@@ -458,7 +458,7 @@ def with_text(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:
 
 
 def _rank(stream: OutputStream) -> tuple[bool, int, float]:
-    """Return the sort key: complete continuations by log-probability, then others by length."""
+    """Sort key: complete continuations by log-probability, then the rest by length."""
     is_whole = stream.request.finish_reason in ("stop", "length")
     length = 0 if is_whole else stream.request.num_output_tokens
     return not is_whole, -length, -stream.cumulative_logprob

@@ -1,9 +1,9 @@
 """From step results to the outputs that `LLMEngine.step` returns.
 
-A step's tokens are committed to the scheduler as soon as they are read, because the next step is
-scheduled from them. They are appended to the output streams (text, stop strings,
-log-probabilities) only after that step is launched, while the device computes it; until then they
-are `PendingOutputs`.
+A step's tokens are committed to the scheduler as soon as they are read back, because scheduling
+the next step needs them. They are appended to the output streams (text, stop strings,
+log-probabilities) only after that step has been launched, while the device computes it. In
+between they are `PendingOutputs`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RUNNING = RequestStatus.RUNNING
 
 
 class PendingOutputs(NamedTuple):
-    """A step that is committed to the scheduler, but not yet appended to the output streams.
+    """A step committed to the scheduler, but not yet appended to the output streams.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class PendingOutputs(NamedTuple):
     ended : tuple of Request
         Requests that finished or failed in this step.
     time : float
-        When its tokens arrived, in seconds on the monotonic clock.
+        Arrival time of its tokens, in seconds of the monotonic clock.
     """
 
     result: StepResult
@@ -48,14 +48,14 @@ class PendingOutputs(NamedTuple):
 
 
 class OutputStreams:
-    """The output streams of all unfinished requests, and the outputs to return next.
+    """Output streams of all unfinished requests, and the outputs to return next.
 
     Parameters
     ----------
     tokenizer : Tokenizer or None
     scheduler : Scheduler
     runner, recovery, speculation : ModelRunner, StepRecovery, Speculation or NoSpeculation
-        Told when a request has ended, to drop its state.
+        Notified when a request ends, so that they drop its state.
     stats : StatsCollector
 
     Attributes
@@ -63,7 +63,7 @@ class OutputStreams:
     groups : dict of str to OutputGroup
         Unfinished requests by id.
     texts : mapping of bool to TokenTexts
-        From `token_texts`; for `OutputGroup.open`.
+        Result of `token_texts`, passed to `OutputGroup.open`.
     """
 
     def __init__(
@@ -84,51 +84,51 @@ class OutputStreams:
         self._speculation = speculation
         self._stats = stats
         self._pending: PendingOutputs | None = None
-        # Requests to report. None: the output is built in `take`.
+        # Requests to report; None: `take` builds the output.
         self._changed: dict[OutputGroup, RequestOutput | None] = {}
         self._deadlines = _Deadlines()
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether no request is unfinished and none has news to report."""
+        """Tell whether no request is unfinished and no output is left to return."""
         return not (self.groups or self._changed)
 
     # ---- requests
 
     def add(self, group: OutputGroup, timeout: float | None) -> None:
-        """Add a request that the scheduler has accepted; `timeout` in seconds after its arrival."""
+        """Add a request the scheduler has accepted; `timeout` in seconds from its arrival."""
         self.groups[group.request_id] = group
         if timeout is not None:
             self._deadlines.add(group, group.metrics.arrival_time + timeout)
 
     def abort(self, group: OutputGroup, stop_reason: str | None = None) -> None:
-        """Abort the unfinished continuations of a request; the next outputs report it."""
+        """Abort the unfinished continuations of a request; the next outputs report that."""
         for stream in group.streams:
             self.end(stream, "abort", stop_reason)
 
     def abort_overdue(self) -> None:
-        """Abort the requests whose timeout has passed."""
+        """Abort requests whose timeout has passed."""
         for group in self._deadlines.pop_overdue():
             self.abort(group, "timeout")
 
     def end(self, stream: OutputStream, reason: str, stop_reason: str | None = None) -> None:
-        """End a continuation, unless the scheduler has finished it already."""
+        """End a continuation unless the scheduler has already finished it."""
         if not stream.request.is_finished:
             self._scheduler.finish_request(stream.request, reason, stop_reason=stop_reason)
             self._release(stream)
 
     def discard_outputs(self, request_ids: set[str]) -> None:
-        """Drop the outputs of these requests that have not been returned yet."""
+        """Drop outputs of these requests that have not been returned yet."""
         self._changed = {g: o for g, o in self._changed.items() if g.request_id not in request_ids}
 
     def close(self) -> None:
-        """Abort all requests, and drop all outputs."""
+        """Abort all requests and drop all outputs."""
         for group in list(self.groups.values()):
             self.abort(group)
         self._changed.clear()
 
     def check_integrity(self) -> None:
-        """Verify that the open streams are those of the scheduler's unfinished requests.
+        """Verify that the open streams match the scheduler's unfinished requests.
 
         Raises
         ------
@@ -145,12 +145,12 @@ class OutputStreams:
     def commit(self, output: ScheduleOutput, result: StepResult) -> tuple[Request, ...]:
         """Commit the oldest step to the scheduler, and keep its results until `publish`.
 
-        A request that ends inside its accepted drafts loses the results after that.
+        If a request ends within its accepted drafts, the results after that point are dropped.
 
         Returns
         -------
         tuple of Request
-            The requests that finished or failed in it.
+            The requests that finished or failed in this step.
         """
         failed = [r for r in result.failed if not r.is_finished]
         for request in failed:
@@ -164,7 +164,7 @@ class OutputStreams:
         return self._pending.ended
 
     def publish(self, *, is_last: bool) -> None:
-        """Append the pending results to the streams; `is_last`: `take` follows at once."""
+        """Append the pending results to the streams; `is_last`: `take` follows immediately."""
         pending = self._pending
         self._pending = None
         if pending is None:
@@ -172,17 +172,17 @@ class OutputStreams:
         self._speculation.learn()
         self._append(pending.result, pending.time, is_last=is_last)
         for request in pending.ended:
-            if request.stream is not None:  # None: a stop string ended it, and it is released
+            if request.stream is not None:  # None: a stop string ended it, and it was released
                 self._release(request.stream)
 
     def take(self) -> list[RequestOutput]:
-        """Return the outputs of the requests that changed since the last call."""
+        """Return the outputs of all requests that changed since the last call."""
         changed = self._changed
         self._changed = {}
         return [o or g.output() for g, o in changed.items() if o is not None or g.wants_output]
 
     def _append(self, result: StepResult, now: float, *, is_last: bool) -> None:
-        """Append a step's results to the streams of its requests; note which outputs changed."""
+        """Append a step's results to its requests' streams; record which outputs changed."""
         changed = self._changed
         num_tokens = 0
         for request, (position, entries) in result.prompt_logprobs.items():
@@ -191,7 +191,7 @@ class OutputStreams:
         for request, token_ids in result.token_ids.items():
             stream: OutputStream | None = request.stream
             if stream is None:
-                continue  # it ended while the step was in flight
+                continue  # ended while the step was in flight
             num_tokens += len(token_ids)
             if stream.is_quiet:
                 continue
@@ -210,13 +210,13 @@ class OutputStreams:
         self._stats.generation_tokens += num_tokens
 
     def _end_at_text(self, stream: OutputStream, end: End) -> int:
-        """End a continuation at an end in its text, which precedes the scheduler's.
+        """End a continuation where its text ends, before the end the scheduler knows.
 
-        Returns the number of its tokens after that end; they are dropped.
+        Returns the number of its tokens dropped because they come after that point.
         """
         request = stream.request
         reason = end.finish_reason
-        self._scheduler.finish_request(request, reason)  # does nothing if it has finished
+        self._scheduler.finish_request(request, reason)  # no effect if already finished
         num_cut = self._scheduler.correct_finish(
             request, reason, stop_reason=end.stop_reason, num_output_tokens=end.num_output_tokens
         )
@@ -224,7 +224,7 @@ class OutputStreams:
         return num_cut
 
     def _release(self, stream: OutputStream) -> None:
-        """Release what a finished continuation holds; the next outputs report its request."""
+        """Release a finished continuation's state; the next outputs report its request."""
         request = stream.request
         group = stream.group
         request.stream = None
@@ -232,7 +232,7 @@ class OutputStreams:
         self._speculation.forget(request)
         self._runner.release([request])
         if stream.is_quiet and request.finish_reason in ("stop", "length"):
-            group.note_tokens(0, time.monotonic())  # records when its last token came
+            group.note_tokens(0, time.monotonic())  # records the arrival of the last token
         end = stream.finish()
         if end is not None:
             self._scheduler.correct_finish(request, end.finish_reason, stop_reason=end.stop_reason)
@@ -249,30 +249,30 @@ class OutputStreams:
 
 
 class _Deadlines:
-    """Requests with a timeout, as a heap: the earliest deadline first."""
+    """Requests with a timeout, as a min-heap of deadlines."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, OutputGroup]] = []
         self._num_unfinished = 0
-        self._serial = itertools.count()  # orders equal deadlines
+        self._serial = itertools.count()  # breaks ties between equal deadlines
 
     def add(self, group: OutputGroup, deadline: float) -> None:
-        """Set the deadline of `group`, in seconds on the monotonic clock."""
+        """Set the deadline of `group`, in seconds of the monotonic clock."""
         group.deadline = deadline
         self._num_unfinished += 1
         heapq.heappush(self._heap, (deadline, next(self._serial), group))
 
     def discard(self, group: OutputGroup) -> None:
-        """Drop a finished group; it need not have a deadline."""
+        """Drop a finished group, with or without a deadline."""
         if group.deadline is None:
             return
         self._num_unfinished -= 1
-        if len(self._heap) > 2 * self._num_unfinished + 64:  # most entries are finished
+        if len(self._heap) > 2 * self._num_unfinished + 64:  # mostly finished entries
             self._heap = [entry for entry in self._heap if not entry[2].is_finished]
             heapq.heapify(self._heap)
 
     def pop_overdue(self) -> list[OutputGroup]:
-        """Remove and return the unfinished groups whose deadline has passed."""
+        """Remove and return unfinished groups whose deadline has passed."""
         overdue: list[OutputGroup] = []
         if not self._heap:
             return overdue

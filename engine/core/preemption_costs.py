@@ -1,8 +1,8 @@
-"""Preemption costs of this machine, measured once when the engine is constructed.
+"""Preemption costs on this machine, measured once when the engine is constructed.
 
-The choice of the preempted request, and of how it is restored, must depend on the order of
-arrivals only. So nothing is measured while requests run: the costs are fixed before the first
-request arrives, shown in `engine.config`, and can be passed as options to repeat a run exactly.
+Which request is preempted, and how it is restored, must depend only on the order of arrivals, so
+nothing is measured while requests run. The costs are fixed before the first request arrives and
+shown in `engine.config`; pass them as options to repeat a run exactly.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from engine.layers.batch import ForwardBatch
 
 __all__ = ["measure_recompute", "measure_swap", "with_measured_costs"]
 
-_SWAP_BYTES = 32 << 20  # bytes of a measured transfer, enough to saturate the link
-_PREFILL_TOKENS = {"cpu": 64, "cuda": 2048}  # tokens of the measured prompt
-# Measuring stops at the limit that is reached first.
+_SWAP_BYTES = 32 << 20  # bytes per measured transfer; enough to saturate the link
+_PREFILL_TOKENS = {"cpu": 64, "cuda": 2048}  # prompt length to measure, in tokens
+# Measurement stops at whichever limit is reached first.
 _CALLS = 4
 _SECONDS = 0.5
 
@@ -33,10 +33,10 @@ _SECONDS = 0.5
 def with_measured_costs(
     config: ResolvedConfig, model: Any, kv: KVCache, swap: SwapSpace | None
 ) -> ResolvedConfig:
-    """Return `config` with the missing preemption costs measured.
+    """Return `config` with any missing preemption costs measured.
 
-    Without host blocks, or with a fixed preemption mode, nothing depends on the costs, and nothing
-    is measured.
+    Without host blocks, or with a fixed preemption mode, the costs have no effect and are not
+    measured.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def with_measured_costs(
 
 
 def measure_recompute(model: Any, kv: KVCache, num_tokens: int) -> float:
-    """Return microseconds per token of a prompt of `num_tokens`; overwrites the first blocks."""
+    """Measure prefill, in microseconds per prompt token; overwrites the first blocks."""
     size = kv.geometry.block_size
     table = list(range(-(-num_tokens // size)))
     ids = np.arange(num_tokens, dtype=np.int32) % model.config.vocab_size
@@ -74,7 +74,7 @@ def measure_recompute(model: Any, kv: KVCache, num_tokens: int) -> float:
 
 
 def measure_swap(kv: KVCache, swap: SwapSpace) -> float:
-    """Return the microseconds of swapping one block out and back in."""
+    """Measure swapping out and back in, in microseconds per block."""
     most = max(1, _SWAP_BYTES // kv.geometry.bytes_per_block)
     count = min(most, kv.num_blocks, swap.num_blocks)
     pairs = [(block, block) for block in range(count)]
@@ -95,7 +95,7 @@ def _num_prefill_tokens(config: ResolvedConfig, kv: KVCache) -> int:
 
 
 def _rounded(cost: float) -> float:
-    """Round to a power of two, so that two starts on one machine almost always agree.
+    """Round to a power of two, so that two runs on one machine almost always agree.
 
     Examples
     --------
@@ -106,7 +106,7 @@ def _rounded(cost: float) -> float:
 
 
 def _microseconds(call: Callable[[], Any], device: Device) -> float:
-    """Return the time of the fastest of a few calls; the first may include loading kernels."""
+    """Return the time of the fastest of several calls; the first may include kernel loading."""
     times: list[float] = []
     while len(times) < _CALLS and sum(times) < _SECONDS:
         start = time.perf_counter()

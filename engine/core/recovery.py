@@ -1,7 +1,7 @@
-"""Recovery from failed steps: roll them back, and find the faulty request.
+"""Recovery from failed steps: roll them back and find the faulty request.
 
-`LLMEngine.step` uses it at three points: to leave requests out of the next step (`excluded`), to
-roll back after an error (`undo`), and to record the steps that succeeded (`record_success`).
+`LLMEngine.step` uses it in three ways: to exclude requests from the next step (`excluded`), to
+roll back after an error (`undo`), and to record successful steps (`record_success`).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _LOG = logging.getLogger("engine")
 
 
 class StepRecovery:
-    """Rolls back failed steps, and finds the request that makes them fail.
+    """Rolls back failed steps and finds the request that causes them.
 
     When a step raises, its requests return to the queue and are recomputed. If that fails too,
     fault bisection computes them in ever smaller groups until the faulty request fails alone; the
-    others continue.
+    other requests continue.
 
     Parameters
     ----------
     scheduler : Scheduler
     runner : ModelRunner
     is_debug : bool
-        Raise the errors of the engine's own checks after the rollback, instead of treating them
-        as transient faults.
+        Re-raise errors from the engine's own checks after the rollback, instead of treating them as
+        transient faults.
 
     Attributes
     ----------
@@ -58,15 +58,15 @@ class StepRecovery:
 
     @property
     def num_suspects(self) -> int:
-        """Requests that have not advanced since past the point where their step failed."""
+        """Requests that have not yet advanced past the point where their step failed."""
         return self._bisection.num_suspects
 
     def excluded(self) -> Iterator[set[Request]]:
-        """Yield sets of requests to exclude from the next step, in the order to try them.
+        """Yield the sets of requests to exclude from the next step, in the order to try them.
 
-        During bisection each set excludes all requests but one group. That group may lack blocks
-        that other requests hold, so two more sets follow: all groups, so that only requests outside
-        them run, and the empty set, with which at least one request fits.
+        During bisection each set excludes everything but one group. That group may lack blocks that
+        other requests hold, so two fallbacks follow: exclude all groups, so that only requests
+        outside them run; and exclude nothing, in which case at least one request fits.
         """
         if self._bisection.is_active:
             unfinished = set(self._scheduler.unfinished_requests())
@@ -90,7 +90,7 @@ class StepRecovery:
         ------
         BaseException
             `error`, if it is an interrupt, a timeout, a rank's failure or, in debug mode, a failed
-            check; or if a retry would fail forever.
+            check, or if retrying would fail forever.
         """
         for output in outputs:
             self._scheduler.rollback(output)
@@ -102,7 +102,7 @@ class StepRecovery:
             raise error
         self.num_failures += 1
         self._has_just_failed = True
-        # Log the traceback once: bisection repeats the failure for every group.
+        # Log the traceback only once: bisection repeats the failure for every group.
         trace = None if self._bisection.is_active else error
         _LOG.warning("step %d failed and is undone: %r", failed.step_id, error, exc_info=trace)
         faulty = self._bisection.record_failure(failed.sequences)
@@ -111,14 +111,14 @@ class StepRecovery:
         return faulty, f"the step failed twice: {type(error).__name__}: {error}"
 
     def abandon(self, steps: Sequence[LaunchedStep]) -> None:
-        """Keep rolled-back steps that the device may not have finished.
+        """Keep rolled-back steps that may still be running on the device.
 
-        SAFETY: the device may still read and write the host memory that they own.
+        SAFETY: the device may still access host memory that they own.
         """
         self._abandoned += steps
 
     def record_success(self, output: ScheduleOutput) -> None:
-        """Record that a step succeeded; earlier, abandoned ones have left the stream."""
+        """Record a successful step; abandoned steps, being earlier in the stream, are done."""
         self._has_just_failed = False
         self._abandoned.clear()
         if self._bisection.num_suspects:

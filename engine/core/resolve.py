@@ -1,4 +1,4 @@
-"""`resolve`: the options of an engine, completed for a loaded model, with reasons."""
+"""`resolve`: complete the engine's options for a loaded model, with a reason for each default."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from engine.speculative.draft_pages import num_spare_blocks
 
 __all__ = ["ResolvedConfig", "default_budget", "default_num_seqs", "resolve"]
 
-# A step on the CPU should not last seconds; on a GPU it should fill the chip.
+# Keep a CPU step from lasting seconds; fill the chip on a GPU.
 _BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 _SEQUENCES = {"cpu": 16, "cuda": 256}
-# On the CPU the pages compete for memory with the user's other programs.
+# On the CPU, the KV cache competes for memory with the user's other programs.
 _UTILIZATION = {"cpu": 0.5, "cuda": 0.9}
 
 
 class DraftModel(Protocol):
-    """The part of a draft model or draft head that `resolve` reads."""
+    """Properties of a draft model or draft head that `resolve` reads."""
 
     @property
     def config(self) -> ModelConfig:
-        """The model's sizes."""
+        """Model configuration."""
 
     @property
     def dtype(self) -> str:
@@ -47,19 +47,19 @@ class DraftModel(Protocol):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose input a draft reads."""
+        """Target layers whose inputs the draft reads."""
 
 
 class ServedModel(DraftModel, Protocol):
-    """The part of `Model` that `resolve` reads."""
+    """Properties of `Model` that `resolve` reads."""
 
     @property
     def device(self) -> Device:
-        """The device of the weights."""
+        """Device that holds the weights."""
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence in tokens that the model was loaded for."""
+        """Longest sequence the model was loaded for, in tokens."""
 
     @property
     def deterministic(self) -> bool:
@@ -67,14 +67,14 @@ class ServedModel(DraftModel, Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """Processes that share its layers."""
+        """Number of processes that share each layer (tensor parallel)."""
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages that divide its layers."""
+        """Number of pipeline stages."""
 
     def stage_blocks(self, options: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
-        """Return the KV blocks, on device and host, that each other stage has room for.
+        """Return the capacity of each other stage, in KV blocks on the device and on the host.
 
         `options` are the fields of `EngineConfig`.
         """
@@ -82,7 +82,7 @@ class ServedModel(DraftModel, Protocol):
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """Every value the engine runs with, and the reason for each one that the user left out."""
+    """Every value the engine runs with, and the reason for each one the user left out."""
 
     scheduler: SchedulerConfig
     geometry: KVGeometry
@@ -94,14 +94,14 @@ class ResolvedConfig:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def with_reason(self, name: str, reason: str) -> ResolvedConfig:
-        """Return the configuration with one more reason; itself if `reason` is empty."""
+        """Return a copy with one more reason; `self` if `reason` is empty."""
         return replace(self, reasons={**self.reasons, name: reason}) if reason else self
 
 
 def resolve(
     config: EngineConfig, model: ServedModel, draft: DraftModel | None = None
 ) -> ResolvedConfig:
-    """Derive every value that `config` leaves out, with the reason for each.
+    """Derive every value that `config` leaves out, and record why.
 
     Parameters
     ----------
@@ -109,12 +109,12 @@ def resolve(
     model : ServedModel
         Its weights are already on the device.
     draft : DraftModel, optional
-        Its weights are already on the device, too. It gets pages for as many tokens as the model.
+        Its weights are already on the device too; its KV cache holds as many tokens as the model's.
 
     Raises
     ------
     ConfigError, OutOfMemoryError
-        If the options contradict the model, or the pages do not fit.
+        If the options contradict the model, or the KV cache does not fit.
     """
     device = model.device
     reasons = dict[str, str]()
@@ -156,8 +156,8 @@ def resolve(
         max_num_batched_tokens=tokens,
         max_prefill_chunk=config.max_prefill_chunk,
         max_draft_tokens=config.max_draft_tokens,
-        # Trees need the decode kernel, whose order of summation depends on the batch; with a
-        # sliding window it does not support them.
+        # Trees need the decode kernel, but its summation order depends on the batch, and it does
+        # not support trees with a sliding window.
         draft_trees=not model.deterministic and not any(model.config.layer_windows),
         watermark=config.watermark,
         policy=config.scheduling_policy,
@@ -193,7 +193,7 @@ def default_budget(
     draft: DraftSizes | None = None,
     num_ranks: int = 1,
 ) -> MemoryBudget:
-    """Return the budget of an engine with default options that has `total` bytes for itself.
+    """Return the memory budget of an engine with default options, given `total` bytes.
 
     Parameters
     ----------
@@ -203,7 +203,7 @@ def default_budget(
         "cpu" or "cuda".
     total, weight_bytes : int
     draft : DraftSizes, optional
-        For `default_num_seqs(kind)` requests.
+        Sized for `default_num_seqs(kind)` requests.
     num_ranks : int
         GPUs that share each layer; `model` is one rank's shard.
     """
@@ -222,7 +222,7 @@ def default_budget(
 
 
 def default_num_seqs(kind: str) -> int:
-    """Return the maximum number of running requests by default; `kind`: "cpu" or "cuda"."""
+    """Return the default maximum number of running requests; `kind`: "cpu" or "cuda"."""
     return _SEQUENCES[kind]
 
 
@@ -293,7 +293,7 @@ def _memory(
     config: EngineConfig, model: ServedModel, tokens: int, seqs: int, has_graphs: bool
 ) -> MemoryBudget:
     total, free = device_memory(model.device)
-    if not model.device.is_cuda:  # the ranks and stages share the host's memory
+    if not model.device.is_cuda:  # ranks and stages share host memory
         count = model.num_ranks * config.pipeline_parallel_size
         total = total // count
         free = free // count
@@ -314,7 +314,7 @@ def _memory(
 def _activation_bytes(
     model: ModelConfig, dtype: str, tokens: int, seqs: int, has_graphs: bool, query_len: int = 1
 ) -> int:
-    """Return the bytes of a step's activations, and of those that CUDA graphs keep."""
+    """Return the activation bytes of a step, plus those held by CUDA graphs."""
     rows = batch_sizes(seqs)[-1] * query_len
     graphs = activation_bytes(model, dtype, rows, rows) if has_graphs else 0
     return activation_bytes(model, dtype, tokens, seqs * query_len) + graphs

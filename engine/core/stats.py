@@ -1,4 +1,4 @@
-"""The engine's counters since its construction, under vLLM's metric names."""
+"""Engine counters since construction, under vLLM's metric names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Histogram:
     ----------
     bounds : tuple of float
         Upper bounds, ascending and inclusive.
-    counts : tuple of int
+    Counts per bin, plus a last one for values above all bounds.
         One more than `bounds`: the last counts the values above all bounds.
     total : float
         Sum of the values.
@@ -46,7 +46,7 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """Mean of the values; 0 without any."""
+        """Mean of the values; 0 if empty."""
         return self.total / self.count if self.count else 0.0
 
 
@@ -59,13 +59,13 @@ class EngineStats:
     scheduler : SchedulerStats
         Queues, blocks, prefix cache, preemptions.
     prompt_tokens, generation_tokens : int
-        Over all requests so far, including prompt tokens found in the prefix cache.
+        Totals over all requests, including prompt tokens found in the prefix cache.
     request_success : mapping of str to int
         Finish reason -> number of requests ("abort" and "error" included, as in vLLM).
     admission_rejections : int
         Requests refused because the queue was full.
     num_step_failures, num_stuck_steps : int
-        Steps that raised and were rolled back; steps that the watchdog reported as stuck.
+        Steps that raised and were rolled back; steps the watchdog reported as stuck.
     speculation : SpeculationStats
         Drafts verified and accepted.
     time_to_first_token_seconds, request_queue_time_seconds, request_prefill_time_seconds,
@@ -74,14 +74,14 @@ class EngineStats:
     request_time_per_output_token_seconds : Histogram
         Mean time between the tokens of a request, over finished requests.
     expert_load : mapping of int to tuple of int
-        Layer -> tokens routed to each of its E experts; empty for a model without experts. A
-        layer's sum is top_k times the tokens that it has computed: not those found in the prefix
-        cache, twice those computed twice (after a preemption or a rollback), rejected drafts as
-        well, and in the last layer perhaps only those whose logits were wanted. Other users of the
-        same `Model` add to it. A snapshot waits for the device, to read it.
+        Layer -> tokens routed to each of its E experts; empty for a dense model. A layer's sum is
+        top_k times the tokens it computed: tokens found in the prefix cache do not count, tokens
+        recomputed after a preemption or rollback count twice, rejected drafts count, and the last
+        layer may count only tokens whose logits were needed. Other users of the same `Model` add
+        to it. A snapshot synchronizes with the device to read it.
     rank_load : mapping of int to tuple of int
-        Layer -> the sum of `expert_load` over the experts of each rank; empty unless each rank
-        holds whole experts (`enable_expert_parallel`).
+        Layer -> `expert_load` summed over each rank's experts; empty unless each rank holds
+        whole experts (`enable_expert_parallel`).
     """
 
     scheduler: SchedulerStats
@@ -113,12 +113,12 @@ class EngineStats:
 
     @property
     def kv_cache_usage_perc(self) -> float:
-        """Share of the blocks that requests hold, 0 to 1 (the name is vLLM's)."""
+        """Fraction of the blocks held by requests, 0 to 1 (the name is vLLM's)."""
         return self.scheduler.kv_cache_usage
 
     @property
     def num_preemptions(self) -> int:
-        """Preemptions so far."""
+        """Number of preemptions so far."""
         return self.scheduler.num_preemptions
 
     @property
@@ -156,7 +156,7 @@ ExpertLoad = Mapping[int, np.ndarray[Any, np.dtype[np.int64]]]
 
 @dataclass
 class StatsCollector:
-    """Counts finished requests, and the tokens of each expert since its construction.
+    """Counts finished requests, and the tokens routed to each expert since construction.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ class StatsCollector:
     )
 
     def __post_init__(self) -> None:
-        self._first_load = self.expert_load()  # counted by other engines, and by measurements
+        self._first_load = self.expert_load()  # load from other engines and from measurements
 
     def add_request(self, num_prompt_tokens: int, finish_reason: str, m: RequestMetrics) -> None:
         """Count a finished request."""
@@ -206,7 +206,7 @@ class StatsCollector:
         num_stuck_steps: int,
         speculation: SpeculationStats,
     ) -> EngineStats:
-        """Return a snapshot; the arguments are the counters that others keep."""
+        """Return a snapshot; the arguments are counters kept elsewhere."""
         loads = {n: load - self._first_load[n] for n, load in self.expert_load().items()}
         return EngineStats(
             scheduler=scheduler,

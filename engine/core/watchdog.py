@@ -1,4 +1,4 @@
-"""A watchdog that logs stuck steps, with the engine's state and the stack."""
+"""A watchdog that logs stuck steps, with the engine's state and a stack trace."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _LOG = logging.getLogger("engine")
 class Watchdog:
     """Times steps: ``with watchdog: ...step...``.
 
-    A step that lasts longer than `timeout` is logged once, from a separate thread, with the
-    engine's state and the stack of the stepping thread. With `raises`, the step itself raises a
-    `StepTimeoutError` when the engine next polls (`check`, `remaining`).
+    A step longer than `timeout` is logged once, from a separate thread, with the engine's state
+    and the stack of the stepping thread. With `raises`, the step also raises `StepTimeoutError`
+    the next time the engine polls (`check`, `remaining`).
 
     Parameters
     ----------
     timeout : float or None
-        Seconds; None disables the watchdog and starts no thread.
+        Seconds; None disables the watchdog, and no thread is started.
     describe : callable
         Returns the engine's state as text.
     raises : bool
-        Whether a stuck step is to be abandoned.
+        Whether to abandon a stuck step.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Watchdog:
         self._started = None
 
     def check(self) -> None:
-        """Raise if the step is stuck and is to be abandoned.
+        """Raise if the step is stuck and should be abandoned.
 
         Raises
         ------
@@ -76,28 +76,28 @@ class Watchdog:
             raise StepTimeoutError(f"a step took longer than step_timeout={self.timeout} s")
 
     def remaining(self) -> float | None:
-        """Return the seconds left until the step is abandoned; None means never."""
+        """Return the seconds left before the step is abandoned; None means never."""
         if not self.raises or self.timeout is None or self._started is None:
             return None
         return self._started + self.timeout - time.monotonic()
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the current step has exceeded the timeout; any thread may ask."""
+        """Whether the current step has exceeded the timeout; safe to read from any thread."""
         started = self._started
         if started is None or self.timeout is None:
             return False
         return time.monotonic() - started > self.timeout
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop the watchdog thread."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def look(self) -> None:
-        """Report the current step once if it is stuck; the watching thread calls this."""
+        """Report the current step, once, if it is stuck; called by the watchdog thread."""
         started = self._started
         if started is None or started == self._reported or self.timeout is None:
             return
@@ -105,7 +105,7 @@ class Watchdog:
         if seconds > self.timeout:
             self._reported = started
             self.num_stuck += 1
-            # Take stack and state at the same moment; source lines are looked up afterwards.
+            # Capture stack and state at the same moment; look up source lines afterwards.
             frame = sys._current_frames().get(self._stepping)
             calls = traceback.StackSummary.extract(
                 traceback.walk_stack(frame) if frame else (), lookup_lines=False
@@ -122,7 +122,7 @@ class Watchdog:
 
 
 def _start_thread(dog: Watchdog, timeout: float, closed: threading.Event) -> threading.Thread:
-    # A weak reference, so that the thread does not keep an unclosed engine alive.
+    # A weak reference: the thread must not keep an unclosed engine alive.
     name = "engine-watchdog"
     seen = weakref.ref(dog)
     thread = threading.Thread(target=_watch, args=(seen, timeout / 4, closed), name=name)

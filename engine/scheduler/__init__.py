@@ -1,1 +1,1 @@
-"""Requests, budgets and preemption: the choice of what each step computes, in integers only."""
+"""Chooses what each step computes: requests, budgets and preemption, in integers only."""

@@ -1,4 +1,4 @@
-"""Admission checks: limits of a request, and limits of the queue."""
+"""Admission checks: limits per request, and limits of the queue."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class QueueFullError(RequestError):
 
 
 def check_request(request: Request, config: SchedulerConfig) -> int:
-    """Return the maximum length of `request` in tokens, prompt and output.
+    """Return the maximum length of `request` in tokens, prompt plus output.
 
     Raises
     ------
     RequestError
-        If the prompt is empty or too long, or the request can never fit into the pool.
+        If the prompt is empty or too long, or the request can never fit into the KV cache.
     """
     num_prompt = request.num_prompt_tokens
     if not 0 < num_prompt < config.max_model_len:
@@ -42,7 +42,7 @@ def check_request(request: Request, config: SchedulerConfig) -> int:
             f"a fork must have fewer tokens than max_tokens and max_model_len allow ({longest}); "
             f"got {request.num_known_tokens}"
         )
-    # The last token is never computed, so it needs no slot for its key.
+    # The last token is never fed back, so its key needs no slot.
     num_blocks = -(-(longest - 1) // config.block_size)
     if num_blocks > config.num_blocks:
         raise RequestError(
@@ -61,7 +61,7 @@ def check_queue(
     Raises
     ------
     QueueFullError
-        If that would exceed `max_num_queued_requests` or `max_num_queued_tokens`.
+        If they would exceed `max_num_queued_requests` or `max_num_queued_tokens`.
     """
     limit = config.max_num_queued_requests
     if limit is not None and num_waiting + len(requests) > limit:

@@ -67,7 +67,7 @@ def check_request_state(request: Request, config: SchedulerConfig) -> None:
 
 
 def check_output(output: ScheduleOutput, config: SchedulerConfig) -> None:
-    """Verify one step: its token budget, where its chunks begin and end, and its blocks."""
+    """Verify one step: its token budget, chunk bounds and blocks."""
     sequences = output.sequences
     total = sum(sequence.num_scheduled_tokens for sequence in sequences)
     _verify(total == output.num_scheduled_tokens, "the step's tokens do not add up")

@@ -1,4 +1,4 @@
-"""Chunks of requests in a step: their size and order, and detection of unchanged batches."""
+"""Chunks of a step: their size and order, and detection of unchanged batches."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def add_chunk(
     num_new: int,
     drafts: Drafts | None = None,
 ) -> None:
-    """Schedule the next `num_new` tokens of `request`, and count them.
+    """Schedule the next `num_new` tokens of `request`, and update all counts.
 
-    `drafts`: from `fitting_drafts`; their blocks are already allocated.
+    `drafts`: from `fitting_drafts`, with their blocks already allocated.
     """
     start = request.num_computed_tokens
     is_sampled = start + num_new == request.num_tokens
@@ -47,11 +47,11 @@ def add_chunk(
     request.num_pending_tokens += is_sampled
     request.num_draft_tokens = num_drafts
     if is_sampled and not num_drafts:
-        request.drafts = None  # stale: they were proposed for the position that is sampled now
+        request.drafts = None  # stale: proposed for the position sampled now
 
 
 def put_decodes_first(output: ScheduleOutput) -> None:
-    """Move the decodes before the other chunks; the first `num_decodes` are in place already."""
+    """Move decodes before all other chunks; the first `num_decodes` are already in place."""
     first = output.num_decodes
     sequences = output.sequences
     if output.num_draft_tokens:
@@ -64,10 +64,10 @@ def put_decodes_first(output: ScheduleOutput) -> None:
 
 
 class UnchangedBatch:
-    """Detects steps that differ from the previous one in their positions only."""
+    """Detects steps that differ from the previous one only in their positions."""
 
     def __init__(self) -> None:
-        # `num_changes` at the previous step; -1 unless that step decoded all running requests.
+        # `num_changes` at the previous step; -1 unless that step decoded every running request.
         self._num_changes = -1
 
     def mark(self, output: ScheduleOutput, queues: RequestQueues, *, has_chunks: bool) -> None:

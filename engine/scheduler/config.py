@@ -1,4 +1,4 @@
-"""The scheduler's limits and policies, frozen and validated once."""
+"""The scheduler's limits and policies: immutable, validated on construction."""
 
 from __future__ import annotations
 
@@ -41,50 +41,52 @@ class SchedulerConfig:
     num_blocks : int
         KV blocks on the device.
     max_model_len : int
-        Maximum tokens (prompt and output) of one request.
+        Maximum length of a request in tokens, prompt plus output.
     block_size : int
         Tokens per block: 16, 32, 64 or 128.
     max_num_seqs : int
-        Maximum requests that run at once.
+        Maximum number of running requests.
     max_num_batched_tokens : int
         Token budget of one step; at least `max_num_seqs`, so that every decode fits.
     max_prefill_chunk : int
-        Maximum tokens of one prefill in one step; 0 = as many as the budget allows.
+        Maximum tokens per prefill in one step; 0 = limited by the budget only.
     max_draft_tokens : int
-        Maximum drafts of a sequence that one step verifies (`Scheduler.propose`).
+        Maximum drafts per sequence that one step verifies (`Scheduler.propose`).
     draft_trees : bool
-        Whether drafts may be trees; if not, a tree is truncated to its leading chain.
+        Whether drafts may form trees; if not, a tree is truncated to its leading chain.
     watermark : float
-        Fraction of the blocks that an admission leaves free for running requests to grow into.
+        Fraction of the blocks an admission must leave free for running requests to grow into.
     policy : str
-        Which waiting request is next: "fcfs" = first come, first served; "lpm" = longest prefix
-        match among the first `lpm_window` (no request is passed over more than `lpm_window` times).
+        How to pick the next waiting request: "fcfs" = first come, first served; "lpm" = longest
+        prefix match among the first `lpm_window` (no request is passed over more than `lpm_window`
+        times).
     priority_window : int
         A request of priority p is queued as if `p * priority_window` more requests had arrived
-        before it. So a bounded number of later requests can overtake it, and none starves. 0
+        before it. So only a bounded number of later requests can overtake it, and none starves. 0
         ignores priorities.
     prefix_caching : bool
-        Whether computed prefixes are kept and shared.
+        Whether to keep and share computed prefixes.
     max_blocks_per_salt : int, optional
-        Maximum blocks that the prefix tree keeps for one cache salt.
+        Maximum blocks the prefix tree keeps per cache salt.
     num_host_blocks : int
         KV blocks in host memory, for swapped requests and evicted prefixes; 0 = none.
     preemption : str
-        What happens to the blocks of a preempted request: "recompute", "swap" (to the host, while
-        it has room), or "auto" = whichever is cheaper by the two costs below.
+        How to save a preempted request: "recompute", "swap" (to the host, while it has free
+        blocks), or "auto" = whichever is cheaper by the two costs below.
     recompute_us_per_token, swap_us_per_block : float, optional
-        Costs in microseconds: of one prefill token, and of swapping one block out and in. The
-        engine measures the ones left out (`engine.core.preemption_costs`); a scheduler on its own
+        Costs in microseconds: computing one prefill token, and swapping one block out and in. The
+        engine measures omitted costs (`engine.core.preemption_costs`); a stand-alone scheduler
         assumes 50 and 100.
     max_num_queued_requests, max_num_queued_tokens : int, optional
-        Maximum requests and prompt tokens that may wait; beyond that, new ones are rejected.
+        Maximum number of waiting requests and of their prompt tokens; beyond it, new requests are
+        rejected.
     debug : bool
-        Check all invariants after each call, and list freed blocks in every output.
+        Check all invariants after each call, and list the freed blocks in every output.
 
     Raises
     ------
     ConfigError
-        If a value is out of its range.
+        If a value is out of range.
 
     Examples
     --------

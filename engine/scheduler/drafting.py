@@ -1,4 +1,4 @@
-"""Drafts in a step: their validation, the number that fits, and their acceptance."""
+"""Drafts in a step: validation, the number that fits, acceptance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.scheduler.output import DraftedSequence, ScheduleOutput
 __all__ = ["DraftTokens", "checked_drafts", "count_accepted", "fitting_drafts", "group_decodes"]
 
 DraftTokens = Sequence[int] | Drafts
-"""A proposal: a chain of token ids, or a chain or tree of drafts."""
+"""Proposed drafts: a chain of token ids, or a `Drafts` chain or tree."""
 
 
 def checked_drafts(
@@ -23,12 +23,12 @@ def checked_drafts(
     parents: Sequence[int] | None,
     config: SchedulerConfig,
 ) -> Drafts | None:
-    """Return the proposal for `request`, or None if it is empty.
+    """Return the drafts proposed for `request`, or None if there are none.
 
     Raises
     ------
     RequestError
-        If it has more than `max_draft_tokens`, or is not a valid chain or tree.
+        If there are more than `max_draft_tokens`, or they are not a valid chain or tree.
     """
     limit = config.max_draft_tokens
     if len(token_ids) > limit:
@@ -53,7 +53,7 @@ def fitting_drafts(
     """Return the drafts of `request` that fit into the step after its next `num_new` tokens.
 
     They may exceed `max_num_tokens`, so that all sequences can carry the same number; tokens
-    sampled beyond that are dropped.
+    sampled past the limit are dropped.
 
     `reserved`: tokens of the step's budget to leave for requests scheduled later.
     """
@@ -73,9 +73,9 @@ def fitting_drafts(
 
 
 def group_decodes(output: ScheduleOutput) -> None:
-    """Select as decodes the sequences with the most common number of query tokens.
+    """Make the sequences with the most common number of query tokens the step's decodes.
 
-    The others are computed like prefills, which support no trees: a tree is truncated to a chain.
+    The rest are computed as prefills, which support no trees: each tree is truncated to a chain.
     """
     first = output.sequences[0].num_scheduled_tokens
     if all([s.num_scheduled_tokens == first and s.is_decode for s in output.sequences]):
@@ -103,7 +103,7 @@ def group_decodes(output: ScheduleOutput) -> None:
 
 
 def count_accepted(request: Request, token_ids: Sequence[int]) -> None:
-    """Count the accepted drafts as computed; the last of `token_ids` is the token after them."""
+    """Count accepted drafts as computed; the last id of `token_ids` follows the last draft."""
     if request.status is RequestStatus.RUNNING:
         request.num_computed_tokens += len(token_ids) - 1
         request.num_committed_tokens += len(token_ids) - 1

@@ -1,4 +1,4 @@
-"""`ScheduleOutput`: the step that one call of `Scheduler.schedule()` decides on."""
+"""`ScheduleOutput`: one step, as decided by `Scheduler.schedule()`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class ScheduledSequence:
     num_scheduled_tokens : int
         Tokens [start, start + num_scheduled_tokens) are computed.
     is_sampled : bool
-        Whether the sequence's last token is among them, so that a new token is sampled.
+        Whether they include the sequence's last token, so that a new token is sampled.
     num_pending_tokens : int
-        Last tokens, drafts aside, whose ids only the device knows: 0, or 1 if the previous step,
-        which sampled the id, is still in flight.
+        Trailing tokens, drafts aside, whose ids only the device knows yet: 1 if the previous step,
+        still in flight, samples the id; otherwise 0.
     drafts : Drafts or None
-        Only in a `DraftedSequence`: the tokens after the sequence's last one. The logits of that
-        token and of all drafts are needed.
+        Tokens after the sequence's last one; only in a `DraftedSequence`. That last token and all
+        drafts need logits.
     """
 
     __slots__ = ("is_sampled", "num_pending_tokens", "num_scheduled_tokens", "request", "start")
@@ -52,29 +52,29 @@ class ScheduledSequence:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Number of last tokens that are drafts."""
+        """Number of trailing tokens that are drafts."""
         return 0 if self.drafts is None else len(self.drafts)
 
     @property
     def num_logits(self) -> int:
-        """Number of last tokens that need logits."""
+        """Number of trailing tokens that need logits."""
         return 1 + self.num_draft_tokens if self.is_sampled else 0
 
     @property
     def is_decode(self) -> bool:
-        """Tell whether the decode kernel can compute it, given a `query_len` of its tokens."""
+        """Tell whether the decode kernel can compute it, if `query_len` equals its token count."""
         return self.num_scheduled_tokens == 1 or (
             self.drafts is not None and self.num_scheduled_tokens <= MAX_QUERY_LEN
         )
 
     @property
     def context_len(self) -> int:
-        """Tokens up to the last query token, drafts included: the number of keys in the pages."""
+        """Tokens up to the last query token, drafts included: the number of keys to attend to."""
         return self.start + self.num_scheduled_tokens
 
     @property
     def num_reached_tokens(self) -> int:
-        """Computed tokens of the sequence after this step, drafts aside."""
+        """Tokens of the sequence computed after this step, drafts aside."""
         return self.start + self.num_scheduled_tokens - self.num_draft_tokens
 
     def __repr__(self) -> str:
@@ -83,7 +83,7 @@ class ScheduledSequence:
 
 
 class DraftedSequence(ScheduledSequence):
-    """A sequence with drafts; a separate class, so that other sequences need no slot for them."""
+    """A sequence with drafts; its own class, so that plain sequences need no slot for them."""
 
     __slots__ = ("drafts",)
 
@@ -104,7 +104,7 @@ class DraftedSequence(ScheduledSequence):
 
 
 class BatchSize(NamedTuple):
-    """Size of a step's batch."""
+    """Token, sequence and decode counts of a step."""
 
     num_tokens: int = 0
     num_sequences: int = 0
@@ -113,43 +113,43 @@ class BatchSize(NamedTuple):
 
 @dataclass(slots=True)
 class ScheduleOutput:
-    """One step.
+    """What one step computes, and the block moves that precede it.
 
-    The runner first applies the block moves, in this order (each may overwrite blocks that an
-    earlier one has read): `swap_out`, `copies`, `swap_in`; then it computes `sequences`.
+    The runner first applies the block moves in this order (each may overwrite blocks that an
+    earlier one has read): `swap_out`, `copies`, `swap_in`. Then it computes `sequences`.
 
     Attributes
     ----------
     step_id : int
-        Number of earlier calls of `schedule()`; steps are committed in this order.
+        Number of earlier `schedule()` calls; steps are committed in this order.
     sequences : list of ScheduledSequence
         Decodes first: `num_decodes` of them, with `query_len` query tokens each.
     admitted : list of Request
         Requests that start or resume in this step.
     preempted : list of Request
-        Requests that lost their blocks in this step; they are back in the queue, with status
-        PREEMPTED (to be recomputed) or SWAPPED.
+        Requests that lost their blocks in this step. They are back in the queue, as PREEMPTED (to
+        be recomputed) or SWAPPED.
     copies : list of (int, int)
-        (source, destination) device blocks, for copy-on-write. Entries of a running request's block
-        table change only in a step with copies; otherwise tables only grow.
+        (source, destination) device blocks, for copy-on-write. Existing entries of a running
+        request's block table change only in a step with copies; otherwise tables only grow.
     swap_out : list of (int, int)
         (device block, host block) to copy.
     swap_in : list of (int, int)
         (host block, device block) to copy.
     freed_blocks : list of int
-        With `SchedulerConfig.debug` only: blocks whose content is no longer needed, to be poisoned
+        Only with `SchedulerConfig.debug`: blocks whose content is no longer needed, to be poisoned
         after the moves and before the computation.
     num_scheduled_tokens : int
-        Sum over `sequences`.
+        Total over `sequences`.
     num_draft_tokens : int
-        Drafts among these.
+        How many of these are drafts.
     num_decodes : int
-        Decodes among `sequences`.
+        Number of decodes in `sequences`.
     query_len : int
-        Query tokens of each decode: one, plus its drafts.
+        Query tokens per decode: one, plus its drafts.
     is_unchanged : bool
-        Whether the sequences are those of step `step_id` - 1, in the same order, each advanced by
-        one token: all of them decodes, all sampled, in both steps.
+        Whether this step repeats step `step_id` - 1 with every sequence advanced by one token: same
+        sequences, same order, all of them sampled decodes in both steps.
     """
 
     step_id: int
@@ -173,19 +173,19 @@ class ScheduleOutput:
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether there is nothing to compute and nothing to copy."""
+        """Tell whether the step has nothing to compute and nothing to copy."""
         return not (self.sequences or self.swap_out or self.copies or self.swap_in)
 
 
 class InFlightSteps(list[ScheduleOutput]):
-    """Steps that are scheduled, but neither committed nor rolled back yet; oldest first."""
+    """Steps scheduled, but neither committed nor rolled back yet; oldest first."""
 
     def settle_oldest(self, output: ScheduleOutput) -> None:
-        """Remove `output`, which must be the oldest step, or empty (then it was never added)."""
+        """Remove `output`: the oldest step, or an empty one, which was never added."""
         self._settle(output, 0)
 
     def settle_newest(self, output: ScheduleOutput) -> None:
-        """Remove `output`, which must be the newest step, or empty (then it was never added)."""
+        """Remove `output`: the newest step, or an empty one, which was never added."""
         self._settle(output, -1)
 
     def _settle(self, output: ScheduleOutput, index: int) -> None:

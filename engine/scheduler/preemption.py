@@ -1,4 +1,4 @@
-"""The choice between swapping a preempted request out and recomputing it."""
+"""Preemption by swapping or by recomputing: the cheaper one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.scheduler.config import SchedulerConfig
 
 __all__ = ["prefers_swap"]
 
-# Used without a measurement; about right for a model of a few billion weights.
+# Defaults without a measurement; about right for a model of a few billion parameters.
 _RECOMPUTE_US_PER_TOKEN = 50.0
 _SWAP_US_PER_BLOCK = 100.0
 
@@ -16,9 +16,9 @@ _SWAP_US_PER_BLOCK = 100.0
 def prefers_swap(request: Request, blocks: BlockManager, config: SchedulerConfig) -> bool:
     """Tell whether swapping `request` out and in is possible and cheaper than recomputing it.
 
-    Recomputing costs per token. Blocks shared with other requests stay on the device and will be
-    matched again, so recomputing them costs nothing; a swap copies them anyway, since they may be
-    freed before the request resumes.
+    Recomputing costs per token. Blocks shared with other requests stay on the device and will
+    match again, so they need no recomputation; a swap copies them anyway, since they may be freed
+    before the request resumes.
     """
     if config.preemption == "recompute" or not blocks.can_swap_out(request):
         return False

@@ -1,7 +1,7 @@
-"""Prefixes that are being computed: a request that begins with one waits for it.
+"""Prefixes being computed right now: a request that shares one waits for it.
 
-Requests with a long common prefix often arrive together. The first one computes it; the others,
-if admitted in the same step, would each compute it again.
+Requests with a long common prefix often arrive together. If all were admitted in the same step,
+each would compute that prefix; instead the first one does, and the others wait.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _Key = tuple[object, int, tuple[int, ...]]
 
 
 class PrefixesInFlight:
-    """Prompts that uncommitted steps compute in part.
+    """Prompts that uncommitted steps are computing.
 
-    They are looked up by their first block that is not in the tree yet: its salt and rope kind,
-    the block before it, and its token ids.
+    Each is keyed by its first block that is not in the tree yet: salt and rope kind, preceding
+    block, and token ids.
 
     Parameters
     ----------
@@ -40,9 +40,9 @@ class PrefixesInFlight:
                     self.add(request)
 
     def add(self, request: Request) -> None:
-        """Register `request`, which computes its prompt."""
+        """Register `request`, whose prompt is being computed."""
         if self._blocks.tree is None or request.status is not RequestStatus.RUNNING:
-            return  # without a tree, or without blocks, nothing can be shared
+            return  # without a tree or blocks, nothing can be shared
         known = request.num_tree_blocks
         last = request.block_table[known - 1] if known else -1
         key = self._key(request, known, last)

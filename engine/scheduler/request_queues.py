@@ -1,8 +1,8 @@
 """The request queues: every unfinished request is in exactly one of them.
 
-waiting    in order of service; holds no device blocks
+waiting    in service order; hold no device blocks
 siblings   parallel samples, waiting for another request to compute their common prompt
-running    holds device blocks; ordered by `Request.order`
+running    hold device blocks; ordered by `Request.order`
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RUNNING = RequestStatus.RUNNING
 
 
 class RequestQueues:
-    """The queues of requests, and the moves between them.
+    """The request queues, and moves between them.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class RequestQueues:
     waiting : WaitingQueue
     running : list of Request
     num_changes : int
-        Times a request entered or left `running`.
+        Number of times a request has entered or left `running`.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
@@ -55,8 +55,8 @@ class RequestQueues:
     ) -> None:
         """Queue `request`, with `siblings` waiting for its prompt; an error changes nothing.
 
-        `is_resumed`: another engine accepted them, so the queue's limits do not apply; they may
-        have output tokens, so none waits for another's prompt.
+        `is_resumed`: another engine already accepted them, so the queue's limits do not apply; they
+        may have output tokens, so none waits for another's prompt.
         """
         group = [request, *siblings]
         limits = [self._check_new(member, request) for member in group]
@@ -83,7 +83,7 @@ class RequestQueues:
         self._start_or_queue(parent, child)
 
     def release_siblings(self, request: Request) -> None:
-        """Start or queue the siblings of `request`, whose prompt is now computed."""
+        """Start or queue the siblings of `request`, now that its prompt is computed."""
         siblings = request.siblings
         request.siblings = []
         for sibling in siblings:
@@ -97,7 +97,7 @@ class RequestQueues:
         insort(self.running, request, key=_order)
 
     def preempt_last(self, *, swap: bool) -> Request:
-        """Swap out or release the blocks of the last running request, and queue it again."""
+        """Swap out or release the blocks of the last running request, and requeue it."""
         request = self.running.pop()
         self.num_changes += 1
         if swap:
@@ -113,7 +113,7 @@ class RequestQueues:
         return request
 
     def retry(self, request: Request) -> None:
-        """Queue a running request again, and discard all its computed tokens."""
+        """Requeue a running request, discarding everything it has computed."""
         self._remove_running(request)
         self.blocks.release(request, keep=False)
         request.status = RequestStatus.PREEMPTED
@@ -172,7 +172,7 @@ class RequestQueues:
             sibling.leader = request
 
     def _leave_group(self, request: Request) -> None:
-        """Remove `request`, which ends early, from its group; its siblings get another leader."""
+        """Remove `request`, which ends early, from its group; its siblings get a new leader."""
         if request.siblings:
             first, *others = request.siblings
             request.siblings = []

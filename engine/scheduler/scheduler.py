@@ -6,11 +6,11 @@ Pure Python on integers. One step is
     ... run output.sequences ...
     scheduler.commit(output, sampled_ids)     # appends tokens, finishes, frees
 
-and a loop may call `schedule()` for step n + 1 before it commits step n: the token that step n
-samples is then *pending* (see `engine.request`). Every choice depends only on the order of calls.
+A loop may call `schedule()` for step n + 1 before it commits step n: the token that step n samples
+is then *pending* (see `engine.request`). Every decision depends only on the order of calls.
 
-A step computes one token of a decoding request, or more if drafts of its next tokens were proposed
-(`propose`), which the step then verifies (see `engine.drafts`).
+A step computes one token per decoding request, or more if drafts of its next tokens were proposed
+(`propose`); the step then verifies them (see `engine.drafts`).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ __all__ = ["Scheduler"]
 
 _RUNNING = RequestStatus.RUNNING
 _new = object.__new__
-_MAX_PASSED = 16  # requests passed over in one step because another is computing their prefix
+_MAX_PASSED = 16  # requests passed over per step because another is computing their prefix
 
 
 class Scheduler:
     """Continuous batching over paged KV, first come first served within a priority.
 
-    Decodes come first, then prefills already begun, then new requests, until the token budget,
-    `max_num_seqs` or the blocks are exhausted. A request gets blocks for all its tokens when it is
-    admitted, and one more whenever these are full; if none is available, the request that is last
-    in order of service is preempted, to be recomputed or swapped in later.
+    Decodes come first, then prefills in progress, then new requests, until the token budget,
+    `max_num_seqs` or the blocks run out. Admission allocates blocks for all known tokens of a
+    request; it gets one more block whenever these are full. If none is free, the running request
+    that is last in service order is preempted, to be recomputed or swapped in later.
 
     Examples
     --------
@@ -72,7 +72,7 @@ class Scheduler:
         if config.debug:
             self.blocks.allocator.record_freed()
         self._queues = RequestQueues(config, self.blocks)
-        self.last_batch = BatchSize()  # size of the last step, for the watch view
+        self.last_batch = BatchSize()  # last step's batch size, for the watch view
         self._in_flight = InFlightSteps()
         self._unchanged = UnchangedBatch()
         self._has_drafts = False  # whether a running request may have drafts
@@ -111,42 +111,43 @@ class Scheduler:
         request : Request
         siblings : sequence of Request, optional
             More requests with the same prompt (parallel samples). They wait until `request` has
-            computed it, and then share its blocks.
+            computed it, then share its blocks.
         is_resumed : bool
-            Another engine accepted them: the queue's limits do not apply, and no sibling waits.
+            Another engine already accepted them: the queue's limits do not apply, and no sibling
+            waits.
 
         Raises
         ------
         RequestError
             If an id is in use, the prompt is empty or leaves no room for a token, or a request can
-            never fit into the pool. Nothing is queued.
+            never fit into the KV cache. Nothing is queued.
         QueueFullError
             If the queue's limits would be exceeded (also a RequestError). Nothing is queued.
         """
         self._queues.add(request, siblings, is_resumed=is_resumed)
 
     def fork_request(self, parent: Request, child: Request) -> None:
-        """Add `child`, whose tokens continue those that `parent` has computed (beam search).
+        """Add `child`, which continues from tokens that `parent` has computed (beam search).
 
-        `child` may already have output tokens. It shares the parent's blocks and runs at once if
-        the parent runs and `max_num_seqs` allows it; otherwise it is queued like any other request.
+        `child` may already have output tokens. If `parent` is running and `max_num_seqs` allows it,
+        `child` shares its blocks and runs at once; otherwise it is queued like any other request.
 
         Raises
         ------
         RequestError
-            In the cases of `add_request`, or if the tokens of the two differ.
+            As for `add_request`, or if the tokens of the two differ.
         """
         self._queues.add_fork(parent, child)
 
     def finish_request(
         self, request: Request, reason: str, *, stop_reason: int | str | None = None
     ) -> None:
-        """End `request` for a reason that only the caller sees (a stop string, an error).
+        """End `request` for a reason only the caller can see (a stop string, an error).
 
         Parameters
         ----------
         request : Request
-            Left as it is if it has finished already.
+            Unchanged if it has already finished.
         reason : str
             "stop", "length", "abort" or "error".
         stop_reason : int or str, optional
@@ -166,8 +167,8 @@ class Scheduler:
     ) -> int:
         """Replace the finish reason of `request`: its text takes precedence over `commit`.
 
-        `num_output_tokens`: length of its output; a step with drafts may have appended tokens after
-        that. Returns the number of tokens dropped.
+        `num_output_tokens`: number of output tokens to keep; a step with drafts may have appended
+        more. Returns the number of tokens dropped.
         """
         status = finished_status(reason)
         if not request.is_finished:
@@ -199,10 +200,10 @@ class Scheduler:
     def propose(
         self, request: Request, token_ids: DraftTokens, parents: Sequence[int] | None = None
     ) -> bool:
-        """Propose drafts: tokens after the last one of `request`, for its next step to verify.
+        """Propose drafts: guesses at the next tokens of `request`, for its next step to verify.
 
-        Drafts take no blocks and no token budget from other requests; those that do not fit are
-        dropped. A later proposal replaces an earlier one; the request's next step consumes it.
+        Drafts take no blocks or token budget away from other requests; those that do not fit are
+        dropped. A new proposal replaces the previous one; the request's next step consumes it.
 
         Parameters
         ----------
@@ -210,17 +211,17 @@ class Scheduler:
         token_ids : sequence of int, or Drafts
             At most `max_draft_tokens`.
         parents : sequence of int, optional
-            For a tree of drafts, the index of each one's parent; -1: the request's last token.
+            For a tree of drafts, the index of each draft's parent; -1 is the request's last token.
 
         Returns
         -------
         bool
-            False if it was ignored: the request is not running, or has drafts in flight.
+            False if ignored, because the request is not running or has drafts in flight.
 
         Raises
         ------
         RequestError
-            If there are too many, or they are not valid ids or not a valid tree.
+            If there are too many drafts, or they are not valid ids or not a valid tree.
         """
         drafts = checked_drafts(request, token_ids, parents, self.config)
         if request.status is not _RUNNING or request.num_draft_tokens:
@@ -230,7 +231,7 @@ class Scheduler:
         return True
 
     def requests_not_due(self, num_groups: int) -> set[Request]:
-        """Return the requests to exclude from a pipeline's next step; see `requests_not_due`."""
+        """Return the requests to exclude from a pipeline's next step (module `spreading`)."""
         return requests_not_due(self._queues.running, num_groups)
 
     # ---- one step
@@ -238,15 +239,15 @@ class Scheduler:
     def schedule(self, excluded: Collection[Request] = ()) -> ScheduleOutput:
         """Decide the next step and reserve its blocks.
 
-        The output is empty without requests, or if all of them depend on tokens of steps that are
-        not committed yet. Otherwise at least one token is computed.
+        The output is empty if there are no requests, or if all of them depend on tokens of
+        uncommitted steps. Otherwise at least one token is computed.
 
         Parameters
         ----------
         excluded : collection of Request, optional
-            Waiting or running requests to leave out of this step; they stay in their queues (a
+            Waiting or running requests to leave out of this step. They stay in their queues (a
             running one may still be preempted). The output may then be empty although other
-            requests wait, because the excluded ones hold the blocks that these need.
+            requests wait, because the excluded ones hold the blocks they need.
         """
         output = ScheduleOutput(self._num_steps)
         self._num_steps += 1
@@ -269,19 +270,19 @@ class Scheduler:
             The oldest uncommitted step (empty steps need not be committed).
         sampled : mapping of Request to ids
             The ids sampled for every sequence with `is_sampled`: one id, or with drafts the
-            accepted drafts (their keys already in the order of the sequence) and the id after
-            them. Requests that have finished in the meantime are skipped.
+            accepted drafts (their keys already in sequence order) and the id after them. Requests
+            that have since finished are skipped.
 
         Returns
         -------
         list of Request
-            Requests that this step finished, by a stop id or by length; their blocks are freed.
+            Requests this step finished, by a stop id or by length; their blocks are freed.
         """
         self._in_flight.settle_oldest(output)
         self.blocks.settle(output.swap_in)
         finished: list[Request] = []
         has_drafts = output.num_draft_tokens > 0
-        has_prompts = not output.is_unchanged  # an unchanged batch is past all its prompts
+        has_prompts = not output.is_unchanged  # an unchanged batch has no prompts left
         for sequence in output.sequences:
             request = sequence.request
             status = request.status
@@ -292,7 +293,7 @@ class Scheduler:
             reached = start + sequence.num_scheduled_tokens
             if has_drafts and (drafts := sequence.drafts) is not None:
                 reached -= len(drafts)
-            if request.num_computed_tokens >= reached:  # it was not preempted since
+            if request.num_computed_tokens >= reached:  # not preempted since
                 request.num_committed_tokens = reached
                 if has_prompts and start < len(request.prompt_token_ids) and status is _RUNNING:
                     self.blocks.cache_prefix(request)
@@ -314,10 +315,10 @@ class Scheduler:
         return finished
 
     def rollback(self, output: ScheduleOutput) -> None:
-        """Undo a failed step: all its requests go back to the queue to be recomputed.
+        """Undo a failed step: requeue all its requests for recomputation.
 
-        All that the step has written or copied is discarded. With several steps in flight, roll
-        back the newest first.
+        Everything the step wrote or copied is discarded. If several steps are in flight, roll back
+        the newest first.
         """
         self._in_flight.settle_newest(output)
         moves = BlockMoves(output.swap_out, output.copies, output.swap_in)
@@ -335,9 +336,9 @@ class Scheduler:
     def _schedule_decodes(
         self, output: ScheduleOutput, excluded: Collection[Request]
     ) -> list[Request]:
-        """Schedule every running request that has one token to compute; return the others.
+        """Schedule each running request that has exactly one token to compute; return the others.
 
-        The others are prefills already begun, and requests with drafts.
+        The others are prefills in progress, and requests with drafts.
         """
         others: list[Request] = []
         sequences = output.sequences
@@ -361,13 +362,13 @@ class Scheduler:
             ) and not self._make_room(request, output):
                 continue
             num_pending = request.num_pending_tokens
-            # Bypasses the constructor, which would take a third of this loop's time.
+            # Skip the constructor: it would take a third of this loop's time.
             sequence = _new(ScheduledSequence)
             sequence.request = request
             sequence.start = start
             sequence.num_scheduled_tokens = 1
             sequence.is_sampled = True
-            sequence.num_pending_tokens = 1 if num_pending else 0  # of this step's one token
+            sequence.num_pending_tokens = 1 if num_pending else 0  # of the one token computed here
             sequences.append(sequence)
             request.num_computed_tokens = num_tokens
             request.num_tokens = num_tokens + 1
@@ -376,7 +377,7 @@ class Scheduler:
         return others
 
     def _schedule_chunks(self, output: ScheduleOutput, requests: list[Request]) -> None:
-        """Schedule prefills already begun, and decodes with drafts, in order of service."""
+        """Schedule prefills in progress and decodes with drafts, in service order."""
         config = self.config
         for index, request in enumerate(requests):
             num_new = chunk_size(request, output, config)
@@ -392,7 +393,7 @@ class Scheduler:
                 add_chunk(request, output, num_new)
 
     def _admit(self, output: ScheduleOutput, excluded: Collection[Request]) -> None:
-        """Admit waiting requests, in order of service, until one does not fit."""
+        """Admit waiting requests, in service order, until one does not fit."""
         queues = self._queues
         config = self.config
         if not len(queues.waiting):
@@ -412,7 +413,7 @@ class Scheduler:
                 queues.waiting.discard(request)
                 passed.append(request)
                 continue
-            # Keep room for running requests to grow; a request alone may take every block.
+            # Leave running requests room to grow; a lone request may take every block.
             spare = config.watermark_blocks if queues.running else 0
             if not self.blocks.admit(request, spare=spare):
                 break
@@ -425,7 +426,7 @@ class Scheduler:
             queues.waiting.push(request)
 
     def _complete(self, output: ScheduleOutput) -> None:
-        """Put the decodes first, and add the block moves."""
+        """Put decodes first, and add the block moves."""
         put_decodes_first(output)
         self.last_batch = output.size
         if self.blocks.has_moves:
@@ -449,8 +450,8 @@ class Scheduler:
     def _make_room(self, request: Request, output: ScheduleOutput) -> bool:
         """Allocate the blocks that `request` lacks, preempting the last running requests if needed.
 
-        Returns False if it has to wait: it was preempted itself, or the last running request is
-        already scheduled in this step.
+        Returns False if `request` has to wait: it was itself preempted, or the last running request
+        is already scheduled in this step.
         """
         while not self.blocks.grow(request, request.num_tokens):
             last = self._queues.running[-1]
@@ -492,7 +493,7 @@ class Scheduler:
         )
 
     def describe(self) -> str:
-        """Return counters and request ids, for the log."""
+        """Return the counters and request ids as text, for the log."""
         names = [request.request_id for request in self.unfinished_requests()]
         return f"{self.stats()}\n{len(names)} unfinished requests: {names[:64]}"
 
@@ -502,7 +503,7 @@ class Scheduler:
         Raises
         ------
         EngineError
-            If one is violated; the message names it.
+            If an invariant is violated; the message names it.
         """
         in_flight = [host for output in self._in_flight for host, _ in output.swap_in]
         self._queues.check_integrity(in_flight)

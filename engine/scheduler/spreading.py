@@ -1,4 +1,4 @@
-"""Spreads decodes over the steps that pipeline stages compute at the same time."""
+"""Spread decodes over the pipeline stages' concurrent steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["requests_not_due"]
 
 
 def requests_not_due(running: Iterable[Request], num_groups: int) -> set[Request]:
-    """Return the running requests that the next step leaves out.
+    """Return the running requests to leave out of the next step.
 
-    These are the requests whose last token is not known yet, since the first stage needs it; and of
-    the other decoding requests all but the first ones, so that each of `num_groups` steps in flight
-    has equally many. Prompts are never left out: a chunk may follow another one in flight.
+    A request is left out if its last token is not known yet, because the first stage needs it. Of
+    the other decoding requests all but the first few are left out, so that each of `num_groups`
+    steps in flight gets equally many. Prefills never are: a chunk may follow another in flight.
 
     Examples
     --------

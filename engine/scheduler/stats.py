@@ -1,4 +1,4 @@
-"""The scheduler's counts, for metrics and logs."""
+"""Scheduler counters, for metrics and logs."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ __all__ = ["SchedulerStats", "collect"]
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """A snapshot of current sizes and of counters, under vLLM's metric names where they exist.
+    """A snapshot of current sizes and counters, under vLLM's metric names if it has them.
 
     Attributes
     ----------
     num_requests_running, num_requests_waiting : int
-        Requests in each state now.
+        Current number of requests in each state.
     num_blocks, num_free_blocks, num_cached_blocks : int
-        Device blocks now; the remaining ones are in use.
+        Current device blocks; those neither free nor cached are in use.
     num_host_blocks, num_free_host_blocks : int
-        Blocks in host memory now.
+        Current host blocks.
     num_steps, num_preemptions, num_swaps, num_retries : int
-        Counters: steps scheduled, requests preempted, those of them swapped out, and requests put
-        back into the queue by failed steps.
+        Counters: steps scheduled, requests preempted, preempted requests swapped out, and requests
+        requeued by failed steps.
     prefix_cache_queries, prefix_cache_hits, prefix_cache_host_hits : int
-        Counters: tokens looked up, tokens found, and those of them found on the host.
+        Counters: tokens looked up, tokens found, and tokens found on the host.
     num_evicted_blocks, num_offloaded_blocks : int
-        Counters: blocks evicted from the prefix tree, and those of them copied to the host.
+        Counters: blocks evicted from the prefix tree, and evicted blocks copied to the host.
     """
 
     num_requests_running: int
@@ -50,12 +50,12 @@ class SchedulerStats:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Fraction of the blocks that requests hold, 0 to 1."""
+        """Fraction of the blocks held by requests, 0 to 1."""
         return 1.0 - (self.num_free_blocks + self.num_cached_blocks) / self.num_blocks
 
 
 def collect(blocks: BlockManager, **counts: int) -> SchedulerStats:
-    """Return the scheduler's own `counts` together with the sizes and counters of `blocks`."""
+    """Combine the scheduler's own `counts` with the sizes and counters of `blocks`."""
     device = blocks.allocator
     host = blocks.host_allocator
     tree = blocks.tree.stats if blocks.tree else TreeStats()

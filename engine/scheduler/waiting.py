@@ -13,7 +13,7 @@ __all__ = ["WaitingQueue"]
 
 class _Entry(NamedTuple):
     order: tuple[int, int]
-    serial: int  # number of the push: distinguishes a re-queued request's entry from its stale one
+    serial: int  # push number; tells a requeued request's entry from its stale one
     num_tokens: int
     request: Request
 
@@ -26,7 +26,7 @@ class WaitingQueue:
     Attributes
     ----------
     num_tokens : int
-        Known tokens of all members, counted when they were pushed.
+        Tokens of all members, counted when they were pushed.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class WaitingQueue:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate in order of service (sorts: for statistics and checks only)."""
+        """Iterate in service order (sorts, so for statistics and checks only)."""
         return (entry.request for entry in sorted(self._members.values()))
 
     def __contains__(self, request: Request) -> bool:
@@ -54,15 +54,15 @@ class WaitingQueue:
         heapq.heappush(self._heap, entry)
 
     def peek(self) -> Request:
-        """Return the next request (the queue must not be empty)."""
+        """Return the next request; the queue must not be empty."""
         while self._is_stale(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0].request
 
     def best_of_first(self, window: int, gain: Callable[[Request], int]) -> Request:
-        """Return the request with the largest `gain` of the first `window`; the first on a tie.
+        """Return the request with the largest `gain` among the first `window`; ties: the first.
 
-        If the head was passed over `window` times, it is next, whatever its gain.
+        If the head has been passed over `window` times, it is next, whatever its gain.
         """
         first: list[_Entry] = []
         while self._heap and len(first) < window:
@@ -73,7 +73,7 @@ class WaitingQueue:
             heapq.heappush(self._heap, entry)
         if first[0].request.num_skips >= window:
             return first[0].request
-        return max((entry.request for entry in first), key=gain)  # the first of equals
+        return max((entry.request for entry in first), key=gain)  # max keeps the first of equals
 
     def take(self, request: Request) -> None:
         """Remove an admitted request; if it is not the head, the head counts as passed over."""
