@@ -1,4 +1,5 @@
-"""The catalog of ops: on NumPy arrays they run the mirror, on CuPy arrays the CUDA kernel."""
+"""The catalog of ops: each runs its NumPy mirror (CPU) or its CUDA kernel; what a chip allows
+(architecture, tier, limits) is in `_chip.py`."""
 
 from engine.kernels._attention_pattern import BlockSparse, Periodic
 from engine.kernels.all_gather import all_gather

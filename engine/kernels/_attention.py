@@ -1,4 +1,4 @@
-"""Shared code of the attention ops: contracts of scores, pages and starts; portable tiles."""
+"""Shared code of the attention ops: checks of scores, pages and cu_seqlens; portable tiles."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ __all__ = [
 
 MAX_HEAD_DIM = 256
 BLOCK_SIZES = (16, 32, 64, 128)
-_USUAL = "from 1e-18 to 1e18"  # allowed range of a scale or soft cap, for messages
+_USUAL = "from 1e-18 to 1e18"  # allowed range of a scale or soft cap, in error messages
 
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How scores are computed and masked: `scale` > 0; `window` or `softcap` 0 means none."""
+    """Scaling and masking of scores: `scale` > 0; `window` or `softcap` 0 means none."""
 
     scale: float
     window: int
@@ -46,7 +46,7 @@ class ScoreRule:
     def checked(
         cls, call: Contract, head_dim: int, scale: float | None, window: int, softcap: float
     ) -> ScoreRule:
-        """Check the three numbers; `scale` None means head_dim**-0.5."""
+        """Check `scale`, `window` and `softcap`; `scale` defaults to head_dim**-0.5."""
         scale = checked_scale(call, head_dim, scale)
         window = check_count(call, "window", window)
         softcap = call.number("softcap", softcap, low=0.0)
@@ -61,15 +61,15 @@ class ScoreRule:
 
     @property
     def factor(self) -> float:
-        """Factor on q.k, or on the soft cap's tanh, that yields scores for exp2."""
+        """Factor on q.k, or on the soft cap's tanh; includes log2(e) because kernels use exp2."""
         return (self.softcap or self.scale) * math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class Pages:
-    """K and V in pages (P, K, block_size, D), and the block table of each sequence.
+    """Paged K and V (P, K, block_size, D), and each sequence's block table.
 
-    Quantized pages come with the scales (K,) of the key/value heads; for others these are None.
+    `k_scale` and `v_scale` (K,) are set for quantized pages, one scale per key/value head.
     """
 
     k: Any
@@ -90,12 +90,12 @@ class Pages:
         k_scale: Any = None,
         v_scale: Any = None,
     ) -> Pages:
-        """Check the arrays (`pages` maps names to K's and V's); on the CPU also their values."""
+        """Check the arrays and, on the CPU, their values; `pages` holds K and V by name."""
         arrays: list[Any] = []
         for name, value in pages.items():
             allowed = page_dtypes(dtype) if not arrays else arrays[0].dtype
             array = call.array(name, value, "P K block_size D", allowed, layout="any")
-            if not array.flags.c_contiguous:  # a copy would be of the whole cache
+            if not array.flags.c_contiguous:  # a copy would duplicate the whole cache
                 raise ShapeError(
                     f"{call.op}: {name}: must be C-contiguous; got strides {array.strides}"
                 )
@@ -112,16 +112,16 @@ class Pages:
 
     @property
     def kv_dtype(self) -> str:
-        """Name of the pages' dtype in KV_CODE_DTYPES if they are quantized, else ""."""
+        """Name of the quantized pages' dtype in KV_CODE_DTYPES; "" if they are not quantized."""
         return kv_dtype_of(self.k.dtype)
 
     @property
     def scales(self) -> dict[str, Any]:
-        """The scales of K and V, by the names of the parameters of ops and kernels."""
+        """Scales of K and V by parameter name, as the ops and kernels expect them."""
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
     def _check_values(self, call: Contract) -> None:
-        """Check the lengths and the block ids within them (on a GPU this would synchronise)."""
+        """Check the lengths and the block ids they cover (on a GPU this would synchronise)."""
         num_blocks, _, block_size, _ = self.k.shape
         limit = self.block_tables.shape[1] * block_size
         lens = self.context_lens
@@ -135,7 +135,7 @@ class Pages:
 
 
 def checked_scale(call: Contract, head_dim: int, scale: float | None) -> float:
-    """Check and return the factor on scores; None is head_dim**-0.5."""
+    """Check and return the factor on the scores; None means head_dim**-0.5."""
     if scale is None:
         return float(head_dim**-0.5)
     scale = call.number("scale", scale)
@@ -145,12 +145,12 @@ def checked_scale(call: Contract, head_dim: int, scale: float | None) -> float:
 
 
 def _is_usual(number: float) -> bool:
-    """Tell whether `number` and its ratio to any other such number are normal float32 values."""
+    """Tell whether `number` lies in the range whose values and ratios are normal float32 values."""
     return 1e-18 <= number <= 1e18
 
 
 def check_heads(call: Contract) -> None:
-    """Check the bound sizes H, K and D."""
+    """Check the sizes bound to H, K and D."""
     h = call["H"]
     k = call["K"]
     d = call["D"]
@@ -165,9 +165,9 @@ def checked_sinks(call: Contract, sinks: Any) -> Any:
 
 
 def checked_starts(call: Contract, name: str, starts: Any, total: int) -> Any:
-    """Return the checked first rows of the sequences and their end (B+1,).
+    """Check and return the first row of each sequence, followed by the end (B+1,).
 
-    On the CPU they must rise from 0 to `total`; on the GPU that check would synchronise.
+    On the CPU, also check that they rise from 0 to `total`; on a GPU that would synchronise.
     """
     starts = call.array(name, starts, "B+1", INT32)
     call.check(name, starts.size > 0, "of length B+1, 1 or more", starts)
@@ -179,7 +179,7 @@ def checked_starts(call: Contract, name: str, starts: Any, total: int) -> Any:
 
 
 def checked_longest(call: Contract, name: str, longest: Any, starts: Any) -> int:
-    """Return the bound of the sequences' lengths; without one, their maximum, after a sync."""
+    """Return the maximum sequence length: `longest` if given, else computed, with a sync."""
     if longest is not None:
         return check_count(call, name, longest)
     lengths = call.xp.diff(starts)
@@ -187,9 +187,9 @@ def checked_longest(call: Contract, name: str, longest: Any, starts: Any) -> int
 
 
 def check_count(call: Contract, name: str, value: Any) -> int:
-    """Return `value`, checked to be a count that fits 32 bits, as a Python int.
+    """Check that `value` is a count that fits 32 bits; return it as a Python int.
 
-    A NumPy int would keep its width when multiplied with a Python int, and could overflow.
+    A NumPy int would keep its width in a product with a Python int, and could overflow.
     """
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     call.check(name, is_int and 0 <= value < 2**31, "an int of 0 or more", value)
@@ -207,18 +207,18 @@ def are_aligned(*arrays: Any) -> bool:
 
 @dataclass(frozen=True)
 class Tile:
-    """The work of a thread block: values of the macros of the portable CUDA files.
+    """Tile shape of a thread block: macro values of the portable CUDA files.
 
     Attributes
     ----------
     head_dim : int
         Columns in shared memory: D, padded.
     warps_m, warps_n : int
-        Warps along the query rows, and along the keys of a tile.
+        Warps along the query rows, and warps along the keys of a tile.
     row_tiles : int
-        Rows per warp, in units of 16 on tensor cores and of 1 in float32.
+        Rows per warp: in units of 16 on tensor cores, of 1 in float32.
     keys, stages : int
-        Keys per tile, and tiles of K (and of V) in shared memory.
+        Keys per tile, and pipeline stages (tiles of K, and of V, in shared memory).
     """
 
     head_dim: int
@@ -229,7 +229,7 @@ class Tile:
     stages: int
 
     def rows(self, dtype: str) -> int:
-        """Return the number of query rows of a block."""
+        """Return the query rows per block."""
         return self.warps_m * self.row_tiles * (1 if dtype == "float32" else 16)
 
     @property
@@ -243,7 +243,7 @@ class Tile:
         return (self.rows(dtype) + 2 * self.stages * self.keys) * pitch * itemsize(dtype)
 
     def spec(self, file: str, dtype: str, **more: int) -> ModuleSpec:
-        """Return the module of this tile, with further macros `more`."""
+        """Return the module compiled for this tile; `more` adds macros."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "WARPS_M": self.warps_m,

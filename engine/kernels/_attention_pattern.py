@@ -12,7 +12,7 @@ from engine.kernels._contract import Contract
 
 __all__ = ["PARAMS", "BlockSparse", "Pattern", "Periodic", "arguments"]
 
-# Further parameters of kernels that can be compiled with patterns; see `arguments`.
+# Extra parameters of the kernels that support patterns. See `arguments`.
 PARAMS = (
     " pattern_blocks:ptr pattern_words:i32 pattern_num_q:i32 pattern_num_k:i32 pattern_q:i32 "
     "pattern_k:i32 pattern_offset:i32"
@@ -22,17 +22,17 @@ _MAX = 2**30
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockSparse:
-    """Block-sparse attention, by a mask over (block of queries, block of keys).
+    """Block-sparse attention, given by a mask over (query block, key block).
 
     Parameters
     ----------
     mask : (NQ, NK) array_like of bool, on the host
-        Row i selects the blocks of keys that the queries at positions ``i * block_q`` to
-        ``(i + 1) * block_q - 1`` see. Positions beyond the mask see no keys; keys beyond it are
+        Row i marks the key blocks that queries at positions ``i * block_q`` to
+        ``(i + 1) * block_q - 1`` see. Queries beyond the mask see no keys; keys beyond it are
         hidden.
     block_q, block_k : int
-        Positions and keys per block, 1 or more. Multiples of 128 are fastest: then no tile is
-        partly masked.
+        Queries and keys per block, 1 or more. Multiples of 128 are fastest, because no tile is
+        then partly masked.
 
     Raises
     ------
@@ -41,7 +41,7 @@ class BlockSparse:
 
     Notes
     -----
-    The bits are copied to each device on first use and cached there: create a pattern once.
+    The bits are copied to each device on first use and cached there, so reuse a pattern.
 
     Examples
     --------
@@ -85,17 +85,17 @@ class BlockSparse:
 
 @dataclass(frozen=True)
 class Periodic:
-    """The query at position i sees key j if (i - j + offset) mod period < width.
+    """Periodic attention: query i sees key j if (i - j + offset) mod period < width.
 
-    With offset 0 this is a sliding window of `width` keys, repeated every `period` keys back. With
-    ``offset = width // 2`` the window is centred on the position: the neighbours of a site in a
-    lattice with rows of `period` sites.
+    With offset 0 this is a sliding window of `width` keys that repeats every `period` keys into the
+    past. With ``offset = width // 2`` the window is centred on the query: in a lattice with rows of
+    `period` sites it covers a site's neighbours.
 
     Parameters
     ----------
     period : int
-        1 to 2**30 - 1. Only whole tiles of 128 queries and 64 to 128 keys are skipped: this saves
-        time only if ``period - width`` is well above 256.
+        1 to 2**30 - 1. Only whole tiles (128 queries by 64 to 128 keys) are skipped, so a pattern
+        saves time only if ``period - width`` is well above 256.
     width : int
         1 to `period`.
     offset : int
@@ -104,7 +104,7 @@ class Periodic:
     Raises
     ------
     ContractError
-        If a number is not an int or is out of its range.
+        If an argument is not an int or is out of range.
 
     Examples
     --------
@@ -129,14 +129,14 @@ Pattern = BlockSparse | Periodic
 
 
 def _check_int(call: Contract, name: str, value: Any, low: int, high: int) -> int:
-    """Return a Python int: arithmetic with NumPy's uint64 would turn positions into floats."""
+    """Check an int and return it as a Python int: NumPy's uint64 would make positions floats."""
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     call.check(name, is_int and low <= value <= high, f"an int from {low} to {high}", value)
     return int(value)
 
 
 def arguments(pattern: Pattern | None) -> dict[str, Any]:
-    """Return the values of the parameters in PARAMS; null and zeros without a pattern."""
+    """Return the kernel arguments named in PARAMS; without a pattern, null and zeros."""
     numbers: tuple[Any, ...]
     if pattern is None:
         numbers = (None, 0, 0, 0, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""The chip: its multiprocessors, its shared memory, and whether the Hopper kernels run on it."""
+"""What the current GPU allows: multiprocessors, shared memory, and the Hopper kernels."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ RESERVED_BYTES = 1024
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a launch on a chip.
+    """Launch limits of a GPU.
 
     Attributes
     ----------
     shared_bytes : int
-        Largest shared memory of a block, static and dynamic.
+        Maximum shared memory per block in bytes, static and dynamic.
     has_clusters : bool
-        Whether it has thread block clusters and programmatic dependent launch. Both came with
-        compute capability 9.0.
+        Whether it supports thread block clusters and programmatic dependent launch, which both
+        need compute capability 9.0.
     """
 
     shared_bytes: int
@@ -39,11 +39,11 @@ class Limits:
 
     @property
     def sm_shared_bytes(self) -> int:
-        """Shared memory of a multiprocessor: that of its largest block and the driver's reserve."""
+        """Shared memory per multiprocessor: the maximum of a block, plus the driver's reserve."""
         return self.shared_bytes + RESERVED_BYTES
 
     def shared_per_block(self, blocks: int) -> int:
-        """Return the largest shared memory of a block of which `blocks` fit on a multiprocessor.
+        """Return the maximum shared memory per block if `blocks` blocks share a multiprocessor.
 
         Examples
         --------
@@ -59,8 +59,8 @@ HOPPER = Limits(227 * 1024, has_clusters=True)
 
 
 def is_hopper(dtype: str) -> bool:
-    """Tell whether the current device is a Hopper, ENGINE_KERNEL_TIER allows its kernels, and
-    `dtype` is one of theirs."""
+    """Tell whether the Hopper kernels may run: the current device is a Hopper, ENGINE_KERNEL_TIER
+    allows them, and they support `dtype`."""
     return (
         dtype in HOPPER_DTYPES
         and env.kernel_tier() == "auto"

@@ -33,7 +33,7 @@ DTypes = np.dtype[Any] | tuple[np.dtype[Any], ...]
 
 
 class Contract:
-    """Checks the arguments of one call of op `op` and records the sizes they bind.
+    """Checks the arguments of one call to `op` and records the sizes they bind.
 
     Attributes
     ----------
@@ -56,14 +56,14 @@ class Contract:
 
     @property
     def on_cpu(self) -> bool:
-        """Tell whether the arguments are NumPy arrays: the mirror computes the result."""
+        """Tell whether the arguments are NumPy arrays, so that the mirror computes the result."""
         return self.xp is np
 
     def __getitem__(self, symbol: str) -> int:
         return self.dims[symbol]
 
     def bind(self, symbol: str, size: int, name: str) -> int:
-        """Return the size bound to `symbol`, binding it to argument `name`'s `size` if unbound."""
+        """Return the size bound to `symbol`; if unbound, bind `size`, from argument `name`."""
         self._origin.setdefault(symbol, name)
         return self.dims.setdefault(symbol, size)
 
@@ -81,12 +81,12 @@ class Contract:
             The allowed dtypes.
         layout : str
             "C": a view that is not C-contiguous is copied. "rows": a view whose last axis is not
-            contiguous is copied. "any": the op handles every stride.
+            contiguous is copied. "any": the op supports every stride.
 
         Raises
         ------
         ShapeError, DTypeError, ContractError
-            Naming the argument, what was expected and what was given.
+            The message names the argument, what was expected and what was given.
         """
         array = self._as_array(name, value)
         self._check_module(name, array)
@@ -101,7 +101,7 @@ class Contract:
     def written(
         self, name: str, value: Any, shape: str, dtype: DTypes, *, layout: str = "C"
     ) -> Any:
-        """Check an argument that the op writes: a layout that `array` would copy is an error."""
+        """Check an argument that the op writes to: a layout that `array` would copy is an error."""
         array = self.array(name, value, shape, dtype, layout="any")
         if isinstance(array, np.ndarray) and not array.flags.writeable:
             raise ContractError(f"{self.op}: {name}: must be writeable; got a read-only array")
@@ -135,7 +135,7 @@ class Contract:
         return self.fill(self.target(out, result, name, layout=layout), result)
 
     def target(self, out: Any, result: Any, name: str = "out", *, layout: str = "C") -> Any:
-        """Return where the mirror's `result` goes: the checked `out`, or `result` itself.
+        """Return the array for the mirror's `result`: the checked `out`, or `result` itself.
 
         An op with several results checks every target before it calls `fill` for the first.
         """

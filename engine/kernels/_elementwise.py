@@ -34,17 +34,17 @@ __all__ = [
 VECTOR_BYTES = 16
 FLAT_THREADS = 256
 ROW_THREADS = 128
-# Size in bytes from which results are evicted from L2 before they are read. Tuned with
+# Results of this many bytes or more are evicted from L2 before they are read. Tuned with
 # `python -m tests.bench rope embedding merge_states` on an H200 (50 MB of L2).
 _LARGE_BYTES = 32 << 20
-MAX_GRID_Y = 65535  # blocks; kernels with rows along y loop over more rows
+MAX_GRID_Y = 65535  # CUDA's limit in blocks; with more rows, kernels loop
 
 UNARY_PARAMS = "x:ptr out:ptr num_vectors:i64 n:i64"
 GATED_PARAMS = "x:ptr out:ptr num_rows:i64 num_features:i32 x_stride:i64 out_stride:i64"
 
 
 def vector_width(array: Any) -> int:
-    """Return the number of the array's elements in 16 bytes."""
+    """Return the array's elements per 16-byte vector."""
     return VECTOR_BYTES // int(array.itemsize)
 
 
@@ -54,7 +54,7 @@ def element_strides(array: Any) -> tuple[int, ...]:
 
 
 def named_strides(axes: str, **arrays: Any) -> dict[str, Any]:
-    """Return the strides of the first axes in elements, by the names of the kernels' parameters.
+    """Return the strides of the leading axes in elements, by kernel parameter name.
 
     Examples
     --------
@@ -80,7 +80,7 @@ def is_large(*outputs: Any) -> int:
 
 
 def launch_flat(kernel: Kernel, spec: ModuleSpec, **arrays: Any) -> None:
-    """Launch a flat kernel on C-contiguous arrays of equal size, by their parameters' names."""
+    """Launch a flat kernel on C-contiguous arrays of equal size, given by parameter name."""
     n = next(iter(arrays.values())).size
     width = vector_width(next(iter(arrays.values())))
     aligned = all(a.data.ptr % VECTOR_BYTES == 0 for a in arrays.values())
@@ -112,7 +112,7 @@ def gated(
 ) -> Any:
     """Check rows [gate | up], then run `mirror` (NumPy) or launch one of `kernels` (CuPy).
 
-    `kernels` maps "vector" and "scalar" to the kernels with that access width.
+    `kernels` maps "vector" and "scalar" to the kernel of that access width.
     """
     x = call.array("x", x, "* 2F", FLOATS, layout="rows")
     call.check("x", x.shape[-1] % 2 == 0, "of even length along its last axis", x.shape)

@@ -1,4 +1,4 @@
-"""Kernel launches with typed arguments: the only place that launches.
+"""Kernel launches with typed arguments; every kernel launch goes through this module.
 
 CuPy passes a Python int as `long long` and a float as `double`, whatever the kernel declares. So
 each kernel declares its parameters here, by name and C type, and every argument is cast to them.
@@ -53,9 +53,8 @@ class Kernel:
     params : str
         Its parameters in order, "name:type" separated by spaces. Types are ptr (None is a null
         pointer), i32, i64, u32, u64, f32, f64 and tmap (a map of `_tensor_map.py`, by value).
-    struct : str, optional
-        Name of the C struct of the parameters, which the kernel takes by value as its only
-        argument.
+    Name of the C struct that holds the parameters; the kernel takes it by value, as its only
+    argument.
 
     Attributes
     ----------
@@ -70,7 +69,7 @@ class Kernel:
         self._casts = tuple(_CASTS[kind] for kind in kinds)
         self.struct = None if struct is None else ParamStruct(struct, names, kinds)
         self._functions: dict[tuple[ModuleSpec, int], Any] = {}
-        # Bytes of dynamic shared memory that a launch may use without raising the limit.
+        # Dynamic shared memory allowed so far, in bytes, by module and device.
         self._shared_limits: dict[tuple[ModuleSpec, int], int] = {}
         KERNELS.append(self)
 

@@ -1,8 +1,8 @@
-"""Launch plans: the launches of a layer as a value, recorded once and replayed for its kind.
+"""Launch plans: a layer's kernel launches, recorded once and replayed for layers of its kind.
 
 Layers of one kind launch the same kernels with the same scalar arguments; only the addresses of
 their arrays differ. Preparing a launch in Python takes 30 to 100 us, repeating it 3 us. So a plan
-records the launches of one layer, and is run for the others:
+records the launches of one layer and replays them for the others:
 
     with making_plan() as builder:
         layer(...)
@@ -39,7 +39,7 @@ _local = threading.local()
 
 
 class KernelLaunch:
-    """A kernel launch with some arguments that are addresses inside a layer's arrays.
+    """A kernel launch; some of its arguments are addresses inside a layer's arrays.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class KernelLaunch:
     launch : PreparedLaunch
     pointers : sequence of (argument index, Place)
     maps : sequence of (argument index, Place, tuple)
-        Tensor maps, with all that they encode besides the address.
+        Tensor maps, each with its encoding parameters other than the address.
     """
 
     __slots__ = ("_hosts", "_maps", "launch", "name", "places")
@@ -83,9 +83,9 @@ class HostCall:
     ----------
     name : str
     function : callable
-        Called with one address for each argument.
+        Called with one address per argument.
     arguments : sequence of (int, Place or None)
-        Address, and its place in the plan's arrays; None if all layers use the same address.
+        Address, and its `Place` in the plan's arrays; None if all layers share the address.
     """
 
     __slots__ = ("_arguments", "_function", "name", "places")
@@ -120,7 +120,7 @@ class LaunchPlan:
     Attributes
     ----------
     arrays : tuple of str
-        Names of the arrays, in the order in which `run` takes their addresses.
+        Names of the arrays, in the order of the addresses passed to `run`.
     entries : tuple of KernelLaunch or HostCall
     """
 
@@ -161,11 +161,11 @@ class PlanBuilder:
         return len(self._steps)
 
     def add_launch(self, name: str, launch: PreparedLaunch, values: tuple[Any, ...]) -> None:
-        """Add a launch just made with the arguments `values`."""
+        """Record a launch that was just made with the arguments `values`."""
         self._steps.append((name, launch, values))
 
     def add_call(self, function: Callable[..., Any], arrays: tuple[Any, ...]) -> None:
-        """Add a call just made on `arrays`."""
+        """Record a call that was just made on `arrays`."""
         self._steps.append((getattr(function, "__name__", str(function)), function, arrays))
 
     def finish(self, arrays: Sequence[tuple[str, int, int]]) -> LaunchPlan:
@@ -207,7 +207,7 @@ class _Places:
         self._starts = [start for start, _, _ in spans]
 
     def find(self, address: int) -> Place | None:
-        """Return the place of `address`, or None if it is outside all arrays."""
+        """Return the array index and offset of `address`, or None if it is outside all arrays."""
         at = bisect_right(self._starts, address) - 1
         if at < 0:
             return None
@@ -245,7 +245,7 @@ def active_builder() -> PlanBuilder | None:
 
 @contextlib.contextmanager
 def making_plan() -> Iterator[PlanBuilder]:
-    """Record, and also make, every launch of this thread in the `with` block."""
+    """Record every launch that this thread makes in the `with` block."""
     previous = active_builder()
     builder = PlanBuilder()
     _local.builder = builder

@@ -123,7 +123,7 @@ def source_dir() -> Path:
 
 
 def compile_module(spec: ModuleSpec, arch: str) -> CompiledModule:
-    """Return `spec` compiled for `arch`, from the disk cache if an intact cubin is there.
+    """Return `spec` compiled for `arch`, from the disk cache if it holds an intact cubin.
 
     Raises
     ------

@@ -20,7 +20,7 @@ from engine.errors import CompileError
 
 __all__ = ["EntryInfo", "Program", "compile_source", "include_dirs", "version"]
 
-_MIN_VERSION = (12, 9)  # first version to accept -arch=sm_90a with our other options
+_MIN_VERSION = (12, 9)  # first version that accepts -arch=sm_90a with our options
 
 
 @dataclass(frozen=True)

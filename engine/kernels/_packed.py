@@ -44,9 +44,9 @@ def format_spec(file: str, dtype: str, form: Format, scales: str = "float16") ->
 
 
 def format_specs(file: str, dtype: str, formats: tuple[str, ...] = ()) -> tuple[ModuleSpec, ...]:
-    """Return the modules for those of `formats` that are packed, one for each dtype of scales.
+    """Return the modules for the packed formats in `formats`, one per dtype of scales.
 
-    GGUF formats have float16 scales only; those of checkpoints and of `quantize` also bfloat16.
+    GGUF formats have float16 scales only; checkpoint formats and `quantize` also use bfloat16.
     """
     specs = []
     for form in (FORMATS[name] for name in formats if FORMATS[name].is_packed):

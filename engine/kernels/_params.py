@@ -39,7 +39,7 @@ class ParamStruct:
     name : str
         The struct's name in CUDA.
     names, types : sequence of str
-        Its fields.
+        Its fields, in order.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _offsets(types: Sequence[str]) -> list[int]:
-    """Return the byte offsets that C gives to fields of these types."""
+    """Return the byte offsets of a C struct's fields of these types."""
     offsets = []
     end = 0
     for kind in types:

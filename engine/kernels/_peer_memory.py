@@ -26,7 +26,7 @@ __all__ += ["checked_parts", "connected_ranks", "peer_memory"]
 
 MAX_RANKS = 8
 NUM_BUFFERS = 3
-OPS = {1: "all_reduce", 2: "all_reduce_rmsnorm", 3: "all_gather"}  # by kOp in CUDA
+OPS = {1: "all_reduce", 2: "all_reduce_rmsnorm", 3: "all_gather"}  # keyed by kOp in CUDA
 _EMPTY = 0x80000000
 
 _GROUP = np.dtype(
@@ -47,7 +47,7 @@ _GROUP = np.dtype(
 
 @dataclass(frozen=True)
 class MissingRank:
-    """The rank that did not arrive, with the call (counted from 0) and the op that timed out."""
+    """Rank that did not arrive, and the call (counted from 0) and op that timed out."""
 
     rank: int
     call: int
@@ -65,8 +65,8 @@ class PeerConfig:
 def choose_threads(num_vectors: int, max_blocks: int) -> PeerConfig:
     """Choose the launch for `num_vectors` vectors of 16 bytes, with at most `max_blocks` blocks.
 
-    Tuned with ``python -m tests.bench all_reduce``: few vectors take few blocks, many vectors as
-    many threads as keep the link busy.
+    Tuned with ``python -m tests.bench all_reduce``: few vectors use few blocks, many vectors as
+    many threads as saturate the link.
 
     Examples
     --------
@@ -78,19 +78,19 @@ def choose_threads(num_vectors: int, max_blocks: int) -> PeerConfig:
 
 
 class PeerMemory:
-    """The memory of one rank, on the current device.
+    """Peer memory of one rank, on the current device.
 
     Parameters
     ----------
     rank, size : int
         This rank, and the number of ranks (at most 8).
     capacity : int
-        Bytes of a buffer, below 2 GiB: it receives what all peers send in one call.
+        Bytes per buffer, below 2 GiB; a buffer receives everything the peers send in one call.
     timeout : float
-        Seconds for which a call waits for a peer.
+        Seconds a call waits for a peer.
     max_blocks : int, optional
-        Blocks of a launch, by default two per multiprocessor. The launches of ranks that share a
-        device must be resident together.
+        Maximum blocks per launch, by default two per multiprocessor. If ranks share a device, their
+        launches must be resident together.
 
     Attributes
     ----------
@@ -130,7 +130,7 @@ class PeerMemory:
         cupy.cuda.get_current_stream().synchronize()
 
     def connect(self, addresses: Sequence[int]) -> None:
-        """Set the addresses of all ranks' buffers, in order of rank, as mapped in this process.
+        """Set the addresses of all ranks' buffers, as mapped in this process, in rank order.
 
         NOTE: no rank may call a collective before all ranks have constructed their memory.
         """
@@ -152,7 +152,7 @@ class PeerMemory:
         return MissingRank(rank - 1, call, OPS[op])
 
     def abort(self) -> None:
-        """End waiting calls, and all later ones, with NaN results; callable from any thread.
+        """Make waiting and later calls return NaN; callable from any thread.
 
         The flag is copied on a separate stream, so that it reaches a kernel that is waiting.
         """
@@ -182,9 +182,9 @@ def connected_ranks(
 ) -> list[PeerMemory]:
     """Return a connected group inside this process: rank r on device `devices[r]`.
 
-    Devices may repeat: their ranks then need separate streams and few blocks, to be resident
-    together. A thread that launches for several ranks must load all kernels first: loading waits
-    for the launches of one rank, which wait for the other ranks.
+    Ranks that share a device need separate streams, and few enough blocks to be resident
+    together. A thread that launches for several ranks must load all kernels first: loading a
+    module waits for the launches of one rank, and those wait for the other ranks.
     """
     cupy = device.cupy()
     ranks = []
@@ -212,7 +212,7 @@ def _enable_peer_access(cupy: Any, other: int) -> None:
 
 
 def checked_parts(call: Contract, x: Any, peers: Any) -> list[Any]:
-    """Check `peers` for NumPy: the arrays of all ranks, each of the shape and dtype of `x`."""
+    """Check `peers` for NumPy: the arrays of all ranks, with the shape and dtype of `x`."""
     call.check(
         "peers", isinstance(peers, list | tuple) and len(peers) > 0, "a list of arrays", peers
     )

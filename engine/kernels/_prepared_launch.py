@@ -1,6 +1,6 @@
 """Repeatable launches through the driver, with clusters and programmatic dependent launch.
 
-CuPy supports none of these, hence the driver's cuLaunchKernelEx. A captured graph keeps both
+CuPy offers none of this, so launches call the driver's cuLaunchKernelEx. Graph capture keeps both
 attributes.
 """
 
@@ -18,7 +18,7 @@ from engine.kernels._params import ParamStruct
 
 __all__ = ["PreparedLaunch"]
 
-_CLUSTER_DIMENSION = 4  # value of CUlaunchAttributeID, like the next
+_CLUSTER_DIMENSION = 4  # CUlaunchAttributeID, as is the next
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
@@ -56,8 +56,8 @@ class PreparedLaunch:
     cluster : int
         Blocks per cluster, along the grid's first axis.
     pdl : bool
-        Programmatic dependent launch: the kernel may start before the preceding one has ended. The
-        kernel must wait for that one before it accesses memory that either of them writes.
+        Programmatic dependent launch: the kernel may start before the preceding one has ended, and
+        must wait for it before it accesses memory that either of them writes.
     """
 
     __slots__ = ("_addresses", "_attributes", "_call", "_config", "_hosts", "_memory", "_struct")

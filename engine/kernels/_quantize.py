@@ -1,6 +1,6 @@
 """Shared code of the ops that quantize rows to 8 bits: checks, outputs, choice of kernel, launch.
 
-Rows that fit are kept in registers: `cuda_src/quantize_rows/`.
+The kernels in `cuda_src/quantize_rows/` keep a row in registers if it fits.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = [
 CODES: dict[str, np.dtype[Any]] = {"fp8": np.dtype(np.uint8), "int8": np.dtype(np.int8)}
 """Array dtype of codes, by the name of their format."""
 
-GROUP = 128  # columns per scale, if a row has several scales
+GROUP = 128  # columns per scale in rows with several scales
 
-# Size in an entry point's name -> (16-byte vectors of the longest row, threads per block). The size
-# "any" has no bound.
+# Size in an entry point's name -> (maximum 16-byte vectors per row, threads per block). The size
+# "any" has no maximum.
 SIZES = {"1": (128, 128), "4": (512, 256), "8": (1024, 256), "16": (2048, 512)}
 _ANY_THREADS = 256
 
@@ -43,7 +43,7 @@ def check_codes(call: Contract, dtype: Any, group: Any) -> None:
 
 
 def num_scales(n: int, group: int) -> int:
-    """Return the number of scales of a row of `n` columns.
+    """Return the number of scales per row of `n` columns.
 
     Examples
     --------
@@ -61,7 +61,7 @@ def new_codes(call: Contract, m: int, n: int, dtype: str, group: int) -> tuple[A
 
 
 def row_kernel(n: int, itemsize: int, *, is_aligned: bool) -> tuple[str, int]:
-    """Return the size in the entry point's name for rows of `n` columns, and its threads.
+    """Return the size in the entry point's name for rows of `n` columns, and threads per block.
 
     Examples
     --------
@@ -85,7 +85,7 @@ def launch_rows(
     group: int,
     **more: Any,
 ) -> None:
-    """Launch the one of `kernels`, by dtype and size of a row, that writes codes and scales."""
+    """Launch the kernel for this dtype and row size; it writes codes and scales."""
     m, n = codes.shape
     size, threads = row_kernel(n, x.itemsize, is_aligned=rows_are_aligned(x, n))
     kernels[dtype, size].launch(

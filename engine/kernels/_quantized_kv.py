@@ -19,7 +19,7 @@ KV_DTYPES: tuple[np.dtype[Any], ...] = (*FLOATS, *_NAMES)
 
 
 def kv_dtype_of(dtype: np.dtype[Any]) -> str:
-    """Return the name in KV_CODE_DTYPES of quantized pages of `dtype`; "" if not quantized.
+    """Return the name in KV_CODE_DTYPES for pages of `dtype`, or "" if they are not quantized.
 
     Examples
     --------
@@ -30,12 +30,12 @@ def kv_dtype_of(dtype: np.dtype[Any]) -> str:
 
 
 def page_dtypes(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], ...]:
-    """Return the dtypes that pages may have when new keys and values are of `dtype`."""
+    """Return the page dtypes allowed for new keys and values of `dtype`."""
     return (dtype, *_NAMES)
 
 
 def kv_macros(kv_dtype: str) -> dict[str, int]:
-    """Return the macros of a module for pages of `kv_dtype`; none if that is "".
+    """Return the macros that a module needs for pages of `kv_dtype`; none for "".
 
     Examples
     --------
@@ -53,7 +53,7 @@ def copy_spec(file: str, dtype: str, kv_dtype: str) -> ModuleSpec:
 
 
 def checked_scales(call: Contract, pages: Any, k_scale: Any, v_scale: Any) -> dict[str, Any]:
-    """Check the scales (K,) of `pages`, after the sizes are bound; return both by name.
+    """Check the scales (K,) of `pages` once the sizes are bound; return both by name.
 
     They are required for quantized pages and must be None for others. Their values are checked
     on NumPy arrays only.

@@ -13,7 +13,7 @@ from engine.errors import DeviceError
 __all__ = ["map_source", "tensor_map", "tensor_map_2d", "tensor_map_of"]
 
 _BYTES = 128
-_ALIGNMENT = 64  # bytes; required for the address of a map
+_ALIGNMENT = 64  # bytes; CUDA requires it for the map itself
 
 _DTYPES = {"uint8": (0, 1), "float16": (6, 2), "bfloat16": (9, 2)}  # CUtensorMapDataType, bytes
 _SWIZZLES = {0: 0, 64: 2, 128: 3}  # CUtensorMapSwizzle
@@ -31,9 +31,9 @@ def tensor_map_2d(array: Any, dtype: str, box: tuple[int, int]) -> Any:
         Columns contiguous; address and row stride multiples of 16 bytes.
     dtype : "float16" or "bfloat16"
     box : (rows, columns)
-        Extent of one copy, with at most 128 bytes of columns. Copies use the 128-byte swizzle, and
-        elements outside the matrix are loaded as zeros. L2 promotion is 128 bytes: 256 makes
-        products of few rows 3 % slower.
+        TMA box; its columns span at most 128 bytes. Copies use the 128-byte swizzle, and elements
+        outside the matrix are loaded as zeros. L2 promotion is 128 bytes: 256 makes skinny GEMMs
+        3 % slower.
 
     Raises
     ------
@@ -65,13 +65,13 @@ def tensor_map(
     dtype : "uint8", "float16" or "bfloat16"
     sizes : tuple of int
     strides : tuple of int
-        Bytes, of all axes but the first: multiples of 16 (ignored for an axis of size 1).
+        Strides in bytes of all axes but the first: multiples of 16 (ignored for axes of size 1).
     box : tuple of int
-        Extent of one copy along each axis. See `tensor_map_2d`.
+        TMA box: elements along each axis. See `tensor_map_2d`.
     promote : 0, 64, 128 or 256
         L2 promotion: bytes that L2 fetches at a time; 0 for none.
     swizzle : 0, 64 or 128
-        Span of the swizzle in bytes, at least a row of the box; 0 for none.
+        Span of the swizzle in bytes, at least one row of the box; 0 for none.
     """
     row = -(-sizes[0] * _DTYPES[dtype][1] // 16) * 16
     known = (row if n == 1 else step for n, step in zip(sizes[1:], strides, strict=True))
@@ -93,7 +93,7 @@ def _encode(
     promote: int,
     swizzle: int,
 ) -> Any:
-    """Encode a map. It refers to memory without owning it: a stale cached map is harmless."""
+    """Encode a map. It holds an address but owns no memory, so a stale cached map is harmless."""
     buffer = np.zeros(_BYTES + _ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT
     encoded = buffer[start : start + _BYTES]

@@ -20,7 +20,7 @@ def workspace(num_floats: int) -> Any:
 
     The next kernel on the same stream that uses scratch may overwrite it. The buffer grows by
     doubling and is never freed, because a captured graph keeps using the addresses of its capture.
-    It must not grow during a capture (that would allocate): run the same calls once before.
+    It must not grow during a capture (that would allocate): make the same calls once before.
 
     NOTE: graphs captured on one stream share the buffer and must not be replayed concurrently.
     """
@@ -28,9 +28,9 @@ def workspace(num_floats: int) -> Any:
 
 
 def weight_space(num_floats: int) -> Any:
-    """Return scratch for weights that are dequantized for the next product. See `workspace`.
+    """Return scratch for weights dequantized for the next GEMM. See `workspace`.
 
-    It is separate from `workspace`, which that product may use itself.
+    It is separate from `workspace`, which that GEMM may use.
     """
     return _grown(_weights, num_floats)
 

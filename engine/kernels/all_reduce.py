@@ -16,7 +16,7 @@ __all__ = ["all_reduce", "choose_kernel", "specs"]
 
 _PARAMS = "x:ptr out:ptr group:ptr n:i64 is_aligned:i32"
 _KERNELS = {name: Kernel(f"all_reduce_{name}", _PARAMS) for name in ("one_shot", "two_shot")}
-# Latency of the second exchange, in bytes that a link moves in that time.
+# Latency of the second exchange, as the number of bytes a link moves in that time.
 _SECOND_SHOT_BYTES = 600_000
 
 
@@ -46,7 +46,7 @@ def _shots(memory: PeerMemory, num_bytes: int) -> str:
 
 
 def _most_bytes(memory: PeerMemory) -> int:
-    """Return the bytes of the largest array that one launch, in two shots, can add."""
+    """Return the size in bytes of the largest array that one two-shot launch can sum."""
     segment = memory.capacity // (2 * max(1, memory.size - 1))
     return segment * memory.size * VECTOR_BYTES
 

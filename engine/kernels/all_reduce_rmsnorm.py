@@ -23,7 +23,7 @@ _PARAMS = (
     "x:ptr residual:ptr weight:ptr out:ptr residual_out:ptr group:ptr num_rows:i64 n:i32 eps:f32 "
     "weight_offset:f32 x_scale:f32"
 )
-# Longest row in KiB -> threads per block, as in rmsnorm.
+# Maximum row length in KiB -> threads per block, as in rmsnorm.
 _THREADS = {1: 32, 2: 64, 4: 128, 8: 256, 16: 256, 32: 512}
 _KERNELS = {size: Kernel(f"all_reduce_rmsnorm_{size}", _PARAMS) for size in _THREADS}
 
@@ -34,7 +34,7 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
 
 
 def choose_size(row_bytes: int, *, is_aligned: bool) -> int | None:
-    """Return the longest row in KiB of the kernel for rows of `row_bytes`, or None for two ops.
+    """Return the kernel's row capacity in KiB for rows of `row_bytes`; None: run two ops.
 
     Examples
     --------
@@ -87,8 +87,8 @@ def all_reduce_rmsnorm(
 
     Notes
     -----
-    One launch if `all_reduce` would take one shot and rows have at most 32 KiB and are 16-byte
-    aligned; else the two ops.
+    Fused into one launch if `all_reduce` would use one shot and rows are 16-byte aligned and at
+    most 32 KiB; otherwise it runs the two ops.
 
     Examples
     --------
@@ -165,5 +165,5 @@ def _launch(
 
 
 def _most_blocks(memory: PeerMemory) -> int:
-    """Return the most blocks of a launch: rows that are exchanged at the same time."""
+    """Return the maximum blocks per launch, that is, rows exchanged at the same time."""
     return 2 * memory.max_blocks

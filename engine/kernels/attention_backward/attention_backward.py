@@ -42,7 +42,7 @@ _QUERIES = Kernel("attention_backward_queries", _PARAMS, struct=_STRUCT)
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """The work of a block: values of the CUDA file's macros.
+    """Tile shape of a block: macro values of the CUDA file.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class BackwardTile:
         Columns in shared memory: D, padded.
     warps, warp_rows : int
         Warps per block, and rows per warp.
-    stream, stages : int
+    Rows per tile of the streamed operand, and pipeline stages (its tiles in shared memory).
         Rows per tile of the streamed operand, and its tiles in shared memory.
     """
 
@@ -67,11 +67,11 @@ class BackwardTile:
 
     @property
     def key_parts(self) -> int:
-        """Blocks that divide the columns of dK and dV, if registers cannot hold all of them."""
+        """Blocks that share the columns of dK and dV; 1 if registers can hold all columns."""
         return 2 if self.warp_rows == 16 and self.head_dim > 128 else 1
 
     def shared_bytes(self, dtype: str) -> int:
-        """Return the dynamic shared memory: two tiles of rows, two per stage, their statistics."""
+        """Return the dynamic shared memory in bytes: 2 row tiles, 2 tiles per stage, statistics."""
         pitch = self.head_dim + (4 if dtype == "float32" else 0)
         rows = self.rows + self.stages * self.stream
         return 2 * rows * (pitch * itemsize(dtype) + 4)
@@ -89,7 +89,7 @@ class BackwardTile:
         return ModuleSpec("attention_backward/attention_backward.cu", dtype, tuple(macros.items()))
 
 
-# As many rows as fit beside two stages in the shared memory of the smallest chips (99 KiB).
+# Each tile has as many rows as fit, with two stages, in the smallest chips' 99 KiB.
 _TILES_16 = (
     BackwardTile(64, 8, 16, 64, 2),
     BackwardTile(96, 8, 16, 32, 2),
@@ -150,11 +150,11 @@ def attention_backward(
         H is a multiple of K: query head h reads head h // (H // K).
     out : (Tq, H, D) array of q's dtype
     lse : (Tq, H) array of float32
-        Results of `attention_prefill`, with `return_lse`, for the same arguments.
+        Results of `attention_prefill` with `return_lse` for the same arguments.
     cu_seqlens_q, cu_seqlens_k : (B+1,) arrays of int32
         First row of each sequence in q and in k, then the end: they rise from 0 to Tq and to Tk.
     causal : bool
-        Query i of n sees keys 0 to len - n + i. Otherwise every query sees all keys.
+        If True, query i of n sees keys 0 to len - n + i; otherwise every query sees all keys.
     scale : float, optional
         Factor on the scores, by default D**-0.5.
     window : int
@@ -163,9 +163,9 @@ def attention_backward(
     softcap : float
         Replace a scaled score s by softcap * tanh(s / softcap); 0 means no cap.
     max_seqlen_q, max_seqlen_k : int, optional
-        Bounds of the sequences' lengths. Without them CUDA must synchronise to compute them.
+        Upper bounds of the sequence lengths. If omitted on CUDA, computing them synchronises.
     deterministic : bool
-        Return the same bits every time. False allows kernels to add to dQ in any order, if that is
+        Return the same bits every time. False lets kernels add to dQ in any order if that is
         faster.
 
     Returns
@@ -173,7 +173,7 @@ def attention_backward(
     dq : (Tq, H, D) array of q's dtype
         0 for a query that sees no key.
     dk, dv : (Tk, K, D) arrays of q's dtype
-        Summed over the query heads that share a head; 0 for a key that no query sees.
+        Summed over the query heads that share a key/value head; 0 for a key that no query sees.
 
     Raises
     ------
@@ -184,7 +184,7 @@ def attention_backward(
     Notes
     -----
     P is recomputed from the log-sum-exp [1]_. P and all sums are float32; P and dS are rounded to
-    q's dtype as operands of products; each result is rounded once.
+    q's dtype as GEMM operands; each result is rounded once.
 
     References
     ----------

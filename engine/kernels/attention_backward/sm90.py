@@ -1,4 +1,4 @@
-"""attention_backward on Hopper (`attention_backward_sm90.cu`): choice of the tile, and launch."""
+"""attention_backward on Hopper (`attention_backward_sm90.cu`): tile choice and launch."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _AFTER = Kernel(
 
 _KEYS = 128  # keys per CTA
 _STAGES = 2  # stages of the rings of Q and dO
-_HALF_FLOATS = 64 * 64  # half a tile of dQ, which one consumer warpgroup computes
+_HALF_FLOATS = 64 * 64  # floats of dQ per consumer warpgroup: half a tile
 
 
 @dataclass(frozen=True)
 class HopperTile:
-    """The work of a CTA: columns (D, padded), and queries per tile."""
+    """Tile shape: columns (D, padded), and queries per tile."""
 
     head_dim: int
     queries: int
@@ -170,7 +170,7 @@ def _summed(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scratch(tiles: int, tile: HopperTile, deterministic: bool) -> dict[str, Any]:
-    """Return the scratch arrays of the launches, for `tiles` query tiles of one head each."""
+    """Return the scratch arrays of the launches; `tiles` counts (query tile, head) pairs."""
     sizes = {"dq_sum": 2 * _HALF_FLOATS, "statistics": 2 * tile.queries, "order": 2}
     floats = workspace(tiles * sum(sizes.values()))
     found = {}

@@ -23,7 +23,7 @@ from engine.kernels.attention_decode.portable import choose_num_splits, choose_t
 
 __all__ = ["attention_decode", "choose_num_splits", "choose_tile", "specs"]
 
-_TREE_BITS = 64  # bits of a mask
+_TREE_BITS = 64  # bits per query's mask
 
 
 def specs(
@@ -88,7 +88,8 @@ def attention_decode(
         Ids of each sequence's pages. Entries beyond its length are never read.
     context_lens : (B,) array of int32
         Keys of each sequence, including the Q query tokens: query i sees keys 0 to len - Q + i.
-    k, v : (B, 1, K, D) arrays of q's dtype, optional
+    Number of keys of each sequence, including the Q query tokens: query i sees keys 0 to
+    len - Q + i.
         Keys and values of the newest tokens, for fused RoPE and KV append: `q` (Q = 1), `k` and
         `v` are outputs of the qkv projection, and the op first runs `qk_norm_rope_store` with the
         following arguments (norm of q and k, rotation of features i and i + R/2, k and v stored
@@ -96,8 +97,8 @@ def attention_decode(
         rows are 16-byte aligned; else two. `q` may be overwritten by the rotated queries.
     positions, cos_sin : (B,) array of int32, (P, R) array of float32
     slot_mapping : (B,) array of int64
-        Slot of each token's k and v: that of its sequence's last key, in a page of this sequence
-        alone. -1 stores nothing.
+        Slot of each token's k and v: the slot of its sequence's last key, in a page that no other
+        sequence shares. -1 stores nothing.
     q_weight, k_weight : (D,) arrays of q's dtype, optional
     eps, weight_offset : float
     scale : float, optional
@@ -112,17 +113,17 @@ def attention_decode(
         drafts: parents come first, and each token has the bits of its ancestors and its own [2]_.
         Not combined with `window`; Q <= 64.
     sinks : (H,) array of float32, optional
-        One further logit per head in the softmax of every query, without a value: it adds exp(sink)
-        to the denominator. `scale`, `softcap` and `window` do not apply to it; -inf means none.
+        One extra logit per head that has no value: it adds exp(sink) to the softmax denominator of
+        every query. `scale`, `softcap` and `window` do not apply to it; -inf means none.
     k_scale, v_scale : (K,) arrays of float32, optional
         Scales of a quantized KV cache, positive and finite: a key or value is code * scale. The
         newest tokens are read from the pages like all others.
     num_splits : int, optional
-        Number of splits of a sequence's keys. The split then depends on the sequence's own length
-        alone, and the bits of its result do not depend on the rest of the batch. By default the
-        keys are split so that all thread blocks are busy. Splits change only the rounding.
+        Number of splits of each sequence's keys. If given, the bits of a sequence's result depend
+        on its own length alone, not on the rest of the batch. By default the keys are split so
+        that all thread blocks are busy. Splits change only the rounding.
     max_context_len : int, optional
-        Bound of `context_lens`, by default NB * block_size. It affects only the split of the keys.
+        Upper bound of `context_lens`, by default NB * block_size. It affects only the splits.
     pdl : bool
         Programmatic dependent launch (Hopper's kernel only): the kernel starts while the preceding
         one ends. It reads `block_tables` and `context_lens` early, and with `k` also `positions`,
@@ -199,7 +200,7 @@ def attention_decode(
     call.check("tree_mask", new_tokens is None or tree_mask is None, "None with k", "a mask")
     num_splits, max_context_len = _checked_limits(call, num_splits, max_context_len)
     if call.on_cpu:
-        if out is not None:  # before the pages are written
+        if out is not None:  # check before the pages are written
             call.written("out", out, "B Q H D", q.dtype, layout="rows")
         result = _mirror(q, pages, rule, tree_mask, sinks, new_tokens)
         out = call.finish(out, result[0], layout="rows")
@@ -222,7 +223,7 @@ def attention_decode(
 def _checked_limits(
     call: Contract, num_splits: int | None, max_context_len: int | None
 ) -> tuple[int | None, int]:
-    """Check both; return `num_splits` and the bound of the lengths."""
+    """Check both; return `num_splits` and the upper bound of the lengths."""
     if num_splits is not None:
         num_splits = check_count(call, "num_splits", num_splits)
         call.check("num_splits", 1 <= num_splits <= 1024, "from 1 to 1024", num_splits)

@@ -43,7 +43,7 @@ class NewTokens:
 
     @classmethod
     def checked(cls, call: Contract, dtype: Any, **given: Any) -> NewTokens | None:
-        """Check the arguments after q and pages; return None if none of them is given."""
+        """Check the arguments for fused RoPE and KV append; return None if none is given."""
         needed = ("k", "v", "positions", "cos_sin", "slot_mapping")
         is_given = [given[name] is not None for name in needed]
         if not any(is_given):
@@ -100,7 +100,7 @@ class NewTokens:
         )
 
     def launch_arguments(self) -> dict[str, Any]:
-        """Return the values of the parameters in `PARAMS`."""
+        """Return the kernel arguments named in `PARAMS`."""
         k_strides = element_strides(self.k)
         v_strides = element_strides(self.v)
         return {

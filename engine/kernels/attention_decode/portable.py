@@ -1,4 +1,4 @@
-"""attention_decode on any chip (`attention_decode.cu`): choice of tile and splits, and launch."""
+"""attention_decode on any chip (`attention_decode.cu`): choice of tile and splits; launch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KERNEL = Kernel("attention_decode", _PARAMS, struct="AttentionDecodeParams")
 _COMBINE = Kernel("attention_decode_combine", _PARAMS, struct="AttentionDecodeParams")
 _COMBINE_THREADS = 128  # kCombineThreads in CUDA: one warp per row
 
-_SPLIT_GRAIN = 64  # kSplitGrain in CUDA: keys of a split are a multiple of it
+_SPLIT_GRAIN = 64  # kSplitGrain in CUDA: keys per split are a multiple
 _MAX_SPLITS = 128
 # Costs in units of a block's time for _SPLIT_GRAIN keys; tuned with
 # `ENGINE_KERNEL_TIER=portable python -m tests.bench attention_decode`.
@@ -81,17 +81,17 @@ def choose_num_splits(num_ctas: int, max_context_len: int, sm_count: int) -> int
     Parameters
     ----------
     num_ctas : int
-        Thread blocks of one split: sequences * key/value heads * tiles of rows.
+        Thread blocks per split: sequences * key/value heads * row tiles.
     max_context_len : int
-        Bound of the sequences' lengths.
+        Upper bound of the sequence lengths.
     sm_count : int
         Multiprocessors, with two resident blocks each.
 
     Returns
     -------
     int
-        The smallest count with the least estimated time: waves of blocks times the keys of a split,
-        plus a fixed cost per wave and for the combining kernel.
+        The smallest count with the least estimated time: waves of blocks times keys per split, plus
+        a fixed cost per wave and for the combining kernel.
 
     Examples
     --------
@@ -119,7 +119,7 @@ def launch(
     tree_mask: Any,
     sinks: Any,
 ) -> None:
-    """Launch on CuPy arrays; `num_splits` None is chosen for lengths up to `max_context_len`."""
+    """Launch on CuPy arrays; a `num_splits` of None is chosen for `max_context_len` keys."""
     (batch, num_queries, num_heads, head_dim) = q.shape
     dtype = dtype_name(q.dtype)
     num_kv_heads = pages.k.shape[1]
@@ -129,7 +129,7 @@ def launch(
     row_tiles = ceil_div(num_rows, tile.rows(dtype))
     if num_splits is None:
         keys = min(max_context_len, rule.window + num_queries) if rule.window else max_context_len
-        rounded = ceil_div(keys, _SPLIT_GRAIN) * _SPLIT_GRAIN  # for cache hits
+        rounded = ceil_div(keys, _SPLIT_GRAIN) * _SPLIT_GRAIN  # for lru_cache hits
         num_splits = choose_num_splits(batch * num_kv_heads * row_tiles, rounded, sm_count())
     arguments = _arguments(q, pages, out, lse, rule, num_splits)
     arguments |= {"tree_masks": tree_mask, "sinks": sinks}

@@ -1,4 +1,4 @@
-"""attention_decode on Hopper (`attention_decode_sm90.cu`): choice of the tile, and launch."""
+"""attention_decode on Hopper (`attention_decode_sm90.cu`): tile choice and launch."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _KERNEL = Kernel("attention_decode_sm90", _PARAMS, struct="AttentionDecodeSm90Pa
 
 @dataclass(frozen=True)
 class HopperTile:
-    """How a CTA divides its work; the values of attention_decode_config_sm90.cuh's macros.
+    """Tile shape of a CTA: macro values of attention_decode_config_sm90.cuh.
 
     Attributes
     ----------
     head_dim : int
         D: 64 or 128.
     box_keys : int
-        Tokens per copy (a box of the tensor map). A tile is 8 boxes.
+        Tokens per TMA box. A tile is 8 boxes.
     stages : int
-        Stages of the ring, each of a tile of K and one of V.
+        Pipeline stages, each one tile of K and one of V.
     row_tiles : int
         Tiles of 16 query rows (token, head of the group).
     consumer_warps : int
-        Warps that divide a tile's keys: 4 or 8.
+        Warps that share a tile's keys: 4 or 8.
     cluster : int
         CTAs that share one sequence and key/value head; 1 means the persistent schedule.
     new_token : bool
@@ -105,7 +105,7 @@ class HopperTile:
         return ring + probs + exchange + barriers + queries + flag + schedules + new_kv + inbound
 
     def can_compute_new_token(self, group: int) -> bool:
-        """Tell whether its threads can compute a new token, with 16 values of a head per thread."""
+        """Tell whether there are enough threads for a new token: one per 16 values of a head."""
         heads = 32 * self.consumer_warps // (self.head_dim // 16)
         return self.row_tiles == 1 and group + 2 <= heads
 
@@ -143,7 +143,7 @@ _MANY_TILES = {
     64: HopperTile(64, box_keys=16, stages=3, row_tiles=1, consumer_warps=4, ctas_per_sm=2),
     128: HopperTile(128, box_keys=8, stages=3, row_tiles=1, consumer_warps=4, ctas_per_sm=2),
 }
-# The same for a quantized KV cache, with as many bytes in flight; up to 16 rows.
+# Tiles of a quantized KV cache for up to 16 rows, with as many bytes in flight.
 _CODE_TILES = (
     HopperTile(64, box_keys=16, stages=8, row_tiles=1, consumer_warps=4),
     HopperTile(128, box_keys=16, stages=6, row_tiles=1, consumer_warps=8),
@@ -152,15 +152,15 @@ _MANY_CODE_TILES = {
     64: replace(_CODE_TILES[0], stages=6, ctas_per_sm=2),
     128: replace(_CODE_TILES[1], box_keys=8, stages=5, consumer_warps=4, ctas_per_sm=2),
 }
-_CLUSTER = 8  # CTAs
-_ROWS = 16  # query rows of a row tile
-# Clusters for few keys: tiles of 64 keys give work to more of the CTAs. Two CTAs fit on an SM.
+_CLUSTER = 8  # CTAs per cluster
+_ROWS = 16  # query rows per row tile
+# Clusters for few keys: tiles of 64 keys keep more of the CTAs busy. Two CTAs fit on an SM.
 _SHORT_TILES = {
     64: HopperTile(64, box_keys=8, stages=2, row_tiles=1, consumer_warps=4, cluster=_CLUSTER),
     128: HopperTile(128, box_keys=8, stages=2, row_tiles=1, consumer_warps=4, cluster=_CLUSTER),
 }
 _SHORT_CODE_TILES = {dim: replace(tile, stages=4) for dim, tile in _SHORT_TILES.items()}
-# By kv_dtype: the tiles by number of rows, those for many sequences of up to 16 rows, and those for
+# By kv_dtype: tiles by number of rows, tiles for many sequences of up to 16 rows, and tiles for
 # few keys.
 _CHOICES = {"": (_TILES, _MANY_TILES, _SHORT_TILES)} | {
     name: (
@@ -170,9 +170,9 @@ _CHOICES = {"": (_TILES, _MANY_TILES, _SHORT_TILES)} | {
     )
     for name in KV_CODE_DTYPES
 }
-_SHORT_KEYS = 1024  # keys up to which _SHORT_TILES are faster
-# Keys up to which clusters of four are used. Up to here even a single sequence of eight heads,
-# which leaves most of the chip idle, is as fast as in clusters of eight.
+_SHORT_KEYS = 1024  # maximum number of keys for which _SHORT_TILES are faster
+# Maximum number of keys for clusters of four. Up to here they are as fast as clusters of eight even
+# for a single sequence of eight heads, which leaves most of the chip idle.
 _HALF_CLUSTER_KEYS = 4096
 
 
@@ -220,7 +220,7 @@ def _variants(tile: HopperTile) -> list[HopperTile]:
     keys and sequences decides among them."""
     many, short = _many_and_short(tile)
     found = [tile, replace(tile, cluster=_CLUSTER), replace(tile, cluster=_CLUSTER // 2)]
-    for other in _TILES:  # if clusters divide the query tokens
+    for other in _TILES:  # chosen if clusters divide the query tokens
         if other.head_dim == tile.head_dim and other.row_tiles < tile.row_tiles:
             found.append(replace(other, cluster=_CLUSTER))
     if tile.row_tiles > 1:
@@ -254,7 +254,7 @@ def is_supported(q: Any, pages: Pages, out: Any, new_tokens: NewTokens | None = 
 
 
 def _room(sm_count: int) -> int:
-    """Return the number of resident clusters with one CTA per SM.
+    """Return the number of clusters that are resident with one CTA per SM.
 
     15 on 132 multiprocessors (measured: a 16th runs after them). A cluster lies within one GPC, and
     some GPCs have fewer multiprocessors than two clusters need.
@@ -330,7 +330,7 @@ def _choose(
     tile = choose_hopper_tile(dtype, head_dim, num_queries * group, kv_dtype)
     assert tile is not None
     many, short = _many_and_short(tile)
-    # can_compute_new_token is required even without a new token, so that the bits are the same.
+    # can_compute_new_token is required even without a new token, so that both give the same bits.
     if not may_use_clusters or batch * num_kv_heads > sm_count():
         return many if tile.row_tiles == 1 and many.can_compute_new_token(group) else tile
     cluster, ctas_per_sm = choose_cluster(batch * num_kv_heads, sm_count(), max_context_len)

@@ -132,11 +132,11 @@ def attention_prefill(
     cu_seqlens_q : (B+1,) array of int32
         Sequence b's queries are ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``; rises from 0 to Tq.
     cu_seqlens_k : (B+1,) array of int32
-        The same for dense `k` and `v`; not combined with `block_tables`.
+        Likewise for the rows of dense `k` and `v`; not combined with `block_tables`.
     block_tables : (B, NB) array of int32
         Ids of each sequence's pages. Entries beyond its length are never read.
     context_lens : (B,) array of int32
-        Keys of each sequence in pages, including those of the query tokens.
+        Number of keys of each sequence in pages, including the query tokens' keys.
     causal : bool
         Query i of n sees keys 0 to len - n + i. Otherwise every query sees all keys.
     scale : float, optional
@@ -147,23 +147,22 @@ def attention_prefill(
     softcap : float
         Replace a scaled score s by softcap * tanh(s / softcap); 0 means no cap.
     pattern : BlockSparse or Periodic, optional
-        Further restricts the keys that each query sees, by its position: that of the last key it
-        sees if `causal`, else its index among the sequence's queries. Tiles of keys that no query
-        of a tile sees are not read; no mask of single keys is materialised. Not supported with a
-        quantized KV cache.
+        Further restricts the keys that each query sees by its position: the position of the last
+        key it sees if `causal`, else its index among the sequence's queries. Key tiles hidden from
+        a whole query tile are not read, and no element-wise mask is materialised. Not supported
+        with a quantized KV cache.
     sinks : (H,) array of float32, optional
-        One further logit per head in the softmax of every query, without a value: it adds exp(sink)
-        to the denominator. `scale`, `softcap`, `window` and `pattern` do not apply to it; -inf
-        means none.
+        One extra logit per head that has no value: it adds exp(sink) to the softmax denominator of
+        every query. `scale`, `softcap`, `window` and `pattern` do not apply to it; -inf means none.
     k_scale, v_scale : (K,) arrays of float32, optional
         Scales of a quantized KV cache, positive and finite: a key or value is code * scale. New
         tokens are read from the pages like all others, so a token's result does not depend on how
         its prompt is split into chunks.
     max_seqlen_q : int, optional
-        Bound of the queries of one sequence. Without it CUDA must synchronise to compute it.
+        Upper bound of the queries per sequence. If omitted on CUDA, computing it synchronises.
     num_splits : int, optional
-        Most blocks that share the keys of one token, by default as many as fill the device. With 1
-        the bits of a token's result do not depend on the other tokens of the call.
+        Maximum number of blocks that share the keys of a token, by default enough to fill the
+        device. With 1, the bits of a token's result do not depend on the other tokens of the call.
     out : (Tq, H, D) array of q's dtype, optional
         Array for the result; may be `q`.
     return_lse : bool

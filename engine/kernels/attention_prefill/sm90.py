@@ -1,4 +1,4 @@
-"""attention_prefill on Hopper (`attention_prefill_sm90.cu`): choice of the tile, and launch."""
+"""attention_prefill on Hopper (`attention_prefill_sm90.cu`): tile choice and launch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PARAMS = (
     "num_blocks:i32 num_pairs:i32 tiles_of_pair:i32 long_tiles:i32 short_tokens:i32 total:i32 "
     "section:i32 splits:i32 causal:i32 window:i32 score_inner:f32 score_factor:f32"
 )
-_KERNELS = {  # by presence of a soft cap
+_KERNELS = {  # keyed by whether scores have a soft cap
     softcap: Kernel(
         "attention_prefill_sm90" + "_softcap" * softcap,
         _PARAMS + PARAMS + " k_scale:ptr v_scale:ptr",
@@ -53,7 +53,7 @@ _WHERE = ("cu_seqlens_q", "cu_seqlens_k", "block_tables", "context_lens", "k_sca
 
 @dataclass(frozen=True)
 class HopperTile:
-    """The work of a CTA: values of the CUDA file's macros.
+    """Tile shape of a CTA: macro values of the CUDA file.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class HopperTile:
     consumers : int
         Consumer warpgroups, of 64 query rows each.
     keys, stages, q_stages : int
-        Keys per key tile, stages of the rings of K and V, stages of Q's ring.
+        Keys per tile, pipeline stages of K and V, pipeline stages of Q.
     is_patterned : bool
         Whether the module supports patterns.
     kv_dtype : str
@@ -92,7 +92,7 @@ class HopperTile:
         """Dynamic shared memory: tiles aligned to 1024 bytes, work tiles, mbarriers, key tiles."""
         row = 128 * ceil_div(self.head_dim, 64)
         tiles = self.q_stages * self.rows * row + 2 * self.stages * self.keys * row
-        boxes = self.keys // 16  # with the smallest pages
+        boxes = self.keys // 16  # TMA boxes per tile with the smallest pages
         barriers = 3 * self.q_stages + 5 * self.stages + 1
         codes = _CODE_STAGES * (self.keys * self.head_dim + 20) if self.kv_dtype else 0
         others = 64 * self.q_stages + 8 * barriers + 4 * self.stages * (1 + boxes)
@@ -126,8 +126,8 @@ _TILES = (
     HopperTile(256, consumers=2, keys=80, stages=2, q_stages=1),
 )
 
-# The same for a quantized KV cache. Its producer warps need more registers and leave the consumers
-# 152. TMA cannot swizzle the rows of other head dims.
+# Tiles for a quantized KV cache. The producer warps need more registers and leave the consumers
+# 152. TMA cannot swizzle rows of other head dims.
 _CODE_TILES = {
     name: (
         HopperTile(64, consumers=3, keys=112, stages=4, q_stages=2, kv_dtype=name),
@@ -136,7 +136,7 @@ _CODE_TILES = {
     for name in KV_CODE_DTYPES
 }
 
-# With a pattern: two warpgroups, whose rows mostly lie in one block of the pattern.
+# Tiles for patterns: two warpgroups, since their rows mostly lie in one block of the pattern.
 _PATTERNED = (
     HopperTile(64, consumers=2, keys=128, stages=4, q_stages=2, is_patterned=True),
     HopperTile(96, consumers=2, keys=128, stages=2, q_stages=1, is_patterned=True),
@@ -276,7 +276,7 @@ def launch(
 
 
 def _longest(keys: dict[str, Any]) -> int:
-    """Return an estimate of the longest sequence's keys: the bound in pages, the mean if dense."""
+    """Estimate the keys of the longest sequence: the upper bound if paged, the mean if dense."""
     k = keys["k"]
     tables = keys["block_tables"]
     batch = max(1, keys["cu_seqlens_q"].size - 1)
@@ -310,7 +310,7 @@ def _lengths(keys: dict[str, Any], tile: HopperTile) -> dict[str, Any]:
 
 
 def _box_keys(block_size: int, tile: HopperTile) -> int:
-    """Return the keys per copy: a divisor of both the page and the tile."""
+    """Return the keys per TMA box: a divisor of both the page and the tile."""
     return math.gcd(block_size, tile.keys)
 
 

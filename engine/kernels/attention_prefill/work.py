@@ -10,12 +10,12 @@ from engine.kernels._launch import ceil_div
 __all__ = ["choose_cut", "choose_num_splits", "choose_section", "cut_into_tiles"]
 
 # Tuned on an H200; to tune for another card, time `python -m tests.bench attention_prefill`.
-_L2_BYTES = 24 << 20  # bytes of K and V that a section may hold, so that they stay in L2
-_MAX_SPLITS = 16  # most CTAs that share the keys of a work tile
-_MIN_SPLIT_TILES = 4  # least key tiles of a split: fewer do not pay for the sum over splits
+_L2_BYTES = 24 << 20  # maximum bytes of K and V per section, to stay in L2
+_MAX_SPLITS = 16  # maximum number of CTAs that share the keys of a work tile
+_MIN_SPLIT_TILES = 4  # minimum key tiles per split; fewer do not pay for the combine
 _TILE_COST = 1.3  # fixed cost of a work tile, in units of the cost of a warpgroup with rows
 _MANY_ROUNDS = 16  # work tiles per CTA beyond which a partly idle last wave is negligible
-_MAX_CUT = 8  # most whole work tiles of a sequence that are replaced by shorter ones
+_MAX_CUT = 8  # maximum number of a sequence's whole work tiles to replace by shorter ones
 
 
 def choose_num_splits(tiles: int, key_tiles: int, sm_count: int) -> int:
@@ -47,14 +47,14 @@ def choose_cut(
     pairs : int
         Pairs (sequence, key/value head).
     consumers : int
-        Consumer warpgroups of a CTA.
+        Consumer warpgroups per CTA.
 
     Returns
     -------
     long_tiles : int
         Number of long tiles, which come first.
     short_tokens : int
-        Tokens of each further tile, which leaves some of the warpgroups idle.
+        Tokens per short tile, which leaves some of the warpgroups idle.
 
     Examples
     --------
@@ -86,11 +86,11 @@ def _rounds(long: int, short: int, share: float, sm_count: int) -> float:
     if not short:
         return float(last)
 
-    def over_by(end: float) -> int:  # short tasks
+    def over_by(end: float) -> int:  # short tasks finished by `end`
         early = int((end - whole) / share + 1e-6) * (sm_count - rest)
         return early + max(0, int((end - whole - 1) / share + 1e-6)) * rest
 
-    # The end is a number of short tasks after the long ones; each multiprocessor gets about `each`.
+    # The makespan is a number of short tasks after the long ones; each worker gets about `each`.
     each = short // sm_count
     spread = int(1 / share) + 2
     around = range(max(0, each - spread), each + spread + 1)
@@ -99,8 +99,8 @@ def _rounds(long: int, short: int, share: float, sm_count: int) -> float:
 
 
 def choose_section(pairs: int, nbytes: int) -> int:
-    """Return the pairs per section: sections are equal, and their K and V (`nbytes` per pair) fit
-    in L2."""
+    """Return the pairs per section: sections are equal, and the K and V of one (`nbytes` per pair)
+    fit in L2."""
     sections = ceil_div(pairs, max(1, _L2_BYTES // nbytes))
     return ceil_div(pairs, max(1, sections))
 
