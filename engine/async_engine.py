@@ -1,4 +1,4 @@
-"""`AsyncEngine`: serves requests of asyncio tasks; `EngineClient`: its interface."""
+"""`AsyncEngine`: an `LLMEngine` for asyncio; `EngineClient`: the interface of async engines."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ __all__ = ["LONG_TEXT", "AsyncEngine", "EngineClient", "ModelInfo", "OutputSourc
 
 T = TypeVar("T")
 
-LONG_TEXT = 4096  # characters above which a prompt is tokenized in another thread
+LONG_TEXT = 4096  # characters; longer prompts are tokenized in another thread
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The properties of a served model that its clients need.
+    """Properties of the served model that clients need.
 
     Attributes
     ----------
     model : str
-        The name or path from which it was loaded.
+        Name or path it was loaded from.
     max_model_len : int
-        Maximum tokens of a request, prompt and output.
+        Maximum number of tokens per request, prompt plus output.
     vocab_size : int
     eos_token_ids : tuple of int
     generation_config : dict
-        The sampling parameters that the model's generation_config.json recommends.
+        Sampling parameters recommended by the model's generation_config.json.
     """
 
     model: str
@@ -57,11 +57,11 @@ class OutputSource(Protocol):
     """A request in progress."""
 
     async def next_output(self) -> RequestOutput:
-        """Wait for the next output; raise the reason if the request has failed."""
+        """Wait for the next output; raise the error of a failed request."""
 
 
 class EngineClient(ABC):
-    """The interface of an engine in this process or another, for asyncio tasks.
+    """Async interface to an engine in this process or another one.
 
     Attributes
     ----------
@@ -78,12 +78,12 @@ class EngineClient(ABC):
     @property
     @abstractmethod
     def error(self) -> BaseException | None:
-        """Why the engine has ended; None while it serves requests."""
+        """The error that stopped the engine; None while it is running."""
 
     @property
     @abstractmethod
     def is_responsive(self) -> bool:
-        """Whether the engine is alive and no step takes longer than its `step_timeout`."""
+        """Whether the engine is alive and its current step is within `step_timeout`."""
 
     async def generate(
         self,
@@ -95,19 +95,19 @@ class EngineClient(ABC):
         cache_salt: str | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt, and yield its outputs as they are generated.
+        """Generate a continuation of `prompt`, and yield outputs as they arrive.
 
         Closing the generator, or cancelling the task that reads it, aborts the request before the
-        next step. With an engine in another process, a reader that falls behind gets outputs of
-        several tokens.
+        next step. If the engine runs in another process, a reader that falls behind receives
+        several tokens per output.
 
         Parameters
         ----------
         prompt : str, sequence of int, or mapping
             See `LLMEngine.add_request`.
         params : SamplingParams, optional
-            `output_kind` selects what each output carries. Default: the model's recommended
-            sampling parameters, with outputs that carry only what is new.
+            `output_kind` selects the contents of each output. Default: the model's recommended
+            sampling parameters, with delta outputs.
         request_id : str, optional
             Unique among unfinished requests.
         priority, cache_salt, timeout
@@ -121,7 +121,7 @@ class EngineClient(ABC):
         ------
         RequestError
             If the request cannot be served (`QueueFullError`: try again later). An engine in
-            another process also refuses `logits_processors`: functions are never sent.
+            another process also rejects `logits_processors`: functions cannot be sent.
         EngineError
             If the engine fails or is closed before the request is finished.
         """
@@ -152,7 +152,7 @@ class EngineClient(ABC):
     async def embed(
         self, prompts: Sequence[Prompt], pooling: str = "last", *, normalize: bool = True
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        """Return an embedding of each prompt; other requests are served in between.
+        """Return the embedding of each prompt; other requests keep running meanwhile.
 
         Parameters
         ----------
@@ -181,18 +181,18 @@ class EngineClient(ABC):
     async def embed_ids(
         self, token_ids: Sequence[Sequence[int]], pooling: str, *, normalize: bool
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        """Return an embedding of each sequence of checked token ids; see `embed`."""
+        """Embed each sequence of validated token ids; see `embed`."""
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:
-        """End a request; its generator yields the output so far, with finish_reason "abort".
+        """Abort a request; its generator yields the output so far, with finish_reason "abort".
 
         Unknown and finished requests are ignored.
         """
 
     @abstractmethod
     async def stats(self) -> EngineStats:
-        """Return the engine's counters and histograms so far."""
+        """Return the engine's counters and histograms."""
 
     @abstractmethod
     async def snapshot(self) -> dict[str, Any]:
@@ -204,15 +204,15 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """End all requests of this client, with an `EngineError` for each."""
+        """Fail all requests of this client with an `EngineError`."""
 
     @abstractmethod
     def _encode(self, prompt: Prompt, cache_salt: str | None = None) -> PromptInput:
-        """Tokenize and check a prompt; called in any thread."""
+        """Tokenize and validate a prompt; may run in any thread."""
 
     @abstractmethod
     def _prepare(self, params: SamplingParams) -> None:
-        """Check and compile the grammar of `params`; called in any thread."""
+        """Validate and compile the grammar of `params`; may run in any thread."""
 
     @abstractmethod
     def _start(
@@ -225,15 +225,15 @@ class EngineClient(ABC):
 
     @abstractmethod
     def drop(self, request: Any) -> None:
-        """Abort a request whose outputs nobody reads any more; finished requests are ignored."""
+        """Abort a request that nobody reads any more; finished requests are ignored."""
 
     def _note_first(self, request: Any, output: RequestOutput) -> None:  # noqa: B027
-        """Process the first output of a request before it is yielded."""
+        """Hook: called with the first output of a request before it is yielded."""
 
 
 @dataclass(eq=False)
 class _Stream:
-    """A request and the task that waits for its outputs."""
+    """A request, and the queue on which its task awaits outputs."""
 
     request_id: str
     arguments: dict[str, Any]
@@ -244,11 +244,11 @@ class _Stream:
     is_finished: bool = False
 
     def append(self, output: RequestOutput) -> None:
-        """Take an output of the current step; `AsyncEngine` delivers a step's outputs together."""
+        """Collect an output of the current step; `AsyncEngine` delivers them after the step."""
         self.arrived.append((self, output))
 
     async def next_output(self) -> RequestOutput:
-        """Wait for the next output; raise the reason if the request has failed."""
+        """Wait for the next output; raise the error of a failed request."""
         output = await self.queue.get()
         if isinstance(output, BaseException):
             self.is_finished = True
@@ -258,15 +258,16 @@ class _Stream:
 
 
 class AsyncEngine(EngineClient):
-    """An engine in this process: the requests of all asyncio tasks share its steps.
+    """Engine in this process; requests from all asyncio tasks are batched into the same steps.
 
-    The engine runs in its own thread, so that steps and event loop do not wait for each other.
-    Tasks may belong to several event loops.
+    The engine runs in its own thread, so steps and the event loop do not block each other. Tasks
+    may belong to several event loops.
 
     Parameters
     ----------
     engine : LLMEngine
-        The caller must not use it any more. `AsyncEngine.from_name` loads one.
+        Owned by the `AsyncEngine` from now on: do not use it directly. `AsyncEngine.from_name`
+        loads one.
 
     Attributes
     ----------
@@ -300,7 +301,7 @@ class AsyncEngine(EngineClient):
         self._calls: deque[Callable[[], None]] = deque()  # pending calls for the engine's thread
         self._wake = threading.Event()
         self._is_closing = False
-        self._has_ended = False  # whether the thread has made its last call
+        self._has_ended = False  # set before the thread's last pass over `_calls`
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -312,20 +313,20 @@ class AsyncEngine(EngineClient):
 
     @property
     def error(self) -> BaseException | None:
-        """Why the engine has ended; None while it serves requests."""
+        """The error that stopped the engine; None while it is running."""
         return self._error
 
     @property
     def is_responsive(self) -> bool:
-        """Whether the engine is alive and no step takes longer than its `step_timeout`."""
+        """Whether the engine is alive and its current step is within `step_timeout`."""
         return self._error is None and not self._engine.watchdog.is_stuck
 
     async def abort(self, request_id: str) -> None:
-        """End a request; see `EngineClient.abort`."""
+        """Abort a request; see `EngineClient.abort`."""
         await self._result(lambda: self._engine.abort_request(request_id))
 
     async def stats(self) -> EngineStats:
-        """Return the engine's counters and histograms so far."""
+        """Return the engine's counters and histograms."""
         return await self._result(self._engine.stats)
 
     async def snapshot(self) -> dict[str, Any]:
@@ -335,7 +336,7 @@ class AsyncEngine(EngineClient):
     async def embed_ids(
         self, token_ids: Sequence[Sequence[int]], pooling: str, *, normalize: bool
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        """Return an embedding of each sequence of checked token ids; see `EngineClient.embed`."""
+        """Embed each sequence of validated token ids; see `EngineClient.embed`."""
         parts = embed_in_parts(self._engine.model, token_ids, pooling, normalize=normalize)
         found: dict[int, Any] = {}
         try:
@@ -350,7 +351,7 @@ class AsyncEngine(EngineClient):
         await self._result(self._engine.reset_prefix_cache)
 
     async def close(self) -> None:
-        """End all requests, with an `EngineError` for each, and free the memory."""
+        """Fail all requests with an `EngineError`, and free the engine's memory."""
         self._is_closing = True
         self._wake.set()
         await asyncio.to_thread(self._thread.join)
@@ -377,18 +378,18 @@ class AsyncEngine(EngineClient):
         return stream
 
     def drop(self, request: _Stream) -> None:
-        """Abort a request whose outputs nobody reads any more; see `EngineClient.drop`."""
+        """Abort a request that nobody reads any more; see `EngineClient.drop`."""
         request.is_dropped = True
         if not request.is_finished:
             self._call(lambda: self._drop(request))
 
-    # ---- in the tasks
+    # ---- called from tasks
 
     def _call(self, call: Callable[[], None]) -> None:
-        """Have the engine's thread make this call before its next step."""
+        """Schedule `call` on the engine's thread, before its next step."""
         self._calls.append(call)
         self._wake.set()
-        if self._has_ended:  # perhaps just before this call was added
+        if self._has_ended:  # the thread may have stopped without seeing this call
             self._fail_calls()
 
     async def _result(self, function: Callable[[], T]) -> T:
@@ -417,10 +418,10 @@ class AsyncEngine(EngineClient):
         self._call(call)
         return await future
 
-    # ---- in the engine's thread
+    # ---- called from the engine's thread
 
     def _run(self) -> None:
-        """Step while requests are unfinished; otherwise wait for one."""
+        """Run steps while any request is unfinished; otherwise wait for a call."""
         try:
             while not self._is_closing:
                 self._wake.clear()
@@ -438,7 +439,8 @@ class AsyncEngine(EngineClient):
         self._end()
 
     def _make_calls(self) -> None:
-        # Calls that arrive meanwhile wait for the next step: running requests must not starve.
+        # Only the calls queued so far: later ones wait for the next step, so requests cannot
+        # starve.
         for _ in range(len(self._calls)):
             self._calls.popleft()()
 
@@ -459,7 +461,7 @@ class AsyncEngine(EngineClient):
             self._shared.drop([stream.request_id])
 
     def _deliver(self) -> None:
-        """Pass a step's outputs to the event loops, with one call per loop."""
+        """Deliver a step's outputs, with one callback per event loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]]
         by_loop = defaultdict(list)
         for stream, output in self._arrived:
@@ -475,7 +477,7 @@ class AsyncEngine(EngineClient):
             raise EngineError(f"the engine has ended: {self._error}") from self._error
 
     def _end(self) -> None:
-        """Fail all requests and calls with the reason of the engine's end."""
+        """Fail all requests and pending calls with the error that stopped the engine."""
         reason = self._error
         if not isinstance(reason, EngineError):
             reason = EngineError(f"the engine failed: {type(reason).__name__}: {reason}")
@@ -483,11 +485,11 @@ class AsyncEngine(EngineClient):
             _call_soon(stream.loop, stream.queue.put_nowait, reason)
         self._shared.inbox.clear()
         self._shared.close()
-        self._has_ended = True  # set before the last pass over the calls, so that none is missed
+        self._has_ended = True  # set before the last pass over `_calls`, so that none is missed
         self._fail_calls()
 
     def _fail_calls(self) -> None:
-        """Make the remaining calls; each one finds that the engine has ended."""
+        """Run the remaining calls; each one fails because the engine has stopped."""
         while True:
             try:
                 call = self._calls.popleft()

@@ -37,7 +37,7 @@ _SUBCOMMANDS = {
         "put load on a server that speaks OpenAI's protocol, and time its answers",
     ),
 }
-"""Command and first argument -> module and description, where a kind has options of its own."""
+"""Command and kind -> module and description, for kinds that have their own options."""
 
 
 def _parser() -> argparse.ArgumentParser:

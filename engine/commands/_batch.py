@@ -1,4 +1,4 @@
-"""Answers to the lines of a batch file in OpenAI's format, from an engine in this process."""
+"""Serves the requests of an OpenAI batch file with an engine in this process."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from engine.server.routes.embeddings import EmbeddingRequest, embed
 __all__ = ["MAX_LINE", "Batch", "BatchResult"]
 
 MAX_LINE = 32 << 20
-"""Bytes of a line at most."""
+"""Maximum bytes per line."""
 
 Body = ChatCompletionRequest | CompletionRequest | EmbeddingRequest
 
 
 class BatchLine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A line of the input."""
+    """Input line: one request."""
 
     custom_id: str
     method: Literal["POST"] = "POST"
@@ -41,7 +41,7 @@ class BatchLine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class BatchResponse(msgspec.Struct):
-    """The response to a line, equal to the server's."""
+    """Response to one request, identical to the server's."""
 
     status_code: int
     request_id: str
@@ -49,14 +49,14 @@ class BatchResponse(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct):
-    """The reason why a line is not a valid request."""
+    """Why an input line is not a valid request."""
 
     code: str
     message: str
 
 
 class BatchResult(msgspec.Struct):
-    """A line of the output: a response, or an error if the input line is not a valid request."""
+    """Output line: a response, or an error if the input line is not a valid request."""
 
     id: str
     custom_id: str | None
@@ -65,23 +65,23 @@ class BatchResult(msgspec.Struct):
 
     @property
     def is_success(self) -> bool:
-        """Whether the request was answered."""
+        """Whether the request succeeded (status 200)."""
         return self.response is not None and self.response.status_code == 200
 
 
 class Batch:
-    """Answers lines, many concurrently.
+    """Serves the requests of a batch file concurrently.
 
     Parameters
     ----------
     client : EngineClient
     chat : ChatService
     names : sequence of str
-        Accepted names of the model; answers contain the first one.
+        Accepted names of the model; responses use the first one.
     window : int
-        Maximum number of lines that are started and not yet yielded.
+        Maximum number of lines in flight: started, but not yet yielded.
     window_bytes : int
-        Maximum bytes of these lines; a single line may exceed it.
+        Maximum total bytes of the lines in flight; a single line may exceed it.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class Batch:
     async def results(self, lines: Iterable[bytes]) -> AsyncGenerator[BatchResult, None]:
         """Yield the result of each line, in the order of the lines.
 
-        Blank lines are skipped. The error of an invalid line is its result; others continue.
+        Blank lines are skipped. An invalid line yields an error, and the other lines continue.
 
         Raises
         ------
         EngineError
-            If the engine has failed, so that no further line can be answered.
+            If the engine has failed, so no further line can be served.
         """
         begun: deque[asyncio.Task[BatchResult]] = deque()
         sizes: deque[int] = deque()  # bytes of each line of `begun`
@@ -164,7 +164,7 @@ class Batch:
     def _read(
         self, line: bytes
     ) -> tuple[str, type[Body], Callable[[Any, str], Awaitable[Any]], msgspec.Raw]:
-        """Return the id of a line, the functions that read and answer its body, and the body."""
+        """Return a line's custom_id, body type, handler and raw body."""
         if len(line) > MAX_LINE:
             raise APIError(400, f"must have at most {MAX_LINE} bytes")
         found = decode_body(line, BatchLine)
@@ -176,7 +176,7 @@ class Batch:
         return found.custom_id, *self._answers[found.url], found.body
 
     def _check(self, body: Body) -> None:
-        """Refuse options that a batch does not support."""
+        """Reject options that batches do not support."""
         if body.model is not None and body.model not in self._names:
             names = ", ".join(self._names)
             message = f"the model {shown(body.model)} does not exist; this run has {names}"
@@ -205,7 +205,7 @@ class Batch:
 
 
 def _custom_id(line: bytes) -> str | None:
-    """Return the id of an otherwise invalid line, if it contains one."""
+    """Return the custom_id of an invalid line, if it can still be read."""
     try:
         found = msgspec.json.decode(line[:MAX_LINE])
     except (msgspec.DecodeError, RecursionError, UnicodeError):

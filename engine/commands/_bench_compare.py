@@ -1,6 +1,6 @@
-"""Measures transformers for comparison: batch 1, static cache, the same model and workload.
+"""Benchmark of Hugging Face transformers: batch 1, static cache, the same model and workload.
 
-PyTorch is not a dependency; it is imported for this comparison only.
+PyTorch is not a dependency; only this comparison imports it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["check", "transformers_latency"]
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Check, before anything is measured, that the comparison is possible.
+    """Check that the comparison can run, before measuring anything.
 
     Raises
     ------
@@ -52,9 +52,9 @@ def transformers_latency(
     dtype: str,
     device: str,
 ) -> dict[str, Any]:
-    """Return milliseconds per token of `generate` with a static cache, without the prefill.
+    """Return milliseconds per token of `generate` with a static cache, excluding prefill.
 
-    Uses the engine's dtype and device; `check` must have accepted the arguments.
+    The dtype and device are the engine's; call `check` first.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The models of `engine bench`: built-in configurations with random weights, and real models."""
+"""Models of `engine bench`: built-in configurations with random weights, or real models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def built_in_config(name: str) -> ModelConfig:
 
 
 def named_config(name: str) -> tuple[ModelConfig, ModelSource | None]:
-    """Return a model's configuration, and its files (None for a built-in configuration)."""
+    """Return a model's configuration and source files (None for a built-in configuration)."""
     if name in built_in_names():
         return built_in_config(name), None
     source = resolve_model(name, progress=sys.stderr.isatty())
@@ -83,7 +83,7 @@ def make_engine(
 def _loading(
     arguments: argparse.Namespace, max_model_len: int | None
 ) -> tuple[str, dict[str, Any]]:
-    """Return the model's name, and the keywords of `load`."""
+    """Return the model's name and the keyword arguments for `load`."""
     name = arguments.model
     is_built_in = arguments.model in built_in_names()
     config = built_in_config(name) if is_built_in else load_config(resolve_model(name))

@@ -1,4 +1,4 @@
-"""`engine bench startup`: the time from the start of a process to its first token."""
+"""`engine bench startup`: time from process start to the first token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["child", "measure"]
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time one process with an empty kernel cache, and a second one with the cache filled.
+    """Time one process with a cold kernel cache and a second one with a warm cache.
 
     Raises
     ------
@@ -48,11 +48,11 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
-    """Return the command to measure, which names a local model by its path.
+    """Return the command to measure; a local model is given by its path.
 
-    The measured process starts with an empty cache, so it would not find a download by name.
+    The measured process starts with an empty cache, so it could not find a download by name.
     """
-    # Imported late: a child process times the import of the engine itself.
+    # Imported lazily: a child process times the import of the engine itself.
     from engine.commands._bench_models import built_in_names
     from engine.loading.download import resolve_model
 
@@ -75,7 +75,7 @@ def _is_set(arguments: argparse.Namespace, name: str) -> bool:
 def child(arguments: argparse.Namespace) -> None:
     """Print the wall-clock time of each stage, in seconds, as one line of JSON."""
     stations = {"imported": time.time()}
-    # Imported late: this import is part of the measured time.
+    # Imported lazily: this import is part of the measured time.
     from engine.commands._bench_models import make_engine
     from engine.commands._bench_workloads import Work, serve
 

@@ -1,4 +1,4 @@
-"""The workloads of `engine bench`: the same pseudo-random requests on every machine."""
+"""Workloads of `engine bench`: seeded pseudo-random requests, identical on every machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from engine.sampling_params import RequestOutputKind, SamplingParams
 __all__ = ["Work", "latency", "prefill", "serve", "throughput"]
 
 _LENGTHS = (100, 1024)  # shortest and longest prompt and output, in tokens
-_MAX_ID = 9999  # largest token id; within the vocabulary of every measured model
-_COUNTED_STEPS = 64  # decoding steps over which the experts hit are averaged
+_MAX_ID = 9999  # largest token id; every benchmarked model has it in its vocabulary
+_COUNTED_STEPS = 64  # number of decode steps over which expert hits are averaged
 
 
 @dataclass(frozen=True)
 class Work:
-    """Requests: prompts as token ids, and the number of tokens to generate for each.
+    """Requests of a benchmark: prompt token ids, and the number of tokens to generate for each.
 
     Examples
     --------
@@ -49,8 +49,8 @@ class Work:
     ) -> Work:
         """Return requests with prompts and outputs of 100 to 1024 tokens, temperature 0.6.
 
-        `longest` replaces 1024, for outputs too unless `longest_output` is given. It also replaces
-        100 if it is less.
+        `longest` replaces 1024, for outputs too unless `longest_output` is given. A `longest` below
+        100 also replaces the minimum.
         """
         rng = random.Random(0)
         shortest = min(_LENGTHS[0], longest)
@@ -66,19 +66,19 @@ class Work:
     def same(
         cls, num_requests: int, prompt_len: int, output_len: int, max_id: int = _MAX_ID
     ) -> Work:
-        """Return greedy requests of equal lengths."""
+        """Return greedy requests of equal length."""
         rng = random.Random(0)
         prompts = [[rng.randint(0, max_id) for _ in range(prompt_len)] for _ in range(num_requests)]
         return cls(prompts, [output_len] * num_requests)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Total number of prompt tokens."""
         return sum(map(len, self.prompts))
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all outputs."""
+        """Total number of output tokens."""
         return sum(self.lengths)
 
 
@@ -95,7 +95,7 @@ def serve(engine: LLMEngine, work: Work) -> tuple[float, list[Any]]:
     Raises
     ------
     EngineError
-        If a request ended early, which would make the figures wrong.
+        If a request ended early, since the figures would be wrong.
     """
     _queue(engine, work, RequestOutputKind.FINAL_ONLY)
     metrics: dict[str, Any] = {}
@@ -124,12 +124,12 @@ def _queue(engine: LLMEngine, work: Work, output_kind: RequestOutputKind) -> Non
 
 
 def latency(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
-    """Return the time per token, without the prefill, and the time to the first token.
+    """Return the time per output token, excluding prefill, and the time to first token.
 
-    Both are medians over all requests of all runs but the first. The row also contains the GB of
-    weights read by a decoding step, and the resulting rate (a lower bound of the memory traffic:
-    KV pages are not counted). For a model with experts, an additional run, which is not timed,
-    counts the experts hit per step.
+    Both are medians over all requests of all runs except the first. The row also contains the GB of
+    weights that a decode step reads, and the resulting bandwidth (a lower bound on memory traffic:
+    KV pages are not counted). For an MoE model, an additional untimed run counts the experts hit
+    per step.
     """
     runs = [serve(engine, work)[1] for _ in range(repeats + 1)]
     metrics = [each for run in runs[1:] for each in run]
@@ -147,7 +147,7 @@ def latency(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
     row["weight_GB_per_step"] = read * 1e-9
     if hits:
         row["experts_per_step"] = statistics.fmean(hits.values())
-    if engine.config.speculative is None:  # with drafts, a step yields several tokens
+    if engine.config.speculative is None:  # with speculative decoding, a step yields several tokens
         row["weight_TB_per_s"] = read / row["ms_per_token"] * 1e-9
     return row
 
@@ -171,9 +171,9 @@ def prefill(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
 
 
 def _dense_bytes(decoder: Decoder) -> int:
-    """Return the bytes of the weights that every decoding step reads.
+    """Return the bytes of weights that every decode step reads.
 
-    These are all weights except the experts', and an embedding not tied to the output layer.
+    That excludes the experts, and an embedding that is not tied to the output layer.
     """
     weights = decoder.weights
     unread = [weights[name] for name in weights if _is_expert(name)]
@@ -183,7 +183,7 @@ def _dense_bytes(decoder: Decoder) -> int:
 
 
 def _expert_bytes(decoder: Decoder, hits: Mapping[int, float]) -> float:
-    """Return the bytes of `hits[layer]` experts of each layer."""
+    """Return the bytes of weights of `hits[layer]` experts in each layer."""
     return sum(
         weight.num_bytes / weight.shape[0] * hits[int(name.split(".")[1])]
         for name, weight in decoder.weights.items()
@@ -196,25 +196,25 @@ def _is_expert(name: str) -> bool:
 
 
 def _expert_hits(engine: LLMEngine, work: Work) -> dict[int, float]:
-    """Return the mean number of distinct experts of each layer hit by a decoding step.
+    """Return the mean number of distinct experts per layer that a decode step hits.
 
-    It is averaged over at most 64 steps. Reading the counters makes the host wait for every step,
-    so this is never part of a timed run. With `enable_expert_parallel`, only the experts of this
-    process count.
+    The mean is over at most 64 steps. Reading the counters synchronizes the host with every step,
+    so this is never part of a timed run. With `enable_expert_parallel`, only this process's experts
+    count.
     """
     model = engine.model
     own = slice(*model.expert_runs[0]) if model.expert_runs else slice(None)
     lengths = [min(length, _COUNTED_STEPS + 1) for length in work.lengths]
     _queue(engine, replace(work, lengths=lengths), RequestOutputKind.DELTA)
-    started: set[str] = set()  # requests that have their first token
+    started: set[str] = set()  # ids of requests that have produced a token
     steps: list[dict[int, int]] = []
     while engine.has_unfinished_requests():
         if len(started) < len(lengths):
-            steps.clear()  # prefills; with async scheduling, perhaps the first decoding step
+            steps.clear()  # drop prefills and, if async, perhaps one decode step
         before = model.expert_load()
         started.update(output.request_id for output in engine.step())
         load = {layer: after - before[layer] for layer, after in model.expert_load().items()}
-        if all(each.any() for each in load.values()):  # the last call launches nothing
+        if all(each.any() for each in load.values()):  # the last call launches no work
             steps.append({n: int(np.count_nonzero(each[own])) for n, each in load.items()})
     steps = steps[1:] or steps
     return {layer: statistics.fmean(step[layer] for step in steps) for layer in load}

@@ -1,4 +1,4 @@
-"""`engine chat --url`: a conversation with a model on a server that speaks OpenAI's protocol."""
+"""`engine chat --url`: chat with a model on an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _LOCAL = {
     "kv_cache_dtype": "auto",
     "speculative_config": None,
 }
-"""Options that mean a model on this machine, and their defaults."""
+"""Options that apply only to a local model, and their defaults."""
 
-_MAX_TOKENS = 1 << 40  # largest plausible token count of an answer
+_MAX_TOKENS = 1 << 40  # largest plausible token count in a usage
 
-# Control characters are removed: an answer must not control the terminal.
+# Control characters are replaced: an answer must not control the terminal.
 _CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160))}
 _CONTROL = {code: to for code, to in _CONTROL.items() if chr(code) not in "\n\t"}
 
 
 def add_url_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of a server."""
+    """Declare the options for a remote server."""
     parser.add_argument(
         "--url",
         help="chat with a model of the server at this URL (http://127.0.0.1:8000); --model is "
@@ -44,14 +44,14 @@ def add_url_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class RemoteChat:
-    """A model on a server, as the partner of a conversation.
+    """Chat with a model on a server.
 
     Parameters
     ----------
     server : Server
     model : str
     fields : dict
-        Fields of the body other than the messages.
+        Request fields other than the messages.
     """
 
     def __init__(self, server: Server, model: str, fields: dict[str, Any]) -> None:
@@ -72,21 +72,21 @@ class RemoteChat:
         ConfigError
             If an option applies only to a local model, or has an invalid value.
         EngineError
-            If the model's name must be requested and the server does not answer.
+            If no model is named and the server cannot be asked for its first one.
         """
         for name, default in _LOCAL.items():
             if getattr(arguments, name) != default:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{option} applies to a model here, not to --url")
         fields = given_sampling(arguments)
-        SamplingParams(**fields)  # report invalid values before anything is sent
+        SamplingParams(**fields)  # reject invalid values before sending anything
         if not arguments.ignore_eos:
-            del fields["ignore_eos"]  # other servers may not know it
+            del fields["ignore_eos"]  # other servers may reject the field
         server = Server.parse("--url", arguments.url, key=api_key(arguments.api_key))
         return cls(server, arguments.model or server.first_model(), fields)
 
     def turn(self, history: list[dict[str, str]], question: str) -> None:
-        """Answer one question; on an error, report it and leave the history unchanged."""
+        """Answer one question; on an error, report it and leave `history` unchanged."""
         asked = [*history, {"role": "user", "content": question}]
         stream = _Stream(self._server.stream("/v1/chat/completions", self._body(asked)))
         pieces: list[str] = []
@@ -113,7 +113,7 @@ class RemoteChat:
 
 
 class _Stream:
-    """The events of one answer: its text, and the figures for the summary."""
+    """Event stream of one answer: yields its text, and collects figures for the summary."""
 
     def __init__(self, events: Iterator[dict[str, Any]]) -> None:
         self._events: Any = events
@@ -123,7 +123,7 @@ class _Stream:
         self._first = 0.0
 
     def text(self) -> Iterator[str]:
-        """Yield the pieces of the answer; reasoning is written to standard error."""
+        """Yield the answer's text as it arrives; reasoning goes to standard error."""
         for event in self._events:
             try:
                 thought, piece = self._read(event)
@@ -135,7 +135,7 @@ class _Stream:
                 yield piece
 
     def _read(self, event: dict[str, Any]) -> tuple[str, str]:
-        """Return the reasoning and the text that an event adds."""
+        """Return the reasoning and text deltas of an event."""
         self._usage = dict(event.get("usage") or self._usage)
         if not event.get("choices"):
             return "", ""
@@ -150,11 +150,11 @@ class _Stream:
         return thought, piece
 
     def close(self) -> None:
-        """Close the connection, which ends the request on the server."""
+        """Close the connection; the server then aborts the request."""
         self._events.close()
 
     def summary(self) -> str:
-        """Return the line printed after an answer."""
+        """Return the statistics line printed after an answer."""
         now = time.perf_counter()
         made, read = (
             _count(self._usage.get(f"{name}_tokens")) for name in ("completion", "prompt")
@@ -170,7 +170,7 @@ class _Stream:
 
 
 def _count(value: object) -> int | None:
-    """Return the server's number of tokens, or None if it is not a number."""
+    """Return a token count from the server, or None if it is not a plausible number."""
     if not isinstance(value, int) or isinstance(value, bool):
         return None
     return value if 0 <= value <= _MAX_TOKENS else None

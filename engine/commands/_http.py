@@ -1,4 +1,4 @@
-"""Blocking requests to a server that speaks OpenAI's protocol; the answers' size is bounded."""
+"""Blocking HTTP client for OpenAI-compatible servers; the response size is bounded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_STREAM = 256 << 20
 
 
 def api_key(given: str | None) -> str | None:
-    """Return the API key: the option's, else that of OPENAI_API_KEY, else None.
+    """Return the API key from the option or OPENAI_API_KEY, or None if neither is set.
 
     Raises
     ------
@@ -32,7 +32,7 @@ def api_key(given: str | None) -> str | None:
     """
     key = os.environ.get("OPENAI_API_KEY") if given is None else given
     if key and not (key.isascii() and key.isprintable()):
-        raise ConfigError("--api-key must be printable ASCII")  # without the key itself
+        raise ConfigError("--api-key must be printable ASCII")  # never quote the key
     return key or None
 
 
@@ -49,7 +49,7 @@ class Server:
     key : str or None
         API key.
     timeout : float
-        Maximum seconds to connect, and to wait for the next bytes.
+        Maximum seconds to connect, and between two reads.
     """
 
     host: str
@@ -73,7 +73,7 @@ class Server:
         try:
             parts = urllib.parse.urlsplit(url)
             port = parts.port
-            (parts.hostname or "").encode("idna")  # raises here, not when the name is resolved
+            (parts.hostname or "").encode("idna")  # raises here instead of during name resolution
         except ValueError:
             parts = urllib.parse.urlsplit("")
             port = None
@@ -95,12 +95,12 @@ class Server:
         return f"{'https' if self.tls else 'http'}://{name}:{self.port}{self.prefix}"
 
     def first_model(self) -> str:
-        """Return the name of the first model that the server lists.
+        """Return the first model that the server lists.
 
         Raises
         ------
         EngineError
-            If the server does not answer, or lists no model.
+            If the server does not respond, or lists no model.
         """
         with self._answer("GET", "/v1/models", None) as response:
             body = _read(response, _MAX_BODY)
@@ -113,15 +113,15 @@ class Server:
         return name
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the events of an answer up to the server's [DONE].
+        """POST `body`, and yield the response's events up to [DONE].
 
-        Closing the iterator closes the connection, which ends the request.
+        Closing the iterator closes the connection, which aborts the request.
 
         Raises
         ------
         EngineError
-            If the connection fails, the status is not 200, or the answer is not a complete stream
-            of events; the message includes the server's own.
+            If the connection fails, the status is not 200, or the response is not a complete event
+            stream; the message includes the server's error.
         """
         with self._answer("POST", path, json.dumps(body).encode()) as response:
             kind = response.headers.get_content_type()

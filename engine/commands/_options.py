@@ -28,7 +28,7 @@ _SAMPLING = {
     "temperature": (float, "0: always the most probable token"),
     "top_p": (float, "keep the most probable tokens that sum to this probability"),
     "top_k": (int, "keep this many of the most probable tokens; 0: all"),
-    "min_p": (float, "drop tokens less probable than this fraction of the best"),
+    "min_p": (float, "drop tokens below this fraction of the highest probability"),
     "repetition_penalty": (float, "above 1 makes tokens seen before less likely"),
     "presence_penalty": (float, "subtracted once from the logit of each generated token"),
     "frequency_penalty": (float, "subtracted from the logit once per occurrence"),
@@ -43,10 +43,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="float32, float16, bfloat16 or auto")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights")
     add_quantization_argument(parser)
-    parser.add_argument("--max-model-len", type=int, help="maximum tokens of prompt and answer")
-    parser.add_argument(
-        "--kv-cache-dtype", default="auto", help="fp8 or int8: half the memory of keys and values"
-    )
+    parser.add_argument("--max-model-len", type=int, help="maximum tokens, prompt plus output")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="fp8 or int8: halves the KV cache")
     add_speculation_argument(parser)
     add_parallel_argument(parser)
 
@@ -55,13 +53,13 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `SamplingParams`; the defaults are the model's own."""
     for name, (kind, text) in _SAMPLING.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
-    parser.add_argument("--stop", action="append", help="text that ends the answer; repeatable")
-    parser.add_argument("--ignore-eos", action="store_true", help="continue past the end token")
+    parser.add_argument("--stop", action="append", help="stop string; repeatable")
+    parser.add_argument("--ignore-eos", action="store_true", help="generate past the end token")
 
 
 def make_llm(arguments: argparse.Namespace) -> LLM:
-    """Check the sampling options, then load the chosen model."""
-    SamplingParams(**given_sampling(arguments))  # report invalid values before the load
+    """Validate the sampling options, then load the chosen model."""
+    SamplingParams(**given_sampling(arguments))  # reject invalid values before loading
     options: dict[str, Any] = {"max_num_seqs": 1, "kv_cache_dtype": arguments.kv_cache_dtype}
     options |= quantization_option(arguments) | speculation_option(arguments)
     options |= parallel_option(arguments)
@@ -78,12 +76,12 @@ def make_llm(arguments: argparse.Namespace) -> LLM:
 
 
 def sampling_params(llm: LLM, arguments: argparse.Namespace) -> SamplingParams:
-    """Return the model's own sampling parameters, overridden by the given options."""
+    """Return the model's default sampling parameters, overridden by the given options."""
     return llm.get_default_sampling_params(**given_sampling(arguments))
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the keywords of `SamplingParams` from the given options, with a default length."""
+    """Return the given sampling options as keyword arguments, with a default `max_tokens`."""
     given = {name: getattr(arguments, name) for name in (*_SAMPLING, "stop", "ignore_eos")}
     return {"max_tokens": 256} | {k: value for k, value in given.items() if value is not None}
 

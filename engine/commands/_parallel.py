@@ -1,4 +1,4 @@
-"""Options that divide a model among processes, for the commands that generate."""
+"""Parallelism options of the commands that generate."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ PARALLEL_OPTIONS: dict[str, tuple[str, type, str]] = {
     "tensor_parallel_size": (
         "-tp",
         int,
-        "processes, each with its own GPU, that share every layer",
+        "tensor-parallel ranks, one GPU each",
     ),
     "pipeline_parallel_size": (
         "-pp",
         int,
-        "stages, each with a part of the layers and its own processes",
+        "pipeline stages; each holds a range of the layers",
     ),
 }
 """Keyword of `EngineConfig` -> short flag, type and description."""
 
-EXPERT_HELP = "place whole experts on each of these processes, instead of a part of every expert"
+EXPERT_HELP = "expert parallelism: distribute experts over the ranks instead of sharding each one"
 
 
 def add_parallel_argument(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_parallel_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def parallel_option(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the keywords for `LLM` or `LLMEngine` that differ from their defaults."""
+    """Return the non-default options as keyword arguments for `LLM` or `LLMEngine`."""
     found = {name: getattr(arguments, name) for name in PARALLEL_OPTIONS}
     options: dict[str, Any] = {name: size for name, size in found.items() if size != 1}
     if arguments.enable_expert_parallel:

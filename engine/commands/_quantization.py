@@ -14,10 +14,10 @@ def add_quantization_argument(parser: argparse.ArgumentParser) -> None:
         "-q",
         "--quantization",
         metavar="NAME",
-        help="quantize the layers' matrices during loading: fp8, int8, int4 or another format",
+        help="quantize the linear layers during loading: fp8, int8, int4 or another format",
     )
 
 
 def quantization_option(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the keyword for `load`, `LLM` or `LLMEngine`; empty if the option is not given."""
+    """Return the keyword argument for `load`, `LLM` or `LLMEngine`; empty without the option."""
     return {} if arguments.quantization is None else {"quantization": arguments.quantization}

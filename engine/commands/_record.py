@@ -1,4 +1,4 @@
-"""Results of a measurement as JSON, together with its conditions."""
+"""Writes benchmark results as JSON, together with the conditions of the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["check_json_file", "conditions", "write_record"]
 
 
 def check_json_file(file: Path) -> None:
-    """Raise `ConfigError` if the file cannot be written; called before anything is measured."""
+    """Raise `ConfigError` if the file cannot be written; call it before measuring."""
     if file.is_dir():
         raise ConfigError(f"--json must name a file; got the folder {excerpt(file)}")
     if not file.parent.is_dir():
@@ -31,7 +31,7 @@ def check_json_file(file: Path) -> None:
 
 
 def conditions(device: Device) -> dict[str, str]:
-    """Return the conditions of the measurement: device, date, version, commit, command."""
+    """Return the conditions of a run: device, date, version, commit, command line."""
     if device.is_cuda:
         card = device.xp.cuda.runtime.getDeviceProperties(device.index)["name"].decode()
     else:
@@ -51,11 +51,11 @@ def conditions(device: Device) -> dict[str, str]:
 
 
 def _without_keys(words: list[str]) -> list[str]:
-    """Return the words of a command with "..." for the value of --api-key."""
+    """Return the words of a command line with the value of --api-key replaced by "..."."""
     shown = list(words)
     for index, word in enumerate(words):
         name, equals, _ = word.partition("=")
-        # argparse accepts abbreviated options too.
+        # argparse also accepts abbreviated options.
         if len(name) > 2 and "--api-key".startswith(name):
             if equals:
                 shown[index] = f"{name}=..."

@@ -11,7 +11,7 @@ from engine.errors import ConfigError
 
 __all__ = ["SPECULATION_HELP", "add_speculation_argument", "parsed_config", "speculation_option"]
 
-SPECULATION_HELP = 'how drafts are proposed, as JSON: {"method": "ngram"}'
+SPECULATION_HELP = 'speculative decoding, as JSON: {"method": "ngram"}'
 
 
 def add_speculation_argument(parser: argparse.ArgumentParser, help: str = SPECULATION_HELP) -> None:
@@ -20,18 +20,18 @@ def add_speculation_argument(parser: argparse.ArgumentParser, help: str = SPECUL
 
 
 def speculation_option(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the keyword for `LLM` or `LLMEngine`; empty if the option is not given."""
+    """Return the keyword argument for `LLM` or `LLMEngine`; empty without the option."""
     given = arguments.speculative_config
     return {} if given is None else {"speculative_config": parsed_config(given)}
 
 
 def parsed_config(given: Any) -> dict[str, Any]:
-    """Return the config as a mapping, from JSON text or a table of a TOML file.
+    """Return the config as a dict, given JSON text or a TOML table.
 
     Raises
     ------
     ConfigError
-        If it is neither, or contains a value that JSON does not support, such as a TOML date.
+        If it is neither, or contains a value that JSON cannot represent, such as a TOML date.
     """
     config = given
     if isinstance(given, str):

@@ -1,4 +1,4 @@
-"""Standard input, output and error of a command, even if closed, full or not decodable."""
+"""Standard streams of a command: handles closed, full and undecodable ones."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from engine.errors import EngineError, RequestError
 __all__ = ["MAX_INPUT", "discard_errors", "discard_output", "prepare_streams", "read_input"]
 
 MAX_INPUT = 64 << 20
-"""Characters of standard input: far beyond every context. /dev/zero has no end."""
+"""Maximum characters read from standard input: far above any context, and /dev/zero is endless."""
 
 
 class _ClosedInput(io.TextIOBase):
-    """Replaces a closed standard input, so that only commands that read it fail."""
+    """Stand-in for a closed standard input: only commands that read it fail."""
 
     def readable(self) -> bool:
         return True
@@ -34,16 +34,17 @@ class _ClosedInput(io.TextIOBase):
 def prepare_streams() -> None:
     """Make the standard streams usable.
 
-    A closed standard error is replaced, so that a daemon can run without one. Standard output
-    substitutes characters that the terminal cannot encode; standard input must be decodable.
+    A closed standard error is redirected to /dev/null, so that a daemon can run without one. On
+    standard output, characters that the terminal cannot encode are replaced; standard input is
+    decoded strictly.
 
     Raises
     ------
     EngineError
         If standard output is closed.
     """
-    # SAFETY: otherwise the next opened file gets the descriptor of the closed stream, and output
-    # of libraries is written into that file.
+    # SAFETY: otherwise the next file opened would get the descriptor of the closed stream, and
+    # libraries would print into that file.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -76,12 +77,12 @@ def read_input(*, line: bool = False) -> str:
 
 
 def discard_output() -> None:
-    """Discard buffered standard output, whose reader has gone: the final flush would fail."""
+    """Discard buffered output: its reader has gone, so the final flush would fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def discard_errors() -> None:
-    """Discard buffered standard error that cannot be written: Python would exit with 120."""
+    """Discard buffered standard error: if the final flush failed, Python would exit with 120."""
     try:
         sys.stderr.flush()
     except OSError:

@@ -20,8 +20,8 @@ from engine.model_files import excerpt
 __all__ = ["add_arguments", "run"]
 
 _KINDS = {
-    "latency": "one request, greedy: milliseconds per token",
-    "throughput": "256 requests of 100 to 1024 tokens in and out: tokens per second",
+    "latency": "one greedy request: milliseconds per token",
+    "throughput": "256 requests, 100 to 1024 prompt and output tokens: tokens per second",
     "prefill": "16 prompts of 4096 tokens: prompt tokens per second",
     "startup": "a new process: seconds until the first token, without and with cached kernels",
 }
@@ -59,27 +59,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="float32, float16, bfloat16 or auto")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights")
     add_quantization_argument(parser)
-    parser.add_argument(
-        "--kv-cache-dtype", default="auto", help="fp8 or int8: half the memory of keys and values"
-    )
+    parser.add_argument("--kv-cache-dtype", default="auto", help="fp8 or int8: halves the KV cache")
     add_speculation_argument(parser)
     add_parallel_argument(parser)
     parser.add_argument("--num-requests", type=int, help="number of requests")
-    parser.add_argument("--prompt-len", type=int, help="tokens of a prompt (throughput: maximum)")
-    parser.add_argument("--output-len", type=int, help="tokens of an output (throughput: maximum)")
+    parser.add_argument("--prompt-len", type=int, help="tokens per prompt (throughput: maximum)")
+    parser.add_argument("--output-len", type=int, help="tokens per output (throughput: maximum)")
     parser.add_argument("--repeats", type=int, help="runs; the median is reported (default 3)")
     parser.add_argument("--max-num-seqs", type=int, help="maximum number of running requests")
-    parser.add_argument("--max-num-batched-tokens", type=int, help="token budget of a step")
-    parser.add_argument("--no-cuda-graphs", action="store_true", help="launch kernel by kernel")
-    parser.add_argument("--no-async", action="store_true", help="do not overlap steps")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="token budget per step")
+    parser.add_argument("--no-cuda-graphs", action="store_true", help="launch kernels one by one")
+    parser.add_argument("--no-async", action="store_true", help="disable async scheduling")
     parser.add_argument("--compare", action="store_true", help="measure transformers too (latency)")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--in-child", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print a table, and with --json write a file."""
-    # Imported late: a child process times the import of the engine itself.
+    """Run the benchmark, print a table, and write the --json file."""
+    # Imported lazily: a child process times the import of the engine itself.
     from engine.commands import _bench_startup
 
     if arguments.in_child:
@@ -87,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     _check(arguments)
     if arguments.kind == "startup":
-        # Imported late: a child process times the import of the engine itself.
+        # Imported lazily: a child process times the import of the engine itself.
         from engine.device import resolve_device
 
         device = resolve_device(arguments.device)[0]
@@ -102,18 +100,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cell(name: str, value: Any) -> str:
-    """Format a value for the table: a text alone, a number after its name."""
+    """Format a table cell: a string as it is, a number with its name."""
     if isinstance(value, str):
         return value
     return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse invalid options before anything is loaded."""
+    """Reject invalid options before loading anything."""
     kind = arguments.kind
     for name in _COUNTS:
         value = getattr(arguments, name)
-        least = 2 if (kind, name) == ("latency", "output_len") else 1  # latency needs two tokens
+        least = 2 if (kind, name) == ("latency", "output_len") else 1  # at least one decode step
         most = _MAX_REPEATS if name == "repeats" else _MAX_COUNT
         if value is not None and not least <= value <= most:
             raise ConfigError(
@@ -123,7 +121,7 @@ def _check(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) and kind not in kinds:
             raise ConfigError(f"{_option(name)} applies to {', '.join(kinds)}; got {kind}")
     if arguments.compare:
-        # Imported late: a child process times the import of the engine itself.
+        # Imported lazily: a child process times the import of the engine itself.
         from engine.commands import _bench_compare
 
         _bench_compare.check(arguments)
@@ -136,7 +134,7 @@ def _option(name: str) -> str:
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[int, int, int]:
-    """Return the number of requests, and the prompt and output lengths (throughput: maxima)."""
+    """Return the number of requests, and the prompt and output lengths (throughput: maximums)."""
     num_requests, prompt_len, output_len = _DEFAULTS[arguments.kind]
     if arguments.prompt_len and arguments.kind == "throughput":
         output_len = arguments.prompt_len
@@ -148,7 +146,7 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int, int]:
 
 
 def _measure(arguments: argparse.Namespace) -> tuple[Device, list[dict[str, Any]]]:
-    # Imported late: a child process times the import of the engine itself.
+    # Imported lazily: a child process times the import of the engine itself.
     from engine.commands import _bench_compare, _bench_workloads
     from engine.commands._bench_models import make_engine
     from engine.commands._bench_workloads import Work

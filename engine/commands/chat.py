@@ -1,4 +1,4 @@
-"""`engine chat`: a conversation in the terminal, with a local model or a server's (`--url`)."""
+"""`engine chat`: chat in the terminal with a local model or, with `--url`, a remote one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer each line of the input until its end."""
+    """Answer each input line until end of file."""
     if arguments.url is not None:
         _converse(arguments.system, RemoteChat.from_arguments(arguments).turn)
         return 0
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _converse(system: str | None, turn: Callable[[list[dict[str, str]], str], None]) -> None:
-    """Read lines; `turn` answers each one and adds both to the history."""
+    """Read lines; `turn` answers each, and appends the question and answer to the history."""
     first = [{"role": "system", "content": system}] if system else []
     history = list(first)
     if sys.stdin.isatty():
@@ -66,7 +66,7 @@ def _converse(system: str | None, turn: Callable[[list[dict[str, str]], str], No
 
 
 def _read_line() -> str | None:
-    """Return the next line, or None at the end; Ctrl-C clears the line, as in a shell."""
+    """Return the next line, or None at end of file; Ctrl-C clears the line, as in a shell."""
     while True:
         try:
             if sys.stdin.isatty():
@@ -80,7 +80,7 @@ def _read_line() -> str | None:
 
 
 def _turn(llm: LLM, params: SamplingParams, history: list[dict[str, str]], question: str) -> None:
-    """Answer one question; on an error, report it and leave the history unchanged."""
+    """Answer one question; on an error, report it and leave `history` unchanged."""
     asked = [*history, {"role": "user", "content": question}]
     pieces: list[str] = []
     ids = 0

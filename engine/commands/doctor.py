@@ -1,4 +1,4 @@
-"""`engine doctor`: checks of this machine, and the next thing to install."""
+"""`engine doctor`: check this machine, and say what to install next."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["add_arguments", "run"]
 
 _T = TypeVar("_T")
 
-# Compiles only if the kernels' headers, with bfloat16 and fp8 conversions, are available.
+# Compiles only if the CUDA headers that the kernels include (bfloat16, fp8) are available.
 _FIVE_LINES = """#include <cuda_bf16.h>
 #include <cuda_fp8.h>
 extern "C" __global__ void five_lines(__nv_bfloat16* x, __nv_fp8_e4m3* y) {
@@ -43,7 +43,7 @@ extern "C" __global__ void five_lines(__nv_bfloat16* x, __nv_fp8_e4m3* y) {
 
 
 class _NotHereError(Exception):
-    """Something that only a GPU needs is missing; not a failure."""
+    """Something needed only for a GPU is missing; not a failure."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,15 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan",
         metavar="MODEL",
-        help="instead, plan the memory of a model by its configuration: a folder, a "
+        help="print a memory plan for a model's configuration instead: a folder, a "
         ".gguf file, a name, or a built-in configuration of engine bench",
     )
-    parser.add_argument("--memory", help="with --plan: memory of a GPU, such as 141GB or 80GiB "
+    parser.add_argument("--memory", help="with --plan: GPU memory, such as 141GB or 80GiB "
                         "(default: this machine's)")  # fmt: skip
     parser.add_argument("--dtype", help="with --plan: float32, float16, bfloat16 or auto")
     parser.add_argument("--max-model-len", type=int, help="with --plan: longest sequence")
     add_quantization_argument(parser)
-    add_speculation_argument(parser, "with --plan: a draft model beside it, as JSON: "
+    add_speculation_argument(parser, "with --plan: also load a draft model, as JSON: "
                              '{"model": "smollm2"}')  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def _show(name: str, check: Callable[[], str]) -> str:
     except _NotHereError as error:
         text = f"not here: {error}"
         state = "--"
-    except Exception as error:  # every exception is a failed check
+    except Exception as error:  # any exception counts as a failed check
         text = f"{type(error).__name__}: {error}"
         state = "FAIL"
     print(f"{state:4} {name:14} {text}")
@@ -106,7 +106,7 @@ def _show(name: str, check: Callable[[], str]) -> str:
 
 
 def _verdict(states: list[str]) -> str:
-    """Return the line about CUDA, with the next step to take."""
+    """Return the verdict on CUDA and the next step."""
     if all(state == "ok" for state in states):
         return "CUDA: ready"
     install = f"{sys.executable} -m pip install '{device.gpu_extra()}'"
@@ -118,7 +118,7 @@ def _verdict(states: list[str]) -> str:
 
 
 def _plan(arguments: argparse.Namespace) -> str:
-    """Return the plan for the given model and memory."""
+    """Return the memory plan for the chosen model and GPU."""
     if not arguments.plan:
         raise ConfigError("--plan must name a model; got ''")
     config, source = named_config(arguments.plan)
@@ -144,7 +144,7 @@ def _plan(arguments: argparse.Namespace) -> str:
 
 
 def _draft(speculative: SpeculativeConfig, target: LoadConfig) -> tuple[ModelConfig, LoadConfig]:
-    """Return a draft model's configuration, and the options with which its target loads it."""
+    """Return the draft model's configuration and its load options, derived from the target's."""
     config, source = named_config(str(speculative.model))
     length = min(target.max_model_len, config.max_position_embeddings)
     dtype = speculative.dtype or target.dtype
@@ -240,7 +240,7 @@ def _kernel() -> str:
 
 
 def _part(part: Callable[[], _T]) -> _T:
-    """Return a part of the compiler; on a machine without a GPU, it may be missing."""
+    """Return `part()`, a step that needs the compiler; without a driver it may be missing."""
     try:
         return part()
     except CompileError as error:

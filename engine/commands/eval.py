@@ -1,4 +1,4 @@
-"""`engine eval perplexity --file TEXT`: the quality of a model on a text."""
+"""`engine eval perplexity --file TEXT`: measure a model's quality on a text."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="dtype of the KV cache: auto (the model's), fp8 or int8",
     )
-    parser.add_argument("--context", type=int, default=512, help="tokens of a window (default 512)")
-    parser.add_argument("--stride", type=int, help="tokens from window to window")
-    parser.add_argument("--max-tokens", type=int, help="read at most this many tokens of the text")
+    parser.add_argument("--context", type=int, default=512, help="tokens per window (default 512)")
+    parser.add_argument("--stride", type=int, help="tokens between the starts of two windows")
+    parser.add_argument("--max-tokens", type=int, help="use only this many tokens of the text")
     parser.add_argument(
         "--compare",
         metavar="REFERENCE",
-        help="also measure the KL divergence from another model, or from this one with other "
+        help="also measure the KL divergence from another model, or from this one with different "
         "options: a name or path, or for example dtype=float32 or model=PATH,dtype=bfloat16 "
-        "(other options as above, without --quantization)",
+        "(unnamed options are as above, but without --quantization)",
     )
     parser.add_argument("--json", type=Path, help="also write the result to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the figures, and with --json write a file."""
+    """Evaluate, print the result, and write the --json file."""
     if arguments.max_tokens is not None and arguments.max_tokens < 1:
         raise ConfigError(f"--max-tokens must be at least 1; got {arguments.max_tokens}")
     if arguments.json is not None:
@@ -107,7 +107,7 @@ def _read(file: str) -> str:
 
 
 def _reference_options(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the keywords that load the reference model; None without --compare."""
+    """Return the keyword arguments for loading the reference model; None without --compare."""
     given = arguments.compare
     if given is None:
         return None
@@ -127,7 +127,7 @@ def _reference_options(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _check_tokens(reference: Model, text: str, token_ids: list[int]) -> None:
-    """Refuse a reference model whose tokenizer differs."""
+    """Reject a reference model whose tokenizer returns different token ids."""
     if text_ids(reference, text)[0][: len(token_ids)] != token_ids:
         raise RequestError("--compare must name a model whose tokenizer gives the same token ids")
 

@@ -23,14 +23,14 @@ from engine.outputs import RequestOutput
 
 __all__ = ["add_arguments", "run"]
 
-_MAX_PROMPT_BYTES = 64 << 20  # far above any context; bounds endless files such as /dev/zero
+_MAX_PROMPT_BYTES = 64 << 20  # far above any context; stops at endless files such as /dev/zero
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("prompt", nargs="?", help="the text; - or none: read standard input")
+    parser.add_argument("prompt", nargs="?", help="the prompt; - or omitted: read standard input")
     parser.add_argument("--file", type=Path, help="read the prompt from this file")
-    parser.add_argument("--chat", action="store_true", help="put the prompt into the chat template")
+    parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     add_model_arguments(parser)
     add_sampling_arguments(parser)

@@ -1,4 +1,4 @@
-"""`engine kernels`: every kernel with its architecture, dtype, registers and shared memory."""
+"""`engine kernels`: list kernels with their architecture, dtype, registers and shared memory."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def op_names() -> list[str]:
 
 
 def op_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
-    """Return all modules that op `op` may launch for `dtype`."""
+    """Return the specs of all modules that `op` may launch for `dtype`."""
     module = importlib.import_module(f"engine.kernels.{op}")
     return tuple(module.specs(dtype, patterns=True))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one line per op, or, for named ops and with --all, one line per kernel."""
+    """Print one line per op; for named ops or with --all, one line per kernel."""
     arch = arguments.arch or _this_arch()
     if not re.fullmatch(r"sm_\d{2,3}a?", arch):
         raise ConfigError(f"--arch must be an architecture like sm_80 or sm_90a; got {arch!r}")
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _modules(
     op: str, arguments: argparse.Namespace, arch: str
 ) -> Iterator[tuple[ModuleSpec, CompiledModule | None, str]]:
-    """Yield each module of an op for `arch`, compiled if available, and its cache state."""
+    """Yield each module of an op for `arch`: the compiled module, if any, and its cache state."""
     for dtype in [arguments.dtype] if arguments.dtype else FLOAT_NAMES:
         for spec in op_specs(op, dtype):
             if spec.supports(arch):

@@ -1,4 +1,4 @@
-"""`engine plan`: predicted memory and speed of a model on GPUs that need not be present."""
+"""`engine plan`: predict a model's memory and speed on GPUs that need not be present."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = ["add_arguments", "run"]
 _LENGTHS = 100, 1024
 _PROMPT_LEN = 4096
 _WAYS = {
-    "tensor": "GPUs that share each layer",
-    "pipeline": "stages of layers",
+    "tensor": "GPUs per tensor-parallel group",
+    "pipeline": "pipeline stages",
     "data": "replicas",
 }
 _MOST = 10**6
@@ -48,26 +48,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}-parallel-size", type=int, metavar="N",
                             help=f"only plans with N {meaning}")  # fmt: skip
     parser.add_argument("--enable-expert-parallel", action="store_true",
-                        help="only plans with whole experts on each GPU")  # fmt: skip
+                        help="only plans with expert parallelism")  # fmt: skip
     add_quantization_argument(parser)
     parser.add_argument("--dtype", default="auto", help="float16, bfloat16 or auto")
     parser.add_argument("--kv-cache-dtype", default="auto", help=f"{', '.join(_PAGES)}")
     parser.add_argument("--max-model-len", type=int, help="longest sequence (default: the model's)")
     parser.add_argument("--max-num-seqs", type=int, default=256,
-                        help="running requests of a replica (default 256)")  # fmt: skip
+                        help="maximum running requests per replica (default 256)")  # fmt: skip
     parser.add_argument(
         "--num-requests", type=int, default=256, help="total requests (default 256)"
     )
-    parser.add_argument("--prompt-len", type=int, help="tokens of each prompt (default: 100 to "
+    parser.add_argument("--prompt-len", type=int, help="tokens per prompt (default: 100 to "
                         "1024, and 4096 for prompt tokens/s)")  # fmt: skip
-    parser.add_argument("--output-len", type=int, help="tokens of an output (default: 100 to 1024)")
+    parser.add_argument("--output-len", type=int, help="tokens per output (default: 100 to 1024)")
     parser.add_argument(
-        "--json", action="store_true", help="print JSON, with the components of each time"
+        "--json", action="store_true", help="print JSON, with a breakdown of each time"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan; return 0 if the model fits in any way."""
+    """Print the plan; return 0 if any division of the model fits."""
     plan = _plan(arguments)
     if arguments.json:
         print(json.dumps({"model": arguments.model, **plan.as_dict()}))
@@ -95,7 +95,7 @@ def _plan(arguments: argparse.Namespace) -> ScalingPlan:
         source,
         (Device("cuda", 0), ""),
         arguments.dtype,
-        "dummy",  # nothing is loaded, so the files' format does not matter
+        "dummy",  # no weights are loaded, so the load format does not matter
         arguments.max_model_len,
         arguments.quantization or _stored_format(source),
     )
@@ -114,9 +114,9 @@ def _plan(arguments: argparse.Namespace) -> ScalingPlan:
 
 
 def _stored_format(source: ModelSource | None) -> str | None:
-    """Return the weight format of a model's files; None if they are not quantized.
+    """Return the quantization format of a model's files; None if they are not quantized.
 
-    For a .gguf file, whose tensors differ in type, the type with the most bytes in layers.
+    A .gguf file mixes types: return the one with the most bytes in layers.
 
     Raises
     ------
@@ -150,7 +150,7 @@ def _check_positive(name: str, number: int | None) -> None:
 
 
 def _ways(arguments: argparse.Namespace, config: ModelConfig) -> list[Division]:
-    """Return the ways to divide the GPUs that the options allow."""
+    """Return the parallelism configurations that the options allow."""
     wanted = {way: getattr(arguments, f"{way}_parallel_size") for way in _WAYS}
     for way, size in wanted.items():
         if size is not None and arguments.gpus % size:

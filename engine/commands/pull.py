@@ -1,4 +1,4 @@
-"""`engine pull MODEL`."""
+"""`engine pull MODEL`: download a model into the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`engine quantize MODEL OUT --format FORMAT`."""
+"""`engine quantize MODEL OUT --format FORMAT`: write a quantized model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("model", help="folder with safetensors of 16 or 32 bits, or hub id")
-    parser.add_argument("out", help="the new folder; must be absent or empty")
+    parser.add_argument("model", help="folder with 16- or 32-bit safetensors, or hub id")
+    parser.add_argument("out", help="output folder; must not exist or be empty")
     names = f"int4 (in groups of 128), {', '.join(STORABLE)}"
     parser.add_argument("--format", required=True, metavar="FORMAT", help=names)
     parser.add_argument(
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibration-tokens",
         type=int,
         default=32768,
-        help="number of its tokens to use (default 32768)",
+        help="number of calibration tokens (default 32768)",
     )
     parser.add_argument(
         "--ignore",
@@ -33,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         action="extend",
-        help='linear layers to leave unquantized: names, or "re:" and a regular expression',
+        help='linear layers to leave unquantized: names, or "re:" followed by a regular expression',
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the quantized model, and print its folder."""
+    """Write the quantized model and print its folder."""
     out = quantize(
         arguments.model,
         arguments.out,

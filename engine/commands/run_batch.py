@@ -1,7 +1,8 @@
-"""`engine run-batch FILE.jsonl -o OUT.jsonl`: answer the requests of a batch file, then end.
+"""`engine run-batch FILE.jsonl -o OUT.jsonl`: answer the requests of a batch file, then exit.
 
-The format is OpenAI's: a line contains ``custom_id``, ``method``, ``url`` and ``body``; the output
-contains one line for each, in the same order. During the run it is ``OUT.jsonl.partial``.
+The format is OpenAI's: each line contains ``custom_id``, ``method``, ``url`` and ``body``, and the
+output contains one line per request, in the same order. During the run it is named
+``OUT.jsonl.partial``.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--served-model-name",
         action="append",
-        help="name of the model in the bodies (default: that of --model); repeatable",
+        help="model name accepted in requests (default: that of --model); repeatable",
     )
     parser.add_argument("--max-num-seqs", type=int, help="maximum number of running requests")
-    parser.add_argument("--max-num-batched-tokens", type=int, help="token budget of a step")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="token budget per step")
     parser.add_argument(
         "--tool-call-parser", default="auto", help="hermes, llama3_json or mistral (default: auto)"
     )
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer all lines; return 1 if none was answered."""
+    """Answer all requests; return 1 if none succeeded."""
     _check(arguments)
     with open_file(arguments.file, error=RequestError) as file:
         count = sum(1 for line in _lines(file) if line.strip())
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse invalid options before the model is loaded."""
+    """Reject invalid options before loading the model."""
     for name, most in _LIMITS.items():
         value = getattr(arguments, name)
         if value is not None and not 1 <= value <= most:
@@ -101,13 +102,13 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _partial_of(output: Path) -> Path:
-    """Return the path of the output during the run."""
+    """Return the path of the output file while the run is in progress."""
     return output.with_name(output.name + ".partial")
 
 
 @contextlib.contextmanager
 def _partial(output: Path) -> Iterator[BinaryIO]:
-    """Open the partial output; it is renamed to the output at the end, unless the run fails."""
+    """Open the partial output file, and rename it to `output` at the end unless the run fails."""
     partial = _partial_of(output)
     try:
         out = open(partial, "wb")  # noqa: SIM115
@@ -122,8 +123,8 @@ def _partial(output: Path) -> Iterator[BinaryIO]:
 
 
 def _lines(file: io.FileIO) -> Iterator[bytes]:
-    """Yield the lines; a line that is too long is cut just above the limit."""
-    # Imported late: it needs libraries of the extra `serve`.
+    """Yield the lines; an overlong line is truncated just above the limit and later refused."""
+    # Imported lazily: it needs libraries of the extra `serve`.
     from engine.commands._batch import MAX_LINE
 
     reader = io.BufferedReader(file, 1 << 20)
@@ -137,10 +138,10 @@ def _lines(file: io.FileIO) -> Iterator[bytes]:
 
 
 async def _answer(arguments: argparse.Namespace, file: io.FileIO, count: int, out: BinaryIO) -> int:
-    """Write an output line for each line; return the number of answered ones."""
+    """Write one output line per request; return the number that succeeded."""
     import msgspec
 
-    # Imported late: they need libraries of the extra `serve`.
+    # Imported lazily: they need libraries of the extra `serve`.
     from engine.commands._batch import Batch
     from engine.server.chat_stream import ChatService
 
@@ -167,7 +168,7 @@ async def _answer(arguments: argparse.Namespace, file: io.FileIO, count: int, ou
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the keywords that load the model."""
+    """Return the keyword arguments for loading the model."""
     options = {
         "device": arguments.device,
         "dtype": arguments.dtype,

@@ -1,4 +1,4 @@
-"""`engine serve MODEL`: OpenAI's and Anthropic's protocols over HTTP."""
+"""`engine serve MODEL`: serve a model over HTTP with OpenAI's and Anthropic's protocols."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ __all__ = ["add_arguments", "run"]
 
 _MAX_CONFIG_BYTES = 1 << 20
 
-# Not taken from `EngineConfig`, whose import takes a third of a second. The engine's process checks
-# the values while this one opens the port.
+# Not derived from `EngineConfig`, which takes a third of a second to import. The engine process
+# validates the values while this one opens the port.
 _ENGINE: dict[str, tuple[type, str]] = {
     "device": (str, "cpu, cuda, cuda:1 or auto"),
     "dtype": (str, "float32, float16, bfloat16 or auto"),
     "load_format": (str, "dummy: random weights"),
-    "quantization": (str, "quantize during loading: fp8, int8, int4 or another format"),
-    "deterministic": (bool, "the same tokens in any batch; slower"),
-    "max_model_len": (int, "maximum tokens of a request, prompt and answer"),
+    "quantization": (str, "quantize while loading: fp8, int8, int4 or another format"),
+    "deterministic": (bool, "generate the same tokens in any batch; slower"),
+    "max_model_len": (int, "maximum tokens per request, prompt plus output"),
     "max_num_seqs": (int, "maximum number of running requests"),
-    "max_num_batched_tokens": (int, "token budget of a step"),
-    "kv_cache_dtype": (str, "fp8 or int8: half the memory of keys and values"),
-    "block_size": (int, "tokens of a KV block: 16, 32, 64 or 128"),
+    "max_num_batched_tokens": (int, "token budget per step"),
+    "kv_cache_dtype": (str, "fp8 or int8: halves the KV cache"),
+    "block_size": (int, "tokens per KV block: 16, 32, 64 or 128"),
     "num_blocks": (int, "number of KV blocks (default: as many as fit)"),
     "memory_utilization": (float, "share of the device's memory to use"),
     "seed": (int, "seed for requests without a seed of their own"),
-    "enable_prefix_caching": (bool, "keep computed prefixes and share them"),
-    "max_blocks_per_salt": (int, "maximum blocks kept for one cache_salt"),
-    "max_prefill_chunk": (int, "maximum prompt tokens of one request in a step"),
+    "enable_prefix_caching": (bool, "cache computed prefixes and share them"),
+    "max_blocks_per_salt": (int, "maximum cached blocks per cache_salt"),
+    "max_prefill_chunk": (int, "maximum prompt tokens per request and step"),
     "speculative_config": (str, SPECULATION_HELP),
-    "max_draft_tokens": (int, "maximum draft tokens of a request in a step"),
+    "max_draft_tokens": (int, "maximum draft tokens per request and step"),
     "scheduling_policy": (str, "fcfs, or lpm: longest cached prefix first"),
-    "priority_window": (int, "number of later arrivals that one level of priority outweighs"),
+    "priority_window": (int, "number of later arrivals that one priority level outweighs"),
     "max_num_queued_requests": (int, "maximum waiting requests; more get 429"),
     "max_num_queued_tokens": (int, "maximum waiting prompt tokens"),
     "watermark": (float, "share of blocks kept free for running requests"),
@@ -50,7 +50,7 @@ _ENGINE: dict[str, tuple[type, str]] = {
     "preemption_mode": (str, "recompute, swap or auto"),
     "recompute_us_per_token": (float, "cost compared by preemption_mode auto (default: measured)"),
     "swap_us_per_block": (float, "cost compared by preemption_mode auto (default: measured)"),
-    "async_scheduling": (bool, "launch a step before the tokens of the previous one are known"),
+    "async_scheduling": (bool, "launch each step before the previous one's tokens are known"),
     "cuda_graphs": (bool, "replay decode steps from CUDA graphs"),
     "step_timeout": (float, "seconds after which a step counts as stuck"),
     "raise_on_timeout": (bool, "abandon stuck steps"),
@@ -59,7 +59,7 @@ _ENGINE: dict[str, tuple[type, str]] = {
     "distributed_executor_backend": (str, "ray: the other stages are actors of a Ray cluster"),
     "pipeline_address": (str, "HOST:PORT where stages on other hosts connect (engine stage)"),
     "collective_timeout": (float, "seconds after which an unresponsive process counts as dead"),
-    "debug": (bool, "check all tables in each step; slow"),
+    "debug": (bool, "check all internal tables in each step; slow"),
 }
 _SHORT = {"quantization": "-q"} | {name: flag for name, (flag, *_) in PARALLEL_OPTIONS.items()}
 _ALIASES = {"gpu_memory_utilization": "memory_utilization"}
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="name, folder, .gguf file or hub id (smollm2)")
     parser.add_argument("--config", type=Path, help="TOML file with these options")
     server = parser.add_argument_group("server")
-    server.add_argument("--api-key", action="append", help="a key that clients send; repeatable")
+    server.add_argument("--api-key", action="append", help="an accepted API key; repeatable")
     for field in dataclasses.fields(ServerConfig):
         if "help" in field.metadata:
             kind = tuple if isinstance(field.default, tuple) else _kind(field.name, field.default)
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C; a second one ends at once."""
+    """Serve until SIGTERM or Ctrl-C; a second signal exits immediately."""
     given = vars(arguments)
     file = given.pop("config", None)
     options = ({} if file is None else _read(file)) | given
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
-    """Return the path of the model, the options of the server, and those of the engine."""
+    """Return the model path, the server's options, and the engine's."""
     for alias, name in _ALIASES.items():
         if alias in options:
             if name in options:
@@ -124,7 +124,7 @@ def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
     speculative = {}
     if "speculative_config" in engine:
         speculative = {"speculative_config": parsed_config(engine.pop("speculative_config"))}
-    for name, value in engine.items():  # values of a TOML file may be dates or tables
+    for name, value in engine.items():  # TOML values may be dates or tables
         if not isinstance(value, str | int | float):
             raise ConfigError(f"{name} must be a text, a number, true or false; got {value!r:.80}")
     server = ServerConfig.from_options(
@@ -137,18 +137,18 @@ def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
 
 
 def _model_path(model: str) -> tuple[str, dict[str, Any]]:
-    """Find a model, and download it if necessary, before several processes load it."""
+    """Resolve a model once, downloading it if needed, before several processes load it."""
     folder = Path(__file__).parents[1] / "testing" / "configs" / model
     if "/" not in model and not Path(model).exists() and (folder / "config.json").exists():
         return str(folder), {"load_format": "dummy"}  # a built-in configuration of `engine bench`
-    # Imported late: `--help` and invalid options do not need it.
+    # Imported lazily: `--help` and invalid options do not need it.
     from engine.loading.download import resolve_model
 
     return str(resolve_model(model, progress=sys.stderr.isatty()).path), {}
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the options of a file, with "_" in their names."""
+    """Return the options in a file; "-" in their names becomes "_"."""
     try:
         toml = importlib.import_module("tomllib")  # Python 3.11
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""`engine stage`: one stage of a pipeline whose engine runs on another host."""
+"""`engine stage`: run one pipeline stage for an engine on another host."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--connect",
         required=True,
         metavar="HOST:PORT",
-        help="pipeline_address of the engine; ENGINE_PIPELINE_SECRET must be equal on both hosts",
+        help="the engine's pipeline_address; ENGINE_PIPELINE_SECRET must be equal on both hosts",
     )
-    parser.add_argument("--stage", required=True, type=int, help="number of this stage, from 0")
+    parser.add_argument("--stage", required=True, type=int, help="index of this stage, from 0")
     parser.add_argument(
-        "--model", default="", help="the model's path on this host, if it differs from the engine's"
+        "--model", default="", help="model path on this host, if it differs from the engine's"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the stage until the engine ends; return 1 if the stage has failed."""
+    """Run the stage until the engine exits; return 1 if the stage fails."""
     try:
         address = parse_address(arguments.connect)
     except ValueError as error:
         raise ConfigError(f"--connect: {error}") from None
     secret = env.pipeline_secret()
-    # Imported late: `--help` and invalid options do not need it.
+    # Imported lazily: `--help` and invalid options do not need it.
     from engine.parallel.stage import run_stage
 
     try:

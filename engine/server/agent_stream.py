@@ -33,7 +33,7 @@ class AnswerBuilder(Protocol):
     """Builds a protocol's events from the pieces of one answer, in their order."""
 
     def reasoning(self, text: str) -> Iterator[dict[str, Any]]:
-        """Add a piece of the reasoning."""
+        """Add a chunk of the reasoning."""
 
     def add(self, event: Event) -> Iterator[dict[str, Any]]:
         """Add a piece of the text or of a call."""

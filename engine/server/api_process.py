@@ -129,7 +129,7 @@ async def _serve(
     while not server.started and not serving.done():
         await asyncio.sleep(_POLL_SECONDS)
     if server.started:
-        gc.freeze()  # objects of the startup live as long as the process: skip them in collections
+        gc.freeze()  # startup objects live as long as the process: exempt them from GC
         report.ready()
     while not (is_ending.is_set() or serving.done() or client.error is not None):
         with contextlib.suppress(asyncio.TimeoutError):

@@ -121,12 +121,12 @@ class ZmqEngineClient(RequestClient):
 
     @property
     def error(self) -> EngineError | None:
-        """Why the engine has ended; None while it serves requests."""
+        """The error that stopped the engine; None while it is running."""
         return self._error
 
     @property
     def is_responsive(self) -> bool:
-        """Whether the engine is alive and no step takes longer than its `step_timeout`."""
+        """Whether the engine is alive and its current step is within `step_timeout`."""
         if self._error is not None or self._step_timeout is None or self._is_closed:
             return self._error is None
         if has_input(self._socket):  # the engine has answered; this process had no time to read
@@ -136,7 +136,7 @@ class ZmqEngineClient(RequestClient):
 
     @property
     def num_unfinished_requests(self) -> int:
-        """Requests of this client that are waiting or running."""
+        """Number of this client's requests that are waiting or running."""
         return len(self._requests)
 
     def submit(self, request: RemoteRequest) -> None:
@@ -153,19 +153,19 @@ class ZmqEngineClient(RequestClient):
         self._handles[request_id] = message.handle
 
     def drop(self, request: RemoteRequest) -> None:
-        """Abort a request whose outputs nobody reads any more."""
+        """Abort a request that nobody reads any more."""
         if self._forget(request):
             self._send(m.Drop(request.handle))
 
     async def abort(self, request_id: str) -> None:
-        """End a request; see `EngineClient.abort`."""
+        """Abort a request; see `EngineClient.abort`."""
         if request_id in self._handles:
             handle = self._handles[request_id]
             self._requests[handle].is_aborted = True
             self._send(m.Abort(handle))
 
     async def stats(self) -> EngineStats:
-        """Return the engine's counters and histograms so far."""
+        """Return the engine's counters and histograms."""
         content = await self._call(lambda number: m.Call(number, "stats"))
         return msgspec.msgpack.decode(content, type=EngineStats)
 
@@ -178,7 +178,7 @@ class ZmqEngineClient(RequestClient):
     async def embed_ids(
         self, token_ids: Sequence[Sequence[int]], pooling: str, *, normalize: bool
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        """Return an embedding of each sequence of checked token ids; see `EngineClient.embed`."""
+        """Embed each sequence of validated token ids; see `EngineClient.embed`."""
         ids = [list(each) for each in token_ids]
         content = await self._call(lambda number: m.Embed(number, ids, pooling, normalize))
         rows = msgspec.msgpack.decode(content, type=list[bytes])
@@ -189,7 +189,7 @@ class ZmqEngineClient(RequestClient):
         await self._call(lambda number: m.Call(number, "reset_prefix_cache"))
 
     async def close(self) -> None:
-        """End all requests of this client, with an `EngineError` for each; the engine goes on."""
+        """Fail all requests of this client with an `EngineError`; the engine keeps running."""
         if self._is_closed:
             return
         for handle in self._requests:

@@ -42,7 +42,7 @@ def main(config: ChildConfig, report: Report) -> None:
         loop.stop()
 
     signal.signal(signal.SIGTERM, stop)
-    gc.freeze()  # objects of the startup live as long as the process: skip them in collections
+    gc.freeze()  # startup objects live as long as the process: exempt them from GC
     report.ready()
     try:
         loop.run()

@@ -114,7 +114,7 @@ def get(name: str, prompt: str | None = None) -> ReasoningParser:
     Raises
     ------
     ConfigError
-        If no parser has this name; the message suggests the nearest one.
+        If there is no parser of this name; the message suggests the closest one.
 
     Examples
     --------
@@ -134,7 +134,7 @@ def get(name: str, prompt: str | None = None) -> ReasoningParser:
 
 
 def detect(chat_template: str) -> str | None:
-    """Return the name of the parser for a model with this chat template, or None.
+    """Return the name of the parser that fits this chat template, or None.
 
     Examples
     --------

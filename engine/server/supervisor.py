@@ -83,7 +83,7 @@ class Supervisor:
         Name or path of a model on this machine.
     server : ServerConfig
     engine : dict
-        Keywords of `LLMEngine.from_name`; plain values.
+        Keyword arguments of `LLMEngine.from_name`; plain values.
     """
 
     def __init__(self, model: str, server: ServerConfig, engine: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""`engine bench serve`: load tests of servers that speak OpenAI's protocol.
+"""`engine bench serve`: load generator for OpenAI-compatible servers.
 
-`command` reads the options, `workload` generates the requests, `driver` distributes them to worker
-processes (`worker`, `connection`, `http_reader`), `figures` and `plot` present the results.
+`command` parses the options, `workload` generates the requests, `driver` distributes them to worker
+processes (`worker`, `connection`, `http_reader`), and `figures` and `plot` present the results.
 """

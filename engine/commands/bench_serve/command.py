@@ -1,4 +1,4 @@
-"""`engine bench serve`: measure any server that speaks OpenAI's protocol."""
+"""`engine bench serve`: benchmark any OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--base-url", default="http://127.0.0.1:8000", help="URL of the server")
-    add("--endpoint", default=COMPLETIONS, choices=(COMPLETIONS, CHAT), help="path of the requests")
+    add("--endpoint", default=COMPLETIONS, choices=(COMPLETIONS, CHAT), help="API endpoint")
     add("--model", help="the model's name on the server (default: the first that it lists)")
     add("--api-key", help="sent as a bearer token (default: OPENAI_API_KEY)")
-    add("--timeout", type=float, default=600.0, help="maximum seconds of a request (default 600)")
+    add("--timeout", type=float, default=600.0, help="maximum seconds per request (default 600)")
 
 
 def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--num-prompts", type=int, default=1000, help="requests of a run (default 1000)")
+    add("--num-prompts", type=int, default=1000, help="requests per run (default 1000)")
     add(
         "--request-rate",
         type=float,
@@ -85,11 +85,11 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-concurrency",
         type=int,
         nargs="+",
-        help="maximum requests in flight; one run for each value given",
+        help="maximum requests in flight; one run per value",
     )
-    add("--num-warmups", type=int, default=1, help="requests before the runs, not measured")
+    add("--num-warmups", type=int, default=1, help="unmeasured requests before the runs")
     add("--workers", type=int, default=1, help="processes that generate the load (default 1)")
-    add("--seed", type=int, default=0, help="seed of prompts, lengths and intervals")
+    add("--seed", type=int, default=0, help="seed for prompts, lengths and intervals")
 
 
 def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,10 +104,10 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
         "--custom-output-len",
         type=int,
         default=256,
-        help="output_tokens of lines without them",
+        help="output_tokens for lines without that field",
     )
-    add("--random-input-len", type=int, default=1024, help="tokens of a prompt")
-    add("--random-output-len", type=int, default=128, help="tokens of an answer")
+    add("--random-input-len", type=int, default=1024, help="tokens per prompt")
+    add("--random-output-len", type=int, default=128, help="tokens per output")
     add(
         "--random-range-ratio",
         type=float,
@@ -115,10 +115,10 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="lengths vary from (1 - ratio) to (1 + ratio) times these",
     )
     add("--random-prefix-len", type=int, default=0, help="tokens of a prefix shared by all prompts")
-    add("--random-vocab-size", type=int, default=10_000, help="upper bound of token ids")
-    add("--ignore-eos", action="store_true", help="generate all tokens, past the end token")
+    add("--random-vocab-size", type=int, default=10_000, help="exclusive upper bound of token ids")
+    add("--ignore-eos", action="store_true", help="generate past the end token")
     add("--temperature", type=float, default=0.0, help="0: greedy (default)")
-    add("--extra-body", default="{}", help="further fields of the body, as a JSON object")
+    add("--extra-body", default="{}", help="additional request fields, as a JSON object")
 
 
 def _add_result_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +128,7 @@ def _add_result_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME:MS",
-        help="count requests within these times: ttft:200 tpot:50 e2el:5000",
+        help="count requests that meet these limits: ttft:200 tpot:50 e2el:5000",
     )
     add("--json", type=Path, help="also write the result to this file")
     add("--save-detailed", action="store_true", help="include each request's times in --json")
@@ -137,13 +137,13 @@ def _add_result_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="stored in the file of --json, such as card=H200",
+        help="stored in the --json file, such as card=H200",
     )
     add("--plot", type=Path, help="also draw the result to this .png or .svg file")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print each run; return 1 if all requests of a run have failed."""
+    """Run and print each benchmark; return 1 if every request of a run failed."""
     _check(arguments)
     goals = parse_goodput(arguments.goodput)
     metadata = _metadata(arguments.metadata)
@@ -171,7 +171,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse invalid options before anything is sent."""
+    """Reject invalid options before sending anything."""
     for name, (least, most) in _MOST.items():
         given = getattr(arguments, name)
         for value in given if isinstance(given, list) else [given]:
@@ -203,7 +203,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
     elif arguments.save_detailed or arguments.metadata:
         raise ConfigError("--save-detailed and --metadata need --json")
     if arguments.plot is not None:
-        # Imported late: matplotlib is an extra, and only this option needs it.
+        # Imported lazily: matplotlib is an extra, and only this option needs it.
         from engine.commands.bench_serve import plot
 
         plot.check(arguments.plot)
@@ -265,7 +265,7 @@ def _target(arguments: argparse.Namespace, extra: dict[str, Any]) -> Target:
 
 
 def _warm_up(target: Target, job: Job, count: int) -> None:
-    """Send requests one after the other; the first failure ends the command."""
+    """Send requests one at a time; the first failure ends the command."""
     if count:
         answers = run_load(target, [job] * count, [0.0] * count, max_concurrency=1)
         for answer in answers:
@@ -315,7 +315,7 @@ def _keep(
 ) -> None:
     """Write the files of --plot and --json."""
     if arguments.plot is not None:
-        # Imported late: matplotlib is an extra, and only this option needs it.
+        # Imported lazily: matplotlib is an extra, and only this option needs it.
         from engine.commands.bench_serve import plot
 
         plot.draw(arguments.plot, rows, details)

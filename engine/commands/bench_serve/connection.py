@@ -1,7 +1,7 @@
-"""One HTTP connection of the load generator: sends requests, and records when tokens arrive.
+"""HTTP connection of the load generator: sends requests, and records when tokens arrive.
 
-A chunk of an answer costs one callback and one small parse: no queue is used, and no task wakes
-before the answer has ended.
+Each chunk costs one callback and a small parse: there is no queue, and no task wakes until the
+response is complete.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from engine.commands.bench_serve.http_reader import HttpReader, ResponseError, S
 __all__ = ["Answer", "Connection", "ConnectionPool"]
 
 _MAX_ERROR_BODY = 4 << 10
-_MAX_COUNT = 1 << 40  # largest plausible token count of an answer
+_MAX_COUNT = 1 << 40  # largest plausible token count in a usage
 _FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
 @dataclass(slots=True)
 class Answer:
-    """The answer to one request; times are seconds of `time.monotonic`.
+    """Measured response to one request; times are `time.monotonic` seconds.
 
     Attributes
     ----------
     start : float
-        Time just before the request was sent, and before connecting.
+        Time just before connecting and sending the request.
     end : float
-        Time when the answer was complete or had failed.
+        Time when the response completed or failed.
     times : array of float
-        Arrival time of each chunk with tokens.
+        Arrival time of each chunk that carries tokens.
     num_prompt_tokens, num_output_tokens : int
-        Counts of the server's `usage`; -1 without one.
+        Counts from the server's `usage`; -1 without one.
     finish_reason : str
-        "" until the server has sent one.
+        "" until the server sends one.
     failure, detail : str
-        Kind of a failure, one of a few words, and its message; "" without a failure.
+        Failure category, from a small fixed set, and its message; "" on success.
     """
 
     start: float = 0.0
@@ -54,13 +54,13 @@ class Answer:
 
 
 class Connection(asyncio.Protocol):
-    """A connection, which may be reused for further requests.
+    """Connection that can be reused for further requests.
 
     Attributes
     ----------
     is_open : bool
     has_received : bool
-        Whether any byte of the current answer has arrived.
+        Whether any byte of the current response has arrived.
     """
 
     def __init__(self) -> None:
@@ -75,12 +75,12 @@ class Connection(asyncio.Protocol):
         self._has_ended = False  # whether "[DONE]" has arrived
 
     async def request(self, data: bytes, answer: Answer, max_body: int) -> None:
-        """Send a request, and fill `answer` until the answer is complete.
+        """Send a request, and fill `answer` until the response is complete.
 
         Raises
         ------
         ResponseError
-            If the answer is not a complete stream of events with status 200.
+            If the response is not a complete event stream with status 200.
         """
         self.has_received = False
         if self._transport is None or not self.is_open:
@@ -105,7 +105,7 @@ class Connection(asyncio.Protocol):
         return self.is_open and self._http.complete and self._http.keep_alive
 
     def close(self) -> None:
-        """Close at once; the server sees a client that has disconnected."""
+        """Close immediately; to the server, the client has disconnected."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -128,7 +128,7 @@ class Connection(asyncio.Protocol):
         now = time.monotonic()
         self.has_received = True
         if self._done is None or self._done.done():
-            self.close()  # no request is open
+            self.close()  # unsolicited data: no request is open
             return
         try:
             self._take(self._http.feed(data), now)
@@ -165,7 +165,7 @@ class Connection(asyncio.Protocol):
 
 
 def _note(answer: Answer, event: bytes, now: float) -> None:
-    """Add the contents of an event to the answer."""
+    """Add an event's tokens, usage and finish reason to the answer."""
     try:
         chunk = json.loads(event)
         if choices := chunk.get("choices"):
@@ -191,7 +191,7 @@ def _note(answer: Answer, event: bytes, now: float) -> None:
 
 
 def _count(value: Any) -> int:
-    """Return a token count of a usage; raise ValueError if it is not plausible."""
+    """Return a token count from a usage; raise ValueError if it is not plausible."""
     count = int(value)
     if not 0 <= count <= _MAX_COUNT:
         raise ValueError(f"a usage must have numbers from 0 to {_MAX_COUNT}")
@@ -201,9 +201,9 @@ def _count(value: Any) -> int:
 def _has_tokens(choice: dict[str, Any]) -> bool:
     """Return whether a choice carries tokens.
 
-    A choice whose tokens are not a complete character yet has an empty text. So do two choices
-    without tokens: the last one, with only the finish_reason, and a chat's first, with only the
-    role.
+    The text is empty if the tokens do not form a complete character yet. But it is also empty in
+    two choices without tokens: the last one, with only the finish_reason, and a chat's first, with
+    only the role.
     """
     delta = choice.get("delta")
     if delta is None:
@@ -223,7 +223,7 @@ def _message(body: bytes) -> str:
 
 
 class ConnectionPool:
-    """The connections of one process to one server.
+    """Connection pool of one process to one server.
 
     Parameters
     ----------
@@ -238,18 +238,18 @@ class ConnectionPool:
         self._idle: list[Connection] = []
 
     async def send(self, data: bytes, answer: Answer, *, max_body: int, timeout: float) -> None:
-        """Send a request and wait for its whole answer; failures are recorded in `answer`.
+        """Send a request and await its complete response; failures are recorded in `answer`.
 
-        An idle connection that the server has closed meanwhile is replaced once.
+        If the server has closed an idle connection meanwhile, the request is retried once.
 
         Parameters
         ----------
         data : bytes
-            The request, header and body.
+            The request: header and body.
         answer : Answer
-            Filled even if the request fails.
+            Filled in even if the request fails.
         max_body : int
-            Maximum bytes of the answer's body.
+            Maximum bytes of the response body.
         timeout : float
             Maximum seconds in total.
         """

@@ -1,4 +1,4 @@
-"""Distributes the requests of a load to worker processes, and collects the answers."""
+"""Distributes requests to worker processes, and collects their answers."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ _CODE = (
     "import sys; sys.path[:] = sys.argv[1:]\n"
     "from engine.commands.bench_serve.worker import main; main()"
 )
-_LEAD = 0.1  # seconds from the last worker being ready to the start
+_LEAD = 0.1  # seconds between the last worker becoming ready and the start
 
 
 @dataclass(frozen=True)
 class Target:
-    """The server, and the common part of all requests.
+    """The server, and the fields shared by all requests.
 
     Attributes
     ----------
     host, port, tls
         The server's address.
     path : str
-        Path of the endpoint in the request line.
+        Request path of the endpoint.
     endpoint : str
         ``/v1/completions`` or ``/v1/chat/completions``.
     model : str
     api_key : str or None
     body : dict
-        Fields of every body other than the prompt, such as ``temperature``.
+        Fields sent in every body besides the prompt, such as ``temperature``.
     timeout : float
-        Maximum seconds of a request.
+        Maximum seconds per request.
     """
 
     host: str
@@ -64,7 +64,7 @@ class Target:
     def plan(
         self, jobs: Sequence[Job], moments: Sequence[float], max_concurrency: int
     ) -> dict[str, Any]:
-        """Return the plan of one worker (see `worker.run_jobs`)."""
+        """Return the plan for one worker (see `worker.run_jobs`)."""
         rows = [
             (moment, self._body(job), job.num_output_tokens)
             for moment, job in zip(moments, jobs, strict=True)
@@ -109,14 +109,14 @@ def run_load(
     workers: int = 1,
     progress: bool = False,
 ) -> list[Answer]:
-    """Send each job at its time, and return the answers in the order of the jobs.
+    """Send each job at its time; return the answers in job order.
 
     Parameters
     ----------
     target : Target
     jobs : sequence of Job
     moments : sequence of float
-        Seconds from the start, ascending.
+        Send time of each job, in seconds from the start, ascending.
     max_concurrency : int
         Maximum requests in flight, divided among the workers; 0: no limit.
     workers : int
@@ -143,7 +143,7 @@ def run_load(
 
 
 def _drive(plans: Sequence[dict[str, Any]], bar: Any) -> list[list[Answer]]:
-    """Run each plan in a worker, all from the same moment; return their answers."""
+    """Run each plan in a worker, all starting at the same time; return their answers."""
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(len(plans)))
         workers = [_Worker(plan, stack) for plan in plans]
@@ -159,11 +159,11 @@ def _drive(plans: Sequence[dict[str, Any]], bar: Any) -> list[list[Answer]]:
 
 
 class _Worker:
-    """A worker process; the `ExitStack` ends it in any case."""
+    """Worker process; the `ExitStack` guarantees that it is terminated."""
 
     def __init__(self, plan: dict[str, Any], stack: contextlib.ExitStack) -> None:
-        root = str(Path(__file__).parents[3])  # folder of the package, installed or not
-        paths = [root, *filter(os.path.isabs, sys.path)]  # without the current folder
+        root = str(Path(__file__).parents[3])  # the package's parent folder, installed or not
+        paths = [root, *filter(os.path.isabs, sys.path)]  # excludes the current folder
         self._plan = plan
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CODE, *paths],
@@ -178,7 +178,7 @@ class _Worker:
         self._line()
 
     def run(self, start: float, note: Callable[[], None]) -> list[Answer]:
-        """Start the worker at `start`, a time of `time.monotonic`; return its answers."""
+        """Start the worker at `time.monotonic()` == `start`; return its answers."""
         self._write(repr(start))
         while (line := self._line()) == b".\n":
             note()

@@ -1,4 +1,4 @@
-"""Figures of a load, with the names of `vllm bench serve`; times are in milliseconds."""
+"""Benchmark metrics, named as in `vllm bench serve`; times are in milliseconds."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _GOALS = ("ttft", "tpot", "e2el")
 
 
 class RequestTimes:
-    """The times of one answer without a failure, in milliseconds.
+    """Latencies of one successful request, in milliseconds.
 
     Attributes
     ----------
     ttft, e2el : float
     tpot : float or None
-        None for an answer of one token.
+        None if only one token was generated.
     itl : list of float
     num_output_tokens : int
-        The server's count, or without one the number of chunks.
+        The server's count; the number of chunks if it sends none.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -52,12 +52,12 @@ class RequestTimes:
         self.tpot = (times[-1] - times[0]) * 1e3 / gaps if gaps > 0 else None
 
     def meets(self, goals: Mapping[str, float]) -> bool:
-        """Return whether all times are within their goals."""
+        """Return whether every time meets its goal."""
         return all((getattr(self, name) or 0.0) <= most for name, most in goals.items())
 
 
 def parse_goodput(given: Sequence[str]) -> dict[str, float]:
-    """Parse the goals of `--goodput`: words such as ``ttft:200``, in milliseconds.
+    """Parse the goals of `--goodput`, such as ``ttft:200``, in milliseconds.
 
     Raises
     ------
@@ -84,10 +84,10 @@ def parse_goodput(given: Sequence[str]) -> dict[str, float]:
 def summarize(
     jobs: Sequence[Job], answers: Sequence[Answer], goals: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return the row of a load: counts, rates, and the mean and percentiles of each time.
+    """Return the summary row of a run: counts, rates, and mean and percentiles of each time.
 
-    The duration extends from the first request to the end of the last answer. Times and tokens are
-    those of answers without a failure.
+    The duration runs from the first request to the end of the last response. Times and tokens count
+    successful requests only.
     """
     good = [(job, a) for job, a in zip(jobs, answers, strict=True) if not a.failure]
     times = [RequestTimes(answer) for _, answer in good]
@@ -134,7 +134,7 @@ def _distributions(times: Sequence[RequestTimes]) -> dict[str, float]:
 
 
 def describe(jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, list[Any]]:
-    """Return the figures of each request, for `--save-detailed`; None for failed ones."""
+    """Return per-request metrics for `--save-detailed`; None for failed requests."""
     good = [None if answer.failure else RequestTimes(answer) for answer in answers]
     start = min(answer.start for answer in answers)
     return {
@@ -149,7 +149,7 @@ def describe(jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, list[A
 
 
 def table(row: Mapping[str, Any]) -> str:
-    """Return the lines to print for one load."""
+    """Return the text printed for one run."""
     lines = [
         f"requests   {row['completed']} completed, {row['failed']} failed, "
         f"in {row['duration']:.2f} s",

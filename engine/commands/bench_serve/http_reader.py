@@ -1,7 +1,6 @@
-"""Parses an HTTP/1.1 answer with server-sent events from bytes as they arrive; no sockets here.
+"""Incremental parser for an HTTP/1.1 response of server-sent events; does no I/O.
 
-Everything that a server sends is bounded: the header, the bytes between two chunks, a line, and the
-whole body.
+All sizes that a server controls are bounded: the header, chunk framing, a line, and the whole body.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ except ModuleNotFoundError as missing:
 
 __all__ = ["HttpReader", "ResponseError", "SseReader"]
 
-_MAX_FRAMING = 64 << 10  # maximum bytes of the header, a chunk's line, or the trailers
-_MAX_LINE = 1 << 20  # maximum bytes of a line of the body
+_MAX_FRAMING = 64 << 10  # maximum bytes of a header, chunk-size line, or trailer
+_MAX_LINE = 1 << 20  # maximum bytes per line of the body
 
 
 class ResponseError(Exception):
-    """An answer that is not valid; `reason` is one of a few words, so that failures are counted."""
+    """Invalid response; `reason` is from a small fixed set, so that failures can be counted."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -30,7 +29,7 @@ class ResponseError(Exception):
 
 
 class HttpReader:
-    """Parser of one answer: takes its bytes and returns those of its body.
+    """Parser of one response: consumes raw bytes and returns body bytes.
 
     Parameters
     ----------
@@ -44,9 +43,9 @@ class HttpReader:
     content_type : str
         In lower case.
     complete : bool
-        Whether the body has ended as its header says.
+        Whether the whole body that the header announces has arrived.
     keep_alive : bool
-        Whether the connection may carry another request, once the answer is complete.
+        Whether the connection can be reused once the response is complete.
     """
 
     def __init__(self, max_body: int) -> None:
@@ -56,18 +55,18 @@ class HttpReader:
         self.keep_alive = False
         self._max_body = max_body
         self._total = 0
-        self._framing = 0  # bytes received since the last bytes of the body
-        self._is_delimited = False  # by a length or chunks; otherwise the body ends at EOF
+        self._framing = 0  # bytes received since the last body bytes
+        self._is_delimited = False  # Content-Length or chunked; otherwise the body ends at EOF
         self._pieces: list[bytes] = []
         self._parser = httptools.HttpResponseParser(self)
 
     def feed(self, data: bytes) -> bytes:
-        """Return the bytes of the body in `data`.
+        """Return the body bytes contained in `data`.
 
         Raises
         ------
         ResponseError
-            If `data` does not continue an HTTP/1.1 answer, or a bound is exceeded.
+            If `data` is not valid HTTP/1.1 at this point, or a bound is exceeded.
         """
         try:
             self._parser.feed_data(data)
@@ -90,12 +89,12 @@ class HttpReader:
         return body
 
     def end(self) -> None:
-        """Note that the server has closed the connection.
+        """Handle EOF: the server has closed the connection.
 
         Raises
         ------
         ResponseError
-            If the answer is not complete.
+            If the response is not complete.
         """
         self.keep_alive = False
         if self.status and not self._is_delimited:
@@ -107,7 +106,7 @@ class HttpReader:
 
     def on_message_begin(self) -> None:
         if self.complete:
-            raise ValueError  # a second answer without a request
+            raise ValueError  # a second response to one request
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
@@ -128,9 +127,9 @@ class HttpReader:
 
 
 class SseReader:
-    """Parser of server-sent events: takes bytes of a body and returns the `data` of each event.
+    """Parser of server-sent events: consumes body bytes and returns the `data` of each event.
 
-    An event has one data line; comments (": keep-alive") and event names are skipped.
+    Each event must have a single data line; comments (": keep-alive") and event names are skipped.
     """
 
     __slots__ = ("_tail",)
@@ -139,12 +138,12 @@ class SseReader:
         self._tail = b""
 
     def feed(self, body: bytes) -> list[bytes]:
-        """Return the data lines that are complete now.
+        """Return the data lines that `body` completes.
 
         Raises
         ------
         ResponseError
-            If a line is longer than a mebibyte.
+            If a line is longer than 1 MiB.
         """
         lines = (self._tail + body if self._tail else body).split(b"\n")
         self._tail = lines.pop()

@@ -1,4 +1,4 @@
-"""The plot of a load: the times of one run, or throughput and times over the runs of a sweep."""
+"""Plots of benchmark runs: latencies of one run, or throughput and latencies over a sweep."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def draw(
     ----------
     file : Path
     rows : sequence of dict
-        A row of `figures.summarize` for each run.
+        One `figures.summarize` row per run.
     details : sequence of dict
-        `figures.describe` of the same runs.
+        `figures.describe` for the same runs.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def draw(
 
 
 def _draw_run(panels: Any, detail: Mapping[str, list[Any]]) -> None:
-    """Draw the cumulative distributions of times, over requests or over chunks."""
+    """Draw cumulative distributions of latencies over requests or chunks."""
     gaps = [gap for one in detail["itls"] for gap in one or ()]
     columns = {"ttft": detail["ttfts"], "itl": gaps, "e2el": detail["e2els"]}
     for panel, (name, values) in zip(panels, columns.items(), strict=True):
@@ -83,7 +83,7 @@ def _draw_run(panels: Any, detail: Mapping[str, list[Any]]) -> None:
 
 
 def _draw_sweep(panels: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw throughput, and the median and 99th percentile of two times, by concurrency."""
+    """Draw throughput, and p50 and p99 of two latencies, against concurrency."""
     places = [row["max_concurrency"] for row in rows]
     throughput = [row["output_throughput"] for row in rows]
     panels[0].plot(places, throughput, color=_BLUE, marker="o")

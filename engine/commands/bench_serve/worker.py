@@ -1,8 +1,8 @@
-"""A worker process of the load generator, started by `driver`.
+"""Worker process of the load generator, started by `driver`.
 
-Standard input supplies the plan, a line of JSON, and then the start time. The worker writes
-"ready", a line "." after each request, and finally a line of JSON with all answers. It ends when
-its standard input is closed.
+Protocol: it reads the plan (one line of JSON) from standard input, and then the start time. It
+writes "ready", a line "." after each request, and finally one line of JSON with all answers. It
+exits when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from engine.commands.bench_serve.connection import Answer, ConnectionPool
 
 __all__ = ["event_loop_name", "main", "run_jobs"]
 
-_BODY_BYTES = (1 << 20, 64 << 10)  # maximum bytes of an answer: fixed part, and per token
+_BODY_BYTES = (1 << 20, 64 << 10)  # maximum bytes per response: fixed part, and per token
 
 
 def event_loop_name() -> str:
-    """Return the event loop of the workers: uvloop if it is installed, else asyncio."""
+    """Return the workers' event loop: uvloop if installed, else asyncio."""
     return "uvloop" if importlib.util.find_spec("uvloop") else "asyncio"
 
 
 async def run_jobs(plan: dict[str, Any], start: float, note: Callable[[], None]) -> list[Answer]:
-    """Send the requests of a plan, each at its time, and return the answers in order.
+    """Send the requests of a plan, each at its time; return the answers in order.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ async def run_jobs(plan: dict[str, Any], start: float, note: Callable[[], None])
         ``host``, ``port``, ``tls``, ``path``, ``headers``; ``jobs``, a list of (seconds from the
         start, ascending; body; max_tokens); ``max_concurrency`` (0: no limit); ``timeout`` in s.
     start : float
-        A time of `time.monotonic`.
+        Start time on the `time.monotonic` clock.
     note : callable
         Called after each request.
     """
@@ -58,12 +58,12 @@ async def run_jobs(plan: dict[str, Any], start: float, note: Callable[[], None])
         return answer
 
     ready = [(moment, _encode(plan, body), most) for moment, body, most in plan["jobs"]]
-    # These objects live for the whole run: skip them in collections.
+    # These objects live for the whole run: exempt them from garbage collection.
     gc.collect()
     gc.freeze()
     try:
         tasks = []
-        for moment, *job in ready:  # in order, so that simultaneous requests keep theirs
+        for moment, *job in ready:  # in order, even for requests with equal times
             if (delay := start + moment - time.monotonic()) > 0:
                 await asyncio.sleep(delay)
             tasks.append(asyncio.ensure_future(one(*job)))
@@ -80,11 +80,11 @@ def _encode(plan: dict[str, Any], body: dict[str, Any]) -> bytes:
 
 
 def main() -> None:
-    """Read the plan, run it, write the answers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends its workers
+    """Read the plan, run it, and write the answers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent terminates its workers
     plan = json.loads(sys.stdin.buffer.readline())
     _say("ready")
-    start = float(sys.stdin.buffer.readline())  # the last line, so the buffer is empty
+    start = float(sys.stdin.buffer.readline())  # last line of input: nothing is left in the buffer
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     loop = importlib.import_module(event_loop_name()).new_event_loop()
     answers = loop.run_until_complete(run_jobs(plan, start, lambda: _say(".")))

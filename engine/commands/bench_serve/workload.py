@@ -1,4 +1,4 @@
-"""The requests of a load: prompts from a seed or a file, and their arrival times."""
+"""Requests to send: random prompts or prompts from a file, and their arrival times."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CHAT = "/v1/chat/completions"
 
 _MAX_FILE = 1 << 30
 _MAX_LINE = 16 << 20
-_MAX_OUTPUT = 1 << 24  # maximum tokens of an answer
-# Words of about one token each.
+_MAX_OUTPUT = 1 << 24  # maximum tokens per output
+# Each word is about one token.
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group "
     "country problem hand part place case week company system program question work government "
@@ -36,11 +36,11 @@ class Job:
     Attributes
     ----------
     prompt : dict
-        The field ``prompt`` or ``messages`` of the body.
+        The ``prompt`` or ``messages`` field of the request.
     num_output_tokens : int
         The request's `max_tokens`.
     num_prompt_tokens : int
-        The requested length; 0 if only the server can count it.
+        Prompt length; 0 if only the server can count it.
     """
 
     prompt: dict[str, Any]
@@ -50,10 +50,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of random requests, in tokens.
+    """Length distribution of random requests, in tokens.
 
     Each is drawn uniformly from [length * (1 - range_ratio), length * (1 + range_ratio)]. All
-    prompts start with the same `prefix_len` tokens, in addition to their length.
+    prompts start with a common prefix of `prefix_len` tokens, not included in their length.
 
     Examples
     --------
@@ -67,7 +67,7 @@ class Lengths:
     prefix_len: int = 0
 
     def span(self, length: int) -> tuple[int, int]:
-        """Return the shortest and the longest length."""
+        """Return the minimum and maximum length."""
         low = math.floor(length * (1 - self.range_ratio))
         return max(1, low), max(1, math.ceil(length * (1 + self.range_ratio)))
 
@@ -77,7 +77,7 @@ def random_jobs(
 ) -> list[Job]:
     """Return requests of random token ids below `vocab_size`, or of random words for a chat.
 
-    Equal arguments yield equal requests, and a larger `count` only appends further ones.
+    Equal arguments yield equal requests; a larger `count` only appends more.
     """
     rng = random.Random(seed)
     is_chat = endpoint == CHAT
@@ -96,7 +96,7 @@ def random_jobs(
 
 
 def file_jobs(file: Path, count: int, endpoint: str, output_len: int) -> list[Job]:
-    """Return the requests of a JSONL file in order, repeated if the file has too few.
+    """Return the requests of a JSONL file in order, cycling if it has fewer than `count`.
 
     A line is an object with ``prompt`` (text, or token ids for completions) or ``messages`` (chat),
     and optionally ``output_tokens``; other fields are ignored.
@@ -164,10 +164,10 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     ----------
     count : int
     rate : float
-        Requests per second; infinite: all at once.
+        Requests per second; inf: all at once.
     burstiness : float
-        Shape of the gamma distribution of the intervals: 1 is a Poisson process, less means
-        bursts, more is more regular, and infinite means equal intervals.
+        Shape parameter of the gamma distribution of intervals. 1: Poisson process; below 1: bursty;
+        above 1: more regular; inf: equal intervals.
     seed : int
 
     Examples

@@ -15,7 +15,7 @@ __all__ = ["CountTokensRequest", "MessagesRequest", "to_chat"]
 
 
 class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/messages/count_tokens: the fields that make up a prompt.
+    """Request body of POST /v1/messages/count_tokens: the fields that make up a prompt.
 
     `cache_control`, here and in blocks, has no effect: every prefix is cached.
     """
@@ -31,7 +31,7 @@ class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
 
 
 class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/messages; `metadata` has no effect."""
+    """Request body of POST /v1/messages; `metadata` has no effect."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -123,12 +123,12 @@ class _SchemaFormat(msgspec.Struct):
 
 
 def to_chat(request: CountTokensRequest) -> dict[str, Any]:
-    """Return the equivalent body of a request to /v1/chat/completions.
+    """Convert to an equivalent /v1/chat/completions request body.
 
     Raises
     ------
     RequestError
-        If a block or a field is invalid, or requests something unsupported.
+        If a block or a field is invalid or unsupported.
     """
     body: dict[str, Any] = {
         "model": request.model,

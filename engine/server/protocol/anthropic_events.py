@@ -25,7 +25,7 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageObject(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The answer of /v1/messages."""
+    """Response body of /v1/messages."""
 
     id: str
     type: Literal["message"]
@@ -38,7 +38,7 @@ class MessageObject(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class TokenCount(msgspec.Struct):
-    """The answer of /v1/messages/count_tokens."""
+    """Response body of /v1/messages/count_tokens."""
 
     input_tokens: int
 
@@ -90,13 +90,13 @@ class MessageBuilder:
         yield {"type": "ping"}
 
     def reasoning(self, text: str) -> _Events:
-        """Add a piece of the reasoning."""
+        """Add a chunk of the reasoning."""
         if text:
             delta = {"type": "thinking_delta", "thinking": text}
             yield from self._add("thinking", {"thinking": "", "signature": ""}, text, delta)
 
     def add(self, event: Event) -> _Events:
-        """Add a piece of the answer's text or of a call."""
+        """Add a chunk of the answer's text or of a tool call."""
         if isinstance(event, TextDelta):
             if event.text:
                 delta = {"type": "text_delta", "text": event.text}

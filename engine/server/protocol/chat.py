@@ -124,7 +124,7 @@ class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The body of /v1/chat/completions."""
+    """Request body of /v1/chat/completions."""
 
     messages: list[ChatMessage]
     model: str | None = None
@@ -192,7 +192,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatCompletionResponse(msgspec.Struct):
-    """The answer of /v1/chat/completions."""
+    """Response body of /v1/chat/completions."""
 
     id: str
     created: int

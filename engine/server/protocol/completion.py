@@ -34,7 +34,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The body of /v1/completions."""
+    """Request body of /v1/completions."""
 
     prompt: str | list[int | str | list[int]]
     model: str | None = None
@@ -55,7 +55,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class CompletionResponse(msgspec.Struct):
-    """The answer of /v1/completions."""
+    """Response body of /v1/completions."""
 
     id: str
     created: int

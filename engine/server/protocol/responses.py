@@ -34,7 +34,7 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/responses.
+    """Request body of POST /v1/responses.
 
     Fields that name or label a request (`metadata`, `user`, `prompt_cache_key`, ...) have no
     effect. `to_chat` refuses fields that request something unsupported.
@@ -164,12 +164,12 @@ _FORMATS: dict[str, type[Any]] = {
 
 
 def to_chat(request: ResponsesRequest) -> dict[str, Any]:
-    """Return the equivalent body of a request to /v1/chat/completions.
+    """Convert to an equivalent /v1/chat/completions request body.
 
     Raises
     ------
     RequestError
-        If an item or a field is invalid, or requests something unsupported.
+        If an item or a field is invalid or unsupported.
     """
     _refuse_unsupported(request)
     if request.max_output_tokens is not None and request.max_output_tokens < 1:

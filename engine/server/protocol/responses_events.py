@@ -24,7 +24,7 @@ _Events = Iterator[dict[str, Any]]
 
 
 class ResponseObject(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The answer of /v1/responses."""
+    """Response body of /v1/responses."""
 
     id: str
     object: Literal["response"]
@@ -81,11 +81,11 @@ class ResponseBuilder:
             yield self._event(kind, response={**self.response, "output": []})
 
     def reasoning(self, text: str) -> _Events:
-        """Add a piece of the reasoning."""
+        """Add a chunk of the reasoning."""
         yield from self._add_text("reasoning", text)
 
     def add(self, event: Event) -> _Events:
-        """Add a piece of the answer's text or of a call."""
+        """Add a chunk of the answer's text or of a tool call."""
         if isinstance(event, TextDelta):
             yield from self._add_text("message", event.text)
         elif isinstance(event, ToolCallStart):

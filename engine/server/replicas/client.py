@@ -259,7 +259,7 @@ class ReplicaClient(RequestClient):
 
     @property
     def num_unfinished_requests(self) -> int:
-        """Requests of this client that are waiting or running."""
+        """Number of this client's requests that are waiting or running."""
         return sum(not request.is_finished for request in self._placed)
 
     def submit(self, request: RemoteRequest) -> None:
@@ -278,7 +278,7 @@ class ReplicaClient(RequestClient):
             raise
 
     def drop(self, request: RemoteRequest) -> None:
-        """Abort a request whose outputs nobody reads any more."""
+        """Abort a request that nobody reads any more."""
         placed = self._placed.pop(request, None)
         if placed is None:
             return
@@ -289,7 +289,7 @@ class ReplicaClient(RequestClient):
             placed.client.drop(request)
 
     async def abort(self, request_id: str) -> None:
-        """End a request; see `EngineClient.abort`."""
+        """Abort a request; see `EngineClient.abort`."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -387,7 +387,7 @@ class ReplicaClient(RequestClient):
     async def embed_ids(
         self, token_ids: Sequence[Sequence[int]], pooling: str, *, normalize: bool
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        """Return an embedding of each sequence of checked token ids; see `EngineClient.embed`."""
+        """Embed each sequence of validated token ids; see `EngineClient.embed`."""
         all_ids = list(itertools.chain(*token_ids))
         num_crashes = 0
         while True:
@@ -421,7 +421,7 @@ class ReplicaClient(RequestClient):
         await asyncio.gather(*map(reset, self._clients.values()))
 
     async def close(self) -> None:
-        """End all requests of this client, with an `EngineError` for each; the engines go on."""
+        """Fail all requests of this client with an `EngineError`; the engines keep running."""
         self._ticking.cancel()
         if self._ending is not None:
             self._ending.cancel()

@@ -34,9 +34,9 @@ class RayReplica:
     Parameters
     ----------
     model : str
-        Name, or path that is valid on every machine.
+        Model name, or a path that is valid on every machine.
     options : dict
-        Keywords of `LLMEngine.from_name`.
+        Keyword arguments of `LLMEngine.from_name`.
     directory, token : str
         Name of the directory of replicas, and the secret that clients send first.
     """

@@ -62,9 +62,9 @@ class RayServeConfig:
     Attributes
     ----------
     model : str
-        Name, or path that is valid on every machine.
+        Model name, or a path that is valid on every machine.
     engine : dict
-        Keywords of `LLMEngine.from_name`.
+        Keyword arguments of `LLMEngine.from_name`.
     server : dict
         Options of `ServerConfig`, except those of connections, which Ray Serve handles.
     num_ingresses : int

@@ -28,11 +28,11 @@ def supervise_on_ray(model: str, server: ServerConfig, engine: dict[str, Any]) -
     Parameters
     ----------
     model : str
-        Name, or path that is valid on every machine.
+        Model name, or a path that is valid on every machine.
     server : ServerConfig
         `data_parallel_size` replicas and `api_server_count` ingresses.
     engine : dict
-        Keywords of `LLMEngine.from_name`.
+        Keyword arguments of `LLMEngine.from_name`.
 
     Raises
     ------

@@ -24,7 +24,7 @@ __all__ = ["ENDPOINTS", "EmbeddingObject", "EmbeddingRequest", "EmbeddingRespons
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of /v1/embeddings; `pooling` and `normalize` are extensions."""
+    """Request body of /v1/embeddings; `pooling` and `normalize` are extensions."""
 
     input: str | list[int | str | list[int]]
     model: str | None = None
@@ -44,7 +44,7 @@ class EmbeddingObject(msgspec.Struct):
 
 
 class EmbeddingResponse(msgspec.Struct):
-    """The answer of /v1/embeddings."""
+    """Response body of /v1/embeddings."""
 
     data: list[EmbeddingObject]
     model: str

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of /tokenize: a prompt, or a conversation."""
+    """Request body of /tokenize: a prompt, or a conversation."""
 
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
@@ -41,7 +41,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeResponse(msgspec.Struct):
-    """The answer of /tokenize."""
+    """Response body of /tokenize."""
 
     count: int
     max_model_len: int
@@ -50,7 +50,7 @@ class TokenizeResponse(msgspec.Struct):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of /detokenize."""
+    """Request body of /detokenize."""
 
     tokens: list[int]
     model: str | None = None
@@ -58,7 +58,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class DetokenizeResponse(msgspec.Struct):
-    """The answer of /detokenize."""
+    """Response body of /detokenize."""
 
     prompt: str
 

@@ -66,12 +66,12 @@ def get(name: str, names: Collection[str] | None = None) -> ToolParser:
     name : str
         One of `NAMES`.
     names : collection of str, optional
-        The functions of the request; a call of any other function is text. None allows all.
+        Functions defined by the request; a call to any other function is text. None: allow all.
 
     Raises
     ------
     ConfigError
-        If no parser has this name; the message suggests the nearest one.
+        If there is no parser of this name; the message suggests the closest one.
 
     Examples
     --------
@@ -88,7 +88,7 @@ def get(name: str, names: Collection[str] | None = None) -> ToolParser:
 
 
 def detect(chat_template: str) -> str | None:
-    """Return the name of the parser for a model with this chat template, or None.
+    """Return the name of the parser that fits this chat template, or None.
 
     Examples
     --------

@@ -26,7 +26,7 @@ class StateParser:
     Parameters
     ----------
     names : collection of str, optional
-        The functions that may be called; a call of any other function is text. None allows all.
+        Functions that may be called; a call to any other function is text. None: allow all.
     make_id : callable, optional
         Returns the id of a new call.
     """
@@ -48,12 +48,12 @@ class StateParser:
         self._state: Callable[[str, int, bool], int] = self._in_text
 
     def feed(self, delta: str) -> list[Event]:
-        """Add text; return the events that no later text can change."""
+        """Feed text; return the events that later text can no longer change."""
         self._run(self._pending + delta, is_last=False)
         return self._take_events()
 
     def finish(self) -> list[Event]:
-        """End the text; return the events that were held back."""
+        """Signal the end of the text; return the events held back so far."""
         self._run(self._pending, is_last=True)
         if self._reader is not None:
             self._events += self._reader.finish()
@@ -96,7 +96,7 @@ class StateParser:
 
     def _skip_space(self, text: str, at: int) -> int:
         match = SPACE.match(text, at)
-        assert match is not None  # it may be empty
+        assert match is not None  # the pattern also matches an empty string
         self._hold(match[0])
         return match.end()
 

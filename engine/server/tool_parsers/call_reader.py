@@ -40,7 +40,7 @@ class CallReader:
     index : int
     call_id : str
     names : collection of str or None
-        The allowed functions; None allows all.
+        Functions that may be called; None: allow all.
     source : str
         The text before the object, held back with it.
     requires_arguments : bool
@@ -81,7 +81,7 @@ class CallReader:
         return "".join(self._held)
 
     def feed(self, text: str, at: int) -> tuple[int, list[Event]]:
-        """Read `text[at:]` up to the object's end; return the position after it, and the events."""
+        """Read `text[at:]` up to the end of the object; return its end position and the events."""
         events: list[Event] = []
         while self.mark is None and at < len(text):
             stop, mark = self._scanner.advance(text, at)
@@ -102,7 +102,7 @@ class CallReader:
         return at, events
 
     def finish(self) -> list[Event]:
-        """End the call, since the text has ended."""
+        """End the call at the end of the text."""
         events: list[Event] = []
         self._give_up(events)
         return events
@@ -192,7 +192,7 @@ class ArgumentsReader:
         self._scanner = JsonScanner()
 
     def feed(self, text: str, at: int) -> tuple[int, list[Event]]:
-        """Read `text[at:]` up to the object's end; return the position after it, and the events."""
+        """Read `text[at:]` up to the end of the object; return its end position and the events."""
         events: list[Event] = []
         if not self.is_started:
             events.append(self._start)
@@ -210,7 +210,7 @@ class ArgumentsReader:
         return at, events
 
     def finish(self) -> list[Event]:
-        """End the call, since the text has ended."""
+        """End the call at the end of the text."""
         if not self.is_started or self.is_ended:
             return []
         self.is_ended = True

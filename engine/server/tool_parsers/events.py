@@ -84,10 +84,10 @@ class ToolParser(Protocol):
     """Whether the markers are special tokens, so that `skip_special_tokens` must be False."""
 
     def feed(self, delta: str) -> list[Event]:
-        """Add text; return the events that no later text can change."""
+        """Feed text; return the events that later text can no longer change."""
 
     def finish(self) -> list[Event]:
-        """End the text; return the events that were held back."""
+        """Signal the end of the text; return the events held back so far."""
 
 
 @dataclass

@@ -155,7 +155,7 @@ class JsonScanner:
 
     def _in_string(self, text: str, at: int) -> tuple[int, Mark | None]:
         match = _PLAIN.match(text, at)
-        assert match is not None  # it may be empty
+        assert match is not None  # the pattern also matches an empty string
         self._add_to_key(match[0])
         at = match.end()
         if at == len(text):
@@ -181,7 +181,7 @@ class JsonScanner:
 
     def _in_number(self, text: str, at: int) -> tuple[int, Mark | None]:
         match = _NUMBER_CHARS.match(text, at, at + MAX_NUMBER_CHARS - len(self._token))
-        assert match is not None  # it may be empty
+        assert match is not None  # the pattern also matches an empty string
         self._token += match[0]
         at = match.end()
         if at == len(text):
@@ -222,7 +222,7 @@ class JsonScanner:
 
 def _after_space(text: str, at: int) -> int:
     match = _SPACE.match(text, at)
-    assert match is not None  # it may be empty
+    assert match is not None  # the pattern also matches an empty string
     return match.end()
 
 

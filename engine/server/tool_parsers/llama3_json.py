@@ -43,7 +43,7 @@ class Llama3JsonParser(StateParser):
     def _expect_call(self, between: re.Pattern[str], text: str, at: int, is_last: bool) -> int:
         """Skip the separators before a call; without a call they are text."""
         match = between.match(text, at)
-        assert match is not None  # it may be empty
+        assert match is not None  # the pattern also matches an empty string
         self._hold(match[0])
         at = match.end()
         rest = text[at : at + len(_TAG)]

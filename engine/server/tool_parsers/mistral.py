@@ -93,7 +93,7 @@ class MistralParser(StateParser):
 
     def _in_header(self, text: str, at: int, _: bool) -> int:
         match = _HEADER_CHARS.match(text, at, at + MAX_HEADER_CHARS - self._num_header)
-        assert match is not None  # it may be empty
+        assert match is not None  # the pattern also matches an empty string
         self._hold(match[0])
         self._num_header += len(match[0])
         at = match.end()
