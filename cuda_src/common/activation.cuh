@@ -1,12 +1,12 @@
-// The activations, float to float, in forms without cancellation in the tails:
+// Activation functions in float, written so that the tails do not cancel:
 //
 //   silu(x)      = x sigmoid(x)
 //   gelu_tanh(x) = x (1 + tanh u) / 2 = x sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
 //   gelu_erf(x)  = x (1 + erf(x / sqrt 2)) / 2 = x erfc(-x / sqrt 2) / 2
 //   relu(x)      = max(x, 0), and NaN stays NaN
 //
-// If exp overflows the quotient is 0, which is correct. x = -inf yields NaN (relu: 0). The division
-// is approximate (2 ulp): the exact one branches.
+// If exp overflows, the quotient is 0, which is correct. x = -inf yields NaN (relu: 0). The
+// division is approximate (2 ulp) because the exact one branches.
 // Mirror: engine/reference/_activation.py
 #pragma once
 

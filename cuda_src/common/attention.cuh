@@ -1,8 +1,8 @@
-// Shared by all attention kernels: the mask, the addresses of keys and values, the loads of their
-// tiles to shared memory, and the stores of results.
+// Shared by all attention kernels: masking, K/V addressing, tile loads to shared memory and result
+// stores.
 //
-// Query heads that share a key/value head are packed: row = token * group + head (group = H / K),
-// so one tile of keys serves the whole group, and short queries still fill a tile of rows.
+// Query heads that share a key/value head are packed: row = token * group + head (group = H / K).
+// One key tile then serves the whole group, and even short queries fill a row tile.
 #pragma once
 
 #include "common/cp_async.cuh"
@@ -21,20 +21,20 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Hides the origin of x from the compiler: values derived from it are recomputed here, instead of
-// occupying registers throughout a loop that has none to spare.
+// Hides the origin of x from the compiler, which then recomputes derived values here instead of
+// keeping them in registers across a loop that has none to spare.
 __device__ __forceinline__ int recomputed(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// Subtracting a base of -inf would yield NaN: a row without any key so far subtracts 0.
+// Subtracting a base of -inf would yield NaN, so a row that has seen no key yet subtracts 0.
 __device__ __forceinline__ float finite_or_zero(float max) { return max == -kInf ? 0.0f : max; }
 
-// Adds an attention sink to a row's softmax: one more logit, without a value. `sink` and `base` are
-// in units of log2, and `sum` is relative to 2^base (-inf: no key). Afterwards both include the
-// sink, and O must be multiplied by the result. The larger one becomes the base, so nothing
-// overflows.
+// Adds an attention sink to a row's softmax: one extra logit with no value vector. `sink` and
+// `base` are in log2 units, and `sum` is relative to 2^base (-inf: no key). On return both include
+// the sink, and the caller must multiply O by the returned factor. The larger of sink and base
+// becomes the new base, so nothing overflows.
 __device__ __forceinline__ float add_sink(float sink, float& base, float& sum) {
   const float high = fmaxf(base, sink);
   const float rescale = exp2_approx(base - finite_or_zero(high));
@@ -43,14 +43,13 @@ __device__ __forceinline__ float add_sink(float sink, float& base, float& sum) {
   return rescale;
 }
 
-// Turns q.k into a score in units of log2: with softcap c, c * tanh(scale * q.k / c). The factors
-// are computed on the host, so that kernels read them from constant memory instead of holding them
-// in registers.
+// Turns q.k into a score in log2 units; with softcap c the score is c * tanh(scale * q.k / c). The
+// host computes both factors, so kernels read them from constant memory and need no registers.
 struct ScoreRule {
-  float inner;   // scale / softcap: tanh(inner * q.k) comes first; 0: no softcap
-  float factor;  // scale or softcap, times log2(e)
+  float inner;   // scale / softcap, the factor inside tanh; 0: no softcap
+  float factor;  // (softcap or, without one, scale) * log2(e)
 
-  // The rule for quantized keys with scale `key_scale`.
+  // The rule for quantized keys, whose dot products must be multiplied by `key_scale`.
   __device__ __forceinline__ ScoreRule scaled(float key_scale) const {
     if (inner != 0.0f) return ScoreRule{inner * key_scale, factor};
     return ScoreRule{inner, factor * key_scale};
@@ -58,20 +57,20 @@ struct ScoreRule {
 
   __device__ __forceinline__ float cap(float dot) const {
     if constexpr (sizeof(scalar_t) == 4) return tanhf(inner * dot);
-    // tanh, to 3e-7 absolute
+    // tanh with an absolute error of 3e-7
     return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2.0f * kLog2E * inner * dot));
   }
 };
 
-// The query rows of one sequence and key/value head, and the keys they see.
+// The query rows of one sequence and key/value head, and which keys each row sees.
 struct RowRule {
-  int count;                    // rows: tokens * group
+  int count;                    // number of rows: tokens * group
   int group;                    // query heads per key/value head
-  int last_key_of_first_token;  // negative: it sees no key
-  int causal;      // 1: each further token sees one more key; 0: all tokens see the same keys
-  unsigned reach;  // keys a row sees, counted back from its last one: window, or 2^31
-  const uint64_t* tree = nullptr;  // new tokens that each token sees, as masks; null: causal
-  int earlier = 0;                 // tokens before token 0 with bits in the masks
+  int last_key_of_first_token;  // negative: that token sees no key
+  int causal;      // 1: each token sees one key more than the previous; 0: all see the same keys
+  unsigned reach;  // number of keys a row sees, up to its last key: the window, or 2^31
+  const uint64_t* tree = nullptr;  // bit mask of the new tokens each token sees; null: causal
+  int earlier = 0;                 // number of mask bits for tokens before token 0
 
   __device__ __forceinline__ RowRule(int num_tokens, int group, int num_keys, bool causal,
                                      int window)
@@ -87,54 +86,55 @@ struct RowRule {
   __device__ __forceinline__ int first_key(int row) const {
     return reach < 1u << 31 ? max(0, last_key(row) - static_cast<int>(reach) + 1) : 0;
   }
-  // True in PatternRowRule: whether a pattern lets a row see a key, and hides `keys` keys from rows
-  // [first, last].
+  // Hooks that PatternRowRule overrides: in_pattern tells whether the pattern lets a row see a key,
+  // skips whether it hides `keys` keys from all of rows [first, last].
   static constexpr bool kHasPattern = false;
   __device__ __forceinline__ bool in_pattern(int, int) const { return true; }
   __device__ __forceinline__ bool skips(int, int, int, int) const { return false; }
-  // One unsigned comparison covers both bounds: a negative difference becomes huge.
+  // One unsigned comparison checks both bounds: a negative difference wraps to a huge value.
   __device__ __forceinline__ bool sees(int last_key, int key) const {
     return static_cast<unsigned>(last_key - key) < reach;
   }
-  // The same for row `row`, whose last key is last_key, including its tree mask of the new tokens.
+  // Also applies the tree mask of the new tokens. `last_key` is the last key of row `row`.
   __device__ __forceinline__ bool sees(int row, int last_key, int key) const {
     const int token = key - last_key_of_first_token + earlier;
     if (tree != nullptr && token >= 0 && last_key >= key)
       return (tree[min(row, count - 1) / group] >> token & 1) != 0;
     return sees(last_key, key);
   }
-  // The last key such that this row and all later ones see every key up to it, the window aside.
+  // The last key L such that this row and all later rows see every key up to L, ignoring the
+  // window.
   __device__ __forceinline__ int last_common_key(int row) const {
     if (tree != nullptr) return last_key_of_first_token - earlier - 1;
     return last_key(row);
   }
 };
 
-// SAFETY: an id outside the cache is clamped, so a damaged table cannot make us read elsewhere.
+// SAFETY: an id outside the cache is clamped, so a damaged table cannot cause reads outside it.
 __device__ __forceinline__ unsigned clamped_page(int id, int num_blocks) {
   return min(static_cast<unsigned>(id), static_cast<unsigned>(num_blocks - 1));
 }
 
-// Keys and values of one sequence and one key/value head: dense (table null), or in pages.
+// Keys and values of one sequence and key/value head: dense (null table) or paged.
 struct KeyValues {
-  const page_t* k;  // first row of this head; dense: of this sequence's first token
+  const page_t* k;  // this head's first row; if dense, that row of the sequence's first token
   const page_t* v;
   const int* table;  // the sequence's row of the block table
   int64_t k_token_stride, v_token_stride, page_stride;
   int block_shift;  // log2(block_size)
   int num_blocks;
   int head_dim;
-  bool is_vector;  // rows are whole, aligned 16-byte words
+  bool is_vector;  // every row consists of whole, aligned 16-byte words
 
   __device__ __forceinline__ int64_t page_offset(int key) const {
     return static_cast<int64_t>(clamped_page(table[key >> block_shift], num_blocks)) * page_stride;
   }
 };
 
-// Position of a 16-byte word of a row in a tile of kHeadDim columns. 16-bit rows are swizzled: the
-// eight rows that ldmatrix reads together must be in eight different bank groups, but their pitch
-// is a multiple of 128 bytes (or of 64, where four words alternate without a swizzle). Float rows
-// are padded by one word for the same reason.
+// Shared-memory layout of a tile with kHeadDim columns, in 16-byte words. 16-bit rows are swizzled:
+// the eight rows that one ldmatrix reads must hit eight different bank groups, yet their pitch is a
+// multiple of 128 bytes (or an odd multiple of 64, whose rows alternate between two halves of the
+// banks anyway). Float rows are padded by one word for the same reason.
 template <int kHeadDim>
 struct TileLayout {
   static constexpr int kWords = kHeadDim / kVec;
@@ -150,8 +150,8 @@ struct TileLayout {
   }
 };
 
-// Copies one word of a row of head_dim values, with zeros past the row's end, or all zeros if
-// !valid.
+// Copies one 16-byte word of a row of head_dim values. Values past the row's end become zero; if
+// !valid, the whole word does.
 template <bool kIsVector>
 __device__ __forceinline__ void load_word(scalar_t* smem, const scalar_t* row, int word,
                                           int head_dim, bool valid) {
@@ -169,7 +169,7 @@ __device__ __forceinline__ void load_word(scalar_t* smem, const scalar_t* row, i
 }
 
 #if PAGE_CODES
-// The same for a row of codes, which are converted to scalar_t but not multiplied by their scale.
+// Overload for quantized rows: codes are converted to scalar_t but not multiplied by their scale.
 template <bool kIsVector>
 __device__ __forceinline__ void load_word(scalar_t* smem, const page_t* row, int word, int head_dim,
                                           bool valid) {
@@ -215,8 +215,8 @@ __device__ __forceinline__ void load_tile_words(scalar_t* smem_k, scalar_t* smem
   }
 }
 
-// Starts the copy of keys and values [first_key, first_key + kKeys) to smem_k and smem_v. Those
-// outside [begin, end) become zero and are not read: they may be NaN, and 0 * NaN would reach the
+// Starts copying keys and values [first_key, first_key + kKeys) to smem_k and smem_v. Keys outside
+// [begin, end) are not read but filled with zeros: they may hold NaN, and 0 * NaN would reach the
 // sum.
 template <int kHeadDim, int kKeys, int kThreads>
 __device__ __forceinline__ void load_tile(scalar_t* smem_k, scalar_t* smem_v, const KeyValues& kv,
@@ -235,7 +235,7 @@ struct Queries {
   bool is_vector;
 };
 
-// Starts the copy of query rows [row_begin, row_begin + kRows) to smem_q, zeros past the last row.
+// Starts copying query rows [row_begin, row_begin + kRows) to smem_q, with zeros past the last row.
 template <int kHeadDim, int kRows, int kThreads>
 __device__ __forceinline__ void load_queries(scalar_t* smem_q, const Queries& queries,
                                              const RowRule& rows, int row_begin) {
@@ -255,20 +255,20 @@ __device__ __forceinline__ void load_queries(scalar_t* smem_q, const Queries& qu
   }
 }
 
-// A writer of finished rows: out = o / sum, and lse = ln(sum 2^base) if requested, both with the
+// Writes finished rows: out = o / sum and, if requested, lse = ln(sum 2^base), both including the
 // head's sink. For each row, with o = sum of P V, a core calls row() once, multiplies o by
-// factor(), gets the row's address from at(), and calls pair() or single() for every column of
-// kHeadDim.
+// factor(), gets the row's address from at(), and calls pair() or single() for all kHeadDim
+// columns.
 struct Output {
   scalar_t* out;  // first token, first head of the group
   int64_t token_stride, head_stride;
-  float* lse;          // the same row's, contiguous (tokens, H); or null
-  const float* sinks;  // sinks of the group's heads, or null
+  float* lse;          // log-sum-exp of the same rows, contiguous (tokens, H); or null
+  const float* sinks;  // attention sinks of the group's heads, or null
   int num_heads;
   int group;
   int head_dim;
   bool is_vector;            // pair() may be used
-  float value_scale = 1.0f;  // factor on o: the scale of quantized values
+  float value_scale = 1.0f;  // scale of quantized values, applied to o
 
   __device__ __forceinline__ void row(int row, float base, float sum) const {
     if (lse == nullptr) return;

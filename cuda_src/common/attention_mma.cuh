@@ -1,15 +1,14 @@
 // Flash attention on tensor cores, for 16-bit inputs: one CTA multiplies one tile of query rows
 // with any range of keys.
 //
-// kWarpsM x kWarpsN warps. A warp owns 16 kRowTiles rows and kKeys / kWarpsN keys of each tile:
-// with kWarpsN = 1 the warps divide the rows (prefill), with kWarpsM = 1 the keys (decode), merging
-// their results at the end. Q, K and V are loaded to shared memory by cp.async; K and V have
-// kStages tiles, so kStages - 1 are in flight while one is in use.
+// kWarpsM x kWarpsN warps. A warp owns 16 kRowTiles rows and kKeys / kWarpsN keys of each tile.
+// With kWarpsN = 1 the warps split the rows (prefill); with kWarpsM = 1 they split the keys
+// (decode) and merge their results at the end. cp.async loads Q, K and V to shared memory; K and V
+// have kStages stages, so kStages - 1 tiles are in flight while one is in use.
 //
-// Per tile: S = Q K^T in float; P = 2^(S - running max), rounded to scalar_t; in float
-// O = O 2^(old max - new max) + P V. The accumulators of S have the layout of the A operand of P V:
-// P never leaves registers. A lane 4 g + t holds rows g and g + 8 of each row tile
-// (common/mma.cuh).
+// Per tile: S = Q K^T in float; P = 2^(S - running max), rounded to scalar_t; O = O 2^(old max -
+// new max) + P V in float. The accumulators of S have the register layout of P V's A operand, so P
+// never leaves registers. Lane 4 g + t holds rows g and g + 8 of each row tile (common/mma.cuh).
 #pragma once
 
 #include "common/attention.cuh"
@@ -28,10 +27,10 @@ struct MmaAttention {
   static_assert(kWarpKeys % 16 == 0, "a warp multiplies 16 keys at a time");
 
   float o[kRowTiles][kHeadDim / 8][4];
-  float max[kRowTiles][2];  // running maximum, in units of log2
-  float sum[kRowTiles][2];  // this lane's part of the running sum of P
+  float max[kRowTiles][2];  // running maximum, in log2 units
+  float sum[kRowTiles][2];  // this lane's share of the running sum of P
 
-  // Computes keys [begin, end) for the rows from row_begin on; `smem` has kSharedBytes.
+  // Processes keys [begin, end) for the kRows rows from row_begin on; `smem` holds kSharedBytes.
   template <typename Rows>
   __device__ __forceinline__ void run(scalar_t* smem, const Queries& queries, const KeyValues& kv,
                                       const Rows& rows, const ScoreRule& rule, int row_begin,
@@ -39,7 +38,7 @@ struct MmaAttention {
     scalar_t* const smem_kv = smem + kRows * Layout::kPitch;
     const int warp_row = row_begin + warp_m() * kWarpRows;
     start();
-    // The keys that the warp's first and last row see; a warp past the last row is idle.
+    // Range of keys that the warp's rows see. A warp past the last row is idle.
     const int low = rows.first_key(warp_row), low_last = rows.last_common_key(warp_row);
     const int high_last = rows.last_key(min(warp_row + kWarpRows, rows.count) - 1);
     const bool has_rows = warp_row < rows.count;
@@ -51,8 +50,8 @@ struct MmaAttention {
     for (int tile = 1 - kStages; tile < num_tiles; ++tile) {  // the first iterations only load
       if (tile >= 0) {
         cp_async_wait<kStages - 2>();
-        // SAFETY: makes every thread's copies of this tile visible; all warps are also done with
-        // the previous tile, whose stage the next load overwrites.
+        // SAFETY: makes every thread's copies of this tile visible, and ensures that all warps are
+        // done with the previous tile, whose stage the next load overwrites.
         __syncthreads();
       }
       const auto is_hidden = [&](int tile) {
@@ -73,7 +72,7 @@ struct MmaAttention {
     cp_async_wait<0>();
   }
 
-  // Passes the rows to a writer: see Output.
+  // Passes the finished rows to a writer such as Output.
   template <typename Writer>
   __device__ __forceinline__ void finish(scalar_t* smem, const RowRule& rows, int row_begin,
                                          const Writer& writer) {
@@ -120,7 +119,7 @@ struct MmaAttention {
     }
   }
 
-  // Every call commits a group, even an empty one, so that the waits can count groups.
+  // Every call commits a group, even if empty, so the waits can count groups.
   __device__ static __forceinline__ void load(scalar_t* smem_kv, const KeyValues& kv, int tile,
                                               int num_tiles, int first, int begin, int end) {
     if (tile < num_tiles) {
@@ -131,7 +130,7 @@ struct MmaAttention {
     cp_async_commit();
   }
 
-  // Processes one tile of keys, of which the warp takes kWarpKeys from `key` on.
+  // Processes the warp's share of a key tile: kWarpKeys keys from `key` on.
   template <typename Rows>
   __device__ __forceinline__ void update(const scalar_t* smem_q, const scalar_t* smem_k,
                                          const scalar_t* smem_v, const Rows& rows,
@@ -222,7 +221,7 @@ struct MmaAttention {
     }
   }
 
-  // Turns half a row tile's scores (rows g or g + 8) into P, and updates max, sum and O.
+  // Turns the scores of half a row tile (rows g or g + 8) into P, and updates max, sum and O.
   template <int kHalf>
   __device__ __forceinline__ void softmax(float (&s)[kWarpKeys / 8][4], int r, float factor) {
     float top = s[0][2 * kHalf];
@@ -298,12 +297,12 @@ struct MmaAttention {
     }
   }
 
-  // The warps that shared the keys of these rows store their partials to shared memory; all threads
-  // then add these up in a fixed order.
+  // Warps that split the keys of these rows store their partials to shared memory; all threads then
+  // sum the partials in a fixed order.
   template <typename Writer>
   __device__ __forceinline__ void merge(float* smem, const RowRule& rows, int row_begin,
                                         const Writer& writer) {
-    // [kWarpsN][kRows], then the sums, then O [kWarpsN][kRows][kHeadDim]
+    // Maxima [kWarpsN][kRows], sums [kWarpsN][kRows], then O [kWarpsN][kRows][kHeadDim].
     float* const smem_max = smem;
     float* const smem_sum = smem_max + kWarpsN * kRows;
     float* const smem_o = smem_sum + kWarpsN * kRows;

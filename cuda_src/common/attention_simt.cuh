@@ -1,9 +1,9 @@
 // Flash attention in true float32 on CUDA cores: one block multiplies one tile of query rows with
 // any range of keys.
 //
-// kWarps warps of kWarpRows rows each; tiles of 32 keys. For the scores a lane holds one key, for P
-// V every 32nd column of the result; shuffles carry P between the two. Intermediate values are not
-// rounded. This path serves checks and small models, not speed.
+// kWarps warps with kWarpRows rows each; tiles of 32 keys. In Q K^T each lane owns one key, in P V
+// every 32nd output column; shuffles broadcast P between the two. Intermediate values are not
+// rounded. This path is for checks and small models, not for speed.
 #pragma once
 
 #include "common/attention.cuh"
@@ -19,8 +19,8 @@ struct SimtAttention {
       (kRows + 2 * kKeys) * Layout::kPitch * static_cast<int>(sizeof(scalar_t));
 
   float o[kWarpRows][kColumns];
-  float max[kWarpRows];  // running maximum, in units of log2
-  float sum[kWarpRows];  // this lane's part of the running sum of P
+  float max[kWarpRows];  // running maximum, in log2 units
+  float sum[kWarpRows];  // this lane's share of the running sum of P
 
   template <typename Rows>
   __device__ __forceinline__ void run(scalar_t* smem, const Queries& queries, const KeyValues& kv,

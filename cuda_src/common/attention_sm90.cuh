@@ -1,5 +1,5 @@
-// Helpers of Hopper's attention kernels beyond sm90.cuh and wgmma.cuh: single values in shared
-// memory, the second product with P in registers, and the stores of result rows.
+// Helpers for Hopper attention kernels beyond sm90.cuh and wgmma.cuh: scalar shared-memory
+// accesses, the P V product with P in registers, and stores of result rows.
 #pragma once
 
 #include "common/attention.cuh"
@@ -34,18 +34,19 @@ __device__ __forceinline__ void st_shared_v4(unsigned to, unsigned a, unsigned b
 
 // ---- wgmma with V ------------------------------------------------------------------------------
 
-// Descriptor of V as B: rows are keys (k), columns (n) are contiguous, in chunks of 64 that are
-// `chunk_bytes` apart, with rows of 128 bytes in TMA's 128-byte swizzle. The next 16 keys are 2048
-// bytes further.
+// Descriptor of V as operand B: rows are keys (k) and columns (n) are contiguous, in chunks of 64
+// columns `chunk_bytes` apart; rows are 128 bytes in TMA's 128-byte swizzle. To step by 16 keys,
+// add 2048 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor_transposed(unsigned address,
                                                                 unsigned chunk_bytes) {
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) |
          (static_cast<uint64_t>(chunk_bytes >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }
 
-// Holds the next wgmma_wait back until x >= 0 is computed. ptxas sees no dependence between the
-// wait and the work that should overlap with wgmma, and would move the wait before it; it does not
-// move it before a store. `address` is in shared memory, and never written.
+// Keeps the next wgmma_wait behind the computation of x (x >= 0). ptxas sees no dependence between
+// the wait and the work meant to overlap with wgmma, and would hoist the wait above that work; it
+// does not hoist it above a store. The store to shared address `address` is predicated off and
+// never executes.
 __device__ __forceinline__ void wgmma_wait_after(float x, unsigned address) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.eq.f32 p, %0, 0fBF800000;\n@p st.shared.b32 [%1], %1;\n}" ::"f"(x),
@@ -53,13 +54,13 @@ __device__ __forceinline__ void wgmma_wait_after(float x, unsigned address) {
       : "memory");
 }
 
-// acc (64 x kN) += A (64 x 16, in registers) B (16 x kN, transposed as above). 16 columns of
-// another wgmma's accumulators, packed in pairs of neighbours, form an A.
+// acc (64 x kN) += A (64 x 16, in registers) B (16 x kN, transposed as above). Another wgmma's
+// accumulators of 16 columns, packed in pairs of neighbours, form such an A.
 template <int kN>
 __device__ __forceinline__ void wgmma_transposed(float (&acc)[kN / 2], const unsigned (&a)[4],
                                                  uint64_t b);
 
-// %a0 to %a3 and %b are the numbers of the operands after the kN / 2 sums.
+// a0 to a3 and b are operand numbers: these operands follow the kN / 2 accumulators.
 #define ENGINE_WGMMA_TRANSPOSED(N, a0, a1, a2, a3, b)                                              \
   template <>                                                                                      \
   __device__ __forceinline__ void wgmma_transposed<N>(float (&acc)[N / 2], const unsigned (&a)[4], \
@@ -79,9 +80,10 @@ ENGINE_WGMMA_TRANSPOSED(256, 128, 129, 130, 131, 132)
 
 // ---- rows of sums ------------------------------------------------------------------------------
 
-// Writes row i of a thread's two (0: row lane / 4; 1: lane / 4 + 8) of 64 x kColumns wgmma sums,
-// times `factor`, up to column `columns`. The four threads of a row, which hold two columns of each
-// eight, exchange them so that each stores whole groups of eight. All lanes must call it.
+// Stores one of the thread's two rows of 64 x kColumns wgmma accumulators (i = 0: row lane / 4; i =
+// 1: row lane / 4 + 8), multiplied by `factor`, up to column `columns`. The four threads of a row
+// each hold two of every eight columns; they exchange them so that each stores whole groups of
+// eight. All lanes must call it.
 template <int kColumns>
 __device__ __forceinline__ void store_row(scalar_t* row, bool exists, int columns, int lane_idx,
                                           const float* sum, int i, float factor) {
@@ -93,14 +95,15 @@ __device__ __forceinline__ void store_row(scalar_t* row, bool exists, int column
     for (int w = 0; w < 4; ++w)
       x[w] = pack2<scalar_t>(sum[16 * j + 4 * w + 2 * i] * factor,
                              sum[16 * j + 4 * w + 2 * i + 1] * factor);
-    // Exchange with the neighbour: pairs of words of groups 0, 2 (even threads) or 1, 3 (odd ones).
+    // Exchange with lane ^ 1: even lanes then hold word pairs of groups 0 and 2, odd lanes of 1 and
+    // 3.
 #pragma unroll
     for (int w = 0; w < 4; w += 2) {
       const unsigned other = __shfl_xor_sync(~0u, odd ? x[w] : x[w + 1], 1);
       y[w] = odd ? other : x[w];
       y[w + 1] = odd ? x[w + 1] : other;
     }
-    // Exchange with the thread two further: all four words of group `lane % 4`.
+    // Exchange with lane ^ 2: each lane then holds all four words of group lane % 4.
     const unsigned low = __shfl_xor_sync(~0u, upper ? y[0] : y[2], 2);
     const unsigned high = __shfl_xor_sync(~0u, upper ? y[1] : y[3], 2);
     const uint4 eight =

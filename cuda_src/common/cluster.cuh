@@ -1,6 +1,6 @@
-// Thread block clusters (sm_90 up): CTAs that run together and access each other's shared memory
-// (distributed shared memory). The first half is also used by portable kernels: on older chips a
-// cluster is one CTA.
+// Thread block clusters (sm_90 up): co-scheduled CTAs that access each other's shared memory
+// (distributed shared memory). Portable kernels also use the first half of this file: on older
+// chips a cluster is a single CTA.
 #pragma once
 
 #include "common/mbarrier.cuh"
@@ -46,8 +46,8 @@ __device__ __forceinline__ int num_clusters() {
   return gridDim.x;
 }
 
-// Barrier of all threads of the cluster, which makes earlier writes to shared memory visible to all
-// of them. In a cluster of one block it is __syncthreads().
+// Barrier across all threads of the cluster; makes their earlier shared-memory writes visible to
+// each other. In a cluster of one block it is __syncthreads().
 __device__ __forceinline__ void cluster_sync(int size) {
   if constexpr (kHasClusters) {
     if (size > 1) {
@@ -60,8 +60,8 @@ __device__ __forceinline__ void cluster_sync(int size) {
   __syncthreads();
 }
 
-// Loads N floats (1, 2 or 4) from the shared memory of CTA `rank` of the cluster, at the same
-// offset as `address` in this CTA's.
+// Loads N floats (1, 2 or 4) from the shared memory of the cluster's CTA `rank`, at the offset that
+// `address` has in this CTA.
 template <int N>
 __device__ __forceinline__ Vec<float, N> load_from_rank(unsigned address, int rank) {
   unsigned remote;
@@ -82,7 +82,7 @@ __device__ __forceinline__ Vec<float, N> load_from_rank(unsigned address, int ra
   return x;
 }
 
-// The same from a pointer, for kernels that may run without clusters (`size` 1).
+// load_from_rank with a pointer, for kernels that may run without clusters (`size` 1).
 __device__ __forceinline__ float4 load_cluster(const float* p, int rank, int size) {
   if constexpr (kHasClusters) {
     if (size > 1) {
@@ -99,8 +99,8 @@ __device__ __forceinline__ float load_cluster_float(const float* p, int rank, in
   return *p;
 }
 
-// Stores to the shared memory of CTA `rank`, at the same offset as `p` in this CTA's; `size` as
-// above.
+// Stores to the shared memory of CTA `rank`, at the offset that `p` has in this CTA. Without
+// clusters (`size` 1) it stores to `p`.
 __device__ __forceinline__ void store_cluster_float(float* p, int rank, int size, float x) {
   if constexpr (kHasClusters) {
     if (size > 1) {
@@ -115,18 +115,18 @@ __device__ __forceinline__ void store_cluster_float(float* p, int rank, int size
   *p = x;
 }
 
-// An mbarrier for bulk copies that one thread starts and all wait for. Used for one phase only.
+// An mbarrier for bulk copies that one thread issues and all threads wait for. Single phase only.
 struct BulkBarrier {
   uint64_t state;
 
-  // Called by one thread; a __syncthreads() must follow before others use it.
+  // One thread calls it; a __syncthreads() must follow before other threads use the barrier.
   __device__ __forceinline__ void init() {
     if constexpr (kHasClusters) {
       mbarrier_init(smem_address(&state), 1);
       mbarrier_init_fence();
     }
   }
-  // Called by one thread, before or after the copies are issued.
+  // One thread calls it, before or after issuing the copies.
   __device__ __forceinline__ void expect(uint32_t bytes) {
     if constexpr (kHasClusters) {
       mbarrier_arrive_expect_tx(smem_address(&state), bytes);
@@ -137,7 +137,7 @@ struct BulkBarrier {
       mbarrier_wait(smem_address(&state), 0);
     }
   }
-  // Copies `bytes`, a multiple of 16, between addresses that are multiples of 16.
+  // `bytes` and both addresses must be multiples of 16.
   __device__ __forceinline__ void copy(void* smem, const void* gmem, uint32_t bytes) {
     if constexpr (kHasClusters) {
       bulk_load(smem_address(smem), gmem, bytes, smem_address(&state));
@@ -147,7 +147,7 @@ struct BulkBarrier {
 
 // ---- sm_90 only ---------------------------------------------------------------------------------
 
-// Barrier of all threads of the cluster; warps need not be converged.
+// Barrier across all threads of the cluster; warps need not be converged.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive.release;\n"
@@ -155,7 +155,8 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
-// The two halves of the barrier, for work in between. The arrival orders no memory.
+// The two halves of the barrier, to overlap independent work. The arrival orders no memory
+// accesses.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
@@ -163,7 +164,8 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Both halves without memory ordering: cheaper, if no block reads what another one wrote.
+// Cluster barrier without memory ordering: cheaper, for cases in which no block reads another's
+// writes.
 __device__ __forceinline__ void cluster_sync_relaxed() {
   asm volatile(
       "barrier.cluster.arrive.relaxed;\n"
@@ -171,9 +173,9 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
           : "memory");
 }
 
-// Sends 16 bytes to the same offset in block `rank`, counted on the mbarrier at the same offset
-// there. No fence is needed: a thread that has waited for that mbarrier (mbarrier_wait_cluster)
-// sees them.
+// Sends 16 bytes to the same offset in block `rank` and counts them on that block's mbarrier at the
+// offset of `barrier`. No fence is needed: a thread sees the bytes once it has waited for that
+// mbarrier (mbarrier_wait_cluster).
 __device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsigned rank, float a,
                                              float b, float c, float d) {
   asm volatile(
@@ -185,7 +187,7 @@ __device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsi
       "r"(barrier), "r"(rank), "f"(a), "f"(b), "f"(c), "f"(d)
       : "memory");
 }
-// The same for 8 bytes.
+// Sends 8 bytes.
 __device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsigned rank, float a,
                                              float b) {
   asm volatile(

@@ -1,9 +1,10 @@
-// Quantization of numbers to 8-bit codes with a scale: e4m3, or integers from -127 to 127.
+// Quantization to 8-bit codes with a shared scale: e4m3, or integers from -127 to 127.
 //
 //   code = round(x * factor),  factor = min(largest / peak, FLT_MAX),  scale = peak / largest
 //
-// peak is the largest magnitude of the numbers that share the scale, or NaN if one is NaN. Rounding
-// is to nearest even, and saturates. Zeros have codes 0 and scale 0.
+// peak is the largest magnitude among the numbers that share the scale, or NaN if one of them is
+// NaN. Rounding is to nearest even with saturation. If all numbers are 0, the codes and the scale
+// are 0.
 // Mirror: engine/reference/quantize_rows.py
 #pragma once
 
@@ -12,7 +13,7 @@
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 
-// NaN if either operand is.
+// Returns NaN if either operand is NaN.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float d;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
@@ -72,7 +73,8 @@ __device__ __forceinline__ float lanes_max_or_nan(float x) {
   return x;
 }
 
-// Stores the codes of kWidth numbers in one access; the address must be aligned to it.
+// Quantizes kWidth numbers and stores their codes in one access; `to` must be aligned to kWidth
+// bytes.
 template <typename Codes, int kWidth>
 __device__ __forceinline__ void store_codes(unsigned char* to, const Vec<scalar_t, kWidth>& x,
                                             float factor) {

@@ -1,10 +1,10 @@
 // Asynchronous copies from global to shared memory (cp.async, sm_80 and up).
 //
-// Copies are collected into groups: cp_async_commit() closes one, cp_async_wait<N>() waits until at
-// most the N newest groups of the calling thread are still in flight.
-// SAFETY: a wait covers the calling thread's own copies only. Before another thread reads what was
-// copied, a __syncthreads() must follow the wait; and before a buffer is filled again, one must
-// separate its last read from the next cp_async_16 into it.
+// Copies are collected into groups: cp_async_commit() closes one, and cp_async_wait<N>() waits
+// until at most the N newest groups of the calling thread are still in flight.
+// SAFETY: a wait covers the calling thread's own copies only. A __syncthreads() must follow the
+// wait before another thread reads the data, and must separate a buffer's last read from the next
+// cp_async_16 into it.
 #pragma once
 
 #include "common/types.cuh"
@@ -15,7 +15,7 @@ __device__ __forceinline__ uint32_t smem_address(const void* smem) {
 }
 
 // Copies 16 bytes, or writes 16 zero bytes when !valid (then `gmem` is not read). Both addresses
-// must be multiples of 16. Bypasses L1: the data are read again from shared memory, not from L1.
+// must be multiples of 16. Bypasses L1, since the data will be read from shared memory.
 __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem, bool valid = true) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(smem), "l"(gmem),
                "r"(valid ? 16 : 0)

@@ -1,12 +1,13 @@
-// Elementwise maps over flat arrays, and over packed rows [gate | up].
+// Elementwise maps over flat arrays and over packed rows [gate | up].
 #pragma once
 
 #include "common/pdl.cuh"
 #include "common/types.cuh"
 
 // out[i] = f(x[i], ...) for n elements of contiguous arrays. Each of the first num_vectors threads
-// takes one 16-byte vector, each thread after them one of the remaining elements. num_vectors is 0
-// if a pointer is not aligned. A thread writes only what it has read, so out may be an input.
+// processes one 16-byte vector, each later thread one of the remaining elements. num_vectors is 0
+// if a pointer is unaligned. A thread writes only elements that it has read, so out may alias an
+// input.
 template <typename F, typename... Inputs>
 __device__ __forceinline__ void map_flat(int64_t num_vectors, int64_t n, F f, scalar_t* out,
                                          const Inputs*... inputs) {
@@ -27,8 +28,8 @@ __device__ __forceinline__ void map_flat(int64_t num_vectors, int64_t n, F f, sc
 
 constexpr int kGatedThreads = 128;
 
-// out[r, c] = f(x[r, c]) * x[r, F + c], rounded once. One thread per kWidth features; blockIdx.x
-// walks a row, blockIdx.y the rows. out may be the gate half of x.
+// out[r, c] = f(x[r, c]) * x[r, F + c], rounded once. One thread per kWidth features: blockIdx.x
+// indexes features, blockIdx.y rows. out may be the gate half of x.
 template <int kWidth, typename F>
 __device__ __forceinline__ void map_gated(const scalar_t* x, scalar_t* out, int64_t num_rows,
                                           int num_features, int64_t x_stride, int64_t out_stride,
@@ -46,7 +47,7 @@ __device__ __forceinline__ void map_gated(const scalar_t* x, scalar_t* out, int6
   }
 }
 
-// The entry point `name` of a gated op with the activation `f` of activation.cuh.
+// Defines the entry point `name` of a gated op with activation `f` (activation.cuh).
 #define ENGINE_GATED(name, width, f)                                                               \
   extern "C" __global__ void __launch_bounds__(kGatedThreads)                                      \
       name(const scalar_t* x, scalar_t* out, int64_t num_rows, int num_features, int64_t x_stride, \
@@ -57,7 +58,7 @@ __device__ __forceinline__ void map_gated(const scalar_t* x, scalar_t* out, int6
                      [](float gate) { return f(gate); });                                          \
   }
 
-// The entry point `name` of an activation `f` over n elements.
+// Defines the entry point `name` that applies activation `f` to n elements.
 #define ENGINE_UNARY(name, f)                                                  \
   extern "C" __global__ void __launch_bounds__(256)                            \
       name(const scalar_t* x, scalar_t* out, int64_t num_vectors, int64_t n) { \

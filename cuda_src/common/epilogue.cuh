@@ -1,10 +1,10 @@
-// The epilogue of a product, in float, rounded once:
+// GEMM epilogue, computed in float and rounded once:
 //
 //   out = activation(sum + bias) + residual
 //
-// With kSiluAndMul the rows of the weight, and the bias, alternate between gate and up, eight of
-// each: columns 16 i + j and 16 i + 8 + j of the product (j < 8) yield column 8 i + j of out, which
-// has n / 2 columns: silu(gate) * up + residual.
+// With kSiluAndMul the weight's rows (and the bias) alternate between eight of gate and eight of
+// up. Columns 16 i + j (gate) and 16 i + 8 + j (up) of the product, j < 8, yield column 8 i + j of
+// out, silu(gate) * up + residual; out has n / 2 columns.
 #pragma once
 
 #include "common/activation.cuh"
@@ -29,20 +29,20 @@ __device__ __forceinline__ float activate(int activation, float x) {
 
 struct Epilogue {
   const scalar_t* bias;  // (n,), or null
-  const void* residual;  // shape and dtype of out, or null; may be out
+  const void* residual;  // same shape and dtype as out, or null; may alias out
   void* out;             // (m, n), or (m, n / 2) if gated
   int64_t residual_stride, out_stride;
   int activation;
-  bool is_float;      // out and residual are float, else scalar_t
-  bool is_vector;     // n, strides and addresses allow accesses of four elements
-  int num_gates = 0;  // gated: rows of gate, if all of them precede those of up; else 0
+  bool is_float;      // out and residual are float; otherwise scalar_t
+  bool is_vector;     // n, strides and addresses allow four-element accesses
+  int num_gates = 0;  // gated bias with all of gate before up: length of gate; else 0
 
   __device__ __forceinline__ bool is_gated() const { return activation == kSiluAndMul; }
   __device__ __forceinline__ bool is_bare() const {
     return bias == nullptr && activation == kIdentity;
   }
-  // The number of columns of out, and the column of out that the gate in column n of the product
-  // belongs to.
+  // out_columns: number of columns of out. gated_column: the output column computed from the gate
+  // in column n of the product.
   __device__ __forceinline__ int out_columns(int n) const { return is_gated() ? n / 2 : n; }
   __device__ __forceinline__ static int gated_column(int n) { return n / 16 * 8 + n % 8; }
 
@@ -50,12 +50,12 @@ struct Epilogue {
     return activate(activation, bias != nullptr ? sum + to_float(bias[n]) : sum);
   }
 
-  // The index of the bias of the product's column n.
+  // Index in `bias` of the product's column n.
   __device__ __forceinline__ int bias_index(int n) const {
     return num_gates > 0 ? gated_column(n) + n / 8 % 2 * num_gates : n;
   }
 
-  // `gate` is the sum in the product's column n, `up` that in column n + 8.
+  // `gate` is the sum in column n of the product, `up` the sum in column n + 8.
   __device__ __forceinline__ float gated(int n, float gate, float up) const {
     if (bias != nullptr) {
       gate += to_float(bias[bias_index(n)]);
@@ -64,7 +64,7 @@ struct Epilogue {
     return silu(gate) * up;
   }
 
-  // Columns n .. n + 3 of a row; n is a multiple of 4 and below num_cols.
+  // Loads columns n .. n + 3 of a row; n is a multiple of 4 and less than num_cols.
   template <typename Out>
   __device__ __forceinline__ Vec<Out, 4> load_residual(int64_t row, int n, int num_cols) const {
     Vec<Out, 4> r = {};
@@ -85,7 +85,7 @@ struct Epilogue {
       if (n + j < num_cols) p[j] = y.v[j];
   }
 
-  // `sum` is complete but for the residual.
+  // `sum` lacks only the residual.
   template <typename Out>
   __device__ __forceinline__ void store_one_as(int64_t row, int n, float sum) const {
     if (residual != nullptr)
@@ -100,8 +100,8 @@ struct Epilogue {
       store_one_as<scalar_t>(row, n, y);
   }
 
-  // Stores column n of the product; sum_at(n) returns the sum of any column. Columns of up store
-  // nothing.
+  // Stores column n of the product; sum_at(n) returns the sum of any column. If gated, the up
+  // columns store nothing.
   template <typename SumAt>
   __device__ __forceinline__ void store_one(int64_t row, int n, const SumAt& sum_at) const {
     if (!is_gated())

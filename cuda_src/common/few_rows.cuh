@@ -1,13 +1,13 @@
-// Shared by the kernels that stream a weight for few rows of x: the wait on a warp's ring, and the
-// layout of its sums.
+// Shared by the skinny GEMM kernels, which stream a weight for few rows of x: the wait on a warp's
+// ring, and the layout of its sums.
 #pragma once
 
 #include "common/cp_async.cuh"
 
-constexpr int kMaxStages = 6;  // stages of a ring, at most
+constexpr int kMaxStages = 6;  // maximum number of stages of a ring
 
-// Waits until the oldest stage of the ring has arrived. Each stage is one group of copies, and all
-// have been issued.
+// Waits until the oldest stage of the ring has arrived. Each stage is one cp.async group, and all
+// num_stages groups have been committed.
 __device__ __forceinline__ void wait_for_oldest(int num_stages) {
   static_assert(kMaxStages == 6, "a case each");
   if (num_stages == 3)
@@ -24,7 +24,7 @@ __device__ __forceinline__ void wait_for_oldest(int num_stages) {
     cp_async_wait<0>();
 }
 
-// Layout of the sums of a row tile, 16 rows of the weight: [token][row].
+// Layout of a row tile's sums (16 rows of the weight): [token][row].
 template <int kTokens_>
 struct FewRowsShape {
   static constexpr int kTokens = kTokens_, kTokenTiles = (kTokens + 7) / 8;

@@ -1,10 +1,10 @@
-// mbarriers (sm_90 up), and the bulk copies without a tensor map that count their bytes on them.
+// mbarriers (sm_90 up), and bulk copies without a tensor map, which complete on an mbarrier.
 //
-// The protocol: one thread announces the expected bytes on an mbarrier and starts copies; the
-// copies write shared memory and count their bytes on the mbarrier; a thread that needs the data
-// waits for the mbarrier's phase. In a ring, each stage has two mbarriers: `full`, on which the
-// producer's copies complete, and `empty`, on which consumers arrive when the stage may be
-// overwritten. Shared-memory addresses are 32-bit, as in PTX.
+// Protocol: one thread announces the expected bytes on an mbarrier and issues copies; the copies
+// write shared memory and count their bytes on the mbarrier; threads that need the data wait for
+// the mbarrier's phase. Each stage of a ring has two mbarriers: the producer's copies complete on
+// `full`, and consumers arrive on `empty` once the stage may be overwritten. Shared-memory
+// addresses are 32-bit, as in PTX.
 #pragma once
 
 #include "common/cp_async.cuh"  // smem_address
@@ -23,22 +23,23 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives once and announces `bytes` that copies will write: the phase also waits for these.
+// Arrives once and announces `bytes` that copies will write; the phase completes only after those
+// bytes.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// Arrives when the cp_async copies started by this thread have landed; this counts as one of the
+// Arrives when all earlier cp_async copies of this thread have landed; this counts as one of the
 // mbarrier's expected arrivals.
 __device__ __forceinline__ void mbarrier_arrive_cp_async(unsigned barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives on the mbarrier at the same offset in CTA `rank` of the cluster (one's own is allowed).
+// Arrives on the mbarrier at the same offset in CTA `rank` of the cluster, which may be this CTA.
 //
-// NOTE: no .release.cluster, which would fence all memory. That suffices if the released memory was
-// only read, by wgmma or by loads that have completed.
+// NOTE: .release.cluster is omitted because it would fence all memory. That is sufficient if the
+// released memory was only read, by wgmma or by completed loads.
 __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier, unsigned rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
@@ -49,7 +50,7 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier, unsign
 }
 
 // Waits until the phase of this parity (0 for the first) has completed. On a new mbarrier parity 1
-// counts as completed: that is how a producer finds all stages empty at the start.
+// counts as completed, so a producer finds all stages empty at the start.
 __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -60,7 +61,7 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
       : "memory");
 }
 
-// The same without waiting: returns whether that phase has completed.
+// Returns, without waiting, whether the phase of this parity has completed.
 __device__ __forceinline__ bool mbarrier_test_wait(unsigned barrier, unsigned parity) {
   int over;
   asm volatile(
@@ -84,23 +85,24 @@ __device__ __forceinline__ void mbarrier_wait_cluster(unsigned barrier, unsigned
       : "memory");
 }
 
-// Orders ordinary accesses to shared memory, by this thread and by threads it has synchronised
-// with, before those of TMA and wgmma. If another thread starts these, a barrier must follow the
+// Orders ordinary shared-memory accesses, by this thread and by threads it has synchronised with,
+// before accesses by TMA and wgmma. If another thread issues those, a barrier must follow the
 // fence.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Waits until readers have released memory that they read by ordinary loads or ldmatrix and that a
-// bulk copy will overwrite. Every thread that starts such a copy must call it. SAFETY: an arrival
-// orders these reads before ordinary writes, not before bulk copies: without the fence the copy may
-// overwrite what ldmatrix has not read yet.
+// Waits until readers that use ordinary loads or ldmatrix have released memory that a bulk copy
+// will overwrite. Every thread that issues such a copy must call it. SAFETY: an arrival orders
+// these reads before ordinary writes, but not before bulk copies. Without the fence, a copy may
+// overwrite data that ldmatrix has not read yet.
 __device__ __forceinline__ void mbarrier_wait_to_overwrite(unsigned barrier, unsigned parity) {
   mbarrier_wait(barrier, parity);
   fence_async_proxy();
 }
 
-// Copies contiguous `bytes`, without a map; addresses and bytes are multiples of 16.
+// Copies `bytes` contiguous bytes without a tensor map; both addresses and `bytes` are multiples of
+// 16.
 __device__ __forceinline__ void bulk_load(unsigned to, const void* from, unsigned bytes,
                                           unsigned barrier) {
   asm volatile(

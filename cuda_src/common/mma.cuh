@@ -1,6 +1,6 @@
 // Tensor-core products of 16-bit operands with float accumulation (mma.sync, ldmatrix; sm_80 up).
 //
-// mma_m16n8k16: D (16,8) += A (16,16) B (16,8). Lane 4 g + t (t < 4) holds, two values a register
+// mma_m16n8k16: D (16,8) += A (16,16) B (16,8). Lane 4 g + t (t < 4) holds, two values per register
 // with the lower index in the lower half:
 //   a[0] = A[g    ][2t, 2t+1]     a[2] = A[g    ][2t+8, 2t+9]
 //   a[1] = A[g + 8][2t, 2t+1]     a[3] = A[g + 8][2t+8, 2t+9]
@@ -8,15 +8,15 @@
 //   d[0], d[1] = D[g][2t, 2t+1]   d[2], d[3] = D[g + 8][2t, 2t+1]
 //
 // ldmatrix loads 8x8 matrices of 16-bit values: lane i passes the address of row i % 8 of matrix
-// i / 8 (16 bytes, 16-byte aligned), and of matrix m gets r[m] = M[g][2t, 2t+1], or with .trans
-// M[2t, 2t+1][g]. So an A tile stored row by row, and a B tile stored as rows of n (that is B^T, as
-// weights are), load without .trans; a B tile stored as rows of k (V in attention) loads with it.
+// i / 8 (16 bytes, 16-byte aligned), and receives r[m] = M[g][2t, 2t+1] of matrix m, or
+// M[2t, 2t+1][g] with .trans. So a row-major A tile, and a B tile stored as rows of n (B^T, like
+// weights), load without .trans; a B tile stored as rows of k (V in attention) loads with .trans.
 #pragma once
 
 #include "common/cp_async.cuh"
 #include "common/types.cuh"
 
-// From an address of shared memory, or a pointer to it.
+// ldmatrix from a 32-bit shared-memory address, or from a pointer.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], unsigned smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -37,7 +37,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
   ldmatrix_x4_trans(r, smem_address(smem));
 }
 
-// T is the type of A's and B's values: __half or __nv_bfloat16.
+// T is the element type of A and B: __half or __nv_bfloat16.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4],
                                              const uint32_t (&b)[2]);

@@ -1,8 +1,8 @@
-// Tiled product of 16-bit values on tensor cores: cp.async into a ring of kStages shared-memory
-// stages, ldmatrix one step ahead of mma, float accumulation.
+// Tiled 16-bit GEMM on tensor cores: cp.async into a ring of kStages shared-memory stages, ldmatrix
+// one step ahead of mma, float accumulation.
 //
-// Each element sums k in ascending steps of 16 whatever the tile, so results depend on the number
-// of splits along k but not on the tile nor on m.
+// Every tile shape sums k in ascending steps of 16, so results depend on the number of splits along
+// k, but not on the tile shape or on m.
 #pragma once
 
 #include "common/mma.cuh"
@@ -19,17 +19,17 @@ struct MmaCore {
   float acc[kTilesM][kTilesN][4] = {};
   uint32_t frag_a[2][kTilesM][4];
   uint32_t frag_b[2][kTilesN / 2][4];
-  int offset_a, offset_b;  // offsets of this lane's first ldmatrix address in the operands' tiles
+  int offset_a, offset_b;  // offset of this lane's first ldmatrix address in each operand's tile
 
   __device__ __forceinline__ MmaCore(int warp_row, int warp_col) {
     const int lane_idx = threadIdx.x % kWarpSize;
-    // Matrices in the order of a[0..3]: rows 0-7, rows 8-15, then the same at k + 8.
+    // Matrix order of a[0..3]: rows 0-7, rows 8-15, then the same rows at k + 8.
     offset_a = swizzled(warp_row + lane_idx % 16, lane_idx / 16);
-    // Two n-tiles together: b[0], b[1] of columns 0-7, then of columns 8-15.
+    // Two n-tiles per load: b[0], b[1] of columns 0-7, then of columns 8-15.
     offset_b = swizzled(warp_col + lane_idx % 8 + lane_idx / 16 * 8, lane_idx / 8 % 2);
   }
 
-  // Loads the fragments of 16-wide step kStep of a stage into set kStep.
+  // Loads the fragments of a stage's k-step kStep (16 wide) into fragment set kStep.
   template <int kStep>
   __device__ __forceinline__ void load(const unsigned char* smem_a, const unsigned char* smem_b) {
     constexpr int kFlip = kStep * 2 << 4;  // chunk + 2, after the swizzle
@@ -54,7 +54,8 @@ struct MmaCore {
   }
 
   // Stores through this warp's part of shared memory, 16 rows at a time, so that global memory is
-  // written in whole lines. The outer loop stays rolled, so that the epilogue's code exists once.
+  // written in whole lines. The outer loop stays rolled to keep a single copy of the epilogue's
+  // code.
   template <typename E>
   __device__ __forceinline__ void store(const E& e, float* staging, int row0, int col0, int m,
                                         int n) {
@@ -82,9 +83,9 @@ struct MmaCore {
   }
 };
 
-// Adds the products over k from k_begin to k_end to the core's sums. `prepare(smem, k)` modifies
-// x's tile in place before it becomes visible to threads that did not load it. At the end no thread
-// reads the stages any more.
+// Accumulates the product over k in [k_begin, k_end). `prepare(smem, k)` modifies x's tile in place
+// before it becomes visible to threads that did not load it. On return no thread reads the stages
+// any more.
 template <int kStages, int kBytesA, int kStageBytes, typename Core, typename LoaderX,
           typename LoaderW, typename Prepare>
 __device__ __forceinline__ void mma_sums(Core& core, const LoaderX& x, const LoaderW& weight,
@@ -100,8 +101,8 @@ __device__ __forceinline__ void mma_sums(Core& core, const LoaderX& x, const Loa
     }
     cp_async_commit();  // even if empty: the wait counts groups
   };
-  // Waits until `tile` has arrived for every thread. SAFETY: after the barrier all warps have also
-  // read the fragments of tile - 1, whose stage may be filled again.
+  // Waits until `tile` has arrived for every thread. SAFETY: the barrier also guarantees that all
+  // warps have read the fragments of tile - 1, so its stage may be refilled.
   const auto await = [&](int tile) {
     cp_async_wait<kStages - 2>();
     if (tile < num_tiles) prepare(stage(tile), k_begin + tile * kTileK);
@@ -121,5 +122,5 @@ __device__ __forceinline__ void mma_sums(Core& core, const LoaderX& x, const Loa
     core.template multiply<1>();
   }
   cp_async_wait<0>();
-  __syncthreads();  // SAFETY: the stages are reused as staging of the epilogue.
+  __syncthreads();  // SAFETY: the epilogue reuses the stages as its staging buffer.
 }

@@ -1,5 +1,5 @@
-// The choice of experts, and the sort of a few tokens' pairs (token, expert) by expert within one
-// block. Formulas: moe_route.cu.
+// Expert selection, and sorting (token, expert) pairs of a few tokens by expert within one block.
+// Formulas: moe_route.cu.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -7,7 +7,7 @@
 
 constexpr int kMaxTopK = 16;
 constexpr int kMaskWords = 2;
-constexpr int kMaskTokens = 32 * kMaskWords;    // tokens that one block can sort at a time
+constexpr int kMaskTokens = 32 * kMaskWords;    // maximum number of tokens per block sort
 constexpr uint32_t kMinusInfKey = 0x007fffffu;  // key_of(-inf)
 
 struct MoeRouteParams {
@@ -18,17 +18,18 @@ struct MoeRouteParams {
   int* order;               // (T * top_k,)
   int* offsets;             // (E + 1,)
   const int64_t* slots;     // (T,), or null: tokens with a negative slot do not count in `load`
-  int64_t* load;            // (E,) pairs of each expert, accumulated; or null
-  int* counts;              // (chunks, E) pairs of each chunk of tokens; unused with few tokens
+  int64_t* load;            // (E,) accumulated number of pairs per expert, or null
+  int* counts;              // (chunks, E) pairs per token chunk and expert; unused with few tokens
   int num_tokens, num_experts, top_k;
   int is_sigmoid;
-  int num_groups, top_groups;  // num_groups <= 32; 1: no groups
+  int num_groups, top_groups;  // num_groups <= 32; 1: no expert groups
   int renormalize;
   float scale;
-  int chunk_tokens;  // tokens per block; the last block has the rest
+  int chunk_tokens;  // tokens per block; the last block takes the rest
 };
 
-// An unsigned key that orders floats. 0 and -0 share a key; NaN has the lowest, 1; no float has 0.
+// Maps a float to an unsigned key with the same order. 0 and -0 share a key; NaN maps to the lowest
+// key, 1; no float maps to 0.
 __device__ __forceinline__ uint32_t key_of(float x) {
   const uint32_t bits = x == 0.0f ? 0 : __float_as_uint(x);
   const uint32_t key = bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
@@ -39,15 +40,15 @@ __device__ __forceinline__ float value_of(uint32_t key) {
   return __uint_as_float(key >> 31 != 0 ? key ^ 0x80000000u : ~key);
 }
 
-// A lane's experts: i * 32 + lane. `key` ranks them; it is 0 if an expert does not exist or is
-// already chosen.
+// A lane's experts, i * 32 + lane. `key` ranks them; it is 0 if the expert does not exist or has
+// already been chosen.
 template <int kPer>
 struct Ranked {
   float score[kPer];
   uint32_t key[kPer];
 };
 
-// Turns a row of logits into scores and their ranks.
+// Turns a row of logits into scores and ranking keys.
 template <int kPer>
 __device__ __forceinline__ void load_scores(const MoeRouteParams& p, int token, Ranked<kPer>& r) {
   const int lane_idx = threadIdx.x % kWarpSize;
@@ -81,8 +82,8 @@ __device__ __forceinline__ void load_scores(const MoeRouteParams& p, int token, 
   }
 }
 
-// Keeps the token's best groups of neighbouring experts; the others rank as -inf. Lane g ranks
-// group g: by its best expert, or with a correction by the sum of its two best.
+// Keeps the token's best groups of neighbouring experts; experts of other groups rank as -inf. Lane
+// g ranks group g by its best expert or, with a correction, by the sum of its two best.
 template <int kPer>
 __device__ __forceinline__ void keep_best_groups(const MoeRouteParams& p, Ranked<kPer>& r) {
   const int lane_idx = threadIdx.x % kWarpSize, size = p.num_experts / p.num_groups;
@@ -92,7 +93,7 @@ __device__ __forceinline__ void keep_best_groups(const MoeRouteParams& p, Ranked
   uint32_t own = 0;
 #pragma unroll 1
   for (int g = 0; g < p.num_groups; ++g) {
-    uint32_t best = 0, second = 0;  // keys of this lane's experts in the group
+    uint32_t best = 0, second = 0;  // two highest keys among this lane's experts in the group
 #pragma unroll
     for (int i = 0; i < kPer; ++i) {
       if (group[i] != g) continue;
@@ -140,7 +141,7 @@ __device__ __forceinline__ int choose(const MoeRouteParams& p, int token) {
     }
     const uint32_t largest = __reduce_max_sync(kFullMask, best);
     const unsigned own = place * kWarpSize + lane_idx;
-    // The winner is below num_experts: at least one key is not 0, as top_k <= num_experts.
+    // The winner is below num_experts: at least one key is nonzero because top_k <= num_experts.
     const int winner = __reduce_min_sync(kFullMask, best == largest ? own : ~0u);
     float score = r.score[0];
 #pragma unroll
@@ -155,7 +156,7 @@ __device__ __forceinline__ int choose(const MoeRouteParams& p, int token) {
     if (lane_idx == rank) expert = winner, weight = score;
   }
   if (lane_idx < p.top_k) {
-    if (p.renormalize) weight /= total < 1e-20f ? 1e-20f : total;  // keeps a NaN
+    if (p.renormalize) weight /= total < 1e-20f ? 1e-20f : total;  // NaN stays NaN
     const int64_t pair = static_cast<int64_t>(token) * p.top_k + lane_idx;
     p.experts[pair] = expert;
     p.weights[pair] = weight * p.scale;
@@ -184,18 +185,18 @@ struct TokenMasks {
     for (int w = 0; w < kMaskWords; ++w) sum += __popc(words[w][expert]);
     return sum;
   }
-  // Number of earlier tokens that chose the expert.
+  // Number of tokens before `token` that chose the expert.
   __device__ __forceinline__ int rank(int expert, int token) const {
     int sum = 0;
 #pragma unroll
     for (int w = 0; w < kMaskWords; ++w) {
-      const int bits = min(max(token - w * 32, 0), 32);  // bits of word w before the token
+      const int bits = min(max(token - w * 32, 0), 32);  // bits of word w before `token`
       sum += __popc(words[w][expert] & (bits == 32 ? ~0u : (1u << bits) - 1));
     }
     return sum;
   }
-  // Counts tokens for this lane's experts lane * kPer + i, in accesses of several words without
-  // bank conflicts.
+  // Counts the tokens of this lane's experts lane * kPer + i, using vector accesses without bank
+  // conflicts.
   __device__ __forceinline__ void count_own(int (&counts)[kPer]) const {
     constexpr int kWidth = kPer < 4 ? kPer : 4;
     const int first = threadIdx.x % kWarpSize * kPer;
@@ -212,7 +213,7 @@ struct TokenMasks {
   }
 };
 
-// Replaces each of a warp's counts (expert lane * kPer + i) by the sum of the preceding ones.
+// Exclusive prefix sum over a warp's counts (expert lane * kPer + i), in place.
 template <int kPer>
 __device__ __forceinline__ void sums_before(int (&counts)[kPer]) {
   const int lane_idx = threadIdx.x % kWarpSize;
@@ -250,8 +251,8 @@ struct RouteShared {
   int experts[kMaskTokens][kMaxTopK];
 };
 
-// The whole routing of up to kMaskTokens tokens, in one block of any number of warps. The masks
-// must be zero, and a barrier must have made them and the logits visible.
+// Routes up to kMaskTokens tokens in one block with any number of warps. The masks must be zero,
+// and a barrier must have made them and the logits visible.
 template <int kPer>
 __device__ __forceinline__ void route_few(const MoeRouteParams& p, RouteShared<kPer>& shared) {
   const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
@@ -265,7 +266,7 @@ __device__ __forceinline__ void route_few(const MoeRouteParams& p, RouteShared<k
     }
   }
   __syncthreads();
-  // Every warp computes this itself, which costs less than another barrier.
+  // Every warp computes this redundantly, which costs less than another barrier.
   int begins[kPer];
   shared.masks.count_own(begins);
   sums_before<kPer>(begins);

@@ -1,4 +1,4 @@
-// Two 16-bit numbers (half or bfloat16) in a register, and the conversion of integers to them.
+// Arithmetic on two 16-bit numbers (half or bfloat16) per register, and integer conversion.
 //
 // An integer q of up to 7 bits is or-ed into the mantissa of a power of two, which yields exactly
 // kMagic + q: 0x4300 | q is 128 + q in bfloat16, 0x6400 | q is 1024 + q in float16.
@@ -6,7 +6,7 @@
 
 #include "common/types.cuh"
 
-// (a & kMask) | kOr in one instruction, which the compiler does not emit for two constants.
+// (a & kMask) | kOr in one instruction; given two constants, the compiler emits two.
 template <uint32_t kMask, uint32_t kOr>
 __device__ __forceinline__ uint32_t and_or(uint32_t a) {
   uint32_t d;
@@ -20,8 +20,8 @@ constexpr bool kIsHalf = ENGINE_DTYPE == 1;
 constexpr uint32_t kMagicWord = kIsHalf ? 0x64006400u : 0x43004300u;
 constexpr int kMagic = kIsHalf ? 1024 : 128;
 
-// An integer, exact in scalar_t, as two equal 16-bit numbers in a register. constexpr, because the
-// conversions of CUDA's headers are not folded.
+// A register holding two copies of an integer that is exact in scalar_t. constexpr because the
+// compiler does not fold the conversions of CUDA's headers.
 constexpr uint32_t pair_of(int value) {
   if (value == 0) return 0;
   const int mantissa_bits = kIsHalf ? 10 : 7, bias = kIsHalf ? 15 : 127;
@@ -55,12 +55,12 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b) {
   return fma_pair(a, b, 0x80008000u);
 }
 
-// The signed bytes 0 and 2 of a word.
+// Converts bytes 0 and 2 of a word, as signed integers.
 __device__ __forceinline__ uint32_t signed_bytes(uint32_t word) {
   if constexpr (kIsHalf) {
     const uint32_t biased = and_or<0x00ff00ffu, kMagicWord>(word ^ 0x00800080u);
     return add_to_pair<-1152>(biased);
-  } else {  // 128 + the lower seven bits, minus 128 or, for a negative code, 256
+  } else {  // (128 + lower seven bits) - (128, or 256 for a negative code)
     const uint32_t low = and_or<0x007f007fu, kMagicWord>(word);
     const uint32_t base = and_or<0x00800080u, kMagicWord>(word);
     return fma_pair(base, pair_of(-1), low);

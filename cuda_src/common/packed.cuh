@@ -1,6 +1,6 @@
 // Vectors of scalar_t that stay in registers while other loads are in flight.
 //
-// Kept as single elements, 16-bit values would take a register each; as 32-bit words two share one.
+// As single elements, 16-bit values would occupy one register each; as 32-bit words, two share one.
 #pragma once
 
 #include "common/types.cuh"
@@ -29,8 +29,8 @@ __device__ __forceinline__ Vec<scalar_t, kWidth> unpack(const Packed<kWidth>& x)
   return reinterpret_cast<const Vec<scalar_t, kWidth>&>(x);
 }
 
-// store_vec; with `is_streamed` the line is the first that L2 evicts. For results larger than L2,
-// which would evict the inputs read next, and be evicted themselves before they are read.
+// store_vec; `is_streamed` marks the line evict-first in L2. Use it for results larger than L2:
+// they would evict the inputs to be read next, and be evicted themselves before they are read.
 template <typename T, int N>
 __device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& x, bool is_streamed) {
   if constexpr (sizeof(x) == kVecBytes) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& x, bool is_stre
   store_vec(p, x);
 }
 
-// load_packed; with `is_streamed` the line, which is not read again, is the first that L2 evicts.
+// load_packed; `is_streamed` marks the line, which is not read again, evict-first in L2.
 template <int kWidth>
 __device__ __forceinline__ Packed<kWidth> load_packed(const scalar_t* p, bool is_streamed) {
   if constexpr (kWidth == kVec) {

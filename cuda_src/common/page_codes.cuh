@@ -1,6 +1,6 @@
-// The element type of the KV cache: scalar_t or, with PAGE_CODES, one-byte codes with a float scale
-// per key/value head: value = code * scale. PAGE_CODES = 1: e4m3; 2: integers from -127 to 127. All
-// code that depends on the kind of code is here.
+// Element type of the KV cache: scalar_t or, if PAGE_CODES is set, one-byte codes with a float
+// scale per key/value head: value = code * scale. PAGE_CODES = 1: e4m3; 2: integers from -127 to
+// 127. All code that depends on the code type is here.
 #pragma once
 
 #include "common/types.cuh"
@@ -12,28 +12,29 @@
 constexpr bool kHasCodes = PAGE_CODES;
 
 #if PAGE_CODES == 2
-// A half with bits 0x6400 + u has the value 1024 + u; u = code + 128 is a byte.
+// Subtracts 1152 = 1024 + 128: a half with bits 0x6400 + u is 1024 + u, and the byte u is code +
+// 128.
 __device__ __forceinline__ uint32_t half2_less_1152(uint32_t pair) {
   const __half2 bias = __half2half2(__ushort_as_half(0x6480));
   const __half2 x = __hsub2(*reinterpret_cast<const __half2*>(&pair), bias);
   return *reinterpret_cast<const uint32_t*>(&x);
 }
 
-// Four codes as halves, exactly: of the lower two bytes, and of the upper two.
+// Exact conversion of four codes to halves: `low` holds bytes 0 and 1, `high` bytes 2 and 3.
 __device__ __forceinline__ void codes_to_halves(uint32_t codes, uint32_t& low, uint32_t& high) {
   const uint32_t bytes = codes ^ 0x80808080u;
   low = half2_less_1152(__byte_perm(bytes, 0x64646464u, 0x4140));
   high = half2_less_1152(__byte_perm(bytes, 0x64646464u, 0x4342));
 }
 
-// The same of bytes 0 and 2, and of bytes 1 and 3.
+// Exact conversion of four codes to halves: `even` holds bytes 0 and 2, `odd` bytes 1 and 3.
 __device__ __forceinline__ void codes_to_even_odd(uint32_t codes, uint32_t& even, uint32_t& odd) {
   const uint32_t bytes = codes ^ 0x80808080u;
   even = half2_less_1152(__byte_perm(bytes, 0x64646464u, 0x4240));
   odd = half2_less_1152(__byte_perm(bytes, 0x64646464u, 0x4341));
 }
-#else  // also without codes: not called
-// Four codes as halves, exactly: of the lower two bytes, and of the upper two.
+#else  // e4m3; also compiled, but not called, without PAGE_CODES
+// Exact conversion of four codes to halves: `low` holds bytes 0 and 1, `high` bytes 2 and 3.
 __device__ __forceinline__ void codes_to_halves(uint32_t codes, uint32_t& low, uint32_t& high) {
   asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\n"
       "cvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
@@ -41,13 +42,13 @@ __device__ __forceinline__ void codes_to_halves(uint32_t codes, uint32_t& low, u
       : "r"(codes));
 }
 
-// The same of bytes 0 and 2, and of bytes 1 and 3.
+// Exact conversion of four codes to halves: `even` holds bytes 0 and 2, `odd` bytes 1 and 3.
 __device__ __forceinline__ void codes_to_even_odd(uint32_t codes, uint32_t& even, uint32_t& odd) {
   codes_to_halves(__byte_perm(codes, 0, 0x3120), even, odd);
 }
 #endif
 
-// Four codes as two registers of scalar_t, a type of 16 bits.
+// Exact conversion of four codes to two registers of scalar_t, a 16-bit type.
 __device__ __forceinline__ void codes_to_registers(uint32_t codes, uint32_t& low, uint32_t& high) {
   codes_to_halves(codes, low, high);
 #if ENGINE_DTYPE == 2
@@ -69,8 +70,8 @@ using PageCodes = E4m3;
 using PageCodes = Int8;
 #endif
 
-// x / scale, saturated and rounded to nearest even; a NaN stays NaN in e4m3, and becomes 0 as an
-// integer.
+// Quantizes x / scale, rounded to nearest even with saturation. NaN stays NaN in e4m3 and becomes 0
+// as an integer.
 template <int N>
 __device__ __forceinline__ Vec<page_t, N> to_page(const float* x, float scale) {
   Vec<page_t, N> codes;
@@ -80,12 +81,12 @@ __device__ __forceinline__ Vec<page_t, N> to_page(const float* x, float scale) {
 }
 
 #if PAGE_CODES == 1
-// Two codes as halves, the lower byte first: exact.
+// Exact conversion of two codes to halves, the lower byte in the lower half.
 __device__ __forceinline__ __half2 codes_to_half2(unsigned short codes) {
   return __half2(__nv_cvt_fp8x2_to_halfraw2(codes, __NV_E4M3));
 }
 
-// Codes as scalar_t, without their scale: exact.
+// Exact conversion of codes to scalar_t; the scale is not applied.
 template <int N>
 __device__ __forceinline__ Vec<scalar_t, N> codes_to_scalars(const Vec<page_t, N>& codes) {
   Vec<scalar_t, N> x;
@@ -102,7 +103,7 @@ __device__ __forceinline__ Vec<scalar_t, N> codes_to_scalars(const Vec<page_t, N
   return x;
 }
 #else
-// Codes as scalar_t, without their scale: exact.
+// Exact conversion of codes to scalar_t; the scale is not applied.
 template <int N>
 __device__ __forceinline__ Vec<scalar_t, N> codes_to_scalars(const Vec<page_t, N>& codes) {
   Vec<scalar_t, N> x;

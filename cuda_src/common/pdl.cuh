@@ -1,11 +1,11 @@
-// Programmatic dependent launch: the next kernel of a stream may start before this one has ended.
-// Before sm_90 both functions do nothing: a kernel starts when the preceding one has ended.
+// Programmatic dependent launch: the next kernel in a stream may start before this one has ended.
+// Before sm_90 both functions do nothing, and a kernel starts once the preceding one has ended.
 #pragma once
 
 #include "common/types.cuh"
 
-// Lets the next kernel of the stream start once every block of this one has called it or ended. The
-// next kernel must still call pdl_wait() before it relies on any effect of this one.
+// Lets the next kernel in the stream start once every block of this kernel has called pdl_trigger()
+// or ended. The next kernel must still call pdl_wait() before it relies on any effect of this one.
 __device__ __forceinline__ void pdl_trigger() {
   if constexpr (kArch >= 900) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -2,8 +2,8 @@
 #pragma once
 
 // The next stage, and the parity of the phase that its mbarrier must have completed first. A
-// consumer starts with parity 0, a producer with 1: on a new mbarrier the phase before the first
-// counts as completed.
+// consumer starts with parity 0. A producer starts with parity 1: on a new mbarrier the phase
+// before the first counts as completed.
 template <int kStages>
 struct PipelineState {
   int stage = 0;

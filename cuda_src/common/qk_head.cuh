@@ -1,8 +1,7 @@
-// The norm and the rotation of a head of q or k, with the same bits in every kernel that fuses
-// them.
+// Norm and rotation of a q or k head, bit-identical in every kernel that fuses them.
 //
-// A lane holds two 16-byte vectors of a head, the two that the rotation pairs up. So D / 2 / kVec
-// neighbouring lanes hold a head and sum its squares by shuffles.
+// A lane holds the two 16-byte vectors of a head that the rotation pairs up. So D / 2 / kVec
+// neighbouring lanes hold a head, and sum its squares with shuffles.
 #pragma once
 
 #include "common/packed.cuh"
@@ -18,8 +17,8 @@ __device__ __forceinline__ float normed(float x, float scale, scalar_t weight, f
   return round_to_scalar(x * scale * (to_float(weight) + offset));
 }
 
-// The sum of squares of a head in `num_lanes` neighbouring lanes, a power of two. All lanes of the
-// warp must call it.
+// Sum of squares of a head held by `num_lanes` neighbouring lanes (a power of two). All lanes of
+// the warp must call it.
 __device__ __forceinline__ float head_sum_of_squares(const float (&x)[2 * kVec], int num_lanes) {
   float sum = 0.0f;
 #pragma unroll

@@ -31,6 +31,6 @@ __device__ __forceinline__ float block_sum(float x, float* smem) {
   float total = 0.0f;
 #pragma unroll
   for (int i = 0; i < kWarps; ++i)
-    total += smem[i];  // the same order in every thread, so the same sum
+    total += smem[i];  // same order in every thread, hence the same sum
   return total;
 }

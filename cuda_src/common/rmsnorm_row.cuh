@@ -1,4 +1,4 @@
-// RMSNorm (or LayerNorm, compiled with CENTRED=1) of one row in registers, with the preceding
+// RMSNorm (LayerNorm if compiled with CENTRED=1) of one row in registers, including the preceding
 // residual add. Formula: rmsnorm.cu.
 #pragma once
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ scalar_t scaled_sum(scalar_t x, float x_scale, scalar
 
 __device__ __forceinline__ float squared(float x) { return x * x; }
 
-// A term of the first sum over a row: the square, or for the mean the value itself.
+// Term of the first sum over a row: the square or, for LayerNorm's mean, the value itself.
 __device__ __forceinline__ float first_term(float x) { return kIsCentred ? x : squared(x); }
 
 __device__ __forceinline__ scalar_t normalised(scalar_t x, float mean, float scale, float factor,
@@ -37,14 +37,14 @@ __device__ __forceinline__ scalar_t normalised(scalar_t x, float mean, float sca
 
 using Words = Packed<kVec>;
 
-// Hides the value of x from the compiler, which would otherwise keep the unpacked floats from the
-// first use to the second: twice as many registers.
+// Hides the value of x from the compiler, which would otherwise keep the unpacked floats alive from
+// the first use to the second, in twice as many registers.
 __device__ __forceinline__ void hide_value(Words& x) {
 #pragma unroll
   for (uint32_t& word : x.v.v) asm volatile("" : "+r"(word));
 }
 
-// The thread's vectors of the row's weight.
+// Loads the thread's vectors of the row's weight.
 template <int kWarpsPerRow, int kVectors>
 __device__ __forceinline__ void load_row_weight(const Row& row, Words (&w)[kVectors]) {
   constexpr int kStep = kWarpsPerRow * kWarpSize * kVec;
@@ -57,9 +57,9 @@ __device__ __forceinline__ void load_row_weight(const Row& row, Words (&w)[kVect
   }
 }
 
-// Finishes the row whose vectors of x, residual and weight are in h, r and w. `load_late` is called
-// when r is no longer needed, and may load w. `use(k, i, y)` receives vector k of the thread: the
-// results from column i on.
+// Finishes a row, given the thread's vectors of x, residual and weight in h, r and w. `load_late`
+// is called once r is no longer needed, and may load w. `use(k, i, y)` receives the thread's vector
+// k: the results from column i on.
 template <int kWarpsPerRow, int kVectors, typename LoadLate, typename Use>
 __device__ __forceinline__ void finish_register_row(const Row& row, Words (&h)[kVectors],
                                                     Words (&r)[kVectors], Words (&w)[kVectors],
@@ -121,8 +121,8 @@ __device__ __forceinline__ void finish_register_row(const Row& row, Words (&h)[k
   }
 }
 
-// Normalises a row in registers, kVectors vectors per thread. `use(k, i, y)` receives vector k of
-// the thread: the results from column i on.
+// Normalises a row in registers, kVectors vectors per thread. `use(k, i, y)` receives the thread's
+// vector k: the results from column i on.
 template <int kWarpsPerRow, int kVectors, typename Use>
 __device__ __forceinline__ void rmsnorm_register_row(const Row& row, float* smem_sums,
                                                      const Use& use) {
@@ -137,7 +137,7 @@ __device__ __forceinline__ void rmsnorm_register_row(const Row& row, float* smem
     if (i < row.n) h[k] = load_packed<kVec>(row.x + i);
     if (i < row.n && has_residual) r[k] = load_packed<kVec>(row.residual + i);
   }
-  constexpr bool kLoadsWeightFirst = kVectors <= 2;  // else w reuses the registers of r
+  constexpr bool kLoadsWeightFirst = kVectors <= 2;  // otherwise w reuses r's registers
   const auto load_weight = [&] { load_row_weight<kWarpsPerRow, kVectors>(row, w); };
   if (kLoadsWeightFirst) load_weight();
   const auto load_late = [&] {

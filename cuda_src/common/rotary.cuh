@@ -1,19 +1,17 @@
-// The rotation of one pair of features, with the same bits in every kernel, and its table of
-// angles.
+// Rotation of one pair of features, bit-identical in every kernel, and access to the cos/sin table.
 #pragma once
 
 #include "common/types.cuh"
 
-// (a, b) -> (a cos - b sin, b cos + a sin). Each fused multiply-add is explicit: otherwise the
-// compiler contracts depending on the surrounding code, and two kernels would differ in the last
-// place.
+// (a, b) -> (a cos - b sin, b cos + a sin). The fused multiply-adds are explicit: otherwise
+// contraction would depend on the surrounding code, and two kernels could differ in the last bit.
 __device__ __forceinline__ void rotate_pair(float& a, float& b, float cos, float sin) {
   const float rotated = fmaf(a, cos, -__fmul_rn(b, sin));
   b = fmaf(b, cos, __fmul_rn(a, sin));
   a = rotated;
 }
 
-// kWidth cosines or sines of a table row, by 16-byte loads if kWidth >= 4.
+// Loads kWidth cosines or sines of a table row, with 16-byte loads if kWidth >= 4.
 template <int kWidth>
 __device__ __forceinline__ void load_angles(const float* p, float (&x)[kWidth]) {
   constexpr int kStep = kWidth < 4 ? kWidth : 4;
@@ -25,8 +23,9 @@ __device__ __forceinline__ void load_angles(const float* p, float (&x)[kWidth]) 
   }
 }
 
-// The cosines and sines of kWidth pairs of a table row of rotary_dim floats (cosines, then sines),
-// from pair `pair` on; NaN if `row` is null: the position is outside the table.
+// Loads the cosines and sines of kWidth pairs, from pair `pair` on, of a table row of rotary_dim
+// floats (cosines, then sines). They are NaN if `row` is null, that is, the position is outside the
+// table.
 template <int kWidth>
 __device__ __forceinline__ void load_rotation(const float* row, int rotary_dim, int pair,
                                               float (&cos)[kWidth], float (&sin)[kWidth]) {
@@ -39,7 +38,7 @@ __device__ __forceinline__ void load_rotation(const float* row, int rotary_dim, 
   }
 }
 
-// The table row of a position, or null if it is outside the table's num_positions rows.
+// Returns the table row of a position, or null if the position is not in [0, num_positions).
 __device__ __forceinline__ const float* rotation_row(const float* cos_sin, int num_positions,
                                                      int rotary_dim, int position) {
   const bool is_known = position >= 0 && position < num_positions;

@@ -1,7 +1,7 @@
-// Tiled float32 product on CUDA cores (no TF32): cp.async into a ring of shared-memory stages, and
+// Tiled float32 GEMM on CUDA cores (no TF32): cp.async into a ring of shared-memory stages, and
 // kPerThread x kPerThread outputs in each thread's registers.
 //
-// Each element sums k in ascending order whatever the tile.
+// Every tile shape sums k in ascending order.
 #pragma once
 
 #include "common/tile_epilogue.cuh"
@@ -10,8 +10,7 @@
 constexpr int kSimtThreads = 256;
 
 // Thread (ty, tx) of 16 x 16 computes rows ty + 16 i and columns tx + 16 j. A warp covers 4 x 8
-// threads, so that its reads of x are broadcasts and its reads of the weight have no bank
-// conflicts.
+// threads, so its reads of x are broadcasts and its reads of the weight are free of bank conflicts.
 template <int kPerThread>
 struct SimtCore {
   using V = Vec<float, kVec>;
@@ -69,7 +68,8 @@ struct SimtCore {
   }
 };
 
-// mma_sums on CUDA cores, without the final barrier: other threads may still read the last stage.
+// mma_sums for CUDA cores. There is no final barrier: other threads may still be reading the last
+// stage.
 template <int kStages, int kTileBytes, typename Core, typename LoaderX, typename LoaderW,
           typename Prepare>
 __device__ __forceinline__ void simt_sums(Core& core, const LoaderX& x, const LoaderW& weight,

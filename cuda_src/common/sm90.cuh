@@ -1,5 +1,5 @@
-// Thin wrappers of Hopper's instructions for warps and warpgroups (sm_90a). mbarriers, TMA,
-// clusters and wgmma have headers of their own.
+// Thin wrappers around Hopper's warp and warpgroup instructions (sm_90a). mbarriers, TMA, clusters
+// and wgmma have their own headers.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -7,9 +7,9 @@
 
 // ---- warps ------------------------------------------------------------------------
 
-// True in one thread of a converged warp. Unlike a comparison with threadIdx.x it tells ptxas that
-// only one thread continues, so the operands of copies stay in uniform registers. Otherwise ptxas
-// moves them there in a loop over the lanes.
+// True in exactly one thread of a converged warp. Unlike a comparison with threadIdx.x, it tells
+// ptxas that only one thread continues, so copy operands stay in uniform registers instead of being
+// moved there in a loop over the lanes.
 __device__ __forceinline__ bool elect_one() {
   int is_elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.s32 %0, 1, 0, p;\n}"
@@ -26,7 +26,7 @@ __device__ __forceinline__ void stmatrix_x4(unsigned address, unsigned a, unsign
                : "memory");
 }
 
-// The same, transposed.
+// stmatrix_x4 with each matrix transposed.
 __device__ __forceinline__ void stmatrix_x4_transposed(unsigned address, unsigned a, unsigned b,
                                                        unsigned c, unsigned d) {
   asm volatile(
@@ -35,7 +35,7 @@ __device__ __forceinline__ void stmatrix_x4_transposed(unsigned address, unsigne
       : "memory");
 }
 
-// Stores two matrices, not transposed: lanes 0 to 15 pass the addresses.
+// Stores two 8 x 8 matrices, not transposed; lanes 0 to 15 pass the row addresses.
 __device__ __forceinline__ void stmatrix_x2(unsigned address, unsigned a, unsigned b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a),
                "r"(b)
@@ -44,8 +44,8 @@ __device__ __forceinline__ void stmatrix_x2(unsigned address, unsigned a, unsign
 
 // ---- warpgroups ------------------------------------------------------------------------------
 
-// Barrier `id` of the block, 1 to 15 (0 is __syncthreads). It completes when kThreads threads have
-// arrived; `sync` waits for that, `arrive` does not.
+// Named barrier `id` of the block, 1 to 15 (0 is __syncthreads). It completes once kThreads threads
+// have arrived; `sync` waits for completion, `arrive` does not.
 template <int kThreads>
 __device__ __forceinline__ void named_barrier_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
@@ -56,7 +56,7 @@ __device__ __forceinline__ void named_barrier_arrive(int id) {
 }
 
 // Move registers between warpgroups (setmaxnreg); every warp of the warpgroup must execute it.
-// Requires a __launch_bounds__ with the number of blocks per multiprocessor.
+// Requires __launch_bounds__ with a minimum number of blocks per SM.
 template <int kRegisters>
 __device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

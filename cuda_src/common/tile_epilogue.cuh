@@ -1,12 +1,12 @@
-// The stores of the portable tiles (mma_tile.cuh, simt_tile.cuh): sums are staged in shared memory,
-// so that global memory is written in whole lines.
+// Stores of the portable tiles (mma_tile.cuh, simt_tile.cuh). Sums are staged in shared memory so
+// that global memory is written in whole lines.
 #pragma once
 
 #include "common/epilogue.cuh"
 #include "common/reduce.cuh"  // kWarpSize
 
-// 16 rows of a tile from (row0, col0) on, staged as floats with kPitch floats per row. The kThreads
-// threads that share them (thread is 0 .. kThreads - 1) each take groups of four columns.
+// 16 rows of a tile from (row0, col0) on, staged as floats with kPitch floats per row. kThreads
+// threads share the slice (`thread` is 0 .. kThreads - 1); each takes groups of four columns.
 template <int kCols_, int kPitch_, int kThreads_, bool kMayGate_ = true>
 struct Slice {
   static constexpr bool kMayGate = kMayGate_;  // false in kernels without registers to spare
@@ -33,9 +33,9 @@ struct Slice {
   }
 };
 
-// Applies bias and activation in place. The loop is rolled: the code is long, and takes little of
-// the time. Gated, a thread reads up from other threads' groups, which nobody writes, and replaces
-// only its groups of gate.
+// Applies bias and activation in place. The loop stays rolled because its code is long and not
+// time-critical. If gated, a thread reads up values from other threads' groups, which no thread
+// writes here, and replaces only its own groups of gate.
 template <typename S>
 __device__ __forceinline__ void activate_slice(const Epilogue& e, const S& s) {
 #pragma unroll 1
@@ -82,7 +82,7 @@ __device__ __forceinline__ void store_slice_as(const Epilogue& e, const S& s) {
   }
 }
 
-// A thread reads and writes only its own groups of the slice: no barrier between the two steps.
+// No barrier is needed between the two steps: a thread stores only groups that it has activated.
 template <typename S>
 __device__ __forceinline__ void store_slice(const Epilogue& e, const S& s) {
   if (!e.is_bare()) activate_slice(e, s);

@@ -1,11 +1,12 @@
-// The loads of the portable tiles of x and weight to shared memory.
+// Loads of the portable tiles of x and weight to shared memory.
 #pragma once
 
 #include "common/cp_async.cuh"
 
-// A tile in shared memory has rows of 64 bytes: four 16-byte chunks, 32 values of 16 bits or 16
-// floats along k. Chunk c of row r is stored at c ^ (r / 2) % 4: chunks c of eight aligned rows are
-// in different banks, so neither ldmatrix nor a 16-byte load of eight lanes has bank conflicts.
+// A tile in shared memory has rows of 64 bytes along k: four 16-byte chunks, i.e. 32 16-bit values
+// or 16 floats. Chunk c of row r is stored at c ^ (r / 2) % 4. Chunks c of eight aligned rows are
+// then in different banks, so neither ldmatrix nor a 16-byte load by eight lanes has bank
+// conflicts.
 constexpr int kTileRowBytes = 64;
 constexpr int kChunksPerRow = 4;
 constexpr int kTileK = kChunksPerRow * kVec;
@@ -18,8 +19,8 @@ struct TileOrigin {
   int row, col;
 };
 
-// Blocks compute the tiles in bands of kBandRows tiles along m, down first: blocks that run at the
-// same time read few rows of x and weight, which stay in L2.
+// Blocks traverse the tiles in bands of kBandRows tiles along m, m first within a band. Blocks that
+// run concurrently thus read few rows of x and weight, which stay in L2.
 template <int kTileM, int kTileN>
 __device__ __forceinline__ TileOrigin tile_origin(int m, int n) {
   constexpr int kBandRows = 8;
@@ -29,8 +30,8 @@ __device__ __forceinline__ TileOrigin tile_origin(int m, int n) {
   return {(band * kBandRows + within % rows) * kTileM, within / rows * kTileN};
 }
 
-// Copies a row's chunk from `column` on; values from column k_end on, or of a row that does not
-// exist, become zero. `anywhere` is a valid address for copies of zero bytes.
+// Copies a row's chunk from `column` on. Values from column k_end on, or of a nonexistent row,
+// become zero. `anywhere` is any valid address, for copies of zero bytes.
 template <bool kAligned>
 __device__ __forceinline__ void load_chunk(unsigned char* to, const scalar_t* from,
                                            const scalar_t* anywhere, bool has_row, int column,
@@ -47,8 +48,8 @@ __device__ __forceinline__ void load_chunk(unsigned char* to, const scalar_t* fr
   }
 }
 
-// Copies kRows rows of a matrix to shared memory, a tile along k at a time. A thread always copies
-// the same chunk of rows first_row + i * kRowStep, so only the column changes from call to call.
+// Copies kRows rows of a matrix to shared memory, one k tile per call. A thread always copies the
+// same chunk of rows first_row + i * kRowStep, so only the column changes between calls.
 template <int kRows, int kThreads, bool kAligned>
 struct TileLoader {
   static constexpr int kRowStep = kThreads / kChunksPerRow;
@@ -56,8 +57,8 @@ struct TileLoader {
   static_assert(kRowStep % 8 == 0 && kNumRows * kRowStep == kRows, "the swizzle must not change");
 
   const scalar_t *matrix, *first;  // `first`: this thread's chunk of its first row
-  int64_t step;                    // elements between this thread's rows
-  int first_row, rows_left;        // within the tile; number of rows from there on
+  int64_t step;                    // elements between this thread's successive rows
+  int first_row, rows_left;        // first row within the tile; matrix rows from there on
   int column, smem_offset;
 
   __device__ __forceinline__ TileLoader(const scalar_t* matrix, int64_t stride, int row0, int rows)
@@ -72,7 +73,7 @@ struct TileLoader {
 
   __device__ __forceinline__ bool has_row(int i) const { return i * kRowStep < rows_left; }
 
-  // Loads columns [k, k + kTileK); those from k_end on, and rows that do not exist, become zero.
+  // Loads columns [k, k + kTileK). Columns from k_end on and nonexistent rows become zero.
   __device__ __forceinline__ void load(unsigned char* smem, int k, int k_end) const {
 #pragma unroll
     for (int i = 0; i < kNumRows; ++i)

@@ -3,9 +3,9 @@
 
 #include "common/mbarrier.cuh"
 
-// A CUtensorMap, encoded on the host (engine/kernels/_tensor_map.py). Kernels take it in a struct
-// of parameters that is `const __grid_constant__`: TMA requires its address in parameter or
-// constant space. Maps come first in the struct, as they are aligned to 64 bytes.
+// A CUtensorMap, encoded on the host (engine/kernels/_tensor_map.py). Kernels receive it in a
+// `const __grid_constant__` parameter struct: TMA requires its address in parameter or constant
+// space. Maps come first in the struct because they are aligned to 64 bytes.
 struct alignas(64) TensorMap {
   unsigned char bytes[128];
 };
@@ -16,7 +16,7 @@ __device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies the box at (column, row) of a matrix to shared memory; what is outside becomes zero.
+// Copies the box at (column, row) of a matrix to shared memory; out-of-bounds elements become zero.
 __device__ __forceinline__ void tma_load_2d(unsigned to, const TensorMap* map, int column, int row,
                                             unsigned barrier) {
   asm volatile(
@@ -26,8 +26,8 @@ __device__ __forceinline__ void tma_load_2d(unsigned to, const TensorMap* map, i
       : "memory");
 }
 
-// The same to every block of the cluster whose bit is set in `blocks`, at the same place in each,
-// counted on the mbarrier at the same place in each.
+// Multicasts the box to every block of the cluster whose bit is set in `blocks`: it is written to
+// the same offset in each, and counted on the mbarrier at the same offset in each.
 __device__ __forceinline__ void tma_load_2d_multicast(unsigned to, const TensorMap* map, int column,
                                                       int row, unsigned barrier,
                                                       unsigned short blocks) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ void tma_load_2d_multicast(unsigned to, const TensorM
       : "memory");
 }
 
-// The same for arrays of three and four axes.
+// Copies of boxes of three- and four-dimensional arrays.
 __device__ __forceinline__ void tma_load_3d(unsigned to, const TensorMap* map, int x, int y, int z,
                                             unsigned barrier) {
   asm volatile(
@@ -67,7 +67,7 @@ __device__ __forceinline__ void tma_load_4d_multicast(unsigned to, const TensorM
       : "memory");
 }
 
-// Prefetches the box to L2. Safe at any time, even before its last writer has ended.
+// Prefetches the box to L2. Safe at any time, even before the last writer of the data has ended.
 __device__ __forceinline__ void tma_prefetch_2d(const TensorMap* map, int column, int row) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column),
                "r"(row)
@@ -82,8 +82,9 @@ __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int
 
 // ---- from shared memory ------------------------------------------------------------------------
 
-// Copies a box from shared memory to (column, row) of a matrix, asynchronously; what is outside
-// is left out. Needs a commit; the box must have been written before a fence_async_proxy.
+// Asynchronously copies a box from shared memory to (column, row) of a matrix; out-of-bounds
+// elements are not stored. A commit must follow, and a fence_async_proxy must precede it, after the
+// writes to the box.
 __device__ __forceinline__ void tma_store_2d(const TensorMap* map, int column, int row,
                                              unsigned from) {
   asm volatile(
@@ -94,8 +95,8 @@ __device__ __forceinline__ void tma_store_2d(const TensorMap* map, int column, i
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until all groups of this thread but the last kPending have read shared memory: it may be
-// written again.
+// Waits until all but the last kPending groups of this thread have read shared memory, which may
+// then be overwritten.
 template <int kPending = 0>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");

@@ -1,7 +1,7 @@
-// scalar_t, the dtype a file is compiled for, its conversions to and from float, and vectors.
+// scalar_t (the dtype that a file is compiled for), its conversions to and from float, and vectors.
 //
-// The loader defines ENGINE_DTYPE: 0 float, 1 __half, 2 __nv_bfloat16. Arithmetic is always float;
-// scalar_t is only how values are stored. Rounding is to nearest even, as NumPy and ml_dtypes do.
+// The loader defines ENGINE_DTYPE: 0 float, 1 __half, 2 __nv_bfloat16. Arithmetic is always in
+// float; scalar_t is only the storage type. Rounding is to nearest even, as NumPy and ml_dtypes do.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,7 +11,7 @@
 #error "ENGINE_DTYPE must be 0 (float), 1 (half) or 2 (bfloat16)"
 #endif
 
-// The architecture compiled for: 800 for sm_80, 900 for sm_90a.
+// Target architecture: 800 for sm_80, 900 for sm_90a.
 #ifdef __CUDA_ARCH__
 constexpr int kArch = __CUDA_ARCH__;
 #else
@@ -72,7 +72,7 @@ __device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) 
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// N values moved as one access of up to 16 bytes; the address must be aligned to it.
+// N values moved in one access of up to 16 bytes; the address must be aligned to the access size.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Vec {
   T v[N];

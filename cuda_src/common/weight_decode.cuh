@@ -1,12 +1,13 @@
-// Decodes stored codes to the first operand of mma.sync and wgmma: registers of two 16-bit numbers.
+// Decodes stored codes to the A operand of mma.sync and wgmma, two 16-bit numbers per register.
 //
-// A lane's words of a tile of 16 rows by 64 columns (engine/weights/packing.py) are the codes of
-// its fragments, in steps of 16 columns: register j of a step holds row g + 8 (j % 2) and columns
-// 2t, 2t + 1, plus 8 if j >= 2 (lane 4 g + t), the first column in the lower half.
+// A lane's words of a 16 x 64 tile (engine/weights/packing.py) hold the codes of its fragments, in
+// steps of 16 columns. For lane 4 g + t, register j of a step holds row g + 8 (j % 2), columns 2t
+// and 2t + 1 (plus 8 if j >= 2), the first column in the lower half.
 //
-// Integers become numbers in the mantissa of a power of two (number_pairs.cuh): `decode_biased`
-// leaves them as kMagic + q, and the caller corrects sums by kCodeBias times the sum of the other
-// operand; `decode` subtracts, which is exact too. All results are exact in both dtypes.
+// Integers are or-ed into the mantissa of a power of two (number_pairs.cuh). `decode_biased` leaves
+// them as kMagic + q, and the caller subtracts kCodeBias times the sum of the other operand from
+// its sums; `decode` subtracts the bias itself, which is exact too. All results are exact in both
+// dtypes.
 #pragma once
 
 #include "common/number_pairs.cuh"
@@ -15,7 +16,7 @@
 // A lane's words of a tile.
 struct TileWords {
   uint32_t data[kBits == 8 ? 8 : 4];
-  uint32_t high[kBits == 5 ? 1 : 2];  // unused with 4 and 8 bits
+  uint32_t high[kBits == 5 ? 1 : 2];  // high bits of the codes; unused with 4 and 8 bits
 
   // Loads from the tile's planes in global or shared memory.
   __device__ __forceinline__ void load(const unsigned char* data_tile,
@@ -34,7 +35,7 @@ struct TileWords {
   }
 };
 
-// x shifted to the right by kShift bits, or to the left if it is negative.
+// Shifts x right by kShift bits, or left by -kShift if kShift is negative.
 template <int kShift>
 __device__ __forceinline__ uint32_t shifted(uint32_t x) {
   if constexpr (kShift < 0)
@@ -45,26 +46,26 @@ __device__ __forceinline__ uint32_t shifted(uint32_t x) {
 
 #if ENGINE_DTYPE != 0
 
-// The bias that decode_biased adds to a code: unsigned integers only.
+// Bias of the codes that decode_biased returns; nonzero for unsigned integers only.
 constexpr int kCodeBias = kIsE2m1 || kBits == 8 ? 0 : kMagic;
 
-// Whether a product corrects its sums by the sum of x. For short groups it takes fewer instructions
-// to subtract the bias from the codes.
+// Whether a product corrects its sums using the sum of x. For short groups, subtracting the bias
+// from the codes takes fewer instructions.
 constexpr bool kSumsX = kIsPaired || (kCodeBias != 0 && kGroup > 16);
 constexpr int kBias = kCodeBias + kZero;
 
-// Register j of step s of e2m1: two numbers times 2^-14 (float16) or 2^-126. The code's sign,
-// exponent and mantissa are placed in scalar_t's fields, whose exponent of 0 stands for 2^(1 -
-// bias): multiplied by 2^(bias - 1), subnormal codes become correct too.
+// Register j of step s of e2m1: two numbers times 2^-14 (float16) or 2^-126 (bfloat16). The code's
+// sign, exponent and mantissa are placed in the fields of scalar_t, whose exponent 0 stands for
+// 2^(1 - bias). Multiplication by 2^(bias - 1) then corrects subnormal codes too.
 template <int s, int j>
 __device__ __forceinline__ uint32_t small_e2m1(const TileWords& w) {
-  constexpr int kPlace = kIsHalf ? 3 : 6;  // bits below the code, with its sign in the top bit
+  constexpr int kPlace = kIsHalf ? 3 : 6;  // bits below the code, whose sign is the top bit
   constexpr uint32_t kMask = (0x7000u >> kPlace) * 0x00010001u;
   const uint32_t sign = shifted<4 * j - 12>(w.data[s]) & 0x80008000u;
   return (shifted<4 * j - 12 + kPlace>(w.data[s]) & kMask) | sign;
 }
 
-// Register j of step s: two codes plus kCodeBias (signed bytes and floats as they are).
+// Register j of step s: two codes plus kCodeBias, which is 0 for signed bytes and floats.
 template <int s, int j>
 __device__ __forceinline__ uint32_t decode_register(const TileWords& w) {
   if constexpr (kIsE2m1) {

@@ -1,35 +1,34 @@
-// The format of a packed weight (engine/weights/formats.py and packing.py): the module's macros as
-// constants, and the interpretation of a group's stored scales.
+// Packed weight format (engine/weights/formats.py and packing.py): the module's macros as
+// constants, and the decoding of a group's stored scales.
 //
-// A number is scale * (q - zero), or scale * q + minimum; q is a code. Lane 4 g + t of a warp holds
-// rows g and g + 8 of a row tile (16 rows); their scales are stored side by side.
+// A weight is scale * (q - zero) or scale * q + minimum, where q is its code. Lane 4 g + t of a
+// warp holds rows g and g + 8 of a row tile (16 rows); their scales are stored side by side.
 #pragma once
 
 #include "common/types.cuh"
 
-constexpr int kBits = BITS;               // bits of a code: 4, 5, 6 or 8 (signed)
-constexpr bool kIsE2m1 = E2M1;            // codes are four-bit floats, else integers
-constexpr int kZero = ZERO;               // the code of 0, in a symmetric format
-constexpr int kGroup = GROUP;             // consecutive numbers of a row that share a scale
-constexpr int kSuperBlock = SUPER_BLOCK;  // numbers that share the scales' scales, or 0
+constexpr int kBits = BITS;               // bits per code: 4, 5, 6 or 8 (signed)
+constexpr bool kIsE2m1 = E2M1;            // codes are four-bit floats; otherwise integers
+constexpr int kZero = ZERO;               // code of the value 0 in a symmetric format
+constexpr int kGroup = GROUP;             // consecutive weights of a row that share a scale
+constexpr int kSuperBlock = SUPER_BLOCK;  // weights per super-block, or 0: no super-blocks
 constexpr bool kHasZeroPoint = OFFSET == 1;
 constexpr bool kHasMinimum = OFFSET == 2;
-constexpr bool kIsPaired = OFFSET != 0;  // a zero point or minimum beside each scale
+constexpr bool kIsPaired = OFFSET != 0;  // each scale is stored with a zero point or minimum
 
 enum ScaleType { kHalfScale = 0, kBfloat16Scale = 1, kE8m0Scale = 2, kByteScale = 3 };
 constexpr int kScaleType = SCALE_TYPE;
 
 constexpr int kTileRows = 16, kTileColumns = 64;
-constexpr int kDataBytes = kBits == 8 ? 1024 : 512;  // bytes of a tile
+constexpr int kDataBytes = kBits == 8 ? 1024 : 512;  // bytes per tile
 constexpr int kHighBytes = kBits == 5 ? 128 : kBits == 6 ? 256 : 0;
-// Bytes for a lane's two rows: a group's scales (and offsets), and the super-block's float16
-// scales.
+// Bytes for a lane's two rows: a group's scales (and offsets), and a super-block's float16 factors.
 constexpr int kScaleBytes = 2 * (kScaleType <= kBfloat16Scale ? 2 : 1) * (kIsPaired ? 2 : 1);
 constexpr int kSuperBytes = kSuperBlock == 0 ? 0 : kIsPaired ? 8 : 4;
-constexpr int kScaleTileBytes = kScaleBytes * 8;  // bytes of a row tile's scales
+constexpr int kScaleTileBytes = kScaleBytes * 8;  // bytes of a row tile's scales, per group
 constexpr int kSuperTileBytes = kSuperBytes * 8;
 
-// The planes of a weight. Padding has codes and scales of 0.
+// Planes of a packed weight. In the padding, codes and scales are 0.
 struct PackedWeight {
   const unsigned char* data;    // (N/16, K/64, kDataBytes)
   const unsigned char* high;    // (N/16, K/64, kHighBytes), or null
@@ -37,7 +36,7 @@ struct PackedWeight {
   const unsigned char* supers;  // (N/16, K/256, kSuperTileBytes), or null
 };
 
-// kBytes (0, 2, 4 or 8) bytes as words; from global or shared memory.
+// Loads kBytes (0, 2, 4 or 8) bytes as words from global or shared memory.
 template <int kBytes>
 __device__ __forceinline__ uint2 load_small(const unsigned char* p) {
   if constexpr (kBytes == 0) return uint2{0, 0};
@@ -52,25 +51,25 @@ __device__ __forceinline__ float2 half2_to_float2(uint32_t word) {
 __device__ __forceinline__ float2 bfloat162_to_float2(uint32_t word) {
   return float2{__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
 }
-// 2^(e - 127); 255 is NaN. The same bit turns 0 into 2^-127, and infinity into NaN.
+// Returns 2^(e - 127); e = 255 is NaN. Mantissa bit 22 turns 0 into 2^-127 and infinity into NaN.
 __device__ __forceinline__ float e8m0_to_float(uint32_t e) {
   const uint32_t bits = e << 23;
   return __uint_as_float(((e + 1) & 0xfe) == 0 ? bits | 0x00400000u : bits);
 }
 
-// Byte `i` of a word minus kLess, exactly: the byte is placed in the mantissa of 2^23.
+// Returns byte `i` of a word minus kLess, exactly: the byte is placed in the mantissa of 2^23.
 template <int kLess>
 __device__ __forceinline__ float byte_to_float(uint32_t word, int i) {
   return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i)) - (8388608.0f + kLess);
 }
 
-// For rows g and g + 8: the scale, and the zero point or minimum.
+// Scale, and zero point or minimum, of rows g and g + 8.
 struct GroupScales {
   float scale[2], offset[2];
 
   __device__ __forceinline__ GroupScales() {}
-  // From the stored words of a group, without the scales of its super-block; in formats with
-  // super-blocks these are integers.
+  // Decodes a group's stored words without applying its super-block's factors. In formats with
+  // super-blocks the result is integers.
   __device__ __forceinline__ explicit GroupScales(uint2 own) {
     float2 low = {}, high = {};
     if constexpr (kScaleType == kHalfScale) {
@@ -94,7 +93,7 @@ struct GroupScales {
       scale[0] = low.x, scale[1] = low.y, offset[0] = offset[1] = 0.0f;
     }
   }
-  // With the scales of its super-block.
+  // Decodes a group's stored words and applies its super-block's factors.
   __device__ __forceinline__ GroupScales(uint2 own, uint2 super) : GroupScales(own) {
     if constexpr (kSuperBlock > 0) {
       const GroupScales factors = of_super(super);
@@ -103,7 +102,7 @@ struct GroupScales {
     }
   }
 
-  // Decodes a super-block's words: the factors of scales and of offsets.
+  // Decodes a super-block's words to the factors of its scales and offsets.
   __device__ __forceinline__ static GroupScales of_super(uint2 words) {
     GroupScales factors;
     const float2 first = half2_to_float2(words.x), second = half2_to_float2(words.y);
@@ -118,8 +117,8 @@ struct GroupScales {
   }
 };
 
-// The scales of group `group` of row tile `tile`; the weight has `groups` of them and `supers`
-// super-blocks a row.
+// Loads the scales of group `group` of row tile `tile`; a row of the weight has `groups` groups and
+// `supers` super-blocks.
 __device__ __forceinline__ GroupScales load_group(const PackedWeight& w, int64_t tile, int group,
                                                   int groups, int supers, int g) {
   const uint2 own =

@@ -1,26 +1,26 @@
-// Decodes packed codes to fragments of weights, rounded to scalar_t like `dequantize` or nearly so:
-// see kIsSplit and kFoldsBias.
+// Decodes packed codes to weight fragments, rounded to scalar_t like `dequantize` with two
+// exceptions: see kIsSplit and kFoldsBias.
 #pragma once
 
 #include "common/weight_decode.cuh"
 
-// Scales and offsets that are exact in scalar_t (an exponent is a bfloat16) are applied in
-// scalar_t: everything before the last operation is exact. A scale with more bits than bfloat16 is
-// split into the sum of two; the smaller product is rounded before the sum, which changes a weight
-// only if it lies within 2^-9 of half way between two numbers. All other scales are applied in
-// float: four more instructions for two weights.
+// Scales and offsets that are exact in scalar_t (an e8m0 exponent is exact in bfloat16) are applied
+// in scalar_t: everything before the last operation is exact. A scale with more bits than bfloat16
+// is split into the sum of two bfloat16 numbers. Its smaller product is rounded before the
+// addition, which changes a weight only if it lies within 2^-9 of the midpoint of two representable
+// numbers. All other scales are applied in float, at four more instructions per two weights.
 constexpr bool kIsExactPair =
     kIsHalf ? kScaleType == kHalfScale : kScaleType == kBfloat16Scale || kScaleType == kE8m0Scale;
 constexpr bool kIsSplit = !kIsHalf && !kIsExactPair && !kHasMinimum;
 constexpr bool kIsPairs = kIsExactPair || kIsSplit;
 constexpr int kUnbias = kCodeBias + kZero;
-// In float the codes' bias is part of the offset: its product with the scale is exact. Added to a
-// minimum it is rounded, by 2^-24 (128 scale + |minimum|) at most: a weight that is much smaller
-// than its scale may differ from that of `dequantize` by several steps of bfloat16. float16 has too
-// many mantissa bits to allow that.
+// On the float path the codes' bias is folded into the offset: its product with the scale is exact.
+// Adding it to a minimum rounds by at most 2^-24 (128 scale + |minimum|), so a weight much smaller
+// than its scale may differ from `dequantize` by several bfloat16 ulps. float16 has too many
+// mantissa bits to allow that.
 constexpr bool kFoldsBias = !kIsPairs && kCodeBias != 0 && !(kHasMinimum && kIsHalf);
 
-// The scales of a group from its stored words and the factors of its super-block.
+// Returns a group's scales, given its stored words and its super-block's factors.
 __device__ __forceinline__ GroupScales group_scales(uint2 own, const GroupScales& factors) {
   GroupScales scales(own);
   if constexpr (kSuperBlock > 0) {
@@ -31,13 +31,13 @@ __device__ __forceinline__ GroupScales group_scales(uint2 own, const GroupScales
   return scales;
 }
 
-// The scales and offsets of a lane's rows g and g + 8, for the codes of a group.
+// Scales and offsets of a lane's rows g and g + 8 for one group.
 struct RowScales {
   float scale[2], offset[2];               // float path: a weight is code * scale + offset
-  uint32_t scale_pair[2], offset_pair[2];  // scalar_t path: each value twice
+  uint32_t scale_pair[2], offset_pair[2];  // scalar_t path: two copies of each value
   uint32_t rest_pair[2];                   // remainder of a split scale
 
-  // From the stored words of a group, and the factors of its super-block.
+  // Sets the scales from a group's stored words and its super-block's factors.
   __device__ __forceinline__ void set(uint2 own, const GroupScales& factors) {
     if constexpr (kIsExactPair)
       set_pairs(own);
@@ -57,7 +57,7 @@ struct RowScales {
     }
   }
 
-  // The codes minus their zero, exact in scalar_t.
+  // Subtracts the zero point from the codes, exactly in scalar_t.
   template <int kRow>
   __device__ __forceinline__ uint32_t exact(uint32_t codes) const {
     if constexpr (kHasZeroPoint) return fma_pair(offset_pair[kRow], pair_of(-1), codes);
@@ -65,7 +65,7 @@ struct RowScales {
     return codes;
   }
 
-  // The weights of a register of row kRow (0 or 1) from its codes.
+  // Converts a register of codes of row kRow (0: g, 1: g + 8) to weights.
   template <int kRow>
   __device__ __forceinline__ uint32_t apply(uint32_t codes) const {
     if constexpr (kIsPairs && kHasZeroPoint)
@@ -128,9 +128,9 @@ struct RowScales {
 
 // ---- gate and up --------------------------------------------------------------------------------
 //
-// In a gated product a warp multiplies 8 rows of gate, as its rows g, and the same 8 of up, as its
-// rows g + 8: the rows from 8 `half` on in a row tile of each. Warps with whole tiles of both do
-// not mix.
+// In a gated product a warp multiplies 8 rows of gate (as its rows g) and the same 8 rows of up (as
+// its rows g + 8): rows 8 `half` to 8 `half` + 7 of one row tile of each. Warps that take whole
+// tiles of both do not mix.
 
 template <int kShift, uint32_t kLow>
 __device__ __forceinline__ uint32_t mix_words(uint32_t gate, uint32_t up, int half) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ TileWords mix(const TileWords& gate, const TileWords&
   return words;
 }
 
-// The stored scales of two rows, kBytes together.
+// Mixes the stored scales of two rows, kBytes in total.
 template <int kBytes>
 __device__ __forceinline__ uint2 mix(uint2 gate, uint2 up, int half) {
   if constexpr (kBytes == 8) return half ? uint2{gate.y, up.y} : uint2{gate.x, up.x};
@@ -160,8 +160,8 @@ __device__ __forceinline__ uint2 mix(uint2 gate, uint2 up, int half) {
   return {__byte_perm(gate.x, up.x, half ? 0x7751 : 0x7740), 0};
 }
 
-// The fragment of step kStep: registers of rows g and g + 8 alternate. With kIsExact the scales are
-// not applied.
+// Decodes the fragment of step kStep; its registers alternate between rows g and g + 8. With
+// kIsExact the scales are not applied.
 template <int kStep, bool kIsExact>
 __device__ __forceinline__ void decode_weights(const TileWords& words, const RowScales& scales,
                                                uint32_t (&a)[4]) {

@@ -1,10 +1,10 @@
-// Products of a stage on tensor cores: the weight is the 16-row operand of mma.sync, tokens are its
-// 8 columns.
+// Multiplies one stage on tensor cores: the weight is mma.sync's 16-row operand A, tokens are the 8
+// columns of B.
 //
-// Sums over a group are sums of codes, which are exact integers; the group's scale multiplies the
-// sum. The codes' bias (weight_decode.cuh), zero points and minimums multiply the sum of x over the
-// group: for one token this is in shared memory, for more a product with ones computes it in the
-// same accumulator positions.
+// Within a group x is multiplied by the codes, which are exact integers; the group's scale then
+// multiplies the sum. The codes' bias (weight_decode.cuh), zero points and minimums multiply the
+// sum of x over the group. For one token that sum is in shared memory; for more, a product with
+// ones computes it in the same accumulator positions.
 #pragma once
 
 #include "common/few_rows.cuh"
@@ -16,15 +16,14 @@
 template <typename Shape>
 struct StageProduct {
   static constexpr int kTokenTiles = Shape::kTokenTiles;
-  // This lane's sums: rows g and g + 8 by tokens 2t and 2t + 1. With one token, 2t + 1 is omitted.
+  // This lane's sums: rows g and g + 8, tokens 2t and 2t + 1. With one token, 2t + 1 is omitted.
   static constexpr int kColumns = Shape::kTokens == 1 ? 1 : 2;
   float total[kTokenTiles][2][kColumns];
-  // Per super-block, if the format has them: sums weighted by integer scales, and by integer
-  // minimums.
+  // Sums over the current super-block, weighted by its integer scales and by its integer minimums.
   float part[kTokenTiles][2][kColumns], minimums[kTokenTiles][2][kColumns];
   static constexpr bool kMultipliesOnes = kSumsX && Shape::kTokens > 1;
-  float acc[kTokenTiles][4];    // sums of the group
-  float x_sum[kTokenTiles][4];  // sums of x over the group
+  float acc[kTokenTiles][4];    // sums over the current group
+  float x_sum[kTokenTiles][4];  // sums of x over the current group
 
   using Totals = float[kTokenTiles][2][kColumns];
 
@@ -97,8 +96,9 @@ struct StageProduct {
     }
   }
 
-  // Steps s and s + 1 of tile `tile` of a stage, and the groups that end there. `x_at` is the start
-  // of this lane's row for ldmatrix; `scales` and `x_sums` are the stage's first.
+  // Multiplies steps s and s + 1 of tile `tile` of a stage, and finishes the groups that end there.
+  // `x_at` is the ldmatrix address of this lane's row; `scales` and `x_sums` point to the stage's
+  // first group.
   template <int s>
   __device__ __forceinline__ void two_steps(const TileWords& words, int tile,
                                             const unsigned char* scales, const float* x_sums,
@@ -120,13 +120,13 @@ struct StageProduct {
     if ((column + 32) % kGroup == 0) finish(column + 16);
   }
 
-  // Adds a stage.
+  // Accumulates one stage.
   __device__ __forceinline__ void multiply(const unsigned char* stage, const float* x_sums,
                                            const uint32_t (&x_at)[kTokenTiles], int lane_idx) {
     const int g = lane_idx / 4;
     const unsigned char* scales = stage + kScalesAt + g * kScaleBytes;
     if constexpr (kSuperBlock > 0) clear(part), clear(minimums);
-    // With more tokens, loads of later tiles would take too many registers.
+    // With several tokens, hoisted loads of later tiles would need too many registers.
     constexpr int kUnroll = Shape::kTokens == 1 ? kStageTiles : kGroup > kTileColumns ? 2 : 1;
 #pragma unroll kUnroll
     for (int tile = 0; tile < kStageTiles; ++tile) {
@@ -141,7 +141,7 @@ struct StageProduct {
     }
   }
 
-  // Stores the sums for the warps that share the rows: [token][row].
+  // Stores the sums as [token][row], to be added to those of the other warps of the same rows.
   __device__ __forceinline__ void store(float* sums, int g, int t) const {
 #pragma unroll
     for (int i = 0; i < kTokenTiles; ++i)

@@ -1,5 +1,5 @@
-// A stage of a packed weight: consecutive tiles of a row tile, followed by their scales. A warp
-// copies stages to a ring of its own in shared memory (cp.async), and multiplies them there.
+// A stage of a packed weight: consecutive tiles of a row tile, followed by their scales. Each warp
+// copies stages to its own ring in shared memory (cp.async) and multiplies from there.
 #pragma once
 
 #include "common/cp_async.cuh"
@@ -20,24 +20,24 @@ constexpr int kSupersAt = kScalesAt + kStageScales;
 constexpr int kStageBytes = kSupersAt + kStageSupers * kSuperTileBytes;
 static_assert(kStageData == 2048, "four copies of a warp");
 
-// Copies a warp's stages one after another. Beyond the end of k it writes zeros: codes of 0 with
-// scales of 0. Params holds the planes and the number of groups and super-blocks per row, like
-// FewRowsParams.
+// Copies a warp's stages one after another. Past the end of k it writes zero codes and zero scales.
+// Params holds the planes and the number of groups and super-blocks per row, like FewRowsParams.
 template <typename Params>
 struct StageCopier {
-  // Scales and supers take one copy per lane: its chunk of either.
+  // One copy per lane covers both planes: each lane copies a 16-byte chunk of scales or of supers.
   static constexpr int kScaleChunks = kStageScales / 16;
   static constexpr int kSuperChunks = kStageSupers * kSuperTileBytes / 16;
   static_assert(kScaleChunks + kSuperChunks <= kWarpSize, "a copy each");
 
-  // Tiles consist of whole groups: the tile index determines the group index.
+  // Tiles consist of whole groups, so the tile index determines the group index.
   static constexpr bool kTilesGroup = kGroup <= kTileColumns;
   static constexpr int kTileScaleBytes = kTileColumns / kGroup * kScaleTileBytes;
 
   const Params& p;
   int lane_idx, k_tiles;
-  // The next stage along k, and its first tile, group and super-block in the planes. Indices
-  // instead of pointers, as registers are scarce: of 1024, at least 256 and 4096 numbers each.
+  // The next stage along k, and its first tile, group and super-block in the planes. These are
+  // indices rather than pointers because registers are scarce; they fit in an int, as a tile holds
+  // 1024 weights, a row tile's group at least 256 and its super-block 4096.
   int stage, tile, group, super;
   uint32_t to;  // shared-memory address of this lane's copies
 
@@ -53,7 +53,7 @@ struct StageCopier {
   __device__ __forceinline__ const unsigned char* at(const unsigned char* plane, int index) const {
     return plane + static_cast<int64_t>(index) * kBytes + lane_idx * 16;
   }
-  // This lane's chunk of the scales or of the super-blocks' scales.
+  // Address of this lane's chunk of the scales or super-block factors.
   __device__ __forceinline__ const unsigned char* small() const {
     if (kStageSupers == 0 || lane_idx < kScaleChunks)
       return kTilesGroup ? at<kTileScaleBytes>(p.scales, tile)
@@ -67,7 +67,7 @@ struct StageCopier {
                  "l"(from), "n"(kTo), "n"(kFrom)
                  : "memory");
   }
-  // Copies 16 bytes, or zeros.
+  // Copies 16 bytes, or writes 16 zero bytes if !valid.
   __device__ __forceinline__ void copy_if(bool valid, int offset, const unsigned char* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to + offset),
                  "l"(valid ? from : p.data), "r"(valid ? 16 : 0)
@@ -89,7 +89,7 @@ struct StageCopier {
   }
 
   __device__ __forceinline__ void load_partial() {
-    const int tiles = k_tiles - stage * kStageTiles;  // tiles left
+    const int tiles = k_tiles - stage * kStageTiles;  // tiles left in the row
 #pragma unroll
     for (int i = 0; i < kStageData / 512; ++i)
       copy_if(i * 512 / kDataBytes < tiles, i * 512, at<kDataBytes>(p.data, tile) + i * 512);

@@ -1,9 +1,10 @@
-// wgmma (sm_90a): 64 x N += A (64 x 16) B (16 x N), operands in shared memory, sums in registers.
+// wgmma (sm_90a): 64 x N += A (64 x 16) B (16 x N), operands in shared memory, accumulators in
+// registers.
 //
-// Thread t of the warpgroup, in warp w = t / 32 with lane l, holds for each 8 columns j
+// Thread t of the warpgroup (warp w = t / 32, lane l) holds, for each group j of 8 columns,
 //   acc[4 j], acc[4 j + 1]      row 16 w + l / 4,      columns 8 j + 2 (l % 4) and the next
 //   acc[4 j + 2], acc[4 j + 3]  row 16 w + l / 4 + 8,  the same columns
-// PTX requires every register by name, so macros spell out the instruction for each N.
+// PTX requires every register to be named, so macros spell out the instruction for each N.
 #pragma once
 
 #include "common/types.cuh"
@@ -64,12 +65,12 @@
 #define ENGINE_WGMMA_TYPES ".f32.bf16.bf16 "
 #endif
 
-// `accumulate` false: the sums start at zero, whatever the registers hold.
+// If `accumulate` is false, the sums start at zero, whatever the registers hold.
 template <int kN>
 __device__ __forceinline__ void wgmma(float (&acc)[kN / 2], uint64_t a, uint64_t b,
                                       bool accumulate);
 
-// %a, %b and %s are the numbers of the operands after the kN / 2 sums.
+// a, b and s are operand numbers: these operands follow the kN / 2 accumulators.
 #define ENGINE_WGMMA(N, a, b, s)                                                                  \
   template <>                                                                                     \
   __device__ __forceinline__ void wgmma<N>(float (&acc)[N / 2], uint64_t desc_a, uint64_t desc_b, \
@@ -96,7 +97,7 @@ ENGINE_WGMMA(208, 104, 105, 106)
 ENGINE_WGMMA(224, 112, 113, 114)
 ENGINE_WGMMA(256, 128, 129, 130)
 
-// ---- order, and where operands are --------------------------------------------------------------
+// ---- ordering and descriptors -------------------------------------------------------------------
 
 // Orders earlier accesses to registers before wgmma reads or writes them.
 __device__ __forceinline__ void wgmma_fence() {
@@ -111,17 +112,16 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Tells the compiler that these registers change here, so that it does not move accesses to them
-// across.
+// Makes the compiler assume that these registers change here, so it moves no access to them across
+// this point.
 template <int kCount>
 __device__ __forceinline__ void wgmma_pin(float (&acc)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(acc[i])::"memory");
 }
 
-// Descriptor of a tile in shared memory with rows of 128 bytes along k, in TMA's 128-byte swizzle:
-// atoms of 8 rows, 1024 bytes apart, aligned to 1024. To step along k within the row add bytes /
-// 16.
+// Descriptor of a shared-memory tile with 128-byte rows along k in TMA's 128-byte swizzle: atoms of
+// 8 rows, 1024 bytes apart and aligned to 1024. To step along k within a row, add bytes / 16.
 __device__ __forceinline__ uint64_t wgmma_descriptor(unsigned address) {
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) |
          (1ull << 62);

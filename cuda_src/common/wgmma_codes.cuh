@@ -1,5 +1,6 @@
-// wgmma of codes of 8 bits: 64 x N += A (64 x 32) B (32 x N), both in shared memory along k,
-// sums in registers as in wgmma.cuh: float for e4m3 (to some 14 bits), int32 for int8.
+// wgmma on 8-bit codes: 64 x N += A (64 x 32) B (32 x N). Both operands are K-major in shared
+// memory. Accumulators are in registers as in wgmma.cuh: float for e4m3 (accurate to about 14
+// bits), int32 for int8.
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -20,7 +21,7 @@
 #define ENGINE_I224 ENGINE_I192, ENGINE_I(96), ENGINE_I(104)
 #define ENGINE_I256 ENGINE_I224, ENGINE_I(112), ENGINE_I(120)
 
-// `accumulate` false: the sums start at zero, whatever the registers hold.
+// If `accumulate` is false, the sums start at zero, whatever the registers hold.
 template <int kN>
 __device__ __forceinline__ void wgmma_codes(float (&acc)[kN / 2], uint64_t a, uint64_t b,
                                             bool accumulate);
@@ -28,7 +29,7 @@ template <int kN>
 __device__ __forceinline__ void wgmma_codes(int (&acc)[kN / 2], uint64_t a, uint64_t b,
                                             bool accumulate);
 
-// %a, %b and %s are the numbers of the operands after the N / 2 sums.
+// a, b and s are operand numbers: these operands follow the N / 2 accumulators.
 #define ENGINE_WGMMA_CODES(N, a, b, s)                                                    \
   template <>                                                                             \
   __device__ __forceinline__ void wgmma_codes<N>(float (&acc)[N / 2], uint64_t desc_a,    \
@@ -63,8 +64,8 @@ ENGINE_WGMMA_CODES(192, 96, 97, 98)
 ENGINE_WGMMA_CODES(224, 112, 113, 114)
 ENGINE_WGMMA_CODES(256, 128, 129, 130)
 
-// Tells the compiler that these registers change here, so that it does not move accesses to them
-// across.
+// Makes the compiler assume that these registers change here, so it moves no access to them across
+// this point.
 template <int kCount>
 __device__ __forceinline__ void wgmma_pin(int (&acc)[kCount]) {
 #pragma unroll

@@ -1,17 +1,17 @@
-// wgmma with its first operand in registers: the weights (common/wgmma.cuh has both in shared
-// memory).
+// wgmma with the weights as operand A in registers; in common/wgmma.cuh both operands are in shared
+// memory.
 #pragma once
 
 #include "common/wgmma.cuh"
 
 // acc (64 x kN) += A (64 x 16) B (16 x kN). Lane 4 g + t of warp w holds rows 16 w + g (a[0], a[2])
 // and 16 w + g + 8 (a[1], a[3]) of A, columns 2t, 2t + 1 (a[0], a[1]) and 2t + 8, 2t + 9 (a[2],
-// a[3]). `accumulate` false: the sums start at zero.
+// a[3]). If `accumulate` is false, the sums start at zero.
 template <int kN>
 __device__ __forceinline__ void wgmma_weights(float (&acc)[kN / 2], const uint32_t (&a)[4],
                                               uint64_t b, bool accumulate);
 
-// %a0 to %a3, %b and %s are the numbers of the operands after the kN / 2 sums.
+// a0 to a3, b and s are operand numbers: these operands follow the kN / 2 accumulators.
 #define ENGINE_WGMMA_WEIGHTS(N, a0, a1, a2, a3, b, s)                                            \
   template <>                                                                                    \
   __device__ __forceinline__ void wgmma_weights<N>(float (&acc)[N / 2], const uint32_t (&a)[4],  \
