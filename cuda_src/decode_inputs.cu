@@ -1,35 +1,35 @@
-// The inputs of a decode step, gathered from its requests' rows: last token ids, block tables and
-// the slots to write.
+// Gathers the inputs of a decode step from its requests' rows: last token ids, block tables and KV
+// cache slots.
 //
-//   tables[rows[b], new_starts[b] + i] = new_blocks[cu_new_blocks[b] + i]       first of all
-//   ids_out[b, i]   = token_ids[b, i], or last_ids[rows[b]] where that is negative
+//   tables[rows[b], new_starts[b] + i] = new_blocks[cu_new_blocks[b] + i]       (first)
+//   ids_out[b, i]   = token_ids[b, i] if it is >= 0, else last_ids[rows[b]]
 //   slots_out[b, i] = tables[rows[b], p / block_size] * block_size + p % block_size
-//                     of p = positions[b, i]
-//   tables_out[b]   = tables[rows[b]]       as far as the positions of b reach
+//                     with p = positions[b, i]
+//   tables_out[b]   = tables[rows[b]], up to the block of b's last position
 //
-// Arguments: DecodeInputsParams, below. B sequences of Q tokens each; S rows of requests, whose
-// tables hold W blocks.
+// Arguments: DecodeInputsParams, below. B sequences of Q tokens each; S request rows with tables of
+// W blocks.
 //
-// Numerics: integers. Parallelisation: one block a sequence. Sequences have distinct rows, so a
-// block reads no table that another one writes.
+// Numerics: integers. Parallelisation: one block per sequence. Sequences have distinct rows, so no
+// block reads a table that another one writes.
 // Mirror: engine/reference/decode_inputs.py
 #include "common/padding.cuh"
 #include "common/types.cuh"
 
 struct DecodeInputsParams {
-  const int* rows;           // (B,) the row of each sequence; outside [0, S): padding
-  const int* token_ids;      // (B, Q) ids known to the host; negative: last_ids of the row
+  const int* rows;           // (B,) row of each sequence; outside [0, S): padding
+  const int* token_ids;      // (B, Q) ids known to the host; negative: use last_ids of the row
   const int* positions;      // (B, Q)
   const int* last_ids;       // (S,)
   int* tables;               // (S, W) block ids, updated in place
-  const int* new_starts;     // (B,) index in the table of the first new block
-  const int* cu_new_blocks;  // (B + 1,) prefix sums: the new blocks of each sequence
+  const int* new_starts;     // (B,) table index of the first new block
+  const int* cu_new_blocks;  // (B + 1,) prefix sums of each sequence's number of new blocks
   const int* new_blocks;     // (num_new,)
-  int* ids_out;              // (B, Q); padding: kPaddingId, whose embedding is zeros
+  int* ids_out;              // (B, Q); kPaddingId for padding (its embedding is zeros)
   int64_t* slots_out;        // (B, Q); -1 (not written) for padding or a position past the table
-  int* tables_out;  // (B, W); entries past the positions and rows of padding are left alone
-  int num_rows;     // S
-  int width;        // W
+  int* tables_out;           // (B, W); padding rows and entries past the positions stay unwritten
+  int num_rows;              // S
+  int width;                 // W
   int num_new;
   int block_size;
   int query_len;  // Q
@@ -54,9 +54,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const bool is_inside = start >= 0 && start + i < p.width && first >= 0 && first + i < p.num_new;
     if (is_inside) table[start + i] = p.new_blocks[first + i];
   }
-  // SAFETY: threads read below what other threads wrote above.
+  // SAFETY: the reads below see what other threads wrote above.
   __syncthreads();
-  int count = 0;  // blocks up to the last position
+  int count = 0;  // number of blocks up to the last position
   for (int i = 0; i < p.query_len; ++i) {
     const int position = p.positions[first_token + i], index = position / p.block_size;
     const bool is_valid = position >= 0 && index < p.width;

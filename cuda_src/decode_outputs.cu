@@ -1,10 +1,10 @@
-// The outputs of a decode step: the sampled ids, for the next step and for the host.
+// Publishes the sampled ids of a decode step for the next step (last_ids) and the host (out).
 //
 //   last_ids[rows[b]] = token_ids[b, Q - 1]
 //   out[0, b, i] = token_ids[b, i],  out[1, b, i] = status[b, i]
 //
-//   token_ids, status (B, Q)    int32   of `sample`
-//   rows              (B,)      int32   of requests; outside [0, S): padding, last_ids stays
+//   token_ids, status (B, Q)    int32   outputs of `sample`
+//   rows              (B,)      int32   request rows; outside [0, S): padding, last_ids unchanged
 //   last_ids          (S,)      int32
 //   out               (2, B, Q) int32
 //

@@ -1,12 +1,12 @@
-// Rows of the embedding table, scaled.
+// Embedding lookup, scaled.
 //
 //   out[t] = weight[token_ids[t]] * scale
 //
-//   token_ids (T,)   int32      outside [0, V): the row of out is NaN; kPaddingId: it is 0
+//   token_ids (T,)   int32      id outside [0, V): NaN row in out; kPaddingId: zero row
 //   weight    (V, N) scalar_t   contiguous
-//   out       (T, N) scalar_t   contiguous; is_large: exceeds L2, which should not keep it
+//   out       (T, N) scalar_t   contiguous; is_large: larger than L2, so stored evict-first
 //
-// Numerics: the product in float, rounded once (scale 1 is exact).
+// Numerics: multiplied in float, rounded once (scale 1 is exact).
 // Parallelisation: one thread per kWidth features of up to kRows rows, all loaded before the first
 // store; blockIdx.x walks a row, blockIdx.y the rows.
 // Mirror: engine/reference/embedding.py

@@ -1,4 +1,4 @@
-// GeGLU on packed halves: the activation between the two products of Gemma's feed-forward layer.
+// GeGLU on packed halves: the activation between the two GEMMs of Gemma's feed-forward layer.
 //
 //   out = gelu(gate) * up,   x = [gate | up]
 //

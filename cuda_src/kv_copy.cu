@@ -1,4 +1,4 @@
-// Copies whole blocks of pages, in one launch for all slabs (layer, K or V).
+// Copies whole blocks within the KV cache, in one launch for all slabs (a layer's K or V).
 //
 //   pages[s, dst] = pages[s, src]   for each pair (src, dst) and each slab s
 //

@@ -1,13 +1,14 @@
-// Reads the keys and values of every sequence out of their pages into dense rows.
+// Gathers the paged keys and values of every sequence into dense rows.
 //
 //   k[cu_seqlens_k[b] + p] = k_pages[block_tables[b, p / block_size], :, p % block_size]
 //   v[...]                 = v_pages[...]
 //
-// A row of k and v is NaN if no sequence owns it, if it is past its context_len or the table, or if
-// its block id is outside [0, P). Arguments: KvGatherParams, below.
+// A row of k and v is NaN if no sequence owns it, if it lies past its context_len or the table, or
+// if its block id is outside [0, P). Arguments: KvGatherParams, below.
 //
-// Numerics: a copy. Parallelisation: one thread per kWidth features; blockIdx.x is the row, whose
-// sequence every thread finds by bisection; blockIdx.y walks the features of k, then of v.
+// Numerics: a copy. Parallelisation: one thread per kWidth features; blockIdx.x is the row, and
+// each thread finds the row's sequence by binary search; blockIdx.y walks the features of k, then
+// of v.
 // Mirror: engine/reference/kv_gather.py
 #include "common/types.cuh"
 
@@ -15,9 +16,9 @@ constexpr int kThreads = 128;
 
 struct KvGatherParams {
   const scalar_t *k_pages, *v_pages;  // (P, K, block_size, D) contiguous
-  const int* block_tables;            // (B, NB); read only where context_lens says so
+  const int* block_tables;            // (B, NB); only entries that context_lens covers are read
   const int* context_lens;            // (B,)
-  const int* cu_seqlens_k;            // (B + 1,) not decreasing, from 0
+  const int* cu_seqlens_k;            // (B + 1,) non-decreasing, starts at 0
   scalar_t *k, *v;                    // (T, K, D) contiguous
   int num_sequences;                  // B
   int num_columns;                    // NB
@@ -28,8 +29,8 @@ struct KvGatherParams {
   int head_dim;          // D
 };
 
-// The last b in [0, num_sequences) with cu_seqlens[b] <= row: the sequence that owns `row`, if any
-// does.
+// Returns the last b in [0, num_sequences) with cu_seqlens[b] <= row, the only sequence that can
+// own `row`.
 __device__ __forceinline__ int find_sequence(const int* cu_seqlens, int num_sequences,
                                              int64_t row) {
   int low = 0, high = num_sequences;
@@ -43,7 +44,7 @@ __device__ __forceinline__ int find_sequence(const int* cu_seqlens, int num_sequ
   return low;
 }
 
-// The slot of dense row `row`, or -1.
+// Returns the page slot of dense row `row`, or -1.
 __device__ __forceinline__ int64_t slot_of(const KvGatherParams& p, int64_t row) {
   if (p.num_sequences == 0) return -1;
   const int b = find_sequence(p.cu_seqlens_k, p.num_sequences, row);

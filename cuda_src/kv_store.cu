@@ -4,7 +4,7 @@
 //
 // A token whose slot is outside [0, P * block_size) is not stored. Arguments: KvStoreParams, below.
 //
-// Numerics: a copy, or codes of value / scale (common/page_codes.cuh).
+// Numerics: a copy; quantized pages store codes of value / scale (common/page_codes.cuh).
 // Parallelisation: one thread per kWidth features; blockIdx.x is the token, blockIdx.y walks the
 // features of its k, then of its v.
 // Mirror: engine/reference/kv_store.py
@@ -21,7 +21,7 @@ struct KvStoreParams {
   int head_dim;                 // D
   int block_size;
   int64_t k_stride_t, k_stride_h, v_stride_t, v_stride_h;  // elements
-  const float *k_scale, *v_scale;                          // (K,) of pages of codes; else null
+  const float *k_scale, *v_scale;  // (K,) scales of quantized pages; else null
 };
 
 template <int kWidth>

@@ -7,9 +7,9 @@
 //   block_pairs  (n, 2)                 int32      a pair with src outside [0, P) or dst outside
 //                                                  [0, Q) is skipped
 //
-// No dst may occur twice: blocks are copied in no particular order. With the slab and block axes of
-// one side exchanged, blocks scattered in the pages are packed into one contiguous piece,
-// which a single DMA copy can then move to or from the host.
+// No dst may occur twice: blocks are copied in no particular order. If the slab and block axes of
+// one side are exchanged, scattered blocks are packed into one contiguous buffer, which a single
+// DMA copy can move to or from the host.
 // Numerics: a copy. Parallelisation: blockIdx.x is the pair, blockIdx.y walks the slabs, the
 // threads walk the block, kWidth elements each.
 // Mirror: engine/reference/kv_swap.py

@@ -1,4 +1,4 @@
-// Merge of attention over parts of the keys, by the log-sum-exp of each part.
+// Merges attention over parts of the keys, weighting each part by its log-sum-exp.
 //
 //   m = max over s of lse[s]        w[s] = exp(lse[s] - m)        w = sum of w[s]
 //   out = sum of w[s] * outputs[s] / w                            lse = m + log(w)
@@ -6,11 +6,11 @@
 // A state with lse -inf is empty: its outputs are not used. If every state is empty, out is 0 and
 // lse is -inf. Arguments: MergeStatesParams, below.
 //
-// Numerics: float, added in the order of s, rounded once.
+// Numerics: float, summed in the order of s, rounded once.
 // Parallelisation: one thread per kWidth features of a row (t, h); a block takes as many rows as
-// its threads cover. The loads of four states are in flight before the first is used, or with two
-// states and many rows those of two rows. A thread writes only what it has read, so working in
-// place is safe.
+// its threads cover. A thread issues the loads of four states before it uses the first; with two
+// states and many rows, those of two rows. It writes only what it has read, so the op may run in
+// place.
 // Mirror: engine/reference/merge_states.py
 #include "common/packed.cuh"
 #include "common/types.cuh"
@@ -33,7 +33,7 @@ struct MergeStatesParams {
   int num_states;                        // S
   int head_dim;                          // D
   int rows_per_block;
-  int is_large;  // 1: out is larger than L2, which should not keep it
+  int is_large;  // 1: out is larger than L2, so stored evict-first
 
   __device__ __forceinline__ float lse(int s, int64_t row) const {
     return s == 0 ? lses[row] : rest_lses[(s - 1) * rest_lse_stride + row];
@@ -62,12 +62,12 @@ struct Loaded {
   }
 };
 
-__device__ __forceinline__ float larger(float a, float b) {  // keeps a NaN
+__device__ __forceinline__ float larger(float a, float b) {  // propagates NaN
   return a > b || a != a ? a : b;
 }
 
-// Merges kWidth features from offset `at` on, given the first kStates states in `loaded`, and
-// returns the row's log-sum-exp.
+// Merges the kWidth features at offset `at`, with the first kStates states in `loaded`, and returns
+// the row's log-sum-exp.
 template <int kWidth, int kStates>
 __device__ __forceinline__ float merge_features(const MergeStatesParams& p, int64_t row, int64_t at,
                                                 Loaded<kWidth, kStates>& loaded) {

@@ -1,4 +1,4 @@
-// The weighted expert outputs of every token, summed.
+// Sums each token's weighted expert outputs.
 //
 //   out[t] = sum over j of pairs[t, j] + shared[t] * sigmoid(shared_gate[t]) + residual[t]
 //
@@ -17,9 +17,9 @@
 #include "common/types.cuh"
 
 constexpr int kThreads = 128;
-constexpr int kBatch = 8;  // experts whose loads are in flight together
+constexpr int kBatch = 8;  // experts loaded together
 
-// kWidth features of one row; zeros if null.
+// Loads kWidth features of one row; zeros if `p` is null.
 template <int kWidth>
 __device__ __forceinline__ Packed<kWidth> load_or_zero(const scalar_t* p, int64_t at) {
   return p != nullptr ? load_packed<kWidth>(p + at) : Packed<kWidth>{};
@@ -59,7 +59,7 @@ __device__ __forceinline__ void combine(const scalar_t* pairs, const scalar_t* s
           x[i] = load_packed<kWidth>(from + static_cast<int64_t>(first + i) * num_features);
       }
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) add<kWidth>(sum, x[i], 1.0f);  // zeros change nothing
+      for (int i = 0; i < kBatch; ++i) add<kWidth>(sum, x[i], 1.0f);  // unused experts are zeros
     }
     const float scale = shared_gate != nullptr ? 1.0f / (1.0f + expf(-gate)) : 1.0f;
     if (shared != nullptr) add<kWidth>(sum, own_shared, scale);

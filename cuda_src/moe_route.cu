@@ -1,32 +1,31 @@
-// The experts of every token, and the pairs (token, expert) sorted by expert.
+// Chooses each token's experts, and sorts the (token, expert) pairs by expert.
 //
 //   scores  = softmax(logits), or sigmoid(logits)
 //   experts = the top_k largest of scores + correction within the best groups; the best
 //             first, ties by lower index
 //   weights = scores[experts] / their sum (if requested) * scale
-//   order   = the pairs t * top_k + j by expert, those of an expert by token
-//   offsets = where each expert's pairs begin in order
-//   load   += the pairs of each expert (if requested)
+//   order   = pair indices t * top_k + j, sorted by expert, then by token
+//   offsets = index in order of each expert's first pair
+//   load   += number of pairs per expert (if requested)
 //
 // Arguments: MoeRouteParams, below.
 //
-// Numerics: float; the sum over the chosen scores in the order of the ranks. A NaN ranks last, so
-// that the experts are distinct and exist whatever the logits are.
-// Parallelisation: a warp chooses the experts of a token, with the scores in registers. Few tokens:
+// Numerics: float; the chosen scores are summed in rank order. NaN ranks last, so the chosen
+// experts are valid and distinct for any logits.
+// Parallelisation: a warp chooses one token's experts, with the scores in registers. Few tokens:
 // one block does everything. Many tokens: moe_route_choose_* also counts the pairs of each chunk of
-// tokens, and a block of moe_route_place_* places the pairs of a chunk after those of the preceding
+// tokens, and each block of moe_route_place_* places one chunk's pairs after those of the preceding
 // chunks. A token chooses an expert at most once, so a pair's rank within its expert is the number
-// of earlier tokens in the bit mask of that expert's tokens: no result depends on the order of
-// atomics.
+// of earlier tokens in the expert's bit mask of tokens: no result depends on the order of atomics.
 // Mirror: engine/reference/moe_route.py
 #include "common/moe_route.cuh"
 #include "common/pdl.cuh"
 
-constexpr int kFewThreads = 512;  // maximum, one warp per token: more would lack registers
+constexpr int kFewThreads = 512;  // maximum, one warp per token: more would run out of registers
 constexpr int kThreads = 512;     // block size of the many-token kernels
 constexpr int kWarps = kThreads / kWarpSize;
 
-// Few tokens.
+// Few tokens: the whole routing in one block.
 template <int kPer>
 __device__ __forceinline__ void route_in_one_block(const MoeRouteParams& p) {
   __shared__ RouteShared<kPer> shared;
@@ -37,7 +36,8 @@ __device__ __forceinline__ void route_in_one_block(const MoeRouteParams& p) {
   route_few<kPer>(p, shared);
 }
 
-// Many tokens, first kernel: the experts of a chunk of tokens, and how many pairs each has.
+// Many tokens, first kernel: chooses the experts of a chunk of tokens and counts each expert's
+// pairs.
 template <int kPer>
 __device__ __forceinline__ void route_choose(const MoeRouteParams& p) {
   __shared__ int smem_counts[kPer * kWarpSize];
@@ -57,7 +57,7 @@ __device__ __forceinline__ void route_choose(const MoeRouteParams& p) {
     p.counts[blockIdx.x * p.num_experts + e] = smem_counts[e];
 }
 
-// Fills `begins` with the place of each expert's first pair of this block's chunk.
+// Fills `begins` with the index in `order` of each expert's first pair from this block's chunk.
 template <int kPer>
 __device__ __forceinline__ void find_begins(const MoeRouteParams& p, int* begins) {
   constexpr int kExperts = kPer * kWarpSize, kParts = kThreads / kExperts;
@@ -75,7 +75,7 @@ __device__ __forceinline__ void find_begins(const MoeRouteParams& p, int* begins
   }
   smem_total[threadIdx.x] = total, smem_before[threadIdx.x] = before;
   __syncthreads();
-  if (threadIdx.x < kExperts) {  // SAFETY: each thread reads and writes its own entry only.
+  if (threadIdx.x < kExperts) {  // SAFETY: each thread reads and writes only its own entry.
     for (int i = expert + kExperts; i < kThreads; i += kExperts)
       total += smem_total[i], before += smem_before[i];
     smem_total[expert] = total, smem_before[expert] = before;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void find_begins(const MoeRouteParams& p, int* begins
   }
 }
 
-// Many tokens, second kernel: the places of a chunk's pairs, kMaskTokens tokens at a time.
+// Many tokens, second kernel: places a chunk's pairs in `order`, kMaskTokens tokens at a time.
 template <int kPer>
 __device__ __forceinline__ void route_place(const MoeRouteParams& p) {
   constexpr int kExperts = kPer * kWarpSize;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void route_place(const MoeRouteParams& p) {
   }
 }
 
-// The entry points for up to 32 * per experts.
+// Entry points for up to 32 * per experts.
 #define ENGINE_MOE_ROUTE(per, experts)                                       \
   extern "C" __global__ void __launch_bounds__(kFewThreads)                  \
       moe_route_few_##experts(const __grid_constant__ MoeRouteParams p) {    \

@@ -1,12 +1,12 @@
-// Columns of a matrix in another order.
+// Permutes the columns of a matrix.
 //
 //   out[m, k] = x[m, permutation[k]]; 0 if permutation[k] is outside [0, N)
 //
 // x (M, N), rows x_stride elements apart; permutation (K,) int32; out (M, K), rows out_stride
 // elements apart.
-// Numerics: values are only moved.
-// Parallelisation: a thread takes one column of up to kRows rows, and reads permutation[k] once for
-// all of them.
+// Numerics: a copy.
+// Parallelisation: a thread handles one column of up to kRows rows, and reads permutation[k] once
+// for all of them.
 // Mirror: engine/reference/permute_columns.py
 #include "common/pdl.cuh"
 #include "common/types.cuh"

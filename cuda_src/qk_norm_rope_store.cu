@@ -1,18 +1,18 @@
-// The steps between the qkv projection and attention, in one launch: the norm of every head of q
-// and k, their rotation, and the write of k and v into their pages.
+// Everything between the qkv projection and attention in one launch: per-head norms of q and k,
+// their rotation, and the stores of k and v to the KV cache.
 //
-// The formulas are those of rmsnorm.cu, rope.cu and kv_store.cu. A position outside the table makes
-// the rotated features NaN; keys and values of a slot outside the pages are not stored. Arguments:
+// The formulas are in rmsnorm.cu, rope.cu and kv_store.cu. A position outside the table makes the
+// rotated features NaN; k and v are not stored if their slot is outside the pages. Arguments:
 // QkNormRopeStoreParams, below.
 //
-// Numerics: float; rounded after the norm and after the rotation, as the three separate ops round;
-// with PAGE_CODES then quantized to one-byte codes (common/page_codes.cuh).
+// Numerics: float; rounded after the norm and after the rotation, like the three separate ops; with
+// PAGE_CODES then quantized to one-byte codes (common/page_codes.cuh).
 // Parallelisation: in the vector kernels a thread holds two 16-byte vectors of a head, the two that
 // the rotation pairs up: D / 2 / kVec neighbouring lanes hold a head and sum its squares by
-// shuffles. A thread takes the same vectors of up to kHeads heads at once, so one piece of the
-// table serves all of them. blockIdx.x is the token, blockIdx.y walks its heads (q's, k's, v's). In
-// the scalar kernels a warp takes a head. A thread writes only what it has read, after all of the
-// head was read.
+// shuffles. A thread handles the same vectors of up to kHeads heads, so it loads their part of the
+// table once. blockIdx.x is the token, blockIdx.y walks its heads (q's, k's, v's). In the scalar
+// kernels a warp handles one head. A thread writes only what it has read, and only after the whole
+// head has been read.
 // Mirror: engine/reference/qk_norm_rope_store.py
 #include "common/page_codes.cuh"
 #include "common/pdl.cuh"
@@ -20,17 +20,17 @@
 
 constexpr int kThreads = 128;
 constexpr int kHeads = 3;
-// Occupancy counts for large inputs.
+// Minimum blocks per multiprocessor: large inputs need the occupancy.
 constexpr int kMinBlocks = kArch == 900 && !kHasCodes ? 6 : 4;
 
 struct QkNormRopeStoreParams {
-  scalar_t* q;                          // (T, H, D) in place: norm, then rotation
-  const scalar_t *k, *v;                // (T, K, D); the last axis is contiguous, as of q
+  scalar_t* q;                          // (T, H, D) updated in place: norm, then rotation
+  const scalar_t *k, *v;                // (T, K, D); last axis contiguous, like q's
   const int* positions;                 // (T,) row of cos_sin
-  const float* cos_sin;                 // (P, R) a row is R/2 cosines, then R/2 sines; contiguous
+  const float* cos_sin;                 // (P, R) contiguous; each row R/2 cosines, then R/2 sines
   page_t *k_pages, *v_pages;            // (pages, K, block_size, D) contiguous
   const int64_t* slot_mapping;          // (T,)
-  const scalar_t *q_weight, *k_weight;  // (D,) of the norms; null: no norm
+  const scalar_t *q_weight, *k_weight;  // (D,) norm weights; null: no norm
   int64_t q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h;  // elements
   int64_t num_slots;  // pages * block_size
   int num_positions;  // P
@@ -46,7 +46,7 @@ struct QkNormRopeStoreParams {
   __device__ __forceinline__ int num_heads() const { return num_q_heads + 2 * num_kv_heads; }
 };
 
-// The row of head 0 in the pages for the k and v of `slot`, or -1 if the slot is outside the pages.
+// Returns the row in the pages for head 0 of `slot`, or -1 if the slot is outside the pages.
 __device__ __forceinline__ int64_t page_row(const QkNormRopeStoreParams& p, int64_t slot) {
   if (slot < 0 || slot >= p.num_slots) return -1;
   // A 64-bit division would take longer than the rest of a small launch.
@@ -62,10 +62,10 @@ __device__ __forceinline__ const float* rotation_row(const QkNormRopeStoreParams
 
 // One head of a token.
 struct Head {
-  const scalar_t *in, *weight;  // weight is null without a norm
-  scalar_t* out;  // null: the head is not stored, or goes to a page of quantized codes
+  const scalar_t *in, *weight;  // null weight: no norm
+  scalar_t* out;                // null: the head is not stored, or goes to a quantized page
   bool is_rotated;
-  page_t* page = nullptr;  // destination of codes
+  page_t* page = nullptr;  // destination of the codes
   float page_scale = 1.0f;
 
   __device__ __forceinline__ Head(const QkNormRopeStoreParams& p, int64_t token, int head,
@@ -101,7 +101,7 @@ struct Head {
   __device__ __forceinline__ bool is_stored() const {
     return out != nullptr || (kHasCodes && page != nullptr);
   }
-  // Stores N values from feature `at` on.
+  // Stores N values at feature offset `at`.
   template <int N>
   __device__ __forceinline__ void store(int at, const float* x) const {
     Vec<scalar_t, N> y;
@@ -120,12 +120,12 @@ struct Head {
   }
 };
 
-// Offsets of a lane's two vectors of a head: rotated pairs first, then, if R < D, the features that
-// are not rotated, two vectors per lane.
+// Offsets of a lane's two vectors of a head. Lanes first cover the rotated pairs, then, if R < D,
+// the unrotated features, two vectors per lane.
 template <bool kInterleaved>
 struct Lane {
-  int pair;        // the first of the lane's kVec pairs
-  bool has_pairs;  // else its features are not rotated
+  int pair;        // index of the first of the lane's kVec pairs
+  bool has_pairs;  // false: the lane's features are not rotated
   int lo, hi;      // offsets of the two vectors in a head
 
   __device__ __forceinline__ Lane(const QkNormRopeStoreParams& p, int lane_idx)
@@ -147,7 +147,7 @@ struct LaneWeight {
     lo = load_packed<kVec>(weight + lo_at);
     hi = load_packed<kVec>(weight + hi_at);
   }
-  // x * scale * (weight + offset) of the lane's 2 kVec values.
+  // Multiplies the lane's 2 kVec values by scale * (weight + offset).
   __device__ __forceinline__ void apply(float (&x)[2 * kVec], float scale, float offset) const {
     const Vec<scalar_t, kVec> lo_weight = unpack<kVec>(lo), hi_weight = unpack<kVec>(hi);
 #pragma unroll
@@ -194,7 +194,7 @@ __device__ __forceinline__ void process_vectors(const QkNormRopeStoreParams& p) 
       lo[i] = load_packed<kVec>(in + lane_idx.lo);
       hi[i] = load_packed<kVec>(in + lane_idx.hi);
     }
-    if (!has_rotation) {  // while the heads are in flight
+    if (!has_rotation) {  // loaded while the heads are in flight
       has_rotation = true;
       if (place < heads_at_once && base + place < end)
         weight.load(Head(p, token, base + place, -1).weight, lane_idx.lo, lane_idx.hi);
@@ -204,7 +204,7 @@ __device__ __forceinline__ void process_vectors(const QkNormRopeStoreParams& p) 
     const int64_t row = page_row(p, slot);
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
-      if (base + i * heads_at_once >= end) break;  // the same in the whole block
+      if (base + i * heads_at_once >= end) break;  // uniform across the block
       float x[2 * kVec];
       to_floats(lo[i], x);
       to_floats(hi[i], x + kVec);

@@ -1,4 +1,4 @@
-// Quantization of each head to e4m3 with one scale: x ~ codes * scale.
+// Quantizes each head to e4m3 with one scale: x ~ codes * scale.
 //
 //   scale[h] = max |y[:, h]| / 448        (1 if all are 0)
 //   codes    = e4m3(y / scale)            y = x - offset, then rotated if requested
@@ -7,14 +7,14 @@
 //   offset  (H, D)     float      subtracted from every token, or null
 //   codes   (T, H, D)  e4m3, contiguous
 //   scale   (H,)       float
-//   peaks   (H,)       uint, zero at launch: max |y| as bits
+//   peaks   (H,)       uint, zero at launch: bits of max |y|
 //
-// The rotation multiplies by the Hadamard matrix over sqrt(D), which is its own inverse: it spreads
-// an outlier column over all columns and preserves the dot product of two rotated rows. D must be a
+// The rotation multiplies by the Hadamard matrix / sqrt(D), which is its own inverse: it spreads an
+// outlier column over all columns and preserves the dot product of two rotated rows. D must be a
 // power of 2.
 //
-// Numerics: float; a code is rounded once, to nearest even. A maximum does not depend on the order
-// of the atomics, so results are the same from run to run.
+// Numerics: float; a code is rounded once, to nearest even. The maximum is independent of the order
+// of atomics, so results are reproducible.
 // Parallelisation: one warp per row of a head, in two launches: the maxima (one atomic per block),
 // then the codes. Lane l holds columns l, l + 32, ...: the rotation's strides below 32 are
 // shuffles.
@@ -26,16 +26,16 @@
 
 constexpr int kMaxColumns = 8;  // columns per lane: D <= 256
 constexpr int kWarps = 8;
-constexpr float kLargest = 448.0f;  // e4m3
+constexpr float kLargest = 448.0f;  // largest finite e4m3 value
 
 struct Rows {
   const scalar_t* x;
-  const float* offset;  // may be null
+  const float* offset;  // (H, D), or null
   int64_t stride_t, stride_h;
   int num_tokens, num_heads, head_dim, rotate;
 };
 
-// The lane's columns of row t of head h, 0 past the last.
+// Loads the lane's columns of row t of head h; columns past the row's end are 0.
 template <int kColumns>
 __device__ __forceinline__ void load_row(const Rows& rows, int64_t t, int h, int lane_idx,
                                          float (&y)[kColumns]) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void load_row(const Rows& rows, int64_t t, int h, int
   for (int j = 0; j < kColumns; ++j) y[j] *= norm;
 }
 
-// The largest |y| of each head.
+// Computes the largest |y| of each head.
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
     quantize_heads_peaks(const scalar_t* x, const float* offset, unsigned* peaks, int64_t stride_t,
                          int64_t stride_h, int num_tokens, int num_heads, int head_dim,
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
   for (int i = 1; i < kWarps; ++i) peak = fmaxf(peak, smem_peaks[i]);
   atomicMax(peaks + h,
-            __float_as_uint(peak));  // the bits of non-negative floats compare as the floats do
+            __float_as_uint(peak));  // bits of non-negative floats order like the floats
 }
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps)

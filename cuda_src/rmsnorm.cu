@@ -1,19 +1,19 @@
-// RMSNorm, with the preceding residual add fused.
+// RMSNorm fused with the preceding residual add.
 //
 //   h = x_scale * x + residual           (rounded to scalar_t; h = x without a residual)
 //   y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset)
 //
-// Compiled with CENTRED=1 it is LayerNorm: h - mean(h) replaces h in y, and a bias is added.
+// With CENTRED=1 it is LayerNorm: y uses h - mean(h) in place of h, and adds a bias.
 //
 // Arguments: RmsnormParams, below.
 //
-// Numerics: sums and products in float; y is rounded once, after the weight. The product with
-// x_scale is not contracted with the sum, so that h matches the mirror bit for bit.
-// Parallelisation: one row per 1 to 16 warps, chosen by N alone, so that a row's sum does not
-// depend on the number of rows. A thread keeps two or four vectors of the row in registers: the row
-// is read once, with all loads in flight together. Rows that are longer, or not aligned to 16
-// bytes, are read twice, by one warp or eight; a thread re-reads only what it has read or written
-// itself, so the second pass hits L1 and writing in place is safe.
+// Numerics: sums and products in float; y is rounded once, after the weight. x_scale * x + residual
+// is not contracted to an FMA, so h matches the mirror bit for bit.
+// Parallelisation: 1 to 16 warps per row, chosen by N alone, so a row's sum does not depend on the
+// number of rows. A thread keeps two or four vectors of the row in registers: the row is read once,
+// with all loads in flight together. Longer rows, and rows not aligned to 16 bytes, are read twice,
+// by one warp or eight; a thread re-reads only what it has read or written itself, so the second
+// pass hits L1 and the op may run in place.
 // Mirror: engine/reference/rmsnorm.py
 #include "common/pdl.cuh"
 #include "common/rmsnorm_row.cuh"
@@ -48,7 +48,7 @@ __device__ __forceinline__ void rmsnorm_stored_row(const Row& row, float* smem_s
   rmsnorm_register_row<kWarpsPerRow, kVectors>(row, smem_sums, store);
 }
 
-// A row of any length, read twice.
+// Normalises a row of any length, reading it twice.
 template <int kWarpsPerRow, int kWidth>
 __device__ __forceinline__ void rmsnorm_long_row(const Row& row, float* smem_sums) {
   using V = Vec<scalar_t, kWidth>;
@@ -96,8 +96,8 @@ __device__ __forceinline__ void rmsnorm_long_row(const Row& row, float* smem_sum
   }
 }
 
-// SAFETY: a warp without a row exits as a whole, and a row of several warps is a block of its own,
-// so no barrier waits for a thread that has exited.
+// SAFETY: a warp without a row exits as a whole, and a row of several warps has a block to itself,
+// so no barrier waits for an exited thread.
 template <int kThreads, int kWarpsPerRow, auto kRowFunction>
 __device__ __forceinline__ void rmsnorm(const RmsnormParams& p) {
   if (p.is_late == 0) pdl_trigger();

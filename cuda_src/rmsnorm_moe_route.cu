@@ -1,4 +1,4 @@
-// The norm, the router and the routing of a mixture of experts, fused for one token.
+// RMSNorm, router and expert routing of a mixture of experts, fused for one token.
 //
 //   y       = x / sqrt(mean(x^2) + eps) * (norm_weight + weight_offset)    (rounded to scalar_t)
 //   logits  = weight y + bias                                              (float)
@@ -6,11 +6,11 @@
 //
 // Arguments: RmsnormMoeRouteParams, below.
 //
-// Numerics: as rmsnorm.cu and moe_route.cu. A logit is summed in float, within each lane and then
+// Numerics: see rmsnorm.cu and moe_route.cu. A logit is summed in float, within each lane and then
 // across the lanes of a warp.
-// Parallelisation: one cluster. Each block computes the whole norm, and the logits of some experts,
-// one expert per warp; it starts to load their weights while the preceding kernel still runs. The
-// logits are sent to the shared memory of the first block, which chooses the experts.
+// Parallelisation: one cluster. Each block computes the whole norm and the logits of some experts,
+// one expert per warp; it starts loading their weights while the preceding kernel still runs. The
+// logits go to the shared memory of the first block, which chooses the experts.
 // Mirror: engine/reference/rmsnorm_moe_route.py
 #include "common/cluster.cuh"
 #include "common/moe_route.cuh"
@@ -25,7 +25,7 @@ struct RmsnormMoeRouteParams {
   const scalar_t* weight;       // (E, N)
   const scalar_t* bias;         // (E,), or null
   scalar_t* y;                  // (1, N)
-  // As in MoeRouteParams, for one token.
+  // Same fields as MoeRouteParams, for one token.
   const float* correction;
   int* experts;
   float* weights;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void rmsnorm_moe_route(const RmsnormMoeRouteParams& p
                   shared);
 }
 
-// The entry points for up to 32 * per experts.
+// Entry points for up to 32 * per experts.
 #define ENGINE_RMSNORM_MOE_ROUTE(per, experts)                                       \
   extern "C" __global__ void __launch_bounds__(kThreads, 1)                          \
       rmsnorm_moe_route_##experts(const __grid_constant__ RmsnormMoeRouteParams p) { \

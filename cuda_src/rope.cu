@@ -6,10 +6,10 @@
 // position outside the table makes the rotated features NaN. Arguments: RopeParams, below.
 //
 // Numerics: float, rounded once.
-// Parallelisation: an item is kWidth pairs of a head, or kWidth of its features past R; a thread
-// takes the same item of up to kHeads heads at once, so it loads one piece of the table for all of
-// them. blockIdx.x is the token, blockIdx.y walks its heads, blockIdx.z items beyond a block's
-// threads. A thread writes only what no other thread reads, so working in place is safe.
+// Parallelisation: an item is kWidth pairs of a head, or kWidth of its features past R. A thread
+// handles the same item of up to kHeads heads, so it loads their part of the table once. blockIdx.x
+// is the token, blockIdx.y walks its heads, blockIdx.z the items beyond a block's threads. A thread
+// writes only what no other thread reads, so the op may run in place.
 // Mirror: engine/reference/rope.py
 #include "common/packed.cuh"
 #include "common/rotary.cuh"
@@ -21,8 +21,8 @@ constexpr int kHeads = 3;
 struct RopeParams {
   const scalar_t *q, *k;    // (T, H, D), (T, K, D); the last axis is contiguous
   const int* positions;     // (T,) row of cos_sin
-  const float* cos_sin;     // (P, R) a row is R/2 cosines, then R/2 sines; contiguous
-  scalar_t *q_out, *k_out;  // like q and k; may be q and k, no other overlap
+  const float* cos_sin;     // (P, R) contiguous; each row R/2 cosines, then R/2 sines
+  scalar_t *q_out, *k_out;  // like q and k; may be q and k, but not overlap them otherwise
   int64_t q_stride_t, q_stride_h, k_stride_t, k_stride_h;  // elements
   int64_t q_out_stride_t, q_out_stride_h, k_out_stride_t, k_out_stride_h;
   int num_positions;  // P
@@ -31,7 +31,7 @@ struct RopeParams {
   int rotary_dim;     // R
   int items_per_head;
   int heads_per_block;
-  int is_large;  // 1: the results exceed L2, which should not keep them
+  int is_large;  // 1: the results are larger than L2, so stored evict-first
 };
 
 __device__ __forceinline__ const scalar_t* head_in(const RopeParams& p, int64_t token, int head) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ void rope(const RopeParams& p) {
       lo[i] = load_packed<kWidth>(in + lo_at, is_large);
       if (is_pair) hi[i] = load_packed<kWidth>(in + hi_at, is_large);
     }
-    if (is_pair && !has_rotation) {  // while the heads are in flight
+    if (is_pair && !has_rotation) {  // loaded while the heads are in flight
       const float* row = rotation_row(p.cos_sin, p.num_positions, p.rotary_dim, position);
       load_rotation(row, p.rotary_dim, at, cos, sin);
     }

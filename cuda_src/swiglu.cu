@@ -1,4 +1,4 @@
-// SwiGLU on packed halves: the activation between the two products of a feed-forward layer.
+// SwiGLU on packed halves: the activation between the two GEMMs of a feed-forward layer.
 //
 //   out = silu(gate) * up,   x = [gate | up],   silu(g) = g / (1 + exp(-g))
 //

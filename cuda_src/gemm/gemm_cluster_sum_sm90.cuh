@@ -1,9 +1,9 @@
 // Split-k within a cluster: kClusterK CTAs share a sum over k and exchange partials through
 // distributed shared memory.
 //
-// CTA i finishes slice i of the columns. Each thread sends its sums of the other slices to the
-// thread with the same index in the CTA that finishes them, 16 bytes at a time, and adds the sums
-// it receives to its own, in the order of the CTAs.
+// CTA i finishes column slice i. Each thread sends its sums of the other slices to the thread with
+// the same index in the CTA that finishes them, 16 bytes at a time, and adds the sums it receives
+// to its own, in CTA order.
 #pragma once
 
 #include "gemm/gemm_pipeline_sm90.cuh"

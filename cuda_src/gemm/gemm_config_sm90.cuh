@@ -1,34 +1,34 @@
-// The work tile that a module of gemm_sm90.cu, gemm_fp8_sm90.cu or gemm_int8_sm90.cu is compiled
-// for, given by -D (HopperConfig in engine/kernels/gemm/sm90.py), and what follows from it:
-// warpgroup roles, registers, shared memory.
+// Work tile of a module of gemm_sm90.cu, gemm_fp8_sm90.cu or gemm_int8_sm90.cu, set by -D
+// (HopperConfig in engine/kernels/gemm/sm90.py), and the constants derived from it: warpgroup
+// roles, registers, shared memory.
 #pragma once
 
 #include "common/sm90.cuh"
 
 constexpr int kTileM = TILE_M, kTileN = TILE_N;
 constexpr int kClusterM = CLUSTER_M, kClusterN = CLUSTER_N, kClusterK = CLUSTER_K;
-constexpr int kMmaM = 64;           // rows of a wgmma: an m-tile
+constexpr int kMmaM = 64;           // rows of an m-tile: one wgmma
 constexpr int kSlabRowBytes = 128;  // the widest swizzle
 #ifdef CODES
-constexpr int kCodes = CODES;  // operands are 8-bit codes: 1 e4m3, 2 int8
+constexpr int kCodes = CODES;  // format of the 8-bit operands: 1 e4m3, 2 int8
 #else
 constexpr int kCodes = 0;  // operands are scalar_t
 #endif
-constexpr int kSlabK = kCodes == 0 ? 64 : 128;  // values of k in a slab
-constexpr int kDepth = DEPTH;                   // slabs in a stage
-constexpr int kStages = STAGES;   // stages of the ring; with tiles of 64 rows set at launch
-constexpr bool kStores = STORES;  // results are stored by TMA while the next tile is multiplied
+constexpr int kSlabK = kCodes == 0 ? 64 : 128;  // values of k per slab
+constexpr int kDepth = DEPTH;                   // slabs per stage
+constexpr int kStages = STAGES;   // stages of the ring; the launch sets them for 64-row tiles
+constexpr bool kStores = STORES;  // TMA stores results while the next tile is multiplied
 constexpr int kStageK = kDepth * kSlabK;
-// Consumer warpgroups divide a tile's rows, or its columns if three warpgroups would have too few
+// Consumer warpgroups split a tile by rows, or by columns if three warpgroups would have too few
 // registers each.
 constexpr bool kSharesColumns = kTileM == 192 && kTileN > 192;
 constexpr int kConsumerWarpgroups = kTileM == 64 ? 1 : kTileM == 192 && !kSharesColumns ? 3 : 2;
 // m-tiles per warpgroup.
 constexpr int kMmaTilesM = kTileM / kMmaM / (kSharesColumns ? 1 : kConsumerWarpgroups);
 constexpr int kWarpgroupCols = kTileN / (kSharesColumns ? kConsumerWarpgroups : 1);
-constexpr bool kMayGate = kConsumerWarpgroups != 3;  // three have too few registers
+constexpr bool kMayGate = kConsumerWarpgroups != 3;  // three warpgroups have too few registers
 constexpr int kConsumerThreads = kConsumerWarpgroups * 128;
-// One producer warp, or a whole warpgroup if registers move: setmaxnreg acts on warpgroups.
+// The producer is one warp, or a whole warpgroup if registers move: setmaxnreg acts on warpgroups.
 constexpr bool kMovesRegisters = kConsumerWarpgroups > 1;
 constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
 // Thread indices.
@@ -43,22 +43,21 @@ constexpr int kClusterSize = kClusterM * kClusterN * kClusterK;
 static_assert(kTileM % (8 * kClusterN) == 0 && kTileN % (8 * kClusterM) == 0,
               "multicast parts are whole swizzle atoms of 8 rows");
 
-// A warm-up pass pays off for small tiles only: large ones run long compared with fetching their
+// A warm-up pass pays off only for small tiles: large ones run long compared with fetching their
 // instructions.
 constexpr bool kWarmsUp = kTileM * kTileN <= 128 * 128;
 
 // A CTA without multicast starts loading as soon as its own mbarriers are initialised.
 constexpr bool kLoadsAlone = kClusterM * kClusterN == 1;
 
-// Bytes of a slab of x, of a slab of the weight, and of a stage of the weight.
+// Bytes of a slab of x and of the weight, and of a stage of the weight.
 constexpr int kBytesX = kTileM * kSlabRowBytes, kBytesW = kTileN * kSlabRowBytes;
 constexpr int kStageW = kDepth * kBytesW;
 constexpr int kWarpStaging = 16 * 128;  // bytes of a warp's 16 rows of results
 // Staging buffers of a warp: one is filled while TMA reads the other.
 constexpr int kStagings = kStores ? 2 : 1;
 constexpr int kBytesStaging = kConsumerThreads / 32 * kStagings * kWarpStaging;
-// Columns that a CTA finishes when a tile is split along k, and the sums it receives from other
-// CTAs.
+// Columns that each CTA finishes when k is split, and the sums it receives from other CTAs.
 constexpr int kSlice = kTileN / kClusterK;
 constexpr int kBytesSums = (kClusterK - 1) * kTileM * kSlice * 4;
 static_assert(kThreads == THREADS && kBytesStaging + kBytesSums == BYTES_BESIDE_STAGES,
@@ -67,7 +66,7 @@ static_assert(kClusterK == 1 || (kMmaTilesM == 1 && kSlice % 8 == 0),
               "a slice is whole 8 columns of one m-tile");
 static_assert(kClusterK == 1 || kClusterM == 1, "with kClusterM > 1 a CTA could have no rows");
 
-// Aligns to the swizzle's atoms of 1024 bytes; the offset is the same in every CTA of a cluster.
+// Aligns to the swizzle's 1024-byte atoms; the offset is the same in every CTA of a cluster.
 __device__ __forceinline__ unsigned char* align_smem(unsigned char* p) {
   return p + (-smem_address(p) & 1023);
 }

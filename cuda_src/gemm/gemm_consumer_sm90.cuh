@@ -16,7 +16,7 @@ __device__ __forceinline__ void consumer_release(const Pipeline& p, const TileSc
     if (thread == 0) mbarrier_arrive(empty);
   } else if (thread < kClusterM + kClusterN - 1) {
     const int layer = s.rank_k * kClusterM * kClusterN;
-    int i = s.rank_m, j = thread;  // this row's CTAs first, then the others of this column
+    int i = s.rank_m, j = thread;  // this row's CTAs first, then the rest of the column
     if (thread >= kClusterN) {
       i = thread - kClusterN + (thread - kClusterN >= s.rank_m);
       j = s.rank_n;
@@ -25,7 +25,7 @@ __device__ __forceinline__ void consumer_release(const Pipeline& p, const TileSc
   }
 }
 
-// Sums this CTA's share of k into `acc`. A warm-up pass runs the same instructions once on
+// Accumulates this CTA's share of k in `acc`. A warm-up pass runs the same instructions once on
 // uninitialised shared memory; it neither waits nor releases.
 __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler& s, int warpgroup,
                                          bool is_warmup, DynamicPipelineState& state, Sums& acc) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
   const unsigned cols = p.w + (kSharesColumns ? warpgroup * kWarpgroupCols * kSlabRowBytes : 0);
   const unsigned full = is_warmup ? p.idle : p.full;
   const int last_k = is_warmup ? s.first_k + 1 : s.last_k;
-  if (is_warmup) state.phase = 1;                  // the phase before the first has completed
+  if (is_warmup) state.phase = 1;  // no wait: the phase before the first counts as completed
   state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
   int last = 0;
 #pragma unroll 1
@@ -66,13 +66,13 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
   for (int j = 0; j < kMmaTilesM; ++j) wgmma_pin(acc[j]);
 }
 
-// The consumers' loop. With `warms_up` it first computes a tile below the last row, of which
-// nothing is stored, while the preceding kernel still runs (with kClusterK > 1 only the products):
-// the instructions are then cached when x arrives.
+// The consumers' loop. With `warms_up` it first computes a tile below the last row, storing
+// nothing, while the preceding kernel still runs (with kClusterK > 1 it only multiplies): the
+// instructions are cached by the time x arrives.
 __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& s,
                                         unsigned char* smem, const Epilogue& e, bool is_wide,
                                         const TensorMap* map_out, bool warms_up) {
-  // Shuffled, to tell ptxas that it is warp-uniform: descriptors are then computed once per warp.
+  // The shuffle tells ptxas that it is warp-uniform: descriptors are then computed once per warp.
   const int warp_idx = __shfl_sync(~0u, (threadIdx.x - kFirstConsumer) / 32, 0);
   const int warpgroup = warp_idx / 4;
   unsigned char* staging = smem + (p.staging - p.x) + warp_idx * kStagings * kWarpStaging;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& 
     if constexpr (kClusterK > 1) {
       float own[kSliceSums];
       const int row = warpgroup * kMmaM + warp_idx % 4 * 16;
-      if (tile.x + row >= s.m) continue;  // these rows exist in no CTA: none sends or waits
+      if (tile.x + row >= s.m) continue;  // no CTA sends or awaits these nonexistent rows
       exchange_sums(p, s, smem + (p.sums - p.x), acc[0], own);
       const Corner corner{staging, tile.x + row, tile.y + s.rank_k * kSlice};
       store(e, own, corner, s.m, s.n, is_wide, map_out, 0);

@@ -1,18 +1,18 @@
-// The entry points for 16-bit types, on tensor cores. Included by gemm_entries.cuh, whose macros it
-// uses.
+// Entry points for 16-bit types, on tensor cores. Included by gemm_entries.cuh, which defines the
+// macros used here.
 #pragma once
 
-// ring: tokens / 8, stages of a warp's ring, buffers of partial sums. The sizes
-// are those of engine/kernels/gemm/skinny.py, as tests/kernels/test_cuda_constants.py checks.
+// ring: tokens / 8, stages of a warp's ring, buffers of partial sums. The sizes must match
+// engine/kernels/gemm/skinny.py; tests/kernels/test_cuda_constants.py checks them.
 #define ENGINE_SKINNY_ENTRIES(op, norm)                                                     \
   ENGINE_SKINNY_ENTRY(op##_skinny_ring_8, 512, 1, skinny_ring<SkinnyShape<1, 5, 2>, norm>)  \
   ENGINE_SKINNY_ENTRY(op##_skinny_ring_16, 256, 1, skinny_ring<SkinnyShape<2, 4, 2>, norm>) \
   ENGINE_SKINNY_ENTRY(op##_skinny_ring_32, 256, 1, skinny_ring<SkinnyShape<4, 3, 1>, norm>) \
   ENGINE_SKINNY_ENTRY(op##_gemv, 512, 1, gemv<norm>)
 
-// tile: m, n of the block's tile, m, n of a warp's tile, stages. direct: tokens / 8, weight rows /
-// 16, warps. Registers limit the blocks per multiprocessor: 128 accumulators per thread with warps
-// of 64 x 64.
+// tile: m and n of the block tile, m and n of the warp tile, stages. direct: tokens / 8, weight
+// rows / 16, warps. Registers limit the blocks per multiprocessor: a 64 x 64 warp tile takes 128
+// accumulators per thread.
 #define ENGINE_GEMM_ENTRIES(op, norm)                                                        \
   ENGINE_GEMM_ENTRY(op##_tile_128x256, 256, 1, mma_tile<128, 256, 64, 64, 4, true, norm>)    \
   ENGINE_GEMM_ENTRY(op##_tile_128x128, 128, 2, mma_tile<128, 128, 64, 64, 4, true, norm>)    \

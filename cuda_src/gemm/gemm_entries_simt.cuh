@@ -1,10 +1,11 @@
-// The entry points for float32, on CUDA cores. Included by gemm_entries.cuh, whose macros it uses.
+// Entry points for float32, on CUDA cores. Included by gemm_entries.cuh, which defines the macros
+// used here.
 #pragma once
 
-// The skinny kernels with weights in a ring or in registers support 16-bit types only.
+// The skinny kernels that keep weights in a ring or in registers support 16-bit types only.
 #define ENGINE_SKINNY_ENTRIES(op, norm)
 
-// tile: a thread's outputs along m and along n, stages. direct: tokens, weight rows, warps.
+// tile: outputs per thread along m and along n, stages. direct: tokens, weight rows, warps.
 #define ENGINE_GEMM_ENTRIES(op, norm)                                                    \
   ENGINE_GEMM_ENTRY(op##_tile_128x128, kSimtThreads, 2, simt_tile<8, 4, true, norm>)     \
   ENGINE_GEMM_ENTRY(op##_tile_64x64, kSimtThreads, 3, simt_tile<4, 4, true, norm>)       \

@@ -1,10 +1,10 @@
 // The epilogue of gemm_sm90.cu: a consumer warp writes its sums to global memory.
 //
 // A warp holds 16 rows of sums: the four warps of a warpgroup share an m-tile. The sums pass
-// through a staging buffer of 2 KB per warp, 128 bytes of each row at a time, so that global memory
-// is accessed in whole rows. 16-byte pieces are swizzled so that the rows of an access have no bank
-// conflicts. In the tiles of large products TMA copies from two alternating buffers while the warp
-// continues with the next tile.
+// through a 2 KB staging buffer per warp, 128 bytes of each row at a time, so that global memory is
+// accessed in whole rows. 16-byte pieces are swizzled so that the rows of an access have no bank
+// conflicts. For large products, TMA copies from two alternating buffers while the warp continues
+// with the next tile.
 #pragma once
 
 #include "gemm/gemm_config_sm90.cuh"
@@ -21,8 +21,8 @@ struct Corner {
   int row, col;
 };
 
-// Stages chunk kChunk (64 columns, or fewer at the end) of a warp's results, rounded. A thread has
-// kResults of them, in the order of its accumulators: result(i) with a compile-time i.
+// Stages chunk kChunk of a warp's results (64 columns, fewer at the end), rounded. A thread holds
+// kResults of them in accumulator order: result(i), with a compile-time i.
 template <int kChunk, int kResults, typename Result>
 __device__ __forceinline__ void stage_rounded(const Result& result, unsigned staging) {
   const int lane_idx = threadIdx.x % 32, row = lane_idx % 16;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void stage_rounded(const Result& result, unsigned sta
   for (int pair = 0; pair < 4 && kChunk * 32 + pair * 8 < kResults; ++pair) {
     const int i = kChunk * 32 + pair * 8;
     const unsigned low = pack(result(i), result(i + 1)), high = pack(result(i + 2), result(i + 3));
-    if (i + 4 == kResults) {  // eight columns are left
+    if (i + 4 == kResults) {  // only eight columns are left
       stmatrix_x2(staging + row * 128 + (2 * pair ^ (row % 8)) * 16, low, high);
     } else {
       stmatrix_x4(staging + row * 128 + ((2 * pair + lane_idx / 16) ^ (row % 8)) * 16, low, high,
@@ -55,7 +55,7 @@ __device__ __forceinline__ void stage_float(const float (&acc)[kSums], unsigned 
     }
 }
 
-// The same for a chunk known only at run time: registers cannot be indexed.
+// Like stage_rounded, for a run-time chunk: registers cannot be indexed.
 template <int kChunk, int kResults, typename Result>
 __device__ __forceinline__ void stage_rounded_at(int chunk, const Result& result,
                                                  unsigned staging) {
@@ -123,8 +123,9 @@ __device__ __forceinline__ void store_rounded(const Epilogue& e, const Result& r
   }
 }
 
-// The same by TMA, which clips rows and columns that do not exist. `m_tile` is the index within the
-// warpgroup. Every chunk of every tile is staged, so that the two buffers alternate.
+// Like store_rounded, but by TMA, which clips rows and columns that do not exist. `m_tile` is the
+// index within the warpgroup. Every chunk of every tile is staged, so that the two buffers
+// alternate.
 template <int kResults, typename Result>
 __device__ __forceinline__ void store_by_map(const TensorMap* map_out, const Result& result,
                                              Corner corner, int m_tile) {
@@ -146,7 +147,7 @@ __device__ __forceinline__ void store_by_map(const TensorMap* map_out, const Res
   }
 }
 
-// Bias, activation and residual, in float, for kRows groups of four columns; then rounded once.
+// Applies bias, activation and residual in float to kRows groups of four columns; rounds once.
 template <typename Out, int kRows>
 __device__ __forceinline__ void finish(const Epilogue& e, Vec<float, 4> (&sums)[kRows],
                                        const Vec<Out, 4> (&residual)[kRows], int row, int row_step,
@@ -154,7 +155,7 @@ __device__ __forceinline__ void finish(const Epilogue& e, Vec<float, 4> (&sums)[
   if (col >= n) return;
   if (!e.is_bare()) {
 #pragma unroll 1
-    for (int j = 0; j < 4; ++j) {  // rolled, by rotating the columns: the activation code is long
+    for (int j = 0; j < 4; ++j) {  // not unrolled (the columns rotate): the activation is long
       const float bias = e.bias != nullptr && col + j < n ? to_float(e.bias[col + j]) : 0.0f;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -184,12 +185,12 @@ __device__ __forceinline__ void load_residuals(const Epilogue& e, Vec<Out, 4> (&
   }
 }
 
-// All other cases: floats through shared memory, four columns per thread.
+// General store: floats pass through shared memory, four columns per thread.
 template <typename Out, int kSums>
 __device__ __forceinline__ void store_general(const Epilogue& e, const float (&acc)[kSums],
                                               Corner corner, int m, int n) {
   constexpr int kCols = kSums * 2;
-  // Rows at a time, as registers allow.
+  // Rows per pass, limited by registers.
   constexpr int kRows = kConsumerWarpgroups == 3 || kSharesColumns ? 2 : 4;
   const int lane_idx = threadIdx.x % 32;
 #pragma unroll 1
@@ -200,7 +201,7 @@ __device__ __forceinline__ void store_general(const Epilogue& e, const float (&a
     for (int first = 0; first < 4; first += kRows) {
       const int r0 = first * 4 + lane_idx / 8, row = corner.row + r0;
       Vec<Out, 4> residual[kRows];
-      load_residuals(e, residual, row, 4, col, m, n);  // in flight while we stage
+      load_residuals(e, residual, row, 4, col, m, n);  // stays in flight during staging
       if (first == 0) {
         stage_float_at<0>(chunk, acc, corner.staging);
         __syncwarp();
@@ -216,7 +217,7 @@ __device__ __forceinline__ void store_general(const Epilogue& e, const float (&a
   }
 }
 
-// Gated, 16 bits, no residual: a thread holds gate and up of the same column.
+// Stores gated 16-bit results without residual: a thread holds gate and up of the same column.
 template <int kSums>
 __device__ __forceinline__ void store_gated_rounded(const Epilogue& e, float (&acc)[kSums],
                                                     Corner corner, int m, int n, bool is_wide,
@@ -235,14 +236,14 @@ __device__ __forceinline__ void store_gated_rounded(const Epilogue& e, float (&a
   store_rounded<kSums / 2>(e, result, to, m, n / 2, is_wide);
 }
 
-// Gated in all other cases: floats through shared memory, 32 columns at a time, 16 of out; a
-// lane takes four of gate and the matching four of up.
+// Stores gated results in all other cases: floats pass through shared memory, 32 columns (16 of
+// out) at a time; a lane takes four of gate and the matching four of up.
 template <typename Out, int kSums>
 __device__ __forceinline__ void store_gated(const Epilogue& e, const float (&acc)[kSums],
                                             Corner corner, int m, int n) {
   constexpr int kCols = kSums * 2;
   const int lane_idx = threadIdx.x % 32;
-  // 16 bytes of gate; the matching 16 of up are two pieces further.
+  // The lane's 16 bytes of gate; the matching 16 of up are two pieces further.
   const int piece = lane_idx % 4 / 2 * 4 + lane_idx % 2;
 #pragma unroll 1
   for (int chunk = 0; chunk < (kCols + 31) / 32; ++chunk) {

@@ -1,13 +1,13 @@
-// Matrix product of codes of 8 bits (e4m3) with scales and a fused epilogue, for every chip.
+// GEMM of 8-bit codes (e4m3) with scales and a fused epilogue, for every GPU.
 //
 //   out = activation((xq weight^T) * x_scales * weight_scales + bias) + residual
 //
-// Arguments: W8Params in gemm/w8_problem.cuh, which gives the formula.
+// Arguments and formula: W8Params in gemm/w8_problem.cuh.
 //
-// Numerics: codes are multiplied as __half, which holds each of them, and summed in float. Scales,
-// bias, activation and residual are applied in float, with one rounding at the end.
-// Parallelisation: tiles of 64 x 64 (w8_tile.cuh); for few rows and 16-bit types, rings of weights
-// in blocks that also quantize x (w8_skinny.cuh).
+// Numerics: codes are multiplied as __half, which represents them exactly, and summed in float.
+// Scales, bias, activation and residual are applied in float, with one rounding at the end.
+// Parallelisation: tiles of 64 x 64 (w8_tile.cuh); for few rows and 16-bit types, weights stream
+// through rings, in blocks that also quantize x (w8_skinny.cuh).
 // Mirror: engine/reference/gemm_fp8.py
 #include "gemm/w8_tile.cuh"
 #if ENGINE_DTYPE != 0

@@ -1,14 +1,13 @@
-// Matrix product of codes of 8 bits (int8) with scales and a fused epilogue, for every chip.
+// GEMM of 8-bit codes (int8) with scales and a fused epilogue, for every GPU.
 //
 //   out = activation((xq weight^T) * x_scales * weight_scales + bias) + residual
 //
-// Arguments: W8Params in gemm/w8_problem.cuh, which gives the formula.
+// Arguments and formula: W8Params in gemm/w8_problem.cuh.
 //
-// Numerics: sums of 128 values of k are exact; multiplied by the scale of their group of x they are
-// added in float. Scales of the weight, bias, activation and residual in float, one rounding at the
-// end.
-// Parallelisation: tiles of 64 x 64 (w8_tile.cuh); for few rows and 16-bit types, rings of weights
-// in blocks that also quantize x (w8_skinny.cuh).
+// Numerics: sums over 128 values of k are exact; each is multiplied by its group's scale of x and
+// added in float. Weight scales, bias, activation and residual in float, one rounding at the end.
+// Parallelisation: tiles of 64 x 64 (w8_tile.cuh); for few rows and 16-bit types, weights stream
+// through rings, in blocks that also quantize x (w8_skinny.cuh).
 // Mirror: engine/reference/gemm_int8.py
 #include "gemm/w8_tile.cuh"
 #if ENGINE_DTYPE != 0

@@ -1,4 +1,4 @@
-// The ring of stages of gemm_sm90.cu: shared memory and its mbarriers.
+// Shared memory and mbarriers of gemm_sm90.cu's ring of stages.
 #pragma once
 
 #include "gemm/gemm_config_sm90.cuh"
@@ -18,12 +18,12 @@ struct DynamicPipelineState {
   }
 };
 
-// Addresses in shared memory: stages of x, stages of weight, staging of results, sums from other
-// CTAs, mbarriers (a full and an empty one per stage). Nothing arrives on `idle`: the warm-up pass
-// waits on it for a phase that has already completed. With tiles of 64 rows the number of stages
-// and their rows of x are set at launch.
+// Addresses in shared memory: stages of x, stages of the weight, staging of results, sums from
+// other CTAs, mbarriers (a full and an empty one per stage). Nothing arrives on `idle`: the warm-up
+// pass waits on it for a phase that counts as completed. For tiles of 64 rows the launch sets the
+// number of stages and their rows of x.
 struct Pipeline {
-  int stages, slab_x, stage_x;  // bytes of a slab of x, of a stage of x
+  int stages, slab_x, stage_x;  // number of stages; bytes per slab and per stage of x
   unsigned x, w, staging, sums, full, empty, sums_barrier, idle;
 
   __device__ __forceinline__ Pipeline(unsigned smem, int launch_stages, int x_rows) {
@@ -41,8 +41,8 @@ struct Pipeline {
   }
 
   // A stage is full when its bytes have arrived, and empty when every warpgroup that reads this
-  // CTA's loads has released it: those in this CTA's row and column of the cluster. `sums_rows`:
-  // rows of the tile, rounded up to a warp's 16, for which other CTAs send sums.
+  // CTA's loads (those in its row and column of the cluster) has released it. `sums_rows`: the
+  // tile's rows for which other CTAs send sums, rounded up to a warp's 16.
   __device__ __forceinline__ void init(int sums_rows) const {
     for (int i = 0; i < stages; ++i) {
       mbarrier_init(full + i * 8, 1);

@@ -1,4 +1,4 @@
-// The problem that every gemm kernel solves, and its parameters.
+// The problem solved by every gemm kernel, and its parameters.
 //
 //   out[m, n] = activation(sum_k x[m, k] * weight[n, k] + bias[n]) + residual[m, n]
 //
@@ -9,14 +9,14 @@
 #include "common/types.cuh"
 #include "common/epilogue.cuh"
 
-// Parameters of the tiled kernels and the direct skinny ones.
+// Parameters of the tiled kernels and of skinny_direct.cuh.
 struct GemmParams {
   const scalar_t* x;  // (M, K), rows x_stride elements apart
   int64_t x_stride;
   const scalar_t* weight;       // (N, K) contiguous
   const scalar_t* norm_weight;  // (K,); null: no norm
-  const float* row_scales;      // (M,) 1 / rms of each row, for the tiled kernels with a norm
-  float eps, weight_offset;     // parameters of the norm
+  const float* row_scales;      // (M,) 1 / rms per row, for tiled kernels with a norm
+  float eps, weight_offset;     // norm parameters
   const scalar_t* bias;         // (N,), or null
   const void* residual;         // shape and dtype of out, rows residual_stride apart; may be out
   int64_t residual_stride;      // elements
@@ -24,30 +24,30 @@ struct GemmParams {
   int64_t out_stride;           // elements
   float* partials;              // (splits, M, N) partial sums over k; null: k is not split
   int m, n, k;
-  int k_per_split;  // a multiple of the tile's k; blockIdx.y is the split
+  int k_per_split;  // a multiple of the tile's k; blockIdx.y is the split index
   int activation;   // an Activation
   int is_float;
   int is_vector;  // rows of out and residual can be accessed four elements at a time
 };
 
-// Parameters of the skinny kernels with weights in a ring or in registers (skinny_ring.cuh,
-// gemv.cuh).
+// Parameters of the skinny kernels that keep weights in a ring (skinny_ring.cuh) or in registers
+// (gemv.cuh).
 struct SkinnyParams {
   const scalar_t* x;  // (M, K), rows x_stride elements apart
   int64_t x_stride;
   const scalar_t* weight;       // (N, K) contiguous
   const scalar_t* norm_weight;  // (K,); null: no norm
-  float eps, weight_offset;     // parameters of the norm
+  float eps, weight_offset;     // norm parameters
   const scalar_t* bias;         // (N,), or null
   const void* residual;         // shape and dtype of out, rows residual_stride apart; may be out
   int64_t residual_stride;      // elements
   void* out;                    // (M, N), or (M, N / 2) gated; scalar_t, or float if is_float
   int64_t out_stride;           // elements
   int m, n, k;
-  int k_per_split;  // values of k that a warp sums, a multiple of kStepK
+  int k_per_split;  // values of k per warp, a multiple of kStepK
   int num_tiles;    // tiles of blockDim.z * 16 rows of the weight
-  int num_stages;   // stages per warp's ring; fewer than SkinnyShape's if k has fewer steps
-  int num_gates;    // rows of gate, if all of them precede those of up; else 0
+  int num_stages;   // stages per warp's ring: SkinnyShape's, or fewer if k has fewer steps
+  int num_gates;    // number of gate rows if they all precede the up rows; else 0
   int activation;   // an Activation
   int is_float;
   int is_vector;  // rows of out and residual can be accessed four elements at a time
@@ -57,7 +57,7 @@ struct SkinnyParams {
 
 struct Norm {
   const scalar_t* weight;
-  const float* row_scales;  // null in the skinny kernels, which compute them
+  const float* row_scales;  // null in the skinny kernels: they compute the scales
   float eps, weight_offset;
 
   __device__ __forceinline__ scalar_t apply(scalar_t x, float scale, scalar_t w) const {
@@ -65,7 +65,7 @@ struct Norm {
   }
 };
 
-// The parameters common to all kernels.
+// Parameters common to all kernels.
 struct Problem {
   const scalar_t* x;
   const scalar_t* weight;

@@ -6,21 +6,21 @@
 
 // Launch parameters of the loads.
 struct Loading {
-  int x_part;     // rows of x that a CTA loads per tile: kTileM / kClusterN, or fewer
-  int tail_part;  // the same for the tile of the last rows, which may have fewer
+  int x_part;     // rows of x per CTA and tile: kTileM / kClusterN, or fewer
+  int tail_part;  // same for the tile of the last rows, which may have fewer
   bool uses_pdl;  // the weight may be read while the preceding kernel still runs
-  bool is_split;  // all rows of gate precede those of up: map_w loads eight of each in turn
+  bool is_split;  // all gate rows precede the up rows: map_w interleaves them by eights
 };
 
-// Loads stages. Rows of x that no box covers keep what shared memory held: their sums are dropped.
-// A box that extends past the last row is slow, so the last tile has boxes of its own (map_tail).
-// They extend past the last row only if CTAs of a cluster share the tile, by up to 15 rows in all.
+// Fills the stages. Rows of x outside every TMA box keep stale data: their sums are dropped. A box
+// that extends past the last row is slow, so the last tile has its own boxes (map_tail). These
+// extend past the last row only if CTAs of a cluster share the tile, by at most 15 rows in total.
 struct Loader {
   const Pipeline& p;
   const TensorMap *map_x, *map_tail, *map_w;
   const Loading& loading;
   int m, rank_m, rank_n;
-  unsigned short row_mask = 0, col_mask = 0;  // CTAs of this row, of this column, as bits
+  unsigned short row_mask = 0, col_mask = 0;  // bit masks of the CTAs in this row, in this column
 
   __device__ __forceinline__ Loader(const Pipeline& p, const TileScheduler& s,
                                     const TensorMap* map_x, const TensorMap* map_tail,
@@ -33,19 +33,18 @@ struct Loader {
         m(s.m),
         rank_m(s.rank_m),
         rank_n(s.rank_n) {
-    const int layer = s.rank_k * kClusterM * kClusterN;  // first rank of those with this share of k
+    const int layer = s.rank_k * kClusterM * kClusterN;  // first rank with this share of k
     for (int j = 0; j < kClusterN; ++j) row_mask |= 1 << (layer + j * kClusterM + s.rank_m);
     for (int i = 0; i < kClusterM; ++i) col_mask |= 1 << (layer + s.rank_n * kClusterM + i);
   }
 
-  // Rows of x that a CTA loads of the tile that begins at `row`.
+  // Returns how many rows of x a CTA loads for the tile that begins at `row`.
   __device__ __forceinline__ int part(int row) const {
     if (row + kTileM <= m) return loading.x_part;
     return row < m ? loading.tail_part : 0;
   }
 
-  // `stage_k` counts stages along k, `stage` is the index in the ring, `tile` the first row and
-  // column.
+  // `stage_k`: stage along k. `stage`: index in the ring. `tile`: first row and column.
   __device__ __forceinline__ void weight(int stage, int stage_k, int2 tile) const {
     const unsigned full = p.full + stage * 8;
     mbarrier_arrive_expect_tx(full, kDepth * (part(tile.x) * kClusterN * kSlabRowBytes + kBytesW));
@@ -97,14 +96,14 @@ struct Loader {
   }
 
  private:
-  static constexpr int kPartW = kTileN / kClusterM;  // rows of the weight that a CTA loads per tile
+  static constexpr int kPartW = kTileN / kClusterM;  // weight rows per CTA and tile
 
-  // A multicast part must consist of whole pairs of eight rows.
+  // A multicast part must hold whole pairs of eight-row groups, gate and up.
   __device__ __forceinline__ bool is_split() const { return kPartW % 16 == 0 && loading.is_split; }
 };
 
 // Starts on the first tile's weight before the preceding kernel has ended, as far as the ring
-// allows: loads it with uses_pdl, else prefetches it to L2.
+// allows: loads it if uses_pdl, else prefetches it to L2.
 __device__ __forceinline__ void load_early(const Pipeline& p, const TileScheduler& s,
                                            const Loader& loader) {
   const int2 tile = s.tile(s.first());

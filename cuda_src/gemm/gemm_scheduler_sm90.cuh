@@ -3,9 +3,9 @@
 
 #include "gemm/gemm_config_sm90.cuh"
 
-// A cluster computes a super-tile of kClusterM x kClusterN tiles at a time. The order runs down
-// `band` rows of super-tiles before it moves right: tiles computed at the same time read few rows
-// of x and weight, which stay in L2.
+// A cluster computes one super-tile of kClusterM x kClusterN tiles at a time. The order runs down
+// `band` rows of super-tiles before it moves right, so that concurrent tiles read few rows of x and
+// weight, which stay in L2.
 struct TileScheduler {
   int m, n, band, rows, cols;  // rows and cols count super-tiles
   int rank_m, rank_n, rank_k;  // coordinates of this CTA in its cluster
@@ -30,7 +30,7 @@ struct TileScheduler {
   __device__ __forceinline__ int step() const { return gridDim.x / kClusterSize; }
   __device__ __forceinline__ int count() const { return rows * cols; }
 
-  // The first row and column of this CTA's tile of super-tile `index`.
+  // Returns the first row and column of this CTA's tile in super-tile `index`.
   __device__ __forceinline__ int2 tile(int index) const {
     if (rows == 1) return {rank_m * kTileM, (index * kClusterN + rank_n) * kTileN};
     const int band_idx = index / (band * cols), within = index - band_idx * band * cols;

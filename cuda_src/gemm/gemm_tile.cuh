@@ -1,12 +1,13 @@
-// The tiled products of gemm.cu: a block computes one tile of out, or with split k a partial of it.
+// Tiled kernels of gemm.cu: a block computes one tile of out, or a partial of it if k is split.
 #pragma once
 
 #include "common/mma_tile.cuh"
 #include "common/simt_tile.cuh"
 #include "gemm/gemm_problem.cuh"
 
-// Applies the norm in place to the chunks of x's tile that this thread has loaded: after its own
-// cp_async_wait, before the barrier that makes them visible to other threads.
+// Applies the norm in place to the chunks of x's tile that this thread has loaded. Call it after
+// the thread's own cp_async_wait, before the barrier that makes the chunks visible to other
+// threads.
 template <typename Loader, bool kAligned, bool kEnabled>
 struct TileNorm {
   const Norm norm;
@@ -41,7 +42,7 @@ struct TileNorm {
   }
 };
 
-// Stores this block's sums: to `out` with the epilogue or, if k is split, unchanged to its
+// Stores this block's sums: to `out` through the epilogue or, if k is split, unchanged to its
 // partials. Two calls let the compiler specialise the second, which needs few registers.
 template <typename Store>
 __device__ __forceinline__ void store_tile(const Problem& p, const Store& store) {
@@ -53,8 +54,8 @@ __device__ __forceinline__ void store_tile(const Problem& p, const Store& store)
   }
 }
 
-// One block computes a kTileM x kTileN tile of out, or with split k a partial of it. Dynamic shared
-// memory: kStages * (kTileM + kTileN) * kTileRowBytes.
+// One block computes a kTileM x kTileN tile of out, or a partial of it if k is split. Dynamic
+// shared memory: kStages * (kTileM + kTileN) * kTileRowBytes.
 template <int kTileM, int kTileN, int kWarpM, int kWarpN, int kStages, bool kAligned, bool kNorm>
 __device__ __forceinline__ void mma_tile(const Problem& p) {
   constexpr int kWarpsN = kTileN / kWarpN;
@@ -85,8 +86,8 @@ __device__ __forceinline__ void mma_tile(const Problem& p) {
   });
 }
 
-// One block computes a square tile of out with side kPerThread * 16, or with split k a partial of
-// it. Dynamic shared memory: kStages * 2 * kPerThread * 16 * kTileRowBytes.
+// One block computes a square tile of out with side kPerThread * 16, or a partial of it if k is
+// split. Dynamic shared memory: kStages * 2 * kPerThread * 16 * kTileRowBytes.
 template <int kPerThread, int kStages, bool kAligned, bool kNorm>
 __device__ __forceinline__ void simt_tile(const Problem& p) {
   constexpr int kTile = kPerThread * 16;

@@ -1,9 +1,9 @@
-// One row of x (GEMV), 16-bit types, with register-resident weights.
+// GEMV (one row of x) for 16-bit types, with register-resident weights.
 //
-// A warp holds kResidentSteps steps of k of 16 rows of the weight in registers; every tile has its
-// own block. All weights have arrived when the preceding kernel ends, which leaves little to do: no
-// weights are read from shared memory, with its 128 bytes per clock. The sums are bit for bit those
-// of skinny_ring.cuh with parts of the same length.
+// A warp holds kResidentSteps steps of k of 16 weight rows in registers; every tile has its own
+// block. All weights have arrived by the time the preceding kernel ends, so little work remains,
+// and none of it reads weights from shared memory at 128 bytes per clock. The sums equal those of
+// skinny_ring.cuh bit for bit if the parts have the same length.
 #pragma once
 
 #include "gemm/skinny_loads.cuh"
@@ -66,7 +66,7 @@ struct GemvColumn {
       y = silu(sum + bias) * (up + up_bias);
     else if (!e.is_bare())
       y = activate(e.activation, sum + bias);
-    if (e.residual != nullptr) y += residual;  // -0 + 0 would lose the sign
+    if (e.residual != nullptr) y += residual;  // adding 0 would turn -0 into 0
     if (e.is_float)
       static_cast<float*>(e.out)[column] = y;
     else
@@ -74,7 +74,7 @@ struct GemvColumn {
   }
 };
 
-// The sum over all parts of row `row` of this warp's 16, in their order.
+// Sums row `row` of this warp's 16 over all parts, in order.
 template <typename Shape>
 __device__ __forceinline__ float gemv_sum(const SkinnyBlock<Shape>& b, int row) {
   const float* from = b.sums + threadIdx.z * (blockDim.y * 16) + row;
@@ -87,8 +87,8 @@ __device__ __forceinline__ float gemv_sum(const SkinnyBlock<Shape>& b, int row) 
   return sum;
 }
 
-// The row of x on its way from L2 to shared memory, kPieces of 16 bytes per thread. The norm's
-// weight is kept in shared memory at the same offsets: the registers hold the weights.
+// The row of x on its way from L2 to shared memory, kPieces pieces of 16 bytes per thread. The
+// norm's weight is kept in shared memory at the same offsets, because the registers hold weights.
 template <typename Shape, bool kNorm>
 struct GemvRow {
   using V = Vec<scalar_t, kVec>;
@@ -116,12 +116,12 @@ struct GemvRow {
       if (i < vectors) store_vec(smem + i * kVec, v[j]);
     }
   }
-  // Writes zeros after the row's end, where the weights are zeros too.
+  // Zero-fills x past the row's end, where the weights are zeros too.
   __device__ __forceinline__ void pad(const SkinnyBlock<Shape>& b) const {
     const int all = static_cast<int>(blockDim.y) * b.part_k / kVec;
     for (int i = vectors + b.thread; i < all; i += b.threads) store_vec(to + i * kVec, V{});
   }
-  // Ends with a barrier of the block.
+  // Ends with a block barrier.
   __device__ __forceinline__ void finish(const Problem& p, const SkinnyBlock<Shape>& b,
                                          RowSquares& squares) {
     if constexpr (kNorm) {
@@ -148,7 +148,7 @@ struct GemvRow {
   }
 };
 
-// Weights are always loaded before x.
+// All weights are loaded before x.
 template <bool kNorm>
 __device__ __forceinline__ void gemv(const SkinnyParams& params) {
   using Shape = SkinnyShape<1, 1, 1>;
@@ -158,7 +158,7 @@ __device__ __forceinline__ void gemv(const SkinnyParams& params) {
   const Problem p = make_problem(params);
   const SkinnyBlock<Shape> b(p, params, smem);
   const int g = b.lane_idx / 4, t = b.lane_idx % 4, row0 = b.row0(b.tile);
-  if constexpr (kNorm)  // a row may have fewer chunks
+  if constexpr (kNorm)  // clears the chunks that a short row does not fill
     if (b.thread < kSquareChunks) smem_squares.of[b.thread] = 0.0f;
   GemvRow<Shape, kNorm> row(p, b);
   if constexpr (kNorm) row.load(p.norm.weight, b);
@@ -174,7 +174,7 @@ __device__ __forceinline__ void gemv(const SkinnyParams& params) {
   __syncthreads();
   float* sums = b.sums + b.warp_idx * 16;
   const TokenFragments<Shape> x(p, b, g, t);
-  // A warm-up pass before the preceding kernel has ended, whose result is dropped: it brings the
+  // Warm-up pass before the preceding kernel has ended; its result is dropped. It brings the
   // instructions and the address translation of x into the caches.
 #pragma unroll 1
   for (int pass = params.warms_up != 0 ? 0 : 1; pass < 2; ++pass) {
@@ -199,5 +199,5 @@ __device__ __forceinline__ void gemv(const SkinnyParams& params) {
       if (pass == 1) column.store(p.epilogue, sum, up);
     }
   }
-  if (b.size > 1) cluster_sync(b.size);  // SAFETY: others may still read this block's partial sums.
+  if (b.size > 1) cluster_sync(b.size);  // SAFETY: other blocks may still read this block's sums.
 }

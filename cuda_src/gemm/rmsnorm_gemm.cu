@@ -1,17 +1,16 @@
-// RMSNorm and a matrix product, fused.
+// RMSNorm fused into a GEMM.
 //
 //   h   = x / sqrt(mean(x^2) + eps) * (norm_weight + weight_offset)     (rounded to scalar_t)
 //   out = activation(h weight^T + bias)
 //
-// Arguments: GemmParams and SkinnyParams in gemm/gemm_problem.cuh; those of rmsnorm_row_scales
-// below.
+// Arguments: GemmParams and SkinnyParams in gemm/gemm_problem.cuh; for rmsnorm_row_scales, below.
 //
 // Numerics: the norm in float; h is rounded before the product, so the result equals that of the
-// two separate ops up to the order of summation. The product is gemm.cu's.
-// Parallelisation: gemm.cu's kernels, which compute h from x on its way to shared memory or
-// registers. The skinny kernels compute 1 / rms in every block while their first weights are in
-// flight: one launch. With more rows, each block in a row of tiles would have to read its rows of x
-// a second time, so a separate launch of rmsnorm_row_scales computes 1 / rms once.
+// two separate ops up to summation order. Product: see gemm.cu.
+// Parallelisation: gemm.cu's kernels compute h from x on its way to shared memory or registers. The
+// skinny kernels compute 1 / rms in every block while their first weights are in flight, so one
+// launch suffices. With more rows, each block in a row of tiles would have to read its rows of x a
+// second time, so a separate launch of rmsnorm_row_scales computes 1 / rms once.
 // Mirror: engine/reference/rmsnorm_gemm.py
 #include "gemm/gemm_entries.cuh"
 

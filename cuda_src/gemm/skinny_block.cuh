@@ -1,20 +1,20 @@
-// How the skinny kernels with weights in a ring or in registers divide a problem, and a block's
+// Work division of the skinny kernels that keep weights in a ring or in registers, and one block's
 // part of it.
 //
-// k is split into parts of k_per_split. A warp multiplies 16 rows of the weight by one part; a
+// k is split into parts of k_per_split values. A warp multiplies 16 weight rows by one part; a
 // block has blockDim.y warps along k and blockDim.z along rows. The C blocks of a cluster share a
-// tile: block r computes the parts from r * blockDim.y on. The parts' sums are added in order,
-// whichever warp or block computed them: a row of out has the same bits for every m, cluster and
-// block size, as long as k_per_split is the same.
+// tile: block r computes blockDim.y parts, from part r * blockDim.y on. The parts' sums are added
+// in order, whichever warp or block computed them, so a row of out has the same bits for every m,
+// cluster and block size with the same k_per_split.
 #pragma once
 
 #include "common/cluster.cuh"
 #include "common/reduce.cuh"  // kWarpSize
 #include "gemm/gemm_problem.cuh"
 
-constexpr int kStepK = 128;  // values of k that a warp multiplies at a time: two 128-byte lines
+constexpr int kStepK = 128;  // values of k per step of a warp: two 128-byte lines
 
-// Tokens / 8, stages of a warp's ring, buffers of partial sums.
+// Template sizes: tokens / 8, stages of a warp's ring, buffers of partial sums.
 template <int kTokenTiles_, int kStages_, int kBuffers_>
 struct SkinnyShape {
   static constexpr int kTokenTiles = kTokenTiles_;
@@ -34,7 +34,7 @@ struct SkinnyBlock {
   int lane_idx, warp_idx, num_warps, threads, thread;
   int size, rank;  // blocks in the cluster; rank of this block
   int tile, tile_step, num_tiles;
-  int parts;                   // parts of k in all blocks of the cluster
+  int parts;                   // parts of k over all blocks of the cluster
   int part_k, k_begin, k_end;  // this warp's part of k
   int slice_begin, slice_end;  // this block's slice of k
   int num_gates;
@@ -77,7 +77,7 @@ struct SkinnyBlock {
   }
 };
 
-// Blocks with blockIdx.y > 0 take the tokens beyond the capacity of the preceding ones.
+// Blocks with blockIdx.y > 0 handle the tokens that exceed the capacity of the preceding blocks.
 template <typename Shape>
 __device__ __forceinline__ Problem problem_of_block(Problem p) {
   const int token0 = blockIdx.y * Shape::kTokens;

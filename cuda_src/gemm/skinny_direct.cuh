@@ -1,7 +1,7 @@
-// Few rows of x (decoding): the weight is read once, from global memory straight into registers, 16
-// bytes a load. The warps of a block share a few rows of the weight and split k; their partial sums
-// are added in shared memory in the order of the warps. None of this depends on m: a row of out has
-// the same bits whatever the other rows are.
+// Few rows of x (decoding): the weight is read once, straight from global memory into registers, 16
+// bytes per load. The warps of a block share a few weight rows and split k; their partial sums are
+// added in shared memory in warp order. None of this depends on m, so a row of out has the same
+// bits whatever the other rows are.
 #pragma once
 
 #include "common/mma.cuh"
@@ -9,7 +9,7 @@
 #include "gemm/gemm_problem.cuh"
 #include "gemm/skinny_loads.cuh"
 
-// Computes 1 / rms of kTokens rows of x from row0 on into smem_scales. All threads of the block
+// Computes 1 / rms of kTokens rows of x, from row0 on, into smem_scales. All threads of the block
 // must call it. Several rows are processed together, so that their loads overlap.
 template <int kTokens, int kWarps>
 __device__ __forceinline__ void direct_row_scales(const Problem& p, int row0, float* smem_scales) {
@@ -62,9 +62,9 @@ __device__ __forceinline__ void direct_finish(const Problem& p, const float* sme
   }
 }
 
-// 16-bit types on tensor cores, with the operands as in skinny_mma.cuh: no shared memory, no
-// shuffles for the weight. A warp takes 64 values of k (whole 128-byte lines), then every kWarps-th
-// group of 64.
+// 16-bit types on tensor cores, with the operands of skinny_mma.cuh: the weight needs neither
+// shared memory nor shuffles. A warp takes every kWarps-th group of 64 values of k (whole 128-byte
+// lines).
 template <int kTokenTiles, int kRowTiles, int kWarps>
 struct DirectMma {
   static constexpr int kTokens = kTokenTiles * 8, kRows = kRowTiles * 16;
@@ -74,7 +74,7 @@ struct DirectMma {
 
   const Problem& p;
   int warp_idx, g, t;
-  int col0, row0;  // first rows of the weight and of x
+  int col0, row0;  // first row of the weight, first row of x
   const scalar_t *weight, *x;
 
   __device__ __forceinline__ explicit DirectMma(const Problem& p) : p(p) {
@@ -168,10 +168,10 @@ __device__ __forceinline__ void skinny_direct_mma(const Problem& p) {
   const Mma mma(p);
 
   V next[kRowTiles * 2][2];
-  mma.load_weight(next, mma.warp_idx * Mma::kStepK);  // in flight while the norm is computed
+  mma.load_weight(next, mma.warp_idx * Mma::kStepK);  // stays in flight while the norm is computed
   if constexpr (kNorm) direct_row_scales<Mma::kTokens, kWarps>(p, mma.row0, smem_scales);
   float acc[kRowTiles][kTokenTiles][4] = {};
-#pragma unroll 1  // unrolled by two, registers would allow one block per multiprocessor only
+#pragma unroll 1  // unrolled by two, registers would allow only one block per multiprocessor
   for (int k = mma.warp_idx * Mma::kStepK; k < p.k; k += Mma::kStride) {
     V w[kRowTiles * 2][2], tokens[kTokenTiles][2];
 #pragma unroll
@@ -185,8 +185,8 @@ __device__ __forceinline__ void skinny_direct_mma(const Problem& p) {
                                                                mma.col0);
 }
 
-// True float32 on CUDA cores. A warp takes 128 values of k in kRows rows of the weight, then every
-// kWarps-th group of 128; its lanes' sums are added by shuffles.
+// float32 on CUDA cores, without TF32. A warp takes every kWarps-th group of 128 values of k in
+// kRows weight rows; shuffles add its lanes' sums.
 template <int kTokens, int kRows, int kWarps, bool kNorm>
 __device__ __forceinline__ void skinny_direct_simt(const Problem& p) {
   constexpr int kPitch = kRows;
@@ -208,7 +208,7 @@ __device__ __forceinline__ void skinny_direct_simt(const Problem& p) {
   };
 
   V next[kRows];
-  load_weight(next, threadIdx.x * kVec);  // in flight while the norm is computed
+  load_weight(next, threadIdx.x * kVec);  // stays in flight while the norm is computed
   if constexpr (kNorm) direct_row_scales<kTokens, kWarps>(p, row0, smem_scales);
   float acc[kTokens][kRows] = {};
 #pragma unroll 2

@@ -1,10 +1,10 @@
-// Turns the warps' partial sums in shared memory into out: the reduction over the parts of k,
-// across the cluster through distributed shared memory, and the epilogue.
+// Turns the warps' partial sums in shared memory into out: adds the parts of k, across the cluster
+// through distributed shared memory, then applies the epilogue.
 #pragma once
 
 #include "gemm/skinny_block.cuh"
 
-// Operands of four columns of a row of out besides the sums. Loaded early, to hide the latency.
+// Epilogue operands of four columns of a row of out, loaded early to hide the latency.
 struct OutputOperands {
   Vec<float, 4> bias, up_bias, residual;
 };
@@ -12,13 +12,13 @@ struct OutputOperands {
 // Iterates over the columns that a thread writes: groups of four in a row of out.
 template <typename Shape>
 struct OutputPlace {
-  int index, step, token, row, column;  // row of the tile's 16; column of out
+  int index, step, token, row, column;  // row within the tile's 16; column of out
 
   __device__ __forceinline__ OutputPlace(const Problem& p, const SkinnyBlock<Shape>& b)
       : index((b.rank * static_cast<int>(blockDim.y) + threadIdx.y) * kWarpSize + b.lane_idx),
         step(b.parts * kWarpSize) {  // threads of the warps that share these rows
   }
-  // Whether this position is still inside the tile that begins at row `row0` of the weight.
+  // Returns whether this position is still inside the tile that begins at weight row `row0`.
   __device__ __forceinline__ bool is_inside(const Problem& p, int row0) {
     const bool is_gated = p.epilogue.is_gated();
     token = index >> (is_gated ? 1 : 2);
@@ -76,7 +76,7 @@ __device__ __forceinline__ void skinny_store(const Epilogue& e, int token, int c
   e.store<Out>(token, column, n, y);
 }
 
-// The sums of four rows of the weight over all parts, in order; `from` points to the first part's.
+// Sums four weight rows over all parts, in order; `from` points to the first part's sums.
 template <typename Shape>
 __device__ __forceinline__ Vec<float, 4> skinny_sum(const SkinnyBlock<Shape>& b,
                                                     const float* from) {
@@ -91,10 +91,9 @@ __device__ __forceinline__ Vec<float, 4> skinny_sum(const SkinnyBlock<Shape>& b,
   return sum;
 }
 
-// Adds the partial sums of the rows that this warp shares with others, in the order of the parts,
-// and writes this warp's share of the columns to out. `sums` points to the sums of the block's
-// first warp for these rows; `early` holds the operands of this thread's first columns in the first
-// tile.
+// Adds the parts' sums for the rows of this warp, in order, and writes this warp's share of the
+// columns to out. `sums` points to the sums of the block's first warp for these rows; `early` holds
+// the operands of this thread's first columns in the first tile.
 template <typename Shape>
 __device__ __forceinline__ void skinny_finish(const Problem& p, const SkinnyBlock<Shape>& b,
                                               int row0, const float* sums,
@@ -118,7 +117,7 @@ __device__ __forceinline__ void skinny_finish(const Problem& p, const SkinnyBloc
 #pragma unroll
       for (int j = 0; j < 4; ++j) y.v[j] = activate(e.activation, y.v[j] + o.bias.v[j]);
     }
-    if (e.residual != nullptr) {  // -0 + 0 would lose the sign
+    if (e.residual != nullptr) {  // adding 0 would turn -0 into 0
 #pragma unroll
       for (int j = 0; j < 4; ++j) y.v[j] += o.residual.v[j];
     }

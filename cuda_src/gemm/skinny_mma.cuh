@@ -1,19 +1,19 @@
-// Products of the skinny kernels on tensor cores: fragments of weights and tokens.
+// Tensor-core products of the skinny kernels: fragments of weights and tokens.
 //
-// The weight is the 16-row operand of mma.sync and tokens are its 8 columns. A lane holds eight
-// neighbours along k of weight rows g and g + 8, and of token g (g = lane / 4). mma sums over k, so
-// a fragment register may stand for any k as long as both operands agree: the eight values serve
-// two mma, the first with values 0-3 and the second with 4-7 of each lane.
+// The weight is mma.sync's 16-row operand; tokens are its 8 columns. A lane holds eight neighbours
+// along k of weight rows g and g + 8, and of token g (g = lane / 4). mma sums over k, so a fragment
+// register may stand for any k as long as both operands agree: of the eight values, the first mma
+// takes 0-3 and the second 4-7 in each lane.
 #pragma once
 
 #include "common/mma.cuh"
 #include "gemm/skinny_block.cuh"
 
-// The tokens that a lane multiplies, read from shared memory; zeros for those that do not exist.
+// The tokens that a lane multiplies, read from shared memory; zeros for nonexistent tokens.
 template <typename Shape>
 struct TokenFragments {
   const unsigned char* row;  // row of the first token
-  int pitch;                 // bytes of eight rows
+  int pitch;                 // bytes per eight rows
   int count;                 // tokens from this lane's first on; <= 0: none
 
   __device__ __forceinline__ TokenFragments(const Problem& p, const SkinnyBlock<Shape>& b, int g,
@@ -28,7 +28,7 @@ struct TokenFragments {
   }
 };
 
-// 16 rows of the weight by kStepK values of k, as a warp multiplies them: [half][rows / 8][j].
+// A warp's weights for one step: 16 rows x kStepK values of k, as [half][rows / 8][j].
 struct WeightFragments {
   uint4 of[2][2][2];
 };
@@ -53,7 +53,7 @@ __device__ __forceinline__ void multiply_fragments(
       }
 }
 
-// The same with the weights of a stage of the ring.
+// Multiplies the weights of a stage of the ring.
 template <typename Shape>
 __device__ __forceinline__ void multiply_stage(float (&acc)[Shape::kSets][Shape::kTokenTiles][4],
                                                const unsigned char* stage, int g, int t,
@@ -71,7 +71,7 @@ __device__ __forceinline__ void multiply_stage(float (&acc)[Shape::kSets][Shape:
   multiply_fragments<Shape>(acc, w, x, k_offset);
 }
 
-// Adds the sets of a warp's accumulators and stores them for the warps that share its rows.
+// Adds a warp's sets of accumulators and stores the sums for the warps that share its rows.
 template <typename Shape>
 __device__ __forceinline__ void skinny_store_sums(
     const float (&acc)[Shape::kSets][Shape::kTokenTiles][4], float* sums, int g, int t) {

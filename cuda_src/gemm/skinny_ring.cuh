@@ -1,8 +1,8 @@
 // Few rows of x (decoding), 16-bit types: the weight is read once, through rings of shared memory.
 //
-// Every warp has a ring of stages of its own, filled by cp.async (skinny_weights.cuh). So no warp
-// waits for another in the main loop, the next tile's weights arrive while a tile is finished, and
-// the first weights while the preceding kernel, on which they do not depend, still runs. x stays in
+// Every warp has its own ring of stages, filled by cp.async (skinny_weights.cuh), so no warp waits
+// for another in the main loop. The next tile's weights arrive while a tile is finished; the first
+// weights arrive while the preceding kernel, on which they do not depend, still runs. x stays in
 // shared memory (skinny_x.cuh). Division of k and rows among warps: skinny_block.cuh.
 #pragma once
 
@@ -11,7 +11,7 @@
 #include "gemm/skinny_weights.cuh"
 #include "gemm/skinny_x.cuh"
 
-// The steps before the main loop: x in shared memory, and the operands of the first results.
+// The steps before the main loop: x to shared memory, and the operands of the first results.
 template <typename Shape, bool kNorm>
 struct SkinnyPrologue {
   SingleRow<Shape, kNorm> row;
@@ -24,7 +24,7 @@ struct SkinnyPrologue {
       : is_row(row.fits(p, b)), place(p, b), early{} {
     has_place = place.is_inside(p, b.row0(b.tile));
     if (b.thread == 0) barrier.init();
-    if constexpr (kNorm)  // a row may have fewer chunks
+    if constexpr (kNorm)  // clears the chunks that a short row does not fill
       for (int i = b.thread; i < Shape::kTokens * kSquareChunks; i += b.threads)
         squares[0].of[i] = 0.0f;
     if (is_row) row.load_norm(p, b);
@@ -69,7 +69,7 @@ __device__ __forceinline__ void skinny_ring(const SkinnyParams& params) {
   WeightLoader<Shape> loader(p, b);
   SkinnyPrologue<Shape, kNorm> prologue(p, b, barrier, smem_squares);
   // While the preceding kernel may still run, only weights can be loaded. Otherwise x is loaded
-  // first: queued after the weights it would wait for all of them.
+  // first: if queued behind the weights it would wait for all of them.
   if (params.uses_pdl != 0) {
 #pragma unroll 1
     for (int i = 0; i < Shape::kStages - 1; ++i) loader.load();
@@ -98,8 +98,8 @@ __device__ __forceinline__ void skinny_ring(const SkinnyParams& params) {
     }
     float* sums = b.sums + (buffer * b.num_warps + b.warp_idx) * Shape::kSumFloats;
     skinny_store_sums<Shape>(acc, sums, g, t);
-    // SAFETY: with two buffers, a warp overwrites one only after the next tile's barrier, which
-    // comes after all reads of it; with one buffer a second barrier is needed.
+    // SAFETY: with two buffers, a warp overwrites a buffer only after the next tile's barrier, and
+    // so after all reads of it; with one buffer a second barrier is needed.
     skinny_sync(b);
     skinny_finish(p, b, b.row0(tile), sums - threadIdx.y * Shape::kSumFloats, prologue.early,
                   tile == b.tile);
@@ -108,5 +108,5 @@ __device__ __forceinline__ void skinny_ring(const SkinnyParams& params) {
     else
       buffer ^= 1;
   }
-  if (b.size > 1) cluster_sync(b.size);  // SAFETY: others may still read this block's partial sums.
+  if (b.size > 1) cluster_sync(b.size);  // SAFETY: other blocks may still read this block's sums.
 }

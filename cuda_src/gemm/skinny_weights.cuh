@@ -9,15 +9,14 @@
 #include "common/cp_async.cuh"
 #include "gemm/skinny_block.cuh"
 
-// Loads the weights of a warp in the order of their use, a stage at a time. If all rows of gate
-// precede those of up, the first eight of the 16 rows are rows of gate, the others the matching
-// rows of up.
+// Loads a warp's weights in order of use, one stage at a time. If all gate rows precede the up
+// rows, the first eight of the 16 rows are gate rows, the others the matching up rows.
 template <typename Shape>
 struct WeightLoader {
   const Problem& p;
   const SkinnyBlock<Shape>& b;
   const scalar_t* from;
-  int64_t row_step, half_step;  // offsets to the row four further, to rows 8-15
+  int64_t row_step, half_step;  // offsets from row 0 to row 4, to row 8
   int tile, k, rows_left, stage;
   uint32_t to;
 
@@ -36,7 +35,7 @@ struct WeightLoader {
     from = p.weight + static_cast<int64_t>((b.num_gates > 0 ? row0 / 2 : row0) + row) * p.k + k;
   }
 
-  // Always commits a group of copies, even if empty: the wait counts groups.
+  // Always commits a cp.async group, even an empty one: the wait counts groups.
   __device__ __forceinline__ void load() {
     if (tile < b.num_tiles && b.k_begin < b.k_end) {
       unsigned char* smem = b.ring + stage * Shape::kStageBytes + to;

@@ -5,8 +5,8 @@
 #include "gemm/skinny_block.cuh"
 #include "gemm/skinny_loads.cuh"
 
-// A row's squares are summed in chunks, one warp each: chunks of 256 values of k, doubled until at
-// most kSquareChunks remain. So a norm's bits depend neither on the block's size nor on m.
+// A row's squares are summed in chunks, one warp per chunk: 256 values of k, doubled until at most
+// kSquareChunks chunks remain. A norm's bits therefore depend neither on the block's size nor on m.
 constexpr int kSquareChunks = 16;
 
 struct RowSquares {
@@ -32,7 +32,7 @@ __device__ __forceinline__ float sum_of_squares(const Vec<scalar_t, kVec>& v, fl
   return sum;
 }
 
-// Writes zeros after the block's slice of x, up to a whole step of k. A barrier must follow.
+// Zero-fills x after the block's slice, up to a whole step of k. A barrier must follow.
 template <typename Shape>
 __device__ __forceinline__ void skinny_pad_x(const Problem& p, const SkinnyBlock<Shape>& b) {
   const int count = b.slice_end - b.slice_begin;
@@ -73,7 +73,7 @@ struct SingleRow {
     load(x, p.x, b);
   }
 
-  // Ends with a barrier of the block.
+  // Ends with a block barrier.
   __device__ __forceinline__ void store(const Problem& p, const SkinnyBlock<Shape>& b,
                                         RowSquares& squares) {
     const int vectors = (b.slice_end - b.slice_begin) / kVec;
@@ -101,14 +101,14 @@ struct SingleRow {
   }
 };
 
-// Starts the copy of the block's slice of each row of x to shared memory. The barrier counts the
+// Starts copying the block's slice of each row of x to shared memory. The mbarrier counts the
 // bytes.
 template <typename Shape>
 __device__ __forceinline__ void skinny_load_x(const Problem& p, const SkinnyBlock<Shape>& b,
                                               BulkBarrier& barrier) {
   const int count = b.slice_end - b.slice_begin;
   const scalar_t* from = p.x + b.slice_begin;
-  if constexpr (kHasClusters) {  // ... which also have bulk copies
+  if constexpr (kHasClusters) {  // GPUs with clusters also have bulk copies
     if (b.warp_idx == 0) {
       if (b.lane_idx == 0) barrier.expect(p.m * count * 2);
       __syncwarp();
@@ -127,8 +127,8 @@ __device__ __forceinline__ void skinny_load_x(const Problem& p, const SkinnyBloc
   }
 }
 
-// Normalises x in shared memory. The copy may still be in flight at first, as the squares are
-// summed over whole rows from L2. Ends with a barrier of the block.
+// Normalises x in shared memory. The copy may still be in flight at the start, as the squares are
+// summed over whole rows read from L2. Ends with a block barrier.
 template <typename Shape>
 __device__ __forceinline__ void skinny_norm(const Problem& p, const SkinnyBlock<Shape>& b,
                                             BulkBarrier& barrier, RowSquares* squares) {

@@ -1,9 +1,9 @@
 // The consumer warpgroups of gemm_fp8_sm90.cu and gemm_int8_sm90.cu: wgmma on codes, scales, then
 // the epilogue.
 //
-// The sums of each stage are accumulated in float outside the tensor cores, whose sums of e4m3
-// products keep some 14 bits. With groups their scales are applied at this point; the sums of int8
-// are exact.
+// Each stage's sums are added in float outside the tensor cores, which keep only about 14 bits of a
+// sum of e4m3 products. With groups, this is also where their scales are applied. Sums of int8
+// products are exact.
 #pragma once
 
 #include "gemm/gemm_consumer_sm90.cuh"
@@ -19,10 +19,10 @@ constexpr bool kBlocks = false;
 #endif
 constexpr bool kGroups = kBlocks || kCodes == 2;  // x has a scale per group of 128 values of k
 static_assert(!kGroups || kDepth == 1, "a stage is one group");
-// Whether registers can hold the sums of two stages besides those of the tile.
+// Whether registers can hold the sums of two stages in addition to the tile's.
 constexpr bool kInPairs = kMmaTilesM == 1 && (kWarpgroupCols < 128 || kClusterK == 1);
 
-// The accumulator type of a stage of k.
+// Accumulator type of a stage of k.
 template <int kCodes>
 struct StageSum {
   using type = float;
@@ -38,17 +38,17 @@ struct W8Scales {
   int num_groups;       // ceil(K / 128)
 };
 
-// Iterates over the scales of a warp's sums for the groups of k. A lane loads that of one row, l %
-// 16 of m-tile l / 16, and with kBlocks those of the weight for even and odd groups of eight
-// columns (gate and up, if these are split). This takes few registers, of which none are to spare.
+// Iterates over the scales of a warp's sums, group by group along k. A lane loads the scale of one
+// row, l % 16 of m-tile l / 16, and with kBlocks the weight's scales for even and odd groups of
+// eight columns (gate and up, if these are split). This takes few registers; none are to spare.
 struct GroupScales {
   static_assert(kMmaTilesM <= 2, "a lane for each row");
   const float *x, *weight;  // addresses of the scales of the next group
-  int odd, left;            // offset from the scale of even to that of odd columns; groups left
+  int odd, left;            // offset from the even to the odd columns' scale; groups left
   float x_scale, even_scale, odd_scale;
   float next_x, next_even, next_odd;
 
-  // `row` and `col` are the first of the warp's sums.
+  // `row` and `col`: first row and column of the warp's sums.
   __device__ __forceinline__ GroupScales(const W8Scales& s, const Epilogue& e, int row, int col,
                                          int m, int n, int group)
       : left(s.num_groups - group) {
@@ -61,7 +61,7 @@ struct GroupScales {
       odd = e.num_gates > 0 ? (block_of(col + 8) - block_of(col)) * s.num_groups : 0;
     }
   }
-  // Takes the group loaded by the previous call, and loads the next one.
+  // Moves on to the group that the previous call loaded, and loads the next one.
   __device__ __forceinline__ void advance() {
     x_scale = next_x;
     if constexpr (kBlocks) even_scale = next_even, odd_scale = next_odd;
@@ -71,7 +71,7 @@ struct GroupScales {
   }
 };
 
-// The factors of a thread's sums: [m-tile][row of two][even, odd group of columns].
+// Scale factors of a thread's sums: [m-tile][row of two][even or odd group of columns].
 struct GroupFactors {
   float of[kMmaTilesM][2][2];
 
@@ -88,7 +88,7 @@ struct GroupFactors {
   }
 };
 
-// Multiplies the slab that begins at these addresses.
+// Multiplies the slab at these addresses.
 template <typename Sum>
 __device__ __forceinline__ void multiply_slab(Sum (&acc)[kWarpgroupCols / 2], unsigned x,
                                               unsigned w, bool accumulate) {
@@ -98,18 +98,18 @@ __device__ __forceinline__ void multiply_slab(Sum (&acc)[kWarpgroupCols / 2], un
     wgmma_codes<kWarpgroupCols>(acc, a + step * 2, b + step * 2, accumulate || step > 0);
 }
 
-// Sums this CTA's share of k, a stage at a time.
+// Sums this CTA's share of k, one stage at a time.
 struct StageMultiplier {
-  using Part = typename StageSum<kCodes>::type[kWarpgroupCols / 2];  // an m-tile's sums of a stage
+  using Part = typename StageSum<kCodes>::type[kWarpgroupCols / 2];  // one m-tile's sums of a stage
 
   const Pipeline& p;
   const TileScheduler& s;
   const int warpgroup;
   const bool is_warmup;
   const unsigned full, rows;
-  DynamicPipelineState& state;  // stage that is multiplied next
+  DynamicPipelineState& state;  // next stage to multiply
   GroupScales& scales;
-  int releases;  // stage that is released next
+  int releases;  // next stage to release
 
   __device__ __forceinline__ void wait() const {
     mbarrier_wait(full + state.stage * 8, state.phase);
@@ -145,7 +145,7 @@ struct StageMultiplier {
     return of_stage;
   }
 
-  // Adds each stage after its products: while one warpgroup adds, another multiplies.
+  // Adds each stage after its products: while one warpgroup adds, another one multiplies.
   __device__ __forceinline__ void one_by_one(int count, Sums& acc) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -164,7 +164,7 @@ struct StageMultiplier {
     }
   }
 
-  // Multiplies the next stage while the current one is added.
+  // Multiplies the next stage while the current one's sums are added.
   __device__ __forceinline__ void next(Part& part) {
     wait();
     start(0, part);
@@ -198,13 +198,13 @@ struct StageMultiplier {
   }
 };
 
-// Sums this CTA's share of k; see `multiply` in gemm_consumer_sm90.cuh. `row` and `col` are the
-// warp's first.
+// Sums this CTA's share of k; see `multiply` in gemm_consumer_sm90.cuh. `row` and `col`: first row
+// and column of the warp's sums.
 __device__ __forceinline__ void multiply_codes(const Pipeline& p, const TileScheduler& s,
                                                int warpgroup, bool is_warmup,
                                                DynamicPipelineState& state, const W8Scales& scales,
                                                const Epilogue& e, int row, int col, Sums& acc) {
-  if (is_warmup) state.phase = 1;                  // the phase before the first has completed
+  if (is_warmup) state.phase = 1;  // no wait: the phase before the first counts as completed
   state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
 #pragma unroll
   for (int j = 0; j < kMmaTilesM; ++j)
@@ -229,15 +229,15 @@ __device__ __forceinline__ void multiply_codes(const Pipeline& p, const TileSche
   if (is_warmup) state = DynamicPipelineState(0);
 }
 
-// Applies the scales of columns and, without groups, of rows to the sums of kTiles m-tiles, the
+// Applies the column scales and, without groups, the row scales to the sums of kTiles m-tiles, the
 // first at (row, col).
 template <int kTiles, int kSums>
 __device__ __forceinline__ void apply_scales(const W8Scales& s, const Epilogue& e,
                                              float (&acc)[kTiles][kSums], int row, int col, int m,
                                              int n) {
   const int lane_idx = threadIdx.x % 32;
-  // Scales of columns lane_idx, lane_idx + 32, ...: shuffles fetch the others, after a single load
-  // latency.
+  // Each lane loads the scales of columns lane_idx, lane_idx + 32, ... and gets the others by
+  // shuffles: a single load latency.
   float weight[(kSums * 2 + 31) / 32], x[kTiles][2] = {};
 #pragma unroll
   for (int i = 0; i < (kSums * 2 + 31) / 32; ++i) {
@@ -270,7 +270,7 @@ __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileSched
                                               unsigned char* smem, const Epilogue& e,
                                               const W8Scales& scales, bool is_wide,
                                               const TensorMap* map_out, bool warms_up) {
-  // Shuffled, to tell ptxas that it is warp-uniform: descriptors are then computed once per warp.
+  // The shuffle tells ptxas that it is warp-uniform: descriptors are then computed once per warp.
   const int warp_idx = __shfl_sync(~0u, (threadIdx.x - kFirstConsumer) / 32, 0);
   const int warpgroup = warp_idx / 4;
   unsigned char* staging = smem + (p.staging - p.x) + warp_idx * kStagings * kWarpStaging;
@@ -289,7 +289,7 @@ __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileSched
     multiply_codes(p, s, warpgroup, index == kWarmup, state, scales, e, row, tile.y, acc);
     if constexpr (kClusterK > 1) {
       float own[1][kSliceSums];
-      if (row >= s.m) continue;  // these rows exist in no CTA: none sends or waits
+      if (row >= s.m) continue;  // no CTA sends or awaits these nonexistent rows
       exchange_sums(p, s, smem + (p.sums - p.x), acc[0], own[0]);
       const Corner corner{staging, row, tile.y + s.rank_k * kSlice};
       if constexpr (!kBlocks) apply_scales(scales, e, own, row, corner.col, s.m, s.n);

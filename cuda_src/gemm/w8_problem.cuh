@@ -1,11 +1,11 @@
-// Products of two 8-bit operands (gemm_fp8, gemm_int8), and their parameters.
+// GEMM of two 8-bit operands (gemm_fp8, gemm_int8): formula and parameters.
 //
 //   out[m, n] = activation(sum_k xq[m, k] * weight[n, k] * x_scale * weight_scale + bias[n])
 //               + residual[m, n]
 //
-// xq has one scale per row or, with kGroups, per group of 128 columns of a row, applied to the sum
-// of each group. The weight has one scale per row or, with kBlocks, per block of 128 x 128; kBlocks
-// implies groups.
+// xq has one scale per row or, with kGroups, per group of 128 columns of a row, applied to each
+// group's sum. The weight has one scale per row or, with kBlocks, per 128 x 128 block; kBlocks
+// implies kGroups.
 #pragma once
 
 #include "common/codes.cuh"
@@ -16,15 +16,15 @@
 constexpr int kScaleBlock = 128;
 
 struct W8Params {
-  // (M, K) codes; scalar_t if x_scales is null, in skinny kernels with a single row. Rows are
+  // (M, K) codes; scalar_t if x_scales is null (only in skinny kernels, for a single row). Rows are
   // x_stride elements apart.
   const void* x;
   int64_t x_stride;
   const float* x_scales;  // (M,), or (M, ceil(K / 128)) with groups; null: the kernel quantizes x
   const unsigned char* weight;  // (N, K) codes, contiguous
   const float* weight_scales;   // (N,), or (ceil(N / 128), ceil(K / 128)) with blocks
-  const scalar_t* norm_weight;  // (K,): an RMSNorm precedes the quantization; null: none
-  float eps, weight_offset;     // parameters of the norm
+  const scalar_t* norm_weight;  // (K,) weight of an RMSNorm before the quantization; null: no norm
+  float eps, weight_offset;     // norm parameters
   const scalar_t* bias;         // (N,), or null
   const void* residual;         // shape and dtype of out, rows residual_stride apart; may be out
   int64_t residual_stride;      // elements
@@ -34,18 +34,18 @@ struct W8Params {
   int k_per_split;  // skinny: pairs of values of k per warp, a multiple of kStepK
   int num_tiles;    // skinny: tiles of blockDim.z * 16 rows of the weight
   int num_stages;   // skinny: stages of each warp's ring
-  int num_gates;    // rows of gate, if all of them precede those of up; else 0
+  int num_gates;    // number of gate rows if they all precede the up rows; else 0
   int activation;   // an Activation
   int is_float;
   int is_vector;  // rows of out and residual can be accessed four elements at a time
-  int uses_pdl;   // the preceding kernel may still run; it writes no parameter of the model
+  int uses_pdl;   // the preceding kernel may still run; it writes no model parameter
 };
 
 __device__ __forceinline__ int scale_blocks(int size) {
   return (size + kScaleBlock - 1) / kScaleBlock;
 }
 
-// Four e4m3 codes as two pairs of __half, exactly. Before sm_89 a NaN code becomes 480.
+// Converts four e4m3 codes to two pairs of __half, exactly. Before sm_89 a NaN code becomes 480.
 __device__ __forceinline__ void halves_of_e4m3(uint32_t codes, uint32_t& low, uint32_t& high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   asm("{\n.reg .b16 a, b;\n"
@@ -55,7 +55,7 @@ __device__ __forceinline__ void halves_of_e4m3(uint32_t codes, uint32_t& low, ui
       : "=r"(low), "=r"(high)
       : "r"(codes));
 #else
-  const auto halves = [](uint32_t t) {  // a code in the upper byte of each half
+  const auto halves = [](uint32_t t) {  // `t` holds a code in the upper byte of each half
     const uint32_t bits = (t & 0x80008000u) | ((t & 0x7f007f00u) >> 1);
     const __half2 x = __hmul2(*reinterpret_cast<const __half2*>(&bits), __float2half2_rn(256.0f));
     return *reinterpret_cast<const uint32_t*>(&x);
@@ -65,14 +65,14 @@ __device__ __forceinline__ void halves_of_e4m3(uint32_t codes, uint32_t& low, ui
 #endif
 }
 
-// The product of each type of code: D (16, 8) += A (16, 32) B (32, 8), with fragments as in
-// common/mma.cuh but four codes per register instead of two values.
+// The mma of each code type: D (16, 8) += A (16, 32) B (32, 8). Fragments are laid out as in
+// common/mma.cuh, but a register holds four codes instead of two values.
 struct Fp8Product {
   using Codes = E4m3;
   using sum_t = float;
   static constexpr bool kIsFp8 = true;
-  static constexpr bool kGroups = false;  // unless kBlocks
-  // Multiplied as __half, which represents every code exactly: sums keep float's precision.
+  static constexpr bool kGroups = false;  // x has groups only if kBlocks
+  // Codes are multiplied as __half, which represents each one exactly: sums keep float's precision.
   __device__ __forceinline__ static void mma(float (&d)[4], const uint32_t (&a)[4],
                                              const uint32_t (&b)[2]) {
     uint32_t a_low[4], a_high[4], b_low[2], b_high[2];

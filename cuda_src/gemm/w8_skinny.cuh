@@ -1,15 +1,15 @@
 // Few rows of x (decoding): the weight's codes are read once, through skinny_ring.cuh's rings.
 //
-// The ring treats two neighbouring codes as one 16-bit value, so that half of a stage's 256 values
-// of k, 128 bytes of a row, is one block of scales. Every block prepares x itself (w8_x.cuh), which
-// saves a launch. A warp sums its part of k; the parts' sums are added in order.
+// The ring treats two neighbouring codes as one 16-bit value. A stage then holds 256 values of k,
+// and each half of it (128 bytes of a row) has one scale per block. Every block prepares x itself
+// (w8_x.cuh), which saves a launch. A warp sums its part of k; the parts' sums are added in order.
 #pragma once
 
 #include "gemm/skinny_epilogue.cuh"
 #include "gemm/skinny_weights.cuh"
 #include "gemm/w8_x.cuh"
 
-// The product of a warp's 16 rows of the weight with up to eight tokens.
+// Multiplies a warp's 16 weight rows by up to eight tokens.
 template <typename Product, bool kBlocks, typename Shape>
 struct W8Warp {
   static constexpr bool kGroups = kBlocks || Product::kGroups;
@@ -17,7 +17,7 @@ struct W8Warp {
   using sum_t = typename Product::sum_t;
 
   const W8Params& p;
-  int g, t, lanes_tokens;  // tokens from this lane's first on
+  int g, t, lanes_tokens;  // tokens from this lane's first one on
   const unsigned char* x;  // this lane's first values
   const float* scales;     // scales of x
   int groups;              // groups per row of x
@@ -37,8 +37,8 @@ struct W8Warp {
     return v;
   }
 
-  // Multiplies 64 values of k, from value `k` of x's row on; low and high are weight rows g and g +
-  // 8.
+  // Multiplies 64 values of k, starting at value `k` of x's row; low and high are weight rows g and
+  // g + 8.
   __device__ __forceinline__ void multiply(const uint4& low, const uint4& high, int k) {
     const uint32_t a[4] = {low.x, low.y, low.z, low.w}, b[4] = {high.x, high.y, high.z, high.w};
     const uint4 v = load_x(k);
@@ -60,8 +60,8 @@ struct W8Warp {
     }
   }
 
-  // Multiplies a stage of the ring; `k` is its first value. With blocks, `weight_scales` are those
-  // of its first block, for the first eight rows and for the others.
+  // Multiplies a stage of the ring that starts at value `k`. With blocks, `weight_scales` are the
+  // scales of its first block, for the first eight rows and for the others.
   __device__ __forceinline__ void multiply_stage(const unsigned char* stage, int k,
                                                  const float (&weight_scales)[2][2]) {
 #pragma unroll
@@ -87,7 +87,7 @@ struct W8Warp {
     }
   }
 
-  // Stores a lane's sums among those of its warp.
+  // Stores a lane's sums in its warp's array.
   __device__ __forceinline__ void store(float* sums) const {
     float sum[4];
 #pragma unroll
@@ -106,7 +106,7 @@ struct W8Warp {
   }
 };
 
-// The four columns of out that a thread finishes in a tile, if any, and their operands.
+// The four columns of out, if any, that a thread finishes in a tile, and their operands.
 template <typename Product, bool kBlocks, typename Shape>
 struct W8Columns {
   static constexpr bool kGroups = kBlocks || Product::kGroups;
@@ -141,7 +141,7 @@ struct W8Columns {
     if (place.is_inside(p, row0)) skinny_load_residual(p, place, o);
   }
 
-  // The sums of four rows of the weight over the block's parts, with their scales.
+  // Returns the sums of four weight rows over the block's parts, multiplied by their scales.
   __device__ __forceinline__ static Vec<float, 4> scaled_sums(const float* from, int sum_floats,
                                                               float x_scale,
                                                               const Vec<float, 4>& scales) {
@@ -176,7 +176,7 @@ struct W8Columns {
 #pragma unroll
       for (int j = 0; j < 4; ++j) y.v[j] = activate(e.activation, y.v[j] + o.bias.v[j]);
     }
-    if (e.residual != nullptr) {  // -0 + 0 would lose the sign
+    if (e.residual != nullptr) {  // adding 0 would turn -0 into 0
 #pragma unroll
       for (int j = 0; j < 4; ++j) y.v[j] += o.residual.v[j];
     }
@@ -188,7 +188,7 @@ struct W8Columns {
   }
 };
 
-// The ring's view of the problem: pairs of codes.
+// The problem as the ring sees it: in pairs of codes.
 __device__ __forceinline__ Problem w8_pairs(const W8Params& p) {
   const Epilogue epilogue{p.bias,       p.residual,   p.out,           p.residual_stride,
                           p.out_stride, p.activation, p.is_float != 0, p.is_vector != 0};
@@ -229,7 +229,7 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
     for (int i = 0; i < kStages - 1; ++i) loader.load();
   };
   // While the preceding kernel may still run, only weights can be loaded. Otherwise x is loaded
-  // first: queued after the weights it would wait for all of them.
+  // first: if queued behind the weights it would wait for all of them.
   if (params.uses_pdl != 0) start();
   {
     const W8Rows<Product, kBlocks> rows(params, b, x_scales, smem_reduce);
@@ -282,7 +282,7 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
     warp.store(sums);
     skinny_sync(b);
     columns.finish(p, sums - threadIdx.y * sum_floats, x_scales);
-    buffer ^= 1;  // SAFETY: as in skinny_ring
+    buffer ^= 1;  // SAFETY: see skinny_ring
   }
 }
 

@@ -1,13 +1,13 @@
-// The kernel of gemm_fp8_sm90.cu and gemm_int8_sm90.cu: gemm_sm90.cu with 8-bit operands.
+// Kernel of gemm_fp8_sm90.cu and gemm_int8_sm90.cu: gemm_sm90.cu with 8-bit operands.
 #pragma once
 
 #include "gemm/gemm_producer_sm90.cuh"
 #include "gemm/w8_consumer_sm90.cuh"
 
-// Fields without a comment are those of GemmSm90Params.
+// Fields without a comment: see GemmSm90Params.
 struct GemmW8Sm90Params {
   TensorMap map_x;     // x (M, K) codes, contiguous; K is a multiple of 16
-  TensorMap map_tail;  // x by boxes of tail_part rows
+  TensorMap map_tail;  // x, box: tail_part rows
   TensorMap map_w;     // weight (N, K) codes
   TensorMap map_out;
   const float* x_scales;       // (M,), or (M, ceil(K / 128)) with groups
@@ -21,11 +21,11 @@ struct GemmW8Sm90Params {
   int band;
   int x_part, tail_part;
   int stages;
-  int uses_pdl;   // the preceding kernel may still run; it writes no parameter of the model
+  int uses_pdl;   // the preceding kernel may still run; it writes no model parameter
   int num_gates;  // a multiple of 64 with blocks
   int activation;
   int is_float;
-  int out_vector;  // elements of one access of out and residual: 0 one, 1 four, 2 eight
+  int out_vector;  // elements per access of out and residual: 0 one, 1 four, 2 eight
 };
 
 __device__ __forceinline__ void gemm_w8_sm90(const GemmW8Sm90Params& p) {
@@ -36,26 +36,26 @@ __device__ __forceinline__ void gemm_w8_sm90(const GemmW8Sm90Params& p) {
   const TileScheduler scheduler(p.m, p.n, p.k, p.band);
   const Loading loading{p.x_part, p.tail_part, p.uses_pdl != 0, p.num_gates > 0};
   const Loader loader(pipeline, scheduler, &p.map_x, &p.map_tail, &p.map_w, loading);
-  // Shuffled, to tell ptxas that it is warp-uniform.
+  // The shuffle tells ptxas that it is warp-uniform.
   const int warp_idx = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   if (warp_idx == kProducer / 32 && elect_one()) {
     tma_prefetch_map(&p.map_w);
     tma_prefetch_map(&p.map_x);
     tma_prefetch_map(&p.map_tail);
     if (kStores) tma_prefetch_map(&p.map_out);
-    const int rows = p.m - scheduler.tile(scheduler.first()).x;  // the only tile with split k
+    const int rows = p.m - scheduler.tile(scheduler.first()).x;  // with split k, a CTA's only tile
     pipeline.init(min(kTileM, (rows + 15) / 16 * 16));
     if (kLoadsAlone) load_early(pipeline, scheduler, loader);
   }
   if (kClusterSize > 1)
-    cluster_sync_relaxed();  // the fence is part of init
+    cluster_sync_relaxed();  // init includes the fence
   else
     __syncthreads();
   const Epilogue epilogue{p.bias,       p.residual,   p.out,           p.residual_stride,
                           p.out_stride, p.activation, p.is_float != 0, p.out_vector != 0,
                           p.num_gates};
   const W8Scales scales{p.x_scales, p.weight_scales, (p.k + kScaleBlock - 1) / kScaleBlock};
-  // Producer and consumers diverge here for good, as setmaxnreg requires.
+  // Producer and consumers diverge here and never reconverge, as setmaxnreg requires.
   if (warp_idx < kFirstConsumer / 32 || warp_idx >= (kFirstConsumer + kConsumerThreads) / 32) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp_idx == kProducer / 32 && elect_one()) {

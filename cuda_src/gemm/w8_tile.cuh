@@ -1,7 +1,7 @@
-// Tiled product of codes on tensor cores for every chip: cp.async into a ring of stages, 64 columns
-// of k each. A block of four warps computes 64 x 64 of out.
+// Tiled GEMM of codes on tensor cores, for every GPU: cp.async fills a ring of stages, 64 columns
+// of k each. A block of four warps computes a 64 x 64 tile of out.
 //
-// Each element sums k in ascending order whatever m is.
+// Each element sums k in ascending order, for every m.
 #pragma once
 
 #include "common/tile_epilogue.cuh"
@@ -10,7 +10,7 @@
 
 constexpr int kW8Tile = 64, kW8Warp = 32;  // rows and columns per block, per warp
 constexpr int kW8Threads = 128, kW8TileStages = 4;
-constexpr int kW8TileBytes = kW8Tile * kTileRowBytes;  // bytes of one operand in a stage
+constexpr int kW8TileBytes = kW8Tile * kTileRowBytes;  // bytes per operand and stage
 constexpr int kW8Steps = kTileRowBytes / 32;
 
 // Copies 64 rows of codes to shared memory, 64 columns at a time.
@@ -43,7 +43,7 @@ struct CodeLoader {
   }
 };
 
-// A warp's 32 x 32 of the tile.
+// A warp's 32 x 32 part of the tile.
 template <typename Product, bool kBlocks>
 struct W8Core {
   static constexpr bool kGroups = kBlocks || Product::kGroups;
@@ -87,7 +87,7 @@ struct W8Core {
     }
   }
 
-  // The row and column of element e of a lane's four.
+  // Row and column of element e of a lane's four.
   __device__ __forceinline__ int row(int i, int e) const {
     return row0 + i * 16 + e / 2 * 8 + static_cast<int>(threadIdx.x) % kWarpSize / 4;
   }
@@ -177,7 +177,7 @@ __device__ __forceinline__ void w8_tile(const W8Params& p) {
   core.store(epilogue, reinterpret_cast<float*>(smem) + threadIdx.x / kWarpSize * kStagingFloats);
 }
 
-// Entry points `op_name` of a product.
+// Defines a product's entry points `op_name`.
 #define ENGINE_W8_TILE(name, ...)                          \
   extern "C" __global__ void __launch_bounds__(kW8Threads) \
       name(const __grid_constant__ W8Params p) {           \

@@ -1,4 +1,4 @@
-// The rows of x in shared memory, for skinny products of codes. A single row without scales is
+// The rows of x in shared memory, for skinny GEMMs of codes. A single row without scales is
 // quantized here, after an RMSNorm if the op has one.
 #pragma once
 
@@ -16,7 +16,7 @@ struct W8Rows {
   using Codes = typename Product::Codes;
   using V = Vec<scalar_t, kVec>;
   static constexpr bool kGroups = kBlocks || Product::kGroups;
-  static constexpr int kPieces = 8;  // register-resident 16-byte vectors of a single row per thread
+  static constexpr int kPieces = 8;  // 16-byte vectors of a single row per thread, in registers
   static constexpr int kGroupLanes = kScaleBlock / kVec;
 
   const W8Params& p;
@@ -24,9 +24,9 @@ struct W8Rows {
   int pitch, vectors;  // bytes per row in shared memory; vectors of eight values per row
   int num_scales;      // scales per row
   unsigned char* x;
-  float *scales, *smem;  // `smem`: two floats for each warp
+  float *scales, *smem;  // `smem`: two floats per warp
 
-  // Bytes between rows, chosen so that the rows that a warp reads together have no bank conflicts.
+  // Bytes between rows, padded so that rows that a warp reads together have no bank conflicts.
   __device__ __forceinline__ static int pitch_of(int k) { return (k + 511) / 512 * 512 + 64; }
 
   template <typename Block>
@@ -43,9 +43,9 @@ struct W8Rows {
         scales(scales),
         smem(smem) {}
 
-  // The steps that do not depend on the preceding kernel.
+  // Runs the steps that do not depend on the preceding kernel.
   __device__ __forceinline__ void begin() const {
-    const int count = (pitch / 256 * 256 - p.k) / 16;  // vectors of zeros after the row's end
+    const int count = (pitch / 256 * 256 - p.k) / 16;  // zero vectors after the row's end
     for (int i = thread; i < p.m * count; i += threads)
       store_vec(reinterpret_cast<uint32_t*>(x + i / count * pitch + p.k + i % count * 16),
                 Vec<uint32_t, 4>{});
@@ -57,7 +57,7 @@ struct W8Rows {
       asm volatile("prefetch.global.L2 [%0];" ::"l"(p.norm_weight + i));
   }
 
-  // Writes the values to shared memory. Ends with a barrier of the block.
+  // Writes the values to shared memory. Ends with a block barrier.
   __device__ __forceinline__ void prepare() const {
     if (p.x_scales != nullptr)
       copy_codes();
@@ -70,7 +70,7 @@ struct W8Rows {
   __device__ __forceinline__ void copy_codes() const {
     const unsigned char* codes = static_cast<const unsigned char*>(p.x);
     for (int i = thread * 16; i < p.k; i += threads * 16) {
-      uint4 v[kW8Tokens];  // all loads in flight
+      uint4 v[kW8Tokens];  // all loads are in flight together
 #pragma unroll
       for (int token = 0; token < kW8Tokens; ++token)
         if (token < p.m) v[token] = *reinterpret_cast<const uint4*>(codes + token * p.x_stride + i);
@@ -81,7 +81,7 @@ struct W8Rows {
     for (int i = thread; i < p.m * num_scales; i += threads) scales[i] = p.x_scales[i];
   }
 
-  // Reduces one float per warp over the block.
+  // Reduces one float per warp across the block.
   template <typename Reduce>
   __device__ __forceinline__ float over_warps(float value, float* at, const Reduce& reduce) const {
     if (thread % kWarpSize == 0) at[warp_idx] = value;
@@ -103,7 +103,7 @@ struct W8Rows {
     return sum;
   }
 
-  // Quantizes row 0, which is read once and stays register-resident.
+  // Quantizes row 0, which is read once and stays in registers.
   __device__ __forceinline__ void quantize_row() const {
     const scalar_t* row = static_cast<const scalar_t*>(p.x);
     Packed<kVec> resident[kPieces];
