@@ -48,17 +48,17 @@ def decode_inputs(
     Parameters
     ----------
     rows : (B,) array of int32
-        Row of each sequence's request, all different; -1 is padding.
+        Each sequence's request row, all distinct; -1 is padding.
     token_ids : (B, Q) array of int32
-        Ids known to the host; -1 means the id last sampled in the row.
+        Ids known to the host; -1 stands for the last id sampled in the row.
     positions : (B, Q) array of int32
-        Positions of these tokens, below W * block_size.
+        Positions of these tokens, less than W * block_size.
     last_ids : (S,) array of int32
-        The id last sampled in each row.
+        Last id sampled in each row.
     tables : (S, W) array of int32
-        Block ids of each row; new blocks are written to it.
+        Block ids of each row; the op writes the new blocks to it.
     new_starts : (B,) array of int32
-        Column of the table at which the sequence's new blocks begin.
+        First table column of the sequence's new blocks.
     cu_new_blocks : (B+1,) array of int32
         Sequence b's new blocks are [cu_new_blocks[b], cu_new_blocks[b+1]) of `new_blocks`.
     new_blocks : (C,) array of int32
@@ -70,7 +70,7 @@ def decode_inputs(
     Returns
     -------
     token_ids : (B, Q) array of int32
-        -2**31 for padding: `embedding` maps it to zeros, which cost the products less power.
+        -2**31 for padding: `embedding` maps it to zeros, which draw less power in the GEMMs.
     slot_mapping : (B, Q) array of int64
         Slots for the keys and values; -1 for padding.
     block_tables : (B, W) array of int32

@@ -1,4 +1,4 @@
-"""Outputs of a decode step, for the next step and for the host: `cuda_src/decode_outputs.cu`."""
+"""Outputs of a decode step, for the next step and the host: `cuda_src/decode_outputs.cu`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def decode_outputs(
     token_ids, status : (B, Q) array of int32
         Results of `sample`, for Q tokens per sequence.
     rows : (B,) array of int32
-        Row of each sequence's request, all different; padding is outside [0, S).
+        Each sequence's request row, all distinct; padding is outside [0, S).
     last_ids : (S,) array of int32
-        The id last sampled in each row; the id of the sequence's last token is written to it.
+        Last id sampled in each row; the op writes the id of the sequence's last token to it.
     out : (2, B, Q) array of int32, optional
         Array for the result.
 

@@ -37,7 +37,7 @@ _BYTES = Kernel(
 _WARPS = 4  # warps per block, each with one tile
 _BYTES_THREADS = 256  # threads per block
 _BYTES_CODES = 16  # codes per thread
-_MAX_ROWS = 65535  # most blocks along the rows; a block then takes several rows
+_MAX_ROWS = 65535  # maximum number of blocks along rows; with more rows each loops
 _BYTES_MODULE = FORMATS["q8_0"]  # every module contains the kernel for row-major formats
 
 
@@ -46,7 +46,7 @@ def specs(
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for weights of `formats`.
 
-    `patterns` selects a sample of formats that uses every decoder instead.
+    `patterns` instead selects a sample of formats that covers every decoder.
     """
     names = (*SAMPLE, "fp8") if patterns else formats
     own = format_specs(_FILE, dtype, names)
@@ -78,7 +78,7 @@ def dequantize(weight: Weight, dtype: str, *, out: Any = None) -> Any:
 
     Notes
     -----
-    Computed in float32 and rounded once; columns are in logical order.
+    Computed in float32 and rounded once. Columns are in logical order.
 
     Examples
     --------
@@ -99,7 +99,7 @@ def dequantize(weight: Weight, dtype: str, *, out: Any = None) -> Any:
 
 
 def launch(weight: Weight, dtype: str, out: Any, permutation: Any = None) -> None:
-    """Launch on checked CuPy arrays; without `permutation` columns are in the order of the data."""
+    """Launch on checked CuPy arrays; without `permutation`, columns stay in storage order."""
     n, k = weight.shape
     if n == 0 or k == 0:
         return

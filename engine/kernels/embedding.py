@@ -1,4 +1,4 @@
-"""Rows of the embedding table: `cuda_src/embedding.cu`, mirror `reference/embedding.py`."""
+"""Embedding lookup: `cuda_src/embedding.cu`, mirror `reference/embedding.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.kernels._module import ModuleSpec
 __all__ = ["embedding", "specs"]
 
 _ROWS = 4  # kRows in CUDA
-# Tokens from which a thread takes _ROWS rows; tuned with `python -m tests.bench embedding`.
+# Minimum number of tokens for _ROWS rows per thread; tuned with `python -m tests.bench embedding`.
 _MANY_TOKENS = 1024
 _PARAMS = (
     "token_ids:ptr weight:ptr out:ptr num_tokens:i64 vocab_size:i64 n:i32 scale:f32 is_large:i32"
@@ -35,16 +35,16 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
 
 
 def embedding(token_ids: Any, weight: Any, *, scale: float = 1.0, out: Any = None) -> Any:
-    """Look up the table's row of each token.
+    """Look up each token's row of the table.
 
     Parameters
     ----------
     token_ids : (T,) array of int32
-        An id outside [0, V) yields a row of NaN; -2**31, which is padding, a row of zeros.
+        An id outside [0, V) yields a row of NaN; -2**31 (padding) yields a row of zeros.
     weight : (V, N) array of float32, float16 or bfloat16
         At least one row.
     scale : float
-        Factor, applied in float32 (Gemma: sqrt(N), which the caller rounds to its dtype).
+        Factor, applied in float32 (Gemma: sqrt(N), rounded to its dtype by the caller).
     out : (T, N) array of weight's dtype, optional
         Array for the result.
 

@@ -34,7 +34,7 @@ def geglu(x: Any, *, approximate: str = "tanh", out: Any = None) -> Any:
     x : (..., 2F) array of float32, float16 or bfloat16
         Rows [gate | up]; a 2-D view may have strided rows.
     approximate : {"tanh", "none"}
-        "none" is the exact GELU, by erf.
+        "none" is the exact GELU, based on erf.
     out : (..., F) array of x's dtype, optional
         Array for the result; may be the gate half of `x`, but must not overlap it otherwise.
 

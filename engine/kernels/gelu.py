@@ -31,7 +31,7 @@ def gelu(x: Any, *, approximate: str = "none", out: Any = None) -> Any:
     ----------
     x : array of float32, float16 or bfloat16
     approximate : {"none", "tanh"}
-        "none" is the exact function, by erf.
+        "none" is the exact function, based on erf.
     out : array of x's shape and dtype, optional
         Array for the result; may be `x`.
 

@@ -1,6 +1,6 @@
-"""Products of e4m3 codes: `cuda_src/gemm/gemm_fp8.cu`, mirror `reference/gemm_fp8.py`.
+"""GEMM of e4m3 codes: `cuda_src/gemm/gemm_fp8.cu`, mirror `reference/gemm_fp8.py`.
 
-`gemm/w8.py` is the implementation of gemm_fp8 and gemm_int8.
+gemm_fp8 and gemm_int8 are implemented in `gemm/w8.py`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def gemm_fp8(
     Parameters
     ----------
     x : (M, K) array of float32, float16 or bfloat16
-        Rows, which may be strided; `quantize_rows` quantizes them to "fp8" first. With `x_scales`
-        they are codes already: uint8 (bits of e4m3).
+        Rows, which may be strided. They are quantized to "fp8" by `quantize_rows` first or, with
+        `x_scales`, are already codes: uint8 (bits of e4m3).
     weight : (N, K) array of uint8 (bits of e4m3)
-        Codes, in the layout of checkpoints: (out features, in features).
+        Codes (out features, in features), as in checkpoints.
     weight_scales : (N,) or (ceil(N / 128), ceil(K / 128)) array of float32
         One scale per row, or per block of 128 x 128.
     x_scales : (M, 1) or (M, ceil(K / 128)) array of float32, optional
@@ -57,7 +57,7 @@ def gemm_fp8(
     residual, activation, deterministic, out
         See `gemm`.
     out_dtype : dtype, optional
-        x's dtype (the default) or float32. With `x_scales` it is required, and any of the three.
+        x's dtype (the default) or float32. With `x_scales` it is required; all three are allowed.
     pdl : bool
         See `gemm`. Also promises that no running kernel writes `weight_scales` or `norm_weight`.
 
@@ -80,7 +80,7 @@ def gemm_fp8(
     --------
     >>> import numpy as np
     >>> x, weight = np.array([[1.0, 2.0]], np.float32), np.array([[0x38, 0x40]], np.uint8)
-    >>> gemm_fp8(x, weight, np.ones(1, np.float32))  # e4m3's 1 and 2
+    >>> gemm_fp8(x, weight, np.ones(1, np.float32))  # e4m3 codes of 1.0 and 2.0
     array([[5.]], dtype=float32)
     """
     return gemm_w8("fp8", **locals())

@@ -1,6 +1,6 @@
-"""Products of int8 codes: `cuda_src/gemm/gemm_int8.cu`, mirror `reference/gemm_int8.py`.
+"""GEMM of int8 codes: `cuda_src/gemm/gemm_int8.cu`, mirror `reference/gemm_int8.py`.
 
-`gemm/w8.py` is the implementation of gemm_fp8 and gemm_int8.
+gemm_fp8 and gemm_int8 are implemented in `gemm/w8.py`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def gemm_int8(
     Parameters
     ----------
     x : (M, K) array of float32, float16 or bfloat16
-        Rows, which may be strided; `quantize_rows` quantizes them to "int8" in groups of 128
-        columns first. With `x_scales` they are codes already: int8.
+        Rows, which may be strided. They are quantized to "int8" in groups of 128 columns by
+        `quantize_rows` first or, with `x_scales`, are already int8 codes.
     weight : (N, K) array of int8
-        Codes, in the layout of checkpoints: (out features, in features).
+        Codes (out features, in features), as in checkpoints.
     weight_scales : (N,) array of float32
         One scale per row.
     x_scales : (M, ceil(K / 128)) array of float32, optional

@@ -34,8 +34,8 @@ def kv_copy(pages: Any, block_pairs: Any) -> None:
     ----------
     pages : (..., P, K, block_size, D) array of a float dtype, uint8 or int8, C-contiguous
         Written in place. Leading axes (layers, K and V) are slabs that share block ids.
-    block_pairs : (n, 2) array of int32
-        Rows (source, destination). Destinations are distinct and are not sources, since blocks are
+    Rows (source, destination). Destinations must be distinct and must not be sources, because
+    the copies run in no particular order.
         copied in no particular order.
 
     Raises

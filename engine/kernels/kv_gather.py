@@ -1,4 +1,4 @@
-"""Keys and values from pages to dense rows: `cuda_src/kv_gather.cu`, `reference/kv_gather.py`."""
+"""Gather paged keys and values to dense rows: `cuda_src/kv_gather.cu`, `reference/kv_gather.py`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def kv_gather(
     cu_seqlens_k : (B + 1,) array of int32
         First row of each sequence, then the end: the cumulative sum of `context_lens`, from 0.
     total_tokens : int, optional
-        Tk, at least ``cu_seqlens_k[-1]``. Without it CUDA must synchronise.
+        Tk, at least ``cu_seqlens_k[-1]``. If omitted on CUDA, reading it synchronises.
     out : (k, v), optional
         Two (Tk, K, D) arrays for the results.
 
@@ -64,7 +64,7 @@ def kv_gather(
     ------
     ShapeError, DTypeError, ContractError
         If an argument breaks the contract. Lengths and block ids are checked on NumPy arrays; on
-        the GPU a row that they place outside the table or the pages is NaN.
+        the GPU, rows outside the table or the pages are NaN.
 
     Examples
     --------
@@ -76,7 +76,7 @@ def kv_gather(
     array([2., 3., 0.], dtype=float32)
     """
     call = Contract("kv_gather")
-    # Views are an error: a copy would be of the whole cache.
+    # Views are rejected: a copy would duplicate the whole cache.
     k_pages = call.written("k_pages", k_pages, "P K block_size D", FLOATS)
     v_pages = call.written("v_pages", v_pages, "P K block_size D", k_pages.dtype)
     call.check("k_pages", call["block_size"] > 0, "pages of at least one slot", k_pages.shape)

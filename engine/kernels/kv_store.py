@@ -1,4 +1,4 @@
-"""Store of new keys and values to pages: `cuda_src/kv_store.cu`, `reference/kv_store.py`."""
+"""Store new keys and values in pages: `cuda_src/kv_store.cu`, `reference/kv_store.py`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def kv_store(
         Written in place. uint8 pages hold e4m3 codes, int8 pages integer codes.
     slot_mapping : (T,) array of int64
         ``block_id * block_size + offset`` of each token; -1 skips it. Slots must be distinct: with
-        duplicates it is undefined which token is kept.
+        duplicates, which token is kept is undefined.
     k_scale, v_scale : (K,) array of float32, optional
         Scales of a quantized KV cache, positive and finite: a code is value / scale, rounded to
         nearest even and saturated at 448 or 127. NaN stays NaN in e4m3 and becomes 0 in int8.

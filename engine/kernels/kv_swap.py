@@ -1,6 +1,6 @@
 """Copies of blocks between two sets of pages: `cuda_src/kv_swap.cu`, mirror `reference/kv_swap.py`.
 
-It packs scattered blocks for a transfer to the host, for example. `kv_copy` copies within one set.
+It packs scattered blocks for a transfer to the host, for example. Within one set, use `kv_copy`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def kv_swap(source: Any, target: Any, block_pairs: Any) -> None:
     source : (S, P, K, block_size, D) array of float32, float16, bfloat16, uint8 or int8
         The first two axes may have any strides; each block is contiguous.
     target : (S, Q, K, block_size, D) array of source's dtype
-        Written in place; strides as for `source`, which it must not overlap.
+        Written in place; any strides as for `source`. It must not overlap `source`.
     block_pairs : (n, 2) array of int32
         Rows (block of source, block of target); targets are distinct.
 

@@ -44,7 +44,7 @@ def merge_states(
         softmax(scores) V over each of the S parts.
     lses : (S, T, H) array of float32, or a pair of (T, H) arrays
         Natural logarithm of the sum of exp(score) over each part. -inf means that the query sees no
-        key of the part: the output there is ignored.
+        key of the part; its output is then ignored.
     out : (T, H, D) array of the outputs' dtype, optional
         Array for the result; may be one of the outputs.
 
@@ -64,7 +64,7 @@ def merge_states(
     -----
     With m the largest lse and w_s = exp(lse_s - m): out = sum of w_s outputs_s / sum of w_s and
     lse = m + log(sum of w_s), in float32, summed in the order of the parts, rounded once [1]_. The
-    result is exact up to this rounding and that of the parts.
+    result is exact up to this rounding and the rounding of the parts.
 
     References
     ----------
@@ -95,7 +95,7 @@ def merge_states(
 
 
 def _states(call: Contract, name: str, value: Any, shape: str, dtype: Any) -> Any:
-    """Check an array of S states, or a pair of arrays, which stays a pair."""
+    """Check an array of S states, or a pair of arrays (returned as a pair)."""
     if not isinstance(value, tuple | list):
         array = call.array(name, value, f"S {shape}", dtype)
         call.check(name, call["S"] > 0, "of one state or more", array.shape)

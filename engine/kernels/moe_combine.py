@@ -35,7 +35,7 @@ def moe_combine(
     residual: Any = None,
     out: Any = None,
 ) -> Any:
-    """Add the outputs of each token's experts.
+    """Sum the outputs of each token's experts.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def moe_combine(
     shared : (T, N) array of pairs' dtype, optional
         Output of the shared expert.
     shared_gate : (T, 1) array of pairs' dtype, optional
-        Logit whose sigmoid is the factor on `shared`.
+        Logit; `shared` is multiplied by its sigmoid.
     residual : (T, N) array of pairs' dtype, optional
         Added last; may be `out`.
     out : (T, N) array of pairs' dtype, optional
@@ -61,7 +61,7 @@ def moe_combine(
 
     Notes
     -----
-    Sums are float32, in order of the experts' rank, then shared, then residual; rounded once.
+    Sums are float32, in the order of the experts' ranks, then shared, then residual; rounded once.
 
     Examples
     --------

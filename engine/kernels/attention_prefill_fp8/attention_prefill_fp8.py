@@ -1,4 +1,4 @@
-"""Attention of e4m3 Q, K and V: `cuda_src/attention_prefill_fp8/`."""
+"""Attention of e4m3 Q, K and V: `cuda_src/attention_prefill/attention_prefill_fp8*`."""
 
 from __future__ import annotations
 
@@ -79,16 +79,16 @@ def attention_prefill_fp8(
     k_scale, v_scale : (K,) arrays of float32
         Positive.
     cu_seqlens_q, cu_seqlens_k : (B+1,) arrays of int32
-        Sequence b's queries are ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``, from 0 to Tq; its keys
-        likewise, from 0 to Tk.
+        Sequence b's queries are ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``, and its keys likewise;
+        they rise from 0 to Tq and to Tk.
     causal : bool
-        Query i of n sees keys 0 to len - n + i. Otherwise every query sees all keys.
+        If True, query i of n sees keys 0 to len - n + i; otherwise every query sees all keys.
     scale : float, optional
         Factor on the scores, by default D**-0.5.
     dtype : "bfloat16" or "float16"
         Dtype of the result.
     max_seqlen_q : int, optional
-        Bound of the queries of one sequence. Without it CUDA must synchronise to compute it.
+        Upper bound of the queries per sequence. If omitted on CUDA, computing it synchronises.
     out : (Tq, H, D) array of `dtype`, optional
         Array for the result.
     return_lse : bool
@@ -111,8 +111,7 @@ def attention_prefill_fp8(
     Notes
     -----
     Products are exact, sums float32. P = 2^(log2(e) score - n), with an integer n per row, is
-    rounded to e4m3 before it multiplies V, and the result is divided by the sum of the rounded P
-    [1]_. On Hopper part of P (three quarters for D <= 64, else half) is interpolated linearly
+    rounded to e4m3 before P V, and the result is divided by the sum of the rounded P
     between powers of two, with an rms error of 3.2 % instead of the 2.7 % of rounding alone; and
     sums over 512 keys (1024 for D > 64) are accumulated by the tensor cores, with about 14 bits,
     before they are added in float32. `quantize_heads` produces the codes and scales.

@@ -1,4 +1,4 @@
-"""attention_prefill_fp8 on Hopper (`attention_prefill_fp8_sm90.cu`): the tile, and launch."""
+"""attention_prefill_fp8 on Hopper (`attention_prefill_fp8_sm90.cu`): tile choice and launch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _KERNEL = Kernel(
 )
 _KEYS = 128
 _Q_STAGES = 2
-_L2_BYTES = 24 << 20  # bytes of K and V in a section, so that they stay in L2
+_L2_BYTES = 24 << 20  # maximum bytes of K and V per section, to stay in L2
 
 
 @dataclass(frozen=True)
 class Fp8Tile:
-    """The work of a CTA: values of the CUDA file's macros.
+    """Tile shape of a CTA: macro values of the CUDA file.
 
     Attributes
     ----------
@@ -40,13 +40,13 @@ class Fp8Tile:
     consumers : int
         Consumer warpgroups, of 64 query rows each.
     stages : int
-        Stages of the rings of K, of V and of V's transpose.
+        Pipeline stages of K, of V and of V's transpose.
     span : int
         Keys that a warpgroup processes at once: 64, or the whole tile of 128.
     turns : bool
         Whether the warpgroups compute P in turns.
     line_keys : int
-        Bit w: P of the w-th 16 keys of a span comes from a line
+        Bit w is set if P of the w-th 16 keys of a span is interpolated linearly
         (attention_prefill_fp8_softmax_sm90.cuh).
     sum_tiles : int
         Key tiles that the tensor cores accumulate before the sums are added to float32 sums in

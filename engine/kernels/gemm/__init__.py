@@ -1,4 +1,4 @@
-"""Dense and 8-bit products, y = activation(x Wᵀ + b) + r: configurations and launches."""
+"""Dense and 8-bit GEMM, y = activation(x Wᵀ + b) + r: configurations and launches."""
 
 from engine.kernels.gemm.gemm import Config, choose_config, gemm, interleave_gate_up, specs
 

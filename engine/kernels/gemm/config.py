@@ -1,4 +1,4 @@
-"""Choice of the dense product's kernel and tiling: a pure function, testable without a GPU."""
+"""Kernel and tiling choice of the dense GEMM: a pure function, testable without a GPU."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Config:
     tile_m, tile_n : int
         Rows and columns of out per block.
     threads, shared_bytes : int
-        Threads and dynamic shared memory of a block.
+        Threads per block, and its dynamic shared memory in bytes.
     num_splits, k_per_split : int
-        Blocks that share the sum over k of a tile, and the extent of k that each sums.
+        Blocks that share the sum over k of a tile, and the extent of k per block.
     """
 
     kernel: str
@@ -69,7 +69,7 @@ class _Tile:
     gates: bool = True  # can combine gate and up
 
     def config(self, k: int, num_splits: int = 1, step: int = 1) -> Config:
-        """Return the kernel with `k` split into `num_splits` shares, multiples of `step`."""
+        """Return the config with `k` cut into `num_splits` shares, each a multiple of `step`."""
         shared = self.stages * (self.tile_m + self.tile_n) * 64
         share = max(step, ceil_div(ceil_div(k, num_splits), step) * step)
         splits = max(1, ceil_div(k, share))
@@ -91,22 +91,22 @@ _FLOAT_TILES = (
 _HALF_UNALIGNED = _Tile("unaligned_64x64", 64, 64, 128, 3, 3, 0)
 _FLOAT_UNALIGNED = _Tile("unaligned_64x64", 64, 64, 256, 3, 3, 0)
 
-# (tokens, weight rows, warps) per block of the direct skinny kernels.
+# Tokens, weight rows and warps per block of the direct skinny kernels.
 _HALF_DIRECT = ((8, 16, 8), (16, 32, 8), (32, 32, 8), (8, 16, 16), (16, 16, 16), (32, 16, 16))
 _FLOAT_DIRECT = ((1, 4, 8), (8, 2, 8))
-_DIRECT_MAX_M = {2: 8, 4: 16}  # most rows of x, by itemsize
-# On Hopper, ring kernels take up to _RING_MAX_M rows, or _RING_MAX_M_SMALL rows with a weight of at
-# most _SMALL_WEIGHT elements; tiles take the rest. This minimises the time of a model's step
+_DIRECT_MAX_M = {2: 8, 4: 16}  # maximum rows of x, by itemsize
+# On Hopper, ring kernels take up to _RING_MAX_M rows, or _RING_MAX_M_SMALL for a weight of at most
+# _SMALL_WEIGHT elements; tiles take the rest. This minimises the time of a model step
 # (`python -m tests.bench decode_loop`); alone, tiles are faster (docs/benchmarks/gemm_sm90.md).
 _RING_MAX_M = 8
 _RING_MAX_M_SMALL = 16
 _SMALL_WEIGHT = 1 << 23
 
 # Constants of `_estimate`, estimated for Hopper like the rates.
-_BYTES_PER_CYCLE = 2400  # memory bandwidth of the chip
-_TILE_CYCLES = 1500  # prologue and epilogue of a block
-_REDUCE_CYCLES = 3000  # second launch, which adds the splits
-_MIN_SHARE_BYTES = 512  # least extent of k per split, in bytes of a row
+_BYTES_PER_CYCLE = 2400  # memory bandwidth of the chip, in bytes
+_TILE_CYCLES = 1500  # cycles of a block's prologue and epilogue
+_REDUCE_CYCLES = 3000  # cycles of the second launch, which adds the splits
+_MIN_SHARE_BYTES = 512  # minimum extent of k per split, in bytes of a row
 
 
 @cache
@@ -126,21 +126,21 @@ def choose_config(
 ) -> Config | HopperConfig | SkinnyConfig:
     """Choose the kernel for x (m, k) and weight (n, k) of `dtype` on `sm_count` multiprocessors.
 
-    Few rows take a skinny kernel: the GEMV or a ring kernel if `limits` allow it, else a direct
-    one. More rows take the tile and the number of splits with the least estimated time. The order
-    of summation depends on n and k alone in the direct kernels, on `num_parts` in the other skinny
-    ones and on `num_splits` in the tiled ones; the last two depend on m too.
+    Few rows use a skinny kernel: the GEMV or a ring kernel if `limits` allow it, else a direct
+    one. More rows use the tile and number of splits with the least estimated time. The order of
+    summation depends on n and k alone in the direct kernels, on `num_parts` in the other skinny
+    ones and on `num_splits` in the tiled ones; the last two also depend on m.
 
     Parameters
     ----------
     is_aligned : bool
-        Rows start at, and have the length of, a multiple of 16 bytes.
+        Rows start at multiples of 16 bytes, and so do their ends.
     deterministic : bool
-        Choose a tiled kernel without splits: all of these sum a row in the same order.
+        Choose a tiled kernel without splits; all of them sum a row in the same order.
     is_hopper : bool
-        Use the tiles of gemm_sm90.cu, from nine rows on, or from 17 if the weight is small.
+        Use the tiles of gemm_sm90.cu from nine rows on, or from 17 if the weight is small.
     is_gated : bool
-        Gate and up are combined, which not every kernel can do.
+        The kernel must combine gate and up; some kernels cannot.
     has_norm : bool
         A norm is fused.
 
@@ -179,9 +179,9 @@ def choose_config(
 
 
 def all_configs(k: int, dtype: str, *, is_gated: bool = False) -> list[Config | SkinnyConfig]:
-    """Return every portable kernel, with and without splits of `k`: for tests and tuning.
+    """Return every portable kernel, with and without splits of `k`, for tests and tuning.
 
-    Each supports any number of rows; all but "unaligned" need rows of a multiple of 16 bytes.
+    All support any number of rows; all but "unaligned" need rows of a multiple of 16 bytes.
     """
     is_half = itemsize(dtype) == 2
     tiles = _HALF_TILES if is_half else _FLOAT_TILES
@@ -232,7 +232,7 @@ KERNELS = tuple(
 
 
 def _splits(tiles: int, k: int, size: int, sm_count: int) -> list[int]:
-    """Return the candidate numbers of splits: more than one only if tiles are few."""
+    """Return the candidate split counts: more than one only if there are few tiles."""
     most = min(16, 4 * sm_count // max(1, tiles), k * size // _MIN_SHARE_BYTES)
     return [s for s in (1, 2, 3, 4, 6, 8, 12, 16) if s <= max(1, most)]
 

@@ -1,4 +1,4 @@
-"""Matrix product with a fused epilogue: `cuda_src/gemm/gemm.cu`, mirror `reference/gemm.py`.
+"""GEMM with a fused epilogue: `cuda_src/gemm/gemm.cu`, mirror `reference/gemm.py`.
 
 `config.py` chooses the kernel and `launch.py` launches it, also for rmsnorm_gemm.
 """
@@ -55,7 +55,7 @@ def gemm(
     x : (M, K) array of float32, float16 or bfloat16
         The rows may be strided (a view). An array whose last axis is not contiguous is copied.
     weight : (N, K) array of x's dtype
-        In the layout of checkpoints: (out features, in features).
+        (out features, in features), as in checkpoints.
     bias : (N,) array of x's dtype, optional
     residual : (M, N) array of the result's dtype, optional
         Added last; may be `out` itself.
@@ -67,10 +67,10 @@ def gemm(
     out_dtype : dtype, optional
         x's dtype (the default) or float32.
     deterministic : bool
-        Sum each row in an order that does not depend on M: the bits of a row's result do not
-        depend on the other rows. Slower for few rows.
+        Sum each row in an order that does not depend on M, so that the bits of a row's result do
+        not depend on the other rows. Slower for few rows.
     pdl : bool
-        Promise that no kernel still running on the stream writes `weight` or `bias`, as holds for
+        Promise that no kernel still running on the stream writes `weight` or `bias`; this holds for
         a model's parameters. With few rows they are then read while the preceding kernel ends.
     out : (M, N) array of `out_dtype`, optional
         Array for the result; its rows may be strided.
@@ -87,7 +87,7 @@ def gemm(
     Notes
     -----
     Sums, bias, activation and residual are float32, and the result is rounded once; with "swiglu"
-    some kernels round gate and up before as well. float32 products never use TF32.
+    some kernels also round gate and up. float32 GEMMs never use TF32.
 
     Examples
     --------
@@ -125,12 +125,12 @@ def gemm(
 
 
 def interleave_gate_up(gate_up: Any) -> Any:
-    """Return the rows of [gate; up] in the order of "silu_and_mul": eight of each in turn.
+    """Return the rows of [gate; up] in the order of "silu_and_mul": alternating groups of eight.
 
     Parameters
     ----------
     gate_up : (2F, ...) array
-        A weight (2F, K) or bias (2F,), all rows of the gate first; F a multiple of 8.
+        A weight (2F, K) or bias (2F,), all gate rows first; F is a multiple of 8.
 
     Returns
     -------

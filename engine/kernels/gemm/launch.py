@@ -1,4 +1,4 @@
-"""Launches of gemm and rmsnorm_gemm, with the kernel that `config.py` chooses."""
+"""Launches of gemm and rmsnorm_gemm, using the kernels that `config.py` chooses."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ _ROW_SCALES = Kernel(
 _REDUCE_THREADS = 256
 _ROW_SCALES_ROWS = 8  # rows per block
 _MAX_INT32 = 2**31 - 1
-# Largest rows of x, and elements of the weight, for which Hopper's tiles leave swiglu to a separate
-# kernel. Tuned on a model's step: `python -m tests.bench decode_loop`.
+# Maximum rows of x, and maximum elements of the weight, for which Hopper's tiles leave swiglu to a
+# separate kernel. Tuned on a model step: `python -m tests.bench decode_loop`.
 _APART_MAX_M = 256
 _APART_MAX_WEIGHT = 1 << 24
 
@@ -110,10 +110,10 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
 def _fuses_swiglu(
     config: Config | HopperConfig | SkinnyConfig, m: int, n: int, k: int, deterministic: bool
 ) -> bool:
-    """Tell whether the product's kernel applies swiglu itself; portable tiles cannot.
+    """Tell whether the GEMM kernel applies swiglu itself; portable tiles cannot.
 
-    For few rows and small weights Hopper's tiles leave it to the op `swiglu`: while that runs, the
-    next product already loads its weights (docs/benchmarks/decode_loop.md).
+    For few rows and small weights, Hopper's tiles leave it to the op `swiglu`: while that runs, the
+    next GEMM already loads its weights (docs/benchmarks/decode_loop.md).
     """
     if n % 16:
         return False
@@ -123,7 +123,7 @@ def _fuses_swiglu(
 
 
 def _launch_apart(op: str, operands: Operands, norm: Norm | None) -> None:
-    """Launch the product, then swiglu on its result."""
+    """Launch the GEMM, then swiglu on its result."""
     x = operands.x
     rows = operands.weight.shape[0]
     packed = device.cupy().empty((x.shape[0], rows), x.dtype)
@@ -254,7 +254,7 @@ def _epilogue(operands: Operands) -> dict[str, Any]:
 def _is_aligned(x: Any, weight: Any, norm: Norm | None, *, deterministic: bool) -> bool:
     """Tell whether 16-byte accesses can read all rows of the operands.
 
-    With `deterministic` the stride counts even for a single row, so that the kernel is the same.
+    With `deterministic` the stride of a single row counts too, to select the same kernel.
     """
     steps = [x.data.ptr, weight.data.ptr, x.shape[1] * x.itemsize]
     if x.shape[0] > 1 or deterministic:
@@ -265,7 +265,7 @@ def _is_aligned(x: Any, weight: Any, norm: Norm | None, *, deterministic: bool) 
 
 
 def is_vector(out: Any, residual: Any) -> bool:
-    """Tell whether out and residual can be accessed by vectors of four elements."""
+    """Tell whether out and residual can be accessed in vectors of four elements."""
     width = 4 * out.itemsize
     for array in (out,) if residual is None else (out, residual):
         if array.data.ptr % width or array.shape[1] % 4:
@@ -276,7 +276,7 @@ def is_vector(out: Any, residual: Any) -> bool:
 
 
 def out_vector(out: Any, residual: Any) -> OutVector:
-    """Return the widest vector by which out and residual can be accessed."""
+    """Return the widest vector for accesses to out and residual."""
     if not is_vector(out, residual):
         return OutVector.ONE
     steps = [out.data.ptr, out.shape[1] * out.itemsize]

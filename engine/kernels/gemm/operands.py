@@ -1,4 +1,4 @@
-"""The operands of a product with an epilogue, and their checks, for every weight format."""
+"""Operands of a GEMM with an epilogue, and their checks, for every weight format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.kernels._contract import FLOAT32, Contract
 __all__ = ["ACTIVATIONS", "SWIGLU", "Norm", "Operands", "activation_number", "check_columns"]
 __all__ += ["check_residual", "out_dtype_of", "row_stride"]
 
-SWIGLU = "swiglu"  # "silu_and_mul" of a weight with all rows of gate first
+SWIGLU = "swiglu"  # like "silu_and_mul", with all gate rows before the up rows
 
 _NUMBERED = (None, "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul")  # `enum Activation`
 ACTIVATIONS: tuple[str | None, ...] = (*_NUMBERED, SWIGLU)
@@ -20,10 +20,10 @@ ACTIVATIONS: tuple[str | None, ...] = (*_NUMBERED, SWIGLU)
 
 @dataclass(frozen=True)
 class Operands:
-    """The checked arrays and options of one product.
+    """Checked arrays and options of one GEMM.
 
-    Rows of x, residual and out may be strided. With a packed weight the columns of x are in the
-    order of the weight's data.
+    Rows of x, residual and out may be strided. With a packed weight, the columns of x are in the
+    storage order of the weight.
     """
 
     x: Any
@@ -38,7 +38,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Norm:
-    """The norm before the product: its weight (K,), epsilon and the weight's offset."""
+    """Norm before the GEMM: its weight (K,), epsilon and the offset of the weight."""
 
     weight: Any
     eps: float
@@ -46,14 +46,14 @@ class Norm:
 
 
 def activation_number(activation: str | None) -> int:
-    """Return the value of `enum Activation` in CUDA."""
+    """Return the activation's value in CUDA's `enum Activation`."""
     return _NUMBERED.index("silu_and_mul" if activation == SWIGLU else activation)
 
 
 def check_columns(
     call: Contract, activation: str | None, allowed: tuple[str | None, ...] = ACTIVATIONS
 ) -> int:
-    """Check the activation and the rows of weight (N, K); return the columns of the result."""
+    """Check the activation and the rows of weight (N, K); return the result's columns."""
     call.check("activation", activation in allowed, f"one of {allowed}", activation)
     n = call["N"]
     if activation == "silu_and_mul":
@@ -68,7 +68,7 @@ def check_columns(
 def check_residual(
     call: Contract, activation: str | None, residual: Any, columns: int, dtype: np.dtype[Any]
 ) -> Any:
-    """Return the checked residual of a result of `columns` columns, or None."""
+    """Check and return the residual of a result with `columns` columns, or None."""
     if residual is None:
         return None
     got = getattr(residual, "shape", residual)
@@ -85,12 +85,12 @@ def out_dtype_of(
     try:
         dtype = own if wanted is None else np.dtype(wanted)
         is_allowed = dtype in allowed
-    except TypeError:  # NumPy knows no such dtype
+    except TypeError:  # not a dtype of NumPy
         is_allowed = False
     call.check("out_dtype", is_allowed, " or ".join(map(str, allowed)), wanted)
     return dtype
 
 
 def row_stride(array: Any) -> int:
-    """Return the elements from one row to the next."""
+    """Return the distance between rows in elements."""
     return int(array.strides[0]) // int(array.itemsize)

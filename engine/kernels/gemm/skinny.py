@@ -1,7 +1,7 @@
-"""Choice of the skinny kernel for few rows of x, and its tiling: a pure function.
+"""Kernel and tiling choice for few rows of x (skinny GEMM): a pure function.
 
-`cuda_src/gemm/skinny_ring.cuh` streams the weight through rings in shared memory; `gemv.cuh` keeps
-it in registers, for one row of x.
+`cuda_src/gemm/skinny_ring.cuh` streams the weight through rings in shared memory; `gemv.cuh`, for
+one row of x, keeps it in registers.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ __all__ = [
 
 
 _ROWS = 16  # weight rows per warp
-_STEP_K = 128  # extent of k that a warp multiplies at a time
+_STEP_K = 128  # extent of k per step of a warp
 _STAGE_BYTES = _ROWS * _STEP_K * 2
-_MAX_CLUSTER = 2  # blocks; larger clusters leave multiprocessors idle
+_MAX_CLUSTER = 2  # blocks per cluster; larger ones leave multiprocessors idle
 # Tuned on an H200, like _GEMV_* and `max_k` below (docs/benchmarks/gemm_skinny.md).
 # `python -m tests.bench gemm decode_loop` measures the choices.
-_MIN_PART_STEPS = 4  # least steps of k per part, if the rows alone fill the chip
-_SMALL_BLOCKS_BELOW = 0.4  # blocks of eight warps per SM below which blocks have four warps
-_STATIC_BYTES = 3328  # static shared memory of the kernels and the driver's reserve
+_MIN_PART_STEPS = 4  # minimum steps of k per part, if the rows alone fill the chip
+_SMALL_BLOCKS_BELOW = 0.4  # with fewer 8-warp blocks per SM, use 4 warps per block
+_STATIC_BYTES = 3328  # static shared memory and the driver's reserve, in bytes
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """A ring kernel: most tokens, stages of a warp's ring, buffers of partial sums."""
+    """A ring kernel: maximum tokens, stages of a warp's ring, buffers of partial sums."""
 
     tokens: int
     stages: int
     buffers: int
-    max_k: int  # largest k for which it beats the tiles
+    max_k: int  # maximum k for which it beats the tiles
 
     @property
     def kernel(self) -> str:
@@ -55,7 +55,7 @@ _SHAPES = (_Shape(8, 5, 2, 1 << 30), _Shape(16, 4, 2, 1 << 30), _Shape(32, 3, 1,
 
 @dataclass(frozen=True)
 class Layout:
-    """Tiling of a problem: parts of k, blocks that share them (a cluster), warps per block."""
+    """Tiling of a problem: parts of k, cluster size (blocks that share them), warps per block."""
 
     parts: int
     cluster: int
@@ -71,21 +71,21 @@ class SkinnyConfig:
     kernel : str
         Entry point, without the op's prefix.
     tile_m, tile_n : int
-        Tokens, and weight rows at a time, per cluster.
+        Tokens per cluster, and weight rows per step of a cluster.
     threads, shared_bytes : int
-        Threads and dynamic shared memory of a block.
+        Threads per block, and its dynamic shared memory in bytes.
     num_stages : int
-        Stages of each warp's ring.
+        Pipeline stages of each warp's ring.
     k_per_split : int
-        Extent of k that a warp sums.
+        Extent of k per warp.
     k_warps : int
-        Warps of a block along k; the other warps take other rows.
+        Warps of a block along k; the other warps compute other rows.
     cluster : int
         Blocks that share k.
     max_clusters : int
-        Most clusters launched; with more tiles each computes several.
+        Maximum number of clusters launched; with more tiles, each computes several.
     warms_up : bool
-        Whether a block runs a warm-up pass while the preceding kernel ends.
+        Whether blocks run a warm-up pass while the preceding kernel ends.
     """
 
     kernel: str
@@ -99,7 +99,7 @@ class SkinnyConfig:
     cluster: int
     max_clusters: int
     warms_up: bool = False
-    num_splits: int = 1  # no second launch adds partial sums
+    num_splits: int = 1  # partial sums need no second launch
     is_skinny: bool = True
 
     @property
@@ -125,7 +125,7 @@ class SkinnyConfig:
 def choose_skinny(
     m: int, n: int, k: int, sm_count: int, limits: Limits, *, has_norm: bool = False
 ) -> SkinnyConfig | None:
-    """Choose for x (m, k) and weight (n, k) of 16 bits; None if x exceeds shared memory."""
+    """Choose for x (m, k) and weight (n, k) in 16 bits; None if x exceeds shared memory."""
     shape = next((s for s in _SHAPES if m <= s.tokens), None)
     if shape is None or k == 0 or k > shape.max_k:
         return None
@@ -144,7 +144,7 @@ def choose_skinny(
 def _num_parts(n: int, k: int, sm_count: int) -> int:
     """Return the number of parts of k: the fewest that spread the rows evenly over the chip.
 
-    A part has several steps, since prologue and reduction cost a warp as much as one or two.
+    A part spans several steps, since prologue and reduction cost a warp as much as one or two.
     """
     groups = ceil_div(n, _ROWS)
     steps = ceil_div(k, _STEP_K)
@@ -194,11 +194,11 @@ def _config(
 
 
 _GEMV = "gemv"
-_GEMV_NORM_MAX_K = 4096  # largest k with a fused norm
-_GEMV_STEPS = 2  # steps of k, by 16 rows, that a warp keeps in registers
-_GEMV_MAX_WARPS = 8  # per block: at 128 registers per thread the next kernel's block fits beside it
-_GEMV_MIN_FILL = 0.9  # least blocks per multiprocessor
-_GEMV_LAUNCH_WARPS = 16  # most warps per block that the kernel supports
+_GEMV_NORM_MAX_K = 4096  # maximum k with a fused norm
+_GEMV_STEPS = 2  # steps of k (by 16 rows) in a warp's registers
+_GEMV_MAX_WARPS = 8  # per block; leaves registers (128 per thread) for the next kernel
+_GEMV_MIN_FILL = 0.9  # minimum blocks per multiprocessor
+_GEMV_LAUNCH_WARPS = 16  # maximum warps per block that the kernel supports
 
 KERNELS = (*(shape.kernel for shape in _SHAPES), _GEMV)
 """The entry points, without the op's prefix."""
@@ -228,7 +228,7 @@ def gemv_configs(n: int, k: int, clusters: tuple[int, ...] = (1, 2)) -> list[Ski
 
 
 def _gemv_config(k: int, n: int, groups: int, cluster: int) -> SkinnyConfig:
-    """Return the GEMV with `groups` of 16 rows per block."""
+    """Return the GEMV with `groups` groups of 16 rows per block."""
     k_warps = ceil_div(ceil_div(ceil_div(k, _STEP_K), _GEMV_STEPS), cluster)
     warps = k_warps * groups
     part_k = _GEMV_STEPS * _STEP_K

@@ -1,4 +1,4 @@
-"""gemm on Hopper (`gemm_sm90.cu`): choice of the tile, and launch."""
+"""gemm on Hopper (`gemm_sm90.cu`): tile choice and launch."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _KERNEL = Kernel(
     struct="GemmSm90Params",
 )
 
-_SLAB_BYTES = 128  # bytes of an operand's row in a slab: the widest swizzle
-_SLAB_K = 64  # values of 16 bits in a slab
+_SLAB_BYTES = 128  # bytes per operand row of a slab: the widest swizzle
+_SLAB_K = 64  # 16-bit values of k per slab
 _WARP_STAGING = 2048  # bytes of staging per warp
-_BOX_ROWS = 16  # rows of out that a warp stores by TMA
+_BOX_ROWS = 16  # rows of out per TMA store of a warp
 _MAX_STAGES = 16
-_BAND = 8  # rows of super-tiles computed before the next column of them
-_PAIR = 8  # rows of gate, and of up, that alternate
+_BAND = 8  # rows of super-tiles (one per cluster) computed per column, then the next column
+_PAIR = 8  # gate and up rows alternate in groups of this many
 
 
 class OutVector(IntEnum):
-    """Widest vector, in elements, by which out and residual may be accessed."""
+    """Widest vector, in elements, for accesses to out and residual."""
 
     ONE = 0
     FOUR = 1
@@ -52,14 +52,14 @@ class OutVector(IntEnum):
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """The tile of one module of gemm_sm90.cu; CUDA checks the sizes that follow from it.
+    """Tile of one module of gemm_sm90.cu; CUDA checks the sizes derived from it.
 
     Attributes
     ----------
     tile_m, tile_n : int
-        Rows and columns of out per CTA and tile.
+        Rows and columns of out per CTA tile.
     cluster_m, cluster_n : int
-        Neighbouring tiles of a cluster, whose CTAs multicast the operands that they share.
+        Extent of a cluster in tiles; its CTAs multicast the operands they share.
     cluster_k : int
         CTAs that share the sum over k of a tile.
     depth : int
@@ -94,7 +94,7 @@ class HopperConfig:
     def stores(self) -> bool:
         """Tell whether TMA stores 16-bit results while the next tile is multiplied.
 
-        This pays if a CTA computes many tiles, and takes twice the staging memory.
+        This pays if a CTA computes many tiles; it doubles the staging memory.
         """
         return self.tile_m * self.tile_n == 128 * 256
 
@@ -102,14 +102,14 @@ class HopperConfig:
     def gates(self) -> bool:
         """Tell whether the kernel can combine gate and up.
 
-        The part of the weight that a CTA loads and the columns that it finishes must be whole
-        pairs, and three consumer warpgroups have too few registers.
+        The weight rows that a CTA loads and the columns that it finishes must form whole pairs, and
+        three consumer warpgroups have too few registers.
         """
         is_paired = all(self.tile_n // size % 16 == 0 for size in (self.cluster_m, self.cluster_k))
         return is_paired and self.warpgroups != 3
 
     def stages(self, m: int, limit: int = HOPPER.shared_bytes) -> int:
-        """Return the stages, of `m` rows of x and the weight, that fit in shared memory."""
+        """Return the number of stages (`m` rows of x, and the weight) that fit in shared memory."""
         free = limit - 1024 - 512 - self._beside_stages
         return min(_MAX_STAGES, free // self._stage_bytes(m))
 
@@ -125,7 +125,7 @@ class HopperConfig:
 
     @property
     def _beside_stages(self) -> int:
-        """Return the bytes of staging and of the partial sums received from other CTAs."""
+        """Return the bytes of staging and of partial sums received from other CTAs."""
         sums = self.tile_m * self.tile_n * 4 * (self.cluster_k - 1) // self.cluster_k
         return self.warpgroups * 4 * (2 if self.stores else 1) * _WARP_STAGING + sums
 
@@ -146,37 +146,37 @@ class HopperConfig:
         return ModuleSpec("gemm/gemm_sm90.cu", dtype, tuple(macros.items()))
 
     def x_part(self, m: int) -> int:
-        """Return the rows of a tile of x that each of the CTAs sharing it loads."""
+        """Return the rows of x that each of the CTAs sharing a tile loads."""
         rows = min(m, self.tile_m)
         return rows if self.cluster_n == 1 else ceil_div(rows, 8 * self.cluster_n) * 8
 
     def clusters(self, m: int, n: int) -> int:
-        """Return the tiles of a result of `m` rows and `n` columns, in units of a cluster's."""
+        """Return the number of cluster tiles of a result of `m` rows and `n` columns."""
         rows = ceil_div(m, self.tile_m * self.cluster_m)
         return rows * ceil_div(n, self.tile_n * self.cluster_n)
 
     def max_clusters(self, sm_count: int) -> int:
-        """Return the resident clusters; clusters of four or more do not fill every GPC."""
+        """Return the number of resident clusters; from four CTAs on they do not fill every GPC."""
         size = self.cluster_size
         return max(1, sm_count // size if size <= 2 else sm_count * 10 // (11 * size))
 
     def waves(self, m: int, n: int, sm_count: int) -> int:
-        """Return the tiles of the busiest CTA."""
+        """Return the number of tiles of the busiest CTA."""
         return ceil_div(self.clusters(m, n), self.max_clusters(sm_count))
 
     def tile_steps(self, k: int) -> int:
-        """Return the stages of k per tile."""
+        """Return the stages per tile."""
         return ceil_div(k, self.depth * _SLAB_K * self.cluster_k)
 
     def steps(self, m: int, n: int, k: int, sm_count: int) -> int:
-        """Return the stages that the busiest CTA goes through."""
+        """Return the number of stages of the busiest CTA."""
         return max(1, self.waves(m, n, sm_count) * self.tile_steps(k))
 
     def band(self, m: int, n: int, sm_count: int) -> int:
-        """Return the rows of super-tiles computed before the next column of them.
+        """Return the rows of super-tiles computed per column, before the next column starts.
 
-        With few waves of small tiles, CTAs that run together should share through L2 the operand
-        that their clusters do not multicast (docs/benchmarks/gemm_sm90.md).
+        With few waves of small tiles, concurrent CTAs should share through L2 the operand that
+        their clusters do not multicast (docs/benchmarks/gemm_sm90.md).
         """
         area = self.tile_m * self.tile_n
         few_waves = 2 if area < 128 * 128 else 1 if area <= 128 * 192 and self.cluster_m > 1 else 0
@@ -189,7 +189,7 @@ class HopperConfig:
 
 @dataclass(frozen=True)
 class _Cost:
-    """Microseconds on an H200: per launch, per tile without its stages, per stage of a tile."""
+    """Microseconds on an H200: per launch, per tile (without its stages), per stage of a tile."""
 
     launch_us: float
     tile_us: float
@@ -232,20 +232,20 @@ MAX_FEW_ROWS = 64
 
 @dataclass(frozen=True)
 class _FewRowsCost:
-    """Cost model, in microseconds on an H200, of a product limited by reading the weight.
+    """Cost model, in microseconds on an H200, of a GEMM that is limited by reading the weight.
 
     Attributes
     ----------
     bytes_per_us : float
         Bandwidth at which the weight is read.
     launch_us, row_us : float
-        Cost of a launch, and of each row of x.
+        Cost per launch, and per row of x.
     stage_us, column_us : float
-        Cost of 64 values of k of a tile, and of each of the tile's columns.
+        Cost per stage (64 values of k) of a tile, and per column of the tile in it.
     row_columns : float
-        Cost of a row of x in a stage, in units of a column.
+        Cost per row of x in a stage, relative to a column.
     cluster_us : dict
-        Cost of a cluster, by the CTAs that share a sum over k.
+        Cost per cluster, keyed by the number of CTAs that share a sum over k.
     """
 
     bytes_per_us: float
@@ -268,7 +268,7 @@ _FEW_ROWS_COST = _FewRowsCost(
     row_columns=0.21,
     cluster_us={1: 0.0, 2: 0.21, 4: 0.56},
 )
-# Configurations, and microseconds to add to that cost.
+# Configurations, and the microseconds to add to that cost.
 _FEW_ROWS: dict[HopperConfig, float] = {
     HopperConfig(64, 48, depth=2): -0.03,
     HopperConfig(64, 64, depth=2): -0.11,
@@ -300,8 +300,8 @@ def choose_hopper(
     """Choose the tile with the least estimated time for x (m, k) and weight (n, k), both aligned.
 
     CTAs share a sum over k only if all tiles are resident at once, and never with `deterministic`:
-    all other configurations sum a row in the same order. With `is_gated` only tiles with `gates`
-    are considered.
+    all other configurations sum a row in the same order. `is_gated` restricts the choice to tiles
+    with `gates`.
 
     Examples
     --------
@@ -330,7 +330,7 @@ def choose_hopper(
 
 
 def _few_rows_us(config: HopperConfig, m: int, n: int, k: int, sm_count: int) -> float:
-    """Return the estimated time of a product of few rows, launched with pdl.
+    """Return the estimated time of a skinny GEMM launched with pdl.
 
     Reading the weight overlaps with the stages of the busiest multiprocessor.
     """
@@ -339,7 +339,7 @@ def _few_rows_us(config: HopperConfig, m: int, n: int, k: int, sm_count: int) ->
     memory = 2 * n * k / cost.bytes_per_us
     columns = config.tile_n + cost.row_columns * m
     work = stages * (cost.stage_us + cost.column_us * columns)
-    both: float = (memory**4 + work**4) ** 0.25  # a little more than the larger one
+    both: float = (memory**4 + work**4) ** 0.25  # slightly more than the larger one
     return cost.launch_us + cost.row_us * m + cost.cluster_us[config.cluster_k] + both
 
 
@@ -374,20 +374,20 @@ def launch_tiles(
     pdl: bool,
     is_split: bool,
 ) -> None:
-    """Launch a module of `config` on x (M, K) and weight (N, K), both of 16 bits or both of 8.
+    """Launch a module of `config` on x (M, K) and weight (N, K), both 16-bit or both 8-bit.
 
     Parameters
     ----------
     arguments : dict
-        The kernel's further arguments: those of the epilogue, and scales.
+        Further kernel arguments: the epilogue's, and scales.
     pdl : bool
         Read weight and bias before the preceding kernel has ended.
     is_split : bool
-        A gated weight has all rows of gate before those of up; else they alternate by eights.
+        A gated weight has all gate rows before the up rows; otherwise they alternate by eights.
     """
     (m, k) = x.shape
     n = weight.shape[0]
-    halves = ceil_div(k * x.itemsize, 2)  # length of a row in units of 16 bits
+    halves = ceil_div(k * x.itemsize, 2)  # row length in units of 16 bits
     num_sms = sm_count()
     clusters = config.clusters(m, n)
     if config.cluster_k == 1:  # persistent
@@ -395,13 +395,13 @@ def launch_tiles(
     x_part = config.x_part(m)
     tail_part = config.x_part(m % config.tile_m or config.tile_m)
     stages = config.stages(m)
-    if config.tile_m == 64:  # leave shared memory to the preceding and the next kernel
+    if config.tile_m == 64:  # leave shared memory for the neighbouring kernels
         stages = min(stages, config.steps(m, n, halves, num_sms))
     num_gates = n // 2 if is_split else 0
     element = "uint8" if x.itemsize == 1 else spec.dtype
     columns = _SLAB_BYTES // x.itemsize
     map_x = tensor_map_2d(x, element, (x_part, columns))
-    map_out = map_x  # any map: unused if results are stored without TMA
+    map_out = map_x  # placeholder: unused if results are stored without TMA
     if config.stores and arguments["residual"] is None and dtype_name(out.dtype) == spec.dtype:
         if out.shape[0] > 1 and out.strides[0] < out.shape[1] * out.itemsize:
             out_vector = min(out_vector, OutVector.FOUR)
@@ -433,7 +433,7 @@ def launch_tiles(
 
 
 def _weight_map(weight: Any, element: str, box: int, num_gates: int) -> Any:
-    """Return the map that loads `box` rows; with gates, eight of gate and eight of up in turn."""
+    """Return the map for loads of `box` rows; with gates, alternately 8 of gate and 8 of up."""
     columns = _SLAB_BYTES // weight.itemsize
     if num_gates == 0:
         return tensor_map_2d(weight, element, (box, columns))

@@ -1,4 +1,4 @@
-"""gemm_fp8 and gemm_int8, products of 8-bit codes: contract, choice of the kernel, launches."""
+"""gemm_fp8 and gemm_int8, GEMMs of 8-bit codes: contract, choice of the kernel, launches."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ _MAX_INT32 = 2**31 - 1
 
 MAX_SKINNY_ROWS = 8
 _ROWS = 16  # weight rows per warp
-_STEP_PAIRS = 128  # pairs of values of k that a warp multiplies at a time
+_STEP_PAIRS = 128  # pairs of values of k per step of a warp
 _STAGE_BYTES = 4096
-_LONG_STAGES = 12  # stages of a warp from which a longer ring pays
-_MAX_QUANTIZED_K = 16384  # longest row that the skinny kernels quantize themselves
-_STATIC_BYTES = 2048  # static shared memory of the kernels and the driver's reserve
+_LONG_STAGES = 12  # minimum stages per warp for which a longer ring pays
+_MAX_QUANTIZED_K = 16384  # maximum row length that the skinny kernels quantize
+_STATIC_BYTES = 2048  # static shared memory and the driver's reserve, in bytes
 
 
 def w8_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
@@ -68,14 +68,14 @@ def w8_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
 
 @dataclass(frozen=True)
 class W8Operands:
-    """The checked arrays and options of one product.
+    """Checked arrays and options of one GEMM.
 
     Attributes
     ----------
     codes : str
         "fp8" or "int8".
     dtype : str
-        Dtype of the module: that of bias, and of a 16-bit result.
+        Dtype of the module, of bias, and of a 16-bit result.
     """
 
     codes: str
@@ -101,7 +101,7 @@ class W8Operands:
 
     @property
     def has_blocks(self) -> bool:
-        """Tell whether each scale of the weight is that of a block."""
+        """Tell whether the weight has one scale per block."""
         return int(self.weight_scales.ndim) == 2
 
     @property
@@ -123,7 +123,7 @@ class SkinnyW8:
 
     @property
     def tile_n(self) -> int:
-        """Return the weight rows that a block multiplies at a time."""
+        """Return the weight rows per step of a block."""
         return self.warps // self.parts * _ROWS
 
 
@@ -163,7 +163,7 @@ def choose_skinny(
 def _num_parts(n: int, k: int, sm_count: int, warps: int) -> int:
     """Return the number of parts of k that minimises the stages per warp.
 
-    The end of a tile costs a warp as much as a stage.
+    Finishing a tile costs a warp as much as a stage.
     """
     groups = ceil_div(n, _ROWS)
     stages = ceil_div(k, 2 * _STEP_PAIRS)
@@ -193,7 +193,7 @@ def gemm_w8(
 ) -> Any:
     """Run gemm_fp8 or gemm_int8: check the arguments, then call the mirror or launch kernels.
 
-    `codes` is "fp8" or "int8"; the other arguments are those of the op.
+    `codes` is "fp8" or "int8"; see the ops for the other arguments.
     """
     call = Contract(f"gemm_{codes}")
     columns = _check(call, codes, x, weight, weight_scales, options)
@@ -210,7 +210,7 @@ def gemm_w8(
 def _check(
     call: Contract, codes: str, x: Any, weight: Any, weight_scales: Any, options: dict[str, Any]
 ) -> int:
-    """Put the checked arrays into `options`; return the columns of the result."""
+    """Store the checked arrays in `options`; return the result's columns."""
     norm_weight = options["norm_weight"]
     activation = options["activation"]
     bias = options["bias"]
@@ -300,7 +300,7 @@ def _launch(o: W8Operands) -> None:
 
 
 def _may_skip_tiles(o: W8Operands) -> bool:
-    """Tell whether a skinny kernel supports the product."""
+    """Tell whether a skinny kernel supports the GEMM."""
     m, k = o.x.shape
     if m > MAX_SKINNY_ROWS or o.deterministic or o.dtype not in HOPPER_DTYPES or k % 16:
         return False
@@ -312,7 +312,7 @@ def _may_skip_tiles(o: W8Operands) -> bool:
 
 
 def _quantized(o: W8Operands) -> W8Operands:
-    """Return the operands with x quantized."""
+    """Return the operands, with x quantized."""
     if o.x_scales is not None:
         return o
     if o.norm_weight is None:
@@ -348,7 +348,7 @@ def _launch_skinny(o: W8Operands, config: SkinnyW8) -> None:
 
 
 def _is_hopper(o: W8Operands) -> bool:
-    """Tell whether Hopper's tiles support the product of codes."""
+    """Tell whether Hopper's tiles support this GEMM of codes."""
     n, k = o.weight.shape
     if o.activation == SWIGLU and (n % 16 or (o.has_blocks and n // 2 % 64)):
         return False

@@ -1,6 +1,6 @@
-"""gemm_fp8 and gemm_int8 on Hopper (`gemm_fp8_sm90.cu`): choice of the tile, and launch.
+"""gemm_fp8 and gemm_int8 on Hopper (`gemm_fp8_sm90.cu`): tile choice and launch.
 
-The tiles are those of gemm_sm90.cu (`sm90.py`), with two codes in place of a 16-bit value.
+The tiles are those of gemm_sm90.cu (`sm90.py`), with two codes in place of each 16-bit value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KERNELS = {
     codes: Kernel(f"gemm_{codes}_sm90", _PARAMS, struct="GemmW8Sm90Params")
     for codes in ("fp8", "int8")
 }
-_SLAB_K = 128  # values of k in 128 bytes, the widest swizzle
+_SLAB_K = 128  # codes of k per 128 bytes, the widest swizzle
 _CODES = {"fp8": 1, "int8": 2}  # values of the macro CODES
 _BLOCK = 128  # rows and columns of a scale block: a tile must not straddle two
 
@@ -90,7 +90,7 @@ def choose_w8_hopper(
     def is_possible(config: HopperConfig) -> bool:
         if config.cluster_size > sm_count or (is_gated and not config.gates):
             return False
-        if m <= 64 < config.tile_m:  # then memory is the limit, which the estimate ignores
+        if m <= 64 < config.tile_m:  # memory-bound, which the estimate ignores
             return False
         return config.cluster_k == 1 or (
             not deterministic

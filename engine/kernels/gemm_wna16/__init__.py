@@ -1,4 +1,4 @@
-"""Products with a packed quantized weight and 16-bit rows: configurations and launches."""
+"""GEMM of 16-bit rows with a packed quantized weight: configurations and launches."""
 
 from engine.kernels.gemm_wna16.gemm_wna16 import gemm_wna16, specs
 

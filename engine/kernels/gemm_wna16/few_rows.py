@@ -1,4 +1,4 @@
-"""gemm_wna16 for few rows of x (`gemm_wna16.cu`): choice of the tiling, and launch."""
+"""gemm_wna16 for few rows of x (`gemm_wna16.cu`): tiling choice and launch."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _KERNELS = {
     for tokens in _TOKENS
 }
 
-_MAX_WARPS = {1: 16, 8: 16, 16: 12}  # most warps per block, by the tokens of the kernel
-_STAGES = (3, 4, 2)  # candidate stages of a ring, the best first
-_STATIC_BYTES = 7680  # static shared memory of the kernels and the driver's reserve
+_MAX_WARPS = {1: 16, 8: 16, 16: 12}  # maximum warps per block, keyed by the kernel's tokens
+_STAGES = (3, 4, 2)  # candidate stages per ring, best first
+_STATIC_BYTES = 7680  # static shared memory and the driver's reserve, in bytes
 # Cost model for an H200: bandwidth of a multiprocessor, time of a warp per stage, time of a work
-# tile without its stages, and loss if the next kernel's block does not fit beside this one's.
+# tile without its stages, and loss if a block of the next kernel does not fit beside this one's.
 _BYTES_PER_NS = 33.0
 _STAGE_NS = 1000.0
 _UNIT_NS = 500.0
@@ -45,24 +45,24 @@ _ALONE_NS = 300.0
 
 @dataclass(frozen=True)
 class FewRowsConfig:
-    """Tiling of the product of few rows.
+    """Tiling of a skinny GEMM.
 
     Attributes
     ----------
     tokens : int
-        Most rows of x of the kernel.
+        Maximum rows of x for the kernel.
     parts, row_tiles : int
-        Warps of a block along k, and along rows of the weight.
+        Warps of a block along k, and warps along rows of the weight.
     clusters : int
-        Clusters of the grid; each computes one or more work tiles of `row_tiles` row tiles.
+        Clusters in the grid; each computes one or more work tiles of `row_tiles` row tiles.
     cluster : int
-        Blocks that share k, and x.
+        Blocks that share k and x.
     part_stages : int
-        Stages of k that a warp sums.
+        Stages of k per warp.
     num_stages : int
-        Stages of each warp's ring.
+        Pipeline stages of each warp's ring.
     shared_bytes : int
-        Dynamic shared memory of a block.
+        Dynamic shared memory per block, in bytes.
     """
 
     tokens: int
@@ -76,12 +76,12 @@ class FewRowsConfig:
 
 
 def stage_tiles(form: Format) -> int:
-    """Return the tiles of 64 columns per stage (see gemm_wna16_few_rows_block.cuh)."""
+    """Return the number of 64-column tiles per stage (see gemm_wna16_few_rows_block.cuh)."""
     return 2 if form.bits == 8 else 4
 
 
 def stage_bytes(form: Format) -> int:
-    """Return the bytes of a stage: codes, scales and super-scales."""
+    """Return the bytes per stage: codes, scales and super-scales."""
     columns = stage_tiles(form) * TILE_COLUMNS
     codes = TILE_ROWS * columns * form.bits // 8
     size = 1 if form.super_block or form.code == "e2m1" else 2
@@ -102,7 +102,7 @@ def choose_few_rows(
     max_cluster: int = 1,
     is_gated: bool = False,
 ) -> FewRowsConfig | None:
-    """Choose the tiling for x (m, k) and a weight (n, k); None if no kernel takes so many rows.
+    """Choose the tiling for x (m, k) and a weight (n, k); None if no kernel supports `m` rows.
 
     Examples
     --------
@@ -117,7 +117,7 @@ def choose_few_rows(
     least = 0.0
     for cluster in (1, 2, 4):
         if best is not None or cluster > (max_cluster if m > 1 else 1):
-            break  # clusters only if x exceeds the shared memory of one block
+            break  # use clusters only if x exceeds a block's shared memory
         for parts, row_tiles, stages in _ways(_MAX_WARPS[_tokens(m)], is_gated=is_gated):
             config = few_rows_config(m, n, k, form, sms, parts, row_tiles, stages, cluster)
             if config.shared_bytes + _STATIC_BYTES > shared_limit:
@@ -135,7 +135,7 @@ def _tokens(m: int) -> int:
 
 
 def _ways(max_warps: int, *, is_gated: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield candidate warps along k, warps along rows, and stages of a ring."""
+    """Yield candidates: warps along k, warps along rows, and stages per ring."""
     for parts in (1, 2, 4, 8, 16):
         for row_tiles in range(1, max_warps // parts + 1):
             if not (is_gated and row_tiles % 2):
@@ -144,7 +144,7 @@ def _ways(max_warps: int, *, is_gated: bool) -> Iterator[tuple[int, int, int]]:
 
 
 def _estimate(config: FewRowsConfig, n: int, form: Format, shared_limit: int) -> float:
-    """Return the estimated nanoseconds of the busiest block."""
+    """Estimate the nanoseconds of the busiest block."""
     units = ceil_div(ceil_div(n, TILE_ROWS), config.row_tiles)
     rounds = ceil_div(units, config.clusters)
     warps = config.parts * config.row_tiles
@@ -205,7 +205,7 @@ def specs(op: str, dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ..
 
 
 def choose(operands: Operands, norm: Norm | None = None) -> FewRowsConfig | None:
-    """Return the tiling for CuPy arrays, or None if another kernel must compute the product."""
+    """Return the tiling for CuPy arrays, or None if another kernel must compute the GEMM."""
     x = operands.x
     weight = operands.weight
     steps = [x.data.ptr, x.shape[1] * x.itemsize, x.strides[0] if x.shape[0] > 1 else 0]
@@ -227,7 +227,7 @@ def choose(operands: Operands, norm: Norm | None = None) -> FewRowsConfig | None
 
 
 def _num_blocks(config: FewRowsConfig) -> int:
-    """Return the blocks of the grid; with one row of x at least one per multiprocessor.
+    """Return the number of blocks; with one row of x, at least one per multiprocessor.
 
     Blocks without work stay resident for a while, so that the next kernel's blocks are spread
     evenly over the multiprocessors.
@@ -237,7 +237,7 @@ def _num_blocks(config: FewRowsConfig) -> int:
 
 
 def launch(operands: Operands, config: FewRowsConfig, norm: Norm | None = None) -> None:
-    """Launch on CuPy arrays, with `norm` fused in front of the product if given."""
+    """Launch on CuPy arrays, with `norm` fused in front of the GEMM if given."""
     op = _OPS[0 if norm is None else 1]
     x = operands.x
     weight = operands.weight

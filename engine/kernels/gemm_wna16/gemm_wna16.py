@@ -1,7 +1,7 @@
-"""Product with a quantized weight: `cuda_src/gemm_wna16`, mirror `reference/gemm_wna16.py`.
+"""GEMM with a quantized weight: `cuda_src/gemm_wna16`, mirror `reference/gemm_wna16.py`.
 
-For few rows of x, `few_rows.py` streams the weight. For more rows `sm90.py` decodes it on the way
-to Hopper's tensor cores, and on other chips `portable.py` dequantizes it before the product.
+For few rows of x, `few_rows.py` streams the weight. For more rows, `sm90.py` decodes it on its way
+to Hopper's tensor cores; on other chips, `portable.py` dequantizes it before a dense GEMM.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from engine.weights.formats import TILE_ROWS
 
 __all__ = ["ACTIVATIONS", "HALVES", "MAX_FEW_ROWS", "gemm_wna16", "launch", "specs"]
 
-# Packed weights hold gate and up in separate row tiles, which "silu_and_mul" would interleave.
+# Packed weights hold gate and up in separate row tiles; "silu_and_mul" would interleave them.
 ACTIVATIONS = tuple(name for name in products.ACTIVATIONS if name != "silu_and_mul")
 HALVES = (np.dtype(np.float16), BFLOAT16)
-MAX_FEW_ROWS = 8  # rows up to which `few_rows` is faster than Hopper's tiles
+MAX_FEW_ROWS = 8  # maximum rows for which `few_rows` beats Hopper's tiles
 
 
 def specs(
@@ -47,7 +47,7 @@ def specs(
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for weights of `formats`.
 
-    `patterns` selects a sample of formats that uses every decoder instead.
+    `patterns` instead selects a sample of formats that covers every decoder.
     """
     if dtype == "float32":
         return ()
@@ -90,10 +90,10 @@ def gemm_wna16(
     out_dtype : dtype, optional
         x's dtype (the default) or float32.
     deterministic : bool
-        Sum each row in an order that does not depend on M: the bits of a row's result do not
-        depend on the other rows. Slower for few rows.
+        Sum each row in an order that does not depend on M, so that the bits of a row's result do
+        not depend on the other rows. Slower for few rows.
     pdl : bool
-        Promise that no kernel still running on the stream writes `weight` or `bias`, as holds for
+        Promise that no kernel still running on the stream writes `weight` or `bias`; this holds for
         a model's parameters. With few rows they are then read while the preceding kernel ends.
     out : (M, N) array of `out_dtype`, optional
         Array for the result; its rows may be strided.
@@ -110,9 +110,9 @@ def gemm_wna16(
     Notes
     -----
     Sums, bias, activation and residual are float32, and the result is rounded once; with "swiglu"
-    some kernels round gate and up before as well. For few rows the integer codes are multiplied,
-    and the sum over a group is scaled. For more rows the dequantized weight is rounded to x's dtype
-    before the product.
+    some kernels also round gate and up. For few rows, the kernel multiplies the integer codes and
+    scales the sum of each group. For more rows, the dequantized weight is rounded to x's dtype
+    before the GEMM.
 
     Examples
     --------
@@ -154,12 +154,12 @@ def gemm_wna16(
 
 
 def launch(operands: Operands) -> None:
-    """Launch on CuPy arrays; the columns of x are in the order of the weight's data."""
+    """Launch on CuPy arrays; the columns of x are in the storage order of the weight."""
     n = operands.weight.shape[0]
     if operands.x.shape[0] == 0 or n == 0:
         return
     if operands.activation == SWIGLU and n % (2 * TILE_ROWS):
-        # The kernels combine whole row tiles of gate and up.
+        # The kernels combine whole row tiles of gate and up, so this shape needs a separate swiglu.
         packed = device.cupy().empty((operands.x.shape[0], n), operands.x.dtype)
         launch(replace(operands, activation=None, out=packed))
         swiglu(packed, out=operands.out)

@@ -19,7 +19,7 @@ from engine.weights.formats import TILE_ROWS
 
 __all__ = ["launch", "parts"]
 
-_PART_BYTES = 64 << 20  # most bytes of dequantized rows at a time
+_PART_BYTES = 64 << 20  # maximum bytes of dequantized rows at a time
 
 
 def launch(operands: Operands) -> None:
@@ -56,7 +56,7 @@ def launch(operands: Operands) -> None:
 
 
 def parts(n: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of weight rows: whole row tiles, of at most _PART_BYTES if one tile fits.
+    """Yield ranges of weight rows: whole row tiles, at most _PART_BYTES unless one tile exceeds it.
 
     Examples
     --------

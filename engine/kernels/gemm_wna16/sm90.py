@@ -1,4 +1,4 @@
-"""gemm_wna16 on Hopper (`gemm_wna16_sm90.cu`): choice of the tile, and launch."""
+"""gemm_wna16 on Hopper (`gemm_wna16_sm90.cu`): tile choice and launch."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ _KERNEL = Kernel(
 )
 
 _FILE = "gemm_wna16_sm90.cu"
-_SLAB_K = 64  # values of k in 128 bytes, the widest swizzle
+_SLAB_K = 64  # values of k per 128 bytes, the widest swizzle
 _MAX_STAGES = 16
 _PLANES = ("data", "high", "scales", "supers")
-_DATA_BOX = 256  # bytes of a row of map_data: the largest extent of a TMA box
+_DATA_BOX = 256  # bytes per row of map_data: the maximum extent of a TMA box
 
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """The tile of one module of gemm_wna16_sm90.cu; CUDA checks the sizes that follow from it.
+    """Tile of one module of gemm_wna16_sm90.cu; CUDA checks the sizes derived from it.
 
     Attributes
     ----------
     tokens : int
         Rows of x per tile.
     warpgroups, mma_tiles : int
-        Consumer warpgroups, and m-tiles of 64 weight rows of each.
+        Consumer warpgroups, and m-tiles (64 weight rows each) per warpgroup.
     splits : int
         CTAs (a cluster) that share the sum over k of a tile.
     depth : int
@@ -59,7 +59,7 @@ class HopperConfig:
     blocks : int
         CTAs per multiprocessor.
     scales_sums : bool
-        Multiply integer codes and scale the sum over each group, instead of scaling the weights.
+        Multiply integer codes and scale the sum of each group, instead of scaling the weights.
     """
 
     tokens: int
@@ -83,7 +83,7 @@ class HopperConfig:
 
     @property
     def _slice(self) -> tuple[int, int]:
-        """Return the weight rows and the tokens of the slice that one CTA of a cluster finishes."""
+        """Return the weight rows and tokens of the slice that one CTA of a cluster finishes."""
         vecs = self.mma_tiles * self.tokens // 8
         finishers = 1 << min(self.splits, vecs).bit_length() - 1
         size = vecs // finishers
@@ -92,7 +92,7 @@ class HopperConfig:
 
     @property
     def chunk(self) -> int:
-        """Return the tokens whose results are staged at a time."""
+        """Return the tokens per staged chunk of results."""
         rows, tokens = self._slice
         return min(tokens, 4096 // rows)
 
@@ -111,7 +111,7 @@ class HopperConfig:
         return self.tokens * self.depth * _SLAB_K * 2 + weight
 
     def _box(self, form: Format, plane: str, rows: int = 0) -> tuple[int, int, int]:
-        """Return the box of one copy of a plane: bytes of a row, rows, row tiles."""
+        """Return the TMA box of a plane: bytes per row, rows, row tiles."""
         tiles = (rows or self.rows) // TILE_ROWS
         values = 2 if form.offset else 1
         if plane == "data":
@@ -125,7 +125,7 @@ class HopperConfig:
         return (2 * TILE_ROWS * values if form.super_block else 0), 1, tiles
 
     def plane_maps(self, weight: Weight, *, is_gated: bool) -> dict[str, Any]:
-        """Return the tensor maps of a weight's planes, by the names of the kernel's parameters."""
+        """Return the tensor maps of the weight's planes, by kernel parameter name."""
         maps: dict[str, Any] = {}
         for name in _PLANES:
             array = getattr(weight, "super_scales" if name == "supers" else name)
@@ -149,9 +149,9 @@ class HopperConfig:
         return staging + max(sums, 16) + 128 + 1024
 
     def supports(self, form: Format) -> bool:
-        """Tell whether a module of this tile exists for weights of a format.
+        """Tell whether there is a module of this tile for weights of a format.
 
-        Of two tiles that differ in `scales_sums` alone, a format uses the one that decodes faster.
+        If two tiles differ only in `scales_sums`, a format uses the one that decodes faster.
         """
         scales_sums = form.group >= _SLAB_K and form.offset != "min"
         if self.tokens * self.mma_tiles <= 64 and scales_sums != self.scales_sums:
@@ -159,7 +159,7 @@ class HopperConfig:
         return self.stages(form) >= 2  # a consumer holds one stage while it waits for the next
 
     def spec(self, base: ModuleSpec, form: Format) -> ModuleSpec:
-        """Return the module for weights of a format; `base` has the macros of the decoder."""
+        """Return the module for weights of a format; `base` holds the macros of the decoder."""
         macros = {
             "TOKENS": self.tokens,
             "WARPGROUPS": self.warpgroups,
@@ -176,12 +176,12 @@ class HopperConfig:
         return ModuleSpec(base.file, base.dtype, (*base.defines, *macros.items()))
 
     def clusters(self, m: int, columns: int, *, is_gated: bool) -> int:
-        """Return the tiles of a result of `columns` columns; a cluster computes one at a time."""
+        """Return the tiles of a result with `columns` columns; a cluster computes one at a time."""
         width = self.rows // 2 if is_gated else self.rows
         return ceil_div(m, self.tokens) * ceil_div(columns, width)
 
     def max_clusters(self, sm_count: int) -> int:
-        """Return the resident clusters; clusters of four or more do not fill every GPC."""
+        """Return the number of resident clusters; from four CTAs on they do not fill every GPC."""
         size = self.splits
         count = sm_count * self.blocks
         return max(1, count // size if size <= 2 else count * 10 // (11 * size))
@@ -189,7 +189,7 @@ class HopperConfig:
 
 @dataclass(frozen=True)
 class _Cost:
-    """Microseconds: per launch, per tile without its slabs, per slab of a tile."""
+    """Microseconds per launch, per tile (without its slabs), and per slab of a tile."""
 
     launch_us: float
     tile_us: float
@@ -250,7 +250,7 @@ def choose_hopper(
 ) -> HopperConfig:
     """Choose the tile with the least estimated time for x (m, k) and weight (n, k).
 
-    With `deterministic` only tiles that sum a row in the same order are considered.
+    With `deterministic`, only tiles that sum a row in the same order are considered.
 
     Examples
     --------
@@ -273,14 +273,14 @@ def choose_hopper(
         waves = ceil_div(clusters, config.max_clusters(sm_count))
         work = waves * (cost.tile_us + ceil_div(slabs, config.splits) * cost.slab_us)
         memory = form.num_bytes((n, k)) / _BYTES_PER_US
-        both: float = (memory**4 + work**4) ** 0.25  # a little more than the larger one
+        both: float = (memory**4 + work**4) ** 0.25  # slightly more than the larger one
         return cost.launch_us + both
 
     return min(filter(is_possible, _TILES), key=estimate)
 
 
 def choose(operands: Operands) -> HopperConfig | None:
-    """Return the tile for CuPy arrays, or None if another kernel must compute the product."""
+    """Return the tile for CuPy arrays, or None if another kernel must compute the GEMM."""
     x = operands.x
     weight = operands.weight
     if not is_hopper(dtype_name(x.dtype)) or x.shape[1] == 0:
@@ -347,7 +347,7 @@ def launch(operands: Operands, config: HopperConfig) -> None:
 
 
 def _is_vector(out: Any, residual: Any) -> bool:
-    """Tell whether out and residual can be accessed by vectors of eight elements."""
+    """Tell whether out and residual can be accessed in vectors of eight elements."""
     arrays = (out,) if residual is None else (out, residual)
     return all(
         array.data.ptr % 16 == 0 and (array.shape[0] == 1 or array.strides[0] % 16 == 0)

@@ -1,4 +1,4 @@
-"""Grouped products of a mixture of experts: configurations and launches, by kernel."""
+"""Grouped GEMM of a mixture of experts: configurations and launches, by kernel."""
 
 from engine.kernels.moe_gemm.moe_gemm import moe_gemm, specs
 

@@ -1,4 +1,4 @@
-"""moe_gemm of e4m3 codes on Hopper, both operands in 8 bits (`moe_gemm_sm90.cu`)."""
+"""moe_gemm on Hopper with both operands in e4m3 (`moe_gemm_sm90.cu`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MMA_ROWS = 64
 _FEW = MoeTileConfig(1, 64, 1, blocks=2)
 _MANY = MoeTileConfig(2, 80, 1)
 CODES_CONFIGS = (_FEW, _MANY)
-_MANY_FROM = 32  # average tokens per expert
+_MANY_FROM = 32  # above this average of tokens per expert, use the larger tile
 
 
 def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
@@ -52,12 +52,12 @@ def _spec(config: MoeTileConfig, dtype: str) -> ModuleSpec:
 
 
 def _bytes(config: MoeTileConfig) -> tuple[int, int]:
-    """Return the bytes of the weight, and of the scales, of a stage."""
+    """Return the bytes per stage of the weight, and of the scales."""
     return config.rows * config.depth * _SLAB_BYTES, config.depth * 4 * (4 + config.tokens)
 
 
 def is_supported(operands: MoeOperands) -> bool:
-    """Tell whether the kernel supports the current device and these operands, with x quantized."""
+    """Tell whether the kernel supports this device and these operands, with x quantized."""
     x = operands.x
     weight = operands.weight
     out = operands.out
@@ -67,7 +67,7 @@ def is_supported(operands: MoeOperands) -> bool:
     if weight.num_elements == 0 or out.size == 0:
         return False
     if operands.activation is not None and num_rows // 2 % _MMA_ROWS:
-        return False  # an m-tile of up must have one scale
+        return False  # each m-tile of up needs a single scale
     sizes = (k, out.shape[-1] * out.itemsize, int(out.data.ptr), int(weight.data.data.ptr))
     return all(size % 16 == 0 for size in sizes)
 
@@ -75,7 +75,7 @@ def is_supported(operands: MoeOperands) -> bool:
 def launch(operands: MoeOperands, codes: Any, scales: Any) -> None:
     """Launch on CuPy arrays; `codes` and `scales` are the quantized rows of x.
 
-    The preceding kernel wrote them. It let this one start only once the routing was complete.
+    The preceding kernel wrote them and let this one start only after the routing was complete.
     """
     config = choose_config(operands.expected_pairs, operands.weight.shape[0])
     launch_module(

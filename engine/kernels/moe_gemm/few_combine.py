@@ -23,12 +23,12 @@ from engine.weights.formats import TILE_ROWS
 
 __all__ = ["all_configs", "choose", "choose_few_combine", "few_combine_config"]
 
-_STAGES = (6, 4, 3, 2)  # candidate stages of a ring, the best first
-_STATIC_BYTES = 4096  # static shared memory of the kernels and the driver's reserve
-# Warps per block: half of the most, so that a block fits beside one of the first product and loads
-# weights before that has ended.
+_STAGES = (6, 4, 3, 2)  # candidate stages per ring, best first
+_STATIC_BYTES = 4096  # static shared memory and the driver's reserve, in bytes
+# Warps per block: half of the maximum, so that a block fits beside one of the first GEMM and loads
+# weights before that GEMM has ended.
 _WARPS = MAX_WARPS // 2
-_EVEN = 0.85  # least share of the multiprocessors' block places in use
+_EVEN = 0.85  # minimum share of the chip's block slots in use
 
 
 @cache
@@ -42,7 +42,7 @@ def choose_few_combine(
 ) -> FewTokensConfig | None:
     """Choose for `tokens` tokens and a weight of `shape` (E, R, K); None if two kernels are faster.
 
-    A block gets the fewest row tiles with which every multiprocessor has at most two blocks.
+    Blocks have the fewest row tiles for which no multiprocessor has more than two blocks.
 
     Examples
     --------
@@ -60,8 +60,8 @@ def choose_few_combine(
     parts = _WARPS // row_tiles
     blocks = _blocks(shape, row_tiles)
     shares = ceil_div(blocks, sms)
-    # Multiprocessors with fewer blocks than others idle at the end. With more than one token that
-    # takes longer than a second launch.
+    # Multiprocessors with fewer blocks than others idle at the end. With more than one token, that
+    # costs more than a second launch.
     if parts == 0 or (tokens > 1 and blocks < _EVEN * shares * sms):
         return None
     for stages in _STAGES:
@@ -111,7 +111,7 @@ def all_configs(
 
 
 def choose(operands: MoeOperands) -> FewTokensConfig | None:
-    """Return the tiling for CuPy arrays, or None if other kernels must compute the product."""
+    """Return the tiling for CuPy arrays, or None if other kernels must compute the GEMM."""
     if not is_supported(operands):
         return None
     tokens, top_k = operands.routing.experts.shape

@@ -1,6 +1,6 @@
-"""Few tokens: how a product is split, and the launch of its kernels.
+"""moe_gemm for few tokens: tiling choice and launch.
 
-The kernels are those of `moe_gemm_few_tokens.cu` and `moe_gemm_combine.cu`.
+The kernels are in `moe_gemm_few_tokens.cu` and `moe_gemm_combine.cu`.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ _KERNELS = {
     for tokens in (1, MAX_TOKENS)
 }
 MAX_PAIRS = 128  # kMaxPairs in CUDA
-_ROW_BYTES = 128  # bytes of a stage's row, in formats that are not packed
+_ROW_BYTES = 128  # bytes per row of a stage, in unpacked formats
 
-MAX_WARPS = 16  # per block
+MAX_WARPS = 16  # maximum warps per block
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
-_STAGES = (3, 2)  # candidate stages of a ring, the best first
-_STATIC_BYTES = 4096  # static shared memory of the kernels and the driver's reserve
+_STAGES = (3, 2)  # candidate stages per ring, best first
+_STATIC_BYTES = 4096  # static shared memory and the driver's reserve, in bytes
 # Cost model in ns, fitted on an H200 to fp8_block and mxfp4 in bfloat16: bandwidth, latency of a
-# stage, time that each further warp adds to a stage, time of a work tile without its stages, and
-# loss if the registers cannot hold the next kernel's block. Packed codes take longer to decode.
+# stage, extra time of a stage per further warp, time of a work tile without its stages, and loss if
+# the registers cannot hold a block of the next kernel. Packed codes take longer to decode.
 _BYTES_PER_NS = 33.0
 _STAGE_NS = 490.0
 _WARP_NS = 65.0
@@ -71,20 +71,20 @@ _PACKED_FACTOR = 1.5
 
 @dataclass(frozen=True)
 class FewTokensConfig:
-    """Tiling of the products of few tokens.
+    """Tiling of the grouped GEMM for few tokens.
 
     Attributes
     ----------
     parts, row_tiles : int
-        Warps of a block along k, and along rows of the weight.
+        Warps of a block along k, and warps along rows of the weight.
     part_stages : int
-        Stages of k that a warp sums.
+        Stages of k per warp.
     num_stages : int
-        Stages of each warp's ring.
+        Pipeline stages of each warp's ring.
     blocks : int
-        Blocks of the grid.
+        Blocks in the grid.
     shared_bytes : int
-        Dynamic shared memory of a block.
+        Dynamic shared memory per block, in bytes.
     """
 
     parts: int
@@ -103,7 +103,7 @@ def stage_columns(form: Format) -> int:
 
 
 def weight_bytes(form: Format) -> int:
-    """Return the bytes of a stage: codes and scales."""
+    """Return the bytes per stage: codes and scales."""
     if not form.is_packed:
         return TILE_ROWS * (_ROW_BYTES + 4)
     last = 2 if form.offset else 1
@@ -153,7 +153,7 @@ def choose_few_tokens(
 
 
 def _ways(*, is_gated: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield candidate warps along k, warps along rows, and stages of a ring."""
+    """Yield candidates: warps along k, warps along rows, and stages per ring."""
     for parts in _PARTS:
         for row_tiles in range(MAX_WARPS // parts, 0, -1):
             if not (is_gated and row_tiles % 2):
@@ -162,7 +162,7 @@ def _ways(*, is_gated: bool) -> Iterator[tuple[int, int, int]]:
 
 
 def _units(shape: tuple[int, int, int], row_tiles: int, *, is_gated: bool) -> int:
-    """Return the work tiles, of `row_tiles` row tiles each, of an expert's matrix."""
+    """Return the number of work tiles, of `row_tiles` row tiles each, of an expert's matrix."""
     columns = shape[1] // 2 if is_gated else shape[1]
     return ceil_div(ceil_div(columns, TILE_ROWS), row_tiles // 2 if is_gated else row_tiles)
 
@@ -194,7 +194,7 @@ def few_tokens_config(
 
 
 def sums_x(form: Format) -> bool:
-    """Tell whether the kernel computes the sums of x by tensor cores (kSumsX in CUDA)."""
+    """Tell whether the kernel sums x with tensor cores (kSumsX in CUDA)."""
     if not form.is_packed:
         return False
     return bool(form.offset) or (form.code == "int" and form.bits < 8 and form.group > TILE_ROWS)
@@ -209,7 +209,7 @@ def _estimate(
     *,
     is_gated: bool,
 ) -> float:
-    """Return the estimated nanoseconds of the busiest block, for randomly routed tokens."""
+    """Estimate the nanoseconds of the busiest block for randomly routed tokens."""
     num_experts = shape[0]
     experts = num_experts * (1 - (1 - min(top_k, num_experts) / num_experts) ** tokens)
     units = round(experts) * _units(shape, config.row_tiles, is_gated=is_gated)
@@ -250,7 +250,7 @@ def _spec(op: str, base: ModuleSpec, form: Format) -> ModuleSpec:
 
 
 def choose(operands: MoeOperands) -> FewTokensConfig | None:
-    """Return the tiling for CuPy arrays, or None if another kernel must compute the product."""
+    """Return the tiling for CuPy arrays, or None if another kernel must compute the GEMM."""
     if not is_supported(operands):
         return None
     tokens, top_k = operands.routing.experts.shape
@@ -263,7 +263,7 @@ def choose(operands: MoeOperands) -> FewTokensConfig | None:
 
 
 def is_supported(operands: MoeOperands) -> bool:
-    """Tell whether the kernels for few tokens support the arrays, whatever the token count."""
+    """Tell whether the kernels for few tokens support the arrays, for any token count."""
     x = operands.x
     weight = operands.weight
     if operands.deterministic or dtype_name(x.dtype) not in HOPPER_DTYPES or operands.out.size == 0:
@@ -272,7 +272,7 @@ def is_supported(operands: MoeOperands) -> bool:
     form = weight.format
     k = x.shape[1]
     if k == 0 or (form.is_packed and is_gated and weight.shape[1] % (2 * TILE_ROWS)):
-        return False  # a row tile would hold rows of gate and of up
+        return False  # a row tile would mix gate and up rows
     steps = [array.data.ptr for array in (x, *(array for _, array in weight.arrays()))]
     steps += [k * x.itemsize, 0 if form.is_packed else k]
     return not any(step % 16 for step in steps)

@@ -18,8 +18,8 @@ _BYTES = 2
 MAPS = ("map_data", "map_high", "map_scales", "map_supers")
 """Names of the kernels' maps of a packed weight's planes."""
 
-_BOX_TILES = 4  # row tiles per copy: 64 rows
-_DATA_ROW = 256  # bytes of a row of map_data: the largest extent of a TMA box
+_BOX_TILES = 4  # row tiles per TMA box: 64 rows
+_DATA_ROW = 256  # bytes per row of map_data: the maximum extent of a TMA box
 
 
 def kind(form: Format) -> int:
@@ -28,7 +28,7 @@ def kind(form: Format) -> int:
 
 
 def bases(dtype: str, form: Format) -> tuple[ModuleSpec, ...]:
-    """Return specs with the macros of the decoder, one for each dtype of scales."""
+    """Return one spec with the decoder's macros per dtype of scales."""
     if form.is_packed:
         return format_specs("", dtype, (form.name,))
     assert form.block is not None
@@ -63,7 +63,7 @@ def weight_arrays(weight: Weight) -> dict[str, Any]:
 
 
 def plane_maps(weight: Weight, depth: int) -> dict[str, Any]:
-    """Return the maps of a packed weight's planes, with boxes of `depth` tiles of k."""
+    """Return the tensor maps of a packed weight's planes; a box spans `depth` tiles of k."""
     form = weight.format
     tile = 1024 if form.bits == 8 else 512
     groups = max(1, depth * TILE_COLUMNS // form.group)

@@ -1,6 +1,6 @@
-"""Products of tokens with their experts' matrices: `cuda_src/moe_gemm/`.
+"""Grouped GEMM of tokens with their experts' matrices: `cuda_src/moe_gemm/`.
 
-`few_tokens.py`, `portable.py` and the `sm90.py` launch them; the mirror is `reference/moe_gemm.py`.
+Launched by `few_tokens.py`, `portable.py` and the `sm90.py` files; mirror `reference/moe_gemm.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def specs(
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for `dtype` and weights of `formats`.
 
-    `patterns` selects a sample of formats that uses every decoder instead.
+    `patterns` instead selects a sample of formats that covers every decoder.
     """
     names = SAMPLES if patterns else formats
     quantized = (few_tokens, quantized_sm90, codes_sm90, scratch)
@@ -65,15 +65,15 @@ def moe_gemm(
     num_experts: int | None = None,
     out: Any = None,
 ) -> Any:
-    """Multiply each expert's rows by its matrix (a grouped product).
+    """Multiply each expert's rows by its matrix (grouped GEMM).
 
     Parameters
     ----------
     x : (T, K) array of float32, float16 or bfloat16; (P, K) with `scatter`
-        The tokens; with `scatter` rows sorted by expert, as returned by the first product.
+        The tokens; with `scatter`, rows sorted by expert, as returned by the first GEMM.
     weight : (E, R, K) array of x's dtype, or Weight
-        One matrix (out features, in features) per expert. With an activation the first R / 2 rows
-        are those of gate, the others those of up. A quantized `Weight` (E, R, K) has the layout of
+        One matrix (out features, in features) per expert. With an activation, the first R / 2 rows
+        are gate, the others up. A quantized `Weight` (E, R, K) has the layout of
         `weights.stack`; in a packed format R is a multiple of 16.
     routing : Routing
         Result of `moe_route`, with P = T·k pairs.
@@ -84,23 +84,23 @@ def moe_gemm(
     alpha, limit : float
         Constants of "swiglu_clamped".
     scatter : bool
-        False: result row i is the product of token order[i] // k with its expert's matrix. True:
-        result row order[i] is the product of row i of `x` with that matrix, times the weight of
-        pair order[i].
+        False: result row i is the product of token order[i] // k and its expert's matrix. True:
+        result row order[i] is the product of row i of `x` and that matrix, times the routing weight
+        of pair order[i].
     deterministic : bool
-        Sum each row in an order that does not depend on the other rows: the bits of a row's result
-        do not depend on the batch. Slower for few tokens and a quantized weight; products with
-        dense weights are always deterministic.
+        Sum each row in an order that does not depend on the other rows, so that the bits of its
+        result do not depend on the batch. Slower for few tokens with a quantized weight; dense
+        weights are always deterministic.
     pdl : bool
         Promise that no kernel still running on the stream writes `weight` or `bias` or, with
-        `scatter`, `routing`. (The first product, without `scatter`, waits for the routing before it
-        lets the next kernel start.) They are then read while the preceding kernel ends.
+        `scatter`, `routing`; they are then read while the preceding kernel ends. (The first GEMM,
+        without `scatter`, waits for the routing before it lets the next kernel start.)
     quantize_x : bool
-        Quantize rows of x to e4m3 with a scale per 128 columns first, like `quantize_rows`. Only
+        First quantize rows of x to e4m3 with a scale per 128 columns, like `quantize_rows`. Only
         for a weight in blocks of 128 x 128 ("fp8_block").
     num_experts : int, optional
-        Number of experts among which the pairs are divided, by default E. If `weight` and the
-        offsets belong to some of them only, the tile is chosen for these experts' average pairs.
+        Number of experts that share the pairs, by default E. Needed if `weight` and the offsets
+        cover only some of the experts: the tile is chosen for the average pairs per expert.
     out : (P, R) or, with an activation, (P, R / 2) array of x's dtype, optional
         Array for the result.
 
@@ -118,11 +118,12 @@ def moe_gemm(
     Sums, bias, activation and the pairs' weights are float32; the result is rounded once. Experts
     without tokens cost nothing: their matrices are not read.
 
-    With `quantize_x` codes are multiplied, and the sums over 128 columns are scaled by both scales.
-    Otherwise x is not quantized, whatever the format. For at most 8 tokens the codes of the weight
-    are multiplied, and the sum over a group is scaled; for more, quantized weights are rounded to
-    x's dtype before the product, as the mirror does. If no kernel supports the format for that many
-    tokens, for example on GPUs before Hopper, all matrices (and the codes of x) are dequantized to
+    With `quantize_x`, codes are multiplied, and the sum over each 128 columns is multiplied by both
+    scales. Otherwise x is not quantized, whatever the format. For at most 8 tokens, the weight's
+    codes are multiplied and the sum of each group is scaled; for more, quantized weights are
+    rounded to x's dtype before the GEMM, as in the mirror. If no kernel supports the format for
+    that many tokens, for example on GPUs before Hopper, all matrices (and the codes of x) are
+    dequantized to scratch memory, a few at a time.
     scratch memory, a few at a time.
 
     Examples
@@ -130,7 +131,7 @@ def moe_gemm(
     >>> import numpy as np
     >>> from engine.kernels import moe_route
     >>> routing = moe_route(np.array([[0.0, 9.0], [9.0, 0.0]], np.float32), 1)
-    >>> weight = np.array([[[1.0, 0.0]], [[0.0, 1.0]]], np.float32)  # expert 1 takes column 1
+    >>> weight = np.array([[[1.0, 0.0]], [[0.0, 1.0]]], np.float32)  # expert 1 selects column 1
     >>> moe_gemm(np.array([[1.0, 2.0], [3.0, 4.0]], np.float32), weight, routing).ravel()
     array([3., 2.], dtype=float32)
     """
@@ -186,7 +187,7 @@ def check_product(
     scatter: bool,
     quantize_x: bool,
 ) -> tuple[Any, Any, Routing, Any]:
-    """Check and return x, weight, routing and bias; a dense weight as an array."""
+    """Check and return x, weight, routing and bias; a dense weight becomes an array."""
     experts = call.array("routing.experts", routing.experts, "T k", INT32)
     call.bind("P", call["T"] * call["k"], "routing.experts")
     x = call.array("x", x, "P K" if scatter else "T K", FLOATS)
@@ -208,11 +209,11 @@ def check_product(
 
 
 def _launch_quantized(call: Contract, operands: MoeOperands) -> None:
-    """Quantize x and launch the product of codes, or of the dequantized codes."""
+    """Quantize x and launch the grouped GEMM of codes, or of the dequantized codes."""
     rows, columns = operands.x.shape
     codes, scales = new_codes(call, rows, columns, "fp8", GROUP)
-    # `is_late` makes the routing complete before the first product starts, which may therefore read
-    # it while x is quantized. Before the second product it is complete in any case: see `pdl`.
+    # `is_late` completes the routing before the first GEMM starts, so that GEMM may read it while x
+    # is quantized. Before the second GEMM it is complete in any case: see `pdl`.
     is_late = not operands.scatter
     quantize_rows(operands.x, codes, scales, dtype="fp8", group=GROUP, is_late=is_late)
     if codes_sm90.is_supported(operands):

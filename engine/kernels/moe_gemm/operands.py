@@ -1,4 +1,4 @@
-"""The checked arguments of one call of moe_gemm."""
+"""Checked arguments of one call of moe_gemm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ACTIVATIONS: tuple[str | None, ...] = (None, "swiglu", "swiglu_clamped")
 
 @dataclass(frozen=True)
 class Summed:
-    """Summands that `moe_gemm_combine` adds to the outputs of a token's experts."""
+    """Terms that `moe_gemm_combine` adds to each token's sum of expert outputs."""
 
     shared: Any = None
     shared_gate: Any = None
@@ -44,11 +44,11 @@ class MoeOperands:
 
     @property
     def expected_pairs(self) -> int:
-        """Average number of pairs of the experts in `weight`, out of `num_experts`."""
+        """Expected number of pairs routed to the experts in `weight`, out of `num_experts`."""
         return ceil_div(int(self.out.shape[0]) * int(self.weight.shape[0]), self.num_experts)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that all kernels of the products share."""
+        """Return the kernel arguments common to all kernels."""
         num_experts, num_rows, k = self.weight.shape
         return {
             "order": self.routing.order,

@@ -19,12 +19,12 @@ _PARAMS = (
 _NAMES = ("tile_32x128", "tile_64x64", "tile_128x128", "unaligned_64x64")
 _KERNELS = {name: Kernel(f"moe_gemm_{name}", _PARAMS, struct="MoeGemmParams") for name in _NAMES}
 _ROW_BYTES = 64  # kTileRowBytes in CUDA
-_MANY_FROM = 64  # average pairs per expert
+_MANY_FROM = 64  # minimum average pairs per expert for the larger tile
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """An entry point and its tile.
+    """Entry point and its tile.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class TileConfig:
     tile_m, tile_n : int
         Rows of x and of the weight per block.
     threads, stages : int
-        Threads of a block, and stages of its ring in shared memory.
+        Threads per block, and pipeline stages in its shared memory.
     """
 
     kernel: str
@@ -44,11 +44,11 @@ class TileConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Return the dynamic shared memory of a block."""
+        """Return the dynamic shared memory per block, in bytes."""
         return self.stages * (self.tile_m + self.tile_n) * _ROW_BYTES
 
     def grid(self, num_pairs: int, num_experts: int, num_rows: int) -> tuple[int, int]:
-        """Return the blocks along the pairs (an upper bound of the tiles) and along the weight.
+        """Return the blocks along the pairs (an upper bound on tiles) and along the weight rows.
 
         Examples
         --------
@@ -72,7 +72,7 @@ _SIMT = (
 
 
 def tile_configs(dtype: str) -> tuple[TileConfig, ...]:
-    """Return the tiles for `dtype`: for few tokens per expert, for many, for unaligned rows."""
+    """Return the tiles for few tokens per expert, for many, and for unaligned rows."""
     return _SIMT if dtype == "float32" else _MMA
 
 
@@ -107,7 +107,7 @@ def launch(operands: MoeOperands) -> None:
     pairs, columns = out.shape
     fits = k % vector_width(x) == 0 and is_aligned(x, weight)
     config = choose_config(operands.expected_pairs, num_experts, dtype, is_aligned=fits)
-    # A gated tile has equal numbers of gate and up rows; the last tile may be incomplete in both.
+    # A gated tile has equal numbers of gate and up rows; in the last tile both may be incomplete.
     product_columns = num_rows if operands.activation is None else 2 * ceil_div(columns, 8) * 8
     _KERNELS[config.kernel].launch(
         specs(dtype)[0],

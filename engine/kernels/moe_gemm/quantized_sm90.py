@@ -35,7 +35,7 @@ _FEW = MoeTileConfig(2, 64, 2)
 _MANY = MoeTileConfig(2, 128, 2)
 _FEW_E2M1 = MoeTileConfig(3, 64, 2)  # other decoders need more registers
 QUANTIZED_CONFIGS = (_FEW, _FEW_E2M1, _MANY)
-_MANY_FROM = 256  # average tokens per expert
+_MANY_FROM = 256  # above this average of tokens per expert, use the larger tile
 
 
 def choose_config(num_pairs: int, num_experts: int, form: Format) -> MoeTileConfig:
@@ -73,7 +73,7 @@ def _spec(config: MoeTileConfig, base: ModuleSpec, form: Format) -> ModuleSpec:
 
 
 def _stage_bytes(config: MoeTileConfig, form: Format) -> int:
-    """Return the bytes of codes and scales of a stage (kStageW in CUDA)."""
+    """Return the bytes of codes and scales per stage (kStageW in CUDA)."""
     k = config.depth * _SLAB_K
     tiles = config.rows // TILE_ROWS
     if not form.is_packed:
@@ -97,7 +97,7 @@ def is_supported(operands: MoeOperands) -> bool:
     if weight.num_elements == 0 or out.size == 0:
         return False
     if weight.format.is_packed and operands.activation is not None and num_rows % (2 * TILE_ROWS):
-        return False  # a row tile would hold rows of gate and of up
+        return False  # a row tile would mix gate and up rows
     sizes = [x.shape[-1] * x.itemsize, out.shape[-1] * out.itemsize]
     sizes += [0 if weight.format.is_packed else k]
     arrays = (x, out, *(array for _, array in weight.arrays()))
@@ -134,7 +134,7 @@ def launch_module(
 ) -> None:
     """Launch a module with the weight's `maps` and the `arguments` that describe x.
 
-    `has_routing` tells that the routing is complete before the kernel can start.
+    `has_routing` means that the routing is complete before the kernel can start.
     """
     weight = operands.weight
     pairs, columns = operands.out.shape
@@ -154,7 +154,7 @@ def launch_module(
 
 
 def byte_maps(weight: Weight) -> dict[str, Any]:
-    """Return the maps of a weight that is not packed, with boxes of an m-tile's rows."""
+    """Return the tensor maps of an unpacked weight; a box holds the rows of an m-tile."""
     num_experts, rows, k = weight.shape
     one = tensor_map(
         weight.data.data.ptr,

@@ -1,4 +1,4 @@
-"""moe_gemm of quantized weights on any GPU: a few matrices at a time are dequantized to scratch."""
+"""moe_gemm of quantized weights on any GPU: dequantizes a few matrices at a time to scratch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.weights.stack import matrices, take_matrices
 
 __all__ = ["launch", "parts", "specs"]
 
-_PART_BYTES = 64 << 20  # most bytes of dequantized matrices at a time
+_PART_BYTES = 64 << 20  # maximum bytes of dequantized matrices at a time
 
 
 def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
@@ -48,7 +48,7 @@ def launch(operands: MoeOperands) -> None:
 
 
 def parts(num_experts: int, matrix_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of experts whose matrices take at most _PART_BYTES, if one of them fits.
+    """Yield ranges of experts whose matrices take at most _PART_BYTES; at least one per range.
 
     Examples
     --------

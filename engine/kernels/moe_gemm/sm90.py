@@ -21,28 +21,28 @@ _KERNEL = Kernel(
     "is_early:i32",
     struct="MoeGemmSm90Params",
 )
-_SLAB_K = 64  # values of k in 128 bytes, the widest swizzle
+_SLAB_K = 64  # values of k per 128 bytes, the widest swizzle
 _MMA_ROWS = 64
 _BOX_ROWS = 16
 _STAGING_TOKENS = 64
-_RECORDS = 2  # tile records: the producer is at most this many tiles ahead
+_RECORDS = 2  # tile records: the producer runs at most this many tiles ahead
 _FILE = "moe_gemm/moe_gemm_sm90.cu"
 
 
 @dataclass(frozen=True)
 class MoeTileConfig:
-    """The work tile of a module of moe_gemm_sm90.cu; CUDA checks the sizes that follow from it.
+    """Tile of one module of moe_gemm_sm90.cu; CUDA checks the sizes derived from it.
 
     Attributes
     ----------
     warpgroups : int
         Consumer warpgroups; each multiplies `mma_tiles` m-tiles of 64 weight rows.
     tokens : int
-        Most tokens of one expert per tile.
+        Maximum tokens of one expert per tile.
     depth : int
         Slabs per stage; a slab is 64 values of k.
     mma_tiles : int
-        2, or 1 for products without a gate.
+        2, or 1 for GEMMs without a gate.
     blocks : int
         CTAs per multiprocessor.
     """
@@ -64,7 +64,7 @@ class MoeTileConfig:
         return self.warpgroups * self.mma_tiles * _MMA_ROWS
 
     def stages(self, weight_bytes: int | None = None, scale_bytes: int = 0) -> int:
-        """Return the stages that fit, each with these bytes of weight and of separate scales."""
+        """Return the number of stages that fit, each with these bytes of weight and of scales."""
         free = HOPPER.shared_per_block(self.blocks) - self._beside_stages - 1024
         return free // (self._stage_bytes(weight_bytes) + 32 + scale_bytes)
 
@@ -113,8 +113,8 @@ _FEW = MoeTileConfig(1, 16, 2)
 _SOME = MoeTileConfig(1, 64, 2)
 _MANY = MoeTileConfig(2, 144, 1)
 MOE_CONFIGS = (_ONE, _FEW, _SOME, _MANY)
-_ONE_TO = 8  # most pairs for _ONE
-# Average tokens per expert from which a larger tile pays.
+_ONE_TO = 8  # maximum pairs for _ONE
+# Above these averages of tokens per expert, a larger tile pays.
 _SOME_FROM = 4
 _MANY_FROM = 32
 
