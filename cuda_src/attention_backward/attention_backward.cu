@@ -1,5 +1,4 @@
-// The backward pass of attention over whole sequences of any lengths: dQ, dK and dV in three
-// launches.
+// Attention backward pass over whole sequences of any lengths: dQ, dK and dV in three launches.
 //
 //   S = cap(scale * Q K^T) + mask      P = exp(S - lse)       dP = dO V^T
 //   delta = sum(dO * O)                dS = P * (dP - delta) * (1 - (S / softcap)^2)
@@ -7,13 +6,13 @@
 //
 // Arguments: AttentionBackwardParams, below.
 //
-// Numerics: S, P, dP, dS and all sums in float; P is rounded to scalar_t for dV, dS for dK and dQ;
-// each result is rounded once, after the sum over the query heads of its key/value head. Float
-// inputs never meet a tensor core, so nothing becomes TF32.
-// Parallelisation: a block of _keys takes a tile of keys of one key/value head and loops over the
-// queries that see it, head by head; a block of _queries takes a tile of queries of one head and
-// loops over its keys. Both compute S and dP: seven products instead of five, but sums in a fixed
-// order without atomics.
+// Numerics: S, P, dP, dS and all sums are in float; P is rounded to scalar_t for dV, dS for dK and
+// dQ. Each result is rounded once, after summing over the query heads of its key/value head. Float
+// inputs never use tensor cores, so nothing is rounded to TF32.
+// Parallelisation: a block of _keys owns a key tile of one key/value head and loops over the
+// queries that see it, head by head; a block of _queries owns a query tile of one head and loops
+// over the keys it sees. Both compute S and dP: seven matrix products instead of five, but sums are
+// formed in a fixed order without atomics.
 // Mirror: engine/reference/attention_backward.py
 #if ENGINE_DTYPE == 0
 #include "attention_backward/attention_backward_simt.cuh"
@@ -21,7 +20,7 @@
 #include "attention_backward/attention_backward_mma.cuh"
 #endif
 
-// The module's configuration: BackwardTile of kernels/attention_backward/attention_backward.py.
+// Module configuration: BackwardTile in kernels/attention_backward/attention_backward.py.
 constexpr int kHeadDim = HEAD_DIM;
 #if ENGINE_DTYPE == 0
 template <bool kOfKeys>
@@ -50,8 +49,8 @@ extern "C" __global__ void __launch_bounds__(256)
   if (threadIdx.x % 32 == 0) delta[row] = sum;
 }
 
-// Strides are in elements: _t from token to token, _h from head to head. dq, dk, dv, lse and delta
-// are contiguous.
+// Strides are in elements: _t between tokens, _h between heads. dq, dk, dv, lse and delta are
+// contiguous.
 struct AttentionBackwardParams {
   const scalar_t* dout;     // (Tq, H, D)
   const scalar_t* q;        // (Tq, H, D)
@@ -60,7 +59,7 @@ struct AttentionBackwardParams {
   const float* lse;         // (Tq, H) log-sum-exp of the forward pass
   const float* delta;       // (Tq, H) computed by _delta
   const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
-  const int* cu_seqlens_k;  // (B + 1,) its keys likewise
+  const int* cu_seqlens_k;  // (B + 1,) first key row of each sequence, likewise
   scalar_t* dq;             // (Tq, H, D)
   scalar_t* dk;             // (Tk, K, D)
   scalar_t* dv;             // (Tk, K, D)
@@ -70,13 +69,13 @@ struct AttentionBackwardParams {
   int group;  // H / K
   int head_dim;
   int causal;
-  int window;                       // 0: none
-  int is_vector;                    // all rows are whole, aligned 16-byte words
+  int window;                       // 0: no window
+  int is_vector;                    // all rows consist of whole, aligned 16-byte words
   float score_inner, score_factor;  // ScoreRule
   float scale;
 };
 
-// One head's rows of one sequence in q and dout, and in k and v.
+// Rows of one head and sequence in q, dout, k and v.
 __device__ __forceinline__ Rows q_rows(const AttentionBackwardParams& p, const Sequence& sequence,
                                        int head) {
   return {p.q + sequence.q_begin * p.q_stride_t + head * p.q_stride_h, p.q_stride_t, sequence.num_q,

@@ -1,4 +1,5 @@
-// A consumer warpgroup of attention_backward_sm90: dK and dV of 64 keys, and one half of dQ.
+// A consumer warpgroup of attention_backward_sm90: computes dK and dV of 64 keys and one half of
+// dQ.
 #pragma once
 
 #include "attention_backward/attention_backward_tiles_sm90.cuh"
@@ -15,7 +16,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
       Base::kStatStride;
   using Base::v, Base::v_full;
 
-  // c (keys x queries) = a b^T
+  // Starts c (keys x queries) = a b^T.
   static __device__ __forceinline__ void start_scores(float (&c)[kQueries / 2], unsigned keys,
                                                       unsigned rows) {
     const uint64_t a = wgmma_descriptor(keys), b = wgmma_descriptor(rows);
@@ -29,7 +30,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     wgmma_commit();
   }
 
-  // sum (keys x columns) += weights (keys x queries) rows
+  // Starts sum (keys x columns) += weights (keys x queries) x rows (queries x columns).
   static __device__ __forceinline__ void start_sums(float (&sum)[kHeadDim / 2],
                                                     const unsigned (&weights)[kQueries / 16][4],
                                                     unsigned rows) {
@@ -40,7 +41,8 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     wgmma_commit();
   }
 
-  // Half of dQ: 64 columns of all queries, or (kQueries = 128) all columns of 64 queries.
+  // Starts one half of dQ: 64 columns of all queries or, if kQueries = 128, all columns of 64
+  // queries.
   __device__ __forceinline__ void start_dq(float (&sum)[32], unsigned ds_tile, int half) const {
     const unsigned a_half = kQueries == 128 ? half * kDsChunk : 0;
     const unsigned b_half = kQueries == 128 ? 0 : half * kKeyChunk;
@@ -55,7 +57,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     wgmma_commit();
   }
 
-  // Packs the sums as an A operand, in pairs of neighbouring queries.
+  // Packs accumulators into an A operand, in pairs of neighbouring queries.
   static __device__ __forceinline__ void pack(unsigned (&to)[kQueries / 16][4],
                                               const float (&from)[kQueries / 2]) {
 #pragma unroll
@@ -65,7 +67,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
         to[i][w] = pack2<scalar_t>(from[8 * i + 2 * w], from[8 * i + 2 * w + 1]);
   }
 
-  // Stores dS to shared memory: rows are keys, queries are contiguous in chunks of 64.
+  // Stores dS to shared memory: one row per key, with queries contiguous in chunks of 64.
   static __device__ __forceinline__ void store_ds(unsigned ds_tile,
                                                   const unsigned (&packed)[kQueries / 16][4],
                                                   int warp_row, int lane_idx) {
@@ -77,7 +79,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     fence_async_proxy();
   }
 
-  // Stores dQ to shared memory for the warp that adds it, four neighbouring floats per thread.
+  // Stores dQ to shared memory, in 16-byte stores, for the warp that adds it to global memory.
   __device__ __forceinline__ void store_dq(const float (&sum)[32], int half, unsigned phase) const {
     mbarrier_wait(dq_empty + 8 * half, phase);
     const unsigned to = dq + half * kHalfBytes + threadIdx.x % 128 * 16;
@@ -88,8 +90,8 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     mbarrier_arrive(dq_full + 8 * half);
   }
 
-  // S^T becomes P^T. Query 8 j + e (counted from the thread's first) sees the thread's key i = 0, 1
-  // if 8 j + e >= first[i].
+  // Turns S^T into P^T. Query 8 j + e (counted from the thread's first) sees the thread's key i (0
+  // or 1) if 8 j + e >= first[i].
   template <bool kMasked>
   static __device__ __forceinline__ void softmax(float (&s)[kQueries / 2], unsigned lse,
                                                  float factor, const int (&first)[2]) {
@@ -104,7 +106,8 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     }
   }
 
-  // The same, masked if some key of the warp is past the last one that the first query sees.
+  // Turns S^T into P^T; masks only if the warp has a key past the last one that the tile's first
+  // query sees.
   static __device__ __forceinline__ void make_p(float (&s)[kQueries / 2], unsigned statistics,
                                                 int warp_row, int lane_idx, bool causal,
                                                 float factor) {
@@ -122,7 +125,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     }
   }
 
-  // dP^T becomes dS^T, without `scale`.
+  // Turns dP^T into dS^T, without the factor `scale`.
   static __device__ __forceinline__ void differentiate(float (&dp)[kQueries / 2],
                                                        const float (&p)[kQueries / 2],
                                                        unsigned delta) {
@@ -135,13 +138,13 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     }
   }
 
-  // A thread of the warpgroup, and the addresses of its warpgroup's keys and values.
+  // Indices of a thread, and shared-memory addresses of its warpgroup's keys and values.
   struct Thread {
     int half, lane_idx, warp_row;
     unsigned k, v;
   };
 
-  // The first tile's scores.
+  // Computes the first tile's scores.
   __device__ __forceinline__ void first_scores(float (&s)[kQueries / 2], unsigned keys) const {
     mbarrier_wait(k_full, 0);
     mbarrier_wait(q_full, 0);
@@ -151,8 +154,8 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     wgmma_pin(s);
   }
 
-  // Adds query tile number `turn`, whose scores are in s, to dK and dV, and hands over its dQ; then
-  // loads s with the scores of the next tile.
+  // Accumulates the query tile of turn `turn`, whose scores are in s, into dK and dV, and hands
+  // over its dQ. Leaves the next tile's scores in s.
   __device__ __forceinline__ void add_tile(const Thread& me, int turn, int turns, bool causal,
                                            float factor, float (&s)[kQueries / 2],
                                            float (&dk)[kHeadDim / 2],
@@ -164,7 +167,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     float dp[kQueries / 2], dq_sum[32];
     unsigned p_packed[kQueries / 16][4], ds_packed[kQueries / 16][4];
 
-    // P, while dP runs.
+    // Compute P while dP runs.
     mbarrier_wait(dout_full + 8 * stage, turn / 2 % 2);
     wgmma_fence();
     start_scores(dp, me.v, dout_tile);
@@ -173,14 +176,15 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     wgmma_fence();
     start_sums(dv, p_packed, dout_tile);
 
-    // dS, while P^T dO runs.
+    // Compute dS while P^T dO runs.
     wgmma_wait<1>();
     wgmma_pin(dp);
     differentiate(dp, s, statistics + 4 * kQueries + me.lane_idx % 4 * 8);
     pack(ds_packed, dp);
     store_ds(ds_tile, ds_packed, me.warp_row, me.lane_idx);
 
-    // The next tile's Q. After the last tile this reads stale data, whose scores are not used.
+    // Wait for the next tile's Q. After the last tile, start_scores below reads stale data, and the
+    // result is not used.
     if (turn + 1 < turns) mbarrier_wait(q_full + 8 * (stage ^ 1), (turn + 1) / 2 % 2);
     wgmma_fence();
     wgmma_wait<0>();
@@ -188,15 +192,15 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     if (me.lane_idx == 0) mbarrier_arrive(dout_empty + 8 * stage);
     wgmma_fence();
     start_sums(dk, ds_packed, q_tile);
-    // SAFETY: both warpgroups have stored dS. The other buffer of dS is free once this barrier is
-    // passed again: its readers waited for their products before they arrived here.
+    // SAFETY: after the barrier both warpgroups have stored dS. It also frees the other dS buffer:
+    // its readers waited for their wgmmas before they arrived here.
     named_barrier_sync<128 * kConsumerWarpgroups>(1);
     wgmma_fence();
     start_dq(dq_sum, ds_tile, me.half);
     wgmma_fence();
     start_scores(s, me.k, q + (stage ^ 1) * kQueryTileBytes);
 
-    // dQ is handed over while the next scores run.
+    // Hand over dQ while the next scores run.
     wgmma_wait<1>();
     wgmma_pin(dk);
     wgmma_pin(dv);
@@ -207,7 +211,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     wgmma_pin(s);
   }
 
-  // Sums dK and dV of this warpgroup's 64 keys over `turns` tiles of queries.
+  // Accumulates dK and dV of this warpgroup's 64 keys over `turns` query tiles.
   __device__ __forceinline__ void consume(int turns, bool causal, float factor,
                                           float (&dk)[kHeadDim / 2],
                                           float (&dv)[kHeadDim / 2]) const {
@@ -223,7 +227,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     mbarrier_wait(v_full, 0);
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) add_tile(me, turn, turns, causal, factor, s, dk, dv);
-    // Keeps the code below out of the loop, which has no registers to spare.
+    // Keeps the code below from being hoisted into the loop, which has no registers to spare.
     wgmma_wait<0>();
     wgmma_pin(dk);
     wgmma_pin(dv);

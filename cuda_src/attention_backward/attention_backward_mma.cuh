@@ -1,15 +1,15 @@
-// One block of attention_backward on tensor cores: a stationary tile of rows, and tiles that stream
-// past it.
+// One block of attention_backward on tensor cores: a stationary row tile, past which tiles are
+// streamed.
 //
-// For dK and dV the rows are keys and queries stream; for dQ the rows are queries and keys stream.
-// `a` and `b` are K and V (or Q and dO) of the rows, `x` and `y` Q and dO (or K and V) of the
+// For dK and dV the stationary rows are keys and queries are streamed; for dQ it is the reverse.
+// `a` and `b` are K and V (or Q and dO) of the rows, `x` and `y` are Q and dO (or K and V) of the
 // stream: scores are a x^T, dP is b y^T, and
 //
 //   first += dS x        dK, or dQ
 //   second += P y        dV
 //
-// A warp owns 16 rows. Scores and dP have the accumulators' layout, which is that of the A operand:
-// P and dS never leave registers (common/mma.cuh).
+// A warp owns 16 rows. The accumulators of the scores and dP have the register layout of an A
+// operand, so P and dS never leave registers (common/mma.cuh).
 #pragma once
 
 #include "attention_backward/attention_backward_problem.cuh"
@@ -20,7 +20,7 @@ struct MmaBackward {
   using Layout = TileLayout<kHeadDim>;
   static constexpr int kThreads = kWarps * kWarpSize;
   static constexpr int kRows = 16 * kWarps;
-  // Columns of the results per pass: two sums of more than 128 columns do not fit in registers.
+  // Result columns per pass: two accumulators of more than 128 columns do not fit in registers.
   static constexpr int kColumns = kOfKeys && kHeadDim > 128 ? 128 : kHeadDim;
   static constexpr int kRowTile = kRows * Layout::kPitch, kTile = kStream * Layout::kPitch;
   static constexpr int kSharedBytes =
@@ -40,8 +40,8 @@ struct MmaBackward {
       }
   }
 
-  // Multiplies the tile of rows from row_begin on with rows [begin, end) of the stream. `lse` and
-  // `delta` belong to the queries of this head; `column` is the first column of the results.
+  // Processes the row tile from row_begin on against rows [begin, end) of the stream. `lse` and
+  // `delta` are those of this head's queries; `column` is the first result column.
   __device__ __forceinline__ void run(unsigned char* smem_bytes, const Sequence& sequence,
                                       const ScoreRule& rule, const Rows& a, const Rows& b,
                                       const Rows& x, const Rows& y, const float* lse,
@@ -52,7 +52,7 @@ struct MmaBackward {
     scalar_t* const smem_stream = smem_b + kRowTile;
     float* const smem_stats = reinterpret_cast<float*>(smem_stream + kStages * 2 * kTile);
     const int tiles = begin < end ? (end - begin + kStream - 1) / kStream : 0;
-    __syncthreads();  // SAFETY: the last call's tiles may still be read.
+    __syncthreads();  // SAFETY: other warps may still read the previous call's tiles.
     load_rows<kHeadDim, kRows, kThreads>(smem_a, a, row_begin);
     load_rows<kHeadDim, kRows, kThreads>(smem_b, b, row_begin);
     if constexpr (!kOfKeys)
@@ -60,8 +60,8 @@ struct MmaBackward {
                                        sequence.num_q);
 #pragma unroll 1
     for (int tile = 1 - kStages; tile < tiles; ++tile) {  // the first iterations only load
-      // SAFETY: all warps are done with the previous tile, whose stage the next load overwrites;
-      // with two stages the same barrier makes this tile's copies visible.
+      // SAFETY: ensures that all warps are done with the previous tile, whose stage the next load
+      // overwrites; with two stages it also makes this tile's copies visible.
       if (tile >= 0) {
         if constexpr (kStages == 2) cp_async_wait<0>();
         __syncthreads();
@@ -123,7 +123,7 @@ struct MmaBackward {
     if constexpr (kOfKeys) accumulate(second, s, smem_y, column);
   }
 
-  // Scores become P, dP becomes dS.
+  // Turns scores into P and dP into dS, in place.
   template <bool kSoftcap>
   __device__ static __forceinline__ void differentiate(float (&s)[kStream / 8][4],
                                                        float (&dp)[kStream / 8][4],
@@ -176,7 +176,7 @@ struct MmaBackward {
     }
   }
 
-  // sum += weights x stream, columns from `column` on
+  // sum += weights x stream, for columns from `column` on
   template <int kCount>
   __device__ static __forceinline__ void accumulate(float (&sum)[kCount][4],
                                                     const float (&weights)[kStream / 8][4],

@@ -1,18 +1,18 @@
-// Shared by all kernels of attention_backward: the mask, one element's gradient, tiles of rows in
-// shared memory, and the rows' statistics.
+// Shared by all attention_backward kernels: masking, one element's gradient, row tiles in shared
+// memory, and row statistics.
 #pragma once
 
 #include "common/attention.cuh"
 
-// One sequence: which of its queries see which of its keys.
+// One sequence, and which of its queries see which of its keys.
 struct Sequence {
-  int64_t q_begin, k_begin;  // first row of each in the arrays
+  int64_t q_begin, k_begin;  // first row of the sequence in Q and in K
   int num_q, num_k;
-  int last_key_of_first_query;  // negative: it sees no key
-  int causal;      // 1: each further query sees one more key; 0: all queries see the same keys
-  unsigned reach;  // keys a query sees, counted back from its last one: window, or 2^31
+  int last_key_of_first_query;  // negative: that query sees no key
+  int causal;      // 1: each query sees one key more than the previous; 0: all see the same keys
+  unsigned reach;  // number of keys a query sees, up to its last key: the window, or 2^31
 
-  // SAFETY: lengths are clamped to the arrays.
+  // SAFETY: offsets are clamped to the arrays' sizes.
   __device__ __forceinline__ Sequence(const int* cu_seqlens_q, const int* cu_seqlens_k, int b,
                                       int total_q, int total_k, int causal, int window)
       : causal(causal), reach(window > 0 ? static_cast<unsigned>(window) : 1u << 31) {
@@ -31,11 +31,11 @@ struct Sequence {
   __device__ __forceinline__ int first_key(int query) const {
     return reach < 1u << 31 ? max(0, last_key(query) - static_cast<int>(reach) + 1) : 0;
   }
-  // One unsigned comparison covers both bounds: a negative difference becomes huge.
+  // One unsigned comparison checks both bounds: a negative difference wraps to a huge value.
   __device__ __forceinline__ bool sees(int query, int key) const {
     return static_cast<unsigned>(last_key(query) - key) < reach;
   }
-  // The queries that see any of keys [begin, end).
+  // Bounds of the queries that see any of the keys [begin, end).
   __device__ __forceinline__ int first_query(int begin) const {
     return causal ? max(0, begin - last_key_of_first_query) : 0;
   }
@@ -47,11 +47,11 @@ struct Sequence {
 };
 
 struct Gradient {
-  float p;   // the softmax
+  float p;   // softmax probability
   float ds;  // gradient of the score, without `scale`
 };
 
-// For one query and key: `dot` is q.k, `dp` is dout.v, `lse` and `delta` are the query's
+// Gradient of one query and key. `dot` is q.k, `dp` is dout.v; `lse` and `delta` are the query's
 // log2-sum-exp2 and sum(dout * out).
 template <bool kSoftcap>
 __device__ __forceinline__ Gradient gradient(const ScoreRule& rule, float dot, float dp, float lse,
@@ -62,23 +62,23 @@ __device__ __forceinline__ Gradient gradient(const ScoreRule& rule, float dot, f
     slope = 1.0f - dot * dot;
   }
   const float p = exp2_approx(fmaf(dot, rule.factor, -lse));
-  // SAFETY: a select, not a product: a masked value may be infinite or NaN.
+  // SAFETY: selects rather than multiplies, as a masked value may be infinite or NaN.
   return {seen ? p : 0.0f, seen ? p * (dp - delta) * slope : 0.0f};
 }
 
-// The log-sum-exp as a power of 2. A query without keys gets +inf, so that its p are 0.
+// Converts a log-sum-exp to base 2. A query without keys gets +inf, so that its p is 0.
 __device__ __forceinline__ float log2_sum(float lse) { return lse == -kInf ? kInf : lse * kLog2E; }
 
-// One head's rows of one sequence in an array (tokens, heads, D).
+// Rows of one head and sequence in an array (tokens, heads, D).
 struct Rows {
   const scalar_t* first;
   int64_t stride;
   int count;
   int head_dim;
-  bool is_vector;  // rows are whole, aligned 16-byte words
+  bool is_vector;  // every row consists of whole, aligned 16-byte words
 };
 
-// Starts the copy of rows [begin, begin + kRows) to smem, zeros past the last one.
+// Starts copying rows [begin, begin + kRows) to smem, with zeros past the last row.
 template <int kHeadDim, int kRows, int kThreads>
 __device__ __forceinline__ void load_rows(scalar_t* smem, const Rows& rows, int begin) {
   using Layout = TileLayout<kHeadDim>;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void load_rows(scalar_t* smem, const Rows& rows, int 
   }
 }
 
-// The statistics of queries [begin, begin + kRows) of one head: log2-sum-exp2, then delta.
+// Loads the statistics of queries [begin, begin + kRows) of one head: log2-sum-exp2, then delta.
 template <int kRows, int kThreads>
 __device__ __forceinline__ void load_statistics(float* smem, const float* lse, const float* delta,
                                                 int64_t stride, int begin, int count) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_statistics(float* smem, const float* lse, c
   }
 }
 
-// Rows of a result (tokens, heads, D): destination and factor.
+// Destination rows of a result (tokens, heads, D), and the factor applied to it.
 struct GradientRows {
   scalar_t* first;
   int64_t stride;

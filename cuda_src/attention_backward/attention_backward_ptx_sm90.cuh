@@ -1,12 +1,13 @@
-// PTX used by attention_backward_sm90 alone: bulk reductions into global memory, the order of the
+// PTX that only attention_backward_sm90 uses: bulk reductions into global memory, ordering of the
 // blocks that add, and two forms of wgmma.
 #pragma once
 
 #include "common/attention_sm90.cuh"
 
-// ---- sums in memory ----------------------------------------------------------------------------
+// ---- reductions in global memory ---------------------------------------------------------------
 
-// Adds `bytes` of floats in shared memory to memory, asynchronously; needs a commit.
+// Asynchronously adds `bytes` bytes of floats in shared memory to global memory; a commit must
+// follow.
 __device__ __forceinline__ void bulk_add(void* to, unsigned from, unsigned bytes) {
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
@@ -14,8 +15,7 @@ __device__ __forceinline__ void bulk_add(void* to, unsigned from, unsigned bytes
       : "memory");
 }
 
-// Orders this thread's ordinary loads and stores with accesses by the copy engine, in all state
-// spaces.
+// Orders this thread's ordinary loads and stores with bulk-copy accesses, in all state spaces.
 __device__ __forceinline__ void fence_proxy_all() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
@@ -31,7 +31,7 @@ __device__ __forceinline__ void add_release(int* to, int x) {
 
 // ---- wgmma ------------------------------------------------------------------------------------
 //
-// The first product of a sum takes its accumulators as outputs only. Were they inputs too, as in
+// The first wgmma of a sum has its accumulators as outputs only. If they were inputs too, as in
 // `wgmma`, ptxas would see instructions that define them while wgmma runs, and would serialise
 // every wgmma (warning C7510).
 
@@ -41,8 +41,8 @@ __device__ __forceinline__ void add_release(int* to, int x) {
 #define ENGINE_F64 ENGINE_F(0), ENGINE_F(8), ENGINE_F(16), ENGINE_F(24)
 #define ENGINE_F128 ENGINE_F64, ENGINE_F(32), ENGINE_F(40), ENGINE_F(48), ENGINE_F(56)
 
-// acc (64 x N) = or += A (64 x 16) B (16 x N), `transposed` 0: both with k contiguous; 1: both with
-// k along the rows: A has its 64 rows, B its N columns contiguous (wgmma_descriptor_transposed).
+// acc (64 x N) = (_first) or += (_next) A (64 x 16) B (16 x N). `transposed` 0: k is contiguous in
+// both operands; 1: A's 64 rows and B's N columns are contiguous (wgmma_descriptor_transposed).
 #define ENGINE_WGMMA_PAIR(NAME, N, a, b, transposed)                                    \
   __device__ __forceinline__ void NAME##_first(float (&acc)[N / 2], uint64_t desc_a,    \
                                                uint64_t desc_b) {                       \

@@ -1,9 +1,9 @@
-// One block of attention_backward in true float32 on CUDA cores: the roles of
-// attention_backward_mma.cuh.
+// One block of attention_backward in true float32 on CUDA cores, with the same interface and
+// operand roles as attention_backward_mma.cuh.
 //
-// A warp owns kWarpRows rows; the stream comes in tiles of 32. For scores and dP a lane holds one
-// row of the stream, for the sums every 32nd column; shuffles carry P and dS between the two.
-// Intermediate values are not rounded. This path serves checks, not speed.
+// A warp owns kWarpRows rows; the stream comes in tiles of 32 rows. For scores and dP each lane
+// owns one row of the stream, for the sums every 32nd column; shuffles broadcast P and dS between
+// the two. Intermediate values are not rounded. This path is for checks, not for speed.
 #pragma once
 
 #include "attention_backward/attention_backward_problem.cuh"
@@ -42,7 +42,7 @@ struct SimtBackward {
     scalar_t* const smem_x = smem_b + kRows * Layout::kPitch;
     scalar_t* const smem_y = smem_x + kStream * Layout::kPitch;
     float* const smem_stats = smem_y + kStream * Layout::kPitch;
-    __syncthreads();  // SAFETY: the last call's tiles may still be read.
+    __syncthreads();  // SAFETY: other warps may still read the previous call's tiles.
     load_rows<kHeadDim, kRows, kThreads>(smem_a, a, row_begin);
     load_rows<kHeadDim, kRows, kThreads>(smem_b, b, row_begin);
     if constexpr (!kOfKeys)
@@ -113,7 +113,7 @@ struct SimtBackward {
     }
   }
 
-  // Scores become P, dP becomes dS.
+  // Turns scores into P and dP into dS, in place.
   template <bool kSoftcap>
   __device__ static __forceinline__ void differentiate(float (&p)[kWarpRows],
                                                        float (&ds)[kWarpRows], const float* stats,
@@ -134,7 +134,7 @@ struct SimtBackward {
     }
   }
 
-  // Each of the warp's rows times the lane's row of the stream.
+  // Dot products of each of the warp's rows with the lane's row of the stream.
   __device__ static __forceinline__ void multiply(float (&dot)[kWarpRows], const scalar_t* rows,
                                                   const scalar_t* mine, int head_dim) {
 #pragma unroll

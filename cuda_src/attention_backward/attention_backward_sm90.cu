@@ -1,30 +1,30 @@
-// The backward pass of attention on Hopper: attention_backward.cu with wgmma, TMA and specialised
-// warps, in three launches; five products instead of seven.
+// Attention backward pass on Hopper: attention_backward.cu with wgmma, TMA and warp specialisation,
+// in three launches, with five matrix products instead of seven.
 //
 // Arguments: AttentionBackwardSm90BeforeParams and AttentionBackwardSm90Params, below.
 //
-// Numerics: as in attention_backward.cu, but dQ adds up float sums of 128 keys each: in a fixed
-// order with `order`, else in any order.
-// Parallelisation: _before computes the statistics and clears dq_sum, a block for each tile of
-// queries and head; then a CTA takes 128 keys of one key/value head and loops over the queries that
-// see them (attention_backward_tiles_sm90.cuh); _after rounds dq_sum.
+// Numerics: see attention_backward.cu. dQ differs: each block adds a float partial sum over its 128
+// keys to dq_sum. The additions have a fixed order if `order` is given, otherwise an arbitrary one.
+// Parallelisation: _before computes the statistics and clears dq_sum, one block per query tile and
+// head. In the main kernel a CTA owns 128 keys of one key/value head and loops over the queries
+// that see them (attention_backward_tiles_sm90.cuh). _after rounds dq_sum to dQ.
 // Mirror: engine/reference/attention_backward.py
 #include "attention_backward/attention_backward_consumer_sm90.cuh"
 
-// The module's configuration: HopperTile of kernels/attention_backward/sm90.py.
-constexpr int kHeadDim = HEAD_DIM;  // columns of the products: D, padded
-constexpr int kQueries = QUERIES;   // per tile
+// Module configuration: HopperTile in kernels/attention_backward/sm90.py.
+constexpr int kHeadDim = HEAD_DIM;  // head dimension, padded
+constexpr int kQueries = QUERIES;   // queries per tile
 using Core = BackwardConsumer<kHeadDim, kQueries>;
 static_assert(Core::kSharedBytes == SHARED_BYTES,
               "kernels/attention_backward/sm90.py computes another size");
 
-// Strides are in elements: _t from token to token, _h from head to head.
+// Strides are in elements: _t between tokens, _h between heads.
 struct AttentionBackwardSm90BeforeParams {
   const scalar_t* dout;     // (Tq, H, D)
   const scalar_t* out;      // (Tq, H, D)
   const float* lse;         // (Tq, H) log-sum-exp of the forward pass, contiguous
   const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
-  float* statistics;        // this and the next two: written; see AttentionBackwardSm90Params
+  float* statistics;        // output, like the next two; see AttentionBackwardSm90Params
   float* dq_sum;
   int* order;
   int64_t dout_stride_t, dout_stride_h, out_stride_t, out_stride_h;
@@ -70,30 +70,30 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 struct AttentionBackwardSm90Params {
-  TensorMap q_map;          // q (Tq, H, D): boxes of 64 columns, one head, kQueries tokens
-  TensorMap k_map;          // k (Tk, K, D): boxes of 64 columns, one head, 128 tokens
-  TensorMap v_map;          // v like k
-  TensorMap dout_map;       // dout like q
+  TensorMap q_map;          // q (Tq, H, D); TMA box: 64 columns x 1 head x kQueries tokens
+  TensorMap k_map;          // k (Tk, K, D); TMA box: 64 columns x 1 head x 128 tokens
+  TensorMap v_map;          // v, same shape and box as k
+  TensorMap dout_map;       // dout, same shape and box as q
   const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
-  const int* cu_seqlens_k;  // (B + 1,) its keys likewise
-  const float* statistics;  // (tiles, H, 2, kQueries): log2-sum-exp2 (+inf if there is no query,
-                            // or it sees no key), then delta; tiles of queries: first_query_tile()
+  const int* cu_seqlens_k;  // (B + 1,) first key row of each sequence, likewise
+  const float* statistics;  // (tiles, H, 2, kQueries): log2-sum-exp2 (+inf if the row has no query
+                            // or it sees no key), then delta; tile numbering: first_query_tile()
   float* dq_sum;  // (tiles, H, 2, 64 * 64) dQ in accumulator order; half w is warpgroup w's
-  int* order;     // (tiles, H, 2) blocks that have added to dq_sum; null: in any order
-  int* counter;   // index of the next block's keys; 0 at launch and at the end
+  int* order;     // (tiles, H, 2) number of blocks that have added to dq_sum; null: any order
+  int* counter;   // work index of the next CTA; 0 before and after the launch
   scalar_t* dk;   // (Tk, K, D) contiguous
   scalar_t* dv;   // (Tk, K, D) contiguous
   int total_q, total_k, num_heads;
   int group;  // H / K
   int head_dim;
   int causal;
-  int key_blocks;      // blocks of 128 keys in the longest sequence
-  int descending;      // CTAs take the last keys first
+  int key_blocks;      // number of 128-key blocks in the longest sequence
+  int descending;      // nonzero: CTAs take the last keys first
   float score_factor;  // scale * log2(e)
   float scale;
 };
 
-// A consumer thread's rows of dK and dV.
+// Stores a consumer thread's rows of dK and dV.
 __device__ __forceinline__ void store_keys(const AttentionBackwardSm90Params& p,
                                            const KeyWork& work, const float (&dk_sum)[kHeadDim / 2],
                                            const float (&dv_sum)[kHeadDim / 2]) {

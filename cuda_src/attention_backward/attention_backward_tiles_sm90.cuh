@@ -1,52 +1,53 @@
-// The warp roles of attention_backward_sm90: a producer warp that streams Q and dO to shared
-// memory, two consumer warpgroups of 64 keys each, and two warps that add dQ to global memory.
+// Warp roles of attention_backward_sm90: a producer warp that streams Q and dO to shared memory,
+// two consumer warpgroups with 64 keys each, and two warps that add dQ to global memory.
 //
-// A block owns 128 keys of one key/value head. For every tile of queries, warpgroup w computes
+// A block owns 128 keys of one key/value head. For every query tile, each consumer warpgroup
+// computes
 //
 //   S^T = K Q^T, dP^T = V dO^T     64 keys x kQueries, in registers
-//   dV += P^T dO, dK += dS^T Q     P^T and dS^T are A operands in registers, unchanged
-//   dQ  = dS K                     dS through shared memory: both warpgroups' keys are in the sum;
-//                                  64 x 64 of it a warpgroup
+//   dV += P^T dO, dK += dS^T Q     P^T and dS^T stay in registers, as A operands
+//   dQ  = dS K                     dS goes through shared memory, as the sum is over the keys
+//                                  of both warpgroups; each computes 64 x 64 of dQ
 //
-// dQ goes through shared memory to a float array, to which the copy engine adds: in any order, or
-// one block after another (`order`).
+// dQ goes through shared memory and is added to a float array by bulk reductions: in any order or,
+// with `order`, one block after another.
 #pragma once
 
 #include "attention_backward/attention_backward_problem.cuh"
 #include "attention_backward/attention_backward_ptx_sm90.cuh"
 
-// ---- the work ----------------------------------------------------------------------------------
+// ---- work assignment ---------------------------------------------------------------------------
 
-// The launch, the same for all blocks.
+// Parameters of the launch, the same for all blocks.
 struct BackwardProblem {
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;
-  const float* statistics;  // per tile of queries and head: log2-sum-exp2, then delta
-  float* dq;                // per tile of queries and head: sums in accumulator order
-  int* order;               // blocks that have added, per tile, head and half; null: any order
+  const float* statistics;  // per query tile and head: log2-sum-exp2, then delta
+  float* dq;                // per query tile and head: sums in accumulator order
+  int* order;               // number of blocks that have added, per tile, head and half; or null
   int total_q, total_k, num_heads, group, causal;
 };
 
-// Number of a sequence's first tile of queries; tiles are numbered over all sequences. A tile holds
-// queries of one sequence only, which costs up to one extra tile per sequence.
+// Index of a sequence's first query tile; tiles are numbered across all sequences. A tile holds
+// queries of a single sequence, which costs up to one extra tile per sequence.
 template <int kQueries>
 __device__ __forceinline__ int first_query_tile(const Sequence& sequence, int b) {
   return static_cast<int>(sequence.q_begin) / kQueries + b;
 }
 
-// The keys of a block, and the tiles of queries that see them.
+// A block's keys, and the query tiles that see them.
 struct KeyWork {
   int kv_head, key_block, num_key_blocks;
-  int first_row;  // first of the keys in K and V
-  int num_keys;   // keys of the sequence from there on
+  int first_row;  // row of the block's first key in K and V
+  int num_keys;   // number of the sequence's keys from there on
   int query_row;  // row of the sequence's first query in Q
   int num_queries;
-  int last_key_of_first_query;  // counted from the block's first key
-  int begin, tiles;             // tiles of queries that see one of the keys
-  int start;                    // tile visited first, counted from `begin`
-  int first_tile;               // number of the sequence's first tile
+  int last_key_of_first_query;  // relative to the block's first key
+  int begin, tiles;             // first query tile that sees one of the keys; number of tiles
+  int start;                    // tile visited first, relative to `begin`
+  int first_tile;               // index of the sequence's first tile
 
-  // The tile visited in turn i.
+  // Query tile visited in turn i.
   __device__ __forceinline__ int tile(int i) const {
     const int m = start + i;
     return begin + (m < tiles ? m : m - tiles);
@@ -77,9 +78,9 @@ __device__ __forceinline__ KeyWork find_work(const BackwardProblem& problem,
   return work;
 }
 
-// Number of blocks that add to dQ of query tile m before this one. The order is that in which
-// blocks reach the tile if all advance at the same rate: downwards from the last key block that
-// sees the tile or, when blocks start on different tiles, from the last one that started at or
+// Number of blocks that add to dQ of query tile m before this one. Blocks add in the order in which
+// they would reach the tile if all advanced at the same rate: descending from the last key block
+// that sees the tile or, if blocks start on different tiles, from the last block that started at or
 // before it.
 template <int kQueries, int kKeys>
 __device__ __forceinline__ int turn_of(const BackwardProblem& problem, const KeyWork& work, int m,
@@ -99,14 +100,14 @@ template <int kHeadDim, int kQueries>
 struct Backward {
   static constexpr int kKeys = 128, kConsumerWarpgroups = 2, kStages = 2;
   static constexpr int kThreads = 128 * (kConsumerWarpgroups + 1);
-  static constexpr int kChunks = kHeadDim / 64;  // chunks of 64 columns, 128 bytes
+  static constexpr int kChunks = kHeadDim / 64;  // chunks of 64 columns (128 bytes)
   static constexpr int kKeyChunk = kKeys * 128, kKeyBytes = kChunks * kKeyChunk;
   static constexpr int kQueryChunkBytes = kQueries * 128;
   static constexpr int kQueryTileBytes = kChunks * kQueryChunkBytes;
   static constexpr int kDsChunk = kKeys * 128, kDsBytes = kQueries / 64 * kDsChunk;
   static constexpr int kHalfFloats = 64 * 64, kHalfBytes = kHalfFloats * 4;  // half of a dQ tile
   static constexpr int kStatBytes = 2 * kQueries * 4;
-  static constexpr int kStatStride = kStatBytes + 16;  // and the tile's position: see `load_tile`
+  static constexpr int kStatStride = kStatBytes + 16;  // plus the last visible key: see `load_tile`
   static constexpr int kBarriers = 3 + 4 * kStages + 2 * kConsumerWarpgroups;
   static constexpr int kSharedBytes = 1024 + 2 * kKeyBytes + 2 * kStages * kQueryTileBytes +
                                       2 * kDsBytes + kConsumerWarpgroups * kHalfBytes +
@@ -116,7 +117,7 @@ struct Backward {
                 "all that the block was launched with: else warpgroup_reg_alloc waits forever");
   static_assert(kQueries * kHeadDim == 2 * kHalfFloats, "dQ is 64 x 64 a warpgroup");
 
-  // Shared memory, by address.
+  // Shared-memory addresses of buffers and mbarriers.
   unsigned k, v, q, dout, ds, dq, stats;
   unsigned k_full, v_full, tail, q_full, q_empty, dout_full, dout_empty, dq_full, dq_empty;
 
@@ -146,7 +147,7 @@ struct Backward {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(q_full + 8 * i, 2);  // statistics, Q
       mbarrier_init(dout_full + 8 * i, 1);
-      mbarrier_init(q_empty + 8 * i, 128 * kConsumerWarpgroups);  // all read the statistics
+      mbarrier_init(q_empty + 8 * i, 128 * kConsumerWarpgroups);  // all read statistics
       mbarrier_init(dout_empty + 8 * i, 4 * kConsumerWarpgroups);
     }
     for (int i = 0; i < kConsumerWarpgroups; ++i) {
@@ -158,8 +159,8 @@ struct Backward {
 
   // ---- the producer warp -----------------------------------------------------------------------
 
-  // Zeroes rows [valid, kRows) of a tile once it has arrived: they belong to another sequence, and
-  // 0 * NaN would reach the sums.
+  // Zeroes rows [valid, kRows) of a tile that has arrived: they belong to another sequence, and 0 *
+  // NaN would reach the sums.
   template <int kRows>
   __device__ __forceinline__ void zero_rows(unsigned tile, int valid, int lane_idx) const {
     for (int chunk = 0; chunk < kChunks; ++chunk)
@@ -170,7 +171,7 @@ struct Backward {
     __syncwarp();
   }
 
-  // Loads a tile of rows, of which `valid` belong to this sequence.
+  // Loads a tile of rows; only the first `valid` belong to this sequence.
   template <int kRows>
   __device__ __forceinline__ void load(unsigned to, const TensorMap* map, int head, int row,
                                        int valid, unsigned full, unsigned& tail_phase,
@@ -192,8 +193,8 @@ struct Backward {
     }
   }
 
-  // Loads a tile of Q with its statistics, followed by the last key (counted from the block's
-  // first) that its first query sees.
+  // Loads a tile of Q and its statistics, and stores after them the last key (relative to the
+  // block's first) that the tile's first query sees.
   __device__ __forceinline__ void load_tile(const TensorMap* map, const float* statistics, int head,
                                             int row, int valid, int last, int stage,
                                             unsigned& tail_phase, int lane_idx) const {
@@ -237,7 +238,7 @@ struct Backward {
     }
   }
 
-  // ---- a warp that adds one half of dQ ---------------------------------------------------------
+  // ---- the warps that add dQ, one per half -----------------------------------------------------
 
   __device__ __forceinline__ void add_dq(const BackwardProblem& problem, const KeyWork& work,
                                          int half, bool rotates) const {

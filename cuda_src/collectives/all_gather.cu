@@ -3,20 +3,20 @@
 //   x      (M, N) scalar_t          contiguous
 //   out    (M, size * N) scalar_t   contiguous
 //   group  PeerGroup of this rank (peer_memory.cuh)
-//   is_aligned                      rows of both arrays are whole 16-byte vectors
+//   is_aligned                      rows of both arrays consist of whole 16-byte vectors
 //
-// Every rank launches it with the same M and N.
+// All ranks must launch it with the same M and N.
 //
-// Numerics: values are copied, but a -0 may arrive as +0.
+// Numerics: values are copied unchanged, except that -0 may arrive as +0.
 // Parallelisation: one thread per one or more 16-byte vectors. A thread waits only for data sent by
-// the thread with the same index in other ranks.
+// threads with the same index in other ranks.
 // Mirror: engine/reference/all_gather.py
 #include "collectives/peer_memory.cuh"
 
 constexpr int kOp = 3;  // named in engine/kernels/_peer_memory.py
 constexpr int kMaxThreads = 512;
 
-// Stores vector i of the (M, N) elements of rank `from`.
+// Stores vector i of rank `from`'s (M, N) array to its columns of `out`.
 __device__ __forceinline__ void store_gathered(scalar_t* out, int i, unsigned total, unsigned n,
                                                int size, int from, bool is_aligned,
                                                const Words& x) {

@@ -1,18 +1,18 @@
-// All-reduce: the sum of an array over the ranks of a group, in every rank.
+// All-reduce: every rank of a group receives the sum of the ranks' arrays.
 //
-//   x, out  (n,) scalar_t   contiguous; out may be x
+//   x, out  (n,) scalar_t   contiguous; out may alias x
 //   group   PeerGroup of this rank (peer_memory.cuh)
 //   is_aligned              x and out are aligned to 16 bytes
 //
-// Every rank launches it with the same n. One-shot: each rank sends its array to all others, and
-// every rank adds. Two-shot: rank r receives and adds the r-th segment of every array, then sends
-// the sum.
+// All ranks must launch it with the same n. One-shot: each rank sends its array to all others, and
+// every rank sums all arrays. Two-shot (reduce-scatter, then all-gather): rank r receives and sums
+// the r-th segment of every array, then sends the result to all others.
 //
-// Numerics: added in the order of ranks, from +0, in float; rounded once. Both ways give the same
-// bits in all ranks.
+// Numerics: summed in float in rank order, starting from +0, and rounded once. Both variants
+// produce the same bits in all ranks.
 // Parallelisation: one thread per one or more 16-byte vectors. A thread sends its next vector
-// before it waits for the current one. It waits only for data sent by the thread with the same
-// index in other ranks, so no block waits for a block of its own rank.
+// before it waits for the current one. It waits only for data sent by threads with the same index
+// in other ranks, so no block waits for a block of its own rank.
 // Mirror: engine/reference/all_reduce.py
 #include "collectives/peer_memory.cuh"
 
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
   call.begin();
   const int total = num_vectors(n);
   const int length = (total + call.size - 1) / call.size;  // vectors per segment
-  const int sums = (call.size - 1) * length;               // offset at which sums arrive
+  const int sums = (call.size - 1) * length;               // buffer offset of the sums
   const int step = gridDim.x * blockDim.x;
   const int begin = blockIdx.x * blockDim.x + threadIdx.x;
   for (int j = begin; j < length; j += step) {
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
     call.push_to_all(sums, length, j, sum);
     store_flat(out, i, n, is_aligned, sum);
   }
-  // SAFETY: out may be x: the thread that writes a vector has already sent it in the first loop.
+  // SAFETY: out may alias x: the thread that overwrites a vector has sent it in the first loop.
   for (int j = begin; j < length; j += step) {
     for (int p = 0; p < call.size; ++p) {
       const int i = p * length + j;

@@ -1,20 +1,20 @@
-// All-reduce of rows over the ranks of a group, with the following residual add and RMSNorm fused.
+// All-reduce of rows over the ranks of a group, fused with the subsequent residual add and RMSNorm.
 //
-//   s = x_0 + x_1 + ...        (as all_reduce.cu)
+//   s = x_0 + x_1 + ...        (see all_reduce.cu)
 //   h = x_scale * s + residual, y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset)
-//                              (as rmsnorm.cu)
+//                              (see rmsnorm.cu)
 //
 //   x, residual, out, residual_out  (M, N) scalar_t   contiguous, rows of whole 16-byte vectors;
-//                                   out may be x, residual_out may be residual
+//                                   out may alias x, residual_out may alias residual
 //   weight  (N,) scalar_t
 //   group   PeerGroup of this rank (peer_memory.cuh)
 //
-// Every rank launches it with the same M and N.
+// All ranks must launch it with the same M and N.
 //
-// Numerics: s is rounded to scalar_t, and the row's sum follows rmsnorm.cu's order, so the result
-// has the same bits as the two separate ops.
-// Parallelisation: a block takes one or more rows and waits only for the same rows of other ranks.
-// Residual and weight are loaded while the row is in flight.
+// Numerics: s is rounded to scalar_t, and the sum of squares follows rmsnorm.cu's order, so the
+// result is bit-identical to that of the two separate ops.
+// Parallelisation: a block processes one or more rows and waits only for the same rows of other
+// ranks. It loads residual and weight while those rows are in flight.
 // Mirror: engine/reference/all_reduce_rmsnorm.py
 #include "collectives/peer_memory.cuh"
 #include "common/rmsnorm_row.cuh"
@@ -31,7 +31,7 @@ __device__ __forceinline__ void all_reduce_rmsnorm(const Row& rows, PeerGroup* g
   pdl_wait();
   call.begin();
   const int begin = threadIdx.x * kVec;
-  const int length = rows.n / kVec;  // vectors of a row
+  const int length = rows.n / kVec;  // vectors per row
   const int total = static_cast<int>(num_rows) * length;
   bool is_first = true;
   for (int i = blockIdx.x; i < num_rows; i += gridDim.x) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void all_reduce_rmsnorm(const Row& rows, PeerGroup* g
                   rows.weight_offset,
                   rows.x_scale};
     Words h[kVectors], r[kVectors], w[kVectors];
-    int at[kVectors];  // index in the data sent by the ranks, or -1
+    int at[kVectors];  // vector index within the data that each rank sends, or -1
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const int c = begin + k * kStep;
@@ -83,8 +83,8 @@ __device__ __forceinline__ void all_reduce_rmsnorm(const Row& rows, PeerGroup* g
   }
 }
 
-// The sizes are those of rmsnorm.cu, in KiB of the longest row; `blocks` per multiprocessor bound
-// the registers.
+// Name suffixes are the longest row in KiB; the shapes match rmsnorm.cu. `blocks` is the minimum
+// number of blocks per SM, which caps the registers.
 #define ENGINE_ALL_REDUCE_RMSNORM(name, warps, vectors, blocks)                                \
   extern "C" __global__ void __launch_bounds__((warps) * 32, blocks)                           \
       name(const scalar_t* x, const scalar_t* residual, const scalar_t* weight, scalar_t* out, \

@@ -1,21 +1,21 @@
-// Memory that the ranks of a group write into each other, and the protocol of one call.
+// Buffers through which the ranks of a group exchange data, and the protocol of one call.
 //
-// A rank owns three buffers. In call g every rank writes into buffer g % 3 of its peers, reads what
-// has arrived in its own, and empties its buffer (g + 2) % 3, in which call g - 1 arrived. Data are
-// their own flags: an empty word is kEmpty, and a reader polls its own memory until no word of a
-// vector is empty. So a word crosses the link once, and no fence is needed.
+// A rank owns three buffers. In call g every rank writes into its peers' buffers g % 3, reads the
+// data that arrive in its own, and empties its buffer (g + 2) % 3, which holds the data of call g -
+// 1. The data serve as their own flags: an empty word is kEmpty, and a reader polls its own memory
+// until no word of a vector is empty. So each word crosses the link only once, and no fence is
+// needed.
 //
-// SAFETY: rank r writes into the buffer (g + 2) % 3 of rank q in call g + 2. Before that, it has
-// ended call g + 1, for which it needed words written in call g + 1 by q, or by a rank that had
-// received words from q; q began call g + 1 only after its call g, including the emptying, had
-// ended. So q had emptied the buffer. All ranks make the same calls in the same order, each on one
-// stream.
+// SAFETY: rank r writes into rank q's buffer (g + 2) % 3 in call g + 2, and q has emptied it by
+// then. To finish call g + 1, r needed words of that call sent by q, or by a rank that had received
+// words from q; and q began call g + 1 only after its call g, including the emptying, had ended.
+// This requires that all ranks make the same calls in the same order, each on one stream.
 //
-// The number of the call and the state left by the preceding call are in device memory, so that a
-// captured graph can be replayed.
+// The call index and the state left by the preceding call are in device memory, so a captured graph
+// can be replayed.
 //
-// A rank that waits longer than the group's time-out records the missing rank, in the group and in
-// memory that the host reads; from then on no call waits, and results are NaN.
+// A rank that waits longer than the group's time-out records the failure in the group, and the
+// missing rank in memory that the host reads. From then on no call waits, and results are NaN.
 #pragma once
 
 #include "common/packed.cuh"
@@ -25,18 +25,18 @@
 
 constexpr int kMaxRanks = 8;
 constexpr int kBuffers = 3;
-constexpr uint32_t kEmpty = 0x80000000u;  // -0 in float, (+0, -0) in 16 bits: sent as +0
+constexpr uint32_t kEmpty = 0x80000000u;  // -0 in float, (+0, -0) in 16-bit types; sent as +0
 constexpr uint32_t kNan = 0x7fff7fffu;    // a NaN in every dtype
 constexpr int kPollsPerClock = 256;
 
 using Words = Packed<kVec>;  // 16 bytes
 
-// State in a rank's device memory; engine/kernels/_peer_memory.py writes it.
+// State in a rank's device memory; engine/kernels/_peer_memory.py initialises it.
 struct PeerGroup {
-  Words* buffers[kMaxRanks];  // the three buffers of each rank, one after another
+  Words* buffers[kMaxRanks];  // each rank's three buffers, one after another
   uint32_t call;              // index of the next call
-  uint32_t num_arrived;       // blocks that have read this line in the current call
-  uint32_t num_used;          // vectors written by the preceding call, from the buffer's start
+  uint32_t num_arrived;       // number of blocks that have read these fields in the current call
+  uint32_t num_used;          // number of vectors that the preceding call wrote to each buffer
   uint32_t has_failed;
   int rank, size;
   int64_t capacity;      // vectors per buffer; a buffer is smaller than 2 GB
@@ -79,7 +79,7 @@ __device__ __forceinline__ Words filled_words(uint32_t word) {
   return x;
 }
 
-// x without words that would read as empty: -0 becomes +0.
+// Replaces words that would read as empty: -0 becomes +0.
 __device__ __forceinline__ Words sendable(Words x) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) x.v.v[i] = x.v.v[i] == kEmpty ? 0u : x.v.v[i];
@@ -97,7 +97,7 @@ class PeerCall {
     own_ = group->buffers[rank];
   }
 
-  // To be called after pdl_wait().
+  // Must be called after pdl_wait().
   __device__ __forceinline__ void begin() {
     const Words line = load_peer_words(reinterpret_cast<const Words*>(&group_->call));
     call_ = line.v.v[0];
@@ -105,7 +105,8 @@ class PeerCall {
     failed_ = line.v.v[3] != 0;
   }
 
-  // Sends vector i of this rank's data to `peer`, in a region of regions * length vectors.
+  // Sends vector i of this rank's data to `peer`. From `base` on, the buffer holds one region of
+  // `length` vectors per sender.
   __device__ __forceinline__ void push(int peer, int base, int length, int i,
                                        const Words& x) const {
     Words* to = group_->buffers[peer] + (call_ % kBuffers) * capacity_;
@@ -118,16 +119,16 @@ class PeerCall {
     }
   }
 
-  // The address at which data from `peer` arrive.
+  // Address at which vector i of `peer`'s data arrives.
   __device__ __forceinline__ const Words* source(int peer, int base, int length, int i) const {
     const Words* own = own_ + (call_ % kBuffers) * capacity_;
     return own + base + (peer - (peer > rank)) * length + i;
   }
 
-  // Advances the group to the next call once every block has read it. All threads of the block must
-  // call it, once. This call writes `num_used` vectors of each buffer.
+  // Advances the group to the next call once every block has read its state. All threads of a block
+  // must call it, once. `num_used` is the number of vectors that this call writes to each buffer.
   __device__ __forceinline__ void advance(uint32_t num_used) const {
-    __syncthreads();  // SAFETY: every thread has read the group
+    __syncthreads();  // SAFETY: every thread has read the group's state.
     if (threadIdx.x != 0) return;
     if (atomicAdd(&group_->num_arrived, 1u) != gridDim.x - 1) return;
     group_->num_arrived = 0;
@@ -135,7 +136,7 @@ class PeerCall {
     group_->call = call_ + 1;
   }
 
-  // Empties the buffer that the preceding call has read.
+  // Empties the buffer from which the preceding call read.
   __device__ __forceinline__ void empty_previous() const {
     Words* buffer = own_ + ((call_ + 2) % kBuffers) * capacity_;
     const uint32_t step = gridDim.x * blockDim.x;
@@ -143,7 +144,7 @@ class PeerCall {
       store_peer_words(buffer + i, empty());
   }
 
-  // Waits for the vector that `peer` sends to `source`; `x` is the first value read there.
+  // Waits for the vector that `peer` sends to `source`; `x` is the value first read there.
   __device__ __forceinline__ Words wait(const Words* source, int peer, Words x) {
     if (has_arrived(x)) return x;
     return poll(source, peer);
@@ -191,9 +192,9 @@ class PeerCall {
   int64_t capacity_;
 };
 
-// Replaces this rank's vectors x[k] by the sums of all ranks' vectors at[k]: added in the order of
-// ranks from +0, in float, and rounded once. A negative at[k] is skipped. The first polls of
-// kInFlight ranks are in flight together.
+// Replaces this rank's vectors x[k] by the sums of all ranks' vectors at[k], added in float in rank
+// order from +0 and rounded once. Negative at[k] are skipped. The first polls of kInFlight ranks
+// are in flight together.
 template <int kInFlight, int kCount>
 __device__ __forceinline__ void sum_over_ranks(PeerCall& call, int length, const int (&at)[kCount],
                                                Words (&x)[kCount]) {
@@ -236,7 +237,7 @@ __device__ __forceinline__ void sum_over_ranks(PeerCall& call, int length, const
   }
 }
 
-// As above, for one vector.
+// sum_over_ranks for one vector.
 template <int kInFlight>
 __device__ __forceinline__ Words sum_over_ranks(PeerCall& call, int length, int i,
                                                 const Words& own) {
@@ -246,7 +247,8 @@ __device__ __forceinline__ Words sum_over_ranks(PeerCall& call, int length, int 
   return x[0];
 }
 
-// Vector i of a contiguous array of n elements, ready to be sent; elements past the end are 0.
+// Loads vector i of a contiguous array of n elements, ready to be sent; elements past the end are
+// 0.
 __device__ __forceinline__ Words load_flat(const scalar_t* x, int i, int64_t n, bool is_aligned) {
   const int64_t begin = static_cast<int64_t>(i) * kVec;
   if (is_aligned && begin + kVec <= n) return sendable(load_packed<kVec>(x + begin));
@@ -272,7 +274,7 @@ __device__ __forceinline__ void store_flat(scalar_t* out, int i, int64_t n, bool
   }
 }
 
-// Vectors for n elements; the host keeps the result below a buffer's capacity.
+// Number of vectors that hold n elements; the host keeps it below a buffer's capacity.
 __device__ __forceinline__ int num_vectors(int64_t n) {
   return static_cast<int>((n + kVec - 1) / kVec);
 }
