@@ -1,1 +1,1 @@
-"""A scheduled step as flat arrays, the launches of the model and its CUDA graphs, and sampling."""
+"""Runs scheduled steps: batch arrays, model launches, CUDA graphs, and sampling."""

@@ -1,4 +1,4 @@
-"""Masks of the tokens that each row of a step may sample: allowed_token_ids, and grammars."""
+"""Masks of the tokens each row of a step may sample: `allowed_token_ids` and grammars."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ IntArray = np.ndarray[Any, np.dtype[Any]]
 
 
 class AllowedMasks:
-    """Builds the masks of a step, one for each row of logits that needs one.
+    """Builds a step's token masks: one per row of logits that needs one.
 
     Parameters
     ----------
     num_rows, vocab_size : int
-        Request rows (see `RequestRows`), and V.
+        Number of request rows (see `RequestRows`), and V.
     eos_token_ids : sequence of int
         Ids that end a sequence.
     device : Device
-        Device that the masks are copied to.
+        Device the masks are copied to.
 
     Attributes
     ----------
     has_mask : (num_rows,) bool
-        True for the request rows that need a mask.
+        True for request rows that need a mask.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class AllowedMasks:
         self._has_grammar = np.zeros(num_rows, np.bool_)
         self._rules = np.zeros(
             num_rows, np.int64
-        )  # id of each row's rule; equal ids may share a mask
+        )  # id of each row's mask rule; rows with equal ids may share a mask
         self._fixed: dict[int, IntArray] = {}  # masks of allowed_token_ids, by row
         self._vocab_size = vocab_size
         self._eos = pack_allowed([i for i in eos_token_ids if i < vocab_size], vocab_size)
@@ -72,10 +72,11 @@ class AllowedMasks:
         positions: IntArray,
         paths: Sequence[tuple[int, ...]] | None = None,
     ) -> dict[str, Any]:
-        """Return "allowed", on the device, and "allowed_rows" of `kernels.sample`.
+        """Return `kernels.sample`'s arguments "allowed" (on the device) and "allowed_rows".
 
-        Grammars are first advanced by the requests' output. Rows of one grammar with equal masks
-        share one. Empty if no row needs a mask. See `SamplingTable.build` for the arguments.
+        Grammars are first advanced by their requests' output. Rows of one grammar whose masks are
+        equal share one mask. Empty if no row needs a mask. For the arguments see
+        `SamplingTable.build`.
         """
         has_grammar = self._has_grammar[rows]
         by_grammar = np.flatnonzero(has_grammar)
@@ -124,7 +125,7 @@ class AllowedMasks:
         positions: Sequence[int],
         is_allowed: Sequence[bool],
     ) -> None:
-        """Forbid the end if `ignore_eos` or `min_tokens` requires it and the grammar can go on."""
+        """Mask out EOS while `ignore_eos` or `min_tokens` forbids it and the grammar can go on."""
         for index in self._rows_with_eos(masks):
             request = requests[index]
             rules = request.spec.params
@@ -138,7 +139,7 @@ class AllowedMasks:
         return rows
 
     def _forbid_eos(self, mask: IntArray) -> None:
-        """Forbid the end, unless nothing else is possible."""
+        """Mask out EOS, unless no other token is allowed."""
         others = mask & ~self._eos
         if others.any():
             mask[:] = others

@@ -1,4 +1,4 @@
-"""The schedule of a step as flat arrays: `build_inputs` returns `StepInputs`."""
+"""A scheduled step as flat arrays: `build_inputs` returns `StepInputs`."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class StepInputs:
     Attributes
     ----------
     batch : ForwardBatch
-        Logits are computed for the last known token of every sampled sequence, and for its drafts.
+        Requests logits for the last known token of every sampled sequence, and for its drafts.
     rows : (B,) int64
-        The request row of each sequence.
+        Request row of each sequence.
     last_id_tokens : (n,) int64
-        Indices of the batch's tokens whose ids are read on the device, from `RequestRows.last_ids`.
-        Their `token_ids` are 0.
+        Indices of batch tokens whose ids the device reads from `RequestRows.last_ids`. Their
+        `token_ids` are 0.
     last_id_rows : (n,) int64
-        The rows to read them from.
+        Rows of `last_ids` to read them from.
     sampled : sequence of ScheduledSequence
-        The sequence of each row of logits (R): one row for the sequence's last token and one for
-        each of its drafts.
+        Sequence of each row of logits (R): one row for the sequence's last token and one for each
+        of its drafts.
     sampled_rows : (R,) int64
-        The request's row, for each row of logits.
+        Request row of each row of logits.
     sampled_positions : (R,) int32
-        The position of the token to be sampled from each row of logits.
+        Position of the token to sample from each row of logits.
     paths : sequence of tuple of int, optional
         For each row of logits (R), the drafts between the sequence's last known token and the token
-        to be sampled; None if the step has no drafts.
+        to sample; None if the step has no drafts.
     """
 
     batch: ForwardBatch
@@ -63,13 +63,13 @@ def build_inputs(
     Parameters
     ----------
     output : ScheduleOutput
-        With at least one sequence.
+        At least one sequence.
     rows : (B,) int64
-        The request row of each sequence.
+        Request row of each sequence.
     starts : (B,) int32
-        Position of the first query token of each.
+        Position of each sequence's first query token.
     table : RequestRows
-        Its block tables are brought up to date.
+        Its block tables are updated.
     block_size : int
         Tokens per block.
     """
@@ -87,7 +87,7 @@ def build_inputs(
     tables = table.block_tables[rows, : (lens.max() - 1) // block_size + 1]
     blocks = tables[seq_index, kv_positions // block_size].astype(np.int64)
     is_sampled = np.array([s.is_sampled for s in sequences], np.bool_)
-    last = cu_seqlens[1:] - np.int32(1)  # the last token of each sequence, drafts aside
+    last = cu_seqlens[1:] - np.int32(1)  # each sequence's last token, drafts aside
     positions = kv_positions
     paths = None
     if output.num_draft_tokens:
@@ -131,7 +131,7 @@ def build_inputs(
 def tree_mask(output: ScheduleOutput) -> IntArray | None:
     """Return the tree mask (num_decodes, query_len) uint64; None if no decode drafts a tree.
 
-    Bit i of an entry: this query token attends to query token i of its sequence.
+    Bit i of an entry: the query token attends to query token i of its sequence.
     """
     decodes = output.sequences[: output.num_decodes]
     if not output.num_draft_tokens or not any(s.drafts and s.drafts.is_tree for s in decodes):
@@ -145,7 +145,7 @@ def tree_mask(output: ScheduleOutput) -> IntArray | None:
 def _build_decodes(
     output: ScheduleOutput, rows: IntArray, starts: IntArray, table: RequestRows, block_size: int
 ) -> StepInputs:
-    """Build the arrays of an unchanged batch, without a loop over its sequences."""
+    """Build the arrays of an unchanged batch without looping over its sequences."""
     sequences = output.sequences
     count = len(rows)
     lens = starts + np.int32(1)
@@ -176,7 +176,7 @@ def _build_decodes(
 def _token_positions(
     starts: IntArray, counts: IntArray, cu_seqlens: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Return the sequence index and the position in the KV pages of each token, both (T,)."""
+    """Return each token's sequence index and its position in the KV cache, both (T,)."""
     if len(counts) == cu_seqlens[-1]:
         return np.arange(len(counts)), starts
     seq_index = np.repeat(np.arange(len(counts)), counts)
@@ -187,7 +187,7 @@ def _token_positions(
 def _tree_positions(
     kv_positions: IntArray, sequences: Sequence[ScheduledSequence], last: IntArray
 ) -> IntArray:
-    """Return the position of each token (T,); in a tree it follows from the depth, not the slot."""
+    """Return each token's position (T,); in a tree it follows from the depth, not the slot."""
     positions: IntArray = kv_positions.copy()
     for sequence, index in zip(sequences, last.tolist(), strict=True):
         if sequence.drafts is not None and sequence.drafts.is_tree:
@@ -199,7 +199,7 @@ def _tree_positions(
 def _logits(
     last: IntArray, is_sampled: IntArray, num_drafts: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Return the sequence index and the token index of each row of logits, both (R,)."""
+    """Return the sequence index and token index of each row of logits, both (R,)."""
     counts = is_sampled * (1 + num_drafts)
     seq_index = np.repeat(np.arange(len(counts)), counts)
     first = np.cumsum(counts) - counts
@@ -208,7 +208,7 @@ def _logits(
 
 
 def _paths(sequences: Sequence[ScheduledSequence]) -> list[tuple[int, ...]]:
-    """Return, for each row of logits (R,), the drafts before the token to be sampled."""
+    """Return the drafts that precede the token to sample, for each row of logits (R,)."""
     paths: list[tuple[int, ...]] = []
     for sequence in sequences:
         if sequence.drafts is not None:
@@ -221,7 +221,7 @@ def _paths(sequences: Sequence[ScheduledSequence]) -> list[tuple[int, ...]]:
 def _token_ids(
     sequences: Sequence[ScheduledSequence], cu_seqlens: IntArray, uses_last_id: IntArray
 ) -> IntArray:
-    """Return the ids (T,) int32 that the host knows; 0 for those that the device reads itself."""
+    """Return the ids (T,) int32 known to the host; 0 for ids the device reads itself."""
     ids = np.zeros(cu_seqlens[-1], np.int32)
     # A sequence whose only token is read from `last_ids` needs no id from the host.
     is_known = cu_seqlens[1:] - cu_seqlens[:-1] > uses_last_id

@@ -1,17 +1,16 @@
 """Decode steps as CUDA graphs: one host-to-device copy, one launch, one device-to-host copy.
 
-A decode step is hundreds of kernels, and launching them one by one would take the host longer than
-the device needs to run them. So they are captured once, at load, for a few batch sizes, and
-replayed as a whole: preparing the inputs, the model, the sampler, and storing the sampled ids for
-the next step. Other batch sizes use the next larger graph; its padding sequences write nothing.
-Steps with equally many drafts for every sequence have graphs of their own. Steps whose sampling
-needs more (penalties, log-probabilities, ...) use graphs that end with the logits; these, and the
-graphs for trees of drafts, are captured on first use.
+A decode step is hundreds of kernels; launching them one by one would take the host longer than the
+device needs to run them. So they are captured once, at load, for a few batch sizes, and replayed as
+a whole: input preparation, model, sampler, and storing the sampled ids for the next step. Other
+batch sizes use the next larger graph; its padding sequences write nothing. Steps with the same
+number of drafts for every sequence have graphs of their own. Steps whose sampling needs more
+(penalties, log-probabilities, ...) use graphs that end with the logits; these graphs, and those for
+draft trees, are captured on first use.
 
-A graph can be replayed because all of its addresses stay valid: inputs are in `StaticInputs`, block
-tables and last ids in arrays of fixed size, and memory that its kernels allocated during capture
-comes from a pool used by graphs only. All graphs share that pool, so they must run one after
-another.
+Replay works because every address a graph uses stays valid: inputs live in `StaticInputs`, block
+tables and last ids in fixed-size arrays, and memory allocated during capture comes from a pool that
+only graphs use. All graphs share this pool, so they must run one after another.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seeds")
 
 
 class DecodeGraphs:
-    """Computes the steps in which all sequences are sampled decodes of `query_len` tokens.
+    """Computes steps in which every sequence is a sampled decode of `query_len` tokens.
 
-    On the CPU the same kernels are launched without capturing, for tests.
+    On the CPU the same kernels are launched without capture, for tests.
 
     Parameters
     ----------
@@ -58,16 +57,16 @@ class DecodeGraphs:
     sampling : SamplingTable
     block_size, max_model_len : int
     query_lens : sequence of int
-        Query tokens per sequence for which graphs are captured.
+        Query tokens per sequence to capture graphs for.
     new_features : callable, optional
-        ``new_features(num_tokens)`` allocates the arrays for `ForwardBatch.features`.
+        ``new_features(num_tokens)`` allocates the arrays of `ForwardBatch.features`.
 
     Attributes
     ----------
     features : mapping of int to array
-        Layer -> the features (T, N) of the last replayed step; empty without `new_features`.
+        Layer -> features (T, N) of the last replayed step; empty without `new_features`.
     on_send : callable or None
-        Called with the graph and the used bytes of the staging buffer before each launch.
+        Called before each launch with the graph's key and the used bytes of the staging buffer.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class DecodeGraphs:
         self.features = new_features(max_tokens)
         self._filling = GraphInputs(model.device, table, sampling, max_size, max(query_lens))
         self._inputs = self._filling.static
-        self._tables = xp.zeros((num_rows, width), np.int32)  # block tables of the request rows
+        self._tables = xp.zeros((num_rows, width), np.int32)  # block tables of all request rows
         self._token_ids = xp.zeros(max_tokens, np.int32)
         self._slot_mapping = xp.zeros(max_tokens, np.int64)
         self._batch_tables = xp.zeros((max_size, width), np.int32)  # block tables of the batch
@@ -111,21 +110,21 @@ class DecodeGraphs:
         self._keys = [key for keys in self._by_size.values() for key in keys]
         self._graphs: dict[GraphKey, Any] = {}
         self._forwards: dict[GraphKey, tuple[Any, Any]] = {}  # graphs that end with the logits
-        self._pool: Any = None  # memory that graphs allocate during capture
+        self._pool: Any = None  # pool of the memory allocated during capture
         self._stream: Any = None
 
     @property
     def table_shape(self) -> tuple[int, int]:
-        """Number of request rows, and of blocks in each."""
+        """Number of request rows, and of blocks per row."""
         return self._tables.shape[0], self._tables.shape[1]
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
-        """All graphs that are captured at load, by `query_len` in ascending order."""
+        """All graphs captured at load, by `query_len` in ascending order."""
         return tuple(self._keys)
 
     def capture(self, *, progress: bool = False) -> None:
-        """Capture all graphs (does nothing on the CPU); `progress` shows a bar on stderr."""
+        """Capture all graphs (no-op on the CPU); `progress` shows a bar on stderr."""
         if not self._model.device.is_cuda:
             return
         from tqdm import tqdm
@@ -137,7 +136,7 @@ class DecodeGraphs:
         self._stream = cuda.Stream(non_blocking=True)
         largest_first = sorted(self._keys, key=lambda key: (key.num_tokens, key), reverse=True)
         keys = tqdm(
-            largest_first,  # smaller graphs then reuse the memory of the largest
+            largest_first,  # so that smaller graphs reuse the largest one's memory
             "capturing graphs",
             file=sys.stderr,
             disable=not progress,
@@ -145,7 +144,7 @@ class DecodeGraphs:
         )
         with self._capturing() as stream:
             for key in keys:
-                # Warm-up: loads modules, grows scratch memory, and fills the pool.
+                # Warm-up: loads modules, grows scratch memory, fills the pool.
                 self.compute(key)
                 self._graphs[key], _ = self._capture(partial(self.compute, key), stream)
             stream.synchronize()
@@ -157,7 +156,7 @@ class DecodeGraphs:
         return of_size[bisect_left(self._max_context_lens[size], max_context_len)]
 
     def _key_of(self, context_lens: IntArray, query_len: int) -> GraphKey:
-        """Return `key`; searches the longest context only if several graphs of that size exist."""
+        """Return `key`; computes the longest context only if the size has several graphs."""
         size = self._sizes[bisect_left(self._sizes, len(context_lens))]
         of_size = self._by_size[size, query_len]
         lens = self._max_context_lens[size]
@@ -168,15 +167,15 @@ class DecodeGraphs:
     def launch(
         self, output: ScheduleOutput, rows: IntArray, starts: IntArray
     ) -> DeviceToHostCopy | None:
-        """Compute `output` if a graph supports it and its sampling needs no extras.
+        """Compute `output` if a graph supports it and its sampling needs nothing extra.
 
         `rows`, `starts` (B,): row and first query position of each sequence.
 
         Returns
         -------
         DeviceToHostCopy or None
-            "token_ids" and "status", `query_len` values for each sequence. None: nothing was done,
-            and the step has to be computed kernel by kernel.
+            "token_ids" and "status", `query_len` values per sequence. None: nothing was launched;
+            compute the step kernel by kernel.
         """
         sequences = output.sequences
         query_len = output.query_len
@@ -197,15 +196,15 @@ class DecodeGraphs:
         buffer = self._filling.fill(columns, key.size, tokens, stops)
         self._send(buffer, key, rows, tokens)
         self.replay(key)
-        # With drafts the next step starts after this one is read, so the host sends the ids.
+        # With drafts, the next step starts after this one is read, so the host sends its ids.
         self._table.last_positions[rows] = -1 if output.num_draft_tokens else stops
         return self._inputs.read(buffer, len(rows) * query_len, key.num_tokens)
 
     def logits(self, inputs: StepInputs) -> Any:
         """Compute the logits (T, V) of a decode step in which every token is sampled.
 
-        They are valid until the next step is computed. Returns None, and does nothing, if no graph
-        supports the step.
+        They are valid until the next step is computed. Returns None, without launching anything, if
+        no graph supports the step.
         """
         batch = inputs.batch
         rows = inputs.rows
@@ -229,21 +228,21 @@ class DecodeGraphs:
         return self._replay_forward(key)[: batch.num_tokens]
 
     def sampled_ids(self, num_sequences: int, query_len: int = 1) -> Any:
-        """Return the last id (num_sequences,) that the last step sampled for each sequence.
+        """Return the last id (num_sequences,) the last step sampled for each sequence.
 
-        The array is on the device, and valid until the next step is computed.
+        The array lives on the device, and is valid until the next step is computed.
         """
         ids = self._inputs.results[: num_sequences * query_len]
         return ids.reshape(num_sequences, query_len)[:, -1]
 
     def repeat(self, key: GraphKey) -> None:
-        """Repeat the step in the static inputs, in all ranks, to measure its time."""
+        """Repeat the step held in the static inputs, on all ranks, to measure its time."""
         if self.on_send is not None:
             self.on_send(key, np.empty(0, np.uint8))
         self.replay(key)
 
     def replay(self, key: GraphKey) -> None:
-        """Compute a step from the static inputs, in this rank."""
+        """Compute a step from the static inputs, on this rank."""
         if not self._graphs:
             self.compute(key)
             return
@@ -255,7 +254,7 @@ class DecodeGraphs:
         graph.launch()
 
     def compute(self, key: GraphKey) -> None:
-        """Launch the kernels of a step one by one; graphs are captured from these launches."""
+        """Launch a step's kernels one by one; graphs are captured from these launches."""
         arrays = self._inputs.arrays
         num_tokens = key.num_tokens
         shape = key.size, key.query_len
@@ -295,7 +294,7 @@ class DecodeGraphs:
         return self._model.forward(batch, self._pages)
 
     def _replay_forward(self, key: GraphKey) -> Any:
-        """Compute the logits (T, V) of the static inputs, padding included."""
+        """Compute the logits (T, V) for the static inputs, padding included."""
         if not self._graphs:
             return self._forward(key)
         if key not in self._forwards:
@@ -331,28 +330,28 @@ class DecodeGraphs:
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[Any]:
-        """Launch on the graphs' stream and allocate from their pool within this context."""
+        """Context that launches on the graphs' stream and allocates from their pool."""
         cuda = self._model.device.xp.cuda
         with cuda.using_allocator(self._pool.malloc), self._stream:
             yield self._stream
 
     def _capture(self, launch: Callable[[], Any], stream: Any) -> tuple[Any, Any]:
-        """Return the graph of the kernels that `launch` launches, and its return value."""
+        """Capture the kernels that `launch` launches; return the graph and its return value."""
         stream.begin_capture()
         try:
             result = launch()
         except BaseException:
-            # SAFETY: `Stream.end_capture` would instantiate an invalid graph, and crash.
+            # SAFETY: `Stream.end_capture` would instantiate an invalid graph and crash.
             with contextlib.suppress(Exception):
                 self._model.device.xp.cuda.runtime.streamEndCapture(stream.ptr)
             raise
         return stream.end_capture(), result
 
     def _capture_forward(self, key: GraphKey, stream: Any) -> tuple[Any, Any]:
-        """Return a graph that ends with the logits, and the logits."""
+        """Capture a graph that ends with the logits; return the graph and the logits."""
         graph, logits = self._capture(partial(self._forward, key), stream)
-        # SAFETY: the logits' memory returns to the graphs' pool; another graph may overwrite it.
-        # They are read before that, on the same stream. Separate logits for each graph would take
+        # SAFETY: the logits' memory returns to the graphs' pool, so another graph may overwrite it.
+        # They are read before that, on the same stream. A separate buffer per graph would take
         # gigabytes.
         memory = self._model.device.xp.cuda.UnownedMemory(
             logits.data.ptr, logits.nbytes, self._pool, logits.data.device_id
@@ -361,7 +360,7 @@ class DecodeGraphs:
         return graph, self._model.device.xp.ndarray(logits.shape, logits.dtype, pointer)
 
     def _send(self, buffer: StagingBuffer, key: GraphKey, rows: IntArray, tokens: Tokens) -> None:
-        """Add the block ids that are not on the device yet, and send the buffer."""
+        """Add the block ids the device does not have yet, and send the buffer."""
         num_new_blocks = self._filling.fill_blocks(buffer, rows, key.size)
         if self.on_send is not None:
             self.on_send(key, self._inputs.used(buffer, num_new_blocks))

@@ -1,4 +1,4 @@
-"""Features: the residual stream of chosen layers, kept for heads that draft tokens from it."""
+"""Features: the residual stream of chosen layers, kept as input for draft heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.scheduler.output import ScheduleOutput
 __all__ = ["FeatureTap", "Features"]
 
 Features = Mapping[int, Any]
-"""Layer -> the residual stream that enters it, (T, N); see `ForwardBatch.features`."""
+"""Layer -> its input, the residual stream (T, N); see `ForwardBatch.features`."""
 
 
 class FeatureTap:
@@ -24,15 +24,15 @@ class FeatureTap:
     Parameters
     ----------
     model : RunnableModel
-        With a `dtype`, unless `layers` is empty.
+        Must have a `dtype`, unless `layers` is empty.
     layers : sequence of int
         Layers whose input is kept.
 
     Attributes
     ----------
     on_step : callable or None
-        Called after the launch of each step, with the step, the index of each sequence's first
-        token (B,), and the step's features, which are valid until the next launch.
+        Called after each step's launch with the step, the index of each sequence's first token
+        (B,), and the step's features, which are valid until the next launch.
     """
 
     def __init__(self, model: Any, layers: Sequence[int]) -> None:
@@ -43,28 +43,28 @@ class FeatureTap:
         self._last: Features = {}
 
     def new_for_graphs(self, num_tokens: int) -> Features:
-        """Allocate the feature arrays that all graphs share, for up to `num_tokens`."""
+        """Allocate the feature arrays shared by all graphs, for up to `num_tokens` tokens."""
         self._of_graphs = self._new(num_tokens)
         return self._of_graphs
 
     def add_to(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return the batch with newly allocated arrays for its features."""
+        """Return the batch with newly allocated feature arrays."""
         if self.on_step is None:
             return batch
         self._last = self._new(batch.num_tokens)
         return replace(batch, features=self._last)
 
     def note_graph(self) -> None:
-        """Note that the step is computed by a graph."""
+        """Record that a graph computes the step."""
         self._last = self._of_graphs
 
     def report(self, output: ScheduleOutput, first_tokens: Any) -> None:
-        """Pass on the features of a step that was just launched."""
+        """Pass on the features of a step just launched."""
         if self.on_step is not None:
             self.on_step(output, first_tokens, self._last)
 
     def report_graph(self, output: ScheduleOutput) -> None:
-        """Pass on the features of a step that was just launched as a graph."""
+        """Pass on the features of a step just launched as a graph."""
         if self.on_step is not None:
             first_tokens = np.arange(len(output.sequences)) * output.query_len
             self.on_step(output, first_tokens, self._of_graphs)

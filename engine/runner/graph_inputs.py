@@ -1,9 +1,9 @@
-"""Fills the static inputs of decode steps, writing only the fields that have changed.
+"""Fills the static inputs of decode steps, writing only the fields that changed.
 
-Between steps of the same requests, only ids and positions change. The rest, such as the sampling
-parameters, is still in the staging buffer from its last use. That matters for steps with drafts:
-their tokens depend on the results of the previous step, so the device waits while the host
-prepares them.
+Between steps of the same requests only ids and positions change; the rest, such as the sampling
+parameters, is still in the staging buffer from its last use. This matters for steps with drafts:
+their tokens depend on the previous step's results, so the device idles while the host prepares
+them.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ IntArray = np.ndarray[Any, np.dtype[Any]]
 
 
 class Tokens(NamedTuple):
-    """The tokens of a decode step, `query_len` of each sequence; every array is (T,)."""
+    """Tokens of a decode step, `query_len` per sequence; every array is (T,)."""
 
-    token_ids: IntArray | list[int]  # -1: the row's entry in `last_ids`
-    kv_positions: IntArray  # int32; positions in the sequence's pages at which keys are written
-    positions: IntArray  # int32; positions in the sequence; other than `kv_positions` in trees only
+    token_ids: IntArray | list[int]  # -1: read the row's entry of `last_ids`
+    kv_positions: IntArray  # int32; positions in the KV cache at which the keys are written
+    positions: IntArray  # int32; sequence positions; differ from `kv_positions` only in trees
     tree_mask: IntArray | None = None  # uint64; see `batch.tree_mask`
-    drafts: Any = None  # (B, query_len - 1) on the device: the ids after each sequence's first one
+    drafts: Any = None  # (B, query_len - 1) on the device: ids after each sequence's first token
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Columns that stay the same while the same requests are decoded.
+    """Columns that stay unchanged while the same requests are decoded.
 
     Attributes
     ----------
     rows : (B,) int64
     query_len : int
     sampling : dict of str to (B * query_len,) array
-        The columns that `kernels.sample` requires.
+        Columns required by `kernels.sample`.
     rope_offsets : (B * query_len,) int32
     key : tuple
-        Differs whenever any of these may differ.
+        Changes whenever any of these may have changed.
     """
 
     rows: IntArray
@@ -60,7 +60,7 @@ class Columns:
 
 
 class GraphInputs:
-    """The static inputs of decode graphs, filled for each step.
+    """Static inputs of decode graphs, filled for each step.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class GraphInputs:
     table : RequestRows
     sampling : SamplingTable
     max_size, max_query_len : int
-        Maximum sequences, and query tokens of each.
+        Maximum number of sequences, and of query tokens per sequence.
 
     Attributes
     ----------
@@ -91,7 +91,7 @@ class GraphInputs:
         self._columns: Columns | None = None
 
     def columns(self, rows: IntArray, query_len: int) -> Columns | None:
-        """Return the columns of these rows; None if the sampling of any row needs more."""
+        """Return the columns of these rows; None if any row's sampling needs more."""
         key = rows.tobytes(), query_len, self._sampling.version
         if self._columns is None or self._columns.key != key:
             columns = self._sampling.plain_columns(rows)
@@ -103,7 +103,7 @@ class GraphInputs:
         return self._columns
 
     def tokens(self, output: ScheduleOutput, rows: IntArray, starts: IntArray) -> Tokens:
-        """Return the tokens of a step; `starts` (B,): first query position of each sequence."""
+        """Return the tokens of a step; `starts` (B,): each sequence's first query position."""
         if output.query_len == 1:
             ids = self._last_or_host_ids(output.sequences, rows, starts)
             return Tokens(ids, starts, starts)
@@ -116,10 +116,10 @@ class GraphInputs:
         ----------
         columns : Columns
         size : int
-            Sequences, padding included.
+            Number of sequences, padding included.
         tokens : Tokens
         stops : (B,) int32
-            The context lengths.
+            Context lengths.
         """
         buffer = self.static.next_buffer()
         count = len(columns.rows)
@@ -142,7 +142,7 @@ class GraphInputs:
     def fill_all(
         self, rows: IntArray, size: int, query_len: int, tokens: Tokens, stops: IntArray
     ) -> StagingBuffer:
-        """Return the next staging buffer, filled for a step whose graph ends with the logits."""
+        """Return the next staging buffer, filled for a graph that ends with the logits."""
         buffer = self.static.next_buffer()
         count = len(rows)
         buffer.holds = None
@@ -160,7 +160,7 @@ class GraphInputs:
         return buffer
 
     def fill_blocks(self, buffer: StagingBuffer, rows: IntArray, size: int) -> int:
-        """Write the block ids that are not on the device yet; return their number."""
+        """Write the block ids the device does not have yet; return their number."""
         if not self._table.has_unsent:
             buffer.fill_no_blocks()
             return 0
@@ -178,7 +178,7 @@ class GraphInputs:
         return int(offsets[-1])
 
     def send(self, buffer: StagingBuffer, num_new_blocks: int, tokens: Tokens) -> None:
-        """Copy the buffer, with its block ids, to the device."""
+        """Copy the buffer, including its block ids, to the device."""
         self.static.send(buffer, num_new_blocks)
         if tokens.drafts is not None:
             shape = tokens.drafts.shape[0], tokens.drafts.shape[1] + 1
@@ -190,7 +190,7 @@ class GraphInputs:
     def _last_or_host_ids(
         self, sequences: Sequence[ScheduledSequence], rows: IntArray, starts: IntArray
     ) -> IntArray:
-        """Return the ids that the host has to send; -1: the device reads its `last_ids`."""
+        """Return the ids the host must send; -1 where the device reads `last_ids`."""
         ids = np.full(len(rows), -1, np.int32)
         for index in (self._table.last_positions[rows] != starts).nonzero()[0].tolist():
             start = sequences[index].start
@@ -200,7 +200,7 @@ class GraphInputs:
     def _tokens_with_drafts(
         self, output: ScheduleOutput, rows: IntArray, starts: IntArray
     ) -> Tokens:
-        """Return the tokens of decodes that have drafts."""
+        """Return the tokens of decodes with drafts."""
         sequences = output.sequences
         query_len = output.query_len
         on_device = _drafts_on_device(sequences, query_len)
@@ -229,7 +229,7 @@ class GraphInputs:
 
 
 def _set_depths(positions: IntArray, sequences: Sequence[ScheduledSequence]) -> None:
-    """Set the position of each draft of a tree (B, query_len) by its depth."""
+    """Set the position of each draft in a tree (B, query_len) from its depth."""
     for row, sequence in zip(positions, sequences, strict=True):
         if sequence.drafts is not None and sequence.drafts.is_tree:
             depths = np.array(sequence.drafts.depths, np.int32)
@@ -237,7 +237,7 @@ def _set_depths(positions: IntArray, sequences: Sequence[ScheduledSequence]) -> 
 
 
 def _drafts_on_device(sequences: Sequence[ScheduledSequence], query_len: int) -> Any:
-    """Return the drafts (B, query_len - 1) of all sequences if they need not be sent, else None."""
+    """Return all sequences' drafts (B, query_len - 1) if already on the device, else None."""
     first = sequences[0].drafts
     if not isinstance(first, DeferredDrafts) or first.ids.on_device is None:
         return None

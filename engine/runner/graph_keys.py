@@ -1,4 +1,4 @@
-"""The batch sizes and context lengths for which CUDA graphs are captured."""
+"""Batch sizes and context lengths to capture CUDA graphs for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 __all__ = ["GraphKey", "batch_sizes", "context_buckets"]
 
-_SIZES = (1, 2, 4, 8, 16, 64, 128, 192, 256)  # sequences; above, in steps of 128
+_SIZES = (1, 2, 4, 8, 16, 64, 128, 192, 256)  # numbers of sequences; larger sizes in steps of 128
 
 
 @dataclass(frozen=True, order=True)
@@ -17,13 +17,13 @@ class GraphKey:
     Attributes
     ----------
     size : int
-        Sequences, padding included.
+        Number of sequences, padding included.
     max_context_len : int
-        The longest context that it supports.
+        Longest context the graph supports.
     query_len : int
-        Query tokens of each sequence.
+        Query tokens per sequence.
     is_tree : bool
-        Whether the drafts of a sequence may be a tree instead of a chain.
+        Whether a sequence's drafts may form a tree instead of a chain.
     """
 
     size: int
@@ -33,15 +33,15 @@ class GraphKey:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in a step, padding included."""
+        """Tokens per step, padding included."""
         return self.size * self.query_len
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return the batch sizes for which graphs are captured; the last is `max_num_seqs` or more.
+    """Return the batch sizes to capture graphs for; the last is at least `max_num_seqs`.
 
-    Above 16 rows, matrix products use tiles of 64, 128 and 192 rows, and a partial tile takes about
-    as long as a full one. So batches are padded to full tiles.
+    Above 16 rows, GEMM tiles have 64, 128 or 192 rows, and a partial tile takes about as long as a
+    full one, so batches are padded to full tiles.
 
     Examples
     --------
@@ -57,10 +57,10 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def context_buckets(size: int, max_model_len: int) -> tuple[int, ...]:
-    """Return the maximum context lengths for which graphs of `size` sequences are captured.
+    """Return the maximum context lengths to capture graphs of `size` sequences for.
 
-    A graph fixes the number of parts into which attention splits the keys of a sequence. With many
-    sequences it hardly splits them, whatever their length, so one graph serves all lengths.
+    A graph fixes the number of KV splits per sequence in attention. With many sequences there are
+    hardly any splits, whatever the length, so one graph serves all lengths.
 
     Examples
     --------

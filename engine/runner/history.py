@@ -1,4 +1,4 @@
-"""Token ids of penalised requests, kept on the device, where the penalties are computed."""
+"""Token ids of penalised requests, kept on the device that computes the penalties."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ IntArray = np.ndarray[Any, np.dtype[Any]]
 
 
 class HistoryTable:
-    """One row of token ids for each running request, as wide as the longest penalised one.
+    """One row of token ids per running request, as wide as the longest penalised one.
 
-    Sampled ids are appended on the device, so that penalties do not wait for the host.
+    Sampled ids are appended on the device, so penalties do not wait for the host.
 
     Examples
     --------
@@ -36,16 +36,16 @@ class HistoryTable:
         self._ids = self._xp.zeros((num_rows, 0), np.int32)
 
     def assign(self, row: int, token_ids: Sequence[int], max_num_tokens: int) -> None:
-        """Fill a row with known ids, and reserve room for `max_num_tokens` plus drafts."""
+        """Fill a row with known ids, reserving room for `max_num_tokens` plus drafts."""
         self._reserve(max_num_tokens + MAX_QUERY_LEN)
         self._ids[row, : len(token_ids)] = self._xp.asarray(np.array(token_ids, np.int32))
 
     def append(self, rows: Any, positions: Any, token_ids: Any) -> None:
-        """Write one id into each row, at its position; all arrays are on the device."""
+        """Append one id to each row, at its position; all arrays are on the device."""
         self._ids[rows, positions] = token_ids
 
     def write(self, row: int, position: int, token_ids: Sequence[int]) -> None:
-        """Write ids that the host knows into a row, from `position` on."""
+        """Write ids known to the host into a row, starting at `position`."""
         ids = self._xp.asarray(np.array(token_ids, np.int32))
         self._ids[row, position : position + len(token_ids)] = ids
 
@@ -62,12 +62,12 @@ class HistoryTable:
 
 
 def history_indices(inputs: StepInputs, history_lens: IntArray) -> dict[str, IntArray]:
-    """Return the indices with which `ModelRunner._sample` updates histories.
+    """Return the indices `ModelRunner._sample` uses to update histories.
 
-    "penalised": the rows of logits whose sampled ids are appended on the device. For a sequence
-    with drafts the host writes the ids, once the accepted ones are known. "path_rows",
+    "penalised": rows of logits whose sampled ids are appended on the device (for a sequence with
+    drafts the host writes the ids instead, once it knows the accepted ones). "path_rows",
     "path_columns", "path_ids": row, column and id of each draft to write into the gathered
-    histories; they precede the token to be sampled.
+    histories; these drafts precede the token to sample.
     """
     penalised = np.flatnonzero(history_lens)
     if inputs.paths is None:

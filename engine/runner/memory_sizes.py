@@ -1,4 +1,4 @@
-"""Upper bounds of a model's memory in bytes, from its configuration and the limits of a step."""
+"""Upper bounds for a model's memory in bytes, from its configuration and step limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["DraftSizes", "activation_bytes", "feature_bytes", "geometry_of"]
 
 @dataclass(frozen=True)
 class DraftSizes:
-    """Memory of a draft model or draft head, in bytes.
+    """Memory of a draft model or draft head.
 
     Attributes
     ----------
@@ -25,9 +25,9 @@ class DraftSizes:
     dtype : str
     weight_bytes, bytes_per_block : int
     num_spare_blocks : int
-        Blocks for drafts beyond their requests' blocks.
+        Extra blocks for drafts, beyond their requests' own blocks.
     feature_bytes : int
-        Bytes of the target's features that a head reads (`feature_bytes`).
+        Size of the target features the head reads (`feature_bytes`).
     """
 
     config: ModelConfig
@@ -66,19 +66,19 @@ class DraftSizes:
 
 
 def geometry_of(model: ModelConfig, block_size: int, dtype: str) -> KVGeometry:
-    """Return the shape of a model's blocks, with pages of `dtype`."""
+    """Return the shape of a model's KV blocks, stored as `dtype`."""
     return KVGeometry(model.num_layers, model.num_kv_heads, model.head_dim, block_size, dtype)
 
 
 def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -> int:
-    """Estimate the peak bytes of one step's activations.
+    """Estimate the peak activation bytes of one step.
 
-    The largest live set is the residual stream and all intermediates of one layer (all layers of a
-    kind share the memory of the first, `models/layer_plans.py`), and the logits with the sampler's
+    The largest live set is the residual stream, all intermediates of one layer (layers of a kind
+    share the first one's memory, see `models/layer_plans.py`), and the logits with the sampler's
     copy of them.
     """
-    mlp = 3 * model.intermediate_size if model.has_mlp else 0  # gate, up and their product
-    if model.moe is not None:  # gate · up and output of every expert of a token
+    mlp = 3 * model.intermediate_size if model.has_mlp else 0  # gate, up, and their product
+    if model.moe is not None:  # gate · up and the output of each of a token's experts
         pairs = model.moe.top_k * (model.moe.intermediate_size + model.hidden_size)
         mlp = max(mlp, pairs + 3 * model.moe.shared_size)
     attention = 2 * model.qkv_dim
@@ -92,7 +92,7 @@ def feature_bytes(
 ) -> int:
     """Return the bytes of the features of `num_layers` layers (`FeatureTap`).
 
-    A step's features are kept until the next step's are computed; all graphs share one set.
+    A step's features live until the next step computes its own; all graphs share one set.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def feature_bytes(
     dtype : str
     num_layers : int
     num_tokens, num_graph_tokens : int
-        Maximum tokens of a step outside graphs, and of one that a graph computes.
+        Maximum tokens per step, outside graphs and in a graph.
 
     Examples
     --------

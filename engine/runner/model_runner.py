@@ -1,10 +1,10 @@
 """Runs steps: moves blocks, builds the batch, runs the model, samples.
 
 `launch` starts a step and `read` waits for it, so that the next step can be launched in between:
-sampled ids stay on the device, where the next step reads them. If the sampling itself needs the
-previous step's ids on the host (for the mask of a grammar, say), `launch` starts the model only,
-and `sample` starts the rest once these ids are read: the host prepares it while the device runs
-the model.
+sampled ids stay on the device, where the next step reads them. If sampling needs the previous
+step's ids on the host (for a grammar mask, say), `launch` only starts the model, and `sample`
+starts the rest once those ids have been read; the host prepares it while the device runs the
+model.
 """
 
 from __future__ import annotations
@@ -42,54 +42,54 @@ _NO_SAMPLE = "its logits are NaN, or leave no token to choose"
 
 
 class RunnableModel(Protocol):
-    """The part of `Model` that the runner calls; `engine.testing.mock_model` implements it too."""
+    """Members of `Model` that the runner uses; `engine.testing.mock_model` has them too."""
 
     @property
     def config(self) -> ModelConfig:
-        """The model's sizes."""
+        """Model configuration."""
 
     @property
     def device(self) -> Device:
-        """The device on which the model computes."""
+        """Device that runs the model."""
 
     @property
     def long_rope_offset(self) -> int:
-        """First row of the long factors in the rope table; 0: none."""
+        """First row of the long factors in the rope table; 0 if it has none."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a sequence."""
 
     def forward(self, batch: ForwardBatch, kv_pages: Any) -> Any:
-        """Return the logits (R, V) float32 of the batch's `logits_indices`."""
+        """Return the logits (R, V) float32 for the batch's `logits_indices`."""
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Any) -> Any:
-        """Return the hidden states (R, N) from which `logits` computes logits."""
+        """Return the hidden states (R, N), the input of `logits`."""
 
     def logits(self, hidden: Any) -> Any:
-        """Return the logits (R, V) float32."""
+        """Return the logits (R, V) float32 of hidden states."""
 
     @property
     def local_model(self) -> RunnableModel:
-        """This process's shard, whose forward passes are not announced to other ranks."""
+        """This process's shard; its forward passes are not announced to other ranks."""
 
     def share_graphs(self, graphs: DecodeGraphs, max_model_len: int, max_draft_tokens: int) -> None:
-        """Let the other ranks capture the same graphs and replay them with these."""
+        """Have the other ranks capture the same graphs, and replay them in step with these."""
 
     def check_ranks(self) -> None:
-        """Verify that all ranks are alive; otherwise raise a RankError."""
+        """Verify that all ranks are alive; raise a RankError otherwise."""
 
 
 @dataclass(eq=False)
 class LaunchedStep:
-    """A step that has been launched on the device.
+    """A step launched on the device.
 
-    SAFETY: owns the host memory that the device writes to; keep it until `ModelRunner.read`.
+    SAFETY: owns the host memory the device writes to; keep it until `ModelRunner.read`.
     """
 
     output: ScheduleOutput
     sampled: Sequence[ScheduledSequence] = ()
-    # Row of each sequence's first logits in the results; None: one row for each sequence.
+    # Row of each sequence's first logits in the results; None: one row per sequence.
     first_logits_rows: Sequence[int] | None = None
     counts: Sequence[int | None] = ()  # `num_logprobs` of each sequence
     tokens: DeviceToHostCopy | None = None
@@ -107,18 +107,18 @@ class ModelRunner:
     kv_cache : KVCache
         On the model's device.
     max_num_seqs, max_model_len : int
-        Maximum sequences of a step, and tokens of a sequence.
+        Maximum sequences per step, and tokens per sequence.
     swap : SwapSpace, optional
         Host memory for swapped blocks.
     is_debug : bool
-        Check every block table before it is used.
+        Check every block table before use.
     feature_layers : sequence of int
-        Layers whose input is kept in each step (`ForwardBatch.features`).
+        Layers whose inputs are kept in each step (`ForwardBatch.features`).
 
     Attributes
     ----------
     features : FeatureTap
-        Passes the inputs of these layers on.
+        Passes on the inputs of these layers.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class ModelRunner:
         self._swap = swap
         self._is_debug = is_debug
         nothing = np.zeros(0, np.int64)
-        # Step id, rows and starts of the last step.
+        # Id, rows and starts of the last step.
         self._last_step: tuple[int, IntArray, IntArray] = (-1, nothing, nothing)
         max_blocks = -(-max_model_len // self._block_size)
         self._table = RequestRows(max_num_seqs, max_blocks, self._block_size, model.device)
@@ -153,7 +153,7 @@ class ModelRunner:
     def capture_graphs(
         self, max_model_len: int, max_draft_tokens: int = 0, *, progress: bool = False
     ) -> None:
-        """Capture CUDA graphs for decodes without drafts, and with `max_draft_tokens` each."""
+        """Capture CUDA graphs for decodes without drafts and with `max_draft_tokens` each."""
         self.graphs = DecodeGraphs(
             self.model.local_model,
             self._pages,
@@ -166,7 +166,7 @@ class ModelRunner:
         )
         self.model.share_graphs(self.graphs, max_model_len, max_draft_tokens)
         self.graphs.capture(progress=progress)
-        # CuPy compiles indexing by an array on first use: do it now, not in the first step.
+        # CuPy compiles indexing by an array on first use: trigger it now, not in the first step.
         last_ids = self._table.last_ids
         first = self.model.device.xp.zeros(1, np.int64)
         last_ids[first] = last_ids[first]
@@ -179,14 +179,14 @@ class ModelRunner:
                 self._table.release(request)
 
     def drop_last_ids(self, requests: Iterable[Request]) -> None:
-        """Let the next step take these requests' ids from the host, which knows all of them."""
+        """Make the next step take these requests' ids from the host, which knows them all."""
         self._table.last_positions[[r.row for r in requests if r.row >= 0]] = -1
 
     def recover(self) -> None:
-        """Wait for the device after a failed step, and free cached memory."""
+        """After a failed step, wait for the device and free cached memory."""
         if self.model.device.is_cuda:
             cp = self.model.device.xp
-            # SAFETY: pinned buffers of the failed step may be reused only after it has ended.
+            # SAFETY: the failed step's pinned buffers may be reused only once it has ended.
             cp.cuda.get_current_stream().synchronize()
             cp.get_default_memory_pool().free_all_blocks()
 
@@ -201,7 +201,7 @@ class ModelRunner:
         self._table.check_integrity()
 
     def launch(self, output: ScheduleOutput) -> LaunchedStep:
-        """Start the step `output`; steps must be launched in the order of their schedule."""
+        """Start the step `output`; launch steps in the order they were scheduled."""
         self.model.device.activate()
         if self._is_debug:
             self._check_copies(output)
@@ -225,7 +225,7 @@ class ModelRunner:
         return self._compute(LaunchedStep(output), inputs)
 
     def sample(self, step: LaunchedStep) -> None:
-        """Start the sampling of a step if it had to wait for the tokens of earlier steps."""
+        """Start sampling a step, if that had to wait for earlier steps' tokens."""
         if step.unsampled is None:
             return
         (logits, inputs) = step.unsampled
@@ -242,7 +242,7 @@ class ModelRunner:
         self._sample(step, logits, inputs, sampling, on_device)
 
     def read(self, step: LaunchedStep, timeout: float | None = None) -> StepResult:
-        """Wait for a step and return its result; sample it first if that is still to be done.
+        """Wait for a step and return its result; samples it first if that is still pending.
 
         Raises
         ------
@@ -262,7 +262,7 @@ class ModelRunner:
     # ---- launch
 
     def _rows_and_starts(self, output: ScheduleOutput) -> tuple[IntArray, IntArray]:
-        """Return the row (B,) int64 and the first query position (B,) int32 of each sequence."""
+        """Return each sequence's row (B,) int64 and first query position (B,) int32."""
         step_id, rows, starts = self._last_step
         if output.is_unchanged and step_id == output.step_id - 1:
             starts = starts + np.int32(1)
@@ -277,7 +277,7 @@ class ModelRunner:
         return rows, starts
 
     def _row(self, request: Request) -> int:
-        """Return the row of a request, assigning one if it is new or resumed."""
+        """Return a request's row, assigning one if the request is new or resumed."""
         if request.row >= 0:
             return request.row
         row = self._table.assign(request)
@@ -289,7 +289,7 @@ class ModelRunner:
         self.kv_cache.check_blocks([b for pair in output.copies for b in pair], "block copies")
 
     def _check_tables(self, output: ScheduleOutput, rows: IntArray, starts: IntArray) -> None:
-        """Verify block tables, rows and positions before anything is launched (debug mode)."""
+        """Verify block tables, rows and positions before launching anything (debug mode)."""
         sequences = output.sequences
         size = self._block_size
         lens = starts + np.array([s.num_scheduled_tokens for s in sequences], np.int32)
@@ -297,7 +297,7 @@ class ModelRunner:
         self._table.check(sequences, rows, starts, self.kv_cache.num_blocks, size)
 
     def _compute(self, step: LaunchedStep, inputs: StepInputs) -> LaunchedStep:
-        """Run the model on a step, and start its sampling unless it has to wait."""
+        """Run the model on a step, and start sampling unless that has to wait."""
         output = step.output
         logits, step.prompts = self._forward(inputs, self._prompt_parts(output, inputs))
         self.features.report(output, inputs.batch.cu_seqlens_q[:-1])
@@ -320,7 +320,7 @@ class ModelRunner:
         return prompt_parts(output.sequences, inputs.batch.cu_seqlens_q[:-1].tolist(), counts)
 
     def _send(self, batch: ForwardBatch, inputs: StepInputs) -> dict[str, Any]:
-        """Copy the arrays that the model needs to the device."""
+        """Copy the arrays the model needs to the device."""
         arrays = _arrays(batch) | {
             name: getattr(inputs, name) for name in ("last_id_tokens", "last_id_rows")
         }
@@ -378,9 +378,9 @@ class ModelRunner:
         sampled = self.sampler(logits, _with(sampling, columns))
         self._table.last_ids[on_device["sampled_rows"]] = sampled.token_ids
         self._table.last_positions[rows] = inputs.sampled_positions
-        # `rows`, not `request.row`: a request that the previous step finished has lost its row.
+        # `rows`, not `request.row`: a request finished by the previous step has lost its row.
         for sequence, first in zip(step.sampled, step.first_logits_rows or (), strict=False):
-            if sequence.drafts is not None:  # the host will know the next id, and sends it
+            if sequence.drafts is not None:  # the host will know the next id and send it
                 self._table.last_positions[rows[first]] = -1
         if "penalised" in on_device:
             chosen = on_device["penalised"]
@@ -400,10 +400,10 @@ class ModelRunner:
         step.tokens = DeviceToHostCopy(self.model.device, wanted)
 
     def _apply_processors(self, step: LaunchedStep, logits: Any, inputs: StepInputs) -> None:
-        """Apply logits processors to the rows of requests that have them."""
+        """Apply logits processors to the rows of requests that use them."""
         for index in np.flatnonzero(self._sampling.has_processors[inputs.sampled_rows]).tolist():
             request = inputs.sampled[index].request
-            if request.is_finished:  # the previous step finished it after this one was launched
+            if request.is_finished:  # finished by the previous step, after this one was launched
                 continue
             processors = request.spec.params.logits_processors or ()
             output_ids = request.output_token_ids
@@ -439,7 +439,7 @@ class ModelRunner:
         arrays: dict[str, Any],
         result: StepResult,
     ) -> None:
-        """Read a step with drafts: a sequence gets its accepted drafts and one more token."""
+        """Read a step with drafts: each sequence gets its accepted drafts plus one token."""
         all_ids = arrays["token_ids"].tolist()
         status = arrays["status"]
         has_failures = any(status.tolist())
@@ -470,9 +470,9 @@ class ModelRunner:
     def _slot_moves(
         self, sequence: ScheduledSequence, moves: Sequence[tuple[int, int]]
     ) -> list[tuple[int, int]]:
-        """Return the (source, target) slots of accepted drafts whose keys must be moved."""
+        """Return (source, target) slots of the accepted drafts whose keys must move."""
         row = sequence.request.row
-        if not moves or row < 0:  # without a row it has ended, or will be recomputed
+        if not moves or row < 0:  # without a row it has ended or will be recomputed
             return []
         positions = np.array(moves) + sequence.num_reached_tokens
         blocks = self._table.block_tables[row, positions // self._block_size].astype(np.int64)
@@ -481,7 +481,7 @@ class ModelRunner:
 
 
 def _sampling_arrays(inputs: StepInputs, sampling: SamplingBatch) -> dict[str, IntArray]:
-    """Return the arrays that `_sample` needs; those of `sampling` are named "sampling.<name>"."""
+    """Return the arrays `_sample` needs; those in `sampling` are named "sampling.<name>"."""
     arrays = {f"sampling.{n}": a for n, a in _arrays(sampling).items()}
     if sampling.history_lens is not None:
         arrays |= history_indices(inputs, sampling.history_lens)
@@ -489,7 +489,7 @@ def _sampling_arrays(inputs: StepInputs, sampling: SamplingBatch) -> dict[str, I
 
 
 def _indices_with(batch: ForwardBatch, parts: Sequence[PromptPart]) -> dict[str, Any]:
-    """Return `logits_indices` extended by the prompt tokens to be scored; {} without any."""
+    """Return `logits_indices` extended by the prompt tokens to score; {} if there are none."""
     if not parts:
         return {}
     wanted = [batch.logits_indices, *(part.rows for part in parts)]
@@ -497,12 +497,12 @@ def _indices_with(batch: ForwardBatch, parts: Sequence[PromptPart]) -> dict[str,
 
 
 def _with(batch: BatchT, arrays: Mapping[str, Any]) -> BatchT:
-    """Return `batch` with these arrays replaced; ten times as fast as `dataclasses.replace`."""
+    """Return `batch` with `arrays` replaced; ten times as fast as `dataclasses.replace`."""
     other = object.__new__(type(batch))
     vars(other).update(vars(batch), **arrays)
     return other
 
 
 def _arrays(batch: ForwardBatch | SamplingBatch) -> dict[str, Any]:
-    """Return the NumPy arrays of `batch` by name."""
+    """Return the NumPy arrays in `batch`, by name."""
     return {name: value for name, value in vars(batch).items() if isinstance(value, np.ndarray)}

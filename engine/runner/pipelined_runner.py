@@ -1,8 +1,8 @@
 """Runs the steps of a pipelined model; this process computes the last stage.
 
 `launch` announces a step to the other stages. This stage computes its layers and samples when the
-step is read, or when one of its requests must release its row. So several steps are in flight, for
-different requests, and every stage computes them in the order of their launches.
+step is read, or when one of its requests must release its row. This keeps several steps in flight,
+for different requests; every stage computes them in launch order.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["PipelinedRunner", "make_runner"]
 
 
 class PipelinedRunner(ModelRunner):
-    """A `ModelRunner` whose model is a `PipelinedModel`; its parameters are the same."""
+    """A `ModelRunner` for a `PipelinedModel`, with the same parameters."""
 
     def __init__(self, model: Any, *args: Any, **options: Any) -> None:
         super().__init__(model, *args, **options)
         self._stages = model
-        # Steps announced, but not computed by this stage yet; oldest first.
+        # Steps announced but not yet computed by this stage; oldest first.
         self._announced: deque[tuple[LaunchedStep, StepInputs | None]] = deque()
 
     def launch(self, output: ScheduleOutput) -> LaunchedStep:
@@ -50,21 +50,21 @@ class PipelinedRunner(ModelRunner):
         return step
 
     def read(self, step: LaunchedStep, timeout: float | None = None) -> StepResult:
-        """Compute this stage of a step and of those before it; see `ModelRunner.read`."""
+        """Compute this stage for all steps up to `step`; see `ModelRunner.read`."""
         while any(other is step for other, _ in self._announced):
             self._compute_oldest()
         return super().read(step, timeout)
 
     def release(self, requests: Iterable[Request]) -> None:
-        """Release the rows of these requests after the announced steps that use them."""
+        """Release these requests' rows, after computing the announced steps that use them."""
         requests = list(requests)
-        with contextlib.suppress(RankError):  # which the next step raises as well
+        with contextlib.suppress(RankError):  # the next step raises it as well
             while self._announced and not self._has_none_of(requests):
                 self._compute_oldest()
         super().release(requests)
 
     def _has_none_of(self, requests: list[Request]) -> bool:
-        """Tell whether no announced step contains one of these requests."""
+        """Tell whether no announced step contains any of these requests."""
         ids = {id(request) for request in requests if request.row >= 0}
         return not any(
             id(sequence.request) in ids
@@ -90,7 +90,7 @@ class PipelinedRunner(ModelRunner):
         on_device: Mapping[str, Any],
     ) -> None:
         super()._sample(step, logits, inputs, sampling, on_device)
-        # The first stage has no `last_ids`: it gets the ids of the next step from the host.
+        # The first stage has no `last_ids`: the host sends it the next step's ids.
         self._table.last_positions[inputs.sampled_rows] = -1
 
 

@@ -1,4 +1,4 @@
-"""Logits processors: user callables that run between the model and the sampler."""
+"""Logits processors: user callables that run between model and sampler."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def apply_processors(processors: Sequence[Processor], output_ids: list[int], row
     Parameters
     ----------
     processors : sequence of callable
-        ``processor(output_token_ids, logits)``: `logits` (V,) float32, a NumPy or CuPy array.
-        It may write into `logits` and return None, or return another array of that shape.
+        ``processor(output_token_ids, logits)``: `logits` is a NumPy or CuPy array (V,) float32.
+        A processor may modify it in place and return None, or return another array of that shape.
     output_ids : list of int
-        The ids generated so far; each processor gets a copy.
+        Ids generated so far; each processor gets a copy.
     row : (V,) array of float32
-        A view of the logits.
+        View of the logits.
 
     Returns
     -------
     str
-        An error message, or "" on success. After an error the row must not be sampled.
+        Error message, or "" on success. After an error the row must not be sampled.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """Log-probabilities of prompt tokens, from the hidden states of a prefill.
 
-The logits of a long prompt would not fit into memory, so they are computed and discarded one slice
-at a time. Per token, only its log-probability, its rank and the most probable ids are kept.
+The logits of a long prompt would not fit into memory, so they are computed one slice at a time and
+discarded. Only each token's log-probability, its rank and the most probable ids are kept.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from engine.scheduler.output import ScheduledSequence
 
 __all__ = ["PromptPart", "ScoredPart", "prompt_parts", "score_parts"]
 
-_SLICE_LOGITS = 1 << 24  # logits in memory at once: 64 MiB
-_CERTAIN = np.float32(1e30)  # a logit bias that makes greedy sampling choose its id
+_SLICE_LOGITS = 1 << 24  # maximum logits in memory at once: 64 MiB
+_CERTAIN = np.float32(1e30)  # logit bias that makes greedy sampling choose its id
 
 
 @dataclass(frozen=True)
 class PromptPart:
-    """The prompt tokens that one step can score for one request.
+    """Prompt tokens that one step can score for one request.
 
     Attributes
     ----------
     request : Request
     count : int
-        Number of most probable ids to return besides each token; -1 for all.
+        Number of most probable ids to return along with each token; -1 for all.
     position : int
-        Position of the first token that is scored.
+        Position of the first token to score.
     token_ids : list of int
-        The tokens that are scored.
+        Tokens to score.
     first_row : int
-        Row of the batch whose hidden state predicts the first token.
+        Batch row whose hidden state predicts the first token.
     """
 
     request: Request
@@ -51,7 +51,7 @@ class PromptPart:
 
     @property
     def rows(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Rows of the batch whose logits are needed."""
+        """Batch rows whose logits are needed."""
         return np.arange(self.first_row, self.first_row + len(self.token_ids), dtype=np.int32)
 
 
@@ -63,7 +63,7 @@ class ScoredPart:
     slices: list[DeviceToHostCopy]
 
     def read(self, result: StepResult) -> None:
-        """Wait for the scores, and add them to `result`."""
+        """Wait for the scores and add them to `result`."""
         entries: list[dict[int, Logprob]] = []
         ids = self.part.token_ids
         for copy in self.slices:
@@ -79,15 +79,15 @@ def prompt_parts(
     first_rows: Sequence[int],
     counts: Sequence[int | None],
 ) -> list[PromptPart]:
-    """Return the prompt tokens that a step can score: those that follow a token it computes.
+    """Return the prompt tokens a step can score: those that follow a token it computes.
 
     Parameters
     ----------
     sequences : sequence of ScheduledSequence
     first_rows : sequence of int
-        First row of each sequence in the batch.
+        Each sequence's first row in the batch.
     counts : sequence of (int or None)
-        `prompt_logprobs` of each request.
+        Each request's `prompt_logprobs`.
     """
     parts = []
     for sequence, row, count in zip(sequences, first_rows, counts, strict=True):
@@ -106,7 +106,7 @@ def score_parts(
     device: Device,
     vocab_size: int,
 ) -> list[ScoredPart]:
-    """Score `parts`, whose hidden states are concatenated in `hidden` (M, N)."""
+    """Score `parts`; `hidden` (M, N) concatenates their hidden states."""
     size = max(1, _SLICE_LOGITS // vocab_size)
     scored = []
     first = 0
@@ -124,7 +124,7 @@ def score_parts(
 def _score(
     logits: Any, token_ids: list[int], count: int, sampler: Sampler, device: Device
 ) -> DeviceToHostCopy:
-    """Score `token_ids`: a logit bias makes the sampler choose them and return their scores."""
+    """Score `token_ids`: a logit bias makes the sampler choose and score them."""
     num_rows = len(token_ids)
     columns = {
         "temperature": np.zeros(num_rows, np.float32),

@@ -1,7 +1,7 @@
-"""Persistent arrays with one row for each running request.
+"""Persistent arrays with one row per running request.
 
 A step's arrays are gathered from these rows, so preparing a step on the host takes a few array
-operations, plus work for the changes: requests that start or end, and block tables that grow.
+operations, plus work only for changes: requests that start or end, and block tables that grow.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ IntArray = np.ndarray[Any, np.dtype[Any]]
 
 
 class RequestRows:
-    """The rows of running requests; `Request.row` is the index of a request's row.
+    """One row per running request; `Request.row` is its index.
 
     Parameters
     ----------
     num_rows : int
-        Maximum requests that run at once.
+        Maximum number of running requests.
     max_blocks : int
         Maximum length of a block table.
     block_size : int
         Tokens per block.
     device : Device
-        Device of `last_ids`.
+        Device that holds `last_ids`.
 
     Attributes
     ----------
     owners : list of Request or None
-        The owner of each row; None: the row is free.
+        Owner of each row; None if the row is free.
     block_tables : (num_rows, max_blocks) int32
-        Block ids; entries past a table's length are stale.
+        Block ids; entries past the end of a table are stale.
     num_slots : (num_rows,) int64
-        Capacity in tokens of the blocks in each block table.
+        Token capacity of the blocks in each table.
     num_blocks, num_sent : (num_rows,) int64
-        Lengths of these block tables, and of their copies on the device (`decode_inputs`).
+        Lengths of these tables, and of their copies on the device (`decode_inputs`).
     has_unsent : bool
         Whether the two lengths may differ.
     last_ids : (num_rows,) int32, on the device
-        The last id sampled for each row. The host may not know it yet.
+        Last id sampled for each row; the host may not know it yet.
     last_positions : (num_rows,) int32
-        Position of that id in its sequence; -1 if the entry of `last_ids` is not valid.
+        Position of that id in its sequence; -1 if the `last_ids` entry is invalid.
     rope_offsets : (num_rows,) int32
-        First row of the rope table for the request.
+        First row of the rope table that the request uses.
     """
 
     def __init__(self, num_rows: int, max_blocks: int, block_size: int, device: Device) -> None:
@@ -115,17 +115,17 @@ class RequestRows:
         *,
         rewritten: bool,
     ) -> None:
-        """Copy the new entries of the requests' block tables that this step needs.
+        """Copy the new block-table entries this step needs.
 
         Parameters
         ----------
         sequences : sequence of ScheduledSequence
         rows : (B,) int64
-            Their rows.
+            Row of each sequence.
         lens : (B,) int
-            Tokens of each sequence whose blocks the step uses.
+            Tokens per sequence whose blocks the step uses.
         rewritten : bool
-            Whether existing entries may have changed; otherwise tables have only grown.
+            Whether existing entries may have changed; otherwise tables only grew.
         """
         if rewritten:
             self.num_slots[rows] = self.num_blocks[rows] = self.num_sent[rows] = 0
@@ -142,7 +142,7 @@ class RequestRows:
             self.has_unsent = True
 
     def note_sent(self, rows: IntArray) -> None:
-        """Record that these block tables are sent to the device."""
+        """Record that these block tables have been sent to the device."""
         self.num_sent[rows] = self.num_blocks[rows]
         self.has_unsent = self.num_sent.tobytes() != self.num_blocks.tobytes()
 
@@ -154,14 +154,14 @@ class RequestRows:
         num_blocks: int,
         block_size: int,
     ) -> None:
-        """Verify the rows that a step is about to use (debug mode).
+        """Verify the rows a step is about to use (debug mode).
 
         Raises
         ------
         EngineError
-            If `rows` or `starts` are not those of the sequences; if a row differs from its
-            request's block table or holds an id outside [0, num_blocks); or if two requests would
-            write to the same block.
+            If `rows` or `starts` do not match the sequences; if a row differs from its request's
+            block table or holds an id outside [0, num_blocks); or if two requests would write to
+            the same block.
         """
         wanted = [(s.request.row, s.start) for s in sequences]
         if list(zip(rows.tolist(), starts.tolist(), strict=True)) != wanted:

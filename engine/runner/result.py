@@ -1,4 +1,4 @@
-"""`StepResult`, the outcome of a step on the host, and its conversion from arrays."""
+"""`StepResult`: a step's outcome on the host, and its conversion from arrays."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["StepResult", "logprob_entries", "ranks_of"]
 
 @dataclass
 class StepResult:
-    """The outcome of a step.
+    """Outcome of a step.
 
     Attributes
     ----------
     token_ids : dict of Request to list of int
-        The ids sampled for each request.
+        Ids sampled for each request.
     logprobs : dict of Request to list of dict
-        For each sampled id, a dict of id -> `Logprob`; only for requests that asked for it.
+        One dict id -> `Logprob` per sampled id; only for requests that asked for it.
     prompt_logprobs : dict of Request to (int, list of dict)
-        First position scored, and such a dict for each prompt token from that position on.
+        Position of the first scored token, and one such dict per prompt token from there on.
     failed : dict of Request to str
-        The reason why no token could be sampled.
+        Why no token could be sampled.
     """
 
     token_ids: dict[Request, list[int]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class StepResult:
 
 
 def ranks_of(xp: Any, logits: Any, token_ids: Any) -> Any:
-    """Return the rank of one id per row, (R,) int64: 1 + the number of larger logits."""
+    """Return the rank of each row's id, (R,) int64: 1 + the number of larger logits."""
     rows = xp.arange(logits.shape[0])
     chosen = logits[rows, xp.maximum(token_ids, 0)]
     return (logits > chosen[:, None]).sum(axis=1) + 1
@@ -52,16 +52,16 @@ def ranks_of(xp: Any, logits: Any, token_ids: Any) -> Any:
 def logprob_entries(
     arrays: Mapping[str, Any], rows: Iterable[int], token_ids: Sequence[int], count: int
 ) -> list[dict[int, Logprob]]:
-    """Return one dict per row: the `count` most probable ids (-1: all) and the chosen one.
+    """Return one dict per row: its `count` most probable ids (-1: all) and the chosen id.
 
     Parameters
     ----------
     arrays : mapping
         "logprobs" (R,), "ranks" (R,), and "top_ids", "top_logprobs" (R, n) or None; NumPy.
     rows : iterable of int
-        The rows to read.
+        Rows to read.
     token_ids : sequence of int
-        The chosen id of each of these rows.
+        Chosen id of each of these rows.
     count : int
     """
     entries = []

@@ -1,4 +1,4 @@
-"""Sampling parameters of running requests: persistent arrays, from which a step gathers."""
+"""Sampling parameters of running requests, in persistent arrays that steps gather from."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["SamplingSpec", "SamplingTable"]
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
 _NO_LOGPROBS = -2
-_TINY = np.finfo(np.float32).tiny  # lower bound of parameters that must stay > 0 in float32
+_TINY = np.finfo(np.float32).tiny  # smallest value of parameters that must stay > 0 in float32
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, eq=False)
 class SamplingSpec:
-    """The sampling of one request.
+    """Sampling specification of one request.
 
     Attributes
     ----------
@@ -35,11 +35,11 @@ class SamplingSpec:
     seed : int
         In [0, 2**64).
     bad_words : tuple of tuple of int
-        Token sequences that must not be completed.
+        Token sequences the output must not contain.
     num_logprobs : int or None
-        See `SamplingParams.logprobs`; 0 also if only the sum of the log-probabilities is needed.
+        See `SamplingParams.logprobs`; also 0 if only the sum of log-probabilities is needed.
     grammar : engine.structured.grammar.GrammarState, optional
-        State of the grammar that the output must match.
+        State of the grammar the output must match.
     """
 
     params: SamplingParams
@@ -50,7 +50,7 @@ class SamplingSpec:
 
     @property
     def needs_host_ids(self) -> bool:
-        """Tell whether sampling an id requires the previous id on the host."""
+        """Tell whether sampling a token requires the previous id on the host."""
         return bool(self.bad_words or self.params.logits_processors or self.grammar is not None)
 
     @property
@@ -61,22 +61,22 @@ class SamplingSpec:
 
 
 class SamplingTable:
-    """Sampling parameters, one row for each running request (see `RequestRows`).
+    """Sampling parameters, one row per running request (see `RequestRows`).
 
     Parameters
     ----------
     num_rows, vocab_size : int
     eos_token_ids : sequence of int
-        Ids that are masked before `min_tokens` tokens, besides `stop_token_ids`.
+        Ids masked out until `min_tokens` tokens are generated, besides `stop_token_ids`.
     device : Device
-        Where histories live; all other arrays are on the host.
+        Device that holds the histories; all other arrays are on the host.
 
     Attributes
     ----------
     num_prompt_scored : int
-        Running requests that ask for prompt_logprobs.
+        Running requests with `prompt_logprobs`.
     version : int
-        Another one whenever `plain_columns` might return something else.
+        Changes whenever the result of `plain_columns` may have changed.
     """
 
     def __init__(
@@ -141,19 +141,18 @@ class SamplingTable:
         positions: IntArray,
         paths: Sequence[tuple[int, ...]] | None = None,
     ) -> SamplingBatch:
-        """Return the arrays for R rows of logits, on the host, without the history.
+        """Return the host arrays for R rows of logits, without the history.
 
         Parameters
         ----------
         sampled : sequence of ScheduledSequence
-            The sequence of each row of logits.
+            Sequence of each row of logits.
         rows : (R,) int64
-            The request's row, for each row of logits.
+            Request row of each row of logits.
         positions : (R,) int32
-            Positions of the tokens to be sampled.
+            Positions of the tokens to sample.
         paths : sequence of tuple of int, optional
-            For each row of logits, the drafts between the last known token and the one to be
-            sampled.
+            For each row of logits, the drafts between the last known token and the token to sample.
         """
         return SamplingBatch(
             temperature=self._floats["temperature"][rows],
@@ -169,7 +168,7 @@ class SamplingTable:
         )
 
     def plain_columns(self, rows: IntArray) -> dict[str, IntArray] | None:
-        """Return the columns that `kernels.sample` requires; None if any row needs more."""
+        """Return the columns required by `kernels.sample`; None if any row needs more."""
         is_special = self.is_penalised | self.has_processors | self._has_bias
         is_special |= self._num_logprobs != _NO_LOGPROBS
         is_special |= self._masks.has_mask
@@ -184,7 +183,7 @@ class SamplingTable:
         }
 
     def _most_logprobs(self, rows: IntArray) -> int | None:
-        """Return the largest log-probability count of these rows (-1: all); None without any."""
+        """Return the largest log-probability count of these rows (-1: all), or None."""
         wanted = self._num_logprobs[rows]
         most = int(wanted.max())
         if most == _NO_LOGPROBS:
@@ -209,7 +208,7 @@ class SamplingTable:
         positions: IntArray,
         paths: Sequence[tuple[int, ...]],
     ) -> dict[str, IntArray]:
-        """Return the concatenated logit biases of all rows; {} without any."""
+        """Return the concatenated logit biases of all rows; {} if there are none."""
         ids: list[int] = []
         values: list[float] = []
         counts = np.zeros(len(rows) + 1, np.int32)
@@ -231,7 +230,7 @@ class SamplingTable:
     def _bias(
         self, request: Request, row: int, position: int, path: tuple[int, ...]
     ) -> dict[int, float]:
-        """Return id -> bias of its logit, for the token at `position` that follows `path`."""
+        """Return the logit biases by id for the token at `position`, after `path`."""
         spec: SamplingSpec = request.spec
         params = spec.params
         bias = dict(params.logit_bias or {})
@@ -241,7 +240,7 @@ class SamplingTable:
                 ends -= {*self._eos}
             bias |= dict.fromkeys(sorted(ends), -np.inf)
         elif not bias and not spec.bad_words and not path:
-            self._has_bias[row] = False  # its only bias was min_tokens, now reached
+            self._has_bias[row] = False  # min_tokens, its only bias, has been reached
             self.version += 1
         if not spec.bad_words:
             return bias
@@ -250,7 +249,7 @@ class SamplingTable:
 
 
 def _last_of_bad_words(spec: SamplingSpec, output: list[int]) -> list[int]:
-    """Return the ids that would complete a bad word after `output`."""
+    """Return the ids that would complete a bad word if they followed `output`."""
     return [
         word[-1]
         for word in spec.bad_words

@@ -1,9 +1,9 @@
-"""The inputs of decode steps at fixed addresses, filled by one host-to-device copy per step.
+"""Inputs of decode steps at fixed addresses, filled by one host-to-device copy per step.
 
-A captured graph reads the addresses that it was captured with. So all inputs of a decode step are
-in one buffer on the device; the host writes them to a staging buffer, which is pinned memory, and
-copies the used part of it. There are several staging buffers, used in turn, because the copies of
-earlier steps may still be in flight while the next one is prepared.
+A captured graph always reads the same addresses, so all inputs of a decode step live in one device
+buffer. The host writes them to a staging buffer in pinned memory and copies the used part. Several
+staging buffers take turns, because copies of earlier steps may still be in flight while the next
+step is prepared.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["StagingBuffer", "StaticInputs"]
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
-_ALIGNMENT = 16  # bytes; every field starts at a multiple of it
-_NUM_BUFFERS = 4  # staging buffers: more than the steps that can be in flight
+_ALIGNMENT = 16  # bytes; alignment of every field
+_NUM_BUFFERS = 4  # staging buffers; more than the number of steps in flight
 
 # Name -> dtype and padding value. The block ids ("new_blocks") follow these fields.
 _TOKEN_FIELDS: dict[str, tuple[str, float]] = {
@@ -44,19 +44,19 @@ _FIELDS = _TOKEN_FIELDS | _SEQUENCE_FIELDS
 
 
 class StagingBuffer:
-    """Host memory for the inputs of one step, by name, and for its results.
+    """Host memory for one step's inputs, by name, and for its results.
 
-    SAFETY: in use by the device from `StaticInputs.send` until the event `done`, which `read` or
-    `release` records, has completed.
+    SAFETY: the device uses it from `StaticInputs.send` until the event `done`, recorded by `read`
+    or `release`, has completed.
 
     Attributes
     ----------
     fields : dict of str to array
-        One entry per token or per sequence; "cu_new_blocks" has one more, and "new_blocks" has
-        room for the maximum.
+        One entry per token or per sequence; "cu_new_blocks" has one more, "new_blocks" as many as
+        a step can send.
     results : (2 * max_tokens,) int32
     holds : object
-        Identifies the content that a later step can reuse; None: nothing.
+        Identifies content that a later step can reuse; None if there is none.
     has_blocks : bool
         Whether "cu_new_blocks" may be nonzero.
     """
@@ -68,14 +68,14 @@ class StagingBuffer:
         self.holds: object = None
         self.has_blocks = True
         self.done: Any = None
-        # Cached: NumPy takes microseconds to return an address.
+        # Cached: getting an address from NumPy takes microseconds.
         self.address = memory.ctypes.data
         self.results_address = results.ctypes.data
 
     def fill(self, num_sequences: int, size: int, query_len: int = 1, /, **columns: Any) -> None:
-        """Write the fields `columns` of `num_sequences`, and padding up to `size` sequences.
+        """Write the fields `columns` for `num_sequences` sequences, and pad up to `size`.
 
-        `query_len`: tokens per sequence, and so entries per sequence in a field of tokens.
+        `query_len`: entries per sequence in fields with one entry per token.
         """
         for name, column in columns.items():
             width = query_len if name in _TOKEN_FIELDS else 1
@@ -84,13 +84,13 @@ class StagingBuffer:
             field[num_sequences * width : size * width] = _FIELDS[name][1]
 
     def pad(self, num_sequences: int, size: int, query_len: int) -> None:
-        """Write the padding of all fields from `num_sequences` up to `size` sequences."""
+        """Write padding to all fields, from `num_sequences` up to `size` sequences."""
         for name, (_, value) in _FIELDS.items():
             width = query_len if name in _TOKEN_FIELDS else 1
             self.fields[name][num_sequences * width : size * width] = value
 
     def fill_blocks(self, counts: IntArray, size: int) -> IntArray:
-        """Write the offsets of each sequence's new blocks, and return them, (len(counts) + 1,)."""
+        """Write and return the offsets of each sequence's new blocks, (len(counts) + 1,)."""
         offsets = self.fields["cu_new_blocks"]
         self.has_blocks = True
         offsets[0] = 0
@@ -99,28 +99,28 @@ class StagingBuffer:
         return offsets[: len(counts) + 1]
 
     def fill_no_blocks(self) -> None:
-        """Zero the offsets of new blocks, for a batch of any size without new blocks."""
+        """Zero the offsets of new blocks, for a batch of any size that has none."""
         if self.has_blocks:
             self.fields["cu_new_blocks"][:] = 0
             self.has_blocks = False
 
 
 class StaticInputs:
-    """The buffer on the device and the staging buffers on the host, with the same layout.
+    """The device buffer, and host staging buffers with the same layout.
 
     Parameters
     ----------
     device : Device
-        On the CPU, the staging buffer is the buffer itself.
+        On the CPU, the buffer is its own staging buffer.
     max_sequences, max_tokens : int
-        Limits of a step.
+        Limits per step.
     max_new_blocks : int
-        Maximum block ids that a step sends.
+        Maximum block ids sent per step.
 
     Attributes
     ----------
     arrays : dict of str to array
-        The fields of `StagingBuffer.fields`, on the device.
+        Fields of `StagingBuffer.fields`, on the device.
     results : (2 * max_tokens,) int32, on the device
 
     Examples
@@ -156,7 +156,7 @@ class StaticInputs:
         self.send(first, 0)
 
     def next_buffer(self) -> StagingBuffer:
-        """Return the staging buffer for the next step, after waiting for its last use to end."""
+        """Return the staging buffer for the next step, once its last use has ended."""
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
         if buffer.done is not None and not buffer.done.done:
@@ -170,11 +170,11 @@ class StaticInputs:
             self._memory.data.copy_from_host_async(buffer.address, num_bytes, self._stream())
 
     def used(self, buffer: StagingBuffer, num_new_blocks: int) -> Any:
-        """Return the bytes of `buffer` that `send` copies."""
+        """Return the part of `buffer` that `send` copies, as bytes."""
         return buffer.memory[: self._base + 4 * num_new_blocks]
 
     def load(self, data: Any) -> StagingBuffer:
-        """Copy the bytes that `used` returned in another process to a staging buffer; send it."""
+        """Stage and send bytes that `used` returned in another process."""
         buffer = self.next_buffer()
         buffer.memory[: len(data)] = data
         buffer.holds = None
@@ -194,7 +194,7 @@ class StaticInputs:
         return DeviceToHostCopy.of(buffer.done, {"token_ids": rows[0], "status": rows[1]})
 
     def release(self, buffer: StagingBuffer) -> None:
-        """Make `buffer` reusable after its host-to-device copy; nothing is read back."""
+        """Make `buffer` reusable after its host-to-device copy, without reading results."""
         if buffer.done is not None:
             buffer.done.record(self._stream())
 
@@ -219,7 +219,7 @@ class StaticInputs:
 
 
 def _layout(max_sequences: int, max_tokens: int) -> tuple[dict[str, tuple[int, str, int]], int]:
-    """Return name -> (first byte, dtype, length), and the total number of bytes."""
+    """Return name -> (byte offset, dtype, length), and the total number of bytes."""
     layout = {}
     size = 0
     sizes = {name: (dtype, max_tokens) for name, (dtype, _) in _TOKEN_FIELDS.items()}

@@ -19,16 +19,16 @@ from engine.errors import StepTimeoutError
 
 __all__ = ["DeviceToHostCopy", "HostToDeviceCopy", "PinnedArrays"]
 
-_ALIGNMENT = 16  # bytes; every array of a copy starts at a multiple of it
+_ALIGNMENT = 16  # bytes; alignment of every array in a copy
 _POLL_SECONDS = 0.0002
-_NUM_TURNS = 3  # buffers in rotation: enough that none is waited for with the steps in flight
+_NUM_TURNS = 3  # buffers in rotation; enough that no step in flight has to wait for one
 
 
 class _PinnedBuffers:
-    """Pinned buffers that the device may still be reading.
+    """Pinned buffers the device may still be reading.
 
-    Pinned memory that is no longer referenced returns to a pool. The next copy could then overwrite
-    it before the device has read it, because the host never waits for a step that samples nothing.
+    Unreferenced pinned memory returns to a pool, where the next copy could overwrite it before the
+    device has read it: the host never waits for a step that samples nothing.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class _PinnedBuffers:
         self._lock = threading.Lock()
 
     def hold(self, buffer: Any, done: Any) -> None:
-        """Keep `buffer` until the event `done` completes; drop those already completed."""
+        """Keep `buffer` until the event `done` completes; drop buffers whose event has."""
         with self._lock:
             while self._in_flight and self._in_flight[0][0].done:
                 self._in_flight.popleft()
@@ -61,7 +61,7 @@ class HostToDeviceCopy:
     Attributes
     ----------
     arrays : dict of str to array
-        The copies on the device; on the CPU, the given arrays.
+        Device copies; on the CPU, the given arrays.
     """
 
     def __init__(self, device: Device, arrays: Mapping[str, Any]) -> None:
@@ -96,11 +96,11 @@ class HostToDeviceCopy:
 
 
 class PinnedArrays:
-    """A large array that the host writes in each step, copied while the device computes.
+    """A large array the host writes in every step, copied while the device computes.
 
-    The copy runs on a stream of its own: on the current stream it would wait for the model, which
-    was launched before it. Buffers are used in rotation and grow to the largest array requested.
-    On the CPU the array itself is used, a new one for each step.
+    The copy runs on its own stream: on the current one it would wait for the model, which was
+    launched earlier. Buffers rotate and grow to the largest array requested. On the CPU there is no
+    copy; each step uses a new array.
 
     Examples
     --------
@@ -114,11 +114,11 @@ class PinnedArrays:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._stream: Any = None
-        self._buffers: list[_Buffer] = []  # the next one first
+        self._buffers: list[_Buffer] = []  # next one first
         self._array: Any = None
 
     def next(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return an uninitialised array to write to; waits for the buffer's last use to end."""
+        """Return an uninitialised array to write to, once the buffer's last use has ended."""
         if not self._device.is_cuda:
             self._array = np.empty(shape, dtype)
             return self._array
@@ -129,21 +129,21 @@ class PinnedArrays:
         current = cuda.get_current_stream()
         buffer = self._buffers[0]
         last = self._buffers[-1]
-        last.is_free.record(current)  # its readers have been launched by now
+        last.is_free.record(current)  # its readers have all been launched by now
         buffer.is_free.synchronize()
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         if buffer.host.nbytes < num_bytes:
             buffer.grow(self._device.xp, 2 * num_bytes)
-            # SAFETY: earlier kernels of this stream may still use the memory just allocated.
+            # SAFETY: earlier kernels on this stream may still use the memory just allocated.
             buffer.is_sent.record(current)
             self._stream.wait_event(buffer.is_sent)
         self._array = buffer.host[:num_bytes].view(dtype).reshape(shape)
         return self._array
 
     def send(self) -> Any:
-        """Start the copy of the array that `next` returned, and return it on the device.
+        """Start copying the array that `next` returned; return the device copy.
 
-        Launch its readers on the current stream, before `next` is called again.
+        Launch its readers on the current stream, before calling `next` again.
         """
         if not self._device.is_cuda:
             return self._array
@@ -158,7 +158,7 @@ class PinnedArrays:
 
 
 class _Buffer:
-    """Pinned and device memory of the same size, with the events that guard their reuse."""
+    """Pinned and device memory of equal size, with the events that guard their reuse."""
 
     def __init__(self, cuda: Any) -> None:
         self.host: Any = np.empty(0, np.uint8)
@@ -178,7 +178,7 @@ class DeviceToHostCopy:
     ----------
     device : Device
     arrays : mapping of str to (array or None)
-        On the device.
+        Device arrays.
 
     Examples
     --------
@@ -216,7 +216,7 @@ class DeviceToHostCopy:
         self._done.record(stream)
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
-        """Wait for the copies, and return the arrays on the host.
+        """Wait for the copies, and return the host arrays.
 
         Raises
         ------

@@ -14,17 +14,17 @@ __all__ = ["WorkerGraphs"]
 
 
 class WorkerGraphs(DecodeGraphs):
-    """Replays the decode graphs that rank 0 replays, from copies of its staging buffers.
+    """Replays the same decode graphs as rank 0, from copies of its staging buffers.
 
     Parameters
     ----------
     model : Model
     kv_pages : sequence of (k_pages, v_pages)
     num_rows, max_blocks, block_size, max_model_len : int
-        Those of rank 0.
+        Same values as on rank 0.
     query_lens : sequence of int
     feature_layers : sequence of int
-        Layers whose inputs rank 0 keeps: all ranks take part in their sums.
+        Layers whose inputs rank 0 keeps: every rank takes part in their all-reduce.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class WorkerGraphs(DecodeGraphs):
         self._forward(key)
 
     def follow(self, key: GraphKey, staged: Any) -> None:
-        """Replay a step from rank 0's staging buffer; an empty buffer repeats the previous step."""
+        """Replay a step from rank 0's staging buffer; an empty one repeats the previous step."""
         if not staged.size:
             self.replay(key)
             return
