@@ -1,1 +1,1 @@
-"""Structured output: what a text must match, and masks of the tokens with which it still can."""
+"""Structured output: the format a text must match, and masks of the tokens it allows next."""

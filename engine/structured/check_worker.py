@@ -1,13 +1,13 @@
 """Trial compilation of grammars in a `Worker`, under limits that the kernel enforces.
 
-llguidance bounds its parser, but not the time, the memory and the stack that some schemas and
-grammars take to compile: a ``multipleOf`` of six digits takes seconds and a gigabyte, and five
-thousand rules that name each other overflow the stack. A grammar that compiles here also compiles
-in the engine: the worker's stack is smaller, and compilation does not depend on the vocabulary
-(here single bytes).
+llguidance bounds its parser, but not the time, memory and stack that compiling some schemas and
+grammars takes: a ``multipleOf`` of six digits takes seconds and a gigabyte, and five thousand rules
+that refer to each other overflow the stack. A grammar that compiles here also compiles in the
+engine: the worker's stack is smaller, and compilation does not depend on the vocabulary (here
+single bytes).
 
-All threads of a process share one worker, which the first grammar starts. A grammar that meets a
-limit ends it; the next one starts another.
+All threads of a process share one worker, started by the first grammar. A grammar that hits a limit
+ends the worker; the next grammar starts another.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from engine.text.child_process import (
 
 __all__ = ["check", "main"]
 
-MAX_SECONDS = 1.0  # CPU time of one grammar
-MAX_WAIT = 60.0  # wall-clock seconds for an answer
-MAX_MEMORY = 512 << 20  # bytes of address space beyond what the imports take
-_STACK = 1 << 20  # bytes; threads of the engine have 2 MiB and more
+MAX_SECONDS = 1.0  # CPU time per grammar
+MAX_WAIT = 60.0  # wall-clock seconds to wait for an answer
+MAX_MEMORY = 512 << 20  # bytes of address space beyond the imports' use
+_STACK = 1 << 20  # bytes; the engine's threads have at least 2 MiB
 _MAX_ANSWER_BYTES = 4096
 
 _WORKER = Worker("from engine.structured.check_worker import main; main()", _MAX_ANSWER_BYTES)
 
 
 def check(kind: str, text: str) -> str:
-    """Return why a grammar cannot be compiled, or "" if it can.
+    """Return why a grammar does not compile, or "" if it does.
 
     Raises
     ------
@@ -89,12 +89,12 @@ class _ByteVocabulary:
 
 
 def main() -> None:
-    """Answer each grammar with the reason why it cannot be compiled, or with nothing."""
+    """Answer each grammar with the reason it does not compile, or with nothing."""
     module = library()
     tokenizer = module.LLTokenizer(_ByteVocabulary(), n_vocab=257, eos_token=[256])
     threading.stack_size(_STACK)
     thread = ThreadPoolExecutor(1)
-    # Compile one grammar before setting the limit: its memory is needed once, not per grammar.
+    # Compile one grammar before setting the limit: it allocates memory needed only once.
     thread.submit(_reason, module, tokenizer, "lark", 'start: "a"').result()
     in_use = memory_gauge()()
     set_limits(in_use + MAX_MEMORY if in_use else 0)
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def _reason(module: ModuleType, tokenizer: Any, kind: str, text: str) -> str:
-    """Compile a grammar and its first mask; return why that fails, or ""."""
+    """Compile a grammar and its first mask; return why that failed, or ""."""
     try:
         matcher = compile_matcher(module, tokenizer, kind, text)
     except ValueError as error:

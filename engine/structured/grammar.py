@@ -1,4 +1,4 @@
-"""Compiled grammars, and the state of each request in its grammar."""
+"""Compiled grammars, and each request's state in its grammar."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Grammar", "GrammarCompiler", "GrammarState", "check_structured"]
 
 _MAX_CACHED = 128  # grammars
 _MAX_CACHED_CHARS = 16 << 20
-_NUM_MATCHERS = min(os.cpu_count() or 1, 16)  # most matchers of one grammar
-_MAX_SECONDS = 0.05  # total compile time after which a grammar gets no further matcher
+_NUM_MATCHERS = min(os.cpu_count() or 1, 16)  # maximum matchers per grammar
+_MAX_SECONDS = 0.05  # total compile seconds after which a grammar gets no further matchers
 
-# Slices of the vocabulary: llguidance allows all tokens that match a slice's regex at once if the
-# grammar accepts every such text. Its defaults have 10 and 30 characters: with fewer left by
-# `maxLength` it would check each token alone, which takes 20 times as long.
+# Slices of the vocabulary: if the grammar accepts every text that matches a slice's regex,
+# llguidance allows all the slice's tokens at once. Its defaults are 10 and 30 characters; when
+# `maxLength` leaves fewer, it would check each token individually, 20 times as slow.
 _CHARS_OF_SLICES = (3, 6, 10, 15, 20, 30)
 _IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [
@@ -37,12 +37,12 @@ _SLICES = [
 
 @functools.lru_cache(maxsize=_MAX_CACHED)
 def check_structured(structured: StructuredOutput) -> None:
-    """Raise what `GrammarCompiler.compile` would, without a vocabulary; any thread may call it.
+    """Raise as `GrammarCompiler.compile` would, but without a vocabulary; callable from any thread.
 
     Raises
     ------
     RequestError
-        If it cannot be compiled, or llguidance is not installed.
+        If the grammar does not compile, or llguidance is not installed.
     """
     library()
     _refuse_if(check(*source_of(structured)), structured)
@@ -54,15 +54,15 @@ def _refuse_if(why: str, structured: StructuredOutput) -> None:
 
 
 class GrammarCompiler:
-    """Compiles the grammars of requests for one vocabulary, and caches them.
+    """Compiles and caches requests' grammars for one vocabulary.
 
     Parameters
     ----------
     tokenizer : Tokenizer
     vocab_size : int
-        V of the model, which may be larger than the tokenizer's.
+        The model's V, which may exceed the tokenizer's.
     eos_token_ids : sequence of int
-        The ids that a complete text can end with; at least one.
+        Ids that may end a complete text; at least one.
 
     Raises
     ------
@@ -95,7 +95,7 @@ class GrammarCompiler:
         Raises
         ------
         RequestError
-            If it cannot be compiled; the message ends with llguidance's reason.
+            If the grammar does not compile; the message ends with llguidance's reason.
         """
         source = source_of(structured)
         with self._lock:
@@ -121,23 +121,23 @@ class GrammarCompiler:
 
 
 class Grammar:
-    """A compiled grammar, shared by the requests that ask for it.
+    """A compiled grammar, shared by the requests that use it.
 
     Copies of a matcher share its lexer behind a lock, so their masks are computed one after
-    another. A grammar therefore has several matchers, assigned to requests in turn; each is
-    compiled when it is first needed, if compiling is fast (`_MAX_SECONDS`).
+    another. A grammar therefore has several matchers, assigned to requests round-robin; each is
+    compiled when first needed, provided compilation is fast (`_MAX_SECONDS`).
 
     Parameters
     ----------
     compile_one : callable
         Returns a new matcher.
     masks : MaskStore
-        Shared by all grammars of this vocabulary.
+        Shared by all grammars of the vocabulary.
 
     Attributes
     ----------
     error : str
-        Why it cannot be used; "" if it can.
+        Why the grammar is unusable; "" if it is usable.
     """
 
     def __init__(self, compile_one: Callable[[], Any], masks: MaskStore) -> None:
@@ -150,7 +150,7 @@ class Grammar:
         self.error = reason(self._matchers[0])
 
     def new_state(self) -> GrammarState:
-        """Return the state of a request that has no output yet."""
+        """Return the initial state, for a request without output."""
         index = self._next % _NUM_MATCHERS
         self._next += 1
         if index == len(self._matchers) and self._seconds < _MAX_SECONDS:
@@ -162,33 +162,33 @@ class Grammar:
         start = time.perf_counter()
         matcher = self._compile_one()
         if not matcher.is_error():
-            matcher.compute_bitmask()  # copies inherit the lexer states it computes
+            matcher.compute_bitmask()  # copies inherit the lexer states this computes
         self._seconds += time.perf_counter() - start
         return matcher
 
 
 class GrammarState:
-    """The position of one request's output in its grammar.
+    """How far one request's output has advanced in its grammar.
 
-    The state follows the committed output ids and nothing else: a step that is rolled back or
-    repeated, or a preemption, does not change it. The matcher consumes the ids late, when a mask
-    has to be computed: a mask stored for another request with the same output needs no matcher.
+    The state depends on the committed output ids and nothing else: rollbacks, repeated steps and
+    preemptions do not change it. The matcher consumes ids lazily, only when a mask must be
+    computed: a mask already stored for another request with the same output needs no matcher.
 
     Attributes
     ----------
     matcher : llguidance.LLMatcher
-        It has consumed the output up to the ids in `unread`.
+        Has consumed the output except the ids in `unread`.
     masks : MaskStore
     group : int
-        Index of the matcher: states of one grammar in different groups can run in parallel.
+        Index of the matcher: states of one grammar in different groups can be computed in parallel.
     prefix : Prefix or None
-        The output, if another request of the grammar may have the same one.
+        Node for the output so far; None if no other request of the grammar shares it.
     num_followed : int
         Number of output ids followed so far.
     unread : list of int
-        The last of these ids, which the matcher has not consumed yet.
+        The last of these ids, not yet consumed by the matcher.
     error : str
-        Why no further mask can be computed; "" while no failure is known.
+        Why no further mask can be computed; "" while nothing has failed.
     """
 
     __slots__ = (
@@ -206,7 +206,7 @@ class GrammarState:
         self._tree = tree
 
     def follow(self, output_ids: Sequence[int]) -> None:
-        """Advance to the end of `output_ids`, which continue those of the last call."""
+        """Advance to the end of `output_ids`, which extend those of the previous call."""
         new = output_ids[self.num_followed :]
         self.num_followed += len(new)
         self.unread += new
@@ -217,7 +217,7 @@ class GrammarState:
                     break
 
     def catch_up(self) -> None:
-        """Let the matcher consume the unread ids; set `error` if the grammar forbids one."""
+        """Have the matcher consume the unread ids; set `error` if the grammar forbids one."""
         if self.unread:
             unread = self.unread
             self.unread = []
@@ -227,8 +227,8 @@ class GrammarState:
     def forced_tokens(self, limit: int) -> list[int]:
         """Return up to `limit` ids that the grammar forces; empty if it leaves a choice.
 
-        They are the forced text as the tokenizer encodes it, without the last tokens that the text
-        after it could change. The mask before each of them allows no other token.
+        These are the tokens of the forced text, minus trailing ones that could change with the text
+        after it. The mask before each allows no other token.
         """
         self.catch_up()
         if self.error:
@@ -237,13 +237,13 @@ class GrammarState:
         return ids[:limit]
 
     def note_error(self) -> None:
-        """Set `error` if the matcher has failed: at a limit, or at a forbidden token."""
+        """Set `error` if the matcher has failed, at a limit or a forbidden token."""
         if not self.error and (why := reason(self.matcher)):
             self.error = f"structured output: {why}"
 
 
 class _Vocabulary:
-    """Adapter from the engine's tokenizer to the interface that llguidance expects."""
+    """Adapts the engine's tokenizer to the interface llguidance expects."""
 
     is_tokenizer_wrapper = True
 

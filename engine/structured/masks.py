@@ -1,4 +1,4 @@
-"""Masks of many requests, computed in parallel; requests in equal states share one."""
+"""Masks of many requests, computed in parallel; requests in equal states share one mask."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from engine.structured.sources import library
 
 __all__ = ["MaskPlan"]
 
-# With few cores, waking the threads takes longer.
+# With few cores, waking the threads costs more than it saves.
 _CONSUMES_ON_ALL_CORES = (os.cpu_count() or 1) >= 8
 
 MaskArray = np.ndarray[Any, np.dtype[np.int32]]
 Run = tuple[GrammarState, int, tuple[int, ...]]
-"""A state, the index of its first mask, and a chain of drafts: one further mask for each."""
+"""A state, the index of its first mask, and a chain of drafts, each adding one mask."""
 
 
 @functools.cache
@@ -29,24 +29,24 @@ def _executor() -> Any:
 
 
 class MaskPlan:
-    """The masks that a step needs, and the assignment of its rows to them.
+    """The masks a step needs, and which mask each row uses.
 
     Parameters
     ----------
     states : sequence of GrammarState
-        One per row. Rows of the same state, with different paths, are neighbours.
+        One per row. Rows with the same state but different paths are adjacent.
     paths : sequence of tuple of int, optional
-        Drafts after each row's output; None for no drafts.
+        Drafts after each row's output; None if there are no drafts.
     rules : sequence of int, optional
-        Id of each row's mask rule; rows with equal ids may share a mask, which the caller changes
-        by that rule. None: one rule for all rows.
+        Id of each row's mask rule; only rows with equal ids may share a mask, which the caller then
+        modifies by that rule. None: one rule for all rows.
 
     Attributes
     ----------
     indices : list of int
-        The mask of each row.
+        Mask of each row.
     firsts : list of int
-        The first row of each mask.
+        First row of each mask.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MaskPlan:
         known: dict[Any, int] = {}
         for row, state in enumerate(states):
             index = len(firsts)
-            # Without a prefix no other state is equal, and the rows of this one differ in paths.
+            # Without a prefix no other state is equal, and rows of the same state differ in path.
             if state.prefix is not None:
                 key = state.prefix, rules[row], paths[row] if paths else ()
                 index = known.setdefault(key, index)
@@ -79,18 +79,18 @@ class MaskPlan:
         Parameters
         ----------
         masks : (n, ceil(V/32)) array of int32
-            C-contiguous, one row for each of `firsts`. Bit i of word w: id 32 w + i is allowed.
+            C-contiguous, one row per entry of `firsts`. Bit i of word w: id 32 w + i is allowed.
 
         Returns
         -------
         list of bool
-            Whether the grammar allows each mask's path; if not, the mask allows every token, as do
-            the masks of states with an `error`. A path that contains an end of sequence may be
-            reported either way: no token follows it.
+            Whether the grammar allows each mask's path. If not, or if the state has an `error`, the
+            mask allows every token. A path that contains an end of sequence may be reported either
+            way: no token follows it.
         """
         runs, alone = self._runs()
         runs = [run for run in runs if run[0].prefix is None or not _copy(run, masks)]
-        runs.sort(key=_group)  # a thread gets neighbours, which share a lexer
+        runs.sort(key=_group)  # neighbours, which share a lexer, go to the same thread
         _catch_up([state for state, _, _ in runs])
         _compute([run for run in runs if not run[0].error], masks)
         is_allowed = [True] * len(masks)
@@ -110,10 +110,10 @@ class MaskPlan:
         return is_allowed
 
     def _refill(self, failed: list[int], masks: MaskArray, is_allowed: list[bool]) -> None:
-        """Compute the masks of failed states with another state that shares them.
+        """Recompute the masks of failed states from another state that shares them.
 
-        The first state may have failed at a draft that the others do not have. If the second one
-        fails too, so would the others: they get its error untried, as a failure takes long.
+        The first state may have failed at a draft that the others do not have. If the second fails
+        too, the others would as well: failing is slow, so they get its error untried.
         """
         states = self._states
         sharers = {index: list[int]() for index in failed}
@@ -131,7 +131,7 @@ class MaskPlan:
                 state.error = others[0].error
 
     def _runs(self) -> tuple[list[Run], list[Run]]:
-        """Return the runs along a chain of drafts, computed in one call, and the single masks."""
+        """Return the runs along draft chains, computed in one call each, and the single masks."""
         states = self._states
         paths = self._paths
         if paths is None:
@@ -157,7 +157,7 @@ class MaskPlan:
 
 
 def _copy(run: Run, masks: MaskArray) -> bool:
-    """Copy a run's masks from the store; return False if any is not stored."""
+    """Copy a run's masks from the store; return False if any is missing."""
     state, index, chain = run
     assert state.prefix is not None
     kept = [state.masks.get(prefix) for prefix in state.prefix.along(chain)]
@@ -178,7 +178,7 @@ def _keep(run: Run, masks: MaskArray, is_allowed: Sequence[bool]) -> None:
 
 
 def _check(run: Run, masks: MaskArray, is_allowed: list[bool]) -> None:
-    """Set which drafts of a chain are allowed; masks after a forbidden one allow every token."""
+    """Mark which drafts of a chain are allowed; masks after a forbidden one allow every token."""
     _, index, chain = run
     num_words = masks.shape[1]
     stop = index + 1 + len(chain)
@@ -208,7 +208,7 @@ def _fill_after(state: GrammarState, path: Sequence[int], mask: MaskArray) -> bo
 
 
 def _catch_up(states: Sequence[GrammarState]) -> None:
-    """Let the matchers consume their unread ids; those with a single id in parallel."""
+    """Have the matchers consume their unread ids; single ids are consumed in parallel."""
     ones = [state for state in states if len(state.unread) == 1]
     if _CONSUMES_ON_ALL_CORES and len(ones) > 1:
         pairs = [(state.matcher, state.unread.pop()) for state in ones]

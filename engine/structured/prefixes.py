@@ -1,8 +1,8 @@
-"""Common prefixes of the outputs of several requests, and the masks that follow them.
+"""Common prefixes of several requests' outputs, and the masks after them.
 
-Two states of one grammar that have consumed the same ids are equal. While outputs agree, such as at
-the start of a text that a schema describes, a mask is therefore computed once for all requests, and
-stored for later ones.
+Two states of one grammar that have consumed the same ids are equal. While outputs agree, as at the
+start of a text described by a schema, a mask is computed once for all requests, and stored for
+later ones.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _MAX_PREFIXES = 4096  # per grammar
 
 
 class Prefix:
-    """The first ids of at least one request's output.
+    """The first ids of one or more requests' outputs.
 
     Attributes
     ----------
     children : dict of int to Prefix
-        The prefixes that are one id longer.
+        Prefixes longer by one id.
     num_visits : int
-        Number of outputs that have begun with it.
+        Number of outputs that began with this prefix.
     """
 
     __slots__ = ("children", "num_visits")
@@ -39,7 +39,7 @@ class Prefix:
         self.num_visits = 0
 
     def along(self, token_ids: Iterable[int]) -> list[Prefix]:
-        """Return this prefix and its extensions by 1, 2, ... of `token_ids`, as far as known."""
+        """Return this prefix and its known extensions by 1, 2, ... of `token_ids`."""
         prefixes = [self]
         for token_id in token_ids:
             longer = prefixes[-1].children.get(token_id)
@@ -52,8 +52,8 @@ class Prefix:
 class PrefixTree:
     """The prefixes of one grammar's outputs.
 
-    A request adds at most one prefix, at the point where it departs from the others: ids that only
-    one request has written need none. At `_MAX_PREFIXES` the next requests start a new tree.
+    A request adds at most one prefix, where it departs from the others: ids that only one request
+    has generated need none. Beyond `_MAX_PREFIXES`, new requests start a new tree.
 
     Examples
     --------
@@ -61,7 +61,7 @@ class PrefixTree:
     >>> first, second = tree.start(), tree.start()
     >>> first is second, tree.after(first, 7) is tree.after(second, 7)
     (True, True)
-    >>> tree.after(tree.after(first, 8), 9) is None  # only one has come to 8
+    >>> tree.after(tree.after(first, 8), 9) is None  # only one has reached 8
     True
     """
 
@@ -70,7 +70,7 @@ class PrefixTree:
         self._num_prefixes = 1
 
     def start(self) -> Prefix:
-        """Return the prefix of no ids."""
+        """Return the empty prefix."""
         if self._num_prefixes > _MAX_PREFIXES:
             self._root = Prefix()
             self._num_prefixes = 1
@@ -78,7 +78,7 @@ class PrefixTree:
         return self._root
 
     def after(self, prefix: Prefix, token_id: int) -> Prefix | None:
-        """Return `prefix` extended by an id; None if no other request can share it."""
+        """Return `prefix` extended by one id; None if no other request can share it."""
         longer = prefix.children.get(token_id)
         if longer is None:
             if prefix.num_visits < 2:
@@ -90,7 +90,7 @@ class PrefixTree:
 
 
 class MaskStore:
-    """Least-recently-used cache of the masks after prefixes that several requests share.
+    """LRU cache of the masks after shared prefixes.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class MaskStore:
         return len(self._masks)
 
     def get(self, prefix: Prefix) -> MaskArray | None:
-        """Return the mask (ceil(V/32),) after `prefix`, read-only; None if it is not stored."""
+        """Return the mask (ceil(V/32),) after `prefix`, read-only; None if not stored."""
         mask = self._masks.get(prefix)
         if mask is not None:
             self._masks.move_to_end(prefix)

@@ -1,4 +1,4 @@
-"""Translation of a `StructuredOutput` to a grammar that llguidance compiles: a kind and a text."""
+"""Translates a `StructuredOutput` to the kind and text of a grammar for llguidance."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from engine.structured.spec import StructuredOutput
 
 __all__ = ["compile_matcher", "library", "reason", "source_of"]
 
-# Bounded: some models never stop writing white space between two tokens of JSON.
+# Bounded: some models never stop writing white space between two JSON tokens.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{1,32}"}
 
-# Limits per request: at about 2 KiB per lexer state, and at most 50 ms per mask.
+# Limits per request: about 2 KiB per lexer state, and at most 50 ms per mask.
 _LIMITS = {"max_lexer_states": 1 << 16, "max_grammar_size": 200_000, "verbose_errors": False}
 _MAX_REASON_CHARS = 400
 
 
 def library() -> ModuleType:
-    """Return the module llguidance.
+    """Import and return the module llguidance.
 
     Raises
     ------
@@ -38,7 +38,7 @@ def library() -> ModuleType:
 
 
 def source_of(structured: StructuredOutput) -> tuple[str, str]:
-    """Return the kind ("json_schema", "regex", "lark") and the text of a grammar.
+    """Return a grammar's kind ("json_schema", "regex", "lark") and text.
 
     Examples
     --------
@@ -58,7 +58,7 @@ def source_of(structured: StructuredOutput) -> tuple[str, str]:
 
 
 def compile_matcher(module: ModuleType, tokenizer: Any, kind: str, text: str) -> Any:
-    """Return llguidance's matcher of a grammar. A grammar error is in the matcher: see `reason`.
+    """Return llguidance's matcher for a grammar; it holds any grammar error (see `reason`).
 
     Raises
     ------
@@ -74,7 +74,7 @@ def compile_matcher(module: ModuleType, tokenizer: Any, kind: str, text: str) ->
 
 
 def reason(matcher: Any) -> str:
-    """Return why `matcher` has failed, or "" if it has not."""
+    """Return why `matcher` failed, or "" if it did not."""
     if not matcher.is_error():
         return ""
     text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())

@@ -1,4 +1,4 @@
-"""`StructuredOutput`: what the text of a request must match. Plain data; needs no library.
+"""`StructuredOutput`: the format a request's text must match. Plain data; needs no library.
 
 `engine.structured.grammar` compiles it.
 """
@@ -32,37 +32,37 @@ MAX_GRAMMAR_CHARS = 1 << 16
 MAX_CHOICES = 4096
 MAX_CHOICE_CHARS = 1024
 
-_MAX_CHOICES_CHARS = 1 << 18  # characters of all choices together
+_MAX_CHOICES_CHARS = 1 << 18  # maximum total characters of all choices
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutput:
-    """The format of a request's whole output text; exactly one field is given.
+    """Format of a request's whole output text; set exactly one field.
 
-    vLLM calls it `StructuredOutputsParams`, and before that `GuidedDecodingParams` (its fields
+    vLLM calls it `StructuredOutputsParams`, and formerly `GuidedDecodingParams` (with fields
     ``guided_json``, ``guided_regex``, ``guided_choice`` and ``guided_grammar``). Construction
-    checks types and sizes. Whether a schema, an expression or a grammar can be compiled is found
-    when the request is added.
+    checks types and sizes; whether the schema, expression or grammar compiles is checked when the
+    request is added.
 
     Attributes
     ----------
     json : str or dict, optional
-        A JSON schema; kept as text of at most `MAX_SCHEMA_CHARS`.
+        JSON schema; stored as text of at most `MAX_SCHEMA_CHARS`.
     regex : str, optional
-        A regular expression in the syntax of Rust's regex library; the whole text matches it.
+        Regular expression in the syntax of Rust's regex library; it must match the whole text.
     choice : sequence of str, optional
-        The texts to choose from; at most `MAX_CHOICES`.
+        Texts to choose from; at most `MAX_CHOICES`.
     grammar : str, optional
-        A context-free grammar in llguidance's variant of Lark; its first rule is ``start``.
+        Context-free grammar in llguidance's variant of Lark; its first rule is ``start``.
     json_object : bool
-        Any JSON object.
+        Allow any JSON object.
 
     Raises
     ------
     RequestError
-        If none or several fields are given, or one has the wrong type or is too large.
+        If no field or several fields are set, or one has the wrong type or is too large.
     UnknownOptionError
-        If a keyword is none of the above.
+        If a keyword is not one of the above.
 
     Examples
     --------
@@ -84,7 +84,7 @@ json_object; got choice and regex
     json_object: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> StructuredOutput:
-        """Refuse unknown keywords, naming the nearest known one (a dataclass would not)."""
+        """Reject an unknown keyword, suggesting the nearest known one (a dataclass would not)."""
         for name in kwargs:
             if name not in _NAMES:
                 raise unknown_keyword("StructuredOutput", name, _NAMES)
@@ -105,7 +105,7 @@ json_object; got choice and regex
 
     @property
     def kind(self) -> str:
-        """The name of the field that is given."""
+        """Name of the field that is set."""
         return next(name for name in _NAMES if self._has(name))
 
     def _has(self, name: str) -> bool:
@@ -117,14 +117,14 @@ _NAMES = tuple(field.name for field in dataclasses.fields(StructuredOutput))
 
 
 def structured_output_of(value: object) -> StructuredOutput | None:
-    """Return `value`, a mapping of fields or a `StructuredOutput`, as a `StructuredOutput`.
+    """Convert `value`, a mapping of fields or a `StructuredOutput`, to a `StructuredOutput`.
 
     None stays None.
 
     Raises
     ------
     RequestError, UnknownOptionError
-        If it is none of these, or its fields are invalid.
+        If `value` is anything else, or its fields are invalid.
     """
     if value is None or isinstance(value, StructuredOutput):
         return value
@@ -156,7 +156,7 @@ def _choices(value: object) -> tuple[str, ...]:
 
 
 def _schema(value: object) -> str:
-    """Return a schema as JSON, after checking its size and its depth."""
+    """Return a schema as JSON, after checking its size and depth."""
     text = value if isinstance(value, str) else _dumped(value)
     text = _text("json", text, MAX_SCHEMA_CHARS)
     if (depth := _depth(text)) > MAX_SCHEMA_DEPTH:
@@ -193,7 +193,7 @@ def _dumped(value: object) -> str:
 
 
 def _depth(text: str) -> int:
-    """Return the nesting depth of the brackets of a JSON text, outside its strings."""
+    """Return the nesting depth of brackets in a JSON text, ignoring its strings."""
     depth = deepest = 0
     in_string = is_escaped = False
     for char in text:

@@ -1,1 +1,1 @@
-"""Uses of an engine beyond generation: beam search, embeddings, and evaluation of a text."""
+"""Uses of an engine beyond generation: beam search, embeddings, and perplexity evaluation."""

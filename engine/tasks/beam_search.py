@@ -1,8 +1,8 @@
 """Beam search: extend the most probable continuations of a prompt in parallel.
 
-Each beam is a request of the engine. A beam that is extended by its own most probable token keeps
-its request; every other child is a fork that shares the parent's blocks (`add_request(parent=)`);
-a beam without children is aborted.
+Each beam is an engine request. A beam extended by its own most probable token keeps its request;
+every other child is a fork that shares the parent's blocks (`add_request(parent=)`); a beam without
+children is aborted.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class BeamSearchParams:
     Attributes
     ----------
     beam_width : int
-        Beams kept at each step, and sequences returned.
+        Beams kept per step, and sequences returned.
     max_tokens : int
         Maximum number of tokens per sequence.
     length_penalty : float
-        A sequence of n generated tokens (not counting the end of sequence) is scored by its
-        cumulative log-probability divided by ``n ** length_penalty``; above 0 favours long ones.
+        A sequence of n generated tokens (end of sequence not counted) is scored by its cumulative
+        log-probability divided by ``n ** length_penalty``; values above 0 favour long sequences.
     ignore_eos : bool
-        Whether to treat the model's end-of-sequence tokens as ordinary tokens.
+        Treat the model's end-of-sequence tokens as ordinary tokens.
 
     Raises
     ------
     RequestError
-        If a value is out of its range.
+        If a value is out of range.
     UnknownOptionError
-        If a keyword is none of the above.
+        If a keyword is not one of the above.
 
     Examples
     --------
@@ -62,7 +62,7 @@ class BeamSearchParams:
     ignore_eos: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> BeamSearchParams:
-        """Refuse unknown keywords with the nearest known one."""
+        """Reject an unknown keyword, suggesting the nearest known one."""
         known = (*_RANGES, "ignore_eos")
         for name in kwargs:
             if name not in known:
@@ -85,11 +85,11 @@ class BeamSearchSequence:
     token_ids : tuple of int
         Generated tokens, including the end of sequence.
     cum_logprob : float
-        Sum of their log-probabilities.
+        Sum of the tokens' log-probabilities.
     score : float
-        Length-normalised log-probability, by which sequences are ranked.
+        Length-normalised log-probability; sequences are ranked by it.
     text : str or None
-        Its text without special tokens; None if the model has no tokenizer.
+        Text without special tokens; None if the model has no tokenizer.
     finish_reason : str
         "stop" or "length".
     """
@@ -103,7 +103,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True)
 class BeamSearchOutput:
-    """The result of `LLM.beam_search` for a prompt: at most `beam_width` sequences, best first."""
+    """Result of `LLM.beam_search` for a prompt: at most `beam_width` sequences, best first."""
 
     prompt: str | None
     prompt_token_ids: Sequence[int]
@@ -112,10 +112,10 @@ class BeamSearchOutput:
 
 @dataclass
 class _Beam:
-    """An unfinished sequence, and the request that computes it.
+    """An unfinished sequence and the request that computes it.
 
-    `logprobs[i]` is the distribution of token `start + i`. The request may already have generated
-    further tokens: greedily, so not necessarily those of the sequence.
+    `logprobs[i]` is the distribution of token `start + i`. The request may have generated more
+    tokens, but greedily, so they need not match the sequence.
     """
 
     request_id: str
@@ -127,18 +127,18 @@ class _Beam:
 
     @property
     def next_logprobs(self) -> dict[int, Logprob] | None:
-        """The distribution of the token after `token_ids`; None until it is known."""
+        """Distribution of the token after `token_ids`; None until it is known."""
         index = len(self.token_ids) - self.start
         return self.logprobs[index] if index < len(self.logprobs) else None
 
     @property
     def next_own_id(self) -> int:
-        """The token that the request itself generated after `token_ids`."""
+        """Token the request itself generated after `token_ids`."""
         return self.own_ids[len(self.token_ids) - self.start]
 
 
 class BeamSearch:
-    """The search for one prompt; call `advance` when its requests have new outputs.
+    """Beam search for one prompt; call `advance` when its requests have new outputs.
 
     Parameters
     ----------
@@ -146,10 +146,10 @@ class BeamSearch:
     prompt : prompt
     params : BeamSearchParams
     name : str
-        Prefix of the ids of all its requests.
+        Prefix for the ids of all its requests.
     inbox : dict of str to list of RequestOutput
-        Outputs by request id: the search adds an entry for each of its requests, and the caller
-        that steps the engine appends the outputs.
+        Outputs by request id: the search adds an entry for each of its requests; whoever steps
+        the engine appends the outputs.
 
     Attributes
     ----------
@@ -177,21 +177,21 @@ class BeamSearch:
         self._start(first, (), None)
 
     def advance(self) -> None:
-        """Read new outputs; choose the next beams once every beam's next distribution is known."""
+        """Read new outputs; choose the next beams once every beam's distribution is known."""
         for beam in self._beams:
             self._receive(beam)
         while not self.is_done and all(b.next_logprobs is not None for b in self._beams):
             self._choose()
 
     def close(self) -> None:
-        """Abort the remaining requests."""
+        """Abort all remaining requests."""
         self.is_done = True
         for beam in self._beams:
             self._stop(beam.request_id)
         self._beams = []
 
     def output(self) -> BeamSearchOutput:
-        """Return the best sequences found."""
+        """Return the best sequences found so far."""
         best = sorted(self._done, key=lambda s: -s.score)[: self._params.beam_width]
         return BeamSearchOutput(self._prompt.text, self._prompt.token_ids, best)
 
@@ -210,7 +210,7 @@ class BeamSearch:
                 beam.own_ids += completion.token_ids
 
     def _choose(self) -> None:
-        """Replace the beams by their best continuations; finish those that have ended."""
+        """Replace the beams by their best continuations; finish the ones that have ended."""
         width = self._params.beam_width
         chosen: list[tuple[float, _Beam, int]] = []
         for total, beam, token_id in self._candidates():
@@ -237,7 +237,7 @@ class BeamSearch:
         return candidates[: 2 * self._params.beam_width]
 
     def _follow(self, chosen: Iterable[tuple[float, _Beam, int]]) -> None:
-        """Build the beams of the next token: fork first, while the parents still hold blocks."""
+        """Build the next beams, forking first, while the parents still hold their blocks."""
         beams: list[_Beam] = []
         for total, parent, token_id in chosen:
             token_ids = (*parent.token_ids, token_id)
@@ -262,7 +262,7 @@ class BeamSearch:
             max_tokens=self._params.max_tokens - len(token_ids),
             ignore_eos=True,
             detokenize=False,
-            use_speculation=False,  # a beam is chosen anew after each token
+            use_speculation=False,  # beams are chosen anew after each token
             output_kind=RequestOutputKind.DELTA,
         )
         prompt: Mapping[str, Any] = {
@@ -270,7 +270,7 @@ class BeamSearch:
             "cache_salt": self._prompt.cache_salt,
         }
         if parent is not None and not self._engine.is_unfinished(parent):
-            parent = None  # it has already finished, and its blocks are in the prefix tree
+            parent = None  # already finished, with its blocks in the prefix tree
         self._engine.add_request(request_id, prompt, params, parent=parent)
         self._inbox[request_id] = []
 

@@ -1,4 +1,4 @@
-"""Embeddings of texts: the pooled output of a model's final norm."""
+"""Text embeddings: the pooled output of a model's final norm."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["POOLINGS", "embed", "embed_in_parts"]
 POOLINGS = ("last", "mean")
 
 _BLOCK_SIZE = 16
-_MAX_SEQUENCES = 1 << 20  # sequences in one call
-_MAX_TOKENS = {"cpu": 512, "cuda": 2048}  # tokens in a forward pass
+_MAX_SEQUENCES = 1 << 20  # maximum sequences per call
+_MAX_TOKENS = {"cpu": 512, "cuda": 2048}  # maximum tokens per forward pass
 
 _Vector = np.ndarray[Any, np.dtype[np.float32]]
 _Chunk = tuple[int, int, int]
-"""(index of the sequence, start, stop)."""
+"""(sequence index, start, stop)."""
 
 
 def embed(
@@ -37,23 +37,23 @@ def embed(
     *,
     normalize: bool = True,
 ) -> list[_Vector]:
-    """Return an embedding of each sequence.
+    """Return one embedding per sequence.
 
     Parameters
     ----------
     model : Model
     token_ids : sequence of sequences of int
-        Each of 1 to `model.max_model_len` ids.
+        1 to `model.max_model_len` ids per sequence.
     pooling : str
-        How the outputs of the final norm are pooled: the "last" token's, or the "mean" over all
+        How to pool the final norm's outputs: take the "last" token's, or the "mean" over all
         tokens.
     normalize : bool
-        Divide by the Euclidean norm; a vector of zeros is left as it is.
+        Divide by the Euclidean norm; zero vectors stay zero.
 
     Returns
     -------
     list of (N,) array of float32
-        On the host, N the model's hidden size.
+        On the host; N is the model's hidden size.
 
     Raises
     ------
@@ -82,10 +82,10 @@ def embed_in_parts(
     *,
     normalize: bool = True,
 ) -> Generator[dict[int, _Vector], None, None]:
-    """Yield, after each forward pass, the embeddings completed by it, keyed by sequence index.
+    """Yield after each forward pass the embeddings it completes, keyed by sequence index.
 
-    An engine can then serve other requests between the passes. Arguments and errors are those of
-    `embed`; arguments are checked at once. Closing the generator frees its pages.
+    An engine can serve other requests between the passes. Arguments and errors as for `embed`; the
+    arguments are checked at once. Closing the generator frees its KV cache.
     """
     if not isinstance(pooling, str) or pooling not in POOLINGS:
         wanted = " or ".join(map(repr, POOLINGS))
@@ -132,7 +132,7 @@ def _parts(
 def _batches(lengths: Sequence[int], limit: int) -> Iterator[list[_Chunk]]:
     """Yield the chunks of each forward pass: whole sequences, or one chunk of a long sequence.
 
-    The shortest sequences come first: in a `ForwardBatch`, single tokens precede longer chunks.
+    Shortest sequences first: a `ForwardBatch` must put single tokens before longer chunks.
     """
     batch: list[_Chunk] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
@@ -156,7 +156,7 @@ def _num_blocks(batch: list[_Chunk]) -> int:
 def _hidden(
     model: Model, cache: Cache, rows: list[Any], batch: list[_Chunk], pooling: str
 ) -> list[_Vector]:
-    """Compute the chunks; return the sum (or the last) of the outputs of each, (N,) float32."""
+    """Compute the chunks; return the summed (or last) output of each, (N,) float32."""
     tables = []
     first = 0
     for _, _, stop in batch:

@@ -1,13 +1,13 @@
-"""Quality of a model on a text: `perplexity`, and `compare` with a reference model.
+"""Evaluate a model on a text: `perplexity`, and `compare` against a reference model.
 
     model = engine.load("smollm2", device="cpu")
     ids = model.tokenizer.encode(open("text.txt").read())
     print(perplexity(model, ids).perplexity)
 
-The text is read in windows of `context` tokens. By default windows do not overlap, and only the
-second half of each is scored, so that every scored token has at least half a window of context.
-This is what llama.cpp's perplexity tool does, and the figures are comparable with its. With a
-`stride`, windows overlap and every token but the first is scored once, as in Hugging Face's guide.
+The text is split into windows of `context` tokens. By default windows do not overlap, and only the
+second half of each is scored, so every scored token has at least half a window of context.
+llama.cpp's perplexity tool does the same, so the figures are comparable. With a `stride`, windows
+overlap and every token but the first is scored once, as in Hugging Face's guide.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.model import Model
 __all__ = ["Comparison", "PerplexityResult", "compare", "compare_all", "perplexity", "text_ids"]
 
 _MAX_TOKENS = 1 << 24
-_MAX_LOGITS = 1 << 24  # logits of a model computed at once: 64 MiB in float32
+_MAX_LOGITS = 1 << 24  # logits computed at once: 64 MiB in float32
 _MAX_FLOAT64 = 1 << 21  # logits converted to float64 at once
 
 _Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -45,16 +45,16 @@ class PerplexityResult:
     perplexity : float
         exp of the mean negative log-likelihood.
     standard_error : float
-        Standard error of the perplexity: that of the mean negative log-likelihood, times the
-        perplexity. It estimates how far another text of this kind may differ. To compare two models
-        on one text, use `Comparison.ratio_error`, which is smaller.
+        Standard error of the perplexity: the standard error of the mean negative log-likelihood
+        times the perplexity. It estimates how far another text of this kind may differ. To compare
+        two models on one text, use `Comparison.ratio_error`, which is smaller.
     mean_nll : float
-        Mean negative log-likelihood of a scored token in nats.
+        Mean negative log-likelihood per scored token, in nats.
     num_tokens : int
-        Scored tokens.
+        Number of scored tokens.
     num_windows : int
     context : int
-        Tokens in a window.
+        Tokens per window.
     """
 
     perplexity: float
@@ -67,21 +67,20 @@ class PerplexityResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A model beside a reference model, on the same tokens.
+    """A model compared with a reference model on the same tokens.
 
     Attributes
     ----------
     model, reference : PerplexityResult
     ratio, ratio_error : float
         The model's perplexity divided by the reference's, and the standard error of this ratio,
-        from the token-by-token differences of the log-likelihoods.
+        computed from the per-token differences of the log-likelihoods.
     kl_mean, kl_error, kl_p99 : float
         Kullback-Leibler divergence of the model's next-token distribution from the reference's,
-        D(reference || model), in nats: mean over the scored tokens, the standard error of this
-        mean, and the 99th percentile.
+        D(reference || model), in nats: the mean over scored tokens, its standard error, and the
+        99th percentile.
     top1_agreement : float
-        Fraction of scored tokens for which both models assign the largest probability to the same
-        token.
+        Fraction of scored tokens for which both models rank the same token first.
     """
 
     model: PerplexityResult
@@ -112,17 +111,17 @@ def perplexity(
     token_ids : (T,) array or list of int
         See `text_ids`.
     context : int
-        Tokens in a window, in [2, model.max_model_len].
+        Tokens per window, in [2, model.max_model_len].
     stride : int, optional
-        Distance between the starts of two windows, in [1, context). Every token but the first is
-        then scored once, in the first window that contains it, after at least ``context - stride``
-        tokens (fewer in the first window). By default windows do not overlap, the second half of
-        each is scored, and tokens after the last whole window are left out.
+        Distance between the starts of successive windows, in [1, context). Every token but the
+        first is then scored once, in the first window that contains it, with at least
+        ``context - stride`` tokens before it (fewer in the first window). By default windows do not
+        overlap, the second half of each is scored, and an incomplete last window is dropped.
     bos_token_id : int, optional
-        Replaces the first token of each window, without a stride: for models that were trained with
-        a BOS token before every text.
+        Replaces the first token of each window (without a stride only), for models trained with a
+        BOS token before every text.
     kv_cache_dtype : str
-        Type of the KV cache; see `Model.new_cache`. The scored half of a window attends to its
+        Type of the KV cache; see `Model.new_cache`. The scored half of a window attends to the
         first half through the cache.
     progress : bool
         Show a progress bar on stderr.
@@ -134,13 +133,13 @@ def perplexity(
     Raises
     ------
     RequestError
-        If an argument is out of range, or the text is shorter than one window (with a stride, than
-        two tokens).
+        If an argument is out of range, or the text is shorter than one window (than two tokens,
+        with a stride).
 
     Notes
     -----
-    Logits are the float32 output of `Model.step`; log-softmax and sums are float64. A window's
-    logits are computed in parts of at most 64 MiB.
+    Logits are the float32 output of `Model.step`; log-softmax and sums use float64. A window's
+    logits are computed in slices of at most 64 MiB.
 
     Examples
     --------
@@ -172,12 +171,12 @@ def compare(
     kv_cache_dtype: str = "auto",
     progress: bool = False,
 ) -> Comparison:
-    """Return perplexity, KL divergence and top-1 agreement of a model beside a reference.
+    """Return perplexity, KL divergence and top-1 agreement of a model against a reference.
 
     Parameters
     ----------
     model, reference : Model
-        Two models with the same vocabulary, on any devices.
+        Models with the same vocabulary, on any devices.
     token_ids, context, stride, bos_token_id, progress
         See `perplexity`.
     kv_cache_dtype : str
@@ -190,7 +189,7 @@ def compare(
     Raises
     ------
     RequestError
-        In the cases of `perplexity`, or if the vocabularies have different sizes.
+        As for `perplexity`, or if the vocabularies differ in size.
 
     Examples
     --------
@@ -219,9 +218,9 @@ def compare_all(
     kv_cache_dtypes: Sequence[str] | None = None,
     progress: bool = False,
 ) -> list[Comparison]:
-    """Return a `Comparison` of each model with the reference, which is computed only once.
+    """Compare each model with the reference, which is computed only once.
 
-    Arguments and errors are those of `compare`, with one of `kv_cache_dtypes` for each model.
+    Arguments and errors as for `compare`, with one entry of `kv_cache_dtypes` per model.
     """
     pages = ["auto"] * len(models) if kv_cache_dtypes is None else kv_cache_dtypes
     vocab = reference.config.vocab_size
@@ -255,7 +254,7 @@ def compare_all(
 def text_ids(model: Model, text: str) -> tuple[list[int], int | None]:
     """Return a text's token ids, and the `bos_token_id` to pass to `perplexity`.
 
-    If the model's tokenizer prepends BOS, the ids begin with it; else the second value is None.
+    If the tokenizer prepends BOS, the ids begin with it; otherwise the second value is None.
     """
     tokenizer = model.tokenizer
     bos = tokenizer.bos_token_id
@@ -267,7 +266,7 @@ def text_ids(model: Model, text: str) -> tuple[list[int], int | None]:
 
 @dataclass(frozen=True)
 class _Window:
-    """A window of tokens; those from index `first` on are scored."""
+    """A window of tokens; tokens from index `first` on are scored."""
 
     token_ids: _Ids
     first: int
@@ -300,14 +299,14 @@ def _windows(
     rows = ids[: len(ids) // context * context].reshape(-1, context)
     if bos_token_id is not None:
         rows[:, 0] = bos_token_id
-    # As in llama.cpp, the token at context // 2 is the last unscored one. In a window of two tokens
-    # that would leave none to score.
+    # As in llama.cpp, the token at context // 2 is the last unscored one; in a window of two
+    # tokens, that would leave nothing to score.
     first = context // 2 + 1 if context > 2 else 1
     return [_Window(row, first) for row in rows]
 
 
 def _overlapping(ids: _Ids, context: int, stride: int) -> Iterator[_Window]:
-    """Yield windows that begin `stride` apart; each scores the tokens new to it."""
+    """Yield windows `stride` apart; each scores only the tokens new to it."""
     done = 1  # the first token has no context
     for start in range(0, len(ids), stride):
         window = ids[start : start + context]
@@ -325,16 +324,16 @@ def _check_range(name: str, value: object, least: int, most: int, what: str) -> 
 
 
 def _shown(windows: list[_Window], progress: bool) -> Any:
-    from tqdm import tqdm  # on demand: importing it takes a tenth of a second
+    from tqdm import tqdm  # on demand: the import takes a tenth of a second
 
     return tqdm(windows, desc="windows", disable=not progress, file=sys.stderr)
 
 
 def _scored(model: Model, cache: Any, window: _Window) -> Iterator[tuple[Any, Any]]:
-    """Yield (targets (R,), logits (R, V) float32) for all scored tokens of a window, in parts."""
+    """Yield (targets (R,), logits (R, V) float32) slices covering a window's scored tokens."""
     ids = window.token_ids[None]
     cache.reset()
-    # The logits of a token predict the next one.
+    # A token's logits predict the next token.
     first = window.first - 1
     last = ids.shape[1] - 1
     if first:
@@ -347,7 +346,7 @@ def _scored(model: Model, cache: Any, window: _Window) -> Iterator[tuple[Any, An
 
 
 def _parts(logits: Any, *others: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield arrays of R rows in parts small enough to be converted to float64."""
+    """Yield slices of the arrays' rows, small enough to convert to float64."""
     num_rows, vocab = logits.shape
     size = max(1, _MAX_FLOAT64 // vocab)
     for start in range(0, num_rows, size):
@@ -372,7 +371,7 @@ def _nll(logits: Any, targets: Any) -> _Floats:
 
 
 def _compared(ours: Any, theirs: Any, targets: Any) -> _Floats:
-    """Return (4, R): our nll, the reference's nll, KL divergence, agreement of the best token."""
+    """Return (4, R): our NLL, the reference's NLL, KL divergence, top-1 agreement."""
     xp = array_module(ours)
     log_q = _log_softmax(ours)
     log_p = _log_softmax(theirs)
@@ -383,7 +382,7 @@ def _compared(ours: Any, theirs: Any, targets: Any) -> _Floats:
 
 
 def _standard_error(values: _Floats) -> float:
-    """Return the standard error of the mean; NaN of a single value."""
+    """Return the standard error of the mean; NaN for a single value."""
     count = len(values)
     return float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
 

@@ -1,1 +1,1 @@
-"""Text and tokens: tokenizers, chat templates, stop strings, and incremental decoding."""
+"""Text and tokens: tokenizers, chat templates, stop strings, and incremental detokenization."""

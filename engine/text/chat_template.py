@@ -1,9 +1,9 @@
-"""Chat templates: rendering of messages to the text of a prompt with the model's Jinja template.
+"""Chat templates: render messages to a prompt with the model's Jinja template.
 
 The dialect is Hugging Face's: blocks are trimmed, ``break`` and ``continue`` work, ``tojson``
 does not escape HTML, and ``raise_exception(message)`` and ``strftime_now(format)`` exist.
-A template is untrusted code. It is parsed and run in another process, in a sandbox
-(`template_sandbox`) and under limits on time and memory (`template_worker`).
+A template is untrusted code, so it is parsed and run in another process, in a sandbox
+(`template_sandbox`) and under time and memory limits (`template_worker`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from engine.text.template_worker import MAX_CHARS
 __all__ = ["RESERVED_VARIABLES", "ChatTemplate"]
 
 MAX_SOURCE_CHARS = 1_000_000
-MAX_DEPTH = 64  # nesting of lists and dicts in a template's arguments
-MAX_INT_BITS = 2048  # below Python's limit for converting between int and decimal str
+MAX_DEPTH = 64  # maximum nesting of lists and dicts in a template's arguments
+MAX_INT_BITS = 2048  # below Python's limit for int <-> decimal str conversion
 
 RESERVED_VARIABLES = frozenset(
     [
-        # arguments of apply_chat_template, here or in other engines: never variables
+        # arguments of apply_chat_template, here or in other engines; never variables
         *("messages", "tools", "add_generation_prompt", "chat_template", "conversation"),
         *("tokenize", "add_special_tokens", "padding", "truncation", "max_length"),
         *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
@@ -35,16 +35,16 @@ RESERVED_VARIABLES = frozenset(
         *("raise_exception", "strftime_now", "range", "namespace", "dict", *SPECIAL_NAMES),
     ]
 )
-"""Names that a request cannot set as template variables."""
+"""Names a request cannot set as template variables."""
 
 
 class ChatTemplate:
-    """One Jinja template that turns messages into a prompt.
+    """A Jinja template that turns messages into a prompt.
 
     Parameters
     ----------
     source : str
-        Jinja source; compiled on first use, in the process that runs templates.
+        Jinja source; compiled on first use, in the template process.
 
     Examples
     --------
@@ -72,19 +72,19 @@ class ChatTemplate:
         messages : sequence of dict
             See `Tokenizer.apply_chat_template`.
         add_generation_prompt : bool
-            End the prompt with the start of the assistant's answer.
+            End the prompt with the start of the assistant's reply.
         tools : sequence of dict, optional
-            JSON schemas of functions.
+            JSON schemas of the functions.
         special_tokens : mapping of str to str, optional
             "bos_token", "eos_token" and the like.
         variables : mapping, optional
-            Other variables for the template.
+            Additional template variables.
 
         Raises
         ------
         RequestError
             If the messages, tools or variables are invalid, or tools are given to a template that
-            does not read them.
+            ignores them.
         TemplateError
             If the template fails, violates the sandbox, or exceeds its limits.
         """
@@ -127,14 +127,14 @@ class ChatTemplate:
         return self.source
 
     def _readable_tools(self, tools: Any) -> list[Any]:
-        """Return plain copies of the tools; refuse them if the template would ignore them."""
+        """Return plain copies of the tools; reject them if the template would ignore them."""
         found = _check_tools(tools)
         if found and "tools" not in self._facts["reads"]:
             raise RequestError(f"tools must be empty, the template ignores them; got {len(found)}")
         return found
 
     def _check_messages(self, messages: Any) -> list[dict[str, Any]]:
-        """Return plain copies of the messages, or raise for the first invalid one."""
+        """Return plain copies of the messages; raise at the first invalid one."""
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             got = type(messages).__name__
             raise RequestError(f"messages must be a list of dicts; got {got}")
@@ -197,7 +197,7 @@ def _check_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """Rebuild `value` from plain types: a template could call methods of any other object."""
+    """Rebuild `value` from plain types: a template could call methods of anything else."""
     if depth > MAX_DEPTH:
         raise RequestError(f"{where} must not be nested deeper than {MAX_DEPTH}")
     if value is None or isinstance(value, bool):

@@ -1,11 +1,11 @@
 """Isolated child processes: long-lived ones, and workers that answer one request at a time.
 
-A worker runs untrusted input (a chat template, a tokenizer's regular expression, a grammar) in
-library code that cannot be interrupted. So its limits are enforced from outside that code: by the
-kernel on CPU time (`incoming`), memory and files (`set_limits`), and by the parent (`Worker.ask`)
-on the size of an answer and the time to wait for it.
+A worker passes untrusted input (a chat template, a tokenizer's regular expression, a grammar) to
+library code that cannot be interrupted. So its limits are enforced from outside that code: CPU time
+(`incoming`), memory and files (`set_limits`) by the kernel, answer size and waiting time by the
+parent (`Worker.ask`).
 
-Messages are frames: a length in 8 bytes, little-endian, followed by that many bytes.
+Messages are frames: an 8-byte little-endian length, followed by that many bytes.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ __all__ = [
     "start",
 ]
 
-_HEAD_BYTES = 8  # length of a frame
-_KEPT_VARIABLES = ("LD_LIBRARY_PATH", "TZ", "TZDIR")  # the others may be secrets
-_EXIT_SECONDS = 5.0  # time for a worker that closed its socket to exit
-_IDLE_SECONDS = 0.5  # time for an idle worker to exit after its socket is closed
+_HEAD_BYTES = 8  # bytes of the length field
+_KEPT_VARIABLES = ("LD_LIBRARY_PATH", "TZ", "TZDIR")  # all others may hold secrets
+_EXIT_SECONDS = 5.0  # time for a worker to exit after it closed its socket
+_IDLE_SECONDS = 0.5  # time for an idle worker to exit after its socket was closed
 _FIRST_FREE_FD = 3
 _SET_IMPORT_PATH = "import json, sys; sys.path[:0] = json.loads(sys.argv[1])\n"
 
@@ -56,10 +56,10 @@ def start(
     descriptors: Collection[int] = (),
     cwd: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start Python with `code` and this process's import path.
+    """Start Python running `code`, with this process's import path.
 
-    The child is isolated (-I) and gets no relative entries of the path: it imports no module from
-    the current folder, which may be a model's. It inherits `descriptors`.
+    The child is isolated (-I) and gets no relative path entries, so it imports no module from the
+    current directory, which may be a model's. It inherits `descriptors`.
 
     Raises
     ------
@@ -89,7 +89,7 @@ def send(pipe: Any, frame: bytes) -> None:
 
 
 def receive(pipe: Any) -> bytes | None:
-    """Return the next frame of a binary file; None at its end."""
+    """Read the next frame from a binary file; None at its end."""
     head = pipe.read(_HEAD_BYTES)
     size = int.from_bytes(head, "little")
     frame: bytes = pipe.read(size) if len(head) == _HEAD_BYTES else b""
@@ -102,7 +102,7 @@ class WorkerEndedError(Exception):
     Attributes
     ----------
     code : int or None
-        Exit code, -N for signal N; None if it did not answer in time and was killed.
+        Exit code, -N for signal N; None if it was killed because it did not answer in time.
     """
 
     def __init__(self, code: int | None) -> None:
@@ -111,21 +111,21 @@ class WorkerEndedError(Exception):
 
 
 class Worker:
-    """A child process that answers requests; started by the first one, replaced after its death.
+    """A child process that answers requests: started by the first, replaced if it dies.
 
-    Requests of several threads are served one after another. A forked process starts a child of its
-    own. The child ends with this object, and with the parent.
+    Requests from several threads are served one after another. A forked process starts its own
+    child. The child ends with this object, or with the parent.
 
     Parameters
     ----------
     code : str
-        Python code of the process, which serves `incoming`.
+        Python code that the process runs; it must serve `incoming`.
     max_answer_bytes : int
         Longest answer; a process that announces a longer one is ended.
     env : mapping of str to str, optional
         Environment variables besides LD_LIBRARY_PATH, TZ and TZDIR.
     setup : (bytes, float), optional
-        First request of every new process and its CPU seconds; the process does not answer it.
+        First request to every new process, and its CPU seconds; the process does not answer it.
     """
 
     def __init__(
@@ -146,16 +146,16 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None before the start and after the end."""
+        """Process id; None while no process exists."""
         return self._child.process.pid if self._child else None
 
     def start(self) -> None:
-        """Start the process, unless it runs, without waiting for its imports.
+        """Start the process if it is not running, without waiting for its imports.
 
         Raises
         ------
         OSError
-            If it cannot be started.
+            If the process cannot be started.
         """
         with self._lock:
             self._running()
@@ -168,19 +168,19 @@ class Worker:
         Parameters
         ----------
         seconds : float
-            CPU time after which SIGPROF ends the process. It does not depend on the load.
+            CPU seconds after which SIGPROF ends the process, independent of the machine's load.
         wait : float, optional
-            Wall-clock seconds after which a process that does not answer is killed.
+            Wall-clock seconds after which a process that has not answered is killed.
         tries : int
-            Most attempts if the process exits with 0 or is killed from outside (SIGKILL, SIGTERM),
-            which may have happened before this request.
+            Maximum attempts if the process exits with 0 or is killed from outside (SIGKILL,
+            SIGTERM), which may have happened before this request.
 
         Raises
         ------
         WorkerEndedError
             If the process ended or was killed.
         OSError
-            If it cannot be started.
+            If the process cannot be started.
         """
         with self._lock:
             for _ in range(tries - 1):
@@ -192,7 +192,7 @@ class Worker:
             return self._ask(request, seconds, wait)
 
     def close(self) -> None:
-        """End the process; the next request starts another."""
+        """End the process; the next request starts a new one."""
         with self._lock:
             self._end(_EXIT_SECONDS)
 
@@ -219,7 +219,7 @@ class Worker:
         except (EOFError, OSError):
             raise WorkerEndedError(self._end(_EXIT_SECONDS)) from None
         except BaseException:
-            # Interrupted: the next request would read the answer to this one.
+            # Interrupted: the next request would read this one's answer.
             self._end(0)
             raise
 
@@ -232,7 +232,7 @@ class Worker:
         return child.end(seconds)
 
     def _forget(self) -> None:
-        """Leave the process to the parent, from which this process was forked."""
+        """Leave the process to the parent that this process was forked from."""
         self._lock = threading.Lock()  # another thread may have held it
         if self._child is not None:
             self._finish.detach()
@@ -241,11 +241,11 @@ class Worker:
 
 
 class _Child:
-    """A worker's process, and the socket that is its standard input and output."""
+    """A worker's process, and the socket that serves as its stdin and stdout."""
 
     def __init__(self, code: str, env: Mapping[str, str]) -> None:
-        self.deadline: float | None = None  # time.monotonic() at which sending and receiving end
-        # Without `site`, whose .pth files may run code.
+        self.deadline: float | None = None  # time.monotonic() at which send and receive give up
+        # -S: without `site`, whose .pth files may run code.
         flags = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
         ours, theirs = socket.socketpair()
         with theirs:
@@ -257,7 +257,7 @@ class _Child:
                     flags=flags,
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
-                    stderr=subprocess.DEVNULL,  # panics of Rust libraries print there
+                    stderr=subprocess.DEVNULL,  # Rust libraries print panics there
                     cwd="/",
                 )
             except BaseException:
@@ -300,7 +300,7 @@ class _Child:
             self._socket.settimeout(max(self.deadline - time.monotonic(), 0.001))
 
     def end(self, seconds: float) -> int:
-        """Close the socket, kill the process if it runs after `seconds`; return its exit code."""
+        """Close the socket, kill the process after `seconds`; return its exit code."""
         self._socket.close()
         try:
             return self.process.wait(seconds)
@@ -317,7 +317,7 @@ def _above_standard_files(ours: socket.socket) -> socket.socket:
     """Return the socket with a descriptor above 2.
 
     If the parent's standard files are closed, the socket may have got stdout's descriptor, and the
-    worker would receive whatever the parent prints.
+    worker would receive everything the parent prints.
     """
     if ours.fileno() >= _FIRST_FREE_FD:
         return ours
@@ -339,9 +339,9 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def incoming() -> Iterator[bytes]:
-    """Yield the requests to this process, a worker; exit when the parent closes the socket.
+    """Yield the requests sent to this worker process; exit when the parent closes the socket.
 
-    A timer of CPU time runs while a request is served; its signal ends the process.
+    A CPU timer runs while a request is served; its signal ends the process.
     """
     # Blocked and ignored signals are inherited from the parent.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -351,23 +351,23 @@ def incoming() -> Iterator[bytes]:
         signal.setitimer(signal.ITIMER_PROF, float(seconds))
         yield request
         signal.setitimer(signal.ITIMER_PROF, 0)
-    os._exit(0)  # at once, whatever a request has left behind
+    os._exit(0)  # at once, whatever a request left behind
 
 
 def reply(answer: bytes) -> None:
-    """Answer the last request that `incoming` yielded."""
+    """Answer the request last yielded by `incoming`."""
     send(sys.stdout.buffer, answer)
 
 
 def set_limits(memory: int, *forbidden: int) -> None:
-    """Limit the resources of this process; it can neither dump core nor write files.
+    """Limit this process's resources; it can then neither dump core nor write files.
 
     Parameters
     ----------
     memory : int
-        Bytes of address space; 0: unlimited.
+        Bytes of address space; 0 is unlimited.
     forbidden : int
-        Further resources (``resource.RLIMIT_*``) whose limit becomes 0.
+        Additional resources (``resource.RLIMIT_*``) to limit to 0.
     """
     limits = dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, *forbidden), 0)
     if memory:
@@ -379,9 +379,9 @@ def set_limits(memory: int, *forbidden: int) -> None:
 
 
 def memory_gauge() -> Callable[[], int]:
-    """Return a function that returns the bytes of this process's address space; 0 if unknown.
+    """Return a function that measures this process's address space in bytes; 0 if unknown.
 
-    The function opens no file, so it also works after files are forbidden.
+    That function opens no file, so it works even after files are forbidden.
     """
     try:
         file = os.open("/proc/self/statm", os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""`IncrementalDetokenizer`: decodes a stream of token ids to text."""
+"""`IncrementalDetokenizer`: decode a stream of token ids to text."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ __all__ = ["DecodesBytes", "IncrementalDetokenizer", "TokenTexts"]
 
 _REPLACEMENT = "\ufffd"
 _REPLACEMENT_BYTES = _REPLACEMENT.encode()
-_LONGEST_PARTIAL = 3  # bytes of the longest incomplete UTF-8 character
+_LONGEST_PARTIAL = 3  # maximum bytes of an incomplete UTF-8 character
 
 
 class DecodesBytes(Protocol):
-    """The interface of a tokenizer that detokenization uses."""
+    """Tokenizer interface required for detokenization."""
 
     @property
     def special_ids(self) -> Collection[int]:
-        """Ids that `skip_special_tokens` leaves out."""
+        """Ids omitted by `skip_special_tokens`."""
 
     @property
     def strip_left(self) -> int:
-        """Number of spaces that decoding strips from the start of a text."""
+        """Number of leading spaces that decoding strips from a text."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token."""
 
 
 class TokenTexts(dict[int, "str | None"]):
-    """Table of the text of each single token, filled on first use; None for partial characters.
+    """Text of each single token, filled on first use; None if it holds a partial character.
 
     A token whose bytes are whole characters always adds the same text, so most tokens of a stream
     cost one lookup. Any number of streams may share a table.
@@ -40,11 +40,11 @@ class TokenTexts(dict[int, "str | None"]):
     ----------
     tokenizer : DecodesBytes
     skip_special_tokens : bool
-        Map special tokens to the empty text.
+        Map special tokens to empty text.
 
     Examples
     --------
-    >>> class Bytes:  # one token a byte
+    >>> class Bytes:  # one token per byte
     ...     special_ids, strip_left = (), 0
     ...     def token_bytes(self, token_id):
     ...         return bytes([token_id])
@@ -70,27 +70,27 @@ class TokenTexts(dict[int, "str | None"]):
 
 
 class IncrementalDetokenizer:
-    """Decodes one sequence, piece by piece.
+    """Decodes one sequence piece by piece.
 
-    The pieces returned by `push` and `finish` add up to the text of all ids after the prompt,
+    The pieces returned by `push` and `finish` concatenate to the text of all ids after the prompt,
     however the ids are split over calls. A piece never ends inside a character and contains no
-    character of the prompt; a character that the prompt left incomplete is returned once it is
-    complete. The work per token does not depend on the length of the sequence.
+    character of the prompt, except one that the prompt left incomplete: it is returned once
+    complete. The work per token does not depend on the sequence length.
 
     Parameters
     ----------
     tokenizer : DecodesBytes
         Usually a `Tokenizer`.
     prompt_ids : sequence of int
-        The tokens before; if empty, the text is `tokenizer.decode(ids)`.
+        Tokens before the stream; if empty, the text equals `tokenizer.decode(ids)`.
     skip_special_tokens : bool
-        Leave special tokens out.
+        Omit special tokens.
     texts : TokenTexts, optional
-        A table shared with other streams of the same tokenizer and `skip_special_tokens`.
+        Table shared with other streams of the same tokenizer and `skip_special_tokens`.
 
     Examples
     --------
-    >>> class Bytes:  # one token a byte
+    >>> class Bytes:  # one token per byte
     ...     special_ids, strip_left = (), 0
     ...     def token_bytes(self, token_id):
     ...         return bytes([token_id])
@@ -124,30 +124,30 @@ class IncrementalDetokenizer:
         self._skipped = self._texts.skipped
         self._pieces: list[str] = []
         tail = self._tail(prompt_ids)
-        # Bytes of an incomplete character.
+        # bytes of an incomplete character
         self._pending = tail[codecs.utf_8_decode(tail, "replace", False)[1] :]
-        # The prompt's text shows its incomplete last character as one U+FFFD, or as two for half of
-        # a surrogate. If the character stays incomplete, they are the prompt's, not ours.
+        # The prompt's text shows its incomplete last character as one U+FFFD, or as two for half a
+        # surrogate. If the character stays incomplete, they belong to the prompt, not the output.
         self._num_shown = len(self._pending.decode("utf-8", "replace"))
         self._num_strip = 0 if tail else tokenizer.strip_left
         self._is_between = self._ends_between()
 
     @property
     def text(self) -> str:
-        """Everything returned so far."""
+        """All text returned so far."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
     def push(self, ids: Iterable[int]) -> str:
-        """Add tokens; return the text that they complete."""
+        """Add tokens; return the text they complete."""
         skipped = self._skipped
         token_bytes = self._tokenizer.token_bytes
         data = b"".join([token_bytes(i) for i in ids if i not in skipped])
         return self._decode(data, final=False)
 
     def push_token(self, token_id: int) -> str:
-        """Add one token; return the text that it completes."""
+        """Add one token; return the text it completes."""
         if self._is_between:
             text = self._texts[token_id]
             if text is not None:
@@ -166,7 +166,7 @@ class IncrementalDetokenizer:
         if self._num_shown and (piece or final):
             piece = self._without_broken(piece, data)
         if self._num_strip and piece:
-            # Strip the start of the text once; the first pieces may consist of spaces only.
+            # Strip leading spaces once; the first pieces may consist only of spaces.
             left = strip_spaces(piece, self._num_strip)
             self._num_strip = self._num_strip - (len(piece) - len(left)) if not left else 0
             piece = left
@@ -176,18 +176,18 @@ class IncrementalDetokenizer:
         return piece
 
     def _ends_between(self) -> bool:
-        """Tell whether the next token's text is independent of what came before it."""
+        """Tell whether the next token's text is independent of everything before it."""
         return not (self._pending or self._num_shown or self._num_strip)
 
     def _without_broken(self, piece: str, data: bytes) -> str:
-        """Return `piece` without the prompt's last character, if that stayed incomplete."""
+        """Return `piece` without the prompt's last character, if it stayed incomplete."""
         num_shown = self._num_shown
         self._num_shown = 0
         is_broken = piece.startswith(_REPLACEMENT) and not data.startswith(_REPLACEMENT_BYTES)
         return piece[num_shown:] if is_broken else piece
 
     def _tail(self, prompt_ids: Sequence[int]) -> bytes:
-        """Return as many last bytes of the prompt as tell whether it ends inside a character."""
+        """Return enough trailing bytes of the prompt to tell whether it ends inside a character."""
         tail = b""
         for token_id in reversed(prompt_ids):
             if token_id not in self._skipped:

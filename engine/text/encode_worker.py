@@ -1,9 +1,9 @@
-"""Encoding in a `Worker`, for tokenizers with steps that are not known to be harmless.
+"""Encoding in a `Worker`, for tokenizers with steps not known to be harmless.
 
 See `known_steps`. The tokenizers library cannot be interrupted: a normalizer that doubles its text
 forty times, or a regular expression that backtracks, would hang or abort the caller. In the worker
-the kernel limits the memory, and the CPU time of each text. A text that exceeds a limit ends the
-worker and fails with `RequestError`; the next text starts another.
+the kernel limits the memory, and the CPU time per text. A text that exceeds a limit ends the worker
+and fails with `RequestError`; the next text starts a new one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from engine.text.tokenizer_json import build_backend, parse
 
 __all__ = ["WorkerEncoder", "encode_here", "main"]
 
-MAX_MEMORY = 2 << 30  # bytes of the worker's address space
-LOAD_SECONDS = 20.0  # CPU time to load tokenizer.json; a file of 64 MiB takes 5
-TEXT_SECONDS = 5.0  # CPU time for any text,
-SECONDS_PER_CHARACTER = 1e-5  # plus this per character, ten times what BPE takes
-MAX_IDS = 1 << 24  # most ids of one text
-_LONG_TEXT = 4096  # characters; BPE takes a few milliseconds for them
+MAX_MEMORY = 2 << 30  # bytes of address space of the worker
+LOAD_SECONDS = 20.0  # CPU time to load tokenizer.json; a 64 MiB file takes 5 s
+TEXT_SECONDS = 5.0  # CPU time per text,
+SECONDS_PER_CHARACTER = 1e-5  # plus this per character: ten times the cost of BPE
+MAX_IDS = 1 << 24  # maximum ids per text
+_LONG_TEXT = 4096  # characters; BPE takes a few milliseconds for that many
 
 _PROBE = "".join(map(chr, range(32, 127))) + "\n\t é中"
 _MAX_ANSWER_BYTES = 4 * MAX_IDS + 4096
@@ -47,7 +47,7 @@ def encode_here(
     -------
     ids : list of int
     is_added : bool
-        If the first two ids are equal, whether the post-processor added the first; else False.
+        If the first two ids are equal: whether the post-processor added the first. Else False.
 
     Raises
     ------
@@ -56,13 +56,13 @@ def encode_here(
     """
     with library_errors(RequestError, "the text cannot be encoded"):
         if len(text) > _LONG_TEXT or os.environ.get("TOKENIZERS_PARALLELISM") == "false":
-            # The batch call releases the GIL, which other streams of a server need, and computes no
-            # offsets. Short texts do without it: the library may start a thread per core.
+            # The batch call releases the GIL, which a server's other streams need, and computes no
+            # offsets. Short texts avoid it: the library may start a thread per core.
             [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         else:
             encoding = backend.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
-        # The mask is 1 for tokens that the post-processor added, 0 for those in the text.
+        # The mask is 1 for tokens the post-processor added, 0 for tokens of the text.
         is_added = len(ids) > 1 and ids[0] == ids[1] and bool(encoding.special_tokens_mask[0])
     return ids, is_added
 
@@ -75,9 +75,9 @@ class WorkerEncoder:
     data : bytes
         Content of ``tokenizer.json``.
     added : sequence of AddedToken
-        Tokens to add to those of the file.
+        Tokens to add to the file's.
     step : str
-        The step that is not known to be harmless, for messages.
+        Name of the step not known to be harmless, for messages.
 
     Raises
     ------
@@ -95,7 +95,7 @@ class WorkerEncoder:
             setup=(fields + b"\n" + data, LOAD_SECONDS),
         )
         self._ask("", True, ConfigError)
-        with contextlib.suppress(RequestError):  # other texts may still be encoded
+        with contextlib.suppress(RequestError):  # other texts may still work
             self._ask(_PROBE, True, ConfigError)
 
     def __call__(self, text: str, add_special_tokens: bool) -> tuple[list[int], bool]:
@@ -104,7 +104,7 @@ class WorkerEncoder:
         Raises
         ------
         RequestError
-            If the library fails, or takes more than the limits on time, memory and ids.
+            If the library fails, or exceeds the limits on time, memory or ids.
         """
         return self._ask(text, add_special_tokens, RequestError)
 
@@ -114,7 +114,7 @@ class WorkerEncoder:
         request = (b"1" if add_special_tokens else b"0") + text.encode("utf-8")
         seconds = TEXT_SECONDS + SECONDS_PER_CHARACTER * len(text)
         try:
-            # One try: the system may have killed the child because of this text's memory.
+            # One try: the system may have killed the child for this text's memory use.
             answer = self._worker.ask(request, seconds, tries=1)
         except WorkerEndedError as error:
             raise kind(f"{self._step} of tokenizer.json {_reason(error.code)}") from None
@@ -143,7 +143,7 @@ def _fields_of(token: AddedToken) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Load the tokenizer, which is the first request, and encode the texts that follow."""
+    """Load the tokenizer, sent as the first request, and encode the texts that follow."""
     set_limits(MAX_MEMORY)
     texts = incoming()
     answer = _load(next(texts))
@@ -152,7 +152,7 @@ def main() -> None:
 
 
 def _load(setup: bytes) -> Callable[[bytes], bytes]:
-    """Return a function that encodes a text, or one that reports why loading has failed."""
+    """Return a function that encodes a text, or one that reports why loading failed."""
     fields, _, data = setup.partition(b"\n")
     try:
         backend = build_backend(parse(data), with_steps=True)

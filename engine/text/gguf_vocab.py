@@ -1,7 +1,7 @@
-"""The tokenizer inside a .gguf file: its metadata as `TokenizerParts`.
+"""Tokenizer of a .gguf file, built from its metadata as `TokenizerParts`.
 
-Two kinds are supported: "gpt2", byte-level BPE with merges, and "llama", sentencepiece's BPE with
-scores instead of merges. Keys and defaults are those of the GGUF specification:
+Two kinds are supported: "gpt2", byte-level BPE with merges, and "llama", sentencepiece BPE with
+scores instead of merges. Keys and defaults follow the GGUF specification:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -27,8 +27,8 @@ from engine.text.tokenizer_json import check_added
 __all__ = ["parts_from_gguf"]
 
 _PREFIX = "tokenizer.ggml."
-_MAX_CUT_CHARS = 1 << 30  # characters copied to derive merges from scores: the sum of length**2
-_MAX_MERGES = 1 << 20  # merges derived from scores; the largest known vocabularies have half of it
+_MAX_CUT_CHARS = 1 << 30  # maximum characters copied to derive merges from scores: sum of length**2
+_MAX_MERGES = 1 << 20  # maximum merges derived from scores, twice the largest known vocabularies'
 _SPACE = "▁"  # sentencepiece's visible space
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _NAMED_IDS = {
@@ -53,7 +53,7 @@ class TokenType(enum.IntEnum):
 
 
 class _Metadata:
-    """Typed access to the metadata; every error names the key."""
+    """Typed access to the metadata; every error names its key."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -127,7 +127,7 @@ def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     Raises
     ------
     ConfigError
-        If the vocabulary is missing or inconsistent, or its kind or pre-tokenizer is not supported.
+        If the vocabulary is missing or inconsistent, or its kind or pre-tokenizer is unsupported.
     """
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     kind = metadata.get(_PREFIX + "model")
@@ -157,7 +157,7 @@ def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
 
 
 def _byte_level(meta: _Metadata) -> tuple[tokenizers.Tokenizer, bool]:
-    """Return the backend of a "gpt2" vocabulary, and whether BOS is added by default."""
+    """Return the backend of a "gpt2" vocabulary, and whether it adds BOS by default."""
     pre = find_pre_tokenizer(meta.get("pre"))
     merges = [_split_merge(i, merge) for i, merge in enumerate(meta.array("merges", str))]
     if not merges:
@@ -172,11 +172,11 @@ def _byte_level(meta: _Metadata) -> tuple[tokenizers.Tokenizer, bool]:
 
 
 def _sentencepiece(meta: _Metadata) -> tuple[tokenizers.Tokenizer, bool]:
-    """Return the backend of a "llama" vocabulary, and whether BOS is added by default."""
+    """Return the backend of a "llama" vocabulary, and whether it adds BOS by default."""
     tokens = [_visible(token, kind) for token, kind in zip(meta.tokens, meta.types, strict=True)]
     vocab = _numbered(tokens)
-    # The score of a user-defined piece is not a rank. If runs of spaces are user-defined (Gemma),
-    # the merges are in the order of the vocabulary.
+    # A user-defined piece's score is not a rank. If runs of spaces are user-defined (Gemma), merges
+    # follow vocabulary order.
     ordered = tokens == meta.tokens
     ranks = [-score for score in meta.scores()] if ordered else [float(i) for i in vocab.values()]
     unknown = meta.token_id("unknown_token_id")
@@ -225,7 +225,7 @@ def _split_merge(index: int, merge: str) -> tuple[str, str]:
 
 
 def _visible(token: str, kind: int) -> str:
-    """Spell a user-defined run of spaces as in the normalised text."""
+    """Spell a user-defined run of spaces as in normalised text."""
     is_spaces = kind == TokenType.USER_DEFINED and bool(token) and not token.strip(" ")
     return _SPACE * len(token) if is_spaces else token
 
@@ -233,10 +233,10 @@ def _visible(token: str, kind: int) -> str:
 def _merges_of_scores(
     tokens: Sequence[str], types: Sequence[int], vocab: Mapping[str, int], ranks: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """List every pair of tokens whose concatenation is a token, best score first.
+    """List every pair of tokens that concatenates to a token, best score first.
 
-    Sentencepiece merges the neighbours whose concatenation has the best score; a list of merges in
-    the order of that score is equivalent.
+    Sentencepiece merges the neighbours whose concatenation scores best; a list of merges in score
+    order is equivalent.
     """
     size = sum(len(token) ** 2 for token in tokens)
     if size > _MAX_CUT_CHARS:
@@ -261,12 +261,12 @@ def _merges_of_scores(
 
 
 def _add_whole_tokens(backend: tokenizers.Tokenizer, meta: _Metadata) -> None:
-    """Declare the tokens that are matched in the text before normalisation and splitting."""
+    """Declare the tokens to match in the text before normalisation and splitting."""
     is_phi3 = meta.values.get("general.architecture") == "phi3" and meta.get("model") == "llama"
 
     def whole(token_id: int, special: bool) -> AddedToken:
         content = meta.tokens[token_id]
-        # Phi-3's markers strip the spaces after them, which a .gguf cannot express.
+        # Phi-3's markers strip the spaces after them, which .gguf cannot express.
         strips = is_phi3 and content.startswith("<|") and content != "<|endoftext|>"
         return AddedToken(content, normalized=False, special=special, rstrip=strips)
 
@@ -301,8 +301,8 @@ def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
 def _end_ids(meta: _Metadata, templates: Mapping[str, str]) -> tuple[int, ...]:
     """List the ids that end a sequence.
 
-    These are the ids that the file names, and the end-of-turn markers that its chat template
-    writes: files older than ``eot_token_id`` name only one of the two.
+    These are the ids the file names, plus the end-of-turn markers its chat template writes: files
+    older than ``eot_token_id`` name only one of the two.
     """
     named = [meta.token_id(f"{name}_token_id") for name in ("eos", "eot", "eom")]
     written = "".join(templates.values())

@@ -1,12 +1,12 @@
-"""The tokenizer of a model directory in Hugging Face's layout, read as `TokenizerParts`.
+"""Tokenizer of a model directory in Hugging Face layout, read as `TokenizerParts`.
 
-The files read are ``tokenizer.json`` and, if they exist, ``tokenizer_config.json``,
-``special_tokens_map.json``, ``added_tokens.json``, ``config.json``, ``generation_config.json``,
-``chat_template.jinja`` and ``additional_chat_templates/*.jinja``. Nothing in the directory is
-executed, except templates, in their sandbox. They are opened and bounded by `engine.model_files`.
+It reads ``tokenizer.json`` and, if present, ``tokenizer_config.json``, ``special_tokens_map.json``,
+``added_tokens.json``, ``config.json``, ``generation_config.json``, ``chat_template.jinja`` and
+``additional_chat_templates/*.jinja``. Nothing in the directory is executed except templates, in
+their sandbox. `engine.model_files` opens the files and limits their size.
 
-``tokenizer.json`` alone determines whether BOS and EOS are added to a text, as in transformers 5;
-``add_bos_token`` in ``tokenizer_config.json`` applies only to tokenizers without that file.
+``tokenizer.json`` alone decides whether BOS and EOS are added to a text, as in transformers 5;
+``add_bos_token`` in ``tokenizer_config.json`` only applies to tokenizers without that file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine.text.tokenizer_json import build_backend, check_added, check_ids, ch
 
 __all__ = ["parts_from_directory"]
 
-_MAX_TOKENIZER_BYTES = 64 << 20  # the largest known files have about 35 MB
+_MAX_TOKENIZER_BYTES = 64 << 20  # the largest known files are about 35 MB
 _MAX_TEMPLATES = 64
 _MAX_TEMPLATE_BYTES = 4 * MAX_SOURCE_CHARS  # UTF-8 takes at most 4 bytes per character
 
@@ -42,7 +42,7 @@ def parts_from_directory(directory: Path) -> TokenizerParts:
     Parameters
     ----------
     directory : Path
-        Contains at least a ``tokenizer.json``.
+        Must contain a ``tokenizer.json``.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def parts_from_directory(directory: Path) -> TokenizerParts:
 
 
 def _read_backend(path: Path, directory: Path) -> tuple[bytes, tokenizers.Tokenizer, str | None]:
-    """Return the file, its backend, and the step that must not run in this process, if any."""
+    """Return the file, its backend, and any step that must not run in this process."""
     if not is_present(path):
         others = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
         found = [name for name in others if is_present(directory / name)]
@@ -89,7 +89,7 @@ def _read_backend(path: Path, directory: Path) -> tuple[bytes, tokenizers.Tokeni
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Prefix messages with the name of the file."""
+    """Prefix error messages with the file's name."""
     try:
         yield
     except ConfigError as error:
@@ -102,7 +102,7 @@ def _read_json(directory: Path, name: str) -> dict[str, Any]:
 
 
 def _text_of(value: object, where: str) -> str | None:
-    """Return the text of a token, given as a string or as an object with "content"."""
+    """Return a token's text, given as a string or as an object with "content"."""
     content = value.get("content") if isinstance(value, dict) else value
     if content is not None and not isinstance(content, str):
         raise ConfigError(f"{where} must be a string or an object with content; got {shown(value)}")
@@ -112,7 +112,7 @@ def _text_of(value: object, where: str) -> str | None:
 
 
 def _is_unicode(text: str) -> bool:
-    """Tell whether `text` has no unpaired surrogate, which JSON can spell and UTF-8 cannot."""
+    """Tell whether `text` has no unpaired surrogate, which JSON can spell but UTF-8 cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -145,7 +145,7 @@ def _id_of(backend: tokenizers.Tokenizer, name: str, special: Mapping[str, str])
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], older: Mapping[str, Any]
 ) -> list[AddedToken]:
-    """Add the tokens that only the other files define, in the order of their ids; return them."""
+    """Add the tokens that only the other files define, in id order; return them."""
     listed = config.get("added_tokens_decoder") or {
         str(token_id): content for content, token_id in older.items()
     }
@@ -162,7 +162,7 @@ def _add_missing_tokens(
             missing[key] = token
     contents = [token.content for token in (*known.values(), *missing.values())]
     check_added(contents, "tokenizer.json and the files beside it")
-    # In one call: each call rebuilds the search structure of all added tokens.
+    # In one call: each call rebuilds the search structure for all added tokens.
     with library_errors(ConfigError, "the tokens beside tokenizer.json cannot be added"):
         backend.add_tokens(list(missing.values()))
     for key, token in missing.items():
@@ -199,7 +199,7 @@ def _added_token(value: Any, key: str) -> AddedToken:
 
 
 def _ids(value: object) -> list[int]:
-    """Return the ids that a file gives as a number, a list of numbers, or null."""
+    """Return ids that a file gives as a number, a list of numbers, or null."""
     items: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
     for item in items:
         if type(item) is not int or not 0 <= item < 1 << 31:
@@ -219,7 +219,7 @@ def _end_ids(eos: int | None, configs: Iterable[Mapping[str, Any]]) -> tuple[int
 
 
 def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name; files take precedence over tokenizer_config.json."""
+    """Return the chat templates by name; separate files override tokenizer_config.json."""
     listed = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(listed, str):

@@ -1,13 +1,13 @@
 r"""Steps of a ``tokenizer.json`` that may run in this process: those known to be harmless.
 
 A step is harmless if its time is linear in the text, it cannot panic, and it adds a bounded length.
-The growth factors of successive normalizers multiply. A regular expression is harmless only if it
-is listed here: a backtracking one may take exponential time, or quadratic time like ``\s+$`` on a
-run of spaces. The list holds the expressions of published models. Other steps are not refused: they
-run in a process of their own, with limits (`engine.text.encode_worker`).
+The growth factors of successive normalizers multiply. A regular expression is harmless only if
+listed here: a backtracking one may take exponential time, or quadratic time, like ``\s+$`` on a run
+of spaces. The list holds the expressions of published models. Other steps are not rejected: they
+run in a separate process, with limits (`engine.text.encode_worker`).
 
 Steps are dicts with "type", as in ``tokenizer.json``. Their content is untrusted: no function here
-raises, whatever it is.
+may raise on any of it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from engine.text.pretokenizers import PRE_TOKENIZERS
 __all__ = ["MAX_GROWTH", "growth", "is_linear_regex", "unknown_step"]
 
 MAX_GROWTH = 64
-"""Largest product of the normalizers' growth factors: UTF-8 bytes after / before."""
+"""Maximum product of the normalizers' growth factors (UTF-8 bytes after / before)."""
 
-_MAX_STEPS = 16  # steps in one Sequence
-_MAX_PIECES = 64  # pieces of a post-processor's template
+_MAX_STEPS = 16  # maximum steps in a Sequence
+_MAX_PIECES = 64  # maximum pieces in a post-processor's template
 _SYMBOLS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 _LINEAR_REGEXES = (
     frozenset([pattern for known in PRE_TOKENIZERS.values() for pattern in known.patterns])
@@ -47,7 +47,7 @@ _LINEAR_REGEXES = (
     }
 )
 
-# Growth factor: most UTF-8 bytes that one byte becomes.
+# Growth factor: maximum UTF-8 bytes of output per byte of input.
 _NORMALIZER_GROWTH = {
     "NFC": 3,
     "NFD": 3,
@@ -58,7 +58,7 @@ _NORMALIZER_GROWTH = {
     "StripAccents": 1,
     "Nmt": 1,
     "ByteLevel": 2,
-    "BertNormalizer": 12,  # spaces around a character, NFD, lower case
+    "BertNormalizer": 12,  # spaces around each character, NFD, lower case
 }
 _PRE_TOKENIZERS = frozenset(
     [
@@ -70,12 +70,12 @@ _POST_PROCESSORS = frozenset(["ByteLevel", "BertProcessing", "RobertaProcessing"
 
 
 def unknown_step(spec: Mapping[str, Any]) -> str | None:
-    """Return the name of a step that is not known to be harmless; None if all are.
+    """Return the name of the first step not known to be harmless; None if all are.
 
     Parameters
     ----------
     spec : mapping
-        With "normalizer", "pre_tokenizer" and "post_processor", each a step or None.
+        Holds "normalizer", "pre_tokenizer" and "post_processor", each a step or None.
     """
     for step in _leaves(spec.get("pre_tokenizer"), "pretokenizers"):
         kind = _kind(step)
@@ -106,7 +106,7 @@ def growth(normalizer: object) -> float:
 
 
 def is_linear_regex(pattern: object) -> bool:
-    """Tell whether a step's "pattern" is a plain text or a listed regular expression."""
+    """Tell whether a step's "pattern" is plain text or a listed regular expression."""
     if not isinstance(pattern, dict) or len(pattern) != 1:
         return False
     text = pattern.get("String")
@@ -145,7 +145,7 @@ def _step_growth(step: object) -> float:
     added = _num_bytes(text)
     if kind == "Prepend":  # once per part between two special tokens, which may be one byte long
         return 1.0 + added
-    # A match of a regular expression has at least one byte.
+    # A regular expression's match has at least one byte.
     return max(1.0, added / _num_bytes(step["pattern"].get("String", " ")))
 
 
@@ -154,7 +154,7 @@ def _num_bytes(text: str) -> int:
 
 
 def _is_short_template(step: object) -> bool:
-    """Tell whether a template holds the text once, and few special tokens, all of them defined."""
+    """Tell whether a template holds the text at most once, and few special tokens, all defined."""
     if not isinstance(step, dict):
         return False
     pieces = step.get("single")
@@ -175,7 +175,7 @@ def _has(piece: object, key: str) -> bool:
 
 
 def _num_ids(names: list[dict[str, Any]], defined: dict[str, Any]) -> float:
-    """Return the number of ids of the named special tokens; infinity if one is not defined."""
+    """Return how many ids the named special tokens have; infinity if one is undefined."""
     total = 0
     for name in names:
         key = name.get("id")

@@ -1,4 +1,4 @@
-"""Translation of errors of the `tokenizers` library to the engine's own."""
+"""Translates errors of the `tokenizers` library to the engine's own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ __all__ = ["library_errors"]
 def library_errors(kind: type[EngineError], what: str) -> Iterator[None]:
     """Raise `kind` with the message "`what`: reason" if the library fails inside the block.
 
-    The library raises bare Exceptions; a panic of its Rust code is a BaseException, which no
-    `except Exception` catches. Other BaseExceptions (KeyboardInterrupt) and MemoryError pass.
+    The library raises bare Exceptions; a panic in its Rust code is a BaseException, which
+    `except Exception` does not catch. Other BaseExceptions (KeyboardInterrupt) and MemoryError
+    pass through.
 
     Examples
     --------
@@ -39,5 +40,5 @@ def library_errors(kind: type[EngineError], what: str) -> Iterator[None]:
 
 
 def _is_panic(error: BaseException) -> bool:
-    kind = type(error)  # each extension module defines its own; none can be imported
+    kind = type(error)  # each extension module defines its own, and none can be imported
     return (kind.__module__, kind.__name__) == ("pyo3_runtime", "PanicException")

@@ -1,4 +1,4 @@
-"""The parts of a tokenizer, whatever file format they were read from."""
+"""Parts of a tokenizer, independent of the file format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPECIAL_NAMES = (
     "cls_token",
     "mask_token",
 )
-"""Named special tokens, which chat templates may use as variables."""
+"""Named special tokens, available to chat templates as variables."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class TokenizerParts:
     Attributes
     ----------
     backend : tokenizers.Tokenizer
-        Splits, merges and maps to ids; its post-processor adds BOS and EOS.
+        Splits text, merges, and maps to ids; its post-processor adds BOS and EOS.
     encoder : callable, optional
-        (text, add_special_tokens) -> (ids, is_added), see `encode_worker.encode_here`; without it,
+        (text, add_special_tokens) -> (ids, is_added), see `encode_worker.encode_here`; if None,
         `backend` encodes.
     bos_token_id : int or None
     eos_token_ids : tuple of int
         Tokens that end a sequence, the tokenizer's own first.
     special_tokens : mapping of str to str
-        Text of the named special tokens ("bos_token": "<s>", ...).
+        Texts of the named special tokens ("bos_token": "<s>", ...).
     chat_templates : mapping of str to str
-        Jinja sources by name; the main one is "default".
+        Jinja sources by name; "default" is the main one.
     """
 
     backend: tokenizers.Tokenizer

@@ -1,11 +1,11 @@
-"""Pre-tokenizers by .gguf name: the splitting of text into words before byte-pair merging.
+"""Pre-tokenizers by .gguf name: how to split text into words before byte-pair merging.
 
 A .gguf file contains vocabulary and merges, but only the name of its pre-tokenizer
 (``tokenizer.ggml.pre``). A wrong one would still yield valid ids that decode to the same text, but
-silently worse output. So a name that is not in this table is an error.
+the model's output would silently get worse. So a name missing from this table is an error.
 
-Each entry is a list of regular expressions applied in turn: each one splits every piece left by the
-one before into its matches and the text between them. The expressions are those of the family's
+Each entry is a list of regular expressions applied in turn: each splits every piece left by the
+previous one into its matches and the text between them. They are the expressions of the family's
 ``tokenizer.json`` (Hugging Face), if one is published.
 """
 
@@ -23,18 +23,18 @@ __all__ = ["PRE_TOKENIZERS", "PreTokenizer", "find_pre_tokenizer"]
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """A rule for splitting text, with the settings of the tokenizers that use it.
+    """A rule for splitting text, with related tokenizer settings.
 
     Attributes
     ----------
     patterns : tuple of str
-        Regular expressions applied in turn (Oniguruma's syntax).
+        Regular expressions applied in turn (Oniguruma syntax).
     ignore_merges : bool
-        A word that is itself a token is kept whole, regardless of the merges.
+        Keep a word that is itself a token whole, regardless of the merges.
     add_bos : bool
-        Whether to add BOS if the file does not specify it.
+        Whether to add BOS if the file does not say.
     nfc : bool
-        Whether the text is first normalised to Unicode NFC.
+        Whether to normalise the text to Unicode NFC first.
     """
 
     patterns: tuple[str, ...]
@@ -55,7 +55,7 @@ class PreTokenizer:
         return normalizers.NFC() if self.nfc else None
 
 
-# Words with an optional space before them; runs of digits; runs of anything else.
+# Words, each with an optional leading space; runs of digits; runs of anything else.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ONE_DIGIT = r"\p{N}"
 
@@ -123,7 +123,7 @@ def find_pre_tokenizer(name: object) -> PreTokenizer:
     Raises
     ------
     ConfigError
-        If `name` is unknown or None (the file has none); the message lists the known ones.
+        If `name` is unknown or None (the file names none); the message lists the known ones.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Stop strings in a text that arrives in pieces: `StopChecker`."""
+"""Stop strings in text that arrives in pieces: `StopChecker`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["StopChecker", "StopResult"]
 
 
 class StopResult(NamedTuple):
-    """The outcome of one piece of text.
+    """Outcome for one piece of text.
 
     Attributes
     ----------
     text : str
         Text that may be emitted now.
     stop : str or None
-        The stop string that was found; text after it is discarded.
+        Stop string that was found; text after it is discarded.
     """
 
     text: str
@@ -24,10 +24,10 @@ class StopResult(NamedTuple):
 
 
 class StopChecker:
-    """Finds stop strings, and holds back text that may become one.
+    """Finds stop strings, holding back text that may become one.
 
-    The result does not depend on how the text is split: the stop string that is complete first
-    wins; of several that end at the same character, the longest.
+    The result does not depend on how the text is split: the stop string completed first wins; if
+    several end at the same character, the longest one does.
 
     Parameters
     ----------
@@ -55,18 +55,18 @@ class StopChecker:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that was found, or None."""
+        """Stop string that was found, or None."""
         return self._met
 
     def push(self, text: str, check: bool = True) -> StopResult:
-        """Add `text`; return what may be emitted and the stop string that it completed.
+        """Add `text`; return the text to emit and the stop string it completed, if any.
 
         Parameters
         ----------
         text : str
             New text, of any length.
         check : bool
-            False emits `text` and what was held back unchecked (for the first `min_tokens`).
+            False emits `text` and everything held back, unchecked (for the first `min_tokens`).
         """
         if self._met is not None:
             return StopResult("", self._met)
@@ -84,13 +84,13 @@ class StopChecker:
         return StopResult(seen[:kept], None)
 
     def flush(self) -> str:
-        """Return the text still held back, when the text ends without a stop string."""
+        """Return the text held back, once the text has ended without a stop string."""
         held = self._held
         self._held = ""
         return held
 
     def _first_match(self, seen: str) -> tuple[int, str] | None:
-        """Return (end, stop string) of the match that ends first, or the longest of several."""
+        """Return (end, stop string) of the match that ends first; the longest if several do."""
         found = [(seen.find(stop) + len(stop), stop) for stop in self._stops if stop in seen]
         return min(found, key=lambda match: (match[0], -len(match[1])), default=None)
 

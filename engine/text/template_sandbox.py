@@ -1,8 +1,8 @@
-"""The sandbox of chat templates: Jinja's immutable one, with Hugging Face's dialect.
+"""Sandbox for chat templates: Jinja's immutable sandbox, with Hugging Face's dialect.
 
-A template comes with a model, so it is untrusted code. The sandbox keeps it from Python's internals
-and from modifying its arguments. It does not limit time and memory, as a single call of a filter
-may take any amount: the kernel limits them for the whole process (`template_worker`).
+A template comes with a model, so it is untrusted code. The sandbox keeps it away from Python's
+internals and from modifying its arguments. It cannot limit time and memory, since a single filter
+call may take any amount: the kernel limits them for the whole process (`template_worker`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REMOVED_FILTERS = (
     "attr",  # reads attributes
     "random",  # not reproducible
 )
-# Modules that Jinja and Python import on first use, when no file can be opened any more.
+# Modules that Jinja and Python import on first use, when files can no longer be opened.
 _IMPORTED_LATE = ("html", "jinja2.debug", "pprint", "textwrap", "unicodedata")
 _PLAIN = (str, int, float, bool, type(None), list, tuple, dict, range, Undefined)
 _FORBIDDEN_NODES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
@@ -41,7 +41,7 @@ codecs.lookup("unicode_escape")
 
 
 def render(source: str, values: Mapping[str, Any], max_chars: int) -> str:
-    """Return the text of the template `source` with variables `values`.
+    """Render the template `source` with variables `values`.
 
     Raises
     ------
@@ -52,12 +52,12 @@ def render(source: str, values: Mapping[str, Any], max_chars: int) -> str:
 
 
 def inspect(source: str) -> dict[str, Any]:
-    """Return the variables that a template reads, and whether it supports lists of parts.
+    """Return the variables a template reads, and whether it supports lists of parts.
 
     Returns
     -------
     dict
-        "reads": sorted names of the variables that it reads and does not set itself.
+        "reads": sorted names of the variables it reads but does not set itself.
         "takes_parts": whether it iterates over contents that are lists of parts.
     """
     tree = Sandbox().parse(source)
@@ -68,7 +68,7 @@ def inspect(source: str) -> dict[str, Any]:
 
 
 def reason(error: Exception) -> str:
-    """Return why a template failed: the line, if it is known, and the error's message."""
+    """Return why a template failed: the line, if known, and the error message."""
     line = getattr(error, "lineno", None)
     where = f" (line {line})" if line else ""
     text = getattr(error, "message", None) or str(error) or type(error).__name__
@@ -88,16 +88,16 @@ def _compiled(source: str, max_chars: int) -> jinja2.Template:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's immutable sandbox with the dialect of chat templates.
+    """Jinja's immutable sandbox, with the dialect of chat templates.
 
     Parameters
     ----------
     max_chars : int
-        Maximum length of the text of a template, a block or a macro.
+        Maximum length of the text that a template, block or macro produces.
     """
 
     def __init__(self, max_chars: int = 0) -> None:
-        # Not optimized: constant folding would hide errors in the expressions it evaluates.
+        # Not optimized: constant folding would hide errors in the folded expressions.
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -117,7 +117,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _tojson
 
     def concat(self, pieces: Iterable[str]) -> str:
-        """Join the pieces of output of a block or of the whole template."""
+        """Join the output pieces of a block or of the whole template."""
         found = []
         total = 0
         for piece in pieces:
@@ -137,7 +137,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 class GenerationTag(Extension):
     """The tag ``{% generation %}`` ... ``{% endgeneration %}``, which marks text for training.
 
-    It has no effect when a prompt is rendered: the block is replaced by its body.
+    It has no effect on prompts: the block is replaced by its body.
     """
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it so)
@@ -150,7 +150,7 @@ class GenerationTag(Extension):
 
 
 def _printable(value: Any) -> Any:
-    """Return `value` if it may be rendered; the text of a function would show an address."""
+    """Return `value` if it may be rendered; a function's text would reveal an address."""
     if not isinstance(value, _PLAIN):
         raise SecurityError(f"a {type(value).__name__} must not be rendered")
     return value

@@ -1,18 +1,18 @@
 """Rendering of chat templates in a `Worker`, under limits that the kernel enforces.
 
-All threads of a process share one worker. `LLM` starts it early, as its imports take about 0.1 s;
-otherwise the first request does. A template that exceeds a limit ends the worker and fails its own
-request.
+All threads of a process share one worker. `LLM` starts it early, because its imports take about
+0.1 s; otherwise the first request does. A template that exceeds a limit ends the worker and fails
+only its own request.
 
-A single call of a filter may take any time and memory without reaching a check in Python. So the
-limits are the kernel's:
+A single filter call may take any amount of time and memory without returning to Python code that
+could check. So the kernel enforces the limits:
 
-- CPU time: a timer for each request, whose signal ends the process.
+- CPU time: a timer per request, whose signal ends the process.
 - Memory: a limit on the address space; beyond it a template fails with MemoryError.
-- Files: none can be opened or written once the imports are done.
+- Files: none can be opened or written after the imports.
 
 A request is a JSON object: {"source": str} asks which variables the template reads (see
-`template_sandbox.inspect`); with "values" (dict) it asks for the rendered text. The answer is
+`template_sandbox.inspect`); an additional "values" (dict) asks for the rendered text. The answer is
 {"result": ...} or {"failed": reason}.
 """
 
@@ -39,33 +39,33 @@ from engine.text.child_process import (
 
 __all__ = ["ask", "close", "main", "start", "worker_pid"]
 
-MAX_SECONDS = 2.0  # CPU time of one request, independent of the machine's load
-MAX_WAIT = 60.0  # wall-clock seconds for an answer
+MAX_SECONDS = 2.0  # CPU time per request, independent of the machine's load
+MAX_WAIT = 60.0  # wall-clock seconds to wait for an answer
 MAX_REQUEST_BYTES = 64 << 20
-MAX_CHARS = 16_000_000  # characters of a prompt, and of each text in the arguments
-MAX_MEMORY = 1 << 30  # bytes of address space beyond what the imports take
+MAX_CHARS = 16_000_000  # maximum characters of a prompt, and of each text in the arguments
+MAX_MEMORY = 1 << 30  # bytes of address space beyond the imports' use
 
 _MAX_ANSWER_BYTES = 6 * MAX_CHARS + 4096  # JSON takes up to 6 bytes per character
-_MAX_KEPT = MAX_MEMORY // 8  # bytes held after a request, above which the worker is replaced
+_MAX_KEPT = MAX_MEMORY // 8  # bytes still held after a request; above this the worker is replaced
 _MAX_REASON_CHARS = 1000
-_OUT_OF_MEMORY = 12  # exit code of a worker whose template exceeded the limit on memory
+_OUT_OF_MEMORY = 12  # exit code of a worker whose template exceeded the memory limit
 
 _WORKER = Worker("from engine.text.template_worker import main; main()", _MAX_ANSWER_BYTES)
 close = _WORKER.close
 
 
 def worker_pid() -> int | None:
-    """Return the process id of the worker; None if it does not run."""
+    """Return the worker's process id; None if it is not running."""
     return _WORKER.pid
 
 
 def start() -> None:
-    """Start the worker, unless it runs, and return without waiting for its imports.
+    """Start the worker if it is not running, without waiting for its imports.
 
     Raises
     ------
     TemplateError
-        If it cannot be started.
+        If the worker cannot be started.
     """
     try:
         _WORKER.start()
@@ -74,12 +74,12 @@ def start() -> None:
 
 
 def ask(source: str, values: Mapping[str, Any] | None = None) -> Any:
-    """Return the text of a template; without `values`, the result of `template_sandbox.inspect`.
+    """Return a template's text or, without `values`, the result of `template_sandbox.inspect`.
 
     Raises
     ------
     RequestError
-        If `values` take more than `MAX_REQUEST_BYTES`.
+        If `values` exceed `MAX_REQUEST_BYTES`.
     TemplateError
         If the template fails or exceeds a limit, or the worker cannot be started.
     """
@@ -96,7 +96,7 @@ def ask(source: str, values: Mapping[str, Any] | None = None) -> Any:
         raise TemplateError(f"the chat template failed: {_cause_of_death(error.code)}") from None
     except OSError as error:
         raise _cannot_start(error) from error
-    except ValueError:  # a template has broken out of the sandbox
+    except ValueError:  # a template broke out of the sandbox
         close()
         raise TemplateError(
             "the chat template failed: its process did not answer in JSON"
@@ -126,9 +126,9 @@ def _cause_of_death(code: int | None) -> str:
 
 
 def _pack(message: Any) -> bytes:
-    """Return `message` as JSON in UTF-8, with unpaired surrogates as they are.
+    """Return `message` as UTF-8 JSON, leaving unpaired surrogates as they are.
 
-    Two of them in a row, written as escapes, would be read back as one character.
+    Two in a row, written as escapes, would be read back as one character.
     """
     return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
@@ -143,16 +143,16 @@ def main() -> None:
         found, is_last = answer(json.loads(request))
         reply(_pack(found))
         if is_last:
-            os._exit(0)  # at once, whatever a template has left behind
+            os._exit(0)  # at once, whatever a template left behind
 
 
 def _prepare() -> Callable[[dict[str, Any]], tuple[dict[str, Any], bool]]:
     """Import what templates need, set the limits, and return the function that answers requests.
 
-    The function returns (answer, is_last): with is_last the process has to end.
+    It returns (answer, is_last); if is_last, the process must end.
     """
     try:
-        # Imported here: a failure is reported as an answer, and the parent needs no Jinja.
+        # Imported here, so that a failure is reported as an answer and the parent needs no Jinja.
         from engine.text import template_sandbox
 
         size = memory_gauge()
@@ -172,7 +172,7 @@ def _prepare() -> Callable[[dict[str, Any]], tuple[dict[str, Any], bool]]:
                 found = template_sandbox.inspect(source)
         except MemoryError:
             os._exit(_OUT_OF_MEMORY)
-        except Exception as error:  # the template is untrusted code, which may raise anything
+        except Exception as error:  # untrusted code may raise anything
             why = template_sandbox.reason(error)[:_MAX_REASON_CHARS]
             return {"failed": why}, size() - start > _MAX_KEPT
         return {"result": found}, size() - start > _MAX_KEPT

@@ -1,4 +1,4 @@
-"""The bytes of each token, for the two spellings that vocabularies use."""
+"""Bytes of each token, for both spellings that vocabularies use."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def byte_alphabet() -> dict[str, int]:
     """Return GPT-2's alphabet: printable character -> the byte it stands for.
 
-    Printable bytes of Latin-1 are spelled as themselves; the others, in order, as the characters
-    from U+0100 on.
+    Printable Latin-1 bytes are spelled as themselves; the rest, in order, as the characters from
+    U+0100 on.
 
     Examples
     --------
@@ -38,19 +38,19 @@ _ALPHABET = byte_alphabet()
 
 
 class TokenBytes(dict[int, bytes]):
-    """Bytes of a token by its id, computed on first use.
+    """Bytes of each token by id, computed on first use.
 
-    A dict, so that the lookup for every generated token is fast.
+    A dict, for a fast lookup per generated token.
 
     Parameters
     ----------
     backend : tokenizers.Tokenizer
-        Its decoder determines how tokens are spelled: byte-level, or with a visible space.
+        Its decoder shows how tokens are spelled: byte-level, or with a visible space.
 
     Raises
     ------
     ConfigError
-        If the decoder is neither; such a tokenizer cannot be decoded incrementally.
+        If the decoder is neither; such a tokenizer cannot decode incrementally.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -61,7 +61,7 @@ class TokenBytes(dict[int, bytes]):
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         vocab = backend.get_vocab()
         self.vocab_size = max(vocab.values(), default=-1) + 1
-        # A byte is spelled with at least one character, so no spelling is shorter than its text.
+        # Each byte is spelled with at least one character, so no spelling is shorter than its text.
         self.max_token_chars = max(map(len, vocab), default=1)
         self._space, self._has_bytes, self.strip_left = _read_decoder(backend.decoder)
 
@@ -72,7 +72,7 @@ class TokenBytes(dict[int, bytes]):
         return known
 
     def spelling(self, token_id: int) -> str | None:
-        """Return the token as the vocabulary spells it; None for an id without a token."""
+        """Return the token as spelled in the vocabulary; None for an id without a token."""
         if not is_integer(token_id):
             raise RequestError(f"a token id must be an integer; got {shown_with_type(token_id)}")
         if token_id < 0:
@@ -96,7 +96,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 def strip_spaces(text: str, most: int) -> str:
-    """Strip up to `most` spaces from the start of `text`.
+    """Strip up to `most` leading spaces from `text`.
 
     Examples
     --------
@@ -107,7 +107,7 @@ def strip_spaces(text: str, most: int) -> str:
 
 
 def _read_decoder(decoder: Any) -> tuple[str | None, bool, int]:
-    """Return (visible space or None for byte-level, has byte tokens, spaces to strip)."""
+    """Return (visible space, or None if byte-level; has byte tokens; leading spaces to strip)."""
     if decoder is None:
         raise ConfigError("the tokenizer must have a decoder, to give its tokens text; it has none")
     state = json.loads(decoder.__getstate__())

@@ -1,10 +1,10 @@
-"""`load_tokenizer` and `Tokenizer`: encoding of text to token ids, and decoding.
+"""`load_tokenizer` and `Tokenizer`: encode text to token ids, and decode them.
 
-Three rules are implemented here and nowhere else:
+Three rules are implemented only here:
 
 - Decoding concatenates the tokens' bytes, not their texts: a character may span several tokens.
 - Special tokens written in a text are parsed, so that a rendered chat yields the intended ids.
-- No BOS is added to a text that already starts with one; what the user wrote stays.
+- BOS is not added to a text that already starts with it; what the user wrote stays.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from engine.text.token_bytes import TokenBytes, strip_spaces
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
-MAX_DECODED_IDS = 1 << 24  # most ids that `encode` returns (MAX_IDS of encode_worker.py)
+MAX_DECODED_IDS = 1 << 24  # maximum ids returned by `encode` (MAX_IDS of encode_worker.py)
 
 
 def load_tokenizer(
     source: str | os.PathLike[str] | Mapping[str, Any], *, chat_template: str | None = None
 ) -> Tokenizer:
-    """Load the tokenizer of a model.
+    """Load a model's tokenizer.
 
     Parameters
     ----------
     source : path or mapping
-        A directory with ``tokenizer.json``, or the metadata of a .gguf file (key -> value).
+        Directory with ``tokenizer.json``, or the metadata of a .gguf file (key -> value).
     chat_template : str, optional
         Jinja source to use instead of the model's own templates.
 
     Raises
     ------
     ConfigError
-        If something is missing, damaged or unsupported; the message says what and where.
+        If anything is missing, damaged or unsupported; the message says what and where.
     """
     if isinstance(source, Mapping):
         parts = parts_from_gguf(source)
@@ -61,24 +61,24 @@ def load_tokenizer(
 
 
 class Tokenizer:
-    """Encodes text to token ids and decodes them.
+    """Encodes text to token ids, and decodes them.
 
     Parameters
     ----------
     parts : TokenizerParts
         See `load_tokenizer`.
     chat_template : str, optional
-        Jinja source to use instead of those of `parts`.
+        Jinja source to use instead of the templates in `parts`.
 
     Attributes
     ----------
     bos_token_id : int or None
     eos_token_ids : tuple of int
-        Tokens that end a sequence, the tokenizer's own first, then those of the model.
+        Tokens that end a sequence: first the tokenizer's own, then the model's.
     special_ids : frozenset of int
-        Tokens that `skip_special_tokens` leaves out.
+        Tokens omitted by `skip_special_tokens`.
     strip_left : int
-        Number of spaces that decoding strips from the start of a text (sentencepiece adds one).
+        Number of leading spaces that decoding strips from a text (sentencepiece adds one).
     """
 
     def __init__(self, parts: TokenizerParts, *, chat_template: str | None = None) -> None:
@@ -95,12 +95,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id; a model's embedding may be padded to more rows."""
+        """Largest id plus one; a model's embedding may be padded to more rows."""
         return self._bytes.vocab_size
 
     @property
     def max_token_chars(self) -> int:
-        """Maximum characters of one token: a text of n tokens is at most n times as long."""
+        """Maximum characters per token; bounds the length of a text of n tokens."""
         return self._bytes.max_token_chars
 
     @property
@@ -115,21 +115,21 @@ class Tokenizer:
         return template.source if template else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`.
+        """Encode `text` to token ids.
 
         Parameters
         ----------
         text : str
-            Special tokens in it are parsed.
+            Special tokens written in it are parsed.
         add_special_tokens : bool
-            Add BOS (and EOS) as the model expects; BOS is not added if the text already starts
+            Add BOS (and EOS) if the model expects them; BOS is not added if the text already starts
             with it.
 
         Raises
         ------
         RequestError
-            If `text` is not a str, contains an unpaired surrogate, or cannot be encoded within the
-            limits of `engine.text.encode_worker`.
+            If `text` is not a str, contains an unpaired surrogate, or exceeds the limits of
+            `engine.text.encode_worker`.
         """
         text = checked_text("text", text)
         if not isinstance(add_special_tokens, bool):
@@ -140,9 +140,9 @@ class Tokenizer:
         return ids[1:] if is_added and ids[0] == self.bos_token_id else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD.
+        """Decode `ids` to text; invalid UTF-8 becomes U+FFFD.
 
-        Ids without a token (padded rows of the embedding) decode to nothing.
+        Ids without a token (padding rows of the embedding) decode to nothing.
 
         Raises
         ------
@@ -151,7 +151,7 @@ class Tokenizer:
         """
         skipped = self.special_ids if skip_special_tokens else frozenset()
         try:
-            given = list(itertools.islice(ids, MAX_DECODED_IDS + 1))  # it may be endless
+            given = list(itertools.islice(ids, MAX_DECODED_IDS + 1))  # may be endless
             if len(given) > MAX_DECODED_IDS:
                 raise RequestError(f"ids must have at most {MAX_DECODED_IDS} entries; got more")
             data = b"".join([self._bytes[i] for i in given if i not in skipped])
@@ -162,12 +162,12 @@ class Tokenizer:
         return strip_spaces(data.decode("utf-8", "replace"), self.strip_left)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of `token_id`; b"" for an id without a token.
+        """Return the bytes of `token_id`; b"" if the id has no token.
 
         Raises
         ------
         RequestError
-            If it is negative or not an integer.
+            If the id is negative or not an integer.
         """
         try:
             return self._bytes[token_id]
@@ -177,7 +177,7 @@ class Tokenizer:
             ) from None
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Return the token as the vocabulary spells it, or None.
+        """Return the token as spelled in the vocabulary, or None.
 
         Raises
         ------
@@ -187,7 +187,7 @@ class Tokenizer:
         return self._bytes.spelling(token_id)
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token as the vocabulary spells it, or None.
+        """Return the id of a token as spelled in the vocabulary, or None.
 
         Raises
         ------
@@ -204,25 +204,25 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """Render a conversation to the text of a prompt with the model's template.
+        """Render a conversation to a prompt with the model's template.
 
         Parameters
         ----------
         messages : sequence of dict
-            Each with "role" and "content": a str or a list of ``{"type": "text", "text": ...}``.
+            Each holds "role" and "content": a str or a list of ``{"type": "text", "text": ...}``.
         add_generation_prompt : bool
-            End the prompt with the start of the assistant's answer.
+            End the prompt with the start of the assistant's reply.
         tools : sequence of dict, optional
-            JSON schemas of functions that the model may call.
+            JSON schemas of functions the model may call.
         **kwargs
-            Other variables for the template.
+            Additional template variables.
 
         Raises
         ------
         RequestError
-            If the messages, the tools or the name of a variable are invalid.
+            If the messages, the tools or a variable's name are invalid.
         TemplateError
-            If the model has no template, or its template fails.
+            If the model has no template, or the template fails.
         """
         return self._choose_template(tools is not None).render(
             messages,
@@ -237,9 +237,9 @@ class Tokenizer:
         return self._choose_template(has_tools).variables
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
-        """Return the token ids of a conversation; see `apply_chat_template` for the arguments.
+        """Return a conversation's token ids; for the arguments see `apply_chat_template`.
 
-        No special tokens are added, since the template writes them all.
+        No special tokens are added: the template writes them all.
         """
         return self.encode(self.apply_chat_template(messages, **kwargs), add_special_tokens=False)
 

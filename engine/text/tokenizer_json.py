@@ -1,10 +1,10 @@
-"""Reading of ``tokenizer.json``: checked here, then passed to the `tokenizers` library in parts.
+"""Reads ``tokenizer.json``: checks it, then passes it to the `tokenizers` library in parts.
 
-The library's own reader never sees the file, as some files make its Rust code panic or abort. The
-library receives the checked vocabulary and merges, and a small document with the other steps that
-this module writes. This is also faster: its reader parses the model's part twice.
+The library's own reader never sees the file, because some files make its Rust code panic or abort.
+It receives the checked vocabulary and merges, and a small document with the other steps, written
+by this module. This is also faster: the library's reader parses the model twice.
 
-Truncation, padding and dropout belong to training and are left out on purpose.
+Truncation, padding and dropout belong to training and are omitted on purpose.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from engine.text.library_errors import library_errors
 
 __all__ = ["build_backend", "check_added", "check_ids", "check_steps", "parse"]
 
-MAX_ADDED_TOKENS = 1 << 18  # the size of a whole vocabulary
+MAX_ADDED_TOKENS = 1 << 18  # as many as a whole vocabulary
 MAX_ADDED_BYTES = 4 << 20  # the library's search structure takes about 30 times as much
 _MAX_ID = (1 << 22) - 1  # the largest known vocabularies have a million tokens
-_MAX_AFFIX = 64  # characters of a prefix or suffix of words
-_MAX_PIECE = 512  # characters of a Unigram piece: encoding tries that many at every position
-_MAX_WORD = 200  # characters of a WordPiece word: the time is cubic in its length
+_MAX_AFFIX = 64  # characters per word prefix or suffix
+_MAX_PIECE = 512  # characters per Unigram piece: encoding tries that many at every position
+_MAX_WORD = 200  # characters per WordPiece word: time is cubic in its length
 _STEPS = ("normalizer", "pre_tokenizer", "post_processor")
 _DECODERS = frozenset(
     [
@@ -42,12 +42,12 @@ _Fields = dict[str, Any]
 
 
 def parse(data: bytes) -> _Fields:
-    """Return the parsed file; only its outer structure is checked.
+    """Parse the file; only its outer structure is checked.
 
     Raises
     ------
     ConfigError
-        If it is not a JSON object with a model.
+        If the file is not a JSON object with a model.
     """
     with library_errors(ConfigError, "is not valid JSON"):
         spec = json.loads(data.decode("utf-8"))
@@ -64,8 +64,8 @@ def build_backend(spec: _Fields, with_steps: bool) -> tokenizers.Tokenizer:
     spec : dict
         From `parse`.
     with_steps : bool
-        False leaves out normalizer, pre-tokenizer and post-processor: the result knows all tokens
-        but cannot encode.
+        False omits normalizer, pre-tokenizer and post-processor: the result knows all tokens but
+        cannot encode.
 
     Raises
     ------
@@ -94,8 +94,8 @@ def build_backend(spec: _Fields, with_steps: bool) -> tokenizers.Tokenizer:
 def check_steps(backend: tokenizers.Tokenizer) -> None:
     """Check a backend that is to run in this process.
 
-    The library may have read a step as another kind than its "type": the steps it built are
-    checked, and the ids that the post-processor adds.
+    The library may have read a step as a different kind than its "type" says, so this checks the
+    steps it built, and the ids its post-processor adds.
 
     Raises
     ------
@@ -111,14 +111,14 @@ def check_steps(backend: tokenizers.Tokenizer) -> None:
 
 
 def check_ids(backend: tokenizers.Tokenizer, ids: Iterable[int]) -> None:
-    """Raise ConfigError if an id that the post-processor adds has no token."""
+    """Raise ConfigError if the post-processor adds an id that has no token."""
     for i in ids:
         if backend.id_to_token(i) is None:
             raise ConfigError(f"post_processor must add ids of the vocabulary; got {i}")
 
 
 def check_added(contents: Iterable[str], where: str) -> None:
-    """Raise ConfigError if the texts of added tokens are too many or too long, taken together."""
+    """Raise ConfigError if there are too many added tokens, or their total size is too large."""
     texts = list(contents)
     if len(texts) > MAX_ADDED_TOKENS:
         raise ConfigError(
@@ -132,7 +132,7 @@ def check_added(contents: Iterable[str], where: str) -> None:
 
 
 def _decoder(step: object) -> object:
-    """Check that a decoder consists of known steps; it never runs, only its fields are read."""
+    """Check that a decoder has known steps only; it never runs, only its fields are read."""
     if step is None:
         return None
     steps = step.get("decoders") if _kind(step) == "Sequence" else [step]  # type: ignore[attr-defined]
@@ -198,7 +198,7 @@ def _guessed_kind(fields: _Fields) -> str:
 
 def _bpe(fields: _Fields) -> models.Model:
     # The library panics on a token shorter than this prefix, and a panic in its destructor aborts
-    # the process. No language model uses one.
+    # the process. No language model uses such a prefix.
     if fields.get("continuing_subword_prefix") not in (None, ""):
         raise ConfigError(
             "model.continuing_subword_prefix must be empty or null for BPE; "
@@ -276,7 +276,7 @@ def _vocab(fields: _Fields) -> dict[str, int]:
 
 
 def _merges(listed: object) -> list[tuple[str, str]]:
-    """Return the merges; the file holds pairs or, if it is older, texts separated by a space."""
+    """Return the merges; files hold pairs or, if older, strings separated by a space."""
     if not isinstance(listed, list):
         raise ConfigError(f"model.merges must be an array; {_got(listed)}")
     kinds = set(map(type, listed))
@@ -292,7 +292,7 @@ def _merges(listed: object) -> list[tuple[str, str]]:
 
 def _split_merges(lines: list[str]) -> list[tuple[str, str]]:
     joined = " ".join(lines)
-    if "#version" in joined:  # a header line, which the library skips at any position
+    if "#version" in joined:  # a header line; the library skips it at any position
         lines = [line for line in lines if not line.startswith("#version")]
         joined = " ".join(lines)
     if not set(map(str.count, lines, itertools.repeat(" "))) <= {1}:
