@@ -1,4 +1,4 @@
-"""The experts' second product, summed over each token's experts: `moe_gemm/moe_gemm_combine.cu`.
+"""Second grouped GEMM, summed over each token's experts: `moe_gemm/moe_gemm_combine.cu`.
 
 The mirror is `reference/moe_gemm_combine.py`.
 """
@@ -45,7 +45,7 @@ def moe_gemm_combine(
     quantize_x: bool = False,
     out: Any = None,
 ) -> Any:
-    """Multiply each expert's rows by its matrix, and add the outputs of each token's experts.
+    """Multiply each expert's rows by its matrix, and sum the outputs of each token's experts.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def moe_gemm_combine(
     routing : Routing
         Routing of T tokens to k experts each, P = T·k, with the offsets of all experts.
     bias : (E, R) array of x's dtype, optional
-        Added to an expert's output before that is multiplied by the pair's weight.
+        Added to an expert's output before the routing weight is applied.
     shared, shared_gate, residual : optional
         Arrays (T, R), (T, 1) and (T, R) of x's dtype. See `moe_combine`.
     deterministic, pdl, quantize_x : bool
@@ -74,17 +74,17 @@ def moe_gemm_combine(
 
     Notes
     -----
-    Equals `moe_combine` of `moe_gemm` with `scatter`. With quantized weights it is one kernel for
-    one token, and for up to 8 tokens if its blocks fill the multiprocessors evenly. That kernel
-    does not round the experts' outputs before it adds them; it is not used with `deterministic` or
-    `quantize_x`.
+    Equals `moe_combine` of `moe_gemm` with `scatter`. With quantized weights it is a single kernel
+    for one token, and also for up to 8 tokens if its blocks fill the multiprocessors evenly. That
+    kernel does not round the experts' outputs before the sum; it is not used with
+    `deterministic` or `quantize_x`.
 
     Examples
     --------
     >>> import numpy as np
     >>> from engine.kernels import moe_route
     >>> routing = moe_route(np.array([[2.0, 2.0]], np.float32), 2)  # both experts, a half each
-    >>> weight = np.array([[[1.0, 0.0]], [[0.0, 1.0]]], np.float32)  # expert 1 takes column 1
+    >>> weight = np.array([[[1.0, 0.0]], [[0.0, 1.0]]], np.float32)  # expert 1 selects column 1
     >>> moe_gemm_combine(np.array([[1.0, 2.0], [3.0, 4.0]], np.float32), weight, routing)
     array([[2.5]], dtype=float32)
     """

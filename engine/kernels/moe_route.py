@@ -33,8 +33,8 @@ _SCORES = ("softmax", "sigmoid")
 _WARP = 32
 _FEW_TOKENS = 16
 _THREADS = 512
-_MAX_CHUNKS = 128  # blocks: about one per multiprocessor of a large chip
-WIDTHS = (32, 64, 128, 256, 512)  # most experts, by entry point
+_MAX_CHUNKS = 128  # maximum blocks: about one per multiprocessor of a large chip
+WIDTHS = (32, 64, 128, 256, 512)  # maximum number of experts of each entry point
 
 _PARAMS = (
     "logits:ptr correction:ptr experts:ptr weights:ptr order:ptr offsets:ptr slots:ptr load:ptr "
@@ -80,13 +80,13 @@ def moe_route(
     score : "softmax" or "sigmoid"
         Scores of the experts: softmax of the logits, or the sigmoid of each.
     correction : (E,) array of float32, optional
-        Added to the scores for the choice of experts only, not for the weights.
+        Added to the scores to choose the experts, but not to compute their weights.
     num_groups, top_groups : int
-        Choose the experts of a token from its `top_groups` best groups, out of `num_groups` groups
-        (at most 32) of consecutive experts. Groups are ranked by their best score or, with a
-        `correction`, by the sum of their two best.
+        Choose a token's experts from its `top_groups` best groups, out of `num_groups` groups (at
+        most 32) of consecutive experts. A group ranks by its best score or, with a
+        `correction`, by the sum of its two best.
     renormalize : bool
-        Divide the weights of a token by their sum. With "softmax" this equals the softmax over the
+        Divide the weights of a token by their sum. With "softmax" this equals a softmax over the
         chosen experts' logits.
     scale : float
         Factor on all weights.
@@ -94,7 +94,7 @@ def moe_route(
         The `slot_mapping` of `kv_store`. A token with a negative slot is padding: it is routed but
         not counted in `load`.
     load : (E,) array of int64, optional
-        Pairs routed to each expert so far; those of this call are added to it.
+        Pairs routed to each expert so far; the pairs of this call are added.
 
     Returns
     -------
@@ -109,8 +109,8 @@ def moe_route(
 
     Notes
     -----
-    The sort is a stable counting sort, so the result is deterministic. Softmax routing is from
-    [1]_, groups and correction are from [2]_.
+    The sort is a stable counting sort, so the result is deterministic. Softmax routing follows
+    [1]_; groups and correction follow [2]_.
 
     References
     ----------
@@ -150,7 +150,7 @@ def moe_route(
 
 
 def new_routing(call: Contract, top_k: int) -> Routing:
-    """Return new arrays for the routing of T tokens to E experts, as bound by `call`."""
+    """Return new arrays for the routing of T tokens to E experts, both bound by `call`."""
     tokens = call["T"]
     pairs = call["T"] * top_k
     return Routing(
@@ -175,7 +175,7 @@ def checked_options(
     slots: Any,
     load: Any,
 ) -> dict[str, Any]:
-    """Return the checked options of `moe_route`; argument `source` has bound T and E."""
+    """Check and return the options of `moe_route`; argument `source` has bound T and E."""
     num_experts = call["E"]
     call.check(
         source, 1 <= num_experts <= MAX_EXPERTS, f"of 1 to {MAX_EXPERTS} experts", num_experts
@@ -224,7 +224,7 @@ def _check_groups(
 
 
 def chunk_tokens(num_tokens: int) -> int:
-    """Return the tokens per block, a multiple of its warps; 0 if one block routes all.
+    """Return the tokens per block, a multiple of its warps; 0 means one block for all tokens.
 
     Examples
     --------

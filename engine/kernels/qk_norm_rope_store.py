@@ -1,4 +1,4 @@
-"""Norm and RoPE of q and k and the store of k and v to pages, in one launch.
+"""Norm and RoPE of q and k, fused with the store of k and v to pages.
 
 `cuda_src/qk_norm_rope_store.cu`, mirror `reference/qk_norm_rope_store.py`.
 """
@@ -22,7 +22,7 @@ __all__ = ["Config", "choose_config", "qk_norm_rope_store", "specs"]
 _THREADS = 128
 _WARPS = _THREADS // 32
 _HEADS_AT_ONCE = 3  # kHeads in CUDA
-# Tokens per SM up to which a block takes few heads; tuned with
+# Maximum tokens per SM for which a block takes few heads; tuned with
 # `python -m tests.bench qk_norm_rope_store`.
 _FEW_TOKENS = 2
 _PARAMS = (
@@ -43,7 +43,7 @@ _KERNELS = {
 
 @dataclass(frozen=True)
 class Config:
-    """`access` is "vector" or "scalar"; a block computes `heads_per_block` heads of one token."""
+    """Access width ("vector" or "scalar"), and heads of a token per block."""
 
     access: str
     heads_per_block: int
@@ -64,17 +64,17 @@ def choose_config(
     has_norm: bool,
     num_sms: int,
 ) -> Config:
-    """Choose the access width, and the heads per block: few of them for few tokens.
+    """Choose the access width and the heads per block, which are fewer for few tokens.
 
     Examples
     --------
     >>> choose_config(1, 128, 128, vector_width=8, can_vectorise=True, has_norm=True, num_sms=132)
     Config(access='vector', heads_per_block=16)
     """
-    threads = head_dim // (2 * vector_width)  # per head
+    threads = head_dim // (2 * vector_width)  # threads per head
     fits = can_vectorise and head_dim % (2 * vector_width) == 0 and 0 < threads <= _THREADS
     fits = fits and rotary_dim // 2 % vector_width == 0
-    if has_norm:  # neighbouring lanes reduce by shuffles
+    if has_norm:  # neighbouring lanes reduce with shuffles
         fits = fits and threads <= 32 and threads & (threads - 1) == 0
     if not fits:
         return Config("scalar", _WARPS)
@@ -113,7 +113,7 @@ def qk_norm_rope_store(
     k, v : (T, K, D) array of q's dtype
         Strides as for `q`; must not overlap `q`.
     positions : (T,) array of int32
-        Row of `cos_sin` for each token.
+        Each token's row of `cos_sin`.
     cos_sin : (P, R) array of float32
         R/2 cosines, then R/2 sines; R is even and at most D. Features from R on are not rotated.
     k_pages, v_pages : (P, K, block_size, D) array of q's dtype, uint8 or int8, C-contiguous
@@ -121,9 +121,9 @@ def qk_norm_rope_store(
     slot_mapping : (T,) array of int64
         ``block_id * block_size + offset`` of each token, all distinct; -1 stores nothing.
     q_weight, k_weight : (D,) array of q's dtype, optional
-        Weights of the norms of q and of k; None means no norm.
+        Weights of the norms of q and k; None means no norm.
     eps : float
-        Added to the mean squares.
+        Added to the mean square.
     weight_offset : float
         Added to the weights (Gemma stores w - 1).
     interleaved : bool
@@ -135,13 +135,13 @@ def qk_norm_rope_store(
     ------
     ShapeError, DTypeError, ContractError
         If an argument breaks the contract. Positions and slots are checked on NumPy arrays; on
-        the GPU a position outside the table makes the rotated features NaN, and a slot outside
-        the pages stores nothing.
+        the GPU, a position outside the table makes the rotated features NaN, and a slot outside
+        the pages is skipped.
 
     Notes
     -----
-    Results are rounded to q's dtype after the norm and after the rotation, like those of the
-    separate ops, and then quantized if the pages are.
+    Results are rounded to q's dtype after the norm and after the rotation, as in the separate ops,
+    and then quantized if the pages are quantized.
 
     Examples
     --------

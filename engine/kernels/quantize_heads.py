@@ -1,4 +1,4 @@
-"""Quantization of heads to e4m3 with one scale each: `cuda_src/quantize_heads.cu`."""
+"""Quantization of heads to e4m3, one scale per head: `cuda_src/quantize_heads.cu`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHAPE = "stride_t:i64 stride_h:i64 num_tokens:i32 num_heads:i32 head_dim:i32 ro
 _PEAKS = Kernel("quantize_heads_peaks", f"x:ptr offset:ptr peaks:ptr {_SHAPE}")
 _CODES = Kernel("quantize_heads_codes", f"x:ptr offset:ptr peaks:ptr codes:ptr scale:ptr {_SHAPE}")
 _ROWS = 8  # rows per block, one per warp
-_BLOCKS_PER_SM = 8  # blocks of the kernel that computes the maxima
+_BLOCKS_PER_SM = 8  # blocks per SM of the kernel that computes the maxima
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -30,25 +30,25 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
 
 
 def quantize_heads(x: Any, *, offset: Any = None, rotate: bool = False) -> tuple[Any, Any]:
-    """Quantize the values of each head to e4m3, with one scale per head.
+    """Quantize each head to e4m3, with one scale per head.
 
     Parameters
     ----------
     x : (T, H, D) array of float32, float16 or bfloat16
         D <= 256. A view whose last axis is contiguous is not copied.
     offset : (H, D) array of float32, optional
-        Subtracted from every token first. For keys any vector per head is valid: it shifts all
+        Subtracted from every token first. For keys, any vector per head is valid: it shifts all
         scores of a query equally, so the softmax is unchanged (the log-sum-exp is not). The mean
-        over tokens removes the common component of the keys, often their largest part.
+        over tokens removes the keys' common component, often the largest one.
     rotate : bool
-        Multiply each row by the Hadamard matrix over sqrt(D). Applied to queries and keys alike, it
-        preserves their products and spreads outliers of one column over all. D must be a power
-        of 2.
+        Multiply each row by the Hadamard matrix over sqrt(D). Applied to both queries and keys, it
+        preserves their products and spreads outliers of one column over all columns. D must be a
+        power of 2.
 
     Returns
     -------
     codes : (T, H, D) array of uint8
-        Bits of e4m3; on NumPy, ``codes.view(ml_dtypes.float8_e4m3fn)`` shows the values.
+        Bits of e4m3. On NumPy, ``codes.view(ml_dtypes.float8_e4m3fn)`` shows the values.
     scale : (H,) array of float32
         ``x`` is about ``codes * scale``; the largest magnitude of a head is mapped to 448.
 
@@ -59,8 +59,8 @@ def quantize_heads(x: Any, *, offset: Any = None, rotate: bool = False) -> tuple
 
     Notes
     -----
-    Float32 until one rounding to nearest even, with an error of 2.7 % (rms). Smoothing of keys is
-    from [1]_, rotation from [2]_.
+    All steps are float32 up to one rounding to nearest even, with an rms error of 2.7 %. Smoothing
+    of keys follows [1]_, rotation [2]_.
 
     References
     ----------

@@ -85,7 +85,7 @@ def launch(
 ) -> None:
     """Launch on checked CuPy arrays.
 
-    `is_late` lets the next kernel start only once the kernel before this one has ended.
+    `is_late` delays the next kernel's start until the kernel before this one has ended.
     """
     spec = specs(dtype_name(x.dtype))[0]
     launch_rows(_KERNELS, spec, x, codes, scales, dtype, group, is_late=is_late)

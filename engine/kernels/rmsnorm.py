@@ -18,7 +18,7 @@ _PARAMS = (
     "x_stride_a:i64 x_stride_b:i64 out_stride_a:i64 out_stride_b:i64 eps:f32 weight_offset:f32 "
     "x_scale:f32 is_late:i32"
 )
-# Kernels that keep a row in registers: longest row in KiB -> threads per block; tuned with
+# Kernels that keep a row in registers: maximum row length in KiB -> threads per block; tuned with
 # `python -m tests.bench rmsnorm`.
 _REGISTER_ROWS = {1: 128, 2: 64, 4: 128, 8: 256, 16: 256, 32: 512}
 _KERNELS = {
@@ -34,7 +34,7 @@ _KERNELS = {
 
 @dataclass(frozen=True)
 class Config:
-    """The entry point (without "rmsnorm_"), threads and rows of a block."""
+    """Entry point (without "rmsnorm_"), threads per block and rows per block."""
 
     kernel: str
     threads: int
@@ -44,7 +44,7 @@ class Config:
 def specs(
     dtype: str, *, subtract_mean: bool = False, patterns: bool = False, **_: Any
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules for RMSNorm or, with `subtract_mean`, LayerNorm; `patterns`: for both."""
+    """Return the modules for RMSNorm, for LayerNorm (`subtract_mean`), or both (`patterns`)."""
     kinds = (False, True) if patterns else (subtract_mean,)
     return tuple(_spec(dtype, kind) for kind in kinds)
 
@@ -88,31 +88,31 @@ def rmsnorm(
     Parameters
     ----------
     x : (..., N) array of float32, float16 or bfloat16
-        At most three axes if its rows are strided (a view).
+        If its rows are strided (a view), at most three axes.
     weight : (N,) array of x's dtype
     eps : float
         Added to the mean square.
     residual : (..., N) array of x's dtype, optional
         Added to `x` first; the sum is rounded to x's dtype.
     x_scale : float
-        Factor on `x` in that sum (Granite's residual multiplier); 1 without `residual`.
+        Factor on `x` in that sum (Granite's residual multiplier); must be 1 without `residual`.
     weight_offset : float
         Added to `weight` (Gemma stores w - 1).
     subtract_mean : bool
-        Subtract the row's mean before everything else: a LayerNorm.
+        Subtract the row's mean before everything else, as in LayerNorm.
     bias : (N,) array of x's dtype, optional
         Added last; only with `subtract_mean`.
     out, residual_out : (..., N) array of x's dtype, optional
         Arrays for the results; may be `x` and `residual`.
     is_late : bool
-        Let the next kernel on the stream start only once the kernel before this one has ended. The
-        result is the same; a following product with a packed weight is faster.
+        Delay the next kernel's start on the stream until the kernel before this one has ended. The
+        result is the same; a GEMM with a packed weight that follows is faster.
 
     Returns
     -------
     y : (..., N) array of x's dtype
     h : (..., N) array of x's dtype
-        ``x_scale · x + residual``; only when `residual` is given.
+        ``x_scale · x + residual``; returned only if `residual` is given.
 
     Raises
     ------
@@ -216,7 +216,7 @@ def _launch(
 
 
 def _row_strides(x: Any, y: Any) -> tuple[int, tuple[int, int], tuple[int, int]]:
-    """Return B and, in elements, the strides of the axes (A, B) of x and y seen as (A, B, N)."""
+    """Return B, and the strides in elements of the axes (A, B) of x and y viewed as (A, B, N)."""
     num_b = x.shape[1] if x.ndim == 3 else 1
 
     def strides(array: Any) -> tuple[int, int]:
@@ -227,6 +227,6 @@ def _row_strides(x: Any, y: Any) -> tuple[int, tuple[int, int], tuple[int, int]]
 
 
 def _is_aligned(array: Any) -> bool:
-    """Tell whether every row starts at, and has the length of, whole 16-byte accesses."""
+    """Tell whether every row starts at a multiple of 16 bytes and spans one."""
     steps = [array.shape[-1] * array.itemsize, array.data.ptr, *array.strides[:-1]]
     return all(step % 16 == 0 for step in steps)

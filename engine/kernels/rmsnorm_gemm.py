@@ -1,7 +1,7 @@
-"""RMSNorm fused into the following product: `cuda_src/gemm/rmsnorm_gemm.cu`.
+"""RMSNorm fused into the GEMM that follows: `cuda_src/gemm/rmsnorm_gemm.cu`.
 
-The mirror is `reference/rmsnorm_gemm.py`. `gemm/config.py` chooses the kernel and `gemm/launch.py`
-launches it, as for gemm.
+The mirror is `reference/rmsnorm_gemm.py`. As for gemm, `gemm/config.py` chooses the kernel and
+`gemm/launch.py` launches it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["rmsnorm_gemm", "specs"]
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`; that of gemm adds the splits."""
+    """Return the modules the op may launch for `dtype`; the gemm module sums the splits."""
     own = ModuleSpec("gemm/rmsnorm_gemm.cu", dtype), ModuleSpec("gemm/gemm.cu", dtype)
     return (*own, *swiglu_specs(dtype))
 
@@ -68,7 +68,7 @@ def rmsnorm_gemm(
     Notes
     -----
     Equals `gemm` of ``rmsnorm(x, norm_weight)`` up to the order of summation: the normalised row
-    is rounded to x's dtype before the product.
+    is rounded to x's dtype before the GEMM.
 
     Examples
     --------

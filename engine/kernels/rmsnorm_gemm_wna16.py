@@ -1,6 +1,6 @@
-"""RMSNorm fused into the following product: `cuda_src/gemm_wna16/rmsnorm_gemm_wna16.cu`.
+"""RMSNorm fused into the GEMM that follows: `cuda_src/gemm_wna16/rmsnorm_gemm_wna16.cu`.
 
-The mirror is `reference/rmsnorm_gemm_wna16.py`. Many rows take rmsnorm, then gemm_wna16.
+The mirror is `reference/rmsnorm_gemm_wna16.py`. For many rows, rmsnorm and gemm_wna16 are separate.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def specs(
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for weights of `formats`.
 
-    `patterns` selects a sample of formats that uses every decoder instead.
+    `patterns` instead selects a sample of formats that covers every decoder.
     """
     if dtype == "float32":
         return ()
@@ -89,7 +89,7 @@ def rmsnorm_gemm_wna16(
     Notes
     -----
     Equals `gemm_wna16` of ``rmsnorm(x, norm_weight)`` up to the order of summation: the normalised
-    row is rounded to x's dtype before the product.
+    row is rounded to x's dtype before the GEMM.
 
     Examples
     --------
@@ -122,7 +122,7 @@ def rmsnorm_gemm_wna16(
     out = call.output("out", out, (call["M"], columns), x.dtype, layout="rows")
     operands = Operands(x, weight, out, bias, activation=activation, pdl=pdl)
     norm = Norm(norm_weight, eps, weight_offset)
-    # With permuted columns the norm's weight would have to be permuted too.
+    # Permuted columns would require a permuted norm weight too.
     fuses = weight.permutation is None and (
         call["M"] <= MAX_FEW_ROWS or sm90.choose(operands) is None
     )

@@ -1,4 +1,4 @@
-"""RMSNorm, router and routing in one kernel: `cuda_src/rmsnorm_moe_route.cu`.
+"""RMSNorm, router GEMM and routing in one kernel: `cuda_src/rmsnorm_moe_route.cu`.
 
 The mirror is `reference/rmsnorm_moe_route.py`.
 """
@@ -34,9 +34,9 @@ _KERNELS = {
     for width in WIDTHS
 }
 _THREADS = 512  # kThreads in CUDA
-_CLUSTER = 8  # blocks per cluster: the most that every chip with clusters supports
-_MAX_VECTORS = 2 * _THREADS  # most 16-byte vectors of a row
-_STATIC_BYTES = 12 * 1024  # static shared memory of the kernel and the driver's reserve
+_CLUSTER = 8  # blocks per cluster: the portable maximum
+_MAX_VECTORS = 2 * _THREADS  # maximum 16-byte vectors per row
+_STATIC_BYTES = 12 * 1024  # static shared memory and the driver's reserve, in bytes
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -75,7 +75,7 @@ def rmsnorm_moe_route(
     x : (T, N) array of float32, float16 or bfloat16
     norm_weight : (N,) array of x's dtype
     weight : (E, N) array of x's dtype
-        Weight of the router.
+        The router's weight.
     top_k : int
     bias : (E,) array of x's dtype, optional
         Added to the logits.
@@ -84,8 +84,8 @@ def rmsnorm_moe_route(
     score, correction, num_groups, top_groups, renormalize, scale, slots, load : optional
         See `moe_route`.
     pdl : bool
-        Promise that the preceding kernel on the stream writes neither `weight` nor `bias`: they may
-        be read before it has ended.
+        Promise that the preceding kernel on the stream writes neither `weight` nor `bias`, so that
+        they may be read before it has ended.
 
     Returns
     -------
@@ -101,8 +101,8 @@ def rmsnorm_moe_route(
 
     Notes
     -----
-    Equals `rmsnorm`, `gemm` to float32 and `moe_route`. One token with `pdl` takes one kernel, on a
-    GPU with thread block clusters whose shared memory holds the weight.
+    Equals `rmsnorm`, `gemm` to float32 and `moe_route`. With `pdl`, a single token is routed by one
+    kernel if the GPU has thread block clusters and their shared memory holds the weight.
 
     Examples
     --------
@@ -173,7 +173,7 @@ def _launch(shared_bytes: int, routing: Routing, *, weight: Any, score: str, **o
 
 
 def _shared_bytes(x: Any, norm_weight: Any, weight: Any) -> int:
-    """Return the dynamic shared memory of a block of the fused kernel; 0 if not supported."""
+    """Return the dynamic shared memory per block of the fused kernel; 0 if it is unsupported."""
     (num_tokens, n) = x.shape
     num_experts = weight.shape[0]
     if num_tokens != 1 or not limits().has_clusters or not is_aligned(x, norm_weight, weight):

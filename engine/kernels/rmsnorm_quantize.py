@@ -21,7 +21,7 @@ _PARAMS = (
     "x:ptr residual:ptr weight:ptr residual_out:ptr codes:ptr scales:ptr x_stride:i64 n:i32 "
     "group:i32 eps:f32 weight_offset:f32 x_scale:f32"
 )
-# Size of rmsnorm's kernel that keeps a row in registers -> warps per row.
+# Size of the rmsnorm kernel that keeps a row in registers -> warps per row.
 _WARPS = {"1": 1, "2": 2, "4": 4, "8": 8, "16": 8, "32": 16}
 _KERNELS = {
     (dtype, size): Kernel(
@@ -66,7 +66,7 @@ def rmsnorm_quantize(
     codes : (M, N) array of uint8 (bits of e4m3) or int8
     scales : (M, 1) or (M, ceil(N / 128)) array of float32
     h : (M, N) array of x's dtype
-        ``x_scale · x + residual``; only when `residual` is given.
+        ``x_scale · x + residual``; returned only if `residual` is given.
 
     Raises
     ------
@@ -75,8 +75,8 @@ def rmsnorm_quantize(
 
     Notes
     -----
-    Equals ``quantize_rows(rmsnorm(x, ...))``, bit for bit. One launch for 16-byte aligned rows of
-    up to 32 KiB, else two.
+    Equals ``quantize_rows(rmsnorm(x, ...))``, bit for bit: one launch for 16-byte aligned rows of
+    up to 32 KiB, otherwise two.
 
     Examples
     --------

@@ -22,7 +22,7 @@ __all__ = ["Config", "choose_config", "rope", "specs"]
 
 _THREADS = 128
 _HEADS_AT_ONCE = 3  # kHeads in CUDA
-# Tokens per SM up to which a block takes few heads; tuned with `python -m tests.bench rope`.
+# Maximum tokens per SM for which a block takes few heads; tuned with `python -m tests.bench rope`.
 _FEW_TOKENS = 2
 _PARAMS = (
     "q:ptr k:ptr positions:ptr cos_sin:ptr q_out:ptr k_out:ptr q_stride_t:i64 q_stride_h:i64 "
@@ -39,7 +39,7 @@ _KERNELS = {
 
 @dataclass(frozen=True)
 class Config:
-    """Work division: `items_per_head` threads per head, each of `width` pairs (or features)."""
+    """Work division: `items_per_head` threads per head, `width` pairs (or features) per thread."""
 
     width: int
     items_per_head: int
@@ -79,7 +79,7 @@ def rope(
     k : (T, K, D) array of q's dtype
         Strides as for `q`; K may differ from H.
     positions : (T,) array of int32
-        Row of `cos_sin` for each token.
+        Each token's row of `cos_sin`.
     cos_sin : (P, R) array of float32
         R/2 cosines, then R/2 sines; R is even and at most D. Features from R on are not rotated.
     interleaved : bool
@@ -94,7 +94,7 @@ def rope(
     Raises
     ------
     ShapeError, DTypeError, ContractError
-        If an argument breaks the contract. Positions are checked on NumPy arrays; on the GPU a
+        If an argument breaks the contract. Positions are checked on NumPy arrays; on the GPU, a
         position outside the table makes the rotated features NaN.
 
     Notes

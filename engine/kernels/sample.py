@@ -1,4 +1,4 @@
-"""Sampling of tokens: `cuda_src/sample/sample.cu`, mirror `reference/sample.py`."""
+"""Token sampling: `cuda_src/sample/sample.cu`, mirror `reference/sample.py`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ MAX_VOCAB = 1 << 21
 
 _UINT64 = np.dtype(np.uint64)
 
-# Sizes of the sources in cuda_src/sample.
+# Constants of the CUDA sources in cuda_src/sample.
 _SCAN_THREADS = 128
 _CHOOSE_THREADS = 512
-_SEGMENT = 128  # logits
-_TILE = 1024  # logits
+_SEGMENT = 128  # logits per segment
+_TILE = 1024  # logits per tile
 _TILES_PER_BLOCK = 4
 _MAX_SEGMENTS = 2048
-# Sizes, in words of 8 bytes, of a Tile, a DrawState, the WalkQueue and a Walk; CUDA checks them.
+# Sizes of a Tile, a DrawState, the WalkQueue and a Walk in 8-byte words; CUDA checks them.
 _TILE_WORDS = 2
 _STATE_WORDS = 2
 _QUEUE_WORDS = 130
@@ -84,13 +84,13 @@ class Config:
     Attributes
     ----------
     num_tiles : int
-        Tiles of 1024 logits per row; a warp of `sample_scan` reads one.
+        Tiles of 1024 logits per row, one per warp of `sample_scan`.
     shift : int
-        2**shift segments of 128 logits share one key, so that a row has at most 2048 keys.
+        2**shift segments of 128 logits share one key, so that no row has more than 2048 keys.
     num_segments : int
         Keys per row.
     draw_blocks : int
-        Blocks of `sample_choose` that share the draw of an unfiltered row.
+        Blocks of `sample_choose` that share the draw of one unfiltered row.
     """
 
     num_tiles: int
@@ -151,20 +151,20 @@ def sample(
     logits : (B, V) array of float32
         Rows may be strided. Not modified.
     temperature : (B,) array of float32
-        0 takes the largest processed logit (the lowest id of ties), whatever the filters.
+        0 selects the largest processed logit (the lowest id of ties), whatever the filters.
     top_k : (B,) array of int32
-        Most candidates; 0 or less means all.
+        Maximum number of candidates; 0 or less means all.
     top_p : (B,) array of float32
         In (0, 1]: probability mass that the candidates must reach.
     min_p : (B,) array of float32
-        In [0, 1]: least probability of a candidate, relative to the largest.
+        In [0, 1]: minimum probability of a candidate, relative to the largest.
     seeds : (B,) array of uint64
     positions : (B,) array of int64
-        Random numbers depend on (seed, position, token id) only: not on the row's index in the
+        Random numbers depend only on (seed, position, token id), not on the row's index in the
         batch, the other rows, or the number of GPUs.
     history : (B, L) array of int32, optional
-        Ids so far: row b has ``history_lens[b]`` of them, the first ``prompt_lens[b]`` being the
-        prompt. Ids outside [0, V) are skipped.
+        Ids so far: row b has ``history_lens[b]`` of them, of which the first ``prompt_lens[b]`` are
+        the prompt. Ids outside [0, V) are skipped.
     history_lens, prompt_lens : (B,) array of int32
         Required with `history`.
     repetition_penalty, presence_penalty, frequency_penalty : (B,) array of float32, optional
@@ -175,24 +175,24 @@ def sample(
     cu_logit_bias : (B+1,) array of int32
         Required with the logit biases.
     allowed : (B or A, ceil(V/32)) array of int32, optional
-        Bit i of word w allows id 32 w + i. One row per row of logits or, with `allowed_rows`, any
+        Bit i of word w allows id 32 w + i. One row per row of logits; with `allowed_rows`, any
         number A of rows.
     allowed_rows : (B,) array of int32, optional
-        Row of `allowed` for each row of logits; outside [0, A) every id is allowed. Requires
+        Row of `allowed` for each row of logits; if outside [0, A), every id is allowed. Requires
         `allowed`.
     num_logprobs : int, optional
-        None: no log-probabilities; 0: those of the sampled tokens; n: also the n most likely ids.
+        None: no log-probabilities; 0: of the sampled tokens only; n: also of the n most likely ids.
 
     Returns
     -------
     SampleResult
-        token_ids (B,) int32; -1 where the status is not 0.
+        token_ids (B,) int32; -1 if the status is not 0.
         status (B,) int32: 0 sampled; 1 the logits contain NaN or +inf, or all are -inf; 2 a
         parameter of the row is out of range.
         logprobs (B,) float32 of the sampled tokens, top_ids (B, n) int32 and top_logprobs (B, n)
         float32 in descending order (the lowest id of ties first); None unless requested; NaN and -1
-        where the status is not 0.
-        num_kept (B,) int32: number of candidates of the draw.
+        if the status is not 0.
+        num_kept (B,) int32: number of candidates in the draw.
 
     Raises
     ------
@@ -207,16 +207,16 @@ def sample(
        logit = logit / r if logit > 0 else logit * r; ids of the output:
        logit -= frequency * count, then logit -= presence.
     2. x = (logit - largest logit) * (log2(e) / temperature), so p = 2**x up to a factor.
-       Candidates have x >= -40: the others could not win the draw.
+       Candidates have x >= -40: no other id could win the draw.
     3. Candidates have x >= log2(min_p).
-    4. Of these the first `top_k` in the order (logit descending, id ascending).
-    5. Of these the shortest beginning whose mass reaches `top_p` of theirs. The mass of a token
+    4. Of these, the first `top_k` in the order (logit descending, id ascending).
+    5. Of these, the shortest prefix whose mass reaches `top_p` of their total. The mass of a token
        is 2**x in whole steps of 2**-40, so that sums do not depend on their order; `top_p` is
        rounded up to steps of 2**-24.
-    6. The candidate with the largest x - log2(-log2(u)), the Gumbel-max trick; u in (0, 1) is word
-       ``id % 4`` of Philox4x32-10 [2]_ of counter (id // 4, position) under the key `seed`.
+    6. The candidate with the largest x - log2(-log2(u)) (Gumbel-max trick); u in (0, 1) is word
+       ``id % 4`` of Philox4x32-10 [2]_ for counter (id // 4, position) and key `seed`.
 
-    Log-probabilities are those of the unprocessed logits, before bias, mask, penalties and
+    Log-probabilities are computed from the unprocessed logits, before bias, mask, penalties and
     temperature: vLLM's `raw_logprobs`. Penalties precede min_p, and min_p precedes top_k and top_p,
     as in vLLM.
 
@@ -300,7 +300,7 @@ def _launch(call: Contract, args: dict[str, Any]) -> SampleResult:
 
 
 def _processing(call: Contract, args: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of processing; `is_processed` is None if no row can change."""
+    """Return the kernel arguments for processing; `is_processed` is None if no row can change."""
     params: dict[str, Any] = {name: args[name] for name in _PROCESSING_NAMES}
     params["max_history"] = call["L"] if args["history"] is not None else 0
     params["num_bias"] = call["M"] if args["cu_logit_bias"] is not None else 0
@@ -323,7 +323,7 @@ def _check_rows(call: Contract, args: dict[str, Any]) -> None:
 
 
 def _check_processing(call: Contract, args: dict[str, Any]) -> None:
-    """Check the optional arrays, and that arrays that require each other are all given."""
+    """Check the optional arrays, and that arrays required together are all given."""
     bias = ("logit_bias_ids", "logit_bias_values", "cu_logit_bias")
     _check_together(call, args, "history", ("history_lens", "prompt_lens"))
     _check_together(call, args, "cu_logit_bias", bias[:2])

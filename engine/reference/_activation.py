@@ -1,4 +1,4 @@
-"""The activations of the mirrors, in float32: formulas of `cuda_src/common/activation.cuh`."""
+"""Activations of the mirrors, in float32: the formulas of `cuda_src/common/activation.cuh`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["apply", "erfc", "gelu_erf", "gelu_tanh", "relu", "silu"]
 
 Array = np.ndarray[Any, Any]
 
-_MIN_T = 1 / 6  # t at |x| = 10; beyond, erfc is zero in float32
+_MIN_T = 1 / 6  # t at |x| = 10, beyond which erfc is zero in float32
 _DEGREE = 10
 
 
@@ -54,8 +54,8 @@ def relu(x: Array) -> Array:
 def erfc(x: Array) -> Array:
     """1 - erf(x), with a relative error below 2e-6 for |x| < 3 (absolute error below 4e-7).
 
-    NumPy has no erf, and `math.erfc` is too slow for whole layers. For a = |x| and
-    t = 1 / (1 + a/2), erfc(a) = t exp(p(t) - a^2) with a smooth p, interpolated by a polynomial.
+    NumPy has no erf, and `math.erfc` is too slow for whole layers. With a = |x| and
+    t = 1 / (1 + a/2), erfc(a) = t exp(p(t) - a^2); the smooth p is interpolated by a polynomial.
     """
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         a = np.abs(x)
@@ -71,7 +71,7 @@ def erfc(x: Array) -> Array:
 
 @cache
 def _coefficients() -> tuple[np.float32, ...]:
-    """Return the coefficients of p in s in [-1, 1], highest first, fitted at Chebyshev nodes."""
+    """Return the coefficients of p in s in [-1, 1], highest degree first, from Chebyshev nodes."""
 
     nodes = chebyshev.chebpts1(_DEGREE + 1)
     t = _MIN_T + (nodes + 1) * (1 - _MIN_T) / 2

@@ -12,7 +12,7 @@ __all__ = ["attend", "gather_pages"]
 
 Array = np.ndarray[Any, Any]
 
-# Most scores computed at a time: bounds memory for long sequences and fits the CPU's cache.
+# Maximum scores per chunk: bounds the memory for long sequences and fits the CPU's cache.
 _MAX_SCORES = 1 << 20
 
 
@@ -32,10 +32,10 @@ def attend(
     """Return softmax(cap(scale Q K^T)) V in q's dtype, and the log-sum-exp of each row's scores.
 
     q (n, H, D) holds the last n queries of a sequence with k, v (K, m, D). Computed in float32,
-    except that P = exp(score - max) is rounded to q's dtype before P V, since tensor cores require
-    it; the sum of P, by which the result is divided, is taken before that rounding. `tree` (n,)
-    holds bit masks: of the last n keys, query i sees key j only if bit j of tree[i] is set. `sinks`
-    (H,) holds one further score per head, without a value, which counts in the log-sum-exp.
+    except that P = exp(score - max) is rounded to q's dtype before P V, as tensor cores require;
+    the result is divided by the sum of P before that rounding. `tree` (n,) holds bit masks: among
+    the last n keys, query i sees key j only if bit j of tree[i] is set. `sinks` (H,) holds one
+    extra score per head, without a value, which counts in the log-sum-exp.
     """
     (n, num_heads, _) = q.shape
     (_, m, _) = k.shape
@@ -67,7 +67,7 @@ def attend(
 
 
 def _add_sinks(product: Array, total: Array, top: Array, sinks: Array) -> tuple[Array, ...]:
-    """Add (K, H/K) sinks; return P V, the sum of P, and the score that both are relative to."""
+    """Add (K, H/K) sinks; return P V, the sum of P, and the score both are relative to."""
     sinks = sinks[..., None, None]
     top = np.where(total == 0, np.float32(-np.inf), top)
     high = np.maximum(top, sinks)
@@ -77,7 +77,7 @@ def _add_sinks(product: Array, total: Array, top: Array, sinks: Array) -> tuple[
 
 
 def _sees(pattern: Any, positions: Array, keys: Array) -> Array:
-    """Return the mask (positions, keys) of the keys that the pattern shows to each position."""
+    """Return the mask (positions, keys): True if the pattern lets a position see a key."""
     if hasattr(pattern, "period"):
         distance = positions[:, None] - keys + pattern.offset
         found: Array = distance % pattern.period < pattern.width
@@ -128,7 +128,7 @@ def _softmax_product(
 def gather_pages(
     pages: Array, block_table: Array, length: int, scale: Array | None = None
 ) -> Array:
-    """Return the first `length` tokens of a sequence, (K, length, D), from its pages.
+    """Gather the first `length` tokens of a sequence, (K, length, D), from its pages.
 
     With a `scale` (K,) the pages are quantized, and the result is float32.
     """

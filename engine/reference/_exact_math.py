@@ -1,4 +1,4 @@
-"""log2 and 2**x with the same bits in NumPy and in CUDA (`sample/exact_math.cuh`).
+"""log2 and 2**x, bitwise equal in NumPy and in CUDA (`sample/exact_math.cuh`).
 
 Library functions differ in their last bits between machines, and one bit can change the sampled
 token. These are polynomials, evaluated in float32 with one rounding per operation and without fused
@@ -77,7 +77,7 @@ def mass(x: Array) -> Array:
 
 
 def ordered_key(x: Array) -> Array:
-    """Return uint32 that compare like the float32 `x`; -0 equals 0, and NaN is not allowed."""
+    """Return uint32 keys that compare like the float32 `x`; -0 equals 0, NaN is not allowed."""
     bits = (x + np.float32(0)).view(np.uint32)
     keys: Array = bits ^ np.where(bits >> 31, np.uint32(0xFFFFFFFF), np.uint32(0x80000000))
     return keys

@@ -1,8 +1,8 @@
-"""Products of a large matrix with a few vectors, faster than BLAS computes them.
+"""Skinny products, a large matrix times a few vectors, faster than BLAS.
 
-Such a product is limited by reading the matrix once. BLAS first copies the matrix to a layout that
-pays off with many vectors, and its threads synchronise. For blocks of few rows BLAS skips the copy,
-which saves about a third of the time, and threads with blocks of their own need no synchronisation.
+They are limited by reading the matrix once. BLAS first copies the matrix to a layout that pays off
+with many vectors, and its threads synchronise. For blocks of few matrix rows BLAS skips the copy,
+which saves about a third of the time, and threads with their own blocks need no synchronisation.
 The blocks depend on the shapes alone, so the bits do not depend on the number of threads.
 """
 
@@ -21,14 +21,14 @@ __all__ = ["multiply_few_rows", "pays"]
 
 Array = np.ndarray[Any, Any]
 
-_MAX_ROWS = 16  # most rows of x; beyond, one large product is faster
-_MIN_SIZE = 1 << 18  # least elements of the matrix
-_BLOCK_PRODUCTS = 400_000  # multiplications per block: from about 2**19 OpenBLAS copies the matrix
-_MAX_BLOCK = 96  # most rows of the matrix per block
-_SIZE_PER_THREAD = 1 << 17  # least elements of the matrix per thread
+_MAX_ROWS = 16  # maximum rows of x; beyond, one large product is faster
+_MIN_SIZE = 1 << 18  # minimum elements of the matrix
+_BLOCK_PRODUCTS = 400_000  # multiply-adds per block; from about 2**19, OpenBLAS copies the matrix
+_MAX_BLOCK = 96  # maximum matrix rows per block
+_SIZE_PER_THREAD = 1 << 17  # minimum matrix elements per thread
 _MAX_THREADS = 8
 
-_in_use = threading.Lock()  # held while the pool is busy: other callers then use no threads
+_in_use = threading.Lock()  # held while the pool is busy; other callers then run without threads
 
 
 def pays(x: Array, matrix: Array) -> bool:
@@ -76,14 +76,14 @@ def _multiply_blocks(matrix: Array, x: Array, out: Array, block: int) -> None:
 
 @cache
 def _has_kernels_for_few() -> bool:
-    """Tell whether OpenBLAS has kernels that skip the copy, as it has for AVX-512."""
+    """Tell whether OpenBLAS has kernels that skip the copy (its AVX-512 kernels do)."""
     core = importlib.import_module("numpy._core._multiarray_umath")  # as numpy.show_runtime does
     return bool(getattr(core, "__cpu_features__", {}).get("AVX512_SKX", False))
 
 
 @cache
 def _num_threads() -> int:
-    """Return the number of threads: that of BLAS."""
+    """Return the number of BLAS threads."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         if os.environ.get(name, "").isdecimal():
             return max(1, min(int(os.environ[name]), _MAX_THREADS))
@@ -97,7 +97,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _renew() -> None:
-    """Reset the pool and its lock in a forked child: the threads exist in the parent only."""
+    """Reset the pool and its lock in a forked child: threads exist in the parent only."""
     global _in_use
     _in_use = threading.Lock()
     _pool.cache_clear()

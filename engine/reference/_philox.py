@@ -1,4 +1,4 @@
-"""Philox4x32-10, and Gumbel noise from it. In CUDA: `common/philox.cuh`."""
+"""Philox4x32-10, and Gumbel noise from it. In CUDA: `sample/philox.cuh`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _MULTIPLY = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _ROUNDS = 10
-_SQRT_HALF = np.uint32(0xB504F334)  # the first word whose u is at least sqrt(1/2)
+_SQRT_HALF = np.uint32(0xB504F334)  # smallest word with u >= sqrt(1/2)
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> list[Array]:
@@ -61,10 +61,10 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> list
 
 
 def gumbel(seeds: Array, positions: Array, ids: Array) -> Array:
-    """Return the noise of token `ids` at `positions` under `seeds`, arrays of equal shape.
+    """Return the Gumbel noise of token `ids` at `positions` under `seeds`, all of one shape.
 
     It is -log2(-log2(u)), a standard Gumbel variable divided by ln 2 (up to a constant that does
-    not change an argmax), with u = (word + 1/2) / 2**32, never 0 or 1. The word is number
+    not change an argmax), with u = (word + 1/2) / 2**32, never 0 or 1. The word is word
     ``id % 4`` of counter (id // 4, position, 0) under the key `seed`.
     """
     words = _words(seeds, positions, ids.astype(np.uint64) >> np.uint64(2))
@@ -86,7 +86,7 @@ def _words(seeds: Array, positions: Array, groups: Array) -> list[Array]:
 
 
 def _noise(word: Array) -> Array:
-    """-log2(-log2((word + 1/2) / 2**32)); from 1 - u near u = 1, to avoid cancellation."""
+    """-log2(-log2((word + 1/2) / 2**32)); uses 1 - u near u = 1 to avoid cancellation."""
     half = np.float32(0.5)
     minus_log = np.float32(32) - log2(word.astype(np.float32) + half)
     rest = (~word).astype(np.float32) + half

@@ -1,4 +1,4 @@
-"""Products of 8-bit operands: the formula that gemm_fp8 and gemm_int8 share."""
+"""GEMM of 8-bit operands: the formula shared by gemm_fp8 and gemm_int8."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["GROUP", "multiply_8bit", "rounded_rows"]
 Array = np.ndarray[Any, Any]
 
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-GROUP = 128  # rows and columns of a scale block of the weight; columns of a group of x
+GROUP = 128  # rows and columns per weight scale block; columns per group of x
 
 
 def multiply_8bit(
@@ -34,7 +34,7 @@ def multiply_8bit(
     activation: str | None,
     out_dtype: Any,
 ) -> Array:
-    """Quantize x unless it comes with scales, multiply the codes, apply scales and epilogue."""
+    """Quantize x unless `x_scales` are given, multiply the codes, apply scales and epilogue."""
     has_blocks = weight_scales.ndim == 2
     group = GROUP if has_blocks or dtype == "int8" else 0
     result_dtype = x.dtype if out_dtype is None else out_dtype
@@ -58,14 +58,14 @@ def multiply_8bit(
 
 
 def rounded_rows(x: Array) -> Array:
-    """Return float32 rows rounded to e4m3, with one scale per GROUP columns."""
+    """Return rows rounded to e4m3, as float32, with one scale per GROUP columns."""
     codes, scales = quantize_rows(x, dtype="fp8", group=GROUP)
     of_columns = np.repeat(scales, GROUP, axis=1)[:, : x.shape[1]]
     return np.asarray(_values(codes) * of_columns, np.float32)
 
 
 def _values(codes: Array) -> Array:
-    """Return the numbers that codes represent, in a dtype in which BLAS sums products exactly.
+    """Return the values of codes, in a dtype that makes BLAS sums of products exact.
 
     int8: float32 holds the sum of 1024 products. e4m3 (bits as uint8): products are multiples of
     2^-18 below 2^18, so float64 holds the sum of 2^17. The order of summation changes no result.

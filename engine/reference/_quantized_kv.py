@@ -1,4 +1,4 @@
-"""Quantized keys and values: one-byte codes with a scale for each key/value head.
+"""Quantized keys and values: one-byte codes with one scale per key/value head.
 
 uint8 arrays hold e4m3 codes, int8 arrays integers from -127 to 127.
 """
@@ -30,12 +30,12 @@ def quantize_kv(x: Array, scale: Array, dtype: Any) -> Array:
         whole = np.clip(np.rint(y), -_LARGEST_INT8, _LARGEST_INT8)
         return np.where(np.isnan(y), np.float32(0), whole).astype(np.int8)
     codes: Array = np.clip(y, -_LARGEST_E4M3, _LARGEST_E4M3).astype(_E4M3).view(np.uint8)
-    codes[np.isnan(y)] = _NAN  # of either sign
+    codes[np.isnan(y)] = _NAN  # NaN of either sign
     return codes
 
 
 def dequantize_kv(codes: Array, scale: Array) -> Array:
-    """Return the float32 values of codes (K, ..., D): code * scale of the head."""
+    """Return the float32 values of codes (K, ..., D): code * the head's scale."""
     numbers = codes if codes.dtype == np.int8 else codes.view(_E4M3)
     values: Array = numbers.astype(np.float32)
     values *= scale.reshape(-1, *(1,) * (codes.ndim - 1))

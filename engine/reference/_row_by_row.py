@@ -1,4 +1,4 @@
-"""A product each of whose results depends, bit by bit, on one row of x and of the weight alone."""
+"""Row-by-row GEMM: each result depends bitwise on one row of x and one weight row alone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["multiply_row_by_row"]
 
 Array = np.ndarray[Any, Any]
 
-_TOGETHER = 4  # outputs that BLAS computes in one pass; a remainder is summed in another order
+_TOGETHER = 4  # outputs per BLAS pass; a remainder is summed in another order
 
 
 def multiply_row_by_row(x: Array, matrix: Array) -> Array:
     """Multiply each row of x (T, K) by the matrix (K, N) separately, both float32.
 
-    In a single product BLAS's order of summation varies by row. It also differs for the last
-    outputs if their number is not a multiple of four: those are padded with zeros.
+    In a single GEMM, BLAS's order of summation varies by row. It also differs for the last outputs
+    if their number is not a multiple of four, so the matrix is padded with zeros.
     """
     count = matrix.shape[1]
     rows = x[:, None, :]

@@ -13,5 +13,5 @@ Array = np.ndarray[Any, Any]
 
 
 def all_gather(x: Array, peers: Sequence[Array]) -> Array:
-    """Concatenate all ranks' arrays along the last axis, in order of rank."""
+    """Concatenate all ranks' arrays along the last axis, in rank order."""
     return np.concatenate([np.asarray(part, x.dtype) for part in peers], axis=-1)

@@ -13,7 +13,7 @@ Array = np.ndarray[Any, Any]
 
 
 def all_reduce(x: Array, peers: Sequence[Array]) -> Array:
-    """Sum all ranks' arrays in order of rank, in float32, rounded once."""
+    """Sum all ranks' arrays in rank order, in float32, rounded once."""
     total = np.zeros(x.shape, np.float32)
     for part in peers:
         total = total + part.astype(np.float32)

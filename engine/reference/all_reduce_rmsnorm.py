@@ -25,7 +25,7 @@ def all_reduce_rmsnorm(
     x_scale: float = 1.0,
     weight_offset: float = 0.0,
 ) -> Any:
-    """rmsnorm(all_reduce(x), weight, residual=residual): (y, h)."""
+    """Return rmsnorm(all_reduce(x), weight, residual=residual): (y, h)."""
     total = all_reduce(x, peers)
     return rmsnorm(
         total, weight, eps=eps, residual=residual, x_scale=x_scale, weight_offset=weight_offset

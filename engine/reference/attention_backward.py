@@ -26,7 +26,7 @@ def attention_backward(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Array, Array, Array]:
-    """dQ, dK, dV of sum(dout * attention_prefill(q, k, v)), given its `out` and log-sum-exp."""
+    """Return dQ, dK, dV of sum(dout * attention_prefill(q, k, v)), given its `out` and `lse`."""
     (_, num_heads, head_dim) = q.shape
     num_kv_heads = k.shape[1]
     scale = np.float32(head_dim**-0.5 if scale is None else scale)

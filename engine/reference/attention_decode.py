@@ -41,10 +41,10 @@ def attention_decode(
 ) -> Any:
     """softmax(scale Q K^T) V of the last Q tokens of every sequence, causal among themselves.
 
-    tree_mask (B, Q) uint64: query i sees query j only if bit j of its mask is set too. With k and v
-    (B, 1, K, D) of a single new token, qk_norm_rope_store runs first. sinks (H,): exp(sink) is
-    added to the denominator of each row of its head. With k_scale and v_scale (K,) the pages are
-    quantized, and the last Q tokens are read from them like all others.
+    tree_mask (B, Q) uint64: query i sees query j only if bit j of its mask is set too. If k and v
+    (B, 1, K, D) of one new token are given, qk_norm_rope_store runs first. sinks (H,): exp(sink) is
+    added to the softmax denominator of each row of its head. With k_scale and v_scale (K,) the
+    pages are quantized; the last Q tokens are read from them like all others.
     """
     if k is not None:
         assert v is not None and positions is not None

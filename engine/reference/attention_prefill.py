@@ -34,8 +34,8 @@ def attention_prefill(
 ) -> Any:
     """softmax(scale Q K^T) V for every sequence; dense k, v (Tk,K,D) or pages (P,K,bs,D).
 
-    sinks (H,): exp(sink) is added to the denominator of each row of its head. With k_scale and
-    v_scale (K,) the pages are quantized; new tokens are read from them like all others, so the
+    sinks (H,): exp(sink) is added to the softmax denominator of each row of its head. With k_scale
+    and v_scale (K,) the pages are quantized; new tokens are read from them like all others, so the
     result does not depend on how a prompt is split into chunks.
     """
     out = np.zeros(q.shape, q.dtype)

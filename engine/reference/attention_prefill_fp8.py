@@ -53,7 +53,7 @@ def attention_prefill_fp8(
             score[hidden] = -np.inf
             top = np.ceil(
                 score.max(axis=1, keepdims=True)
-            )  # an integer, so that the factor 2^-top is exact
+            )  # integer, so that the factor 2^-top is exact
             top[np.isneginf(top)] = 0
             p = np.exp2(score - top + 4).astype(_E4M3).astype(np.float32)
             total = p.sum(axis=1, keepdims=True)

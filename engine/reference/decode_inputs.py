@@ -25,7 +25,7 @@ def decode_inputs(
     *,
     block_size: int,
 ) -> tuple[Array, Array, Array]:
-    """Update the rows' block tables, then gather; padding gets `PADDING_ID`, -1 and zeros."""
+    """Update the rows' block tables, then gather; padding yields `PADDING_ID`, -1 and zeros."""
     used = np.flatnonzero(rows >= 0)
     for b in used[np.diff(cu_new_blocks)[used] > 0]:
         blocks = new_blocks[cu_new_blocks[b] : cu_new_blocks[b + 1]]

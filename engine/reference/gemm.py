@@ -34,8 +34,8 @@ def gemm(
 ) -> Array:
     """y = activation(x W^T + bias) + residual, in float32, rounded once.
 
-    "swiglu": silu(gate) * up, gate being the first half of the columns and up the second half.
-    "silu_and_mul": the same, with columns of gate and up alternating by eights.
+    "swiglu": silu(gate) * up; gate is the first half of the columns, up the second half.
+    "silu_and_mul": the same, but gate and up columns alternate in groups of eight.
     """
     multiply = multiply_row_by_row if deterministic else _multiply
     y: Array = multiply(x.astype(np.float32, copy=False), weight.astype(np.float32, copy=False).T)
@@ -59,14 +59,14 @@ def epilogue(y: Array, bias: Array | None, residual: Array | None, activation: s
 
 
 def silu_and_mul(y: Array) -> Array:
-    """Return silu(gate) * up, for columns of gate and up that alternate by eights."""
+    """Return silu(gate) * up for gate and up columns that alternate in groups of eight."""
     blocks = y.reshape(len(y), y.shape[1] // 16, 2, 8)
     product: Array = _activation.silu(blocks[:, :, 0]) * blocks[:, :, 1]
     return product.reshape(len(y), y.shape[1] // 2)
 
 
 def _multiply(x: Array, matrix: Array) -> Array:
-    """Multiply; for few rows BLAS is twice as fast with the weight as the first operand."""
+    """Return x @ matrix; for few rows BLAS is twice as fast with the weight as first operand."""
     if _few_rows.pays(x, matrix.T):
         return _few_rows.multiply_few_rows(x, matrix.T)
     if 16 * len(x) <= matrix.shape[1]:

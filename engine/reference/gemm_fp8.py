@@ -29,8 +29,8 @@ def gemm_fp8(
 ) -> Array:
     """y = activation((xq weight^T) * x_scales * weight_scales + bias) + residual, in float32.
 
-    xq is `x` if `x_scales` are given; else quantize_rows(x), or quantize_rows(rmsnorm(x)) with a
-    `norm_weight`. `weight_scales` with two axes are those of blocks of 128 x 128; rows of x then
-    have a scale per group of 128 columns.
+    xq is `x` if `x_scales` are given, else quantize_rows(x), or quantize_rows(rmsnorm(x)) with a
+    `norm_weight`. Two axes of `weight_scales` mean one scale per 128 x 128 block; rows of x then
+    have one scale per group of 128 columns.
     """
     return multiply_8bit("fp8", **locals())

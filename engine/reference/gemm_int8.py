@@ -29,8 +29,8 @@ def gemm_int8(
 ) -> Array:
     """y = activation((xq weight^T) * x_scales * weight_scales + bias) + residual, in float32.
 
-    xq is `x` if `x_scales` are given; else quantize_rows(x), or quantize_rows(rmsnorm(x)) with a
-    `norm_weight`. Rows of x have a scale per group of 128 columns. The sum over a group is exact;
+    xq is `x` if `x_scales` are given, else quantize_rows(x), or quantize_rows(rmsnorm(x)) with a
+    `norm_weight`. Rows of x have one scale per group of 128 columns. The sum over a group is exact;
     groups are added in float32.
     """
     return multiply_8bit("int8", **locals())

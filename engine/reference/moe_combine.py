@@ -18,9 +18,9 @@ def moe_combine(
     shared_gate: Array | None = None,
     residual: Array | None = None,
 ) -> Array:
-    """Add the outputs of each token's experts in order of rank, then shared, then residual.
+    """Sum the outputs of each token's experts in rank order, then shared, then residual.
 
-    The sum is float32 and rounded once; `shared` is multiplied by sigmoid(shared_gate).
+    The sum is float32, rounded once; `shared` is multiplied by sigmoid(shared_gate).
     """
     y = np.zeros((pairs.shape[0], pairs.shape[2]), np.float32)
     for rank in range(pairs.shape[1]):

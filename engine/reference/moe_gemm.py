@@ -34,11 +34,11 @@ def moe_gemm(
 ) -> Array:
     """Multiply each expert's rows by its matrix, in float32, rounded once.
 
-    Rows of tokens (T, K) become rows (P, R) sorted by expert. With `scatter`, rows (P, K) sorted by
-    expert become rows (P, R) in the order of the pairs, each multiplied by its pair's weight. The
-    offsets may be a slice for some of the experts: rows of the other experts' pairs are zero here,
-    and not written by the kernels. With `quantize_x`, x and the matrix have the values of their
-    e4m3 codes.
+    Token rows (T, K) become rows (P, R) sorted by expert. With `scatter`, rows (P, K) sorted by
+    expert become rows (P, R) in pair order, each multiplied by its pair's routing weight. If the
+    offsets are a slice for some of the experts, rows of the other experts' pairs are zero here and
+    not written by the kernels. With `quantize_x`, x and the matrix have the values of their e4m3
+    codes.
     """
     (_, top_k) = routing.experts.shape
     order = routing.order
@@ -66,7 +66,7 @@ def moe_gemm(
 
 
 def _matrix(weight: Array | Weight, expert: int, dtype: Any) -> Array:
-    """Return the expert's matrix in float32; a quantized matrix is rounded to `dtype` first."""
+    """Return the expert's matrix as float32; a quantized matrix is first rounded to `dtype`."""
     if isinstance(weight, Weight):
         numbers = unpack_weight(take_matrices(weight, expert, expert + 1))[0]
         return np.asarray(numbers.astype(dtype).astype(np.float32))
@@ -74,12 +74,12 @@ def _matrix(weight: Array | Weight, expert: int, dtype: Any) -> Array:
 
 
 def _multiply(x: Array, matrix: Array, *, row_by_row: bool) -> Array:
-    """Multiply, row by row if asked: BLAS's order of summation depends on the number of rows."""
+    """Multiply, optionally row by row: BLAS's order of summation depends on the row count."""
     return multiply_row_by_row(x, matrix) if row_by_row else np.asarray(x @ matrix)
 
 
 def _gated(z: Array, activation: str | None, alpha: np.float32, limit: np.float32) -> Array:
-    """Return act(gate) * up of z = [gate | up]; "swiglu_clamped" is gpt-oss's variant."""
+    """Return act(gate) * up for z = [gate | up]; "swiglu_clamped" is gpt-oss's variant."""
     if activation is None:
         return z
     gate, up = np.split(z, 2, axis=-1)

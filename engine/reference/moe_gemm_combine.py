@@ -28,7 +28,7 @@ def moe_gemm_combine(
     deterministic: bool = False,
     quantize_x: bool = False,
 ) -> Array:
-    """Multiply each expert's rows (P, K) by its matrix, and add the outputs of a token's experts.
+    """Multiply each expert's rows (P, K) by its matrix, and sum the outputs of a token's experts.
 
     The experts' outputs are rounded before the sum.
     """

@@ -12,18 +12,18 @@ Array = np.ndarray[Any, Any]
 
 
 class Routing(NamedTuple):
-    """The experts of each token. Pair t·k + j is token t with its j-th expert; P = T·k.
+    """Experts of each token. Pair t·k + j is token t with its j-th expert; P = T·k.
 
     Attributes
     ----------
     experts : (T, k) array of int32
-        Each token's experts, the best first.
+        Experts of each token, best first.
     weights : (T, k) array of float32
         Factors on the experts' outputs.
     order : (P,) array of int32
-        The pairs, sorted by expert and, within an expert, by token.
+        Pair indices, sorted by expert, then by token.
     offsets : (E + 1,) array of int32
-        Entries offsets[e] to offsets[e + 1] of `order` are the pairs of expert e.
+        The pairs of expert e are entries offsets[e] to offsets[e + 1] of `order`.
     """
 
     experts: Any
@@ -50,12 +50,12 @@ def moe_route(
     ranked = scores if correction is None else scores + correction.astype(np.float32, copy=False)
     if num_groups > 1:
         ranked = _best_groups(ranked, num_groups, top_groups, sums_two=correction is not None)
-    # Stable: ties are resolved in favour of the lower expert index.
+    # Stable: ties go to the lower expert index.
     experts = np.argsort(-ranked, axis=1, kind="stable")[:, :top_k].astype(np.int32)
     weights = np.take_along_axis(scores, experts, axis=1)
     if renormalize:
         total = np.zeros(len(weights), np.float32)
-        for column in weights.T:  # in order of rank, as the kernel sums
+        for column in weights.T:  # in rank order, as in the kernel
             total += column
         weights = weights / np.maximum(total, np.float32(1e-20))[:, None]
     order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)

@@ -12,7 +12,7 @@ Array = np.ndarray[Any, Any]
 
 
 def permute_columns(x: Array, permutation: Array) -> Array:
-    """y[m, k] = x[m, permutation[k]]; 0 if that index is outside x."""
+    """y[m, k] = x[m, permutation[k]], or 0 if that index is outside x."""
     inside = (permutation >= 0) & (permutation < x.shape[1])
     y: Array = np.zeros((len(x), len(permutation)), x.dtype)
     y[:, inside] = x[:, permutation[inside]]

@@ -17,10 +17,10 @@ _LARGEST = np.float32(448)  # largest finite e4m3
 def quantize_heads(
     x: Array, *, offset: Array | None = None, rotate: bool = False
 ) -> tuple[Array, Array]:
-    """codes = e4m3(y / scale), scale = max |y| / 448 of each head; y = (x - offset) H / sqrt(D).
+    """codes = e4m3(y / scale), scale = max |y| / 448 per head; y = (x - offset) H / sqrt(D).
 
-    NaN keeps its own code and does not affect the scale. Codes saturate, since the rounding of a
-    tiny scale may push values beyond 448.
+    NaN keeps its own code and does not affect the scale. Codes saturate, since rounding a tiny
+    scale may push values beyond 448.
     """
     y = x.astype(np.float32)
     if offset is not None:

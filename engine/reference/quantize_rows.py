@@ -17,9 +17,9 @@ _LARGEST = {"fp8": np.float32(448), "int8": np.float32(127)}
 def quantize_rows(x: Array, *, dtype: str = "fp8", group: int = 0) -> tuple[Array, Array]:
     """codes = round(x * (largest / peak)), scales = peak / largest; peak = max |x| of the group.
 
-    Products and quotients are single float32 operations. The factor largest / peak is at most the
-    largest float32, so that groups of zeros have codes 0 and scale 0. A NaN makes its group's scale
-    NaN.
+    Products and quotients are single float32 operations. The factor largest / peak is clamped to
+    the largest float32, so that groups of zeros have codes 0 and scale 0. A NaN makes its group's
+    scale NaN.
     """
     (m, k) = x.shape
     largest = _LARGEST[dtype]

@@ -25,7 +25,7 @@ def rmsnorm_quantize(
     dtype: str = "fp8",
     group: int = 0,
 ) -> Any:
-    """quantize_rows(rmsnorm(x)): the normalised row is rounded to x's dtype in between."""
+    """quantize_rows(rmsnorm(x)); the normalised row is rounded to x's dtype in between."""
     y = rmsnorm(x, weight, eps=eps, residual=residual, x_scale=x_scale, weight_offset=weight_offset)
     if residual is None:
         return quantize_rows(y, dtype=dtype, group=group)

@@ -20,11 +20,11 @@ BAD_PARAMETER = 2
 _LOG2_E = np.float32(1.4426950408889634)
 _FLOAT_MAX = np.finfo(np.float32).max
 _ID_MASK = np.uint64(2**32 - 1)
-_GROUP = 1 << 18  # logits processed at a time, so that they stay in a core's cache
+_GROUP = 1 << 18  # logits processed at a time, to stay in a core's cache
 
 
 class SampleResult(NamedTuple):
-    """The result of `sample`, an array per field; see `engine.kernels.sample`."""
+    """Result of `sample`, one array per field. See `engine.kernels.sample`."""
 
     token_ids: Any
     status: Any
@@ -72,9 +72,9 @@ def sample(
     step = max(1, _GROUP // max(vocab, 1))
     for start in range(0, num_rows, step):
         rows = slice(start, start + step)
-        best = np.argmax(work[rows], axis=1)  # the lowest id of ties; a NaN comes first
+        best = np.argmax(work[rows], axis=1)  # the lowest id of ties; NaN counts as the maximum
         finite = np.isfinite(np.take_along_axis(work[rows], best[:, None], 1)[:, 0])
-        if work is not logits:  # also report a NaN or inf of a forbidden id
+        if work is not logits:  # also report NaN or inf of forbidden ids
             finite &= ~np.any(np.isnan(logits[rows]) | (logits[rows] == np.inf), axis=1)
         status[rows][(status[rows] == OK) & ~finite] = BAD_LOGITS
         good = np.flatnonzero(status[rows] == OK)
@@ -145,7 +145,7 @@ def _penalize(
 def _usable(
     temperature: Array, top_p: Array, min_p: Array, repetition: Any, presence: Any, freq: Any
 ) -> Array:
-    """Return the mask of rows whose parameters are all in range (NaN never is)."""
+    """Return the mask of rows with all parameters in range (NaN never is)."""
     usable = (temperature >= 0) & (temperature <= _FLOAT_MAX)
     usable &= (top_p > 0) & (top_p <= 1) & (min_p >= 0) & (min_p <= 1)
     if repetition is not None:
@@ -165,7 +165,7 @@ def _draw(
     seeds: Array,
     positions: Array,
 ) -> tuple[Array, Array]:
-    """Return the sampled ids and the numbers of candidates of rows with a finite maximum."""
+    """Return sampled ids and candidate counts of rows with a finite maximum."""
     with np.errstate(over="ignore"):
         scale = np.minimum(_LOG2_E / temperature, _FLOAT_MAX)[:, None]
         x = (logits - logits.max(axis=1, keepdims=True)) * scale  # log2(p / largest p)
@@ -208,7 +208,7 @@ def _order(logits: Array) -> Array:
 
 
 def _largest(order: Array, width: int) -> tuple[Array, Array]:
-    """Return each row's `width` largest values of `order`, descending, and their ids."""
+    """Return the `width` largest values of `order` per row, descending, and their ids."""
     if width < order.shape[1]:
         order = np.partition(order, order.shape[1] - width, axis=1)[:, order.shape[1] - width :]
     best = np.sort(order, axis=1)[:, ::-1]
@@ -216,7 +216,7 @@ def _largest(order: Array, width: int) -> tuple[Array, Array]:
 
 
 def _share(total: Array, top_p: Array) -> Array:
-    """Return ceil(top_p * total), top_p rounded up to steps of 2**-24, without overflow."""
+    """Return ceil(top_p * total) without overflow; top_p is rounded up to steps of 2**-24."""
     steps = np.ceil(top_p * np.float32(2**24)).astype(np.uint64)
     bits = np.uint64(24)
     low = (total & np.uint64(2**24 - 1)) * steps + np.uint64(2**24 - 1)
@@ -231,7 +231,7 @@ def _result(
         return SampleResult(token_ids, status, None, None, None, num_kept)
     bad = (status != OK)[:, None]
     safe = np.where(bad, np.float32(0), logits)
-    with np.errstate(over="ignore"):  # logits far below the largest have probability 0
+    with np.errstate(over="ignore"):  # logits far below the maximum have probability 0
         below = safe - safe.max(axis=1, keepdims=True, initial=-np.inf)
     logprobs = below - np.log(np.exp(below).sum(axis=1, keepdims=True))
     chosen = np.take_along_axis(logprobs, np.maximum(token_ids, 0)[:, None], axis=1)

@@ -15,5 +15,5 @@ Array = np.ndarray[Any, Any]
 
 
 def swiglu_quantize(x: Array, *, dtype: str = "fp8", group: int = 0) -> tuple[Array, Array]:
-    """quantize_rows(swiglu(x)): silu(gate) * up is rounded to x's dtype in between."""
+    """quantize_rows(swiglu(x)); silu(gate) * up is rounded to x's dtype in between."""
     return quantize_rows(swiglu(x), dtype=dtype, group=group)

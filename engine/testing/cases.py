@@ -1,6 +1,6 @@
-"""Shapes for the tests of all kernels, and random inputs.
+"""Shapes and random inputs for the tests of all kernels.
 
-They include one row, sizes not divisible by any vector width, real model shapes and empty arrays.
+Shapes: one row, sizes not divisible by any vector width, real model shapes, empty arrays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS: tuple[tuple[int, int], ...] = (
     (0, 64),
 )
 
-_MAX_CACHED = 2**25  # most elements of a cached array
+_MAX_CACHED = 2**25  # maximum elements per cached array
 
 
 def normal(
@@ -48,7 +48,7 @@ def normal(
     return np.copy(array)  # the caller may write into it
 
 
-@lru_cache(maxsize=8)  # tests of one function mostly reuse the same arrays
+@lru_cache(maxsize=8)  # consecutive tests mostly reuse the same arrays
 def _normal(
     shape: tuple[int, ...], dtype: str, seed: int, scale: float, mean: float
 ) -> np.ndarray[Any, Any]:
@@ -58,7 +58,7 @@ def _normal(
 
 
 def to_module(xp: Any, *arrays: Any) -> Any:
-    """Return `arrays` in module `xp` (None stays None): a list, or the only array."""
+    """Return `arrays` in module `xp` (None stays None): a list, or the array if there is one."""
     moved = [None if a is None else xp.asarray(a) for a in arrays]
     return moved[0] if len(moved) == 1 else moved
 

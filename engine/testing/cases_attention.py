@@ -26,14 +26,14 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
-_NO_BLOCK = 2**30  # block id of entries that must not be read: outside every cache
+_NO_BLOCK = 2**30  # block id of table entries that must not be read: outside every cache
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Sequences of `lens_k` tokens, `lens_q` of them new; `block_size` 0 means dense keys.
+    """Sequences of `lens_k` tokens, of which `lens_q` are new; `block_size` 0 means dense keys.
 
-    `sinks` are repeated over the heads; empty means none.
+    `sinks` are repeated over the heads; an empty tuple means no sinks.
     """
 
     lens_q: tuple[int, ...]
@@ -50,17 +50,17 @@ class AttentionCase:
 
     @property
     def rule(self) -> dict[str, Any]:
-        """Keyword arguments of the op that determine the scores."""
+        """Keyword arguments that determine how the op computes scores."""
         return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
 
     @property
     def head_sinks(self) -> Array:
-        """The sink of each head, (H,) float32."""
+        """Sink per head, (H,) float32."""
         return np.resize(np.asarray(self.sinks, np.float32), self.num_heads)
 
     @property
     def reduction(self) -> int:
-        """Terms summed for one element of the result: D for a score, then the keys."""
+        """Length of the reduction per element of the result: D for a score, then the keys."""
         return self.head_dim + max(self.lens_k, default=0)
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ def cu_seqlens(lens: Sequence[int]) -> Array:
 
 
 def normal_on(xp: Any, shape: Sequence[int], dtype: str, seed: int) -> Any:
-    """Return random values in module `xp`, generated there, since copying gigabytes is slow.
+    """Return random values in module `xp`, generated there because copying gigabytes is slow.
 
     Examples
     --------
@@ -109,8 +109,8 @@ def paged_cache(
 ) -> tuple[Array, Array, Array, Array]:
     """Return (k_pages, v_pages, block_tables, context_lens) with blocks in random order.
 
-    The first `num_shared` blocks are common to all sequences. All that belongs to no sequence is
-    poisoned: pages and tails of pages with NaN, table entries with ids outside the cache.
+    The first `num_shared` blocks are common to all sequences. Everything that belongs to no
+    sequence is poisoned: pages and page tails with NaN, table entries with ids outside the cache.
     """
     rng = np.random.default_rng(seed)
     counts = [-(-length // block_size) for length in lens]
@@ -157,11 +157,11 @@ PREFILL: tuple[AttentionCase, ...] = (
     replace(_BASE, num_heads=3, num_kv_heads=1, head_dim=96),  # Phi-3
     replace(_BASE, num_heads=4, num_kv_heads=1, head_dim=128, block_size=16),  # Llama 3
     replace(_BASE, num_heads=2, num_kv_heads=1, head_dim=192),
-    replace(_BASE, num_heads=2, num_kv_heads=1, head_dim=36),  # not 16-byte rows: scalar loads
+    replace(_BASE, num_heads=2, num_kv_heads=1, head_dim=36),  # unaligned rows: scalar loads
     replace(_BASE, num_heads=2, num_kv_heads=2, head_dim=7, block_size=16, window=20),
 )
 
-# The same for decode: all sequences have the same number of new tokens.
+# Decode cases: all sequences have the same number of new tokens.
 DECODE: tuple[AttentionCase, ...] = (
     AttentionCase((1,), (1,), block_size=16),
     AttentionCase((1,) * 6, (0, 1, 15, 16, 17, 64), block_size=16),
@@ -182,8 +182,8 @@ DECODE: tuple[AttentionCase, ...] = (
     AttentionCase((1, 1), (150, 31), 8, 1, 256, block_size=16),
 )
 
-# Sinks near, far above and far below the scores, and none. In rows without keys the sink -1e5 alone
-# is the log-sum-exp.
+# Sinks near, far above and far below the scores, and none. In rows without keys, the sink alone
+# (-1e5) is the log-sum-exp.
 _MIXED = (0.5, 2.0, -1.0, 1e4, -1e4, 0.0, -np.inf)
 _HUGE = (1e5, 3e37)
 _TINY = (-1e5, -3e37)
@@ -193,12 +193,12 @@ PREFILL_SINKS: tuple[AttentionCase, ...] = (
     replace(_SINKS, sinks=_HUGE),
     replace(_SINKS, sinks=_TINY),
     replace(_SINKS, lens_q=(1,), lens_k=(1,)),
-    replace(_SINKS, lens_q=(40, 3, 5), lens_k=(7, 300, 0)),  # rows that see no key
+    replace(_SINKS, lens_q=(40, 3, 5), lens_k=(7, 300, 0)),  # some rows see no key
     replace(_SINKS, lens_q=(40, 3), lens_k=(7, 300), sinks=_TINY, block_size=16),
     replace(_SINKS, block_size=16, window=20),
     replace(_SINKS, block_size=32, window=1, softcap=5.0),
     replace(_SINKS, causal=False, block_size=64),
-    replace(_SINKS, lens_q=(5, 1), lens_k=(2100, 900), head_dim=128, block_size=16),  # splits
+    replace(_SINKS, lens_q=(5, 1), lens_k=(2100, 900), head_dim=128, block_size=16),  # uses splits
     replace(_SINKS, lens_q=(7,), lens_k=(1500,), num_heads=9, num_kv_heads=3, block_size=64),
     replace(_SINKS, num_heads=64, num_kv_heads=8, lens_q=(200,), lens_k=(330,), window=128),
     replace(_SINKS, num_heads=4, num_kv_heads=2, head_dim=128),
@@ -219,8 +219,8 @@ DECODE_SINKS: tuple[AttentionCase, ...] = (
     replace(_NEW, num_heads=64, num_kv_heads=8, lens_k=(2000, 300), window=128),
     replace(_NEW, lens_q=(1,) * 70, lens_k=tuple(range(0, 700, 10)), num_kv_heads=4),  # persistent
     replace(_NEW, lens_q=(1,) * 40, lens_k=(900, 0) * 20, num_kv_heads=4, head_dim=128),
-    replace(_NEW, lens_q=(4, 4), lens_k=(300, 2), num_kv_heads=2, head_dim=128),  # rows: no key
-    replace(_NEW, lens_q=(8,), lens_k=(1500,), num_kv_heads=2, window=40),  # tokens in parts
+    replace(_NEW, lens_q=(4, 4), lens_k=(300, 2), num_kv_heads=2, head_dim=128),  # empty rows
+    replace(_NEW, lens_q=(8,), lens_k=(1500,), num_kv_heads=2, window=40),  # tokens are divided
     replace(_NEW, lens_q=(8,) * 3, lens_k=(600, 90, 8)),
     replace(_NEW, lens_q=(2, 2), lens_k=(150, 31), num_heads=2, head_dim=36),
     replace(_NEW, lens_k=(150, 31), head_dim=256),
@@ -228,7 +228,7 @@ DECODE_SINKS: tuple[AttentionCase, ...] = (
 
 
 def as_codes(pages: Array, seed: int, codes: str = "fp8") -> tuple[Array, Array]:
-    """Return quantized pages (P, K, block_size, D), and the heads' scales (K,).
+    """Quantize pages (P, K, block_size, D); return the codes and the heads' scales (K,).
 
     The scales of some heads are so small that their largest values saturate. NaN becomes the code
     `poison`.

@@ -36,7 +36,7 @@ class Ranks:
     capacity : int
         Bytes per buffer.
     timeout : float
-        Seconds for which a call waits for a peer.
+        Seconds a call waits for a peer.
     num_devices : int
         Rank r uses device r % num_devices.
     """
@@ -67,8 +67,8 @@ class Ranks:
     def run(self, call: Callable[[int, PeerMemory], Any]) -> None:
         """Call ``call(rank, memory)`` for each rank, then wait for all.
 
-        `call` may launch but not allocate: an allocation could wait for a rank that waits for
-        another.
+        `call` may launch but not allocate: the allocation could wait for a rank that in turn waits
+        for another.
         """
         for rank in range(len(self.devices)):
             with self.on(rank) as memory:
@@ -76,7 +76,7 @@ class Ranks:
         self.synchronize()
 
     def captured(self, call: Callable[[int, PeerMemory], Any]) -> list[Any]:
-        """Return one captured graph of `call` per rank."""
+        """Capture `call` once per rank; return the graphs."""
         graphs = []
         for rank in range(len(self.devices)):
             with self.on(rank) as memory:
@@ -87,7 +87,7 @@ class Ranks:
         return graphs
 
     def replay(self, graphs: Sequence[Any]) -> None:
-        """Launch each rank's graph, without waiting."""
+        """Launch each rank's graph without waiting."""
         for rank, graph in enumerate(graphs):
             with self.on(rank):
                 graph.launch(device.cupy().cuda.get_current_stream())

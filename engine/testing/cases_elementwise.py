@@ -75,7 +75,7 @@ def cos_sin_table(
 
 
 def extremes(dtype: str) -> np.ndarray[Any, Any]:
-    """Return zeros, values far into the tails of activations, infinities and NaN of `dtype`.
+    """Return zeros, values far in the tails of activations, infinities and NaN of `dtype`.
 
     Examples
     --------
@@ -88,7 +88,7 @@ def extremes(dtype: str) -> np.ndarray[Any, Any]:
 
 
 def misaligned(xp: Any, array: np.ndarray[Any, Any]) -> Any:
-    """Return `array` in module `xp`, contiguous, one element past an aligned address."""
+    """Return `array` in module `xp`, contiguous but one element past an aligned address."""
     buffer = xp.empty(array.size + 1, array.dtype)
     view = buffer[1:].reshape(array.shape)
     view[...] = xp.asarray(array)
@@ -103,8 +103,8 @@ def assert_guards(buffer: Any, guard: int = 64) -> None:
 
 
 def assert_same(got: Any, want: np.ndarray[Any, Any]) -> None:
-    """Check that `got` is `want` in dtype, shape and every value; a NaN equals a NaN."""
+    """Check that `got` equals `want` in dtype, shape and every value; NaN equals NaN."""
     host = to_numpy(got)
     assert host.dtype == want.dtype, f"dtype {host.dtype}, wanted {want.dtype}"
-    # NumPy does not recognise bfloat16's NaNs; float32 represents all its values.
+    # NumPy does not recognise bfloat16's NaN; float32 represents every bfloat16.
     np.testing.assert_array_equal(host.astype(np.float32), want.astype(np.float32), strict=True)

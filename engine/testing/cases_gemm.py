@@ -1,10 +1,10 @@
-"""Problem sizes for the tests and benchmarks of matrix products."""
+"""Problem sizes for GEMM tests and benchmarks."""
 
 from __future__ import annotations
 
 __all__ = ["MODEL_LAYERS", "PRODUCTS", "Product"]
 
-Product = tuple[int, int, int]  # (m, n, k): rows of x, rows of the weight, terms of each sum
+Product = tuple[int, int, int]  # (m, n, k): rows of x, rows of the weight, terms per sum
 
 # One row, few rows, more than a tile; sizes not divisible by a tile, vector or instruction; m, n or
 # k of 0; layers of real models.
@@ -32,7 +32,7 @@ PRODUCTS: tuple[Product, ...] = (
     (5, 24, 0),
 )
 
-# (model, layer) -> (n, k) of its linear layers.
+# (model, layer) -> (n, k) of the linear layer.
 MODEL_LAYERS: dict[tuple[str, str], tuple[int, int]] = {
     ("SmolLM2-135M", "qkv"): (960, 576),
     ("SmolLM2-135M", "o"): (576, 576),

@@ -19,7 +19,7 @@ MOE_LAYERS: dict[str, tuple[int, int, int, int]] = {
 
 
 def distinct_logits(num_tokens: int, num_experts: int, seed: int) -> np.ndarray[Any, Any]:
-    """Return (T, E) logits whose scores are far enough apart to be ranked alike on every device.
+    """Return (T, E) logits whose scores are far enough apart to rank alike on every device.
 
     Examples
     --------
@@ -28,7 +28,7 @@ def distinct_logits(num_tokens: int, num_experts: int, seed: int) -> np.ndarray[
     """
     rng = np.random.default_rng([seed, num_tokens, num_experts])
     ranks = np.argsort(rng.random((num_tokens, num_experts)), axis=1)
-    # Not symmetric about 0: the sigmoids of x and -x have the same sum for every x.
+    # Asymmetric about 0: otherwise the sigmoids of x and -x would sum to 1 for every x.
     logits: np.ndarray[Any, Any] = ((ranks - num_experts / 2 + 0.3) * (8 / num_experts)).astype(
         np.float32
     )
@@ -36,13 +36,13 @@ def distinct_logits(num_tokens: int, num_experts: int, seed: int) -> np.ndarray[
 
 
 def tied_logits(num_tokens: int, num_experts: int, seed: int) -> np.ndarray[Any, Any]:
-    """Return (T, E) logits that are few multiples of 1 / 16, so that many scores are equal."""
+    """Return (T, E) logits from few multiples of 1 / 16, so that many scores are equal."""
     rng = np.random.default_rng([seed, num_tokens, num_experts])
     return (rng.integers(-3, 4, (num_tokens, num_experts)) / 16).astype(np.float32)
 
 
 def routing_of(experts: Sequence[Sequence[int]], num_experts: int, seed: int = 0) -> Routing:
-    """Return the routing of tokens to `experts` with random weights.
+    """Return a routing of tokens to `experts`, with random weights.
 
     Examples
     --------

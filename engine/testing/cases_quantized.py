@@ -20,7 +20,7 @@ BYTE_FORMATS = tuple(name for name, form in FORMATS.items() if form.activations)
 def random_weight(
     name: str, n: int, k: int, seed: int = 0, *, scales: str = "float16", permuted: bool = False
 ) -> Weight:
-    """Return a weight (n, k) in format `name` whose products with normal x are of order 1.
+    """Return a weight (n, k) in format `name`, scaled so that its products with normal x are O(1).
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Parameters and logits for the tests of `sample`: ordinary ones and corner cases."""
+"""Parameters and logits for the tests of `sample`: ordinary and corner cases."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PROCESSING = ("bias", "mask", "masks_of_some", "penalties", "everything")
 
 
 def parameters(num_rows: int, **values: Any) -> dict[str, Array]:
-    """Return the six required arrays of `sample`; values that are not given are neutral.
+    """Return the six required arrays of `sample`; parameters not given are neutral.
 
     Examples
     --------
@@ -67,7 +67,7 @@ def logits(kind: str, num_rows: int, vocab_size: int, seed: int = 0) -> Array:
         x *= np.float32(0.01)
     elif kind == "sharp":
         x *= np.float32(10)
-    elif kind == "rounded":  # many ties, also at the thresholds
+    elif kind == "rounded":  # many ties, even at the thresholds
         x = np.round(x)
     elif kind == "equal":
         x[:] = 2.5
@@ -75,7 +75,7 @@ def logits(kind: str, num_rows: int, vocab_size: int, seed: int = 0) -> Array:
         x = np.where(x > 0, np.float32(0.0), np.float32(-0.0))
     elif kind == "sorted":  # the large logits are adjacent
         x = -np.sort(-x, axis=1)
-    elif kind == "sparse":  # few ids with a probability above 0
+    elif kind == "sparse":  # only a few ids have a probability above 0
         kept: Any = rng.random(x.shape) < 0.1
         kept[:, vocab_size // 2] = True
         x = np.where(kept, x, np.float32(-np.inf))

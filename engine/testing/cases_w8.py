@@ -1,4 +1,4 @@
-"""Problem sizes and weights for the tests and benchmarks of 8-bit products."""
+"""Problem sizes and weights for the tests and benchmarks of 8-bit GEMM."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def quantized_weight(
 
 
 def dequantized(codes: Array, scales: Array) -> Array:
-    """Return dequantized rows in float64, from scales per row, group or block."""
+    """Dequantize rows to float64, with scales per row, group or block."""
     values = codes if codes.dtype == np.int8 else codes.view(ml_dtypes.float8_e4m3fn)
     n, k = codes.shape
     if scales.ndim == 1:

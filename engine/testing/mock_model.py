@@ -1,4 +1,4 @@
-"""A model without arithmetic, for tests of the engine and measurements of its host time."""
+"""A model without arithmetic, to test the engine and to measure its host time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["MockModel"]
 
 
 class MockModel:
-    """A substitute for `engine.Model` under `LLMEngine`, on the CPU.
+    """A stand-in for `engine.Model` under `LLMEngine`, on the CPU.
 
     The token after token t at position p is always ``(5 t + 3 p + 1) % vocab_size``.
 
@@ -94,16 +94,16 @@ class MockModel:
         return ""
 
     def forward(self, batch: ForwardBatch, kv_pages: Any) -> Any:
-        """Return logits (R, V) that allow only one token."""
+        """Return logits (R, V) that allow exactly one token."""
         return self.logits(self.hidden_states(batch, kv_pages))
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Any) -> Any:
-        """Return id and position (R, 2) of the tokens whose logits are requested."""
+        """Return the id and position (R, 2) of each token whose logits are requested."""
         rows = slice(None) if batch.logits_indices is None else batch.logits_indices
         return np.stack([batch.token_ids[rows], batch.positions[rows]], axis=1)
 
     def logits(self, hidden: Any) -> Any:
-        """Return the logits of a result of `hidden_states`."""
+        """Return the logits for a result of `hidden_states`."""
         vocab_size = self.config.vocab_size
         logits = np.full((len(hidden), vocab_size), -1e9, np.float32)
         following = (5 * hidden[:, 0] + 3 * hidden[:, 1] + 1) % vocab_size

@@ -1,4 +1,4 @@
-"""Timing on a GPU: median of graph replays over rotating inputs that exceed L2."""
+"""GPU timing: median over graph replays, with rotating inputs that exceed L2."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def time_gpu(
     replays : int
         Timed replays of the graph.
     min_launches : int
-        Least number of calls in the graph, which repeats `calls`.
+        Minimum number of calls in the graph, which repeats `calls`.
     """
     cupy = device.cupy()
-    # SAFETY: inputs were written on other streams, which a non-blocking stream does not wait for.
+    # SAFETY: inputs were written on other streams; a non-blocking stream does not wait for those.
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     rounds = -(-min_launches // len(calls))

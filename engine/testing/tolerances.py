@@ -1,7 +1,7 @@
-"""Tolerances of a kernel's result against its mirror's: one table, and the comparison by it.
+"""Tolerances between a kernel's result and its mirror's: one table, and the comparison.
 
 The allowed error is ``rtol * |want| + atol * rms(want)``. The first term covers the rounding of the
-result; the second a different order of summation, whose effect grows with the length of the
+result; the second covers a different order of summation, whose effect grows with the length of the
 reduction and does not shrink if terms cancel.
 """
 
@@ -44,7 +44,7 @@ _SHORT = 256
 
 
 def tolerance(dtype: Any, reduction: int = 1) -> Tolerance:
-    """Return the allowed error of a result of `dtype` that is a sum of `reduction` terms.
+    """Return the allowed error of a result of `dtype` that sums `reduction` terms.
 
     Examples
     --------
@@ -67,16 +67,16 @@ def assert_close(
         NumPy or CuPy.
     want : np.ndarray
     reduction : int
-        Terms summed per element: K of a product, N of a norm.
+        Terms summed per element: K of a GEMM, N of a norm.
     name : str
-        Name for the message.
+        Name for the error message.
     dtype : optional
-        Dtype for the table, if the result is wider than its operands.
+        Dtype to look up in the table, if the result is wider than its operands.
 
     Raises
     ------
     AssertionError
-        With the largest error, the allowed error, and the first index that differs.
+        Reports the largest error, the allowed error, and the first index that differs.
     """
     host = to_numpy(got)
     assert host.dtype == want.dtype, f"{name}: dtype {host.dtype}, wanted {want.dtype}"
@@ -106,6 +106,6 @@ def assert_close(
 
 
 def _is_same(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
-    """Tell whether two arrays are bitwise equal: a fast path for equal results."""
+    """Tell whether two arrays are bitwise equal, as a fast path for equal results."""
     bytes_a, bytes_b = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
     return bool(np.array_equal(bytes_a, bytes_b))
