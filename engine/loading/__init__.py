@@ -1,1 +1,1 @@
-"""Checkpoints: configurations, safetensors and GGUF files, and the weights made from them."""
+"""Checkpoint loading: configuration, safetensors and GGUF files, and the engine's weights."""

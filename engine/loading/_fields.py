@@ -1,4 +1,4 @@
-"""A typed, range-checking reader of untrusted key-value files; errors name file and key."""
+"""Typed, range-checked access to untrusted key-value files; errors name the file and the key."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Fields:
     where : str
         The file's name, for messages.
     names : mapping, optional
-        Key -> its name in the file, for messages; keys with the same name may be absent.
+        Key -> the file's own name for it, for messages. Unlisted keys keep their name.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Fields:
         self._names = names or {}
 
     def error(self, key: str, wanted: str) -> ConfigError:
-        """Return a ConfigError saying that `key` must be `wanted`, with the value found."""
+        """Return the ConfigError "`key` must be `wanted`; got <value>"."""
         name = self._names.get(key, key)
         got = shown(self._values[key]) if key in self._values else "nothing"
         return ConfigError(f"{self._where}: {name} must be {wanted}; got {got}")
@@ -64,7 +64,7 @@ class Fields:
     def integer(
         self, key: str, low: int, high: int, default: _T | _Required = REQUIRED
     ) -> int | _T:
-        """Return a whole number in [low, high]; floats and bools are refused."""
+        """Return an integer in [low, high]; floats and bools are rejected."""
         wanted = f"a whole number from {low} to {high}"
         if not self.has(key):
             return self._absent(key, default, wanted)
@@ -116,7 +116,7 @@ class Fields:
         return tuple(float(one) for one in value)
 
     def token_ids(self, key: str, vocab_size: int, default: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return the token ids that the file gives as an int or a list."""
+        """Return token ids, stored as an int or as a list."""
         if not self.has(key):
             return tuple(default)
         value = self._values[key]

@@ -12,7 +12,7 @@ __all__ = ["config_from_json", "config_to_json"]
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a configuration, with tuples as lists.
+    """Return the fields of a configuration as JSON values.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Builds a decoder from a model's files or random weights: the whole model or one rank's part."""
+"""Build a decoder from checkpoint or random weights: the whole model, or one rank's shard."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["check_arguments", "load_decoder"]
 
 
 def check_arguments(model: Any, load_format: Any, config: Any) -> None:
-    """Check the arguments of `load` that nothing else checks.
+    """Check `model`, `load_format` and `config`, the arguments of `load` not validated elsewhere.
 
     Raises
     ------
     ConfigError
-        If one is invalid; the message names the first.
+        If an argument is invalid; the message names the first one.
     """
     if not isinstance(load_format, str) or load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format must be 'auto' or 'dummy'; got {shown(load_format)}")
@@ -47,17 +47,17 @@ def load_decoder(
     stage: Stage = ALL_LAYERS,
     progress: bool = False,
 ) -> Decoder:
-    """Return a decoder with the weights, and the KV scales, of a checkpoint.
+    """Return a decoder with a checkpoint's weights and KV cache scales.
 
     Parameters
     ----------
     source : ModelSource or None
         The model's files.
     config : ModelConfig
-        The whole model's.
+        Configuration of the whole model.
     options : LoadConfig
     collectives : Collectives, optional
-        Connects the ranks that share the model; this rank loads only its part.
+        Collectives of the tensor-parallel group; this rank loads only its shard.
     stage : Stage
         The layers to load.
     progress : bool
@@ -66,7 +66,7 @@ def load_decoder(
     Raises
     ------
     ConfigError, WeightsError, OutOfMemoryError
-        If the model cannot be divided, the files cannot be used, or memory does not suffice.
+        If the model cannot be sharded, the files cannot be used, or the device is out of memory.
     """
     device = options.device
     dtype = options.dtype
@@ -83,9 +83,9 @@ def load_decoder(
     named = _weights(source, config, options, shard, progress=progress)
     weights = {stage.local_name(name): weight for name, weight in named.items()}
     if not stage.is_first:
-        weights.pop("embed", None)  # a tied embedding, which is the output layer here
+        weights.pop("embed", None)  # tied: on this stage it serves only as lm_head
     device.activate()
-    # Shards by output gather the features, whose number must not be padded.
+    # by_output shards all-gather the MLP features, so their count must stay unpadded.
     if device.is_cuda and not (shard.by_output and not shard.is_whole):
         pad_mlps(weights, local, device, dtype)
     decoder = Decoder(

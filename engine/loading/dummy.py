@@ -29,7 +29,7 @@ __all__ = ["dummy_weights", "take_shard"]
 
 _STD = 0.02
 _POOL = 1_048_573
-"""Size of the pool of random numbers; a prime, so that rows repeat only after this many rows."""
+"""Numbers in the random pool; prime, so rows repeat only after this many rows."""
 
 
 def dummy_weights(
@@ -45,8 +45,8 @@ def dummy_weights(
     """Return random weights for a model: normal with standard deviation 0.02, norms near 1.
 
     A weight depends only on its name, size, dtype and the seed, and is the same on every device.
-    One pool of random numbers is drawn once and tiled from an offset derived from the name, so
-    billions of weights are generated at the speed of memory.
+    A single pool of random numbers is tiled from an offset derived from the name, so billions of
+    weights are generated at memory bandwidth.
 
     Parameters
     ----------
@@ -56,13 +56,13 @@ def dummy_weights(
         "float32", "float16" or "bfloat16".
     seed : int
     max_model_len : int
-        Leave room for the rope tables of sequences of this length.
+        Also reserve memory for the rope tables of sequences of this length.
     quantization : Format, optional
-        Format of the matrices of layers: any, also those that `quantize` does not support. See
+        Any format for the layers' matrices, even one that `quantize` does not support. See
         `load_weights` for the output layer.
     shard : Shard
-        The part of these weights to keep; each is generated whole first. Experts whose part of
-        the shard is not a multiple of a tile are dequantized.
+        The shard to keep; each weight is generated whole first. Experts are dequantized if their
+        shard does not consist of whole tiles.
 
     Returns
     -------
@@ -135,7 +135,7 @@ def _quantized_part(codes: RandomCodes, name: str, config: ModelConfig, shard: S
 
 
 def take_shard(weight: Weight, name: str, config: ModelConfig, shard: Shard) -> Weight:
-    """Return the part of a dense, whole weight that `shard` holds, as a new weight.
+    """Return a shard of a dense, unsharded weight as a new weight.
 
     Parameters
     ----------
@@ -161,10 +161,10 @@ def take_shard(weight: Weight, name: str, config: ModelConfig, shard: Shard) -> 
 
 
 def _take_part(whole: Any, name: str, config: ModelConfig, shard: Shard) -> Any:
-    """Return the shard's part of an array in a whole weight's shape, such as codes, as a copy."""
+    """Return a copy of the shard of an array shaped like the whole weight, such as its codes."""
     kind = name.rpartition(".")[2]
     shape = weight_shapes(config, shard)[name]
-    bits = whole.view(f"u{whole.itemsize}")  # CuPy copies slices of few dtypes
+    bits = whole.view(f"u{whole.itemsize}")  # CuPy cannot copy slices of every dtype
     is_expert = kind.startswith("experts_")
     matrices = bits[slice(*shard.cut_experts(len(bits)))] if is_expert else bits[None]
     rows, columns = shard_pieces(kind, config, matrices.shape[1:], shard)
@@ -178,12 +178,12 @@ def _take_part(whole: Any, name: str, config: ModelConfig, shard: Shard) -> Any:
 
 
 def _matrix(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
-    """Return the shape of one expert's part, or of the weight itself."""
+    """Return the shape of one expert's matrix, or of the weight itself."""
     return shape[1:] if kind.startswith("experts_") else shape
 
 
 def _check_kernels(formats: Mapping[str, Format]) -> None:
-    """Refuse formats whose CUDA kernels support only 16-bit activations."""
+    """Reject formats whose CUDA kernels support only 16-bit activations."""
     for name, form in formats.items():
         if form.is_packed or is_expert(name):
             raise ConfigError(
@@ -193,12 +193,12 @@ def _check_kernels(formats: Mapping[str, Format]) -> None:
 
 
 def _start(name: str) -> int:
-    """Return the offset in the pool of weight `name`."""
+    """Return the pool offset of weight `name`."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % _POOL
 
 
 def _tiled(tile: Any, shape: tuple[int, ...], start: int) -> Any:
-    """Return an array of `shape` that repeats `tile` from element `start` on."""
+    """Return an array of `shape` that repeats `tile`, starting at its element `start`."""
     size = math.prod(shape)
     out = array_module(tile).empty(size, tile.dtype)
     done = min(size, _POOL - start)

@@ -1,4 +1,4 @@
-"""Random weights in a quantized format, made without quantizing: random codes, equal scales."""
+"""Random weights generated directly in a quantized format: random codes, equal scales."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["RandomCodes"]
 
 Array = np.ndarray[Any, Any]
 
-_PLANES = {4: (512, 0), 5: (512, 128), 6: (512, 256), 8: (1024, 0)}  # bytes of a tile
+_PLANES = {4: (512, 0), 5: (512, 128), 6: (512, 256), 8: (1024, 0)}  # plane bytes per tile
 
 
 class RandomCodes:
-    """Generates weights with about the standard deviation of a pool of normal numbers.
+    """Generator of weights whose standard deviation is close to that of a pool of numbers.
 
     Parameters
     ----------
     form : Format
-        A quantized one.
+        A quantized format.
     pool : (P,) array of float32
         Normally distributed numbers.
     device : Device
     tiled : callable
-        ``tiled(array, shape, start)`` repeats an array from element `start` on.
+        ``tiled(array, shape, start)`` repeats an array, starting at its element `start`.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class RandomCodes:
     def weight(
         self, shape: tuple[int, ...], start: int, take: Callable[[Any], Any] | None = None
     ) -> Weight:
-        """Return a weight of `shape`, (N, K) or (E, N, K), from element `start` of the pool on.
+        """Return a weight of `shape`, (N, K) or (E, N, K), starting at element `start` of the pool.
 
-        `take`, if given, cuts a shard out of the codes; the scales are all equal.
+        `take`, if given, cuts a shard out of the codes. The scales need no cutting: all are equal.
         """
         form = self.form
         if not form.is_packed:
@@ -77,8 +77,8 @@ class RandomCodes:
         return Weight(form, low, shape, scales=scales, high=high_bits, super_scales=supers)
 
     def _codes(self, pool: Array) -> tuple[Array, float]:
-        """Return a pool of bytes, and the scale that yields the wanted standard deviation."""
-        if self.form.is_packed:  # uniform: a byte of a plane holds bits of several codes
+        """Return a pool of bytes, and the scale that yields the target standard deviation."""
+        if self.form.is_packed:  # uniform, because a plane's byte holds bits of several codes
             random = np.random.default_rng(len(pool)).integers(0, 256, len(pool))
             spread = np.sqrt((4.0**self.form.bits - 1) / 12)
             return random.astype(np.uint8), float(self._std / spread)
@@ -89,7 +89,7 @@ class RandomCodes:
         return np.rint(pool / scale).astype(np.int8).view(np.uint8), float(scale)
 
     def _scales(self, tiles: tuple[int, int]) -> tuple[Any, Any]:
-        """Return the scales and super-scales of a packed weight: the same for all groups.
+        """Return the scales and super-scales of a packed weight; all groups have equal ones.
 
         Offsets centre the numbers on 0.
         """
@@ -98,7 +98,7 @@ class RandomCodes:
         columns = tiles[1] * TILE_COLUMNS
         groups = (tiles[0], -(-columns // form.group), 8, 2)
         middle = (2.0**form.bits - 1) / 2 if form.bits < 8 else -0.5
-        if form.code == "e2m1":  # the standard deviation of its numbers is 3
+        if form.code == "e2m1":  # standard deviation of uniform e2m1 codes: 3
             exponent = round(float(np.log2(self._std / 3))) + 127
             return self._filled(groups, exponent, np.uint8), None
         if not form.super_block:
@@ -124,6 +124,6 @@ class RandomCodes:
 
 
 def _tiles(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the number of tiles along the rows and columns of a packed weight."""
+    """Return the number of row tiles and column tiles of a packed weight."""
     rows, columns = padded_shape((math.prod(shape[:-1]), shape[-1]))
     return rows // TILE_ROWS, columns // TILE_COLUMNS

@@ -1,8 +1,8 @@
-"""Reading of a published EAGLE-3 head: its config.json and its tensors.
+"""Load published EAGLE-3 heads: config.json and tensors.
 
-Names are those of the raw checkpoints ("midlayer.*" or "layers.0.*", "fc", "norm", "lm_head",
-"d2t"). The files are untrusted: before anything is read, sizes are checked as in `hf_config`, and
-every tensor's shape is checked against the config.
+Tensor names are as in the raw checkpoints ("midlayer.*" or "layers.0.*", "fc", "norm", "lm_head",
+"d2t"). The files are untrusted: sizes are range-checked as in `hf_config`, and every tensor's
+shape is checked against the config before it is read.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _PREFIXES = ("midlayer.", "layers.0.")
 
 
 def load_eagle3_config(directory: str | PathLike[str], target: ModelConfig) -> Eagle3Config:
-    """Read the config.json of a head, which must match its target model.
+    """Read a head's config.json and check it against the target model.
 
     Raises
     ------
     ConfigError
-        If a value is missing, out of range or not supported, or differs from the target's; the
-        message then names both.
+        If a value is missing, out of range or unsupported, or differs from the target's (the
+        message then names both values).
     """
     root = Path(directory)
     where = str(root / "config.json")
     values = read_json(root / "config.json", root=root)
     nested = values.get("transformer_layer_config")
     is_speculators = isinstance(nested, Mapping)
-    if isinstance(nested, Mapping):  # the config format of the library "speculators"
+    if isinstance(nested, Mapping):  # config format of the "speculators" library
         values = {**nested, **{key: value for key, value in values.items() if key != "model_type"}}
     fields = Fields({**values, "num_hidden_layers": values.get("num_hidden_layers", 1)}, where)
     for key in _UNSUPPORTED:
@@ -67,7 +67,7 @@ def load_eagle3_config(directory: str | PathLike[str], target: ModelConfig) -> E
 def load_eagle3_weights(
     directory: str | PathLike[str], config: Eagle3Config, device: Any, dtype: str
 ) -> dict[str, Any]:
-    """Read the tensors of a head, in `dtype` on `device`, under the names of `Eagle3Head`.
+    """Load a head's tensors in `dtype` onto `device`, under `Eagle3Head`'s names.
 
     Raises
     ------
@@ -109,7 +109,7 @@ def _layer_config(values: Mapping[str, Any], target: ModelConfig, where: str) ->
 
 
 def _feature_layers(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers whose inputs the head reads: those of the file, or EAGLE-3's three."""
+    """Return the layers whose inputs the head reads; by default EAGLE-3's three."""
     key = "eagle_aux_hidden_state_layer_ids"
     last = target.num_layers
     if not fields.has(key) and fields.has("eagle_config"):
@@ -135,7 +135,7 @@ def _feature_layers(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
 
 
 def _target_ids(tensors: HeadTensors, config: Eagle3Config) -> np.ndarray[Any, Any]:
-    """Return the target's id for each draft id; the file stores the differences."""
+    """Return the target token id of each draft id; the file stores the differences."""
     count = config.draft_vocab_size
     size = config.layer.vocab_size
     offsets = tensors.integers("d2t", (count,))

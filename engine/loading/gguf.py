@@ -1,8 +1,8 @@
-""".gguf files: metadata and tensors, checked against the size of the file before any view.
+""".gguf files: metadata and tensors, validated against the file size before any view.
 
-The format: magic, version, counts, key-value pairs, tensor infos, padding, data. A file is
+File layout: magic, version, counts, key-value pairs, tensor infos, padding, data. Files are
 untrusted: lengths and offsets are Python integers, and no read goes beyond the file. Metadata is
-scanned once and decoded on access, so that opening a file takes milliseconds.
+scanned once and decoded on access, so opening a file takes milliseconds.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _SCALARS: dict[int, np.dtype[Any]] = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
-_MAX_ITEMS = 1 << 24  # items of a metadata array, such as a vocabulary
+_MAX_ITEMS = 1 << 24  # maximum length of a metadata array, such as a vocabulary
 _MIN_PAIR_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor: its format, NumPy shape (out, in), and bytes [start, stop) of the file."""
+    """A tensor: format, NumPy shape (out, in), and byte range [start, stop) in the file."""
 
     format: QuantFormat
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class GgufTensor:
 
 
 class _Cursor:
-    """A position in the mapped file; reads beyond its end raise."""
+    """A read position in the mapped file; reading past the end raises."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class _Cursor:
         return WeightsError(f"{self.path}: {message}")
 
     def skip(self, count: int, what: str) -> int:
-        """Advance by `count` bytes and return where they start."""
+        """Advance by `count` bytes and return the offset of the first."""
         start = self.at
         self.at = self.at + count
         if self.at > len(self.data):
@@ -80,7 +80,7 @@ class _Cursor:
         return start
 
     def number(self, form: str, what: str) -> int:
-        """Read one little-endian whole number."""
+        """Read one little-endian integer."""
         start = self.skip(struct.calcsize(form), what)
         value: int = struct.unpack_from(form, self.data, start)[0]
         return value
@@ -97,7 +97,7 @@ class _Cursor:
             raise self.fail(f"{excerpt(what)} must be UTF-8 ({error})") from error
 
     def count(self, least: int, what: str) -> int:
-        """Read the count of the items that follow; at `least` bytes each they must fit the file."""
+        """Read an item count; that many items of at least `least` bytes must fit in the file."""
         count = self.number("<Q", what)
         if count * least > (left := len(self.data) - self.at):
             raise self.fail(f"is truncated: {count} {what} do not fit in the {left} bytes left")
@@ -107,7 +107,7 @@ class _Cursor:
 class GgufMetadata(Mapping[str, Any]):
     """The key-value pairs of a .gguf file, decoded on access: str, int, float, bool, or lists.
 
-    Keys of the tokenizer start with "tokenizer.".
+    Tokenizer keys start with "tokenizer.".
     """
 
     def __init__(self, cursor: _Cursor) -> None:
@@ -225,11 +225,11 @@ class GgufFile:
     def read(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
     ) -> np.ndarray[Any, Any]:
-        """Return rows [start, stop) of tensor `name` (whole blocks of a 1-D quantized tensor).
+        """Return rows [start, stop) of tensor `name`; whole blocks if it is 1-D and quantized.
 
-        Rows of a tensor with more than two dimensions are counted through all its matrices. With
-        `columns`, only these are returned; of quantized formats, only the blocks that contain them
-        are decoded. The result is a view for F32, F16 and BF16, else a new float32 array.
+        Rows of a tensor with more than two dimensions are numbered across all its matrices. With
+        `columns`, only these are returned, and only quantized blocks that contain them are
+        decoded. The result is a view for F32, F16 and BF16, else a new float32 array.
         """
         tensor = self.tensors[name]
         form = tensor.format
@@ -243,14 +243,14 @@ class GgufFile:
         return part[:, columns[0] - begin * form.block : columns[1] - begin * form.block]
 
     def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Return rows [start, stop) of matrix `name` as (rows, blocks, itemsize) uint8: a view."""
+        """Return a (rows, blocks, itemsize) uint8 view of rows [start, stop) of matrix `name`."""
         tensor = self.tensors[name]
         per_row = tensor.shape[-1] // tensor.format.block
         blocks = self._bytes(name, start, stop)
         return blocks.reshape(stop - start, per_row, tensor.format.itemsize)
 
     def _bytes(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Return the bytes of rows [start, stop) of tensor `name`: a view."""
+        """Return a view of the bytes of rows [start, stop) of tensor `name`."""
         tensor = self.tensors[name]
         form = tensor.format
         width = math.prod(tensor.shape[1:][-1:])
@@ -287,7 +287,7 @@ def _alignment(cursor: _Cursor, metadata: GgufMetadata) -> int:
 
 
 def _read_info(cursor: _Cursor) -> tuple[str, QuantFormat, tuple[int, ...], int]:
-    """Read one tensor's name, format, shape and offset in the data."""
+    """Read a tensor's name, format, shape and offset into the data section."""
     name = cursor.text("a tensor's name")
     dims = cursor.number("<I", name)
     if not 1 <= dims <= _MAX_DIMS:
@@ -318,7 +318,7 @@ def _type_name(kind: int) -> str:
 def _place_tensors(
     cursor: _Cursor, infos: list[tuple[str, QuantFormat, tuple[int, ...], int]], alignment: int
 ) -> dict[str, GgufTensor]:
-    """Return the tensors by name, checked to be inside the file and disjoint."""
+    """Return the tensors by name, after checking that they are disjoint and inside the file."""
     base = (cursor.at + alignment - 1) // alignment * alignment
     size = len(cursor.data)
     tensors: dict[str, GgufTensor] = {}

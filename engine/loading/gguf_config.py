@@ -1,7 +1,7 @@
-"""Conversion of the metadata of a .gguf file to a `ModelConfig`.
+"""Convert .gguf metadata to a `ModelConfig`.
 
-The keys are renamed to those of a config.json, so that one reader checks both; error messages use
-the names in the .gguf file.
+Keys are renamed to their config.json equivalents, so one reader checks both formats; error messages
+use the .gguf names.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _NEUTRAL = {
     "logit_scale": 0.0,
     "residual_scale": 0.0,
 }
-# Architecture names that several families share -> the family with windows, or with experts.
+# Architecture names shared by several families -> the family with windows, or with experts.
 _WITH_WINDOW = {"llama": MISTRAL, "olmo2": OLMO3}
 _WITH_EXPERTS = {"llama": MIXTRAL}
 _PLAIN_DTYPES = {"F32": "float32", "F16": "float16"}
@@ -119,7 +119,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
 def _renamed(
     metadata: Mapping[str, Any], arch: str, family: Family
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values by config.json's keys, and the file's name for each of these keys."""
+    """Return the values under config.json keys, and the .gguf name of each key."""
     keys = _KEYS | (_MULTIPLIER_KEYS if family.multipliers else {})
     if family.layer_norm:
         keys[family.eps_key] = "attention.layer_norm_epsilon"
@@ -132,7 +132,7 @@ def _renamed(
     names = {key: f"{arch}.{name}" for key, name in keys.items()} | _TOKEN_KEYS
     values = {key: metadata[name] for key, name in names.items() if name in metadata}
     ends = [metadata[key] for key in _EOS_KEYS if key in metadata]
-    # A missing id means none: the defaults of a config.json do not apply here.
+    # A missing id means "none"; config.json's defaults do not apply.
     values.setdefault("bos_token_id", None)
     if family.multipliers:
         values.setdefault("attention_multiplier", None)
@@ -143,7 +143,7 @@ def _renamed(
 def _refuse_unsupported(
     file: GgufFile, arch: str, values: Mapping[str, Any], names: Mapping[str, str]
 ) -> None:
-    """Refuse settings that would change the result but are not implemented."""
+    """Reject unimplemented settings that would change the model's output."""
     metadata = file.metadata
     for key, neutral in _NEUTRAL.items():
         if f"{arch}.{key}" in names.values():
@@ -163,7 +163,7 @@ def _refuse_unsupported(
 
 
 def _from_tensors(file: GgufFile, family: Family) -> dict[str, Any]:
-    """Return the values derived from the tensors: V, tied embeddings, biases, layout, dtype."""
+    """Return the settings derived from the tensors: V, tied embeddings, biases, layout, dtype."""
     embed = file.tensors.get("token_embd.weight")
     if embed is None:
         raise WeightsError(f"{file.path}: tensor 'token_embd.weight' is missing")
@@ -186,7 +186,7 @@ def _window(metadata: Mapping[str, Any], arch: str) -> dict[str, Any]:
 
 
 def _experts(file: GgufFile, arch: str, moe: MoeFamily) -> dict[str, Any]:
-    """Return the expert settings that a .gguf does not store; the expert counts must be present."""
+    """Return the expert settings missing from .gguf files; expert counts must be present."""
     for name in (_MOE_KEYS["num_experts"], _MOE_KEYS["num_experts_per_tok"]):
         if f"{arch}.{name}" not in file.metadata:
             raise ConfigError(f"{file.path}: {arch}.{name} must be a whole number; got nothing")
@@ -197,7 +197,7 @@ def _experts(file: GgufFile, arch: str, moe: MoeFamily) -> dict[str, Any]:
 
 
 def _head_dim(values: Mapping[str, Any]) -> int | None:
-    """Return D, or None if the metadata is invalid (a later check reports it)."""
+    """Return D, or None if the metadata is invalid, which a later check reports."""
     heads = values.get("num_attention_heads")
     hidden = values.get("hidden_size")
     head_dim = values.get("head_dim")
@@ -207,9 +207,9 @@ def _head_dim(values: Mapping[str, Any]) -> int | None:
 
 
 def _attention_scale(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Gemma's `query_pre_attn_scalar`, which a .gguf does not store.
+    """Derive Gemma's `query_pre_attn_scalar`, missing from .gguf files.
 
-    It is N / H in the largest Gemma 2 and 3 (46 and 62 layers), and the head dim in all others.
+    N / H in the largest Gemma 2 and 3 (46 and 62 layers); the head dim in all others.
     """
     head_dim = _head_dim(values)
     if values.get("num_hidden_layers") in (46, 62):
@@ -218,7 +218,7 @@ def _attention_scale(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(file: GgufFile, arch: str, family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json's rope keys: scaling, factors per frequency, partial rotation."""
+    """Return the rope settings under config.json keys: scaling, frequency factors, rotary dim."""
     metadata = file.metadata
     result = _scaling(file, arch, values, family)
     if f"{arch}.rope.freq_base_swa" in metadata:
@@ -240,7 +240,7 @@ def _rope(file: GgufFile, arch: str, family: Family, values: Mapping[str, Any]) 
 def _scaling(
     file: GgufFile, arch: str, values: Mapping[str, Any], family: Family
 ) -> dict[str, Any]:
-    """Return the rope scaling as keys of a config.json."""
+    """Return the rope scaling under config.json keys."""
     metadata = file.metadata
     prefix = f"{arch}.rope.scaling"
     original = metadata.get(f"{prefix}.original_context_length")
@@ -254,8 +254,8 @@ def _scaling(
             "attention_factor": metadata.get(f"{prefix}.attn_factor"),
         }
     elif "rope_freqs.weight" in file.tensors:
-        # Llama 3's scaling, which the converter has turned into one divisor per frequency: longrope
-        # with a single set of factors, and without a scale of cos and sin.
+        # Llama 3's scaling, converted to one divisor per frequency: equivalent to longrope with a
+        # single set of factors and no cos/sin scale.
         factors = _factors(file, "rope_freqs.weight")
         scaling = {
             "rope_type": "longrope",

@@ -1,8 +1,8 @@
-"""Dequantization of the supported .gguf tensor formats with NumPy.
+"""NumPy dequantization of the supported .gguf tensor formats.
 
-A quantized tensor is a sequence of blocks; a block holds float16 scales and small packed integers.
-Decoders turn whole blocks into float32, in the order of operations of the `gguf` package, which is
-the reference in the tests.
+A quantized tensor is a sequence of blocks of float16 scales and packed small integers. Decoders
+convert whole blocks to float32 with the same order of operations as the `gguf` package, the tests'
+reference.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["FORMATS", "QuantFormat"]
 Array = np.ndarray[Any, Any]
 
 _GROUP_WEIGHTS = 1 << 16
-"""Weights decoded at a time: few enough that all intermediates stay in the L2 cache."""
+"""Weights decoded at a time; all intermediates stay in the L2 cache."""
 
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """Storage of weights in one ggml type.
+    """A ggml tensor type.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class QuantFormat:
     itemsize : int
         Bytes per block.
     dtype : numpy dtype or None
-        Dtype of an unquantized format, which is only viewed.
+        Dtype of an unquantized format; such data is viewed, not decoded.
     unpack : callable or None
         Decoder of a quantized format: (blocks (n, itemsize) uint8, out (n, block) float32) -> None.
     """
@@ -49,11 +49,11 @@ class QuantFormat:
     unpack: Callable[[Array, Array], None] | None = None
 
     def nbytes(self, count: int) -> int:
-        """Return the bytes of `count` weights (a multiple of the block)."""
+        """Return the size in bytes of `count` weights, a multiple of the block."""
         return count // self.block * self.itemsize
 
     def decode(self, raw: Array) -> Array:
-        """Return the weights stored in the bytes `raw`, 1-D: a view, or float32 if quantized."""
+        """Return the 1-D weights stored in bytes `raw`: a view, or float32 if quantized."""
         if self.dtype is not None:
             return raw.view(self.dtype)
         assert self.unpack is not None
@@ -66,7 +66,7 @@ class QuantFormat:
 
 
 def _float16(blocks: Array, start: int, stop: int) -> Array:
-    """Return bytes [start, stop) of every block, which hold float16 numbers, as float32."""
+    """Return the float16 values in bytes [start, stop) of every block, as float32."""
     return np.ascontiguousarray(blocks[:, start:stop]).view("<f2").astype(np.float32)
 
 
@@ -102,7 +102,7 @@ def _unpack_q4_1(blocks: Array, out: Array) -> None:
 
 
 def _five_bits(blocks: Array, start: int) -> Array:
-    """Return 32 codes of 5 bits: the word of high bits at byte `start`, then 32 nibbles."""
+    """Return 32 5-bit codes, stored as a word of high bits at byte `start`, then 32 nibbles."""
     q = np.empty((len(blocks), 2, 16), np.uint8)
     _nibbles(blocks[:, start + 4 :], q)
     high = np.ascontiguousarray(blocks[:, start : start + 4])
@@ -110,14 +110,14 @@ def _five_bits(blocks: Array, start: int) -> Array:
 
 
 def _unpack_q5_0(blocks: Array, out: Array) -> None:
-    """w = d·(q - 16); block: d float16, the high bits of 32 q, their nibbles (low ones first)."""
+    """w = d·(q - 16); block: d float16, 32 high bits of q, 32 low nibbles (low half first)."""
     out[:] = _five_bits(blocks, 2)
     out -= 16
     out *= _float16(blocks, 0, 2)
 
 
 def _unpack_q5_1(blocks: Array, out: Array) -> None:
-    """w = d·q + m; block: d, m float16, the high bits of 32 q, their nibbles (low ones first)."""
+    """w = d·q + m; block: d, m float16, 32 high bits of q, 32 low nibbles (low half first)."""
     out[:] = _five_bits(blocks, 4)
     scales = _float16(blocks, 0, 4)
     out *= scales[:, :1]
@@ -139,7 +139,7 @@ def _unpack_q4_k(blocks: Array, out: Array) -> None:
 
 
 def _unpack_q5_k(blocks: Array, out: Array) -> None:
-    """Q4_K with fifth bits before the nibbles: bit g of a byte belongs to a code of group g."""
+    """Q4_K plus a plane of fifth bits before the nibbles; bit g of a byte belongs to group g."""
     q = _k_nibbles(blocks, 48)
     for group in range(8):
         q[:, group] |= ((blocks[:, 16:48] >> group) & 1) << 4
@@ -147,14 +147,14 @@ def _unpack_q5_k(blocks: Array, out: Array) -> None:
 
 
 def _k_nibbles(blocks: Array, start: int) -> Array:
-    """Return the nibbles (n, 8, 32) from byte `start` on: per 32 bytes the low, then the high."""
+    """Return nibbles (n, 8, 32) from byte `start`: of each 32 bytes the low ones, then the high."""
     q = np.empty((len(blocks) * 4, 2, 32), np.uint8)
     _nibbles(np.ascontiguousarray(blocks[:, start:]).reshape(-1, 32), q)
     return q.reshape(-1, 8, 32)
 
 
 def _scale_k(blocks: Array, q: Array, out: Array) -> None:
-    """Scale the codes q (n, 8, 32) to numbers in `out`."""
+    """Dequantize codes q (n, 8, 32) into `out`."""
     low, mid, high = (blocks[:, 4 + 4 * i : 8 + 4 * i] for i in range(3))
     s = np.concatenate([low & 63, (high & 15) | ((low >> 2) & 48)], axis=1)
     t = np.concatenate([mid & 63, (high >> 4) | ((mid >> 2) & 48)], axis=1)
@@ -195,4 +195,4 @@ FORMATS: dict[int, QuantFormat] = {
     14: QuantFormat("Q6_K", 256, 210, unpack=_unpack_q6_k),
     39: QuantFormat("MXFP4", 32, 17, unpack=_unpack_mxfp4),
 }
-"""The supported formats, by ggml's number."""
+"""Supported formats by ggml type number."""

@@ -1,4 +1,4 @@
-"""The tensors of a draft head: each one's shape is checked, and each is read once."""
+"""Checked access to a draft head's tensors; each is read exactly once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HeadTensors:
     Attributes
     ----------
     path : Path
-        The checkpoint's, for messages.
+        Path of the checkpoint, for messages.
 
     Raises
     ------
@@ -55,17 +55,17 @@ class HeadTensors:
         return name in self._file
 
     def read(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Return a tensor of this shape.
+        """Return tensor `name`, which must have this shape.
 
         Raises
         ------
         WeightsError
-            If it is missing, has another shape, is not of floats, or does not fit float16.
+            If it is missing, has another shape, does not hold floats, or overflows float16.
         """
         return self._device.xp.asarray(self._rows(name, shape))
 
     def integers(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """Return a tensor of int64, on the host."""
+        """Return int64 tensor `name`, on the host."""
         self._check(name, shape)
         if (dtype := self._file.dtype(name)) != "I64":
             raise WeightsError(f"{self.path}: tensor {name!r} must be I64; got {dtype}")
@@ -98,18 +98,18 @@ class HeadTensors:
         return weights
 
     def ignore(self, *names: str, prefix: str | None = None) -> None:
-        """Exclude `names`, and all tensors without `prefix`, from the check of `finish`."""
+        """Exempt `names`, and tensors whose names lack `prefix`, from the check in `finish`."""
         self._unread -= set(names)
         if prefix is not None:
             self._unread = {name for name in self._unread if name.startswith(prefix)}
 
     def finish(self, what: str) -> None:
-        """Refuse tensors that were neither read nor ignored.
+        """Reject tensors that were neither read nor ignored.
 
         Raises
         ------
         WeightsError
-            If any are left; the message names some.
+            If any remain; the message names some of them.
         """
         if self._unread:
             names = ", ".join(sorted(self._unread)[:4])
@@ -125,7 +125,7 @@ class HeadTensors:
         return self._device.xp.asarray(np.concatenate(parts))
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """Return a copy of a tensor, converted to the dtype, on the host."""
+        """Return a host copy of a tensor, converted to the dtype."""
         self._check(name, shape)
         with np.errstate(over="ignore"):
             array = np.array(self._file.read(name, 0, shape[0]), self._dtype)

@@ -1,7 +1,7 @@
-"""Conversion of config.json and generation_config.json to a `ModelConfig`.
+"""Convert config.json and generation_config.json to a `ModelConfig`.
 
-Files are untrusted: the type and range of every number are checked, so that a corrupt file raises a
-`ConfigError` that names the key, and never causes a huge allocation.
+Files are untrusted: every number's type and range are checked, so a corrupt file raises a
+`ConfigError` that names the key and never causes a huge allocation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_VOCAB = 1 << 24
 # `"sliding_window": null` turns the window off.
 _NULL_IS_DEFAULT = ("rope_parameters",)
 
-# Refused in families without a default for them, for which Hugging Face does not read them.
+# Rejected in families that declare no default for them: Hugging Face ignores them there.
 _GEMMA_KEYS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 
 _SWITCHED = ("switched", "max_window_layers", "even_layers", "layers_without_rope")
@@ -62,7 +62,7 @@ def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
 
 
 def config_from_dict(values: Mapping[str, Any], where: str = "config") -> ModelConfig:
-    """Return the configuration described by the content of a config.json.
+    """Return the configuration for the parsed content of a config.json.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ def _refuse_unsupported(fields: Fields, kind: Family) -> None:
 
 
 def _sizes(fields: Fields) -> dict[str, Any]:
-    """Return the dimensions, checked against each other."""
+    """Return the model's dimensions, checked for consistency."""
     hidden = fields.integer("hidden_size", 1, _MAX_WIDTH)
     heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
     kv_heads = fields.integer("num_key_value_heads", 1, _MAX_HEADS, heads)
@@ -164,7 +164,7 @@ def _sizes(fields: Fields) -> dict[str, Any]:
 
 
 def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
-    """Return which weights exist and which activation is used."""
+    """Return the flags for optional weights, and the activation."""
 
     def declared(value: bool | str) -> bool:
         return fields.flag(value, False) if isinstance(value, str) else value
@@ -196,7 +196,7 @@ def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
     scalar = fields.real("query_pre_attn_scalar", 1e-6, 1e6, 0.0)
     scales = {"attn_scale": scalar**-0.5 if scalar else 0.0}
     if kind.scale_embedding:
-        # NOTE: in float32; `Embedding` rounds it to its dtype, as Hugging Face does.
+        # NOTE: float32; `Embedding` rounds it to the weights' dtype, as Hugging Face does.
         scales["embed_scale"] = float(np.float32(math.sqrt(hidden_size)))
     if kind.multipliers:
         scales |= _multipliers(fields)
@@ -212,7 +212,7 @@ def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
 
 
 def _multipliers(fields: Fields) -> dict[str, float]:
-    """Return Granite's multipliers; the file's logits_scaling is a divisor."""
+    """Return Granite's multipliers; logits_scaling in the file is a divisor."""
 
     def factor(key: str, default: float = 1.0) -> float:
         value: float = fields.real(key, 1e-6, 1e6, default)
@@ -231,7 +231,7 @@ def _tokens(fields: Fields, vocab_size: int) -> dict[str, Any]:
     return {
         "bos_token_id": next(iter(fields.token_ids("bos_token_id", vocab_size)), None),
         "eos_token_ids": fields.token_ids("eos_token_id", vocab_size),
-        "pad_token_id": None if pad == -1 else pad,  # old files write -1 for none
+        "pad_token_id": None if pad == -1 else pad,  # -1 means none in old files
     }
 
 
@@ -244,7 +244,7 @@ def _dtype(fields: Fields) -> str:
 
 
 def _rope_layers(fields: Fields, kind: Family, num_layers: int) -> tuple[bool, ...]:
-    """Tell for every layer whether `no_rope_layers` lets it rotate q and k; all do without it."""
+    """Return one flag per layer: whether rope applies. True unless the family has NoPE layers."""
     if kind.rope_layers != "no_rope_layers":
         return (True,) * num_layers
     if not fields.has("no_rope_layers"):
@@ -263,7 +263,7 @@ def _rope_layers(fields: Fields, kind: Family, num_layers: int) -> tuple[bool, .
 def _layer_windows(
     fields: Fields, kind: Family, rope_layers: tuple[bool, ...], positions: int
 ) -> tuple[int, ...]:
-    """Return the window of every layer; 0 for none, or for one that covers the longest sequence."""
+    """Return the window of every layer; 0 if it has none or covers the longest sequence."""
     num_layers = len(rope_layers)
     is_off = kind.windows in _SWITCHED and not fields.flag("use_sliding_window", False)
     has_types = kind.windows != "switched" and fields.has("layer_types")
@@ -284,7 +284,7 @@ def _layer_windows(
 def _sliding_layers(
     fields: Fields, kind: Family, rope_layers: tuple[bool, ...], window: int
 ) -> list[bool]:
-    """Tell for every layer whether it uses the sliding window."""
+    """Return one flag per layer: whether it uses the sliding window."""
     num_layers = len(rope_layers)
     if fields.has("layer_types") and kind.windows != "switched":
         return _layer_types(fields, num_layers)
@@ -320,12 +320,12 @@ def generation_config(path: str | PathLike[str]) -> dict[str, Any]:
     Parameters
     ----------
     path : str or path
-        The model's directory. For a .gguf file, or without that file, the result is empty.
+        Model directory, or a .gguf file. Without a generation_config.json the result is empty.
 
     Returns
     -------
     dict
-        Those of these keys that the file has: temperature, top_k, top_p, min_p, repetition_penalty
+        The keys present in the file, among temperature, top_k, top_p, min_p, repetition_penalty
         (numbers), eos_token_id (list of int), max_new_tokens (int), do_sample (bool).
 
     Raises

@@ -1,4 +1,4 @@
-"""Scales for a quantized KV cache, read from a checkpoint."""
+"""Read KV cache quantization scales from a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from engine.model_files import is_present, read_json
 
 __all__ = ["is_kv_scale", "read_kv_scales"]
 
-# Names of compressed-tensors; of ModelOpt, older ones and those of packed projections; "kv": one
-# scale for both. Query scales and zero points (0 in a symmetric scheme) match but are not read.
+# Tensor names used by compressed-tensors and by ModelOpt, including older names and packed
+# projections; "kv" is one scale for both. Query scales and zero points (0 in a symmetric scheme)
+# match but are ignored.
 _NAME = re.compile(
     r"(?:.*\.)?layers\.(?P<layer>\d{1,6})\.(?:self_attn|attn|mixer)\."
     r"(?:(?P<direct>[qkv]|kv)_(?P<kind>scale|zero_point)"
@@ -27,7 +28,7 @@ _NAME = re.compile(
 
 
 def is_kv_scale(name: str) -> bool:
-    """Tell whether a tensor belongs to the quantization of keys and values.
+    """Tell whether a tensor holds a KV cache quantization parameter.
 
     Examples
     --------
@@ -40,21 +41,22 @@ def is_kv_scale(name: str) -> bool:
 def read_kv_scales(
     source: str | PathLike[str], config: ModelConfig
 ) -> tuple[np.ndarray[Any, np.dtype[np.float32]], str] | None:
-    """Read the scales of a folder in Hugging Face's layout.
+    """Read the KV cache scales of a Hugging Face model folder.
 
     Returns
     -------
     scales : (num_layers, 2, K) array of float32
-        NaN for those that the checkpoint lacks.
+        NaN if missing from the checkpoint.
     codes : str
-        Format of the cache that they scale: "fp8" or "int8". Instead of the pair None, if the
-        checkpoint has no scales, or has them for other formats, such as those with zero points.
+        KV cache format the scales are for: "fp8" or "int8". The function returns None instead of
+        the pair if the checkpoint has no scales or only those of unsupported formats, such as
+        formats with zero points.
 
     Raises
     ------
     WeightsError
-        If a scale is not positive and finite, has neither one value nor one for each key/value
-        head, or belongs to a layer that the model does not have; the message names the tensor.
+        If a scale is not positive and finite, its length is neither 1 nor K, or its layer does not
+        exist in the model; the message names the tensor.
     """
     folder = Path(source)
     codes = _codes(folder) if folder.is_dir() else ""

@@ -1,4 +1,4 @@
-"""`LoadConfig`: the options of loading a model, resolved, and the reason for each choice."""
+"""`LoadConfig`: the resolved load options, with the reason for each choice."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ __all__ = ["LoadConfig", "expert_count", "resolve_load_config"]
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """The resolved options of `load`, and the reasons for the values that the user left open.
+    """The resolved options of `load`, with the reason for each value chosen automatically.
 
     Attributes
     ----------
     device : Device
     dtype : str
-        Dtype of weights, activations and pages.
+        Dtype of weights, activations and KV cache pages.
     max_model_len : int
-        Longest sequence in tokens.
+        Maximum sequence length in tokens.
     load_format : str
-        "auto" (the weights of the files) or "dummy" (random ones).
+        "auto" (checkpoint weights) or "dummy" (random weights).
     quantization : str or None
-        Format to which the matrices of layers were rounded; None if they are as in the files,
-        "none" if those were dequantized.
+        Format the layers' matrices are quantized to; None: as stored in the checkpoint; "none":
+        dequantized.
     deterministic : bool
-        Compute the same bits for a token in any batch and at any chunk size.
+        Produce bitwise identical results at any batch composition and chunk size.
     enable_expert_parallel : bool
-        Distribute whole experts to the ranks, not a part of each expert.
+        Use expert parallelism: each rank holds whole experts rather than a slice of each.
     reasons : mapping of str to str
         Option -> the reason for its value.
     """
@@ -66,7 +66,7 @@ def resolve_load_config(
     deterministic: bool = False,
     enable_expert_parallel: bool = False,
 ) -> LoadConfig:
-    """Resolve the options that the user left out.
+    """Choose values for the options that the user left unset.
 
     Parameters
     ----------
@@ -75,15 +75,15 @@ def resolve_load_config(
     source : ModelSource or None
         The model's files, if any.
     device : (Device, str)
-        The device and the reason for choosing it.
+        The device, and why it was chosen.
     dtype, load_format, max_model_len, quantization, deterministic, enable_expert_parallel
         See `load`.
 
     Raises
     ------
     ConfigError
-        If the dtype or the format is unknown, the length is above the model's own, a flag is
-        neither True nor False, or `enable_expert_parallel` is set for a model without experts.
+        If the dtype or format is unknown, the length exceeds the model's maximum, a flag is not a
+        bool, or `enable_expert_parallel` is set for a model without experts.
     """
     flags = {"deterministic": deterministic, "enable_expert_parallel": enable_expert_parallel}
     for name, flag in flags.items():
@@ -92,9 +92,9 @@ def resolve_load_config(
     if enable_expert_parallel:
         expert_count(config)
     if isinstance(dtype, type | np.dtype):
-        dtype = np.dtype(dtype).name  # np.float32, ml_dtypes.bfloat16, an array's dtype
+        dtype = np.dtype(dtype).name  # accepts np.float32, ml_dtypes.bfloat16, array.dtype
     reasons = {"device": device[1]}
-    # Only a str is compared: comparing an array with a name yields an array.
+    # isinstance first: comparing an array with a str yields an array.
     if isinstance(dtype, str) and dtype == "auto":
         dtype, reasons["dtype"] = _choose_dtype(config, source, device[0])
     elif not isinstance(dtype, str) or dtype not in FLOAT_NAMES:
@@ -131,7 +131,7 @@ def expert_count(config: ModelConfig) -> int:
     Raises
     ------
     ConfigError
-        If the model has none.
+        If the model has no experts.
     """
     if config.moe is None:
         raise ConfigError(
@@ -148,7 +148,7 @@ def _format_name(quantization: Any, load_format: str) -> str | None:
     if not isinstance(quantization, str):
         raise ConfigError(f"quantization must be a name or None; got {shown(quantization)}")
     try:
-        if load_format == "dummy" and quantization in FORMATS:  # also formats of files only
+        if load_format == "dummy" and quantization in FORMATS:  # includes load-only formats
             return FORMATS[quantization].name
         return resolve_format(quantization).name
     except WeightsError as error:

@@ -1,6 +1,6 @@
-"""Padding of MLPs with zero features, so that the rows of their weights are whole 16 bytes.
+"""Pad MLPs with zero features, so each weight row is a multiple of 16 bytes.
 
-The fast kernels require that, and some models have another number of features.
+The fast kernels require this alignment, and some models' feature counts do not provide it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROW_ALIGNMENT = 16  # bytes
 
 
 def pad_mlps(weights: dict[str, Weight], config: ModelConfig, device: Device, dtype: str) -> None:
-    """Pad every dense MLP in `weights` to rows of whole 16 bytes, a layer at a time, in place.
+    """Pad every dense MLP in `weights` in place, layer by layer, to 16-byte aligned rows.
 
     Raises
     ------
@@ -34,20 +34,20 @@ def pad_mlps(weights: dict[str, Weight], config: ModelConfig, device: Device, dt
             first = "gate_up" if config.gated_mlp else "up"
             names = [f"layers.{layer}.{name}" for name in (first, "down", f"{first}_bias")]
             if not weights[f"layers.{layer}.down"].format.is_dense:
-                continue  # its planes are padded already
+                continue  # packed planes are already padded
             held = [weights[name].data if name in weights else None for name in names]
             padded = pad_features(*held, multiple=multiple)
             for name, array in zip(names, padded, strict=True):
                 if array is not None:
                     weights[name] = Weight.dense(array)
-            if device.is_cuda:  # the pool cannot reuse these slightly smaller blocks
+            if device.is_cuda:  # the pool cannot reuse blocks slightly too small
                 device.xp.get_default_memory_pool().free_all_blocks()
 
 
 def pad_features(
     gate_up: Any, down: Any, gate_up_bias: Any = None, *, multiple: int
 ) -> tuple[Any, Any, Any]:
-    """Return the weights of an equivalent MLP with a multiple of `multiple` features.
+    """Return the weights of an equivalent MLP whose feature count is a multiple of `multiple`.
 
     Parameters
     ----------
@@ -60,8 +60,8 @@ def pad_features(
     Returns
     -------
     gate_up, down, gate_up_bias
-        New arrays with F rounded up, or the same arrays if F is a multiple already. The value of a
-        new feature is act(0) * 0 = 0 (or act(0) = 0), and its column of `down` is 0.
+        New arrays with F rounded up, or the same arrays if F is already a multiple. A padding
+        feature evaluates to act(0) * 0 = 0 (or act(0) = 0), and its column of `down` is 0.
 
     Examples
     --------
@@ -88,10 +88,10 @@ def pad_features(
 
 
 def _bits(array: Any) -> Any:
-    """View the array as integers, since CuPy cannot copy slices of all our dtypes."""
+    """View the array as integers: CuPy cannot copy slices of every dtype."""
     return array.view(f"u{array.itemsize}")
 
 
 def _zeros_like(array: Any, shape: tuple[int, ...]) -> Any:
-    """Return zeros of `shape`, as integers of the array's itemsize, on its device."""
+    """Return zeros of `shape` on the array's device, as integers of its itemsize."""
     return array_module(array).zeros(shape, f"u{array.itemsize}")

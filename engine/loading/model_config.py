@@ -1,4 +1,4 @@
-"""`load_config`: the configuration in a folder in Hugging Face's layout or in a .gguf file."""
+"""`load_config`: read the configuration of a Hugging Face folder or a .gguf file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def load_config(path: str | PathLike[str]) -> ModelConfig:
     Parameters
     ----------
     path : str or path
-        A directory with a config.json (and optionally a generation_config.json, whose end-of-text
-        ids take precedence, as in Hugging Face), or a .gguf file.
+        A .gguf file, or a directory with a config.json. End-of-text ids in a generation_config.json
+        take precedence, as in Hugging Face.
 
     Raises
     ------
     ConfigError
         If a file is missing or damaged, a key is missing, a value is invalid, or the model needs
-        something that is not implemented.
+        an unimplemented feature.
     WeightsError
         If the .gguf file is damaged.
     """

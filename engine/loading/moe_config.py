@@ -1,4 +1,4 @@
-"""Conversion of the keys of a config.json that describe experts to a `MoeConfig`."""
+"""Convert the mixture-of-experts keys of a config.json to a `MoeConfig`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from engine.models.moe_family import MoeFamily
 __all__ = ["moe_config"]
 
 _MAX_WIDTH = 1 << 20
-_MAX_TENSORS = 1 << 16  # experts of all layers together
+_MAX_TENSORS = 1 << 16  # maximum number of experts, summed over layers
 _MAX_SHARED = 64
 _COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SILU = ("silu", "swish")
 
 
 def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeConfig | None:
-    """Return the config of the experts, for a family that declares `kind`; None for a dense model.
+    """Return the experts' config for a family that declares `kind`; None for a dense model.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
 
 
 def _num_experts(fields: Fields, default: int, num_layers: int) -> int:
-    """Return the number of experts per layer, which files give under one of several keys."""
+    """Return the number of experts per layer; its key varies between families."""
     counts = {key: fields.integer(key, 1, MAX_EXPERTS) for key in _COUNT_KEYS if fields.has(key)}
     key, *others = counts or _COUNT_KEYS[:1]
     for other in others:
@@ -81,7 +81,7 @@ def _num_experts(fields: Fields, default: int, num_layers: int) -> int:
 
 
 def _groups(fields: Fields, kind: MoeFamily, num_experts: int) -> tuple[int, int]:
-    """Return the number of expert groups, and the number of groups that a token may use."""
+    """Return the number of expert groups, and the maximum number of groups per token."""
     if not kind.has_groups:
         return 1, 1
     num_groups = fields.integer("n_group", 1, num_experts, 1)
@@ -91,14 +91,14 @@ def _groups(fields: Fields, kind: MoeFamily, num_experts: int) -> tuple[int, int
 
 
 def _shared_size(fields: Fields, kind: MoeFamily, width: int) -> int:
-    """Return the number of features of the shared expert; 0 for none."""
+    """Return the shared expert's feature count; 0 for none."""
     if kind.shared_count:
         return width * fields.integer(kind.shared_count, 0, _MAX_SHARED)
     return fields.integer(kind.shared_width, 1, _MAX_WIDTH) if kind.shared_width else 0
 
 
 def _sparse_layers(fields: Fields, kind: MoeFamily, num_layers: int) -> tuple[bool, ...]:
-    """Tell for every layer whether it has experts."""
+    """Return one flag per layer: whether it has experts."""
     if kind.sparse_layers == "all":
         return (True,) * num_layers
     if kind.sparse_layers == "after_first":

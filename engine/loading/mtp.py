@@ -1,7 +1,7 @@
-"""Reading of the MTP head of a MiMo checkpoint: tensors "model.mtp_layers.0.*".
+"""Load the MTP head of a MiMo checkpoint: tensors "model.mtp_layers.0.*".
 
-The files are untrusted: before anything is read, sizes are checked as in `hf_config`, and every
-tensor's shape is checked against the config.
+The files are untrusted: sizes are range-checked as in `hf_config`, and every tensor's shape is
+checked against the config before it is read.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _SAME = ("hidden_size", "vocab_size")
 
 
 def load_mtp_config(directory: str | PathLike[str], target: ModelConfig) -> ModelConfig:
-    """Read the config.json of a model with an MTP head; return the config of the head's layer.
+    """Read the config.json of a model with an MTP head and return the config of the head's layer.
 
     Raises
     ------
     ConfigError
-        If it has no head of a known layout, or a size differs from the target's; the message then
-        names both.
+        If no MTP head of a known layout is declared, or a size differs from the target's (the
+        message then names both sizes).
     """
     config = load_hf_config(directory)
     where = Path(directory) / "config.json"
@@ -60,7 +60,7 @@ def load_mtp_config(directory: str | PathLike[str], target: ModelConfig) -> Mode
 def load_mtp_weights(
     directory: str | PathLike[str], config: ModelConfig, device: Any, dtype: str
 ) -> dict[str, Any]:
-    """Read the first MTP layer, in `dtype` on `device`, under the names of `MtpHead`.
+    """Load the first MTP layer in `dtype` onto `device`, under `MtpHead`'s names.
 
     Raises
     ------
@@ -74,6 +74,6 @@ def load_mtp_weights(
     for name, kind in _NORMS.items():
         weights[kind] = tensors.read(f"{_PREFIX}{name}.weight", (n,))
     weights["proj"] = tensors.read(f"{_PREFIX}input_proj.weight", (n, 2 * n))
-    tensors.ignore(prefix=_PREFIX)  # the model's own tensors, and further heads
+    tensors.ignore(prefix=_PREFIX)  # the model's own tensors, and additional MTP heads
     tensors.finish("an MTP head")
     return weights

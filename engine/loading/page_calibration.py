@@ -1,7 +1,7 @@
-"""Scales of a quantized KV cache, measured on the keys and values of some sequences.
+"""KV cache quantization scales, calibrated on the keys and values of sample sequences.
 
 Scales are fixed before the first request. Pages are shared by prefix, swapped, and recomputed after
-a preemption; scales that follow the tokens would change the numbers that stored codes represent.
+a preemption; adapting scales to the tokens would change the meaning of codes already stored.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = [
 ]
 
 MARGIN = 1.25
-"""Headroom above the peaks of `fixed_sequences`: texts and later positions have larger ones."""
+"""Headroom above the peaks of `fixed_sequences`: real text and later positions exceed them."""
 
 _SEQUENCES = 4
 _TOKENS = 256
 
 
 def peaks(model: Any, sequences: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return the largest magnitude of keys and values by layer and head, (num_layers, 2, K).
+    """Return the largest magnitude of keys and values per layer and head, (num_layers, 2, K).
 
     Parameters
     ----------
@@ -48,8 +48,8 @@ def peaks(model: Any, sequences: Sequence[Sequence[int]]) -> np.ndarray[Any, np.
     Raises
     ------
     RequestError
-        If there are no sequences, one is empty or longer than the model supports, or an id is
-        outside [0, V).
+        If there are no sequences, a sequence is empty or longer than the model supports, or an id
+        is outside [0, V).
     """
     found = []
     for ids in checked_sequences(model, sequences):
@@ -61,7 +61,7 @@ def peaks(model: Any, sequences: Sequence[Sequence[int]]) -> np.ndarray[Any, np.
 
 
 def checked_sequences(model: Any, sequences: Sequence[Sequence[int]]) -> list[Any]:
-    """Return the sequences as int32 arrays; raise what `peaks` does."""
+    """Validate the sequences (see `peaks`) and return them as int32 arrays."""
     if not len(sequences):
         raise RequestError("token_ids must hold at least one sequence; got none")
     for index, ids in enumerate(sequences):
@@ -72,7 +72,7 @@ def checked_sequences(model: Any, sequences: Sequence[Sequence[int]]) -> list[An
 
 
 def fixed_sequences(config: ModelConfig, max_model_len: int) -> list[list[int]]:
-    """Return random token ids, after BOS if the model has one, that depend only on the arguments.
+    """Return random token ids, determined by the arguments; each sequence starts with BOS, if any.
 
     Examples
     --------
@@ -88,7 +88,7 @@ def fixed_sequences(config: ModelConfig, max_model_len: int) -> list[list[int]]:
 
 
 def calibrate(model: Any, scales: KVScales, sequences: Sequence[Sequence[int]]) -> None:
-    """Set the scales of all cache formats from the peaks of some sequences; see `peaks`."""
+    """Set the scales of all KV cache formats from the `peaks` of the sequences."""
     found = peaks(model, sequences)
     for codes in KV_CODE_DTYPES:
         scales.set_peaks(found, codes, "set by calibrate_kv_scales")
@@ -101,11 +101,11 @@ def take_checkpoint_scales(
     heads: slice = slice(None),
     layers: slice = slice(None),
 ) -> None:
-    """Set the scales that a checkpoint holds for some key/value heads of some layers.
+    """Set the KV cache scales found in a checkpoint, for the given heads and layers.
 
-    See `read_kv_scales`. Missing scales for e4m3 are 1. If none is missing, the int8 scales follow
-    from them, unless all are 1, which means that nothing was calibrated. Scales for int8 are used
-    under the same conditions only.
+    See `read_kv_scales`. Missing e4m3 scales default to 1. If none is missing, the int8 scales are
+    derived from them, unless all are 1, which means uncalibrated. Stored int8 scales are used only
+    under the same conditions.
     """
     if (found := read_kv_scales(source, config)) is None:
         return
@@ -120,7 +120,7 @@ def take_checkpoint_scales(
 
 
 def ensure_scales(model: Any, scales: KVScales, codes: str) -> str:
-    """Measure the int8 scales that are not set; return the source of the scales of `codes`."""
+    """Calibrate the int8 scales still unset; return the source of the scales for `codes`."""
     if not scales.sources[codes]:
         if codes == "fp8":
             return "1: neither the checkpoint nor calibrate_kv_scales gave any"

@@ -1,4 +1,4 @@
-"""Writer of a folder in Hugging Face's layout with quantized matrices (compressed-tensors)."""
+"""Write a Hugging Face model folder with quantized matrices (compressed-tensors)."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _OLD_CONFIGS = ("quantize_config.json", "quant_config.json")
 _MAX_COPIED_BYTES = 1 << 28
 _FLOATS = ("float32", "float16", "bfloat16")
 _EXPERTS = ("experts_gate_up", "experts_down")
-# Other readers look up experts one by one, even if the file stores them in one tensor.
+# Other readers look up each expert by name, even if one tensor stores all of them.
 _EVERY_EXPERT = r"re:.*\.experts\."
 
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """The tensors of a checkpoint that are quantized, and those that are copied.
+    """Which tensors of a checkpoint to quantize, and which to copy.
 
     Attributes
     ----------
@@ -59,9 +59,9 @@ class FolderPlan:
     checkpoint : SafetensorsFile or SafetensorsDirectory
     form : Format
     matrices : mapping of str to tuple of Placement
-        Tensors to quantize, with the rows of the model's weights into which they are loaded.
+        Tensors to quantize -> their rows in the engine's fused weights.
     ignored : tuple of str
-        Linear layers that are copied: names, or "re:" and a regular expression.
+        Linear layers to copy: names, or regular expressions prefixed with "re:".
     """
 
     source: Path
@@ -99,15 +99,15 @@ def plan_folder(source: Path, form: Format, ignore: Sequence[str] = ()) -> Folde
     form : Format
         One of `compressed_tensors.STORABLE`.
     ignore : sequence of str
-        Names of linear layers, or "re:" and a regular expression for the beginning of names.
+        Names of linear layers, or regular expressions prefixed with "re:", matched from the start.
 
     Raises
     ------
     ConfigError
         If the configuration cannot be used.
     WeightsError
-        If the model is quantized already, a matrix does not fit the format, experts are stored in
-        one tensor, or an entry of `ignore` matches no layer.
+        If the model is already quantized, a matrix does not fit the format, one tensor stores all
+        experts, or an entry of `ignore` matches no layer.
     """
     _refuse_quantized(source)
     config = load_hf_config(source)
@@ -134,7 +134,7 @@ def plan_folder(source: Path, form: Format, ignore: Sequence[str] = ()) -> Folde
 
 
 def write_folder(plan: FolderPlan, out: Path, calibrated: Iterable[tuple[str, Codes]] = ()) -> None:
-    """Write the folder `out`, one tensor at a time; after a failure it is removed.
+    """Write the folder `out` one tensor at a time; on failure it is removed.
 
     Parameters
     ----------
@@ -142,12 +142,12 @@ def write_folder(plan: FolderPlan, out: Path, calibrated: Iterable[tuple[str, Co
     out : Path
         Absent or empty.
     calibrated : iterable of (str, Codes)
-        Codes of some of the matrices; the others are rounded to the nearest code.
+        Precomputed codes by name; all other matrices are rounded to nearest.
 
     Raises
     ------
     WeightsError
-        If a matrix holds numbers that are not finite, or the folder cannot be written.
+        If a matrix contains a NaN or infinity, or the folder cannot be written.
     """
     with _new_folder(out) as folder:
         with SafetensorsWriter(folder, plan.entries()) as writer:
@@ -169,15 +169,15 @@ def write_folder(plan: FolderPlan, out: Path, calibrated: Iterable[tuple[str, Co
 
 
 def scale_dtype(form: Format, dtype: str) -> str:
-    """Return the dtype to which scales are rounded, for a model of `dtype`.
+    """Return the dtype that scales are rounded to in a model of `dtype`.
 
-    The engine keeps group scales in 16 bits, so they are rounded even if the file has float32.
+    The engine keeps group scales in 16 bits, so they are rounded even if the file stores float32.
     """
     return "float16" if dtype == "float32" and form.is_packed else dtype
 
 
 def check_output(out: Path) -> None:
-    """Raise `WeightsError` unless `out` is absent or empty, in a folder that exists."""
+    """Raise `WeightsError` unless `out` is absent or empty and its parent folder exists."""
     if is_present(out) and not (out.is_dir() and not any(out.iterdir())):
         raise WeightsError(f"{excerpt(out)} must be absent or an empty folder; it is not")
     if not out.absolute().parent.is_dir():
@@ -208,13 +208,13 @@ def _refuse_quantized(source: Path) -> None:
 
 
 def _is_linear(name: str, shape: tuple[int, ...], places: Mapping[str, list[Placement]]) -> bool:
-    """Tell whether a tensor is the weight of a linear layer or of all experts."""
+    """Tell whether a tensor is a linear layer's weight, or all experts' matrices."""
     kind = places[name][0].target.kind if name in places else ""
     return len(shape) > 1 and kind != "embed" and not kind.endswith("_bias")
 
 
 def _is_every_expert(place: Placement) -> bool:
-    """Tell whether a tensor holds the matrices of all experts of a layer."""
+    """Tell whether a tensor holds the matrices of all experts in a layer."""
     return place.target.kind in _EXPERTS and len(place.shape) > 2
 
 
@@ -229,9 +229,9 @@ def _is_chosen(name: str, place: Placement) -> bool:
 
 
 def _product(target: WeightName) -> str:
-    """Return a name for the operand that a matrix is loaded into, which has one format.
+    """Return the name of the unit a matrix belongs to, which must have a single format.
 
-    It is a weight of the model, or all experts of a layer.
+    The unit is a fused weight of the model, or all experts of a layer.
     """
     return f"layers.{target.layer}.experts" if target.kind in _EXPERTS else str(target)
 
@@ -259,7 +259,7 @@ def _check_matrices(plan: FolderPlan, places: Mapping[str, list[Placement]]) -> 
 
 
 def _matching(modules: Iterable[str], ignore: Sequence[str]) -> set[str]:
-    """Return the modules that `ignore` selects, by the rules of compressed-tensors."""
+    """Return the modules selected by `ignore` under compressed-tensors' rules."""
     chosen: set[str] = set()
     for entry in ignore:
         pattern = entry.removeprefix("re:") if entry.startswith("re:") else re.escape(entry) + "$"
@@ -284,7 +284,7 @@ def _sibling(name: str, end: str) -> str:
 
 
 def _companions(source: Path) -> Iterator[Path]:
-    """Yield the other files to copy: tokenizer, generation config and chat templates."""
+    """Yield the other files to copy: tokenizer, generation config, chat templates."""
     for pattern in _COPIED:
         for path in sorted(source.glob(pattern)):
             if path.name not in _NOT_COPIED and not path.name.endswith(".index.json"):
@@ -293,7 +293,7 @@ def _companions(source: Path) -> Iterator[Path]:
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder beside `out`, renamed to `out` at the end, or removed after a failure."""
+    """Yield a temporary folder beside `out`; renamed to `out` on success, removed on failure."""
     check_output(out)
     final = out.absolute()
     folder = final.with_name(f".{final.name}.{secrets.token_hex(4)}.partial")
@@ -311,6 +311,6 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def take_rows(made: Codes, rows: np.ndarray[Any, Any]) -> Codes:
-    """Return rows of a matrix whose groups share scales, on the host."""
+    """Return some rows of a group-quantized matrix, on the host."""
     offsets = None if made.offsets is None else to_numpy(made.offsets)[rows]
     return Codes(to_numpy(made.codes)[rows], to_numpy(made.scales)[rows], offsets)

@@ -1,7 +1,7 @@
-"""Conversion of the rope scaling of a config file, with old or new keys, to a `RopeConfig`.
+"""Convert a config file's rope settings, under old or new keys, to a `RopeConfig`.
 
 Old files have `rope_theta` and `rope_scaling` ({"type" or "rope_type": ...}); new files have
-`rope_parameters`, which includes theta and may have one object per kind of layer.
+`rope_parameters`, which includes theta and may hold one object per layer type.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rope_configs(
     head_dim : int
         D.
     max_position : int
-        `max_position_embeddings`, the default of the training length.
+        `max_position_embeddings`, the default training length.
 
     Returns
     -------
@@ -54,7 +54,7 @@ def rope_configs(
 
 
 def scaled_max_position(rope: RopeConfig, max_position: int, family: Family) -> int:
-    """Return the longest sequence in tokens, with rope scaling applied.
+    """Return the maximum sequence length in tokens, with rope scaling applied.
 
     Hugging Face's `max_position_embeddings` is the training length for linear and dynamic scaling,
     and the extended length for llama3 and longrope; for yarn it may be either.
@@ -72,7 +72,7 @@ def scaled_max_position(rope: RopeConfig, max_position: int, family: Family) -> 
 def _rope_objects(
     fields: Fields, family: Family
 ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """Return the rope keys of full-attention layers and of sliding layers (None: shared)."""
+    """Return the rope keys of full-attention layers and of sliding-window layers (None: shared)."""
     flat = {"rope_theta": fields.raw("rope_theta")}
     old = fields.raw("rope_scaling")
     new = fields.raw("rope_parameters")
@@ -98,7 +98,7 @@ def _layer_kind(fields: Fields, new: Mapping[str, Any], kind: str) -> Mapping[st
 
 
 class _RopeReader:
-    """Reads one rope object of a config file according to its scaling."""
+    """Reader of one rope object of a config file; it has a method per scaling type."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class _RopeReader:
         return factor
 
     def _original(self, default: int) -> int:
-        """Return the training length; one outside the rope object (Phi-3) takes precedence."""
+        """Return the training length; a value outside the rope object (Phi-3) takes precedence."""
         key = "original_max_position_embeddings"
         source = self.config if self.config.has(key) else self.rope
         original: int = source.integer(key, 2, MAX_POSITIONS, default)

@@ -1,8 +1,8 @@
-"""Safetensors files, single or sharded: a checked JSON header and views of the mapped file.
+"""Safetensors files, single or sharded: a validated JSON header and views of the mapped file.
 
-The format: 8 bytes of header length (little endian), a JSON object {name: {"dtype", "shape",
-"data_offsets"}}, then the data, without gaps. Everything is checked against the size of the
-file, in Python integers, before any view is created; nothing is copied and nothing is executed.
+File layout: header length (8 bytes, little endian), a JSON object {name: {"dtype", "shape",
+"data_offsets"}}, then the data without gaps. Everything is checked against the file size, in
+Python integers, before any view is created; nothing is copied or executed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _VIEWS: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E8M0": np.dtype("u1"),  # biased exponents of powers of two
+    "F8_E8M0": np.dtype("u1"),  # power-of-two scales as biased exponents
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
     "I16": np.dtype("<i2"),
@@ -58,7 +58,7 @@ _WEIGHT_DTYPES = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor: its dtype's name, shape, and bytes [start, stop) of the file."""
+    """A tensor: dtype name, shape, and byte range [start, stop) in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -73,13 +73,13 @@ class SafetensorsFile:
     ----------
     path : str or path
     root : Path, optional
-        The model's folder; links that leave it are refused (see `engine.model_files`). None for a
-        file that the user named.
+        The model's folder; symlinks that leave it are rejected (see `engine.model_files`). None for
+        a file named by the user.
 
     Raises
     ------
     WeightsError
-        If the file is damaged; the message names the file, the tensor, and both values.
+        If the file is damaged; the message names the file, the tensor, and both values in conflict.
 
     Examples
     --------
@@ -110,7 +110,7 @@ class SafetensorsFile:
         return self.tensors[name].shape
 
     def dtype(self, name: str) -> str:
-        """Return the dtype of tensor `name`, as the format calls it."""
+        """Return the safetensors dtype name of tensor `name`."""
         return self.tensors[name].dtype
 
     def view(self, name: str) -> np.ndarray[Any, Any]:
@@ -125,8 +125,8 @@ class SafetensorsFile:
     ) -> np.ndarray[Any, Any]:
         """Return rows [start, stop) of weight `name`: a view in float32, float16 or bfloat16.
 
-        Rows of a tensor with more than two dimensions are counted through all its matrices. With
-        `columns`, only these are returned; pages of the file without any of them are not read.
+        Rows of a tensor with more than two dimensions are numbered across all its matrices. With
+        `columns`, only these are returned, and only file pages that contain them are read.
 
         Raises
         ------
@@ -144,7 +144,7 @@ class SafetensorsFile:
         return rows if columns is None else rows[:, slice(*columns)]
 
     def read_bytes(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Return rows [start, stop) of the E·R rows of a uint8 tensor (E, R, ...): a view.
+        """Return a view of rows [start, stop) of a uint8 tensor (E, R, ...) with E·R rows.
 
         Raises
         ------
@@ -158,7 +158,7 @@ class SafetensorsFile:
 
 
 class SafetensorsDirectory:
-    """A sharded checkpoint: an index, and shards that together hold each tensor once.
+    """A sharded checkpoint: an index, and shards that together hold every tensor exactly once.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ class SafetensorsDirectory:
         return self._home[name].shape(name)
 
     def dtype(self, name: str) -> str:
-        """Return the dtype of tensor `name`, as the format calls it."""
+        """Return the safetensors dtype name of tensor `name`."""
         return self._home[name].dtype(name)
 
     def view(self, name: str) -> np.ndarray[Any, Any]:
@@ -227,14 +227,14 @@ class SafetensorsDirectory:
 def open_safetensors(directory: str | PathLike[str]) -> SafetensorsFile | SafetensorsDirectory:
     """Open the checkpoint in `directory`: model.safetensors, or an index with its shards.
 
-    A file may be a link within `directory`, or in the hub's cache one to its blobs (see
+    Files may be symlinks within `directory`, or, in the hub's cache, to its blobs (see
     `engine.model_files`).
 
     Raises
     ------
     WeightsError
-        If the weights are missing or in a format that can run code, or a file is damaged, not
-        regular, or a link out of the directory. The message says which.
+        If the weights are missing or in a format that can run code, or if a file is damaged, not a
+        regular file, or a symlink out of the directory. The message names the cause.
     """
     root = Path(directory)
     if not os.path.isdir(root):  # never raises, unlike Path.is_dir
@@ -256,7 +256,7 @@ def open_safetensors(directory: str | PathLike[str]) -> SafetensorsFile | Safete
 
 
 def _no_weights(root: Path) -> WeightsError:
-    """Return the error for a directory without safetensors, which says what to do."""
+    """Return the error for a directory without safetensors; it suggests a remedy."""
     pickled = sorted(
         one.name for one in root.glob("*") if one.suffix in (".bin", ".pt", ".pth", ".ckpt")
     )
@@ -273,18 +273,18 @@ def _no_weights(root: Path) -> WeightsError:
 
 
 def map_file(path: Path, root: Path | None = None) -> mmap.mmap:
-    """Return the bytes of file `path`, memory-mapped for reading.
+    """Memory-map file `path` for reading.
 
     Parameters
     ----------
     path : Path
     root : Path, optional
-        The model's folder; links that leave it are refused (see `engine.model_files`).
+        The model's folder; symlinks that leave it are rejected (see `engine.model_files`).
 
     Raises
     ------
     WeightsError
-        If it is not a regular file, cannot be read, has fewer than 8 bytes, or is a link out of
+        If the file is not regular, cannot be read, has fewer than 8 bytes, or is a symlink out of
         `root`.
     """
     with open_file(path, root, WeightsError) as file:
@@ -321,7 +321,7 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], int]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse an object with a duplicate key: its value would depend on the reader."""
+    """Reject an object with a duplicate key: its value would depend on the parser."""
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
@@ -333,7 +333,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _read_tensors(
     path: Path, header: Mapping[str, Any], data_start: int, size: int
 ) -> dict[str, TensorInfo]:
-    """Return the checked tensors; together they cover the file's data without gap or overlap."""
+    """Return the tensors, checked to cover the data section without gap or overlap."""
     tensors = {
         name: _read_tensor(path, name, entry, data_start, size) for name, entry in header.items()
     }
@@ -354,7 +354,7 @@ def _read_tensors(
 
 
 def _read_tensor(path: Path, name: str, entry: Any, data_start: int, size: int) -> TensorInfo:
-    """Return one checked entry of the header."""
+    """Check and return one header entry."""
 
     def fail(what: str, wanted: str, got: object) -> WeightsError:
         return WeightsError(
@@ -385,7 +385,7 @@ def _are_counts(value: Any) -> bool:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the index's map from tensor to file name."""
+    """Return the index's map from tensor name to file name."""
     index = read_json(path, MAX_HEADER_BYTES, path.parent, WeightsError, _no_duplicates)
     names = index.get("weight_map")
     if not isinstance(names, dict) or not names:
@@ -401,7 +401,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _shard_path(index: Path, name: str) -> Path:
-    """Return the path of shard `name`, which must be a plain name of a file beside `index`."""
+    """Return the path of shard `name`, which must be a bare file name next to `index`."""
     if Path(name).name != name or "\\" in name or "\0" in name or name in (".", ".."):
         raise WeightsError(f"{index}: shard must be a plain file name; got {shown(name)}")
     shard = index.parent / name

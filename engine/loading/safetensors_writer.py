@@ -1,4 +1,4 @@
-"""Writer of safetensors files, one tensor at a time, in any order: the layout is fixed first."""
+"""Write safetensors files one tensor at a time, in any order; the layout is fixed in advance."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ Entries = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class SafetensorsWriter:
-    """model.safetensors, or shards with an index, in a folder; a context manager.
+    """Writer of model.safetensors, or of shards with an index; a context manager.
 
     Parameters
     ----------
     folder : Path
     entries : mapping of str to (str, tuple of int)
-        Dtype name and shape of every tensor. A shard holds a run of consecutive entries.
+        Dtype name and shape of every tensor. Each shard holds consecutive entries.
     max_shard_bytes : int
-        Most bytes of a shard with several tensors.
+        Maximum bytes per shard; only a shard with a single tensor may exceed it.
 
     Examples
     --------
@@ -84,7 +84,7 @@ class SafetensorsWriter:
             raise
 
     def write(self, name: str, array: np.ndarray[Any, Any]) -> None:
-        """Write tensor `name`, which must have the announced dtype and shape."""
+        """Write tensor `name`, which must have the declared dtype and shape."""
         dtype, shape = self._entries[name]
         if array.dtype != _dtype(dtype) or array.shape != shape:
             raise WeightsError(
@@ -114,8 +114,8 @@ class SafetensorsWriter:
         self._close()
 
     def _begin(self, path: Path, shard: list[str]) -> None:
-        """Write the header of one file, and reserve the space of its tensors."""
-        # Large elements first, so that every tensor is aligned: readers map them in place.
+        """Write one file's header and reserve space for its tensors."""
+        # Wide dtypes first, so every tensor is aligned for readers that map it in place.
         ordered = sorted(shard, key=lambda name: -_dtype(self._entries[name][0]).itemsize)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         starts = {}
@@ -150,7 +150,7 @@ def _nbytes(entry: tuple[str, tuple[int, ...]]) -> int:
 
 
 def _shards(entries: Entries, most: int) -> Iterator[list[str]]:
-    """Cut the tensors into runs of at most `most` bytes, or of one tensor."""
+    """Split the tensors, in order, into shards of at most `most` bytes or a single tensor."""
     shard: list[str] = []
     size = 0
     for name, entry in entries.items():

@@ -1,4 +1,4 @@
-"""Weights kept in the checkpoint's own format: codes and scales, not dequantized."""
+"""Weights kept in the checkpoint's format, as codes and scales."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["StoredWeights", "stored_formats"]
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Builds fused weights from quantized tensors.
+    """Builder of fused weights from quantized tensors.
 
     Attributes
     ----------
     reader : TensorReader
     device : Device
-        The weights' device.
+        Device that holds the weights.
     dtype : str
-        The model's, for tensors that are not quantized.
+        Model dtype, used for unquantized tensors.
     """
 
     reader: TensorReader
@@ -38,9 +38,9 @@ class StoredWeights:
     dtype: str
 
     def build(self, placements: Sequence[Placement], shape: tuple[int, ...]) -> Weight:
-        """Return the weight that the placements make up, in the formats of their tensors.
+        """Return the weight made of the placements, in the formats of their tensors.
 
-        Experts that cannot be multiplied as they are stored are dequantized.
+        Experts are dequantized if no kernel can multiply them as stored.
         """
         if len(shape) == 2:
             return self._matrix(placements)
@@ -53,8 +53,8 @@ class StoredWeights:
     def _matrix(self, placements: Iterable[Placement]) -> Weight:
         """Return a weight (N, K).
 
-        Neighbouring parts in the same format are joined to one matrix. If several remain, such as
-        when v has another format than q and k, the weight is stacked.
+        Neighbouring parts of equal format are merged. If several remain, for example because v has
+        another format than q and k, the weight is stacked.
         """
         parts: list[Weight] = []
         for places, rows in self._joined(placements):
@@ -65,10 +65,10 @@ class StoredWeights:
         return parts[0] if len(parts) == 1 else Weight.stacked(parts)
 
     def _experts(self, placements: Iterable[Placement], shape: tuple[int, ...]) -> Weight | None:
-        """Return the matrices of all experts as one weight (E, N, K), if possible.
+        """Return all experts' matrices as one weight (E, N, K), or None.
 
-        None if the experts differ in format or order of columns, or if the rows of packed matrices
-        do not fill whole tiles.
+        None if experts differ in format or column order, or if rows of packed matrices do not fill
+        whole tiles.
         """
         joined = list(self._joined(placements))
         rows = joined[0][1]
@@ -88,7 +88,7 @@ class StoredWeights:
     def _joined(
         self, placements: Iterable[Placement]
     ) -> Iterator[tuple[list[Placement], QuantizedRows | None]]:
-        """Yield the parts in order, joining neighbours that can be one matrix."""
+        """Yield the parts in order, merging compatible neighbours."""
         places: list[Placement] = []
         parts: list[QuantizedRows] = []
         for place in sorted(placements, key=lambda place: place.start):
@@ -112,7 +112,7 @@ class StoredWeights:
         if not self.device.is_cuda:
             return rows.to_weight()
         xp = self.device.xp
-        if rows.format.is_packed:  # packing on the device takes a fraction of the time
+        if rows.format.is_packed:  # packing is far faster on the device
             names = ("codes", "scales", "offsets", "super_scales", "permutation")
             arrays = ((name, getattr(rows, name)) for name in names)
             return replace(
@@ -129,9 +129,9 @@ def stored_formats(
     *,
     is_tied: bool,
 ) -> dict[str, Format]:
-    """Return the formats of the fused weights that are kept in the checkpoint's format.
+    """Return the format of each fused weight kept as stored in the checkpoint.
 
-    If the parts of a weight have several formats, it is the first part's. A tied output layer
+    If a weight's parts differ in format, the first part's is returned. A tied output layer
     (`is_tied`) gets the stored format of the embedding, while the embedding is dequantized.
     """
     formats: dict[str, Format] = {}
@@ -147,13 +147,13 @@ def stored_formats(
 
 
 def _cuts_groups(place: Placement, form: Format) -> bool:
-    """Tell whether the columns of a shard begin or end inside a group that shares a scale."""
+    """Tell whether a shard's columns begin or end inside a scale group."""
     group = form.super_block or form.group
     return place.columns is not None and group > 0 and any(c % group for c in place.columns)
 
 
 def _can_join(first: QuantizedRows, second: QuantizedRows) -> bool:
-    """Tell whether the rows of both can be joined to one matrix."""
+    """Tell whether both sets of rows can be merged into one matrix."""
     if first.format != second.format or not _has_whole_blocks(first.format, first.shape[0]):
         return False
     if first.permutation is None or second.permutation is None:
@@ -162,5 +162,5 @@ def _can_join(first: QuantizedRows, second: QuantizedRows) -> bool:
 
 
 def _has_whole_blocks(form: Format, rows: int) -> bool:
-    """Tell whether a matrix with `rows` rows ends with a whole block of scales."""
+    """Tell whether `rows` rows consist of whole scale blocks."""
     return form.block is None or form.block[0] <= 1 or rows % form.block[0] == 0

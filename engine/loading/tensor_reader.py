@@ -1,4 +1,4 @@
-"""`TensorReader`: rows of a checkpoint's tensors, in the order and values of the fused weights."""
+"""`TensorReader`: read checkpoint rows, converted to the fused weights' row order and values."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from engine.weights import FORMATS, Format, Shard
 __all__ = ["TensorReader", "half_split", "rows_of"]
 
 _STEP_WEIGHTS = 1 << 18
-"""Weights cast at a time, so that intermediates stay in the cache."""
+"""Weights cast at a time; the intermediates stay in cache."""
 
-_BLOCK = 32  # columns that share a scale in MXFP4
+_BLOCK = 32  # columns per MXFP4 scale
 
 Array = np.ndarray[Any, Any]
 
 
 class TensorReader:
-    """Reads the tensors of a model's file or folder to the host; any thread may use it.
+    """Reader of a checkpoint's tensors into host memory; thread-safe.
 
-    Whatever the checkpoint stores, rows of q and k are returned in half-split rope order, and norms
-    without the 1 that .gguf files add to Gemma's.
+    Rows of q and k are always returned in half-split rope order, and Gemma's norms without the 1
+    that .gguf files add.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class TensorReader:
         self._norm_offset = config.norm_weight_offset if is_gguf else 0.0
 
     def placements(self, shard: Shard) -> list[Placement]:
-        """Return the parts of the tensors that a shard needs, in the checkpoint's order.
+        """Return the parts of tensors that a shard needs, in checkpoint order.
 
         Raises
         ------
@@ -83,7 +83,7 @@ class TensorReader:
         WeightsError
             If `out` is float16 and a value does not fit.
         """
-        multiple = self._config.head_dim  # whole heads, within which rows are reordered
+        multiple = self._config.head_dim  # whole heads: rows are reordered within a head
         if len(place.shape) == 1:
             multiple = math.lcm(4096, multiple)
         step = rows_of(_STEP_WEIGHTS, place.width, multiple)
@@ -109,13 +109,13 @@ class TensorReader:
         return rows
 
     def stored_format(self, place: Placement) -> Format | None:
-        """Return the format in which the tensor of `place` is stored; None if not quantized."""
+        """Return the stored format of the tensor of `place`; None if not quantized."""
         if place.layout.mxfp4 and not isinstance(self.checkpoint.checkpoint, GgufFile):
             return FORMATS["mxfp4"]
         return None if place.layout.transposed else self.checkpoint.format_of(place.name)
 
     def stored_rows(self, place: Placement) -> QuantizedRows | None:
-        """Return the rows of `place` in the format of the file; None if not quantized."""
+        """Return the rows of `place` in their stored format; None if not quantized."""
         rows = self._stored_rows(place)
         if rows is None or not (self._is_interleaved and place.is_rotated):
             return rows
@@ -138,7 +138,7 @@ class TensorReader:
         return half_split(rows, self._config.head_dim, self._config.rope.rotary_dim)
 
     def _read(self, place: Placement, first: int, last: int) -> Array:
-        """Return rows [first, last) of a tensor in the file's order; possibly a view of it."""
+        """Return rows [first, last) of a tensor in file order, possibly as a view of the file."""
         if place.layout == ROWS:
             return self.checkpoint.read(place.name, first, last, place.columns)
         file = self.checkpoint.checkpoint
@@ -158,12 +158,12 @@ class TensorReader:
 
 
 def rows_of(weights: int, width: int, multiple: int) -> int:
-    """Return the number of rows that hold about `weights` weights, a multiple of `multiple`."""
+    """Return the number of rows, a multiple of `multiple`, that hold about `weights` weights."""
     return max(1, weights // width // multiple) * multiple
 
 
 def half_split(rows: Array, head_dim: int, rotary_dim: int) -> Array:
-    """Reorder the rotated (first) rows of each head from interleaved pairs to two halves."""
+    """Reorder the first `rotary_dim` rows of each head from interleaved pairs to two halves."""
     order = np.arange(head_dim)
     order[:rotary_dim] = order[:rotary_dim].reshape(-1, 2).T.reshape(-1)
     heads = rows.reshape(-1, head_dim, *rows.shape[1:])
@@ -183,7 +183,7 @@ def _cast_into(out: Array, rows: Array) -> None:
 
 
 def _rows_of_expert(place: Placement, first: int, last: int) -> tuple[int, int, slice]:
-    """Return the expert of rows [first, last), its row count, and their slice in its matrix."""
+    """Return the expert that holds rows [first, last), its row count, and the slice within it."""
     layout = place.layout
     shape = place.shape
     num_rows = shape[-1] if layout.transposed else shape[1]
@@ -200,7 +200,7 @@ def _rows_of_expert(place: Placement, first: int, last: int) -> tuple[int, int, 
 def _mxfp4_rows(
     checkpoint: SafetensorsFile | SafetensorsDirectory, place: Placement, rows: slice
 ) -> Array:
-    """Dequantize rows of the tensor to float32, reading only blocks with wanted columns."""
+    """Dequantize rows of the tensor to float32, reading only blocks that contain wanted columns."""
     begin, end = place.columns or (0, place.shape[2] * _BLOCK)
     first = begin // _BLOCK
     last = -(-end // _BLOCK)

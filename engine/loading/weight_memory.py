@@ -1,4 +1,4 @@
-"""The bytes of a model's weights, and the check that they fit on a device."""
+"""Size in bytes of a model's weights, and a check that they fit on a device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from engine.weights.formats import GGUF_FORMATS, TILE_ROWS
 __all__ = ["is_expert", "is_quantized", "quantized_formats", "weight_bytes", "weight_dtype"]
 __all__ += ["weight_room"]
 
-_MAX_ROPE_BYTES = 8 << 30  # bytes of rope tables: 16 million positions of 128 features
-_FLOAT32_KINDS = ("router_correction", "sinks")  # one number per expert or head; kept exact
+_MAX_ROPE_BYTES = 8 << 30  # 16 million positions of 128 features
+_FLOAT32_KINDS = ("router_correction", "sinks")  # one number per expert or head, kept exact
 _NONE: Mapping[str, Format] = MappingProxyType({})
 _EXPERT_KINDS = ("experts_gate_up", "experts_down")
 _QUANTIZED_KINDS = (
@@ -40,10 +40,10 @@ def weight_dtype(name: str, dtype: str) -> str:
 
 
 def is_quantized(name: str) -> bool:
-    """Tell whether weight `name` is a matrix of a layer that the option `quantization` rounds.
+    """Tell whether the `quantization` option applies to weight `name`, a matrix of a layer.
 
-    Embeddings, norms, biases and routers stay as they are; the output layer may get another format
-    (`quantized_formats`).
+    Embeddings, norms, biases and routers are never quantized; the output layer may get another
+    format (`quantized_formats`).
 
     Examples
     --------
@@ -59,12 +59,12 @@ def is_expert(name: str) -> bool:
 
 
 def quantized_formats(config: ModelConfig, form: Format, shard: Shard = WHOLE) -> dict[str, Format]:
-    """Return the format of every weight of a shard to which the option `quantization` applies.
+    """Return the format of every weight of a shard that the `quantization` option applies to.
 
-    Products of experts need 16-bit activations, so "int8" means "int8_g128" for them. Experts whose
-    rows do not fill whole tiles stay as they are. With a format of .gguf files, the output layer,
-    tied or not, gets the format that llama.cpp chooses: "q8_0" if `form` is "q8_0" or a row does
-    not consist of whole super-blocks, else "q6_k".
+    Expert GEMMs need 16-bit activations, so for experts "int8" means "int8_g128". Experts whose
+    rows do not fill whole tiles are not quantized. With a .gguf format, the output layer, tied or
+    not, gets llama.cpp's choice: "q8_0" if `form` is "q8_0" or a row does not consist of whole
+    super-blocks, else "q6_k".
     """
     shapes = weight_shapes(config, shard)
     formats = {name: form for name in shapes if is_quantized(name)}
@@ -84,7 +84,7 @@ def quantized_formats(config: ModelConfig, form: Format, shard: Shard = WHOLE) -
 def weight_bytes(
     config: ModelConfig, dtype: str, shard: Shard = WHOLE, formats: Mapping[str, Format] = _NONE
 ) -> int:
-    """Return the bytes of all weights: in their format of `formats`, by name, or in `dtype`.
+    """Return the total bytes of all weights, each in its format from `formats`, else in `dtype`.
 
     Tied embeddings count once.
 
@@ -112,16 +112,16 @@ def weight_room(
     max_model_len: int = 0,
     formats: Mapping[str, Format] = _NONE,
 ) -> Iterator[None]:
-    """Raise if the weights that the `with` block allocates do not fit on the device.
+    """Raise if the weights allocated in the `with` block do not fit on the device.
 
-    Rope tables for sequences of `max_model_len` tokens, computed on the host, are included. They
-    have a limit of their own, since two numbers in a small file determine their size.
+    Includes the rope tables, computed on the host, for sequences of `max_model_len` tokens. They
+    have a separate limit, since two numbers in an untrusted config determine their size.
 
     Raises
     ------
     OutOfMemoryError
-        If they do not fit, or the rope tables exceed 8 GiB. The message gives the bytes needed,
-        free and used by others, and an option that would fit.
+        If the weights do not fit, or the rope tables exceed 8 GiB. The message gives the bytes
+        needed, free and used by others, and suggests an option that would fit.
     """
     tables = rope_bytes(config, max_model_len)
     if tables > _MAX_ROPE_BYTES:
@@ -149,12 +149,12 @@ def weight_room(
         return said
 
     needed = weight_bytes(config, dtype, shard, formats) + tables
-    # Check the host in advance: it overcommits, and kills the process that touches the memory. A
-    # GPU refuses the allocation, and its free memory does not count blocks that CuPy can reuse.
+    # Check host memory in advance: the host overcommits and kills the process on first touch. A
+    # GPU fails the allocation instead, and its free memory omits blocks that CuPy can reuse.
     on_host = tables if device.is_cuda else needed
     if on_host > device_memory(CPU)[1]:
         raise OutOfMemoryError(text(CPU, on_host))
     try:
         yield
-    except MemoryError as error:  # CuPy's OutOfMemoryError derives from it
+    except MemoryError as error:  # base class of CuPy's OutOfMemoryError
         raise OutOfMemoryError(f"{text(device, needed)} ({error})") from error

@@ -1,4 +1,4 @@
-"""The shapes of a model's fused weights, and the rows of them that each tensor fills."""
+"""Shapes of a model's fused weights, and the rows that each checkpoint tensor fills."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.weights import WHOLE, Shard
 
 __all__ = ["Placement", "place_tensors", "shard_axis", "shard_pieces", "weight_shapes"]
 
-# Tables in old checkpoints and .gguf files, which the engine computes itself.
+# Precomputed tables in old checkpoints and .gguf files; the engine computes its own.
 _IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     r"|rope_freqs\.weight|rope_factors_(long|short)\.weight"
@@ -26,7 +26,7 @@ _MTP_LAYER = re.compile(r"model\.mtp_layers\.(\d{1,6})\.")
 _OUTPUT_NAMES = ("lm_head.weight", "output.weight")
 
 
-# Fused weights whose rows are divided among shards -> the parts that make up the rows.
+# Fused weights sharded by rows -> the parts that make up the rows.
 _ROW_PARTS = {
     "qkv": ("q", "k", "v"),
     "sinks": ("sink",),
@@ -35,22 +35,22 @@ _ROW_PARTS = {
     "shared_gate_up": ("shared_gate", "shared_up"),
     "experts_gate_up": ("expert_gate", "expert_up"),
 }
-# Weights whose columns are divided -> the part whose rows these columns correspond to.
+# Weights sharded by columns -> the part whose rows correspond to these columns.
 _COLUMN_PART = {
     "o": "q",
     "down": "gate",
     "shared_down": "shared_gate",
     "experts_down": "expert_gate",
 }
-_EXPERTS = "experts_"  # prefix of the kinds whose first axis is the experts
+_EXPERTS = "experts_"  # prefix of weights with a leading expert axis
 _VOCABULARY = ("embed", "lm_head", "lm_head_bias")
 
 
 def shard_axis(kind: str, *, by_output: bool = False, expert_parallel: bool = False) -> int | None:
     """Return the axis along which weights of this kind are sharded; None if they are not.
 
-    With `by_output` no matrix is divided along its input features; with `expert_parallel` experts
-    are divided along their first axis only. See `Shard`.
+    With `by_output` no matrix is sharded along its input features; with `expert_parallel` expert
+    weights are sharded along the expert axis only. See `Shard`.
 
     Examples
     --------
@@ -73,12 +73,12 @@ def shard_axis(kind: str, *, by_output: bool = False, expert_parallel: bool = Fa
     return first + 1 if kind in _COLUMN_PART else None
 
 
-# Part -> another part of the same size.
+# Part -> another part with the same number of rows.
 _TWINS = {"v": "k", "up": "gate", "shared_up": "shared_gate", "expert_up": "expert_gate"}
 
 
 def _features(config: ModelConfig) -> dict[str, tuple[str, int]]:
-    """Return, for each kind of MLP, the name of its feature count in messages, and the count."""
+    """Return, for each kind of MLP, the name of its feature count (for messages), and the count."""
     features: dict[str, tuple[str, int]] = {}
     if config.has_mlp:
         features["gate"] = "intermediate_size", config.intermediate_size
@@ -90,12 +90,12 @@ def _features(config: ModelConfig) -> dict[str, tuple[str, int]]:
 
 
 class _Parts:
-    """The parts of fused weights: their rows in the whole model and in one shard.
+    """Parts of fused weights: their rows in the whole model and in one shard.
 
-    Heads of q, k and v and features of an MLP or expert are divided evenly; with more shards than
-    key/value heads, several shards hold the same head. The vocabulary is padded to equal parts.
-    With `by_output`, the output features of the other matrices are divided as well. With
-    `expert_parallel`, the features of experts are not divided.
+    Attention heads and MLP or expert features are divided evenly; with more shards than key/value
+    heads, several shards hold the same head. The vocabulary is padded to equal parts. With
+    `by_output`, the output features of all other matrices are divided too. With `expert_parallel`,
+    expert features are not divided.
     """
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
@@ -129,33 +129,33 @@ class _Parts:
         return last - first
 
     def of_rows(self, kind: str) -> tuple[str, ...] | None:
-        """Return the parts of the rows of a weight of this kind; None if rows are not divided."""
+        """Return the parts that form the rows of a `kind` weight; None if rows are not sharded."""
         matrix = kind.removesuffix("_bias")
         if self._by_output and matrix in _COLUMN_PART and not self._is_whole(kind):
             return ("hidden",)
         return _ROW_PARTS.get(matrix)
 
     def rows(self, kind: str, whole: int = 0) -> int:
-        """Return the number of rows of the shard's weight, or `whole` if rows are not divided.
+        """Return the row count of the shard's weight, or `whole` if rows are not sharded.
 
-        For a weight of experts it is the number of rows of one expert.
+        For expert weights, the count is per expert.
         """
         parts = self.of_rows(kind)
         return whole if parts is None else sum(map(self.size, parts))
 
     def second_shape(self, kind: str, n: int) -> tuple[int, int]:
-        """Return the shape of the second matrix of a pair, with `n` output features."""
+        """Return the shape of a pair's second matrix, with `n` output features."""
         part = _COLUMN_PART[kind]
         return self.rows(kind, n), self.whole[part] if self._by_output else self.size(part)
 
     def _is_whole(self, kind: str) -> bool:
-        """Tell whether each matrix of this kind is kept whole (experts, if expert parallel)."""
+        """Tell whether matrices of this kind stay unsharded (experts under expert parallelism)."""
         return self._expert_parallel and kind.startswith(_EXPERTS)
 
     def pieces(self, kind: str, part: str, num_rows: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (first, last, start): rows [first, last) of a tensor go to rows from `start` on.
+        """Yield (first, last, start): copy tensor rows [first, last) to weight rows from `start`.
 
-        The tensor holds one part of the rows of a weight of this kind, or all `num_rows` ("").
+        The tensor holds `part` of the rows of a `kind` weight, or all `num_rows` rows ("").
         """
         fused = self.of_rows(kind)
         if fused is None:
@@ -171,7 +171,7 @@ class _Parts:
             start = start + last - first
 
     def columns(self, kind: str, shard: Shard) -> tuple[int, int] | None:
-        """Return the range of columns of a weight of this kind in the shard; None for all."""
+        """Return the shard's column range of a `kind` weight; None for all columns."""
         is_divided = kind in _COLUMN_PART and not (shard.is_whole or shard.by_output)
         is_divided = is_divided and not self._is_whole(kind)
         return self.local[_COLUMN_PART[kind]] if is_divided else None
@@ -180,8 +180,8 @@ class _Parts:
 def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every (fused) weight of a shard, (out, in) for a matrix.
 
-    A tied model has "lm_head" too; it is the same weight as "embed". In a shard of one pipeline
-    stage, layers keep their numbers in the whole model.
+    A tied model has "lm_head" too, the same weight as "embed". In a pipeline stage's shard, layers
+    keep their global numbers.
 
     Raises
     ------
@@ -213,7 +213,7 @@ def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[
 
 
 def _layer_shapes(config: ModelConfig, parts: _Parts, layer: int) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of the weights of one layer."""
+    """Return the names and shapes of one layer's weights."""
     n = config.hidden_size
     d = config.head_dim
     qkv = parts.rows("qkv")
@@ -278,9 +278,9 @@ def _moe_shapes(moe: MoeConfig, n: int, parts: _Parts) -> dict[str, tuple[int, .
 
 @dataclass(frozen=True)
 class Placement:
-    """The copy of rows [first, last) of tensor `name` to rows of `target` from `start` on.
+    """A copy of rows [first, last) of tensor `name` to the rows of `target` from `start`.
 
-    Rows of an array with more than two dimensions are counted through all its matrices.
+    Rows of an array with more than two dimensions are numbered across all its matrices.
 
     Attributes
     ----------
@@ -291,10 +291,10 @@ class Placement:
     columns : (int, int) or None
         Range of columns to copy; None for all.
     is_rotated : bool
-        Whether these are rows of q or k, to which rope applies.
+        True for rows of q and k, which rope rotates.
     layout : Layout
-        Storage of the experts' matrices in the tensor. `first`, `last` and `columns` count logical
-        rows and columns, whatever the layout; rows are counted through all experts.
+        Storage layout of expert matrices. `first`, `last` and `columns` are logical rows and
+        columns, whatever the layout; rows are numbered across all experts.
     """
 
     name: str
@@ -309,7 +309,7 @@ class Placement:
 
     @property
     def width(self) -> int:
-        """Number of columns read per row."""
+        """Columns read per row."""
         if self.columns is not None:
             return self.columns[1] - self.columns[0]
         return self.shape[-1] if len(self.shape) > 1 else 1
@@ -334,7 +334,7 @@ def place_tensors(
     *,
     is_spare: Callable[[str], bool] = lambda name: False,
 ) -> list[Placement]:
-    """Return the placement of every tensor of a checkpoint, in the checkpoint's order.
+    """Return the placements of a checkpoint's tensors, in checkpoint order.
 
     Parameters
     ----------
@@ -343,11 +343,11 @@ def place_tensors(
     table : iterable of TensorName
         The family's tensor names.
     found : mapping
-        Name and shape of the tensors in the checkpoint.
+        Names and shapes of the checkpoint's tensors.
     shard : Shard
         The shard to load.
     is_spare : callable
-        Tells of a tensor's name whether it may be there though the model has no place for it.
+        Predicate on tensor names: may this tensor be present, and ignored, if the model lacks it?
 
     Raises
     ------
@@ -378,7 +378,7 @@ def place_tensors(
 
 
 def _is_extra(config: ModelConfig, name: str) -> bool:
-    """Tell whether a tensor belongs to a layer after the last, which the config announces."""
+    """Tell whether a tensor belongs to an extra layer after the last, declared in the config."""
     if (layer := _MTP_LAYER.match(name)) is not None:  # numbered from 0
         return int(layer[1]) < config.num_extra_layers
     layer = _LAYER.match(name)
@@ -393,8 +393,8 @@ def _refuse(where: str, fault: str, names: list[str]) -> None:
         raise WeightsError(f"{where}: {count} {fault}: {', '.join(names[:4])}{more}")
 
 
-# Tensor -> its shape, and a function that returns its placements: a config.json, which may be
-# damaged, can ask for far more than there are in the file.
+# Tensor -> its shape, and a function that returns its placements. Placements are lazy because a
+# damaged config.json can ask for far more tensors than the file holds.
 _Wanted = dict[str, tuple[tuple[int, ...], Callable[[], Iterable[Placement]]]]
 
 
@@ -404,7 +404,7 @@ def _wanted(
     found: Mapping[str, tuple[int, ...]],
     shard: Shard,
 ) -> _Wanted:
-    """Return shape and placements of every tensor that the checkpoint must have."""
+    """Return the shape and placements of every tensor that the checkpoint must have."""
     forms: dict[str, dict[str, _Wanted]] = {}  # weight -> form -> its tensors
     for form, target, tensors in _all_tensors(config, table, shard):
         forms.setdefault(str(target), {}).setdefault(form, {}).update(tensors)
@@ -418,7 +418,7 @@ def _wanted(
 def _all_tensors(
     config: ModelConfig, table: Iterable[TensorName], shard: Shard
 ) -> Iterator[tuple[str, WeightName, _Wanted]]:
-    """Yield the form, the target, and the tensors of each name in the table that applies."""
+    """Yield the form, target and tensors of each applicable name in the table."""
     shapes = weight_shapes(config)
     parts = _Parts(config, shard)
     num_experts = config.moe.num_experts if config.moe is not None else 0
@@ -453,13 +453,13 @@ def _expert_places(
     parts: _Parts,
     shard: Shard,
 ) -> Iterator[Placement]:
-    """Yield the placements of one tensor's pieces: of one expert, or of all (None).
+    """Yield the placements of a tensor that holds one expert, or all experts (None).
 
-    Nothing of experts that the shard does not have.
+    Experts outside the shard are skipped.
     """
     kind = tensor.target.kind
     columns = parts.columns(kind, shard)
-    if columns is None and tensor.layout != ROWS:  # the tensor's shape does not tell the width
+    if columns is None and tensor.layout != ROWS:  # the width cannot be read off the tensor's shape
         columns = 0, whole[2] if len(whole) > 2 else 1
     pieces = list(parts.pieces(kind, part, whole[1]))
     rows_in_tensor = parts.whole.get(part, whole[1])
@@ -485,7 +485,7 @@ def _places(
     parts: _Parts,
     shard: Shard,
 ) -> Iterator[Placement]:
-    """Yield the placements of one tensor's pieces in the shard."""
+    """Yield the placements of a tensor's rows in the shard."""
     if target.kind in _VOCABULARY:
         first, last, _ = shard.cut_padded(shape[0])
         yield Placement(name, target, shape, first, last)
@@ -499,7 +499,7 @@ def _places(
 def shard_pieces(
     kind: str, config: ModelConfig, shape: tuple[int, ...], shard: Shard
 ) -> tuple[list[tuple[int, int]], tuple[int, int] | None]:
-    """Return the row ranges and the column range of a whole fused weight in a shard.
+    """Return a shard's row ranges and column range of a whole fused weight.
 
     Parameters
     ----------
@@ -513,8 +513,8 @@ def shard_pieces(
     Returns
     -------
     (rows, columns)
-        Ranges [first, last) of rows, in order, and one of columns; None for all. The last shard of
-        a vocabulary may have fewer rows than the others.
+        Row ranges [first, last), in order, and one column range; None for all columns. The last
+        shard of a vocabulary may have fewer rows than the others.
 
     Examples
     --------

@@ -1,9 +1,9 @@
-"""Loading of a model's weights: they are planned, allocated and filled.
+"""Load a model's weights in three steps: plan, allocate, fill.
 
-The plan maps each fused weight to parts of the checkpoint's tensors. A weight is allocated once, on
-its device, and filled in slabs of rows, which `TensorReader` casts to the weight's dtype; on CUDA
-through small pinned buffers. Neither the model nor a large tensor is ever in memory twice. A weight
-to be quantized is filled in the model's dtype first, one weight at a time.
+The plan maps each fused weight to parts of checkpoint tensors. A weight is allocated once, on its
+device, and filled in slabs of rows that `TensorReader` casts to its dtype, on CUDA through small
+pinned buffers. Neither the model nor a large tensor is ever in memory twice. Weights to be
+quantized are filled in the model's dtype first, one at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from engine.weights.quantize import quantize
 __all__ = ["dummy_weights", "load_weights", "weight_bytes", "weight_shapes"]
 
 _SLAB_BYTES = 16 << 20
-"""Bytes per slab: enough to saturate the bus, few enough for small pinned buffers."""
+"""Bytes per slab: large enough to saturate the bus, small enough for the pinned buffers."""
 
 _MAX_WORKERS = 8
 
@@ -61,37 +61,37 @@ def load_weights(
     max_model_len: int = 0,
     progress: bool = False,
 ) -> dict[str, Weight]:
-    """Load the weights of a model, or of one shard of it.
+    """Load the weights of a whole model or of one shard.
 
     Parameters
     ----------
     source : str or path
         A directory with safetensors, or a .gguf file.
     config : ModelConfig
-        The configuration that the checkpoint must match.
+        Configuration that the checkpoint must match.
     device : Device
         Device of the weights: NumPy arrays on the CPU, CuPy arrays on CUDA.
     dtype : str
         "float32", "float16" or "bfloat16"; tensors in other dtypes are cast.
     quantization : Format, optional
-        Quantize the matrices of layers to this format, one of `weights.quantize.QUANTIZABLE`; see
+        Quantize the layers' matrices to this format, one of `weights.quantize.QUANTIZABLE`; see
         `weight_memory.quantized_formats` for the output layer.
     keeps_formats : bool
-        Keep quantized matrices of layers, and of the output layer, in the formats of the file.
-        Otherwise they are dequantized.
+        Keep quantized matrices of layers and the output layer in their stored formats instead of
+        dequantizing them.
     shard : Shard
-        The part to load; the rest of the file is not read. A vocabulary that cannot be divided
-        evenly is padded with rows of zeros.
+        Shard to load; the rest of the file is not read. A vocabulary that cannot be divided evenly
+        is padded with zero rows.
     max_model_len : int
-        Leave room for the rope tables of sequences of this length.
+        Also reserve memory for the rope tables of sequences of this length.
     progress : bool
         Show a progress bar on stderr, if that is a terminal.
 
     Returns
     -------
     dict of str to Weight
-        The names and shapes of `weight_shapes(config, shard)`. Tied embeddings are one weight under
-        two names. Rows of q and k are in half-split rope order, whatever their order in the file.
+        Weights with the names and shapes of `weight_shapes(config, shard)`. Tied embeddings are one
+        weight under two names. Rows of q and k are in half-split rope order, whatever the file's.
 
     Raises
     ------
@@ -100,7 +100,7 @@ def load_weights(
     ConfigError
         If the model cannot be divided into this many shards.
     OutOfMemoryError
-        If the device does not have room for the weights.
+        If the weights do not fit on the device.
     """
     reader = TensorReader(Path(source), config)
     placements = reader.placements(shard)
@@ -135,18 +135,18 @@ def load_weights(
 
 @dataclass(frozen=True)
 class _Plan:
-    """The weights of a shard, and the rows of tensors that make them up.
+    """Load plan: a shard's weights, and the tensor rows that fill them.
 
     Attributes
     ----------
     dtype : str
-        Dtype of the weights that are not quantized.
+        Dtype of unquantized weights.
     shapes : dict of str to tuple of int
         Shapes by weight name, without a tied output layer.
     parts : dict of str to list of Placement
-        Placements by weight name, in the order of the checkpoint.
+        Placements by weight name, in checkpoint order.
     formats : mapping of str to Format
-        Formats of the quantized weights by name; a tied output layer may be among them.
+        Formats of the quantized weights by name, possibly including a tied output layer.
     """
 
     config: ModelConfig
@@ -174,17 +174,17 @@ class _Plan:
         return cls(config, shard, dtype, shapes, parts, formats)
 
     def target(self, name: str) -> str:
-        """Return the name under which the tensors of weight `name` are planned."""
+        """Return the planned weight that provides `name`: the embedding for a tied output layer."""
         return "embed" if name == "lm_head" and self.config.tie_word_embeddings else name
 
     def allocate(self, device: Device, names: Iterable[str]) -> dict[str, Any]:
-        """Return dense arrays, uninitialised apart from the padding of the vocabulary."""
+        """Return dense arrays, uninitialised except for vocabulary padding."""
         arrays = {
             name: device.xp.empty(self.shapes[name], np_dtype(weight_dtype(name, self.dtype)))
             for name in names
         }
         if device.is_cuda:
-            # SAFETY: the memory may just have been freed while a kernel of another stream uses it.
+            # SAFETY: a kernel on another stream may still use this memory, just freed to the pool.
             device.xp.cuda.runtime.deviceSynchronize()
         first, last, rows = self.shard.cut_padded(self.config.vocab_size)
         for name in ("embed", "lm_head", "lm_head_bias"):
@@ -194,7 +194,7 @@ class _Plan:
         return arrays
 
     def finished(self, weights: dict[str, Weight]) -> dict[str, Weight]:
-        """Return the weights marked with their shard, and a tied one under both names."""
+        """Return the weights tagged with their shard, and a tied weight under both names."""
         shard = self.shard
         if not shard.is_whole:
             divided = {"by_output": shard.by_output, "expert_parallel": shard.expert_parallel}
@@ -210,7 +210,7 @@ class _Plan:
 
 
 def _keeps(device: Device, dtype: str) -> Callable[[str, Format], bool]:
-    """Return a predicate: whether a weight (name, format) is multiplied in its stored format."""
+    """Return a predicate (name, format): whether a kernel multiplies the weight as stored."""
     has_all = _has_all_kernels(device, dtype)
     return lambda name, form: has_all or (bool(form.activations) and not is_expert(name))
 
@@ -218,13 +218,13 @@ def _keeps(device: Device, dtype: str) -> Callable[[str, Format], bool]:
 def _has_all_kernels(device: Device, dtype: str) -> bool:
     """Tell whether kernels exist for packed weights and quantized experts.
 
-    They need 16-bit activations. NumPy would unpack such a weight for every product.
+    They need 16-bit activations. On the CPU, NumPy would unpack the weight in every product.
     """
     return device.is_cuda and dtype != "float32"
 
 
 def _rounded(array: Any, form: Format, device: Device, dtype: str) -> Weight:
-    """Quantize a matrix; if no kernel supports its format, return the rounded numbers."""
+    """Quantize a matrix; if no kernel supports the format, return the rounded values dense."""
     weight = quantize(array, form)
     if (form.is_packed or array.ndim > 2) and not _has_all_kernels(device, dtype):
         return Weight.dense(unpack_weight(weight).astype(array.dtype))
@@ -232,7 +232,7 @@ def _rounded(array: Any, form: Format, device: Device, dtype: str) -> Weight:
 
 
 def _slabs(place: Placement, head_dim: int) -> Iterator[Placement]:
-    """Cut a placement into slabs of rows, whole heads at a time."""
+    """Cut a placement into slabs of rows that never split a head."""
     multiple = math.lcm(1024, head_dim)
     is_vector = len(place.shape) == 1
     step = place.last if is_vector else rows_of(_SLAB_BYTES // 4, place.width, multiple)
@@ -245,9 +245,9 @@ def _slabs(place: Placement, head_dim: int) -> Iterator[Placement]:
 def _filler(
     reader: TensorReader, device: Device, plan: _Plan, progress: bool
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yield a function that fills arrays, given by weight name, from the checkpoint.
+    """Yield a function that fills arrays (by weight name) from the checkpoint.
 
-    It copies several slabs in parallel; after a failure no further slab is started.
+    Slabs are copied in parallel; after a failure, no new slab is started.
     """
     itemsize = np_dtype(plan.dtype).itemsize
     total = sum(place.size for places in plan.parts.values() for place in places)
@@ -276,7 +276,7 @@ def _filler(
 
 
 class _SlabCopy:
-    """Copies slabs of tensors into arrays; several threads may call it."""
+    """Copier of tensor slabs into arrays; thread-safe."""
 
     def __init__(self, reader: TensorReader, device: Device) -> None:
         self._reader = reader
@@ -285,7 +285,7 @@ class _SlabCopy:
 
     def __call__(self, array: Any, slab: Placement) -> None:
         """Fill the rows of `array` that belong to a slab."""
-        if array.ndim > 1:  # rows are counted through the matrices of all experts
+        if array.ndim > 1:  # rows are numbered across all experts
             array = array.reshape(-1, slab.width)
         rows = array[slab.start : slab.start + slab.num_rows]
         if not self._device.is_cuda:
@@ -298,7 +298,7 @@ class _SlabCopy:
         stream.synchronize()  # the next slab overwrites the buffer
 
     def _staging(self, num_bytes: int) -> tuple[Array, Any]:
-        """Return this thread's pinned buffer, of at least `num_bytes` bytes, and its stream."""
+        """Return this thread's pinned buffer (at least `num_bytes` bytes) and stream."""
         cp = self._device.xp
         if not hasattr(self._local, "stream"):
             self._device.activate()
@@ -319,7 +319,7 @@ def _workers() -> int:
 
 @contextmanager
 def _progress_bar(total: int, progress: bool) -> Iterator[Callable[[int], Any]]:
-    """Yield a function that advances a progress bar by some bytes, if one is shown."""
+    """Yield a function that advances the progress bar, if shown, by a number of bytes."""
     if not (progress and sys.stderr.isatty()):
         yield lambda num_bytes: None
         return

@@ -1,1 +1,1 @@
-"""The offline process that writes a model with weights of 8 or 4 bits."""
+"""Offline quantization: write a checkpoint with 8-bit or 4-bit weights."""

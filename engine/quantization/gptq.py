@@ -1,10 +1,10 @@
-"""GPTQ: rounding of a matrix that minimises the error of its products with typical inputs.
+"""GPTQ: round a matrix so that the error of its output on typical inputs is minimal.
 
 E. Frantar, S. Ashkboos, T. Hoefler, D. Alistarh: "GPTQ: Accurate Post-Training Quantization for
-Generative Pre-trained Transformers" (ICLR 2023). Columns are rounded one after another, and the
-remaining columns are adjusted to compensate the error. For inputs X, min |X W' - X W'_rounded| is
-for every row a quadratic problem with the Hessian H = X' X; the adjustment for one more fixed
-column is a row of the Cholesky factor of the inverse of H.
+Generative Pre-trained Transformers" (ICLR 2023). Columns are rounded one by one, and the
+remaining columns are adjusted to compensate for the error. For inputs X, minimising
+|X W' - X W'_rounded| is, for each row of W, a quadratic problem with Hessian H = X' X; the
+adjustment after fixing a column is a row of the Cholesky factor of the inverse of H.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from engine.weights.quantize import Codes, round_groups
 
 __all__ = ["Hessian", "gptq"]
 
-_BLOCK = 128  # columns whose errors update the remaining ones in one product
-_DAMPINGS = 6  # number of dampings tried, each ten times the one before
+_BLOCK = 128  # columns per block; one GEMM applies a block's errors to the remaining columns
+_DAMPINGS = 6  # damping attempts, each 10x the last
 
 
 class Hessian:
@@ -38,7 +38,7 @@ class Hessian:
         self.total: Any = None
 
     def add(self, x: Any) -> None:
-        """Add the inputs (T, K)."""
+        """Accumulate inputs (T, K)."""
         x = x.astype(np.float32)
         product = x.T @ x
         if self.total is None:
@@ -50,31 +50,31 @@ class Hessian:
 def gptq(
     matrix: Any, hessian: Any, form: Format, *, scale_dtype: str = "", damping: float = 0.01
 ) -> Codes:
-    """Round a matrix (N, K) to a format, minimising the error for inputs with this Hessian.
+    """Round a matrix (N, K) to a format, minimising the output error for inputs with this Hessian.
 
     Parameters
     ----------
     matrix : (N, K) array
         NumPy or CuPy.
     hessian : (K, K) array of float32
-        X' X of the inputs; columns whose inputs are all 0 are rounded to the nearest code.
+        X' X of the inputs; columns whose inputs are all 0 are rounded to nearest.
     form : Format
-        An integer format with groups.
+        A grouped integer format.
     scale_dtype : str
         See `round_to_codes`.
     damping : float
-        Multiple of the diagonal's mean that is added to the diagonal.
+        Fraction of the diagonal's mean to add to the diagonal.
 
     Raises
     ------
     WeightsError
-        If the format has no groups of integers, or the matrix or the Hessian holds numbers that
-        are not finite.
+        If the format is not a grouped integer format, or the matrix or the Hessian contains a NaN
+        or infinity.
     """
     if not (form.is_packed and form.code == "int" and form.offset != "min"):
         raise WeightsError(f"format must be one of int4_g* and int8_g*; got {form.name!r}")
     xp = array_module(matrix)
-    rest = matrix.astype(np.float32)  # a copy: the remaining columns change
+    rest = matrix.astype(np.float32)  # a copy, since the remaining columns are adjusted
     if not bool(xp.isfinite(rest).all()) or not bool(xp.isfinite(hessian).all()):
         raise WeightsError("matrix and inputs must have finite numbers only; they have others")
     factor = _factor(hessian, damping)
@@ -87,7 +87,7 @@ def gptq(
         last = min(first + _BLOCK, columns)
         part = slice(first, last)
         errors = xp.empty((rows, last - first), np.float32)
-        for start in range(first, last, form.group):  # groups divide blocks
+        for start in range(first, last, form.group):  # a block consists of whole groups
             group = slice(start, min(start + form.group, last))
             made = round_groups(rest[:, None, group], form, scale_dtype)
             index = start // form.group
@@ -107,7 +107,7 @@ def gptq(
 def _round_column(
     numbers: Any, scales: Any, zeros: Any, code_range: tuple[int, int]
 ) -> tuple[Any, Any]:
-    """Return the nearest codes of a column, as float32, and the rounding errors."""
+    """Return a column's nearest codes, as float32, and its rounding errors."""
     xp = array_module(numbers)
     codes = xp.rint(numbers / xp.where(scales == 0, np.float32(1), scales) + zeros)
     codes = xp.clip(codes, *code_range)
@@ -117,7 +117,7 @@ def _round_column(
 def _factor(hessian: Any, damping: float) -> Any:
     """Return the upper U (K, K) float32 with U' U = inverse of the damped Hessian.
 
-    With R the upper factor of H = R R', U is the inverse of R: the matrix itself is not inverted.
+    U is the inverse of R, the upper factor in H = R R', so H itself is never inverted.
     """
     xp = array_module(hessian)
     exact = hessian.astype(np.float64)
@@ -131,6 +131,6 @@ def _factor(hessian: Any, damping: float) -> Any:
             factor = xp.linalg.inv(xp.linalg.cholesky(exact[::-1, ::-1])[::-1, ::-1])
         except np.linalg.LinAlgError:
             continue
-        if bool(xp.isfinite(factor).all()):  # CuPy does not raise
+        if bool(xp.isfinite(factor).all()):  # CuPy returns NaN instead of raising
             return xp.triu(factor).astype(np.float32)
     raise WeightsError("the Hessian of the inputs must be positive definite; it is not")

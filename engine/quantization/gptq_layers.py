@@ -1,7 +1,7 @@
-"""GPTQ of a whole model: each layer is rounded for the inputs that calibration text produces.
+"""GPTQ for a whole model: each layer is rounded for the inputs it gets from calibration text.
 
-The text runs through the layers one by one, and the layers before are already rounded. Memory
-holds the activations between two layers for all tokens, and the Hessians of one layer.
+The text runs through the layers one at a time, after all earlier layers have been rounded. Memory
+holds all tokens' activations at one layer boundary, and one layer's Hessians.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_TOKENS = {"cpu": 512, "cuda": 8192}  # tokens per batch
 
 
 class _Observer:
-    """Stand-in for a `Linear` that adds its inputs to a Hessian."""
+    """Wrapper around a `Linear` that accumulates its inputs in a Hessian."""
 
     def __init__(self, linear: Any) -> None:
         self.linear = linear
@@ -58,28 +58,28 @@ def gptq_layers(
     scale_dtype: Callable[[str], str] = lambda name: "",
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, Codes]]:
-    """Round the linear layers of a dense model with GPTQ, first to last.
+    """Round the linear layers of a dense model with GPTQ, from first to last.
 
     Parameters
     ----------
     decoder : Decoder
-        Every rounded weight is overwritten with the numbers that its codes represent.
+        Each rounded weight is overwritten with its dequantized codes.
     device : Device
-        The decoder's.
+        Device of the decoder.
     sequences : (B, L) array of int
         Token ids of typical texts.
     form : Format
-        An integer format with groups.
+        A grouped integer format.
     scale_dtype : callable
-        Weight name -> dtype to which its scales are rounded ("": float16).
+        Weight name -> dtype its scales are rounded to ("": float16).
     wanted : callable
-        Weight name -> whether it is rounded.
+        Weight name -> whether to round it.
 
     Yields
     ------
     (str, Codes)
-        Name of a weight, such as "layers.0.qkv", and its codes in the order of its rows. Matrices
-        of experts are left out: only some of the tokens reach each of them.
+        Name of a weight, such as "layers.0.qkv", and its codes in row order. Expert matrices are
+        skipped, since each sees only some of the tokens.
     """
     device.activate()
     batches = list(_batches(device, sequences))
@@ -99,7 +99,7 @@ def gptq_layers(
 
 
 def _linears(layer: DecoderLayer, index: int) -> dict[str, tuple[Any, str]]:
-    """Return the linear layers by weight name: the object that holds each, and the attribute."""
+    """Return, by weight name, each linear layer's owner object and attribute name."""
     found: dict[str, tuple[Any, str]] = {"qkv": (layer.attn, "qkv"), "o": (layer.attn, "o")}
     mlp: Any = layer.mlp
     prefix = ""
@@ -119,13 +119,13 @@ def _observe(
     batches: Sequence[ForwardBatch],
     pages: tuple[Any, Any],
 ) -> dict[str, Any]:
-    """Run the layer on copies of the activations; return the Hessian of each linear layer."""
+    """Run the layer on copies of the activations; return each linear layer's Hessian."""
     observers = {name: _Observer(getattr(*place)) for name, place in places.items()}
     for name, place in places.items():
         setattr(*place, observers[name])
     try:
         for (delta, residual), batch in zip(states, batches, strict=True):
-            # A layer overwrites the residual stream.
+            # The layer overwrites the residual stream.
             layer(None if delta is None else delta.copy(), residual.copy(), batch, pages)
     finally:
         for name, place in places.items():
@@ -144,7 +144,7 @@ def _batches(device: Device, sequences: np.ndarray[Any, Any]) -> Iterator[Forwar
 
 
 def _pages(decoder: Decoder, device: Device, batches: Sequence[ForwardBatch]) -> tuple[Any, Any]:
-    """Return KV pages of one layer for one batch; every layer and batch overwrites them."""
+    """Return KV pages for one layer and one batch; each layer and batch reuses them."""
     c = decoder.config
     geometry = KVGeometry(1, c.num_kv_heads, c.head_dim, _BLOCK_SIZE, decoder.dtype.name)
     blocks = max(int(batch.block_tables.size) for batch in batches)

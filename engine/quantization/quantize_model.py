@@ -1,4 +1,4 @@
-"""`engine.quantize`: writes a checkpoint of 8 or 4 bits from one of 16 or 32."""
+"""`engine.quantize`: write an 8-bit or 4-bit copy of a 16-bit or 32-bit checkpoint."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from engine.weights.quantize import Codes
 
 __all__ = ["quantize"]
 
-_LENGTH = 512  # tokens of a calibration sequence
+_LENGTH = 512  # tokens per calibration sequence
 _MAX_TEXT_BYTES = 1 << 30
-_CHARACTERS_PER_TOKEN = 16  # characters of the text encoded for each token wanted
+_CHARACTERS_PER_TOKEN = 16  # characters of text encoded per requested token
 
 
 def quantize(
@@ -51,31 +51,32 @@ def quantize(
     device: str | Device = "auto",
     progress: bool = False,
 ) -> Path:
-    """Write a quantized copy of a model, in the layout of compressed-tensors.
+    """Write a quantized copy of a model in the compressed-tensors layout.
 
-    The linear layers of the decoder layers are quantized. Embeddings, the output layer, norms and
-    routers are copied, and so are the files of the tokenizer.
+    Linear layers inside decoder layers are quantized. Embeddings, the output layer, norms, routers
+    and the tokenizer files are copied.
 
     Parameters
     ----------
     model : str or path
         A folder in Hugging Face's layout with safetensors, or a hub id.
     out : str or path
-        The new folder; absent or empty. It is created when the copy is complete.
+        Output folder, absent or empty. It appears only once the copy is complete.
     format : str
         "fp8", "fp8_block", "int8", "int4" (in groups of 128), or "int4_g32", "int4_g64_zp", ...
         (see `docs/quantization.md`).
     calibrate : path or sequence of int, optional
-        A text file in UTF-8, or token ids, for GPTQ, which minimises the change of the layers'
-        outputs for such text. Matrices of experts are rounded to the nearest code.
+        UTF-8 text file, or token ids, to calibrate GPTQ with: it minimises the change in layer
+        outputs on such text. Expert matrices are rounded to nearest.
     calibration_tokens : int
-        Most tokens of it to use, in sequences of 512.
+        Maximum number of calibration tokens, used in sequences of 512.
     ignore : sequence of str
-        Linear layers to copy: names, or "re:" and a regular expression for the beginning of names.
+        Linear layers to copy: names, or regular expressions prefixed with "re:", matched from the
+        start of a name.
     device : str
-        Where to calibrate; unused without `calibrate`.
+        Device for calibration; unused without `calibrate`.
     progress : bool
-        Show a progress bar on stderr, if that is a terminal, while weights are loaded.
+        Show a progress bar on stderr, if a terminal, while loading weights.
 
     Returns
     -------
@@ -114,7 +115,7 @@ def quantize(
 
 
 def _sequences(plan: FolderPlan, calibrate: Any, count: int) -> np.ndarray[Any, Any]:
-    """Return token ids (B, L) of the calibration text."""
+    """Return the calibration text as token ids (B, L)."""
     if not is_integer(count) or count < 1:
         raise RequestError(f"calibration_tokens must be a whole number >= 1; got {shown(count)}")
     length = min(_LENGTH, plan.config.max_position_embeddings, count)
@@ -164,7 +165,7 @@ def _calibrated(
 
 
 def _rows(plan: FolderPlan, places: Sequence[Placement]) -> np.ndarray[Any, Any]:
-    """Return the weight's row into which each row of a tensor is loaded."""
+    """Return, for each row of a tensor, its row in the fused weight."""
     config = plan.config
     is_interleaved = family(plan.config.model_type).interleaved_rope
     rows = np.empty(places[0].shape[0], np.int64)

@@ -1,4 +1,4 @@
-"""The type of a weight: the format of its numbers, and the shard that it holds."""
+"""`Weight`: a tensor operand, with its number format and shard."""
 
 from engine.weights.formats import FORMATS, Format, dense_format, format_of
 from engine.weights.shard import ALL_LAYERS, WHOLE, Shard, Stage

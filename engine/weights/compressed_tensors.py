@@ -1,4 +1,4 @@
-"""The compressed-tensors layout: tensors of a quantized matrix, and the entry in config.json."""
+"""The compressed-tensors layout: tensors of a quantized matrix, and its config.json entry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STORABLE: tuple[str, ...] = (
     *("fp8", "fp8_block", "int8"),
     *(name for name in FORMATS if name.startswith(("int4_g", "int8_g"))),
 )
-"""Names of the formats in which a checkpoint can be written."""
+"""Names of the formats that a checkpoint can be written in."""
 
 _ALIASES = {"int4": "int4_g128"}
 _WORD = 32
@@ -33,7 +33,7 @@ def storable_format(name: str) -> Format:
     Raises
     ------
     WeightsError
-        If a checkpoint cannot be written in it; the message lists the known names.
+        If checkpoints cannot be written in this format; the message lists the supported names.
 
     Examples
     --------
@@ -50,7 +50,7 @@ def storable_format(name: str) -> Format:
 def layout_fault(form: Format, shape: Sequence[int]) -> str:
     """Return why a matrix of this shape cannot be stored in the format; "" if it can.
 
-    Other readers of the layout support whole groups and blocks only.
+    Other readers of this layout support only whole groups and blocks.
 
     Examples
     --------
@@ -67,9 +67,9 @@ def layout_fault(form: Format, shape: Sequence[int]) -> str:
 def stored_shapes(
     form: Format, shape: tuple[int, int], dtype: str
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return dtype and shape of the tensors that store a matrix, by the suffix of their names.
+    """Return (dtype, shape) of each tensor that stores a matrix, by name suffix.
 
-    `dtype` is the model's; scales are stored in it.
+    `dtype` is the model's and also the dtype of stored scales.
 
     Examples
     --------
@@ -96,7 +96,7 @@ def stored_shapes(
 
 
 def stored_arrays(form: Format, made: Codes, dtype: str) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the tensors that store a matrix, with the dtypes and shapes of `stored_shapes`."""
+    """Return the tensors that store a matrix, with dtypes and shapes as in `stored_shapes`."""
     codes = to_numpy(made.codes)
     scales = to_numpy(made.scales)
     if form.activations:
@@ -109,13 +109,13 @@ def stored_arrays(form: Format, made: Codes, dtype: str) -> dict[str, np.ndarray
         "weight_shape": np.array(codes.shape, np.int64),
     }
     if form.offset:
-        # One word holds the zero points of 8 rows, or of 4 rows for 8-bit codes.
+        # One word packs the zero points of 8 rows, or of 4 rows for 8-bit codes.
         arrays["weight_zero_point"] = np.ascontiguousarray(_words(to_numpy(made.offsets).T, form).T)
     return arrays
 
 
 def _words(codes: np.ndarray[Any, Any], form: Format) -> np.ndarray[Any, Any]:
-    """Pack codes, as unsigned numbers, along the last axis into int32, the first lowest."""
+    """Pack codes, as unsigned integers, into int32 words along the last axis, lowest bits first."""
     per_word = _WORD // form.bits
     rows, columns = codes.shape
     unsigned = np.zeros((rows, -(-columns // per_word) * per_word), np.uint32)
@@ -163,7 +163,7 @@ def quantization_config(form: Format, ignore: Sequence[str]) -> dict[str, Any]:
 
 
 def _arguments(kind: str, bits: int, **known: Any) -> dict[str, Any]:
-    """Return the description of one operand: default values, overridden by `known`."""
+    """Return the entry that describes one operand: defaults, overridden by `known`."""
     defaults: dict[str, Any] = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": None}
     defaults |= {"group_size": None, "block_structure": None, "dynamic": False, "actorder": None}
     return {**defaults, **known}

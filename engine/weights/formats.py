@@ -1,4 +1,4 @@
-"""Formats of weights: how a stored code becomes a number, and which numbers share a scale."""
+"""Weight formats: how stored codes map to numbers, and which numbers share a scale."""
 
 from __future__ import annotations
 
@@ -34,40 +34,40 @@ def padded_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Format:
-    """The storage of a weight's numbers: codes, scales and their groups.
+    """Storage format of a weight: codes, scales and groups.
 
-    A code q, of a group with scale s, is the number
+    A code q in a group with scale s represents
 
-        s (q - zero)    in a symmetric format; `zero` is the same for all groups
-        s (q - z)       with `offset` "zero": z is the group's zero point, a whole number
+        s (q - zero)    in a symmetric format; `zero` is the same in all groups
+        s (q - z)       with `offset` "zero": z is the group's zero point, an integer
         s q + m         with `offset` "min": m is the group's minimum
 
-    With a `super_block`, s and m are themselves quantized: small integers times the float16 scales
-    of `super_block` numbers, s = d sc and m = -dmin mn.
+    With a `super_block`, s and m are themselves quantized: s = d sc and m = -dmin mn, small integers
+    times float16 scales shared by `super_block` numbers.
 
     Attributes
     ----------
     name : str
-        Its name in options, checkpoints and messages, such as "bfloat16" or "int4_g128".
+        Name in options, checkpoints and messages, such as "bfloat16" or "int4_g128".
     bits : int
         Bits per number.
     block : (int, int) or None
-        Rows and columns of a block that shares a scale; 0 stands for all of them, None for no
-        scales. (1, 0) is one scale per row, (1, 128) one per 128 numbers of a row.
+        Rows and columns per scale; 0 means all of them, None means no scales. (1, 0) is one scale
+        per row, (1, 128) one per 128 numbers of a row.
     scale_bits : int
         Bits per scale, including a group's zero point or minimum.
     code : str
-        Type of a code: "float" (the number itself), "int", "e4m3" or "e2m1".
+        Code type: "float" (the number itself), "int", "e4m3" or "e2m1".
     zero : int
-        Code of the number 0 in a symmetric format.
+        Code that represents 0 in a symmetric format.
     offset : str
         "" (symmetric), "zero" or "min".
     super_block : int
-        Numbers of a row whose scales share float16 scales; 0 if the scales are floats.
+        Numbers of a row whose integer scales share a float16 scale; 0 if scales are floats.
     activations : str
-        Format to which the other operand is quantized: "" (none), "fp8" or "int8".
+        Format the activations are quantized to: "" (none), "fp8" or "int8".
     activation_group : int
-        Consecutive activations of a token that share a scale; 0 for the whole token.
+        Activations per scale along a token; 0 for one scale per token.
 
     Examples
     --------
@@ -88,22 +88,22 @@ class Format:
 
     @property
     def is_dense(self) -> bool:
-        """Tell whether the data is a plain array of the numbers, in the logical shape."""
+        """Tell whether the data is a plain array of numbers in the logical shape."""
         return self.block is None
 
     @property
     def is_packed(self) -> bool:
-        """Tell whether the data are the bit planes of `packing`, for 16-bit activations."""
+        """Tell whether the data is stored as `packing`'s bit planes, for 16-bit activations."""
         return self.code in ("int", "e2m1") and not self.activations
 
     @property
     def group(self) -> int:
-        """Consecutive numbers of a row that share a scale; 0 for the whole row."""
+        """Consecutive numbers per scale along a row; 0 for one scale per row."""
         return 0 if self.block is None else self.block[1]
 
     @property
     def code_range(self) -> tuple[int, int]:
-        """The smallest and the largest code of an integer format."""
+        """Smallest and largest code of an integer format."""
         low = -128 if self.bits == 8 else 0
         return low, low + (1 << self.bits) - 1
 
@@ -118,7 +118,7 @@ class Format:
         return -(-rows // high) * -(-columns // wide)
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of data and scales of a weight of this shape, padding included."""
+        """Return the size in bytes of a weight of this shape: data, scales and padding."""
         if self.is_packed:
             shape = padded_shape(shape)
         bits = math.prod(shape) * self.bits + self.num_scales(shape) * self.scale_bits
@@ -151,7 +151,7 @@ _GGUF = (
 )
 
 GGUF_FORMATS: tuple[str, ...] = tuple(form.name for form in _GGUF)
-"""Names of the formats that only .gguf files have."""
+"""Names of the formats found only in .gguf files."""
 
 FORMATS: dict[str, Format] = {
     form.name: form
@@ -165,10 +165,10 @@ FORMATS: dict[str, Format] = {
         *_GGUF,
     )
 }
-"""Every supported format, by name. Codes of 8 bits are signed, others unsigned."""
+"""All supported formats by name. 8-bit codes are signed, others unsigned."""
 
 STACKED = Format("stacked", 0, (0, 0))
-"""Placeholder format of a stacked weight, whose parts have formats of their own."""
+"""Placeholder format of a stacked weight; each part has its own format."""
 
 
 def dense_format(dtype: str) -> Format:
@@ -190,7 +190,7 @@ def format_of(name: str) -> Format:
     Raises
     ------
     WeightsError
-        If it is unknown; the message lists the known names.
+        If the name is unknown; the message lists the known ones.
     """
     if name not in FORMATS:
         raise WeightsError(f"format must be one of {', '.join(FORMATS)}; got {shown(name)}")

@@ -1,11 +1,10 @@
-"""Memory layout of codes of 4 to 8 bits, for products with 16-bit activations.
+"""Memory layout of 4-bit to 8-bit codes, for GEMMs with 16-bit activations.
 
-A weight (N, K) is cut into tiles of 16 rows by 64 columns. A warp reads a tile in one load, 16
-bytes per lane, and each lane then holds exactly the numbers of its fragments of the matrix
-instructions (mma.m16n8k16 with the weight as first operand, and wgmma with it in registers). Lane
-4g + t holds rows g and g + 8, and in each of the tile's four steps of 16 columns the columns 2t,
-2t + 1, 2t + 8 and 2t + 9. With s the step, and the register j = (row // 8) + 2 (column // 8) and
-half e = column % 2 of a fragment:
+A weight (N, K) is cut into tiles of 16 rows x 64 columns. A warp reads a tile in one load, 16 bytes
+per lane, and each lane then holds exactly its own tensor-core fragments (mma.m16n8k16 with the
+weight as A, or wgmma with A in registers). Lane 4g + t holds rows g and g + 8 and, in each of the
+tile's four 16-column steps, columns 2t, 2t + 1, 2t + 8 and 2t + 9. Let s be the step,
+j = (row // 8) + 2 (column // 8) the fragment register, and e = column % 2 its half:
 
     data, 4 bits or the low 4    (N/16, K/64, 512) uint8: 32-bit word s of lane l, bits 4 (j + 4e)
     data, 8 bits                 (N/16, K/64, 1024): word 2 (s % 2) + j // 2 of lane l of half
@@ -14,11 +13,11 @@ half e = column % 2 of a fragment:
     high, bits 5 and 6           (N/16, K/64, 256): word s // 2 of lane l,
                                  bits 2 (j + 4 (s % 2) + 8e)
 
-One shift and one mask thus yield a register of two numbers. The value of a row and group is stored
-at [row // 16, group, row % 8, row // 8 % 2], the order in which the lanes read it. Rows and columns
-are padded to whole tiles, with codes 0 and scales 0.
+One shift and one mask thus yield a register of two numbers. The scale of a row and group is stored
+at [row // 16, group, row % 8, row // 8 % 2], the order in which lanes read scales. Rows and columns
+are padded to whole tiles with codes 0 and scales 0.
 
-Every function accepts NumPy and CuPy arrays.
+All functions accept NumPy and CuPy arrays.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _BIT5 = (_G, _T, _E, _S, _H8, _HI)
 
 
 def pack_codes(codes: Any, bits: int) -> tuple[Any, Any]:
-    """Return the planes (data, high) of codes; high is None for 4 and 8 bits.
+    """Split codes into bit planes (data, high); high is None for 4 and 8 bits.
 
     Parameters
     ----------
@@ -71,7 +70,7 @@ def pack_codes(codes: Any, bits: int) -> tuple[Any, Any]:
 
 
 def unpack_codes(data: Any, high: Any, bits: int, shape: tuple[int, int]) -> Any:
-    """Return the codes (N, K) of `shape` from their planes: int8 for 8 bits, else uint8."""
+    """Reassemble the codes (N, K) of `shape` from their planes: int8 for 8 bits, else uint8."""
     if bits == 8:
         return _untiled(_unpack_bytes(data), shape).view("i1")
     tiles = _restored(_unpack_bits(data, 4), _LOW)
@@ -136,7 +135,7 @@ def _restored(codes: Any, axes: tuple[int, ...]) -> Any:
 
 
 def _split_steps(tiles: Any) -> Any:
-    """Return the two high bits of every code in memory order: _BIT5's, one word per two steps."""
+    """Return every code's two high bits in memory order: like _BIT5, but one word per two steps."""
     # hi, g, s // 2, s % 2, h8, t, e -> g, t, s // 2, e, s % 2, h8, hi
     pairs = tiles.reshape(*tiles.shape[:2], 2, 8, 2, 2, 2, 4, 2)
     return pairs.transpose(0, 1, 3, 7, 4, 8, 5, 6, 2).reshape(*tiles.shape[:2], 1024)
@@ -149,7 +148,7 @@ def _joined_steps(codes: Any) -> Any:
 
 
 def _pack_bits(codes: Any, bits: int) -> Any:
-    """Pack 8 / bits codes into each uint8, the first in the lowest bits."""
+    """Pack 8 / bits codes into each uint8, lowest bits first."""
     xp = array_module(codes)
     per_byte = 8 // bits
     parts = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per_byte, per_byte)

@@ -1,4 +1,4 @@
-"""Rounding to "q6_k": 6-bit codes, and an integer scale per group of 16."""
+"""Round to "q6_k": 6-bit codes, with one integer scale per group of 16."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _HIGH = _FORM.zero - 1
 
 
 def round_q6_k(numbers: Any) -> tuple[Any, Any, Any]:
-    """Return the nearest codes of a matrix, their scales, and the scales of the scales.
+    """Return the nearest codes of a matrix, their scales, and the super-block scales.
 
-    Integers reach one further below zero than above. So the number of the largest magnitude in a
-    group becomes the lowest code, and the largest scale of a super-block the lowest integer; their
-    signs are in the scales.
+    Two's complement integers reach one further below zero than above. So a group's number of
+    largest magnitude maps to the lowest code, and a super-block's scale of largest magnitude to the
+    lowest integer; the scales carry the signs.
 
     Parameters
     ----------
@@ -66,6 +66,6 @@ def _extreme(values: Any) -> Any:
 
 
 def _divided(numbers: Any, steps: Any) -> Any:
-    """Return numbers / steps; 0 where the step is 0."""
+    """Return numbers / steps, or 0 for a step of 0."""
     xp = array_module(numbers)
     return xp.where(steps == 0, np.float32(0), numbers / xp.where(steps == 0, np.float32(1), steps))

@@ -1,4 +1,4 @@
-"""Round-to-nearest quantization of a weight, with scales computed from its numbers."""
+"""Round-to-nearest weight quantization; scales are computed from the weight itself."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ QUANTIZABLE: tuple[str, ...] = tuple(
 
 _ALIASES = {"int4": "int4_g128"}
 
-_PART_ROWS = 1 << 15  # rows of a large matrix rounded at a time
+_PART_ROWS = 1 << 15  # rows of a large matrix quantized at a time
 
-# Scales tried for a 4-bit group, relative to the one that just covers its largest number: clipping
-# a few numbers reduces the rounding error of all others. The first represents the largest number
-# exactly.
+# Candidate scales of a 4-bit group, relative to the scale that just covers its largest number:
+# clipping a few numbers reduces the rounding error of all others. The first represents the largest
+# number exactly.
 _SHRINKS = (7.5 / 7, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 _E4M3_MAX = np.float32(448)
@@ -44,12 +44,12 @@ _E2M1_EDGES = (E2M1[:7] + E2M1[1:8]) / 2
 
 
 def resolve_format(name: str) -> Format:
-    """Return the format that the option `quantization` names; "int4" is "int4_g128".
+    """Return the format named by the `quantization` option; "int4" means "int4_g128".
 
     Raises
     ------
     WeightsError
-        If weights cannot be quantized to it; the message lists the supported names.
+        If quantizing to this format is not supported; the message lists the supported names.
 
     Examples
     --------
@@ -64,15 +64,15 @@ def resolve_format(name: str) -> Format:
 
 
 class Codes(NamedTuple):
-    """A matrix (N, K) as codes and scales, in its logical order.
+    """A matrix (N, K) as codes and scales, in logical order.
 
     Attributes
     ----------
     codes : (N, K) array
-        uint8 for 4 bits, int8 for 8; e4m3 numbers, or their bits in uint8.
+        uint8 for 4 bits, int8 for 8 bits; e4m3 numbers, or their bits as uint8.
     scales : array
-        (N,) per row, (ceil(N / 128), ceil(K / 128)) per block, or (N, G) per group: float32
-        numbers, representable in the requested dtype; uint8 exponents for "mxfp4".
+        Per row (N,), per block (ceil(N / 128), ceil(K / 128)), or per group (N, G). float32 values
+        that the requested dtype represents exactly; uint8 exponents for "mxfp4".
     offsets : (N, G) array of float32 or None
         Zero points; None for a symmetric format.
     """
@@ -101,12 +101,12 @@ def quantize(array: Any, form: Format) -> Weight:
     Raises
     ------
     WeightsError
-        If the array is not a matrix or stack of matrices, or holds numbers that are not finite.
+        If the array is not a matrix or stack of matrices, or contains a NaN or infinity.
 
     Notes
     -----
-    The scale of a group maps its largest number to the largest code. With 4 bits, several smaller
-    scales are tried too, and the one with the least squared error is chosen.
+    A group's scale maps its largest number to the largest code. With 4 bits, several smaller scales
+    are tried too, and the one with the least squared error wins.
 
     Examples
     --------
@@ -127,7 +127,7 @@ def quantize(array: Any, form: Format) -> Weight:
 
 
 def _joined(parts: list[Weight]) -> Weight:
-    """Concatenate packed matrices along the rows; all but the last have whole row tiles."""
+    """Concatenate packed matrices along the rows; all but the last consist of whole row tiles."""
     xp = array_module(parts[0].data)
     planes = {
         name: xp.concatenate([dict(part.arrays())[name] for part in parts])
@@ -145,7 +145,7 @@ def round_to_codes(array: Any, form: Format, scale_dtype: str = "") -> Codes:
     array, form
         See `quantize`.
     scale_dtype : str
-        Dtype to which scales are rounded; by default float16 for groups, else float32.
+        Dtype that scales are rounded to; default: float16 for groups, else float32.
     """
     numbers = _numbers(array)
     if form.name == "fp8_block":
@@ -162,7 +162,7 @@ def round_to_codes(array: Any, form: Format, scale_dtype: str = "") -> Codes:
 
 
 def _numbers(array: Any) -> Any:
-    """Return the array in float32, after checking its shape and values."""
+    """Check the array's shape and values, and return it in float32."""
     if array.ndim != 2:
         raise WeightsError(f"array must be a matrix, or several; got {array.ndim} dimensions")
     numbers = array.astype(np.float32)
@@ -172,14 +172,14 @@ def _numbers(array: Any) -> Any:
 
 
 def round_groups(grouped: Any, form: Format, scale_dtype: str = "") -> Codes:
-    """Return codes (N, G, group), scales and offsets of groups (N, G, group) of float32."""
+    """Quantize float32 groups (N, G, group) to codes of that shape, scales and offsets."""
     if form.code == "e2m1":
         return _e2m1_groups(grouped)
     return _int_groups(grouped, form, scale_dtype or "float16")
 
 
 def _weight_of_codes(form: Format, made: Codes) -> Weight:
-    """Return the weight; group scales must be representable in float16."""
+    """Return the codes as a weight; group scales must be representable in float16."""
     if not form.is_packed:
         return Weight(form, made.codes, made.codes.shape, scales=made.scales)
     scales = made.scales if form.code == "e2m1" else made.scales.astype(np.float16)
@@ -187,7 +187,7 @@ def _weight_of_codes(form: Format, made: Codes) -> Weight:
 
 
 def dequantize_codes(form: Format, made: Codes) -> Any:
-    """Return the numbers (N, K) float32 that the codes stand for."""
+    """Dequantize the codes to float32 (N, K)."""
     xp = array_module(made.codes)
     rows, columns = made.codes.shape
     if form.code == "int":
@@ -228,7 +228,7 @@ def _round_blocks(numbers: Any, form: Format, scale_dtype: str) -> Codes:
 
 
 def _exact_in(scales: Any, dtype: str) -> Any:
-    """Return float32 scales, rounded to numbers that `dtype` represents."""
+    """Round float32 scales to values representable in `dtype`; return float32."""
     if dtype == "float32":
         return scales
     if dtype == "float16":
@@ -239,12 +239,12 @@ def _exact_in(scales: Any, dtype: str) -> Any:
 
 
 def _byte_codes(numbers: Any, scales: Any, form: Format) -> Any:
-    """Return the 8-bit codes of `numbers` / `scales`; for e4m3 the bits."""
+    """Return the 8-bit codes of `numbers` / `scales`; e4m3 codes as bits."""
     xp = array_module(numbers)
     scaled = numbers / xp.where(scales == 0, np.float32(1), scales)
     if form.code == "int":
         return xp.clip(xp.rint(scaled), -127, 127).astype("i1")
-    scaled = xp.clip(scaled, -_E4M3_MAX, _E4M3_MAX)  # a scale may have been rounded down
+    scaled = xp.clip(scaled, -_E4M3_MAX, _E4M3_MAX)  # the scale may have been rounded down
     if xp is np:
         return scaled.astype(ml_dtypes.float8_e4m3fn).view("u1")
     return _e4m3_bits(scaled)
@@ -262,7 +262,7 @@ def _e4m3_bits(x: Any) -> Any:
 
 
 def _e2m1_groups(grouped: Any) -> Codes:
-    """Return codes and e8m0 exponents; OCP specification, section 6.3."""
+    """Return codes and e8m0 exponents (OCP specification, section 6.3)."""
     xp = array_module(grouped)
     most = abs(grouped).max(axis=2)
     exponents = xp.floor(xp.log2(xp.where(most == 0, np.float32(1), most)))
@@ -277,7 +277,7 @@ def _e2m1_groups(grouped: Any) -> Codes:
 
 
 def _int_groups(grouped: Any, form: Format, scale_dtype: str) -> Codes:
-    """Return the codes, scales, and zero points or None, with the least squared error."""
+    """Return codes, scales, and zero points or None, minimising the squared error."""
     xp = array_module(grouped)
     best: Codes | None = None
     least = None
@@ -303,7 +303,7 @@ def _int_groups(grouped: Any, form: Format, scale_dtype: str) -> Codes:
 
 
 def _int_codes(grouped: Any, form: Format, shrink: Any, scale_dtype: str) -> Codes:
-    """Return codes, scales and zero points, with scales `shrink` times the full ones."""
+    """Return codes, scales and zero points for scales multiplied by `shrink`."""
     xp = array_module(grouped)
     low, high = form.code_range
     if form.offset:

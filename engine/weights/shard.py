@@ -1,4 +1,4 @@
-"""The part of a model that one rank holds: `Shard` of every layer, and `Stage` of all layers."""
+"""How a model is split between ranks: `Shard` splits every layer, `Stage` the list of layers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["ALL_LAYERS", "WHOLE", "Shard", "Stage"]
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers of one pipeline stage: [first, last) of `num_layers`.
+    """Layers [first, last) of `num_layers`: one pipeline stage.
 
     The first stage holds the embedding, the last one the final norm and the output layer.
 
     Attributes
     ----------
     first, last, num_layers : int
-        All 0 for every layer of a model.
+        All 0 means every layer of the model.
 
     Examples
     --------
@@ -33,7 +33,7 @@ class Stage:
 
     @classmethod
     def of(cls, index: int, count: int, num_layers: int) -> Stage:
-        """Return stage `index` of `count`; the first ones may have one layer more.
+        """Return stage `index` of `count`; the first stages may have one extra layer.
 
         Raises
         ------
@@ -50,12 +50,12 @@ class Stage:
 
     @property
     def layers(self) -> slice:
-        """Slice of this stage's items in a sequence with one item per layer of the model."""
+        """Slice that selects this stage from a sequence with one item per layer of the model."""
         return slice(self.first, self.last or None)
 
     @property
     def is_first(self) -> bool:
-        """Tell whether the stage begins with the embedding."""
+        """Tell whether the stage starts with the embedding."""
         return self.first == 0
 
     @property
@@ -64,7 +64,7 @@ class Stage:
         return self.last == self.num_layers
 
     def has(self, name: str, *, is_tied: bool) -> bool:
-        """Tell whether a weight is in this stage; the last one holds a tied embedding as well."""
+        """Tell whether a weight is in this stage; the last stage holds a tied embedding too."""
         if name.startswith("layers."):
             return not self.num_layers or self.first <= int(name.split(".")[1]) < self.last
         if name == "embed":
@@ -72,7 +72,7 @@ class Stage:
         return self.is_last
 
     def local_name(self, name: str) -> str:
-        """Return a weight's name with the layers numbered from 0.
+        """Return a weight's name with this stage's layers numbered from 0.
 
         Examples
         --------
@@ -90,18 +90,19 @@ ALL_LAYERS = Stage()
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `index` of `count` equal parts.
+    """Rank `index`'s part of a model divided among `count` ranks.
 
     Attributes
     ----------
     index, count : int
     by_output : bool
-        Divide every matrix by its output features, so that no sum crosses parts. Otherwise the
-        second matrix of a pair (the output of attention, down) is divided by its input features.
+        Column parallel only: divide every matrix by output features, so no sum is split between
+        ranks. Otherwise the second matrix of a pair (attention output, down) is row parallel.
     expert_parallel : bool
-        Divide a mixture by experts, which stay whole. Otherwise each expert is divided.
+        Expert parallel: each rank holds some of the experts whole. Otherwise every expert is split
+        across all ranks.
     stage : Stage
-        The layers that are divided.
+        Layers to divide.
 
     Raises
     ------
@@ -130,16 +131,16 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether there is only one part of each layer."""
+        """Tell whether the layers are not divided (one rank)."""
         return self.count == 1
 
     def cut(self, name: str, size: int) -> tuple[int, int]:
-        """Return this part's range [first, last) of `size` items.
+        """Return this rank's range [first, last) of `size` items.
 
         Raises
         ------
         ConfigError
-            If they cannot be divided evenly; `name` says what the items are.
+            If the items cannot be divided evenly; the message calls them `name`.
         """
         if size % self.count:
             raise ConfigError(f"{name} must be a multiple of {self.count} shards; got {size}")
@@ -147,14 +148,14 @@ class Shard:
         return self.index * part, (self.index + 1) * part
 
     def cut_experts(self, num_experts: int) -> tuple[int, int]:
-        """Return this part's range [first, last) of experts: all without `expert_parallel`.
+        """Return this rank's experts [first, last): all of them unless expert parallel.
 
-        The parts are as even as they can be.
+        Ranks get as nearly equal shares as possible.
 
         Raises
         ------
         ConfigError
-            If there are fewer experts than parts.
+            If there are fewer experts than ranks.
 
         Examples
         --------
@@ -172,20 +173,20 @@ class Shard:
         return bounds[0], bounds[1]
 
     def cut_padded(self, size: int) -> tuple[int, int, int]:
-        """Return this part's range [first, last), and its length including padding."""
+        """Return this rank's range [first, last), and its length including padding."""
         part = -(-size // self.count)
         first = min(self.index * part, size)
         return first, min(first + part, size), part
 
     def cut_shared(self, name: str, size: int) -> tuple[int, int]:
-        """Return this part's range; if there are more parts than items, several share one.
+        """Return this rank's range; if ranks outnumber items, several ranks share one.
 
         See `cut`.
 
         Raises
         ------
         ConfigError
-            If neither divides the other.
+            If neither count divides the other.
         """
         if size >= self.count or self.count % size:
             return self.cut(name, size)
@@ -195,16 +196,15 @@ class Shard:
     def cut_heads(
         self, num_heads: int, num_kv_heads: int
     ) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return this part's ranges of query heads and of key/value heads.
+        """Return this rank's ranges of query heads and key/value heads.
 
-        If there are more parts than key/value heads, several parts hold the same one. With
-        `by_output` they also hold all of its query heads, since products of fewer heads may round
-        differently.
+        If ranks outnumber key/value heads, several ranks hold the same one. With `by_output` they
+        also hold all its query heads, since GEMMs over fewer heads may round differently.
 
         Raises
         ------
         ConfigError
-            If they cannot be divided.
+            If the heads cannot be divided.
 
         Examples
         --------

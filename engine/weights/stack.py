@@ -1,7 +1,7 @@
-"""Weights of several matrices (E, N, K), such as those of all experts.
+"""Weights that stack several matrices (E, N, K), for example one per expert.
 
-A packed weight has the planes of one matrix (E N, K), so N must be a multiple of 16. In other
-formats the first axis of every array is E.
+A packed weight is stored as the planes of one matrix (E N, K), so N must be a multiple of 16. In
+other formats the first axis of every array is E.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ _PLANES = ("data", "scales", "high", "super_scales")
 
 
 def stack_matrices(parts: Sequence[Weight]) -> Weight:
-    """Stack matrices (N, K) of one format and shape to a weight (E, N, K).
+    """Stack matrices (N, K) of equal format and shape into a weight (E, N, K).
 
     Raises
     ------
     WeightsError
-        If their formats or shapes differ, packed rows do not fill whole tiles, or columns are
-        permuted.
+        If formats or shapes differ, packed rows do not fill whole tiles, or columns are permuted.
 
     Examples
     --------

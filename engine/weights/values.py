@@ -1,4 +1,4 @@
-"""Packing of codes and scales into a weight, and unpacking to its numbers."""
+"""Pack codes and scales into a weight, and dequantize a weight to numbers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["E2M1", "E4M3", "E8M0", "pack_weight", "unpack_weight"]
 _BYTES = np.arange(256, dtype=np.uint8)
 
 E4M3 = _BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-"""The number for each e4m3 code: 1 bit of sign, 4 of exponent, 3 of mantissa; two are NaN."""
+"""Value of each e4m3 code: 1 sign bit, 4 exponent bits, 3 mantissa bits; two codes are NaN."""
 
 E2M1 = _BYTES[:16].view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-"""The number for each e2m1 code: 1 bit of sign, 2 of exponent, 1 of mantissa."""
+"""Value of each e2m1 code: 1 sign bit, 2 exponent bits, 1 mantissa bit."""
 
 E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
-"""The scale for each e8m0 exponent; the last is NaN."""
+"""Scale of each e8m0 exponent; the last is NaN."""
 
 
 def pack_weight(
@@ -41,18 +41,18 @@ def pack_weight(
     super_scales: Any = None,
     permutation: Any = None,
 ) -> Weight:
-    """Return a weight of a packed format.
+    """Pack codes and scales into a weight.
 
     Parameters
     ----------
     form : Format
-        A packed one.
+        A packed format.
     codes : (N, K) array of uint8, or int8 for 8 bits
     scales : (N, G) array
-        G = ceil(K / group). float16 or bfloat16; uint8 exponents for "mxfp4"; with a super-block
+        G = ceil(K / group). float16 or bfloat16; uint8 exponents for "mxfp4"; with super-blocks
         uint8 or int8 factors.
     offsets : (N, G) array, optional
-        Zero points (whole numbers) or minimums, depending on the format.
+        Zero points (integers) or minimums, depending on the format.
     super_scales : (N, K / 256) or (N, K / 256, 2) array of float16, optional
         d, or d and dmin.
     permutation : (K,) array of int32, optional
@@ -77,7 +77,7 @@ def pack_weight(
         last = (2,) if form.offset else ()
         _check("super_scales", super_scales, (rows, -(-columns // form.super_block), *last))
     data, high = pack_codes(codes, form.bits)
-    # Groups of padding, so that every tile has scales.
+    # Pad the groups so that every tile has scales.
     padded = padded_shape((rows, columns))[1]
     return Weight(
         form,
@@ -91,7 +91,7 @@ def pack_weight(
 
 
 def unpack_weight(weight: Weight) -> Any:
-    """Return the numbers of a weight in any format: (N, K) or (E, N, K), float32, logical order."""
+    """Dequantize a weight of any format to float32, (N, K) or (E, N, K), in logical order."""
     if weight.parts:
         parts = [unpack_weight(part) for part in weight.parts]
         return array_module(*parts).concatenate(parts)
@@ -146,12 +146,12 @@ def _scales_of(weight: Weight) -> tuple[Any, Any]:
 
 
 def _repeated(values: Any, count: int, length: int) -> Any:
-    """Repeat each of `values` along axis 1 `count` times, and cut to `length`."""
+    """Repeat each of `values` `count` times along axis 1, and truncate to `length`."""
     return array_module(values).repeat(values, count, axis=1)[:, :length]
 
 
 def _expanded(scales: Any, form: Format, shape: tuple[int, ...]) -> Any:
-    """Return row or block scales in a shape that broadcasts to the weight's."""
+    """Return row or block scales in a shape that broadcasts against the weight."""
     if form.block is None or form.block[1] == 0:
         return scales[:, None]
     high, wide = form.block
@@ -160,7 +160,7 @@ def _expanded(scales: Any, form: Format, shape: tuple[int, ...]) -> Any:
 
 
 def _with_groups(values: Any, groups: int) -> Any:
-    """Append zeros for the groups of padding to `values` (N, G, ...)."""
+    """Append zeros for the padding groups to `values` (N, G, ...)."""
     missing = groups - values.shape[1]
     if missing <= 0:
         return values

@@ -1,4 +1,4 @@
-"""`Weight`: numbers in some format, and the shard of the whole that they are."""
+"""`Weight`: an array of numbers in some format, tagged with the shard it belongs to."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ __all__ = ["Weight"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Weight:
-    """The operand of a product, a norm or an embedding lookup.
+    """Weight operand of a GEMM, a norm or an embedding lookup.
 
     Attributes
     ----------
     format : Format
     data : array
-        Dense: an array of `shape`. Packed: the plane of all codes, or of their low 4 bits
-        (`packing`). Formats of both operands ("fp8", "int8"): codes in `shape`, int8, or uint8 with
-        the bits of e4m3.
+        Dense: an array of `shape`. Packed: the plane of all codes, or of their low 4 bits (see
+        `packing`). Formats that also quantize activations ("fp8", "int8"): codes of `shape`, int8,
+        or e4m3 bits as uint8.
     shape : tuple of int
         Logical shape of this shard, (out, in) for a matrix.
     scales : array or None
         Packed: (N/16, G, 8, 2), or (N/16, G, 8, 2, 2) of (scale, zero point or minimum), in the
         order of `packing.tile_groups`; float16 or bfloat16, uint8 exponents for "mxfp4", uint8
-        (int8 for "q6_k") with a super-block. Otherwise float32: (N,), or one value per block.
+        (int8 for "q6_k") with super-blocks. Otherwise float32: (N,), or one value per block.
     high : array or None
         Packed: the plane of the fifth bit, or of bits 5 and 6.
     super_scales : array or None
         (N/16, K/256, 8, 2) of d, or (N/16, K/256, 8, 2, 2) of (d, dmin), float16.
     permutation : (K,) int32 array or None
-        Column k of the data is column permutation[k] of the logical weight, and is multiplied by
-        that column of x.
+        Column k of the data is column permutation[k] of the logical weight, and multiplies that
+        column of x.
     parts : tuple of Weight
-        Parts of a stacked weight, from the first rows to the last. It has no data of its own.
+        Parts of a stacked weight in row order. The stacked weight itself has no data.
     shard : Shard
-        The part of the whole that this weight is.
+        Which part of the whole weight this is.
     axis : int or None
-        The axis along which the whole is divided; None if every rank holds the whole.
+        Axis along which the whole weight is sharded; None if every rank holds all of it.
     """
 
     format: Format
@@ -60,7 +60,7 @@ class Weight:
 
     @classmethod
     def dense(cls, array: Any, shard: Shard = WHOLE, axis: int | None = None) -> Weight:
-        """Return `array` as a weight.
+        """Wrap a plain array as a weight.
 
         Examples
         --------
@@ -74,12 +74,12 @@ class Weight:
 
     @classmethod
     def stacked(cls, parts: Sequence[Weight]) -> Weight:
-        """Stack several matrices along their rows to one weight.
+        """Stack several matrices along their rows into one weight.
 
         Raises
         ------
         WeightsError
-            If they have different numbers of columns.
+            If their column counts differ.
         """
         columns = {part.shape[1] for part in parts}
         if len(columns) != 1:
@@ -94,18 +94,18 @@ class Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its arrays."""
+        """Total bytes of all arrays."""
         return sum(int(array.nbytes) for _, array in self.arrays())
 
     def formats(self) -> Iterator[Format]:
-        """Yield its format, or those of its parts."""
+        """Yield the weight's format, or the formats of its parts."""
         if not self.parts:
             yield self.format
         for part in self.parts:
             yield from part.formats()
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield (name, array) for every array it holds."""
+        """Yield (name, array) for every array the weight holds."""
         for index, part in enumerate(self.parts):
             yield from ((f"{index}.{name}", array) for name, array in part.arrays())
         for name in ("data", "scales", "high", "super_scales", "permutation"):

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: the configuration of a scheme, and readers of codes and scales."""
+"""Quantized checkpoints: quantization schemes, and readers for codes and scales."""
 
 from engine.loading.quantized.reader import QuantizedCheckpoint, read_rows
 from engine.loading.quantized.rows import QuantizedRows

@@ -1,4 +1,4 @@
-"""Reader of matrices of AWQ checkpoints in the layout "gemm"."""
+"""Read matrices of AWQ checkpoints in the "gemm" layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PER_WORD = 8
 
 
 def awq_shape(tensors: ModuleTensors, storage: Storage) -> tuple[int, int]:
-    """Return the shape (N, K) of a matrix whose codes (K, N) are packed along N."""
+    """Return the shape (N, K) of a matrix stored as codes (K, N), packed along N."""
     columns, words = tensors.matrix("qweight", ("I32",)).shape
     return words * _PER_WORD, columns
 
@@ -53,7 +53,7 @@ def read_awq(
 
 
 def _rows_of(words: Array, first: int, last: int) -> Array:
-    """Return rows [first, last) of the matrix whose transpose the words hold."""
+    """Return rows [first, last) of a matrix whose words store its transpose."""
     start = first // _PER_WORD
     numbers = unpack_awq(words[:, start : -(-last // _PER_WORD)])
     return numbers[first - start * _PER_WORD : last - start * _PER_WORD]

@@ -1,4 +1,4 @@
-"""Reader of matrices of compressed-tensors checkpoints (llm-compressor)."""
+"""Read matrices of compressed-tensors checkpoints (llm-compressor)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 
 def packed_shape(tensors: ModuleTensors, storage: Storage) -> tuple[int, int]:
-    """Return the shape (N, K) of a matrix whose codes are packed along its rows.
+    """Return the shape (N, K) of a matrix with codes packed along K.
 
     Raises
     ------
@@ -53,7 +53,7 @@ def read_packed(
     last: int,
     columns: tuple[int, int] | None = None,
 ) -> QuantizedRows:
-    """Read rows [first, last) of a matrix in "pack-quantized" (see `reader.read_rows`)."""
+    """Read rows [first, last) of a "pack-quantized" matrix (see `reader.read_rows`)."""
     per_word = 32 // storage.bits
     num_rows, width = packed_shape(tensors, storage)
     groups = -(-width // (storage.group_size or width))
@@ -66,7 +66,7 @@ def read_packed(
     order = None
     if tensors.has("weight_g_idx"):
         g_idx = tensors.view("weight_g_idx", ("I32",), (width,))
-        if not np.all(g_idx == -1):  # -1 stands for no order
+        if not np.all(g_idx == -1):  # all -1 means no act-order
             order = column_order(tensors, "weight_g_idx", g_idx, storage.group_size, groups)
     step = width if order is not None else storage.format.group if storage.group_size else 1
     begin, end = check_columns(tensors, "weight_packed", columns, width, step)
@@ -90,7 +90,7 @@ def _scales(tensors: ModuleTensors, num_rows: int, groups: int) -> Array:
 
 
 def _zero_points(words: Array, bits: int, first: int, last: int) -> Array:
-    """Return the zero points (n, G) of rows [first, last), which are packed along the rows."""
+    """Return the zero points (n, G) of rows [first, last); words pack them along N."""
     per_word = 32 // bits
     start = first // per_word
     part = words[start : -(-last // per_word)].T
@@ -99,7 +99,7 @@ def _zero_points(words: Array, bits: int, first: int, last: int) -> Array:
 
 
 def int8_shape(tensors: ModuleTensors, storage: Storage) -> tuple[int, int]:
-    """Return the shape (N, K) of a matrix in whole bytes."""
+    """Return the shape (N, K) of a matrix with one code per byte."""
     rows, columns = tensors.matrix("weight", ("I8",)).shape
     return rows, columns
 
@@ -111,7 +111,7 @@ def read_int8(
     last: int,
     columns: tuple[int, int] | None = None,
 ) -> QuantizedRows:
-    """Read rows [first, last) of a matrix in "int-quantized" (see `reader.read_rows`)."""
+    """Read rows [first, last) of an "int-quantized" matrix (see `reader.read_rows`)."""
     form = storage.format
     num_rows, width = int8_shape(tensors, storage)
     groups = -(-width // (storage.group_size or width))
@@ -130,7 +130,7 @@ def read_int8(
 
 
 def _nibble_codes(tensors: ModuleTensors, numbers: Array, form: Format) -> Array:
-    """Return the codes of 4-bit numbers that are stored in a byte each."""
+    """Return the codes of 4-bit integers stored one per byte."""
     wrong = (numbers < -8) | (numbers > 7)
     if wrong.any():
         raise tensors.error("weight", f"must be in [-8, 7] for 4 bits; got {numbers[wrong][0]}")

@@ -1,4 +1,4 @@
-"""`QuantizationScheme`: a quantization_config as a value, and readers of keys that methods use."""
+"""`QuantizationScheme`: a parsed quantization_config, and readers for keys that methods share."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ _MAX_GROUP = 1 << 20
 
 @dataclass(frozen=True)
 class QuantizationScheme:
-    """The quantization of a checkpoint's matrices.
+    """How a checkpoint's matrices are quantized.
 
-    The tensors of a module decide whether it is quantized. If they are, but the configuration
-    excludes the module, the file is in error.
+    A module's tensors decide whether it is quantized. A quantized module that the configuration
+    excludes is an error.
 
     Attributes
     ----------
     method : str
         "compressed-tensors", "gptq", "awq", "fp8", or "mxfp4" (gpt-oss).
     groups : tuple of (ModuleRules, Storage or None)
-        Storage of modules: that of the first entry whose rules select the module. None: not
-        quantized.
+        Rules and the storage of the modules they select; the first match wins. None: not quantized.
     ignored : ModuleRules
-        Modules that are not quantized even if `groups` selects them.
+        Modules left unquantized even if `groups` selects them.
     """
 
     method: str
@@ -37,20 +36,20 @@ class QuantizationScheme:
     ignored: ModuleRules = NO_MODULE
 
     def storage_of(self, module: str) -> Storage | None:
-        """Return the storage of a module by the configuration; None if it is not quantized."""
+        """Return the storage that the configuration assigns to a module; None: not quantized."""
         if self.ignored.match(module):
             return None
         return next((storage for rules, storage in self.groups if rules.match(module)), None)
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The names of all formats in `groups`."""
+        """Names of all formats in `groups`."""
         found = [storage.format.name for _, storage in self.groups if storage is not None]
         return tuple(dict.fromkeys(found))
 
 
 def group_size_of(fields: Fields, key: str, default: int | None = None) -> int:
-    """Return the numbers per group; 0 (-1 in files) for one group per row."""
+    """Return the group size; 0 (-1 in files) means one group per row."""
     given: int | None
     given = fields.integer(key, -1, _MAX_GROUP, default)
     if given is None or given == 0:
@@ -59,7 +58,7 @@ def group_size_of(fields: Fields, key: str, default: int | None = None) -> int:
 
 
 def format_for(fields: Fields, key: str, bits: int, group_size: int, *, symmetric: bool) -> Format:
-    """Return the format of whole numbers in groups.
+    """Return the grouped integer format with these parameters.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Reader of the quantization_config of compressed-tensors."""
+"""Read the quantization_config of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantiz
 _ACT_ORDERS = (None, False, True, "group", "dynamic", "weight", "static")
 
 _MAX_GROUPS = 256
-_CLASS = "Linear"  # the target that selects every module with a matrix, by its class
+_CLASS = "Linear"  # target that selects every linear module by class
 
 _TOKENS_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 _TOKENS_FP8 = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
@@ -74,7 +74,7 @@ def compressed_tensors_scheme(fields: Fields) -> QuantizationScheme:
 def _group(
     fields: Fields, name: str, given: Any, default: str
 ) -> list[tuple[int, ModuleRules, Storage | None]]:
-    """Return (rank, rules, storage) of a group; exact names rank first, then patterns, classes."""
+    """Return (rank, rules, storage) of a group; exact names rank before patterns, then classes."""
     short = name[:80]
     groups = fields.beside({short: given}, "config_groups")
     if isinstance(given, list):
@@ -92,7 +92,7 @@ def _group(
 
 
 def _name_rules(fields: Fields, key: str, texts: tuple[str, ...]) -> ModuleRules:
-    """Return the rules of exact names, and of patterns after "re:"."""
+    """Return rules built from exact names and from patterns prefixed with "re:"."""
     return ModuleRules(
         names=frozenset(text for text in texts if not text.startswith("re:")),
         patterns=patterns_of(fields, key, (text[3:] for text in texts if text.startswith("re:"))),
@@ -130,14 +130,14 @@ def _int_storage(group: Fields, weights: Fields, is_packed: bool, act_order: boo
     if bits not in (4, 8):
         raise weights.error("num_bits", "4 or 8")
     strategy, group_size = _strategy(weights, ("tensor", "channel", "group"))
-    # Only 8-bit weights with a scale per row are multiplied with 8-bit activations.
+    # Kernels with 8-bit activations need 8-bit weights with one scale per row.
     is_byte_rows = not is_packed and bits == 8 and strategy != "group"
     activations = _activations(group, "int", strict=is_byte_rows)
     symmetric = weights.flag("symmetric", True)
     if not symmetric and not is_packed:
         raise weights.error("symmetric", "true in a format without packing")
     form = format_for(weights, "group_size", bits, group_size, symmetric=symmetric)
-    # A scale per row allows products of two 8-bit operands, if the configuration asks for them.
+    # Quantize both operands to 8 bits, if the configuration asks for it.
     if is_byte_rows and activations:
         form = FORMATS["int8"]
     return Storage(
@@ -171,7 +171,7 @@ def _mxfp4_storage(weights: Fields, activations: str) -> Storage:
 
 
 def _strategy(weights: Fields, known: tuple[str, ...]) -> tuple[str, int]:
-    """Return the strategy, and the group size (0: a whole row)."""
+    """Return the strategy, and the group size (0: one group per row)."""
     given = weights.raw("group_size")
     implied = "tensor" if given is None else "channel" if given == -1 else "group"
     strategy = weights.text("strategy", implied)
@@ -181,7 +181,7 @@ def _strategy(weights: Fields, known: tuple[str, ...]) -> tuple[str, int]:
 
 
 def _block(weights: Fields) -> tuple[int, int]:
-    """Return rows and columns of a block."""
+    """Return a block's (rows, columns)."""
     given = weights.raw("block_structure")
     if isinstance(given, str):
         sides = given.split("x")
@@ -190,12 +190,12 @@ def _block(weights: Fields) -> tuple[int, int]:
 
 
 def block_of(fields: Fields, key: str, given: Any) -> tuple[int, int]:
-    """Return rows and columns of a block, multiples of 128, from a list of two.
+    """Return a block's (rows, columns), multiples of 128, from a list of two integers.
 
     Raises
     ------
     ConfigError
-        If it is anything else.
+        If `given` is anything else.
     """
     if (
         not isinstance(given, list)
@@ -207,9 +207,9 @@ def block_of(fields: Fields, key: str, given: Any) -> tuple[int, int]:
 
 
 def _activations(group: Fields, kind: str, *, strict: bool) -> str:
-    """Return the quantization of the other operand: "" (none), "dynamic" or "static".
+    """Return the quantization of the activations: "" (none), "dynamic" or "static".
 
-    With `strict` it must have 8 bits and the weights' type.
+    With `strict`, activations must have 8 bits and the weights' type.
     """
     if not group.has("input_activations"):
         return ""

@@ -1,4 +1,4 @@
-"""Readers of the quantization_config of GPTQ, AWQ, Hugging Face's fp8, and gpt-oss."""
+"""Read the quantization_config of GPTQ, AWQ, Hugging Face's fp8, and gpt-oss."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def gptq_scheme(fields: Fields) -> QuantizationScheme:
 
 
 def _overridden(fields: Fields, storage: Storage) -> Storage:
-    """Return `storage` with the values of bits, group_size, sym and desc_act that are given."""
+    """Return `storage` with overrides from the keys bits, group_size, sym and desc_act."""
     bits = fields.integer("bits", 1, 64, storage.bits)
     if bits not in (4, 8):
         raise fields.error("bits", "4 or 8")
@@ -62,7 +62,7 @@ def _overridden(fields: Fields, storage: Storage) -> Storage:
 
 
 def _overrides(fields: Fields, storage: Storage) -> list[tuple[ModuleRules, Storage | None]]:
-    """Return the rules of `dynamic`: patterns, and the settings that differ in their modules."""
+    """Return the rules of `dynamic`: patterns, and the overrides for modules they match."""
     given = fields.raw("dynamic")
     if not given:
         return []
@@ -81,7 +81,7 @@ def _overrides(fields: Fields, storage: Storage) -> list[tuple[ModuleRules, Stor
 
 
 def _allowed(fields: Fields) -> ModuleRules:
-    """Return the rules that select the quantized modules; empty rules if all may be."""
+    """Return rules that select the quantized modules; empty rules select all."""
     key = "modules_in_block_to_quantize"
     given: Any = fields.raw(key)
     if not given:
@@ -96,7 +96,7 @@ def _allowed(fields: Fields) -> ModuleRules:
 def awq_scheme(fields: Fields) -> QuantizationScheme:
     """Return the scheme of an AWQ configuration.
 
-    `modules_to_not_convert` is not read: its readers disagree on the matching, so tensors decide.
+    `modules_to_not_convert` is ignored: other readers disagree on matching, so tensors decide.
     """
     key = "version" if fields.has("version") else "format"
     if fields.text(key, "gemm").lower() != "gemm":
@@ -137,6 +137,6 @@ def fp8_scheme(fields: Fields) -> QuantizationScheme:
 
 
 def mxfp4_scheme(fields: Fields) -> QuantizationScheme:
-    """Return the scheme of gpt-oss, whose experts are read by `read_mxfp4_experts`."""
+    """Return the scheme of gpt-oss; `read_mxfp4_experts` reads its experts."""
     texts_of(fields, "modules_to_not_convert", fields.raw("modules_to_not_convert"))
     return QuantizationScheme("mxfp4")

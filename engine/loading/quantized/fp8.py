@@ -1,4 +1,4 @@
-"""Reader of e4m3 matrices: Hugging Face's and DeepSeek's "fp8", and compressed-tensors."""
+"""Read e4m3 matrices: Hugging Face's and DeepSeek's "fp8", and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["fp8_shape", "read_fp8"]
 Array = np.ndarray[Any, Any]
 
 _EXPONENT_DTYPES = ("F8_E8M0", "U8")
-# Despite the name "inv", weights are multiplied by the second one as well.
+# Despite its name, "inv" is also a factor, not a divisor.
 _NAMES = ("weight_scale", "weight_scale_inv")
 
 
@@ -38,7 +38,7 @@ def read_fp8(
     last: int,
     columns: tuple[int, int] | None = None,
 ) -> QuantizedRows:
-    """Read rows [first, last) of a matrix in e4m3 (see `reader.read_rows`)."""
+    """Read rows [first, last) of an e4m3 matrix (see `reader.read_rows`)."""
     form = storage.format
     num_rows, width = fp8_shape(tensors, storage)
     begin, end = check_columns(tensors, "weight", columns, width, form.group or 1)

@@ -1,4 +1,4 @@
-"""Reader of matrices of .gguf files as codes and scales, not dequantized."""
+"""Read .gguf matrices as codes and scales, without dequantizing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GGUF_FORMATS = {
     name: FORMATS[name.lower()]
     for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 }
-"""The format for each ggml type that can be read as codes and scales."""
+"""Format of each ggml type that can be read as codes and scales."""
 
 
 def read_gguf_rows(
@@ -29,7 +29,7 @@ def read_gguf_rows(
 ) -> QuantizedRows | None:
     """Read rows [first, last) of tensor `name`; None if it is not quantized.
 
-    Rows of a tensor with more than two dimensions are counted through all its matrices.
+    Rows of a tensor with more than two dimensions are numbered across all its matrices.
 
     Parameters
     ----------
@@ -39,8 +39,8 @@ def read_gguf_rows(
     Raises
     ------
     WeightsError
-        If a scale is NaN or infinite, or the range of columns begins or ends inside a block. A
-        scale of 0 is allowed with any codes: a tiny scale is 0 in float16.
+        If a scale is NaN or infinite, or `columns` cuts a block. A scale of 0 is allowed with any
+        codes, since tiny scales underflow to 0 in float16.
     """
     tensor = file.tensors[name]
     form = GGUF_FORMATS.get(tensor.format.name)
@@ -98,7 +98,7 @@ def _half(blocks: Array, start: int) -> Array:
 
 
 def _nibbles(blocks: Array, start: int) -> Array:
-    """Return the 32 codes of 16 bytes from `start` on: low halves first, then high ones."""
+    """Return 32 codes from the 16 bytes at `start`: low nibbles first, then high ones."""
     packed = blocks[:, start : start + 16]
     codes = np.empty((len(blocks), 32), np.uint8)
     np.bitwise_and(packed, 15, out=codes[:, :16])
@@ -107,7 +107,7 @@ def _nibbles(blocks: Array, start: int) -> Array:
 
 
 def _fifth_bits(blocks: Array, start: int) -> Array:
-    """Return the 32 bits of the word at byte `start`, each as 0 or 16."""
+    """Return the 32 bits of the word at byte `start`, each shifted to 0 or 16."""
     packed = np.ascontiguousarray(blocks[:, start : start + 4])
     return np.unpackbits(packed, axis=1, bitorder="little") << 4
 
@@ -147,7 +147,7 @@ def _k_scales(blocks: Array) -> tuple[Array, Array, Array]:
 
 
 def _k_nibbles(blocks: Array, start: int) -> Array:
-    """Return the 256 codes (n, 8, 32) of 128 bytes: per 32 bytes the low halves, then the high."""
+    """Return 256 codes (n, 8, 32) from 128 bytes: of each 32, low nibbles, then high ones."""
     packed = blocks[:, start : start + 128].reshape(-1, 4, 32)
     codes = np.empty((len(blocks), 4, 2, 32), np.uint8)
     np.bitwise_and(packed, 15, out=codes[:, :, 0])

@@ -1,4 +1,4 @@
-"""Reader of matrices of GPTQ checkpoints, with and without act-order."""
+"""Read matrices of GPTQ checkpoints, with or without act-order."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["gptq_shape", "read_gptq"]
 
 Array = np.ndarray[Any, Any]
 
-# A word of zero points that are all 1; and the words of symmetric weights, stored minus 1 or as is.
+# Word of zero points that are all 1. Next: words of symmetric weights, minus 1 or unchanged.
 _ONES = {4: 0x11111111, 8: 0x01010101}
 _SYMMETRIC = {4: (0x77777777, 0x88888888), 8: (0x7F7F7F7F, 0x80808080)}
 
 
 def gptq_shape(tensors: ModuleTensors, storage: Storage) -> tuple[int, int]:
-    """Return the shape (N, K) of a matrix that is stored as (K, N), packed along K."""
+    """Return the shape (N, K) of a matrix stored as (K, N), packed along K."""
     words, rows = tensors.matrix("qweight", ("I32",)).shape
     return rows, words * 32 // storage.bits
 
@@ -78,8 +78,8 @@ def _zero_points(
             )
         return None
     if storage.zero_minus_one:
-        # NOTE: 1 is added to whole words, as writers subtracted it from whole words: a zero point
-        # of 0 has borrowed from its neighbour.
+        # NOTE: add 1 to whole words, since writers subtracted it from whole words: a zero point of
+        # 0 borrowed from its neighbour.
         part = part + np.uint32(_ONES[bits])
     zeros = unpack_words(part.view(np.int32), bits)
     zeros = zeros[:, first - start * per_word : last - start * per_word].T
@@ -89,10 +89,10 @@ def _zero_points(
 def _column_order(
     tensors: ModuleTensors, storage: Storage, width: int, groups: int
 ) -> Array | None:
-    """Return the order of columns by group; None if groups consist of consecutive columns.
+    """Return the column order that sorts by group; None if each group's columns are consecutive.
 
-    The tensors decide, not the act-order of the configuration. Files without act-order may hold
-    zeros in g_idx, or no such tensor.
+    The tensors decide, not the configuration's desc_act. Files without act-order may hold an
+    all-zero g_idx, or none.
     """
     if not tensors.has("g_idx"):
         if storage.act_order and groups > 1:

@@ -1,4 +1,4 @@
-"""Selection of modules by the lists in a quantization_config; each method has rules of its own."""
+"""Module selection by the lists in a quantization_config; each method has its own rules."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class ModuleRules:
     names : frozenset of str
         Exact names.
     patterns : tuple of compiled regular expressions
-        Patterns for the beginning of a name.
+        Patterns that match at the start of a name.
     parents : frozenset of str
-        Names of modules that are selected with all their submodules.
+        Modules to select together with all their submodules.
     suffixes : tuple of str
-        Ends of names.
+        Suffixes of names.
     substrings : tuple of str
-        Parts of names; ("",) selects every module.
+        Substrings of names; ("",) selects every module.
     """
 
     names: frozenset[str] = frozenset()
@@ -68,12 +68,12 @@ EVERY_MODULE = ModuleRules(substrings=("",))
 
 
 def texts_of(fields: Fields, key: str, values: Any) -> tuple[str, ...]:
-    """Return `values`, a list of strings under `key`, as a tuple; an empty one for None.
+    """Return `values`, a list of strings under `key`, as a tuple; None becomes ().
 
     Raises
     ------
     ConfigError
-        If it is anything else.
+        If `values` is anything else.
     """
     if values is None:
         return ()
@@ -87,10 +87,9 @@ def texts_of(fields: Fields, key: str, values: Any) -> tuple[str, ...]:
 
 
 def pattern_of(fields: Fields, key: str, text: str, end: str = "") -> re.Pattern[str]:
-    """Compile the regular expression `text`, refusing one that could take long to match.
+    """Compile the regular expression `text`; reject it if matching could be slow.
 
-    The time is bounded by the number of ways to match a short name, which the limits on repeats
-    and groups keep small.
+    Limits on repeats and groups bound the number of ways to match a short name, and thus the time.
 
     Raises
     ------
@@ -117,8 +116,8 @@ def pattern_of(fields: Fields, key: str, text: str, end: str = "") -> re.Pattern
 def boundary_rules(fields: Fields, key: str, values: Any) -> ModuleRules:
     r"""Return Hugging Face's rules for modules that are not converted.
 
-    A text matches a name as a regular expression for its beginning, up to the end of a part, or as
-    a plain suffix.
+    A text matches as a plain suffix of the name, or as a regular expression anchored at its start
+    that ends at a component boundary.
 
     Examples
     --------
@@ -141,7 +140,7 @@ def boundary_rules(fields: Fields, key: str, values: Any) -> ModuleRules:
 def patterns_of(
     fields: Fields, key: str, texts: Iterable[str], end: str = ""
 ) -> tuple[re.Pattern[str], ...]:
-    """Return `pattern_of` for each text."""
+    """Apply `pattern_of` to each text."""
     texts = list(texts)
     if len(texts) > _MAX_PATTERNS:
         raise fields.error(key, f"a list of at most {_MAX_PATTERNS} patterns")

@@ -1,6 +1,6 @@
-"""Reader of MXFP4 matrices: gpt-oss's experts, and those of compressed-tensors.
+"""Read MXFP4 matrices: gpt-oss's experts, and compressed-tensors matrices.
 
-4-bit numbers in groups of 32 share a power of two as their scale: OCP Microscaling Formats (MX)
+Groups of 32 4-bit numbers share a power-of-two scale: OCP Microscaling Formats (MX)
 Specification 1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0).
 """
 
@@ -25,14 +25,15 @@ __all__ = ["dequantize_mxfp4", "mxfp4_shape", "read_mxfp4", "read_mxfp4_experts"
 
 Array = np.ndarray[Any, Any]
 
-_BLOCK = 32  # columns that share a scale
+_BLOCK = 32  # columns per scale
 
-# The two numbers of a byte, low half first, as one item: one lookup is several times faster.
+# Both numbers of a byte, low nibble first, as one uint64: one lookup per byte is several times
+# faster than two.
 _PAIRS = np.stack([np.tile(E2M1, 16), np.repeat(E2M1, 16)], axis=1).view(np.uint64)[:, 0]
 
 
 def mxfp4_shape(tensors: ModuleTensors, storage: Storage) -> tuple[int, int]:
-    """Return the shape (N, K) of a matrix with two codes in a byte."""
+    """Return the shape (N, K) of a matrix with two codes per byte."""
     rows, num_bytes = tensors.matrix("weight_packed", ("U8",)).shape
     return rows, 2 * num_bytes
 
@@ -44,7 +45,7 @@ def read_mxfp4(
     last: int,
     columns: tuple[int, int] | None = None,
 ) -> QuantizedRows:
-    """Read rows [first, last) of a matrix in "mxfp4-pack-quantized" (see `reader.read_rows`)."""
+    """Read rows [first, last) of an "mxfp4-pack-quantized" matrix (see `reader.read_rows`)."""
     num_rows, width = mxfp4_shape(tensors, storage)
     begin, end = check_columns(tensors, "weight_packed", columns, width, _BLOCK)
     shape = (num_rows, -(-width // _BLOCK))
@@ -61,15 +62,15 @@ def read_mxfp4_experts(
     rows: slice,
     columns: tuple[int, int] | None = None,
 ) -> QuantizedRows:
-    """Read rows of gpt-oss's experts from the tensors "<...>_blocks" and "<...>_scales".
+    """Read rows of gpt-oss's experts from tensors "<...>_blocks" and "<...>_scales".
 
     Parameters
     ----------
     checkpoint : SafetensorsFile or SafetensorsDirectory
     name : str
-        Name of the blocks (E, N, K / 32, 16), whose bytes hold two numbers each.
+        Name of the blocks tensor, (E, N, K / 32, 16) with two numbers per byte.
     rows : slice
-        Slice of the E N rows of all matrices; a step of 2 selects the rows of gate or of up.
+        Slice of the E N rows of all matrices; step 2 selects gate's or up's rows.
     columns : (int, int), optional
         Range of columns to read, in whole blocks; all by default.
 
@@ -104,7 +105,7 @@ def read_mxfp4_experts(
 def dequantize_mxfp4(blocks: Array, scales: Array) -> Array:
     """Return the numbers (R, 32 B) float32 of blocks (R, B, 16) and scales (R, B), both uint8.
 
-    The two numbers of a byte are neighbours, the one of its low half first.
+    A byte's two numbers are neighbours; the low nibble comes first.
 
     Examples
     --------

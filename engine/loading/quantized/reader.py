@@ -1,4 +1,4 @@
-"""Reader of a checkpoint's matrices, quantized or not, by the names of their modules."""
+"""Read a checkpoint's matrices, quantized or not, by module name."""
 
 from __future__ import annotations
 
@@ -72,19 +72,18 @@ def read_rows(
     checkpoint : SafetensorsFile or SafetensorsDirectory
     scheme : QuantizationScheme
     module : str
-        Name, such as "model.layers.0.self_attn.q_proj".
+        Module name, such as "model.layers.0.self_attn.q_proj".
     first, last : int
-        Rows of the matrix (N, K), which is the transpose of what GPTQ and AWQ store; `last` None
-        stands for N.
+        Rows of the matrix (N, K), the transpose of GPTQ's and AWQ's layout; `last` None means N.
     columns : (int, int), optional
-        Range of columns [begin, end) to read, in whole groups of the format; it must be all columns
-        if the matrix has a permutation.
+        Range of columns [begin, end) to read, in whole groups of the format; must be all columns if
+        the matrix has a permutation.
 
     Raises
     ------
     WeightsError
-        If a tensor is missing, has a wrong shape or dtype, or holds impossible values; if the
-        tensors contradict the configuration, or the columns cut a group.
+        If a tensor is missing, has the wrong shape or dtype, or holds invalid values; if the
+        tensors contradict the configuration; or if `columns` cuts a group.
     """
     tensors = ModuleTensors(checkpoint, module)
     storage = _storage_of(tensors, scheme)
@@ -122,13 +121,13 @@ def _storage_of(tensors: ModuleTensors, scheme: QuantizationScheme | None) -> St
 
 @dataclass(frozen=True)
 class QuantizedCheckpoint:
-    """A checkpoint that presents quantized matrices under the names of plain ones.
+    """A checkpoint that exposes quantized matrices under the names of plain ones.
 
     Attributes
     ----------
     checkpoint : SafetensorsFile, SafetensorsDirectory or GgufFile
     scheme : QuantizationScheme or None
-        None for a checkpoint that is not quantized, and for a .gguf file.
+        None for unquantized checkpoints and .gguf files.
     """
 
     checkpoint: _Safetensors | GgufFile
@@ -136,13 +135,13 @@ class QuantizedCheckpoint:
 
     @property
     def path(self) -> Path:
-        """Path of the file, or of the index of several."""
+        """Path of the file, or of the index of a sharded checkpoint."""
         return self.checkpoint.path
 
     def names(self) -> Iterator[str]:
-        """Yield the names of the tensors; those of a quantized module are one, "<module>.weight".
+        """Yield the tensor names; a quantized module counts as one tensor, "<module>.weight".
 
-        Scales of the KV cache are left out.
+        KV cache scales are left out.
         """
         if isinstance(self.checkpoint, GgufFile) or self.scheme is None:
             yield from self.checkpoint.names()
@@ -203,9 +202,9 @@ class QuantizedCheckpoint:
         return rows.numbers() if columns is None else rows.numbers()[:, slice(*columns)]
 
     def is_spare_bias(self, name: str) -> bool:
-        """Tell whether `name` is a bias of zeros beside a quantized matrix.
+        """Tell whether `name` is an all-zero bias of a quantized matrix.
 
-        Old writers of GPTQ add one to every module, even if the model has no bias.
+        Old GPTQ writers add one to every module, even if the model has no bias.
         """
         module, _, kind = name.rpartition(".")
         if isinstance(self.checkpoint, GgufFile) or self.scheme is None or kind != "bias":
@@ -214,7 +213,7 @@ class QuantizedCheckpoint:
         return is_quantized and not self.checkpoint.view(name).any()
 
     def _quantized(self, name: str) -> tuple[ModuleTensors, Storage] | None:
-        """Return the tensors and the storage of a quantized matrix; None for other tensors."""
+        """Return a quantized matrix's tensors and storage; None for other tensors."""
         if isinstance(self.checkpoint, GgufFile) or not name.endswith(".weight"):
             return None
         tensors = ModuleTensors(self.checkpoint, name.removesuffix(".weight"))

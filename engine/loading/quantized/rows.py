@@ -27,17 +27,16 @@ class QuantizedRows:
     Attributes
     ----------
     format : Format
-        A format with scales.
+        A quantized format.
     codes : (n, K) array
-        uint8; int8 for 8-bit whole numbers.
+        uint8; int8 for 8-bit integers.
     scales : (n, G) array
-        One per group of columns of each row; G = 1 for one scale per row. For blocks of rows
-        ("fp8_block") every row has a copy. float16, bfloat16 or float32; float32 for "fp8",
-        "fp8_block" and "int8"; uint8 exponents for "mxfp4"; with a super-block uint8, or int8 for
-        "q6_k".
+        One per row and group of columns; G = 1 for one scale per row. In "fp8_block" each row
+        repeats its block's scale. float16, bfloat16 or float32; float32 for "fp8", "fp8_block" and
+        "int8"; uint8 exponents for "mxfp4"; with super-blocks uint8, or int8 for "q6_k".
     offsets : (n, G) array, optional
-        Zero points as codes (uint8; int8 for 8 bits), minimums (float16), or with a super-block
-        the factors of minimums (uint8).
+        Zero points as codes (uint8; int8 for 8 bits), minimums (float16), or, with super-blocks,
+        integer factors of the minimums (uint8).
     super_scales : (n, K / 256) or (n, K / 256, 2) array of float16, optional
         d, or d and dmin.
     permutation : (K,) array of int32, optional
@@ -58,7 +57,7 @@ class QuantizedRows:
         return rows, columns
 
     def take(self, rows: Any) -> QuantizedRows:
-        """Return the rows selected by an index (whole numbers, bools or a slice), in its order."""
+        """Return the rows selected by an index (integers, bools or a slice), in index order."""
         chosen: dict[str, Any] = {
             name: value[rows]
             for name in ("codes", *_PER_ROW)
@@ -73,7 +72,7 @@ class QuantizedRows:
         Raises
         ------
         WeightsError
-            If they differ in format, width or permutation.
+            If the parts differ in format, width or permutation.
         """
         first = parts[0]
         for part in parts[1:]:
@@ -84,7 +83,7 @@ class QuantizedRows:
                     "matrices that are multiplied as one must have the same order of columns; "
                     "got different g_idx"
                 )
-        if len({part.scales.dtype for part in parts}) > 1:  # float32 represents all others exactly
+        if len({part.scales.dtype for part in parts}) > 1:  # float32 holds any of them exactly
             parts = [replace(part, scales=part.scales.astype(np.float32)) for part in parts]
         joined: dict[str, Any] = {
             name: np.concatenate([getattr(part, name) for part in parts])
@@ -94,7 +93,7 @@ class QuantizedRows:
         return replace(first, **joined)
 
     def numbers(self) -> Array:
-        """Dequantize to float32 numbers (n, K), in the order of the matrix's columns."""
+        """Dequantize to float32 (n, K), in the matrix's column order."""
         form = self.format
         columns = self.shape[1]
         numbers = _decoded(form, self.codes)
@@ -111,15 +110,15 @@ class QuantizedRows:
         return ordered
 
     def to_weight(self) -> Weight:
-        """Return the rows as a weight in the layout of the kernels.
+        """Return the rows as a weight in the kernels' layout.
 
-        float32 scales of a packed format are rounded: to float16 if every scale is 0 or in its
-        normal range, which loses less, else to bfloat16.
+        float32 scales of a packed format are rounded: to float16, which loses less, if every scale
+        is 0 or in its normal range; else to bfloat16.
 
         Raises
         ------
         WeightsError
-            If the rows of a block of "fp8_block" differ in their scales.
+            If rows of one "fp8_block" block have different scales.
         """
         form = self.format
         if form.is_packed:
@@ -148,7 +147,7 @@ class QuantizedRows:
         return scales * spread[..., 0], -(offsets * spread[..., 1])
 
     def _block_scales(self) -> Array:
-        """Return one scale per block of rows from the equal copies of its rows."""
+        """Return one scale per block of rows; all rows of a block hold equal copies."""
         assert self.format.block is not None
         high = self.format.block[0]
         blocks = self.scales[::high]
@@ -161,7 +160,7 @@ class QuantizedRows:
 
 
 def _decoded(form: Format, codes: Array) -> Array:
-    """Return the float32 numbers of the codes before scale and offset."""
+    """Return the codes as float32, before scale and offset."""
     if form.code == "int":
         numbers: Array = codes.astype(np.float32)
         numbers -= np.float32(form.zero)
@@ -171,12 +170,12 @@ def _decoded(form: Format, codes: Array) -> Array:
 
 
 def _spread(values: Array, group: int, columns: int) -> Array:
-    """Repeat each group's value for its columns."""
+    """Repeat each group's value for each of its columns."""
     return np.repeat(values, group, axis=1)[:, :columns] if group else values
 
 
 def _rounded(scales: Array) -> Array:
-    """Return float32 scales in the 16-bit dtype that loses less."""
+    """Round float32 scales to the 16-bit dtype that loses less."""
     with np.errstate(over="ignore"):
         half = scales.astype(np.float16)
         bfloat = scales.astype(BFLOAT16)

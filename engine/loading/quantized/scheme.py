@@ -1,4 +1,4 @@
-"""Reader of a checkpoint's quantization_config, whatever the method: `load_scheme`."""
+"""`load_scheme`: read a checkpoint's quantization_config, whatever the method."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _METHODS: dict[str, Callable[[Fields], QuantizationScheme]] = {
 }
 
 _OLD_FILES = ("quantize_config.json", "quant_config.json")
-# Keys that occur only in AWQ's files.
+# Keys found only in AWQ files.
 _AWQ_KEYS = ("w_bit", "q_group_size", "zero_point")
 
 
@@ -32,8 +32,8 @@ def load_scheme(directory: str | PathLike[str]) -> QuantizationScheme | None:
     """Return the quantization of the model in `directory`; None if it is not quantized.
 
     config.json holds it under `quantization_config` (older files: `compression_config`); old tools
-    write quantize_config.json or quant_config.json beside it. For a .gguf file it is None, as every
-    tensor has a type of its own.
+    write a separate quantize_config.json or quant_config.json. None for a .gguf file, since each of
+    its tensors has its own type.
 
     Raises
     ------
@@ -83,9 +83,7 @@ def scheme_from_dict(
 
 
 def scheme_of(fields: Fields, default: str | None = None) -> QuantizationScheme:
-    """Return the scheme of the fields of a `quantization_config`.
-
-    `default` is the method of files that do not name one.
+    """Return the scheme of a `quantization_config`; `default` is the method if none is named.
 
     Raises
     ------

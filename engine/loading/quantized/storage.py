@@ -13,34 +13,34 @@ _GROUPS = (128, 64, 32)
 
 @dataclass(frozen=True)
 class Storage:
-    """The layout of a module's matrix, and the format in which its rows are read.
+    """Layout of a module's matrix in the file, and the format of the rows read from it.
 
     Attributes
     ----------
     layout : str
-        Set of tensors: "packed" (compressed-tensors' words of whole numbers), "int8", "fp8",
+        Tensor layout: "packed" (compressed-tensors' integers packed in words), "int8", "fp8",
         "mxfp4", "gptq" or "awq".
     format : Format
-        Format of the rows read. Stored groups may be multiples of its groups; scales are then
-        repeated.
+        Format of the rows read. Stored groups may be larger, a multiple of its groups; their scales
+        are then repeated.
     bits : int
-        Bits of a stored number.
+        Bits per stored number.
     group_size : int
-        Stored numbers of a row that share a scale; 0 for the whole row.
+        Stored numbers per scale along a row; 0 for one scale per row.
     block : (int, int) or None
-        Rows and columns of a block of "fp8" that shares a scale.
+        Rows and columns per scale of block-scaled "fp8".
     symmetric : bool
-        Whether groups have no zero points.
+        True if groups have no zero points.
     act_order : bool
-        Whether, by the configuration, the columns of a group are not consecutive. (The tensors
-        decide.)
+        Whether the configuration declares act-order (columns of a group not consecutive). The
+        tensors have the last word.
     zero_minus_one : bool
         Whether zero points are stored minus 1.
     activations : str
-        Quantization of activations that the checkpoint was made for: "" (none), "dynamic" (a scale
-        per token) or "static" (a stored scale). The engine follows the format instead: packed
-        formats leave activations in 16 bits, others quantize them per token, which is no less exact
-        than a stored scale.
+        Activation quantization that the checkpoint was calibrated for: "" (none), "dynamic" (one
+        scale per token) or "static" (a stored scale). The engine follows the format instead: packed
+        formats keep 16-bit activations; others quantize per token, at least as precise as a stored
+        scale.
 
     Examples
     --------
@@ -60,9 +60,7 @@ class Storage:
 
 
 def group_format(bits: int, group_size: int, *, symmetric: bool) -> Format | None:
-    """Return the format with the largest groups that divide `group_size` (0: a whole row).
-
-    None if no such format exists.
+    """Return the format with the largest groups that divide `group_size` (0: a whole row), or None.
     """
     if bits not in (4, 8):
         return None

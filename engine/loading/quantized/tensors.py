@@ -1,4 +1,4 @@
-"""Checked access to the tensors of one quantized module, and checks of its values."""
+"""Checked access to one quantized module's tensors, and validation of their values."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ModuleTensors:
         dtypes: Sequence[str],
         *shapes: tuple[int, ...],
     ) -> Array:
-        """Return tensor `kind`, which must have one of the dtypes and, if given, of the shapes.
+        """Return tensor `kind`, which must have one of the dtypes and, if given, one of the shapes.
 
         Raises
         ------
@@ -88,12 +88,12 @@ class ModuleTensors:
 def check_columns(
     tensors: ModuleTensors, kind: str, columns: tuple[int, int] | None, width: int, step: int
 ) -> tuple[int, int]:
-    """Return the range `columns`, or that of all columns for None, after checking it.
+    """Return the checked range `columns`; None means all columns.
 
     Raises
     ------
     WeightsError
-        If it begins or ends inside a group of `step` columns.
+        If the range begins or ends inside a group of `step` columns.
     """
     first, last = columns or (0, width)
     if not 0 <= first < last <= width:
@@ -108,14 +108,14 @@ def check_columns(
 
 
 def spread_groups(values: Array, stored: int, form: Format, columns: tuple[int, int]) -> Array:
-    """Return one value per group of the format, from one per stored group.
+    """Repeat the value of each stored group for the format's groups inside it.
 
     Parameters
     ----------
     values : (n, G) array
         One per stored group.
     stored : int
-        Columns of a stored group, a multiple of the format's; 0 for the whole row.
+        Columns per stored group, a multiple of the format's group size; 0 for the whole row.
     form : Format
     columns : (int, int)
         [first, last), whole groups of the format.
@@ -139,13 +139,13 @@ def grouped_rows(
     ----------
     storage : Storage
     codes : (n, K) array of uint8
-        In the range `columns` of the matrix.
+        Codes of the matrix's range `columns`.
     scales, zeros : (n, G) array
         One per stored group; `zeros` is None for symmetric groups.
     columns : (int, int)
         [first, last), whole groups of the format.
     order : (K,) array of int32, optional
-        Order of columns that makes groups contiguous.
+        Column order that makes groups contiguous.
     """
     form = storage.format
     if order is not None:
@@ -163,23 +163,23 @@ def grouped_rows(
 def column_order(
     tensors: ModuleTensors, kind: str, g_idx: Array, stored: int, groups: int
 ) -> Array | None:
-    """Return the order of columns that makes groups (act-order) contiguous; None if they are.
+    """Return the column order that makes act-order groups contiguous; None if they already are.
 
     Parameters
     ----------
     tensors, kind : ModuleTensors, str
-        The tensor that holds `g_idx`, for messages.
+        The tensor holding `g_idx`, for messages.
     g_idx : (K,) array of int32
         The group of each column.
     stored : int
-        Columns of a stored group; 0 for the whole row.
+        Columns per stored group; 0 for the whole row.
     groups : int
         Number of groups.
 
     Raises
     ------
     WeightsError
-        If a group is out of range, or its number of columns differs from the configuration's.
+        If a group index is out of range, or a group's size differs from the configuration's.
     """
     wrong = (g_idx < 0) | (g_idx >= groups)
     if wrong.any():
@@ -204,15 +204,15 @@ def column_order(
 
 
 def check_scales(tensors: ModuleTensors, kind: str, rows: QuantizedRows) -> QuantizedRows:
-    """Check the scales of `rows`, which were read from tensor `kind`; return `rows`.
+    """Check the scales of `rows`, read from tensor `kind`; return `rows`.
 
     A scale may be 0 only if all codes of its group represent 0. Otherwise the file is damaged, or
-    the scale has underflowed and the group's numbers are lost.
+    the scale underflowed and the group's numbers are lost.
 
     Raises
     ------
     WeightsError
-        If a scale is NaN or infinite, or 0 with other codes.
+        If a scale is NaN, infinite, or 0 with codes that do not represent 0.
     """
     scales = E8M0[rows.scales] if rows.scales.dtype == np.uint8 else rows.scales
     finite = np.isfinite(scales)
@@ -232,7 +232,7 @@ def check_scales(tensors: ModuleTensors, kind: str, rows: QuantizedRows) -> Quan
 
 
 def _lost_groups(rows: QuantizedRows, zeros: Array) -> Array:
-    """Return a mask of the groups with scale 0 whose codes do not all represent 0."""
+    """Return a mask of groups that have scale 0 but codes that do not all represent 0."""
     form = rows.format
     codes = rows.codes
     some = np.flatnonzero(zeros.any(axis=1))

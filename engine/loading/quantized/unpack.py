@@ -1,4 +1,4 @@
-"""Unpacking of 4-bit and 8-bit whole numbers from 32-bit words."""
+"""Unpack 4-bit and 8-bit integers from 32-bit words."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["as_signed", "unpack_awq", "unpack_nibbles", "unpack_words"]
 
 Array = np.ndarray[Any, Any]
 
-# Position in its word of each of AWQ's eight columns.
+# AWQ: position in its word of each of eight columns.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack_words(words: Array, bits: int) -> Array:
-    """Return the numbers (..., W 32 / bits) uint8 in words (..., W), the lowest bits first.
+    """Return the integers (..., W 32 / bits) uint8 packed in words (..., W), lowest bits first.
 
     Examples
     --------
@@ -27,7 +27,7 @@ def unpack_words(words: Array, bits: int) -> Array:
 
 
 def unpack_nibbles(data: Array) -> Array:
-    """Return the numbers (..., 2 C) uint8 in bytes (..., C), the low half of each byte first."""
+    """Return the integers (..., 2 C) uint8 packed in bytes (..., C), low nibble first."""
     numbers = np.empty((*data.shape, 2), np.uint8)
     np.bitwise_and(data, 15, out=numbers[..., 0])
     np.right_shift(data, 4, out=numbers[..., 1])
@@ -35,7 +35,7 @@ def unpack_nibbles(data: Array) -> Array:
 
 
 def unpack_awq(words: Array) -> Array:
-    """Return the numbers (8 W, R) uint8 in AWQ's words (R, W), which hold eight columns each.
+    """Return the integers (8 W, R) uint8 packed in AWQ's words (R, W), eight columns per word.
 
     Examples
     --------
