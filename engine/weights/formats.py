@@ -42,8 +42,8 @@ class Format:
         s (q - z)       with `offset` "zero": z is the group's zero point, an integer
         s q + m         with `offset` "min": m is the group's minimum
 
-    With a `super_block`, s and m are themselves quantized: s = d sc and m = -dmin mn, small integers
-    times float16 scales shared by `super_block` numbers.
+    With a `super_block`, s and m are themselves quantized as s = d sc and m = -dmin mn: integers sc
+    and mn, and float16 scales shared by `super_block` numbers.
 
     Attributes
     ----------

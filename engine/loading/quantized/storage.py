@@ -60,7 +60,9 @@ class Storage:
 
 
 def group_format(bits: int, group_size: int, *, symmetric: bool) -> Format | None:
-    """Return the format with the largest groups that divide `group_size` (0: a whole row), or None.
+    """Return the format with the largest groups that divide `group_size` (0: a whole row).
+
+    None if no such format exists.
     """
     if bits not in (4, 8):
         return None
