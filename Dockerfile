@@ -1,15 +1,15 @@
-# The server in a container; docs/serving.md#deployment says how it is used.
+# Container images of the server; see docs/serving.md#deployment.
 #
 #   docker build --target cpu -t engine:cpu .
 #   docker build --target cuda -t engine:cuda .
 #
-# The images contain Python and the installed packages only: no compiler, no CUDA toolkit. pip is
-# included, since smollm2 is downloaded as a wheel. NVRTC and the headers come with the extra
-# `cuda12`; NVIDIA's container toolkit provides the host's driver.
+# The images contain only Python and the installed packages: no compiler, no CUDA toolkit. pip is
+# included because smollm2 is downloaded as a wheel. NVRTC and the CUDA headers come with the extra
+# `cuda12`; the NVIDIA Container Toolkit provides the host's driver.
 
 ARG PYTHON=python:3.12.11-slim-bookworm
 
-# ---- packages, in an environment that the targets copy
+# ---- packages, in a virtual environment that both targets copy
 
 FROM ${PYTHON} AS source
 RUN python -m venv /opt/venv
@@ -24,11 +24,11 @@ RUN /opt/venv/bin/pip install --no-cache-dir '.[serve,grammar,hub]'
 FROM source AS packages-cuda
 RUN /opt/venv/bin/pip install --no-cache-dir '.[serve,grammar,hub,cuda12]'
 
-# ---- the base of both targets
+# ---- base of both targets
 
 FROM ${PYTHON} AS runtime
 ARG ENGINE_COMMIT=unknown
-# A user for the server, whose home holds downloaded models and compiled kernels.
+# Unprivileged user for the server; its home holds downloaded models and compiled kernels.
 RUN groupadd --gid 10001 engine \
     && useradd --uid 10001 --gid 10001 --create-home engine \
     && install --directory --owner=engine --group=engine /home/engine/.cache
@@ -41,9 +41,9 @@ USER 10001:10001
 WORKDIR /home/engine
 VOLUME /home/engine/.cache
 EXPOSE 8000
-# SIGTERM ends the server after its running requests (--shutdown-timeout).
+# On SIGTERM the server finishes running requests, then exits (--shutdown-timeout).
 STOPSIGNAL SIGTERM
-# The first start downloads a model and compiles kernels.
+# Allow for the first start, which downloads a model and compiles kernels.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 ENTRYPOINT ["engine"]

@@ -2,7 +2,7 @@
 # # Arrays in, arrays out
 #
 # `engine.load` returns a model that is a function on arrays: token ids go in, logits come out, and
-# a cache holds the tokens so far. Everything else (sampling, batching, serving) is built on that.
+# a KV cache holds the tokens so far. Sampling, batching and serving are all built on this function.
 
 # %%
 import numpy as np
@@ -28,8 +28,8 @@ for token in best:
     print(f"{probabilities[token]:6.3f}  {model.tokenizer.decode([int(token)])!r}")
 
 # %% [markdown]
-# Greedy decoding is a loop of one line: the most probable token is fed back. The cache holds the
-# prompt, so each further step computes one token only.
+# Greedy decoding is a one-line loop that feeds the most probable token back in. The cache holds the
+# prompt, so each further step computes only one token.
 
 # %%
 answer = []
@@ -41,8 +41,8 @@ print(model.tokenizer.decode(answer))
 print("tokens in the cache:", cache.lengths)
 
 # %% [markdown]
-# `logits="all"` returns the logits of every position, and thus the probability of each token of a
-# sentence. Low probabilities are surprises.
+# `logits="all"` returns the logits at every position, which give the probability of each token in a
+# sentence. A low probability marks a surprising word.
 
 # %%
 sentence = "The cat sat on the mat and played the violin."
@@ -55,7 +55,7 @@ for position in range(1, ids.shape[1]):
     print(f"{surprise:6.2f} bits  {model.tokenizer.decode([token])!r}")
 
 # %% [markdown]
-# A cache can be truncated, which makes it cheap to try several continuations of one prompt.
+# A cache can be truncated, so trying several continuations of one prompt is cheap.
 
 # %%
 cache = model.new_cache(batch_size=1, max_tokens=64)

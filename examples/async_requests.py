@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Many tasks, one engine
 #
-# A web server, a bot or an agent handles many requests at the same time, each in its own asyncio
-# task. `AsyncEngine` serves them together: the engine runs in a thread, and each of its steps
-# computes a token for every request.
+# A web server, a bot or an agent handles many concurrent requests, each in its own asyncio
+# task. `AsyncEngine` batches them: the engine runs in a background thread, and each step computes a
+# token for every request.
 
 # %%
 import asyncio
@@ -24,7 +24,7 @@ params = SamplingParams(temperature=0.0, max_tokens=16, output_kind=RequestOutpu
 
 
 async def answer(prompt):
-    """Return the continuation of a prompt and the seconds until its first and its last token."""
+    """Return the continuation of a prompt, and the seconds to its first and last token."""
     start, text, first = time.perf_counter(), "", None
     async for output in engine.generate(prompt, params):
         first = first or time.perf_counter() - start
@@ -36,7 +36,7 @@ async def answer(prompt):
 # ## Several, and one that stops early
 #
 # Leaving the loop early closes the generator, which aborts the request before the next step and
-# frees its place in the batch and its pages.
+# frees its batch slot and KV cache pages.
 
 # %%
 PROMPTS = ["The capital of France is", "Water boils at", "Seven times eight is"]
@@ -53,8 +53,8 @@ async def first_words(prompt):
 # %% [markdown]
 # ## All at once
 #
-# The first tokens arrive together, since one step computes all prompts. The request that stopped
-# early has cost three tokens.
+# The first tokens arrive together, since a single step computes all prompts. The request that
+# stopped early cost only three tokens.
 
 
 # %%

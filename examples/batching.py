@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Many requests at once
 #
-# `LLM.generate` takes any number of prompts. Underneath, `LLMEngine.step()` computes one step of
-# all running requests together: prompts in chunks, and one new token for each other request.
-# Requests start and end between steps, and each gets the tokens that it would get alone.
+# `LLM.generate` takes any number of prompts. Underneath, `LLMEngine.step()` advances all
+# running requests together: prompts in chunks, and every other request by one token. Requests join
+# and leave between steps, and each gets the same tokens as if it ran alone.
 
 # %%
 from engine import LLM, LLMEngine, SamplingParams, load
@@ -14,8 +14,8 @@ for output in llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8
     print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
 
 # %% [markdown]
-# Each request has its own sampling parameters. A seed makes a sampled text repeatable in any batch:
-# random numbers are keyed by the request's seed and the token's position.
+# Each request has its own sampling parameters. A seed makes sampled text reproducible in any
+# batch: random numbers are keyed by the request's seed and the token's position.
 
 # %%
 params = [
@@ -29,7 +29,7 @@ print(*texts, sep="\n")
 assert texts[0] == texts[2]
 
 # %% [markdown]
-# The same, a step at a time. `add_request` may be called between any two steps.
+# The same, one step at a time. `add_request` may be called between any two steps.
 
 # %%
 model = load("smollm2", device="cpu", max_model_len=256)
@@ -45,7 +45,7 @@ while engine.has_unfinished_requests():
     step += 1
 
 # %% [markdown]
-# The times of each request, from its metrics (seconds).
+# Timings of each request, from its metrics (seconds).
 
 # %%
 [output] = llm.generate("Hello", SamplingParams(max_tokens=4))

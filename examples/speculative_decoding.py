@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Speculative decoding
 #
-# A step of one request reads all weights for one token. If the next tokens are guessed, one step
-# verifies all of them, at little more than the cost of one. If the answer repeats much of the
-# prompt, as an edited text does, the prompt itself is a good guess: find the last few tokens
-# earlier in the text, and propose the tokens that followed them there.
+# Decoding a single request reads all weights to produce one token. With the next tokens guessed
+# (drafted), one step can verify all of them at little more than the cost of one token. An answer
+# that repeats much of the prompt, such as an edited text, is easy to draft: look up the last few
+# tokens earlier in the text, and propose the tokens that followed them there.
 
 # %%
 import os
@@ -36,13 +36,13 @@ ids = model.tokenizer.encode_chat([{"role": "user", "content": task}], add_gener
 # %% [markdown]
 # ## One answer, with and without drafts
 #
-# `step` returns what a request has so far, so a step with accepted drafts adds several tokens. The
-# clock starts after the first token: the prompt takes the same time in any case.
+# `step` returns a request's tokens so far; a step with accepted drafts adds several. The clock
+# starts at the first token, because drafts do not change prefill.
 
 
 # %%
 def answer(config, max_tokens=48):
-    """Return the answer's ids, its tokens per step and per second, and the counts of drafts."""
+    """Return the answer's ids, its tokens per step and per second, and its draft counts."""
     options = {"max_num_seqs": 1, "num_blocks": 32, "speculative_config": config}
     with engine.LLMEngine(model, **options) as llm:
         llm.add_request("r", ids, engine.SamplingParams(temperature=0, max_tokens=max_tokens))
@@ -61,7 +61,8 @@ print(model.tokenizer.decode(plain))
 print(f"\n{plain_rate:.1f} tokens/s")
 
 # %% [markdown]
-# Drafts change the time, never the text: a draft counts only if the model chooses the same token.
+# Drafts change the speed, never the text: a draft is accepted only if the model picks the same
+# token.
 
 # %%
 config = {"method": "ngram", "prompt_lookup_min": 2, "num_speculative_tokens": 8}
@@ -75,10 +76,9 @@ assert counts.num_accepted_tokens > len(plain) / 2
 # %% [markdown]
 # ## How many drafts?
 #
-# A draft is accepted only if all drafts before it are, so later ones are accepted less often, and
-# each takes some time. The best number depends on the text and on the machine. By default
-# (`adaptive`) the engine chooses it before each step, by expected tokens over the measured cost of
-# the step.
+# A draft is accepted only if all drafts before it are, so later drafts are accepted less often, yet
+# each costs time. The best number depends on the text and the machine. By default (`adaptive`), the
+# engine picks the number before each step that maximises expected tokens per measured step time.
 
 # %%
 numbers = [1, 4, 8, 15]
@@ -109,10 +109,10 @@ figure.savefig(folder / "speculation.png", dpi=80)
 print("speculation.png")
 
 # %% [markdown]
-# ## A proposer of your own
+# ## Your own proposer
 #
 # Any callable will do: it receives the tokens so far and the maximum number of drafts. A wrong
-# draft only costs time. This proposer knows the answer, so every draft is accepted.
+# draft costs only time. This proposer knows the answer, so every draft is accepted.
 
 
 # %%

@@ -2,8 +2,8 @@
 # # Text that matches a schema
 #
 # `SamplingParams(structured=...)` makes the text match a JSON schema, a regular expression, one of
-# several texts, or a grammar. Before each token is sampled, all tokens that would rule out a match
-# are masked. This needs llguidance: `pip install 'rawengine[grammar]'`.
+# several texts, or a grammar. Before each token is sampled, tokens that would rule out a match are
+# masked. This needs llguidance: `pip install 'rawengine[grammar]'`.
 
 # %%
 import json
@@ -26,7 +26,7 @@ params = SamplingParams(temperature=0.0, max_tokens=60, structured=StructuredOut
 print(json.dumps(json.loads(output.outputs[0].text)), output.outputs[0].finish_reason)
 
 # %% [markdown]
-# A choice and a regular expression. A mask applies to its own request only, not to the batch.
+# A choice, a regular expression and an unconstrained request in one batch: masks are per request.
 
 # %%
 prompts = ["Is water wet? Answer: ", "The first aeroplane flew on ", "Once upon a time"]
@@ -36,7 +36,7 @@ for output in llm.generate(prompts, params):
     print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
 
 # %% [markdown]
-# A grammar may be recursive, unlike a regular expression: matching brackets, for example.
+# Unlike a regular expression, a grammar may be recursive, for example to match brackets.
 
 # %%
 brackets = StructuredOutput(grammar='start: "(" start? ")"')
@@ -45,7 +45,7 @@ text = output.outputs[0].text
 print(text, text.count("(") - text.count(")"))
 
 # %% [markdown]
-# A constraint that cannot be compiled is refused when the request is added.
+# A constraint that does not compile is rejected when the request is added.
 
 # %%
 try:

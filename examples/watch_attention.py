@@ -2,7 +2,7 @@
 # # Watch a model read
 #
 # Which words does each word attend to, and at which layer is the next word decided? Everything is
-# an array, so each question takes a few lines of NumPy and a plot.
+# an array, so answering takes a few lines of NumPy and a plot.
 
 # %%
 import os
@@ -28,8 +28,8 @@ folder = Path(os.environ.get("ENGINE_EXAMPLES_OUT", "."))
 # %% [markdown]
 # ## Attention
 #
-# `model.trace(ids)` runs the mirrors and keeps their intermediate results: per layer the attention
-# weights, shape (H, T, T), and the residual stream, shape (T, N).
+# `model.trace(ids)` runs the NumPy reference and keeps its intermediate results: per layer, the
+# attention weights, shape (H, T, T), and the residual stream, shape (T, N).
 
 # %%
 trace = model.trace(ids)
@@ -37,7 +37,7 @@ print(len(trace.attention), "layers of", trace.attention[0].shape)
 np.testing.assert_allclose(trace.attention[0].sum(-1), 1.0, rtol=1e-5)
 
 # %% [markdown]
-# Heads put unused attention on the first token, so it is left out of the plot.
+# Heads park unused attention on the first token (an attention sink), so the plot omits it.
 
 # %%
 layers = [0, len(trace.attention) // 3, 2 * len(trace.attention) // 3, len(trace.attention) - 1]
@@ -55,8 +55,8 @@ print("attention.png")
 # %% [markdown]
 # ## Logits, layer by layer
 #
-# Reading the residual stream of every layer with the output embedding shows when the next word is
-# decided (the "logit lens"). Colour: the probability of the final choice.
+# Applying the output layer to every layer's residual stream (the "logit lens") shows when the next
+# word is decided. Colour: probability of the final choice.
 
 # %%
 lens = np.stack([model.read_residual(hidden) for hidden in trace.hidden])  # (layers, T, V)

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Watch a mixture of experts
 #
-# Which experts does each word get, and is the work balanced? For a demonstration, the MLPs of a
-# small model are cut into experts, and random routers choose among them.
+# Which experts is each word routed to, and is the load balanced? For this demonstration, a small
+# model's MLPs are split into experts, with random routers.
 
 # %%
 import os
@@ -30,15 +30,15 @@ ids = dense.tokenizer.encode(sentence)
 words = [dense.tokenizer.decode([i]).strip() or "␣" for i in ids]
 
 # %% [markdown]
-# ## Cutting an MLP into experts
+# ## Splitting an MLP into experts
 #
-# An MLP is a sum over its features: down(silu(gate x) * up x). An expert takes I of its F features.
-# The first four layers get experts; the fifth keeps its MLP, and the other layers are dropped.
+# An MLP is a sum over its F features: down(silu(gate x) * up x). Each expert takes I of them. The
+# first four layers get experts, the fifth keeps its MLP, and all other layers are dropped.
 
 
 # %%
 def with_experts(top_k):
-    """Return the model with its MLPs cut into E experts; its routers score all experts equally."""
+    """Return the model with its MLPs split into E experts; routers score all experts equally."""
     config = dense.config
     size = config.intermediate_size // E
     moe = MoeConfig(
@@ -52,7 +52,7 @@ def with_experts(top_k):
     )
     for name, weight in model.decoder.weights.items():
         layer, _, kind = name.rpartition(".")
-        if kind == "experts_gate_up":  # (E, 2I, N): the rows of gate, then those of up
+        if kind == "experts_gate_up":  # (E, 2I, N): gate rows, then up rows
             gate, up = np.split(dense.decoder.weights[f"{layer}.gate_up"].data, 2)
             weight.data[:, :size] = gate.reshape(E, size, -1)
             weight.data[:, size:] = up.reshape(E, size, -1)
@@ -67,7 +67,7 @@ def with_experts(top_k):
 
 
 # %% [markdown]
-# If every token gets all experts with weight 1, the model is unchanged.
+# Routing every token to all experts with weight 1 leaves the model unchanged.
 
 # %%
 whole = with_experts(top_k=E).trace(ids).hidden[-1]
@@ -75,11 +75,11 @@ np.testing.assert_allclose(whole, dense.trace(ids).hidden[LAYERS], rtol=1e-4, at
 print(f"all {E} experts together are the MLP")
 
 # %% [markdown]
-# ## Who gets which word
+# ## Which expert gets which word
 #
-# Now each token gets two experts. A router is a matrix (E, N): the softmax of its product with the
-# token is a score per expert; the two best are chosen, and their weights sum to 1 (times
-# `scale`). The experts are called with the `Routing`, which we record.
+# Now each token is routed to two experts. A router is a matrix (E, N): the softmax of its product
+# with the token scores every expert; the top two are chosen, and their weights are normalised to
+# sum to 1 (times `scale`). The experts are called with the `Routing`, which we record.
 
 # %%
 model = with_experts(top_k=TOP_K)
@@ -87,7 +87,7 @@ rng = np.random.default_rng(0)
 for layer in range(LAYERS):
     router = model.decoder.weights[f"layers.{layer}.router"].data
     router[:] = rng.standard_normal(router.shape)
-    # Scaled by the norm's weight, the length of a token: logits get a standard deviation of 1.
+    # Divide by the norm of the RMSNorm weight, a token's length: logits then have std 1.
     router /= np.linalg.norm(model.decoder.weights[f"layers.{layer}.mlp_norm"].data)
 
 
@@ -139,10 +139,10 @@ figure.savefig(folder / "routing.png", dpi=80)
 print("routing.png")
 
 # %% [markdown]
-# ## How much work each expert has
+# ## Load per expert
 #
-# The engine counts tokens on the device, and `stats()` reads the counts. Tokens from the prefix
-# cache are not computed, so they are not counted; the cache is off here, since the routers change.
+# The engine counts tokens per expert on the device, and `stats()` reads the counts. Tokens found in
+# the prefix cache are not computed, so not counted. The cache is off here, since routers change.
 
 # %%
 prompts = [
@@ -160,7 +160,7 @@ server = engine.LLMEngine(model, enable_prefix_caching=False, num_blocks=64)
 
 
 def load_of_a_batch():
-    """Serve all prompts; return each expert's number of tokens, (LAYERS, E)."""
+    """Serve all prompts; return the token count of each expert, (LAYERS, E)."""
     before = np.array(list(server.stats().expert_load.values()))
     for index, request in enumerate(requests):
         server.add_request(str(index), request, engine.SamplingParams(max_tokens=1))
@@ -177,11 +177,11 @@ for layer, counts in server.stats().expert_load.items():
 # %% [markdown]
 # ## Balance
 #
-# A random router prefers some experts, and training reinforces the preference: an expert learns
-# from the tokens that it gets. If experts are on different GPUs, a layer is as slow as its busiest
-# expert. DeepSeek-V3 and GLM-4.5 add a `correction` to the scores when experts are chosen (not to
-# their weights): it rises a little for an expert with too few tokens and falls for one with too
-# many (arXiv:2408.15664). It needs only the counts; here, those of the same prompts, repeatedly.
+# A random router prefers some experts, and training reinforces the preference, because an expert
+# learns from the tokens it gets. With expert parallelism, a layer is as slow as its busiest expert.
+# DeepSeek-V3 and GLM-4.5 add a `correction` to the scores that select experts (not to the routing
+# weights): it is raised a little for an underloaded expert and lowered for an overloaded one
+# (arXiv:2408.15664). It needs only token counts; here, we count the same prompts again and again.
 
 # %%
 imbalance, rate, load = [], 0.03, first

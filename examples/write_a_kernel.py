@@ -1,14 +1,14 @@
 # %% [markdown]
-# # Write and check a kernel of your own
+# # Write and check your own kernel
 #
-# An op here is a formula in NumPy (the mirror), the same formula in CUDA C, a public function that
-# checks its arguments and chooses between the two, a test and a benchmark: five files with one
-# stem. This notebook writes a small one, `scale_rows`: y[t, :] = x[t, :] * s[t].
+# An op consists of a formula in NumPy (the mirror), the same formula in CUDA C, a public function
+# that checks its arguments and dispatches to either, a test and a benchmark: five files named
+# alike. This notebook writes a small one, `scale_rows`: y[t, :] = x[t, :] * s[t].
 
 # %% [markdown]
 # ## 1. The mirror is the specification
 #
-# float32 inside, rounded once at the end, as the kernel will do.
+# Compute in float32 and round once at the end, exactly as the kernel will.
 
 # %%
 import tempfile
@@ -32,8 +32,8 @@ def scale_rows_mirror(x, scale):
 # %% [markdown]
 # ## 2. The kernel
 #
-# `scalar_t` is the dtype for which the file is compiled. One thread per element; offsets have 64
-# bits, because a row index times a row length soon exceeds 2^31.
+# `scalar_t` is the dtype that the file is compiled for. One thread per element; offsets are 64-bit,
+# because a row index times a row length soon exceeds 2^31.
 
 # %%
 SOURCE = r"""
@@ -51,8 +51,8 @@ scale_rows_kernel(const scalar_t* __restrict__ x, const float* __restrict__ scal
 # %% [markdown]
 # ## 3. The public function
 #
-# The contract is checked here, once; the code after it relies on sizes and dtypes. `Kernel` casts
-# every argument to its parameter's C type, since CuPy would pass Python ints as `long long`.
+# The contract is checked here, once; all later code relies on sizes and dtypes. `Kernel` casts each
+# argument to its parameter's C type, since CuPy would pass Python ints as `long long`.
 
 # %%
 KERNEL = Kernel("scale_rows_kernel", "x:ptr scale:ptr y:ptr size:i64 n:i32")
@@ -86,9 +86,9 @@ except ShapeError as error:
 # %% [markdown]
 # ## 4. Compile it: no GPU needed
 #
-# In the repository the file lies in `cuda_src/`, where the loader finds it. Here it is written to a
-# temporary folder, next to links to the shared headers. NVRTC reports the number of registers; a
-# spill would show as a number other than 0.
+# In the repository the file lives in `cuda_src/`, where the loader finds it. Here we write it to a
+# temporary folder, next to links to the shared headers. NVRTC reports the register count; spilled
+# bytes should be 0.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -105,13 +105,13 @@ finally:
 # %% [markdown]
 # ## 5. The test: one body, two array modules
 #
-# In the repository `xp` is a fixture: NumPy, and on machines with a GPU also CuPy.
-# The mirror is itself checked against something simpler: here, a loop in float64.
+# In the repository `xp` is a fixture: NumPy, plus CuPy on machines with a GPU. The mirror itself is
+# checked against something simpler: here, a float64 loop.
 
 
 # %%
 def check(xp, dtype):
-    x = cases.normal((5, 63), dtype, seed=1)  # 63: no vector width divides it
+    x = cases.normal((5, 63), dtype, seed=1)  # 63: not a multiple of any vector width
     scale = cases.normal((5,), "float32", seed=2)
     got = scale_rows(*cases.to_module(xp, x, scale))
     assert_close(got, scale_rows_mirror(x, scale))
