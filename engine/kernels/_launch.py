@@ -53,8 +53,9 @@ class Kernel:
     params : str
         Its parameters in order, "name:type" separated by spaces. Types are ptr (None is a null
         pointer), i32, i64, u32, u64, f32, f64 and tmap (a map of `_tensor_map.py`, by value).
-    Name of the C struct that holds the parameters; the kernel takes it by value, as its only
-    argument.
+    struct : str, optional
+        Name of the C struct that holds the parameters; the kernel takes it by value, as its only
+        argument.
 
     Attributes
     ----------

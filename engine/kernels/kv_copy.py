@@ -34,9 +34,9 @@ def kv_copy(pages: Any, block_pairs: Any) -> None:
     ----------
     pages : (..., P, K, block_size, D) array of a float dtype, uint8 or int8, C-contiguous
         Written in place. Leading axes (layers, K and V) are slabs that share block ids.
-    Rows (source, destination). Destinations must be distinct and must not be sources, because
-    the copies run in no particular order.
-        copied in no particular order.
+    block_pairs : (n, 2) array of int32
+        Rows (source, destination). Destinations must be distinct and must not be sources, because
+        the copies run in no particular order.
 
     Raises
     ------

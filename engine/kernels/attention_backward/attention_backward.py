@@ -50,8 +50,8 @@ class BackwardTile:
         Columns in shared memory: D, padded.
     warps, warp_rows : int
         Warps per block, and rows per warp.
-    Rows per tile of the streamed operand, and pipeline stages (its tiles in shared memory).
-        Rows per tile of the streamed operand, and its tiles in shared memory.
+    stream, stages : int
+        Rows per tile of the streamed operand, and pipeline stages (its tiles in shared memory).
     """
 
     head_dim: int

@@ -87,9 +87,9 @@ def attention_decode(
     block_tables : (B, NB) array of int32
         Ids of each sequence's pages. Entries beyond its length are never read.
     context_lens : (B,) array of int32
-        Keys of each sequence, including the Q query tokens: query i sees keys 0 to len - Q + i.
-    Number of keys of each sequence, including the Q query tokens: query i sees keys 0 to
-    len - Q + i.
+        Number of keys of each sequence, including the Q query tokens: query i sees keys 0 to
+        len - Q + i.
+    k, v : (B, 1, K, D) arrays of q's dtype, optional
         Keys and values of the newest tokens, for fused RoPE and KV append: `q` (Q = 1), `k` and
         `v` are outputs of the qkv projection, and the op first runs `qk_norm_rope_store` with the
         following arguments (norm of q and k, rotation of features i and i + R/2, k and v stored

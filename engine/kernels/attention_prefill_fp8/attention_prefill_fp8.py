@@ -111,7 +111,8 @@ def attention_prefill_fp8(
     Notes
     -----
     Products are exact, sums float32. P = 2^(log2(e) score - n), with an integer n per row, is
-    rounded to e4m3 before P V, and the result is divided by the sum of the rounded P
+    rounded to e4m3 before P V, and the result is divided by the sum of the rounded P [1]_. On
+    Hopper, part of P (three quarters for D <= 64, else half) is interpolated linearly
     between powers of two, with an rms error of 3.2 % instead of the 2.7 % of rounding alone; and
     sums over 512 keys (1024 for D > 64) are accumulated by the tensor cores, with about 14 bits,
     before they are added in float32. `quantize_heads` produces the codes and scales.

@@ -124,7 +124,6 @@ def moe_gemm(
     rounded to x's dtype before the GEMM, as in the mirror. If no kernel supports the format for
     that many tokens, for example on GPUs before Hopper, all matrices (and the codes of x) are
     dequantized to scratch memory, a few at a time.
-    scratch memory, a few at a time.
 
     Examples
     --------
@@ -212,7 +211,7 @@ def _launch_quantized(call: Contract, operands: MoeOperands) -> None:
     """Quantize x and launch the grouped GEMM of codes, or of the dequantized codes."""
     rows, columns = operands.x.shape
     codes, scales = new_codes(call, rows, columns, "fp8", GROUP)
-    # `is_late` completes the routing before the first GEMM starts, so that GEMM may read it while x
+    # `is_late` completes the routing before the first GEMM starts, so the GEMM may read it while x
     # is quantized. Before the second GEMM it is complete in any case: see `pdl`.
     is_late = not operands.scatter
     quantize_rows(operands.x, codes, scales, dtype="fp8", group=GROUP, is_late=is_late)
