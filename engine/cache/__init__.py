@@ -1,1 +1,1 @@
-"""The KV cache: pages on the device, the plan of their blocks, the prefix tree, and host memory."""
+"""KV cache: device pages, block allocation, the prefix tree, and swapping to host memory."""

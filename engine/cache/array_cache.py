@@ -1,4 +1,4 @@
-"""`Cache`: the KV cache of `Model.step`; one sequence per row, with blocks fixed in advance."""
+"""`Cache`: the KV cache of `Model.step`; one sequence per row, each with a fixed set of blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Cache"]
 class Cache:
     """Pages for a fixed number of sequences of bounded length.
 
-    Made by `Model.new_cache`, filled by `Model.step`. Row b owns the blocks [b * n, (b + 1) * n)
+    Built by `Model.new_cache`, filled by `Model.step`. Row b owns the blocks [b * n, (b + 1) * n)
     from the start, so nothing is allocated later.
 
     Parameters
@@ -28,11 +28,11 @@ class Cache:
     batch_size : int
         B, the number of rows.
     max_tokens : int
-        Maximum tokens of a row.
+        Maximum number of tokens per row.
     device : Device
         Device of the pages.
     owner : object
-        Token of the model that may fill the cache, compared by identity.
+        Object that identifies the model that may fill the cache; compared with `is`.
 
     Attributes
     ----------
@@ -105,7 +105,7 @@ class Cache:
             )
 
     def append(self, num_tokens: int) -> None:
-        """Add `num_tokens`, whose keys and values are now in the pages, to every row's length."""
+        """Extend every row by `num_tokens` whose keys and values are now in the pages."""
         self._lengths += num_tokens
 
     def truncate(self, num_tokens: int, row: int | None = None) -> None:

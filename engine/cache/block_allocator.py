@@ -24,7 +24,7 @@ class BlockAllocator:
     """Reference-counted block ids 0 .. num_blocks-1.
 
     Ids are handed out in a fixed order (ascending at first, then most recently freed first), so the
-    same calls give the same ids.
+    same calls return the same ids.
 
     Parameters
     ----------
@@ -66,12 +66,12 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Free blocks."""
+        """Number of free blocks."""
         return len(self._free)
 
     @property
     def num_referenced(self) -> int:
-        """Blocks in at least one block table."""
+        """Number of blocks in at least one block table."""
         return self.num_blocks - len(self._free) - self.num_cached
 
     def num_owners(self, block: int) -> int:
@@ -86,12 +86,12 @@ class BlockAllocator:
         return self._num_owners[block] - readers > 1 or bool(self._in_tree[block])
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take `num_blocks` free blocks, each with one owner.
+        """Allocate `num_blocks` free blocks, each with one owner.
 
         Raises
         ------
         OutOfMemoryError
-            If fewer are free; nothing is allocated then. Evict cached blocks from the tree first.
+            If fewer are free; nothing is allocated. Evict cached blocks from the tree first.
         """
         if num_blocks > len(self._free):
             raise OutOfMemoryError(
@@ -101,7 +101,7 @@ class BlockAllocator:
             )
         if num_blocks <= 0:
             return []
-        if num_blocks == 1:  # fast path of a request that has filled its last block
+        if num_blocks == 1:  # fast path: a request has filled its last block
             blocks = [self._free.pop()]
             self._num_owners[blocks[0]] = 1
         else:
@@ -112,7 +112,7 @@ class BlockAllocator:
         return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Add one owner to each of `blocks`, which are referenced or cached."""
+        """Add one owner to each of `blocks`, which must be referenced or cached."""
         owners = self._num_owners
         for block in blocks:
             if owners[block] == 0:
@@ -145,7 +145,7 @@ class BlockAllocator:
         return cached
 
     def cache(self, block: int) -> None:
-        """Mark `block`, which is referenced, as a node of the tree."""
+        """Mark a referenced `block` as a node of the tree."""
         if self._num_owners[block] == 0 or self._in_tree[block]:
             raise EngineError(f"block {block} is free or already in the tree")
         self._in_tree[block] = 1
@@ -160,7 +160,7 @@ class BlockAllocator:
             self._put_back(block)
 
     def renew(self, block: int) -> None:
-        """Start a new generation of `block`, which its last owner continues after a fork."""
+        """Start a new generation of `block`: after a fork, its last owner goes on writing to it."""
         self.generations[block] += 1
 
     def record_freed(self) -> None:
@@ -186,7 +186,7 @@ class BlockAllocator:
         Raises
         ------
         EngineError
-            Naming the first block that is wrong.
+            If a block is inconsistent; the message names the first one.
         """
         free = Counter(self._free)
         cached = 0

@@ -39,7 +39,7 @@ class BlockManager:
     prefix_caching : bool
         Whether computed prefixes are kept in a tree and shared.
     max_blocks_per_salt : int, optional
-        Maximum blocks that the tree keeps for one cache salt.
+        Maximum number of blocks that the tree keeps per cache salt.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be allocated without preempting a request: the free and the cached."""
+        """Number of blocks available without preempting a request: free plus cached."""
         return self.allocator.num_free + self.allocator.num_cached
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -161,7 +161,7 @@ class BlockManager:
         return True
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Let `child`, which holds no blocks, share those of the tokens it has in common.
+        """Let `child`, which holds no blocks, share `parent`'s blocks of their common tokens.
 
         Its tokens must equal the committed tokens of `parent`. Full blocks stay shared; a shared
         partial block is copied before the first write.
@@ -202,7 +202,7 @@ class BlockManager:
         if num_full <= start:
             return
         if start and not self.tree.has_block(request.block_table[start - 1]):
-            start = 0  # the tree was reset since
+            start = 0  # the tree was reset in the meantime
         request.num_tree_blocks = self.tree.insert(
             request.token_ids(start * size, num_full * size),
             request.block_table,
@@ -212,7 +212,7 @@ class BlockManager:
         )
 
     def release(self, request: Request, *, keep: bool = True) -> None:
-        """Release all blocks of `request`, none of whose tokens then count as computed.
+        """Release all blocks of `request`; none of its tokens count as computed any more.
 
         With `keep`, its computed blocks stay in the tree, where any request may match them.
         """
@@ -278,7 +278,7 @@ class BlockManager:
             self.host_allocator.free(host for host, _ in swap_in)
 
     def drop_uncopied(self, moves: BlockMoves) -> None:
-        """Drop the prefixes whose copies, `moves` of a failed step, may be incomplete."""
+        """Drop the prefixes copied by `moves` of a failed step: the copies may be incomplete."""
         if self.tree is not None:
             self.tree.forget(
                 (device for _, device in moves.swap_in), (host for _, host in moves.swap_out)
@@ -343,7 +343,7 @@ class BlockManager:
         source = table[index]
         (table[index],) = self._take(1)
         self._moves.copies.append((source, table[index]))
-        # Owned until the moves are taken: as a free block, another move could overwrite it first.
+        # Keep an owner until the moves are taken: another move could overwrite a free block first.
         self._copied.append(source)
 
     def _take(self, num_blocks: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The number of blocks to allocate: as many as fit in the device's memory, with the reason."""
+"""Plan the number of KV blocks: as many as fit in the device's memory, with the reason."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["BlockPlan", "MemoryBudget", "plan_num_blocks"]
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """The users of a device's memory, in bytes.
+    """Bytes of a device's memory, by use.
 
     Parameters
     ----------
     total : int
         The device's memory.
     others : int
-        Other processes, and this one outside the engine.
+        Used by other processes, and by this one outside the engine.
     weights, activations : int
         The model's weights, and the activations of its largest step.
     utilization : float
         Share of `total` for all of these and the pages together, in (0, 1].
     drafts : int
-        The draft model or head, without its pages for these blocks.
+        The draft model or head, excluding its pages for these blocks.
     collectives : int
         Buffers of the collectives between tensor-parallel ranks.
     """
@@ -83,7 +83,7 @@ def plan_num_blocks(
     num_blocks: int | None = None,
     draft_bytes_per_block: int = 0,
 ) -> BlockPlan:
-    """Choose the number of blocks: as many as can ever be used, or as fit.
+    """Choose the number of blocks: the most that can ever be used, or the most that fit.
 
     Parameters
     ----------
@@ -92,7 +92,8 @@ def plan_num_blocks(
     geometry : KVGeometry
         Shape and dtype of one block.
     max_model_len, max_num_seqs : int
-        Maximum tokens of a sequence, and running sequences; together they bound the useful blocks.
+        Maximum tokens per sequence, and maximum running sequences; their product bounds the
+        number of useful blocks.
     num_blocks : int, optional
         Exact number requested by the user.
     draft_bytes_per_block : int

@@ -1,4 +1,4 @@
-"""Host memory available to this process: that of the machine, limited by its control groups."""
+"""Host memory available to this process: the machine's memory, limited by control groups."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["host_memory"]
 
 
 class _Files(NamedTuple):
-    """File names of one version of control groups."""
+    """File names of one cgroup version."""
 
     limit: str
     usage: str
-    reclaimable: str  # name of the line in memory.stat
+    reclaimable: str  # name of its line in memory.stat
 
 
 _VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -28,13 +28,13 @@ def host_memory(
     """Return (total, available) bytes for this process.
 
     A container or a job is often limited to a part of the machine: the smallest limit among the
-    process's control group and its ancestors applies, in version 1 and 2. Page cache that the
-    kernel can reclaim counts as available.
+    process's control group and its ancestors applies (cgroup v1 and v2). Page cache that the kernel
+    can reclaim counts as available.
 
     Parameters
     ----------
     proc, cgroups : Path
-        Folders of the kernel's files. A missing file sets no limit.
+        Mount points of procfs and of the cgroup file systems. A missing file sets no limit.
     """
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
@@ -53,7 +53,7 @@ def host_memory(
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:
-    """Yield the folders of this process's memory groups and of their ancestors."""
+    """Yield the directories of this process's memory cgroups and of their ancestors."""
     for line in _lines(proc / "self" / "cgroup"):
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if number == "0":
@@ -66,12 +66,12 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:
             continue
         inside = PurePosixPath(path.lstrip("/"))
         for group in (inside, *inside.parents):
-            # In a container, the path may be the host's, of which only the root is mounted.
+            # In a container, the path may be the host's, but only its root is mounted.
             yield root / group, files
 
 
 def _value(path: Path, name: str, unit: int = 1) -> int | None:
-    """Return the number after `name` in a file of names and numbers, times `unit` bytes."""
+    """Return the number after `name` in a file of "name number" lines, times `unit` bytes."""
     for line in _lines(path):
         words = line.split()
         if len(words) >= 2 and words[0] == name and words[1].isdecimal():

@@ -1,4 +1,4 @@
-"""The KV pages: keys and values of all layers in one slab."""
+"""KV pages: keys and values of all layers in one slab."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def _is_block_size(value: object) -> bool:
 
 
 def kv_dtype(kv_cache_dtype: str, dtype: str) -> str:
-    """Return the dtype of the pages for an option `kv_cache_dtype` and activations of `dtype`.
+    """Return the page dtype for the option `kv_cache_dtype` and activations of `dtype`.
 
     Raises
     ------
     ConfigError
-        If it is none of KV_CACHE_DTYPES.
+        If `kv_cache_dtype` is not in KV_CACHE_DTYPES.
 
     Examples
     --------
@@ -60,7 +60,7 @@ def quantized_kv_dtype(kv_cache_dtype: str) -> str:
     Raises
     ------
     ConfigError
-        If it is none.
+        If it is not such a dtype.
 
     Examples
     --------
@@ -75,7 +75,7 @@ def quantized_kv_dtype(kv_cache_dtype: str) -> str:
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """Shape and dtype of one block. The dtype may be a name of KV_CODE_DTYPES.
+    """Shape and dtype of one block. The dtype may be one of KV_CODE_DTYPES.
 
     Examples
     --------
@@ -111,7 +111,7 @@ class KVGeometry:
 
 
 class Workers(Protocol):
-    """The other ranks: each holds a cache of the same blocks, and repeats every move in it."""
+    """The other ranks: each holds a cache with the same blocks, and repeats every move in it."""
 
     def move_blocks(self, moves: Any) -> None:
         """Announce a step's block `Moves`."""
@@ -131,7 +131,7 @@ class KVCache:
     geometry : KVGeometry
         Layers, kv heads, head dim, block size, dtype.
     num_blocks : int
-        At least 1.
+        Number of blocks, at least 1.
     pool : MemoryPool, optional
         Pool that allocates the slab; by default a new one on the CPU.
     name : str
@@ -140,7 +140,7 @@ class KVCache:
     Attributes
     ----------
     workers : Workers or None
-        Other ranks, told of each move before it happens here.
+        Other ranks; every move is announced to them before it runs here.
 
     Examples
     --------
@@ -229,7 +229,7 @@ class KVCache:
         Raises
         ------
         ContractError
-            Naming the first id outside [0, num_blocks).
+            If an id is outside [0, num_blocks); the message names the first one.
         """
         for block in blocks:
             if not 0 <= block < self.num_blocks:

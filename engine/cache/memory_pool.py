@@ -1,4 +1,4 @@
-"""Named slabs of memory under one limit, over `cupy.cuda.MemoryPool` or NumPy.
+"""Named slabs of memory under one limit, allocated with `cupy.cuda.MemoryPool` or NumPy.
 
 The engine allocates a few large arrays once (weights, pages, workspaces) and nothing in the decode
 loop, so a pool is a ledger of named slabs rather than an allocator. `device_memory` returns the
@@ -39,7 +39,7 @@ class MemoryPool:
     device : Device
         Device of the slabs: NumPy arrays on the CPU, CuPy arrays on CUDA.
     limit : int, optional
-        Bytes; by default all of the device's memory.
+        Maximum total bytes; by default all of the device's memory.
 
     Examples
     --------

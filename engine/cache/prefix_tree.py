@@ -1,4 +1,4 @@
-"""The radix tree of computed prefixes: a map from tokens to blocks. Integers only.
+"""Radix tree of computed prefixes: maps token ids to block ids; it holds no keys or values.
 
 One node is one full block; the edge to it is the block's token ids, so a path from a root spells
 a prefix. Ids are compared byte for byte, never by hash alone. Every `key` (cache salt, long rope)
@@ -45,7 +45,7 @@ class PrefixTree:
     allocator : BlockAllocator
         The allocator of the device blocks.
     max_blocks_per_salt : int, optional
-        Maximum nodes of one cache salt (unlimited for requests without a salt).
+        Maximum number of nodes per cache salt (unlimited for requests without a salt).
     host_allocator : BlockAllocator, optional
         Blocks of the host tier; without it, evicted blocks are dropped.
 
@@ -125,7 +125,7 @@ class PrefixTree:
         return found
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove an owner from `blocks`; those without another become cached, or free."""
+        """Remove one owner from each of `blocks`; those left without one become cached or free."""
         cached = self.allocator.free(blocks)
         if not cached:
             return
@@ -407,10 +407,12 @@ class PrefixTree:
         Raises
         ------
         EngineError
-            Naming what is wrong.
+            If one is violated; the message says which.
         """
         check_tree(self.walk(), self.allocator, self.host_allocator, self._nodes)
         for space in self._spaces.values():
             quota = self.max_blocks_per_salt
             if quota is not None and space.salt is not None and space.num_nodes > quota:
-                raise EngineError(f"salt {space.salt!r} has {space.num_nodes} blocks, over {quota}")
+                raise EngineError(
+                    f"salt {space.salt!r} must hold at most {quota} blocks; got {space.num_nodes}"
+                )

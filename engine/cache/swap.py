@@ -1,4 +1,4 @@
-"""Blocks in host memory, and the copies between them and the device.
+"""Swapped blocks in host memory, and their copies to and from the device.
 
 On CUDA the host blocks are pinned. The blocks of a swap are scattered over the pages, one piece per
 layer; one kernel packs them on the device, and DMA moves the packed buffer on a side stream while
@@ -6,7 +6,7 @@ the main stream continues. Swapping in is the reverse:
 
     out:  main stream   pack -> (event) -> continues
           side stream              DMA to the host
-    in:   side stream   DMA from the host (starts at once, beside the main stream's work)
+    in:   side stream   DMA from the host (starts at once, overlapping the main stream's work)
           main stream             (event) -> unpack -> continues
 
 The main stream waits for DMA only when it needs the blocks or the buffer. On the CPU the same calls
@@ -74,7 +74,7 @@ class SwapSpace:
     kv : KVCache
         The pages on the device.
     num_blocks : int
-        Host blocks, at least 1; `SchedulerConfig.num_host_blocks`.
+        Number of host blocks, at least 1; `SchedulerConfig.num_host_blocks`.
     buffer_bytes : int
         Size of each of the two device buffers, rounded down to whole blocks. Unused on the CPU.
 

@@ -22,7 +22,7 @@ def check_tree(
     Raises
     ------
     EngineError
-        Naming the block of the first node that is wrong.
+        If a node violates an invariant; the message names the first such node's block.
     """
     for node in nodes:
         _check_node(node, allocator, host_allocator)

@@ -36,7 +36,7 @@ class TreeNode:
     parent : TreeNode or None
         None for a root, and for a node that was removed.
     block, host_block : int
-        The block on the device or on the host; the other one is NO_BLOCK (both for a root).
+        Block id on the device or on the host; the unused one is NO_BLOCK (both for a root).
     num_device_children : int
         Number of children on the device.
     last_used : int

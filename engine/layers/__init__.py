@@ -1,1 +1,1 @@
-"""The layers of a decoder, each a set of weights and the ops that are launched with them."""
+"""Layers of a decoder: weights and the ops that use them; parallel layers in `parallel.py`."""

@@ -35,7 +35,7 @@ class AttentionParams:
     softcap : float
         c in c·tanh(s/c), applied to scores; 0 turns it off.
     deterministic : bool
-        Batch invariance: give each token the same bits in any batch and at any chunk size.
+        Batch invariance: a token's bits depend on neither the batch nor the chunk size.
     """
 
     num_heads: int
@@ -60,10 +60,10 @@ class Attention:
     cos_sin : (P, R) float32 array
         Rope table: a row of [cos | sin] per position.
     q_norm, k_norm : Norm, optional
-        Norms of q and k before the rotation, with one eps and offset. A weight (D,) normalises each
-        head, a longer one all heads together.
+        QK-norm, applied before rope; both have the same eps and offset. A weight (D,) normalises
+        each head, a longer one all heads together.
     sinks : (H,) float32 array, optional
-        Attention sinks: one more logit in each head's softmax, without a value.
+        Attention sinks: one extra logit in each head's softmax, without a value.
     kv_scales : mapping of str to (k_scale, v_scale), optional
         Scales of a quantized KV cache, by kv_cache_dtype: two (K,) float32 arrays.
     """
@@ -118,7 +118,8 @@ class Attention:
         """Store the keys and values of `x` (T, N) in the pages, and return the output (T, N).
 
         With a `norm`, the input is ``norm(x)``. With a `residual`, which may be `x`, the output is
-        added to it. With `rows` (R,) int32, only these tokens are projected back: (R, N).
+        added to it. With `rows` (R,) int32, only these tokens are passed to the output projection:
+        (R, N).
         """
         q, k, v = self._rows(x, norm)
         if self._stores_while_decoding(batch):
@@ -154,7 +155,7 @@ class Attention:
     def _rows(self, x: Any, norm: Norm | None = None) -> tuple[Any, Any, Any]:
         """Return q (T, H, D), k and v (T, K, D), not yet rotated: views of fused rows.
 
-        A norm of all heads together is applied, a norm of each head is not.
+        QK-norm over all heads together is applied here; per-head QK-norm is not.
         """
         h = self.params.num_heads
         k = self.params.num_kv_heads
@@ -174,7 +175,7 @@ class Attention:
         return is_all and not self.params.deterministic
 
     def _norms(self) -> dict[str, Any]:
-        """Return the norms of each head, as keywords of the op that rotates q and k."""
+        """Return the per-head QK-norm as keywords of the op that applies rope."""
         if self.q_norm is None or self.k_norm is None or self.norms_whole_rows:
             return {}
         norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
@@ -194,7 +195,7 @@ class Attention:
         return rule | {"sinks": self.sinks} | self._scales(pages)
 
     def _attend(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
-        """Compute decodes with the decode kernel, and the other sequences with prefill."""
+        """Compute decodes with the decode kernel, and other sequences with the prefill kernel."""
         if self.params.deterministic:
             return self._attend_deterministic(q, batch, k_pages, v_pages)
         if batch.num_decodes == 0:
@@ -206,11 +207,11 @@ class Attention:
         return out
 
     def _attend_deterministic(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
-        """Compute every token with one kernel, whose sums do not depend on the other tokens.
+        """Compute every token with one kernel whose summation order ignores the other tokens.
 
-        On CUDA this is the prefill kernel: its tiles of keys begin at fixed positions. The mirrors
-        call BLAS, whose order of summation depends on the shape of its matrices; so on the CPU each
-        token is decoded separately.
+        On CUDA this is the prefill kernel: its tiles of keys begin at fixed positions. On the CPU,
+        the order of summation in BLAS depends on the shapes of the matrices, so each token is
+        decoded separately.
         """
         if batch.tree_mask is not None:
             raise ContractError("a batch with a tree_mask needs deterministic=False; got True")
@@ -247,7 +248,7 @@ class Attention:
         out: Any = None,
         **new: Any,
     ) -> Any:
-        """Attend from the decodes; `new` are their keys and values, if the kernel stores them.
+        """Run the decode kernel; `new` holds the new keys and values if the kernel stores them.
 
         SAFETY: with pdl this kernel may start before its predecessor has ended. It reads tables,
         lengths, positions and older keys before it waits. These were written before `embedding` or

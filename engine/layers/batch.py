@@ -51,15 +51,15 @@ class ForwardBatch:
     max_seqlen_q, max_context_len : int
         Upper bounds of the lengths, kept on the host so that no launch waits for the device.
     prefill_cu_seqlens_q : (B - num_decodes + 1,) int32
-        `cu_seqlens_q` of the prefilled sequences, from 0. Computed if omitted.
+        `cu_seqlens_q` of the prefilled sequences, rebased to 0. Computed if omitted.
     query_len : int
         Q, the number of tokens of each decode.
     tree_mask : (num_decodes, Q) uint64, optional
         Bit j of tree_mask[b, i], for j <= i: whether token i of decode b attends to token j of the
-        Q. All attend to the tokens before the Q. Without a mask, attention is causal.
+        Q. All of them attend to every earlier token. Without a mask, attention is causal.
     features : mapping of int to (T, N) array, optional
-        Layer -> output array for the residual stream that enters it; the number of layers stands
-        for the stream that leaves the last one. Draft heads read them.
+        Layer index -> array that receives the residual stream entering that layer; index
+        num_layers: the stream leaving the last layer. Read by draft heads.
     entering : (array or None, array), optional
         Activations (T, N) from the previous pipeline stage: its (delta, residual).
     on_host : ForwardBatch, optional

@@ -41,7 +41,7 @@ class Collectives(Protocol):
     Raises
     ------
     RankError
-        If a rank has ended, failed, does not arrive in time, or calls another operation.
+        If a rank has ended or failed, does not arrive in time, or calls a different operation.
     """
 
     @property
@@ -53,7 +53,7 @@ class Collectives(Protocol):
         """Number of ranks."""
 
     def all_reduce(self, x: Any, *, out: Any = None) -> Any:
-        """Return the sum of all ranks' `x`, added in float32 in the order of ranks, rounded once.
+        """Return the sum of all ranks' `x`, added in float32 in rank order, rounded once.
 
         `out` may be `x`; by default it is a new array.
         """
@@ -76,13 +76,13 @@ class Collectives(Protocol):
         """Wait until all ranks have called it."""
 
     def check(self, doing: str = "") -> None:
-        """Raise a RankError if an operation on the device waited for a rank that did not come.
+        """Raise RankError if an operation on the device timed out waiting for a rank.
 
-        Call it when results are read: those of the failed operation are NaN.
+        Call it when results are read: a failed operation's results are NaN.
         """
 
     def abort(self) -> None:
-        """End the operations on the device that wait for a rank; all later results are NaN."""
+        """Abort operations on the device that wait for a rank; all later results are NaN."""
 
     def close(self) -> None:
         """Free the buffers; no operation may be called afterwards."""

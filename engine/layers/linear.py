@@ -88,7 +88,7 @@ def _stacked(
 ) -> Any:
     """Multiply by each part of a stacked weight, and write the results side by side.
 
-    With "swiglu", whose gate and up may be in different parts, the product is rounded to x's dtype
+    With "swiglu", gate and up may be in different parts, so the product is rounded to x's dtype
     before the activation.
     """
     is_gated = activation == "swiglu"
@@ -142,7 +142,7 @@ class Linear:
     bias : Weight, optional
         (out,), dense, in x's dtype.
     deterministic : bool
-        Batch invariance: give each token the same bits in any batch.
+        Batch invariance: a token's bits do not depend on the rest of the batch.
 
     Raises
     ------
@@ -188,7 +188,7 @@ class Linear:
             With "swiglu", the matrix is gate_up and the result has shape (T, out / 2).
         out_dtype : dtype, optional
         residual : (T, out) array, optional
-            The result is added to it in place, and it is returned.
+            The result is added to it in place; it is also the return value.
         """
         return self._product.plain(
             x,

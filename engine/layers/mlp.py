@@ -18,7 +18,7 @@ _GELU = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 class MLP:
-    """Gate and up are one product (SwiGLU may be fused into it), then down.
+    """Gate and up projections in one GEMM (SwiGLU may be fused into it), then down.
 
     Parameters
     ----------
@@ -53,12 +53,12 @@ class MLP:
 
     @property
     def num_multiplied(self) -> int:
-        """Elements of the matrices that multiply one token."""
+        """Number of matrix elements multiplied per token."""
         return self.gate_up.weight.num_elements + self.down.weight.num_elements
 
     @property
     def input_format(self) -> Format | None:
-        """Weight format of the product that reads the input: a norm may quantize for it."""
+        """Weight format of the first product: the preceding norm may quantize its output for it."""
         return self.gate_up.weight.format
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
@@ -70,8 +70,8 @@ class MLP:
     ) -> Any:
         """Return the MLP's output (T, N) for `x` (T, N), or for ``norm(x)``.
 
-        With a `residual` (T, N), which may be `x`, the output is added to it. `slots` are those of
-        `MoE`; an MLP counts no tokens.
+        With a `residual` (T, N), which may be `x`, the output is added to it. `slots` is ignored:
+        only `MoE` counts tokens.
         """
         return self.down(self._gated(x, norm), residual=residual)
 

@@ -20,13 +20,13 @@ from engine.weights import Format, Weight
 __all__ = ["Experts", "MoE", "RoutingParams"]
 
 _FLOAT32 = np.dtype(np.float32)
-_QUANTIZED_BLOCK = (128, 128)  # scale block of the weights that multiply quantized activations
-_QUANTIZED_FROM = 9  # tokens from which x is quantized: for fewer, reading the weights dominates
+_QUANTIZED_BLOCK = (128, 128)  # scale block of weights multiplied with quantized activations
+_QUANTIZED_FROM = 9  # minimum tokens to quantize x: for fewer, reading weights dominates
 
 
 @dataclass(frozen=True)
 class RoutingParams:
-    """How a token's experts are selected and weighted: arguments of `kernels.moe_route`.
+    """Arguments of `kernels.moe_route`: selection and weights of a token's experts.
 
     Attributes
     ----------
@@ -96,7 +96,7 @@ class Experts:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the two matrices of one expert."""
+        """Number of elements in one expert's two matrices."""
         return (self.gate_up.num_elements + self.down.num_elements) // self.gate_up.shape[0]
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
@@ -137,7 +137,7 @@ class Experts:
     ) -> Any:
         """Return act(gate) * up of every pair (token, expert), (T k, I), sorted by expert.
 
-        `num_experts`: the layer's number of experts, if these are only some of them.
+        `num_experts`: number of experts in the layer, if this rank holds only some of them.
         """
         # pdl is safe: no kernel writes the weights or biases. The second product follows the first,
         # which triggers its launch only once the routing is complete.
@@ -181,31 +181,31 @@ class Experts:
 
 
 def _quantizes(weight: Weight, routing: kernels.Routing, *, deterministic: bool) -> bool:
-    """Tell whether a product quantizes x, which it does not for few tokens."""
+    """Tell whether a product quantizes x; for few tokens it does not."""
     is_large = deterministic or routing.experts.shape[0] >= _QUANTIZED_FROM
     return weight.format.block == _QUANTIZED_BLOCK and is_large
 
 
 class MoE:
-    """The weighted sum of a token's experts, plus a shared expert in some families.
+    """Mixture of experts: the weighted sum of a token's experts, and in some families a shared one.
 
-    It replaces an `MLP`. Every step of it is a kernel launch, and nothing is read back: the number
-    of rows of an expert stays on the device.
+    Used in place of an `MLP`. It consists of kernel launches only: the number of rows per expert
+    stays on the device.
 
     Parameters
     ----------
     params : RoutingParams
     router : Linear
-        (E, N); its product in float32 is the router's logits.
+        (E, N); its float32 output is the router's logits.
     experts : Experts
     correction : (E,) array of float32, optional
         Added to the scores when experts are selected.
     shared : MLP, optional
         The shared expert, which computes every token.
     shared_gate : Linear, optional
-        (1, N): the sigmoid of its product multiplies the output of `shared`.
+        (1, N): the sigmoid of its output scales the output of `shared`.
     deterministic : bool
-        Batch invariance: give each token the same bits in any batch.
+        Batch invariance: a token's bits do not depend on the rest of the batch.
 
     Attributes
     ----------
@@ -246,7 +246,7 @@ class MoE:
 
     @property
     def num_multiplied(self) -> int:
-        """Elements of the matrices that multiply one token."""
+        """Number of matrix elements multiplied per token."""
         total = self.router.weight.num_elements + self.params.top_k * self.experts.num_elements
         if self.shared is not None:
             total += self.shared.num_multiplied

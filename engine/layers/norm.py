@@ -75,7 +75,7 @@ class Norm:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a call is an RMSNorm of each row of its argument, so that it can be fused."""
+        """Whether a call is a plain row-wise RMSNorm, which other kernels can fuse."""
         return not self.subtract_mean
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
@@ -89,7 +89,7 @@ class Norm:
         return kernels.rmsnorm(x, self.weight, out=out, **self._options())
 
     def add(self, x: Any, residual: Any, *, is_late: bool = False) -> tuple[Any, Any]:
-        """Return (norm(h), h) of h = branch_scale * x + residual, in place of `x` and `residual`.
+        """Return (norm(h), h), h = branch_scale * x + residual, in place of `x` and `residual`.
 
         `is_late`: see `kernels.rmsnorm`.
         SAFETY: nothing else may hold a view of `x` or `residual` (T, N), or read them afterwards.
@@ -132,7 +132,7 @@ class Norm:
 
 
 class NoNorm(Norm):
-    """The norm of families without one: the identity, and a residual addition.
+    """Stand-in for families without a norm: the identity, and a residual addition.
 
     Raises
     ------

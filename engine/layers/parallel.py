@@ -2,11 +2,11 @@
 
 Tensor parallelism (Megatron-LM, arXiv:1909.08053): the first matrix of a pair is divided by its
 output features, the second by its input features, and the outputs of the second are summed over
-the ranks. Where no sum may cross ranks (deterministic), the second is divided by output features
-too: its input and its output are all-gathered, and one rank computes each dot product.
+the ranks. In deterministic mode no sum may cross ranks, so the second is divided by output features
+too: its input and its output are all-gathered, and each dot product is computed by one rank.
 
-Expert parallelism: a rank holds some of the experts whole, and computes the pairs (token, expert)
-of these. Every rank has every token, so no token is sent to another rank.
+Expert parallelism: each rank holds a subset of the experts and computes their (token, expert)
+pairs. Every rank has all tokens, so there is no all-to-all.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class _ParallelLinear(Linear):
-    """A matrix of which each rank holds a shard, with collectives before and after the product."""
+    """Linear layer sharded over the ranks, with collectives before and after the product."""
 
     __slots__ = ("_collectives",)
 
@@ -78,7 +78,7 @@ class _ParallelLinear(Linear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """A matrix divided by its input features: the products of all ranks are summed.
+    """Linear layer divided by input features: the products of all ranks are summed.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ class RowParallelLinear(_ParallelLinear):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """A matrix divided by its output features, whose input is divided among the ranks as well.
+    """Linear layer divided by output features; its input is divided among the ranks as well.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class ParallelLMHead(_ParallelLinear):
-    """The output layer, divided by rows of the vocabulary; every rank gets all logits (T, V).
+    """Output layer divided by rows of the vocabulary; every rank receives all logits (T, V).
 
     Parameters
     ----------
@@ -170,7 +170,7 @@ class ParallelLMHead(_ParallelLinear):
 
 
 class VocabParallelEmbedding(Embedding):
-    """An embedding table divided by rows of the vocabulary.
+    """Embedding table divided by rows of the vocabulary.
 
     Parameters
     ----------
@@ -201,7 +201,7 @@ class VocabParallelEmbedding(Embedding):
 
 
 class AllGatherNorm(Norm):
-    """A norm of whole rows; each rank holds some of their features.
+    """Norm over whole rows of which each rank holds some features: all-gathers them first.
 
     Parameters
     ----------
@@ -221,7 +221,7 @@ class AllGatherNorm(Norm):
 
     @property
     def is_plain(self) -> bool:
-        """False: the rows that a call gets are parts."""
+        """False: a call receives only this rank's part of each row."""
         return False
 
     def __call__(self, x: Any, *, out: Any = None) -> Any:
@@ -237,7 +237,7 @@ class AllGatherNorm(Norm):
 
 
 class AllReduceNorm(Norm):
-    """A norm whose `add` also sums `x` over the ranks: all-reduce and norm are one operation.
+    """Norm whose `add` also sums `x` over the ranks: all-reduce and norm in one operation.
 
     Parameters
     ----------
@@ -270,7 +270,7 @@ class AllReduceNorm(Norm):
 
 
 class _PairedExperts(Experts):
-    """Experts that write every pair before the sum, in place of the fused product and sum."""
+    """Experts that write out every pair and then sum, instead of fusing product and sum."""
 
     def combined(
         self, x: Any, routing: kernels.Routing, *, deterministic: bool = False, **others: Any
@@ -294,14 +294,14 @@ class ColumnParallelExperts(_PairedExperts):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertParallelExperts(_PairedExperts):
-    """This rank's experts, whole; the other ranks hold the others.
+    """Expert parallel: this rank's subset of the experts.
 
     Attributes
     ----------
     first : int
-        Number of this rank's first expert.
+        Index of this rank's first expert.
     padding_ids : (P,) array of int32
-        `PADDING_ID` everywhere; P is the number of rows that one launch clears.
+        Filled with `PADDING_ID`; P is the number of rows cleared per launch.
     collectives : Collectives, optional
         If given, pairs are all-reduced: every rank gets the outputs of all experts.
     """
@@ -313,8 +313,8 @@ class ExpertParallelExperts(_PairedExperts):
     def __call__(self, x: Any, routing: kernels.Routing, *, deterministic: bool = False) -> Any:
         """Return (T, k, N). Without `collectives`, pairs of other ranks' experts are zeros.
 
-        Pairs are sorted by expert, so those of this rank's experts are consecutive: the products
-        of the others are not computed, and their rows of the first product not written.
+        Pairs are sorted by expert, so this rank's pairs are consecutive. The products of all other
+        pairs are skipped, and their rows of the first product are not written.
         """
         last = self.first + self.gate_up.shape[0]
         own = routing._replace(offsets=routing.offsets[self.first : last + 1])
@@ -338,7 +338,7 @@ class ExpertParallelExperts(_PairedExperts):
 
 
 class ParallelMoE(MoE):
-    """A mixture of which each rank computes some columns of the output, or a summand of it.
+    """Mixture of experts of which each rank computes some output columns, or a partial sum.
 
     Parameters
     ----------

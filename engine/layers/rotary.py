@@ -29,7 +29,7 @@ def rope_table(config: RopeConfig, num_positions: int) -> Array:
     ----------
     config : RopeConfig
     num_positions : int
-        Longest sequence in tokens.
+        Maximum sequence length in tokens.
 
     Returns
     -------
@@ -70,7 +70,7 @@ def table_shape(config: RopeConfig, num_positions: int) -> tuple[int, int]:
 
 
 def long_rope_offset(config: RopeConfig, num_positions: int) -> int:
-    """Return the first row of longrope's long factors; 0 for a table without them.
+    """Return the index of the first row with longrope's long factors; 0 for a table without them.
 
     Examples
     --------
@@ -90,7 +90,7 @@ def inverse_frequencies(config: RopeConfig, *, is_long: bool = False, length: in
     is_long : bool
         Longrope: use the long factors.
     length : int
-        Dynamic NTK: tokens of the sequence.
+        Dynamic NTK: sequence length in tokens.
 
     References
     ----------
@@ -175,7 +175,7 @@ def _yarn(config: RopeConfig, frequencies: Array) -> Array:
     dim = config.rotary_dim
 
     def bound(rotations: float) -> float:
-        """Return the fractional index of the frequency with `rotations` in training."""
+        """Return the fractional index of the frequency with `rotations` per training length."""
         wavelengths = config.original_max_position / (rotations * 2 * math.pi)
         return dim * math.log(wavelengths) / (2 * math.log(config.theta))
 

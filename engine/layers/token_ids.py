@@ -12,7 +12,7 @@ from engine.errors import RequestError
 
 __all__ = ["checked_token_ids"]
 
-_MAX_ROWS_READ = 1 << 20  # rows above which an argument is refused before it is copied
+_MAX_ROWS_READ = 1 << 20  # maximum number of rows; longer arguments are rejected before the copy
 
 
 def checked_token_ids(
@@ -30,7 +30,7 @@ def checked_token_ids(
     Raises
     ------
     RequestError
-        If the shape is not (B, T), T is 0, the dtype is no integer, or an id is outside [0, V).
+        If the shape is not (B, T), T is 0, the dtype is not an integer, or an id is outside [0, V).
 
     Examples
     --------

@@ -1,1 +1,1 @@
-"""The decoder, and the declarations of the model families that configure it."""
+"""The decoder, the model families that configure it, and its sharding over ranks."""

@@ -41,9 +41,9 @@ _FLOAT32 = np.dtype(np.float32)
 _WHOLE = WholeParts()
 
 
-# In the last layer, only tokens with requested logits need the steps after attention. To drop the
-# others, a GPU layer must be called instead of replayed from a plan, which costs the host 1 ms. It
-# pays above this number of saved multiply-adds (0.4 ms on an H200).
+# In the last layer, only tokens with requested logits need the work after attention. Dropping the
+# others means calling a GPU layer instead of replaying a plan, which costs 1 ms of host time. It
+# pays off above this number of saved multiply-adds (0.4 ms on an H200).
 _MIN_SAVED = 1 << 37
 
 # Up to this many rows, a norm is fused with the product after it, and a residual addition with the
@@ -58,8 +58,8 @@ class DecoderLayer:
     Without an `mlp_norm` it is a parallel block: attention and MLP read the same norm, and their
     sum is added to the stream.
 
-    `can_fuse` allows fused kernels for few tokens. They round sums once less, so a token's bits
-    depend on the number of tokens.
+    `can_fuse` allows fused kernels for few tokens. They round sums one time fewer, so a token's
+    bits depend on the number of tokens.
     """
 
     __slots__ = (
@@ -131,7 +131,7 @@ class DecoderLayer:
             Arguments of the next layer, (R, N) with `rows`: its norm adds delta to the stream.
             delta is None if fused kernels have added it already.
         """
-        # The gathered tokens `rows` have no slots here, and no padding among them.
+        # `rows` contains no padding, and the gathered tokens have no slots here.
         slots = batch.slot_mapping if rows is None else None
         if delta is None and rows is None and self.is_fused(residual.shape[0]):
             residual = self.attn(residual, batch, *pages, norm=self.attn_norm, residual=residual)
@@ -170,12 +170,12 @@ class Decoder:
     weights : mapping of str to Weight
         From `loading.weights.load_weights`, on one device.
     max_model_len : int
-        Longest sequence in tokens: the number of positions in the rope tables.
+        Maximum sequence length in tokens: the number of positions in the rope tables.
     deterministic : bool
-        Batch invariance: give each token the same bits in any batch and at any chunk size.
+        Batch invariance: a token's bits depend on neither the batch nor the chunk size.
     parts : WholeParts or ParallelParts
-        Builds the layers of a whole model, or of one rank's shard (`config` and `weights` are the
-        shard's).
+        Builds the layers of a whole model, or of one rank's shard; then `config` and `weights` are
+        the shard's.
     stage : Stage
         The layers of a pipeline stage. Only the first stage has an embedding, and only the last one
         computes logits.
@@ -187,8 +187,8 @@ class Decoder:
         Weights by name: "layers.0.qkv", ... An MLP may be padded to more features than the config
         says (`loading.mlp_padding`).
     rope_tables : tuple of array
-        (P, R) float32 tables: one for all layers, or one for full attention and one for windows. A
-        last one rotates by 0, for models with layers without rope.
+        (P, R) float32 tables: one for all layers, or one for full attention and one for windows. If
+        some layers have no rope, a table with zero angles comes last.
     kv_scales : KVScales
         Scales of a quantized KV cache, by layer and head.
     long_rope_offset : int
@@ -381,9 +381,9 @@ class Decoder:
         return tuple(table), np.array(rows, np.uint64)
 
     def _numbers(self, layer: int) -> tuple[int, ...]:
-        """Return the values other than arrays on which a layer's launches depend."""
+        """Return the non-array values that determine a layer's launches."""
         numbers = self.config.window(layer), rope_index(self.config, layer)
-        return numbers if self.parts.can_plan else (*numbers, layer)  # each a kind of its own
+        return numbers if self.parts.can_plan else (*numbers, layer)  # each layer is its own kind
 
     def _weight(self, name: str) -> Weight:
         try:
@@ -400,7 +400,7 @@ class Decoder:
         return Embedding(self._weight("embed"), c.embed_scale, rounds_scale=c.rounds_embed_scale)
 
     def _head_norm(self, name: str) -> Norm | None:
-        """Return the norm of q or k, for each head or for all heads of the model together."""
+        """Return the QK-norm of q or k: per head, or over all heads of the model together."""
         if not self.config.qk_norm:
             return None
         norm = self._norm(name)

@@ -1,9 +1,9 @@
-"""Draft heads, which draft tokens from the target model's hidden states: EAGLE-3 and MTP.
+"""Draft heads on the target model's hidden states: EAGLE-3 and MTP.
 
 A head is one layer with a KV cache of its own. At position i it reads the embedding of token i + 1
-and the target's features of token i, and its logits are those of token i + 2. For tokens that the
-target has not computed yet, the head's own output replaces the features, so that it can draft
-several tokens in a row.
+and the target's features of token i, and predicts token i + 2. For tokens that the target has not
+computed yet, the head's own output replaces the features, so that it can draft several tokens in a
+row.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 class DraftTarget(Protocol):
-    """The interface of the target model that draft heads use; `Decoder` implements it."""
+    """Members of the target model that draft heads use; `Decoder` implements them."""
 
     @property
     def xp(self) -> Any:
@@ -43,7 +43,7 @@ class DraftTarget(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence in tokens."""
+        """Maximum sequence length in tokens."""
 
     @property
     def layers(self) -> Sequence[Any]:
@@ -99,7 +99,7 @@ class HeadLayer:
         "qkv", "o", "gate_up", "down", "mlp_norm"; optionally biases of matrices ("qkv_bias", ...);
         "q_norm" and "k_norm" with qk_norm. May hold further weights of the head.
     max_model_len : int
-        Longest sequence in tokens.
+        Maximum sequence length in tokens.
     """
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Any], max_model_len: int) -> None:
@@ -149,11 +149,11 @@ class Eagle3Config:
     layer : ModelConfig
         Config of its layer; `vocab_size` is the target's.
     draft_vocab_size : int
-        Number of tokens that it can draft.
+        Size of the draft vocabulary.
     feature_layers : tuple of int
         Layers of the target whose inputs are concatenated.
     target_hidden_size : int
-        Nt.
+        Nt, the target's hidden size.
     norm_before_residual : bool
         The residual stream starts from the normalised state instead of the state.
     """
@@ -175,7 +175,7 @@ class Eagle3Head:
         Weights of `HeadLayer`, "qkv" with 2N columns, and "fc" (N, F·Nt), "attn_norm",
         "hidden_norm", "final_norm" (N,). "embed" (V, N) and "lm_head" (Vd, N) may be missing:
         then the target's are used. "target_ids" (Vd,) int64 maps tokens of the draft vocabulary to
-        the target's; without it they are equal.
+        the target's; without it the vocabularies are equal.
     target : DraftTarget
     """
 

@@ -1,4 +1,4 @@
-"""Names in a checkpoint of the tensors of experts, router and shared expert."""
+"""Checkpoint names of the tensors of experts, router and shared expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Family`: the declaration of a model family, by defaults of config.json and names of tensors.
+"""`Family`: declares a model family by its config.json defaults and tensor names.
 
 A family is data, not code: `loading/hf_config.py` reads config.json with it, `loading/weights.py`
 finds tensors by its tables of names, and `models/decoder.py` knows no families.
@@ -79,8 +79,8 @@ class TensorName(NamedTuple):
     layout : Layout
         Storage layout of the experts' matrices.
     form : str
-        Name of this form, if a family's checkpoints name or store a weight in several. A weight is
-        read in the first form of which the checkpoint has a tensor.
+        Name of this form, if the family's checkpoints store a weight in several forms. A weight is
+        read in the first form for which the checkpoint holds a tensor.
     """
 
     checkpoint: str
@@ -191,7 +191,7 @@ GGUF_NORM_BIASES: tuple[TensorName, ...] = (
 
 @dataclass(frozen=True)
 class Family:
-    """One model_type, declared.
+    """Declaration of one model_type.
 
     Attributes
     ----------
@@ -204,9 +204,9 @@ class Family:
     defaults : mapping
         Hugging Face's defaults for keys missing from config.json.
     qkv_bias, o_bias, mlp_bias, lm_head_bias : bool or str
-        Whether the bias exists, or the key of config.json with that flag.
+        Whether the bias exists, or the config.json key of that flag.
     qk_norm, pre_norms, post_norms : bool
-        Norms of q and k (or the key of that flag); norms before and after attention and MLP.
+        QK-norm (or the key of that flag); norms before and after attention and MLP.
     eps_key : str
         Key of the norms' epsilon.
     layer_norm, norm_bias : bool
@@ -214,16 +214,16 @@ class Family:
     gated_mlp : bool
         The MLP is act(gate x) * up x; otherwise act(up x).
     parallel : bool or str
-        Attention and MLP read the same input and are added to it; or the key of that flag.
+        Attention and MLP read the same input, and both are added to it; or the key of that flag.
     whole_qk_norm : bool
-        Norms of q and k cover all heads together instead of each head.
+        QK-norm over all heads of q or k together instead of per head.
     sinks : bool
         Every head has an attention sink.
     windows : str
         Layers with a sliding window: "never", "every_layer" (if `sliding_window` is set),
         "switched" (every layer, if `use_sliding_window`), "max_window_layers" (from that layer on,
         if `use_sliding_window`), "even_layers" (those before `max_window_layers`, if
-        `use_sliding_window`), "pattern" (all but every n-th) or "layers_without_rope" (these, if
+        `use_sliding_window`), "pattern" (all but every n-th) or "layers_without_rope" (if
         `use_sliding_window`). For all but the first and "switched", `layer_types` takes precedence
         if given.
     rope_layers : str
@@ -239,7 +239,7 @@ class Family:
     logit_scale : str
         Key of a factor on the logits; "" for none.
     local_rope : bool
-        Layers with a window have a rope table of their own.
+        Sliding-window layers have their own rope table.
     max_position_is_scaled : bool
         Whether `max_position_embeddings` already includes a linear rope factor.
     rope_aliases : mapping
@@ -248,14 +248,14 @@ class Family:
         Checkpoints store the rotated rows of q and k interleaved: pair i is rows 2i and 2i + 1 of a
         head instead of i and i + R/2.
     gguf_interleaved_rope : bool
-        The same for a .gguf.
+        The same flag for .gguf files.
     moe : MoeFamily or None
         Declaration of the layers with experts.
     extra_layers : str
         Key of the number of multi-token prediction layers, which follow the last layer and are not
         loaded with the model; "" for none.
     unsupported : tuple of str
-        Keys of config.json that would change the result, and are refused if set.
+        config.json keys that would change the result; a model that sets one is rejected.
     """
 
     model_type: str

@@ -1,4 +1,4 @@
-"""GLM-4 (0414): norms before and after each branch, biases of q, k and v, half-rotated heads."""
+"""GLM-4 (0414): norms before and after each branch, biases of q, k and v, half-rotary heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GLM4 = Family(
         *HF_NAMES,
         *(name for name in HF_LAYER_NAMES if name.kind in ("qkv", "qkv_bias")),
         TensorName("model.layers.{i}.mlp.gate_up_proj.weight", "gate_up"),
-        # NOTE: elsewhere post_attention_layernorm is a norm of attention's output.
+        # NOTE: in other families post_attention_layernorm normalises the attention output.
         TensorName("model.layers.{i}.post_self_attn_layernorm.weight", "post_attn_norm"),
         TensorName("model.layers.{i}.post_attention_layernorm.weight", "mlp_norm"),
         TensorName("model.layers.{i}.post_mlp_layernorm.weight", "post_mlp_norm"),

@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: sigmoid routing with a correction bias, a shared expert, half-rotated heads."""
+"""GLM-4.5 and 4.6: sigmoid routing with a correction bias, a shared expert, half-rotary heads."""
 
 from __future__ import annotations
 

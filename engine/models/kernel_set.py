@@ -1,4 +1,4 @@
-"""The kernels that a model launches, compiled before the first step."""
+"""The kernels launched by a model, compiled before the first step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAGE_OPS = (
     "kv_swap",
     "qk_norm_rope_store",
 )
-# Op -> further dtypes beside the model's: logits and barriers are float32, ids move as float16.
+# Op -> dtypes besides the model's: logits and barriers are float32, ids move as float16.
 _RANK_OPS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("float32",),
     "all_reduce_rmsnorm": (),
@@ -68,7 +68,7 @@ def kernel_specs(
         chosen += _MOE_OPS
     chosen += _quantized_ops(formats)
     for op in (*_OPS, *chosen):
-        # By name, because the package's attribute `op` is the function and not the module.
+        # Imported by name: the package's attribute `op` is the function, not the module.
         module = importlib.import_module(f"engine.kernels.{op}")
         specs += module.specs(
             dtype,

@@ -1,4 +1,4 @@
-"""Scales of the keys and values in a quantized KV cache, for each of its dtypes."""
+"""Scales of the keys and values in a quantized KV cache, by KV cache dtype."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class KVScales:
     Attributes
     ----------
     sources : dict of str to str
-        Origin of the scales of each dtype; "" if they are not set. Then they are 1, which only e4m3
-        supports.
+        Origin of the scales of each dtype; "" if they are not set. Unset scales are 1, which only
+        e4m3 supports.
     """
 
     def __init__(self, xp: Any, num_layers: int, num_kv_heads: int) -> None:
         self._xp = xp
-        # Rows are padded to whole 16-byte words: the layers of a plan must be aligned alike.
+        # Rows are padded to whole 16-byte words: layers that share a plan need equal alignment.
         padded = -(-num_kv_heads // 4) * 4
         scales = xp.ones((len(KV_CODE_DTYPES), num_layers, 2, padded), np.float32)
         self._arrays = dict(zip(KV_CODE_DTYPES, scales[..., :num_kv_heads], strict=True))
@@ -67,9 +67,9 @@ class KVScales:
         kv_dtype : str
             A name in KV_CODE_DTYPES.
         source : str
-            Their origin.
+            Origin of the scales.
         also_others : bool
-            Set the scales of the other dtypes, too, so that the largest values are equal.
+            Also set the scales of the other dtypes, so that all can represent the same maximum.
         heads : (int, int, int), optional
             (first, last, count): `scales` are those of `count` heads; use [first, last).
 
@@ -86,7 +86,7 @@ class KVScales:
             self.sources[name] = source
 
     def set_peaks(self, peaks: Any, kv_dtype: str, source: str) -> None:
-        """Set the scales of `kv_dtype` so that its largest value stands for `peaks`; 1 for peak 0.
+        """Set scales so that the largest value of `kv_dtype` represents `peaks`; 1 for a peak of 0.
 
         Raises
         ------

@@ -19,7 +19,7 @@ from engine.plan_array import PlanArray, unwrapped
 
 __all__ = ["LayerPlans"]
 
-_ALIGNMENT = 16  # largest alignment that the choice of a kernel depends on, in bytes
+_ALIGNMENT = 16  # largest alignment that affects kernel selection, in bytes
 
 
 class _LayerArrays:
@@ -28,8 +28,8 @@ class _LayerArrays:
     def __init__(self, layer: Any, numbers: Hashable) -> None:
         named = [(name, array) for name, array in layer.arrays() if is_cupy_array(array)]
         places = [int(array.data.ptr) for _, array in named]
-        # An array with two names is listed once. Layers that share arrays in other ways are of
-        # another kind.
+        # An array with two names is listed once. Layers whose arrays alias differently are of
+        # different kinds.
         first = [places.index(place) for place in places]
         self.named = [named[i] for i in dict.fromkeys(first)]
         self.addresses = [int(array.data.ptr) for _, array in self.named]
@@ -63,7 +63,7 @@ class LayerPlans:
     ----------
     layers : sequence of DecoderLayer
     numbers : sequence of hashable
-        Values other than arrays that each layer's launches depend on. Equal for layers of one kind.
+        Non-array values that determine each layer's launches; equal for layers of one kind.
     """
 
     def __init__(self, layers: Sequence[Any], numbers: Sequence[Hashable]) -> None:
@@ -150,5 +150,5 @@ class LayerPlans:
 
 
 def _layout(array: Any) -> tuple[Any, ...]:
-    """Return the properties of an array that the choice of a kernel may depend on."""
+    """Return the properties of an array that may affect kernel selection."""
     return array.shape, array.strides, array.dtype, int(array.data.ptr) % _ALIGNMENT

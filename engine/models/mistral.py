@@ -12,7 +12,7 @@ __all__ = ["MINISTRAL", "MISTRAL"]
 MISTRAL = Family(
     model_type="mistral",
     names=LLAMA_NAMES,
-    # NOTE: a .gguf of Mistral says "llama", and keeps its rows in llama's order.
+    # NOTE: Mistral's .gguf files declare "llama", and store rows in llama's order.
     gguf_interleaved_rope=True,
     defaults={
         "max_position_embeddings": 4096 * 32,

@@ -23,7 +23,7 @@ MIXTRAL = Family(
         *fused_expert_names(),
     ),
     gguf_names=(*GGUF_SPLIT_NAMES, *GGUF_EXPERT_NAMES),
-    # NOTE: a .gguf of Mixtral says "llama", and keeps its rows in llama's order.
+    # NOTE: Mixtral's .gguf files declare "llama", and store rows in llama's order.
     gguf_interleaved_rope=True,
     defaults={
         "max_position_embeddings": 4096 * 32,

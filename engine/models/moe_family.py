@@ -1,4 +1,4 @@
-"""`MoeFamily`: the declaration of a family's mixture of experts by keys of config.json."""
+"""`MoeFamily`: declares a family's mixture of experts by config.json keys."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ SparseRule = Literal["all", "steps", "after_first"]
 
 @dataclass(frozen=True)
 class MoeFamily:
-    """The mixture of experts of a family, declared.
+    """Declaration of a family's mixture of experts.
 
     Attributes
     ----------
     num_experts : int
-        Default, if config.json has no such key.
+        Default if config.json lacks the key.
     width : str
-        Key of an expert's number of features.
+        Key of an expert's intermediate size.
     renormalize : bool or str
         Divide a token's weights by their sum; or the key of that flag.
     gguf_renormalize : bool
-        Value of `renormalize` for a .gguf without that key, as most are.
+        Value of `renormalize` for a .gguf without that key; most lack it.
     sparse_layers : str
         Layers with experts: "all", "steps" (by `decoder_sparse_step` and `mlp_only_layers`), or
         "after_first" (all but the first `first_k_dense_replace`).
@@ -36,9 +36,9 @@ class MoeFamily:
     has_groups : bool
         Whether `n_group` and `topk_group` limit the selection.
     shared_width : str
-        Key of the shared expert's number of features; "" for none.
+        Key of the shared expert's intermediate size; "" for none.
     shared_count : str
-        Key of the number of shared experts with `width` features each; "" for none.
+        Key of the number of shared experts, each of size `width`; "" for none.
     shared_gate, router_bias, expert_bias : bool
         Whether these weights exist.
     activation : str

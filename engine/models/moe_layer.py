@@ -1,4 +1,4 @@
-"""`build_moe`: the mixture of experts of one layer from its weights."""
+"""`build_moe`: builds the mixture of experts of one layer from its weights."""
 
 from __future__ import annotations
 

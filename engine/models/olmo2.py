@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: post-norms only, and norms of all heads of q and k; windows in OLMo 3."""
+"""OLMo 2 and 3: post-norms only, QK-norm over all heads of q or k together; windows in OLMo 3."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OLMO2 = Family(
 OLMO3 = replace(
     OLMO2,
     model_type="olmo3",
-    gguf_arch="",  # its files have the architecture "olmo2"
+    gguf_arch="",  # its .gguf files declare "olmo2"
     defaults={
         **OLMO2.defaults,
         "rope_theta": 5e5,
@@ -37,5 +37,5 @@ OLMO3 = replace(
         "sliding_window_pattern": 4,
     },
     windows="pattern",
-    local_rope=True,  # rope scaling is for layers with full attention only
+    local_rope=True,  # rope scaling applies to full-attention layers only
 )

@@ -1,4 +1,4 @@
-"""OLMoE: llama with experts, and norms of all heads of q and k together."""
+"""OLMoE: llama with experts, and QK-norm over all heads of q or k together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): per-head norms of q and k, and head_dim independent of hidden_size."""
+"""Qwen3 (dense): per-head QK-norm, and head_dim independent of hidden_size."""
 
 from __future__ import annotations
 

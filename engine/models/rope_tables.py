@@ -1,4 +1,4 @@
-"""The rope tables of a model: their sizes, and the one that each layer uses."""
+"""Rope tables of a model: their sizes, and the table used by each layer."""
 
 from __future__ import annotations
 

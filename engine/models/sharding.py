@@ -1,4 +1,4 @@
-"""Shards of a decoder: the sizes of one rank's shard, and its layers."""
+"""Sharding of a decoder: the config of one rank's shard, and the builder of its layers."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     return replace(config, moe=moe, **sizes)
 
 
-_CLEARED_ROWS = 1 << 16  # rows cleared in one launch: 8192 tokens with 8 experts each
+_CLEARED_ROWS = 1 << 16  # rows cleared per launch: 8192 tokens with 8 experts each
 
 
 class WholeParts:
-    """Builds the layers of a model that one process holds whole."""
+    """Builds the layers of an undivided model."""
 
     @property
     def expert_runs(self) -> tuple[tuple[int, int], ...]:
@@ -130,7 +130,7 @@ class WholeParts:
 
     @property
     def own_kv_heads(self) -> tuple[int, int, int] | None:
-        """(first, last, count): this rank's key/value heads of `count`; None for all."""
+        """(first, last, count): this rank's K/V heads [first, last) of `count`; None for all."""
         return None
 
     def all_heads(self, x: Any) -> Any:
@@ -205,11 +205,11 @@ class ParallelParts(WholeParts):
     def attention_output(
         self, weight: Weight, bias: Weight | None, *, deterministic: bool
     ) -> Linear:
-        """Return the output projection of attention: complete on all ranks, or their summands."""
+        """Return attention's output projection: complete on all ranks, or partial sums."""
         return self._second(weight, bias, deterministic, self._share(self.config.num_heads))
 
     def down(self, weight: Weight, bias: Weight | None, *, deterministic: bool) -> Linear:
-        """Return the down projection of an MLP: complete on all ranks, or their summands."""
+        """Return an MLP's down projection: complete on all ranks, or partial sums."""
         return self._second(weight, bias, deterministic, 1)
 
     def shared_down(self, weight: Weight, *, deterministic: bool) -> Linear:
@@ -241,7 +241,7 @@ class ParallelParts(WholeParts):
         )
 
     def moe(self, params: RoutingParams, router: Linear, experts: Experts, **options: Any) -> MoE:
-        """Return a mixture with this rank's experts, or its features of every expert."""
+        """Return a mixture with this rank's experts, or with its slice of every expert."""
         is_complete = self._sums_in_norms
         if self.shard.expert_parallel:
             experts = self._expert_parallel(experts, array_module(router.weight.data))
@@ -257,7 +257,7 @@ class ParallelParts(WholeParts):
 
     @property
     def own_kv_heads(self) -> tuple[int, int, int] | None:
-        """(first, last, count): this rank's key/value heads of `count`."""
+        """(first, last, count): this rank's K/V heads [first, last) of `count`."""
         c = self.config
         _, (first, last) = self.shard.cut_heads(c.num_heads, c.num_kv_heads)
         return first, last, c.num_kv_heads
@@ -305,7 +305,7 @@ class ParallelParts(WholeParts):
         return self.collectives.all_reduce(delta, out=delta)
 
     def _share(self, num_heads: int) -> int:
-        """Return the number of ranks that hold the same heads of `num_heads` (q or k/v) heads."""
+        """Return the number of ranks that hold the same heads, of `num_heads` (q or k/v) heads."""
         c = self.config
         heads, kv_heads = self.shard.cut_heads(c.num_heads, c.num_kv_heads)
         first, last = heads if num_heads == c.num_heads else kv_heads

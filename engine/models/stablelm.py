@@ -1,4 +1,4 @@
-"""StableLM: LayerNorm, heads rotated by a quarter of their features; some with parallel blocks."""
+"""StableLM: LayerNorm, rope on a quarter of each head; some models with parallel blocks."""
 
 from __future__ import annotations
 

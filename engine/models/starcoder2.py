@@ -20,7 +20,7 @@ STARCODER2 = Family(
         TensorName(f"{_MLP}.c_proj.weight", "down"),
         TensorName(f"{_MLP}.c_proj.bias", "down_bias"),
     ),
-    gguf_names=(),  # NOTE: a .gguf does not say whether the model has windows.
+    gguf_names=(),  # NOTE: a .gguf does not record whether the model has windows.
     defaults={
         "num_key_value_heads": 2,
         "max_position_embeddings": 4096,

@@ -1,4 +1,4 @@
-"""`Layout`: the storage of the matrices of a layer's experts in a checkpoint."""
+"""`Layout`: storage of a layer's expert matrices in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MXFP4_BLOCK = 32
 
 @dataclass(frozen=True)
 class Layout:
-    """Storage of one tensor with the matrices (E, rows, columns) of all experts.
+    """Storage of one tensor that holds all experts' matrices, (E, rows, columns).
 
     Attributes
     ----------
@@ -20,7 +20,7 @@ class Layout:
     interleaved : bool
         Rows of gate and up alternate, gate first. Otherwise gate is the first half of the rows.
     mxfp4 : bool
-        Stored as two tensors: "<...>_blocks" (E, rows, columns / 32, 16), two numbers a byte, and
+        Stored as two tensors: "<...>_blocks" (E, rows, columns / 32, 16), two values per byte, and
         "<...>_scales" (E, rows, columns / 32), exponents.
 
     Examples
@@ -43,7 +43,7 @@ class Layout:
         return (experts, columns, rows) if self.transposed else logical
 
     def companions(self, name: str, logical: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the tensors that must be read with tensor `name`."""
+        """Return names and shapes of the tensors that must be read together with tensor `name`."""
         if not self.mxfp4:
             return {}
         return {scales_name(name): self.shape(logical)[:3]}

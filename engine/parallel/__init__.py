@@ -1,1 +1,4 @@
-"""Tensor and pipeline parallelism: the ranks and stages that run one model together."""
+"""The processes of tensor and pipeline parallelism: driver, workers, and their messages.
+
+How a layer is divided among the ranks is in `layers/parallel.py` and `models/sharding.py`.
+"""

@@ -24,7 +24,7 @@ ACTIVATIONS = 2
 
 
 class ActivationSender:
-    """Sends activations from a thread of its own, so that the next step can be launched.
+    """Sends activations in a background thread, so that the next step can be launched.
 
     Parameters
     ----------
@@ -51,7 +51,8 @@ class ActivationSender:
     def send(self, step: int, delta: Any, residual: Any) -> None:
         """Send the activations of a step, (T, N) each or None.
 
-        They must not change afterwards; on CUDA, later work on the current stream may change them.
+        On the CPU the arrays must not change afterwards. On CUDA, later work on the current stream
+        may overwrite them.
         """
         # Viewed as integers: every device and host can copy these.
         arrays = {"delta": delta, "residual": residual}

@@ -1,4 +1,4 @@
-"""Loads a model in one process or in several, and constructs its engine."""
+"""Load a model in one process or several, and construct its engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_engine(make: Callable[..., EngineT], model: str, options: dict[str, Any
     Parameters
     ----------
     make : callable
-        Called with the loaded model, and the options that are not `load`'s.
+        Called with the loaded model, and the options that `load` does not accept.
     model : str
     options : dict
         Keywords of `load` and of `EngineConfig`.
@@ -27,7 +27,7 @@ def make_engine(make: Callable[..., EngineT], model: str, options: dict[str, Any
     Raises
     ------
     UnknownOptionError, ConfigError
-        If an option is wrong; nothing was loaded then.
+        If an option is invalid; raised before anything is loaded.
     """
     names = tuple(name for name in LOAD_OPTIONS if name != "max_model_len")  # a keyword of both
     loading = {name: options.pop(name) for name in names if name in options}

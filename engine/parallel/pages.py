@@ -15,7 +15,7 @@ __all__ = ["SharedPages"]
 
 
 class SharedPages:
-    """Numbers rank 0's KV caches; the workers hold theirs under the same numbers.
+    """Assigns numbers to rank 0's KV caches; the workers hold theirs under the same numbers.
 
     Parameters
     ----------

@@ -45,8 +45,8 @@ from engine.weights import Stage
 
 __all__ = ["PipelinedModel", "load_stages"]
 
-_LOCAL_SECONDS = 120.0  # time for interpreters to start and import, on a busy machine
-_REMOTE_SECONDS = 600.0  # time for stages that Ray or a user starts
+_LOCAL_SECONDS = 120.0  # startup timeout of stages on this host, which may be busy
+_REMOTE_SECONDS = 600.0  # startup timeout of stages started by Ray or a user
 _NO_MOVES = [np.zeros(0, np.int32)] * NUM_MOVE_ARRAYS
 
 
@@ -68,7 +68,7 @@ class PipelinedModel(Model):
         self.group = group
         self.num_ranks = own.num_ranks
         self.num_stages = own.num_stages = group.num_stages
-        self._end = weakref.finalize(self, group.end)  # also when the model is garbage-collected
+        self._end = weakref.finalize(self, group.end)  # runs at garbage collection too
         self._pages: KVCache | None = None
         self._announced: deque[tuple[int, int]] = deque()  # (step, tokens) not yet computed here
         self._num_steps = 0
@@ -131,7 +131,7 @@ class PipelinedModel(Model):
     # ---- pages
 
     def stage_blocks(self, options: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """Return the KV blocks, on device and host, that each other stage has room for."""
+        """Return how many KV blocks, on device and host, each other stage has room for."""
         answers = self.group.ask("planning pages", PLAN, arrays=[to_text(dict(options))])
         return [(numbers[0], numbers[1]) for _, numbers, _ in answers]
 
@@ -169,7 +169,7 @@ class PipelinedModel(Model):
         Raises
         ------
         RankError
-            The first that failed, and its last words.
+            Names the first that failed, with its last words.
         """
         self.group.check()
         with self.together():
@@ -202,7 +202,7 @@ class PipelinedModel(Model):
     # ---- not supported by a pipeline
 
     def trace(self, token_ids: Any) -> Trace:
-        """Raise RequestError: each stage holds some of the layers."""
+        """Raise RequestError: each stage holds only some of the layers."""
         raise RequestError("a model of several pipeline stages cannot be traced")
 
     def kv_scales_of(self, kv_cache_dtype: str) -> Any:
@@ -254,7 +254,7 @@ class PipelinedModel(Model):
 
 
 class _StageWorkers:
-    """`Workers` of the last stage's cache: its ranks. Announced steps tell the other stages."""
+    """`Workers` of the last stage's cache: its ranks. Other stages are told by announced steps."""
 
     def __init__(self, model: PipelinedModel, ranks: Any) -> None:
         self._model = weakref.ref(model)
@@ -290,7 +290,7 @@ def load_stages(model: Any, config: EngineConfig, loading: Mapping[str, Any]) ->
     ConfigError, DeviceError, DownloadError
         If the model or an option cannot be used.
     RankError
-        If a stage fails; with its last words.
+        If a stage fails; the message includes its last words.
     """
     given = dict(loading)
     size = config.pipeline_parallel_size
@@ -344,7 +344,7 @@ def _group(config: EngineConfig, is_cuda: bool) -> StageGroup:
         address = parse_address(config.pipeline_address)
         secret = env.pipeline_secret()
     elif config.distributed_executor_backend == "ray":
-        ray_stages = import_module("engine.parallel.ray_stages")  # late: it needs Ray
+        ray_stages = import_module("engine.parallel.ray_stages")  # imported late: needs Ray
         placed = ray_stages.RayStages(size, config.tensor_parallel_size if is_cuda else 0)
         address = placed.host, 0
     group = StageGroup(size, secret, address, timeout=config.collective_timeout)
@@ -376,13 +376,13 @@ def _num_layers(name: str, loading: Mapping[str, Any]) -> int:
 def _gpus(config: EngineConfig, place: Device) -> list[list[int]]:
     """Return the GPUs of each stage.
 
-    On a host of its own, a stage takes the first ones. On one host, the last stage does, and the
-    others take the next ones.
+    A stage on its own host uses the first GPUs. If all stages share a host, the last stage uses
+    the first GPUs, and the others use the next ones.
 
     Raises
     ------
     ConfigError
-        If this host has too few.
+        If this host has too few GPUs.
     """
     size = config.pipeline_parallel_size
     num_ranks = config.tensor_parallel_size

@@ -1,4 +1,4 @@
-"""The worker of a tensor-parallel group: ranks 1, 2, ... execute what rank 0 announces."""
+"""Worker of a tensor-parallel group: ranks 1, 2, ... execute rank 0's announcements."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ __all__ = ["RankWorker", "compare_ranks", "make_collectives", "num_threads", "ru
 
 TARGET = "engine.parallel.rank:run"
 
-# Kinds of messages.
+# Message kinds.
 PREPARE, SHARE, FORWARD, LOGITS, MOVE_BLOCKS, MOVE_SLOTS, CAPTURE, GRAPH = range(8)
 FREE, TRACE, SCALES, SET_SCALES, CALIBRATE, EMBED = range(8, 14)
 
-# What a step returns.
+# Results of a step.
 WANTS_HIDDEN, WANTS_LOGITS, WANTS_STAGE = range(3)
 
 _BATCH_NUMBERS = ("num_decodes", "max_seqlen_q", "max_context_len", "query_len")
@@ -52,28 +52,28 @@ _BATCH_ARRAYS = (
 
 
 def batch_to_message(batch: ForwardBatch) -> tuple[list[int], list[Any]]:
-    """Return the numbers and arrays of a batch, all but its token ids, for a message."""
+    """Encode a batch, without its token ids, as the numbers and arrays of a message."""
     arrays = [getattr(batch, name) for name in _BATCH_ARRAYS]
     numbers = [int(getattr(batch, name)) for name in _BATCH_NUMBERS]
     return numbers, [None if array is None else to_numpy(array) for array in arrays]
 
 
 def batch_from_message(token_ids: Any, numbers: list[int], arrays: list[Any]) -> ForwardBatch:
-    """Return the batch of token ids (T,) and of what `batch_to_message` returned."""
+    """Rebuild a batch from token ids (T,) and the result of `batch_to_message`."""
     fields: dict[str, Any] = dict(zip(_BATCH_ARRAYS, arrays, strict=True))
     fields |= zip(_BATCH_NUMBERS, numbers, strict=True)
     return ForwardBatch(token_ids=token_ids, **fields)
 
 
 def run(group: Group, options: Mapping[str, Any]) -> None:
-    """Load a rank's shard of the model, and do what rank 0 announces until it ends the group.
+    """Load a rank's shard of the model, and execute announcements until rank 0 ends the group.
 
     Parameters
     ----------
     group : Group
     options : mapping
         "model": its path; "devices": the device of each rank; "loading": keywords of `load`;
-        "stage": the numbers of a `Stage`.
+        "stage": the fields of a `Stage`.
     """
     group.set_doing("comparing files")
     compare_ranks(group, options["model"], options["loading"])
@@ -96,7 +96,7 @@ def run(group: Group, options: Mapping[str, Any]) -> None:
 
 
 class RankWorker:
-    """Repeats on this rank's shard of the model and of the KV cache what rank 0 announces.
+    """Executes rank 0's announcements on this rank's shard of the model and of the KV cache.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ class RankWorker:
         self._model = model
         self._collectives = collectives
         self._messages = Messages(group)
-        self._pages: dict[int, KVCache] = {}  # by the number that rank 0 gave; 0: the engine's
+        self._pages: dict[int, KVCache] = {}  # by the number that rank 0 assigned; 0: the engine's
         self._swap: SwapSpace | None = None
         self._graphs: WorkerGraphs | None = None
         self._hidden: Any = None
@@ -158,7 +158,7 @@ class RankWorker:
 
     def _forward(self, numbers: list[int], arrays: list[Any]) -> None:
         step, num_tokens, which, wants, has_delta, *others = numbers
-        *arrays, layers = arrays  # layers: those whose input rank 0 keeps
+        *arrays, layers = arrays  # layers: indices of the layers whose input rank 0 keeps
         self._group.set_doing(f"step {step} ({num_tokens} tokens)")
         # The embedding takes rank 0's token ids: only its device may know them.
         ids = np.zeros(num_tokens, np.int32)
@@ -266,7 +266,7 @@ def compare_ranks(group: Group, model: str, loading: Mapping[str, Any]) -> None:
     Raises
     ------
     RankError
-        If a rank differs from rank 0: which rank, and in what.
+        If a rank differs from rank 0; the message names the rank and the difference.
     """
     own = fingerprint(model, loading)
     answers = SharedMemoryCollectives(group).exchange(json.dumps(own).encode())
@@ -295,7 +295,7 @@ def fingerprint(model: str, loading: Mapping[str, Any]) -> dict[str, str]:
 
 
 def num_threads(size: int) -> int:
-    """Return the number of threads per process, when `size` processes share this machine."""
+    """Return the number of threads per process if `size` processes share this machine."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, cores // size)

@@ -17,7 +17,7 @@ from engine.errors import ConfigError
 
 __all__ = ["RayStages", "stage_bundles"]
 
-_PLACE_SECONDS = 120.0  # time for the cluster to place all bundles
+_PLACE_SECONDS = 120.0  # timeout for placing all bundles in the cluster
 
 
 def stage_bundles(num_stages: int, num_gpus: int, host: str) -> list[dict[str, float]]:

@@ -1,7 +1,8 @@
-"""The pipeline stage worker: the process of a stage other than the last.
+"""Pipeline stage worker: the process of any stage but the last.
 
-The engine starts it on the same host, Ray does, or a user with `engine stage` on another host. It
-loads its layers, does what the engine announces, and ends when its connection to the engine does.
+It is started by the engine on the same host, by Ray, or by a user with `engine stage` on another
+host. It loads its layers, executes the engine's announcements, and ends when its connection to the
+engine closes.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ HELLO, LINK = range(3, 5)  # a stage's first message to the engine, and to the n
 READY, ANSWER = range(5, 7)  # from a stage to the engine
 WELCOME, PLAN, PREPARE, SHARE, STEP, EXPERTS = range(7, 13)  # from the engine to the stages
 
-_RETRY_SECONDS = 0.2  # pause between two attempts to connect
-_WAIT_SECONDS = 0.5  # wait for a message before the other processes are checked
-_SILENT_SECONDS = 15.0  # silence of the engine after which its host counts as gone
-_END_SECONDS = 2.5  # time for this process to end by itself once the engine has ended
-_LINK_SECONDS = 5.0  # time for the engine to find out why another stage has ended
+_RETRY_SECONDS = 0.2  # pause between connection attempts
+_WAIT_SECONDS = 0.5  # wait for a message before checking the other processes
+_SILENT_SECONDS = 15.0  # silence of the engine after which its host counts as lost
+_END_SECONDS = 2.5  # grace period to end normally once the engine has ended
+_LINK_SECONDS = 5.0  # time for the engine to determine why another stage ended
 
 
 def run_child() -> None:
@@ -67,7 +68,7 @@ def run_child() -> None:
     host, port = task["address"]
     try:
         run_stage((host, port), task["stage"], bytes.fromhex(task["secret"]))
-    except BaseException:  # reported to the engine already
+    except BaseException:  # already reported to the engine
         exit_at_once(1)
     exit_at_once(0)
 
@@ -80,7 +81,7 @@ def run_stage(
     Parameters
     ----------
     address : (host, port)
-        Where the engine listens.
+        Address on which the engine listens.
     stage : int
     secret : bytes
     model : str, optional
@@ -110,14 +111,14 @@ def _connected(address: Address, secret: bytes, seconds: float) -> Connection:
 
 
 class StageWorker:
-    """Executes on one stage's layers and KV cache what the engine announces.
+    """Executes the engine's announcements on one stage's layers and KV cache.
 
     Parameters
     ----------
     connection : Connection
-        To the engine.
+        Connection to the engine.
     address : (host, port)
-        Of the engine.
+        Address of the engine.
     stage : int
     secret : bytes
     model : str
@@ -136,7 +137,7 @@ class StageWorker:
         self._doing = "starting"
         self._has_ended = False
         self._previous: Peer | None = None  # the stage that sends this one its input
-        self._link: Connection | None = None  # to the next stage
+        self._link: Connection | None = None  # connection to the next stage
         self._sender: ActivationSender | None = None
         self._model: Model | None = None
         self._pages: KVCache | None = None
@@ -160,7 +161,7 @@ class StageWorker:
         Raises
         ------
         Exception
-            Whatever failed; it was reported to the engine.
+            Any failure; it was reported to the engine.
         """
         try:
             message = self._next()
@@ -331,7 +332,7 @@ class StageWorker:
             raise self._sender.error
 
     def _wait_for_end(self) -> None:
-        """Wait until the engine ends this stage, as it does when another one has ended."""
+        """Wait until the engine ends this stage, as it does after another one has ended."""
         deadline = time.monotonic() + _LINK_SECONDS
         while not self._engine.lost and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -342,7 +343,7 @@ class StageWorker:
         return self._model
 
     def _beat(self) -> None:
-        """Send the engine signs of life; end this process when the engine has ended."""
+        """Send heartbeats to the engine; end this process once the engine has ended."""
         engine = self._engine
         while not self._has_ended:
             ranks = self._model.describe_ranks() if self._model is not None else ""
@@ -356,7 +357,7 @@ class StageWorker:
 
 
 def _path(own: str, options: Mapping[str, Any]) -> str:
-    """Return the model's path on this host: `own`, the engine's path, or that of its name."""
+    """Return the model's path on this host: `own`, the engine's path, or its name's."""
     loading = options["loading"]
     name = own or options["model"]
     if loading.get("config") is not None and loading.get("load_format") == "dummy":
@@ -366,7 +367,7 @@ def _path(own: str, options: Mapping[str, Any]) -> str:
 
 
 def _compare(stage: int, wanted: dict[str, str], found: dict[str, str]) -> None:
-    """Verify that a stage's program, files and options are those of the engine."""
+    """Verify that a stage's program, files and options match the engine's."""
     for name, value in wanted.items():
         if found.get(name) != value:
             raise ConfigError(

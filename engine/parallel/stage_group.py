@@ -1,8 +1,8 @@
-"""The engine's side of a pipeline: it starts the other stages, talks to them, and ends them.
+"""Engine side of a pipeline: starts the other stages, exchanges messages with them, ends them.
 
 The engine listens on a port, and the stages connect to it. Each is a process that it started on
 this host, or one that was started elsewhere. Any failure ends all of them: a stage ends when its
-connection to the engine does.
+connection to the engine closes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from engine.text import child_process
 __all__ = ["StageGroup"]
 
 _CODE = "from engine.parallel.stage import run_child; run_child()"
-_END_SECONDS = 3.0  # time for processes to end by themselves before they are killed
-_WATCH_SECONDS = 0.25  # interval of the thread that looks for failures
-_WAIT_SECONDS = 0.1  # wait for a message before the stages' states are checked
-_GRACE_SECONDS = 1.0  # time for a process to end once its connection has
-_SILENT_SECONDS = 5.0  # silence after which a stage's host counts as gone
-_LOADING_SECONDS = 60.0  # the same while it loads: the interpreter may be busy
+_END_SECONDS = 3.0  # grace period before processes are killed
+_WATCH_SECONDS = 0.25  # polling interval of the failure watcher
+_WAIT_SECONDS = 0.1  # wait for a message before checking the stages' states
+_GRACE_SECONDS = 1.0  # grace period of a process once its connection has closed
+_SILENT_SECONDS = 5.0  # silence after which a stage's host counts as lost
+_LOADING_SECONDS = 60.0  # the same limit while it loads: the interpreter may be busy
 
 
 class StageGroup:
@@ -45,7 +45,7 @@ class StageGroup:
     num_stages : int
         Number of stages, the last one included.
     secret : bytes
-        Secret that every connection must prove to know.
+        Shared secret; every connection must prove that it knows it.
     address : (host, port)
         Address to listen on; port 0 picks a free port.
     timeout : float
@@ -61,7 +61,7 @@ class StageGroup:
     Raises
     ------
     RankError
-        If the address cannot be listened on.
+        If it cannot listen on the address.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StageGroup:
         self._secret = secret
         self._peers: dict[int, Peer] = {}
         self._hellos: dict[int, dict[str, Any]] = {}
-        self._link: Peer | None = None  # activations from the stage before the last
+        self._link: Peer | None = None  # receives activations from the stage before the last
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._is_ready = self._is_closing = False
         self._finding = threading.Lock()
@@ -94,7 +94,7 @@ class StageGroup:
     def start_processes(self, num_threads: int | None) -> None:
         """Start all stages on this host.
 
-        `num_threads` are the threads of each, unless the environment sets them.
+        `num_threads`: threads per stage, unless the environment sets them.
 
         Raises
         ------
@@ -108,7 +108,7 @@ class StageGroup:
             except OSError as error:
                 raise RankError(f"stage {stage} could not be started: {error}") from error
             self._processes[stage] = process
-            with contextlib.suppress(OSError):  # an ended process is found when it does not connect
+            with contextlib.suppress(OSError):  # a dead process never connects
                 child_process.send(process.stdin, json.dumps(task).encode())
 
     @property
@@ -142,7 +142,7 @@ class StageGroup:
             time.sleep(0.01)
 
     def welcome(self, options: Mapping[str, Any]) -> None:
-        """Tell each stage what to load. `wait_until_ready` waits for them.
+        """Send each stage its loading options. `wait_until_ready` waits for them.
 
         Parameters
         ----------
@@ -224,8 +224,8 @@ class StageGroup:
         Raises
         ------
         RankError
-            The first stage that failed, and its last words; the same at every later call. All
-            stages have then ended.
+            Names the first stage that failed, with its last words; the same at every later call.
+            All stages have then ended.
         """
         with self._finding:
             if not self.failure and not self._is_closing:
@@ -237,7 +237,7 @@ class StageGroup:
             raise RankError("the stages have ended: the model was closed")
 
     def fail(self, text: str) -> RankError:
-        """End all stages; return the error, for the first failure or else for `text`."""
+        """End all stages; return an error with the first failure, else with `text`."""
         with self._finding:
             self.failure = self.failure or self._first_failure() or text
         self.end()
@@ -363,7 +363,7 @@ class StageGroup:
         return ""
 
     def _watch(self) -> None:
-        """Send all stages signs of life, and look for failures."""
+        """Send heartbeats to all stages, and look for failures."""
         last = 0.0
         while not self._is_closing:
             with contextlib.suppress(RankError):

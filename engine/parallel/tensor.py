@@ -1,9 +1,9 @@
-"""The driver of a tensor-parallel model: rank 0 samples, the workers repeat its steps.
+"""Driver of a tensor-parallel model: rank 0 samples, the workers repeat its steps.
 
-Rank 0 holds the engine. It announces whatever it does to the model or the KV cache in one message
+Rank 0 holds the engine. It announces each operation on the model or the KV cache in one message
 through shared memory, then executes it on its own shard; the workers (`parallel/rank.py`) execute
 it on theirs. Inside the model all ranks meet in collectives. So scheduling, grammars,
-log-probabilities and drafts need no code for several ranks.
+log-probabilities and drafts need no multi-rank code.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ __all__ = ["TensorParallelModel", "load_ranks", "plain_options"]
 
 
 class DriverRank:
-    """Announces to the workers what rank 0 does, and ends the group when a rank fails.
+    """Announces rank 0's operations to the workers, and ends the group when a rank fails.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class DriverRank:
     def send(
         self, what: str, kind: int, numbers: Sequence[int] = (), arrays: Sequence[Any] = ()
     ) -> None:
-        """Announce an action to the workers; `what` names it in errors.
+        """Announce an operation to the workers; `what` names it in errors.
 
         Raises
         ------
@@ -104,12 +104,12 @@ class DriverRank:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Execute what was announced on this rank's shard; an error ends the group.
+        """Execute the announced operation on this rank's shard; an error ends the group.
 
         Raises
         ------
         RankError
-            In place of any other error: the workers have begun the action and cannot undo it.
+            In place of any other error: the workers have begun the operation and cannot undo it.
         """
         try:
             yield
@@ -175,11 +175,11 @@ class TensorParallelModel(Model):
         self.num_ranks = driver.collectives.size
         self._pages: KVCache | None = None  # the engine's cache
         self._shared = SharedPages(driver.send)
-        self._hidden: Any = None  # hidden states of the last step, which `logits` may take
+        self._hidden: Any = None  # hidden states of the last step, for `logits`
         self._num_steps = 0
 
     def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
-        """Let all ranks allocate pages like these."""
+        """Let all ranks allocate the same pages."""
         self._share(kv_cache, num_host_blocks)
         kv_cache.workers = self.driver
         self._pages = kv_cache
@@ -195,33 +195,33 @@ class TensorParallelModel(Model):
         return cache
 
     def prepare_pages(self, dtype: str) -> str:
-        """Load kernels and measure scales of a quantized KV cache in all ranks. See `Model`."""
+        """Load kernels and measure scales of a quantized KV cache on all ranks. See `Model`."""
         self.driver.send("preparing pages", PREPARE, arrays=[to_text(dtype)])
         with self.driver.together():
-            # Steps that measure scales are not announced: the workers take them by themselves.
+            # Steps that measure scales are not announced: the workers run them on their own.
             return self.local_model.prepare_pages(dtype)
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
-        """Compute one step in all ranks; see `Decoder.forward`."""
+        """Compute one step on all ranks; see `Decoder.forward`."""
         self._announce(batch, kv_pages, WANTS_LOGITS)
         with self.driver.together():
             return super().forward(batch, kv_pages)
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
-        """Compute one step up to the final norm in all ranks; see `Decoder.hidden_states`."""
+        """Compute one step up to the final norm on all ranks; see `Decoder.hidden_states`."""
         self._announce(batch, kv_pages, WANTS_HIDDEN)
         with self.driver.together():
             self._hidden = super().hidden_states(batch, kv_pages)
         return self._hidden
 
     def run_stage(self, batch: ForwardBatch, kv_pages: Pages) -> tuple[Any, Any]:
-        """Compute the layers of a pipeline stage in all ranks; see `Decoder.run_stage`."""
+        """Compute the layers of a pipeline stage on all ranks; see `Decoder.run_stage`."""
         self._announce(batch, kv_pages, WANTS_STAGE)
         with self.driver.together():
             return super().run_stage(batch, kv_pages)
 
     def logits(self, hidden: Any) -> Any:
-        """Return the logits (R, V) of hidden states (R, N), with all ranks.
+        """Return the logits (R, V) of hidden states (R, N), computed on all ranks.
 
         The workers hold the hidden states of the last step; any others are broadcast.
         """
@@ -233,7 +233,7 @@ class TensorParallelModel(Model):
             return super().logits(hidden)
 
     def trace(self, token_ids: Any) -> Trace:
-        """Trace a sequence in all ranks. See `Model.trace`."""
+        """Trace a sequence on all ranks. See `Model.trace`."""
         if self.device.is_cuda:
             return super().trace(token_ids)  # raises: tracing needs the CPU
         [ids] = checked_token_ids([token_ids], 1, self.config.vocab_size)
@@ -249,13 +249,13 @@ class TensorParallelModel(Model):
             return super().kv_scales_of(name)
 
     def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
-        """Set the scales in all ranks. See `Model.set_kv_scales`."""
+        """Set the scales on all ranks. See `Model.set_kv_scales`."""
         super().set_kv_scales(scales, kv_cache_dtype)
         arrays = [np.asarray(scales, np.float32), to_text(kv_cache_dtype)]
         self.driver.send("setting scales", SET_SCALES, arrays=arrays)
 
     def calibrate_kv_scales(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Calibrate the scales in all ranks. See `Model.calibrate_kv_scales`."""
+        """Calibrate the scales on all ranks. See `Model.calibrate_kv_scales`."""
         sequences = checked_sequences(self, token_ids)
         self.driver.send("calibrating scales", CALIBRATE, arrays=sequences)
         with self.driver.together():
@@ -291,7 +291,7 @@ class TensorParallelModel(Model):
         Raises
         ------
         RankError
-            The first rank that failed, and its last words.
+            Names the first rank that failed, with its last words.
         """
         self.driver.check()
 
@@ -301,7 +301,7 @@ class TensorParallelModel(Model):
         super().close()
 
     def _embed(self, token_ids: Any) -> Any:
-        """Look up token ids in all ranks."""
+        """Look up token ids on all ranks."""
         self.driver.send("an embedding of drafts", EMBED, [token_ids.shape[0]])
         with self.driver.together():
             return self.decoder.embed(token_ids)
@@ -353,7 +353,7 @@ class TensorParallelModel(Model):
 
 
 class _DraftTarget:
-    """`DraftTarget` of a draft head on rank 0: embedding and output layer compute in all ranks.
+    """`DraftTarget` of a draft head on rank 0: embedding and output layer run on all ranks.
 
     Features and the final norm are the same on every rank.
 
@@ -362,9 +362,9 @@ class _DraftTarget:
     decoder : Decoder
         Rank 0's shard.
     embed : callable
-        Looks up token ids (T,), with all ranks: (T, N).
+        Looks up token ids (T,) on all ranks: (T, N).
     logits : callable
-        Returns the logits (R, V) of hidden states (R, N), with all ranks.
+        Returns the logits (R, V) of hidden states (R, N), computed on all ranks.
     """
 
     def __init__(
@@ -398,14 +398,14 @@ def load_ranks(
     stage : Stage
         The layers that are divided among the ranks.
     gpus : sequence of int, optional
-        GPU of each rank; by default the first ones.
+        GPU of each rank; by default the first GPUs.
 
     Raises
     ------
     ConfigError, DeviceError, DownloadError
         If the model or an option cannot be used.
     RankError
-        If a rank fails; with its last words.
+        If a rank fails; the message includes its last words.
     """
     size = config.tensor_parallel_size
     given = dict(loading)
@@ -440,7 +440,7 @@ def load_ranks(
 
 
 def _check_experts(name: str, config: Any, size: int) -> None:
-    """Verify, before any process is started, that there is an expert for each rank.
+    """Verify, before starting any process, that the model has an expert for each rank.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""Speculative decoding: proposers of draft tokens, and the control of how many are verified.
+"""Speculative decoding: draft proposers, and the controller that decides how many are verified.
 
-The engine owns a `Speculation`, which `make_speculation` builds from a `SpeculativeConfig`. The
-output tokens are the same as without it.
+The engine owns a `Speculation`, which `make_speculation` builds from a `SpeculativeConfig`. It does
+not change the output tokens.
 """
 
 from engine.speculative.config import SpeculativeConfig

@@ -34,19 +34,20 @@ class SpeculativeConfig:
     Parameters
     ----------
     method : str
-        "ngram": the tokens that followed the last ones earlier in the request; "suffix": the same,
-        chosen by the longest suffix and the frequency of each continuation; "draft_model": a
-        smaller model of the same vocabulary; "eagle3", "mtp": a head on the model's hidden states;
-        "custom": `proposer`; "grammar": only the tokens that a request's grammar forces
+        "ngram": the tokens that followed an earlier occurrence of the last n; "suffix": the most
+        frequent continuation of the longest suffix that occurred before; "draft_model": a smaller
+        model with the same vocabulary; "eagle3", "mtp": a head on the target's hidden states;
+        "custom": `proposer`; "grammar": only the tokens forced by a request's grammar
         (`SamplingParams.structured`), which every other method proposes too.
         Default: "custom" with a `proposer`, "draft_model" with a `model`.
     num_speculative_tokens : int, optional
-        Maximum drafts of a request in a step, at most 63; 8 for "ngram", 12 for "suffix", else 4.
+        Maximum number of drafts per request and step, at most 63. Default: 8 for "ngram", 12 for
+        "suffix", else 4.
     model : str, optional
         For "draft_model", "eagle3" and "mtp": a name, folder, .gguf file or hub id. By default,
         "mtp" reads the head from the target's own folder.
     prompt_lookup_min, prompt_lookup_max : int
-        For "ngram": minimum and maximum length of a match, in tokens; the longest match is used.
+        For "ngram": minimum and maximum match length in tokens; the longest match is used.
         "suffix" ignores the maximum.
     proposer : callable, optional
         For "custom": ``proposer(token_ids, num_tokens)`` returns up to num_tokens ids that may
@@ -54,8 +55,8 @@ class SpeculativeConfig:
     disable_by_batch_size : int, optional
         Propose nothing while at least this many requests are decoding.
     adaptive : bool
-        Choose the number of drafts, possibly 0, by the measured acceptance and the measured cost of
-        a step; False verifies every draft proposed.
+        Choose the number of drafts per step, possibly 0, from the measured acceptance rate and step
+        cost. False: verify every proposed draft.
     quantization, dtype, revision : str, optional
         Loading options of `model`, as in `engine.load`; the dtype defaults to the target's.
 
@@ -93,7 +94,7 @@ class SpeculativeConfig:
         Raises
         ------
         ConfigError, UnknownOptionError
-            Naming the option.
+            If an option is invalid; the message names it.
         """
         if option is None or isinstance(option, cls):
             return option
@@ -133,7 +134,7 @@ class SpeculativeConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Maximum drafts of a request in a step."""
+        """Maximum number of drafts per request and step."""
         assert self.num_speculative_tokens is not None
         return self.num_speculative_tokens
 

@@ -1,4 +1,4 @@
-"""The number of drafts worth verifying: expected tokens over the measured cost of the step."""
+"""Chooses how many drafts to verify: the number with the most expected tokens per second."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["Controller"]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
-_PRIOR = 0.6  # assumed probability that a draft is accepted given that its parent was
-_WEIGHT = 4.0  # weight of the prior, in drafts
-# Decay of older evidence per step with drafts.
+_PRIOR = 0.6  # assumed acceptance probability of a draft whose parent was accepted
+_WEIGHT = 4.0  # weight of the prior, as an equivalent number of drafts
+# Decay factors of older evidence, per step with drafts.
 _KEEP_REQUEST = 0.9
 _KEEP_ALL = 0.98
-_KEEP_IDLE = 1 - 1 / 256  # decay per step without drafts, so that a bad rate is retried eventually
-_GAIN_TO_START = 1.03  # tokens per second relative to plain decoding
+_KEEP_IDLE = 1 - 1 / 256  # decay factor per step without drafts: drafting is retried eventually
+_GAIN_TO_START = 1.03  # minimum speedup over plain decoding to start drafting
 _NEW_SECONDS = 0.1  # weight of the latest measurement in the moving average
-_SECOND_BEST = 0.3  # acceptance of a second branch relative to the first
+_SECOND_BEST = 0.3  # acceptance rate of a second branch, relative to the first
 
 
 class _Evidence:
-    """Recently accepted and rejected drafts: decaying counts."""
+    """Exponentially decaying counts of accepted and rejected drafts."""
 
     __slots__ = ("accepted", "rejected", "step")
 
@@ -36,7 +36,7 @@ class _Evidence:
         self.step = step
 
     def fade(self, step: int) -> None:
-        """Decay the evidence by the steps passed since the last call."""
+        """Decay the counts for the steps since the last call."""
         if step == self.step:
             return
         keep = _KEEP_IDLE ** (step - self.step)
@@ -49,26 +49,26 @@ class _Evidence:
         self.rejected = self.rejected * keep + num_rejected
 
     def rate(self, prior: float) -> float:
-        """Estimate the probability that a draft is accepted, given that its parent is."""
+        """Estimate the acceptance probability of a draft whose parent was accepted."""
         seen = self.accepted + self.rejected
         return (self.accepted + _WEIGHT * prior) / (seen + _WEIGHT)
 
 
 class Controller:
-    """Chooses the number of drafts of each request in the next step.
+    """Chooses how many drafts of each request the next step verifies.
 
     A draft at distance d from the last known token is expected to be accepted with probability
-    p ** d, where p is the request's recent rate, mixed with that of all requests. With CUDA graphs,
-    every sequence of a step needs the same number of drafts.
+    p ** d, where p is the request's recent acceptance rate, blended with the rate over all
+    requests. With CUDA graphs, every sequence of a step needs the same number of drafts.
 
     Parameters
     ----------
     costs : StepCosts
         Measured seconds of a step.
     graph_lens : sequence of int, optional
-        Query lengths with captured graphs; None: each sequence may have any number of drafts.
+        Query lengths for which graphs were captured; None: any number of drafts per sequence.
     is_adaptive : bool
-        False: verify every draft proposed.
+        False: verify every proposed draft.
 
     Examples
     --------
@@ -87,7 +87,7 @@ class Controller:
         self._is_adaptive = is_adaptive
         self._is_on = True
         self._step = 0
-        # Host time per step with drafts. Steps without drafts overlap, and hide it.
+        # Host time per step with drafts, in seconds. Steps without drafts overlap and hide it.
         self._host_seconds = 0.0
         self._of_all = _Evidence(0)
         self._of: dict[Request, _Evidence] = {}
@@ -98,7 +98,7 @@ class Controller:
         return self._lens is not None
 
     def next_step(self) -> None:
-        """Count one more step."""
+        """Advance the step counter."""
         self._step += 1
 
     def note_host_seconds(self, seconds: float) -> None:
@@ -112,7 +112,7 @@ class Controller:
         self._of.pop(request, None)
 
     def record(self, request: Request, num_accepted: int, num_drafted: int) -> None:
-        """Record a verification: drafts along the accepted path, and how many were accepted."""
+        """Record one verification: drafts along the accepted path, accepted or not."""
         rejected = int(num_accepted < num_drafted)
         own = self._of.setdefault(request, _Evidence(self._step))
         own.fade(self._step)
@@ -127,18 +127,16 @@ class Controller:
         num_decodes: int,
         proposing: Callable[[int], float],
     ) -> int:
-        """Return the number of drafts to request from a proposer with a cost; 0 for none.
+        """Return the number of drafts to request from a proposer whose calls take time; may be 0.
 
         Parameters
         ----------
         requests : sequence of Request
             Requests that accept drafts.
         most : int
-            Maximum drafts of a request.
-        num_decodes : int
-            Sequences that decode in the step, with drafts or without.
+            Maximum number of drafts per request.
         proposing : callable
-            Maps a number of drafts per request to the proposer's seconds.
+            Maps a number of drafts per request to the proposer's time in seconds.
         """
         if not self._is_adaptive or not requests:
             return most if requests else 0
@@ -167,7 +165,7 @@ class Controller:
         certain: Collection[Request] = (),
         room: int = MAX_QUERY_LEN,
     ) -> Mapping[Request, int]:
-        """Return the number of drafts of each proposal to verify; empty for none.
+        """Return how many drafts of each proposal to verify; empty if drafting does not pay.
 
         Parameters
         ----------
@@ -178,7 +176,7 @@ class Controller:
         certain : collection of Request, optional
             Requests whose drafts cannot be rejected.
         room : int
-            Maximum drafts per sequence if all need the same number.
+            Maximum number of drafts per sequence if all sequences need the same number.
         """
         if not proposals:
             return {}
@@ -210,7 +208,7 @@ class Controller:
         return self._best(some, certain, num_decodes, self._lens)[0] > self._least_gain
 
     def graph_len(self, most: int) -> int:
-        """Return the drafts per sequence of the smallest graph that fits `most`, else `most`."""
+        """Return the number of drafts in the smallest graph that holds `most`, else `most`."""
         fitting = [n - 1 for n in self._lens or () if n > most]
         return fitting[0] if fitting else most
 
@@ -221,7 +219,7 @@ class Controller:
         num_decodes: int,
         lens: Sequence[int] | None,
     ) -> tuple[float, list[int]]:
-        """Return the largest gain over plain decoding, and the number of drafts of each for it."""
+        """Return the largest gain over plain decoding, and each sequence's number of drafts."""
         prior = self._prior()
         pairs = [(d, 1.0 if r in certain else self._rate(r, prior)) for r, d in proposals]
         if lens is None:
@@ -238,15 +236,15 @@ class Controller:
         return gain, [min(most, len(drafts)) for drafts, _ in pairs]
 
     def _best_of_any(self, expected: Sequence[Array], num_decodes: int) -> tuple[float, list[int]]:
-        """Return the result of `_best` for sequences with any number of drafts each.
+        """Return the result of `_best` if sequences may have different numbers of drafts.
 
         `expected`: acceptance probability of each draft, by sequence.
         """
         plain = self._costs.seconds(num_decodes, 1)
-        # Take drafts in the order of their expected tokens, as long as the gain grows.
+        # Take drafts in descending order of expected tokens, as long as the gain grows.
         owners = np.repeat(np.arange(len(expected)), [len(e) for e in expected])
         values = np.concatenate(expected)
-        # Each request's values do not rise along its list, so a prefix of it is taken.
+        # A request's values are non-increasing, so the drafts taken are a prefix of its list.
         order = np.argsort(-values, kind="stable")
         tokens = np.cumsum(values[order])
         query_lens = 1 + np.arange(1, len(order) + 1) / num_decodes
@@ -258,7 +256,7 @@ class Controller:
 
     @property
     def _least_gain(self) -> float:
-        """Gain above which drafts are verified; higher to start than to continue."""
+        """Minimum gain for verifying drafts; higher to start than to continue."""
         return 1.0 if self._is_on else _GAIN_TO_START
 
     def _pays(self, gain: float) -> bool:

@@ -29,8 +29,8 @@ class StepCosts:
     Parameters
     ----------
     sizes : sequence of int
-        Numbers of sequences, ascending. If there is only one, the cost depends on the number of
-        tokens alone.
+        Batch sizes in sequences, ascending. With a single size, the cost depends only on the number
+        of tokens.
     query_lens : sequence of int
         Query tokens of each sequence, ascending.
     seconds : array-like
@@ -47,7 +47,7 @@ class StepCosts:
         self._sizes = np.array(sizes, np.float64)
         self._lens = np.array(query_lens, np.float64)
         times = np.array(seconds, np.float64)
-        # A step is never faster than one of fewer tokens: a longer time of fewer tokens is noise.
+        # More tokens never make a step faster: a measurement that says so is noise.
         self._seconds = np.minimum.accumulate(times[:, ::-1], axis=1)[:, ::-1]
         self._known: dict[tuple[int, tuple[int, ...]], list[float]] = {}
 
@@ -83,9 +83,7 @@ def measure_step_costs(runner: Any, query_lens: Sequence[int], max_num_seqs: int
     ----------
     runner : ModelRunner
     query_lens : sequence of int
-        1 and the query lengths with captured graphs, ascending.
-    max_num_seqs : int
-        Maximum sequences of a step.
+        1, then the query lengths of the captured graphs, ascending.
     """
     if runner.graphs is not None:
         sizes = [n for n in _SIZES if n < max_num_seqs] + [max_num_seqs]
@@ -97,16 +95,15 @@ def measure_step_costs(runner: Any, query_lens: Sequence[int], max_num_seqs: int
 
 
 def measure_propose_costs(runner: Any, max_num_seqs: int, num_blocks: int) -> StepCosts:
-    """Time whole steps, from launch to read, of a draft model's runner before its first request.
+    """Time a draft model's whole steps, from launch to read-back, before its first request.
 
     Overwrites its first blocks.
 
     Parameters
     ----------
     runner : ModelRunner
-        The draft model's.
-    max_num_seqs, num_blocks : int
-        Maximum sequences of a step, and blocks that it may overwrite.
+        Runner of the draft model.
+        Maximum number of sequences per step, and number of blocks that may be overwritten.
     """
     most = min(max_num_seqs, num_blocks)
     sizes = [n for n in (_SIZES if runner.graphs is not None else (1,)) if n < most] + [most]
@@ -138,7 +135,7 @@ def _step_seconds(runner: Any, requests: Sequence[Request], query_len: int) -> f
 
 
 def graph_seconds(runner: Any, num_sequences: int, query_len: int) -> float:
-    """Return the seconds of one replay of the graph for `num_sequences` of `query_len` tokens."""
+    """Return the seconds that a graph replay takes for `num_sequences` of `query_len` tokens."""
     key = runner.graphs.key(num_sequences, query_len, query_len)
     return _shortest(lambda: runner.graphs.repeat(key), runner.model.device)
 
@@ -153,7 +150,7 @@ def _forward_seconds(runner: Any, num_tokens: int) -> float:
 
 
 def _shortest(call: Callable[[], Any], device: Any) -> float:
-    """Return the seconds of the shortest call; the first one may load kernels."""
+    """Return the time of the fastest call in seconds; the first call may load kernels."""
     times: list[float] = []
     while len(times) < 2 or (len(times) <= _CALLS and sum(times) < _SECONDS):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Counters of drafts, with vLLM's names in /metrics."""
+"""Counters of speculative decoding, exported in /metrics under vLLM's names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class SpeculationStats:
     Attributes
     ----------
     num_drafts : int
-        Verifications: one per request and step with drafts.
+        Number of verifications: one per request and step with drafts.
     num_draft_tokens, num_accepted_tokens : int
-        Draft tokens verified, and accepted.
+        Number of draft tokens verified, and number accepted.
     num_accepted_tokens_per_pos : tuple of int
         Accepted drafts at distance 1, 2, ... from the last known token.
     num_draft_tokens_per_pos : tuple of int
-        Verified drafts at these distances.
+        Verified drafts at the same distances.
     num_proposer_failures : int
         Proposals dropped because the proposer raised or returned invalid drafts.
     """
@@ -34,7 +34,7 @@ class SpeculationStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted drafts over all drafts; 0 without drafts."""
+        """Fraction of verified drafts that were accepted; 0 without drafts."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
@@ -53,7 +53,7 @@ class DraftCounts:
         self._accepted = [0] * num_positions
 
     def add(self, num_per_depth: list[int], num_accepted: int) -> None:
-        """Count the drafts of one request in one step: those of each depth, and those accepted."""
+        """Count one request's drafts in one step: verified per depth, and accepted."""
         self._num_drafts += 1
         for depth, count in enumerate(num_per_depth):
             self._drafted[depth] += count

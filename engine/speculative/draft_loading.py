@@ -1,4 +1,4 @@
-"""Loading of the draft model or head, and the check that its vocabulary is the target's."""
+"""Load the draft model or head, and check that it shares the target's vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.speculative.heads import HEAD_METHODS, LoadedHead, load_head
 
 __all__ = ["check_vocabulary", "load_draft"]
 
-_NUM_COMPARED = 512  # token ids to compare
+_NUM_COMPARED = 512  # number of token ids to compare
 
 
 def load_draft(config: SpeculativeConfig | None, target: Model) -> Model | LoadedHead | None:
@@ -68,7 +68,7 @@ def check_vocabulary(draft: Any, target: Any) -> None:
     Raises
     ------
     ConfigError
-        Naming both models and the first difference.
+        If they differ; the message names both models and the first difference.
     """
     if not (draft.has_tokenizer and target.has_tokenizer):
         sizes = draft.config.vocab_size, target.config.vocab_size

@@ -1,12 +1,12 @@
-"""Drafts by a draft model: a smaller model of the same vocabulary.
+"""Drafts from a draft model: a smaller model with the same vocabulary.
 
-A `ModelRunner` of its own runs it over shadows of the requests: the same tokens, but the block
-tables of `DraftPages`. A proposal of k drafts is k steps launched back to back; the ids that one
-step samples reach the next on the device.
+Its own `ModelRunner` executes shadow requests: the same tokens, with block tables from
+`DraftPages`. A proposal of k drafts is k steps launched back to back; the ids sampled by one step
+stay on the device as input of the next.
 
 Drafts are sampled with the request's own temperature, filters, seed and positions. The target's
 sampler draws the same random numbers, so a draft is always accepted if the two models' logits are
-equal. Penalties, biases and masks are not applied to drafts: they would only raise acceptance.
+equal. Penalties, biases and masks are not applied to drafts: they affect only the acceptance rate.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from engine.speculative.draft_pages import DraftPages, SequencePages, num_spare_
 
 __all__ = ["DraftModelProposer"]
 
-# Query tokens of the first step of a proposal. If all drafts were accepted, the last one's KV is
-# missing too.
+# Query tokens per request in the first step of a proposal: the last known token and, if all drafts
+# were accepted, the last draft, whose KV is missing too.
 _FIRST_LEN = 2
 
 
@@ -45,31 +45,24 @@ class _Drafted:
     request: Request
     shadow: Request
     pages: SequencePages
-    index: int  # number of its group of spare blocks
-    num_known: int = 0  # the request's known tokens at its last proposal
-    drafts: Drafts | None = None  # its last drafts; the KV of all but the final one is in the pages
-    num_wanted: int = 0  # drafts to propose now
+    index: int  # index of its group of spare blocks
+    num_known: int = 0  # number of the request's known tokens at its last proposal
+    drafts: Drafts | None = None  # last proposal; the pages hold the KV of all but its final draft
+    num_wanted: int = 0  # number of drafts to propose now
 
 
 class DraftModelProposer:
     """Proposes tokens sampled by a draft model.
 
-    Missing KV of the requests is computed in chunks, one chunk per call for all requests together;
-    a request gets no drafts until its KV is complete. An id outside the draft model's vocabulary
-    ends the drafts.
+    Missing KV is computed in chunks, one per call across all requests; a request gets no drafts
+    until its KV is complete. Drafts end at an id outside the draft model's vocabulary.
 
     Parameters
     ----------
     model : RunnableModel
         The draft model; closed by `close`.
     vocab_size : int
-        The target's.
-    pool : MemoryPool
-        The target's, on the same device.
-    limits : SchedulerConfig
-        The target's.
-    num_drafts : int
-        Maximum drafts of a request.
+        Vocabulary size of the target.
     generations : sequence of int
         `BlockAllocator.generations` of the target's blocks.
 
@@ -110,7 +103,7 @@ class DraftModelProposer:
         self._num_steps = 0
         self._costs: StepCosts | None = None
         self._sampled = model.device.xp.zeros((limits.max_num_seqs, num_drafts), np.int32)
-        self._ids = DraftIds(None, list)  # the last proposal's
+        self._ids = DraftIds(None, list)  # sampled ids of the last proposal
 
     def prepare(self, *, graphs: bool, progress: bool = False) -> None:
         """Capture graphs for the steps of a proposal, and measure its cost."""
@@ -119,7 +112,7 @@ class DraftModelProposer:
         self._costs = measure_propose_costs(self.runner, len(self._free), self._num_blocks)
 
     def capture_graphs(self, *, progress: bool = False) -> None:
-        """Capture graphs; on the CPU, the steps themselves run in place of replays."""
+        """Capture graphs; on the CPU, steps run directly instead."""
         self.runner.capture_graphs(self._max_len, _FIRST_LEN - 1, progress=progress)
         assert self.runner.graphs is not None
         self._sampled[:1, 0] = self.runner.graphs.sampled_ids(1)
@@ -134,14 +127,14 @@ class DraftModelProposer:
             raise
 
     def forget(self, request: Request) -> None:
-        """Drop the state of a request; the record of its computed blocks stays."""
+        """Drop the state of a request; its computed blocks stay recorded."""
         drafted = self._drafted.pop(request, None)
         if drafted is not None:
             self.runner.release([drafted.shadow])
             self._free.append(drafted.index)
 
     def cost(self, num_sequences: int, num_tokens: int) -> float:
-        """Return the seconds of a proposal for sequences whose KV is complete."""
+        """Return the time of a proposal in seconds, for sequences whose KV is complete."""
         if self._costs is None:
             return 0.0
         first = self._costs.seconds(num_sequences, _FIRST_LEN)
@@ -230,7 +223,7 @@ class DraftModelProposer:
         return copies
 
     def _catch_up(self, all_drafted: Sequence[_Drafted]) -> list[_Drafted]:
-        """Compute a chunk of missing KV; return the requests then missing at most two tokens."""
+        """Compute a chunk of missing KV; return the requests that then lack at most two tokens."""
         sequences: list[ScheduledSequence] = []
         ready: list[_Drafted] = []
         left = self._token_budget
@@ -255,7 +248,7 @@ class DraftModelProposer:
         return ready
 
     def _draft(self, ready: Sequence[_Drafted]) -> Mapping[_Drafted, Drafts]:
-        """Launch the steps that sample the drafts, and return them."""
+        """Launch the steps that sample the drafts, and return the drafts."""
         self._ids.on_device = None  # overwritten from here on
         ready = sorted(ready, key=lambda drafted: -drafted.num_wanted)
         unread: list[tuple[list[_Drafted], LaunchedStep]] = []
@@ -292,7 +285,7 @@ class DraftModelProposer:
         return DraftIds(ids, lambda: copy.wait()["ids"].tolist())
 
     def _first_step(self, active: list[_Drafted]) -> ScheduleOutput:
-        """Return the step of the last known tokens: with graphs, exactly two of each request."""
+        """Return the step over the last known tokens; with graphs, exactly two per request."""
         sequences = []
         for drafted in active:
             stop = drafted.num_known
@@ -307,7 +300,7 @@ class DraftModelProposer:
         return _step(self._num_steps, sequences, num_decodes, 1)
 
     def _next_step(self, active: list[_Drafted], number: int) -> ScheduleOutput:
-        """Return the step of draft `number` - 1, whose id is only on the device."""
+        """Return the step that reads draft `number` - 1, whose id exists only on the device."""
         sequences = [
             ScheduledSequence(d.shadow, d.num_known + number - 1, 1, True, 1) for d in active
         ]
@@ -320,7 +313,7 @@ class DraftModelProposer:
     def _read(
         self, ready: Iterable[_Drafted], steps: Iterable[tuple[list[_Drafted], LaunchedStep]]
     ) -> Mapping[_Drafted, Drafts]:
-        """Read all steps; an id outside the common vocabulary, or none, ends the drafts."""
+        """Read back all steps; drafts end at a missing id or one outside the common vocabulary."""
         ids: dict[_Drafted, list[int]] = {drafted: [] for drafted in ready}
         for active, step in steps:
             result = self.runner.read(step)
@@ -340,14 +333,14 @@ class DraftModelProposer:
 
 
 def _plain(params: SamplingParams) -> SamplingParams:
-    """Return only the parameters of the draw itself: temperature and filters."""
+    """Return the parameters of the random draw alone: temperature and filters."""
     return SamplingParams(
         temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p
     )
 
 
 def _num_equal(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
-    """Return the number of equal leading ids."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(drafts, token_ids, strict=False))
     most = min(len(drafts), len(token_ids))
     return next((i for i, (draft, token) in pairs if draft != token), most)

@@ -1,14 +1,14 @@
-"""The draft model's KV pages: the same block ids as the target's, and spare blocks for drafts.
+"""KV pages of the draft model: the target's block ids, plus spare blocks for drafts.
 
-The draft model's layers have a slab of their own, as their shape differs, but no allocator, prefix
-tree or block tables of their own: the KV of a request is in the blocks of its block table. The
-scheduler allocates, shares, copies, swaps and frees these blocks for the target only. So
-`DraftPages` records for which blocks the draft model has computed all tokens, with the block's
-generation (`BlockAllocator.generations`): a block of another generation is computed again.
+The draft model has its own slab, because its layers differ in shape, but no allocator, prefix tree
+or block tables: a request's KV is stored under the block ids of its block table. The scheduler
+allocates, shares, copies, swaps and frees these blocks for the target only. So `DraftPages`
+records each block whose tokens the draft model has all computed, with the block's generation
+(`BlockAllocator.generations`); if the generation has changed, the block is recomputed.
 
-Drafts may reach beyond the block table, because the target allocates their blocks only for the
-verification. Their KV is written to the request's spare blocks, and copied from there once the
-table has grown.
+Drafts may reach beyond the block table, because the target allocates blocks for drafts only when
+it verifies them. Their KV is written to the request's spare blocks, and copied from there once
+the table has grown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["DraftPages", "SequencePages", "num_spare_blocks"]
 
 
 def num_spare_blocks(block_size: int, num_drafts: int) -> int:
-    """Return the number of spare blocks of a request with up to `num_drafts` drafts in a step.
+    """Return the number of spare blocks a request needs for up to `num_drafts` drafts per step.
 
     Examples
     --------
@@ -39,13 +39,13 @@ class SequencePages:
     Attributes
     ----------
     spare : list of int
-        Spare blocks; number i % len(spare) stands in for block i of the table.
+        Spare blocks: spare[i % len(spare)] stands in for entry i of the table.
     long_rope : bool
-        Whether the draft model rotates this request's keys by longrope's long factors.
+        Whether the draft model rotates this request's keys with longrope's long factors.
     blocks : list of int
         Blocks of the target's table that the draft model may write.
     num_valid : int
-        Leading tokens whose KV is in the pages.
+        Number of leading tokens whose KV is in the pages.
     is_rewritten : bool
         Set when entries of the table change; cleared by the caller.
     """
@@ -55,7 +55,7 @@ class SequencePages:
     blocks: list[int] = field(default_factory=list)
     num_valid: int = 0
     is_rewritten: bool = False
-    num_recorded: int = 0  # leading blocks that `DraftPages` has recorded as computed
+    num_recorded: int = 0  # number of leading blocks recorded as computed
     num_restarts: int = 0  # `Request.num_restarts` when the block table was last adopted
 
     @property
@@ -67,7 +67,7 @@ class SequencePages:
 
 
 class DraftPages:
-    """Record of the target's blocks whose tokens the draft model has computed.
+    """Records which of the target's blocks the draft model has fully computed.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ class DraftPages:
 
 
 def _common_length(old: list[int], new: list[int]) -> int:
-    """Return the number of equal leading entries."""
+    """Return the length of the common prefix."""
     if new[: len(old)] == old:
         return len(old)
     pairs = zip(old, new, strict=False)

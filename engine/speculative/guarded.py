@@ -15,7 +15,7 @@ __all__ = ["GuardedProposer"]
 
 _log = logging.getLogger(__name__)
 
-_MAX_FAILURES = 16  # consecutive failed calls
+_MAX_FAILURES = 16  # consecutive failed calls before the proposer is disabled
 
 
 class GuardedProposer:
@@ -33,9 +33,9 @@ class GuardedProposer:
     Attributes
     ----------
     num_failures : int
-        Proposals dropped so far.
+        Number of proposals dropped so far.
     is_given_up : bool
-        Whether it failed so often in a row that it is not called again.
+        Whether too many consecutive failures have disabled the proposer.
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int, *, may_defer: bool = False) -> None:

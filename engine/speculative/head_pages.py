@@ -1,15 +1,15 @@
-"""A draft head's KV pages: a record of the keys it has computed, in the target's blocks.
+"""KV pages of a draft head: the keys it has computed, under the target's block ids.
 
-A head has a slab of its own with the target's block ids. It can compute the key of a token only
-from the target's features of that token, in the step that computes it. Keys that were not computed
-then stay missing: those of a cached prefix, of blocks that were swapped or copied, of tokens
-decoded without drafts. So, unlike a draft model (`DraftPages`), a head cannot catch up.
+A head has its own slab, indexed by the target's block ids. It can compute a token's key only from
+the target's features of that token, in the step that computes them. Keys not computed then stay
+missing: those of a cached prefix, of swapped or copied blocks, and of tokens decoded without
+drafts. So, unlike a draft model (`DraftPages`), a head cannot catch up.
 
-Rule: a head attends to the keys it has, and to no others. The keys of a request lie one after
-another in some of its blocks, at the positions of their tokens, without room for missing ones. A
+Rule: a head attends to exactly the keys it has. A request's keys are packed one after another into
+some of its blocks, leaving no room for missing ones, and are rotated by their tokens' positions. A
 full block without gaps is recorded with its generation (`BlockAllocator.generations`), and requests
 that match it as a cached prefix attend to it too. Its last key was computed with the token that
-followed then, which may differ now. A wrong or missing key can only make drafts worse.
+followed at that time, which may differ now. A wrong or missing key can only make drafts worse.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["HeadPages", "HeadSequence"]
 
 @dataclass(slots=True)
 class _Block:
-    """A block with keys of one request."""
+    """A block that holds keys of one request."""
 
     block: int
-    index: int  # position in the request's block table
+    index: int  # index in the request's block table
     generation: int
-    first: int  # position of its first key
-    is_exact: bool  # its keys are at the same offsets as the target's, without gaps
+    first: int  # token position of its first key
+    is_exact: bool  # each key is at the same offset as in the target's block, without gaps
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class HeadSequence:
     num_keys : int
         Number of keys.
     next_position : int
-        The position after the last key's.
+        Token position after that of the last key.
     """
 
     num_keys: int = 0
@@ -52,7 +52,7 @@ class HeadSequence:
 
     @property
     def table(self) -> list[int]:
-        """Its block table: key i is in block i // block_size."""
+        """Block table of the keys: key i is in the block at index i // block_size."""
         return [entry.block for entry in self.blocks]
 
 
@@ -103,7 +103,7 @@ class HeadPages:
                 return
 
     def rewind(self, sequence: HeadSequence, start: int) -> None:
-        """Drop the blocks with keys of positions from `start` on."""
+        """Drop the blocks that hold keys of positions `start` and later."""
         while sequence.blocks and sequence.next_position > start:
             entry = sequence.blocks.pop()
             self._filled.pop(entry.block, None)
@@ -133,7 +133,7 @@ class HeadPages:
         return first
 
     def _skip(self, sequence: HeadSequence, request: Request, start: int) -> None:
-        """Continue at `start`; adopt the recorded blocks before it."""
+        """Skip to position `start`, and adopt the recorded blocks before it."""
         size = self._block_size
         if sequence.num_keys % size:
             sequence.blocks[-1].is_exact = False
@@ -147,10 +147,10 @@ class HeadPages:
         sequence.next_position = start
 
     def _append(self, sequence: HeadSequence, request: Request, position: int) -> None:
-        """Append the block of `position`.
+        """Append the request's block that holds `position`.
 
-        It is not in the sequence yet: the blocks before are full of keys, so `position` is at least
-        one block size after the first key of the last one.
+        It cannot be in the sequence yet: all earlier blocks are full, so `position` is at least
+        block_size beyond the first key of the last block.
         """
         index = position // self._block_size
         block = request.block_table[index]

@@ -1,14 +1,13 @@
-"""Drafts by a head on the target's hidden states (EAGLE-3, MTP).
+"""Drafts from a head on the target's hidden states (EAGLE-3, MTP).
 
-The target's runner passes the features of every step to `HeadProposer`. The keys of prompt tokens
-are computed at once, because the features are not kept beyond the next step; those of the last step
-stay, so that a proposal can continue from the tokens which that step accepted. A request that was
-not in the last step gets no drafts.
+The target's runner passes the features of every step to `HeadProposer`, which keeps those of the
+last step only: a proposal continues from the tokens that step accepted. So the keys of prompt
+tokens are computed in the step itself, and a request that was not in the last step gets no drafts.
 
-Drafts are sampled with the request's own temperature, filters, seed and positions, from the tokens
-of the target's vocabulary that the head knows. The target's sampler draws the same random numbers.
-Penalties, biases and masks are not applied to drafts: they would only raise acceptance. The ids
-stay on the device until they are needed (`DeferredDrafts`).
+Drafts are sampled with the request's own temperature, filters, seed and positions, restricted to
+the head's vocabulary. The target's sampler draws the same random numbers. Penalties, biases and
+masks are not applied to drafts: they affect only the acceptance rate. The ids stay on the device
+until they are needed (`DeferredDrafts`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from engine.speculative.head_pages import HeadPages, HeadSequence
 
 __all__ = ["HeadProposer"]
 
-_SIZES = (1, 8, 64)  # numbers of sequences for which the cost is measured
+_SIZES = (1, 8, 64)  # batch sizes for which the cost is measured, in sequences
 _CALLS = 3  # timed calls per size
 _TINY = float(np.finfo(np.float32).tiny)  # top_p must stay above 0
 
@@ -58,22 +57,18 @@ class _Work:
     start: int
     stop: int
     first_key: int  # index of the first key in the sequence's blocks
-    first_row: int  # row of its features
+    first_row: int  # row of the features at position `start`
 
 
 class HeadProposer:
-    """Proposes a chain of drafts: for each one, the head runs again on its own output.
+    """Proposes a chain of drafts: the head runs once per draft, each time on its own output.
 
     Parameters
     ----------
     head : DraftHead
         The head and its weights.
     runner : ModelRunner
-        The target's, built with the head's `feature_layers`. Its `features.on_step` is set.
-    limits : SchedulerConfig
-        The target's.
-    num_drafts : int
-        Maximum drafts of a request.
+        Runner of the target, built with the head's `feature_layers`. Sets its `features.on_step`.
     generations : sequence of int
         `BlockAllocator.generations` of the target's blocks.
     """
@@ -143,7 +138,7 @@ class HeadProposer:
     def _take(self, output: ScheduleOutput, first_tokens: Any, features: Features) -> None:
         """Keep the features of a step; store the keys of tokens whose successor is known.
 
-        An error of the head must not fail the step; the next proposal raises it.
+        An error in the head must not fail the step: it is raised by the next proposal.
         """
         try:
             self._note(output, first_tokens, features)
@@ -193,7 +188,7 @@ class HeadProposer:
         return self._work(request, stop) if request.num_committed_tokens >= stop else None
 
     def _work(self, request: Request, stop: int) -> _Work | None:
-        """Allocate room for the keys up to position `stop`; None if the last has no features."""
+        """Allocate room for keys up to position `stop`; None if the last token has no features."""
         rows = self._rows.get(request)
         if rows is None or request.shares_last_block:  # the target copies it before its next write
             return None
@@ -220,7 +215,7 @@ class HeadProposer:
         self._head.store(batch.token_ids, state, batch, self.kv_cache.layer(0))
 
     def _draft(self, works: Sequence[_Work], count: int) -> DraftIds:
-        """Return `count` draft ids of each, on the device; any id if none can be sampled."""
+        """Return `count` draft ids per request, on the device; arbitrary if none can be sampled."""
         xp = self._device.xp
         requests = [work.request for work in works]
         lasts = [work.stop - 1 - work.start for work in works]
@@ -282,7 +277,7 @@ class HeadProposer:
     def _batch(
         self, works: Sequence[_Work], ids: Any, starts: list[int], positions: Sequence[Any]
     ) -> ForwardBatch:
-        """Return a batch of some tokens of each; rope rotates by `positions`, not by key index."""
+        """Return a batch with some tokens per request; rope uses `positions`, not key indices."""
         tables = [
             [*self._sequences[work.request].table, *self._scratch(number)]
             for number, work in enumerate(works)
@@ -324,7 +319,7 @@ class HeadProposer:
 
 
 def _sampling(requests: Sequence[Request], positions: Any, xp: Any) -> SamplingBatch:
-    """Return the sampling options of the tokens at `positions`: temperature, filters and draws."""
+    """Return the sampling options at `positions`: temperature, filters and random draws."""
     params = [request.spec.params for request in requests]
     columns = {
         "temperature": ([0.0 if p.greedy else p.temperature for p in params], np.float32),

@@ -1,4 +1,4 @@
-"""Loading of the draft head that `speculative_config` names."""
+"""Load the draft head named by `speculative_config`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAD_METHODS = ("eagle3", "mtp")
 
 
 class LoadedHead:
-    """A draft head, with the sizes that the engine plans its memory from.
+    """A draft head, with the sizes used for memory planning.
 
     Attributes
     ----------

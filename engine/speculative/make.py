@@ -1,4 +1,4 @@
-"""Builder of the engine's `Speculation` from its config."""
+"""Build the engine's `Speculation` from its config."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def make_speculation(
     config : SpeculativeConfig or None
         None: no speculation.
     scheduler : Scheduler
-        The engine's.
-    runner : ModelRunner
-        Its graphs must be captured; it must not have run a step yet.
+        Scheduler of the engine.
     draft : Model or LoadedHead, optional
         Draft model or head, for "draft_model", "eagle3" and "mtp" (`load_draft`).
     overlaps : bool

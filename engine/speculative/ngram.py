@@ -1,4 +1,4 @@
-"""Drafts from the request's own text: the tokens that followed an earlier match of its end."""
+"""N-gram drafts: the tokens that followed an earlier occurrence of the request's last tokens."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from engine.speculative.ngram_index import NgramIndex
 
 __all__ = ["NgramProposer", "SuffixProposer"]
 
-_READ_PER_CALL = 1 << 14  # tokens per call of `propose`, a few ms; longer prompts take more calls
-_NUM_CHECKED = 8  # last tokens compared with the request's before more are read
-_LONGEST_SUFFIX = 48  # tokens
-_DRAFTS_PER_TOKEN = 2.0  # drafts per token of the match
-_BRANCH_SHARE = 0.25  # minimum share of the occurrences for a second branch
+_READ_PER_CALL = 1 << 14  # tokens read per `propose` call (a few ms); longer prompts take more
+_NUM_CHECKED = 8  # number of last-read tokens compared with the request before it reads on
+_LONGEST_SUFFIX = 48  # maximum match length in tokens
+_DRAFTS_PER_TOKEN = 2.0  # drafts per matched token
+_BRANCH_SHARE = 0.25  # minimum share of the occurrences that justifies a second branch
 
 
 class NgramProposer:
     """Proposes the tokens after the latest earlier occurrence of the longest final n-gram.
 
-    Every request has an index on the host. It costs some microseconds per token and per proposal,
-    whatever the request's length, and about ten bytes per token and n-gram length. A long prompt is
-    read in several calls; its request gets no drafts until it is read.
+    Every request has an index on the host. It costs a few microseconds per token and per
+    proposal, whatever the request's length, and about ten bytes per token and n-gram length. A long
+    prompt is read in several calls; until then its request gets no drafts.
 
     Parameters
     ----------
     shortest, longest : int
-        Minimum and maximum length of a match, in tokens.
+        Minimum and maximum match length in tokens.
 
     Examples
     --------
@@ -72,7 +72,7 @@ class NgramProposer:
         self._indices.clear()
 
     def _index(self, request: Request, budget: int) -> tuple[NgramIndex, int, bool]:
-        """Read at most `budget` tokens; return the index, their number, and if it is complete."""
+        """Read up to `budget` tokens; return the index, the number read, and if it is complete."""
         known = request.num_known_tokens
         index = self._indices.get(request)
         if index is None or index.is_full or not _is_prefix(index.token_ids, request):
@@ -91,13 +91,13 @@ class NgramProposer:
 class SuffixProposer(NgramProposer):
     """Proposes the most frequent continuation of the longest suffix that occurred before.
 
-    A longer match gets more drafts: two per matched token. Where the continuations of its
-    occurrences differ, the most frequent one is proposed (arXiv:2411.04975).
+    Longer matches get more drafts: two per matched token. If the occurrences continue differently,
+    the most frequent continuation is proposed (arXiv:2411.04975).
 
     Parameters
     ----------
     shortest : int
-        Minimum length of a match.
+        Minimum match length in tokens.
     allow_trees : bool
         Also propose a second continuation if it is frequent.
 
@@ -145,7 +145,7 @@ def _continuation(ids: Sequence[int], end: int, count: int) -> list[int]:
 def _vote(
     ids: Sequence[int], ends: list[int], count: int
 ) -> tuple[list[int], tuple[float, int, list[int]] | None]:
-    """Return the most frequent continuation of the occurrences, and the likeliest other branch.
+    """Return the most frequent continuation of the occurrences, and the likeliest second branch.
 
     The branch is a tuple: its share of the occurrences, its depth, and their last positions.
     """

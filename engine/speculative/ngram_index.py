@@ -1,9 +1,9 @@
-"""Earlier occurrences of a sequence's last tokens: hash chains over its n-grams.
+"""Hash chains over a sequence's n-grams, to find earlier occurrences of its last tokens.
 
-For each of a few lengths n, `head` maps a hash to the last position at which an n-gram of this hash
-ended, and `link` maps each position to the previous one: a chain from the latest occurrence to the
-earliest, as in LZ77 compressors. A token costs a few additions and one entry in each array; only
-the chain of the last position is ever searched.
+For each of several lengths n, `head` maps a hash to the last position at which an n-gram with this
+hash ended, and `link` maps each position to the previous one: a chain from the latest occurrence to
+the earliest, as in LZ77 compressors. Adding a token costs a few additions and one entry in each
+array; only the chain of the last position is ever searched.
 """
 
 from __future__ import annotations
@@ -83,18 +83,18 @@ class NgramIndex:
     Parameters
     ----------
     shortest, longest : int
-        Minimum length of a match, and the length at which comparing stops, in tokens.
+        Minimum match length, and the length at which comparison stops, in tokens.
     num_tokens : int
         Expected length of the sequence; `is_full` tells when it has grown far beyond.
     max_candidates : int
-        Maximum steps along a chain.
+        Maximum number of steps along a chain.
 
     Attributes
     ----------
     token_ids : list of int
         The tokens read so far.
     num_steps : int
-        Steps taken along chains so far.
+        Number of chain steps taken so far.
 
     Examples
     --------

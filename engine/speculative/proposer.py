@@ -1,4 +1,4 @@
-"""The interface of proposers of drafts, and the proposer that wraps the user's callable."""
+"""`Proposer`: the interface of draft proposers; `CustomProposer` wraps the user's callable."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Proposal = Drafts | Exception | None
 class Proposer(Protocol):
     """Proposes drafts for decoding requests.
 
-    `propose` first reads the tokens of each request that it has not read yet. Between two calls, a
-    request may have received tokens, or been preempted and resumed.
+    `propose` first reads each request's new tokens. Between two calls, a request may have received
+    tokens, or been preempted and resumed.
     """
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> Sequence[Proposal]:
@@ -28,7 +28,7 @@ class Proposer(Protocol):
         Parameters
         ----------
         wanted : sequence of (Request, int)
-            Requests, and the maximum number of drafts of each, at least 1.
+            Requests, and the maximum number of drafts for each, at least 1.
 
         Returns
         -------
@@ -40,7 +40,7 @@ class Proposer(Protocol):
         """Drop the state kept for a request that has ended or stopped decoding for now."""
 
     def cost(self, num_sequences: int, num_tokens: int) -> float:
-        """Return the seconds, measured at the start, to propose `num_tokens` drafts per sequence.
+        """Return the seconds, measured at startup, to propose `num_tokens` drafts per sequence.
 
         0.0 if negligible; then `propose` may also be called for requests with a token in flight.
         """
@@ -54,7 +54,7 @@ class ReadsAhead(Protocol):
     """A proposer that must read prompts, and can do so while the device computes them."""
 
     def read_ahead(self, requests: Sequence[Request]) -> None:
-        """Read as many of their known tokens as fit into a few milliseconds."""
+        """Read their known tokens for at most a few milliseconds."""
 
 
 class CustomProposer:
@@ -78,7 +78,7 @@ class CustomProposer:
         self._call = call
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Proposal]:
-        """Call it once for each request."""
+        """Call the user's proposer once per request."""
         return [self._of(request, count) for request, count in wanted]
 
     def forget(self, request: Request) -> None:
@@ -96,6 +96,6 @@ class CustomProposer:
             ids = self._call(request.token_ids(0, request.num_known_tokens), count)
             if ids is None or isinstance(ids, Drafts):
                 return ids
-            return Drafts(tuple(map(index, islice(ids, count + 1))))  # one too many is rejected
+            return Drafts(tuple(map(index, islice(ids, count + 1))))  # one extra is rejected
         except Exception as error:  # other requests must still get their drafts
             return error

@@ -1,4 +1,4 @@
-"""Speculation in the engine: requests drafts before a step, counts those the step accepted."""
+"""`Speculation`: requests drafts before a step, and counts the accepted ones after it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from engine.speculative.guarded import GuardedProposer
 
 __all__ = ["NoSpeculation", "Speculation"]
 
-_PATIENCE = 2  # consecutive steps without drafts before it waits
-_LONGEST_WAIT = 16  # steps
-_NUM_PEEKED = 16  # requests examined per step while steps overlap
+_PATIENCE = 2  # consecutive steps without drafts before attempts pause
+_LONGEST_WAIT = 16  # maximum number of steps between two attempts
+_NUM_PEEKED = 16  # number of requests examined per step while steps overlap
 
 
 class _Result(NamedTuple):
-    """The result of a step with drafts, after it was read back."""
+    """The read-back result of a step with drafts."""
 
     output: ScheduleOutput
     token_ids: Mapping[Request, Sequence[int]]
@@ -70,11 +70,11 @@ class Speculation:
     Parameters
     ----------
     config : SpeculativeConfig
-        The options.
+        Options of speculative decoding.
     proposer : GuardedProposer
         The proposer of the configured method.
     scheduler : Scheduler
-        The engine's.
+        Scheduler of the engine.
     controller : Controller
         Chooses the number of drafts.
     overlaps : bool
@@ -108,7 +108,7 @@ class Speculation:
         self._certain: set[Request] = set()  # requests whose drafts in flight are forced
         self._results: list[_Result] = []  # read back, but not counted yet
         self._num_futile = 0  # consecutive attempts after which nothing was verified
-        self._num_waits = 0  # steps until the next attempt
+        self._num_waits = 0  # number of steps until the next attempt
         self._num_peeks = 0
         # Time at which the last step with drafts was read back; 0.0 once the next is launched.
         self._read_at = 0.0
@@ -199,7 +199,7 @@ class Speculation:
     def _note_futile(self, *, has_cost: bool) -> None:
         """Record an attempt without drafts; repeated ones lengthen the wait until the next.
 
-        `has_cost`: whether an attempt costs time, of the proposer or of a step that could overlap.
+        `has_cost`: whether an attempt costs proposer time, or overlap between steps.
         """
         self._num_futile += 1
         if has_cost and self._num_futile > _PATIENCE:
@@ -221,7 +221,7 @@ class Speculation:
         )
 
     def _choose(self, requests: Sequence[Request], count: int) -> dict[Request, Drafts]:
-        """Return the drafts to verify, padded to the length of a graph if steps are graphs."""
+        """Return the drafts to verify, padded to a graph's length if steps are CUDA graphs."""
         proposals = self._ask_all(requests, count)
         needs_equal = self._controller.needs_equal_lengths
         room = MAX_QUERY_LEN
@@ -281,7 +281,7 @@ def _wants_drafts(request: Request) -> bool:
 
 
 def _may_be_padded(request: Request) -> bool:
-    """Tell whether padding drafts have no effect; a logits processor would see them."""
+    """Tell whether padding has no effect on the request: a logits processor would see it."""
     return _wants_drafts(request) or not request.spec.params.logits_processors
 
 
