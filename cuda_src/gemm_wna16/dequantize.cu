@@ -1,13 +1,13 @@
-// Dequantizes a weight to (N, K) numbers.
+// Dequantizes a weight to an (N, K) matrix of scalar_t.
 //
 //   out[n, k] = scale (q - zero), or scale q + minimum
 //
-// Arguments: DequantizeParams, and the parameters of dequantize_bytes, both below.
+// Arguments: DequantizeParams, or the parameters of dequantize_bytes, both below.
 //
 // Numerics: float, rounded once; products and sums are not contracted.
-// Parallelisation: a warp decodes a tile of 16 rows by 64 columns of a packed weight, and writes it
-// through shared memory, whole lines at a time. One-byte formats stored row by row take one thread
-// per 16 codes (dequantize_bytes).
+// Parallelisation: a warp decodes one tile of 16 rows by 64 columns of a packed weight, and writes
+// it through shared memory in whole lines. One-byte formats stored row by row take one thread per
+// 16 codes (dequantize_bytes).
 // Mirror: engine/reference/dequantize.py
 #include <cuda_fp8.h>
 
@@ -18,15 +18,15 @@ constexpr int kWarps = 4;  // warps per block
 constexpr int kPitch = kTileColumns + 16 / sizeof(scalar_t);
 
 struct DequantizeParams {
-  const unsigned char* data;    // the planes, as in PackedWeight
+  const unsigned char* data;    // planes of the weight; see PackedWeight
   const unsigned char* high;    // or null
   const unsigned char* scales;  //
   const unsigned char* supers;  // or null
-  const int* permutation;       // (K,) destination of column k; null: column k
+  const int* permutation;       // (K,) destination of each column; null: unpermuted
   scalar_t* out;                // (N, K) contiguous
   int n, k;
-  int groups, num_supers;  // per row of scales, of supers
-  int is_vector;           // rows of out are whole, aligned 16-byte words
+  int groups, num_supers;  // entries per row of scales and of supers
+  int is_vector;           // each row of out consists of aligned 16-byte words
 };
 
 __device__ __forceinline__ float code_value(const TileWords& w, int s, int j, int e) {
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarpSize)
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + warp_idx;
   const int64_t tile = index / k_tiles;
   const int column0 = static_cast<int>(index % k_tiles) * kTileColumns;
-  if (tile * kTileRows >= p.n) return;  // SAFETY: whole warps exit; there is no block barrier
+  if (tile * kTileRows >= p.n) return;  // SAFETY: whole warps exit, and there is no block barrier
   TileWords words;
   words.load(p.data + index * kDataBytes, p.high + index * kHighBytes, lane_idx);
   const PackedWeight weight{p.data, p.high, p.scales, p.supers};
@@ -110,7 +110,7 @@ __device__ __forceinline__ float byte_value(unsigned char code, bool is_e4m3) {
 }
 
 // data (N, K) e4m3 or int8; scales (ceil(N / block_rows), ceil(K / block_columns)) float. A thread
-// takes up to 16 codes of a row, in every gridDim.y-th row from blockIdx.y on.
+// converts up to 16 codes in each of its rows: every gridDim.y-th, from blockIdx.y on.
 extern "C" __global__ void __launch_bounds__(256)
     dequantize_bytes(const unsigned char* data, const float* scales, scalar_t* out, int n, int k,
                      int block_rows, int block_columns, int is_e4m3, int is_vector) {

@@ -1,5 +1,5 @@
-// The work tile that a module of gemm_wna16_sm90.cu is compiled for, given by -D
-// (HopperConfig in engine/kernels/gemm_wna16/sm90.py), and the constants derived from it.
+// Work tile of a module of gemm_wna16_sm90.cu, set by -D (HopperConfig in
+// engine/kernels/gemm_wna16/sm90.py), and the constants derived from it.
 #pragma once
 
 #include "common/reduce.cuh"  // kWarpSize
@@ -10,15 +10,15 @@ constexpr int kSlabK = kTileColumns;  // 64 values of k: 128 bytes of a row of x
 constexpr int kSteps = kSlabK / 16;
 constexpr int kSlabRowBytes = 128;
 
-constexpr int kTokens = TOKENS;          // rows of x
+constexpr int kTokens = TOKENS;          // rows of x per tile
 constexpr int kWarpgroups = WARPGROUPS;  // consumer warpgroups
 constexpr int kMmaTiles = MMA_TILES;     // m-tiles (64 rows of the weight) per warpgroup
-constexpr int kDepth = DEPTH;            // slabs in a stage
+constexpr int kDepth = DEPTH;            // slabs per stage
 constexpr int kStages = STAGES;
-constexpr int kSplits = SPLITS;  // CTAs of a cluster that share a sum over k
+constexpr int kSplits = SPLITS;  // CTAs of a cluster that split a sum over k
 constexpr int kBlocks = BLOCKS;  // CTAs per multiprocessor
-// Codes are multiplied unscaled, and the sums over a group by its scale: fewer instructions for few
-// tokens. Otherwise weights rounded to scalar_t are multiplied.
+// True: codes are multiplied unscaled, and each group's sums by its scale, which takes fewer
+// instructions for few tokens. False: weights are rounded to scalar_t before the product.
 constexpr bool kScalesSums = SCALES_SUMS;
 constexpr int kMmaM = 64;
 constexpr int kRows = kWarpgroups * kMmaTiles * kMmaM, kRowTiles = kRows / kTileRows;
@@ -30,12 +30,12 @@ static_assert(kSuperBlock == 0 || kSuperBlock % kStageK == 0, "a stage lies in o
 static_assert(!kScalesSums || (kGroup >= kSlabK && !kHasMinimum), "whole slabs, and no minimums");
 
 constexpr int kConsumerThreads = kWarpgroups * 128;
-// One producer warp, or a whole warpgroup if registers move: setmaxnreg acts on warpgroups.
+// The producer is one warp, or a whole warpgroup if registers move: setmaxnreg acts on warpgroups.
 constexpr bool kMovesRegisters = kWarpgroups == 2 && kMmaTiles * kTokens >= 128;
 constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : kWarpSize);
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-// Bytes of a stage: of x, and of the weight's planes, which TMA writes from multiples of 128 on.
+// Bytes per stage of x and of the weight's planes, which TMA writes at multiples of 128.
 constexpr int kSlabX = kTokens * kSlabRowBytes, kStageX = kDepth * kSlabX;
 constexpr int kStageData = kRowTiles * kDepth * kDataBytes;
 constexpr int kStageHigh = kRowTiles * kDepth * kHighBytes;
@@ -47,11 +47,11 @@ constexpr int kAtSuper = kAtScales + (kStageScales + 127) / 128 * 128;
 constexpr int kStageWeight = kAtSuper + (kStageSuper + 127) / 128 * 128;
 
 static_assert(kRowTiles % 8 == 0, "half of the row tiles have whole 128 bytes of scales");
-constexpr int kDataBox = 256;  // bytes of a row of map_data
+constexpr int kDataBox = 256;  // bytes per row of map_data
 
-// A slice of a tile's sums, finished by one CTA of the cluster: some tokens, or one m-tile of each
-// warpgroup for eight tokens. A thread holds it as vectors of four sums. The number of slices is a
-// power of two, so that they are equal; with more CTAs than slices the last ones finish nothing.
+// A slice of a tile's sums is finished by one CTA of the cluster: some tokens, or with eight tokens
+// one m-tile of each warpgroup. A thread holds its slice as vectors of four sums. The number of
+// slices is a power of two, so that they are equal; any CTAs beyond that number finish nothing.
 constexpr int kVecs = kMmaTiles * kTokens / 8;
 __host__ __device__ constexpr int floor_power_of_two(int n) {
   return n < 2 ? 1 : 2 * floor_power_of_two(n / 2);
@@ -63,23 +63,23 @@ constexpr int kSliceMmaTiles = kSliceVecs < kMmaTiles ? kSliceVecs : kMmaTiles;
 constexpr int kSliceTokens = kSliceVecs / kSliceMmaTiles * 8;
 constexpr int kSliceRows = kWarpgroups * kSliceMmaTiles * kMmaM;
 
-// Staging of results: one row per token. The padding puts the lanes of a warp in different banks.
+// Staging of results: one row per token, padded so that the lanes of a warp use different banks.
 constexpr int kChunk = kSliceTokens < CHUNK ? kSliceTokens : CHUNK;
 constexpr int kStagingRow = kSliceRows + 4;
 
 // Large tiles have a second store path, for 16-bit results without residual: each warpgroup stages
-// 64 tokens by 64 rows. Two m-tiles are excluded, as the path does not handle gate and up in pairs
-// of m-tiles.
+// 64 tokens by 64 rows. Two m-tiles are excluded: the path cannot handle gate and up in separate
+// m-tiles.
 constexpr bool kStoresHalves =
     kSplits == 1 && kMmaTiles == 1 && kTokens % 64 == 0 && kTokens >= 128;
-// In a gated product, a warp with two m-tiles holds rows of gate in the first and the same rows of
-// up in the second. Otherwise each m-tile holds 8 rows of gate, as a warp's rows g, and 8 of up, as
-// rows g + 8.
+// In a gated product, a warp with two m-tiles holds gate rows in the first and the matching up rows
+// in the second. Otherwise each m-tile holds 8 gate rows (the warp's rows g) and 8 up rows (rows g
+// + 8).
 constexpr bool kPairsTiles = kMmaTiles == 2 && kSplits == 1;
 constexpr int kHalvesTokens = 64, kHalvesBytes = kHalvesTokens * kMmaM * 2;
 static_assert(!kStoresHalves || kWarpgroups * kHalvesBytes <= kChunk * kStagingRow * 4, "staging");
 
-// Dynamic shared memory, from an address aligned to the swizzle's atoms.
+// Dynamic shared memory, aligned to the swizzle's atoms.
 struct Shared {
   unsigned char x[kStages][kStageX];
   unsigned char weight[kStages][kStageWeight];

@@ -1,7 +1,7 @@
-// The consumers of gemm_wna16_sm90.cu: they decode weights to fragments in registers, multiply
-// these by the rows of x in shared memory with wgmma, and write the sums in the epilogue.
+// Consumers of gemm_wna16_sm90.cu: they decode weights to fragments in registers, multiply these by
+// the rows of x in shared memory with wgmma, and write the sums in the epilogue.
 //
-// The weight is wgmma's A and the tokens are its B: sums are (rows of the weight, tokens).
+// The weight is wgmma's A and the tokens are its B: sums are (weight rows, tokens).
 #pragma once
 
 #include "common/pipeline_state.cuh"
@@ -10,18 +10,18 @@
 #include "common/wgmma_weights.cuh"
 
 using Sums = float[kMmaTiles][kTokens / 2];
-// The fragments of a slab. wgmma reads them while those of the next slab are decoded.
+// Fragments of a slab. wgmma reads them while the next slab's are decoded.
 using Fragments = uint32_t[kSteps][kMmaTiles][4];
 
 struct Consumer {
   Shared& smem;
-  int slabs;            // slabs of k
-  int first_k, last_k;  // stages of k
+  int slabs;            // number of slabs along k
+  int first_k, last_k;  // range of stages along k
   int warpgroup, warp_idx, lane_idx;
   bool is_gated;
 
-  // The row tile of m-tile `mma` of this warp. With mixed tiles it stands for 8 rows of gate and of
-  // up, from row 8 (tile % 2) of their tile `tile / 2` on.
+  // Returns the row tile of this warp's m-tile `mma`. A mixed tile holds 8 rows of gate and 8 of
+  // up, from row 8 (tile % 2) of their row tile `tile / 2` on.
   __device__ __forceinline__ int row_tile(int mma) const {
     if (kPairsTiles && is_gated) return mma * (kRowTiles / 2) + paired_tile();
     return (warpgroup * kMmaTiles + mma) * 4 + warp_idx % 4;
@@ -29,8 +29,8 @@ struct Consumer {
   __device__ __forceinline__ int paired_tile() const { return warpgroup * 4 + warp_idx % 4; }
   __device__ __forceinline__ bool mixes_tiles() const { return !kPairsTiles && is_gated; }
 
-  // SAFETY: every lane releases a stage, as it has read the weights by ordinary loads; one arrival
-  // per warp would suffice, but compute-sanitizer then reports races.
+  // SAFETY: every lane releases a stage, because it has read the weights by ordinary loads; one
+  // arrival per warp would suffice, but compute-sanitizer then reports races.
   __device__ __forceinline__ void release(int stage) const {
     mbarrier_arrive(smem_address(&smem.empty[stage]));
   }
@@ -46,7 +46,7 @@ struct Consumer {
                        load_small<kBytes>(gate + kRowTiles / 2 * tile_bytes), tile % 2);
   }
 
-  // The stored scales of the group of step `step` of a stage's slab `d`.
+  // Returns the stored scales of the group at step `step` of slab `d` of a stage.
   __device__ __forceinline__ uint2 group_words(int stage, int tile, int d, int step) const {
     const int group = kGroup < kStageK ? (d * kSlabK + step * 16) / kGroup : 0;
     return small_words<kScaleBytes>(smem.weight[stage] + kAtScales + group * kScaleTileBytes, tile,
@@ -70,7 +70,7 @@ struct Consumer {
     return mix(load(tile / 2), load(kRowTiles / 2 + tile / 2), tile % 2);
   }
 
-  // The fragments of slab `slab`, which is in `stage`.
+  // Decodes slab `slab`, which is in `stage`, to fragments.
   __device__ __forceinline__ void decode_slab(int stage, int slab, Fragments& a) const {
     const int d = kDepth == 1 ? 0 : slab % kDepth;
 #pragma unroll
@@ -110,7 +110,7 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // The scales of the group that slab `slab` belongs to.
+  // Loads the scales of the group that contains slab `slab`.
   __device__ __forceinline__ void load_scales(int stage, int slab,
                                               float (&scales)[kMmaTiles][2]) const {
     const int d = kDepth == 1 ? 0 : slab % kDepth;
@@ -123,7 +123,7 @@ struct Consumer {
     }
   }
 
-  // Adds the sums over a group times its scales.
+  // Adds a group's sums, multiplied by its scales.
   __device__ __forceinline__ void add_group(const float (&scales)[kMmaTiles][2], Sums& group,
                                             Sums& acc) const {
 #pragma unroll
@@ -153,7 +153,7 @@ struct Consumer {
     int slab = first;
     mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
     decode_slab(state.stage, slab, even);
-    int pending = -1;  // stage to release: the previous slab was its last; else -1
+    int pending = -1;  // stage to release once its last slab is multiplied; or -1
     // Returns whether another slab follows.
     const auto advance = [&](const Fragments& now, Fragments& next) {
       const int stage = state.stage;
@@ -163,7 +163,7 @@ struct Consumer {
       float scales[kMmaTiles][2];
       if (ends_group) load_scales(stage, slab, scales);
       start(stage, slab, begins, now, sums);
-      wgmma_wait<1>();  // the previous slab has been multiplied: `next` may be overwritten
+      wgmma_wait<1>();  // the previous slab is done: `next` may be overwritten
       if (pending >= 0) release(pending);
       pending = ends_stage ? stage : -1;
       if (ends_stage) state.advance();
@@ -186,8 +186,8 @@ struct Consumer {
     for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
   }
 
-  // Adds the sums of the cluster's CTAs for this CTA's slice, in order. Returns false if it has no
-  // slice.
+  // Adds up the sums of the cluster's CTAs for this CTA's slice, in order. Returns false if this
+  // CTA has no slice.
   __device__ __forceinline__ bool exchange(const Sums& acc, float (&own)[kSliceSums]) const {
     const int me = cluster_rank();
     const auto at = [&](int from, int to, int vec) {
@@ -227,7 +227,7 @@ struct Consumer {
     return true;
   }
 
-  // In a gated product, turns the sums of a slice of gate into results. `mma` is its first m-tile.
+  // In a gated product, turns a slice's gate sums into results. `mma` is the slice's first m-tile.
   __device__ __forceinline__ void combine(const RowEpilogue& e, float* sums, int block,
                                           int mma) const {
     if constexpr (kPairsTiles)
@@ -236,7 +236,7 @@ struct Consumer {
       combine_rows(e, sums, block, mma);
   }
 
-  // Rows g belong to gate, rows g + 8 to up.
+  // Combines rows g (gate) with rows g + 8 (up).
   __device__ __forceinline__ void combine_rows(const RowEpilogue& e, float* sums, int block,
                                                int mma) const {
 #pragma unroll
@@ -253,7 +253,7 @@ struct Consumer {
     }
   }
 
-  // The first m-tile belongs to gate, the second to up; results replace gate's sums.
+  // Combines the first m-tile (gate) with the second (up); results replace the gate sums.
   __device__ __forceinline__ void combine_tiles(const RowEpilogue& e, float* sums,
                                                 int block) const {
     float gate[2] = {}, up[2] = {};  // biases of rows g and g + 8
@@ -271,8 +271,8 @@ struct Consumer {
     }
   }
 
-  // Writes a tile with 16-bit results and at most a bias: each warpgroup by itself, staging half
-  // the bytes. A row of staging is a token's 64 results of an m-tile, or 32 if gated.
+  // Writes a tile of 16-bit results with at most a bias: each warpgroup works alone and stages half
+  // the bytes. A row of staging holds a token's 64 results of an m-tile, or 32 if gated.
   __device__ __forceinline__ void store_halves(const RowEpilogue& e, Sums& acc,
                                                const WorkTile& tile, int num_tokens) const {
     const int warp = warp_idx % 4, width = is_gated ? kMmaM / 2 : kMmaM;
@@ -297,7 +297,7 @@ struct Consumer {
     }
   }
 
-  // Stages matrices of 8 tokens by 8 rows of the weight, transposed.
+  // Stages the sums as transposed matrices of 8 tokens by 8 weight rows.
   __device__ __forceinline__ void stage_halves(unsigned staging, const float* sums) const {
     const int row = lane_idx % 8 + lane_idx / 16 * 8;  // matrices in 2 x 2 order
     const int part = (warp_idx % 4 * 2 + lane_idx / 8 % 2) ^ (row & 7);
@@ -351,7 +351,7 @@ struct Consumer {
     }
   }
 
-  // Stages kChunk tokens of each m-tile of a slice; `sums` points to those of the first.
+  // Stages kChunk tokens of each m-tile of a slice; `sums` points to the first m-tile's sums.
   __device__ __forceinline__ void stage(const float* sums) const {
     const int g = lane_idx / 4, t = lane_idx % 4, rows = mixes_tiles() ? kTileRows / 2 : kTileRows;
     const bool is_paired = kPairsTiles && is_gated;

@@ -12,7 +12,7 @@ struct alignas(16) Eight {
 struct RowEpilogue {
   Epilogue e;
   int columns;    // columns of out
-  int num_gates;  // gated: rows of gate, which precede those of up; else 0
+  int num_gates;  // gated: number of gate rows, which precede the up rows; else 0
 
   template <typename Out>
   __device__ __forceinline__ void add_residual(int64_t row, int column, Eight& y) const {
@@ -72,7 +72,7 @@ struct RowEpilogue {
     return (num_gates > 0 || e.activation == kIdentity) && !e.is_float && e.residual == nullptr;
   }
 
-  // Adds the bias to a thread's sums of one m-tile, whose first row is `row`.
+  // Adds the bias to a thread's sums of the m-tile that begins at row `row`.
   template <int kCount>
   __device__ __forceinline__ void add_bias_of_rows(int row, float (&acc)[kCount]) const {
     if (e.bias == nullptr) return;
@@ -94,7 +94,7 @@ struct RowEpilogue {
     }
   }
 
-  // `y` holds sums of row `row` of x, from column `column` of out on; results if gated.
+  // Finishes eight columns of row `row`, from `column` on; `y` holds their sums, or gated results.
   __device__ __forceinline__ void finish(int64_t row, int column, Eight y) const {
     if (num_gates == 0 && e.bias != nullptr) add_bias(column, y);
     if (num_gates == 0 && e.activation != kIdentity) activate_eight(y);
@@ -108,8 +108,8 @@ struct RowEpilogue {
   }
 };
 
-// Finishes `count` staged tokens from `token` on, which belong to the slice that begins at m-tile
-// `mma` of each warpgroup.
+// Finishes `count` staged tokens, from `token` on, of the slice that begins at m-tile `mma` of each
+// warpgroup.
 __device__ __forceinline__ void finish_staged(const RowEpilogue& e, const float* staging, int token,
                                               int count, int block, int mma) {
   constexpr int kShift = kSliceRows == 64 ? 3 : kSliceRows == 128 ? 4 : 5;

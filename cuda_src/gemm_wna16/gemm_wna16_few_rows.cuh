@@ -1,8 +1,8 @@
 // Few rows of x (decoding): the weight is read once, through rings of shared memory.
 //
-// Every warp has a ring of its own (gemm_wna16_few_rows_loader.cuh), so that no warp waits for
-// another in the main loop, and the first stages arrive while the preceding kernel still runs. x
-// stays in shared memory. Division of k and rows among warps: gemm_wna16_few_rows_block.cuh.
+// Every warp has its own ring (gemm_wna16_few_rows_loader.cuh), so no warp waits for another in the
+// main loop, and the first stages arrive while the preceding kernel still runs. x stays in shared
+// memory. Division of k and rows among warps: gemm_wna16_few_rows_block.cuh.
 #pragma once
 
 #include "common/weight_product.cuh"
@@ -11,19 +11,19 @@
 
 #if ENGINE_DTYPE != 0
 
-// Operands of an element of out besides its sum.
+// Epilogue operands of an element of out.
 struct OutputOperands {
   float bias, up_bias, residual;
 };
 
-// An element of out that a thread finishes, in row tile z (gated: z and z + 1) of a work tile.
+// An element of out that a thread finishes: row tile z of a work tile, or z and z + 1 if gated.
 struct OutputPlace {
-  int z, token, row, column;  // row of the row tile; column of out
+  int z, token, row, column;  // row within the row tile; column of out
 
   __device__ __forceinline__ static int tiles(const FewRowsBlock& b) {
     return b.gate_tiles > 0 ? blockDim.z / 2 : blockDim.z;
   }
-  // Element `index` of the work tile; false if it does not exist.
+  // Moves to element `index` of the work tile; returns false if it does not exist.
   __device__ __forceinline__ bool set(const FewRowsParams& p, const FewRowsBlock& b, int work_tile,
                                       int index) {
     const bool is_gated = b.gate_tiles > 0;
@@ -57,12 +57,12 @@ struct OutputPlace {
   }
 };
 
-// This thread's first element in a work tile. The threads of a cluster take the elements in turn.
+// Returns this thread's first element of a work tile. A cluster's threads take elements in turn.
 __device__ __forceinline__ int first_output(const FewRowsBlock& b) {
   return b.rank * b.threads + b.thread;
 }
 
-// The sum of an element over all parts, in order; `from` points to the first part's.
+// Sums an element over all parts, in order; `from` points to the first part's sum.
 template <typename Shape>
 __device__ __forceinline__ float sum_of_parts(const FewRowsBlock& b, const float* from) {
   float sum = 0.0f;
@@ -79,8 +79,8 @@ __device__ __forceinline__ float sum_of_parts(const FewRowsBlock& b, const float
   return sum;
 }
 
-// Adds the parts' sums in their order and writes the work tile's elements. `early` belongs to this
-// thread's first element, or is null.
+// Adds the parts' sums in order and writes the work tile's elements. `early` holds the operands of
+// this thread's first element, or is null.
 template <typename Shape>
 __device__ __forceinline__ void finish_work_tile(const FewRowsParams& p, const FewRowsBlock& b,
                                                  int work_tile, const float* sums,
@@ -118,11 +118,11 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
   constexpr int kTokenTiles = Shape::kTokenTiles;
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ NormShared smem_norm;
-  // Loaded early, to hide the latency, and kept in shared memory, as registers are scarce.
+  // Loaded early to hide the latency, and kept in shared memory because registers are scarce.
   __shared__ OutputOperands smem_early[512];
   pdl_trigger();
   const FewRowsBlock b(p, smem, kTokens > 1);
-  if (b.first_work_tile() >= p.num_work_tiles) {  // this block only occupies its multiprocessor
+  if (b.first_work_tile() >= p.num_work_tiles) {  // surplus block: only occupies a multiprocessor
     pdl_wait();
     return;
   }
@@ -151,8 +151,8 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     __syncthreads();
   }
 
-  // Addresses of the rows of x that this lane passes to ldmatrix; the last row for tokens that do
-  // not exist.
+  // Addresses of the rows of x that this lane passes to ldmatrix; nonexistent tokens use the last
+  // row.
   uint32_t x_rows[kTokenTiles];
 #pragma unroll
   for (int i = 0; i < kTokenTiles; ++i) {
@@ -185,8 +185,8 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
       if (stage_at == b.ring + p.num_stages * kStageBytes) stage_at = b.ring;
     }
     product.store(sums + b.warp_idx * Shape::kSumFloats, b.lane_idx / 4, b.lane_idx % 4);
-    // SAFETY: of two buffers a warp overwrites one only after the next work tile's barrier, which
-    // comes after all reads of it.
+    // SAFETY: a warp overwrites one of the two buffers only after the next work tile's barrier, and
+    // so after all reads of it.
     cluster_sync(b.size);
     finish_work_tile<Shape>(p, b, work_tile, sums,
                             work_tile == b.first_work_tile() ? &smem_early[b.thread] : nullptr);
@@ -196,8 +196,8 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
   if (b.size > 1) cluster_sync(b.size);  // SAFETY: others may still read this block's sums.
 }
 
-// The entry points of an op, without or with a norm before the product. Blocks of 16 rows have
-// fewer warps, which use more registers.
+// Entry points of an op, without or with a norm before the product. Blocks of 16 rows have fewer
+// warps, with more registers each.
 #define ENGINE_FEW_ROWS_ENTRY(name, tokens, threads, norm) \
   extern "C" __global__ void __launch_bounds__(threads, 1) \
       name(const __grid_constant__ FewRowsParams p) {      \

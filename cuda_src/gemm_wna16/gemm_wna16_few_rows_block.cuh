@@ -1,10 +1,10 @@
-// How the kernels for few rows divide a problem, and a warp's part of it.
+// Work division of the kernels for few rows, and a warp's part of it.
 //
-// A work tile is blockDim.z row tiles (16 rows) of the weight; the C blocks of a cluster compute
-// it, then every num_clusters-th work tile. k is divided into stages of kStageTiles tiles; warp (y,
-// z) of block r multiplies row tile z of the work tile by the part_stages stages from (r *
-// blockDim.y + y) * part_stages on. The parts' sums are added in order. A block loads x for its own
-// parts only.
+// A work tile is blockDim.z row tiles (16 rows each) of the weight. The C blocks of a cluster
+// compute it together, then go on to every num_clusters-th work tile. k is divided into stages of
+// kStageTiles tiles; warp (y, z) of block r multiplies row tile z of the work tile by part_stages
+// stages, from stage (r * blockDim.y + y) * part_stages on. The parts' sums are added in order. A
+// block loads x for its own parts only.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -15,15 +15,15 @@
 
 struct FewRowsBlock {
   int lane_idx, warp_idx, num_warps, threads, thread;
-  int size, rank;  // blocks of the cluster, rank of this one
+  int size, rank;  // blocks in the cluster; rank of this block
   int k_tiles, row_tiles;
-  int stage_begin, stage_end;  // stages of k of this warp
-  int gate_tiles;              // row tiles of gate; 0 if not gated
-  int x_begin, x_columns;      // slice of k of this block; its width with padding
+  int stage_begin, stage_end;  // this warp's range of stages of k
+  int gate_tiles;              // row tiles of gate; 0: not gated
+  int x_begin, x_columns;      // start of this block's slice of k; its width with padding
   int x_pitch;                 // bytes between rows of x
-  unsigned char* ring;         // ring of this warp
+  unsigned char* ring;         // this warp's ring
   unsigned char* x;            // [token][column]
-  float* x_sums;               // [group], for a single row of x
+  float* x_sums;               // [group] sums of x, if it has a single row
   float* sums;                 // [buffer][warp][token][row]
 
   bool may_share;  // whether a cluster has more than one block
@@ -63,8 +63,8 @@ struct FewRowsBlock {
     return may_share ? num_clusters() : gridDim.x;
   }
 
-  // Row tile z of a work tile. Gated, even row tiles belong to gate and odd ones are the matching
-  // row tiles of up.
+  // Returns row tile z of a work tile. If gated, even row tiles belong to gate, and odd ones are
+  // the matching row tiles of up.
   __device__ __forceinline__ int row_tile(int work_tile, int z) const {
     const int index = work_tile * static_cast<int>(blockDim.z) + z;
     return gate_tiles == 0 ? index : index / 2 + index % 2 * gate_tiles;

@@ -5,7 +5,7 @@
 #include "common/weight_stage.cuh"
 #include "gemm_wna16/gemm_wna16_few_rows_block.cuh"
 
-// Loads the stages of a warp in the order of their use.
+// Loads a warp's stages in order of use.
 struct StageLoader : StageCopier<FewRowsParams> {
   const FewRowsBlock& b;
   int work_tile;  // work tile of the next stage
@@ -21,7 +21,7 @@ struct StageLoader : StageCopier<FewRowsParams> {
     go_to(min(b.row_tile(work_tile, threadIdx.z), b.row_tiles - 1), b.stage_begin);
   }
 
-  // Always commits a group of copies, even if empty: the wait counts groups.
+  // Always commits a cp.async group, even an empty one: the wait counts groups.
   __device__ __forceinline__ void load() {
     if (work_tile < p.num_work_tiles) {
       load_stage();

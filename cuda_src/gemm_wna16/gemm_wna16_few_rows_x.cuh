@@ -33,8 +33,8 @@ __device__ __forceinline__ void apply_norm(const FewRowsParams& p, Vec<scalar_t,
     v.v[j] = from_float<scalar_t>(to_float(v.v[j]) * scale * (to_float(w.v[j]) + p.weight_offset));
 }
 
-// Normalises the rows in shared memory, which must be whole: not in a cluster. A barrier must
-// follow.
+// Normalises the rows in shared memory. They must be whole, so this is not used in a cluster. A
+// barrier must follow.
 __device__ __forceinline__ void normalise(const FewRowsParams& p, const FewRowsBlock& b,
                                           NormShared& shared) {
   const int vectors = p.k / kVec;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void normalise(const FewRowsParams& p, const FewRowsB
     }
 }
 
-// A single row of x, register-resident until it is normalised.
+// A single row of x, kept in registers until it is normalised.
 template <bool kNorm>
 struct SingleRow {
   using Words = Packed<kVec>;
@@ -76,7 +76,7 @@ struct SingleRow {
       if (i < p.k) to[j] = load_packed<kVec>(from + i);
     }
   }
-  // Reads model parameters only: may be called before pdl_wait.
+  // Reads only model parameters, so it may be called before pdl_wait.
   __device__ __forceinline__ void load_norm(const FewRowsParams& p, const FewRowsBlock& b) {
     if constexpr (kNorm) load(w, p.norm_weight, p, b);
   }
@@ -112,7 +112,7 @@ struct SingleRow {
   }
 };
 
-// Copies the block's columns of x to shared memory, with zeros past k, and for a single row sums
+// Copies the block's columns of x to shared memory, with zeros past k; for a single row also sums
 // its groups. A barrier must follow.
 template <bool kNorm>
 __device__ __forceinline__ void load_rows(const FewRowsParams& p, const FewRowsBlock& b,

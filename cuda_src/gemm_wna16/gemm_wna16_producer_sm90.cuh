@@ -5,21 +5,22 @@
 #include "common/pipeline_state.cuh"
 #include "gemm_wna16/gemm_wna16_scheduler_sm90.cuh"
 
-// Boxes that extend past an array's end are filled with zeros, and their bytes count in full.
+// Where a box extends past an array's end, TMA writes zeros; they count as loaded bytes.
 struct Loader {
   Shared& smem;
   const TensorMap *map_x, *map_tail, *map_data, *map_high, *map_scales, *map_supers;
-  int slabs;      // slabs of k
+  int slabs;      // number of slabs along k
   int num_gates;  // row tiles of gate, the first half of a block (up is the second); 0: not gated
   int m, x_part, tail_part;
-  int first_k, last_k;  // stages of k
+  int first_k, last_k;  // range of stages along k
 
-  // Rows of x that are loaded. The other rows of a stage keep stale data: their sums are dropped.
+  // Returns how many rows of x to load. The stage's other rows keep stale data; their sums are
+  // dropped.
   __device__ __forceinline__ int part(const WorkTile& tile) const {
     return tile.token + kTokens <= m ? x_part : tail_part;
   }
 
-  // Loads the weight, and announces all bytes of the stage.
+  // Loads the weight, and announces all bytes of the stage to its mbarrier.
   __device__ __forceinline__ void weight(int stage, int stage_k, const WorkTile& tile) const {
     const unsigned full = smem_address(&smem.full[stage]);
     const int depth = min(kDepth, slabs - stage_k * kDepth);
@@ -43,7 +44,7 @@ struct Loader {
   }
 
  private:
-  // Loads kCount row tiles from `row_tile` on, to row tile `local` of the stage.
+  // Loads kCount row tiles, from `row_tile` on, to the stage, from its row tile `local` on.
   template <int kCount>
   __device__ __forceinline__ void planes(int stage, int stage_k, int row_tile, int local,
                                          unsigned full) const {
@@ -59,8 +60,8 @@ struct Loader {
   }
 };
 
-// The first tile's weights are loaded first, as far as the ring allows; with `is_early` even before
-// the preceding kernel has ended.
+// Loads the first tile's weights first, as far as the ring allows; with `is_early` even before the
+// preceding kernel has ended.
 __device__ __forceinline__ void produce(const Loader& load, const TileScheduler& s, bool is_early) {
   if (!is_early) pdl_wait();
   int early = 0;

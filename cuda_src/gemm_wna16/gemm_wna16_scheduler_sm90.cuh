@@ -5,11 +5,11 @@
 
 struct WorkTile {
   int token;  // first token
-  int block;  // block of rows of the weight
+  int block;  // block of weight rows
 };
 
-// The order covers a band of rows of x before it moves to the next rows of the weight: the band
-// stays in L2, and the weight is read once per band.
+// The order covers a band of rows of x before it moves to the next weight rows: the band stays in
+// L2, and the weight is read once per band.
 struct TileScheduler {
   static constexpr int kBand = 8;
   int tokens, blocks;  // number of tiles along each axis

@@ -1,30 +1,31 @@
-// Matrix product with a packed weight of 4 to 8 bits on Hopper: TMA, mbarriers, wgmma.
+// GEMM with a packed 4- to 8-bit weight on Hopper: TMA, mbarriers, wgmma.
 //
 //   out = activation(x weight^T + bias) + residual
 //
-// With num_gates the rows of gate precede those of up, and out = silu(gate) * up.
+// With num_gates the gate rows precede the up rows, and out = silu(gate) * up.
 // Arguments: GemmWna16Sm90Params, below. The weight's layout: engine/weights/packing.py.
 //
-// Numerics: weights are rounded to scalar_t like `dequantize` or nearly so
-// (common/weight_fragments_sm90.cuh); with SCALES_SUMS codes are multiplied and the sums over a
-// group scaled. Products on tensor cores (wgmma); sums, bias, activation and residual in float, one
-// rounding at the end. Without SPLITS and SCALES_SUMS the sums go through k in ascending steps of
-// 16, whatever M is.
-// Parallelisation: a persistent CTA computes work tiles of kRows rows of the weight by kTokens rows
-// of x. A producer thread fills a ring of stages by TMA. Consumer warpgroups decode codes to
-// fragments in registers while wgmma multiplies those of the preceding step. The CTAs of a cluster
-// share one tile's sum over k: they exchange partial sums through distributed shared memory, and
-// each finishes some of the tokens.
+// Numerics: weights are rounded to scalar_t as in `dequantize` or nearly so
+// (common/weight_fragments_sm90.cuh); with SCALES_SUMS codes are multiplied instead, and each
+// group's sums scaled. Products on tensor cores (wgmma); sums, bias, activation and residual in
+// float, one rounding at the end. Without SPLITS and SCALES_SUMS, k is summed in ascending steps of
+// 16, for every M.
+// Parallelisation: a persistent CTA computes work tiles of kRows weight rows by kTokens rows of x.
+// A producer thread fills a ring of stages by TMA. Consumer warpgroups decode codes to fragments in
+// registers while wgmma multiplies those of the preceding step. The CTAs of a cluster split one
+// tile's sum over k: they exchange partial sums through distributed shared memory, and each
+// finishes some of the tokens.
 // Mirror: engine/reference/gemm_wna16.py
 #include "gemm_wna16/gemm_wna16_consumer_sm90.cuh"
 #include "gemm_wna16/gemm_wna16_producer_sm90.cuh"
 
 struct GemmWna16Sm90Params {
-  TensorMap map_x;     // x (M, K) by boxes of x_part rows
-  TensorMap map_tail;  // x by boxes of tail_part rows, for the tile of the last rows
-  // The planes of a packed weight (N, K) as uint8, by boxes of a stage's bytes and row tiles, or
-  // half of these with num_gates: data as (row tiles, K * bits / 256, 256), the others by slabs of
-  // k, groups or super-blocks, as (row tiles, slabs, bytes).
+  TensorMap map_x;     // x (M, K), box: x_part rows
+  TensorMap map_tail;  // x, box: tail_part rows, for the tile of the last rows
+  // Tensor maps of the planes of a packed weight (N, K), as uint8. A box holds one stage of the
+  // CTA's row tiles, or with num_gates one stage of half of them. Axes of data: (row tiles, K *
+  // bits / 256, 256); of the others: (row tiles, slabs, bytes), a slab being one of k, a group or a
+  // super-block.
   TensorMap map_data;
   TensorMap map_high;  // unused with 4 and 8 bits, but must be valid
   TensorMap map_scales;
@@ -34,9 +35,9 @@ struct GemmWna16Sm90Params {
   int64_t residual_stride;  // elements
   void* out;                // (M, N), or (M, N / 2) gated; scalar_t, or float if is_float
   int64_t out_stride;       // elements
-  int m, n, slabs;          // slabs of 64 values of k
-  int x_part, tail_part;    // rows of x per tile, in the tile of the last rows
-  int num_gates;            // rows of gate, a multiple of 16; 0: not gated
+  int m, n, slabs;          // number of 64-value slabs of k
+  int x_part, tail_part;    // rows of x per tile; same for the tile of the last rows
+  int num_gates;            // number of gate rows, a multiple of 16; 0: not gated
   int activation;           // an Activation
   int is_float;
   int is_vector;  // out and residual can be accessed eight elements at a time
@@ -48,7 +49,7 @@ extern "C" __global__ void __cluster_dims__(kSplits, 1, 1) __launch_bounds__(kTh
   pdl_trigger();
   extern __shared__ unsigned char smem_raw[];
   Shared& smem = *reinterpret_cast<Shared*>(smem_raw + (-smem_address(smem_raw) & 1023));
-  // Shuffled, to tell ptxas that it is warp-uniform.
+  // The shuffle tells ptxas that it is warp-uniform.
   const int warp_idx = __shfl_sync(~0u, static_cast<int>(threadIdx.x / kWarpSize), 0);
   const int width = p.num_gates > 0 ? kRows / 2 : kRows;
   const int columns = p.num_gates > 0 ? p.num_gates : p.n;
@@ -74,10 +75,10 @@ extern "C" __global__ void __cluster_dims__(kSplits, 1, 1) __launch_bounds__(kTh
     mbarrier_init_fence();
   }
   if (kSplits > 1)
-    cluster_sync_relaxed();  // the fence is part of the initialisation
+    cluster_sync_relaxed();  // the initialisation includes the fence
   else
     __syncthreads();
-  // Producer and consumers diverge here for good, as setmaxnreg requires.
+  // Producer and consumers diverge here and never reconverge, as setmaxnreg requires.
   if (warp_idx >= kConsumerThreads / kWarpSize) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp_idx == kConsumerThreads / kWarpSize && elect_one()) {

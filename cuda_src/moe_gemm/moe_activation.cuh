@@ -1,4 +1,4 @@
-// The activations of an expert's gate and up, in float.
+// Activations of an expert's gate and up, in float.
 #pragma once
 
 #include "common/activation.cuh"
@@ -14,7 +14,7 @@ struct MoeGate {
   __device__ __forceinline__ float operator()(float gate, float up) const {
     return activation == kSwiglu ? silu(gate) * up : clamped(gate, up);
   }
-  // Keeps a NaN, in gate and in up.
+  // Activation with clamped gate and up; propagates NaN in both.
   __device__ __forceinline__ float clamped(float gate, float up) const {
     gate = gate > limit ? limit : gate;
     up = up > limit ? limit : up < -limit ? -limit : up;

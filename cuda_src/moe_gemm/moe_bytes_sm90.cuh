@@ -1,5 +1,5 @@
-// A stage of one-byte weights (e4m3 or signed integers), row by row as written by TMA: their loads,
-// and how a lane decodes them to wgmma's first operand.
+// A stage of one-byte weights (e4m3 or signed integers), row by row as TMA writes them: how it is
+// loaded, and how a lane decodes it to wgmma's A operand.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -7,19 +7,19 @@
 #include "common/cp_async.cuh"
 
 constexpr int kStageK = kDepth * kSlabK;
-// Rows and columns that share a scale; 0: all columns.
+// Rows and columns per scale; 0: all columns.
 constexpr int kBlockRows = BLOCK_ROWS, kBlockColumns = BLOCK_COLUMNS;
 static_assert(kStageK == kSlabRowBytes, "a stage's rows are as wide as the swizzle");
 static_assert(kBlockColumns % kStageK == 0, "a stage lies in one block of columns");
-constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // bytes of an m-tile
+constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // bytes per m-tile
 constexpr int kRowsW = kPartsW * kMmaM;
 constexpr int kScalePlane = kPartsW * kMmaBytes,
               kStageW = kScalePlane + (kRowsW * 4 + 1023) / 1024 * 1024;
 
 struct MoeWeights {
-  const TensorMap* map;     // data (E, R, K) by boxes of 64 rows, 128 columns
+  const TensorMap* map;     // data (E, R, K), box: 64 rows x 128 columns
   const float* scales;      // (E, blocks of rows, blocks of columns)
-  int num_rows, num_gates;  // per expert; num_gates 0: no gate
+  int num_rows, num_gates;  // rows per expert; num_gates 0: no gate
   int row_blocks, column_blocks;
 
   template <typename Params>
@@ -31,7 +31,8 @@ struct MoeWeights {
         row_blocks((p.num_rows + kBlockRows - 1) / kBlockRows),
         column_blocks(kBlockColumns > 0 ? (p.k + kBlockColumns - 1) / kBlockColumns : 1) {}
 
-  // Bytes that `load` announces; elements outside the matrix are written as zeros.
+  // Number of bytes that `load` announces. It includes elements outside the matrix, written as
+  // zeros.
   __device__ __forceinline__ int bytes(int) const { return kPartsW * kMmaBytes; }
 
   __device__ __forceinline__ int row_of(int row, int part) const {
@@ -48,7 +49,7 @@ struct MoeWeights {
                   expert, full);
   }
 
-  // Called by all threads of the producer, one per row.
+  // Called by all producer threads, one per row.
   __device__ __forceinline__ void load_scales(unsigned char* stage, float*, int slab, int expert,
                                               int row) const {
     const int column = kBlockColumns > 0 ? slab * kSlabK / max(kBlockColumns, 1) : 0;
@@ -62,13 +63,13 @@ struct MoeWeights {
   }
 };
 
-// Two codes as floats.
+// Converts two codes to floats.
 __device__ __forceinline__ float2 code_values(unsigned short codes) {
   if constexpr (IS_E4M3) {
     const __half2 pair = static_cast<__half2>(
         static_cast<__half2_raw>(__nv_cvt_fp8x2_to_halfraw2(codes, __NV_E4M3)));
     return __half22float2(pair);
-  } else {  // q + 128 in the mantissa of 2^23
+  } else {  // places q + 128 in the mantissa of 2^23
     const uint32_t biased = codes ^ 0x8080u;
     constexpr float kBias = 8388608.0f + 128.0f;
     return float2{__uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7440)) - kBias,
@@ -76,7 +77,7 @@ __device__ __forceinline__ float2 code_values(unsigned short codes) {
   }
 }
 
-// A lane's fragments of a slab.
+// Decodes a lane's fragments of a slab.
 struct MoeDecoder {
   const unsigned char* stage;
   int first_row, g, t;  // this lane's row g in the warpgroup's first m-tile
@@ -97,8 +98,8 @@ struct MoeDecoder {
   }
   __device__ __forceinline__ void begin_slab(int) {}
 
-  // The fragments of products kFirst to kFirst + kCount - 1 of slab d, ordered by step, then
-  // m-tile. A step is one chunk of the swizzle: 16 bytes of a row.
+  // Decodes the fragments of products kFirst to kFirst + kCount - 1 of slab d, ordered by step,
+  // then by m-tile. A step is one chunk of the swizzle: 16 bytes of a row.
   template <int kFirst, int kCount>
   __device__ __forceinline__ void decode(int d, uint32_t (&a)[kCount][4]) const {
 #pragma unroll

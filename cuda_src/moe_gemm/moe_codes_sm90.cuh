@@ -1,5 +1,5 @@
-// A stage of e4m3 codes of both the weight (a scale per block of 128 x 128) and x (a scale per 128
-// columns of a row): wgmma multiplies the codes directly.
+// A stage of e4m3 codes for both the weight (one scale per 128 x 128 block) and x (one scale per
+// 128 columns of a row): wgmma multiplies the codes directly.
 #pragma once
 
 #include "common/cp_async.cuh"
@@ -7,19 +7,18 @@
 constexpr int kBlockSize = 128;
 static_assert(kSlabK == kBlockSize, "the sums over a slab have one scale");
 static_assert(kBlockSize % kMmaM == 0, "the rows of an m-tile have one scale");
-constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // bytes of an m-tile of a slab
+constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // bytes per m-tile of a slab
 constexpr int kSlabW = kPartsW * kMmaBytes;
 constexpr int kStageW = kDepth * kSlabW;
-// Scales of a slab: its m-tiles', then those of the rows of x. They are stored apart from the
-// stage.
+// Scales of a slab: one per m-tile, then one per row of x. They are stored outside the stage.
 constexpr int kFirstRowScale = 4, kSlabScales = kFirstRowScale + kTokens;
 constexpr int kStageScales = kDepth * kSlabScales;
 static_assert(kPartsW <= kFirstRowScale, "room for scales");
 
 struct MoeWeights {
-  const TensorMap* map;  // data (E, R, K) by boxes of 64 rows, 128 columns
+  const TensorMap* map;  // data (E, R, K), box: 64 rows x 128 columns
   const float* scales;   // (E, blocks of rows, blocks of columns)
-  int num_gates;         // per expert, a multiple of kMmaM; 0: no gate
+  int num_gates;         // gate rows per expert, a multiple of kMmaM; 0: no gate
   int row_blocks, column_blocks;
 
   template <typename Params>
@@ -30,7 +29,8 @@ struct MoeWeights {
         row_blocks((p.num_rows + kBlockSize - 1) / kBlockSize),
         column_blocks((p.k + kBlockSize - 1) / kBlockSize) {}
 
-  // Bytes that `load` announces; elements outside the matrix are written as zeros.
+  // Number of bytes that `load` announces. It includes elements outside the matrix, written as
+  // zeros.
   __device__ __forceinline__ int bytes(int depth) const { return depth * kSlabW; }
 
   __device__ __forceinline__ int row_of(int row, int part) const {
@@ -48,7 +48,7 @@ struct MoeWeights {
                     row_of(row, part), expert, full);
   }
 
-  // Called by all threads of the producer.
+  // Called by all producer threads.
   __device__ __forceinline__ void load_scales(unsigned char*, float* stage, int slab, int expert,
                                               int row) const {
     const int thread = threadIdx.x % kProducerThreads, d = thread / kPartsW;
@@ -60,7 +60,7 @@ struct MoeWeights {
   }
 };
 
-// The scales of rows of x: each thread of the producer loads those of one row.
+// Scales of the rows of x: each producer thread loads those of one row.
 struct MoeRowScales {
   const float* scales;  // (rows, groups)
   int groups;

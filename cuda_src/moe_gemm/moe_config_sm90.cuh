@@ -1,4 +1,4 @@
-// The work tile that a module of moe_gemm_sm90.cu is compiled for, given by -D (MoeTileConfig in
+// Work tile of a module of moe_gemm_sm90.cu, set by -D (MoeTileConfig in
 // engine/kernels/moe_gemm/sm90.py), and the constants derived from it.
 #pragma once
 
@@ -7,29 +7,29 @@
 #include "common/wgmma.cuh"
 
 constexpr int kWarpgroups = WARPGROUPS;  // consumer warpgroups
-// A warpgroup has two m-tiles: the same 64 rows of gate and of up, or 128 rows one after another.
-// With MMA_TILES 1 it has 64 rows and no gate.
+// A warpgroup has two m-tiles: the same 64 rows of gate and of up, or 128 consecutive rows. With
+// MMA_TILES 1 it has 64 rows and no gate.
 constexpr int kMmaTiles = MMA_TILES;
-constexpr int kTokens = TOKENS;  // rows of x in a tile, at most
-constexpr int kDepth = DEPTH;    // slabs in a stage
+constexpr int kTokens = TOKENS;  // maximum rows of x per tile
+constexpr int kDepth = DEPTH;    // slabs per stage
 constexpr int kStages = STAGES;
 constexpr int kBlocks = BLOCKS;  // CTAs per multiprocessor
 constexpr int kMaxExperts = 512;
-constexpr int kMmaM = 64;  // rows of a wgmma
+constexpr int kMmaM = 64;  // rows of an m-tile: one wgmma
 #if WEIGHT_KIND == 3
 using operand_t = unsigned char;  // type of x
 #else
 using operand_t = scalar_t;
 #endif
-constexpr int kSlabK = 128 / sizeof(operand_t);  // values of k in a slab, the widest swizzle
+constexpr int kSlabK = 128 / sizeof(operand_t);  // values of k per slab, for the widest swizzle
 constexpr int kSlabRowBytes = 128;
-constexpr int kBoxRows = 16;  // sorted rows of x per copy
+constexpr int kBoxRows = 16;  // sorted rows of x per TMA box
 constexpr int kConsumerThreads = kWarpgroups * 128;
 constexpr int kProducerThreads = 128;
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
 constexpr bool kMovesRegisters = kWarpgroups > 1 || kBlocks > 1;
-// In total at most the launch's registers: 168 per thread with three warpgroups, else 128.
-// Requesting more would deadlock.
+// The total must not exceed the launch's registers (168 per thread with three warpgroups, else
+// 128): requesting more would deadlock.
 constexpr int kProducerRegisters = kWarpgroups == 3  ? 80
                                    : kBlocks > 1     ? 88
                                    : WEIGHT_KIND % 2 ? 104
@@ -42,9 +42,9 @@ static_assert(!kMovesRegisters || kConsumerRegisters * kWarpgroups + kProducerRe
                                       (kWarpgroups == 2 ? 168 * 3 : 128 * (kWarpgroups + 1)),
               "registers");
 
-constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles per tile of the weight
+constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles per weight tile
 constexpr int kSlabX = kTokens * kSlabRowBytes, kStageX = kDepth * kSlabX;
-// The values of WEIGHT_KIND, which the preprocessor compares.
+// Values of WEIGHT_KIND, which the preprocessor compares.
 enum MoeWeightKind { kDense = 0, kPacked = 1, kBytes = 2, kCodes = 3 };
 #if WEIGHT_KIND == 0
 #include "moe_gemm/moe_dense_sm90.cuh"
@@ -56,9 +56,9 @@ enum MoeWeightKind { kDense = 0, kPacked = 1, kBytes = 2, kCodes = 3 };
 #include "moe_gemm/moe_codes_sm90.cuh"
 #endif
 #if WEIGHT_KIND != 3
-constexpr int kStageScales = 4;  // scales apart from the stage: none, but arrays need a size
+constexpr int kStageScales = 4;  // none are stored outside the stage, but arrays need a size
 
-struct MoeRowScales {  // rows of x have none
+struct MoeRowScales {  // rows of x have no scales
   template <typename Params>
   __device__ __forceinline__ explicit MoeRowScales(const Params&) {}
   __device__ __forceinline__ void begin(int) const {}
@@ -72,8 +72,8 @@ static_assert(kTokens % 16 == 0, "sorted rows of x come in boxes of 16");
 
 struct MoeTile {
   int expert;
-  int first, count;  // places in the sorted order
-  int row;           // first row of the weight, or of its gate's half
+  int first, count;  // first index in the sorted order; number of pairs
+  int row;           // first row of the weight, or of its gate half
 };
 
 // A tile's record, written by the producer for the consumers.
@@ -83,9 +83,9 @@ struct MoeTileRecord {
   float weights[kTokens];  // weights of these pairs
 };
 constexpr int kRecords = 2;
-constexpr int kRecordWriters = kProducerThreads - kWarpSize;  // all but the warp that starts copies
+constexpr int kRecordWriters = kProducerThreads - kWarpSize;  // all but the copying warp
 
-// Dynamic shared memory, from an address aligned to the swizzle's atoms.
+// Dynamic shared memory, aligned to the swizzle's atoms.
 struct MoeShared {
   unsigned char w[kStages][kStageW];
   unsigned char x[kStages][kStageX];
@@ -95,7 +95,7 @@ struct MoeShared {
   uint64_t full[kStages], empty[kStages];
   uint64_t record_full[kRecords], record_empty[kRecords];
   int offsets[kMaxExperts + 1];
-  int tiles[kMaxExperts + 1];  // tiles of the preceding experts
+  int tiles[kMaxExperts + 1];  // number of tiles of the preceding experts
 };
 static_assert(kThreads == THREADS && sizeof(MoeShared) + 1024 <= SHARED_BYTES,
               "MoeTileConfig in moe_gemm/sm90.py computes other sizes");

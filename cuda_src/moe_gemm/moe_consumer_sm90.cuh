@@ -1,4 +1,4 @@
-// The consumers of moe_gemm_sm90.cu: a tile's sums, then the epilogue.
+// Consumers of moe_gemm_sm90.cu: they compute a tile's sums, then run the epilogue.
 #pragma once
 
 #include "moe_gemm/moe_config_sm90.cuh"
@@ -19,7 +19,7 @@ __device__ __forceinline__ void consume(const MoeEpilogue& e, MoeShared& smem, i
   for (int index = blockIdx.x; index < num_tiles; index += gridDim.x) {
     mbarrier_wait(smem_address(&smem.record_full[next.stage]), next.phase);
     const MoeTileRecord& record = smem.records[next.stage];
-    MoeSums acc = {};  // cleared, as multiply does not write all of it
+    MoeSums acc = {};  // cleared because multiply does not write all of it
     multiply_few(record.tile.count, smem, warpgroup, num_slabs, !e.scatters, state, acc);
     finish(e, record, warpgroup, acc);
     const int column = record.tile.row + warpgroup * (e.is_gated() ? 1 : kMmaTiles) * kMmaM;

@@ -1,12 +1,12 @@
-// The entry point of moe_gemm_sm90.cu for weights of scalar_t.
+// Entry point of moe_gemm_sm90.cu for weights of scalar_t.
 #pragma once
 
 #include "moe_gemm/moe_consumer_sm90.cuh"
 #include "moe_gemm/moe_producer_sm90.cuh"
 
 struct MoeGemmSm90Params {
-  TensorMap map_w;            // weight (E, R, K) by boxes of 64 rows, 64 values of k
-  TensorMap map_x;            // with pair_weights: x by boxes of 16 rows
+  TensorMap map_w;            // weight (E, R, K), box: 64 rows x 64 values of k
+  TensorMap map_x;            // x, box: 16 rows; used with pair_weights
   const scalar_t* x;          // (T, K), or (P, K) with pair_weights
   const int* order;           // (P,)
   const int* offsets;         // (E + 1,)
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   if (warp_idx == 0)
     MoeScheduler::count_tiles(smem.offsets, smem.tiles, p.num_experts, scheduler.row_tiles);
   __syncthreads();
-  // Producer and consumers diverge here for good, as setmaxnreg requires.
+  // Producer and consumers diverge here and never reconverge, as setmaxnreg requires.
   if (warp_idx >= kConsumerThreads / 32) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
     MoeLoader load{smem, &p.map_w, &p.map_x, p.x, p.order, p.pair_weights, p.k, p.top_k, num_gates};

@@ -1,6 +1,6 @@
-// A stage of dense weights: rows of scalar_t as written by TMA, read directly by wgmma.
+// A stage of dense weights: rows of scalar_t, written by TMA and read directly by wgmma.
 #pragma once
 
-constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // bytes of an m-tile of a slab
+constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // bytes per m-tile of a slab
 constexpr int kSlabW = kPartsW * kMmaBytes;
 constexpr int kStageW = kDepth * kSlabW;

@@ -1,15 +1,15 @@
-// The epilogue of moe_gemm.cu's tiles: bias, activation, the pair's weight and its row of out.
+// Epilogue of moe_gemm.cu's tiles: bias, activation, pair weight, and the store to the pair's row.
 #pragma once
 
 #include "moe_gemm/moe_rows.cuh"
 #include "common/tile_epilogue.cuh"
 
 struct MoeTileEpilogue {
-  const scalar_t* bias;       // (R,) bias of the expert, or null
+  const scalar_t* bias;       // (R,) the expert's bias, or null
   const float* pair_weights;  // null: rows of out are sorted by expert
   const int* order;
   scalar_t* out;
-  int num_pairs, columns;  // pairs; columns of out
+  int num_pairs, columns;  // number of pairs; columns of out
   bool is_vector;
   MoeGate gate;
 
@@ -23,7 +23,8 @@ struct MoeTileEpilogue {
         is_vector(p.is_vector != 0),
         gate{p.activation, p.alpha, p.limit} {}
 
-  // `sum` belongs to row `column` of the matrix, or of gate; `up` then points to the sum of up.
+  // `sum` is the sum of matrix row `column`; if gated, of that gate row, and `up` points to up's
+  // sum.
   __device__ __forceinline__ float finish(int column, float sum, const float* up) const {
     if (bias != nullptr) sum += to_float(bias[column]);
     if (!gate.is_gated()) return sum;
@@ -31,8 +32,8 @@ struct MoeTileEpilogue {
   }
 };
 
-// Overload of the one in tile_epilogue.cuh, called by MmaCore and SimtCore; rows of the slice are
-// places in the sorted order. A thread reads other threads' groups, which are not modified.
+// Overload of store_slice in tile_epilogue.cuh, called by MmaCore and SimtCore; rows of the slice
+// are indices in the sorted order. A thread reads other threads' groups, which are not modified.
 template <typename S>
 __device__ __forceinline__ void store_slice(const MoeTileEpilogue& e, const S& s) {
 #pragma unroll 1

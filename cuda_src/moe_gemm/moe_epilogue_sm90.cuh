@@ -1,8 +1,8 @@
 // The epilogue of moe_gemm_sm90.cu's consumers.
 //
-// The weight is wgmma's A and the tokens are its B: D is (features, tokens), so few tokens take
-// little time. A warpgroup has two accumulators: gate and up of the same features, or two times 64
-// features; with one m-tile it has one, and no gate.
+// The weight is wgmma's A and the tokens are its B, so D is (features, tokens) and few tokens take
+// little time. A warpgroup has two accumulators: gate and up of the same 64 features, or 128
+// features. With one m-tile it has one accumulator and no gate.
 #pragma once
 
 #include "moe_gemm/moe_activation.cuh"
@@ -12,7 +12,7 @@
 struct MoeEpilogue {
   const scalar_t* bias;  // (E, R), or null
   scalar_t* out;
-  bool scatters;          // else rows of out are sorted by expert
+  bool scatters;          // false: rows of out are sorted by expert
   int num_rows, columns;  // rows of the weight, columns of out
   MoeGate gate;
 
@@ -65,8 +65,8 @@ __device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem,
   }
 }
 
-// Calls f(j) for the sums of the tile's tokens. acc[m][j] is in this thread's first row if j % 4 <
-// 2, else eight rows below.
+// Calls f(j) for the sums of the tile's tokens. acc[m][j] belongs to this thread's first row if j %
+// 4 < 2, else to the row eight below.
 template <typename F>
 __device__ __forceinline__ void for_each_sum(int count, F f) {
 #pragma unroll
@@ -94,7 +94,7 @@ __device__ __forceinline__ void add_bias(const MoeEpilogue& e, const MoeTile& ti
     for_each_sum(tile.count, [&](int j) { acc[m][j] += bias[m][j / 2 % 2]; });
 }
 
-// Bias, activation and weight, in place; with an activation the results are in acc[0].
+// Applies bias, activation and pair weight in place; activated results are in acc[0].
 __device__ __forceinline__ void finish(const MoeEpilogue& e, const MoeTileRecord& record,
                                        int warpgroup, MoeSums& acc) {
   const int count = record.tile.count;

@@ -1,8 +1,8 @@
-// A stage of a one-byte weight (e4m3 or signed integers), for few tokens: 128 columns of 16 rows,
-// followed by the scales of these rows.
+// Loads and multiplies stages of a one-byte weight (e4m3 or signed integers) in the kernels for few
+// tokens. A stage is 128 columns of 16 rows, followed by the scales of these rows.
 //
-// A lane loads 16 consecutive bytes of a row for the first operand, so its columns are not those of
-// the instruction's layout; but they are the same for the weight and for x.
+// A lane loads 16 consecutive bytes of a row for mma's A operand, so its columns differ from the
+// instruction's layout; but they are the same for the weight and for x.
 #pragma once
 
 #include "common/mma.cuh"
@@ -14,9 +14,9 @@
 constexpr int kStageColumns = 128, kRowBytes = kStageColumns;
 constexpr int kStageCodes = kWeightRows * kRowBytes;
 constexpr int kStageBytes = kStageCodes + kWeightRows * 4;
-constexpr int kXPitch = kStageColumns * 2 + 16;  // bytes from row to row of x: no bank conflicts
+constexpr int kXPitch = kStageColumns * 2 + 16;  // bytes per row of x, padded: no bank conflicts
 constexpr bool kIsE4m3 = IS_E4M3;
-// Rows and columns that share a scale; 0: all columns.
+// Rows and columns per scale; 0: all columns.
 constexpr int kBlockRows = BLOCK_ROWS, kBlockColumns = BLOCK_COLUMNS;
 static_assert(kBlockColumns == 0 || kBlockColumns == kStageColumns, "a stage has a scale a row");
 
@@ -32,8 +32,8 @@ struct MoeFewWeight {
   const MoeFewParams& p;
   int place, scale_place;  // offsets in a stage: this lane's chunk of its first row, its scale
   bool has_scale;
-  // For the next stage: this lane's chunk of its first row, the offsets of its other rows from
-  // there, the bytes left in a row, and the scale that this lane copies.
+  // Source of the next stage: this lane's chunk of its first row, the offsets of its other rows
+  // from there, the bytes left in a row, and the scale that this lane copies.
   const unsigned char* from;
   unsigned step[kCopies];
   int bytes_left;
@@ -48,7 +48,7 @@ struct MoeFewWeight {
     return (p.k + kStageColumns - 1) / kStageColumns;
   }
 
-  // Moves to stage `first` of 16 rows; rows past the last one are replaced by it.
+  // Moves to stage `first` of 16 rows; rows past the last one repeat it.
   __device__ __forceinline__ void start(int expert, int first_row, int first, int lane_idx) {
     const int column = first * kRowBytes + lane_idx % 8 * 16;
     const int last = p.num_rows - 1, row = min(first_row + lane_idx / 8, last);
@@ -64,7 +64,7 @@ struct MoeFewWeight {
     scale += kBlockColumns > 0 ? block * num_stages(p) + first : block;
   }
 
-  // Copies the next stage to `to`; beyond the end of k it writes zeros.
+  // Copies the next stage to `to`, with zeros beyond the end of k.
   __device__ __forceinline__ void load_stage(uint32_t to) {
     static_assert(kRowStep % 2 == 0, "a lane's chunks lie alike in all its rows");
 #pragma unroll
@@ -76,16 +76,16 @@ struct MoeFewWeight {
   }
 };
 
-// The e4m3 codes in bytes 0 and 2 of a word (kOdd: 1 and 3), without their signs, in the exponent
-// and mantissa fields of scalar_t.
+// Moves the e4m3 codes in bytes 0 and 2 of a word (kOdd: 1 and 3), without their signs, to the
+// exponent and mantissa fields of scalar_t.
 constexpr int kRight = ENGINE_DTYPE == 1 ? 1 : 4;  // right shift of a code in the upper byte
 constexpr uint32_t kNanCode = 0x7f00u >> kRight;
 template <bool kOdd>
 __device__ __forceinline__ uint32_t e4m3_sizes(uint32_t word) {
   return (kOdd ? word >> kRight : word << (8 - kRight)) & (kNanCode * 0x00010001u);
 }
-// These codes as numbers, except NaN. scalar_t's exponent field of 0 stands for 2^(1 - bias):
-// multiplied by 2^(bias - 7), subnormal codes become correct too.
+// Converts these codes to numbers, except NaN. scalar_t's exponent field 0 stands for 2^(1 - bias),
+// so multiplying by 2^(bias - 7) is correct for subnormal codes too.
 template <bool kOdd>
 __device__ __forceinline__ uint32_t e4m3_pair(uint32_t word, uint32_t sizes) {
   const uint32_t sign = (kOdd ? word : word << 8) & 0x80008000u;
@@ -96,8 +96,8 @@ template <int kTokens>
 struct MoeFewProduct {
   using Shape = FewRowsShape<kTokens>;
   static constexpr int kColumns = kTokens == 1 ? 1 : 2;
-  float total[2][kColumns];  // rows g and g + 8 by tokens 2t and 2t + 1
-  uint32_t most[2];          // largest code of each row, in each half
+  float total[2][kColumns];  // rows g and g + 8, tokens 2t and 2t + 1
+  uint32_t most[2];          // largest code of each row, in each half-word
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -108,7 +108,7 @@ struct MoeFewProduct {
     }
   }
 
-  // Decodes four codes each of rows g and g + 8.
+  // Decodes four codes each from rows g and g + 8.
   __device__ __forceinline__ void decode(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
     if constexpr (kIsE4m3) {
       const uint32_t words[2] = {low, high};
@@ -124,7 +124,7 @@ struct MoeFewProduct {
     }
   }
 
-  // Adds 16 bytes each of rows g and g + 8; `x` are the same columns of token g.
+  // Adds the products of 16 bytes each of rows g and g + 8 with the same columns of token g.
   __device__ __forceinline__ void add(const unsigned char* low_at, const unsigned char* x_at,
                                       float (&acc)[4]) {
     const uint4 low = *reinterpret_cast<const uint4*>(low_at);
@@ -146,7 +146,7 @@ struct MoeFewProduct {
     }
   }
 
-  // Adds a stage, which is followed by `count` rows of x.
+  // Adds the products of a stage; `count` rows of x follow it.
   __device__ __forceinline__ void multiply(const unsigned char* stage, int count, int lane_idx) {
     const int g = lane_idx / 4, t = lane_idx % 4;
     constexpr int kLaneBytes = 32;  // bytes of x per 16 bytes of the weight
@@ -163,7 +163,7 @@ struct MoeFewProduct {
     }
   }
 
-  // Stores the sums for the warps that share the rows: [token][row].
+  // Stores the sums, [token][row], for the warps that share the rows.
   __device__ __forceinline__ void store(float* sums, int lane_idx) {
     const int g = lane_idx / 4, t = lane_idx % 4;
 #pragma unroll
@@ -171,7 +171,7 @@ struct MoeFewProduct {
       bool is_nan = false;
       if constexpr (kIsE4m3) {
         is_nan = most[i] >> 16 == kNanCode || (most[i] & 0xffff) == kNanCode;
-        is_nan = (__ballot_sync(kFullMask, is_nan) >> (4 * g) & 15) != 0;  // over the row's lanes
+        is_nan = (__ballot_sync(kFullMask, is_nan) >> (4 * g) & 15) != 0;  // any of the row's lanes
       }
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {

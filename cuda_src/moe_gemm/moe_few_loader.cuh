@@ -1,10 +1,10 @@
-// How a warp of the kernels for few tokens iterates over its stages, and how it loads them.
+// Stages of a warp in the kernels for few tokens: their order, and how they are loaded.
 #pragma once
 
 #include "common/few_rows.cuh"
 #include "moe_gemm/moe_few_problem.cuh"
 
-// WEIGHT_KIND is 1 or 2 of MoeWeightKind in moe_config_sm90.cuh.
+// WEIGHT_KIND is kPacked (1) or kBytes (2) of MoeWeightKind in moe_config_sm90.cuh.
 #if WEIGHT_KIND == 1
 #include "moe_gemm/moe_few_packed.cuh"
 #else
@@ -13,12 +13,12 @@
 
 #if ENGINE_DTYPE != 0
 
-// Consecutive stages of one work tile: its rows of the matrix of token tile `tile`.
+// Consecutive stages of one work tile: rows of the expert's matrix for token tile `tile`.
 struct MoeRun {
   int tile, work_tile, begin, end;
 };
 
-// The runs of a product: the warp's part of k in every work tile of every token tile in turn.
+// Runs of a product: the warp's part of k in every work tile, token tile by token tile.
 struct MoeWorkTileWalk {
   const MoeFewBlock& b;
   MoeRun run;
@@ -42,12 +42,12 @@ struct MoeWorkTileWalk {
   }
 };
 
-// The runs of a sum over experts: the stages of all token tiles form one sequence, divided among
-// the warps.
+// Runs of a sum over experts: the stages of all token tiles form one sequence, divided among the
+// warps.
 struct MoeSumWalk {
   MoeRun run;
   int stages;  // stages per token tile
-  int left;    // stages after the run
+  int left;    // stages left after the run
 
   __device__ __forceinline__ MoeSumWalk(const MoeFewBlock& b, const MoeFewRouting& routing)
       : stages(b.stages) {
@@ -70,7 +70,7 @@ struct MoeSumWalk {
   }
 };
 
-// Loads the stages of a warp in the order of their use.
+// Loads a warp's stages in order of use.
 template <typename Walk>
 struct MoeFewLoader {
   static constexpr int kChunks = kStageColumns / 8;  // 16-byte chunks per row of x in a stage
@@ -81,12 +81,12 @@ struct MoeFewLoader {
   const MoeFewRouting& routing;
   MoeFewWeight weight;
   Walk walk;
-  int stage;  // next stage of the run
+  int stage;  // next stage in the run
   bool is_done;
   uint32_t to, begin, end;
   int stage_bytes;
   // For the tile's rows of x: their number, this lane's chunk of the first row that it copies, and
-  // the columns left in it; 0 if the row does not exist.
+  // the columns left in that row; 0 if the row does not exist.
   int count;
   const scalar_t* x_from;
   int x_left, x_place;
@@ -105,7 +105,8 @@ struct MoeFewLoader {
     start_run();
   }
 
-  // Row `index` of the tile, at this lane's columns of the next stage; null if it does not exist.
+  // Returns row `index` of the tile at this lane's columns of the next stage, or null if there is
+  // none.
   __device__ __forceinline__ const scalar_t* x_row(int index) const {
     const int place = routing.tiles[walk.run.tile].first + index;
     const int row = p.pair_weights == nullptr ? routing.rows[place] : place;
@@ -152,7 +153,7 @@ struct MoeFewLoader {
     if (to == end) to = begin;
   }
 
-  // Fills the ring, one group of copies a stage. x, which another kernel writes, is copied only
+  // Fills the ring, one cp.async group per stage. Another kernel writes x, so x is copied only
   // after pdl_wait. SAFETY: with is_early the preceding kernel may still run; it must not write the
   // weight or the routing.
   __device__ __forceinline__ void fill() {
@@ -164,7 +165,7 @@ struct MoeFewLoader {
       }
       return;
     }
-    MoeFewLoader behind = *this;  // the first group of copies contains the weights of all stages
+    MoeFewLoader behind = *this;  // the first group contains the weights of all stages
 #pragma unroll 1
     for (int i = 0; i < p.num_stages; ++i) load<true, false>();
     pdl_wait();

@@ -1,4 +1,4 @@
-// A stage of a packed weight, for few tokens.
+// Loads and multiplies stages of a packed weight in the kernels for few tokens.
 #pragma once
 
 #include "common/weight_product.cuh"
@@ -7,7 +7,7 @@
 
 #if ENGINE_DTYPE != 0
 
-constexpr int kXPitch = kStageColumns * 2 + 16;  // bytes from row to row of x: no bank conflicts
+constexpr int kXPitch = kStageColumns * 2 + 16;  // bytes per row of x, padded: no bank conflicts
 
 struct MoeFewWeight : StageCopier<MoeFewParams> {
   __device__ __forceinline__ void load_stage(uint32_t stage_at) {
@@ -24,7 +24,7 @@ struct MoeFewWeight : StageCopier<MoeFewParams> {
   __device__ __forceinline__ static int num_stages(const MoeFewParams& p) {
     return (num_tiles(p) + kStageTiles - 1) / kStageTiles;
   }
-  // Moves to stage `first` of 16 rows; rows past the last one are replaced by it.
+  // Moves to stage `first` of 16 rows; rows past the last one repeat it.
   __device__ __forceinline__ void start(int expert, int row, int first, int) {
     const int tiles = p.num_rows / kTileRows;
     go_to(expert * tiles + min(row / kTileRows, tiles - 1), first);
@@ -33,13 +33,13 @@ struct MoeFewWeight : StageCopier<MoeFewParams> {
 
 template <int kTokens>
 struct MoeFewProduct {
-  // The sum of x over a group comes from a product with ones, even for one token.
+  // The sum of x over a group is computed as a product with ones, even for one token.
   using Shape = FewRowsShape<kSumsX ? 8 : kTokens>;
   StageProduct<Shape> product;
 
   __device__ __forceinline__ void clear() { product.clear(); }
 
-  // Adds a stage, which is followed by `count` rows of x.
+  // Adds the products of a stage; `count` rows of x follow it.
   __device__ __forceinline__ void multiply(const unsigned char* stage, int count, int lane_idx) {
     const unsigned char* x = stage + kStageBytes;
     const uint32_t x_at[1] = {smem_address(x) + min(lane_idx % 8, count - 1) * kXPitch +

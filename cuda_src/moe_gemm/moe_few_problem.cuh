@@ -1,12 +1,12 @@
-// The problem of moe_gemm_few_tokens.cu and moe_gemm_combine.cu, and its division among blocks and
-// warps.
+// Parameters of moe_gemm_few_tokens.cu and moe_gemm_combine.cu, and the division of their work
+// among blocks and warps.
 //
-// A token tile is the rows of x of one expert, at most max_rows; blocks find the token tiles by a
-// scan of `offsets`. A work tile is blockDim.z row tiles (16 rows) of that expert's matrix; the
-// work tiles of all token tiles form one sequence, of which a block takes every gridDim.x-th. Warp
-// (y, z) multiplies row tile z of a work tile by the part_stages stages of k from y * part_stages
-// on; the parts' sums are added in order. moe_gemm_combine.cu has the same token tiles, but divides
-// k differently: see there.
+// A token tile holds up to max_rows rows of x of one expert; blocks find the token tiles by a scan
+// of `offsets`. A work tile is blockDim.z row tiles (16 rows each) of that expert's matrix; the
+// work tiles of all token tiles form one sequence, and a block computes every gridDim.x-th. Warp
+// (y, z) multiplies row tile z of a work tile by part_stages stages of k, from stage y *
+// part_stages on; the parts' sums are added in order. moe_gemm_combine.cu uses the same token
+// tiles, but divides k differently: see there.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -14,46 +14,46 @@
 
 struct MoeFewParams {
   const unsigned char* data;    // (E, R, K) bytes; packed: planes of the matrix (E R, K)
-  const unsigned char* high;    // packed only: or null
+  const unsigned char* high;    // packed only, or null
   const unsigned char* scales;  // bytes: float, (E, blocks of rows, blocks of columns)
-  const unsigned char* supers;  // packed only: or null
+  const unsigned char* supers;  // packed only, or null
   const scalar_t* x;            // (T, K), or (P, K) with pair_weights; contiguous
   const int* order;             // (P,)
   const int* offsets;           // (E + 1,)
   const float* pair_weights;    // (P,), or null
   const scalar_t* bias;         // (E, R), or null
-  // For moe_gemm_combine: (T, R), (T,) and (T, R), or null; residual may be out.
+  // moe_gemm_combine only: (T, R), (T,) and (T, R), or null; residual may be out.
   const scalar_t* shared;
   const scalar_t* shared_gate;
   const scalar_t* residual;
   scalar_t* out;  // (P, R), or (P, R / 2) with an activation; moe_gemm_combine: (T, R)
   int num_tokens, num_pairs, num_experts, num_rows, k, top_k;
-  int groups, num_supers;  // per packed row
-  int max_rows;            // rows of x per token tile
+  int groups, num_supers;  // entries per packed row
+  int max_rows;            // maximum rows of x per token tile
   int part_stages;         // stages of k per warp; unused by moe_gemm_combine
-  int num_stages;          // stages of each warp's ring
+  int num_stages;          // stages per warp's ring
   int activation;          // a MoeActivation
   float alpha, limit;
   int is_early;  // the preceding kernel writes neither weight, bias nor the routing
 };
 
-constexpr int kWeightRows = 16;  // rows of a row tile
+constexpr int kWeightRows = 16;  // rows per row tile
 constexpr int kMaxPairs = 128;
 constexpr int kMaxWarps = 16;
 
 struct MoeFewTile {
-  int expert, first, count;  // places in the sorted order
+  int expert, first, count;  // expert; first index in the sorted order; number of pairs
 };
 
 // A block's copy of the routing.
 struct MoeFewRouting {
   MoeFewTile tiles[kMaxPairs];
-  int rows[kMaxPairs];       // per place: the row of x, or with pair_weights the pair; -1: none
-  float weights[kMaxPairs];  // weight of each place's pair; 1 without pair_weights
+  int rows[kMaxPairs];       // by sorted index: row of x, or the pair with pair_weights; -1: none
+  float weights[kMaxPairs];  // by sorted index: the pair's weight, or 1 without pair_weights
   int warp_tiles[kMaxWarps];
   int num_tiles;
 
-  // Returns the token tiles of the preceding warps, and of all warps; all threads must call it.
+  // Returns the token tiles of the preceding warps and of all warps; all threads must call it.
   __device__ __forceinline__ int2 tiles_before(int own, int lane_idx, int warp_idx, int num_warps) {
     int after = own;
 #pragma unroll
@@ -74,7 +74,7 @@ struct MoeFewRouting {
   // Called by all threads; a barrier must follow.
   __device__ __forceinline__ void find(const MoeFewParams& p, int thread, int threads) {
     const int lane_idx = thread % kWarpSize, warp_idx = thread / kWarpSize;
-    // The last threads do this, while the first ones wait for `offsets`.
+    // The last threads do this while the first ones wait for `offsets`.
     for (int place = threads - 1 - thread; place < p.num_pairs; place += threads) {
       const int pair = p.order[place];
       const bool valid = pair >= 0 && pair < p.num_pairs;
@@ -103,13 +103,13 @@ struct MoeFewRouting {
   }
 };
 
-// A warp's part of its block, and the block's part of the problem.
+// A warp's part of its block's work, and the block's part of the problem.
 struct MoeFewBlock {
   int lane_idx, warp_idx, num_warps, threads, thread;
-  int num_gates;       // rows of gate; 0: no gate
+  int num_gates;       // number of gate rows; 0: no gate
   int columns;         // columns of out
   int num_work_tiles;  // work tiles per token tile
-  int stages;          // stages of k
+  int stages;          // number of stages of k
   int stage_begin, stage_end;
 
   __device__ __forceinline__ MoeFewBlock(const MoeFewParams& p, int stages) : stages(stages) {
@@ -126,12 +126,12 @@ struct MoeFewBlock {
     stage_begin = min(stages, static_cast<int>(threadIdx.y) * p.part_stages);
     stage_end = min(stages, stage_begin + p.part_stages);
   }
-  // Row tiles of out in a work tile.
+  // Number of row tiles of out in a work tile.
   __device__ __forceinline__ int out_tiles() const {
     return num_gates > 0 ? blockDim.z / 2 : blockDim.z;
   }
-  // The first row of row tile z of a work tile. Gated, even row tiles belong to gate and odd ones
-  // are the matching row tiles of up. The row may be past the last one.
+  // Returns the first row of row tile z of a work tile; it may be past the last row. If gated, even
+  // row tiles belong to gate, and odd ones are the matching row tiles of up.
   __device__ __forceinline__ int first_row(int work_tile, int z) const {
     const int index = work_tile * static_cast<int>(blockDim.z) + z;
     if (num_gates == 0) return index * kWeightRows;

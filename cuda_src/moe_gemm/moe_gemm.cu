@@ -1,18 +1,18 @@
-// Products of tokens with their experts' matrices.
+// Grouped GEMM: tokens times their experts' matrices.
 //
 //   out[i]    = activation(weight[e] x[order[i] / top_k] + bias[e])
 //   out[pair] = activation(weight[e] x[i] + bias[e]) pair_weights[pair]    with pair = order[i]
 //
-// for the places i from offsets[e] to offsets[e + 1] of every expert e: the first formula without
-// pair_weights, the second with them.
+// for i in [offsets[e], offsets[e + 1]) of every expert e: the first formula without pair_weights,
+// the second with them.
 // Arguments: MoeGemmParams in moe_gemm/moe_rows.cuh.
 //
-// Numerics: as in gemm.cu; one rounding at the end. Each element sums k in ascending order whatever
-// the tile and whoever else is in the batch.
-// Parallelisation: a block computes one tile of rows of one expert. The host does not know the rows
-// per expert: it launches a block for every possible tile, and each finds its rows by a scan of
-// `offsets`, or exits if none are left. blockIdx.y is the tile along the features. Few tokens:
-// moe_gemm_few_tokens.cu.
+// Numerics: see gemm.cu; one rounding at the end. Each element sums k in ascending order, whatever
+// the tile and the rest of the batch.
+// Parallelisation: a block computes one tile of rows of one expert. The host does not know how many
+// rows each expert has: it launches a block for every possible tile, and each finds its rows by a
+// scan of `offsets`, or exits if none are left. blockIdx.y is the tile along the features. Few
+// tokens: see moe_gemm_few_tokens.cu.
 // Mirror: engine/reference/moe_gemm.py
 #include "common/pdl.cuh"
 #include "moe_gemm/moe_epilogue.cuh"
@@ -80,8 +80,8 @@ __device__ __forceinline__ void moe_tile(const MoeGemmParams& p) {
     __VA_ARGS__(p);                                                 \
   }
 
-// The sizes are those of engine/kernels/moe_gemm/portable.py, as
-// tests/kernels/test_cuda_constants.py checks.
+// The sizes must match engine/kernels/moe_gemm/portable.py; tests/kernels/test_cuda_constants.py
+// checks them.
 #if ENGINE_DTYPE != 0
 ENGINE_MOE_GEMM(moe_gemm_tile_32x128, 128, 3, moe_tile<32, 128, 32, 32, 6, true>)
 ENGINE_MOE_GEMM(moe_gemm_tile_128x128, 128, 2, moe_tile<128, 128, 64, 64, 4, true>)

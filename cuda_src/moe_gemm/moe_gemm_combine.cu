@@ -1,21 +1,21 @@
-// The experts' second product and the sum over each token's experts, for few tokens.
+// The experts' second GEMM and the sum over each token's experts, for few tokens.
 //
 //   out[t] = sum over j of (weight[e] x[i] + bias[e]) pair_weights[t, j]
 //            + shared[t] sigmoid(shared_gate[t]) + residual[t]
 //
-// with e = experts[t, j], and i the place of pair t top_k + j in `order`. A module is compiled for
-// one weight format.
+// with e = experts[t, j], and i the index of pair t top_k + j in `order`. Each module is compiled
+// for one weight format.
 // Arguments: MoeFewParams in moe_gemm/moe_few_problem.cuh.
 //
-// Numerics: as in moe_gemm_few_tokens.cu, but the outputs of experts are not rounded; the parts'
-// sums of a token are added in order, then shared, then residual, and rounded once. The boundaries
-// of the parts, and so a token's sum, depend on the experts of all tokens.
-// Parallelisation: a block computes blockDim.z row tiles (16 rows) of every expert's matrix, that
-// is these columns of out. The stages of all token tiles form one sequence, and warp (y, z)
-// multiplies the y-th part of the sequence for row tile z: often several experts, or a fraction of
-// one. At the end of an expert's stages it adds its sums, times the pairs' weights, to those of the
-// tokens. No warp waits for another before its last stage, and the first stages are loaded before
-// the first product has ended.
+// Numerics: see moe_gemm_few_tokens.cu, but expert outputs are not rounded. The parts' sums of a
+// token are added in order, then shared, then residual, and rounded once. The boundaries of the
+// parts, and so a token's sum, depend on the experts of all tokens.
+// Parallelisation: a block computes blockDim.z row tiles (16 rows each) of every expert's matrix,
+// and thus the matching columns of out. The stages of all token tiles form one sequence; warp (y,
+// z) multiplies the y-th part of the sequence for row tile z: often several experts, or a fraction
+// of one. At the end of an expert's stages it multiplies the sums by the pairs' weights and adds
+// them to its tokens' sums. No warp waits for another before its last stage, and the first stages
+// are loaded before the first GEMM has ended.
 // Mirror: engine/reference/moe_gemm_combine.py
 #include "common/pdl.cuh"
 #include "moe_gemm/moe_few_loader.cuh"
@@ -27,7 +27,7 @@ struct MoeCombinedOutput {
   int z, row, token;  // row within row tile z
   int64_t at;         // index into out, shared and residual
 
-  // Element `index` of the block; false if it does not exist.
+  // Moves to element `index` of the block; returns false if it does not exist.
   __device__ __forceinline__ bool set(const MoeFewParams& p, int index) {
     row = index % kWeightRows;
     z = index / kWeightRows % blockDim.z;
@@ -36,7 +36,7 @@ struct MoeCombinedOutput {
     at = static_cast<int64_t>(token) * p.num_rows + column;
     return token < p.num_tokens && column < p.num_rows;
   }
-  // The terms added to the sum over experts.
+  // Loads the terms added to the sum over experts.
   __device__ __forceinline__ float2 load_others(const MoeFewParams& p) const {
     float2 others{0.0f, 0.0f};
     if (p.shared != nullptr) {
@@ -49,7 +49,7 @@ struct MoeCombinedOutput {
   }
 };
 
-// The sums of a warp: of all tokens [token][row], and of one token tile.
+// A warp's sums: over all experts, [token][row], and of one token tile.
 template <int kTokens>
 struct MoeTokenSums {
   using Shape = typename MoeFewProduct<kTokens>::Shape;
@@ -64,7 +64,7 @@ struct MoeTokenSums {
   __device__ __forceinline__ void clear(int lane_idx) {
     for (int i = lane_idx; i < kTokens * kPitch; i += kWarpSize) of_tokens[i] = 0.0f;
   }
-  // Adds a token tile's sums, and the bias of row `lane_idx` in 16 of the lanes.
+  // Adds a token tile's sums; 16 of the lanes also add the bias of row `lane_idx`.
   __device__ __forceinline__ void add(MoeFewProduct<kTokens>& product, const MoeFewTile& t,
                                       const MoeFewRouting& routing, int top_k, float bias,
                                       int lane_idx) {
@@ -82,7 +82,7 @@ struct MoeTokenSums {
   }
 };
 
-// SAFETY: as in moe_few_tokens.
+// SAFETY: see moe_few_tokens.
 template <int kTokens>
 __device__ __forceinline__ void moe_few_combine(const MoeFewParams& p) {
   using Sums = MoeTokenSums<kTokens>;

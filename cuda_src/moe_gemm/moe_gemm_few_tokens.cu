@@ -1,23 +1,22 @@
 // moe_gemm for few tokens: the matrix of each expert with tokens is read once.
 //
-// Every warp has a ring of its own in shared memory, filled by cp.async: a stage is 16 rows of the
-// weight, their scales, and the same columns of the tile's rows of x. Warps wait for each other
-// only at the end of a work tile, when the next work tile's stages are already in flight. Arguments
-// and the division of the problem: MoeFewParams in moe_few_problem.cuh. A module is compiled for
-// one weight format.
+// Every warp has its own ring in shared memory, filled by cp.async: a stage is 16 weight rows,
+// their scales, and the same columns of the tile's rows of x. Warps wait for each other only at the
+// end of a work tile, when the next one's stages are already in flight. Arguments and work
+// division: MoeFewParams in moe_few_problem.cuh. Each module is compiled for one weight format.
 //
-// Numerics: codes are multiplied unscaled, and the sum over a group by its scale; the order of
+// Numerics: codes are multiplied unscaled, and each group's sum by its scale; the order of
 // summation is fixed, but depends on the number of tokens.
 #include "common/pdl.cuh"
 #include "moe_gemm/moe_few_loader.cuh"
 
 #if ENGINE_DTYPE != 0
 
-// An element of out that a thread finishes, in row tile z (gated: z and z + 1) of a work tile.
+// An element of out that a thread finishes: row tile z of a work tile, or z and z + 1 if gated.
 struct MoeFewOutput {
-  int z, token, row, column;  // row of the row tile; column of out
+  int z, token, row, column;  // row within the row tile; column of out
 
-  // Element `index` of the work tile; false if it does not exist.
+  // Moves to element `index` of the work tile; returns false if it does not exist.
   __device__ __forceinline__ bool set(const MoeFewBlock& b, const MoeFewTile& t, int work_tile,
                                       int index) {
     row = index % kWeightRows;
@@ -116,8 +115,8 @@ __device__ __forceinline__ void moe_few_tokens(const MoeFewParams& p) {
       if (stage_at == ring_end) stage_at = ring;
     }
     product.store(sums + b.warp_idx * Shape::kSumFloats, b.lane_idx);
-    // SAFETY: of two buffers a warp overwrites one only after the next work tile's barrier, which
-    // comes after all reads of it.
+    // SAFETY: a warp overwrites one of the two buffers only after the next work tile's barrier, and
+    // so after all reads of it.
     __syncthreads();
     finish_work_tile<Shape>(p, b, routing, t, work_tile, sums, bias);
     sums = sums == first_sums ? first_sums + b.num_warps * Shape::kSumFloats : first_sums;

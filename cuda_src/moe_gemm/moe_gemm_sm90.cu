@@ -1,24 +1,24 @@
-// Products of tokens with their experts' matrices on Hopper: TMA, mbarriers, wgmma.
+// Grouped GEMM on Hopper, tokens times their experts' matrices: TMA, mbarriers, wgmma.
 //
 //   out[i] = activation(weight[e] x[order[i] / top_k] + bias[e])
 //   out[order[i]] = activation(weight[e] x[i] + bias[e]) pair_weights[order[i]]
 //
-// for the places i from offsets[e] to offsets[e + 1] of every expert e: the first formula without
-// pair_weights, the second with them. A module is compiled for one kind of weight: scalar_t
-// (WEIGHT_KIND 0), a packed format (1), one-byte codes (2), or one-byte codes with x quantized as
-// well (3). Arguments: MoeGemmSm90Params in moe_dense_entry_sm90.cuh, MoeGemmQuantizedSm90Params in
+// for i in [offsets[e], offsets[e + 1]) of every expert e: the first formula without pair_weights,
+// the second with them. Each module is compiled for one kind of weight: scalar_t (WEIGHT_KIND 0), a
+// packed format (1), one-byte codes (2), or one-byte codes with x quantized as well (3). Arguments:
+// MoeGemmSm90Params in moe_dense_entry_sm90.cuh, MoeGemmQuantizedSm90Params in
 // moe_quantized_entry_sm90.cuh.
 //
-// Numerics: products on tensor cores, all else in float, one rounding at the end. Sums go through k
-// in ascending steps of 16 whatever the tile and whoever else is in the batch. Quantized weights
-// are rounded to scalar_t before the product, like `dequantize`; products of codes are summed over
-// 128 values of k, and these sums times their scales are added in float.
-// Parallelisation: persistent CTAs iterate over tiles of 64 to 256 rows of a weight by up to
-// kTokens of its expert's tokens; every CTA derives its tiles from `offsets` alone. A producer
-// warpgroup loads the weight by TMA and gathers rows of x through `order` by cp.async; sorted rows
-// are loaded by TMA. The weight is wgmma's first operand: with few tokens per expert the product
-// takes only the time of reading the weights once. Codes and scales are decoded to fragments in a
-// consumer's registers while wgmma multiplies those of the preceding steps.
+// Numerics: products on tensor cores, all else in float, one rounding at the end. k is summed in
+// ascending steps of 16, whatever the tile and the rest of the batch. Quantized weights are rounded
+// to scalar_t before the product, like `dequantize`; products of codes are summed over 128 values
+// of k, and these sums times their scales are added in float.
+// Parallelisation: persistent CTAs iterate over tiles of 64 to 256 weight rows by up to kTokens of
+// the expert's tokens; every CTA derives its tiles from `offsets` alone. A producer warpgroup loads
+// the weight by TMA, and gathers rows of x through `order` by cp.async; sorted rows are loaded by
+// TMA. The weight is wgmma's A operand: with few tokens per expert the product takes only as long
+// as reading the weights once. Codes and scales are decoded to fragments in a consumer's registers
+// while wgmma multiplies those of the preceding steps.
 // Mirror: engine/reference/moe_gemm.py
 #if WEIGHT_KIND == 0
 #include "moe_gemm/moe_dense_entry_sm90.cuh"

@@ -1,17 +1,17 @@
-// Shared by the producers of moe_gemm_sm90.cu: the loads of rows of x, and the records that
-// describe tiles to the consumers.
+// Loads of the rows of x, and the records that describe tiles to the consumers. Shared by the
+// producers of moe_gemm_sm90.cu.
 #pragma once
 
 #include "common/pipeline_state.cuh"
 #include "moe_gemm/moe_scheduler_sm90.cuh"
 
-// Sorted rows are loaded by TMA. Rows gathered through `order` are copied by cp.async, 16 bytes per
-// thread: TMA is slow for boxes of one row. Rows of a stage that no copy writes keep stale data:
+// TMA loads sorted rows. cp.async copies rows gathered through `order`, 16 bytes per thread,
+// because TMA is slow for boxes of one row. Rows of a stage that no copy writes keep stale data:
 // their sums are dropped.
 struct MoeLoader {
   MoeShared& smem;
   const TensorMap *map_w, *map_x;  // map_w: null if the weight is packed
-  const operand_t* x;              // (T, k), gathered
+  const operand_t* x;              // (T, k), rows gathered through `order`
   const int* order;
   const float* pair_weights;  // null: x is gathered through `order`
   int k, top_k, num_gates;
@@ -20,7 +20,7 @@ struct MoeLoader {
   static constexpr int kRowStep = kProducerThreads / kChunks;
   static constexpr int kRows = kTokens / kRowStep;
   static_assert(kRowStep % 8 == 0, "a thread's rows have the same swizzle");
-  const operand_t* chunks[kRows];  // next chunks of the rows of x that this thread copies
+  const operand_t* chunks[kRows];  // next chunk of each row of x that this thread copies
   int num_rows;                    // number of these rows
 
   __device__ __forceinline__ int thread() const { return threadIdx.x % kProducerThreads; }
@@ -39,7 +39,7 @@ struct MoeLoader {
     }
   }
 
-  // Writes the tile's record; called by all warps but the first.
+  // Writes the tile's record; called by all warps except the first.
   __device__ __forceinline__ void tell(const MoeTile& tile, PipelineState<kRecords>& record) const {
     if (thread() < kWarpSize) return;
     mbarrier_wait(smem_address(&smem.record_empty[record.stage]), record.phase);
@@ -58,7 +58,7 @@ struct MoeLoader {
   // Loads the weight; each producer defines its own.
   __device__ void weight(int stage, int slab, const MoeTile& tile) const;
 
-  // Number of rows that `sorted` loads.
+  // Returns how many rows `sorted` loads.
   __device__ __forceinline__ int sorted_rows(const MoeTile& tile) const {
     return !is_gathered() ? (tile.count + kBoxRows - 1) / kBoxRows * kBoxRows : 0;
   }

@@ -1,6 +1,6 @@
-// The products of codes in moe_gemm_sm90.cu: wgmma sums over a slab, which has one scale per row,
-// and the sums times their scales are added in float: wgmma keeps some 14 bits of a sum of e4m3
-// products.
+// Products of codes in moe_gemm_sm90.cu: wgmma sums over a slab, which has one scale per row, and
+// the sums times their scales are added in float, because wgmma keeps only about 14 bits of a sum
+// of e4m3 products.
 #pragma once
 
 #include "moe_gemm/moe_epilogue_sm90.cuh"
@@ -41,7 +41,7 @@ struct MoeMultiplier {
     }
   }
 
-  // SAFETY: every lane arrives, as it has read scales of the stage by ordinary loads.
+  // SAFETY: every lane arrives, because it has read scales of the stage by ordinary loads.
   __device__ __forceinline__ void release(int stage) const {
     mbarrier_arrive(smem_address(&smem.empty[stage]));
   }
@@ -51,8 +51,8 @@ struct MoeMultiplier {
     if (is_gathered) fence_async_proxy();  // SAFETY: cp.async wrote x, wgmma reads it.
   }
 
-  // Sums for the first kN tokens, over k in ascending order whatever kN is. The sums of the first
-  // m-tile are added while wgmma multiplies the second.
+  // Computes the first kN tokens' sums, in ascending order of k for every kN. The first m-tile's
+  // sums are added while wgmma multiplies the second.
   template <int kN>
   __device__ __forceinline__ void multiply(int warpgroup, PipelineState<kStages>& state,
                                            MoeSums& acc) const {
@@ -76,7 +76,7 @@ struct MoeMultiplier {
     }
   }
 
-  // Picks the smallest of a few instruction widths that holds `count` tokens.
+  // Picks the smallest of a few instruction widths that covers `count` tokens.
   template <int kN = 16>
   __device__ __forceinline__ void few(int count, int warpgroup, PipelineState<kStages>& state,
                                       MoeSums& acc) const {

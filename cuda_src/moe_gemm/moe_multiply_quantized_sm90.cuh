@@ -1,5 +1,5 @@
-// The products of quantized weights in moe_gemm_sm90.cu: codes are decoded to fragments in
-// registers while wgmma multiplies the preceding fragments by the rows of x in shared memory.
+// Products of quantized weights in moe_gemm_sm90.cu: codes are decoded to fragments in registers
+// while wgmma multiplies the preceding fragments by the rows of x in shared memory.
 #pragma once
 
 #include "moe_gemm/moe_epilogue_sm90.cuh"
@@ -7,9 +7,9 @@
 
 constexpr int kSteps = kSlabK / 16;
 
-// The products of a slab, ordered by step, then m-tile, are processed in sets. The fragments of one
-// set are decoded while wgmma reads those of the previous set; a set costs some 60 clocks besides
-// its products. With more registers ptxas would make each wgmma wait for the previous one (C7512).
+// The products of a slab, ordered by step, then by m-tile, are processed in sets: a set's fragments
+// are decoded while wgmma reads the previous set's. A set costs about 60 clocks on top of its
+// products. With more registers ptxas would make each wgmma wait for the previous one (C7512).
 constexpr int kSetProducts = kTokens > 96 ? 1 : kTokens > 64 || kWarpgroups > 2 ? 2 : 4;
 constexpr int kSets = kSteps * kMmaTiles / kSetProducts;
 static_assert(kSets % 2 == 0, "a slab begins with the same registers");
@@ -20,8 +20,9 @@ struct MoeMultiplier {
   int num_slabs;
   bool is_gathered;
 
-  // Lets the producer fill a stage again. SAFETY: every lane arrives, as it has read the weights by
-  // ordinary loads; one arrival per warp would suffice, but compute-sanitizer then reports races.
+  // Lets the producer refill a stage. SAFETY: every lane arrives, because it has read the weights
+  // by ordinary loads; one arrival per warp would suffice, but compute-sanitizer then reports
+  // races.
   __device__ __forceinline__ void release(int stage) const {
     mbarrier_arrive(smem_address(&smem.empty[stage]));
   }
@@ -31,8 +32,8 @@ struct MoeMultiplier {
     if (is_gathered) fence_async_proxy();  // SAFETY: cp.async wrote x, wgmma reads it.
   }
 
-  // Multiplies set kSet of slab d, whose fragments are in `now`, and the sets after it. `pending`:
-  // a stage to release once the previous slab has been multiplied, or -1.
+  // Multiplies set kSet of slab d, whose fragments are in `now`, and all later sets. `pending`:
+  // stage to release once the previous slab has been multiplied, or -1.
   template <int kN, int kSet = 0>
   __device__ __forceinline__ void multiply_slab(MoeDecoder& decoder, int d, uint64_t b,
                                                 bool is_first, int pending, MoeFragments& now,
@@ -54,7 +55,7 @@ struct MoeMultiplier {
     }
   }
 
-  // Sums for the first kN tokens, over k in ascending steps of 16 whatever kN is.
+  // Computes the first kN tokens' sums, in ascending steps of 16 along k for every kN.
   template <int kN>
   __device__ __forceinline__ void multiply(int warpgroup, PipelineState<kStages>& state,
                                            MoeSums& acc) const {
@@ -62,7 +63,7 @@ struct MoeMultiplier {
     state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
     MoeDecoder decoder(warpgroup);
     MoeFragments even, odd;
-    int d = 0, pending = -1;  // stage to release: the previous slab was its last; else -1
+    int d = 0, pending = -1;  // stage to release once its last slab is multiplied; or -1
     wait(state);
     decoder.begin_stage(smem.w[state.stage]);
     decoder.begin_slab(0);
@@ -91,7 +92,7 @@ struct MoeMultiplier {
     for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
   }
 
-  // Picks the smallest of a few instruction widths that holds `count` tokens.
+  // Picks the smallest of a few instruction widths that covers `count` tokens.
   template <int kN = 16>
   __device__ __forceinline__ void few(int count, int warpgroup, PipelineState<kStages>& state,
                                       MoeSums& acc) const {

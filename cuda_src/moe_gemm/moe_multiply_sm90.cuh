@@ -1,15 +1,15 @@
-// The products of weights of scalar_t in moe_gemm_sm90.cu: wgmma on the stages of the ring, both
-// operands in shared memory.
+// Products of scalar_t weights in moe_gemm_sm90.cu: wgmma on the stages of the ring, both operands
+// in shared memory.
 #pragma once
 
 #include "moe_gemm/moe_epilogue_sm90.cuh"
 
-// Lets the producer fill a stage again.
+// Lets the producer refill a stage.
 __device__ __forceinline__ void release(MoeShared& smem, int stage) {
   if (threadIdx.x % 128 == 0) mbarrier_arrive(smem_address(&smem.empty[stage]));
 }
 
-// Sums for the first kN tokens, over k in ascending steps of 16 whatever kN is.
+// Computes the first kN tokens' sums, in ascending steps of 16 along k for every kN.
 template <int kN>
 __device__ __forceinline__ void multiply(MoeShared& smem, int warpgroup, int num_slabs,
                                          bool is_gathered, PipelineState<kStages>& state,
@@ -48,7 +48,7 @@ __device__ __forceinline__ void multiply(MoeShared& smem, int warpgroup, int num
   for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
 }
 
-// Picks the smallest instruction width that holds `count` tokens.
+// Picks the smallest instruction width that covers `count` tokens.
 template <int kN = 16>
 __device__ __forceinline__ void multiply_few(int count, MoeShared& smem, int warpgroup,
                                              int num_slabs, bool is_gathered,

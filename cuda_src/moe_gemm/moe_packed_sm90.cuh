@@ -1,17 +1,17 @@
-// A stage of packed weights (engine/weights/packing.py): the planes of its row tiles, their loads,
-// and how a lane decodes them to wgmma's first operand.
+// A stage of packed weights (engine/weights/packing.py), that is the planes of its row tiles: how
+// it is loaded, and how a lane decodes it to wgmma's A operand.
 #pragma once
 
 #include "common/weight_fragments_sm90.cuh"
 
 constexpr int kStageK = kDepth * kSlabK;
-constexpr int kRowTiles = kPartsW * 4;  // row tiles (16 rows) of a stage
+constexpr int kRowTiles = kPartsW * 4;  // row tiles (16 rows) per stage
 constexpr int kStageGroups = kStageK > kGroup ? kStageK / kGroup : 1;
 static_assert(kStageK % kGroup == 0 || kGroup % kStageK == 0, "a stage has whole groups or a part");
 static_assert(kSuperBlock == 0 || kSuperBlock % kStageK == 0, "a stage lies in one super-block");
 static_assert(kTileColumns == kSlabK, "a slab is a tile wide");
 
-// The planes are stored one after another, each row tile by row tile. TMA loads the row tiles of an
+// The planes are stored one after another, each row tile by row tile. TMA loads all row tiles of an
 // m-tile together.
 constexpr int kTileData = kDepth * kDataBytes, kTileHigh = kDepth * kHighBytes;
 constexpr int kTileScales = kStageGroups * kScaleTileBytes;
@@ -19,14 +19,14 @@ constexpr int kHighPlane = kRowTiles * kTileData;
 constexpr int kScalePlane = kHighPlane + kRowTiles * kTileHigh;
 constexpr int kSuperPlane = kScalePlane + kRowTiles * kTileScales;
 constexpr int kStageW = (kSuperPlane + kRowTiles * kSuperTileBytes + 1023) / 1024 * 1024;
-constexpr int kMmaTileRows = kMmaM / kTileRows;  // row tiles of an m-tile
-constexpr int kMapRow = 256;                     // bytes of a row of map_data
+constexpr int kMmaTileRows = kMmaM / kTileRows;  // row tiles per m-tile
+constexpr int kMapRow = 256;                     // bytes per row of map_data
 static_assert(kMmaTileRows * kTileScales % 128 == 0 && kMmaTileRows * kSuperTileBytes % 128 == 0,
               "where TMA writes");
 
 struct MoeWeights {
   const TensorMap *map_data, *map_high, *map_scales, *map_supers;
-  int num_rows, num_gates;  // per expert; num_gates 0: no gate
+  int num_rows, num_gates;  // rows per expert; num_gates 0: no gate
 
   template <typename Params>
   __device__ __forceinline__ MoeWeights(const Params& p, int num_gates)
@@ -37,8 +37,8 @@ struct MoeWeights {
         num_rows(p.num_rows),
         num_gates(num_gates) {}
 
-  // Bytes that `load` announces; bytes outside the planes are written as zeros. Rows of another
-  // expert may be loaded: their sums are dropped.
+  // Number of bytes that `load` announces. It includes bytes outside the planes, written as zeros.
+  // Rows of another expert may be loaded: their sums are dropped.
   __device__ __forceinline__ int bytes(int) const {
     return kRowTiles * (kTileData + kTileHigh + kTileScales + kSuperTileBytes);
   }
@@ -67,15 +67,15 @@ struct MoeWeights {
   __device__ __forceinline__ void load_scales(unsigned char*, float*, int, int, int) const {}
 };
 
-// Whether the scale and the factor that turns e2m1 codes into numbers can merge into one number,
-// 2^(e - 1); requires an e8m0 exponent e of at most 128.
+// Whether the scale and the factor that converts e2m1 codes to numbers can merge into one number,
+// 2^(e - 1). This requires an e8m0 exponent e of at most 128.
 constexpr bool kMergesScale = kIsE2m1 && kScaleType == kE8m0Scale && !kIsHalf && !kIsPaired;
 static_assert(!kMergesScale || kGroup == 32, "a slab has two groups");
 
-// A lane's fragments of a slab.
+// Decodes a lane's fragments of a slab.
 struct MoeDecoder {
   const unsigned char* stage;
-  int first_tile, lane_idx;  // row tile of the warp in its first m-tile
+  int first_tile, lane_idx;  // the warp's row tile in its first m-tile
   TileWords words[kMmaTiles];
   RowScales scales[kMmaTiles];
   uint32_t exponents[kMmaTiles];  // with kMergesScale: exponents of rows g and g + 8, two groups
@@ -104,7 +104,7 @@ struct MoeDecoder {
     }
   }
 
-  // The stored scales of a group of the stage.
+  // Returns the stored scales of a group of the stage.
   __device__ __forceinline__ uint2 scale_words(int j, int group) const {
     return load_small<kScaleBytes>(stage + kScalePlane + (first_tile + j * 4) * kTileScales +
                                    group * kScaleTileBytes + lane_idx / 4 * kScaleBytes);
@@ -115,8 +115,8 @@ struct MoeDecoder {
         stage + kSuperPlane + (first_tile + j * 4) * kSuperTileBytes + lane_idx / 4 * kSuperBytes));
   }
 
-  // The fragments of products kFirst to kFirst + kCount - 1 of slab d, ordered by step, then
-  // m-tile. Calls must follow that order.
+  // Decodes the fragments of products kFirst to kFirst + kCount - 1 of slab d, ordered by step,
+  // then by m-tile. Calls must follow that order.
   template <int kFirst, int kCount>
   __device__ __forceinline__ void decode(int d, uint32_t (&a)[kCount][4]) {
     if constexpr (kMergesScale) {

@@ -1,5 +1,4 @@
-// The producer of quantized weights in moe_gemm_sm90.cu: one warpgroup that fills the ring of
-// stages.
+// Producer for quantized weights in moe_gemm_sm90.cu: one warpgroup that fills the ring of stages.
 #pragma once
 
 #include "common/pdl.cuh"
@@ -16,8 +15,8 @@ struct MoeQuantizedLoader : MoeLoader {
                                             : tile.first + thread());
   }
 
-  // Called by all threads; one also announces the stage's bytes. Scales are counted like gathered
-  // rows of x.
+  // Called by all threads; one of them also announces the stage's bytes. Scales are counted like
+  // gathered rows of x.
   __device__ __forceinline__ void weight(int stage, int slab, const MoeTile& tile) const {
     unsigned char* to = smem.w[stage];
     if (thread() < kWarpSize) {
@@ -44,7 +43,7 @@ struct MoeQuantizedLoader : MoeLoader {
   }
 };
 
-// The producer's loop: all threads load weights. See moe_producer_sm90.cuh.
+// The producer's loop, in which all threads load weights. See moe_producer_sm90.cuh.
 __device__ __forceinline__ void produce(MoeShared& smem, MoeQuantizedLoader& load,
                                         const MoeScheduler& scheduler, bool is_early) {
   const int count = scheduler.count(), first = blockIdx.x;

@@ -1,11 +1,10 @@
-// The producer of weights of scalar_t in moe_gemm_sm90.cu: one warpgroup that fills the ring of
-// stages.
+// Producer for scalar_t weights in moe_gemm_sm90.cu: one warpgroup that fills the ring of stages.
 #pragma once
 
 #include "common/pdl.cuh"
 #include "moe_gemm/moe_loader_sm90.cuh"
 
-// Loads the weight by TMA, in boxes of an m-tile, and announces the stage's bytes. Called by one
+// Loads the weight by TMA, one m-tile per box, and announces the stage's bytes. Called by one
 // thread.
 __device__ __forceinline__ void MoeLoader::weight(int stage, int slab, const MoeTile& tile) const {
   const unsigned full = smem_address(&smem.full[stage]);
@@ -21,8 +20,8 @@ __device__ __forceinline__ void MoeLoader::weight(int stage, int slab, const Moe
     }
 }
 
-// The first tile's weights are loaded first, as far as the ring allows; with `is_early` even before
-// the preceding kernel has ended. The next kernel may start once this one has waited.
+// Loads the first tile's weights first, as far as the ring allows; with `is_early` even before the
+// preceding kernel has ended. The next kernel may start once this one has waited.
 __device__ __forceinline__ void produce(MoeShared& smem, MoeLoader& load,
                                         const MoeScheduler& scheduler, bool is_early) {
   const int count = scheduler.count(), first = blockIdx.x;

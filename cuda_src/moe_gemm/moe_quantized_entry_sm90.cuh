@@ -1,15 +1,15 @@
-// The entry point of moe_gemm_sm90.cu for quantized weights.
+// Entry point of moe_gemm_sm90.cu for quantized weights.
 #pragma once
 
 #include "moe_gemm/moe_consumer_sm90.cuh"
 #include "moe_gemm/moe_producer_quantized_sm90.cuh"
 
 struct MoeGemmQuantizedSm90Params {
-  // Packed: the planes of the matrix (E R, K), R a multiple of 16, by boxes of 4 row tiles and a
-  // stage's depth; else map_data (E, R, K) by boxes of 64 rows, 128 columns; the other maps are
+  // Packed: the planes of the matrix (E R, K), R a multiple of 16, box: 4 row tiles x a stage's
+  // depth. Otherwise map_data is (E, R, K), box: 64 rows x 128 columns, and the other maps are
   // unused.
   TensorMap map_data, map_high, map_scales, map_supers;
-  TensorMap map_x;            // with pair_weights: x by boxes of 16 rows
+  TensorMap map_x;            // x, box: 16 rows; used with pair_weights
   const float* scales;        // if not packed: (E, blocks of rows, blocks of columns)
   const operand_t* x;         // (T, K), or (P, K) with pair_weights
   const float* x_scales;      // WEIGHT_KIND 3: (T, K / 128), or (P, K / 128)
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     MoeScheduler::count_tiles(smem.offsets, smem.tiles, p.num_experts, scheduler.row_tiles);
   __syncthreads();
   const MoeWeights weights(p, num_gates);
-  // Producer and consumers diverge here for good, as setmaxnreg requires.
+  // Producer and consumers diverge here and never reconverge, as setmaxnreg requires.
   if (warp_idx >= kConsumerThreads / 32) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
     MoeQuantizedLoader load{

@@ -1,4 +1,4 @@
-// The rows that a block of moe_gemm.cu multiplies, their expert, and the loads to shared memory.
+// The rows that a block of moe_gemm.cu multiplies, their expert, and their loads to shared memory.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -20,7 +20,7 @@ struct MoeGemmParams {
   int is_vector;  // rows of out can be written four elements at a time
 };
 
-// Places first to end - 1 in the sorted order of pairs, all of one expert.
+// Sorted pairs first to end - 1, all of one expert.
 struct MoeRows {
   int expert, first, end;
 };
@@ -30,8 +30,8 @@ __device__ __forceinline__ MoeRows rows_of(const MoeGemmParams& p, int expert) {
   return {expert, first, min(max(p.offsets[expert + 1], first), p.num_pairs)};
 }
 
-// The rows of this block's tile, number blockIdx.x among all experts' tiles of kTileM rows; empty
-// if there are fewer tiles. All threads must call it.
+// Finds the rows of this block's tile: tile blockIdx.x of all experts' tiles of kTileM rows, or no
+// rows if there are fewer tiles. All threads must call it.
 template <int kTileM>
 __device__ __forceinline__ MoeRows find_rows(const MoeGemmParams& p) {
   __shared__ MoeRows smem_rows;
@@ -66,8 +66,7 @@ __device__ __forceinline__ MoeRows find_rows(const MoeGemmParams& p) {
   return smem_rows;
 }
 
-// TileLoader for rows of x: the rows of the pairs' tokens, or with pair_weights the sorted rows
-// themselves.
+// TileLoader for rows of x: the pairs' tokens, or with pair_weights the sorted rows themselves.
 template <int kRows, int kThreads, bool kAligned>
 struct MoeRowLoader {
   static constexpr int kRowStep = kThreads / kChunksPerRow;
@@ -105,8 +104,9 @@ struct MoeRowLoader {
   }
 };
 
-// The loader of the rows of an expert's matrix that compute columns col0 to col0 + kRows of the
-// product; with `is_gated` these alternate between gate and up, eight of each, as in epilogue.cuh.
+// Returns the loader of the rows of an expert's matrix that compute columns col0 to col0 + kRows of
+// the product; with `is_gated` these alternate between gate and up in groups of eight, as in
+// epilogue.cuh.
 template <int kRows, int kThreads, bool kAligned>
 __device__ __forceinline__ TileLoader<kRows, kThreads, kAligned> moe_weight_loader(
     const MoeGemmParams& p, int expert, int col0, bool is_gated) {

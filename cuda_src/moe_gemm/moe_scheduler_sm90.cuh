@@ -4,8 +4,8 @@
 #include "moe_gemm/moe_config_sm90.cuh"
 
 // Tiles are ordered by expert. An expert's tokens are divided evenly among as few tiles as
-// possible, and the order covers all its tokens before it moves to the next rows of the weight:
-// CTAs that run at the same time read the same rows from L2.
+// possible, and the order covers all its tokens before it moves to the next weight rows: CTAs that
+// run at the same time read the same weight rows from L2.
 struct MoeScheduler {
   const int *offsets, *tiles;  // arrays in shared memory
   int num_experts, row_tiles, tile_rows;
@@ -14,7 +14,7 @@ struct MoeScheduler {
     return (count + kTokens - 1) / kTokens;
   }
 
-  // Fills `tiles`; called by one warp, a barrier must follow.
+  // Fills `tiles`. Called by one warp; a barrier must follow.
   static __device__ __forceinline__ void count_tiles(const int* offsets, int* tiles,
                                                      int num_experts, int row_tiles) {
     const int lane_idx = threadIdx.x % kWarpSize;
