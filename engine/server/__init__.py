@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's and Anthropic's protocols over an `EngineClient`."""
+"""HTTP server that speaks OpenAI's and Anthropic's protocols on top of an `EngineClient`."""

@@ -1,4 +1,4 @@
-"""The log of requests: one line each, as text or JSON; never prompts or keys."""
+"""Access log: one line per request, as text or JSON; never prompts or keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _access = logging.getLogger("engine.server.access")
 
 
 def request_id_of(headers: Headers) -> str:
-    """Return the request's X-Request-Id if it is harmless, or a new one.
+    """Return the request's X-Request-Id if it is safe to log, else a new id.
 
     Examples
     --------
@@ -42,7 +42,7 @@ def log_request(
     num_bytes: int,
     key: str | None,
 ) -> None:
-    """Log one request; `key` is the start of its hash, and the path is cut and escaped."""
+    """Log one request; `key` is a prefix of the key's hash; the path is truncated and escaped."""
     if not _access.isEnabledFor(logging.INFO):
         return
     fields = {
@@ -60,10 +60,10 @@ def log_request(
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one line of JSON."""
+    """Formats each record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return the record as a line of JSON."""
         found: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             + f".{int(record.msecs):03d}Z",
@@ -78,7 +78,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, *, json_logs: bool, access_log: bool) -> None:
-    """Send the records of the server's loggers to stderr.
+    """Configure the server's loggers to write to stderr.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def configure_logging(level: str, *, json_logs: bool, access_log: bool) -> None:
     json_logs : bool
         Write each record as one line of JSON.
     access_log : bool
-        Whether requests are logged.
+        Whether to log requests.
     """
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -1,4 +1,4 @@
-"""The common part of /v1/responses and /v1/messages: a chat answer as a stream of events."""
+"""Shared by /v1/responses and /v1/messages: converts a chat answer to a stream of events."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _encode = msgspec.json.Encoder().encode
 
 
 class AnswerBuilder(Protocol):
-    """Builds a protocol's events from the pieces of one answer, in their order."""
+    """Builds a protocol's events from the chunks of one answer, in order."""
 
     def reasoning(self, text: str) -> Iterator[dict[str, Any]]:
         """Add a chunk of the reasoning."""
 
     def add(self, event: Event) -> Iterator[dict[str, Any]]:
-        """Add a piece of the text or of a call."""
+        """Add a chunk of the text or of a tool call."""
 
 
 def named_frame(event: dict[str, Any]) -> bytes:
-    """Return an event as a server-sent event named after its type.
+    """Encode an event as a server-sent event named after its type.
 
     Examples
     --------
@@ -51,7 +51,7 @@ def named_frame(event: dict[str, Any]) -> bytes:
 
 
 def chat_request(body: dict[str, Any]) -> ChatCompletionRequest:
-    """Validate a body of /v1/chat/completions and return its struct.
+    """Validate a /v1/chat/completions body and convert it to a struct.
 
     Raises
     ------
@@ -87,7 +87,7 @@ async def num_tokens(request: Request, text: str) -> int:
 
 
 class Answered:
-    """One answer in progress.
+    """Answer in progress.
 
     Parameters
     ----------
@@ -96,9 +96,9 @@ class Answered:
     Attributes
     ----------
     thoughts : list of str
-        The reasoning so far, in pieces.
+        Chunks of the reasoning so far.
     last : ChatPiece or None
-        The last piece, once the answer is finished.
+        The last chunk, once the answer is complete.
     """
 
     def __init__(self, stream: ChatStream) -> None:
@@ -125,13 +125,13 @@ class Answered:
                 yield piece
 
     async def events(self, builder: AnswerBuilder) -> AsyncGenerator[bytes, None]:
-        """Yield the frames of the answer's events; the first frame may be empty."""
+        """Yield the answer's events as SSE frames; the first frame may be empty."""
         async with contextlib.aclosing(self.pieces()) as pieces:
             async for piece in pieces:
                 yield b"".join(map(named_frame, _piece_events(builder, piece)))
 
     async def whole(self, builder: AnswerBuilder) -> None:
-        """Add the whole answer to `builder`; an incomplete call becomes text."""
+        """Feed the complete answer to `builder`; an incomplete call becomes text."""
         events: list[Event] = []
         async with contextlib.aclosing(self.pieces()) as pieces:
             async for piece in pieces:
@@ -158,7 +158,7 @@ def _piece_events(builder: AnswerBuilder, piece: ChatPiece) -> Iterator[dict[str
 
 
 def _ordered(piece: ChatPiece) -> Sequence[Event]:
-    """Return the text and calls of a piece in the order of the text."""
+    """Return the text and tool call events of a piece in text order."""
     return piece.events or ([TextDelta(piece.content)] if piece.content else [])
 
 

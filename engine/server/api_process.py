@@ -1,4 +1,4 @@
-"""An API process: HTTP, tokenizing and detokenizing; several API processes may share an engine."""
+"""API process: HTTP, tokenization and detokenization; several can share an engine."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ __all__ = ["load_model_tokenizer", "main"]
 
 _MAX_TEMPLATE_BYTES = 1 << 20
 _POLL_SECONDS = 0.02
-_CLOSE_SECONDS = 2  # time for connections to close once no request is left
-_ERROR_SECONDS = 1.0  # time for answers to report why the engine has ended
+_CLOSE_SECONDS = 2  # time for connections to close after the last request
+_ERROR_SECONDS = 1.0  # time for responses to report why the engine stopped
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers: the process has its own."""
+    """uvicorn's server without signal handlers: the process installs its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -51,12 +51,12 @@ class _Server(uvicorn.Server):
 
 
 def main(config: ChildConfig, report: Report) -> None:
-    """Serve until SIGTERM, then finish the running requests within `shutdown_timeout`."""
+    """Serve until SIGTERM, then let running requests finish within `shutdown_timeout`."""
     options = ServerConfig.from_options(config.server)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts arrive singly
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts arrive one at a time
     configure_logging(options.log_level, json_logs=options.json_logs, access_log=options.access_log)
     _check_files(options)
-    with contextlib.suppress(TemplateError):  # raised again by the first chat
+    with contextlib.suppress(TemplateError):  # the first chat request raises it again
         template_worker.start()
     tokenizer = load_model_tokenizer(config.model, options.chat_template)
     with contextlib.ExitStack() as stack:
@@ -83,20 +83,20 @@ def _check_files(options: ServerConfig) -> None:
             names = "ssl_ca_certs"
             files = excerpt(options.ssl_ca_certs)
             context.load_verify_locations(options.ssl_ca_certs)
-    except OSError as error:  # OpenSSL's errors are OSErrors too
+    except OSError as error:  # OpenSSL errors are OSErrors
         raise ConfigError(f"{names} must be files in PEM; got {files}: {error}") from error
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
-    except ImportError:  # not available on every platform
+    except ImportError:  # uvloop does not support every platform
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
 
 
 def load_model_tokenizer(model: str, chat_template: str | None) -> Tokenizer | None:
-    """Return the tokenizer that `Model.tokenizer` would load; None if the model has none."""
+    """Load the same tokenizer as `Model.tokenizer`; None if the model has none."""
     source = resolve_model(model)
     template = None
     if chat_template is not None:
@@ -158,7 +158,7 @@ async def _connect(
 
 
 async def _drain(app: Starlette, client: EngineClient, seconds: float) -> None:
-    """Wait for the running requests, at most `seconds`, and less once the engine has ended."""
+    """Wait up to `seconds` for running requests; stop early if the engine has ended."""
     end = time.monotonic() + seconds
     while num_active_requests(app) and (now := time.monotonic()) < end:
         if client.error is not None:
@@ -182,7 +182,7 @@ def _uvicorn_config(app: Starlette, options: ServerConfig) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         root_path=options.root_path,
-        timeout_keep_alive=cast(int, options.timeout_keep_alive),  # a float works too
+        timeout_keep_alive=cast(int, options.timeout_keep_alive),  # a float also works
         timeout_graceful_shutdown=_CLOSE_SECONDS,
         limit_concurrency=options.max_connections,
         **tls,

@@ -1,4 +1,4 @@
-"""`build_app`: puts middlewares and routes over an `EngineClient`, as one ASGI application."""
+"""`build_app`: the ASGI application, with middlewares and routes on top of an `EngineClient`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OPTIONAL = {"page": "enable_page", "watch": "enable_page", "metrics": "enable_m
 
 
 def build_app(client: EngineClient, config: ServerConfig) -> Starlette:
-    """Return the server's application.
+    """Build the server's ASGI application.
 
     Its state holds `client`, `config`, `chat` (a `ChatService`), `model_names`, `slots` and
     `is_draining`.
@@ -76,7 +76,7 @@ def build_app(client: EngineClient, config: ServerConfig) -> Starlette:
 
 
 def begin_drain(app: Starlette) -> None:
-    """Refuse new requests from now on; running ones continue."""
+    """Reject new requests from now on; running ones continue."""
     app.state.is_draining = True
 
 
@@ -115,7 +115,7 @@ def _cors(config: ServerConfig) -> list[Middleware]:
 
 
 async def _raise_to_gate(request: Request, error: Exception) -> Response:
-    """Raise the router's errors, so that `Gate` answers them: unknown path, method not allowed."""
+    """Re-raise routing errors (unknown path, method not allowed), so that `Gate` handles them."""
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         detail = f"{error.detail}: {request.method[:16]} {request.url.path[:200]}"
         raise HTTPException(error.status_code, detail, error.headers) from None

@@ -1,4 +1,4 @@
-"""API keys: kept as hashes, compared in constant time, reloaded when their file changes."""
+"""API keys: stored as hashes, compared in constant time, reloaded when their file changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger("engine.server")
 
 
 def read_keys(path: str) -> tuple[bytes, ...]:
-    """Return the hashes of the keys in a file: one a line, empty lines and # comments left out.
+    """Return the hashes of a file's keys: one key per line; empty lines and # comments are skipped.
 
     Raises
     ------
@@ -53,7 +53,7 @@ class KeyRing:
     ----------
     config : ServerConfig
     clock : callable, optional
-        Time in seconds; the key file is checked for changes at most once a second.
+        Returns seconds; the key file is checked for changes at most once per second.
 
     Raises
     ------
@@ -71,9 +71,9 @@ class KeyRing:
         self._from_file = () if self._path is None else read_keys(self._path)
 
     def check(self, headers: Headers) -> str | None:
-        """Return a name for the key of a request; None if the server requires no key.
+        """Authenticate a request: return a name for its key, or None if the server requires no key.
 
-        Every key is compared, even after a match, so that the time tells nothing.
+        Every key is compared, even after a match, so that timing reveals nothing.
 
         Raises
         ------
@@ -96,7 +96,7 @@ class KeyRing:
         return given.hex()[:8]
 
     def _reload(self) -> None:
-        """Reload the file if it has changed; an invalid file leaves the keys as they are."""
+        """Reload the file if it has changed; if it is invalid, keep the current keys."""
         now = self._clock()
         if self._path is None or now - self._checked_at < _CHECK_SECONDS:
             return
@@ -123,7 +123,7 @@ class KeyRing:
 
 
 def _key_of(headers: Headers) -> bytes:
-    """Return the key of a request; b"" if it carries none."""
+    """Return the API key of a request; b"" if it has none."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer":
         key = headers.get("x-api-key", "")

@@ -1,8 +1,8 @@
-"""A conversation as a request to the engine, and its answers as a stream of pieces.
+"""Chat requests: prepares a conversation for the engine, and streams its answers.
 
-/v1/chat/completions, /v1/responses and /v1/messages share it: `ChatService.prepare` renders and
-tokenizes the conversation, `ChatStream.pieces` splits what the engine generates into content,
-reasoning and calls of tools.
+Shared by /v1/chat/completions, /v1/responses and /v1/messages: `ChatService.prepare` renders and
+tokenizes the conversation, and `ChatStream.pieces` splits the generated text into content,
+reasoning and tool calls.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from engine.server.tool_parsers.mistral import MistralParser
 __all__ = ["ChatPiece", "ChatRequest", "ChatService", "ChatStream"]
 
 AUTO = "auto"
-"""A parser's name that stands for the one that fits to the model's chat template."""
+"""Parser name that selects the parser matching the model's chat template."""
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A conversation, rendered and tokenized for the engine.
+    """Conversation, rendered and tokenized for the engine.
 
     Attributes
     ----------
@@ -62,14 +62,14 @@ class ChatRequest:
     priority, cache_salt, timeout
         See `EngineClient.generate`.
     tool_parser : callable or None
-        Returns a new parser for one answer.
+        Factory that returns a new parser for each answer.
     reasoning_parser : callable or None
     shows_reasoning : bool
         Whether the answer includes the reasoning.
     is_forced : bool
         Whether `tool_choice` names a function.
     one_call : bool
-        Whether an answer includes its first call only.
+        Whether to drop all tool calls after an answer's first one.
     """
 
     request_id: str
@@ -87,22 +87,22 @@ class ChatRequest:
 
 @dataclass(slots=True)
 class ChatPiece:
-    """The part that one output of the engine adds to one answer.
+    """Delta that one engine output adds to one answer.
 
     Attributes
     ----------
     index : int
-        Number of the answer, below `n`.
+        Index of the answer, below `n`.
     content, reasoning : str
         New text. Within a piece, reasoning precedes content, and content precedes calls.
     calls : sequence of Event
-        Events of `engine.server.tool_parsers`, without `TextDelta`.
+        Events from `engine.server.tool_parsers`, except `TextDelta`.
     logprobs : list of TokenLogprob or None
     finish_reason : str or None
         "stop", "length", "tool_calls" or "abort" in the last piece of an answer.
     stop_reason : int, str or None
     events : sequence of Event
-        `content` and `calls` in the order of the text; filled if the request has tools.
+        `content` and `calls` in text order; filled in only if the request has tools.
     """
 
     index: int
@@ -116,17 +116,17 @@ class ChatPiece:
 
 
 class ChatService:
-    """Prepares conversations for one model.
+    """Prepares chat requests for one model.
 
     Parameters
     ----------
     client : EngineClient
     tool_parser, reasoning_parser : str or None
-        Name of a parser, `AUTO`, or None for no parser.
+        Parser name, `AUTO`, or None to disable parsing.
     generation_defaults : mapping, optional
-        Fields of `SamplingParams`. Default: those of the model's generation_config.json.
+        Default fields of `SamplingParams`; if omitted, from the model's generation_config.json.
     config : ServerConfig, optional
-        Limits of requests, and whether prompts are logged.
+        Request limits, and whether to log prompts.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class ChatService:
         self.generation_defaults = generation_defaults
 
     async def prepare(self, body: ChatCompletionRequest, request_id: str) -> ChatRequest:
-        """Render and tokenize a conversation, in another thread.
+        """Render and tokenize a conversation in a worker thread.
 
         Raises
         ------
@@ -165,7 +165,7 @@ class ChatService:
         """
         if self._config is not None:
             check_fields(body, self._config)
-        # First: if the template ignores tools, that is the more useful reason to refuse them.
+        # Render first: if the template ignores tools, that error is the more useful one.
         prompt = await asyncio.to_thread(self.render, body)
         tools, overrides, options = self._tools(body)
         params = chat_params(body, self.generation_defaults, **overrides)
@@ -187,7 +187,7 @@ class ChatService:
         )
 
     def render(self, body: ChatCompletionRequest) -> dict[str, Any]:
-        """Return the text and the token ids of a conversation; this takes milliseconds.
+        """Return the text and token ids of a conversation; this takes milliseconds.
 
         Raises
         ------
@@ -211,7 +211,7 @@ class ChatService:
         return {"prompt": text, "prompt_token_ids": ids}
 
     def _variables(self, body: ChatCompletionRequest, has_tools: bool) -> dict[str, Any]:
-        """Return the template's variables; a variable that it does not read is an error."""
+        """Return the template's variables; raise if it does not read one that the request sets."""
         given = dict(body.chat_template_kwargs or {})
         fields = [name for name in ("reasoning_effort", "documents") if name not in given]
         for name in fields:
@@ -229,7 +229,7 @@ class ChatService:
     def _tools(
         self, body: ChatCompletionRequest
     ) -> tuple[Callable[[], ToolParser] | None, dict[str, Any], dict[str, Any]]:
-        """Return the tool parser, and the tools' fields of `SamplingParams` and `ChatRequest`."""
+        """Return the tool parser and the tool fields of `SamplingParams` and `ChatRequest`."""
         named = required_tool(body)
         if not body.tools or body.tool_choice == "none":
             return None, {}, {}
@@ -255,7 +255,7 @@ class ChatService:
 
 
 class ChatStream:
-    """The answers to one request.
+    """Answers to one request, as a stream.
 
     Parameters
     ----------
@@ -265,9 +265,9 @@ class ChatStream:
     Attributes
     ----------
     num_prompt_tokens, num_cached_tokens, num_output_tokens : int
-        Totals so far, over all answers.
+        Running totals over all answers.
     prompt_logprobs : sequence or None
-        Taken from the engine's first output.
+        From the engine's first output.
     """
 
     def __init__(self, client: EngineClient, request: ChatRequest) -> None:
@@ -283,7 +283,7 @@ class ChatStream:
         self.prompt_logprobs: Sequence[Any] | None = None
 
     async def pieces(self) -> AsyncGenerator[ChatPiece, None]:
-        """Yield new pieces until all answers are finished; closing it aborts the request.
+        """Yield pieces until all answers are finished; closing the generator aborts the request.
 
         Raises
         ------
@@ -337,7 +337,7 @@ class ChatStream:
 
 
 class _Answer:
-    """The parsers of one answer."""
+    """Parser state of one answer."""
 
     def __init__(self, request: ChatRequest) -> None:
         self._tools = request.tool_parser() if request.tool_parser else None
@@ -346,7 +346,7 @@ class _Answer:
         self.has_calls = False
 
     def feed(self, text: str, *, is_last: bool) -> tuple[str, str, Sequence[Event]]:
-        """Add text; return the reasoning, content and tool events that no later text can change."""
+        """Feed text; return the reasoning, content and tool events that are now final."""
         thought = ""
         if self._reasoning is not None:
             thought, text = self._reasoning.feed(text)
@@ -372,7 +372,7 @@ class _Answer:
 
 
 class _NamedCall:
-    """Parser of an answer whose whole text is the arguments of one call."""
+    """Parser for an answer that consists entirely of one call's arguments."""
 
     needs_special_tokens = False
 
@@ -380,19 +380,19 @@ class _NamedCall:
         self._start: ToolCallStart | None = ToolCallStart(0, tool_parsers.random_id(), name)
 
     def feed(self, delta: str) -> list[Event]:
-        """Return the delta as arguments, after the start of the call the first time."""
+        """Return the delta as arguments; the first time, preceded by the call's start event."""
         start = self._start
         self._start = None
         events: list[Event] = [ToolCallDelta(0, delta)]
         return events if start is None else [start, *events]
 
     def finish(self) -> list[Event]:
-        """Return the end of the call, if it has started."""
+        """Return the call's end event, if the call has started."""
         return [] if self._start is not None else [ToolCallEnd(0)]
 
 
 def _call_list(names: frozenset[str]) -> ToolParser:
-    """Return a parser of a JSON array of calls: Mistral's parser, without the marker."""
+    """Return a parser for a JSON array of calls: Mistral's parser, past its marker."""
     parser = MistralParser(names, tool_parsers.random_id)
     parser.feed("[TOOL_CALLS]")
     return parser

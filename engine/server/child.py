@@ -1,8 +1,8 @@
-"""The child processes of the server: their start, their reports, their end.
+"""Child processes of the server: configuration, status reports and shutdown.
 
-The supervisor writes one line of JSON, the `ChildConfig`, to a child's standard input and keeps it
-open: when it closes, the supervisor has ended, and the child ends too. A child reports with lines
-of JSON on its standard output.
+The supervisor writes one line of JSON, the `ChildConfig`, to a child's standard input and keeps the
+pipe open. When the pipe closes, the supervisor has exited, and the child exits too. A child sends
+its reports as lines of JSON on standard output.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _MAX_LINE = 1 << 20
 
 @dataclass(frozen=True)
 class ChildConfig:
-    """The configuration of a child process; plain values.
+    """Configuration of a child process; plain values only.
 
     Attributes
     ----------
     model : str
-        Name or path.
+        Model name or path.
     server, engine : dict
-        Options of `ServerConfig`, and keywords of `LLMEngine.from_name`.
+        Options of `ServerConfig`, and keyword arguments of `LLMEngine.from_name`.
     addresses : list of str
-        The address at which each replica of the engine listens for API processes.
+        Address at which each engine replica listens for API processes.
     token : str
         Secret that API processes send in their first message.
     number : int
-        Number of the replica, or of the API process.
+        Index of the replica or API process.
     listeners : list of int
-        Descriptors of the listening sockets for HTTP; empty in the engine's process.
+        File descriptors of the listening HTTP sockets; empty for an engine process.
     """
 
     model: str
@@ -54,12 +54,12 @@ class ChildConfig:
     listeners: list[int] = field(default_factory=list)
 
     def line(self) -> bytes:
-        """Return the line of JSON that the child reads from standard input."""
+        """Serialize to the JSON line that the child reads from standard input."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
 class Report:
-    """Writes a child's reports: ready, alive, or the reason of its end."""
+    """Writes a child's status reports: ready, alive, or failed with a reason."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -69,30 +69,30 @@ class Report:
         self._write({"ready": True})
 
     def alive(self) -> None:
-        """Report that the child does not hang."""
+        """Report that the child is not hanging."""
         self._write({"alive": True})
 
     def failed(self, reason: str, status: int) -> None:
-        """Report why the child ends, and the exit status for the server."""
+        """Report why the child fails, and the exit status for the server."""
         self._write({"reason": reason[:4096], "status": status})
 
     def _write(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the supervisor has ended
+        with contextlib.suppress(OSError):  # the supervisor has exited
             self._file.write(json.dumps(message).encode() + b"\n")
             self._file.flush()
 
 
 def run_child(main: Callable[[ChildConfig, Report], None]) -> None:
-    """Run a child's `main`; exit with 0, or report the reason and exit with 1 or 2.
+    """Run a child's `main` and exit with 0; on failure, report the reason and exit with 1 or 2.
 
-    SIGQUIT prints the stacks of its threads.
+    SIGQUIT dumps the stacks of all threads.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor sends SIGTERM
-    # Libraries may print to stdout, which the supervisor reads: send their output to stderr.
+    # The supervisor reads our stdout: redirect prints of libraries to stderr.
     report = Report(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)
     if not (line := sys.stdin.buffer.readline(_MAX_LINE)):
-        os._exit(1)  # the supervisor has ended
+        os._exit(1)  # the supervisor has exited
     faulthandler.register(signal.SIGQUIT)
     config = ChildConfig(**json.loads(line))
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -107,12 +107,12 @@ def run_child(main: Callable[[ChildConfig, Report], None]) -> None:
         report.failed(f"{type(error).__name__}: {error}", status)
         sys.excepthook(*sys.exc_info())
     sys.stderr.flush()
-    # Not `sys.exit`, which waits for threads of libraries; nothing is left to be saved.
+    # Not `sys.exit`, which waits for library threads; there is nothing left to save.
     os._exit(status)
 
 
 def say(text: str) -> None:
-    """Write a line to standard error; a supervisor has no logger."""
+    """Write a line to standard error; the supervisor has no logger."""
     with contextlib.suppress(OSError):
         os.write(2, f"engine: {text}\n".encode())
 

@@ -1,4 +1,4 @@
-"""`ZmqEngineClient`: the `EngineClient` of an engine in another process."""
+"""`ZmqEngineClient`: an `EngineClient` for an engine in another process."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ __all__ = ["CLIENT_CLOSED", "ZmqEngineClient"]
 CLIENT_CLOSED = "the client was closed before the request finished"
 
 _MAX_BATCH = 64  # messages processed before other tasks get a turn
-# Maximum seconds between two messages of an idle engine: the heartbeat interval, plus transit.
+# Maximum seconds between two messages from an idle engine: heartbeat interval plus latency.
 _SILENCE = m.BEAT_SECONDS + 0.5
 
 
 class ZmqEngineClient(RequestClient):
-    """Sends requests to one engine process; belongs to the event loop that created it.
+    """Client of one engine process; bound to the event loop that created it.
 
     Attributes
     ----------
     num_cache_tokens, block_size : int
-        Capacity of the engine's prefix cache in tokens, and tokens of a block.
+        Capacity of the engine's prefix cache and block size, both in tokens.
     load : (int, int)
-        Tokens that the engine has yet to compute, and its unfinished requests, those of other
-        clients included; up to half a second old.
+        Tokens that the engine has yet to compute, and its number of unfinished requests, including
+        those of other clients; up to half a second old.
     on_end : callable, optional
-        ``on_end(requests, error)`` is called once when the engine has ended, and takes over the
+        ``on_end(requests, error)`` is called once when the engine stops, and takes over its
         unfinished requests.
     on_refusal : callable, optional
-        ``on_refusal(request, error)`` is called when the engine refuses a request. If it returns
+        ``on_refusal(request, error)`` is called when the engine rejects a request. If it returns
         False, the request fails with `error`.
     answer : callable, optional
-        Answers all messages in place of the engine; see `answered_by`.
+        Stand-in that answers all messages instead of the engine; see `answered_by`.
     """
 
     def __init__(self, socket: Socket, monitor: Socket, tokenizer: Any) -> None:
@@ -63,7 +63,7 @@ class ZmqEngineClient(RequestClient):
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[m.Ready] = self._loop.create_future()
         self._requests: dict[int, RemoteRequest] = {}
-        self._handles: dict[str, int] = {}  # request id -> handle, of unfinished requests
+        self._handles: dict[str, int] = {}  # request id -> handle of each unfinished request
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = itertools.count(1)
         self._unsent: deque[bytes] = deque()
@@ -75,7 +75,8 @@ class ZmqEngineClient(RequestClient):
         self._unpack = msgspec.msgpack.Decoder(m.FromEngine).decode
         for each, read in ((socket, self._read), (monitor, self._read_monitor)):
             self._loop.add_reader(descriptor(each), read)
-            # The descriptor is edge-triggered and does not signal messages that arrived before.
+            # The descriptor is edge-triggered: it does not signal messages that have already
+            # arrived.
             self._loop.call_soon(read)
 
     @classmethod
@@ -85,16 +86,16 @@ class ZmqEngineClient(RequestClient):
         Parameters
         ----------
         address : str
-            Address of a socket made by `sockets.bound_socket`.
+            Address of a socket from `sockets.bound_socket`.
         token : str
             The engine's token.
         tokenizer : Tokenizer, optional
-            None: prompts must be token ids, and outputs have no text.
+            If None, prompts must be token ids and outputs contain no text.
 
         Raises
         ------
         EngineError
-            If the engine ends before it is ready.
+            If the engine exits before it is ready.
         """
         client = cls(*connected_socket(address), tokenizer)
         client._send(m.Hello(token))
@@ -129,7 +130,7 @@ class ZmqEngineClient(RequestClient):
         """Whether the engine is alive and its current step is within `step_timeout`."""
         if self._error is not None or self._step_timeout is None or self._is_closed:
             return self._error is None
-        if has_input(self._socket):  # the engine has answered; this process had no time to read
+        if has_input(self._socket):  # unread messages: this process was too busy to read
             self._read_later()
             return True
         return time.monotonic() - self._last_seen < self._step_timeout + _SILENCE
@@ -208,22 +209,22 @@ class ZmqEngineClient(RequestClient):
         self.answer = answer
 
     def _send(self, message: m.FromClient) -> bool:
-        """Send without waiting; return False if an `Add` would have to wait.
+        """Send without blocking; return False if an `Add` would block.
 
-        Other messages are kept and sent later.
+        Other messages are queued and sent later.
         """
         if self.answer is not None:
             for each in self.answer(message):
                 self._loop.call_soon(self._take, each)
             return True
         if self._is_closed or self._error is not None:
-            return True  # the engine has ended: nothing to send to
+            return True  # the engine has stopped: there is no recipient
         data = self._pack(message)
         if not self._flush() or not self._sent(data):
             if isinstance(message, m.Add):
                 return False
             self._unsent.append(data)
-        # The descriptor signals a message once, and sending may have consumed the signal.
+        # The descriptor signals a message only once, and sending may have consumed the signal.
         if has_input(self._socket):
             self._read_later()
         return True
@@ -236,13 +237,13 @@ class ZmqEngineClient(RequestClient):
         return True
 
     def _flush(self) -> bool:
-        """Send the messages that had to wait; return whether none is left."""
+        """Send the queued messages; return whether all were sent."""
         while self._unsent and self._sent(self._unsent[0]):
             self._unsent.popleft()
         return not self._unsent
 
     async def _call(self, message: Any) -> bytes:
-        """Send `message(number)` with a new number, and return the content of the answer."""
+        """Send `message(number)` with a new call number, and return the payload of its answer."""
         self._check_alive()
         number = next(self._numbers)
         future: asyncio.Future[bytes] = self._loop.create_future()
@@ -255,7 +256,7 @@ class ZmqEngineClient(RequestClient):
                 self._send(m.Cancel(number))
 
     def _forget(self, request: RemoteRequest) -> bool:
-        """Remove a request; return whether the engine still serves it."""
+        """Forget a request; return whether the engine is still serving it."""
         if self._requests.get(request.handle) is not request:
             return False
         del self._requests[request.handle]
@@ -285,13 +286,13 @@ class ZmqEngineClient(RequestClient):
         self._read_later()
 
     def _read_monitor(self) -> None:
-        """Notice that the engine's process has ended."""
+        """Read the monitor socket, which reports that the engine process has exited."""
         if self._is_closed:
             return
         while has_input(self._monitor):
             self._monitor.recv_multipart(zmq.NOBLOCK)
             while has_input(self._socket):
-                self._read()  # its last words
+                self._read()  # messages sent before it exited
             self._end(EngineError("the engine's process has ended"))
 
     def _take(self, message: m.FromEngine) -> None:
@@ -329,7 +330,7 @@ class ZmqEngineClient(RequestClient):
                     self._forget(request)
 
     def _end_here(self, request: RemoteRequest, ends: list[m.End]) -> None:
-        """Tell the engine which continuations have ended because of their text."""
+        """Tell the engine which continuations were ended here by their text (stop strings)."""
         for end in ends:
             self._send(end)
         if ends and request.is_finished:
@@ -361,7 +362,7 @@ class ZmqEngineClient(RequestClient):
             future.set_result(answer.content)
 
     def _end(self, error: EngineError) -> None:
-        """Fail, or hand to `on_end`, everything that waits for the engine."""
+        """Fail everything that waits for the engine, or hand it to `on_end`."""
         if self._error is not None:
             return
         self._error = error

@@ -1,7 +1,7 @@
-"""`EngineLoop`: serves an `LLMEngine` to API processes over ZeroMQ, in the calling thread.
+"""`EngineLoop`: serves an `LLMEngine` to API processes over ZeroMQ on the calling thread.
 
-It neither tokenizes nor detokenizes. Between two steps it processes the messages that have
-arrived; after a step it sends each API process one message with all of its new outputs.
+It neither tokenizes nor detokenizes. Between steps it handles incoming messages; after each step it
+sends every API process one message with all of its new outputs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["EngineLoop"]
 
 _MAX_CLIENTS = 1024
 _NUM_COMPILERS = 2  # threads; compiling a grammar releases the GIL
-_PREPARING_SECONDS = 0.002  # interval at which an idle engine checks for compiled grammars
+_PREPARING_SECONDS = 0.002  # seconds; polling interval of an idle engine for compiled grammars
 _ABORTED = "the request was aborted before its grammar was compiled"
 _TOO_SLOW = "the API process did not read the engine's messages in time"
 
 
 class _Served:
-    """A request of an API process."""
+    """Request of an API process."""
 
     __slots__ = ("client", "handle", "is_begun")
 
@@ -47,21 +47,21 @@ class _Served:
 
 
 class _Client:
-    """An API process, its unfinished requests, and their outputs of the current step."""
+    """API process, its unfinished requests, and their outputs from the current step."""
 
     def __init__(self, address: bytes, number: int) -> None:
         self.address = address
         self.number = number
-        self.ids: dict[int, str] = {}  # handle -> request id of the engine
-        self.preparing: set[int] = set()  # handles of requests whose grammar is being compiled
+        self.ids: dict[int, str] = {}  # handle -> the engine's request id
+        self.preparing: set[int] = set()  # handles of requests whose grammar is compiling
         self.handles: list[int] = []
         self.token_ids: list[int] = []
         self.pieces: list[m.Piece] = []
-        self.is_behind = False  # its pipe was full, and it has not been told yet
-        self.lost: list[int] = []  # handles of the requests aborted because it is behind
+        self.is_behind = False  # its pipe was full, and `Lost` has not been sent yet
+        self.lost: list[int] = []  # handles of requests aborted because it is behind
 
     def take(self) -> m.StepResult | None:
-        """Return the outputs to send, and clear them."""
+        """Return the pending outputs, and clear them."""
         if not (self.handles or self.pieces):
             return None
         result = m.StepResult(self.handles, self.token_ids, self.pieces)
@@ -72,7 +72,7 @@ class _Client:
 
 
 class EngineLoop:
-    """Serves requests that arrive at a socket until it is told to stop.
+    """Serves requests from a socket until `stop` is called.
 
     Parameters
     ----------
@@ -82,7 +82,8 @@ class EngineLoop:
     token : str
         Secret that a client must send in its first message.
     on_beat : callable, optional
-        Called every half second, and after a longer step: shows that the loop does not hang.
+        Called every half second, or after a step that takes longer: proof that the loop is not
+        hanging.
     """
 
     def __init__(
@@ -119,11 +120,11 @@ class EngineLoop:
         }
 
     def stop(self) -> None:
-        """Make `run` return after the current step; may be called in a signal handler or thread."""
+        """Make `run` return after the current step; safe in signal handlers and other threads."""
         self._is_stopping = True
 
     def run(self) -> None:
-        """Serve until `stop`; an exception of the engine is reported to the clients and raised."""
+        """Serve until `stop`; report an engine exception to the clients and re-raise it."""
         try:
             while not self._is_stopping:
                 self._receive()
@@ -151,7 +152,7 @@ class EngineLoop:
     # ---- incoming messages
 
     def _receive(self) -> None:
-        """Process all messages; wait for the first one if the engine is idle."""
+        """Handle all pending messages; if the engine is idle, block until one arrives."""
         socket = self._socket
         if not (self._engine.has_unfinished_requests() or self._embeddings):
             wait = max(0.0, self._next_beat - time.monotonic())
@@ -166,7 +167,7 @@ class EngineLoop:
             try:
                 message = self._decode(frames[1])
             except msgspec.DecodeError:
-                continue  # not one of our API processes
+                continue  # not from one of our API processes
             self._handle(frames[0], message)
 
     def _handle(self, address: bytes, message: Any) -> None:
@@ -207,7 +208,7 @@ class EngineLoop:
             self._queue(client, message)
 
     def _prepare(self, client: _Client, message: m.Add) -> None:
-        """Compile the grammar of a request, in a thread of the pool; it may take a second."""
+        """Compile a request's grammar in the thread pool; this can take a second."""
         error = None
         try:
             self._engine.prepare(engine_params(message.params, is_final_only=True))
@@ -216,7 +217,7 @@ class EngineLoop:
         self._prepared.append((client, message, error))
 
     def _queue_prepared(self) -> None:
-        """Queue the requests whose grammars are compiled, except those aborted meanwhile."""
+        """Queue requests whose grammars are now compiled, unless aborted meanwhile."""
         while self._prepared:
             client, message, error = self._prepared.popleft()
             self._num_preparing -= 1
@@ -301,7 +302,7 @@ class EngineLoop:
         self._embeddings.append((client, message.number, parts, rows))
 
     def _embed_part(self) -> None:
-        """Compute one forward pass of the oldest call of `embed`."""
+        """Run one forward pass for the oldest `embed` call."""
         if not self._embeddings:
             return
         client, number, parts, rows = self._embeddings[0]
@@ -323,7 +324,7 @@ class EngineLoop:
 
     def _drop_embeddings(self, is_unwanted: Callable[[_Client, int], bool]) -> None:
         kept = deque(each for each in self._embeddings if not is_unwanted(each[0], each[1]))
-        self._embeddings = kept  # the generators of removed calls free their pages
+        self._embeddings = kept  # closing the generators of removed calls frees their pages
 
     def _fail_call(self, client: _Client, number: int, error: EngineError) -> None:
         self._send(client, m.Answer(number, m.kind_of(error), self._encode(_text(error))))
@@ -331,7 +332,7 @@ class EngineLoop:
     # ---- outgoing messages
 
     def _send_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Send each client its outputs of a step."""
+        """Send each client its outputs from a step."""
         changed: dict[_Client, None] = {}
         for output in outputs:
             served = self._served.get(output.request_id)
@@ -353,7 +354,7 @@ class EngineLoop:
                 self._send(client, result)
 
     def _send(self, client: _Client, message: m.FromEngine) -> bool:
-        """Send without waiting; a client that does not read, or has ended, loses its requests."""
+        """Send without blocking; a client that does not read or has exited loses its requests."""
         try:
             self._socket.send_multipart([client.address, self._encode(message)], zmq.NOBLOCK)
         except zmq.Again:
@@ -369,7 +370,7 @@ class EngineLoop:
         return True
 
     def _beat(self) -> None:
-        """Send each client a heartbeat, which also detects clients that have ended."""
+        """Send each client a heartbeat; this also detects clients that have exited."""
         beat = self._heartbeat()
         for client in list(self._clients.values()):
             if not client.is_behind:
@@ -396,13 +397,13 @@ class EngineLoop:
         self._drop_embeddings(lambda owner, _: owner is client)
 
     def _forget(self, client: _Client) -> None:
-        """Abort the requests of an API process that has ended."""
+        """Abort the requests of an API process that has exited."""
         self._clients.pop(client.address, None)
         self._abort_all(client)
 
 
 def _only_token(output: RequestOutput) -> int | None:
-    """Return the token of an output that carries nothing else; else None."""
+    """Return the token id of an output that carries a single token and nothing else; else None."""
     if output.finished or len(output.outputs) != 1:
         return None
     only = output.outputs[0]

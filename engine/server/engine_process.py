@@ -1,4 +1,4 @@
-"""The engine's process: loads the model, then serves the API processes until it is told to end."""
+"""Engine process: loads the model, then serves the API processes until SIGTERM."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 from typing import Any
 
-# Imported here, since NumPy would import it in the first request, which takes 20 to 40 ms.
+# Preloaded: otherwise NumPy imports them during the first request, which costs 20 to 40 ms.
 import numpy.ma
 import numpy.random  # noqa: F401
 
@@ -26,7 +26,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def main(config: ChildConfig, report: Report) -> None:
     """Serve until SIGTERM."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # no request to finish yet
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # there is no request to finish yet
     socket = bound_socket(config.addresses[config.number])
     options = dict(config.engine)
     if len(config.addresses) > 1:
@@ -47,21 +47,21 @@ def main(config: ChildConfig, report: Report) -> None:
     try:
         loop.run()
     finally:
-        socket.close()  # pending messages are sent for at most the socket's linger time
+        socket.close()  # sends pending messages for at most the linger time
         socket.context.term()
     engine.close()
     engine.model.close()
 
 
 def replica_device(device: str, number: int, num_ranks: int = 1) -> str:
-    """Return the device of a replica: the GPU with the replica's number, or the CPU.
+    """Return a replica's device: the GPU with the replica's index, or the CPU.
 
-    With several ranks, each rank uses one of the replica's visible GPUs; see `gpus.replica_gpus`.
+    With several ranks, each uses one of the replica's visible GPUs; see `gpus.replica_gpus`.
 
     Raises
     ------
     ConfigError
-        If `device` names a GPU by its number: replicas cannot share it.
+        If `device` names a GPU by its index, since replicas cannot share it.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Limits that the server's options set on the fields of a request."""
+"""Limits on request fields, set by the server's options."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def check_fields(body: SamplingFields, config: ServerConfig) -> None:
 
 
 def check_length(text: str, name: str, client: EngineClient) -> None:
-    """Refuse a text that cannot fit into the model, before time is spent on tokenizing it.
+    """Reject a text that cannot fit into the context, before spending time on tokenizing it.
 
     Parameters
     ----------
     text : str
     name : str
-        The field of the body that holds the text.
+        Request field that holds the text.
     client : EngineClient
         A client with a tokenizer.
 
     Raises
     ------
     APIError
-        If the text is longer than `max_model_len` times the longest token.
+        If the text is longer than `max_model_len` times the longest token's length.
     """
     max_model_len = client.model_info.max_model_len
     limit = max_model_len * client.tokenizer.max_token_chars

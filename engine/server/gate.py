@@ -1,4 +1,4 @@
-"""`Gate`: the middleware of every request: id, API key, shutdown, request slots, errors, log."""
+"""`Gate`: outermost middleware: request id, API key, shutdown, request slots, errors, log."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from engine.server.sse import ClientGone
 
 __all__ = ["Gate"]
 
-_CLIENT_GONE = 499  # nginx's status for a client that disconnected; appears in the log only
+_CLIENT_GONE = 499  # nginx's status for a disconnected client; only in the log
 _log = logging.getLogger("engine.server")
 
 
 class Gate:
-    """ASGI middleware that admits requests, and answers failures with errors.
+    """ASGI middleware that admits requests and converts exceptions to error responses.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class Gate:
         self._public = frozenset(public_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -76,7 +76,7 @@ class Gate:
             await self._app(scope, receive, visit.send)
 
     async def _refuse(self, visit: _Visit, error: Exception) -> None:
-        """Answer with an error; unexpected exceptions are logged with their traceback."""
+        """Send an error response; log unexpected exceptions with their traceback."""
         if isinstance(error, HTTPException):
             found = APIError(error.status_code, error.detail, headers=error.headers)
         else:
@@ -84,7 +84,7 @@ class Gate:
         if found.status == 500 and not isinstance(error, APIError):
             _log.error("request %s failed", visit.request_id, exc_info=error)
         if visit.status:
-            raise error  # the answer has started: the server closes the connection
+            raise error  # the response has started: uvicorn closes the connection
         body = error_body(found, _path(visit.scope), visit.request_id)
         raw = MutableHeaders(found.headers)
         raw["content-type"] = "application/json"
@@ -95,13 +95,13 @@ class Gate:
 
 
 def _path(scope: Scope) -> str:
-    """Return the path without `root_path`, which a proxy in front of the server adds."""
+    """Return the path without `root_path`, the prefix under which a proxy exposes the server."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 class _Visit:
-    """One request in progress, for the log."""
+    """Request in progress, as the access log records it."""
 
     def __init__(self, scope: Scope, send: Send, request_id: str) -> None:
         self.scope = scope
@@ -113,7 +113,7 @@ class _Visit:
         self._begin = time.monotonic()
 
     async def send(self, message: Message) -> None:
-        """Forward a message; the request's id is added to the first one."""
+        """Forward an ASGI message; add the request id to the first one."""
         if message["type"] == "http.response.body":
             self._num_bytes += len(message.get("body", b""))
         elif message["type"] == "http.response.start":
@@ -123,7 +123,7 @@ class _Visit:
         await self._send(message)
 
     def log(self) -> None:
-        """Write the line of this request."""
+        """Write this request's access log line."""
         scope = self.scope
         seconds = time.monotonic() - self._begin
         log_request(

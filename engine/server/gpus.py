@@ -1,4 +1,4 @@
-"""The number of GPUs of an engine on its host, and the GPUs visible to a replica."""
+"""Number of GPUs that an engine uses on its host, and the GPUs visible to a replica."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["engine_gpus", "replica_gpus"]
 
 
 def engine_gpus(options: Mapping[str, Any]) -> int:
-    """Return the number of GPUs that an engine with these options uses on its host.
+    """Return the number of GPUs that an engine with these options uses on its own host.
 
     Examples
     --------
@@ -33,14 +33,14 @@ def replica_gpus(number: int, num_ranks: int, visible: str | None) -> str:
     Parameters
     ----------
     number, num_ranks : int
-        Number of the replica, and its number of ranks over all stages.
+        Index of the replica, and its number of ranks over all stages.
     visible : str or None
         CUDA_VISIBLE_DEVICES of the server; None: all GPUs.
 
     Raises
     ------
     ConfigError
-        If the visible GPUs are too few.
+        If there are not enough visible GPUs.
 
     Examples
     --------

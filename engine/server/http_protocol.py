@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol, with time limits for clients that send or read too slowly."""
+"""uvicorn's HTTP protocol with timeouts for clients that send or read too slowly."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
 
 class _BoundedProtocol(HttpToolsProtocol):
-    """Closes connections whose headers take too long or are too large, or that do not read.
+    """Closes connections with slow or oversized headers, and clients that do not read.
 
-    uvicorn itself limits none of these: a connection without a complete request has no timeout,
-    and a response waits forever for a client that does not read.
+    uvicorn itself has no such limits: a connection without a complete request never times out, and
+    a response waits forever for a client that does not read.
     """
 
     server_config: ServerConfig  # set by `http_protocol`
@@ -29,7 +29,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._is_in_headers = True
         self._num_header_bytes = 0
-        self._has_ended = False  # whether a message ended in the last received data
+        self._has_ended = False  # whether a request ended in the last received data
         self._header_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
@@ -48,7 +48,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     # ---- headers
 
     def data_received(self, data: bytes) -> None:
-        """Parse the received data; headers are parsed up to their size limit."""
+        """Parse received data; reject headers beyond the size limit."""
         limit = self.server_config.max_header_bytes
         while data and not self.transport.is_closing():
             size = limit - self._num_header_bytes if self._is_in_headers else len(data)
@@ -101,7 +101,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.transport.write(head.encode("ascii") + body)
         self.transport.close()
 
-    # ---- readers
+    # ---- slow readers
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -120,9 +120,9 @@ class _BoundedProtocol(HttpToolsProtocol):
 
 
 def _send_at_once(sock: Any) -> None:
-    """Disable Nagle's algorithm, which would delay a frame until the last one is acknowledged.
+    """Disable Nagle's algorithm, which would delay a frame until the previous one is acknowledged.
 
-    asyncio does so only for sockets created with an explicit protocol number.
+    asyncio does this only for sockets created with an explicit protocol number.
     """
     if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -134,9 +134,9 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 def http_protocol(config: ServerConfig) -> type[asyncio.Protocol]:
-    """Return the class for uvicorn's option ``http``, with the limits of `config`.
+    """Return the protocol class for uvicorn's ``http`` option, with the limits of `config`.
 
-    `body_timeout` also limits the time of the headers; `limits.read_body` applies it to the body.
+    `body_timeout` applies to the headers here, and to the body in `limits.read_body`.
     """
     made = type("BoundedProtocol", (_BoundedProtocol,), {"server_config": config})
     return cast("type[asyncio.Protocol]", made)

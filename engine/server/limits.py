@@ -1,4 +1,4 @@
-"""Limits of requests: size and arrival time of a body, and the number of concurrent requests."""
+"""Request limits: body size, body timeout, and number of concurrent requests."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _RETRY = {"Retry-After": "1"}
 
 
 async def read_struct(request: Request, kind: type[T]) -> T:
-    """Read the body of a request, check it, and return it as a struct of type `kind`.
+    """Read and validate a request body, and return it as a struct of type `kind`.
 
     Raises
     ------
     APIError
-        If it is too large (413), too slow (408), or invalid (400).
+        If the body is too large (413), too slow (408) or invalid (400).
     ClientGone
         If the client disconnects.
     """
@@ -38,10 +38,10 @@ async def read_struct(request: Request, kind: type[T]) -> T:
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the body of a request, of at most `max_body_bytes`, within `body_timeout`."""
+    """Return the request body; raise if it exceeds `max_body_bytes` or `body_timeout`."""
     config: ServerConfig = request.app.state.config
     kind = request.headers.get("content-type", "").partition(";")[0].strip()
-    # With another type, or none, browsers send cross-origin requests of a page without a preflight.
+    # With any other type or none, a browser sends cross-origin requests without a preflight.
     if kind.lower() != "application/json":
         message = f"the header Content-Type must be application/json; got {kind[:80]!r}"
         raise APIError(415, message)
@@ -74,7 +74,7 @@ def _too_large(config: ServerConfig) -> APIError:
 
 
 def check_model(model: str | None, request: Request) -> str:
-    """Return the model name for the answer.
+    """Return the model name to put into the response.
 
     Raises
     ------
@@ -91,8 +91,8 @@ def check_model(model: str | None, request: Request) -> str:
 class RequestSlots:
     """Counts the unfinished requests of a process, in total and by API key.
 
-    A key may have at most `max_requests_per_key` of them. By default, once 7/8 of all places are
-    taken, each key is limited to an equal share, so that no key can shut out the others.
+    Each key may have at most `max_requests_per_key`. By default, once 7/8 of all slots are taken,
+    each key is limited to an equal share, so that no key can lock out the others.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ class RequestSlots:
 
     @contextlib.contextmanager
     def hold(self, key: str | None) -> Iterator[None]:
-        """Count a request within the context.
+        """Hold one request slot for the duration of the context.
 
         Raises
         ------
@@ -144,10 +144,10 @@ class RequestSlots:
                     del self._by_key[key]
 
     def _share(self, key: str) -> int:
-        """Return the number of requests that this key may have now."""
+        """Return the number of requests that this key may have at present."""
         if self._per_key is not None:
             return self._per_key
         if self._limit - self.num_active > self._limit // 8:
             return self._limit
         num_others = len(self._by_key) - (self._by_key[key] > 0)
-        return max(1, self._limit // (num_others + 2))  # one share is left for a new key
+        return max(1, self._limit // (num_others + 2))  # one share stays free for a new key

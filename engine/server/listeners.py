@@ -1,4 +1,4 @@
-"""The server's listening sockets: one for each address of its host and each API process."""
+"""Listening sockets: one per address of the host and API process."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from engine.server.server_config import ServerConfig
 __all__ = ["listening_sockets"]
 
 _BACKLOG = 2048
-_MAX_TRIES = 16  # attempts to find a port that is free at all addresses
+_MAX_TRIES = 16  # attempts to find a port that is free on all addresses
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 _Address = tuple[int, tuple[Any, ...]]
-"""An address family, and what `bind` takes in it."""
+"""Address family, and the address to pass to `bind`."""
 
 
 def listening_sockets(server: ServerConfig) -> list[list[socket.socket]]:
-    """Return the listening sockets of each API process, all on one port.
+    """Return the listening sockets of each API process, all on the same port.
 
     Each process gets a socket for each address that `host` resolves to: "localhost" is 127.0.0.1
-    and ::1 on most machines, and clients try either first. An address whose family the machine
-    does not support is left out, unless it is the only one.
+    and ::1 on most machines, and clients may try either first. Addresses of an unsupported family
+    are skipped, unless no other is left.
 
-    Processes do not share a socket: the kernel spreads connections evenly over sockets, but not
-    over the processes that accept from one socket.
+    Processes do not share a socket: the kernel balances connections over sockets, but not over
+    processes that accept from the same socket.
 
     Raises
     ------
     ConfigError
-        If the host is unknown, or the port is in use at one of its addresses.
+        If the host is unknown, or the port is in use on one of its addresses.
     """
     try:
         addresses = _addresses(server.host, server.port)
-        # Without SO_REUSEPORT, so that two servers cannot share a port by mistake.
+        # First bind without SO_REUSEPORT, so that two servers cannot share a port by mistake.
         first = _on_one_port(addresses)
         if server.api_server_count == 1:
             return [first]
@@ -55,19 +55,19 @@ def _addresses(host: str, port: int) -> list[_Address]:
 
 
 def _on_one_port(addresses: list[_Address]) -> list[socket.socket]:
-    """Return sockets on one port; for port 0, on one that is free at all addresses."""
+    """Return sockets on the same port; for port 0, one that is free on all addresses."""
     for _ in range(_MAX_TRIES - 1):
         try:
             return _listen(addresses)
         except OSError as error:
-            # A port that is free at the first address may be in use at another.
+            # The port chosen for the first address may be in use on another.
             if error.errno != errno.EADDRINUSE or addresses[0][1][1] != 0:
                 raise
     return _listen(addresses)
 
 
 def _listen(addresses: list[_Address], *, reuse_port: bool = False) -> list[socket.socket]:
-    """Return a socket for each address, all on the port of the first one."""
+    """Return a socket per address, all on the first one's port."""
     sockets: list[socket.socket] = []
     missing: OSError | None = None
     with contextlib.ExitStack() as on_error:

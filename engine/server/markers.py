@@ -1,4 +1,4 @@
-"""Search for markers such as `<think>` in a text that arrives in pieces."""
+"""Incremental search for markers such as `<think>` in streamed text."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["Markers", "TextGate"]
 
 
 class Markers:
-    """Finds the first of several markers, and where the end of the text may begin one.
+    """Finds the first of several markers, or a partial marker at the end of the text.
 
     Parameters
     ----------
     *markers : str
-        None may be a prefix of another.
+        No marker may be a prefix of another.
 
     Examples
     --------
@@ -29,13 +29,13 @@ class Markers:
         self._pattern = re.compile("|".join(map(re.escape, markers)))
 
     def find(self, text: str, start: int, is_last: bool) -> tuple[int, str | None]:
-        """Find the first marker in `text[start:]`; `is_last`: no more text follows.
+        """Find the first marker in `text[start:]`; `is_last` means that no more text follows.
 
         Returns
         -------
         int, str or None
-            The marker's position, and the marker; or the position up to which the text contains no
-            part of a marker, and None.
+            Position of the marker, and the marker; or the position before which no marker can
+            begin, and None.
         """
         match = self._pattern.search(text, start)
         if match is not None:
@@ -51,9 +51,9 @@ class Markers:
 
 
 class TextGate:
-    """Passes text on, without the white space that separates it from blocks cut out of it.
+    """Passes text through, dropping the white space around blocks that are cut out of it.
 
-    White space at the end is held back until more text follows.
+    Trailing white space is held back until more text follows.
 
     Examples
     --------
@@ -67,7 +67,7 @@ class TextGate:
         self._is_after_cut = False  # whether no text has followed the last cut
 
     def push(self, text: str) -> str:
-        """Add text; return what may be passed on now."""
+        """Feed text; return the part that can be passed on now."""
         if self._is_after_cut:
             text = text.lstrip()
         kept = text.rstrip()
@@ -81,16 +81,16 @@ class TextGate:
         return passed
 
     def cut(self) -> None:
-        """Mark the place of a block that was cut out; white space around it is dropped."""
+        """Mark the position of a block that was cut out; drop the white space around it."""
         self._held.clear()
         self._is_after_cut = True
 
     def keep(self) -> None:
-        """Keep white space at the start of the next text."""
+        """Keep leading white space of the next text."""
         self._is_after_cut = False
 
     def finish(self) -> str:
-        """Return the white space at the end of the text."""
+        """Return the trailing white space held back so far."""
         held = "".join(self._held)
         self._held = []
         return held

@@ -1,7 +1,7 @@
-"""The messages between engine process and API processes: one msgpack message per frame.
+"""Messages between the engine process and API processes: one msgpack message per frame.
 
-A request is identified by its *handle*, a number chosen by its API process. The outputs of one step
-for all requests of an API process are sent as one `StepResult`, in which a decoded token takes two
+A request is identified by its *handle*, a number chosen by its API process. After each step, all
+outputs for an API process are sent as one `StepResult`, in which a decoded token takes two
 integers.
 """
 
@@ -42,12 +42,12 @@ __all__ = [
     "kind_of",
 ]
 
-CLOSED = "the engine was closed"  # the reason when an engine is told to end
-MAX_REASON = 4096  # maximum characters of an error's text
-BEAT_SECONDS = 0.5  # longest interval between heartbeats, unless a step takes longer
+CLOSED = "the engine was closed"  # reason sent when an engine is shut down
+MAX_REASON = 4096  # maximum characters of an error message
+BEAT_SECONDS = 0.5  # maximum interval between heartbeats, unless a step takes longer
 
 Entries = list[dict[int, tuple[float, int | None]] | None]
-"""For each token: id -> (log-probability, rank)."""
+"""Per token: id -> (log-probability, rank)."""
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
@@ -58,15 +58,15 @@ class _Message(msgspec.Struct, tag=True, array_like=True):
 
 
 class Hello(_Message):
-    """The first message; the engine ignores clients with a wrong token."""
+    """A client's first message; the engine ignores clients with a wrong token."""
 
     token: str
 
 
 class Add(_Message):
-    """A request; `params` holds the fields of `SamplingParams` that differ from the defaults.
+    """New request; `params` holds the non-default fields of `SamplingParams`.
 
-    `resumed` holds the tokens so far of a request that another engine had accepted; see
+    `resumed` holds the tokens that another engine has already generated for this request; see
     `LLMEngine.add_request`.
     """
 
@@ -82,19 +82,19 @@ class Add(_Message):
 
 
 class Abort(_Message):
-    """End a request; its last piece follows."""
+    """Abort a request; the engine still sends its last piece."""
 
     handle: int
 
 
 class Drop(_Message):
-    """End a request whose outputs nobody reads; nothing follows."""
+    """Abort a request that nobody reads; the engine sends nothing more for it."""
 
     handle: int
 
 
 class End(_Message):
-    """End a continuation whose text has ended, with a stop string for example."""
+    """End a continuation that the client has finished, at a stop string for example."""
 
     handle: int
     index: int
@@ -102,14 +102,14 @@ class End(_Message):
 
 
 class Call(_Message):
-    """Call `name` of the engine: "stats", "snapshot" or "reset_prefix_cache"; `Answer` follows."""
+    """Call "stats", "snapshot" or "reset_prefix_cache"; the engine replies with `Answer`."""
 
     number: int
     name: str
 
 
 class Embed(_Message):
-    """Compute embeddings; `Answer` follows."""
+    """Compute embeddings; the engine replies with `Answer`."""
 
     number: int
     token_ids: list[list[int]]
@@ -118,7 +118,7 @@ class Embed(_Message):
 
 
 class Cancel(_Message):
-    """Cancel a call: nobody waits for its answer."""
+    """Cancel a call: nobody is waiting for its answer any more."""
 
     number: int
 
@@ -127,7 +127,7 @@ class Cancel(_Message):
 
 
 class Ready(_Message):
-    """The answer to `Hello`, once the model is loaded.
+    """Reply to `Hello`, once the model is loaded.
 
     `num_blocks` is the number of blocks that may hold cached prefixes.
     """
@@ -143,7 +143,7 @@ class Ready(_Message):
 
 
 class Continuation(_Message):
-    """The news of one continuation since the last message."""
+    """Update of one continuation since the last message."""
 
     index: int
     token_ids: list[int]
@@ -153,9 +153,9 @@ class Continuation(_Message):
 
 
 class Piece(_Message):
-    """The news of one request that two integers cannot carry.
+    """Update of one request that does not fit into two integers.
 
-    That is its first or last output, log-probabilities, or several continuations.
+    Sent for its first or last output, log-probabilities, or several continuations.
     """
 
     handle: int
@@ -168,7 +168,7 @@ class Piece(_Message):
 
 
 class StepResult(_Message):
-    """The outputs of a step: one token for each of `handles`, and `pieces`."""
+    """Outputs of a step: one token for each of `handles`, and `pieces` for all others."""
 
     handles: list[int]
     token_ids: list[int]
@@ -176,7 +176,7 @@ class StepResult(_Message):
 
 
 class Refused(_Message):
-    """A request that was not queued."""
+    """The engine did not queue a request."""
 
     handle: int
     kind: str
@@ -184,14 +184,14 @@ class Refused(_Message):
 
 
 class Lost(_Message):
-    """Requests aborted because this API process did not read for too long."""
+    """The engine aborted these requests because this API process stopped reading for too long."""
 
     handles: list[int]
     reason: str
 
 
 class Answer(_Message):
-    """The result of a call (with an empty `kind`), or the error that it raised."""
+    """Result of a call (with an empty `kind`), or the error that it raised."""
 
     number: int
     kind: str
@@ -199,9 +199,9 @@ class Answer(_Message):
 
 
 class Heartbeat(_Message):
-    """The engine has finished a step, or is idle; sent at least every `BEAT_SECONDS`.
+    """The engine has finished a step or is idle; sent at least every `BEAT_SECONDS`.
 
-    The fields are its load: tokens yet to be computed, and unfinished requests.
+    The fields are its load: tokens yet to be computed, and number of unfinished requests.
     """
 
     num_waiting_tokens: int = 0
@@ -209,7 +209,7 @@ class Heartbeat(_Message):
 
 
 class Ended(_Message):
-    """The engine has ended, with the reason."""
+    """The engine has stopped, for the given reason."""
 
     reason: str
 
@@ -219,7 +219,7 @@ FromEngine = StepResult | Ready | Refused | Lost | Answer | Heartbeat | Ended
 
 
 def encode_logprobs(entries: Any) -> Entries | None:
-    """Return log-probabilities as plain values, without text: the receiver detokenizes."""
+    """Convert log-probabilities to plain values, without text: the receiver detokenizes."""
     if entries is None:
         return None
     return [
@@ -229,7 +229,7 @@ def encode_logprobs(entries: Any) -> Entries | None:
 
 
 def decode_logprobs(entries: Entries) -> list[dict[int, Logprob] | None]:
-    """Return the log-probabilities that `encode_logprobs` encoded, without text.
+    """Inverse of `encode_logprobs`; the log-probabilities have no text.
 
     Examples
     --------
@@ -243,13 +243,13 @@ def decode_logprobs(entries: Entries) -> list[dict[int, Logprob] | None]:
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the name of the error's class for `error_of`."""
+    """Return the class name of an error, as `error_of` expects it."""
     known = (type(error).__name__ in errors.__all__, isinstance(error, QueueFullError))
     return type(error).__name__ if any(known) else "EngineError"
 
 
 def error_of(kind: str, reason: str) -> EngineError:
-    """Rebuild an error of the other process.
+    """Rebuild an error raised in the other process.
 
     Examples
     --------

@@ -1,6 +1,6 @@
-"""The engine's counters in Prometheus's format, with vLLM's names where the meaning is the same.
+"""Engine metrics in Prometheus's format, with vLLM's names if the meaning is the same.
 
-All counts are kept by the engine, so every API process returns the same values.
+The engine keeps all counters, so every API process returns the same values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["CONTENT_TYPE", "COUNTERS", "GAUGES", "HISTOGRAMS", "metrics_text"]
 
 class _Value(NamedTuple):
     name: str
-    attribute: str  # path of the attribute in `EngineStats`
+    attribute: str  # attribute path in `EngineStats`
     text: str
 
 
@@ -38,7 +38,7 @@ GAUGES = (
     _Value("engine:kv_cache_cached_blocks", "scheduler.num_cached_blocks",
            "Blocks held by the prefix cache only."),
 )  # fmt: skip
-"""Metrics that rise and fall."""
+"""Gauges."""
 
 COUNTERS = (
     _Value("vllm:num_preemptions", "num_preemptions", "Preemptions."),
@@ -60,7 +60,7 @@ COUNTERS = (
            "Proposals that failed and were dropped."),
     _Value("engine:evicted_blocks", "scheduler.num_evicted_blocks", "Blocks evicted."),
 )  # fmt: skip
-"""Metrics that only rise; Prometheus adds ``_total`` to their names."""
+"""Counters; Prometheus appends ``_total`` to their names."""
 
 HISTOGRAMS = (
     _Value("vllm:time_to_first_token_seconds", "time_to_first_token_seconds",
@@ -76,19 +76,19 @@ HISTOGRAMS = (
     _Value("vllm:request_decode_time_seconds", "request_decode_time_seconds",
            "From the first token to the end."),
 )  # fmt: skip
-"""Distributions over finished requests."""
+"""Histograms over finished requests."""
 
 REQUESTS = "vllm:request_success"
-"""Finished requests, with a label `finished_reason`; ``_total`` is added."""
+"""Counter of finished requests, with a label `finished_reason`; ``_total`` is appended."""
 
 ACCEPTED_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
-"""Accepted drafts, with a label `position` from 0; ``_total`` is added."""
+"""Counter of accepted draft tokens, with a label `position` from 0; ``_total`` is appended."""
 
 _LABELS = ("model_name", "engine")
 
 
 class _Snapshot(Collector):
-    """The metrics of all replicas at one moment."""
+    """Snapshot of all replicas' metrics."""
 
     def __init__(self, stats: Mapping[int, EngineStats], model_name: str) -> None:
         self._stats = {(model_name, str(number)): found for number, found in stats.items()}
@@ -143,7 +143,7 @@ def _number(stats: EngineStats, value: _Value) -> float:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return cumulative buckets, as Prometheus expects."""
+    """Return the histogram as cumulative buckets, as Prometheus expects."""
     found = []
     count = 0
     bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
@@ -159,9 +159,9 @@ def metrics_text(stats: Mapping[int, EngineStats], model_name: str) -> bytes:
     Parameters
     ----------
     stats : mapping of int to EngineStats
-        By the number of the replica, which becomes the label `engine` of every metric.
+        Stats by replica index, which becomes the label `engine` of every metric.
     model_name : str
-        The label `model_name` of every metric.
+        Value of every metric's label `model_name`.
     """
     registry = CollectorRegistry()
     registry.register(_Snapshot(stats, model_name))

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 description of the endpoints, generated from the structs of the bodies."""
+"""OpenAPI 3.1 document, generated from the structs of the request and response bodies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCHEMAS = "#/components/schemas/{name}"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One method of one path; modules of `engine.server.routes` list theirs in `ENDPOINTS`.
+    """One method of one path; each module in `engine.server.routes` lists its own in `ENDPOINTS`.
 
     Attributes
     ----------
@@ -27,9 +27,9 @@ class Endpoint:
     request, response : struct or None
         Types of the bodies; None if a body is absent or not JSON.
     media_type : str
-        Media type of the answer.
+        Media type of the response.
     streams : bool
-        Whether `stream` turns the answer into server-sent events.
+        Whether `stream` turns the response into server-sent events.
     needs_key : bool
     """
 
@@ -102,7 +102,7 @@ def _operation(endpoint: Endpoint, refs: Mapping[Any, Any], has_keys: bool) -> d
 
 
 def _add_ranges(schema: dict[str, Any]) -> None:
-    """Add the ranges of the sampling fields to the schema of a request."""
+    """Add the ranges of sampling fields to a request's schema."""
     fields = schema.get("properties", {})
     if not {"temperature", "top_p"} <= set(fields):
         return

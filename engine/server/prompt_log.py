@@ -1,4 +1,4 @@
-"""The log of prompts; written only if `log_prompts` is set."""
+"""Prompt log; written only if `log_prompts` is set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _log = logging.getLogger("engine.server.prompts")
 
 
 def log_prompt(request_id: str, prompt: object) -> None:
-    """Log the start of a prompt: a text, or token ids."""
+    """Log the start of a prompt (text or token ids)."""
     text = prompt if isinstance(prompt, str) else str(prompt)
     shown = text[:MAX_PROMPT_CHARS].encode("unicode_escape").decode("ascii")
     fields = {"request_id": request_id, "prompt": shown}

@@ -1,4 +1,4 @@
-"""`ReadAhead`: reads an async generator, and takes items that are ready without waiting."""
+"""`ReadAhead`: reads an async generator, with a non-blocking poll for items that are ready."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class ReadAhead(Generic[T]):
-    """Reads an async generator in one task, so that accumulated items can be taken together.
+    """Reads an async generator from one task; accumulated items can be taken together.
 
-    `poll` starts the generator's next step itself. If the step has to wait, the next call of `next`
-    continues it: no further task and no queue are needed.
+    `poll` itself starts the generator's next step. If the step has to wait, the next call of `next`
+    resumes it, so no extra task or queue is needed.
 
     Parameters
     ----------
@@ -27,17 +27,17 @@ class ReadAhead(Generic[T]):
 
     def __init__(self, source: AsyncGenerator[T, None]) -> None:
         self._source = source
-        self._step: Any = None  # a step that was started, and waits for
+        self._step: Any = None  # the step in progress,
         self._future: Any = None
-        self._error: BaseException | None = None  # raised in `poll`, for `next`
+        self._error: BaseException | None = None  # raised during `poll`; `next` re-raises it
 
     async def next(self) -> T | None:
-        """Return the next item; None at the end.
+        """Wait for the next item; None at the end.
 
         Raises
         ------
         BaseException
-            Any exception of the generator.
+            Whatever the generator raises.
         """
         if self._error is not None:
             error = self._error
@@ -54,7 +54,7 @@ class ReadAhead(Generic[T]):
         return item
 
     def poll(self) -> T | None:
-        """Return the next item if it is ready; None if not, and at the end."""
+        """Return the next item if it is ready; otherwise, or at the end, None."""
         if self._step is not None or self._error is not None:
             return None
         step = self._source.__anext__().__await__()
@@ -72,7 +72,7 @@ class ReadAhead(Generic[T]):
         return None
 
     async def close(self) -> None:
-        """Close the generator, even while a step waits."""
+        """Close the generator, even if a step is waiting."""
         step = self._step
         self._step = None
         if step is not None:
@@ -83,7 +83,7 @@ class ReadAhead(Generic[T]):
 
 @types.coroutine
 def _resume(step: Any, future: Any, error: BaseException | None = None) -> Generator[Any, Any, Any]:
-    """Continue a step that waits for `future`, or throw `error` into it."""
+    """Resume a step that waits for `future`, or throw `error` into it."""
     while True:
         try:
             if error is None:

@@ -1,7 +1,7 @@
-"""Reasoning parsers: separate `<think>...</think>` at the start of an answer from its content.
+"""Reasoning parsers: split `<think>...</think>` off the start of an answer.
 
-Some templates end the prompt with `<think>`, others with an empty block, which tells the model not
-to think. So the end of the prompt decides whether an answer begins inside the block.
+Some templates end the prompt with `<think>`, others with an empty block that tells the model not to
+think. So the end of the prompt determines whether an answer begins inside the block.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _MARKERS = Markers(_CLOSE)
 _DEEPSEEK = "<\uff5cAssistant\uff5c>"
 
 NAMES = ("deepseek_r1", "qwen3")
-"""Names of all parsers."""
+"""Names of all reasoning parsers."""
 
 
 class ReasoningParser:
-    """Splits one answer into reasoning and content while it arrives.
+    """Incrementally splits one answer into reasoning and content.
 
-    The concatenated results do not depend on how the text is cut into pieces. White space around
+    The concatenated results do not depend on how the text is split into chunks. White space around
     the reasoning and after the block is dropped. An unclosed block is reasoning to the end.
 
     Parameters
     ----------
     is_open : bool or None
-        Whether the answer begins inside the block; None: the answer itself may open one.
+        Whether the answer begins inside the block; None: the answer may open one itself.
 
     Examples
     --------
@@ -44,7 +44,7 @@ class ReasoningParser:
         self._gate = TextGate()  # for the reasoning
         self._gate.cut()
         self._held: list[str] = []  # white space before the block or the content
-        self._pending = ""  # text that may begin a marker
+        self._pending = ""  # possible start of a marker
         self._state = "content" if is_open is False else "reasoning" if is_open else "start"
 
     @property
@@ -53,11 +53,11 @@ class ReasoningParser:
         return self._state in ("start", "reasoning")
 
     def feed(self, delta: str) -> tuple[str, str]:
-        """Add text; return the reasoning and content that no later text can change."""
+        """Feed text; return the reasoning and content that are now final."""
         return self._split(self._pending + delta, is_last=False)
 
     def finish(self) -> tuple[str, str]:
-        """End the text; return the reasoning and content that were held back."""
+        """Signal the end of the text; return the reasoning and content held back so far."""
         reasoning, content = self._split(self._pending, is_last=True)
         if self._state == "start":  # white space only
             content = "".join(self._held) + content
@@ -108,8 +108,8 @@ def get(name: str, prompt: str | None = None) -> ReasoningParser:
     name : str
         One of `NAMES`.
     prompt : str, optional
-        The prompt that the model continues; its end decides whether the block is open. Default:
-        "deepseek_r1" begins inside the block, "qwen3" may open one.
+        The prompt that the model continues; its end determines whether the block is open. Without
+        it, "deepseek_r1" begins inside the block and "qwen3" may open one.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""A request served by an engine in another process: its text, stop strings and outputs.
+"""Client side of a request served by an engine in another process: text, stop strings, outputs.
 
-The engine sends token ids; `OutputGroup` and `OutputStream`, which `LLMEngine` uses too, turn them
-into outputs here.
+The engine sends token ids; here they become outputs, with the same `OutputGroup` and `OutputStream`
+classes that `LLMEngine` uses.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _DEFAULTS = {
     f.name: None if f.default is dataclasses.MISSING else f.default
     for f in dataclasses.fields(SamplingParams)
 }
-_SHORTEST_TIMEOUT = 1e-3  # seconds, for a request resumed after its deadline
-# Fields that are applied in the client: stop strings, the content of outputs, `best_of`.
+_SHORTEST_TIMEOUT = 1e-3  # seconds; for a request resumed past its deadline
+# Fields applied on the client side: stop strings, the contents of outputs, `best_of`.
 _OURS = {
     *("n", "best_of", "stop", "detokenize", "skip_special_tokens"),
     *("include_stop_str_in_output", "output_kind", "logits_processors"),
@@ -37,28 +37,28 @@ _OURS = {
 
 
 class RemoteRequest:
-    """One request of an API process, read by one task.
+    """Request of an API process, read by one task.
 
-    Outputs are built when they are read. So a slow reader gets fewer outputs with more tokens each,
-    and the memory that waits for it is bounded by the request's tokens.
+    Outputs are built when they are read. A slow reader thus receives fewer outputs with more tokens
+    each, and buffered memory is bounded by the request's token count.
 
     Parameters
     ----------
     message : Add
-        The message that sends it to an engine; its handle is the request's.
+        Message that submits the request to an engine; it holds the request's handle.
     group : OutputGroup
-        The request's texts and outputs, with its streams.
+        The request's output streams, which build its texts and outputs.
 
     Attributes
     ----------
     handle : int
         The request's number at its current engine.
     is_aborted : bool
-        Whether an abort was sent to the engine.
+        Whether an abort has been sent to the engine.
     num_crashes : int
-        Number of engines that have ended while they served it.
+        Number of engines that have crashed while serving it.
     is_finished : bool
-        Whether all continuations have ended, in the engine or because of their text.
+        Whether all continuations have ended, in the engine or here because of their text.
     """
 
     __slots__ = (
@@ -77,7 +77,7 @@ class RemoteRequest:
         self._has_news = False
         self._arrived: RequestOutput | None = None
         self._waiter: asyncio.Future[None] | None = None
-        # The only continuation, if its tokens need nothing but detokenizing.
+        # The only continuation, if its tokens only need detokenizing.
         self._plain = group.streams[0] if group.streams[0].is_plain else None
 
     @property
@@ -87,24 +87,24 @@ class RemoteRequest:
 
     @property
     def request_id(self) -> str:
-        """The id given by the client."""
+        """Request id given by the client."""
         return self.message.request_id
 
     @property
     def has_begun(self) -> bool:
-        """Whether its current engine continues the tokens of another one."""
+        """Whether its current engine resumed it with tokens from another engine."""
         return any(self.message.resumed or ())
 
     def resume(self) -> bool:
-        """Prepare `message` for another engine; return False if the request is finished.
+        """Prepare `message` for another engine; return False if nothing is left to generate.
 
-        Tokens and text so far are kept: the reader notices nothing.
+        Tokens and text so far are kept, so the reader does not notice.
         """
         if self.is_finished:
             return False
         message = self.message
         streams = self.group.streams
-        is_final = message.is_final_only  # then the engine has sent no tokens yet
+        is_final = message.is_final_only  # if so, the engine has sent no tokens yet
         message.resumed = [
             ([] if is_final else list(stream.request.output_token_ids)) if is_open else None
             for stream, is_open in zip(streams, self._is_open, strict=True)
@@ -112,13 +112,13 @@ class RemoteRequest:
         return True
 
     def update_timeout(self) -> None:
-        """Set the message's timeout to the time left until the deadline."""
+        """Set the message's timeout to the time remaining until the deadline."""
         if self.group.deadline is not None:
             left = self.group.deadline - time.monotonic()
             self.message.timeout = max(_SHORTEST_TIMEOUT, left)
 
     async def next_output(self) -> RequestOutput:
-        """Wait for the next output; raise `error` after the last one if it is set."""
+        """Wait for the next output; once all are read, raise `error` if it is set."""
         while True:
             if self._arrived is not None:
                 output = self._arrived
@@ -136,20 +136,20 @@ class RemoteRequest:
                 self._waiter = None
 
     def abort(self, stop_reason: str | None = None) -> None:
-        """End the request with the tokens so far, as if its engine had aborted it."""
+        """Finish the request with the tokens so far, as if its engine had aborted it."""
         now = time.monotonic()
         for index, is_open in enumerate(self._is_open):
             if is_open:
                 self._push(Continuation(index, [], None, "abort", stop_reason), now)
 
     def fail(self, error: BaseException) -> None:
-        """Raise `error` in the reader, after the outputs that it has not read yet."""
+        """Make the reader raise `error` after the outputs that it has yet to read."""
         self.error = error
         self.is_finished = True
         self._wake()
 
     def push_token(self, token_id: int, now: float) -> list[End]:
-        """Add a token to the request's only continuation, which has not ended."""
+        """Append a token to the request's only continuation, which must not have ended."""
         stream = self._plain
         if stream is not None and self._is_open[0] and not self._has_news and not self._arrived:
             stream.request.output_token_ids.append(token_id)
@@ -161,9 +161,9 @@ class RemoteRequest:
         return self._push(Continuation(0, [token_id], None, None, None), now)
 
     def push(self, piece: Piece, now: float) -> list[End]:
-        """Add the engine's news; return the ends of text that the engine does not know of."""
+        """Apply an update from the engine; return the ends to report back to it."""
         group = self.group
-        if not self.has_begun:  # the first engine's values are kept
+        if not self.has_begun:  # keep the first engine's values
             for stream in group.streams:
                 stream.request.num_cached_tokens = piece.num_cached_tokens
             group.metrics.first_scheduled_time = piece.first_scheduled_time
@@ -181,7 +181,7 @@ class RemoteRequest:
 
     def _push(self, new: Continuation, now: float) -> list[End]:
         if not self._is_open[new.index]:
-            return []  # its text has ended; the engine did not know it yet
+            return []  # already ended here; the engine did not know yet
         group = self.group
         stream = self.group.streams[new.index]
         request = stream.request
@@ -207,7 +207,7 @@ class RemoteRequest:
         return ends if new.finish_reason is None else []
 
     def _release(self, index: int, now: float) -> None:
-        """Finish the text of a continuation that has ended."""
+        """Flush the text of a continuation that has ended."""
         self._is_open[index] = False
         stream = self.group.streams[index]
         if (end := stream.finish()) is not None:
@@ -230,7 +230,7 @@ class RemoteRequest:
 
 
 class RequestMaker:
-    """Builds requests, with the engine's own checks before anything is sent.
+    """Builds requests, running the engine's own checks before anything is sent.
 
     Parameters
     ----------
@@ -241,7 +241,7 @@ class RequestMaker:
     def __init__(self, info: ModelInfo, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._texts = token_texts(tokenizer)
-        # The attributes that `InputProcessor` reads; only the engine chooses between ropes.
+        # Only the attributes that `InputProcessor` reads; the RoPE variant is the engine's choice.
         model: Any = SimpleNamespace(
             config=SimpleNamespace(vocab_size=info.vocab_size),
             eos_token_ids=info.eos_token_ids,
@@ -250,7 +250,7 @@ class RequestMaker:
         self._inputs = InputProcessor(model, tokenizer, max_model_len=info.max_model_len)
 
     def encode(self, prompt: Prompt, cache_salt: str | None = None) -> PromptInput:
-        """Tokenize and check a prompt."""
+        """Tokenize and validate a prompt."""
         return self._inputs.encode(prompt, cache_salt)
 
     def make(
@@ -261,12 +261,12 @@ class RequestMaker:
         priority: int,
         timeout: float | None,
     ) -> RemoteRequest:
-        """Return the request; its message has no handle yet.
+        """Build a request; its message has no handle yet.
 
         Raises
         ------
         RequestError
-            If a check fails that does not need the engine.
+            If it fails a check that does not need the engine.
         """
         priority, timeout = self._inputs.check(request_id, params, priority, timeout)
         if params.logits_processors:
@@ -274,7 +274,7 @@ class RequestMaker:
                 "logits_processors must be left out, as the engine is another process: functions "
                 f"are never sent; got {len(params.logits_processors)}"
             )
-        # The engine itself handles seeds, grammars and bad words.
+        # Seeds, grammars and bad words are the engine's job, hence the placeholders.
         spec = SamplingSpec(params, 0, (), _num_logprobs(params))
         specs = [spec] * params.num_continuations
         group = OutputGroup(request_id, prompt.text, params, time.monotonic(), self._tokenizer)
@@ -300,13 +300,13 @@ class RequestMaker:
 
 
 def _num_logprobs(params: SamplingParams) -> int | None:
-    """Return the number of log-probabilities that the engine sends, if only to rank `best_of`."""
+    """Return the number of log-probabilities to request, even if only to rank `best_of`."""
     is_ranked = params.num_continuations > params.n
     return 0 if params.logprobs is None and is_ranked else params.logprobs
 
 
 def _engine_params(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields of `SamplingParams` for the engine, which ranks and detokenizes nothing."""
+    """Return the `SamplingParams` fields for the engine, which neither ranks nor detokenizes."""
     fields = {
         name: value
         for name, default in _DEFAULTS.items()
@@ -331,6 +331,6 @@ def _plain(structured: Any) -> dict[str, Any]:
 
 
 def engine_params(fields: dict[str, Any], *, is_final_only: bool) -> SamplingParams:
-    """Return the engine's parameters for an `Add`: token ids, without text."""
+    """Return the engine's sampling parameters for an `Add`: token ids only, no text."""
     kind = RequestOutputKind.FINAL_ONLY if is_final_only else RequestOutputKind.DELTA
     return SamplingParams(**fields, detokenize=False, output_kind=kind)

@@ -1,7 +1,7 @@
-"""`RequestClient`: the part that the clients of engines in other processes share.
+"""`RequestClient`: base class of the clients of engines in other processes.
 
-Requests are checked, tokenized and detokenized in the client, and stop strings are found there, so
-that the engine's loop has less to do.
+The client validates, tokenizes and detokenizes, and matches stop strings, to keep work off the
+engine loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.structured.spec import StructuredOutput
 __all__ = ["Answerer", "RequestClient"]
 
 Answerer = Callable[[m.FromClient], Iterable[m.FromEngine]]
-"""Answers messages in place of an engine."""
+"""Stand-in for an engine: message -> replies."""
 
 
 class RequestClient(EngineClient):
@@ -52,7 +52,7 @@ class RequestClient(EngineClient):
 
     @contextlib.contextmanager
     def answered_by(self, answer: Answerer) -> Iterator[None]:
-        """Within the context, let `answer` answer all messages in place of the engine."""
+        """Within the context, `answer` replies to all messages instead of the engine."""
         self._set_answer(answer)
         try:
             yield
@@ -66,7 +66,7 @@ class RequestClient(EngineClient):
         return self._maker.encode(prompt, cache_salt)
 
     def _prepare(self, params: SamplingParams) -> None:
-        # Checked here too: an invalid grammar then costs the engine's process nothing.
+        # Also checked here, so that an invalid grammar costs the engine process nothing.
         if isinstance(params.structured, StructuredOutput):
             check_structured(params.structured)
 

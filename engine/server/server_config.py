@@ -1,7 +1,7 @@
-"""The options of the server itself; see `EngineConfig` and `load` for those of the engine.
+"""Options of the server itself; see `EngineConfig` and `load` for the engine's.
 
-Each field is a flag of `engine serve` (`--api-server-count`) and a key of the file given by
-`--config`. The names are vLLM's where the meaning is the same.
+Each field is a flag of `engine serve` (`--api-server-count`) and a key in the `--config` file.
+Names match vLLM's if the meaning is the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RANGES = {
     "max_tools": NumberRange(0, 2**16, integer=True),
     "max_watchers": NumberRange(0, 2**16, integer=True),
 }
-"""Range of every numeric option."""
+"""Valid range of each numeric option."""
 
 _FLAGS = (
     *("allow_credentials", "enable_auto_tool_choice", "enable_page", "enable_metrics"),
@@ -67,13 +67,13 @@ def _option(default: Any, text: str) -> Any:
 class ServerConfig:
     """Addresses, access and limits of the server; frozen, plain values only.
 
-    Each field is described by its "help" in `dataclasses.fields`, which `engine serve --help`
-    prints. `api_key_hashes` has no flag: it is computed from `--api-key`.
+    The "help" in each field's metadata is what `engine serve --help` prints. `api_key_hashes` has
+    no flag: it is computed from `--api-key`.
 
     Raises
     ------
     ConfigError
-        If a value is out of its range or of the wrong type.
+        If a value is out of range or of the wrong type.
 
     Examples
     --------
@@ -91,20 +91,18 @@ class ServerConfig:
     )
     port: int = _option(8000, "port to listen on; 0: any free port")
     root_path: str = _option("", "path under which a proxy exposes this server")
-    api_server_count: int = _option(1, "processes for HTTP, tokenizing and detokenizing")
-    data_parallel_size: int = _option(
-        1, "replicas of the engine, each with its own process and GPUs"
-    )
+    api_server_count: int = _option(1, "processes for HTTP, tokenization and detokenization")
+    data_parallel_size: int = _option(1, "engine replicas, each with its own process and GPUs")
     nodes: int = _option(
-        0, "serve on a Ray cluster of this many machines, when they have joined; 0: here"
+        0, "serve on a Ray cluster once it has this many machines; 0: on this machine only"
     )
     shutdown_timeout: float = _option(30.0, "seconds for running requests to finish after SIGTERM")
     hang_timeout: float | None = _option(
         None,
-        "maximum seconds of a step; a longer one ends the engine; the last one ends the server",
+        "maximum seconds per step; a slower replica is killed, and the server ends with the last",
     )
 
-    served_model_name: tuple[str, ...] = _option((), "names of the model in the API; repeatable")
+    served_model_name: tuple[str, ...] = _option((), "model names in the API; repeatable")
     chat_template: str | None = _option(None, "file with a chat template, instead of the model's")
     enable_auto_tool_choice: bool = _option(True, "let the model call tools on its own")
     tool_call_parser: str | None = _option(None, "format of tool calls (default: by the template)")
@@ -122,38 +120,38 @@ class ServerConfig:
     ssl_keyfile: str | None = _option(None, "TLS key, in PEM")
     ssl_ca_certs: str | None = _option(None, "TLS: clients must present a certificate of these CAs")
 
-    max_body_bytes: int = _option(32 << 20, "maximum bytes of a request's body")
-    max_header_bytes: int = _option(64 << 10, "maximum bytes of a request's headers")
-    max_connections: int = _option(8192, "maximum connections of an API process")
+    max_body_bytes: int = _option(32 << 20, "maximum bytes of a request body")
+    max_header_bytes: int = _option(64 << 10, "maximum bytes of request headers")
+    max_connections: int = _option(8192, "maximum connections per API process")
     max_concurrent_requests: int = _option(
-        4096, "maximum unfinished requests of an API process; more get 429"
+        4096, "maximum unfinished requests per API process; more get 429"
     )
     max_requests_per_key: int | None = _option(
         None,
-        "maximum unfinished requests of an API key in an API process (default: a fair share when "
+        "maximum unfinished requests per API key and API process (default: a fair share if "
         "the process is busy)",
     )
-    max_prompts: int = _option(1024, "maximum prompts of a request")
-    max_n: int = _option(16, "maximum n and best_of of a request")
-    max_logprobs: int = _option(20, "maximum logprobs of a request")
-    max_tools: int = _option(128, "maximum tools of a request")
+    max_prompts: int = _option(1024, "maximum prompts per request")
+    max_n: int = _option(16, "maximum n and best_of per request")
+    max_logprobs: int = _option(20, "maximum logprobs per request")
+    max_tools: int = _option(128, "maximum tools per request")
     max_watchers: int = _option(16, "maximum viewers of the watch page, per API process")
     request_timeout: float | None = _option(None, "seconds after which a request is aborted")
-    body_timeout: float = _option(30.0, "maximum seconds for a request's body to arrive")
+    body_timeout: float = _option(30.0, "maximum seconds for a request body to arrive")
     send_timeout: float = _option(60.0, "seconds without reading after which a client is dropped")
     timeout_keep_alive: float = _option(30.0, "seconds after which an idle connection is closed")
     sse_keep_alive: float = _option(15.0, "seconds between comments on an idle stream")
 
-    enable_page: bool = _option(True, "serve the page at /")
+    enable_page: bool = _option(True, "serve the web page at /")
     enable_metrics: bool = _option(True, "serve Prometheus metrics at /metrics")
     access_log: bool = _option(True, "log each request on stderr")
     json_logs: bool = _option(False, "write logs as JSON")
-    log_prompts: bool = _option(False, "write prompts into the log")
+    log_prompts: bool = _option(False, "log prompts")
     log_level: str = _option("info", "debug, info, warning or error")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ServerConfig:
-        """Build from the plain values of TOML or JSON; lists become tuples.
+        """Build from TOML or JSON values; lists become tuples.
 
         Raises
         ------
@@ -199,7 +197,7 @@ class ServerConfig:
 
     @property
     def url(self) -> str:
-        """The server's URL, according to its own options."""
+        """URL of the server, derived from these options."""
         scheme = "https" if self.ssl_certfile else "http"
         return f"{scheme}://{_bracketed(self.host)}:{self.port}"
 
@@ -209,12 +207,12 @@ class ServerConfig:
         return bool(self.api_key_hashes) or self.api_key_file is not None
 
     def options(self) -> dict[str, Any]:
-        """Return the plain values of all fields; `from_options` is the inverse."""
+        """Return all fields as plain values; the inverse of `from_options`."""
         return asdict(self)
 
 
 def key_hash(key: str) -> str:
-    """Return the SHA-256 of an API key in hexadecimal; only hashes are kept in memory.
+    """Return the SHA-256 hex digest of an API key; only hashes are kept in memory.
 
     Examples
     --------

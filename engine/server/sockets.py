@@ -1,4 +1,4 @@
-"""The ZeroMQ sockets between engine process and API processes: bounded, sends never block."""
+"""ZeroMQ sockets between the engine process and API processes: bounded, with non-blocking sends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Socket", "bound_socket", "connected_socket", "descriptor", "has_inpu
 
 Socket = zmq.Socket[bytes]
 
-MAX_UNREAD = 1000  # unread messages of an API process above which its requests are aborted
-_POLLIN = int(zmq.POLLIN)  # an int: `&` of the enum takes half as long as polling the socket
-_PING_MS = 2000  # answered by the peer's I/O thread, even during a long step
-_MAX_UNSENT = 10_000  # maximum messages that wait for an engine in a long step
+MAX_UNREAD = 1000  # maximum unread messages of an API process before its requests are aborted
+_POLLIN = int(zmq.POLLIN)  # as an int: `&` on the enum takes half as long as the poll itself
+_PING_MS = 2000  # milliseconds; the peer's I/O thread answers even during a long step
+_MAX_UNSENT = 10_000  # maximum messages queued for an engine that is in a long step
 
 
 def bound_socket(address: str) -> Socket:
@@ -28,15 +28,15 @@ def bound_socket(address: str) -> Socket:
     socket: Socket = zmq.Context.instance().socket(zmq.ROUTER)
     socket.linger = 1000
     socket.sndhwm = MAX_UNREAD
-    socket.rcvhwm = 0  # no limit: each client bounds its own messages
-    socket.router_mandatory = 1  # sending to a full or absent peer raises
+    socket.rcvhwm = 0  # no limit: each client bounds its own queue
+    socket.router_mandatory = 1  # sending to a full or absent peer raises an error
     _notice_silence(socket, address)
     socket.bind(address)
     return socket
 
 
 def connected_socket(address: str) -> tuple[Socket, Socket]:
-    """Return a client's socket, and a monitor socket that reports when its engine has ended."""
+    """Return a client's socket, and a monitor socket that reports when the engine is gone."""
     socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.linger = 0
     socket.sndhwm = _MAX_UNSENT
@@ -49,14 +49,14 @@ def connected_socket(address: str) -> tuple[Socket, Socket]:
 
 
 def _notice_silence(socket: Socket, address: str) -> None:
-    """End the connection to a machine that stops answering pings."""
+    """Enable pings, so that the connection to a machine that stops answering them is closed."""
     if address.startswith("tcp:"):
         socket.heartbeat_ivl = _PING_MS
         socket.heartbeat_timeout = 5 * _PING_MS
 
 
 def has_input(socket: Socket) -> bool:
-    """Return whether a message can be received."""
+    """Return whether a message is ready to be received."""
     events: Any = socket.get(zmq.EVENTS)
     return bool(events & _POLLIN)
 

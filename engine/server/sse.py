@@ -1,4 +1,4 @@
-"""Server-sent events: frames are written as they arrive, and comments keep idle streams alive."""
+"""Server-sent events: writes frames as they arrive, and comments to keep idle streams alive."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _MAX_BATCH = 64  # maximum frames written together
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # stops nginx from holding frames back
+    "x-accel-buffering": "no",  # stops nginx from buffering frames
 }
 
 
 class ClientGone(Exception):
-    """The client has closed the connection: no answer is needed."""
+    """The client has disconnected: no response is needed."""
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of `work`; cancel it when the client disconnects.
+    """Return the result of `work`; cancel it if the client disconnects.
 
     Raises
     ------
@@ -66,24 +66,25 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 def openai_error_frame(error: APIError) -> bytes:
-    """Return the frame of an error in a stream that has started."""
+    """Return the frame for an error in a stream that has already started."""
     return b"data: " + error_body(error) + b"\n\n"
 
 
 class EventStream(Response):
-    """A response of server-sent events.
+    """Response with server-sent events.
 
-    An error before the first frame is raised, so that the response has the error's status; a later
-    error becomes a frame. Accumulated frames are written together.
+    An error before the first frame is raised, so that the response gets its status; a later error
+    becomes a frame. Accumulated frames are written together.
 
     Parameters
     ----------
     frames : async generator of bytes
-        Complete frames. The generator is closed when the client disconnects.
+        Yields complete frames; closed when the client disconnects.
     keep_alive : float
-        Seconds without a frame after which a comment is sent; the first comment sends the headers.
+        Seconds without a frame after which to send a comment; the first comment also sends the
+        headers.
     error_frame : callable
-        Returns the frame of an `APIError`.
+        Converts an `APIError` to a frame.
     last : bytes
         Written after the last frame, and after an error.
     headers : mapping of str to str, optional
@@ -107,7 +108,7 @@ class EventStream(Response):
         self._last = last
         self._is_started = False
         self._is_sending = False
-        self._num_frames = 0  # frames sent by the last tick
+        self._num_frames = 0  # frames sent up to the last tick
         self._num_sent = 0
         self._comment: asyncio.Task[None] | None = None
 

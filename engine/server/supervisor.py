@@ -1,8 +1,8 @@
-"""The server's first process: starts the engine and the API processes, and ends them together.
+"""Main process of the server: starts the engine and API processes, and shuts them down together.
 
-When the engine ends, the server ends too and reports the reason. With several replicas, one that
-ends is restarted as long as another one serves. An API process that ends is restarted; the streams
-of the others continue.
+If the engine exits, the server exits too and reports the reason. With several replicas, one that
+exits is restarted as long as another one is serving. An API process that exits is restarted;
+streams in the others continue.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from engine.server.server_config import ServerConfig
 __all__ = ["Supervisor", "supervise"]
 
 _MAX_ADDRESS = 100  # bytes; the kernel's limit for the path of a socket is 104 or 108
-# Maximum restarts of the API processes, and of each replica, within the span.
+# Maximum restarts within `_RESTART_SPAN`: of all API processes, and of each replica.
 _MAX_RESTARTS = 5
-_RESTART_SPAN = 60.0  # seconds over which restarts are counted
-_SLACK_SECONDS = 6.0  # time for a child to end, beyond `shutdown_timeout`
-_NOTICE_SECONDS = 2.0  # longest delay between an API process and us noticing an engine's end
-_LAST_WORDS_SECONDS = 3.0  # time for API processes to report the engine's end to their clients
+_RESTART_SPAN = 60.0  # seconds; window over which restarts are counted
+_SLACK_SECONDS = 6.0  # time for a child to exit, beyond `shutdown_timeout`
+_NOTICE_SECONDS = 2.0  # maximum delay until we notice an engine's exit that an API process has seen
+_LAST_WORDS_SECONDS = 3.0  # time for API processes to tell their clients that the engine exited
 _ENGINE = "engine.server.engine_process"
 _API = "engine.server.api_process"
-# Not `-m`, which puts the current folder first on the import path.
+# Not `-m`, which puts the current folder first on `sys.path`.
 _CODE = """import sys; module, *sys.path[:] = sys.argv[1:]
 from importlib import import_module
 from engine.server.child import run_child
@@ -51,20 +51,20 @@ run_child(import_module(module).main)"""
 
 @dataclass(eq=False)
 class _Child:
-    """A child process; `reason` says why it ended, if it has reported that."""
+    """Child process; `reason` is why it exited, if it has reported that."""
 
     module: str
-    number: int  # number of the replica, or of the API process
+    number: int  # index of the replica or API process
     process: asyncio.subprocess.Process
     listeners: list[socket.socket]
     ready: asyncio.Event
     seen: float = 0.0  # time of its last report
     reason: str = ""
     status: int = 1
-    is_ending: bool = False  # whether it was told to end
+    is_ending: bool = False  # whether it was told to exit
 
     def ending(self) -> str:
-        """Return the reason of its end."""
+        """Return why it exited."""
         code = self.process.returncode
         if self.reason:
             return self.reason
@@ -75,24 +75,24 @@ class _Child:
 
 
 class Supervisor:
-    """Starts the processes of a server, restarts them, and ends them.
+    """Starts, restarts and stops the processes of a server.
 
     Parameters
     ----------
     model : str
-        Name or path of a model on this machine.
+        Name or local path of the model.
     server : ServerConfig
     engine : dict
-        Keyword arguments of `LLMEngine.from_name`; plain values.
+        Keyword arguments of `LLMEngine.from_name`; plain values only.
     """
 
     def __init__(self, model: str, server: ServerConfig, engine: dict[str, Any]) -> None:
         self._server = server
         self._start = time.monotonic()
         self._children: set[_Child] = set()
-        self._engines: dict[int, _Child] = {}  # by replica, the last process started
+        self._engines: dict[int, _Child] = {}  # replica index -> the process started last
         self._restarts: defaultdict[str, deque[float]] = defaultdict(deque)
-        self._failed_starts: Counter[int] = Counter()  # by replica, consecutive ones
+        self._failed_starts: Counter[int] = Counter()  # replica index -> consecutive failed starts
         self._is_announced = False
         self._num_signals = 0
         self._is_ending = asyncio.Event()
@@ -108,9 +108,9 @@ class Supervisor:
         self._config = ChildConfig(model, server.options(), engine, addresses, token)
 
     async def run(self, listeners: list[list[socket.socket]]) -> int:
-        """Serve until a signal or the engine's end; return the exit status.
+        """Serve until a signal arrives or the engine exits; return the exit status.
 
-        `listeners` holds a list of listening sockets for each API process.
+        `listeners` holds each API process's listening sockets.
         """
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -131,7 +131,7 @@ class Supervisor:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _watch_over(self) -> int:
-        """Restart processes until the server has to end; end it and return the exit status."""
+        """Restart processes until the server must stop; stop it and return the exit status."""
         ending = asyncio.ensure_future(self._is_ending.wait())
         while True:
             ended = asyncio.ensure_future(self._ended.get())
@@ -154,9 +154,9 @@ class Supervisor:
         return any(e.ready.is_set() and e.process.returncode is None for e in engines)
 
     async def _restart_engine(self, child: _Child) -> None:
-        """Restart a replica, unless it has ended too often; the others continue."""
+        """Restart a replica unless it has exited too often; the others continue."""
         name = f"replica {child.number}"
-        # Counted apart: slow failing starts never add up within `_RESTART_SPAN`.
+        # Counted separately: slow failing starts would never accumulate within `_RESTART_SPAN`.
         failed = 0 if child.ready.is_set() else self._failed_starts[child.number] + 1
         self._failed_starts[child.number] = failed
         if self._may_restart(name) and failed <= _MAX_RESTARTS:
@@ -166,9 +166,9 @@ class Supervisor:
             say(f"{name} ended again and again ({child.ending()}): it is given up")
 
     async def _restart_api(self, child: _Child) -> None:
-        """Restart an API process that has ended."""
+        """Restart an API process that has exited."""
         if not child.ready.is_set():
-            # The cause may be an engine's end, which we notice later than the API process's.
+            # The cause may be an engine exit, which we notice later than the API process does.
             engines = list(self._engines.values())
             await self._wait_for(engines, _NOTICE_SECONDS)
             for engine in engines:
@@ -181,7 +181,7 @@ class Supervisor:
         await self._spawn(_API, child.number, child.listeners)
 
     def _may_restart(self, name: str) -> bool:
-        """Count a restart; return whether the recent ones are within the limit."""
+        """Count a restart; return whether recent restarts are within the limit."""
         now = time.monotonic()
         restarts = self._restarts[name]
         restarts.append(now)
@@ -190,13 +190,13 @@ class Supervisor:
         return len(restarts) <= _MAX_RESTARTS
 
     async def _drain(self) -> int:
-        """Let the API processes finish, then the engine.
+        """Let the API processes finish their requests, then stop the engine.
 
         Raises
         ------
         _Ended
-            If the engine (or every replica) failed meanwhile, so that answers were cut off, or does
-            not end.
+            If the engine (or every replica) fails meanwhile, so that answers are cut off, or does
+            not exit.
         """
         apis = [child for child in self._children if child.module == _API]
         _signal(apis, signal.SIGTERM)
@@ -212,22 +212,22 @@ class Supervisor:
             return 1
         if not self._children.isdisjoint(engines):
             raise _Ended(f"the engine's process did not end within {_SLACK_SECONDS:g} s", 1)
-        # -SIGTERM: the signal came before the process had a handler, so it served nothing yet.
+        # -SIGTERM: the signal came before the process had a handler, so it had served nothing yet.
         if all(engine.process.returncode not in (0, -signal.SIGTERM) for engine in engines):
             raise _engine_ended(engines[0])
         return 0
 
     async def _say_last_words(self) -> None:
-        """Wait for the API processes to tell their clients that the engine has ended."""
+        """Wait for the API processes to tell their clients that the engine has stopped."""
         starting = [child for child in self._children if child.module == _ENGINE]
         self._kill(starting)
         if any(child.ready.is_set() for child in self._children):
             await self._wait_for(list(self._children), _LAST_WORDS_SECONDS)
 
     async def _wait_for(self, children: list[_Child], seconds: float) -> None:
-        """Wait until these children have ended and their reports are read, at most `seconds`.
+        """Wait up to `seconds` until these children have exited and their reports are read.
 
-        A second signal ends the wait too.
+        A second signal also ends the wait.
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._num_signals < 2:
@@ -252,7 +252,7 @@ class Supervisor:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=descriptors,
-            start_new_session=True,  # Ctrl-C reaches the supervisor only
+            start_new_session=True,  # Ctrl-C must only reach the supervisor
         )
         child = _Child(module, number, process, list(listeners), asyncio.Event())
         self._children.add(child)
@@ -263,7 +263,7 @@ class Supervisor:
         return child
 
     async def _follow(self, child: _Child) -> None:
-        """Read the reports of a child until it has ended."""
+        """Read a child's reports until it exits."""
         assert child.process.stdout is not None
         with contextlib.suppress(ValueError):  # a line longer than the reader's limit
             while line := await child.process.stdout.readline():
@@ -279,7 +279,7 @@ class Supervisor:
         self._ended.put_nowait(child)
 
     async def _kill_if_hung(self, engine: _Child, limit: float) -> None:
-        """Kill a replica when one of its steps takes more than `limit` seconds."""
+        """Kill a replica if one of its steps takes more than `limit` seconds."""
         await engine.ready.wait()
         if not await self._is_hung(engine, limit):
             return
@@ -292,17 +292,17 @@ class Supervisor:
             self._kill([engine])
 
     async def _is_hung(self, engine: _Child, limit: float) -> bool:
-        """Return True once the engine hangs; False once it has ended or was told to."""
+        """Return True once the engine hangs; False once it has exited or was told to."""
         seen = 0.0
         start = 0.0
         looked = time.monotonic()
         while engine in self._children and not engine.is_ending:
             now = time.monotonic()
-            if now - looked > 2 * BEAT_SECONDS:  # this process was stopped, and perhaps the engine
+            if now - looked > 2 * BEAT_SECONDS:  # we were suspended, perhaps the engine too
                 start = now
             looked = now
             if now - max(start, engine.seen) > limit + BEAT_SECONDS:
-                # Only the second time: this process may have had no time to read a report.
+                # Only the second time: this process may not have had time to read a report yet.
                 if seen == engine.seen:
                     return True
                 seen = engine.seen
@@ -329,7 +329,7 @@ class Supervisor:
 
 
 class _Ended(EngineError):
-    """The server ends, for a reason and with an exit status."""
+    """The server must exit, for a reason and with an exit status."""
 
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(reason)
@@ -341,7 +341,7 @@ def _engine_ended(engine: _Child) -> _Ended:
 
 
 def supervise(model: str, server: ServerConfig, engine: dict[str, Any]) -> int:
-    """Serve a model until a signal or the engine's end; return the exit status.
+    """Serve a model until a signal arrives or the engine exits; return the exit status.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""Requests that an API process sends to itself before it is ready.
+"""Warm-up requests that an API process sends to itself before it reports ready.
 
-The first request of a process takes several times as long as the tenth: modules are not imported,
-caches are empty, and Python has not specialized its code. These requests pass through the
-application and the client, and are answered in place of the engine, which never sees them.
+A process's first request takes several times as long as its tenth: modules are not imported yet,
+caches are empty, and Python has not specialized its bytecode. These requests pass through the
+application and the client, where a stand-in answers them; the engine never sees them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.server.server_config import ServerConfig
 __all__ = ["warm_up"]
 
 _NUM_ROUNDS = 10  # Python specializes a function at its eighth call
-_NUM_TOKENS = 3  # the first, a middle one, and the last: each takes another path
+_NUM_TOKENS = 3  # first, middle and last token: each takes a different path
 _COMMON = {"stream": True, "max_tokens": _NUM_TOKENS, "temperature": 0.0}
 _BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": [0, 0], **_COMMON}),
@@ -33,17 +33,17 @@ _BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 async def warm_up(client: RequestClient) -> list[bytes]:
-    """Stream answers from a separate application, which neither logs nor requires keys.
+    """Stream answers from a separate application instance that neither logs nor requires API keys.
 
     Returns
     -------
     list of bytes
-        The last answer of each kind; b"" for kinds that the model does not support (no tokenizer,
-        no template).
+        Last response of each kind; b"" for kinds that the model does not support (no tokenizer, no
+        template).
     """
     app = build_app(client, ServerConfig())
     found = [b""] * len(_BODIES)
-    is_refused = [False] * len(_BODIES)  # not repeated: a template may run into its time limit
+    is_refused = [False] * len(_BODIES)  # never retried: a template may hit its time limit
     with client.answered_by(_answer):
         for _ in range(_NUM_ROUNDS):
             for index, (path, body) in enumerate(_BODIES):
@@ -57,7 +57,7 @@ async def warm_up(client: RequestClient) -> list[bytes]:
 
 
 def _answer(message: m.FromClient) -> list[m.FromEngine]:
-    """Return the messages that an engine would send."""
+    """Return the messages that an engine would send in reply."""
     if not isinstance(message, m.Add):
         return []
     pieces = [
@@ -69,14 +69,14 @@ def _answer(message: m.FromClient) -> list[m.FromEngine]:
 
 
 async def _post(app: Starlette, path: str, body: bytes) -> bytes:
-    """Return the answer to a request, bypassing the middlewares."""
+    """Send a request, bypassing the middlewares, and return the response body."""
     unread = [{"type": "http.request", "body": body, "more_body": False}]
     parts: list[bytes] = []
 
     async def receive() -> dict[str, Any]:
         if unread:
             return unread.pop()
-        await asyncio.Event().wait()  # cancelled when the answer is complete
+        await asyncio.Event().wait()  # cancelled when the response is complete
         raise AssertionError
 
     async def send(message: Any) -> None:

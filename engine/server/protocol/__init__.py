@@ -1,1 +1,1 @@
-"""Requests and responses of the protocols, as msgspec structs with field checks."""
+"""Request and response bodies of both protocols, as validated msgspec structs."""

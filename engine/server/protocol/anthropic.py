@@ -1,4 +1,4 @@
-"""/v1/messages: the request, and its conversion to a request of /v1/chat/completions."""
+"""/v1/messages: request bodies, and their conversion to /v1/chat/completions requests."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["CountTokensRequest", "MessagesRequest", "to_chat"]
 
 
 class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Request body of POST /v1/messages/count_tokens: the fields that make up a prompt.
+    """Request body of POST /v1/messages/count_tokens: the fields that form the prompt.
 
-    `cache_control`, here and in blocks, has no effect: every prefix is cached.
+    `cache_control`, here and in content blocks, has no effect: every prefix is cached.
     """
 
     model: str
@@ -138,7 +138,7 @@ def to_chat(request: CountTokensRequest) -> dict[str, Any]:
     }
     if request.thinking is not None:
         typed_item(request.thinking, _THINKING, "thinking")
-        if request.thinking["type"] != "adaptive":  # "adaptive" leaves the choice to the template
+        if request.thinking["type"] != "adaptive":  # "adaptive": the template decides
             is_enabled = request.thinking["type"] == "enabled"
             body["chat_template_kwargs"] = {"enable_thinking": is_enabled}
     if isinstance(request, MessagesRequest):
@@ -182,7 +182,7 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
 
 
 def _user(content: str | list[Any], where: str) -> list[dict[str, Any]]:
-    """Return the messages of a user's turn; each tool result becomes a message of its own."""
+    """Convert a user turn to chat messages; each tool result becomes a separate message."""
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     messages: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""/v1/messages: the events of an answer in Anthropic's order, and the message."""
+"""/v1/messages: builds the response message and its stream events."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class TokenCount(msgspec.Struct):
 
 
 class MessageBuilder:
-    """Builds the answering message, and its events, from the pieces of an answer.
+    """Builds the response message, and its stream events, from the chunks of an answer.
 
-    Each method returns an iterator of events: dicts with "type". A caller that does not stream
-    exhausts it, and sends `message` at the end.
+    Each method returns an iterator of events: dicts with a "type". A caller that does not stream
+    exhausts the iterators and sends `message` at the end.
 
     Parameters
     ----------
@@ -72,11 +72,11 @@ class MessageBuilder:
             "usage": {},
         }
         self._block: dict[str, Any] | None = None  # the current block
-        self._parts: list[str] = []  # pieces of its text, thoughts or input
-        self._has_calls = False  # whether any call is complete
+        self._parts: list[str] = []  # chunks of its text, thinking or tool input
+        self._has_calls = False  # whether any tool call is complete
 
     def start(self, input_tokens: int, cached_tokens: int) -> _Events:
-        """Begin the message; the counts are those of the prompt."""
+        """Begin the message; the counts are the prompt's."""
         self.message["usage"] = {
             "input_tokens": input_tokens - cached_tokens,
             "cache_creation_input_tokens": 0,
@@ -117,7 +117,7 @@ class MessageBuilder:
         Parameters
         ----------
         finish_reason : str
-            The finish_reason of chat completions.
+            `finish_reason` as in chat completions.
         stop_sequence : str or None
             The stop sequence that ended the answer.
         output_tokens : int
@@ -172,7 +172,7 @@ class MessageBuilder:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; if it is incomplete, their text so far."""
+    """Return a call's parsed arguments, or their text so far if it is incomplete."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the body, its messages and tools, and the structs of answers."""
+"""/v1/chat/completions: request and response bodies, messages and tools."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A part of a message; only text is supported."""
+    """Content part of a message; only text is supported."""
 
     type: str
     text: str | None = None
@@ -59,14 +59,14 @@ class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The function of an earlier call; the arguments are a JSON object as text."""
+    """Function of an earlier tool call; `arguments` is a JSON object as text."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
 class ToolCallMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool call in an earlier message of the assistant."""
+    """Tool call in an earlier assistant message."""
 
     function: FunctionCall
     id: str | None = None
@@ -75,10 +75,10 @@ class ToolCallMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A message of a conversation.
+    """Message of a conversation.
 
-    The assistant's own messages may be sent back as they were received; audio, annotations and
-    refusals in them are ignored.
+    Clients may send assistant messages back as they received them; audio, annotations and refusals
+    in them are ignored.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -95,7 +95,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A function that the model may call; `parameters` is a JSON schema of an object."""
+    """Function that the model may call; `parameters` is the JSON schema of an object."""
 
     name: str
     description: str | None = None
@@ -104,20 +104,20 @@ class FunctionDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool; only functions are supported."""
+    """Tool; only functions are supported."""
 
     function: FunctionDefinition
     type: Literal["function"] = "function"
 
 
 class ToolName(msgspec.Struct, forbid_unknown_fields=True):
-    """The name of a function."""
+    """Name of a function."""
 
     name: str
 
 
 class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A `tool_choice` that names the tool to call."""
+    """`tool_choice` that names the tool to call."""
 
     function: ToolName
     type: Literal["function"] = "function"
@@ -139,7 +139,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     documents: list[dict[str, Any]] | None = None
-    # Ignored: they do not change the answer.
+    # Accepted and ignored.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     store: bool | None = None
@@ -147,7 +147,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prediction: Any = None
-    # Refused, unless null.
+    # Rejected unless null.
     functions: Any = None
     function_call: Any = None
     audio: Any = None
@@ -157,14 +157,14 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
 
 
 class CalledFunction(msgspec.Struct):
-    """The function of a call in an answer; the arguments are JSON text."""
+    """Function of a tool call in an answer; `arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
 class AnswerToolCall(msgspec.Struct):
-    """A tool call in an answer."""
+    """Tool call in an answer."""
 
     id: str
     function: CalledFunction
@@ -172,7 +172,7 @@ class AnswerToolCall(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """The message of an answer."""
+    """Assistant message of an answer."""
 
     content: str | None
     tool_calls: list[AnswerToolCall] | msgspec.UnsetType = msgspec.UNSET
@@ -210,7 +210,7 @@ class ChatCompletionResponse(msgspec.Struct):
 def chat_params(
     body: ChatCompletionRequest, defaults: Mapping[str, Any], **overrides: Any
 ) -> SamplingParams:
-    """Return the sampling parameters of a body; `overrides` that are not None take precedence.
+    """Return the sampling parameters of a request; `overrides` that are not None take precedence.
 
     Raises
     ------
@@ -258,13 +258,13 @@ def _num_logprobs(body: ChatCompletionRequest) -> int | None:
     return top
 
 
-# ---- messages and tools for templates
+# ---- template inputs: messages and tools
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Convert messages to the form that chat templates read.
+    """Convert messages to the form that chat templates expect.
 
-    The arguments of calls become objects, and the role "developer" becomes "system".
+    Arguments of calls become objects, and the role "developer" becomes "system".
 
     Raises
     ------
@@ -334,12 +334,12 @@ def _template_call(call: ToolCallMessage, where: str) -> dict[str, Any]:
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Convert tools to the form that chat templates read.
+    """Convert tools to the form that chat templates expect.
 
     Raises
     ------
     APIError
-        If there are too many, or a name is invalid or used twice.
+        If there are too many tools, or a name is invalid or a duplicate.
     """
     names = [tool.function.name for tool in tools]
     if len(names) > MAX_TOOLS:
@@ -366,7 +366,7 @@ def _parameters(function: FunctionDefinition) -> dict[str, Any]:
 
 
 def required_tool(body: ChatCompletionRequest) -> FunctionDefinition | None:
-    """Return the function named by `tool_choice`, or None.
+    """Return the function that `tool_choice` names, or None.
 
     Raises
     ------
@@ -391,7 +391,7 @@ def required_tool(body: ChatCompletionRequest) -> FunctionDefinition | None:
 
 
 def tools_schema(tools: Sequence[Tool], *, one_call: bool) -> dict[str, Any]:
-    """Return the JSON schema of a list with at least one call of these tools."""
+    """Return the JSON schema of a non-empty array of calls to these tools."""
     calls = [
         {
             "type": "object",
@@ -412,7 +412,7 @@ def tools_schema(tools: Sequence[Tool], *, one_call: bool) -> dict[str, Any]:
 
 
 class ChatChunks(Chunks):
-    """Frames of a streamed chat completion.
+    """Encodes the SSE frames of a streamed chat completion.
 
     Examples
     --------
@@ -426,7 +426,7 @@ class ChatChunks(Chunks):
     _plain_end = b'},"logprobs":null,"finish_reason":null}'
 
     def content(self, index: int, text: str) -> bytes:
-        """Return a frame with content only."""
+        """Return a frame that contains only content."""
         return b'%b{"index":%d,"delta":{"content":%b%b' % (
             self._head,
             index,
@@ -442,7 +442,7 @@ class ChatChunks(Chunks):
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
     ) -> bytes:
-        """Return a frame with any delta."""
+        """Return a frame for an arbitrary delta."""
         choice = {
             "index": index,
             "delta": delta,

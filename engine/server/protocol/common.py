@@ -1,4 +1,4 @@
-"""The common part of request bodies: decoding, and the fields that become `SamplingParams`."""
+"""Shared parts of request bodies: decoding, and the fields that become `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The `json_schema` of a `response_format`."""
+    """`json_schema` of a `response_format`."""
 
     name: str = ""
     schema: dict[str, Any] | bool | None = None
@@ -61,7 +61,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`; exactly one field is given."""
+    """vLLM's `structured_outputs`; exactly one field must be given."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -71,7 +71,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The sampling fields of a request; null means the default."""
+    """Sampling fields of a request; null means the default."""
 
     n: int | None = None
     best_of: int | None = None
@@ -111,13 +111,13 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """The number of prompt tokens found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct, omit_defaults=True):
-    """The token counts of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     total_tokens: int
@@ -126,7 +126,7 @@ class Usage(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def of(cls, prompt: int, completion: int, cached: int) -> Usage:
-        """Return the usage of a request with these token counts."""
+        """Build the usage from token counts."""
         return cls(prompt, prompt + completion, completion, PromptTokensDetails(cached))
 
 
@@ -144,13 +144,13 @@ _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "cho
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """Decode the JSON `body` of a request into a struct of type `kind`.
+    """Decode a JSON request body into a struct of type `kind`.
 
     Raises
     ------
     APIError
-        If it is not JSON in UTF-8, or a field is unknown or has the wrong type; the message names
-        the field, and suggests the nearest known field for an unknown one.
+        If the body is not UTF-8 JSON, or a field is unknown or of the wrong type. The message names
+        the field, and for an unknown one suggests the closest known field.
     """
     try:
         return msgspec.json.decode(body, type=kind)
@@ -165,7 +165,7 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 
 
 def refuse_fields(body: msgspec.Struct, reasons: Mapping[str, str]) -> None:
-    """Raise an `APIError` for the first given field among the keys of `reasons`.
+    """Raise an `APIError` if `body` sets any of the fields in `reasons`.
 
     Parameters
     ----------
@@ -201,10 +201,10 @@ def _invalid(message: str, kind: Any) -> APIError:
 
 
 def _structs_at(kind: Any, path: str) -> list[type[msgspec.Struct]]:
-    """Return the struct types allowed at a path such as ``.messages[0].content``."""
+    """Return the struct types that are valid at a path such as ``.messages[0].content``."""
     found = list(_structs_in(kind))
     for step in _STEP.finditer(path):
-        if step[1] is None:  # an index: the list's item type is already known
+        if step[1] is None:  # an index: `_structs_in` has already unwrapped the list
             continue
         inner = [typing.get_type_hints(s).get(step[1]) for s in found]
         found = [s for hint in inner for s in _structs_in(hint)]
@@ -253,7 +253,7 @@ def sampling_params(
     ----------
     body : SamplingFields
     defaults : mapping
-        Values for fields that are not given.
+        Values for fields that the request leaves out.
     **overrides
         Fields of `SamplingParams` that take precedence unless they are None.
 
@@ -285,12 +285,12 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
 
 
 def structured_options(body: SamplingFields) -> dict[str, Any] | None:
-    """Return the structured output of a request as keywords; None for free text.
+    """Return a request's structured-output options as keyword arguments; None for free text.
 
     Raises
     ------
     APIError
-        If it is requested in two ways.
+        If more than one field requests structured output.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, key in _GUIDED.items():
@@ -328,7 +328,7 @@ def _format_options(given: ResponseFormat) -> dict[str, Any]:
 
 
 class Chunks:
-    """Frames of a streamed answer; the fields that all frames share are encoded once.
+    """Encodes the SSE frames of a streamed answer; fields common to all frames are encoded once.
 
     Parameters
     ----------
@@ -336,11 +336,11 @@ class Chunks:
     created : int
         Unix time, seconds.
     shows_usage : bool
-        Whether every frame has a field `usage`, which is null.
+        Whether every frame has a null `usage` field.
     """
 
     _object: ClassVar[str]
-    _plain_end: ClassVar[bytes]  # the end of a choice with text only
+    _plain_end: ClassVar[bytes]  # the end of a text-only choice, encoded
 
     def __init__(self, request_id: str, model: str, created: int, *, shows_usage: bool) -> None:
         head = {"id": request_id, "object": self._object, "created": created, "model": model}
@@ -349,9 +349,9 @@ class Chunks:
         self._plain_tail = self._plain_end + self._tail
 
     def choice(self, choice: Any) -> bytes:
-        """Return the frame of a choice, which msgspec encodes."""
+        """Return the frame of an arbitrary choice, encoded by msgspec."""
         return self._head + _encode(choice) + self._tail
 
     def usage(self, usage: Usage) -> bytes:
-        """Return the frame of the usage, which has no choices."""
+        """Return the usage frame, which has no choices."""
         return self._head + b'],"usage":' + _encode(usage) + b"}\n\n"

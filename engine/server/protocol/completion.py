@@ -1,4 +1,4 @@
-"""/v1/completions: the body, its prompts and sampling, and the structs of answers."""
+"""/v1/completions: request and response bodies, prompts and sampling parameters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
 
 class CompletionChoice(msgspec.Struct):
-    """One continuation of one prompt."""
+    """One continuation of a prompt."""
 
     index: int
     text: str
@@ -69,12 +69,12 @@ class CompletionResponse(msgspec.Struct):
 def prompts_of(
     prompt: str | Sequence[int | str | list[int]], limit: int = 1024
 ) -> list[str | list[int]]:
-    """Return the prompts of a body: texts or lists of token ids.
+    """Return the prompts of a request: texts or lists of token ids.
 
     Raises
     ------
     APIError
-        If there are none or too many, or token ids are mixed with texts.
+        If there are no prompts or too many, or texts and token ids are mixed.
 
     Examples
     --------
@@ -97,9 +97,9 @@ def prompts_of(
 
 
 def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling parameters of a body.
+    """Return the sampling parameters of a request.
 
-    With `echo` and `max_tokens` 0, one token is generated, and the answer leaves it out.
+    With `echo` and `max_tokens` 0, one token is generated, but the response omits it.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> S
 
 
 class CompletionChunks(Chunks):
-    """Frames of a streamed completion.
+    """Encodes the SSE frames of a streamed completion.
 
     Examples
     --------
@@ -139,5 +139,5 @@ class CompletionChunks(Chunks):
     _plain_end = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
 
     def text(self, index: int, text: str) -> bytes:
-        """Return a frame with text only."""
+        """Return a frame that contains only text."""
         return b'%b{"index":%d,"text":%b%b' % (self._head, index, _encode(text), self._plain_tail)

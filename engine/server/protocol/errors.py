@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: the status, and the JSON objects of OpenAI and Anthropic."""
+"""Error responses: HTTP status, and JSON bodies in OpenAI's and Anthropic's formats."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_MESSAGE_CHARS = 2000
 
 
 class ErrorObject(msgspec.Struct):
-    """An error in OpenAI's format."""
+    """Error in OpenAI's format."""
 
     message: str
     type: str
@@ -44,21 +44,21 @@ class ErrorObject(msgspec.Struct):
 
 
 class ErrorResponse(msgspec.Struct):
-    """The body of an error response."""
+    """Body of an error response."""
 
     error: ErrorObject
 
 
 class APIError(Exception):
-    """An error response to a request.
+    """Exception that becomes an error response.
 
     Parameters
     ----------
     status : int
-        The HTTP status, 400 to 599.
+        HTTP status, 400 to 599.
     message : str
     param : str, optional
-        The invalid field of the body.
+        Name of the invalid request field.
     code : str, optional
         Machine-readable reason; the default depends on the status.
     headers : mapping of str to str, optional
@@ -88,12 +88,12 @@ class APIError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's type of the error."""
+        """OpenAI's error type."""
         return _TYPES.get(self.status, "invalid_request_error")
 
 
 def error_body(error: APIError, path: str = "", request_id: str | None = None) -> bytes:
-    """Return the JSON body of an error, in Anthropic's format below ``/v1/messages``.
+    """Return the JSON body of an error; paths under ``/v1/messages`` use Anthropic's format.
 
     Examples
     --------
@@ -113,11 +113,11 @@ def error_body(error: APIError, path: str = "", request_id: str | None = None) -
 
 
 def api_error(error: BaseException) -> APIError:
-    """Return the error response to an exception of the engine.
+    """Convert an exception to an error response.
 
-    A refused request is the client's fault (400), a full queue means "try again later" (429), and
-    an engine that has ended means "unavailable" (503). Anything else is a bug (500); its text is
-    not sent.
+    A rejected request is the client's fault (400), a full queue means "try again later" (429), and
+    a stopped engine means "unavailable" (503). Anything else is a bug (500), and its message is not
+    sent.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Lists of items whose fields depend on "type", as in /v1/responses and /v1/messages."""
+"""Tagged unions in /v1/responses and /v1/messages: items whose fields depend on "type"."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ MAX_PARTS = 1024
 def typed_item(
     item: object, kinds: Mapping[str, type[Any]], where: str, default: str | None = None
 ) -> Any:
-    """Convert an item to the struct of its type; null fields count as absent.
+    """Convert an item to the struct for its "type"; null fields count as absent.
 
     Parameters
     ----------
     item : object
     kinds : mapping of str to Struct type
     where : str
-        The item's position, for the error message.
+        Path of the item, for error messages.
     default : str, optional
-        The type of an item without "type".
+        Type of an item without "type".
 
     Raises
     ------
     RequestError
-        If the type is none of `kinds`, or a field is unknown, missing or invalid.
+        If the type is not in `kinds`, or a field is unknown, missing or invalid.
     """
     if not isinstance(item, dict):
         raise RequestError(f"{where} must be an object; got {shown(item)}")
@@ -59,7 +59,7 @@ def typed_item(
 def typed_items(
     items: object, kinds: Mapping[str, type[Any]], where: str, limit: int = MAX_PARTS
 ) -> list[Any]:
-    """Convert the items of a list to structs; see `typed_item`."""
+    """Convert each item of a list; see `typed_item`."""
     if not isinstance(items, list):
         raise RequestError(f"{where} must be a list; got {shown(items)}")
     if len(items) > limit:
@@ -68,7 +68,7 @@ def typed_items(
 
 
 def text_of(content: object, kinds: Mapping[str, type[Any]], where: str) -> str:
-    """Return content that is a str, or the joined texts of a list of text parts."""
+    """Return `content` if it is a str; join the texts if it is a list of text parts."""
     if isinstance(content, str):
         return content
     return "\n".join(part.text for part in typed_items(content, kinds, where))

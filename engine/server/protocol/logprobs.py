@@ -1,4 +1,4 @@
-"""Log-probabilities in the formats of /v1/chat/completions and /v1/completions."""
+"""Log-probabilities in the /v1/chat/completions and /v1/completions formats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Entry = Mapping[int, Logprob]
 
 
 class TopLogprob(msgspec.Struct):
-    """One of the most probable tokens at a position."""
+    """One of the top tokens at a position."""
 
     token: str
     logprob: float
@@ -35,7 +35,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct):
-    """A token of an answer, and the most probable tokens at its position."""
+    """Generated token, and the top tokens at its position."""
 
     token: str
     logprob: float
@@ -44,14 +44,14 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Log-probabilities of an answer's tokens, in the format of /v1/chat/completions."""
+    """Log-probabilities in the /v1/chat/completions format."""
 
     content: list[TokenLogprob]
     refusal: list[TokenLogprob] | None = None
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Log-probabilities of a text's tokens, in the format of /v1/completions."""
+    """Log-probabilities in the /v1/completions format."""
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -60,7 +60,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """An entry of vLLM's `prompt_logprobs`, which are keyed by token id."""
+    """Entry of vLLM's `prompt_logprobs` dicts, which are keyed by token id."""
 
     logprob: float
     rank: int | None
@@ -70,21 +70,21 @@ class PromptLogprob(msgspec.Struct):
 def chat_logprobs(
     token_ids: Sequence[int], entries: Sequence[Entry], num_top: int, tokenizer: Any
 ) -> list[TokenLogprob]:
-    """Return a `TokenLogprob` for each of these tokens.
+    """Return a `TokenLogprob` per token.
 
     Parameters
     ----------
     token_ids : sequence of int
     entries : sequence of dict from int to Logprob
-        `CompletionOutput.logprobs` of these tokens.
+        `CompletionOutput.logprobs` for these tokens.
     num_top : int
-        Number of most probable tokens; -1: all.
+        Number of top tokens to include; -1: all.
     tokenizer : Tokenizer or None
-        Provides the bytes of tokens that are not complete characters.
+        Used to get the bytes of tokens that are not complete characters.
     """
     found = []
     for token_id, entry in zip(token_ids, entries, strict=False):
-        # The most probable tokens come first; the sampled token follows if it is not among them.
+        # The top tokens come first; the sampled token follows if it is not among them.
         top = itertools.islice(entry.items(), len(entry) if num_top < 0 else num_top)
         tops = [TopLogprob(*_shown(i, item, tokenizer)) for i, item in top]
         found.append(TokenLogprob(*_shown(token_id, entry[token_id], tokenizer), tops))
@@ -97,7 +97,7 @@ def completion_logprobs(
     offset: int,
     tokenizer: Any,
 ) -> tuple[CompletionLogprobs, int]:
-    """Return the log-probabilities of these tokens, and the offset of the text after them.
+    """Return the log-probabilities of these tokens, and the text offset after them.
 
     Parameters
     ----------

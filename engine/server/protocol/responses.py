@@ -1,6 +1,6 @@
-"""/v1/responses: the request, and its conversion to a request of /v1/chat/completions.
+"""/v1/responses: request body, and its conversion to a /v1/chat/completions request.
 
-Nothing is stored: `store: true`, `previous_response_id` and item references are refused.
+Nothing is stored: `store: true`, `previous_response_id` and item references are rejected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Label = str | None
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """The reasoning effort; the model's template decides how to use it."""
+    """Reasoning effort; the model's chat template decides how to use it."""
 
     effort: str | None = None
     summary: str | None = None
@@ -27,7 +27,7 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """The format of the text."""
+    """Format of the output text."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
@@ -36,8 +36,8 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Request body of POST /v1/responses.
 
-    Fields that name or label a request (`metadata`, `user`, `prompt_cache_key`, ...) have no
-    effect. `to_chat` refuses fields that request something unsupported.
+    Fields that only label a request (`metadata`, `user`, `prompt_cache_key`, ...) have no effect.
+    `to_chat` rejects unsupported fields.
     """
 
     model: str | None = None
@@ -58,7 +58,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     safety_identifier: _Label = None
     prompt_cache_key: _Label = None
     prompt_cache_retention: _Label = None
-    # accepted only with values that change nothing
+    # accepted only if they have no effect
     store: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None
@@ -216,7 +216,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
             wanted = " or ".join(["null", *(shown(each) for each in fine)])
             raise RequestError(f"{name} must be {wanted}: {why}; got {shown(value)}")
     for name in request.include or ():
-        # Nothing is stored, so clients send reasoning back as plain text.
+        # Encrypted reasoning is not needed: clients send reasoning back as plain text.
         if name != "reasoning.encrypted_content":
             raise RequestError(f"include must be empty; got {shown(name)}")
 
@@ -236,12 +236,12 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
         raise RequestError("input must not be empty")
     for message in messages:
         if set(message) == {"role", "reasoning_content"}:
-            message["content"] = ""  # the answer ended during the reasoning
+            message["content"] = ""  # the answer stopped during reasoning
     return messages
 
 
 def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
-    """Add an input item; all items of one turn of the assistant become one message."""
+    """Append an input item; all items of an assistant turn become one message."""
     if isinstance(item, _FunctionCall):
         function = {"name": item.name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
@@ -267,7 +267,7 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
 
 
 def _assistant(messages: list[dict[str, Any]], *, is_text: bool) -> dict[str, Any]:
-    """Return the assistant's message for a text or call; a second text begins a new message."""
+    """Return the assistant message to add a text or call to; a second text starts a new message."""
     last = messages[-1] if messages else {}
     has_room = not is_text or set(last) == {"role", "reasoning_content"}
     if last.get("role") != "assistant" or not has_room:

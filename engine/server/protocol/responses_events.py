@@ -1,4 +1,4 @@
-"""/v1/responses: the events of an answer in OpenAI's order, and the response."""
+"""/v1/responses: builds the response object and its stream events."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class ResponseObject(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ResponseBuilder:
-    """Builds the response, and its events, from the pieces of an answer.
+    """Builds the response, and its stream events, from the chunks of an answer.
 
     Each method returns an iterator of events: dicts with "type" and "sequence_number". A caller
-    that does not stream exhausts it, and sends `response` at the end.
+    that does not stream exhausts the iterators and sends `response` at the end.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class ResponseBuilder:
         self.response = _new_response(request, model)
         self._num_events = 0
         self._item: dict[str, Any] | None = None  # the current item
-        self._parts: list[str] = []  # pieces of its text, reasoning or arguments
+        self._parts: list[str] = []  # chunks of its text, reasoning or arguments
 
     def start(self) -> _Events:
         """Begin the response."""
@@ -111,7 +111,7 @@ class ResponseBuilder:
         Parameters
         ----------
         finish_reason : str
-            The finish_reason of chat completions; "length" makes the response incomplete.
+            `finish_reason` as in chat completions; "length" makes the response incomplete.
         usage : dict
             "input_tokens", "cached_tokens", "output_tokens" and "reasoning_tokens".
         """
@@ -200,7 +200,7 @@ class ResponseBuilder:
         return self._event(f"response.{kind}", output_index=index, item=item)
 
     def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        assert self._item is not None  # called between an item's first and last event
+        assert self._item is not None  # only called between an item's first and last event
         index = len(self.response["output"]) - 1
         return self._event(
             f"response.{kind}", item_id=self._item["id"], output_index=index, **fields

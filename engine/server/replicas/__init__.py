@@ -1,1 +1,1 @@
-"""Several engines behind one server: the client, the router, and replicas on a Ray cluster."""
+"""Data parallelism: client and router for several replicas, and replicas on a Ray cluster."""

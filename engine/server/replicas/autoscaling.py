@@ -1,6 +1,6 @@
-"""Ray Serve's autoscaling policy: it cannot count requests itself, as they do not pass through it.
+"""Custom autoscaling policy for Ray Serve, which cannot count requests that bypass it.
 
-Ray copies this module into its controller, so it must not import the package.
+Ray copies this module to its controller, so it must not import the package.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ METRIC = "unfinished_requests"
 
 
 def num_replicas(num_requests: Iterable[float], target: float) -> int:
-    """Return the number of replicas needed for at most `target` requests each.
+    """Return the number of replicas needed for a mean of at most `target` requests each.
 
     Parameters
     ----------
     num_requests : iterable of float
-        Mean number of unfinished requests of each replica.
+        Mean number of unfinished requests per replica.
     target : float
 
     Examples
@@ -32,6 +32,6 @@ def num_replicas(num_requests: Iterable[float], target: float) -> int:
 
 
 def replicas_by_requests(context: Any) -> tuple[int, dict[str, Any]]:
-    """Return the number of replicas, and an empty state; Ray Serve applies bounds and delays."""
+    """Return the target number of replicas, and no state; Ray Serve applies bounds and delays."""
     found = (context.aggregated_metrics or {}).get(METRIC, {})
     return num_replicas(found.values(), context.config.target_ongoing_requests), {}

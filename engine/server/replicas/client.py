@@ -1,8 +1,8 @@
-"""`ReplicaClient`: the `EngineClient` of several replicas of one model.
+"""`ReplicaClient`: an `EngineClient` for several replicas of a model.
 
-The router chooses a replica for each request. When a replica ends, another one receives the prompt
-and the tokens so far, and continues with the tokens that the first would have generated: every
-request has a seed from the start, and a draw depends only on the seed and the position.
+The router chooses a replica for each request. If that replica dies, another one receives the prompt
+and the tokens so far, and generates the same tokens that the first would have: every request has a
+seed from the start, and each draw depends only on the seed and the position.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from engine.server.request_client import Answerer, RequestClient
 
 __all__ = ["ReplicaClient"]
 
-_MAX_CRASHES = 3  # replicas ended while serving a request above which it counts as the cause
+_MAX_CRASHES = 3  # a request fails once this many replicas crashed while serving it
 GRACE_SECONDS = 1.0
-_RETRY_SECONDS = 0.2  # interval between attempts to reach a replica
-_STATS_SECONDS = 5.0  # time for a replica to return its counters; Prometheus waits 10 s
-_DEADLINE_SLACK = 1.0  # seconds after its deadline for an engine to end a request
+_RETRY_SECONDS = 0.2  # seconds between attempts to reach a replica
+_STATS_SECONDS = 5.0  # timeout for a replica's counters; Prometheus waits 10 s
+_DEADLINE_SLACK = 1.0  # seconds that an engine has to end a request after its deadline
 _CHUNK_SIZE = 64  # tokens; raised to the engine's block size
 _log = logging.getLogger("engine.server")
 
 
 @dataclass(eq=False, slots=True)
 class _Placed:
-    """The placement of a request: its replica, if any, and `refusing`, those with full queues."""
+    """Placement of a request: its replica, if any, and those whose full queues refused it."""
 
     route: Route | None = None
     client: ZmqEngineClient | None = None
@@ -48,9 +48,9 @@ class _Placed:
 
 
 class ReplicaClient(RequestClient):
-    """Distributes requests over replicas, which may join and leave; belongs to one event loop.
+    """Distributes requests over replicas, which may join and leave; bound to one event loop.
 
-    `connect` returns one that has a replica.
+    `connect` returns a client that has at least one replica.
 
     Parameters
     ----------
@@ -58,11 +58,11 @@ class ReplicaClient(RequestClient):
         The engines' token.
     tokenizer : Tokenizer or None
     seed : sequence of int
-        Seeds the requests that have no seed of their own.
+        Seed of the generator that seeds requests without a seed.
     has_peers : bool
-        Whether the replicas have other clients too; if so, the load is taken from heartbeats.
+        Whether the replicas also serve other clients; if so, their load is taken from heartbeats.
     grace_seconds : float
-        Time that requests wait for a replica when none is left, before they fail.
+        Seconds that requests wait for a replica, if none is left, before they fail.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class ReplicaClient(RequestClient):
         self._has_begun = asyncio.Event()  # set when the first replica joins
         # Placeholder: rebuilt when the first replica reports its block size.
         self._router = PrefixRouter(chunk_size=_CHUNK_SIZE)
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by replica, connected or not
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by replica index, connected or not
         self._addresses: dict[int, str] = {}
-        self._clients: dict[int, ZmqEngineClient] = {}  # by replica, connected ones only
+        self._clients: dict[int, ZmqEngineClient] = {}  # by replica index, connected only
         self._requests: dict[str, RemoteRequest] = {}
         self._placed: dict[RemoteRequest, _Placed] = {}
         self._stuck: set[int] = set()  # unresponsive replicas
@@ -99,12 +99,12 @@ class ReplicaClient(RequestClient):
     async def connect(
         cls, addresses: Mapping[int, str], token: str, tokenizer: Any = None, **options: Any
     ) -> ReplicaClient:
-        """Connect to replicas and wait until one of them is ready.
+        """Connect to replicas, and wait until one is ready.
 
         Parameters
         ----------
         addresses : mapping of int to str
-            The address of each replica, by number.
+            Address of each replica, by index.
         token, tokenizer, **options
             See `ReplicaClient`.
         """
@@ -122,10 +122,10 @@ class ReplicaClient(RequestClient):
     async def set_replicas(
         self, addresses: Mapping[int, str], *, keep_connected: bool = False
     ) -> None:
-        """Use these replicas: connect when they start, and reconnect when they are lost.
+        """Set the replicas: connect as they start, and reconnect when a connection is lost.
 
-        Requests of other replicas move to these. With `keep_connected`, connected replicas that
-        `addresses` leaves out stay until they end.
+        Requests on removed replicas move to the others. With `keep_connected`, connected replicas
+        missing from `addresses` are kept until they exit.
         """
         for number, address in list(self._addresses.items()):
             default = address if keep_connected and number in self._clients else None
@@ -170,7 +170,7 @@ class ReplicaClient(RequestClient):
                 self._join(number, client, ended)
                 await ended.wait()
             finally:
-                await client.close()  # moves the requests, if the replica has not ended
+                await client.close()  # moves its requests, unless the replica has already exited
 
     def _join(self, number: int, client: ZmqEngineClient, ended: asyncio.Event) -> None:
         def on_end(requests: list[RemoteRequest], error: EngineError) -> None:
@@ -192,7 +192,7 @@ class ReplicaClient(RequestClient):
         self._place_waiting()
 
     def _leave(self, number: int, requests: list[RemoteRequest], error: EngineError) -> None:
-        """Remove a replica that has ended, and send its requests to others."""
+        """Remove a replica that has exited, and move its requests to others."""
         del self._clients[number]
         self._router.remove_replica(number)
         self._last_error = error
@@ -202,7 +202,7 @@ class ReplicaClient(RequestClient):
             self._ending = loop.call_later(self._grace_seconds, self._end)
         for request in requests:
             if request not in self._placed:
-                continue  # its reader has just closed it
+                continue  # its reader has just dropped it
             self._placed[request] = _Placed()
             request.num_crashes += str(error) not in (m.CLOSED, CLIENT_CLOSED)
             if request.is_aborted:
@@ -220,7 +220,7 @@ class ReplicaClient(RequestClient):
             request.fail(self._error)
 
     async def _tick(self) -> None:
-        """Twice a second, update the loads, end overdue requests and place waiting ones."""
+        """Twice per second: update the loads, end overdue requests, and place waiting ones."""
         while True:
             await asyncio.sleep(m.BEAT_SECONDS)
             self._stuck = {n for n, client in self._clients.items() if not client.is_responsive}
@@ -231,7 +231,7 @@ class ReplicaClient(RequestClient):
             self._place_waiting()
 
     def _end_overdue(self) -> None:
-        """End overdue requests that no engine ends: theirs hangs, or they have none."""
+        """End overdue requests that no engine will end, because theirs hangs or they have none."""
         now = time.monotonic()
         for request, placed in self._placed.items():
             deadline = request.group.deadline
@@ -247,12 +247,12 @@ class ReplicaClient(RequestClient):
 
     @property
     def error(self) -> EngineError | None:
-        """Why the last replica has ended; None while requests are served."""
+        """The error that stopped the last replica; None while requests are served."""
         return self._error
 
     @property
     def is_responsive(self) -> bool:
-        """Whether any replica is alive and no step of it takes longer than its `step_timeout`."""
+        """Whether any replica is alive and its current step is within `step_timeout`."""
         if self._error is not None:
             return False
         return not self._clients or any(c.is_responsive for c in self._clients.values())
@@ -299,7 +299,7 @@ class ReplicaClient(RequestClient):
             await client.abort(request_id)
 
     def _place(self, request: RemoteRequest) -> bool:
-        """Send a request to the replica of the router's choice; return False if none accepts it."""
+        """Send a request to the replica the router chooses; return False if none accepts it."""
         placed = self._placed[request]
         message = request.message
         request.update_timeout()
@@ -318,14 +318,14 @@ class ReplicaClient(RequestClient):
                 continue
             placed.route = route
             placed.client = client
-            if request.has_begun:  # `_note_first` has been called already
+            if request.has_begun:  # `_note_first` has already been called
                 self._router.computed(route, route.num_cached_tokens)
             return True
 
     def _route(
         self, token_ids: Sequence[int], salt: str | None, refusing: set[int]
     ) -> Route | None:
-        """Choose a replica; an unresponsive one only if no other is left."""
+        """Choose a replica; unresponsive ones are a last resort."""
         found = None
         if self._stuck:
             found = self._router.route(token_ids, salt, refusing | self._stuck)
@@ -334,14 +334,14 @@ class ReplicaClient(RequestClient):
     def _place_waiting(self) -> None:
         for request, placed in list(self._placed.items()):
             if placed.client is None and not request.is_finished:
-                placed.refusing.clear()  # their queues may have room again
+                placed.refusing.clear()  # their queues may have space again
                 try:
                     self._place(request)
                 except Exception as error:
                     request.fail(error)
 
     def _on_refusal(self, request: RemoteRequest, error: EngineError) -> bool:
-        """Offer a request that a full queue has refused to the other replicas."""
+        """Offer a request refused because of a full queue to the other replicas."""
         placed = self._placed.get(request)
         if placed is None or placed.route is None or not isinstance(error, QueueFullError):
             return False
@@ -360,7 +360,7 @@ class ReplicaClient(RequestClient):
         return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
     def _set_answer(self, answer: Answerer | None) -> None:
-        self._answer = answer  # replicas that join later get it too
+        self._answer = answer  # replicas that join later need it too
         for client in self._clients.values():
             client.answer = answer
         if answer is None:
@@ -369,11 +369,11 @@ class ReplicaClient(RequestClient):
     # ---- calls
 
     async def stats(self) -> EngineStats:
-        """Return the counters of the first responsive replica; see `stats_by_replica`."""
+        """Return the stats of the first responsive replica; see `stats_by_replica`."""
         return await self._first().stats()
 
     async def stats_by_replica(self) -> dict[int, EngineStats]:
-        """Return the counters of each responsive replica, counted since its start."""
+        """Return the stats of each responsive replica, counted since its start."""
         numbers = [n for n, client in sorted(self._clients.items()) if client.is_responsive]
         calls = [asyncio.wait_for(self._clients[n].stats(), _STATS_SECONDS) for n in numbers]
         found = await asyncio.gather(*calls, return_exceptions=True)
@@ -392,7 +392,7 @@ class ReplicaClient(RequestClient):
         num_crashes = 0
         while True:
             self._check_alive()
-            # A salt of its own: embeddings use no cached prefix and leave none.
+            # A separate salt: embeddings neither use nor leave cached prefixes.
             route = self._route(all_ids, "embeddings", set())
             if route is None:
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -408,14 +408,14 @@ class ReplicaClient(RequestClient):
                 self._router.finished(route)
 
     async def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes of all replicas."""
+        """Drop the cached prefixes of all replicas."""
         self._router.forget_prefixes()
 
         async def reset(client: ZmqEngineClient) -> None:
             try:
                 await client.reset_prefix_cache()
             except EngineError:
-                if client.error is None:  # if it has ended, so have its prefixes
+                if client.error is None:  # if it has exited, its prefixes are gone anyway
                     raise
 
         await asyncio.gather(*map(reset, self._clients.values()))

@@ -1,7 +1,7 @@
-"""`RayReplica`: an engine in a Ray actor, which serves clients on other machines.
+"""`RayReplica`: an engine in a Ray actor that serves clients on other machines.
 
-Ray starts, monitors and ends it. Requests and tokens bypass Ray: they use the sockets and messages
-of the processes of one machine.
+Ray starts, monitors and stops it. Requests and tokens bypass Ray: they use the same sockets and
+messages as the processes on a single machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger("engine.server")
 
 
 class RayReplica:
-    """Loads a model and serves it until its end; Ray Serve calls its methods.
+    """Loads a model and serves it until the actor ends; Ray Serve calls its methods.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class RayReplica:
     options : dict
         Keyword arguments of `LLMEngine.from_name`.
     directory, token : str
-        Name of the directory of replicas, and the secret that clients send first.
+        Name of the replica directory, and the secret that clients send first.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
@@ -62,7 +62,7 @@ class RayReplica:
         self._registering = asyncio.ensure_future(self._register(number))
 
     async def check_health(self) -> None:
-        """Raise if the engine has ended; Ray Serve then starts another replica.
+        """Raise if the engine has stopped; Ray Serve then starts another replica.
 
         Raises
         ------
@@ -75,20 +75,20 @@ class RayReplica:
             raise EngineError("the engine has ended")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the metric that the autoscaling policy reads."""
+        """Return the metric that the autoscaling policy uses."""
         engine = self._engine
         return {METRIC: float(engine.num_unfinished_requests) if engine else 0.0}
 
     async def where(self) -> dict[str, Any]:
-        """Return the socket's address, the process id, and Ray's id of the machine."""
+        """Return the socket's address, the process id, and Ray's node id."""
         node = import_ray().get_runtime_context().get_node_id()
         return {"address": self.address, "pid": os.getpid(), "node": node}
 
     async def __del__(self) -> None:
-        """Leave the directory and end the loop; clients move its requests to other replicas."""
+        """Leave the directory and stop the loop; clients move their requests to other replicas."""
         if self._registering is not None:
             self._registering.cancel()
-            with contextlib.suppress(Exception):  # the directory may have ended already
+            with contextlib.suppress(Exception):  # the directory may already be gone
                 await self._directory.call("leave", self.name)
         if self._loop is not None:
             self._loop.stop()
@@ -99,11 +99,11 @@ class RayReplica:
             await asyncio.sleep(REGISTER_SECONDS)
             try:
                 number = await self._directory.call("register", self.name, self.address, number)
-            except Exception as error:  # if it has ended, the next call restarts it
+            except Exception as error:  # if the directory has died, the next call restarts it
                 _log.warning("the directory of replicas cannot be reached: %s", error)
 
     def _run(self, model: str, options: dict[str, Any], token: str) -> None:
-        """Load and serve, in a thread of its own."""
+        """Load the model and serve it; runs in its own thread."""
         socket = None
         try:
             host = import_ray("ray.util").get_node_ip_address()

@@ -1,8 +1,8 @@
-"""A Ray Serve application: replicas on the machines of a cluster, with HTTP ingresses.
+"""Ray Serve application: engine replicas on a cluster, with HTTP ingresses.
 
 `build` creates it from the arguments in Ray Serve's configuration file; see deploy/ray_serve.yaml.
-The HTTP application, the router, and the recovery of requests whose replica ends are those of
-`engine serve`.
+The HTTP application, the router, and the recovery from dead replicas are the same as in `engine
+serve`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from engine.server.server_config import ServerConfig
 
 __all__ = ["RayIngress", "RayServeConfig", "build"]
 
-_FOLLOW_SECONDS = 1.0  # interval between two queries of the directory
-_GRACE_SECONDS = 600.0  # time that requests wait for a replica when none is left
+_FOLLOW_SECONDS = 1.0  # seconds between two queries of the directory
+_GRACE_SECONDS = 600.0  # seconds that requests wait for a replica if none is left
 _SPARE_REQUESTS = 64
 _log = logging.getLogger("engine.server")
 
-# Options of connections, which Ray Serve handles itself.
+# Connection options, which Ray Serve handles itself.
 _REFUSED = (
     *("root_path", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "hang_timeout"),
     *("shutdown_timeout", "timeout_keep_alive", "send_timeout"),
     *("max_connections", "max_header_bytes"),
 )
 _RANGES = {
-    "num_ingresses": NumberRange(1, 512, integer=True),  # half of an engine's limit
+    "num_ingresses": NumberRange(1, 512, integer=True),  # half an engine's limit
     "min_replicas": NumberRange(1, 10_000, integer=True),
     "max_replicas": NumberRange(1, 10_000, integer=True),
     "target_requests": NumberRange(1, 1e6),
@@ -57,7 +57,7 @@ _RANGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RayServeConfig:
-    """The arguments of `build`.
+    """Arguments of `build`.
 
     Attributes
     ----------
@@ -66,26 +66,26 @@ class RayServeConfig:
     engine : dict
         Keyword arguments of `LLMEngine.from_name`.
     server : dict
-        Options of `ServerConfig`, except those of connections, which Ray Serve handles.
+        Options of `ServerConfig`, except connection options, which Ray Serve handles.
     num_ingresses : int
-        Actors for HTTP, tokenizing and detokenizing.
+        Number of actors for HTTP, tokenization and detokenization.
     min_replicas, max_replicas : int
         Minimum and maximum number of engines.
     target_requests : float
-        Mean unfinished requests per engine above which another engine is started.
+        Start another engine above this mean number of unfinished requests per engine.
     num_gpus : int
-        GPUs of each engine, on one host; 0: CPU.
+        GPUs per engine, all on one host; 0: CPU.
     num_cpus : float
-        CPUs of each engine, in Ray's accounting.
+        CPUs per engine, in Ray's accounting.
     look_back_period_s : float
-        Seconds over which the number of requests is averaged.
+        Seconds over which to average the number of requests.
     upscale_delay_s, downscale_delay_s : float
-        Seconds for which the requests must be too many or too few.
+        Seconds that the load must stay too high or too low before scaling.
 
     Raises
     ------
     ConfigError
-        If a value is out of its range or of the wrong type.
+        If a value is out of range or of the wrong type.
     """
 
     model: str = "smollm2"
@@ -148,7 +148,7 @@ class RayServeConfig:
 
 
 class RayIngress:
-    """Serves HTTP over all replicas of a directory.
+    """Serves HTTP for all replicas in a directory.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ class RayIngress:
     directory, token : str
         See `RayReplica`.
     replicas : DeploymentHandle
-        Unused; the argument makes Ray Serve deploy the replicas with the ingress.
+        Unused; it only makes Ray Serve deploy the replicas along with the ingress.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
@@ -196,24 +196,24 @@ class RayIngress:
         await self._client.close()
 
     async def _follow(self) -> None:
-        """Keep the client's replicas equal to the directory's."""
+        """Keep the client's replicas in sync with the directory."""
         while True:
             try:
                 found = await self._directory.call("replicas")
-                # A restarted directory does not know all replicas yet.
+                # A restarted directory may not know all replicas yet.
                 await self._client.set_replicas(found, keep_connected=True)
-            except Exception as error:  # if it has ended, the next call restarts it
+            except Exception as error:  # if the directory has died, the next call restarts it
                 _log.warning("the directory of replicas cannot be reached: %s", error)
             await asyncio.sleep(_FOLLOW_SECONDS)
 
 
 def build(arguments: dict[str, Any]) -> Any:
-    """Return the application.
+    """Build the Ray Serve application.
 
     Parameters
     ----------
     arguments : dict
-        The fields of `RayServeConfig`.
+        Fields of `RayServeConfig`.
 
     Returns
     -------
@@ -243,7 +243,7 @@ def build(arguments: dict[str, Any]) -> Any:
     ingress = serve.deployment(serve.ingress()(RayIngress)).options(
         name="ingress",
         num_replicas=config.num_ingresses,
-        # More than `RequestSlots` admits: it answers 429, while Ray Serve would queue them.
+        # More than `RequestSlots` admits: it replies 429, while Ray Serve would queue the requests.
         max_ongoing_requests=server.max_concurrent_requests + _SPARE_REQUESTS,
         ray_actor_options={"num_cpus": 0.5},
     )

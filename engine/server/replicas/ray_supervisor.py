@@ -1,4 +1,4 @@
-"""`engine serve --nodes N`: runs the application of `ray_serve` on a cluster until a signal."""
+"""`engine serve --nodes N`: runs the `ray_serve` application on a cluster until a signal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REPORT_SECONDS = 10.0
 
 
 def supervise_on_ray(model: str, server: ServerConfig, engine: dict[str, Any]) -> int:
-    """Serve a model on a cluster until a signal; return the exit status.
+    """Serve a model on a Ray cluster until a signal; return the exit status.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def supervise_on_ray(model: str, server: ServerConfig, engine: dict[str, Any]) -
         If no cluster is running, or an option does not apply to Ray Serve.
     """
     arguments = _arguments(model, server, engine)
-    RayServeConfig.from_options(arguments)  # checks the options before connecting
+    RayServeConfig.from_options(arguments)  # validate the options before connecting
     ray = import_ray()
     serve = import_ray("ray.serve")
     start = time.monotonic()
@@ -70,7 +70,7 @@ def supervise_on_ray(model: str, server: ServerConfig, engine: dict[str, Any]) -
 
 
 def _arguments(model: str, server: ServerConfig, engine: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `build`."""
+    """Return the arguments for `ray_serve.build`."""
     if server.port == 0:
         raise ConfigError("port must be a fixed one with nodes; got 0")
     size = server.data_parallel_size

@@ -1,12 +1,12 @@
-"""`PrefixRouter`: sends a prompt to the replica with the least work before its first token.
+"""`PrefixRouter`: chooses the replica with the least work before a prompt's first token.
 
-The work is counted in tokens: those already waiting at the replica, plus those of the prompt that
-the replica has not cached. Its cache is estimated from the prompts sent to it; a wrong guess costs
+Work is counted in tokens: those already waiting at the replica, plus the prompt tokens that it has
+not cached. The contents of its cache are estimated from the prompts sent to it; a wrong guess costs
 a prefill, never a wrong answer. Pure integer code without I/O.
 
-A prompt is represented by the hashes of its chunks; a hash covers all tokens before its chunk too.
-A replica's chunks are ordered by last use, like its own prefix tree, and using a chunk also uses
-all chunks before it. So the chunks expected at a replica always form complete prefixes.
+A prompt is represented by the hashes of its chunks; each hash also covers all earlier tokens. A
+replica's chunks are kept in LRU order, like its own prefix tree, and using a chunk also uses all
+chunks before it. So the chunks expected at a replica always form complete prefixes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from engine.errors import EngineError
 
 __all__ = ["PrefixRouter", "Route", "chunk_hashes"]
 
-_MAX_HOLDERS = 8  # replicas holding the longest known prefix: at most this many are compared
+_MAX_HOLDERS = 8  # maximum number of replicas compared that hold the longest known prefix
 
 
 def chunk_hashes(token_ids: Sequence[int], chunk_size: int, salt: str | None = None) -> list[int]:
-    """Return a 64-bit hash of each full chunk; it covers the salt and all tokens so far.
+    """Return a 64-bit hash per full chunk, which covers the salt and all tokens up to its end.
 
-    Hashes are equal in all processes.
+    Hashes are identical in all processes.
 
     Examples
     --------
@@ -48,10 +48,11 @@ def chunk_hashes(token_ids: Sequence[int], chunk_size: int, salt: str | None = N
 
 @dataclass(eq=False, slots=True)
 class _Replica:
-    """The state of a replica, as far as the router knows it.
+    """The router's view of a replica: estimated cache contents and load.
 
-    `chunks` maps the hash of each chunk to the number of the route that used it last, ordered by
-    that number; `pending` holds the numbers of routes whose prompts are not computed yet.
+    `chunks` maps each chunk's hash to the number of the last route that used it, in ascending order
+    of that number (LRU first). `pending` holds the numbers of routes whose prompts are not computed
+    yet.
     """
 
     number: int
@@ -68,7 +69,7 @@ class _Replica:
         return self.own_tokens + self.other_tokens
 
     def depth(self, hashes: Sequence[int], known: int = 0) -> int:
-        """Return the number of leading `hashes` cached here; at least `known` are."""
+        """Return the number of leading `hashes` cached here, which is at least `known`."""
         chunks = self.chunks
         low = known
         high = len(hashes)
@@ -83,15 +84,15 @@ class _Replica:
 
 @dataclass(eq=False, slots=True)
 class Route:
-    """The assignment of a request to a replica; belongs to the router that returned it.
+    """Assignment of a request to a replica; only valid with the router that returned it.
 
     Attributes
     ----------
     replica : int
     num_cached_tokens : int
-        Tokens of the prompt expected in the replica's cache.
+        Prompt tokens expected in the replica's cache.
     num_waiting_tokens : int
-        Tokens of the prompt still to be computed; 0 afterwards.
+        Prompt tokens yet to be computed; 0 once they are.
     """
 
     replica: int
@@ -100,28 +101,28 @@ class Route:
     _owner: _Replica
     _number: int
     _hashes: list[int]
-    _last_uses: list[int]  # for each expected chunk, the route that used it last
+    _last_uses: list[int]  # number of the last route to use each expected chunk
     _is_open: bool = True
 
 
 class PrefixRouter:
-    """Chooses replicas, with bounded memory of their caches.
+    """Chooses replicas, using a bounded estimate of their caches.
 
     Evictions are inferred in two ways. A replica holds at most `capacity` tokens, so the least
-    recently used chunks beyond that are forgotten. And when an expected chunk turns out not to be
-    cached, all chunks last used before it are forgotten too. Replicas do not report evictions:
-    most are of prefixes that nobody requests again, and every replica would have to report to
-    every router.
+    recently used chunks beyond that are forgotten. And if an expected chunk turns out not to be
+    cached, all chunks last used before it are forgotten too. Replicas do not report evictions: most
+    concern prefixes that nobody requests again, and every replica would have to report to every
+    router.
 
     Parameters
     ----------
     chunk_size : int
-        Tokens of a chunk; a multiple of the replicas' block size.
+        Tokens per chunk; a multiple of the replicas' block size.
     max_chunks : int
-        Maximum number of remembered chunks, over all replicas.
+        Maximum number of remembered chunks over all replicas.
     request_tokens : int
-        Tokens that an unfinished request counts in addition to its prompt, since it takes part
-        in every step.
+        Load of an unfinished request in addition to its prompt, in tokens, since it takes part in
+        every step.
 
     Examples
     --------
@@ -143,26 +144,26 @@ class PrefixRouter:
         self.max_chunks = max_chunks
         self.request_tokens = request_tokens
         self._replicas: dict[int, _Replica] = {}
-        self._order: list[_Replica] = []  # by number
-        self._holders: dict[int, list[_Replica]] = {}  # by chunk, the replicas that should cache it
+        self._order: list[_Replica] = []  # by replica number
+        self._holders: dict[int, list[_Replica]] = {}  # chunk -> replicas expected to cache it
         self._by_load: list[tuple[int, int, _Replica]] = []  # a heap; see `_least_loaded`
-        self._num_noted = 0  # breaks ties, so that replicas are never compared
+        self._num_noted = 0  # tie-breaker: heap entries never compare replicas
         self._num_routes = 0
 
     # ---- replicas
 
     @property
     def replicas(self) -> list[int]:
-        """Numbers of all replicas, ascending."""
+        """Numbers of all replicas in ascending order."""
         return [replica.number for replica in self._order]
 
     @property
     def num_chunks(self) -> int:
-        """Number of remembered chunks, summed over the replicas."""
+        """Number of remembered chunks over all replicas."""
         return sum(len(replica.chunks) for replica in self._order)
 
     def load(self, replica: int) -> int:
-        """Return the waiting tokens of a replica, plus `request_tokens` for each request."""
+        """Return a replica's waiting tokens, plus `request_tokens` per request."""
         return self._replicas[replica].load
 
     def num_requests(self, replica: int) -> int:
@@ -170,7 +171,7 @@ class PrefixRouter:
         return self._replicas[replica].num_requests
 
     def add_replica(self, replica: int, capacity: int = 1 << 62) -> None:
-        """Add a new, empty replica that can cache `capacity` tokens."""
+        """Add a replica with an empty cache of `capacity` tokens."""
         if replica in self._replicas:
             raise EngineError(f"replica must be a new number; got {replica}, which is there")
         new = _Replica(replica, capacity // self.chunk_size)
@@ -183,7 +184,7 @@ class PrefixRouter:
                 self._shrink(each)
 
     def remove_replica(self, replica: int) -> None:
-        """Remove a replica; `computed` and `finished` then ignore its open routes."""
+        """Remove a replica; `computed` and `finished` ignore its open routes from now on."""
         gone = self._replicas.pop(replica)
         gone.is_removed = True
         self._order.remove(gone)
@@ -192,13 +193,13 @@ class PrefixRouter:
         gone.chunks.clear()
 
     def forget_prefixes(self) -> None:
-        """Forget the caches of all replicas."""
+        """Forget the contents of all replicas' caches."""
         self._holders.clear()
         for replica in self._order:
             replica.chunks.clear()
 
     def report_load(self, replica: int, num_waiting_tokens: int, num_requests: int) -> None:
-        """Set the load that a replica reports, which includes that of other routers."""
+        """Record the load that a replica reports, which includes requests from other routers."""
         found = self._replicas.get(replica)
         if found is None:
             return
@@ -213,7 +214,7 @@ class PrefixRouter:
     def route(
         self, token_ids: Sequence[int], salt: str | None = None, excluded: Collection[int] = ()
     ) -> Route | None:
-        """Choose a replica for a prompt, and add it to the replica's load until `finished`.
+        """Choose a replica for a prompt; it counts as that replica's load until `finished`.
 
         Parameters
         ----------
@@ -221,12 +222,12 @@ class PrefixRouter:
         salt : str, optional
             Prompts with different salts share no prefix.
         excluded : collection of int
-            Replicas not to be chosen.
+            Replicas that must not be chosen.
 
         Returns
         -------
         Route or None
-            None if no replica is left.
+            None if every replica is excluded.
         """
         hashes = chunk_hashes(token_ids, self.chunk_size, salt)
         chosen = None
@@ -254,7 +255,7 @@ class PrefixRouter:
         return Route(chosen.number, num_cached, num_waiting, chosen, number, hashes, last_uses)
 
     def computed(self, route: Route, num_cached_tokens: int) -> None:
-        """Note that a prompt has been computed, with the number of its tokens that were cached."""
+        """Record that a prompt has been computed, and how many of its tokens were cached."""
         owner = route._owner
         if owner.is_removed or not route.num_waiting_tokens:
             return
@@ -268,11 +269,11 @@ class PrefixRouter:
         num_found = num_cached_tokens // self.chunk_size
         if num_found < num_expected:
             missed = route._last_uses[num_found]
-            if missed not in owner.pending:  # it was computed before, so it has been evicted
+            if missed not in owner.pending:  # it had been computed, so it must have been evicted
                 self._forget_until(owner, missed)
 
     def finished(self, route: Route) -> None:
-        """Note that a request has ended, computed or not; a second call does nothing."""
+        """Record that a request has ended, computed or not; further calls do nothing."""
         owner = route._owner
         if owner.is_removed or not route._is_open:
             return
@@ -286,12 +287,12 @@ class PrefixRouter:
                     self._forget(owner, chunk)
         self._note_load(owner)
 
-    # ---- inside
+    # ---- internals
 
     def _candidates(self, hashes: list[int], excluded: Collection[int]) -> Iterator[_Replica]:
-        """Yield the few replicas that can be the best choice, however many exist."""
+        """Yield a few candidates that include the best choice, however many replicas exist."""
         if hashes:
-            # Independent routers thus send equal prompts to the same replica.
+            # Hash-based preference: independent routers send equal prompts to the same replica.
             preferred = self._order[hashes[0] % len(self._order)] if self._order else None
             if preferred is not None and preferred.number not in excluded:
                 yield preferred
@@ -305,7 +306,7 @@ class PrefixRouter:
             yield least
 
     def _depth(self, hashes: Sequence[int]) -> int:
-        """Return the number of leading `hashes` cached at any replica."""
+        """Return the maximum number of leading `hashes` cached at any replica."""
         holders = self._holders
         low = 0
         high = len(hashes)
@@ -318,7 +319,7 @@ class PrefixRouter:
         return low
 
     def _least_loaded(self, excluded: Collection[int]) -> _Replica | None:
-        """Return the replica with the lowest load, skipping outdated entries of the heap."""
+        """Return the replica with the lowest load; stale heap entries are skipped."""
         heap = self._by_load
         kept = []
         found = None
@@ -342,7 +343,7 @@ class PrefixRouter:
             heapq.heapify(self._by_load)
 
     def _use(self, replica: _Replica, hashes: list[int], number: int) -> None:
-        """Mark these chunks as used, the last chunk first: prefixes outlive their continuations."""
+        """Mark these chunks as used, last one first, so that prefixes outlive continuations."""
         chunks = replica.chunks
         holders = self._holders
         for chunk in reversed(hashes):
@@ -360,7 +361,7 @@ class PrefixRouter:
             self._forget(replica, next(iter(replica.chunks)))
 
     def _forget_until(self, replica: _Replica, number: int) -> None:
-        """Forget the chunks last used by route `number` or an earlier one."""
+        """Forget the chunks last used by route `number` or earlier."""
         while replica.chunks:
             chunk, used = next(iter(replica.chunks.items()))
             if used > number:
@@ -378,12 +379,12 @@ class PrefixRouter:
             del self._holders[chunk]
 
     def check_integrity(self) -> None:
-        """Check that the tables agree and are within their bounds.
+        """Check that the tables are consistent and within bounds.
 
         Raises
         ------
         EngineError
-            Naming the inconsistency.
+            If they are not; the message names the inconsistency.
         """
         pairs = {(chunk, each.number) for each in self._order for chunk in each.chunks}
         held = [(chunk, each.number) for chunk, found in self._holders.items() for each in found]

@@ -1,1 +1,1 @@
-"""The HTTP endpoints: one module per family, with a function `routes()`."""
+"""HTTP endpoints: one module per endpoint family, each with a `routes()` function."""

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: answers to conversations, streamed or whole."""
+"""/v1/chat/completions: chat, streamed or not."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def routes() -> list[Route]:
 
 
 async def create_chat_completion(request: Request) -> Response:
-    """Answer a conversation."""
+    """Handle POST /v1/chat/completions."""
     body = await read_struct(request, ChatCompletionRequest)
     state = request.app.state
     model = check_model(body.model, request)
@@ -79,11 +79,11 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 def usage_of(stream: ChatStream) -> Usage:
-    """Return the token counts of a request."""
+    """Return the usage of a request."""
     return Usage.of(stream.num_prompt_tokens, stream.num_output_tokens, stream.num_cached_tokens)
 
 
-# ---- the whole answer
+# ---- without streaming
 
 
 @dataclass
@@ -126,7 +126,7 @@ class _Choice:
 async def answer_chat(
     stream: ChatStream, request_id: str, model: str, created: int, num_choices: int
 ) -> ChatCompletionResponse:
-    """Return the whole answer of a request.
+    """Return the complete response to a request.
 
     Raises
     ------
@@ -175,7 +175,7 @@ async def _frames(
 
 
 def _deltas(piece: ChatPiece) -> Sequence[tuple[dict[str, Any], ChatLogprobs | None]]:
-    """Return the deltas of a piece; the first one carries the log-probabilities."""
+    """Return the deltas of a piece; the first carries its log-probabilities."""
     found: list[dict[str, Any]] = []
     if piece.reasoning:
         found.append({"reasoning_content": piece.reasoning})

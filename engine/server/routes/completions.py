@@ -1,4 +1,4 @@
-"""/v1/completions: continuations of prompts, streamed or whole."""
+"""/v1/completions: text completion, streamed or not."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def routes() -> list[Route]:
 
 
 async def create_completion(request: Request) -> Response:
-    """Continue one prompt or several."""
+    """Handle POST /v1/completions."""
     body = await read_struct(request, CompletionRequest)
     state = request.app.state
     model = check_model(body.model, request)
@@ -79,7 +79,7 @@ async def create_completion(request: Request) -> Response:
 
 @dataclasses.dataclass(frozen=True)
 class CompletionJob:
-    """A checked request of /v1/completions.
+    """Validated /v1/completions request.
 
     Attributes
     ----------
@@ -101,7 +101,7 @@ class CompletionJob:
     params: SamplingParams
 
     def outputs(self, index: int) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the engine's outputs for prompt number `index`."""
+        """Yield the engine's outputs for prompt `index`."""
         body = self.body
         request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{index}"
         return self.client.generate(
@@ -121,7 +121,7 @@ async def prepare_completion(
     defaults: Any,
     max_prompts: int = 1024,
 ) -> CompletionJob:
-    """Check a body, without sending anything to the engine.
+    """Validate a request without sending anything to the engine.
 
     Raises
     ------
@@ -143,13 +143,13 @@ async def prepare_completion(
 
 
 async def answer_completion(job: CompletionJob) -> CompletionResponse:
-    """Return the whole answer."""
+    """Return the complete response."""
     choices: list[CompletionChoice] = []
     usage = _UsageCounter()
 
     async def one(index: int) -> RequestOutput:
         async with contextlib.aclosing(job.outputs(index)) as outputs:
-            return [output async for output in outputs][-1]  # the only one
+            return [output async for output in outputs][-1]  # the only output: not streamed
 
     finals = await _gather([one(index) for index in range(len(job.prompts))])
     for index, output in enumerate(finals):
@@ -162,7 +162,7 @@ async def answer_completion(job: CompletionJob) -> CompletionResponse:
 
 
 async def _gather(works: list[Any]) -> list[Any]:
-    """Run the coroutines concurrently; the first error cancels the others."""
+    """Run coroutines concurrently; the first error cancels the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
@@ -176,44 +176,44 @@ async def _gather(works: list[Any]) -> list[Any]:
 
 
 class _UsageCounter:
-    """Sums the token counts over all prompts of a request."""
+    """Sums token counts over all prompts of a request."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}
         self._num_output = 0
 
     def note(self, index: int, output: RequestOutput) -> None:
-        """Count the tokens of an output."""
+        """Count an output's tokens."""
         if output.num_cached_tokens or index not in self._prompts:
             self._prompts[index] = len(output.prompt_token_ids), output.num_cached_tokens
         for completion in output.outputs:
             self._num_output += len(completion.token_ids)
 
     def total(self, *, is_without_output: bool = False) -> Usage:
-        """Return the sum."""
+        """Return the total usage."""
         counts = self._prompts.values()
         num_output = 0 if is_without_output else self._num_output
         return Usage.of(sum(c[0] for c in counts), num_output, sum(c[1] for c in counts))
 
 
 class _ChoiceWriter:
-    """Builds the choices of one prompt; with `echo`, each continuation starts with the prompt."""
+    """Builds the choices of one prompt; with `echo`, each one starts with the prompt."""
 
     def __init__(self, job: CompletionJob, prompt_index: int) -> None:
         self._job = job
         self._first_index = prompt_index * job.params.n
-        self._offsets: dict[int, int] = {}  # by continuation, the length of its text so far
+        self._offsets: dict[int, int] = {}  # continuation -> length of its text so far
         self._has_logprobs = job.body.logprobs is not None
         self.hides_output = bool(job.body.echo) and job.body.max_tokens == 0
         self.is_plain = not (job.body.echo or self._has_logprobs)
         self.is_plain &= job.params.prompt_logprobs is None
 
     def index(self, completion: CompletionOutput) -> int:
-        """Return the number of a continuation, counted over all prompts."""
+        """Return the choice index of a continuation, counted over all prompts."""
         return self._first_index + completion.index
 
     def choice(self, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
-        """Return the choice for a continuation's output."""
+        """Build the choice for a continuation's output."""
         job = self._job
         reason = completion.finish_reason
         if reason == "error":
@@ -271,7 +271,7 @@ def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> Completion
 
 
 class _FrameWriter:
-    """Builds the frames of a streamed request."""
+    """Builds the SSE frames of a streamed request."""
 
     def __init__(self, job: CompletionJob) -> None:
         options = job.body.stream_options
@@ -284,7 +284,7 @@ class _FrameWriter:
         self._usage = _UsageCounter()
 
     def frames(self, prompt_index: int, output: RequestOutput) -> bytes:
-        """Return the frames of an output; b"" if it contains nothing new."""
+        """Return an output's frames; b"" if it contains nothing new."""
         if self.shows_usage:
             self._usage.note(prompt_index, output)
         writer = self._writers[prompt_index]
@@ -300,7 +300,7 @@ class _FrameWriter:
         return found
 
     def usage(self) -> bytes:
-        """Return the frame of the usage."""
+        """Return the usage frame."""
         is_without_output = self._writers[0].hides_output
         return self._chunks.usage(self._usage.total(is_without_output=is_without_output))
 
@@ -325,7 +325,7 @@ async def _frames(job: CompletionJob) -> AsyncGenerator[bytes, None]:
 async def _merged(
     sources: Sequence[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield the items of all generators as they arrive, each with its generator's number."""
+    """Yield the items of all generators as they arrive, each with its generator's index."""
     queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(2 * len(sources))
     tasks = [asyncio.ensure_future(_pump(i, s, queue)) for i, s in enumerate(sources)]
     try:
@@ -345,7 +345,7 @@ async def _merged(
 
 
 async def _pump(index: int, source: AsyncGenerator[Any, None], queue: asyncio.Queue[Any]) -> None:
-    """Put the items of a generator into the queue, and at the end None or its error."""
+    """Put a generator's items into the queue, followed by None or its error."""
     try:
         async with contextlib.aclosing(source):
             async for item in source:

@@ -1,4 +1,4 @@
-"""/v1/embeddings: the last hidden states of texts, pooled."""
+"""/v1/embeddings: pooled last hidden states."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 class EmbeddingObject(msgspec.Struct):
-    """The embedding of one input: numbers, or float32 in base64."""
+    """Embedding of one input: floats, or base64-encoded float32."""
 
     index: int
     embedding: list[float] | str
@@ -63,7 +63,7 @@ def routes() -> list[Route]:
 
 
 async def create_embeddings(request: Request) -> Response:
-    """Return the embeddings of texts or token ids."""
+    """Handle POST /v1/embeddings."""
     body = await read_struct(request, EmbeddingRequest)
     state = request.app.state
     model = check_model(body.model, request)
@@ -76,12 +76,12 @@ async def create_embeddings(request: Request) -> Response:
 async def embed(
     client: Any, body: EmbeddingRequest, prompts: list[Any], model: str
 ) -> EmbeddingResponse:
-    """Compute the answer to a body.
+    """Compute the response to a request.
 
     Raises
     ------
     APIError, RequestError
-        If `dimensions` differs from the model's, or an input cannot be served.
+        If `dimensions` is not the model's, or an input cannot be served.
     """
     normalize = body.normalize is not False
     inputs = await asyncio.to_thread(_token_ids, client, prompts)

@@ -1,4 +1,4 @@
-"""/health: whether the engine is alive. /ready: whether the server accepts requests."""
+"""/health: liveness of the engine. /ready: whether the server accepts requests."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def routes() -> list[Route]:
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while the engine is alive, 503 if it hangs or has ended; needs no API key.
+    """Reply 200 while the engine is alive, 503 if it hangs or has stopped; needs no API key.
 
-    With several replicas, one that is alive suffices; the answer lists the state of each.
+    With several replicas, one live replica suffices; the response lists the state of each.
     """
     client = request.app.state.client
     if client.error is not None:
@@ -46,7 +46,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Answer 200 while new requests are served, 503 with the reason otherwise."""
+    """Reply 200 while new requests are accepted, otherwise 503 with the reason."""
     state = request.app.state
     if state.is_draining:
         raise APIError(503, "the server is shutting down")

@@ -43,7 +43,7 @@ def routes() -> list[Route]:
 
 
 async def create_message(request: Request) -> Response:
-    """Answer a conversation."""
+    """Handle POST /v1/messages."""
     body = await read_struct(request, MessagesRequest)
     model = check_model(body.model, request)
     chat = await _chat(request, body)
@@ -64,7 +64,7 @@ async def create_message(request: Request) -> Response:
 
 
 async def count_tokens(request: Request) -> Response:
-    """Return the number of tokens of a conversation's prompt."""
+    """Handle POST /v1/messages/count_tokens: count the tokens of the prompt."""
     body = await read_struct(request, CountTokensRequest)
     check_model(body.model, request)
     chat = await _chat(request, body)
@@ -74,7 +74,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _chat(request: Request, body: CountTokensRequest) -> ChatCompletionRequest:
-    """Convert a request to a chat; `thinking` needs a template with a switch for it."""
+    """Convert to a chat request; `thinking` needs a template that can switch it."""
     chat = chat_request(to_chat(body))
     state = request.app.state
     if chat.chat_template_kwargs and state.client.tokenizer is not None:
@@ -95,7 +95,7 @@ async def _whole(answered: Answered, builder: MessageBuilder) -> None:
 async def _frames(answered: Answered, builder: MessageBuilder) -> AsyncGenerator[bytes, None]:
     is_started = False
     async with contextlib.aclosing(answered.events(builder)) as frames:
-        async for frame in frames:  # errors with an HTTP status are raised before the first frame
+        async for frame in frames:  # before the first frame, errors set the HTTP status
             if not is_started:
                 is_started = True
                 frame = b"".join(map(named_frame, _start(answered, builder))) + frame

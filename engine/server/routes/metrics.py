@@ -1,4 +1,4 @@
-"""/metrics: the engine's counters for Prometheus."""
+"""/metrics: engine metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def routes() -> list[Route]:
 
 
 async def metrics(request: Request) -> Response:
-    """Return all metrics, in Prometheus's text format."""
+    """Return all metrics in Prometheus's text format."""
     state = request.app.state
     if isinstance(state.client, ReplicaClient):
         stats = await state.client.stats_by_replica()

@@ -1,4 +1,4 @@
-"""/v1/models: the model's names. /version: the engine's version."""
+"""/v1/models: names of the model. /version: version of the engine."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def routes() -> list[Route]:
 
 
 async def list_models(request: Request) -> JSONResponse:
-    """Return all names of the model."""
+    """List all names of the model."""
     cards = [_card(name, request) for name in request.app.state.model_names]
     return JSONResponse({"object": "list", "data": cards})
 
 
 async def get_model(request: Request) -> JSONResponse:
-    """Return one name of the model."""
+    """Return the entry for one name of the model."""
     return JSONResponse(_card(check_model(request.path_params["model"], request), request))
 
 

@@ -1,4 +1,4 @@
-"""/openapi.json: the description of the endpoints."""
+"""/openapi.json: OpenAPI document of the endpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page at `/`: its files, and headers that forbid a browser to load anything else."""
+"""Web page at `/`: its files, with headers that stop browsers from loading anything else."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _FILES = {
     if path.suffix in _MEDIA_TYPES
 }
 
-# Served without an API key: a browser has none until the page has asked for it. The files contain
+# Served without an API key, since a browser has none until the page asks for it. The files contain
 # no data.
 PUBLIC_PATHS = frozenset(_FILES)
 
@@ -80,5 +80,5 @@ def _serve(path: str) -> Route:
 
 
 def routes() -> list[Route]:
-    """Return one route per file; no other file is accessible."""
+    """Return one route per file; no other files are served."""
     return [_serve(path) for path in _FILES]

@@ -41,7 +41,7 @@ def routes() -> list[Route]:
 
 
 async def create_response(request: Request) -> Response:
-    """Answer an input."""
+    """Handle POST /v1/responses."""
     body = await read_struct(request, ResponsesRequest)
     model = check_model(body.model, request)
     chat = chat_request(to_chat(body))
@@ -58,28 +58,28 @@ async def create_response(request: Request) -> Response:
 
 
 async def no_response(request: Request) -> Response:
-    """Answer 404: no response is stored."""
+    """Reply 404: responses are not stored."""
     name = request.path_params["response_id"][:100]
     message = f"the response {name!r} does not exist: no responses are stored"
     raise APIError(404, message, param="response_id")
 
 
 class _Answer:
-    """The response to one request, whole or as frames."""
+    """Response to one request, complete or as SSE frames."""
 
     def __init__(self, request: Request, answered: Answered, builder: ResponseBuilder) -> None:
         self._request = request
         self._answered = answered
         self._builder = builder
-        self._start = b""  # the first frames, built before the stream starts
+        self._start = b""  # first frames, built before the stream starts
 
     async def whole(self) -> None:
-        """Build the response."""
+        """Build the complete response."""
         await self._answered.whole(self._builder)
         await self._ending()
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield the frames; errors with an HTTP status are raised before the first one."""
+        """Yield the frames; errors that set the HTTP status are raised before the first."""
         self._start = _frames_of(self._builder.start())
         async with contextlib.aclosing(self._answered.events(self._builder)) as frames:
             async for frame in frames:
@@ -88,7 +88,7 @@ class _Answer:
         yield self._take_start() + _frames_of(await self._ending())
 
     def error_frame(self, error: APIError) -> bytes:
-        """Return the frames that end the response with an error."""
+        """Return the frames that end the stream with an error."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         return self._take_start() + _frames_of(self._builder.fail(error.message, code))
 

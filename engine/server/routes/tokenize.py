@@ -28,7 +28,7 @@ __all__ = [
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Request body of /tokenize: a prompt, or a conversation."""
+    """Request body of /tokenize: a prompt or a conversation."""
 
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
@@ -78,7 +78,7 @@ def routes() -> list[Route]:
 
 
 async def tokenize(request: Request) -> Response:
-    """Return the token ids of a prompt or a conversation, and their number."""
+    """Handle POST /tokenize: return token ids and their number."""
     body = await read_struct(request, TokenizeRequest)
     check_model(body.model, request)
     state = request.app.state
@@ -104,7 +104,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """Return the text of token ids."""
+    """Handle POST /detokenize: return the text of token ids."""
     body = await read_struct(request, DetokenizeRequest)
     check_model(body.model, request)
     _tokenizer(request)

@@ -1,4 +1,4 @@
-"""`/v1/engine/watch`: snapshots of the engine as server-sent events, for the page."""
+"""`/v1/engine/watch`: engine snapshots as server-sent events, for the web page."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class _Frame(NamedTuple):
 
 
 class SnapshotFeed:
-    """Takes snapshots while the page is viewed, and sends each one to all viewers.
+    """Takes snapshots while anyone watches, and sends each to all viewers.
 
-    A viewer slower than the feed misses snapshots; nothing is queued for it.
+    A viewer slower than the feed skips snapshots; nothing is queued.
 
     Parameters
     ----------
@@ -49,22 +49,22 @@ class SnapshotFeed:
         return self._num_viewers
 
     def join(self) -> None:
-        """Add a viewer; the first one starts the snapshots."""
+        """Add a viewer; the first starts the snapshots."""
         self._num_viewers += 1
         if self._task is None or self._task.done():
-            if self._next is not None and self._next.done():  # the last frame of the previous feed
+            if self._next is not None and self._next.done():  # last frame of the previous run
                 self._next = None
             self._task = asyncio.create_task(self._run())
 
     def leave(self) -> None:
-        """Remove a viewer; the last one stops the snapshots."""
+        """Remove a viewer; the last stops the snapshots."""
         self._num_viewers -= 1
         if self._num_viewers == 0 and self._task is not None:
             self._task.cancel()
             self._task = None
 
     def next_frame(self) -> asyncio.Future[_Frame]:
-        """Return the future of the next snapshot, which all viewers share."""
+        """Return a future of the next snapshot, shared by all viewers."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         return self._next
@@ -76,21 +76,21 @@ class SnapshotFeed:
             arrived = self.next_frame()
             arrived.set_result(frame)
             if frame.is_last:
-                return  # the last frame stays for viewers that were busy
+                return  # keep the last frame for viewers that were busy
             self._next = None
             await asyncio.sleep(max(0.0, started + INTERVAL - time.monotonic()))
 
     async def _take(self) -> _Frame:
         try:
             snapshot = await self._client.snapshot()
-        except Exception as error:  # the engine has ended: viewers receive the reason
+        except Exception as error:  # the engine has stopped: viewers receive the reason
             message = msgspec.json.encode({"message": str(error)})
             return _Frame(b"event: error\ndata: " + message + b"\n\n", True)
         return _Frame(b"data: " + msgspec.json.encode(snapshot) + b"\n\n", False)
 
 
 class _WatchResponse(Response):
-    """Sends the frames of a feed until the viewer disconnects or the server shuts down."""
+    """Sends a feed's frames until the viewer disconnects or the server shuts down."""
 
     def __init__(self, feed: SnapshotFeed, state: State) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}

@@ -1,9 +1,9 @@
-"""Tool parsers: extract a model's tool calls from its text, one parser per format.
+"""Tool parsers: extract tool calls from generated text, one parser per format.
 
-A parser receives the text of one answer in pieces, and returns text and calls as `Event`s;
-`collect` joins them. Arguments are passed on while they arrive. Anything but a complete call is
+A parser receives the text of one answer in chunks, and returns text and calls as `Event`s;
+`collect` joins them. Arguments are streamed as they arrive. Anything other than a complete call is
 text: an object without a name, a function that the request does not define, invalid JSON. If the
-arguments turn out to be invalid after a part of them was passed on, the call ends with
+arguments turn out to be invalid after part of them has been streamed, the call ends with
 `is_complete=False`.
 """
 
@@ -52,9 +52,9 @@ _PARSERS: dict[str, type[HermesParser | Llama3JsonParser | MistralParser]] = {
 }
 
 NAMES = tuple(_PARSERS)
-"""Names of all parsers."""
+"""Names of all tool parsers."""
 
-# Markers of other formats whose templates contain <tool_call> too.
+# Markers of other formats whose templates also contain <tool_call>.
 _OTHER_FORMATS = ("<function=", "<arg_key>", "<parameter=")
 
 

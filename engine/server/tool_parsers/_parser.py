@@ -1,4 +1,4 @@
-"""`StateParser`: the base of the parsers, a state machine over text and calls."""
+"""`StateParser`: base class of the parsers, a state machine over text and calls."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from engine.server.tool_parsers.json_scanner import Mark
 __all__ = ["MAX_CALLS", "SPACE", "StateParser"]
 
 SPACE = re.compile(r"\s*")
-MAX_CALLS = 128  # maximum calls of an answer; further ones are text
+MAX_CALLS = 128  # maximum calls per answer; further ones are text
 
 
 class StateParser:
-    """A parser whose current state is a method that consumes text.
+    """Parser whose current state is a method that consumes text.
 
-    A state method takes the pending text, a position in it, and whether the text is the last. It
-    returns the position after the text that it has consumed. To wait for more text, it consumes
-    nothing and keeps the state, with at most a marker's length pending.
+    A state method takes the pending text, a position in it, and whether no more text follows. It
+    returns the position up to which it has consumed the text. To wait for more text, it consumes
+    nothing and keeps the state; at most a marker's length stays pending.
 
     Parameters
     ----------
     names : collection of str, optional
         Functions that may be called; a call to any other function is text. None: allow all.
     make_id : callable, optional
-        Returns the id of a new call.
+        Returns an id for a new call.
     """
 
     needs_special_tokens = False
@@ -44,7 +44,7 @@ class StateParser:
         self._pending = ""
         self._num_calls = 0
         self._reader: CallReader | ArgumentsReader | None = None
-        self._held: list[str] = []  # becomes text unless a call follows
+        self._held: list[str] = []  # text unless a call follows
         self._state: Callable[[str, int, bool], int] = self._in_text
 
     def feed(self, delta: str) -> list[Event]:
@@ -143,5 +143,5 @@ class StateParser:
         return at
 
     def _end_call(self) -> None:
-        """Select the state after a complete call."""
+        """Select the state that follows a complete call."""
         raise NotImplementedError

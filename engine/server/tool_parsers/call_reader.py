@@ -1,4 +1,4 @@
-"""`CallReader`: reads one call, a JSON object that arrives in pieces."""
+"""`CallReader`: incrementally reads one call, a JSON object."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_tool_name(name: str, names: Collection[str] | None) -> bool:
 class CallReader:
     """Reads ``{"name": ..., "arguments": {...}}``, with the keys in any order.
 
-    Once the name is known, arguments are passed on as they arrive. Until then the text is held
+    Once the name is known, arguments are streamed as they arrive. Until then everything is held
     back, and becomes text again if the object is not a call.
 
     Parameters
@@ -44,14 +44,14 @@ class CallReader:
     source : str
         The text before the object, held back with it.
     requires_arguments : bool
-        True: an object without arguments is not a call. False: its arguments are ``{}``.
+        Whether an object without arguments is not a call; otherwise, its arguments are ``{}``.
 
     Attributes
     ----------
     mark : Mark or None
-        END or FAILED once the object has ended or is invalid.
+        END or FAILED, once the object has ended or is invalid.
     is_started, is_ended : bool
-        Whether the events of the call's start and end were returned.
+        Whether the call's start and end events have been returned.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class CallReader:
         self._names = names
         self._requires_arguments = requires_arguments
         self._scanner = JsonScanner()
-        self._held = [source]  # text that is in no event: before the arguments, and after them
-        self._keys: set[str] = set()  # "name" and "arguments", when seen
-        self._value: list[str] | None = None  # pieces of the current value
+        self._held = [source]  # text in no event: before and after the arguments
+        self._keys: set[str] = set()  # which of "name" and "arguments" have been seen
+        self._value: list[str] | None = None  # chunks of the current value
         self._name = ""
-        self._arguments: str | None = None  # complete, if they precede the name
+        self._arguments: str | None = None  # complete arguments, if they precede the name
 
     @property
     def held(self) -> str:
-        """The text that is not contained in any event."""
+        """Text that is not part of any event."""
         return "".join(self._held)
 
     def feed(self, text: str, at: int) -> tuple[int, list[Event]]:
@@ -122,7 +122,7 @@ class CallReader:
             self._value.append(piece)
 
     def _begin_value(self, first: str, events: list[Event]) -> bool:
-        """Begin the value of a key; return False if the object is not a call."""
+        """Begin a key's value; return False if the object is not a call."""
         key = self._scanner.key
         key = "arguments" if key in ARGUMENTS_KEYS else key
         if key not in ("name", "arguments"):
@@ -137,7 +137,7 @@ class CallReader:
         return True
 
     def _end_value(self, events: list[Event]) -> bool:
-        """End the value of a key; return False if the object is not a call."""
+        """End a key's value; return False if the object is not a call."""
         if self.is_started and not self.is_ended:
             self._end(events)
         if self._value is None:
@@ -154,7 +154,7 @@ class CallReader:
         return is_text and is_json_object(self._arguments) and self._complete(events)
 
     def _complete(self, events: list[Event]) -> bool:
-        """Return the events of the complete call, if name and arguments are known."""
+        """Add the events of the complete call, if name and arguments are known."""
         if self._name and self._arguments is not None:
             arguments = self._arguments
             self._start(events)
@@ -179,9 +179,9 @@ class CallReader:
 
 
 class ArgumentsReader:
-    """Reads the arguments of a call with a known name: a JSON object that arrives in pieces.
+    """Incrementally reads the arguments, a JSON object, of a call whose name is known.
 
-    It shares the attributes and methods of `CallReader`.
+    It has the same attributes and methods as `CallReader`.
     """
 
     def __init__(self, start: ToolCallStart) -> None:

@@ -1,4 +1,4 @@
-"""The events of a tool parser, pieces of text and calls, and the answer that they make up."""
+"""Events of a tool parser (chunks of text and calls), and the answer they add up to."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of text outside of calls."""
+    """Chunk of text outside of calls."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ToolCallStart:
-    """The start of a call.
+    """Start of a call.
 
     Attributes
     ----------
     index : int
-        0 for the first call of an answer.
+        Index of the call in its answer, from 0.
     id, name : str
     source : str
-        The model's original text before the arguments, markers included.
+        The model's original text up to the arguments, including markers.
     """
 
     index: int
@@ -49,7 +49,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A piece of a call's arguments, a JSON object."""
+    """Chunk of a call's arguments, a JSON object."""
 
     index: int
     arguments: str
@@ -57,13 +57,13 @@ class ToolCallDelta:
 
 @dataclass(frozen=True)
 class ToolCallEnd:
-    """The end of a call.
+    """End of a call.
 
     Attributes
     ----------
     index : int
     is_complete : bool
-        Whether the arguments are a complete JSON object. Text after an invalid part is content.
+        Whether the arguments are a complete JSON object. Text after invalid arguments is content.
     """
 
     index: int
@@ -74,9 +74,9 @@ Event = TextDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
 
 
 class ToolParser(Protocol):
-    """Splits the text of one answer into text and calls while it arrives.
+    """Incrementally splits one answer into text and calls.
 
-    The concatenated results do not depend on how the text is cut into pieces. The time is linear
+    The concatenated results do not depend on how the text is split into chunks. Takes time linear
     in the length of the text.
     """
 
@@ -92,7 +92,7 @@ class ToolParser(Protocol):
 
 @dataclass
 class ToolCall:
-    """A complete call; `arguments` is JSON text."""
+    """Complete call; `arguments` is JSON text."""
 
     id: str
     name: str
@@ -101,12 +101,12 @@ class ToolCall:
 
 @dataclass
 class ParsedText:
-    """A complete answer.
+    """Complete answer.
 
     Attributes
     ----------
     content : str
-        The text; incomplete calls are included as the model wrote them.
+        The text; incomplete calls are included verbatim.
     tool_calls : list of ToolCall
     """
 
@@ -115,7 +115,7 @@ class ParsedText:
 
 
 def collect(events: Iterable[Event]) -> ParsedText:
-    """Join all events of an answer.
+    """Join an answer's events.
 
     Examples
     --------
@@ -142,5 +142,5 @@ def collect(events: Iterable[Event]) -> ParsedText:
 
 
 def random_id(prefix: str = "call_", num_chars: int = 24) -> str:
-    """Return a new id: the prefix, then random hexadecimal digits."""
+    """Return a new id: the prefix followed by random hexadecimal digits."""
     return prefix + secrets.token_hex((num_chars + 1) // 2)[:num_chars]

@@ -1,4 +1,4 @@
-"""Calls in the format of Hermes and Qwen: `<tool_call>{"name": ..., ...}</tool_call>`."""
+"""Tool calls of Hermes and Qwen: `<tool_call>{"name": ..., ...}</tool_call>`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HermesParser(StateParser):
         self._state = self._after_call
 
     def _after_call(self, text: str, at: int, is_last: bool) -> int:
-        """Read the closing marker, or a further call before it."""
+        """Read the closing marker, or another call before it."""
         end = self._skip_space(text, at)
         rest = text[end : end + len(_CLOSE)]
         if rest == _CLOSE:

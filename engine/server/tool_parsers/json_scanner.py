@@ -1,7 +1,7 @@
-"""`JsonScanner`: validates a JSON object that arrives in pieces, and stops at its values.
+"""`JsonScanner`: incrementally validates a JSON object, and stops at its values.
 
-It keeps its position as a stack of brackets and one state, so every character is read once, however
-the text is cut.
+Its position is a stack of brackets and one state, so every character is read once, however the text
+is split.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class Mark(enum.Enum):
-    """The kind of place at which the scanner has stopped."""
+    """Why the scanner has stopped."""
 
-    VALUE = 0  # before the first character of a value of the outermost object; see `key`
-    VALUE_END = 1  # after the last character of such a value
+    VALUE = 0  # before the first character of a top-level value; see `key`
+    VALUE_END = 1  # after the last character of a top-level value
     END = 2  # after the object's closing brace
     FAILED = 3  # before the first invalid character
 
@@ -37,12 +37,12 @@ _State = Callable[[str, int], tuple[int, Mark | None]]
 
 
 class JsonScanner:
-    """Scans one JSON object, and stops at the values of its own keys.
+    """Scans one JSON object, and stops at its top-level values.
 
     Attributes
     ----------
     key : str
-        The key of the current value, with escapes as written, at most `MAX_KEY_CHARS` characters.
+        Key of the current value, with escapes as written; at most `MAX_KEY_CHARS` characters.
 
     Examples
     --------
@@ -56,10 +56,10 @@ class JsonScanner:
     def __init__(self) -> None:
         self.key = ""
         self._state: _State = self._start
-        self._closers: list[str] = []  # closing brackets of the open ones
-        self._token = ""  # the number or literal so far
+        self._closers: list[str] = []  # closing brackets for the open ones
+        self._token = ""  # number or literal so far
         self._is_key = False  # whether the current string is a key
-        self._num_hex = 0  # missing digits of a \u escape
+        self._num_hex = 0  # digits still missing in a \u escape
 
     def advance(self, text: str, start: int) -> tuple[int, Mark | None]:
         """Scan `text[start:]` up to the next mark.
@@ -67,7 +67,7 @@ class JsonScanner:
         Returns
         -------
         int, Mark or None
-            The position and kind of the stop; None at the end of the text.
+            Position of the stop and its mark; None at the end of the text.
         """
         mark = None
         while mark is None and start < len(text):
@@ -164,7 +164,7 @@ class JsonScanner:
             self._add_to_key("\\")
             return self._to(self._in_escape, at + 1)
         if text[at] != '"':
-            return at, Mark.FAILED  # a control character
+            return at, Mark.FAILED  # control character
         return self._to(self._colon, at + 1) if self._is_key else self._end_value(at + 1)
 
     def _in_escape(self, text: str, at: int) -> tuple[int, Mark | None]:
@@ -227,7 +227,7 @@ def _after_space(text: str, at: int) -> int:
 
 
 def is_json_object(text: str) -> bool:
-    """Return whether `text` is one JSON object, with optional white space around it.
+    """Return whether `text` is a JSON object, optionally surrounded by white space.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Calls in Llama 3's format: `{"name": ..., "parameters": {...}}`, perhaps after a marker."""
+"""Llama 3's tool calls: `{"name": ..., "parameters": {...}}`, optionally after a marker."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SEPARATORS = re.compile(r"[\s;]*")
 
 
 class Llama3JsonParser(StateParser):
-    """Reads objects at the start of a line, after `<|python_tag|>`, or after a call and `;`.
+    """Reads objects at the start of a line, after `<|python_tag|>`, or after a call and a `;`.
 
-    An object is a call if it contains a name and parameters, with nothing but "type" and "id"
-    before them; other objects are text.
+    An object is a call if it contains a name and parameters, preceded by nothing but "type" and
+    "id"; other objects are text.
     """
 
     requires_arguments = True
@@ -41,7 +41,7 @@ class Llama3JsonParser(StateParser):
         return self._expect_call(_SEPARATORS, text, at, is_last)
 
     def _expect_call(self, between: re.Pattern[str], text: str, at: int, is_last: bool) -> int:
-        """Skip the separators before a call; without a call they are text."""
+        """Skip the separators before a call; if no call follows, they are text."""
         match = between.match(text, at)
         assert match is not None  # the pattern also matches an empty string
         self._hold(match[0])
@@ -61,7 +61,7 @@ class Llama3JsonParser(StateParser):
         return at
 
     def _in_text(self, text: str, at: int, is_last: bool) -> int:
-        """Pass the rest of a line on as text."""
+        """Pass the rest of the line through as text."""
         found, marker = _MARKERS.find(text, at, is_last)
         if marker == "\n" or (marker and self._num_calls >= MAX_CALLS):
             found += len(marker)

@@ -1,4 +1,4 @@
-"""Calls in Mistral's formats: `[TOOL_CALLS]` before a JSON array or before `name[ARGS]{...}`."""
+"""Mistral's tool calls: `[TOOL_CALLS]` before a JSON array or before `name[ARGS]{...}`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _HEADER_CHARS = re.compile(r"[\w.:/\[\]\s-]*")
 _HEADER = re.compile(r"\s*([\w.:/-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?")
 MAX_HEADER_CHARS = 400
 
-_short_id = functools.partial(random_id, "", 9)  # Mistral's templates require this length
+_short_id = functools.partial(random_id, "", 9)  # Mistral's templates require 9 characters
 
 
 class MistralParser(StateParser):
-    """Reads the calls after each `[TOOL_CALLS]`, in either format."""
+    """Reads the calls after each `[TOOL_CALLS]` in either format."""
 
     needs_special_tokens = True
 
@@ -31,7 +31,7 @@ class MistralParser(StateParser):
         self, names: Collection[str] | None = None, make_id: Callable[[], str] = _short_id
     ) -> None:
         super().__init__(names, make_id)
-        self._num_header = 0  # characters of the name so far
+        self._num_header = 0  # characters of the function name so far
         self._is_array = False
 
     def _in_text(self, text: str, at: int, is_last: bool) -> int:
@@ -47,7 +47,7 @@ class MistralParser(StateParser):
         return found + len(_MARKER)
 
     def _after_marker(self, text: str, at: int, _: bool) -> int:
-        """Select the format by the next character."""
+        """Detect the format from the next character."""
         at = self._skip_space(text, at)
         if at == len(text):
             return at
@@ -105,7 +105,7 @@ class MistralParser(StateParser):
         source = "".join(self._held)
         header = source.partition(_MARKER)[2]
         match = _HEADER.fullmatch(header)
-        if not header.strip():  # no name: a single call object
+        if not header.strip():  # no name: a single call object follows
             self._begin_call()
         elif match is not None and is_tool_name(match[1], self._names):
             self._held.clear()
@@ -114,9 +114,9 @@ class MistralParser(StateParser):
         else:
             self._fail()
 
-    # ---- both
+    # ---- both formats
 
     def _fail(self) -> None:
-        """Return the held text: no call follows."""
+        """Give back the held text, since no call follows."""
         self._give_back()
         self._state = self._in_text
