@@ -1,12 +1,12 @@
 """LLM inference without PyTorch: hand-written CUDA C kernels, each with a NumPy mirror.
 
-Four doors:
+Four entry points:
 
 - `LLM(model).generate(prompts, SamplingParams(...))`, `.chat(messages)`, `.stream(prompt)`
 - `LLMEngine`: `add_request`, `step`, `abort_request`, `has_unfinished_requests`; `AsyncEngine`
-  serves asyncio tasks with it
+  wraps it for asyncio
 - `load(model)`: arrays in, arrays out: `model.step(token_ids, cache)`
-- `kernels`: every op, on NumPy and on CuPy arrays
+- `kernels`: every op, for NumPy and CuPy arrays
 
 Names are imported on first use, so `import engine` takes milliseconds.
 """

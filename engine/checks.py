@@ -1,4 +1,4 @@
-"""Helpers to check a caller's arguments: short texts of values, and bounded reading."""
+"""Argument checks: bounded reading of sequences, and short texts of values for messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_SHOWN = 80
 
 
 class _ShortRepr(reprlib.Repr):
-    """`repr` whose time and length do not grow with the value."""
+    """`repr` whose time and length are bounded, whatever the value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _ShortRepr(reprlib.Repr):
         self.maxlist = self.maxtuple = self.maxdict = 8
 
     def repr_int(self, x: int, level: int) -> str:
-        if x.bit_length() > 256:  # Python refuses to print very long ones
+        if x.bit_length() > 256:  # Python refuses to print very long ints
             return f"a whole number of about {int(x.bit_length() * 0.30103) + 1} digits"
         return repr(x)
 
@@ -45,7 +45,7 @@ _short_repr = _ShortRepr()
 
 
 def shown(value: object) -> str:
-    """Return `value` as text of at most 80 characters, for an error message; never raises.
+    """Return `value` as text of at most 80 characters for an error message; never raises.
 
     Examples
     --------
@@ -54,13 +54,13 @@ def shown(value: object) -> str:
     """
     try:
         text = _short_repr.repr(value)
-    except Exception:  # a __len__ or __iter__ of the caller's may raise anything
+    except Exception:  # the caller's __len__ or __iter__ may raise anything
         text = "an object"
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
 def shown_with_type(value: object) -> str:
-    """Return `shown`, followed by the type unless `value` is a number.
+    """Return `shown(value)`, followed by the type unless `value` is a number.
 
     Examples
     --------
@@ -73,7 +73,7 @@ def shown_with_type(value: object) -> str:
 
 
 def items_of(name: str, value: object, kind: str, limit: int) -> list[Any]:
-    """Return a sequence (list, tuple, range, set, 1-d array) as a list.
+    """Read a sequence (list, tuple, range, set, 1-d array) into a list.
 
     Parameters
     ----------
@@ -81,15 +81,15 @@ def items_of(name: str, value: object, kind: str, limit: int) -> list[Any]:
         Name of the argument.
     value : object
     kind : str
-        Description of the items, for the message.
+        Description of the items, for error messages.
     limit : int
-        Maximum number of items; at most one item more is read.
+        Maximum number of items; at most one more is read.
 
     Raises
     ------
     RequestError
-        If it is a text, a mapping, a 0-d array, an iterator (which may be endless, and can be read
-        only once), or longer than `limit`.
+        If `value` is a text, a mapping, a 0-d array, an iterator (which may be endless and can
+        be read only once), or longer than `limit`.
     """
     count = length_of(value)
     if count is None or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
@@ -105,14 +105,14 @@ def items_of(name: str, value: object, kind: str, limit: int) -> list[Any]:
 
 
 def length_of(value: object) -> int | None:
-    """Return the number of items; None if `value` has no length or cannot be iterated over."""
+    """Return the number of items; None if `value` has no length or is not iterable."""
     if not isinstance(value, Sized) or not hasattr(value, "__iter__"):
         return None
     try:
         return len(value)
     except OverflowError:
         return sys.maxsize + 1  # range(10**30)
-    except Exception:  # a 0-d array, or an object whose __len__ fails
+    except Exception:  # a 0-d array, or a failing __len__
         return None
 
 
@@ -120,7 +120,7 @@ def _read(name: str, value: Any, kind: str, limit: int) -> list[Any]:
     """Read at most `limit` + 1 items, since `__len__` may be wrong."""
     dtype = getattr(value, "dtype", None)
     if getattr(dtype, "kind", "") in "iu" and dtype is not None and hasattr(value, "tolist"):
-        value = value.tolist()  # Python's ints, much faster than an iteration over the array
+        value = value.tolist()  # Python ints: much faster than iterating over the array
     try:
         return list(itertools.islice(value, limit + 1))
     except Exception as error:
@@ -129,17 +129,17 @@ def _read(name: str, value: Any, kind: str, limit: int) -> list[Any]:
 
 
 def token_ids_of(name: str, items: list[Any], below: int, wanted: str) -> list[int]:
-    """Return `items` as Python's ints, after checking that they are in [0, `below`).
+    """Return `items` as Python ints, after checking that they lie in [0, `below`).
 
     Parameters
     ----------
     name : str
-        Name of the argument; the message names the first bad item as "name[index]".
+        Name of the argument; the message names the first invalid item as "name[index]".
     items : list
         Ints or NumPy integers.
     below : int
     wanted : str
-        Description of a valid item, for the message.
+        Description of a valid item, for error messages.
 
     Raises
     ------
@@ -154,12 +154,12 @@ def token_ids_of(name: str, items: list[Any], below: int, wanted: str) -> list[i
 
 
 def is_integer(value: object) -> bool:
-    """Tell whether `value` is an int or a NumPy integer; a bool is not."""
+    """Tell whether `value` is an int or a NumPy integer, but not a bool."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         return False
     try:
         operator.index(value)
-    except TypeError:  # np.timedelta64 registers as an integer
+    except TypeError:  # np.timedelta64 registers as Integral
         return False
     return True
 
@@ -177,7 +177,7 @@ def check_count(name: str, value: Any, limit: int) -> None:
 
 
 def _index(item: Any) -> int:
-    """Return an integer as Python's int; -1 for a bool or anything else."""
+    """Return an integer as a Python int; -1 for a bool or anything else."""
     return operator.index(item) if is_integer(item) else -1
 
 
@@ -199,7 +199,7 @@ def checked_text(name: str, value: object) -> str:
 
 
 def request_ids_of(value: str | Iterable[str], limit: int = 2**20) -> list[str]:
-    """Return one request id or several as a list; an iterator may yield at most `limit`.
+    """Return one or several request ids as a list; an iterator may yield at most `limit`.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""A decoder's architecture as plain numbers: `ModelConfig`, `MoeConfig` and `RopeConfig`.
+"""A decoder's architecture in numbers: `ModelConfig`, `MoeConfig` and `RopeConfig`.
 
 Every difference between the supported model families is a field here with a neutral default. The
-files of `models/` fill the fields in from a `config.json`; `models/decoder.py`, the only decoder,
+modules of `models/` set the fields from a `config.json`; the only decoder, `models/decoder.py`,
 reads them.
 """
 
@@ -14,19 +14,19 @@ __all__ = ["ModelConfig", "MoeConfig", "RopeConfig"]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: its angles, and their scaling past the training length.
+    """Rotary position embedding: its angles, and how they scale beyond the training length.
 
     Attributes
     ----------
     theta : float
         Base of the geometric series of wavelengths.
     rotary_dim : int
-        Leading features of a head that are rotated (even; the rest passes through).
+        Number of leading head features to rotate (even; the rest pass through).
     scaling : str
-        "default", "linear", "dynamic" (NTK), "yarn", "llama3", "longrope", or "none": no rotation
-        at any position.
+        "default", "linear", "dynamic" (NTK), "yarn", "llama3", "longrope", or "none" (no rotation
+        at any position).
     factor : float
-        Context extension factor, for every scaling but "default".
+        Context extension factor; used by every scaling except "default".
     original_max_position : int
         Training length in tokens; 0 if the scaling does not use it.
     low_freq_factor, high_freq_factor : float
@@ -34,13 +34,13 @@ class RopeConfig:
     beta_fast, beta_slow : float
         Bounds of the yarn ramp, in rotations over the training length.
     attention_factor : float or None
-        Scale of cos and sin; None derives it from the paper's formula.
+        Scale of cos and sin; None computes it by the paper's formula.
     mscale, mscale_all_dim : float
-        YaRN's two factors of the attention scale; 0: not given.
+        YaRN's two attention-scale factors; 0 if not given.
     truncate : bool
-        Whether the bounds of the yarn ramp are rounded to whole dimensions.
+        Whether to round the bounds of the yarn ramp to whole dimensions.
     short_factor, long_factor : tuple of float
-        Longrope's divisors of each frequency, below and above the training length.
+        Longrope's divisor of each frequency, below and above the training length.
     """
 
     theta: float = 10000.0
@@ -62,30 +62,31 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """The mixture of experts that replaces the MLP of some layers.
+    """Mixture of experts that replaces the MLP in some layers.
 
     Attributes
     ----------
     num_experts, top_k, intermediate_size : int
-        E, experts per token, and features of an expert.
+        E, experts per token, and features per expert.
     sparse_layers : tuple of bool
         Per layer: True for experts, False for an MLP.
     score : str
-        Function of the router's logits: "softmax" (over all experts) or "sigmoid".
+        Scoring function of the router logits: "softmax" (over all experts) or "sigmoid".
     renormalize : bool
-        Whether the weights of a token's experts are divided by their sum.
+        Whether to divide the weights of a token's experts by their sum.
     scale : float
         Factor on the weights of a token's experts.
     num_groups, top_groups : int
-        A token's experts are chosen from its `top_groups` best of `num_groups` groups.
+        Group-limited routing: a token's experts come from its `top_groups` best of `num_groups`
+        groups.
     correction : bool
-        Whether a bias per expert is added to the scores when experts are chosen.
+        Whether a bias per expert is added to the scores for the choice of experts.
     shared_size : int
-        Features of the shared expert, which computes every token; 0: none.
+        Features of the shared expert, which processes every token; 0 if there is none.
     shared_gate : bool
-        Whether the shared expert's output is multiplied by the sigmoid of a product with the token.
+        Whether the shared expert's output is scaled by a sigmoid gate computed from the token.
     router_bias, expert_bias : bool
-        Whether these weights exist.
+        Whether the router and the experts have biases.
     activation : str
         Activation of the experts: "swiglu", or gpt-oss's "swiglu_clamped".
     alpha, limit : float
@@ -113,65 +114,65 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder-only transformer, as numbers.
+    """Architecture of one decoder-only transformer.
 
     Attributes
     ----------
     model_type : str
-        Hugging Face's name for the family ("llama", "qwen3", ...).
+        Hugging Face name of the family ("llama", "qwen3", ...).
     vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size : int
         V, N, number of layers, H, K, D and F.
     max_position_embeddings : int
-        Longest sequence in tokens.
+        Maximum sequence length in tokens.
     rms_norm_eps : float
-        Added to the mean square (or variance) before the square root.
+        Epsilon added to the mean square (or variance) before the square root.
     layer_norm, norm_bias : bool
-        Whether norms subtract the mean first (LayerNorm); whether they add a bias.
+        Whether norms subtract the mean first (LayerNorm), and whether they add a bias.
     rope : RopeConfig
-        Rope of every layer; with `rope_local`, of the full-attention layers.
+        Rope of every layer or, with `rope_local`, of the full-attention layers.
     rope_local : RopeConfig or None
-        Rope of the layers with a sliding window (Gemma 3).
+        Rope of the sliding-window layers (Gemma 3).
     layer_windows : tuple of int
-        Per layer: sliding window in keys, including the query's own; 0: full attention.
+        Per layer: sliding window in keys, including the query's own; 0 is full attention.
     rope_layers : tuple of bool
-        Per layer: whether q and k are rotated; (): in all layers.
+        Per layer: whether to rotate q and k; () rotates in all layers.
     tie_word_embeddings, qkv_bias, o_bias, mlp_bias, lm_head_bias, qk_norm, pre_norms, post_norms
-        Whether each of these exists (bool): an output embedding tied to the input's, biases, norms
-        of q and k, norms before and after attention and MLP.
+        Whether each of these exists (bool): output embedding tied to the input embedding, biases,
+        q and k norms, norms before and after attention and MLP.
     whole_qk_norm : bool
-        Whether q and k are normed over all heads together instead of per head (OLMo).
+        Whether q and k are normalised over all heads together instead of per head (OLMo).
     parallel : bool
-        Whether attention and MLP read the same input, normed once, and their outputs are added
-        together.
+        Whether attention and MLP read the same normalised input and their outputs are summed
+        (parallel block).
     gated_mlp : bool
         True: the MLP is down(act(gate x) * up x); False: down(act(up x)).
     sinks : bool
-        Whether every head has an attention sink: a logit in the softmax without a value (gpt-oss).
+        Whether every head has an attention sink: a softmax logit without a value (gpt-oss).
     activation : str
-        Activation of the gate, or of up: "silu", "gelu" (erf) or "gelu_tanh".
+        Activation of the gate, or of up if there is none: "silu", "gelu" (erf) or "gelu_tanh".
     moe : MoeConfig or None
-        Mixture of experts; None: all layers are dense.
+        Mixture of experts; None if all layers are dense.
     num_extra_layers : int
-        Layers that the checkpoint stores after the last one; they are not read.
+        Multi-token-prediction layers stored after the last layer; the decoder does not read them.
     norm_weight_offset : float
         Added to every norm's weight (Gemma: 1).
     embed_scale : float
         Factor on the embedding (Gemma: sqrt(N)).
     rounds_embed_scale : bool
-        Whether `embed_scale` is first rounded to the dtype of the weights (Gemma).
+        Whether to round `embed_scale` to the weights' dtype first (Gemma).
     branch_scale : float
-        Factor on the outputs of attention and MLP that are added to the residual stream (Granite).
+        Factor on the attention and MLP outputs before the residual addition (Granite).
     attn_scale : float
         Factor on q·k; 0 means 1/sqrt(D).
     attn_softcap, final_softcap : float
-        c of c·tanh(x/c), applied to the scores and to the logits; 0: none.
+        c in c·tanh(x/c), applied to the attention scores and to the logits; 0 disables it.
     logits_scale : float
         Factor on the logits.
     bos_token_id, pad_token_id : int or None
     eos_token_ids : tuple of int
         Tokens that end a sequence.
     dtype : str
-        Dtype of the checkpoint: "float32", "float16" or "bfloat16".
+        Checkpoint dtype: "float32", "float16" or "bfloat16".
     """
 
     model_type: str
@@ -220,11 +221,11 @@ class ModelConfig:
 
     @property
     def qkv_dim(self) -> int:
-        """Rows of the fused qkv matrix: (H + 2K)·D."""
+        """Rows of the fused qkv matrix, (H + 2K)·D."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def window(self, layer: int) -> int:
-        """Return the sliding window of layer `layer` in keys; 0: full attention."""
+        """Return the sliding window of layer `layer` in keys; 0 is full attention."""
         return self.layer_windows[layer] if self.layer_windows else 0
 
     def has_rope(self, layer: int) -> bool:
@@ -232,7 +233,7 @@ class ModelConfig:
         return not self.rope_layers or self.rope_layers[layer]
 
     def moe_of(self, layer: int) -> MoeConfig | None:
-        """Return the mixture of experts of layer `layer`; None if the layer has an MLP."""
+        """Return the mixture of experts of layer `layer`; None if it has an MLP."""
         return self.moe if self.moe is not None and self.moe.sparse_layers[layer] else None
 
     @property

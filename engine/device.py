@@ -1,7 +1,7 @@
-"""Devices, and the array module (`numpy` or `cupy`) that computes on each.
+"""Devices, and the array module (`numpy` or `cupy`) for each.
 
-`import cupy` happens here and nowhere else, and only when a CUDA device is requested, so that
-`import engine` stays fast and works without CuPy.
+Only this module imports CuPy, and only when a CUDA device is requested, so `import engine` stays
+fast and works without CuPy.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Device:
 
     @property
     def xp(self) -> Any:
-        """The array module that computes here: `numpy` or `cupy`."""
+        """Array module for this device: `numpy` or `cupy`."""
         return cupy() if self.is_cuda else np
 
     def activate(self) -> None:
-        """Make this the calling thread's current CUDA device (a no-op on the CPU)."""
+        """Make this the calling thread's current CUDA device (no-op on the CPU)."""
         if self.is_cuda:
             cupy().cuda.Device(self.index).use()
 
@@ -91,16 +91,16 @@ def array_module(*arrays: Any) -> Any:
 
 
 def empty_like(x: Any, dtype: Any = None, shape: tuple[int, ...] | None = None) -> Any:
-    """Return an uninitialised array like `x`; a `PlanArray` for a `PlanArray`.
+    """Return an uninitialised array like `x`; a `PlanArray` if `x` is one.
 
-    `dtype` and `shape` replace those of `x`.
+    `dtype` and `shape` override those of `x`.
     """
     new = array_module(x).empty(x.shape if shape is None else shape, dtype or x.dtype)
     return PlanArray(new) if isinstance(x, PlanArray) else new
 
 
 def to_numpy(x: Any) -> np.ndarray[Any, Any]:
-    """Return `x` as a NumPy array; an array on a GPU is copied to the host."""
+    """Return `x` as a NumPy array; GPU arrays are copied to the host."""
     return x.get() if is_cupy_array(x) else np.asarray(x)
 
 
@@ -122,7 +122,7 @@ def gpu_extra() -> str:
 
 @cache
 def _cuda_device_count() -> tuple[int, str]:
-    """Return the number of usable devices, and the reason if it is 0."""
+    """Return the number of usable devices, and the reason if there are none."""
     try:
         module = cupy()
     except DeviceError:
@@ -137,7 +137,7 @@ def _cuda_device_count() -> tuple[int, str]:
 
 
 def resolve_device(device: str | Device = "auto") -> tuple[Device, str]:
-    """Return the device named `device`, with the reason for the choice.
+    """Resolve a device name; return the device and the reason for the choice.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ def resolve_device(device: str | Device = "auto") -> tuple[Device, str]:
     Returns
     -------
     (Device, str)
-        The device, and a one-line reason to show to the user.
+        The device, and a one-line reason to show the user.
 
     Raises
     ------

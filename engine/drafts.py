@@ -1,13 +1,13 @@
-"""Draft tokens: proposed next tokens of a sequence, verified by one step of the model.
+"""Draft tokens: guesses at a sequence's next tokens, verified by one step of the model.
 
-A step computes a sequence's last known token and its drafts together, and samples at each of them.
+A step computes a sequence's last known token together with its drafts, and samples at each of them.
 A draft is accepted if it equals the token sampled at its parent, the token before it; the token
-sampled at the last accepted draft is a valid next token too. Draws are keyed by seed and position,
-so the tokens equal those of decoding one by one, whatever was proposed: bit for bit with
-`deterministic=True`, otherwise up to rounding of the logits, which may decide a near tie.
+sampled at the last accepted draft is a valid next token as well. Sampling is keyed by seed and
+position, so the output equals that of decoding one token at a time, whatever was proposed: bit for
+bit with `deterministic=True`, otherwise up to rounding of the logits, which may decide a near tie.
 
-The rows of logits of a sequence with drafts: row 0 belongs to the last known token, row 1 + i to
-draft i.
+Rows of logits of a sequence with drafts: row 0 belongs to the last known token, row 1 + i to draft
+i.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from engine.errors import RequestError
 __all__ = ["MAX_QUERY_LEN", "DeferredDrafts", "DraftIds", "Drafts"]
 
 MAX_QUERY_LEN = 64
-"""Maximum query tokens of a sequence with a tree of drafts: the number of bits of a tree mask."""
+"""Maximum query tokens of a sequence with a draft tree: one bit each in a tree mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Tokens that may follow a sequence: a chain, or a tree of alternatives.
+    """Tokens that may come next: a chain, or a tree of alternatives.
 
     Parameters
     ----------
     token_ids : tuple of int
     parents : tuple of int, optional
-        For each draft, the index of its parent, an earlier draft; -1: the last known token. None
-        means a chain.
+        For each draft the index of its parent, an earlier draft, or -1 for the last known token.
+        None means a chain.
 
     Examples
     --------
@@ -52,12 +52,12 @@ class Drafts:
         self.check()
 
     def check(self) -> None:
-        """Verify ids and parents; the constructor does, too.
+        """Verify ids and parents; the constructor calls this.
 
         Raises
         ------
         RequestError
-            If they are not whole numbers, or do not form a tree.
+            If the ids are not whole numbers, or the parents do not form a tree.
         """
         ids = self.token_ids
         parents = self.parents
@@ -86,7 +86,7 @@ class Drafts:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Distance of each draft from the last known token, whose children have depth 1."""
+        """Distance of each draft from the last known token; that token's children have depth 1."""
         if self.parents is None:
             return tuple(range(1, 1 + len(self)))
         depths: list[int] = []
@@ -119,9 +119,9 @@ class Drafts:
         return tuple(reversed(path))
 
     def masks(self, num_known: int) -> list[int]:
-        """Return the tree mask: for each of `num_known` tokens and each draft, an int of bits.
+        """Return the tree mask: an int per token, for `num_known` tokens and then the drafts.
 
-        Bit i: it attends to token i of these tokens and drafts.
+        Bit i: the token attends to token i of this list.
         """
         known = (1 << num_known) - 1
         masks = [(2 << i) - 1 for i in range(num_known)]
@@ -137,7 +137,7 @@ class Drafts:
         Parameters
         ----------
         sampled : sequence of int
-            The id sampled at each row, 1 + len(self).
+            Id sampled at each of the 1 + len(self) rows.
         """
         if self.parents is None:
             return list(range(1 + _num_equal(self.token_ids, sampled)))
@@ -150,7 +150,7 @@ class Drafts:
         return rows
 
     def num_accepted(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these drafts were accepted by a step that verified more drafts.
+        """Return how many of these drafts a step accepted that verified these and further drafts.
 
         Parameters
         ----------
@@ -170,15 +170,15 @@ class Drafts:
         return count
 
     def moves(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the moves of keys and values after a step, as (old, new) indices of drafts.
+        """Return the moves of keys and values to make after a step, as (old, new) draft indices.
 
-        Keys and values of drafts are written in the order of the list; the next step expects those
-        of the accepted drafts in the order of the sequence.
+        A step writes the drafts' keys and values in list order; the next step expects the accepted
+        ones in sequence order.
 
         Parameters
         ----------
         rows : sequence of int
-            From `accepted_rows`.
+            Result of `accepted_rows`.
         """
         return [(row - 1, i) for i, row in enumerate(rows[1:]) if row - 1 != i]
 
@@ -187,7 +187,7 @@ class Drafts:
 
 
 def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
-    """Return the number of equal leading ids."""
+    """Return the length of the common prefix."""
     count = 0
     for one, other in zip(some, others, strict=False):
         if one != other:
@@ -201,14 +201,14 @@ def _is_whole(value: object) -> bool:
 
 
 class DraftIds:
-    """The ids of many chains of drafts, sampled on the device.
+    """Ids of many draft chains sampled on the device.
 
     Parameters
     ----------
     on_device : (R, K) array of int32
-        One chain in each row.
+        One chain per row.
     read : callable
-        Waits for the device, and returns the valid ids of each row on the host.
+        Waits for the device; returns each row's valid ids on the host.
 
     Attributes
     ----------
@@ -222,14 +222,14 @@ class DraftIds:
         self._ids: list[list[int]] | None = None
 
     def rows(self) -> list[list[int]]:
-        """Return the ids on the host; waits for the device the first time."""
+        """Return the ids on the host; the first call waits for the device."""
         if self._ids is None:
             self._ids = self._read()
         return self._ids
 
 
 class DeferredDrafts(Drafts):
-    """A chain of drafts of known length whose ids may still be on the device only.
+    """A chain of drafts of known length whose ids may still exist only on the device.
 
     Reading `token_ids` waits for the device.
 
@@ -237,7 +237,7 @@ class DeferredDrafts(Drafts):
     ----------
     ids : DraftIds
     row, count : int
-        The drafts are the first `count` ids of this row.
+        The drafts are the first `count` ids of row `row`.
 
     Examples
     --------
@@ -268,5 +268,5 @@ class DeferredDrafts(Drafts):
         return self if count >= self.count else DeferredDrafts(self.ids, self.row, count)
 
     def chain(self) -> DeferredDrafts:
-        """Return the drafts themselves, which are a chain."""
+        """Return `self`, which is already a chain."""
         return self

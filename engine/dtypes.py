@@ -1,4 +1,4 @@
-"""The dtypes of the engine, by name, on both array modules.
+"""The engine's dtypes, by name, for both array modules.
 
 bfloat16 is `ml_dtypes.bfloat16` everywhere: NumPy and CuPy (>= 14) accept it as an array dtype.
 """
@@ -36,18 +36,18 @@ _BY_NAME: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class KVCodeDtype:
-    """One-byte dtype of a quantized KV cache: a value is code * scale, one scale per head.
+    """One-byte dtype of a quantized KV cache: value = code * scale, with one scale per head.
 
     Attributes
     ----------
     name : str
-        Its name as a `kv_cache_dtype`.
+        Name as a `kv_cache_dtype`.
     dtype : np.dtype
-        Dtype of the arrays. Kernels and mirrors recognise the codes by it; CuPy has no fp8.
+        Array dtype, by which kernels and mirrors recognise the codes (CuPy has no fp8).
     largest : float
-        Largest number a code represents. Larger ones saturate.
+        Largest magnitude a code can represent; larger values saturate.
     poison : int
-        A code that no finite number is stored as; fills blocks that must not be read.
+        Code that no finite value is stored as; fills blocks that must not be read.
     macro : int
         Value of the CUDA macro PAGE_CODES.
     """
@@ -92,7 +92,7 @@ def np_dtype(name: str) -> np.dtype[Any]:
 
 
 def page_dtype(name: str) -> np.dtype[Any]:
-    """Return the array dtype of KV pages of dtype `name`: a float name or one of KV_CODE_DTYPES.
+    """Return the array dtype of a KV cache of dtype `name` (a float or one of KV_CODE_DTYPES).
 
     Examples
     --------
@@ -118,5 +118,5 @@ def dtype_name(dtype: Any) -> str:
 
 
 def itemsize(name: str) -> int:
-    """Return the bytes of one element of dtype `name`."""
+    """Return the size of an element of dtype `name`, in bytes."""
     return np_dtype(name).itemsize

@@ -1,4 +1,4 @@
-"""The engine's options, as plain values; `engine.core.resolve` derives those left out."""
+"""The engine's options as plain values; `engine.core.resolve` derives omitted ones."""
 
 from __future__ import annotations
 
@@ -21,113 +21,113 @@ _INT32 = 2**31 - 1
 
 
 def _number(default: Any, low: float, high: float, **kind: bool) -> Any:
-    """Return a field of a number in this range; None is allowed if it is the default."""
+    """Return a numeric field with this range; None is allowed if it is the default."""
     allowed = NumberRange(low, high, optional=default is None, **kind)
     return field(default=default, metadata={"range": allowed})
 
 
 def _whole(default: Any, low: int, high: int) -> Any:
-    """Return a field of a whole number in this range; see `_number`."""
+    """Return an integer field with this range; see `_number`."""
     return _number(default, low, high, integer=True)
 
 
 def _choice(default: Any, *choices: Any) -> Any:
-    """Return a field whose value is one of `choices`."""
+    """Return a field that must be one of `choices`."""
     return field(default=default, metadata={"choices": choices})
 
 
 def _flag(default: bool | None) -> Any:
-    """Return a field of a bool; None is allowed if it is the default."""
+    """Return a bool field; None is allowed if it is the default."""
     return _choice(default, *dict.fromkeys((True, False, default)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The engine's options; frozen. `engine.core.resolve` derives the values left out.
+    """The engine's options; immutable. `engine.core.resolve` derives omitted values.
 
     Parameters
     ----------
     max_model_len : int, optional
-        Maximum tokens of one request, prompt and output; the model's own limit if left out.
+        Maximum tokens per request, prompt plus output; by default the model's own limit.
     max_num_seqs : int, optional
-        Maximum number of running requests; 256 on CUDA, 16 on the CPU.
+        Maximum number of running requests; by default 256 on CUDA, 16 on the CPU.
     max_num_batched_tokens : int, optional
-        Token budget of one step; 8192 on CUDA, 512 on the CPU.
+        Token budget of one step; by default 8192 on CUDA, 512 on the CPU.
     kv_cache_dtype : str
-        "auto": the activations' dtype; "fp8" (e4m3) or "int8": a quantized KV cache, half the
-        memory of 16 bits, with a scale for each layer and key/value head (`Model.set_kv_scales`).
+        "auto" uses the activations' dtype; "fp8" (e4m3) and "int8" quantize the KV cache to half
+        the memory of 16 bits, with a scale per layer and KV head (`Model.set_kv_scales`).
     block_size : int
         Tokens per KV block: 16, 32, 64 or 128.
     num_blocks : int, optional
-        Number of KV blocks; if left out, as many as fit or can ever be used.
+        Number of KV blocks; by default as many as fit, or as can ever be used.
     memory_utilization : float, optional
-        Share of the device's memory for weights, activations and pages; 0.9 on CUDA, 0.5 on the
-        CPU. vLLM's name `gpu_memory_utilization` is accepted too.
+        Fraction of the device's memory for weights, activations and KV cache; by default 0.9 on
+        CUDA, 0.5 on the CPU. vLLM's name `gpu_memory_utilization` is also accepted.
     seed : int
-        Seed of the requests without a seed of their own.
+        Seed for requests that set none of their own.
     enable_prefix_caching : bool
         Keep computed prefixes, and share their blocks among requests with a common prefix.
     max_blocks_per_salt : int, optional
-        Maximum blocks kept for one `cache_salt`, so that no tenant can evict all others.
+        Maximum blocks cached per `cache_salt`, so that no tenant can evict all others.
     max_prefill_chunk : int
-        Maximum tokens of one prompt in one step; 0 = as many as the budget allows.
+        Maximum tokens per prompt in one step; 0 = limited by the budget only.
     max_draft_tokens : int
-        Maximum draft tokens of a request that one step verifies (`Scheduler.propose`); CUDA graphs
-        are captured for steps without drafts and with this many. 0: the number given in
+        Maximum draft tokens per request that one step verifies (`Scheduler.propose`); CUDA graphs
+        are captured for steps without drafts and for steps with this many. 0 uses the number in
         `speculative_config`.
     speculative_config : mapping, callable or SpeculativeConfig, optional
         Source of drafts: vLLM's mapping, {"method": "ngram", "num_speculative_tokens": 8}, or a
-        callable. None: no drafts.
+        callable. None disables drafting.
     scheduling_policy : str
         "fcfs" = first come, first served; "lpm" = longest cached prefix first, within a window.
     priority_window : int
-        Number of arrivals that one level of priority is worth; 0 ignores priorities.
+        Number of arrivals that one priority level outweighs; 0 ignores priorities.
     max_num_queued_requests, max_num_queued_tokens : int, optional
-        Limits of the waiting queue; a request beyond them raises `QueueFullError`.
+        Limits of the waiting queue; a request that would exceed them raises `QueueFullError`.
     watermark : float
-        Share of the blocks that an admission must leave free for running requests to grow into.
+        Fraction of the blocks an admission must leave free for running requests to grow into.
     swap_space_gb : float
-        Host memory in GiB for blocks of preempted requests and evicted prefixes; 0: none.
+        Host memory in GiB for blocks of preempted requests and evicted prefixes; 0 disables it.
     preemption_mode : str
-        How a preempted request is restored: "recompute", "swap" or "auto" (the cheaper one).
+        How to restore a preempted request: "recompute", "swap" or "auto" (the cheaper one).
     recompute_us_per_token, swap_us_per_block : float, optional
-        The costs that "auto" compares, in microseconds: computing one prompt token, and swapping
-        one block out and back in. A cost left out is measured once, when the engine is constructed,
-        so that the choice never depends on a clock while requests run.
+        Costs that "auto" compares, in microseconds: computing one prompt token, and swapping one
+        block out and back in. Omitted costs are measured once, when the engine is constructed, so
+        that decisions never depend on a clock while requests run.
     async_scheduling : bool, optional
-        Launch each step before the token ids of the previous one are on the host; outputs then
-        arrive one step later. On by default on CUDA, off on the CPU.
+        Launch each step before the previous one's token ids are on the host; outputs then arrive
+        one step later. On by default on CUDA, off on the CPU.
     cuda_graphs : bool, optional
-        Replay decode steps from CUDA graphs, captured when the engine is constructed. On by
-        default on CUDA; off launches kernel by kernel. Not available on the CPU.
+        Replay decode steps from CUDA graphs captured when the engine is constructed; if off, they
+        are launched kernel by kernel. On by default on CUDA, unavailable on the CPU.
     step_timeout : float, optional
-        Seconds after which a step counts as stuck: it is logged, with the engine's state.
+        Seconds after which a step counts as stuck and is logged with the engine's state.
     raise_on_timeout : bool
-        Whether such a step also raises a `StepTimeoutError`.
+        Whether a stuck step also raises a `StepTimeoutError`.
     tensor_parallel_size : int
-        Processes that share each layer, each with a GPU or on the CPU. `LLM`,
+        Number of processes that share each layer, each on a GPU or on the CPU. `LLM`,
         `LLMEngine.from_name` and the commands start them.
     pipeline_parallel_size : int
-        Stages that divide the layers, each with `tensor_parallel_size` processes. The last stage is
-        the engine's own process; the others are started in the same way.
+        Number of stages that divide the layers, each with `tensor_parallel_size` processes. The
+        engine's own process is the last stage; the others are started in the same way.
     distributed_executor_backend : str, optional
-        "ray": the other stages are actors in a Ray cluster, each on a host of its own if enough
-        hosts exist. "mp" (the default): they are processes on this host.
+        "ray" runs the other stages as actors in a Ray cluster, each on its own host if there are
+        enough. "mp" (the default) runs them as processes on this host.
     pipeline_address : str, optional
-        "HOST:PORT" to which stages on other hosts connect (`engine stage`); the engine then starts
+        "HOST:PORT" that stages on other hosts connect to (`engine stage`); the engine then starts
         none itself.
     collective_timeout : float
-        Seconds after which a collective operation that a process has not joined ends all processes.
+        Seconds after which a collective that some process has not joined ends all processes.
     debug : bool, optional
         Check all block tables before each step and all invariants after it, and fill freed blocks
-        with NaN; slow. The default is the value of `ENGINE_DEBUG`.
+        with NaN; slow. Defaults to `ENGINE_DEBUG`.
 
     Raises
     ------
     ConfigError
-        If a value is out of its range.
+        If a value is out of range.
     UnknownOptionError
-        If a keyword is none of the above.
+        If a keyword is not one of the above.
 
     Examples
     --------
@@ -172,9 +172,9 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], others: Iterable[str] = ()) -> EngineConfig:
-        """Build from keywords; the error for an unknown keyword names the nearest known one.
+        """Build from keywords; the error for an unknown keyword suggests the nearest known one.
 
-        `others`: keywords that the caller handles itself, as further candidates for the nearest.
+        `others`: keywords the caller handles itself, also candidates for that suggestion.
         """
         given = dict(options)
         if "gpu_memory_utilization" in given:
@@ -207,7 +207,7 @@ class EngineConfig:
         self._check_pipeline()
 
     def _check_pipeline(self) -> None:
-        """Refuse options that contradict the number of pipeline stages."""
+        """Reject options that contradict the number of pipeline stages."""
         size = self.pipeline_parallel_size
         where = self.pipeline_address
         if where is not None and (size == 1 or self.distributed_executor_backend is not None):
@@ -241,12 +241,12 @@ class EngineConfig:
 
 
 def _checked(option: Field[Any], value: Any) -> Any:
-    """Return the value of a field, a number as its own type.
+    """Return a field's value, with numbers converted to the field's type.
 
     Raises
     ------
     ConfigError
-        If it is outside the field's range or choices.
+        If the value is outside the field's range or choices.
     """
     if (allowed := option.metadata.get("range")) is not None:
         try:
@@ -255,7 +255,7 @@ def _checked(option: Field[Any], value: Any) -> Any:
             raise ConfigError(str(error)) from None
     if (choices := option.metadata.get("choices")) is None:
         return value
-    # By type too: 1 == True, but 1 is not a flag.
+    # Compare types too: 1 == True, but 1 is not a flag.
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         wanted = ", ".join(map(repr, choices))
         raise ConfigError(f"{option.name} must be one of {wanted}; got {shown(value)}")

@@ -1,4 +1,4 @@
-"""Every environment variable that `engine` reads, with its default and its meaning.
+"""Every environment variable that `engine` reads, with its default and meaning.
 
 A variable set to an invalid value is an error, never ignored.
 """
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable: its name, default and meaning."""
+    """An environment variable: name, default and meaning."""
 
     name: str
     default: str
@@ -65,7 +65,7 @@ VARIABLES: tuple[Variable, ...] = (
 
 
 def cache_dir() -> Path:
-    """Return the folder of downloaded models and compiled kernels (not created here)."""
+    """Return the directory of downloaded models and compiled kernels (not created here)."""
     if own := os.environ.get("ENGINE_CACHE_DIR"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -73,17 +73,17 @@ def cache_dir() -> Path:
 
 
 def kernel_tier() -> str:
-    """Return "auto" or "portable"."""
+    """Return the kernel tier, "auto" or "portable"."""
     return _choice("ENGINE_KERNEL_TIER", "auto", ("auto", "portable"))
 
 
 def pipeline_secret() -> bytes:
-    """Return the secret of a pipeline whose stages are started by hand.
+    """Return the secret of a pipeline whose stages are started manually.
 
     Raises
     ------
     ConfigError
-        If it is not set, or too short.
+        If the secret is unset or too short.
     """
     text = os.environ.get("ENGINE_PIPELINE_SECRET", "")
     if len(text) < 16:
@@ -95,7 +95,7 @@ def pipeline_secret() -> bytes:
 
 
 def compile_workers() -> int:
-    """Return the number of kernels compiled in parallel (at least 1)."""
+    """Return how many kernels to compile in parallel (at least 1)."""
     default = str(min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4))
     text = os.environ.get("ENGINE_COMPILE_WORKERS", default)
     if not text.isdecimal() or int(text) < 1:

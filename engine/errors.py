@@ -15,10 +15,10 @@
     ├── DownloadError       RuntimeError  a model could not be downloaded
     ├── RankError           RuntimeError  a process of a distributed model failed
     ├── StepTimeoutError    TimeoutError  a step exceeded `step_timeout`
-    └── OutOfMemoryError    MemoryError   lists each use of the memory, and what would fit
+    └── OutOfMemoryError    MemoryError   lists each use of memory, and what would fit
 
-Each derives from the built-in exception that NumPy would raise instead, so `except ValueError`
-keeps working.
+Each derives from the built-in exception that NumPy would raise, so `except ValueError` keeps
+working.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ConfigError(EngineError, ValueError):
 
 
 class ContractError(EngineError, ValueError):
-    """An argument violates the contract of its op."""
+    """An argument violates its op's contract."""
 
 
 class ShapeError(ContractError):
@@ -92,7 +92,7 @@ class CompileError(EngineError, RuntimeError):
 
 
 class LaunchPlanError(EngineError, RuntimeError):
-    """While its launch plan was recorded, a layer did something that the plan cannot repeat."""
+    """While its launch plan was recorded, a layer did something the plan cannot repeat."""
 
 
 class DownloadError(EngineError, RuntimeError):
@@ -100,7 +100,7 @@ class DownloadError(EngineError, RuntimeError):
 
 
 class RankError(EngineError, RuntimeError):
-    """A process of a distributed model died, failed, or does not answer; all of them end."""
+    """A process of a distributed model died, failed, or does not respond; all of them end."""
 
 
 class StepTimeoutError(EngineError, TimeoutError):
@@ -108,7 +108,7 @@ class StepTimeoutError(EngineError, TimeoutError):
 
 
 class OutOfMemoryError(EngineError, MemoryError):
-    """Memory ran out; the message lists each use of it, and what would fit."""
+    """Memory ran out; the message lists each use of memory, and what would fit."""
 
 
 def unknown_keyword(owner: str, name: str, known: Iterable[str]) -> UnknownOptionError:

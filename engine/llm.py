@@ -1,4 +1,4 @@
-"""`LLM`: text in, text out, many prompts at once."""
+"""`LLM`: text in, text out, for many prompts at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.text.chat_template import RESERVED_VARIABLES
 
 __all__ = ["LLM"]
 
-MAX_PROMPTS = 2**20  # prompts per call
+MAX_PROMPTS = 2**20  # maximum prompts per call
 
 Message = Mapping[str, Any]
 
@@ -31,12 +31,12 @@ Message = Mapping[str, Any]
 class LLM:
     """A model that answers prompts, offline.
 
-    Several threads may use one LLM: their requests are served together, in the same steps.
+    Several threads may share one LLM: their requests run together, in the same steps.
 
     Parameters
     ----------
     model : str
-        "smollm2", a folder in Hugging Face layout, a .gguf file, or a hub id.
+        "smollm2", a directory in Hugging Face layout, a .gguf file, or a hub id.
     **options
         Keywords of `engine.load` (device, dtype, load_format, max_model_len) and of
         `EngineConfig` (max_num_seqs, block_size, seed, ...).
@@ -51,7 +51,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
-        with contextlib.suppress(TemplateError):  # `chat` raises it if it is called
+        with contextlib.suppress(TemplateError):  # `chat` raises the error if it is called
             template_worker.start()  # imports Jinja while the weights are read
         engine = LLMEngine.from_name(model, **options)
         self._shared: SharedEngine[list[RequestOutput]] = SharedEngine(engine)
@@ -59,16 +59,16 @@ class LLM:
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """The engine that serves the requests."""
+        """Engine that serves the requests."""
         return self._shared.engine
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
+        """Tokenizer of the model."""
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """Return the sampling parameters that the model's generation_config.json recommends."""
+        """Return the sampling parameters recommended by the model's generation_config.json."""
         config = self.llm_engine.model.generation_config
         return SamplingParams.from_generation_config(config, **overrides)
 
@@ -85,24 +85,24 @@ class LLM:
         Parameters
         ----------
         prompts : prompt or sequence of prompts
-            A prompt is a str, a sequence of token ids, {"prompt": str} or
-            {"prompt_token_ids": ids}; a mapping may also contain "cache_salt".
+            A str, a sequence of token ids, {"prompt": str} or {"prompt_token_ids": ids}; a mapping
+            may also contain "cache_salt".
         sampling_params : SamplingParams or sequence of it, optional
-            One for all, or one per prompt; by default the model's own.
+            One for all, or one per prompt; defaults to the model's recommendation.
         priority : int or sequence of int
-            Smaller values are served earlier; one for all, or one per prompt.
+            Smaller values are served first; one for all, or one per prompt.
         progress : bool
             Show a progress bar on stderr.
 
         Returns
         -------
         list of RequestOutput
-            In the order of the prompts.
+            One per prompt, in the same order.
 
         Raises
         ------
         RequestError
-            If a prompt cannot be served; no prompt is queued then.
+            If a prompt cannot be served; then no prompt is queued.
         """
         batch = _as_prompts(prompts)
         # Only final outputs are returned, so the engine need not build intermediate ones.
@@ -132,21 +132,21 @@ class LLM:
         Parameters
         ----------
         messages : sequence of {"role": ..., "content": ...}, or a sequence of such
-            One conversation, or several.
+            One or several conversations.
         sampling_params : SamplingParams or sequence of it, optional
-            One for all, or one per conversation; by default the model's own.
+            One for all, or one per conversation; defaults to the model's recommendation.
         progress : bool
             Show a progress bar on stderr.
         **template_options
-            add_generation_prompt, tools, and other variables that the model's chat template reads
-            (enable_thinking, ...).
+            add_generation_prompt, tools, and any other variables that the model's chat template
+            reads (enable_thinking, ...).
 
         Raises
         ------
         UnknownOptionError
-            If the model's template reads no variable of that name.
+            If the model's template reads no such variable.
         RequestError
-            If a conversation cannot be served; no conversation is queued then.
+            If a conversation cannot be served; then none is queued.
         """
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         is_many = is_list and messages and not isinstance(messages[0], Mapping)
@@ -173,19 +173,19 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
     ) -> list[BeamSearchOutput]:
-        """Beam search: return the most probable continuations of every prompt.
+        """Search for the most probable continuations of every prompt.
 
         Parameters
         ----------
         prompts : prompt or sequence of prompts
             See `generate`.
         params : BeamSearchParams
-            Width and length of the search.
+            Beam width, and length limits.
 
         Returns
         -------
         list of BeamSearchOutput
-            In the order of the prompts; each lists its sequences, best first.
+            One per prompt, in the same order; each lists its sequences, best first.
 
         Raises
         ------
@@ -232,7 +232,7 @@ class LLM:
         self.close()
 
     def _chat_prompt(self, messages: Any, options: Mapping[str, Any]) -> Prompt:
-        """Render and encode a conversation; the template itself writes the special tokens."""
+        """Render and encode a conversation; the template writes the special tokens itself."""
         own = self.tokenizer.template_variables(options.get("tools") is not None)
         for name in options:
             if name not in own and name not in RESERVED_VARIABLES:
@@ -259,7 +259,7 @@ class LLM:
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
     ) -> list[str]:
-        """Queue all prompts, or none."""
+        """Queue all prompts, or none on an error."""
         ids: list[str] = []
         with self._shared.lock:
             try:
@@ -280,9 +280,9 @@ class LLM:
         return ids
 
     def _run(self, ids: Sequence[str]) -> Generator[RequestOutput, None, None]:
-        """Step until the requests are finished; abort them if the iterator is closed early.
+        """Step until the requests finish; closing the iterator early aborts them.
 
-        Several such iterators may be interleaved: outputs go to the inbox of their request.
+        Several such iterators may be interleaved: each request's outputs go to its inbox.
         """
         outputs = self._outputs(ids)
         next(outputs)  # enters the `try`, so that closing the unread iterator aborts the requests
@@ -330,7 +330,7 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     items = iter(prompts)
     first = list(itertools.islice(items, 1))
     is_ids = first and not isinstance(first[0], str | Mapping) and not hasattr(first[0], "__iter__")
-    if is_ids:  # an iterator may be endless: the engine reads only as many ids as it can serve
+    if is_ids:  # may be an endless iterator: the engine reads only as many ids as it can serve
         return [prompts] if hasattr(prompts, "__len__") else [itertools.chain(first, items)]  # type: ignore[list-item]
     found = [*first, *itertools.islice(items, MAX_PROMPTS)]  # `items` may be endless
     if len(found) > MAX_PROMPTS:
@@ -339,7 +339,7 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def _one_per_prompt(name: str, values: Any, count: int, kind: type) -> list[Any]:
-    """Return `values`, a sequence or a single value of type `kind`, as a list of `count`."""
+    """Return `values`, either a sequence or one value of type `kind`, as a list of `count`."""
     if isinstance(values, kind):
         return [values] * count
     is_no_list = isinstance(values, str | Mapping) or not hasattr(values, "__iter__")

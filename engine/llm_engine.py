@@ -1,4 +1,4 @@
-"""The engine: requests in, steps, outputs. Start reading at `LLMEngine.step`."""
+"""The engine: requests in, steps, outputs out. Start reading at `LLMEngine.step`."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ __all__ = ["LLMEngine", "Prompt", "QueueFullError"]
 
 
 class LLMEngine:
-    """Serves many requests at once with continuous batching, one step at a time.
+    """Serves many requests with continuous batching, one step at a time.
 
-    It belongs to one thread at a time: a call during another one raises a `RequestError`.
+    It belongs to one thread at a time: a call during another call raises a `RequestError`.
 
     Parameters
     ----------
     model : Model
-        From `engine.load`; `LLMEngine.from_name` loads one.
+        Loaded by `engine.load`; `LLMEngine.from_name` loads it itself.
     **options
         Fields of `EngineConfig`.
 
@@ -103,16 +103,16 @@ class LLMEngine:
             overlaps=config.async_scheduling,
         )
         self._entry = threading.Lock()  # see `not_reentrant`
-        describe = self.scheduler.describe  # `self` in the watchdog would be a cycle
+        describe = self.scheduler.describe  # capturing `self` in the watchdog would create a cycle
         self.watchdog = Watchdog(
             given.step_timeout,
             lambda: describe() + model.describe_ranks(),
             raises=given.raise_on_timeout,
         )
         self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
-        self._in_flight: deque[LaunchedStep] = deque()  # launched, not read back; oldest first
-        # Steps in flight between two calls of `step`: one with async scheduling, and one for each
-        # further pipeline stage.
+        self._in_flight: deque[LaunchedStep] = deque()  # launched but not read back; oldest first
+        # Steps in flight between two `step` calls: one with async scheduling, plus one per
+        # additional pipeline stage.
         self._max_in_flight = int(config.async_scheduling) + model.num_stages - 1
         self.collector = StatsCollector(model.expert_load, model.expert_runs)
         self._streams = OutputStreams(
@@ -131,15 +131,15 @@ class LLMEngine:
 
     @not_reentrant
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return the outputs of the requests that changed.
+        """Compute one step and return the outputs of requests that changed.
 
-        One output for each request that got tokens, failed, or was aborted since the last step.
+        There is one output per request that got tokens, failed or was aborted since the last step.
         With `async_scheduling`, the tokens are those of the previous step.
 
         Raises
         ------
         StepTimeoutError
-            With `raise_on_timeout`, if the step is stuck. It is rolled back and will be recomputed.
+            With `raise_on_timeout`, if the step is stuck. It is rolled back and recomputed later.
         """
         self._streams.abort_overdue()
         with self.watchdog:
@@ -156,22 +156,22 @@ class LLMEngine:
     # ---- adding and ending requests
 
     def encode(self, prompt: Prompt) -> PromptInput:
-        """Return the text (None for token ids), the validated ids and the salt of a prompt.
+        """Return a prompt's text (None for token ids), validated ids and salt.
 
         Raises
         ------
         RequestError
-            If it is not a prompt, or contains an id outside the vocabulary.
+            If `prompt` is not a valid prompt, or contains an id outside the vocabulary.
         """
         return self._inputs.encode(prompt)
 
     def prepare(self, params: SamplingParams) -> None:
-        """Compile the grammar of `params`, so that `add_request` finds it; from any thread.
+        """Compile the grammar of `params` ahead of `add_request`; callable from any thread.
 
         Raises
         ------
         RequestError
-            If it cannot be compiled.
+            If the grammar does not compile.
         """
         self._inputs.grammar(params)
 
@@ -199,24 +199,24 @@ class LLMEngine:
             "cache_salt".
         params : SamplingParams, optional
         priority : int
-            Smaller is served earlier.
+            Smaller values are served first.
         cache_salt : str, optional
-            Cached prefixes are shared only among requests of the same salt.
+            Cached prefixes are shared only among requests with the same salt.
         timeout : float, optional
             Seconds after which the request ends with finish_reason "abort", stop_reason "timeout".
         parent : str, optional
             An unfinished request whose tokens are a prefix of this prompt (tree search, beam
-            search). Its computed blocks of that prefix are shared, even a partial one.
+            search). Its computed blocks of that prefix are shared, even a partial last one.
         resumed : sequence of (sequence of int or None), optional
-            For a request moved from another engine: the tokens of each continuation there; None
-            for one that has ended.
+            For a request moved from another engine: the tokens each continuation generated there,
+            or None for a continuation that has ended.
 
         Raises
         ------
         QueueFullError
-            If the queue is full (also a RequestError); try again later.
+            If the queue is full (a subclass of RequestError); try again later.
         RequestError
-            If the request cannot be served. Nothing is queued; other requests are not affected.
+            If the request cannot be served. Nothing is queued, and other requests are unaffected.
         """
         params = SamplingParams() if params is None else params
         if self.kv_cache.is_closed:
@@ -237,7 +237,7 @@ class LLMEngine:
 
     @not_reentrant
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End these requests, whatever their state; unknown and finished ones are ignored.
+        """Abort these requests, whatever their state; unknown and finished ids are ignored.
 
         The next step returns their output so far, with finish_reason "abort".
         """
@@ -257,7 +257,7 @@ class LLMEngine:
         self._streams.discard_outputs(set(request_ids_of(request_ids)))
 
     def has_unfinished_requests(self) -> bool:
-        """Tell whether another `step` has something to compute or to report."""
+        """Tell whether another `step` would have anything to compute or report."""
         return bool(self._in_flight) or not self._streams.is_empty
 
     def is_unfinished(self, request_id: str) -> bool:
@@ -266,7 +266,7 @@ class LLMEngine:
 
     @property
     def num_unfinished_requests(self) -> int:
-        """Requests that are waiting or running."""
+        """Number of waiting or running requests."""
         return len(self._streams.groups)
 
     # ---- the whole engine
@@ -277,7 +277,7 @@ class LLMEngine:
         self.scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """Return the counters since construction; waits for the device if the model has experts."""
+        """Return the counters since construction; for an MoE model, synchronizes the device."""
         return self.collector.snapshot(
             self.scheduler.stats(),
             num_step_failures=self._recovery.num_failures,
@@ -286,12 +286,12 @@ class LLMEngine:
         )
 
     def check_integrity(self) -> None:
-        """Verify the invariants of scheduler, blocks and rows, and that all hold the same requests.
+        """Verify the invariants of scheduler, blocks and rows, and that their requests match.
 
         Raises
         ------
         EngineError
-            If one is violated; the message names it.
+            If an invariant is violated; the message names it.
         """
         self.scheduler.check_integrity()
         self.runner.check_integrity()
@@ -323,7 +323,7 @@ class LLMEngine:
     # ---- parts of add_request
 
     def _queue(self, requests: Sequence[Request], parent: str | None, *, is_resumed: bool) -> None:
-        """Add a request's continuations to the scheduler, or fork the first one from `parent`."""
+        """Add a request's continuations to the scheduler, or fork a single one from `parent`."""
         first, *others = requests
         if parent is None:
             try:
@@ -343,7 +343,7 @@ class LLMEngine:
     # ---- parts of step, in order
 
     def _propose(self) -> None:
-        """Propose drafts for the next step, once the tokens that they follow are known."""
+        """Propose drafts for the next step, once the tokens before them are known."""
         if self.speculation.is_active:
             self._commit(list(self._in_flight))
         self.speculation.propose()
@@ -362,7 +362,7 @@ class LLMEngine:
         return scheduled
 
     def _launch(self, scheduled: ScheduleOutput) -> None:
-        """Launch a step; meanwhile the proposer reads the prompts admitted to it."""
+        """Launch a step; meanwhile the proposer reads the prompts it admitted."""
         if not scheduled.is_empty:
             try:
                 self._in_flight.append(self.runner.launch(scheduled))
@@ -373,16 +373,16 @@ class LLMEngine:
     def _due(self, scheduled: ScheduleOutput) -> list[LaunchedStep]:
         """Return the steps to read back now: all but the newest `_max_in_flight`.
 
-        During fault bisection: all.
+        During fault bisection, return all of them.
         """
         count = len(self._in_flight)
         keep = 0 if self._recovery.is_bisecting else self._max_in_flight
-        if scheduled.is_empty:  # nothing can be scheduled before the oldest step's tokens are known
+        if scheduled.is_empty:  # nothing can be scheduled until the oldest step's tokens are known
             keep = min(keep, count - 1)
         return list(self._in_flight)[: max(0, count - keep)]
 
     def _read_back(self, step: LaunchedStep) -> StepResult | None:
-        """Wait for a step and return its result; None if it was rolled back after an error."""
+        """Wait for a step and return its result; None if an error rolled it back."""
         if step not in self._in_flight:
             return None
         try:
@@ -395,7 +395,7 @@ class LLMEngine:
         return result
 
     def _sample(self) -> None:
-        """Sample the steps in flight whose sampling needed the tokens committed just now."""
+        """Sample the steps in flight that were waiting for the tokens just committed."""
         try:
             for step in self._in_flight:
                 self.runner.sample(step)
@@ -403,7 +403,7 @@ class LLMEngine:
             self._recover(error)
 
     def _commit(self, steps: Iterable[LaunchedStep]) -> None:
-        """Read back steps, and commit their tokens to the requests."""
+        """Read back steps and commit their tokens to the requests."""
         for step in steps:
             if (result := self._read_back(step)) is None:
                 continue
@@ -414,9 +414,9 @@ class LLMEngine:
             self._recovery.record_success(step.output)
 
     def _recover(self, error: BaseException, unlaunched: ScheduleOutput | None = None) -> None:
-        """Roll back `unlaunched`, or all steps in flight; the oldest raised `error`.
+        """Roll back `unlaunched`, or else all steps in flight, the oldest of which raised `error`.
 
-        A fatal error is raised again.
+        A fatal error is re-raised.
         """
         outputs = [unlaunched] if unlaunched else [s.output for s in reversed(self._in_flight)]
         if unlaunched is None:

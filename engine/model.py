@@ -51,12 +51,12 @@ LOAD_OPTIONS = (
 )
 """Keywords of `load`."""
 
-# Tokens per forward pass of `step`; longer inputs are chunked to bound the activations.
+# Tokens per forward pass of `step`; longer inputs are split to bound activation memory.
 _MAX_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
-# `load` stays beside the class that it builds: both are read together, and a module `engine.load`
-# would hide the function of this name.
+# `load` stays beside the class it builds, since they are read together, and because a module
+# `engine.load` would shadow the function.
 def load(
     model: str | PathLike[str] = "smollm2",
     *,
@@ -78,40 +78,40 @@ def load(
     Parameters
     ----------
     model : str or path
-        "smollm2", a directory in Hugging Face's layout, a .gguf file, or a hub id.
+        "smollm2", a directory in Hugging Face layout, a .gguf file, or a hub id.
     device : str
         "cpu", "cuda", "cuda:<index>" or "auto" (CUDA if available; prints the choice on stderr).
-        "cuda" never falls back.
+        "cuda" never falls back to the CPU.
     dtype : str
-        "float32", "float16", "bfloat16" (or NumPy's type of that name), or "auto": float32 on the
-        CPU; on CUDA the checkpoint's own if that is float16 or bfloat16, else bfloat16.
+        "float32", "float16", "bfloat16" (or the NumPy type of that name), or "auto": float32 on the
+        CPU; on CUDA the checkpoint's dtype if it is float16 or bfloat16, otherwise bfloat16.
     load_format : str
         "auto" reads the weights; "dummy" generates random ones and needs only a configuration.
     max_model_len : int, optional
-        Maximum tokens of a sequence; by default, and at most, the model's own limit.
+        Maximum tokens per sequence; by default, and at most, the model's own limit.
     quantization : str, optional
-        Quantize the layers' matrices while they are read, one at a time: "fp8" and "int8" (both
-        operands of the GEMM in 8 bits), "int4" (in groups of 128) or another format of
-        `docs/quantization.md`. Embeddings and output layer keep `dtype`; but with the formats of
-        .gguf files ("q8_0", "q6_k", "q4_0") the output layer is "q6_k" ("q8_0" with "q8_0"), as in
-        such files. None keeps the formats of the files (on the CPU, and in float32, only "fp8" and
-        "int8": others are dequantized); "none" dequantizes.
+        Quantize the layers' matrices while reading them, one at a time: "fp8" or "int8" (both GEMM
+        operands in 8 bits), "int4" (in groups of 128), or another format of
+        `docs/quantization.md`. Embeddings and output layer keep `dtype`, except that the formats of
+        .gguf files ("q8_0", "q6_k", "q4_0") quantize the output layer to "q6_k" ("q8_0" with
+        "q8_0"), as such files do. None keeps the files' formats (on the CPU and in float32 only
+        "fp8" and "int8"; others are dequantized); "none" dequantizes.
     deterministic : bool
         Batch invariance: a token's logits have the same bits in any batch, at any chunk size and
-        after any recomputation, because no kernel's order of summation depends on the batch.
-        Slower for few tokens.
+        after any recomputation, because no kernel's summation order depends on the batch. Slower
+        for small batches.
     enable_expert_parallel : bool
-        With several ranks: each holds whole experts of a mixture, not a part of every expert.
+        With several ranks, each rank holds whole experts, not a shard of every expert.
     progress : bool, optional
-        Show progress bars on stderr; by default if stderr is a terminal.
+        Show progress bars on stderr; by default only if stderr is a terminal.
     config : ModelConfig, optional
         Replaces the model's own configuration. With load_format="dummy", `model` is then ignored
         and no files are needed.
     collectives : Collectives, optional
         Collectives between tensor-parallel ranks: each rank loads its shard of the weights, and all
-        ranks must then make the same calls of the model's methods.
+        ranks must then make the same calls to the model's methods.
     stage : Stage
-        The layers to load, for a pipeline stage. A stage can compute only in an engine.
+        Layers to load, for a pipeline stage. A stage computes only within an engine.
 
     Returns
     -------
@@ -159,22 +159,22 @@ def load(
 
 
 class Model:
-    """A loaded model, built by `load`. `source` is its folder or file; None without files.
+    """A loaded model, built by `load`. `source` is its directory or file, None without files.
 
-    `new_cache` and `step` compute on arrays; the engine's runner calls `forward` and its siblings.
-    The methods about other ranks do nothing here; a model of several ranks overrides them.
+    `new_cache` and `step` compute on arrays; the engine's runner calls `forward` and related
+    methods. Methods that concern other ranks do nothing here; multi-rank models override them.
 
     Attributes
     ----------
     config : ModelConfig
     load_config : LoadConfig
-        Device, dtype and length, with reasons.
+        Device, dtype and maximum length, with reasons.
     num_ranks : int
-        Tensor-parallel ranks.
+        Number of tensor-parallel ranks.
     num_stages : int
-        Pipeline stages.
+        Number of pipeline stages.
     feature_layers : tuple of int
-        Layers of the target whose input it reads as a draft: none. Draft heads have some.
+        Target layers whose inputs the model reads as a draft; only draft heads read any.
     """
 
     num_ranks = 1
@@ -198,32 +198,32 @@ class Model:
 
     @property
     def draft_target(self) -> DraftTarget:
-        """The parts of the model that draft heads use, such as embeddings and output layer."""
+        """Parts of the model that draft heads use, such as embeddings and output layer."""
         return self.decoder
 
     @property
     def name(self) -> str:
-        """Name of its folder or file; "dummy" if the weights are random."""
+        """Name of the directory or file; "dummy" if the weights are random."""
         return self.source.path.name if self.source else "dummy"
 
     @property
     def device(self) -> Device:
-        """Device of the weights and of all computation."""
+        """Device that holds the weights and runs all computation."""
         return self.load_config.device
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype of weights and activations, and of pages that are not quantized."""
+        """Dtype of weights, activations and an unquantized KV cache, by name."""
         return self.load_config.dtype
 
     @property
     def max_model_len(self) -> int:
-        """Maximum tokens of a sequence."""
+        """Maximum tokens per sequence."""
         return self.load_config.max_model_len
 
     @property
     def long_rope_offset(self) -> int:
-        """First row of the rope table with longrope's long factors; 0 without longrope."""
+        """First row of longrope's long factors in the rope table; 0 without longrope."""
         return self.decoder.long_rope_offset
 
     @property
@@ -233,7 +233,7 @@ class Model:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the weights and rope tables on the device."""
+        """Size of the weights and rope tables on the device, in bytes."""
         return self.decoder.num_bytes
 
     @property
@@ -261,42 +261,42 @@ class Model:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sequence: the configuration's, and the tokenizer's end of turn."""
+        """Tokens that end a sequence: the configuration's, then the tokenizer's end-of-turn ids."""
         own = self.tokenizer.eos_token_ids if self.has_tokenizer else ()
         return tuple(dict.fromkeys((*self.config.eos_token_ids, *own)))
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """The sampling defaults in the model's files; empty without any."""
+        """Sampling defaults from the model's files; empty if there are none."""
         return {} if self.source is None else generation_config(self.source.path)
 
     @property
     def kv_scales(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Scales of keys and values in "fp8" pages, (num_layers, 2, K), on the host."""
+        """Key and value scales of an "fp8" KV cache, (num_layers, 2, K), on the host."""
         return self.kv_scales_of("fp8")
 
     def kv_scales_of(self, kv_cache_dtype: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Return the scales of pages of "fp8" or "int8", (num_layers, 2, K), on the host."""
+        """Return the scales of an "fp8" or "int8" KV cache, (num_layers, 2, K), on the host."""
         decoder = self.decoder
         codes = quantized_kv_dtype(kv_cache_dtype)
         return np.array(to_numpy(decoder.parts.all_kv_heads(decoder.kv_scales.of(codes))))
 
     def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
-        """Set the scales of "fp8" or "int8" pages; the other dtype's scales get the same range.
+        """Set the scales of the "fp8" or "int8" KV cache, and the other's to the same range.
 
-        See `KVScales.set`. Caches filled before the call become invalid.
+        See `KVScales.set`. Invalidates caches filled before the call.
         """
         own = self.decoder.parts.own_kv_heads
         codes = quantized_kv_dtype(kv_cache_dtype)
         self.decoder.kv_scales.set(scales, codes, "set by set_kv_scales", heads=own)
 
     def calibrate_kv_scales(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Set the scales to the largest key and value of each head over some sequences.
+        """Calibrate the KV-cache scales: largest key and value magnitude per head, over sequences.
 
         Parameters
         ----------
         token_ids : sequence of sequences of int
-            Sequences that are typical of the model's use.
+            Sequences typical of the model's use.
 
         Raises
         ------
@@ -305,15 +305,15 @@ class Model:
 
         Notes
         -----
-        A scale is the largest magnitude divided by the largest code: 448 for e4m3, 127 for int8; it
-        is 1 if all values are zero. Keys and values beyond the calibrated range saturate.
+        A scale is the largest magnitude divided by the largest code, 448 for e4m3 or 127 for int8;
+        it is 1 if all values are zero. Keys and values beyond the calibrated range saturate.
         """
         page_calibration.calibrate(self, self.decoder.kv_scales, token_ids)
 
     def prepare_pages(self, dtype: str) -> str:
-        """Load the kernels for a quantized KV cache, and calibrate missing "int8" scales.
+        """Load the kernels for a quantized KV cache, and calibrate "int8" scales if missing.
 
-        Returns the source of the scales; "" for pages of the model's own dtype.
+        Returns the origin of the scales; "" if `dtype` is not quantized.
         """
         if dtype not in KV_CODE_DTYPES:
             return ""
@@ -321,28 +321,28 @@ class Model:
         return page_calibration.ensure_scales(self, self.decoder.kv_scales, dtype)
 
     def stage_blocks(self, options: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """Return the KV blocks, on device and host, that fit on each of the other stages.
+        """Return the capacity of each other stage, in KV blocks on device and host.
 
-        `options` are the fields of `EngineConfig`. A model in one process has no other stages.
+        `options` are the fields of `EngineConfig`. A single-process model has no other stages.
         """
         return []
 
     def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
-        """Let the other ranks allocate the same pages; a model in one process has no others."""
+        """Have the other ranks allocate the same KV cache; no-op in a single process."""
 
     @property
     def local_model(self) -> Model:
-        """This process's shard, whose forward passes are not announced to other ranks."""
+        """This process's shard; its forward passes are not announced to other ranks."""
         return self
 
     def share_graphs(self, graphs: DecodeGraphs, max_model_len: int, max_draft_tokens: int) -> None:
-        """Let the other ranks capture the same graphs; a model in one process has no others."""
+        """Have the other ranks capture the same graphs; no-op in a single process."""
 
     def check_ranks(self) -> None:
-        """Verify that all ranks are alive; a model in one process has no others."""
+        """Verify that all ranks are alive; no-op in a single process."""
 
     def describe_ranks(self) -> str:
-        """Describe the state of the other ranks; "" for a model in one process."""
+        """Describe the state of the other ranks; "" in a single process."""
         return ""
 
     def uses_long_rope(self, num_tokens: int) -> bool:
@@ -362,19 +362,19 @@ class Model:
         Parameters
         ----------
         batch_size : int
-            Rows.
+            Number of rows.
         max_tokens : int
-            Maximum tokens of a row, up to `max_model_len`. Models with longrope use their long
-            factors if it exceeds the training length.
+            Maximum tokens per row, up to `max_model_len`. Longrope models use their long factors if
+            it exceeds the training length.
         block_size : int
             Tokens per page: 16, 32, 64 or 128.
         kv_cache_dtype : str
-            "auto": the model's dtype; "fp8" or "int8": a quantized KV cache (`prepare_pages`).
+            "auto" is the model's dtype; "fp8" and "int8" quantize the cache (`prepare_pages`).
 
         Raises
         ------
         ConfigError, OutOfMemoryError
-            If a number is out of range, or the pages do not fit.
+            If a number is out of range, or the cache does not fit.
         """
         check_count("batch_size", batch_size, 2**20)
         check_count("max_tokens", max_tokens, self.max_model_len)
@@ -385,7 +385,7 @@ class Model:
         return self.make_cache(geometry, batch_size, max_tokens)
 
     def make_cache(self, geometry: KVGeometry, batch_size: int, max_tokens: int) -> Cache:
-        """Return an empty `Cache`; the kernels must be loaded, and nothing is checked."""
+        """Return an empty `Cache`. Checks nothing; the kernels must already be loaded."""
         return Cache(geometry, batch_size, max_tokens, self.device, owner=self.load_config)
 
     def step(self, token_ids: Any, cache: Cache, logits: Literal["last", "all"] = "last") -> Any:
@@ -394,12 +394,12 @@ class Model:
         Parameters
         ----------
         token_ids : (B, T) array of any int dtype, or nested list
-            NumPy, CuPy, or any object with `__dlpack__` or `__cuda_array_interface__`. T >= 1. The
-            ids are checked on the host, so a CUDA array costs a synchronisation.
+            NumPy, CuPy, or any object with `__dlpack__` or `__cuda_array_interface__`; T >= 1. The
+            ids are checked on the host, so a CUDA array costs a synchronization.
         cache : Cache
-            From this model's `new_cache`, with B rows; T tokens are appended to each.
+            Created by this model's `new_cache`, with B rows; T tokens are appended to each.
         logits : str
-            "last": the last token of each row; "all": every token.
+            "last" returns logits for the last token of each row, "all" for every token.
 
         Returns
         -------
@@ -409,8 +409,8 @@ class Model:
         Raises
         ------
         RequestError
-            If an id is outside [0, V), the shape is wrong, or the cache is too small. The cache is
-            left unchanged.
+            If an id is outside [0, V), the shape is wrong, or the cache is too small. The cache
+            then stays unchanged.
         """
         if not isinstance(logits, str) or logits not in ("last", "all"):
             raise RequestError(f"logits must be 'last' or 'all'; got {shown(logits)}")
@@ -432,7 +432,7 @@ class Model:
         return parts[0] if len(parts) == 1 else self.device.xp.concatenate(parts, axis=1)
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
-        """Compute one step on flat arrays; see `Decoder.forward`. Nothing is checked."""
+        """Compute one step on flat arrays, unchecked; see `Decoder.forward`."""
         self.device.activate()
         return self.decoder.forward(batch, kv_pages)
 
@@ -442,12 +442,12 @@ class Model:
         return self.decoder.hidden_states(batch, kv_pages)
 
     def run_stage(self, batch: ForwardBatch, kv_pages: Pages) -> tuple[Any, Any]:
-        """Compute the layers of a pipeline stage other than the last; see `Decoder.run_stage`."""
+        """Compute the layers of a pipeline stage before the last; see `Decoder.run_stage`."""
         self.device.activate()
         return self.decoder.run_stage(batch, kv_pages)
 
     def logits(self, hidden: Any) -> Any:
-        """Return the logits (R, V) float32 of R rows of `hidden_states`."""
+        """Return the logits (R, V) float32 for R rows of `hidden_states`."""
         return self.decoder.logits(hidden)
 
     def expert_load(self) -> dict[int, np.ndarray[Any, np.dtype[np.int64]]]:
@@ -456,7 +456,7 @@ class Model:
         Returns
         -------
         dict of int to (E,) array of int64
-            By layer; empty without experts, or after `close`. See `Decoder.expert_load`.
+            By layer; empty for a dense model, or after `close`. See `Decoder.expert_load`.
         """
         if self._decoder is None or self.config.moe is None:
             return {}
@@ -466,11 +466,11 @@ class Model:
 
     @property
     def expert_runs(self) -> tuple[tuple[int, int], ...]:
-        """Range [first, last) of experts on each rank; () if each rank holds a part of all."""
+        """Range [first, last) of experts per rank; () if each rank holds a shard of all."""
         return () if self._decoder is None else self._decoder.parts.expert_runs
 
     def trace(self, token_ids: Any) -> Trace:
-        """Run a sequence through the model and return attention weights and residual streams.
+        """Run one sequence, recording attention weights and residual streams.
 
         Parameters
         ----------
@@ -492,7 +492,7 @@ class Model:
         return trace_decoder(self.decoder, ids[0])
 
     def read_residual(self, hidden: Any) -> Any:
-        """Return the logits (T, V) of residual streams (T, N), as if after the last layer."""
+        """Return the logits (T, V) of residual streams (T, N), as if they left the last layer."""
         return self.logits(self.decoder.final_norm(hidden))
 
     def _advance(

@@ -1,13 +1,13 @@
-"""Opens and reads the files of a model, which are untrusted.
+"""Opens and reads a model's files, which are untrusted.
 
-Every reader of a model's files opens them here. Only regular files are opened, so that a FIFO
-cannot block and a device cannot fill the memory, and at most a stated number of bytes is read.
+All readers of model files open them here. Only regular files are opened, so a FIFO cannot block
+and a device cannot fill the memory; and reads are limited to a given number of bytes.
 
-Links are followed only inside the model's folder, for weights, configuration, tokenizer and
-templates alike: otherwise a downloaded folder could make us read any file of the user, for example
-as a template. The one exception is the hub's cache, where the files of ``snapshots/<revision>/``
-are links into ``blobs/`` beside ``snapshots/``. The folder itself, and a .gguf file that the user
-names, may be links to anywhere.
+Links are followed only inside the model's directory, for weights, configuration, tokenizer and
+templates alike: otherwise a downloaded directory could make us read any of the user's files, for
+example as a template. The one exception is the hub's cache, where the files of
+``snapshots/<revision>/`` are links into ``blobs/`` beside ``snapshots/``. The directory itself, and
+a .gguf file named by the user, may be links to anywhere.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _KINDS = {
 def excerpt(text: object) -> str:
     """Return the first 200 characters of a text, for an error message.
 
-    Control characters are escaped, so that a file cannot add lines to a log or change a terminal.
+    Control characters are escaped, so a file cannot add lines to a log or alter a terminal.
     """
     whole = str(text)[: 2 * _MAX_EXCERPT]
     if not whole.isprintable():
@@ -56,7 +56,7 @@ def excerpt(text: object) -> str:
 
 
 def is_present(path: Path) -> bool:
-    """Tell whether `path` exists, as a file of any kind or a dangling link."""
+    """Tell whether `path` exists, as any kind of file or a dangling link."""
     return os.path.lexists(path)
 
 
@@ -69,21 +69,21 @@ def open_file(
     ----------
     path : Path
     root : Path, optional
-        The model's folder, which links must not leave; None for a file that the user named.
+        Model directory that links must not leave; None for a file named by the user.
     error : type
         Class of the error to raise, `ConfigError` or `WeightsError`.
 
     Raises
     ------
     ConfigError or WeightsError
-        If the file does not exist, is a directory, a FIFO, a socket or a device, is a link out of
-        `root`, or cannot be opened.
+        If the file does not exist, is not a regular file, is a link out of `root`, or cannot be
+        opened.
     """
     try:
         if root is not None:
             refuse_link_out(path, root, error)
-        # Checked before opening, since opening a device may already have an effect; and afterwards,
-        # in case the file was replaced in between.
+        # Checked before opening, since opening a device may already have an effect, and again
+        # afterwards, in case the file was replaced in between.
         _check_regular(path, os.stat(path).st_mode, error)
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -95,14 +95,14 @@ def open_file(
     except OSError as fault:
         reason = fault.strerror or fault
         raise error(f"{excerpt(path)}: cannot be read ({reason})") from fault
-    except ValueError as fault:  # a NUL or a lone surrogate in the path
+    except ValueError as fault:  # a NUL or lone surrogate in the path
         if isinstance(fault, error):
             raise
         raise error(f"{excerpt(path)!r}: is no valid path ({fault})") from fault
 
 
 def refuse_link_out(path: Path, root: Path, error: type[EngineError] = ConfigError) -> None:
-    """Raise `error` if `path` leads, through any link, out of the model's folder `root`."""
+    """Raise `error` if `path` leads, through any link, out of the model directory `root`."""
     home, target = (Path(os.path.realpath(one)) for one in (root, path))
     homes = [home]
     if home.parent.name == "snapshots":
@@ -126,12 +126,12 @@ def read_file(
     root: Path | None = None,
     error: type[EngineError] = ConfigError,
 ) -> bytes:
-    """Return the content of the regular file `path`; at most `max_bytes` + 1 bytes are read.
+    """Return the contents of the regular file `path`; reads at most `max_bytes` + 1 bytes.
 
     Raises
     ------
     ConfigError or WeightsError
-        In the cases of `open_file`, or if the file has more than `max_bytes`.
+        As for `open_file`, or if the file is larger than `max_bytes`.
     """
     with open_file(path, root, error) as file:
         size = os.fstat(file.fileno()).st_size
@@ -147,7 +147,7 @@ def read_file(
 
 
 def _read_up_to(file: io.FileIO, count: int) -> bytes:
-    """Return up to `count` bytes; a single system `read` may return fewer than available."""
+    """Read up to `count` bytes; a single system `read` may return fewer than available."""
     data = bytearray()
     while len(data) < count and (part := file.read(count - len(data))):
         data += part
@@ -161,12 +161,12 @@ def read_json(
     error: type[EngineError] = ConfigError,
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the JSON object in file `path`.
+    """Return the JSON object stored in file `path`.
 
     Raises
     ------
     ConfigError or WeightsError
-        In the cases of `read_file`, or if the content is not UTF-8, not JSON, or not a JSON object.
+        As for `read_file`, or if the contents are not UTF-8 or not a JSON object.
     """
     data = read_file(path, max_bytes, root, error)
     try:

@@ -1,7 +1,7 @@
-"""The outputs of a request: `RequestOutput` and its parts, with vLLM's names.
+"""Request outputs: `RequestOutput` and its parts, under vLLM's names.
 
-Times are seconds on the monotonic clock (`time.monotonic`): only their differences are meaningful,
-and a change of the wall clock cannot make these negative.
+Times are seconds of the monotonic clock (`time.monotonic`): only differences are meaningful, and
+changes of the wall clock cannot make them negative.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Logprob:
     rank : int or None
         1 for the most probable token of the vocabulary; None if not computed.
     decoded_token : str or None
-        Text of the token, if outputs carry text.
+        Text of the token; None if outputs have no text.
     """
 
     logprob: float
@@ -33,7 +33,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
-@dataclass(slots=True)  # not frozen: many are built in every step
+@dataclass(slots=True)  # not frozen: many are built per step
 class CompletionOutput:
     """One continuation of a prompt.
 
@@ -42,17 +42,17 @@ class CompletionOutput:
     index : int
         Index among the request's `n` continuations.
     text : str
-        The whole text, or only the new part (`SamplingParams.output_kind`).
+        The whole text, or only its new part (`SamplingParams.output_kind`).
     token_ids : sequence of int
         All tokens, or only the new ones.
     cumulative_logprob : float or None
-        Sum of the log-probabilities of all tokens, if `logprobs` is set.
+        Sum of the log-probabilities of all tokens; None unless `logprobs` is set.
     logprobs : sequence of dict from int to Logprob, or None
-        Per token of `token_ids`: the sampled token and the most probable ones.
+        Per token in `token_ids`: the sampled token and the most probable ones.
     finish_reason : str or None
         "stop", "length", "abort" or "error"; None while unfinished.
     stop_reason : int, str or None
-        The stop id or stop string that ended it; None for an end-of-sequence token.
+        Stop id or stop string that ended it; None for an end-of-sequence token.
     """
 
     index: int
@@ -71,7 +71,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times at which a request reached each stage, in seconds; None: not reached yet.
+    """When a request reached each stage, in seconds; None if not reached yet.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class RequestMetrics:
     num_cached_tokens : int
         Prompt tokens found in the prefix cache.
     num_continuations : int
-        Continuations of the request.
+        Number of continuations.
 
     Examples
     --------
@@ -100,7 +100,7 @@ class RequestMetrics:
 
     @property
     def queue_time(self) -> float | None:
-        """Seconds from arrival to the first step that computed a part of the prompt."""
+        """Seconds from arrival to the first step that computed part of the prompt."""
         return _span(self.arrival_time, self.first_scheduled_time)
 
     @property
@@ -120,7 +120,7 @@ class RequestMetrics:
 
     @property
     def itl(self) -> float | None:
-        """Mean inter-token latency: seconds between one token of a continuation and the next."""
+        """Mean inter-token latency: seconds between successive tokens of a continuation."""
         span = _span(self.first_token_time, self.last_token_time)
         gaps = self.num_generation_tokens - self.num_continuations
         return None if span is None or gaps < 1 else span * self.num_continuations / gaps
@@ -133,19 +133,19 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of one request after a step.
+    """State of one request after a step.
 
     Attributes
     ----------
     request_id : str
     prompt : str or None
-        The prompt's text, if it was given as text.
+        Text of the prompt, if it was given as text.
     prompt_token_ids : sequence of int
         The engine's own list: do not modify it while the request is unfinished.
     prompt_logprobs : sequence of (dict from int to Logprob, or None), or None
-        Per prompt token, if requested; None for the first token, which nothing precedes.
+        Per prompt token, if requested; the first entry is None, since nothing precedes it.
     outputs : sequence of CompletionOutput
-        One per continuation, in the order of their index.
+        One per continuation, by index.
     finished : bool
         Whether every continuation is finished.
     metrics : RequestMetrics or None
@@ -174,8 +174,8 @@ def next_piece(
 ) -> RequestOutput:
     """Return the output of one unfinished continuation, with token ids and text only.
 
-    Equivalent to the two constructors, which would take half of a step's time when hundreds of
-    requests stream.
+    Equivalent to calling both constructors, which would take half of a step's time with hundreds of
+    streaming requests.
 
     Examples
     --------

@@ -1,10 +1,10 @@
-"""Arrays passed to a layer while its launch plan is recorded: usable for launches only.
+"""Arrays that a layer gets while its launch plan is recorded; usable only for launches.
 
-A plan (`kernels/_launch_plan.py`) replays the launches that a layer made through the engine's ops.
-Anything else the layer did, such as a CuPy product, would be missing from every other layer of its
-kind. So while the plan is recorded the layer gets `PlanArray`s: they support the attributes that
-ops read from a CuPy array, and views, but no arithmetic, no methods and no conversion that CuPy
-would accept.
+A plan (`kernels/_launch_plan.py`) replays the launches a layer made through the engine's ops.
+Anything else the layer did, such as a CuPy product, would be missing when the plan is replayed for
+other layers of its kind. So during recording the layer gets `PlanArray`s: they support views and
+the attributes that ops read from a CuPy array, but no arithmetic, no methods and no conversion that
+CuPy would accept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PlanArray:
     Parameters
     ----------
     array : cupy.ndarray
-        The wrapped array; the memory is shared.
+        Wrapped array, sharing its memory.
     """
 
     __slots__ = ("array",)
@@ -44,7 +44,7 @@ class PlanArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the wrapped array; the other attributes that ops read are forwarded below."""
+        """Shape of the wrapped array; other attributes that ops read are forwarded below."""
         shape: tuple[int, ...] = self.array.shape
         return shape
 
@@ -52,14 +52,14 @@ class PlanArray:
         return len(self.array)
 
     def reshape(self, *shape: Any) -> PlanArray:
-        """Return a view of another shape; raise if that would need a copy."""
+        """Return a view with another shape; raise if that would need a copy."""
         view = self.array.reshape(*shape)
         if view.data.ptr != self.array.data.ptr:
             raise LaunchPlanError(f"reshape must return a view; {self!r} to {shape} would copy")
         return PlanArray(view)
 
     def __getitem__(self, index: Any) -> PlanArray:
-        """Return a view; the index may hold slices, ints, None and Ellipsis only."""
+        """Return a view; the index may contain only slices, ints, None and Ellipsis."""
         parts = index if isinstance(index, tuple) else (index,)
         if not all(isinstance(p, slice | int) or p is None or p is Ellipsis for p in parts):
             raise LaunchPlanError(f"an index must be slices or ints, for a view; got {index!r}")
@@ -95,5 +95,5 @@ PlanArray.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def unwrapped(array: Any) -> Any:
-    """Return the CuPy array inside a PlanArray; anything else unchanged."""
+    """Return the CuPy array inside a PlanArray; return anything else unchanged."""
     return array.array if isinstance(array, PlanArray) else array

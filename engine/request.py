@@ -1,19 +1,19 @@
 """A request: the tokens of one sequence, how many of them are computed, and its KV blocks.
 
-The token counts obey, at every moment,
+The token counts always satisfy
 
     num_committed_tokens <= num_computed_tokens <= num_tokens
     num_tokens = len(prompt) + len(output) + num_pending_tokens
 
 A token is *computed* once its keys and values are in the cache or a step that will write them is
 scheduled, and *committed* once that step has succeeded. *Pending* tokens were sampled by a step
-whose result has not reached the host yet: they count in the sequence, but their ids are on the
-device only. Without asynchronous scheduling each step is committed before the next is scheduled,
-and no token is pending between two steps.
+whose result has not reached the host yet: they count in the sequence, but only the device knows
+their ids. Without asynchronous scheduling each step is committed before the next is scheduled, so
+no token is pending between two steps.
 
-Drafts count as none of these: a step computes them after the last token, and the accepted ones
-become known and computed when that step is committed. Until then the request is in no other step,
-because its length is not known.
+Drafts count as none of these: a step computes them after the last token, and when it is committed,
+the accepted ones become known and computed. Until then the request is in no other step, because its
+length is unknown.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["FINISH_REASONS", "Request", "RequestStatus", "StopRules", "finished_
 
 
 class RequestStatus(enum.Enum):
-    """State of a request; logs show the value."""
+    """State of a request, logged by value."""
 
     WAITING = "waiting"  # in the queue, holds no blocks
     RUNNING = "running"  # holds blocks, takes part in steps
     PREEMPTED = "preempted"  # back in the queue without blocks, to be recomputed
-    SWAPPED = "swapped"  # back in the queue, its blocks are in host memory
+    SWAPPED = "swapped"  # back in the queue, blocks in host memory
     FINISHED_STOPPED = "stop"
     FINISHED_LENGTH = "length"
     FINISHED_ABORTED = "abort"
@@ -43,18 +43,18 @@ class RequestStatus(enum.Enum):
 
     @property
     def is_finished(self) -> bool:
-        """Tell whether no further token will come."""
+        """Tell whether the request will get no more tokens."""
         return self in _FINISHED
 
 
 _FINISHED = frozenset(s for s in RequestStatus if s.name.startswith("FINISHED"))
 
 FINISH_REASONS: dict[str, RequestStatus] = {s.value: s for s in RequestStatus if s in _FINISHED}
-"""Finish reason in the API ("stop", "length", "abort", "error") -> status."""
+"""API finish reason ("stop", "length", "abort", "error") -> status."""
 
 
 def finished_status(reason: str) -> RequestStatus:
-    """Return the status of a request that finished for this reason.
+    """Return the status of a request that finished for `reason`.
 
     Raises
     ------
@@ -67,7 +67,7 @@ def finished_status(reason: str) -> RequestStatus:
 
 
 class StopRules(Protocol):
-    """The part of the sampling parameters that decides when a request ends."""
+    """Sampling parameters that decide when a request ends."""
 
     @property
     def max_tokens(self) -> int | None:
@@ -75,11 +75,11 @@ class StopRules(Protocol):
 
     @property
     def min_tokens(self) -> int:
-        """Tokens to generate before an end-of-sequence or stop id ends the request."""
+        """Number of tokens before end-of-sequence or stop ids may end the request."""
 
     @property
     def ignore_eos(self) -> bool:
-        """Whether the model's end-of-sequence ids are ordinary tokens."""
+        """Whether to treat the model's end-of-sequence ids as ordinary tokens."""
 
     @property
     def stop_token_ids(self) -> Sequence[int] | None:
@@ -88,59 +88,59 @@ class StopRules(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence to be continued: its only record, shared by all parts of the engine.
+    """One sequence to continue: its only record, shared by all parts of the engine.
 
-    The caller sets the constructor's arguments and reads the rest. The scheduler, with its queues
-    and its block manager, is the only writer of the state. Three attributes belong to other parts,
-    which then need no tables of requests: `stream` to the engine, `row` to the runner, `failed_at`
-    to the recovery.
+    The caller sets the constructor's arguments and reads the rest. Only the scheduler, including
+    its queues and block manager, writes the state. Three attributes belong to other parts, which
+    therefore need no request tables of their own: `stream` to the engine, `row` to the runner,
+    `failed_at` to the recovery.
 
     Parameters
     ----------
     request_id : str
         Unique among unfinished requests.
     prompt_token_ids : list of int
-        At least one id; must not be changed afterwards.
+        At least one id; must not be modified afterwards.
     sampling_params : StopRules
         Limits and stop rules; only the attributes of `StopRules` are read here.
     arrival_time : float
-        Seconds on the monotonic clock, for metrics only; the order of arrival is that of the calls
-        of `add_request`.
+        Seconds of the monotonic clock, for metrics only; requests arrive in the order of
+        `add_request` calls.
     priority : int
-        Smaller is served earlier.
+        Smaller values are served first.
     cache_salt : str, optional
-        Cached prefixes are shared only among requests of the same salt.
+        Cached prefixes are shared only among requests with the same salt.
     long_rope : bool
-        Whether the long rope factors are used; keys computed with other factors are not shared.
+        Whether to use the long rope factors; keys computed with other factors are not shared.
     reuse_prefix : bool
-        False recomputes every prompt position (prompt_logprobs needs all of them).
+        False recomputes every prompt position (prompt_logprobs needs them all).
     eos_token_ids : iterable of int
-        The model's end-of-sequence ids (ignored when `sampling_params.ignore_eos`).
+        The model's end-of-sequence ids (ignored with `sampling_params.ignore_eos`).
     always_ends_at_eos : bool
-        Whether end-of-sequence ids end it regardless of `ignore_eos` and `min_tokens`: its grammar
-        allows them only at the end.
+        Whether end-of-sequence ids end it regardless of `ignore_eos` and `min_tokens`, because its
+        grammar allows them only at the end.
     spec : SamplingSpec, optional
-        Sampling of the request, for the runner; not used here.
+        Sampling specification for the runner; not used here.
 
     Attributes
     ----------
     drafts : Drafts or None
-        The last proposal (`Scheduler.propose`), until a step that computes it is committed.
+        Latest proposal (`Scheduler.propose`), kept until a step that computes it is committed.
     num_draft_tokens : int
-        Drafts in the step in flight; 0 if there is no such step.
+        Number of drafts in the step in flight, if any; otherwise 0.
     leader, siblings : Request or None, list of Request
-        For parallel samples: the request that computes their common prompt, and the requests that
-        wait for it.
+        For parallel samples: the request that computes their common prompt, and the requests
+        waiting for it.
     stream : OutputStream or None
-        Its output stream; None until `add_request` returns, and after the request has ended.
+        Output stream; None until `add_request` returns, and again after the request has ended.
     num_restarts : int
-        Times it was queued again, after a preemption or a failed step; other requests may have used
-        its blocks since.
+        Number of times it was requeued, after a preemption or a failed step; other requests may
+        have used its blocks since.
     row : int
-        Its row in the runner's tables; -1: none.
+        Row in the runner's tables; -1 if none.
     failed_at : int
-        Number of computed tokens it would have reached in a step that failed; 0 once it has
-        advanced past that, or without a failed step.
+        Number of computed tokens it would have had after the step that failed; 0 if no step failed
+        or it has advanced past that point.
 
     Examples
     --------
@@ -193,7 +193,7 @@ class Request:
     row: int = field(init=False, default=-1)
     failed_at: int = field(init=False, default=0)
     _eos: frozenset[int] = field(init=False)
-    _ends: frozenset[int] = field(init=False)  # _eos and the stop ids
+    _ends: frozenset[int] = field(init=False)  # _eos plus the stop ids
 
     def __post_init__(self, eos_token_ids: Iterable[int]) -> None:
         rules = self.sampling_params
@@ -204,22 +204,22 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated and known on the host."""
+        """Number of generated tokens known to the host."""
         return len(self.output_token_ids)
 
     @property
     def num_known_tokens(self) -> int:
-        """Tokens whose ids the host knows: prompt and output, without pending ones."""
+        """Number of tokens whose ids the host knows: prompt and output, without pending ones."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def is_finished(self) -> bool:
-        """Tell whether no further token will come."""
+        """Tell whether the request will get no more tokens."""
         return self.status in _FINISHED
 
     @property
@@ -229,11 +229,11 @@ class Request:
 
     @property
     def prefix_key(self) -> tuple[str | None, bool]:
-        """Key that two requests must have in common, besides the ids, to share a cached prefix."""
+        """Key that must match, besides the token ids, for two requests to share a cached prefix."""
         return self.cache_salt, self.long_rope
 
     def token_ids(self, start: int, stop: int) -> list[int]:
-        """Return the known ids of positions [start, min(stop, num_known_tokens))."""
+        """Return the known ids at positions [start, min(stop, num_known_tokens))."""
         num_prompt = len(self.prompt_token_ids)
         if start >= num_prompt:
             return self.output_token_ids[start - num_prompt : stop - num_prompt]
@@ -243,16 +243,16 @@ class Request:
         return ids
 
     def drop_drafts(self) -> None:
-        """Drop the drafts, including those in flight."""
+        """Drop all drafts, including those in flight."""
         self.drafts = None
         self.num_draft_tokens = 0
 
     def append_tokens(self, token_ids: Sequence[int]) -> RequestStatus | None:
-        """Append sampled ids up to the first that ends the request; return the final status if any.
+        """Append sampled ids up to the one that ends the request; return its final status.
 
-        Each id resolves a pending token; without one, the sequence grows. The caller sets `status`.
-        `stop_reason` is set here if the request ends with a stop id that is not an end-of-sequence
-        id.
+        Each id resolves a pending token; if none is pending, the sequence grows. The caller sets
+        `status`. This sets `stop_reason` if the request ends with a stop id other than an
+        end-of-sequence id.
         """
         output = self.output_token_ids
         ends = self._ends

@@ -1,7 +1,6 @@
-"""`SamplingParams`: sampling and end of a request, with vLLM's names and defaults.
+"""`SamplingParams`: how to sample a request and when to end it, with vLLM's names and defaults.
 
-`RANGES` is the one table of allowed values; the server, the command line and the
-documentation read it too.
+`RANGES` is the only table of allowed values; server, command line and documentation read it too.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ __all__ = [
 GREEDY_EPSILON = 1e-5
 """Temperatures below this take the most probable token (dividing by them would overflow)."""
 
-MAX_TOKENS = 2**31 - 1  # positions are int32 on the device
+MAX_TOKENS = 2**31 - 1  # token positions are int32 on the device
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
-MAX_IDS = 1024  # entries of logit_bias, stop_token_ids
-MAX_ALLOWED_IDS = 2**20  # entries of allowed_token_ids; no vocabulary has as many tokens
+MAX_IDS = 1024  # maximum entries of logit_bias, stop_token_ids
+MAX_ALLOWED_IDS = 2**20  # maximum entries of allowed_token_ids; more than any vocabulary has
 MAX_BAD_WORDS = 128
 MAX_LOGITS_PROCESSORS = 16
 
 
 class RequestOutputKind(enum.Enum):
-    """The content of each `RequestOutput` of an unfinished request."""
+    """Content of each `RequestOutput` of an unfinished request."""
 
     CUMULATIVE = 0  # everything so far
     DELTA = 1  # only the part since the last output
-    FINAL_ONLY = 2  # nothing until the request is finished
+    FINAL_ONLY = 2  # nothing until the request has finished
 
 
 @dataclass(frozen=True)
 class NumberRange:
-    """The numbers allowed for a field.
+    """Range of numbers allowed for a field.
 
     Attributes
     ----------
@@ -74,25 +73,25 @@ class NumberRange:
         return f"{kind} in {'(' if self.low_open else '['}{self.low}, {self.high}]{end}"
 
     def check(self, name: str, value: Any) -> Any:
-        """Return `value` as int or float (or None), or raise a `RequestError` naming `name`."""
+        """Return `value` as int or float (or None); raise a `RequestError` if out of range."""
         if value is None and self.optional:
             return None
-        # The usual types first: `isinstance` with an abstract class takes longer than all the rest.
+        # The usual types first: `isinstance` with an abstract class takes longer than the rest.
         is_usual = type(value) is (int if self.integer else float)
         number = value if is_usual else self._number(value)
-        # NaN fails every comparison, so the test is for being inside the range, not outside.
+        # NaN fails every comparison, so test for being inside the range, not outside.
         above = number > self.low if self.low_open else number >= self.low
         if above and number <= self.high:
             return number
         raise RequestError(f"{name} must be {self}; got {shown_with_type(value)}")
 
     def _number(self, value: Any) -> Any:
-        """Return `value` as int or float; NaN if it is not such a number."""
+        """Return `value` as int or float; NaN if it is not a number of that kind."""
         kind = numbers.Integral if self.integer else numbers.Real
         if isinstance(value, bool) or not isinstance(value, kind):
             return math.nan
         try:
-            # Converted to Python's numbers: NumPy's integers would wrap in later arithmetic.
+            # Convert to Python numbers: NumPy integers would wrap in later arithmetic.
             given: Any = operator.index(value) if isinstance(value, numbers.Integral) else value
             return given if self.integer else float(given)
         except (TypeError, ValueError, OverflowError):
@@ -115,7 +114,7 @@ RANGES: dict[str, NumberRange] = {
     "logprobs": NumberRange(-1, 20, integer=True, optional=True),
     "prompt_logprobs": NumberRange(-1, 20, integer=True, optional=True),
 }
-"""Range of every numeric field of `SamplingParams`, by name."""
+"""Range of each numeric field of `SamplingParams`."""
 
 _FLAGS = (
     *("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"),
@@ -127,17 +126,17 @@ _TOKEN_ID = NumberRange(0, 2**31 - 1, integer=True)
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling and end of one request; frozen, and checked on construction.
+    """How to sample one request and when to end it; immutable, checked on construction.
 
     Attributes
     ----------
     n : int
-        Independent continuations of the prompt.
+        Number of independent continuations of the prompt.
     best_of : int or None
-        Generate this many continuations and return the `n` of largest `cumulative_logprob`, best
-        first.
+        Generate this many continuations and return the `n` with the largest `cumulative_logprob`,
+        best first.
     presence_penalty, frequency_penalty : float
-        Subtracted from the logit of a token that was already generated: once, and per occurrence.
+        Subtracted from the logits of tokens already generated: once, and per occurrence.
     repetition_penalty : float
         Divides positive and multiplies negative logits of tokens in prompt or output; 1: no effect.
     temperature : float
@@ -149,50 +148,50 @@ class SamplingParams:
     min_p : float
         Drop tokens less probable than `min_p` times the most probable one.
     seed : int or None
-        Seed of this request; None (or -1) derives one from the engine's seed.
+        Seed for this request; None (or -1) derives one from the engine's seed.
     stop : sequence of str
-        Texts that end the request, or a single str. At most 16, of up to 256 characters each.
+        Strings that end the request, or a single str. At most 16, of up to 256 characters each.
     stop_token_ids : sequence of int
         Token ids that end the request.
     ignore_eos : bool
         Continue past the model's end-of-sequence tokens.
     max_tokens : int or None
-        Maximum tokens to generate; None: up to `max_model_len`.
+        Maximum tokens to generate; None generates up to `max_model_len`.
     min_tokens : int
-        Neither end-of-sequence tokens nor stops end the request before this many tokens.
+        Number of tokens before end-of-sequence tokens or stops may end the request.
     logprobs, prompt_logprobs : int or None
-        Return log-probabilities of this many most probable tokens besides the sampled one; 0: the
-        sampled one only, -1: the whole vocabulary, None: off.
+        Number of most probable tokens to return log-probabilities for, besides the sampled one;
+        0: only the sampled one, -1: the whole vocabulary, None: off.
     detokenize : bool
-        Whether outputs carry text.
+        Whether outputs include text.
     skip_special_tokens : bool
-        Leave special tokens out of the text.
+        Omit special tokens from the text.
     include_stop_str_in_output : bool
         Whether the text includes the stop string that ended it.
     output_kind : RequestOutputKind
         Content of each output of an unfinished request.
     logit_bias : mapping of int to float, optional
-        Added to the logits of these ids; each in [-100, 100].
+        Bias to add to the logits of these ids; each in [-100, 100].
     allowed_token_ids : sequence of int, optional
-        Only these tokens can be sampled. At most 2**20.
+        The only ids that may be sampled. At most 2**20.
     bad_words : sequence of str
-        Texts whose token sequences are never generated.
+        Texts whose token sequences must never be generated.
     logits_processors : sequence of callable
         Called in this process as ``processor(output_token_ids, logits)``; never sent over HTTP.
     structured : StructuredOutput or mapping of its fields, optional
-        Constraint on the text: a JSON schema, a regular expression, a choice or a grammar. An
+        Constraint on the text: a JSON schema, regular expression, choice or grammar. An
         end-of-sequence token can then be sampled only where the text may end; once nothing else is
         possible it is sampled, regardless of `ignore_eos` and `min_tokens`.
     use_speculation : bool
-        Whether drafts are proposed for this request, given the engine's `speculative_config`. This
-        affects only the speed, and the rounding of logits.
+        Whether to propose drafts for this request, given the engine's `speculative_config`; affects
+        only speed, and the rounding of logits.
 
     Raises
     ------
     RequestError
-        If a field is out of its range (see `RANGES`) or of the wrong type.
+        If a field is out of range (see `RANGES`) or has the wrong type.
     UnknownOptionError
-        If a keyword is none of the above.
+        If a keyword is not one of the above.
 
     Examples
     --------
@@ -233,8 +232,8 @@ class SamplingParams:
     use_speculation: bool = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
-        """Refuse unknown keywords, naming the nearest known one (a dataclass would not)."""
-        known = cls.__dataclass_fields__  # `fields` would build a tuple in each call
+        """Reject an unknown keyword, suggesting the nearest known one (a dataclass would not)."""
+        known = cls.__dataclass_fields__  # `fields` would build a tuple on each call
         for name in kwargs:
             if name not in known:
                 raise unknown_keyword("SamplingParams", name, known)
@@ -299,21 +298,21 @@ class SamplingParams:
 
     @property
     def num_continuations(self) -> int:
-        """Number of continuations that are generated."""
+        """Number of continuations to generate."""
         return self.best_of or self.n
 
     @property
     def greedy(self) -> bool:
-        """Tell whether the most probable token is always taken."""
+        """Tell whether sampling always takes the most probable token."""
         return self.temperature < GREEDY_EPSILON
 
     def validate_for(self, vocab_size: int) -> None:
-        """Check every token id and every number of log-probabilities against the vocabulary.
+        """Check all token ids and log-probability counts against the vocabulary.
 
         Parameters
         ----------
         vocab_size : int
-            V; ids are in [0, V).
+            V; ids must be in [0, V).
 
         Raises
         ------
@@ -340,15 +339,15 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> SamplingParams:
-        """Return the sampling that a model's ``generation_config.json`` recommends.
+        """Return the sampling parameters recommended by a model's ``generation_config.json``.
 
         Parameters
         ----------
         config : mapping
-            The file's content. Its temperature, top_k, top_p, min_p, repetition_penalty and
+            Contents of the file. Its temperature, top_k, top_p, min_p, repetition_penalty and
             max_new_tokens are used; ``do_sample: false`` means temperature 0.
         **overrides
-            Fields of `SamplingParams` that take precedence over the file.
+            Fields of `SamplingParams` that override the file.
 
         Raises
         ------

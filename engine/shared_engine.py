@@ -1,4 +1,4 @@
-"""`SharedEngine`: an `LLMEngine` with several callers, each with an inbox for its outputs."""
+"""`SharedEngine`: an `LLMEngine` shared by several callers, with an inbox per request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Inbox", "SharedEngine"]
 
 
 class Inbox(Protocol):
-    """Receives the outputs of a request, such as a list."""
+    """Receives a request's outputs; a list, for example."""
 
     def append(self, output: RequestOutput, /) -> Any:
         """Add an output."""
@@ -27,7 +27,7 @@ InboxT = TypeVar("InboxT", bound=Inbox)
 
 
 class SharedEngine(Generic[InboxT]):
-    """An engine, the lock shared by its callers, and an inbox for each request.
+    """An engine, the lock its callers share, and an inbox per request.
 
     Parameters
     ----------
@@ -37,13 +37,13 @@ class SharedEngine(Generic[InboxT]):
     ----------
     engine : LLMEngine
     lock : EngineLock
-        Held by the caller that uses the engine.
+        Held by whichever caller is using the engine.
     inbox : dict of str to Inbox
-        Request id -> receiver of its outputs. Requests of one call may share a list, so that the
-        cost of a step grows with the outputs that arrived and not with the requests that wait.
+        Request id -> receiver of its outputs. Requests of one call may share a list, so that a
+        step's cost grows with the outputs that arrived, not with the number of waiting requests.
         Outputs of a request without an inbox are dropped.
     clock : StepClock
-        Measures the steps.
+        Times the steps.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -51,10 +51,10 @@ class SharedEngine(Generic[InboxT]):
         self.lock = EngineLock()
         self.clock = StepClock()
         self.inbox: dict[str, InboxT] = {}
-        self._unwanted: deque[str] = deque()  # requests to be aborted
+        self._unwanted: deque[str] = deque()  # requests to abort
 
     def step(self) -> None:
-        """Compute one step and append its outputs to the inboxes; the caller holds the lock.
+        """Compute one step and deliver its outputs to the inboxes; the caller holds the lock.
 
         Raises
         ------
@@ -73,7 +73,7 @@ class SharedEngine(Generic[InboxT]):
                 inbox.append(output)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Abort these requests and discard their last outputs, from any thread at any point.
+        """Abort these requests and discard their last outputs; callable from any thread, anytime.
 
         If the lock is held (the garbage collector may close an iterator in the middle of a step),
         they are aborted before the next step instead.
@@ -94,11 +94,11 @@ class SharedEngine(Generic[InboxT]):
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether a step would have no work."""
+        """Tell whether a step would have nothing to do."""
         return not (self._unwanted or self.engine.has_unfinished_requests())
 
     def close(self) -> None:
-        """Free the memory of engine and model."""
+        """Free the memory of the engine and the model."""
         with self.lock:
             self.engine.close()
             self.engine.model.close()

@@ -1,4 +1,4 @@
-"""The state of a running engine as plain values, for the server's watch view."""
+"""State of a running engine as plain values, for the server's watch view."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["StepClock", "snapshot"]
 
 _MAX_REQUESTS = 256
 _MAX_NODES = 200
-_SMOOTHING = 0.1  # weight of the latest step in the mean
-_MIN_SPAN = 0.2  # minimum seconds over which tokens are counted
+_SMOOTHING = 0.1  # weight of the latest step in the moving average
+_MIN_SPAN = 0.2  # minimum time in seconds over which tokens are counted
 
 _STATES = {RequestStatus.RUNNING: "running", RequestStatus.SWAPPED: "swapped"}
 
 
 class StepClock:
-    """Mean time of the latest steps, and tokens a second.
+    """Mean duration of recent steps, and tokens per second.
 
     Attributes
     ----------
     step_seconds : float
-        Exponential moving average of the time of a step; 0 before the first one.
+        Exponential moving average of step durations; 0 before the first step.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class StepClock:
         self._rate = 0.0
 
     def note(self, seconds: float) -> None:
-        """Record the time of a step."""
+        """Record the duration of a step."""
         known = self.step_seconds
         self.step_seconds = known + _SMOOTHING * (seconds - known) if known else seconds
 
     def rate(self, num_tokens: int) -> float:
-        """Return the recent tokens a second; `num_tokens`: total number of tokens so far."""
+        """Return recent tokens per second; `num_tokens`: total number of tokens so far."""
         now = time.monotonic()
         if (span := now - self._since) >= _MIN_SPAN:
             self._rate = max(0, num_tokens - self._num_tokens) / span
@@ -51,19 +51,19 @@ class StepClock:
 
 
 def snapshot(engine: LLMEngine, clock: StepClock | None = None) -> dict[str, Any]:
-    """Return the current state of the engine; call it between two steps.
+    """Return the engine's current state; call between two steps.
 
     Parameters
     ----------
     engine : LLMEngine
     clock : StepClock, optional
-        Source of times and rates; without it they are 0.
+        Source of times and rates; if omitted, they are 0.
 
     Returns
     -------
     dict
-        Numbers, texts, and lists and dicts of them; never the content of a prompt or an answer. At
-        most 256 requests and 200 nodes of the prefix tree are listed; the counts cover all of them.
+        Numbers, texts, and lists and dicts of them; never the content of a prompt or reply. At most
+        256 requests and 200 prefix-tree nodes are listed; the counts cover all of them.
 
     Examples
     --------
@@ -112,7 +112,7 @@ def _shown(request: Request) -> dict[str, Any]:
 
 
 def _tree(engine: LLMEngine) -> dict[str, Any]:
-    """Return the nodes as [number, parent's number or -1, blocks on the device, requests]."""
+    """Return nodes as [number, parent's number or -1, blocks on the device, requests]."""
     blocks = engine.scheduler.blocks
     if blocks.tree is None:
         return {"num_nodes": 0, "num_blocks": 0, "nodes": []}
