@@ -27,7 +27,7 @@ class ReadAhead(Generic[T]):
 
     def __init__(self, source: AsyncGenerator[T, None]) -> None:
         self._source = source
-        self._step: Any = None  # the step in progress,
+        self._step: Any = None  # step in progress, waiting for `_future`
         self._future: Any = None
         self._error: BaseException | None = None  # raised during `poll`; `next` re-raises it
 

@@ -1,10 +1,10 @@
-// Reads and measures the stream of one answer.
+// Reads the stream of one answer and measures its speed.
 
 import { ApiError, events, request } from "./api.js";
 import { TokenPairing, tokensOf } from "./tokens.js";
 
-// Calls `take(kind, pieces)` for new pieces; kind is "content" or "reasoning_content".
-// Returns {reason, stats}. Throws an ApiError, or an AbortError if `signal` stops it; both carry `stats`.
+// Calls `take(kind, pieces)` as text arrives; kind is "content" or "reasoning_content".
+// Returns {reason, stats}. Throws an ApiError, or an AbortError if `signal` aborts; both carry `stats`.
 export async function streamAnswer(body, signal, take) {
   const measured = new Measures();
   try {

@@ -1,4 +1,4 @@
-// Requests to the server: API key, error messages, server-sent events.
+// HTTP client of the page: API key, error messages, server-sent events.
 
 const KEY = "engine.key";
 
@@ -62,7 +62,7 @@ async function errorOf(response) {
   try {
     said = (await response.json()).error?.message ?? "";
   } catch {
-    // not the server's error object: a proxy's page, for example
+    // not the server's JSON error, but for example a proxy's HTML page
   }
   const wait = Number(response.headers.get("Retry-After"));
   return new ApiError(inWords(response.status, said, wait), response.status);
@@ -77,7 +77,7 @@ function inWords(status, said, wait) {
   return said || `The server answered with status ${status}.`;
 }
 
-// Yields the events of a response as {event, data}, without comments and empty events.
+// Yields a response's events as {event, data}; skips comments and empty events.
 export async function* events(response) {
   let event = "message";
   let data = [];

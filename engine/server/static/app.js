@@ -1,4 +1,4 @@
-// The frame of the page: views, models, API key.
+// Page frame: view switch, model list, API key.
 
 import { models, onMissingKey, saveKey } from "./api.js";
 import { showProblem, startChat } from "./chat.js";
@@ -9,7 +9,7 @@ const $ = (id) => document.getElementById(id);
 // ---- views
 
 const TABS = ["chat", "watch"];
-const WATCH = "#view=watch"; // not an element's id, at which a browser would start the focus order
+const WATCH = "#view=watch"; // must not be an element's id: browsers would move the focus there
 const watch = startWatch();
 
 function show(name, takeFocus = false) {
@@ -37,7 +37,7 @@ document.querySelector(".tabs").addEventListener("keydown", (event) => {
 document.addEventListener("visibilitychange", () => show(shown()));
 addEventListener("hashchange", () => show(wanted()));
 
-// ---- the key
+// ---- API key
 
 let asking = null;
 
@@ -88,7 +88,7 @@ async function listModels() {
   }
 }
 
-// Loads the models now if the server did not answer when the page was loaded.
+// Loads the model list if the server was unreachable when the page loaded.
 async function chosenModel() {
   if (!$("model").value) await fillModels();
   return $("model").value;

@@ -1,11 +1,11 @@
-// The blocks of the key-value cache as a grid of squares, colored by owner.
+// KV cache blocks as a grid of squares, colored by owner.
 //
-// A snapshot contains the number of blocks of each owner. Squares keep their place until they are
-// released; an owner that grows takes the first free squares.
+// A snapshot contains the number of blocks per owner. Squares keep their owner until they are
+// released; a growing owner takes the first free squares.
 
 import { colorOf, fit, isCalm, themeColor } from "./palette.js";
 
-const TREE = "\0tree"; // not the id of a request: ids do not contain this character
+const TREE = "\0tree"; // never a request id: ids cannot contain this character
 const MAX_HEIGHT = 264; // pixels
 const MIN_CELL = 8;
 const MAX_CELL = 22;
@@ -28,7 +28,7 @@ export class BlockGrid {
     this.draw();
   }
 
-  // Returns the blocks held by requests, those kept by the tree, and the blocks per square.
+  // Returns the blocks held by requests, the blocks held only by the prefix tree, and blocks per square.
   take(snapshot) {
     const shares = sharesOf(snapshot);
     if (this.total !== snapshot.num_blocks) this.total = snapshot.num_blocks;
@@ -38,7 +38,7 @@ export class BlockGrid {
     return { held: shares.held, cached: shares.cached, perCell: this.perCell };
   }
 
-  // Chooses the size of a square, and its number of blocks, by the available space.
+  // Chooses the size of a square and the blocks per square to fit the available space.
   lay() {
     const width = this.canvas.clientWidth || 1;
     let cell = MAX_CELL;
@@ -87,7 +87,7 @@ export class BlockGrid {
   }
 
   change(at, id, now) {
-    // A square that changes its owner within a snapshot fades once.
+    // A square that changes owner several times within a snapshot fades only once.
     if (this.changed[at] !== now) this.before[at] = this.owners[at];
     this.owners[at] = id;
     this.changed[at] = now;
@@ -125,7 +125,7 @@ export class BlockGrid {
 
 const colorOfOwner = (id) => (id === TREE ? themeColor("--kept") : colorOf(id));
 
-// Shared blocks count for the tree, a request's other blocks for the request.
+// Shared blocks are assigned to the tree, all other blocks to their request.
 function sharesOf({ num_blocks: total, num_free_blocks: free, block_size: size, requests }) {
   const used = total - free;
   const owned = [];

@@ -1,10 +1,10 @@
-// A chart of the last minute, which moves to the left: lines with areas, or bars.
+// Scrolling chart of the last minute: filled lines, or bars.
 
 import { fit, isCalm, themeColor } from "./palette.js";
 
 const WINDOW = 60000; // ms
-const DELAY = 300; // ms, so that the newest sample slides in
-const TOP = 14; // pixels above the highest value, for its label
+const DELAY = 300; // ms; the newest sample slides in from the right
+const TOP = 14; // pixels above the highest value, reserved for its label
 
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 

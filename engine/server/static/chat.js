@@ -1,4 +1,4 @@
-// The conversation: its messages, and the requests that continue it.
+// Conversation: its messages, and the requests that extend it.
 
 import { inWords, streamAnswer } from "./answer.js";
 import { MessageView } from "./message.js";
@@ -20,7 +20,7 @@ export function showProblem(text) {
   $("problem").hidden = !text;
 }
 
-// ---- kept until the tab is closed
+// ---- storage, kept until the tab is closed
 
 function save() {
   const ended = (message) => (isArriving(message) ? { ...message, reason: "stopped" } : message);
@@ -31,7 +31,7 @@ function save() {
       sessionStorage.setItem(SAVED, JSON.stringify(kept));
       return;
     } catch {
-      // too large with the alternatives; the plain text may fit
+      // over the quota with token alternatives; the plain text may fit
     }
   }
 }
@@ -71,7 +71,7 @@ function toEnd() {
   $("scroller").scrollTop = $("scroller").scrollHeight;
 }
 
-// Announces the answer to screen readers in whole sentences instead of tokens.
+// Announces the answer to screen readers sentence by sentence, not token by token.
 class Announcer {
   heard = "";
 
@@ -153,7 +153,7 @@ function remove(view) {
   view.element.remove();
 }
 
-// Returns the fields of the form, or null after showing the user an error.
+// Returns the form's fields; on invalid input, shows an error and returns null.
 function parametersOrProblem() {
   showProblem("");
   try {
@@ -200,7 +200,7 @@ function forget() {
   $("prompt").focus();
 }
 
-// ---- the form
+// ---- form
 
 function grow() {
   const area = $("prompt");
@@ -219,7 +219,7 @@ function onKey(event) {
 function onSubmit(event) {
   event.preventDefault();
   if (!running) send($("prompt").value);
-  else if (performance.now() - startedAt > 300) stop(); // ignores the second half of a double click
+  else if (performance.now() - startedAt > 300) stop(); // ignores the second click of a double click
 }
 
 function showSettings(isShown) {

@@ -1,10 +1,10 @@
-// A sample load for the Watch view: prompts with a common prefix.
+// Sample load for the Watch view: prompts with a common prefix.
 
 import { request } from "./api.js";
 
 const BEGINNING = "This is a book of short texts in plain words. Each of them is about one thing, "
   + "begins with what can be seen, and ends when everything is said. ";
-// Two prompts per request, since browsers open at most six connections to a server.
+// Two prompts per request, since browsers open at most six connections per server.
 const PAIRS = [
   ["The harbour in the morning:", "How bread is made:"],
   ["Why leaves fall:", "A walk through snow:"],

@@ -1,4 +1,4 @@
-// One message of the conversation. Texts of models and users are set as text, never as markup.
+// One message of the conversation. Model and user text is inserted as text, never as HTML.
 
 import { inWords } from "./answer.js";
 import { nodesOf } from "./tokens.js";
@@ -66,7 +66,7 @@ export class MessageView {
     return !this.message.content && !this.message.reasoning;
   }
 
-  // Adds new pieces, and returns the number that waits to be drawn.
+  // Adds pieces; returns the number of pieces waiting to be drawn.
   append(kind, pieces) {
     const isContent = kind === "content";
     const text = pieces.map((piece) => piece.text).join("");
@@ -92,7 +92,7 @@ export class MessageView {
     for (const text of [this.text, this.thoughtsText]) this.makeReachable(text);
   }
 
-  // Makes all words of a text a single stop of the Tab key.
+  // Makes all words of a text a single Tab stop.
   makeReachable(text) {
     const first = text?.querySelector(".token");
     if (!first) return;
@@ -114,7 +114,7 @@ export class MessageView {
   }
 }
 
-// Browsers allow clipboard access only for pages served over TLS or by the same machine.
+// Browsers allow clipboard access only on pages from localhost or over TLS.
 async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);

@@ -1,4 +1,4 @@
-// Colors of the drawings: the style sheet's, and one hue per request.
+// Colors for canvases: those of the style sheet, and one hue per request.
 
 const GOLDEN_ANGLE = 137.508;
 const MAX_REMEMBERED = 1024;
@@ -9,7 +9,7 @@ let theme = {};
 
 export const isCalm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
-// Returns a color of the style sheet, such as "--accent".
+// Returns a style sheet color, such as "--accent".
 export function themeColor(name) {
   theme[name] ??= getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   return theme[name];
@@ -19,7 +19,7 @@ export function forgetColors() {
   theme = {};
 }
 
-// Gives consecutive requests distant hues.
+// Assigns distant hues to consecutive requests.
 export function hueOf(id) {
   if (!hues.has(id)) {
     if (hues.size >= MAX_REMEMBERED) hues.delete(hues.keys().next().value);

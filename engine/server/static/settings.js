@@ -1,4 +1,4 @@
-// The form of sampling parameters: kept until the tab is closed, checked before each request.
+// Form of sampling parameters: kept until the tab is closed, validated before each request.
 
 const SAVED = "engine.settings";
 const NUMBERS = [
@@ -72,7 +72,7 @@ export function startSettings(onChange) {
 export const systemPrompt = () => form.elements.system.value.trim();
 export const isShaded = () => form.elements.shade.checked;
 
-// Returns the request's fields, without those left empty; throws an Error with a message for the user.
+// Returns the non-empty request fields; throws an Error with a message for the user.
 export function fields() {
   const wrong = check();
   if (wrong) throw new Error(wordsFor(wrong));

@@ -1,7 +1,7 @@
-// An answer as tokens: the text of each token, and its alternatives.
+// Answer text by token, with the alternatives to each token.
 //
-// A piece is {text, tokens}; a token is {text, p, others: [[text, p], ...]}. Most pieces are one
-// token; tokens that form a character only together share a piece.
+// A piece is {text, tokens}; a token is {text, p, others: [[text, p], ...]}. Most pieces hold one
+// token; tokens that only together form a character share a piece.
 
 const MAX_OTHERS = 6;
 
@@ -14,7 +14,7 @@ export function tokensOf(logprobs) {
   });
 }
 
-// Pairs arriving text with arriving tokens; text may arrive later than its token.
+// Pairs text with tokens as they arrive; text may arrive later than its token.
 export class TokenPairing {
   waiting = [];
 
@@ -32,7 +32,7 @@ export class TokenPairing {
   }
 }
 
-// Returns the nodes of a piece: the space before a word, and the word, which shows alternatives.
+// Returns a piece's nodes: the space before the word, and the word, which shows its alternatives.
 export function nodesOf(piece) {
   if (!piece.tokens.length) return [piece.text];
   const word = piece.text.trimStart() ? piece.text.trimStart() : piece.text;
@@ -98,7 +98,7 @@ export function showAlternatives(span) {
   place(span.getClientRects()[0] ?? span.getBoundingClientRect());
 }
 
-// Places the box below the word, or above it if space is short, within the window.
+// Places the box below the word, or above it if there is no space, inside the window.
 function place(word) {
   const { width, height } = box.getBoundingClientRect();
   const page = document.documentElement;
@@ -116,7 +116,7 @@ export function hideAlternatives() {
   box.hidden = true;
 }
 
-// One listener for all answers handles pointer, touch, and arrow keys from word to word.
+// One listener for all answers handles pointer, touch, and arrow keys between words.
 export function followTokens(list, scroller) {
   const tokenAt = (event) => event.target.closest?.(".token");
   list.addEventListener("pointerover", (event) => {

@@ -1,11 +1,11 @@
-// The prefix tree from left to right: a bar's length is its number of blocks, branches are stacked,
-// and bars that a request reads are highlighted.
+// Prefix tree, drawn left to right: a bar's length is its number of blocks, branches are stacked,
+// and bars in use by a request are highlighted.
 
 import { fit, themeColor } from "./palette.js";
 
 const MAX_HEIGHT = 280; // pixels
 const ROW = 16;
-const INDENT = 14; // pixels for a branch's curve
+const INDENT = 14; // pixels; width of a branch's curve
 
 export class PrefixTree {
   roots = [];
@@ -41,7 +41,7 @@ export class PrefixTree {
     for (const root of this.roots) this.lay(root, 0, 0);
   }
 
-  // Sets a node's start, in blocks, and its row; the recursion is as deep as the tree.
+  // Sets each node's start, in blocks, and row; the recursion depth is the tree's.
   lay(node, start, level) {
     node.start = start;
     node.level = level;
@@ -52,7 +52,7 @@ export class PrefixTree {
       node.at = this.numLeaves++;
       return;
     }
-    const inner = node.children.length > 1 ? level + 1 : level; // an only child stays on its parent's row
+    const inner = node.children.length > 1 ? level + 1 : level; // an only child keeps its parent's row
     for (const child of node.children) this.lay(child, end, inner);
     node.at = node.children[0].at;
   }

@@ -1,4 +1,4 @@
-// The Watch view: draws snapshots of the engine, which arrive as four server-sent events per second.
+// Watch view: draws engine snapshots, which arrive as server-sent events four times per second.
 
 import { events, request } from "./api.js";
 import { BlockGrid } from "./blocks.js";
@@ -9,7 +9,7 @@ import { RequestList } from "./requests.js";
 import { PrefixTree } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
-const SILENCE = 5000; // ms without a snapshot after which the page reports it
+const SILENCE = 5000; // ms without a snapshot before the page reports a problem
 
 const count = new Intl.NumberFormat("en");
 const plural = (n, one, many = `${one}s`) => `${count.format(n)} ${n === 1 ? one : many}`;
@@ -51,7 +51,7 @@ async function startLoad(view) {
   }
 }
 
-// Keeps one stream of snapshots open while it is needed; pauses grow after failures.
+// Keeps a snapshot stream open while needed; backs off after failures.
 class Connection {
   controller = null;
 
