@@ -1,20 +1,20 @@
-// Attention of each sequence's newest tokens to the keys in its pages, with the keys split over
-// CTAs.
+// Attention of each sequence's newest tokens over its paged keys, with the keys split across CTAs.
 //
 //   out = softmax(cap(scale * Q K^T) + mask) V        for every sequence b and query head h
 //
-// Query i of Q sees keys 0 to len - Q + i. A sink adds exp(sink) to the sums over the keys of its
-// head: once per row, when the row is finished, not in its splits. Arguments:
-// AttentionDecodeParams, below. Macros: the attributes of Tile in engine/kernels/_attention.py;
-// ENGINE_DTYPE 0 is float32.
+// Query i of Q sees keys 0 to len - Q + i. A sink adds exp(sink) to the softmax denominator of its
+// head's rows: once per row, when the row is finished, not in each split.
 //
-// Numerics: scores, softmax and sums in float; P is rounded to scalar_t before P V; partials are
-// weighted by 2^(maximum - largest maximum), in the order of the keys, so a result does not depend
-// on which split finished first.
-// Parallelisation: a CTA takes one split of the keys of one sequence and key/value head, for up
-// to kRows rows (token, head of the group). With few rows the warps divide the keys instead of the
-// rows. Lengths are read on the device only, and CTAs of splits without keys exit immediately, so a
-// captured graph stays valid while sequences grow. attention_decode_combine: one warp per row.
+// Arguments: AttentionDecodeParams, below.
+// Macros: the attributes of Tile in engine/kernels/_attention.py; ENGINE_DTYPE 0 is float32.
+//
+// Numerics: scores, softmax and sums are in float; P is rounded to scalar_t before P V. Partials
+// are weighted by 2^(maximum - largest maximum) and summed in key order, so a result does not
+// depend on which split finishes first.
+// Parallelisation: a CTA processes one split of the keys of one sequence and key/value head, for up
+// to kRows rows (token, head of the group). With few rows the warps split the keys instead of the
+// rows. Lengths are read only on the device, and CTAs of empty splits exit immediately, so a
+// captured graph stays valid while sequences grow. attention_decode_combine uses one warp per row.
 // Mirror: engine/reference/attention_decode.py
 #if ENGINE_DTYPE == 0
 #include "common/attention_simt.cuh"
@@ -28,21 +28,21 @@ static_assert(Core::kSharedBytes == SHARED_BYTES, "kernels/_attention.py compute
 #include "attention_decode/attention_decode_problem.cuh"
 
 constexpr int kHeadDim = HEAD_DIM;  // D, padded
-constexpr int kSplitGrain = 64;     // a split holds a multiple of this many keys, except the last
+constexpr int kSplitGrain = 64;     // keys per split are a multiple of this, except in the last
 constexpr int kCombineThreads = 128;
 
 // Parameters of both kernels. Strides are in elements.
 struct AttentionDecodeParams {
   const scalar_t* q;                // (B, Q, H, D)
   const page_t *k_pages, *v_pages;  // (P, K, block_size, D)
-  const int* block_tables;          // (B, NB) token j is in page [b, j / block_size]
-  const int* context_lens;          // (B,) keys of each sequence, the Q new ones included
-  const uint64_t* tree_masks;       // (B, Q) bit j of token i: it sees token j <= i; or null
-  const float* sinks;               // (H,) one more logit of each row's softmax; or null
+  const int* block_tables;          // (B, NB) token j is in page block_tables[b, j / block_size]
+  const int* context_lens;          // (B,) number of keys per sequence, including the Q new ones
+  const uint64_t* tree_masks;       // (B, Q) bit j of mask i: token i sees token j <= i; or null
+  const float* sinks;               // (H,) extra logit of each row's softmax; or null
   scalar_t* out;                    // (B, Q, H, D)
   float* lse;                       // (B, Q, H) contiguous, or null
-  float* partial_o;                 // (num_splits, B * H * Q, D) sums of P V; null: one split
-  float* partial_stats;             // (num_splits, B * H * Q, 2) maximum (log2) and sum of P
+  float* partial_o;                 // (num_splits, B * H * Q, D) sums of P V; null if one split
+  float* partial_stats;             // (num_splits, B * H * Q, 2) maximum (log2), sum of P
   int64_t q_stride_b, q_stride_t, q_stride_h;
   int64_t page_stride, table_stride;
   int64_t out_stride_b, out_stride_t, out_stride_h;
@@ -52,16 +52,16 @@ struct AttentionDecodeParams {
   int num_kv_heads, group;      // K, H / K
   int head_dim;                 // D
   int block_shift, num_blocks;  // log2(block_size), P
-  int window;                   // 0: none
+  int window;                   // 0: no window
   int num_splits;
-  int is_vector;                    // all rows are whole, aligned 16-byte words
+  int is_vector;                    // all rows consist of whole, aligned 16-byte words
   float score_inner, score_factor;  // ScoreRule
-  const float *k_scale, *v_scale;   // (K,) scales of quantized pages; else null
+  const float *k_scale, *v_scale;   // (K,) scales of quantized pages, or null
 
   __device__ __forceinline__ bool has_partials() const { return partial_o != nullptr; }
 };
 
-// How the keys that any row of a sequence sees are split: the same in both kernels.
+// Divides the keys that any row of a sequence sees into splits. Both kernels use the same plan.
 struct SplitPlan {
   int first, chunk, count;  // first key, keys per split, number of splits with keys
 
@@ -73,7 +73,7 @@ struct SplitPlan {
   }
 };
 
-// A writer (see Output) of one split's partial rows.
+// Writes the partial rows of one split; same interface as Output.
 struct SplitOutput {
   float* o;  // row 0 of this sequence and key/value head
   float* stats;
@@ -95,7 +95,7 @@ struct SplitOutput {
   }
 };
 
-// The results of one sequence and key/value head.
+// Destination of one sequence's results for one key/value head.
 __device__ __forceinline__ Output output_of(const AttentionDecodeParams& p, int b, int kv_head,
                                             bool is_vector) {
   const int head = kv_head * p.group;
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 2)
   RowRule rows(p.num_queries, p.group, num_keys, true, p.window);
   if (p.tree_masks != nullptr) rows.tree = p.tree_masks + static_cast<int64_t>(b) * p.num_queries;
   const SplitPlan splits(rows, num_keys, p.num_splits);
-  if (split >= splits.count && p.has_partials()) return;  // the combine does not read it
+  if (split >= splits.count && p.has_partials()) return;  // the combine kernel does not read it
 
   const bool is_vector = p.is_vector != 0;
   const Queries queries{p.q + b * p.q_stride_b + kv_head * p.group * p.q_stride_h, p.q_stride_t,

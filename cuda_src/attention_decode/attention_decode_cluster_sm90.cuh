@@ -1,10 +1,10 @@
-// The exchange of partials between a cluster's CTAs through distributed shared memory: pushed if
-// they fit beside the ring, else pulled.
+// Exchange of partials between a cluster's CTAs through distributed shared memory. Partials are
+// pushed if they fit beside the ring, otherwise pulled.
 #pragma once
 
 #include "attention_decode/attention_decode_combine_sm90.cuh"
 
-// The weighted sum of all ranks' partials, for some columns of a row.
+// Weighted sum of all ranks' partials for N columns of a row.
 template <int N>
 struct ClusterSum {
   float base = -kInf, sum = 0.0f, o[N] = {};
@@ -25,17 +25,17 @@ struct ClusterSum {
 
 // ---- push: few rows ----------------------------------------------------------------------------
 
-// A writer (see Output) that sends each CTA the columns it combines: rank r combines those from r *
-// kShare on. They land outside the ring, as the receiver may still be computing.
+// Sends each CTA the columns that it combines; same interface as Output. Rank r combines the kShare
+// columns from r * kShare on. They land outside the ring, as the receiver may still be computing.
 //
-// An mbarrier counts the bytes. Cluster barriers would do too, but they fence all memory twice, the
-// stores to the pages included.
+// An mbarrier counts the bytes. Cluster barriers would also work, but would fence all memory twice,
+// including the stores to the pages.
 struct PushedPartials {
   unsigned char* smem;
 
-  static constexpr int kShare = kHeadDim / kCluster;  // columns columns per CTA
+  static constexpr int kShare = kHeadDim / kCluster;  // columns per CTA
 
-  // Called by one thread. A cluster barrier must follow before others send.
+  // One thread calls it. A cluster barrier must follow before other CTAs send.
   __device__ __forceinline__ void init(int num_rows) const {
     mbarrier_init(barrier(), 1);
     mbarrier_init_fence();
@@ -43,8 +43,9 @@ struct PushedPartials {
   }
   __device__ __forceinline__ void wait() const { mbarrier_wait_cluster(barrier(), 0); }
 
-  // Offsets of the columns of a row sent by rank `from` to rank `to`, and of their base and sum.
-  // NOTE: racecheck compares offsets whatever the CTA, so each pair of ranks has its own offsets.
+  // Shared-memory offsets of a row's columns sent by rank `from` to rank `to`, and of their base
+  // and sum. NOTE: racecheck compares offsets without regard to the CTA, so each pair of ranks has
+  // its own offsets.
   __device__ static __forceinline__ int columns_at(int row, int from, int to) {
     return kInboundAt + (row * kCluster + (from + to) % kCluster) * kShare * 4;
   }
@@ -100,7 +101,7 @@ __device__ __forceinline__ void combine_pushed(const unsigned char* smem, int nu
 
 // ---- pull: many rows ---------------------------------------------------------------------------
 
-// This CTA's partial; it overwrites the ring, which is no longer in use.
+// This CTA's partial, stored over the ring, which is no longer in use.
 __device__ __forceinline__ PartialOutput cluster_partial(unsigned char* smem) {
   float* const o = reinterpret_cast<float*>(smem);
   return PartialOutput{o, o + kRows * kHeadDim};

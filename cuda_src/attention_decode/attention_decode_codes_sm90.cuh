@@ -1,32 +1,33 @@
-// Quantized pages in attention_decode_sm90: their codes become halves in registers, exactly, and
-// are multiplied by halves. The scale of the keys is folded into the scores' factor, that of the
-// values into the results'; P is rounded to half.
+// Quantized pages in attention_decode_sm90: codes are converted exactly to halves in registers, and
+// both products use half operands. The key scale is folded into the scores' factor, the value scale
+// into the results' factor; P is rounded to half.
 //
-// Q K^T. A lane 4 g + t of mma holds, of B, k = 2t, 2t+1, 2t+8, 2t+9 of column g. Which features
-// these stand for is free, as long as Q agrees: here they are 4 neighbours within the lane's
-// 16-byte words t and, for D = 128, t + 4 of a key, so that a word is loaded by one access and
-// feeds 4 products.
+// Q K^T. Lane 4 g + t of mma holds k = 2t, 2t+1, 2t+8, 2t+9 of column g of B. The mapping of k to
+// features is arbitrary as long as Q uses the same one. Here the four values are neighbours within
+// the lane's 16-byte words t and (for D = 128) t + 4 of a key, so that one access loads a word that
+// feeds four mma.
 //   product s: features 64 (s / 4) + 16 t + 4 (s % 4) + {0, 1} and {2, 3}
-// Which key column g stands for is free too: see code_row.
+// The mapping of column g to a key is arbitrary too: see code_row.
 //
-// P V. ldmatrix transposes elements of two bytes: a lane receives features 2g and 2g+1 of keys 2t
-// and 2t+1. One byte permutation pairs the keys; the even features are the columns of one product,
-// the odd ones those of another. So a lane's sums are 4 neighbouring columns, 4t to 4t+3 of 16.
+// P V. ldmatrix transposes two-byte elements, so a lane receives features 2g and 2g+1 of keys 2t
+// and 2t+1. One byte permutation pairs the keys; the even features become the columns of one mma,
+// the odd features those of another. A lane's accumulators are thus 4 neighbouring columns, 4t to
+// 4t+3 of each 16.
 #pragma once
 
 #include "attention_decode/attention_decode_pipeline_sm90.cuh"
 #include "common/mma.cuh"
 
-// The operand type of P V.
+// Operand type of P V.
 #if PAGE_CODES
 using prob_t = __half;
 #else
 using prob_t = scalar_t;
 #endif
 
-// The tile row, within the same eight rows, that belongs to column `column` of the scores and P.
-// Columns 2i and 2i+1, which are loaded together, map to rows i and i+4: their four words each are
-// then in different banks. With swizzled rows of 64 bytes they map to neighbouring rows.
+// Tile row of column `column` of the scores and P, within the same group of eight rows. Columns 2i
+// and 2i+1, which are loaded together, map to rows i and i+4, so that their words are in different
+// banks. With swizzled 64-byte rows the mapping is the identity.
 __device__ __forceinline__ int code_row(int column) {
   if constexpr (!kHasCodes || (kSwizzled && kHeadDim == 64)) return column;
   return column / 8 * 8 + column % 8 / 2 + column % 2 * 4;
@@ -41,8 +42,8 @@ __device__ __forceinline__ Vec<uint32_t, 4> ld_shared_word(unsigned from) {
   return x;
 }
 
-// Loads operand A of Q K^T, 16 rows; `q` is the address of row 0. A row of bfloat16 is multiplied
-// by a power of two that brings its largest value into [1, 2); `factor` receives the inverse.
+// Loads operand A of Q K^T for 16 rows; `q` is the address of row 0. A bfloat16 row is multiplied
+// by a power of two that brings its largest magnitude into [1, 2); `factor` receives the inverse.
 template <int kSteps>
 __device__ __forceinline__ void load_queries_for_codes(uint32_t (&frag)[kSteps][4],
                                                        float (&factor)[2], unsigned q) {
@@ -86,8 +87,8 @@ __device__ __forceinline__ void load_queries_for_codes(uint32_t (&frag)[kSteps][
   }
 }
 
-// Adds q.k of kRuns times 8 keys, from row `first` of the tile of K on, to `sums`. With kTwoChains
-// every second product is added to `others`.
+// Adds q.k of kRuns * 8 keys, from row `first` of the K tile on, to `sums`. With kTwoChains every
+// second mma accumulates into `others` instead.
 template <int kRuns, bool kTwoChains, int kSteps>
 __device__ __forceinline__ void multiply_qk_codes(float (&sums)[kRuns][4],
                                                   float (&others)[kRuns][4],
@@ -110,8 +111,9 @@ __device__ __forceinline__ void multiply_qk_codes(float (&sums)[kRuns][4],
   }
 }
 
-// Adds P V to the sums of kSlice columns: of each 16, o[2 i] holds the even and o[2 i + 1] the odd
-// ones. `p` is the address of this lane's row of P for ldmatrix, `first_word` the first 16 columns.
+// Adds P V to the sums of kSlice columns: of the i-th 16 columns, o[2 i] holds the even and o[2 i +
+// 1] the odd ones. `p` is the ldmatrix address of this lane's row of P, `first_word` the word index
+// of the first 16 columns.
 template <int kSlice>
 __device__ __forceinline__ void multiply_pv_codes(float (&o)[kSlice / 8][4], unsigned p,
                                                   unsigned tile, int first_word) {
@@ -124,7 +126,7 @@ __device__ __forceinline__ void multiply_pv_codes(float (&o)[kSlice / 8][4], uns
     ldmatrix_x4(frag_p[1], p + j * 64 + 32);
 #pragma unroll
     for (int d = 0; d < kSlice / 16; ++d) {
-      uint32_t v[4];  // keys 8 m to 8 m + 7 of these 32
+      uint32_t v[4];  // v[m]: keys 8 m to 8 m + 7 of these 32
       ldmatrix_x4_trans(v, tile + tile_offset(row + j * 32, first_word + d));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

@@ -1,11 +1,11 @@
-// How rows leave a CTA of attention_decode_sm90: as results, or as partials in scratch memory,
-// which the CTA that finishes a sequence last combines. Partials are always combined in the order
-// of the keys, so a result does not depend on which CTA that is.
+// Output of attention_decode_sm90: a CTA writes rows as results, or as partials to scratch memory.
+// The CTA that finishes a sequence last combines its partials, always in key order, so a result
+// does not depend on which CTA is last.
 #pragma once
 
 #include "attention_decode/attention_decode_cta_sm90.cuh"
 
-// A writer (see Output) of partial rows, relative to 2^base.
+// Writes partial rows, relative to 2^base; same interface as Output.
 struct PartialOutput {
   float* o;
   float* stats;
@@ -20,7 +20,7 @@ struct PartialOutput {
   }
 };
 
-// The partials of one key/value head in scratch memory: (partials, K, rows, D) and (..., 2).
+// Partials of one key/value head in scratch memory: (partials, K, rows, D) and (..., 2).
 struct Partials {
   float* o;
   float* stats;
@@ -32,7 +32,7 @@ struct Partials {
   }
 };
 
-// Loads past L1, which is not coherent with the writes of other CTAs.
+// Loads that bypass L1, which is not coherent with other CTAs' writes.
 template <int N>
 __device__ __forceinline__ Vec<float, N> load_coherent(const float* p) {
   Vec<float, N> x;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void write_row(const Output& output, int row, int col
   store_vec(output.at(row) + column, result);
 }
 
-// Writes the rows of a sequence without keys; called by the consumer warps.
+// Writes the rows of a sequence without keys. The consumer warps call it.
 __device__ __forceinline__ void write_empty(const Output& output, int num_rows) {
   constexpr int kWords = kHeadDim / 4;
   constexpr float kZeros[4] = {};
@@ -65,8 +65,9 @@ __device__ __forceinline__ void write_empty(const Output& output, int num_rows) 
     write_row<4>(output, i / kWords, i % kWords * 4, -kInf, 0.0f, kZeros);
 }
 
-// Called by the consumer warps of the last CTA: a warp takes kBatchRows rows at once and kBatch
-// partials of each, with all their loads in flight together. `b` counts sequences of the schedule.
+// Combines partials in the consumer warps of the last CTA. A warp processes kBatchRows rows at a
+// time and kBatch partials of each, with all their loads in flight together. `b` is an index of the
+// schedule's sequences.
 template <int kBatchRows, int kBatch>
 __device__ __forceinline__ void combine(const Partials& partials, const SplitOf& split,
                                         const Cta& cta, int b) {
@@ -125,7 +126,7 @@ __device__ __forceinline__ void combine(const Partials& partials, const SplitOf&
   }
 }
 
-constexpr int kCombineLoads = kRowTiles == 4 ? 4 : 16;  // partial rows in flight: a register limit
+constexpr int kCombineLoads = kRowTiles == 4 ? 4 : 16;  // partial rows in flight
 
 __device__ __forceinline__ void combine(const Partials& partials, const SplitOf& split,
                                         const Cta& cta, int b) {

@@ -1,4 +1,5 @@
-// attention_decode_sm90: its parameters, and one CTA's threads, registers and shared memory.
+// Configuration of attention_decode_sm90: parameters, and a CTA's threads, registers and shared
+// memory.
 //
 // Macros: the attributes of HopperTile in engine/kernels/attention_decode/sm90.py.
 #pragma once
@@ -7,19 +8,19 @@
 #include "common/page_codes.cuh"
 
 struct AttentionDecodeSm90Params {
-  TensorMap k_map, v_map;      // the pages as (D / 64, P K block_size, 64), quantized (1, .., D)
-  const scalar_t* q;           // (B, Q, H, D); with NEW_TOKEN before norm and rotation
-  page_t *k_pages, *v_pages;   // (P, K, block_size, D); only a new token is written
-  const int* block_tables;     // (B, NB) read only where context_lens says so
-  const int* context_lens;     // (B,) keys of each sequence, the Q new ones included
-  const uint64_t* tree_masks;  // (B, Q) bit j of token i: it sees token j <= i; or null
-  const float* sinks;          // (H,) one more logit of each row's softmax; or null
+  TensorMap k_map, v_map;      // pages as (D / 64, P K block_size, 64), or (1, .., D) if quantized
+  const scalar_t* q;           // (B, Q, H, D); with NEW_TOKEN, before norm and rotation
+  page_t *k_pages, *v_pages;   // (P, K, block_size, D); only the new token is written
+  const int* block_tables;     // (B, NB) only entries within context_lens are read
+  const int* context_lens;     // (B,) number of keys per sequence, including the Q new ones
+  const uint64_t* tree_masks;  // (B, Q) bit j of mask i: token i sees token j <= i; or null
+  const float* sinks;          // (H,) extra logit of each row's softmax; or null
   scalar_t* out;               // (B, Q, H, D)
   float* lse;                  // (B, Q, H) contiguous, or null
-  float* partial_o;            // (partials, K, rows, D) a split's sum of P V
-  float* partial_stats;        // (partials, K, rows, 2) its base (log2), its sum of P
-  int* counters;               // finished splits by sequence and head; 0 between launches
-  int64_t q_stride_b, q_stride_t, q_stride_h;  // elements, as all strides
+  float* partial_o;            // (partials, K, rows, D) sums of P V, one per split
+  float* partial_stats;        // (partials, K, rows, 2) base (log2) and sum of P per split
+  int* counters;               // finished splits per sequence and head; 0 between launches
+  int64_t q_stride_b, q_stride_t, q_stride_h;  // in elements, like all strides
   int64_t table_stride;
   int64_t out_stride_b, out_stride_t, out_stride_h;
   int64_t max_keys;             // NB * block_size
@@ -27,20 +28,20 @@ struct AttentionDecodeSm90Params {
   int num_queries;              // Q / token_parts
   int num_heads, num_kv_heads;  // H, K
   int block_shift, num_blocks;  // log2(block_size), P
-  int window;                   // 0: none
+  int window;                   // 0: no window
   int num_splits;               // splits per sequence; 0: equal work for all CTAs
-  int token_parts;  // parts into which clusters divide a sequence's query tokens; else 1
+  int token_parts;              // parts into which clusters divide a sequence's query tokens, or 1
   float score_inner, score_factor;  // ScoreRule
   // Read only with NEW_TOKEN.
-  const scalar_t *new_k, *new_v;        // (B, K, D) (B, K, D) rows of the projection, like q
-  const int* positions;                 // (B,) row of cos_sin; outside of it: NaN
+  const scalar_t *new_k, *new_v;        // (B, K, D) each; raw projection output, like q
+  const int* positions;                 // (B,) row of cos_sin; out of range: NaN
   const float* cos_sin;                 // (num_positions, D) cosines, then sines
-  const int64_t* slot_mapping;          // (B,) slot of key and value; outside the pages: not stored
-  const scalar_t *q_weight, *k_weight;  // (D,) of the norms; null: no norm
+  const int64_t* slot_mapping;          // (B,) slot of key and value; if out of range, not stored
+  const scalar_t *q_weight, *k_weight;  // (D,) norm weights; null: no norm
   int64_t k_stride_b, k_stride_h, v_stride_b, v_stride_h;
   int num_positions;
   float eps, weight_offset;
-  const float *k_scale, *v_scale;  // (K,) scales of quantized pages; else null
+  const float *k_scale, *v_scale;  // (K,) scales of quantized pages, or null
 };
 
 // ---- tiles -------------------------------------------------------------------------------------
@@ -51,10 +52,10 @@ constexpr int kCluster = CLUSTER, kCtasPerSm = CTAS_PER_SM;
 constexpr bool kNewToken = NEW_TOKEN;
 
 constexpr int kRows = kRowTiles * 16;
-constexpr int kRowBytes = kHeadDim * 2;                   // bytes of a row of Q
-constexpr int kPageRowBytes = kHeadDim * sizeof(page_t);  // bytes of a row of K and V
-// Persistent CTAs load tiles that TMA swizzles. Clusters, whose launches are short, copy without a
-// tensor map, as it would have to be fetched first; that is slower when memory is the limit.
+constexpr int kRowBytes = kHeadDim * 2;                   // bytes per row of Q
+constexpr int kPageRowBytes = kHeadDim * sizeof(page_t);  // bytes per row of K or V
+// Persistent CTAs load swizzled tiles by TMA. Clusters, whose launches are short, copy without a
+// tensor map to avoid the latency of fetching it; such copies are slower in memory-bound launches.
 constexpr bool kSwizzled = kCluster == 1;
 constexpr int kBoxBytes = kBoxKeys * kPageRowBytes;
 constexpr int kBoxPitch = kBoxBytes + (kSwizzled ? 0 : 16);  // see tile_offset
@@ -66,14 +67,14 @@ static_assert(!kHasCodes || (kRowTiles == 1 && kHeadDim <= 128),
 
 // ---- warps and registers -----------------------------------------------------------------------
 
-constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;  // the producer warp follows them
-// When a CTA works on many sequences, three new-token warps compute the new tokens' rows of later
-// work tiles. Otherwise the consumer warps compute them: the latency is shorter.
+constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;  // the producer warp follows
+// If a CTA processes many sequences, three new-token warps compute the new tokens' rows of upcoming
+// work tiles. Otherwise the consumer warps compute them, with shorter latency.
 constexpr bool kHasNewTokenWarps = kNewToken && kCtasPerSm > 1 && kCluster == 1;
 constexpr int kNewTokenThreads = 3 * kWarpSize;
-// With nine warps in a CTA, or five in each of two CTAs, a thread has 168 registers: too few for
-// these consumers. The producer warp is then in a warpgroup of its own, which releases registers to
-// them, fewer if its other warps have work.
+// With nine warps in one CTA, or five in each of two CTAs, a thread has 168 registers: too few for
+// these consumers. The producer warp is then in its own warpgroup, which releases registers to the
+// consumers (fewer if its other warps have work).
 constexpr bool kMovesRegisters =
     (kConsumerWarps == 8 || kNewToken || (kHasCodes && kCtasPerSm == 2)) && kCluster == 1;
 constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 4 : 1) * kWarpSize;
@@ -86,23 +87,23 @@ static_assert(!kHasNewTokenWarps ||
 static_assert(kConsumerWarps != 8 || 2 * kConsumerRegisters + kProducerRegisters <= 3 * 168,
               "a CTA of twelve warps has 168 registers a thread");
 
-// ---- shared memory, by byte offsets ------------------------------------------------------------
+// ---- shared memory: byte offsets ---------------------------------------------------------------
 //
 //   K stages | V stages | P x 2 | maxima x 2 | sums | mbarriers | Q x kQueryBuffers | flag |
 //   warp schedules | new key, value, position x kQueryBuffers | inbound partials | their mbarrier
 
-// The ring: K of all stages, then V.
+// Ring: K of all stages, then V of all stages.
 constexpr int kProbsAt = 2 * kStages * kTileBytes;
-// Two buffers of P. Its pitch is 16 bytes more than the keys', so ldmatrix has no bank conflicts.
+// Two buffers of P. The pitch has 16 bytes of padding, so ldmatrix has no bank conflicts.
 constexpr int kProbPitch = kTileKeys * 2 + 16;
 constexpr int kProbBytes = kRows * kProbPitch;
-// Exchanged by consumer warps, a float per row and warp: two buffers of maxima, one of sums.
+// Maxima (two buffers) and sums (one) that consumer warps exchange: one float per row and warp.
 constexpr int kMaximaAt = kProbsAt + 2 * kProbBytes;
 constexpr int kExchangeBytes = kRows * kConsumerWarps * 4;
 constexpr int kSumsAt = kMaximaAt + 2 * kExchangeBytes;
-// mbarriers of the ring and of the buffers of Q.
+// mbarriers of the ring and of the Q buffers.
 constexpr int kBarriersAt = kSumsAt + kExchangeBytes;
-constexpr bool kQueriesInRegisters = kRowTiles * kHeadDim <= 256;  // else read from shared memory
+constexpr bool kQueriesInRegisters = kRowTiles * kHeadDim <= 256;  // else: in shared memory
 constexpr int kQueryBuffers = kQueriesInRegisters && !kHasNewTokenWarps ? 1 : 2;
 static_assert(!kNewToken || kHasNewTokenWarps || kQueriesInRegisters,
               "consumers that compute the new token have one buffer of Q");
@@ -114,10 +115,10 @@ constexpr int kFlagAt = kQueriesAt + kQueryBuffers * kQueryBytes;
 constexpr int kScheduleAt = kFlagAt + 16, kScheduleBytes = 64;
 constexpr int kScheduledWarps =
     kConsumerWarps + (kHasNewTokenWarps ? kNewTokenThreads / kWarpSize : 0);
-// The new token's key, value and position among the keys, a buffer for each of Q.
+// The new token's key, value and key index: one buffer per Q buffer.
 constexpr int kNewKvAt = kScheduleAt + kScheduledWarps * kScheduleBytes;
 constexpr int kNewKvBytes = 2 * kPageRowBytes + 16;
-// Partials that the CTAs of a cluster push to each other, if they fit
+// Partials that a cluster's CTAs push to each other if they fit
 // (attention_decode_cluster_sm90.cuh).
 constexpr bool kPushesPartials = kCluster > 1 && kRowTiles == 1;
 constexpr int kInboundAt = kNewKvAt + (kNewToken ? kQueryBuffers * kNewKvBytes : 0);

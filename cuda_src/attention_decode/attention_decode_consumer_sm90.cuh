@@ -1,8 +1,8 @@
-// The consumer warps of attention_decode_sm90: scores, softmax, P V.
+// Consumer warps of attention_decode_sm90: scores, softmax and P V.
 //
-// For the scores the warps divide a tile's keys, for P V the columns of V. They exchange each row's
-// maximum and P through shared memory, with one barrier per tile. The scores of tile n + 1 are
-// computed before P V of tile n.
+// For the scores the warps split a tile's keys; for P V they split the columns of V. They exchange
+// each row's maximum and P through shared memory, with one barrier per tile. The scores of tile n +
+// 1 are computed before P V of tile n.
 #pragma once
 
 #include "attention_decode/attention_decode_codes_sm90.cuh"
@@ -20,7 +20,7 @@ class Consumer {
 
   __device__ __forceinline__ void scale_keys(float key_scale) { rule_ = rule_.scaled(key_scale); }
 
-  // Walks over the key tiles of a work tile.
+  // Processes the key tiles of a work tile.
   __device__ __forceinline__ void run(const RowRule& rows, int num_keys, int first_key,
                                       int num_tiles) {
     if constexpr (kCluster == 1 && (!kNewToken || kHasNewTokenWarps)) queries_.wait_full();
@@ -29,11 +29,11 @@ class Consumer {
     if constexpr (kQueriesInRegisters) load_queries();
     reset();
     if (num_tiles > 0) tiles(rows, num_keys, first_key, num_tiles);
-    if constexpr (kCluster == 1 && kQueryBuffers == 2) queries_.release();  // last read above
+    if constexpr (kCluster == 1 && kQueryBuffers == 2) queries_.release();  // Q was last read above
   }
 
-  // Computes the new token of a sequence into shared memory and, if has_kv, stores its key and
-  // value to the pages. `key` is the result of new_key_of. Unused with new-token warps.
+  // Computes a sequence's new token to shared memory and, if has_kv, stores its key and value to
+  // the pages. `key` is the result of new_key_of. Unused if there are new-token warps.
   __device__ __forceinline__ void compute_new_token(const Cta& cta, int b, bool has_kv, int key) {
     const NewTokenTask task{b, true, has_kv, kQueriesAt, kNewKvAt};
     const NewTokenRow row(cta, task, threadIdx.x / NewTokenRow::kLanes);
@@ -44,9 +44,8 @@ class Consumer {
     barrier();
   }
 
-  // Copies Q to shared memory. Used in clusters only, where the sequence of the one work tile is
-  // known before its length is. Otherwise the producer warp copies Q during the preceding work
-  // tile.
+  // Copies Q to shared memory. Only clusters use it, as the sequence of their single work tile is
+  // known before its length. Otherwise the producer warp copies Q during the preceding work tile.
   __device__ __forceinline__ void stage_queries(const Queries& from, int num_rows, int group) {
     constexpr int kWords = kRowBytes / 16;
     for (int i = threadIdx.x; i < kRows * kWords; i += kConsumerThreads) {
@@ -62,7 +61,7 @@ class Consumer {
     barrier();
   }
 
-  // Passes the rows to a writer.
+  // Passes the finished rows to a writer such as Output.
   template <typename Writer>
   __device__ __forceinline__ void store(const RowRule& rows, const Writer& writer) {
     float* const sums = reinterpret_cast<float*>(smem_ + kSumsAt);
@@ -94,14 +93,15 @@ class Consumer {
     }
   }
 
-  // Counts a split as finished. Returns true in all consumer warps if it was the last: then all
-  // partials may be read.
+  // Counts a split as finished. Returns true in all consumer warps if it was the last one; all
+  // partials may then be read.
   __device__ __forceinline__ bool is_last(int* counter, int num_splits) const {
     int* const flag = reinterpret_cast<int*>(smem_ + kFlagAt);
     barrier();
     if (threadIdx.x == 0) {
       int before;
-      // Releases what the barrier has ordered before it, and acquires what the other CTAs released.
+      // Releases the writes that the barrier has ordered before it, and acquires those of the other
+      // CTAs.
       asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
                    : "=r"(before)
                    : "l"(counter)
@@ -114,18 +114,18 @@ class Consumer {
   }
 
  private:
-  static constexpr int kWarpRuns = kBoxKeys / kConsumerWarps;  // 8-key score columns per warp
+  static constexpr int kWarpRuns = kBoxKeys / kConsumerWarps;  // groups of 8 keys per warp and tile
   static constexpr int kPairs = kWarpRuns / 2;
   static constexpr int kSlice = kHeadDim / kConsumerWarps;  // columns of V per warp
   static constexpr int kSliceWords = kSlice * sizeof(page_t) / 16;
   static_assert(kWarpRuns % 2 == 0 && kSlice % 16 == 0, "ldmatrix_x4 loads two at once");
   using Scores = float[kRowTiles][kWarpRuns][4];
-  // With few accumulators q.k is summed in two interleaved chains, even and odd steps of d: a
+  // With few accumulators q.k is summed in two interleaved chains, over even and odd steps of d: a
   // single chain would be D / 16 dependent mma.
   static constexpr bool kTwoChains = kRowTiles * kWarpRuns <= 2;
-  static constexpr float kBaseRange = 8.0f;  // how far a base may be below the maximum, log2
+  static constexpr float kBaseRange = 8.0f;  // max distance of base below max_, in log2
 
-  // Sums of row i of this lane; see multiply_pv_codes.
+  // Passes row i of this lane to the writer; for the layout see multiply_pv_codes.
   template <typename Writer, typename To>
   __device__ __forceinline__ void store_columns_of_codes(const Writer& writer, To to, int i,
                                                          float factor) const {
@@ -142,24 +142,24 @@ class Consumer {
   Ring ring_k_, ring_v_;
   QueryRing queries_;
   ScoreRule rule_;
-  int new_key_ = -1;  // the new token's key, patched into its tile; -1: none
+  int new_key_ = -1;  // index of the new key, which is patched into its tile; -1: none
   uint32_t q_[kQueriesInRegisters ? kRowTiles : 1][kQueriesInRegisters ? kHeadDim / 16 : 1][4];
   float o_[kRowTiles][kSlice / 8][4];
 #if PAGE_CODES
-  // Without codes the mere member would change the machine code.
-  float query_factor_[2];  // factors of the rows of q_
+  // Only with codes: otherwise the mere presence of the member would change the machine code.
+  float query_factor_[2];  // factor of each row of q_
 #endif
-  // Per row: the running maximum, the base of O and the sum (both log2), and the sum.
+  // Per row: running maximum (log2), base of O and of the sum (log2), and the sum of P.
   float max_[kRowTiles][2], base_[kRowTiles][2], sum_[kRowTiles][2];
 
-  // With two row tiles no registers are left to keep values that can be recomputed.
+  // With several row tiles no registers are left to keep values that can be recomputed.
   __device__ static __forceinline__ int thread() {
     return kRowTiles > 1 ? recomputed(threadIdx.x) : threadIdx.x;
   }
   __device__ static __forceinline__ int lane_idx() { return thread() % kWarpSize; }
   __device__ static __forceinline__ int warp_idx() { return thread() / kWarpSize; }
   __device__ static __forceinline__ int row_of(int i) { return i * 8 + lane_idx() / 4; }
-  // Barrier of the consumer warps.
+  // Barrier across the consumer warps.
   __device__ static __forceinline__ void barrier() { named_barrier_sync<kConsumerThreads>(1); }
 
   __device__ static __forceinline__ float& at(Scores& s, int i) {
@@ -188,15 +188,15 @@ class Consumer {
       const bool more = i + 1 < num_tiles;
       const int key = first_key + i * kTileKeys;
       if (more) score(s, rows, key + kTileKeys, (i + 1) % 2);
-      // After this barrier P of this tile and the maxima of the next are complete, and the previous
-      // P is free.
+      // After this barrier, this tile's P and the next tile's maxima are complete, and the previous
+      // P's buffer is free.
       barrier();
       multiply_pv(i % 2, key, rows.first_key(0), num_keys);
       if (more) exponentiate(s, (i + 1) % 2);
     }
   }
 
-  // Operand A of the scores: 16 rows, 16 columns.
+  // Loads operand A of the scores: 16 rows x 16 columns.
   __device__ __forceinline__ void load_query(uint32_t (&frag)[4], int r, int d) const {
     ldmatrix_x4(frag, queries_.q() + (r * 16 + lane_idx() % 16) * kQueryPitch +
                           lane_idx() / 16 * 16 + d * 32);
@@ -213,14 +213,15 @@ class Consumer {
     if constexpr (kCluster == 1 && kQueryBuffers == 1 && !kNewToken) queries_.release();
   }
 
-  // Writes 16 bytes of a tile that has landed; __syncwarp before other lanes read them.
+  // Overwrites 16 bytes of a tile that has landed; a __syncwarp must follow before other lanes read
+  // them.
   __device__ static __forceinline__ void store_word(unsigned to, const Vec<uint32_t, 4>& x) {
     st_shared_v4(to, x.v[0], x.v[1], x.v[2], x.v[3]);
   }
 
-  // Writes words of the new token's key (kind 0) or value (1) into a tile that has landed: the copy
-  // may have read the pages before they were stored there. Called by the only warp that reads these
-  // words.
+  // Writes words of the new token's key (kind 0) or value (kind 1) into a tile that has landed, as
+  // the copy may have read the pages before the new token was stored. Only the warp that reads
+  // these words calls it.
   __device__ __forceinline__ void patch(unsigned tile, int kind, int index, int first_word,
                                         int num_words) const {
     if (lane_idx() < num_words) {
@@ -235,7 +236,7 @@ class Consumer {
     return new_key_ >= first_key && new_key_ < first_key + kTileKeys;
   }
 
-  // Computes masked q.k for this warp's keys of the next tile, and shares their maxima with the
+  // Computes masked q.k for this warp's keys of the next tile, and publishes the row maxima to the
   // other warps.
   __device__ __forceinline__ void score(Scores& s, const RowRule& rows, int first_key, int buffer) {
     ring_k_.wait_full_k();
@@ -306,7 +307,7 @@ class Consumer {
   }
 #endif
 
-  // `sees(row, last key of the row, key)` tells whether the row sees the key.
+  // Masks the scores; `sees(row, last key of the row, key)` tells whether the row sees the key.
   template <typename Sees>
   __device__ __forceinline__ void mask(Scores& s, const RowRule& rows, int first_key,
                                        Sees sees) const {
@@ -325,7 +326,7 @@ class Consumer {
     }
   }
   __device__ __forceinline__ void mask(Scores& s, const RowRule& rows, int first_key) const {
-    if (!kNewToken && rows.tree != nullptr)  // tested once: per key it would dominate
+    if (!kNewToken && rows.tree != nullptr)  // tested once: a test per key would dominate the time
       mask(s, rows, first_key,
            [&](int row, int last_key, int key) { return rows.sees(row, last_key, key); });
     else
@@ -364,9 +365,9 @@ class Consumer {
 
   // Turns scores into P, which all warps read after the next barrier, and rescales O and the sum.
   //
-  // P is relative to its own tile's maximum even if an earlier tile had a higher one: then each
-  // tile contains a P of exactly 1, which is not rounded. But the base stays within kBaseRange of
-  // the running maximum, so O and the sum grow by at most 2^kBaseRange.
+  // P is relative to its own tile's maximum, even if an earlier tile had a higher one: each tile's
+  // largest P is then exactly 1, which rounding leaves unchanged. However, the base stays within
+  // kBaseRange of the running maximum, so O and the sum grow by at most 2^kBaseRange.
   __device__ __forceinline__ void exponentiate(const Scores& s, int buffer) {
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {
@@ -396,8 +397,8 @@ class Consumer {
     }
   }
 
-  // Zeroes V of the keys outside [begin, end): their P is 0, but 0 * NaN would reach the sum. Each
-  // warp clears the columns that only it reads.
+  // Zeroes V of keys outside [begin, end): their P is 0, but 0 * NaN would reach the sum. Each warp
+  // clears the columns that it alone reads.
   __device__ __forceinline__ void clear_v(int first_key, int begin, int end) const {
     constexpr int kWords = kSliceWords, kKeysAtOnce = kWarpSize / kWords;
     const int word = warp_idx() * kWords + lane_idx() % kWords;
@@ -418,7 +419,7 @@ class Consumer {
     const unsigned p = smem_address(smem_) + kProbsAt + buffer * kProbBytes +
                        lane_idx() % 16 * kProbPitch + lane_idx() / 16 * 16;
     const int word = warp_idx() * (kSlice / 8) + lane_idx() / 16;
-    unsigned v[kSlice / 16];  // addresses of the first 16 keys; the next 16: kStep bytes further
+    unsigned v[kSlice / 16];  // addresses for the first 16 keys; add kStep bytes per 16 keys
     constexpr int kStep = kSwizzled ? 16 * kRowBytes : 2 * kRowBytes;
 #pragma unroll
     for (int d = 0; d < kSlice / 16; ++d)

@@ -1,4 +1,4 @@
-// State of a CTA of attention_decode_sm90: its head, the arrays, and each warp's position in the
+// State of a CTA of attention_decode_sm90: its head, its arrays, and each warp's position in the
 // schedule.
 #pragma once
 
@@ -7,16 +7,17 @@
 
 using Scheduler = SchedulerOf<kTileKeys, kCluster>::Type;
 
-// Addresses of tokens in the pages: slot = page id * page size + offset.
+// Locations of tokens in the pages: slot = page id * page size + offset.
 struct PageLayout {
   int block_shift, num_blocks, num_kv_heads;
 
-  // The slot of a key of a sequence.
+  // Slot of key `key` of the sequence with this block table.
   __device__ __forceinline__ int64_t slot(const int* table, int key) const {
     const unsigned page = clamped_page(table[key >> block_shift], num_blocks);
     return (static_cast<int64_t>(page) << block_shift) + (key & ((1 << block_shift) - 1));
   }
-  // The row of the pages (rows of D) of a slot's head, or -1 if the slot is outside the pages.
+  // Row index, in rows of D elements, of a slot and head in the pages, or -1 if the slot is outside
+  // them.
   __device__ __forceinline__ int64_t row(int64_t slot, int kv_head) const {
     if (slot < 0 || slot >= static_cast<int64_t>(num_blocks) << block_shift) return -1;
     const int64_t page = slot >> block_shift;
@@ -24,8 +25,8 @@ struct PageLayout {
   }
 };
 
-// A CTA works for one key/value head. `b` counts sequences of the schedule (token_parts of them for
-// each sequence of the batch).
+// A CTA processes one key/value head. `b` is an index of the schedule's sequences, of which there
+// are token_parts per sequence of the batch.
 struct Cta {
   const AttentionDecodeSm90Params& p;
   unsigned char* smem;
@@ -38,7 +39,7 @@ struct Cta {
       : p(p),
         smem(smem),
         group(p.num_heads / p.num_kv_heads),
-        token_parts(kCluster > 1 ? p.token_parts : 1),  // else a constant, so the division is free
+        token_parts(kCluster > 1 ? p.token_parts : 1),  // a constant makes the division free
         kv_head(kCluster > 1 ? blockIdx.x / kCluster % p.num_kv_heads
                              : blockIdx.x % p.num_kv_heads),
         head(kv_head * group),
@@ -69,7 +70,7 @@ struct Cta {
         true,
         kHasCodes ? p.v_scale[kv_head] : 1.0f};
   }
-  // The keys that the rows of a work tile see.
+  // Rule for which keys the rows of a work tile see.
   __device__ __forceinline__ RowRule rows(const WorkTile& work) const {
     RowRule rows = problem.rows(work.num_keys);
     if (p.tree_masks != nullptr) {
@@ -80,15 +81,15 @@ struct Cta {
   }
 };
 
-// The scheduler and work tile of a consumer or new-token warp. They are in shared memory: the inner
-// loop needs the registers.
+// Scheduler and work tile of a consumer or new-token warp. They are in shared memory because the
+// inner loop needs the registers.
 struct WarpSchedule {
   Scheduler scheduler;
   WorkTile work;
 
   // Takes the next work tile; returns false if none is left.
   __device__ __forceinline__ bool next(const DecodeProblem& problem) {
-    __syncwarp();  // SAFETY: all lanes have read the scheduler before one of them writes it.
+    __syncwarp();  // SAFETY: all lanes have read the scheduler before any of them writes it.
     Scheduler advanced = scheduler;
     WorkTile found;
     const bool has_work = advanced.next(problem, found);

@@ -1,27 +1,27 @@
-// The newest token of a sequence in attention_decode_sm90 with NEW_TOKEN: its queries, key and
-// value are the raw output of the projection. Norm, rotation and the store to the pages are fused
-// here, with the formulas of qk_norm_rope_store.cu and so with the same bits.
+// The newest token of a sequence in attention_decode_sm90 with NEW_TOKEN. Its queries, key and
+// value are the raw output of the projection; norm, rotation and the store to the pages are fused
+// here. The formulas are those of qk_norm_rope_store.cu, so the results are bit-identical.
 #pragma once
 
 #include "attention_decode/attention_decode_cta_sm90.cuh"
 #include "attention_decode/attention_decode_pipeline_sm90.cuh"
 #include "common/qk_head.cuh"
 
-// The part of one new token that a CTA computes, and its destination in shared memory.
+// The part of a new token that a CTA computes, and its destination in shared memory.
 struct NewTokenTask {
   int b;
   bool has_queries;  // compute the group's queries
   bool has_kv;       // compute key and value, and store them to the pages
   int q_at;
-  int new_kv_at;  // -1: key and value go to the pages only
+  int new_kv_at;  // shared-memory offset; -1: store key and value to the pages only
 };
 
-// A thread's share of one row of a new token: two vectors of a query, of the key or of the value.
+// A thread's share of one row of a new token: two vectors of a query, key or value.
 class NewTokenRow {
  public:
-  static constexpr int kLanes = kHeadDim / (2 * kVec);  // neighbouring lanes that hold a row
+  static constexpr int kLanes = kHeadDim / (2 * kVec);  // number of adjacent lanes per row
 
-  // Inputs that the preceding kernel does not write: they may be loaded before pdl_wait.
+  // Inputs that the preceding kernel does not write, so they may be loaded before pdl_wait.
   struct Inputs {
     Packed<kVec> weight[2];
     float cos[kVec], sin[kVec];
@@ -57,8 +57,8 @@ class NewTokenRow {
     return inputs;
   }
 
-  // Computes the row and stores it; others may read it after a barrier. All lanes of a warp must
-  // call it together. Without `inputs` it loads them.
+  // Computes and stores the row; other threads may read it after a barrier. All lanes of a warp
+  // must call it together. If `inputs` is null, it loads them itself.
   __device__ __forceinline__ void compute(const AttentionDecodeSm90Params& p, unsigned char* smem,
                                           const Inputs* inputs = nullptr) const {
     Packed<kVec> raw[2] = {};
@@ -119,9 +119,9 @@ class NewTokenRow {
   int column_;
   bool is_rotated_;
   const scalar_t* from_ = nullptr;    // null: nothing to compute
-  const scalar_t* weight_ = nullptr;  // weight of its norm, or null
+  const scalar_t* weight_ = nullptr;  // norm weight, or null
   page_t* page_ = nullptr;            // destination in the pages, or null
-  float page_scale_ = 0.0f;           // scale of a key or value that is quantized; 0 for a query
+  float page_scale_ = 0.0f;           // scale of a quantized key or value; 0 for a query
   int to_ = -1;                       // offset in shared memory, or -1
   int position_ = -1;
 
@@ -143,9 +143,9 @@ __device__ __forceinline__ bool has_last_key(const WorkTile& work) {
   return work.num_tiles > 0 && work.num_keys <= work.first_key + work.num_tiles * kTileKeys;
 }
 
-// The position of the new token's key among a work tile's keys, or -1 if it is not one of them. A
-// token whose slot is not that of the sequence's last position (or is outside the pages) is not a
-// key of the sequence: the last key is then read from the pages.
+// Index of the new token's key if it is among a work tile's keys, or -1. If the token's slot is not
+// the slot of the sequence's last key (or is outside the pages), the token is not a key of the
+// sequence, and the last key is read from the pages.
 __device__ __forceinline__ int new_key_of(const Cta& cta, const WorkTile& work) {
   const int last = work.num_keys - 1;
   if (!has_last_key(work) || last < 0) return -1;
@@ -153,9 +153,9 @@ __device__ __forceinline__ int new_key_of(const Cta& cta, const WorkTile& work) 
   return cta.p.slot_mapping[work.b] == cta.layout.slot(table, last) ? last : -1;
 }
 
-// The new-token warps: as buffers become free they compute the rows of one work tile after another
-// for the consumer warps. They also store the key and value of sequences without keys whose slot is
-// in the pages.
+// The new-token warps. As buffers become free, they compute the rows of successive work tiles for
+// the consumer warps. For sequences without keys they store key and value if the slot is in the
+// pages.
 struct NewTokenProducer {
   const Cta& cta;
 

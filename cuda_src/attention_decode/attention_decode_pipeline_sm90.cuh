@@ -1,5 +1,5 @@
-// The pipelines between the producer and consumer warps of attention_decode_sm90: the layout of a
-// tile of K or V in shared memory, the ring of their stages, and the buffers of Q.
+// Pipelines between the producer and consumer warps of attention_decode_sm90: the shared-memory
+// layout of a K or V tile, the ring of stages, and the Q buffers.
 #pragma once
 
 #include "attention_decode/attention_decode_config_sm90.cuh"
@@ -7,18 +7,19 @@
 // ---- layout of a tile in shared memory ---------------------------------------------------------
 
 // Byte offset of 16-byte word `word` of a tile's row `index`. ldmatrix reads the same word of 8
-// consecutive rows together: the layout puts these in different banks.
+// consecutive rows together, so the layout puts these in different banks.
 //
-// Swizzled by TMA: a box is its rows' first 128 bytes, then their second 128 bytes (D = 128), and
-// within each the number of a word is xored with that of its row. Row i is key i of the tile.
+// Swizzled by TMA: a box holds the first 128 bytes of all its rows, then (D = 128) their second 128
+// bytes. Within each part the word index is xored with the row index. Row i is key i of the tile.
 //   words of row 0:  0 1 2 3 4 5 6 7
-//            row 1:  1 0 3 2 5 4 7 6     word w of row i is at place w ^ i (mod 8)
+//            row 1:  1 0 3 2 5 4 7 6     word w of row i is at index w ^ i (mod 8)
 //            row 2:  2 3 0 1 6 7 4 5
 //            ...
-// Rows of codes have half as many words: for D = 128 a row is swizzled as above, for D = 64 the
-// word number is xored with half the row number (mod 4). Unswizzled, a box is laid out as in global
-// memory, boxes are 16 bytes more than a multiple of 128 apart, and 8 consecutive rows are the same
-// row of the 8 boxes.
+// Rows of codes have half as many words: for D = 128 they are swizzled as above, for D = 64 the
+// word index is xored with half the row index (mod 4).
+//
+// Unswizzled: a box is laid out as in global memory, the pitch of boxes is 16 bytes more than a
+// multiple of 128, and 8 consecutive rows are the same row of the 8 boxes.
 __device__ __forceinline__ unsigned tile_offset(int index, int word) {
   if constexpr (!kSwizzled) return index % 8 * kBoxPitch + index / 8 * kPageRowBytes + word * 16;
   if constexpr (kPageRowBytes == 64) return index * 64 + (word ^ index / 2) % 4 * 16;
@@ -26,7 +27,7 @@ __device__ __forceinline__ unsigned tile_offset(int index, int word) {
   return index / kBoxKeys * kBoxBytes + word / 8 * (kBoxKeys * 128) + row * 128 +
          (word ^ row) % 8 * 16;
 }
-// The key of the tile that row `index` holds, and the inverse.
+// Key, within the tile, that row `index` holds; and the inverse mapping.
 __device__ __forceinline__ int key_of(int index) {
   return kSwizzled ? index : index % 8 * kBoxKeys + index / 8;
 }
@@ -36,19 +37,19 @@ __device__ __forceinline__ int index_of(int key) {
 
 // ---- pipelines ---------------------------------------------------------------------------------
 
-// One side of the ring of stages: its stage index and phase. A stage has a full and an empty
-// mbarrier each for K and V. Addresses are shared-memory addresses.
+// The producer's or consumer's view of the ring of stages: its stage index and phase. A stage has a
+// full and an empty mbarrier for each of K and V. Addresses are shared-memory addresses.
 class Ring {
  public:
   __device__ __forceinline__ explicit Ring(unsigned smem) : smem_(smem) {}
 
-  // Called by one thread, before a block barrier.
+  // One thread calls it; a block barrier must follow.
   __device__ __forceinline__ void init() const {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(barrier(kFullK, stage), 1);
       mbarrier_init(barrier(kFullV, stage), 1);
-      // SAFETY: every consumer lane arrives. One arrival per warp, after __syncwarp, would suffice
-      // and is as fast, but compute-sanitizer then reports the other lanes' reads as races.
+      // SAFETY: every consumer lane arrives. One arrival per warp after __syncwarp would suffice
+      // and be no faster, but compute-sanitizer would report the other lanes' reads as races.
       mbarrier_init(barrier(kEmptyK, stage), kConsumerThreads);
       mbarrier_init(barrier(kEmptyV, stage), kConsumerThreads);
     }
@@ -84,12 +85,13 @@ class Ring {
   }
 };
 
-// One side of the buffers of Q and of the new token's key and value: a stage for each work tile.
+// The producer's or consumer's view of the buffers of Q and of the new token's key and value. Each
+// work tile uses one stage.
 class QueryRing {
  public:
   __device__ __forceinline__ explicit QueryRing(unsigned smem) : smem_(smem) {}
 
-  // Called by one thread, before the ring's init(), whose fence covers these mbarriers too.
+  // One thread calls it, before Ring::init(), whose fence also covers these mbarriers.
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kQueryBuffers; ++i) {
       mbarrier_init(barrier(kFull, i), kHasNewTokenWarps ? kNewTokenThreads : 1);
@@ -97,7 +99,7 @@ class QueryRing {
     }
   }
 
-  // Offsets in shared memory.
+  // Shared-memory offsets.
   __device__ __forceinline__ int q_at() const { return kQueriesAt + state_.stage * kQueryBytes; }
   __device__ __forceinline__ int new_kv_at() const { return kNewKvAt + state_.stage * kNewKvBytes; }
 

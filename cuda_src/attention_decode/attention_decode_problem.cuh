@@ -1,4 +1,4 @@
-// The clamped length of a sequence, shared by both attention_decode kernels.
+// Clamped sequence length, shared by both attention_decode kernels.
 #pragma once
 
 #include "common/types.cuh"

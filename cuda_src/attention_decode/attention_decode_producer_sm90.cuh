@@ -1,10 +1,10 @@
-// The producer warp of attention_decode_sm90: it copies tiles of K and V, and Q, to shared memory.
+// The producer warp of attention_decode_sm90: copies Q and tiles of K and V to shared memory.
 #pragma once
 
 #include "attention_decode/attention_decode_cta_sm90.cuh"
 #include "attention_decode/attention_decode_pipeline_sm90.cuh"
 
-// Lanes 0 to 7 copy the boxes of K, lanes 8 to 15 those of V, all lanes the rows of Q.
+// Lanes 0 to 7 copy the boxes of K, lanes 8 to 15 the boxes of V; all lanes copy rows of Q.
 class Producer {
  public:
   __device__ __forceinline__ explicit Producer(const Cta& cta)
@@ -46,12 +46,12 @@ class Producer {
   const Cta& cta_;
   Ring ring_;
   QueryRing queries_;
-  const TensorMap* map_;  // map of this lane's array: K or V
+  const TensorMap* map_;  // tensor map of this lane's array, K or V
   const page_t* pages_;   // pages of this lane's array
 
   __device__ __forceinline__ static int lane_idx() { return threadIdx.x % kWarpSize; }
 
-  // This lane's entry of a block table, out of 32 from `first` on. Only entries of the keys [begin,
+  // This lane's entry of a block table, out of the 32 from `first` on. Only entries of keys [begin,
   // end) are read.
   __device__ __forceinline__ int page_id(const int* table, int first, int begin, int end) const {
     const int block_shift = cta_.p.block_shift;
@@ -60,7 +60,7 @@ class Producer {
     return is_valid ? clamped_page(table[first + lane_idx()], cta_.p.num_blocks) : 0;
   }
 
-  // Copies the rows of Q of a work tile.
+  // Copies a work tile's rows of Q.
   __device__ __forceinline__ void load_queries(const Queries& from, const RowRule& rows) {
     queries_.wait_empty();
     if (lane_idx() == 0) mbarrier_arrive_expect_tx(queries_.full(), rows.count * kRowBytes);
@@ -72,7 +72,7 @@ class Producer {
     queries_.advance();
   }
 
-  // Copies one tile: all boxes that contain any of the keys [begin, end). Their other keys are
+  // Copies the boxes of a tile that contain any of the keys [begin, end). Their other keys are
   // masked later.
   __device__ __forceinline__ void load_tile(int page, int box_key, int begin, int end) {
     const bool is_valid = box_key < end && box_key + kBoxKeys > begin && lane_idx() < 16;
@@ -90,7 +90,7 @@ class Producer {
     ring_.advance();
   }
 
-  // `row` is a row of the pages.
+  // Copies one box; `row` is its first row in the pages.
   __device__ __forceinline__ void load_box(unsigned to, int row, unsigned barrier) const {
     if constexpr (kSwizzled)
       tma_load_3d(to, map_, 0, row, 0, barrier);

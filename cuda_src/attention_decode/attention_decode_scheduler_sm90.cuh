@@ -1,24 +1,24 @@
-// The tile scheduler of attention_decode_sm90. Every warp runs it independently, from the lengths
-// alone.
+// Tile scheduler of attention_decode_sm90. Every warp runs it independently, from the sequence
+// lengths alone.
 //
 // The keys of each sequence are divided into key tiles of kTileKeys. The schedule distributes
-// chunks: a chunk is one tile or, with num_splits > 0, one split of a sequence. The chunks of all
-// sequences, one sequence after the other, are numbered 0 to T - 1.
+// chunks: a chunk is one tile or, with num_splits > 0, one split of a sequence. Chunks are numbered
+// 0 to T - 1 across all sequences.
 //
-// A CTA group is one persistent CTA for each key/value head. Its CTAs walk along the same pages, so
-// the heads of a page, which are neighbours in memory, are read at the same time. CTA group i of G
-// takes the chunks i T / G to (i + 1) T / G - 1, of whatever sequences they are.
+// A CTA group is one persistent CTA per key/value head. Its CTAs traverse the same pages, so the
+// heads of a page, which are adjacent in memory, are read at the same time. CTA group i of G takes
+// chunks i T / G to (i + 1) T / G - 1, regardless of sequence boundaries.
 //
-//   num_splits = 0   all CTAs have equal work, whatever the lengths; a sequence is split only where
-//                    the share of a CTA group ends
-//   num_splits > 0   a sequence is split by its own length alone, and CTA groups take whole splits,
+//   num_splits = 0   all CTAs have equal work, whatever the lengths; a sequence is split only if
+//                    the share of a CTA group ends within it
+//   num_splits > 0   a sequence is split by its own length alone and CTA groups take whole splits,
 //                    so its result does not depend on the other sequences
 //
 // Sequences without keys, which pad batches, are distributed separately (for_each_empty). The host
-// reads no lengths, so a captured graph stays valid when they change.
+// does not read the lengths, so a captured graph stays valid when they change.
 //
 // With clusters (ClusterScheduler) a sequence's query tokens may be divided too. Each part counts
-// as a sequence of num_queries tokens whose keys end with that of its last token.
+// as a sequence of num_queries tokens whose last key is that of its last token.
 #pragma once
 
 #include "attention_decode/attention_decode_problem.cuh"
@@ -40,13 +40,13 @@ struct DecodeProblem {
   }
 };
 
-// Division of a sequence's keys into tiles. A sequence without keys has no chunks but one tile,
-// which makes a cluster write the zeros.
+// Division of a sequence's keys into tiles. A sequence without keys has no chunks but one tile, so
+// that a cluster still writes its zeros.
 template <int kTileKeys>
 struct SequenceTiles {
   int num_keys;
-  int first_tile;  // first tile with a key that a row sees
-  int num_tiles;   // tiles from there to the end
+  int first_tile;  // first tile that contains a key visible to any row
+  int num_tiles;   // number of tiles from there to the end
   int tiles_per_chunk;
   int num_chunks;
 
@@ -64,15 +64,15 @@ struct SequenceTiles {
   }
 };
 
-// The split that a work tile computes, and the index of the splits' partials in scratch memory.
+// The split that a work tile computes, and the indices of the splits' partials in scratch memory.
 struct SplitOf {
   int index, count;  // index of this split, number of splits
-  int first;         // balanced: the CTA group of split 0; else: the partial of split 0
-  int counter;       // index of the counter of finished splits. Balanced: `first`; else: b
+  int first;         // balanced: CTA group of split 0; otherwise: partial index of split 0
+  int counter;       // index of the counter of finished splits; balanced: `first`; otherwise: b
   bool is_balanced;
 
-  // A CTA group writes at most two partials: one as the first split of a sequence, one as a later
-  // split of another sequence.
+  // Index of a split's partial. If balanced, a CTA group writes at most two: one as the first split
+  // of a sequence, and one as a later split of another sequence.
   __device__ __forceinline__ int64_t partial(int split) const {
     return is_balanced ? 2ll * (first + split) + (split == 0) : static_cast<int64_t>(first) + split;
   }
@@ -137,9 +137,9 @@ class PersistentScheduler {
   }
 
  private:
-  int num_chunks_;                  // chunks of the batch
+  int num_chunks_;                  // number of chunks in the batch
   int chunk_ = 0, end_ = 0;         // remaining chunks of this CTA group
-  int b_ = 0, sequence_begin_ = 0;  // the sequence of chunk_, and its first chunk
+  int b_ = 0, sequence_begin_ = 0;  // sequence that contains chunk_, and its first chunk
 
   __device__ __forceinline__ int num_cta_groups(const DecodeProblem& problem) const {
     return min(num_chunks_, static_cast<int>(gridDim.x) / problem.num_kv_heads);
@@ -153,7 +153,8 @@ class PersistentScheduler {
                             num_chunks_);
   }
 
-  // Finds the sequence of chunk_: 32 sequences at a time, then by a prefix sum over the lanes.
+  // Finds the sequence that contains chunk_: 32 sequences at a time, then by a prefix sum over the
+  // lanes.
   __device__ __forceinline__ void find_sequence(const DecodeProblem& problem, int lane_idx) {
     sequence_begin_ = 0;
     for (b_ = 0; b_ + kWarpSize < problem.batch; b_ += kWarpSize) {
@@ -162,7 +163,7 @@ class PersistentScheduler {
       sequence_begin_ += all;
     }
     const int chunks = b_ + lane_idx < problem.batch ? Tiles(problem, b_ + lane_idx).num_chunks : 0;
-    int prefix = chunks;  // this lane's included
+    int prefix = chunks;  // inclusive
 #pragma unroll
     for (int offset = 1; offset < kWarpSize; offset *= 2) {
       const int other = __shfl_up_sync(kFullMask, prefix, offset);
@@ -190,7 +191,7 @@ __device__ __forceinline__ void for_each_empty(const DecodeProblem& problem, Eac
   }
 }
 
-// For few sequences: the CTAs of a cluster divide one sequence and head, by its length alone.
+// For few sequences: a cluster's CTAs split one sequence and head, by its length alone.
 template <int kTileKeys, int kCluster>
 class ClusterScheduler {
  public:

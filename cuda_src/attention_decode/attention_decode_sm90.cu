@@ -1,43 +1,45 @@
 // attention_decode for Hopper: K and V through TMA, equal work for every CTA, one launch.
 //
-// The contract of attention_decode.cu, for 16-bit values, D = HEAD_DIM and up to kRows rows (token,
-// head of the group) per key/value head. Compiled with NEW_TOKEN it reads the newest token (Q = 1)
-// from the raw output of the projection, and fuses qk_norm_rope_store.cu with the same bits.
-// Parameters: AttentionDecodeSm90Params in attention_decode_config_sm90.cuh.
+// Same contract as attention_decode.cu, for 16-bit values, D = HEAD_DIM and up to kRows rows
+// (token, head of the group) per key/value head. Compiled with NEW_TOKEN, it reads the newest token
+// (Q = 1) from the raw output of the projection, and fuses qk_norm_rope_store.cu with bit-identical
+// results. Parameters: AttentionDecodeSm90Params in attention_decode_config_sm90.cuh.
 //
-// Numerics: scores, softmax and sums in float; P, relative to its own tile's maximum (exponentiate
-// in attention_decode_consumer_sm90.cuh), is rounded to scalar_t before P V; partials are weighted
-// by 2^(base - largest base), in the order of the keys, whichever CTA combines them. With
-// PAGE_CODES the pages hold one-byte codes: attention_decode_codes_sm90.cuh.
-// Parallelisation: one or two CTAs per SM, each a producer warp, kConsumerWarps consumer warps and,
-// with NEW_TOKEN and two CTAs per SM, three new-token warps that compute the rows of new tokens one
+// Numerics: scores, softmax and sums are in float. P is relative to its own tile's maximum
+// (exponentiate in attention_decode_consumer_sm90.cuh) and rounded to scalar_t before P V. Partials
+// are weighted by 2^(base - largest base) and summed in key order, whichever CTA combines them.
+// With PAGE_CODES the pages hold one-byte codes: attention_decode_codes_sm90.cuh.
+// Parallelisation: one or two CTAs per SM, each with a producer warp, kConsumerWarps consumer warps
+// and, with NEW_TOKEN and two CTAs per SM, three new-token warps that compute new tokens' rows one
 // work tile ahead. attention_decode_scheduler_sm90.cuh assigns keys to CTAs. For few sequences the
-// CTAs of a cluster divide one sequence and head, and exchange partials through distributed shared
-// memory. Programmatic dependent launch: only lengths and tables may be read before the preceding
-// kernel has ended. With NEW_TOKEN only the new token's rows wait for it, while the tiles are
-// already in flight; its key and value are patched into their tile in shared memory. Memory: a tile
-// is 8 boxes of kBoxKeys tokens of one head, 1 to 4 KB each and contiguous in a page, one copy each
-// for K and V. TMA swizzles them: no bank conflicts (tile_offset). NOTE: for full bandwidth a box
-// starts at a multiple of 128 bytes in shared memory, and the tensor map does not promote L2
-// fetches to 256 bytes. Contract: lengths, tables and pages must not change during a launch: every
-// warp runs the scheduler from the lengths it reads, and warps that read different lengths may
-// deadlock. With constant lengths a launch always ends: lengths are clamped to the table, ids to
-// the pages, and a CTA waits for others only in a cluster, whose CTAs run together. Counters that
-// are not zero at launch corrupt a result but block nothing; an aborted launch ends the context.
+// CTAs of a cluster split one sequence and head, and exchange partials through distributed shared
+// memory.
+// Programmatic dependent launch: only lengths and tables may be read before the preceding kernel
+// has ended. With NEW_TOKEN only the new token's rows wait for it, while key tiles are already in
+// flight; the new key and value are patched into their tiles in shared memory.
+// Memory: a tile is 8 boxes of kBoxKeys tokens of one head. A box is 1 to 4 KB, contiguous in a
+// page, and loaded by one copy each for K and V. TMA swizzles it to avoid bank conflicts
+// (tile_offset). NOTE: for full bandwidth, boxes must start at multiples of 128 bytes in shared
+// memory, and the tensor map must not promote L2 fetches to 256 bytes.
+// Contract: lengths, tables and pages must not change during a launch. Every warp runs the
+// scheduler on the lengths it reads, and warps that read different lengths may deadlock. With
+// constant lengths a launch always ends: lengths are clamped to the table and ids to the pages, and
+// a CTA waits for other CTAs only within a cluster, whose CTAs are co-scheduled. Counters that are
+// not zero at launch corrupt a result but block nothing; an aborted launch ends the context.
 // Mirror: engine/reference/attention_decode.py
 #include "attention_decode/attention_decode_cluster_sm90.cuh"
 #include "attention_decode/attention_decode_consumer_sm90.cuh"
 #include "attention_decode/attention_decode_producer_sm90.cuh"
 
-// Prefetches the first entries of a block table to L2 while the length, which bounds the valid
-// ones, is loaded.
+// Prefetches the first entries of a block table to L2, while the length that bounds the valid
+// entries is still being loaded.
 __device__ __forceinline__ void prefetch_table(const int* table, int64_t num_entries) {
-  constexpr int kLine = 32;  // entries
+  constexpr int kLine = 32;  // entries per cache line
   if (threadIdx.x * kLine < num_entries)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(table + threadIdx.x * kLine));
 }
 
-// Handles the sequences without keys: stores their new tokens and writes zeros as results.
+// Processes sequences without keys: stores their new tokens and writes zeros as results.
 __device__ __forceinline__ void process_empty(const Cta& cta, Consumer& consumer) {
   for_each_empty(cta.problem, [&](int b) {
     if constexpr (kNewToken && !kHasNewTokenWarps) {
@@ -50,14 +52,14 @@ __device__ __forceinline__ void process_empty(const Cta& cta, Consumer& consumer
   });
 }
 
-// Writes the rows of a work tile, or its partial. The last CTA of a sequence combines the partials.
+// Writes a work tile's rows or its partial. The last CTA of a sequence combines the partials.
 __device__ __forceinline__ void store(const Cta& cta, Consumer& consumer, const RowRule& rows,
                                       const WorkTile& work) {
   const Output output = cta.output(work.b);
   if constexpr (kPushesPartials) {
-    cluster_wait();  // SAFETY: a CTA that has not started has no shared memory to write to.
+    cluster_wait();  // SAFETY: do not write to the shared memory of a CTA that has not started.
     consumer.store(rows, PushedPartials{cta.smem});
-    PushedPartials{cta.smem}.wait();  // SAFETY: before it exits, a CTA has received everything.
+    PushedPartials{cta.smem}.wait();  // SAFETY: a CTA must not exit before all data have arrived.
     combine_pushed(cta.smem, rows.count, output);
   } else if constexpr (kCluster > 1) {
     consumer.store(rows, cluster_partial(cta.smem));
@@ -94,7 +96,7 @@ __device__ __forceinline__ void consume(const Cta& cta, const Scheduler& schedul
     if constexpr (kNewToken && !kHasNewTokenWarps)
       consumer.compute_new_token(cta, work.b, has_last_key(work), new_key_of(cta, work));
     consumer.run(rows, work.num_keys, work.first_key, work.num_tiles);
-    work = schedule.work;  // reloaded: run() needs the registers
+    work = schedule.work;  // reloaded, as run() needs the registers
     store(cta, consumer, rows, work);
   }
 }
@@ -134,10 +136,10 @@ __device__ __forceinline__ void attention_decode(const AttentionDecodeSm90Params
     Ring(smem_address(smem)).init();
     if constexpr (kPushesPartials) PushedPartials{smem}.init(p.num_queries * cta.group);
   }
-  if constexpr (kPushesPartials) cluster_arrive_relaxed();  // others may send: init() has fenced
+  if constexpr (kPushesPartials) cluster_arrive_relaxed();  // lets others send; init() has fenced
   if constexpr (Scheduler::kIsCluster) {
     const int b = Scheduler::sequence(cta.problem);
-    // With many rows no registers are left to keep the address until the producer needs it.
+    // With many rows there are no registers to keep the address until the producer needs it.
     prefetch_table(cta.table(kRowTiles > 1 ? recomputed(b) : b), p.max_keys >> p.block_shift);
   }
   Scheduler scheduler(cta.problem);
@@ -152,7 +154,8 @@ __device__ __forceinline__ void attention_decode(const AttentionDecodeSm90Params
   }
 }
 
-// Even __cluster_dims__(1, 1, 1) makes a cluster launch, and a template cannot omit the attribute.
+// A macro, since even __cluster_dims__(1, 1, 1) makes a cluster launch and a template cannot omit
+// the attribute.
 #if CLUSTER > 1
 #define ENGINE_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
 #else
