@@ -1,1 +1,1 @@
-"""Transport between processes: shared memory, collectives, connections, and how they end."""
+"""Communication between processes: shared memory, collectives, TCP, and process lifetimes."""

@@ -1,8 +1,8 @@
-"""Collectives of NumPy arrays over shared memory, for ranks on one host.
+"""Collectives on NumPy arrays over shared memory, for ranks on one host.
 
 Operations are numbered. A rank writes its array into one of its two buffers, announces the number,
 waits until all ranks have announced it, and reads their buffers. A buffer is reused two operations
-later: by then all ranks have announced the operation between, so they have read it.
+later: by then all ranks have announced the operation in between, so they have read the buffer.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SharedMemoryCollectives:
         return normed, h
 
     def all_gather(self, x: Array, *, axis: int = -1, out: Array | None = None) -> Array:
-        """Return all ranks' `x` along `axis`; see `Collectives`."""
+        """Return all ranks' `x`, concatenated along `axis`; see `Collectives`."""
         flat = np.ascontiguousarray(x).reshape(-1)
         parts = np.empty((self.size, flat.size), x.dtype)
         for part, theirs in self._meet(f"all_gather {_shown(x)}", flat):
@@ -121,10 +121,10 @@ class SharedMemoryCollectives:
         return [self._segment.data[r, turn, :n].tobytes() for r, n in enumerate(sizes)]
 
     def check(self, doing: str = "") -> None:
-        """Do nothing: every operation has raised its own error."""
+        """Do nothing: every operation raises its own error."""
 
     def abort(self) -> None:
-        """Do nothing: the group ends the ranks that wait."""
+        """Do nothing: the group ends waiting ranks."""
 
     def close(self) -> None:
         """Do nothing: the segment belongs to the group."""
@@ -132,7 +132,7 @@ class SharedMemoryCollectives:
     def _meet(
         self, what: str, flat: Array, root: int | None = None
     ) -> Iterator[tuple[slice, list[Array]]]:
-        """Yield slices of `flat` that fit in a buffer, each with the values of all ranks there.
+        """Yield slices of `flat` that fit in a buffer, each with all ranks' values of that slice.
 
         With a `root`, only that rank's values are valid. The values are views of buffers: read
         them before the next slice is requested.

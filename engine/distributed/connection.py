@@ -1,11 +1,11 @@
 """Authenticated TCP connections between the stages of a pipeline, for framed messages.
 
-Before anything else is read, both ends prove in messages of fixed size that they know the
-pipeline's secret (HMAC-SHA256 over a challenge from each end); otherwise the connection is refused.
+First, both ends prove in messages of fixed size that they know the pipeline's secret (HMAC-SHA256
+over a challenge from each end); otherwise the connection is refused, and nothing more is read.
 Later messages are checksummed, but neither encrypted nor signed: the network between the hosts must
 be trusted.
 
-A frame is a CRC-32 checksum, a length, and a message of `messages.pack`.
+A frame is a CRC-32 checksum, a length, and a message built by `messages.pack`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _LOG = logging.getLogger("engine")
 _GREETING = b"engine pipeline 1\n"
 _NONCE_BYTES = 32
 _HEAD = struct.Struct("<IQ")
-_MAX_BYTES = 1 << 36  # largest frame: a damaged length must not allocate more
-_PROOF_SECONDS = 10.0  # time for the proofs of both ends
+_MAX_BYTES = 1 << 36  # maximum frame size: a corrupt length must not allocate more
+_PROOF_SECONDS = 10.0  # timeout of the handshake
 
 
 class Connection:
@@ -98,7 +98,7 @@ class Connection:
         return unpack(data)
 
     def close(self) -> None:
-        """End the connection, and wake a thread that receives. A second call does nothing."""
+        """End the connection, and wake the receiving thread. A second call does nothing."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -113,7 +113,7 @@ class Listener:
         Address to listen on; port 0 picks a free port.
     secret : bytes
     accept : callable
-        Called with each `Connection`, in a thread of its own.
+        Called with each `Connection`, in a new thread.
 
     Attributes
     ----------
@@ -124,7 +124,7 @@ class Listener:
     Raises
     ------
     OSError
-        If the address cannot be listened on.
+        If it cannot listen on the address.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Listener:
                 sock, peer = self._socket.accept()
             except OSError:
                 return
-            # In a thread of its own: a silent client must not delay the others.
+            # In a new thread: a silent client must not delay the others.
             threading.Thread(target=self._prove, args=(sock, peer), daemon=True).start()
 
     def _prove(self, sock: socket.socket, peer: Any) -> None:
@@ -173,7 +173,7 @@ class Listener:
 
 
 def connect(address: Address, secret: bytes, timeout: float = _PROOF_SECONDS) -> Connection:
-    """Connect to a `Listener`, and prove the secret to each other.
+    """Connect to a `Listener`; both ends prove that they know the secret.
 
     Raises
     ------
@@ -212,7 +212,7 @@ def parse_address(text: str) -> Address:
     Raises
     ------
     ValueError
-        If `text` is not of this form.
+        If `text` does not have this form.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Collectives of CuPy arrays on the GPUs of one host: ranks write into each other's memory.
+"""Collectives on CuPy arrays between GPUs of one host: ranks write into each other's memory.
 
 The kernels are the ops `all_reduce`, `all_reduce_rmsnorm` and `all_gather`. This module maps the
 buffers of the other ranks' processes (CUDA IPC). No argument of a launch ever changes, so launches
@@ -33,7 +33,7 @@ class CudaCollectives:
     rank, size : int
         Number of this rank, and number of ranks: at most 8, each a process with its own GPU.
     exchange : callable
-        Returns the bytes that each rank passes, by rank; all ranks call it together.
+        All-gathers bytes between the processes: returns the bytes passed by each rank, by rank.
     timeout : float
         Seconds that a launched operation waits for a rank. After that its result is NaN, and the
         next call of any method raises RankError.
@@ -109,7 +109,7 @@ class CudaCollectives:
         return y, h
 
     def all_gather(self, x: Any, *, axis: int = -1, out: Any = None) -> Any:
-        """Return all ranks' `x` along `axis`; see `Collectives`.
+        """Return all ranks' `x`, concatenated along `axis`; see `Collectives`.
 
         A float -0 may arrive as +0. Other dtypes are moved as bytes, which is slower.
         """
@@ -149,7 +149,7 @@ class CudaCollectives:
     def check(self, doing: str = "") -> None:
         """Raise RankError if an operation timed out waiting for a rank; reads host memory only.
 
-        Call it when results are read: those of the failed operation are NaN.
+        Call it when results are read: a failed operation's results are NaN.
         """
         missing = self._memory.missing()
         if missing is not None:
@@ -160,7 +160,7 @@ class CudaCollectives:
             )
 
     def abort(self) -> None:
-        """End the operations that wait for a rank; their results and all later ones are NaN."""
+        """Abort the operations that wait for a rank; their results and all later ones are NaN."""
         self._memory.abort()
 
     def close(self) -> None:

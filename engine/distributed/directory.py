@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 __all__ = ["REGISTER_SECONDS", "Directory"]
 
-REGISTER_SECONDS = 3.0  # interval at which replicas register again: a directory may restart
+REGISTER_SECONDS = 3.0  # interval at which replicas re-register, in case the directory restarts
 _EXPIRY_SECONDS = 5 * REGISTER_SECONDS
 
 
@@ -20,7 +20,7 @@ class _Entry:
 
 
 class Directory:
-    """Numbers replicas, and drops those that have not registered for 15 seconds.
+    """Assigns numbers to replicas, and drops those that have not registered for 15 seconds.
 
     Clients notice a dead replica earlier: their connections end.
 
@@ -48,7 +48,7 @@ class Directory:
     def register(self, name: str, address: str, number: int | None = None) -> int:
         """Record a replica's address, and return its number, which stays the same.
 
-        `number` is the one it had before, in case the directory has restarted.
+        `number`: its previous number, in case the directory has restarted.
         """
         now = self.last_use = self._clock()
         entry = self._entries.get(name)
@@ -62,7 +62,7 @@ class Directory:
         return entry.number
 
     def leave(self, name: str) -> None:
-        """Remove a replica, which accepts no more requests."""
+        """Remove a replica that no longer accepts requests."""
         self._entries.pop(name, None)
 
     def replicas(self) -> dict[int, str]:

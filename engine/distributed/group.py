@@ -1,4 +1,4 @@
-"""One rank's view of its group: states of the ranks, waiting for them, and the group's end."""
+"""One rank's view of its group: states of the ranks, waiting for them, and shutdown."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _CLOSING = 0
 # States of a rank.
 _STARTING, _READY, _FAILED, _ENDED = range(4)
 
-_DOING = 2  # index of the text that says what a rank is doing
-_TURNS = 200  # polls without a pause, for a rank that arrives within microseconds
+_DOING = 2  # index of the text that describes a rank's current operation
+_TURNS = 200  # number of polls before the first pause: a rank may arrive within microseconds
 _SHORTEST = 20e-6  # first pause between two polls, in seconds
 _LONGEST = 1e-3  # longest pause, in seconds
 _SOON = 0.1  # seconds after which pauses grow
@@ -34,7 +34,7 @@ _CHECK_SECONDS = 0.02  # interval at which a waiting rank checks the states of t
 
 
 class GroupEnded(RankError):
-    """Rank 0 has ended the group: nothing failed here."""
+    """Rank 0 has ended the group; nothing failed."""
 
 
 class Group:
@@ -47,8 +47,8 @@ class Group:
     timeout : float
         Seconds of waiting after which a missing rank counts as stuck.
     dead : callable, optional
-        Returns (rank, how it ended) of each process that has ended. Rank 0, which started them,
-        passes it.
+        Returns (rank, reason) for each process that has ended. Only rank 0 passes it, since it
+        started them.
 
     Attributes
     ----------
@@ -125,7 +125,7 @@ class Group:
     def fence(self) -> None:
         """Make earlier writes visible to other processes before later ones.
 
-        SAFETY: x86 keeps the order of writes. Elsewhere acquiring a lock twice does: the second
+        SAFETY: x86 keeps the order of writes. Elsewhere, acquiring a lock twice does: the second
         acquisition comes after the first release, which comes after all earlier writes.
         """
         for _ in range(2):
@@ -154,7 +154,7 @@ class Group:
         Raises
         ------
         RankError
-            The first rank that failed, and its last words; the same at every later call.
+            Names the first rank that failed, with its last words; the same at every later call.
         """
         if self.is_closing and self.rank != 0:
             raise GroupEnded(f"rank 0 has ended the group; rank {self.rank} was waiting")
@@ -174,7 +174,7 @@ class Group:
         missing : callable
             Returns the ranks that have not arrived yet.
         what : str
-            Name of what is waited for, in errors.
+            Name of the awaited event, for errors.
         timeout : float, optional
             Seconds, instead of the group's timeout. Infinity waits while all ranks are alive.
 

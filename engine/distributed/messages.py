@@ -1,4 +1,4 @@
-"""Messages of integers and arrays, and their ring of slots from rank 0 to all other ranks."""
+"""Messages of integers and arrays, and the slot ring from rank 0 to all other ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBER, _SIZE, _LEFT, _SUM = range(4)  # fields of a slot
 Buffer = bytes | bytearray | memoryview
 
 _DTYPES = ("uint8", "int32", "int64", "uint64", "float32", "bool")
-_NONE = -1  # dtype number of None
+_NONE = -1  # dtype number that stands for None
 _ALIGNMENT = 8
 
 
@@ -72,7 +72,7 @@ def unpack(data: Buffer) -> tuple[int, list[int], list[Any]]:
 
 
 def _described(array: Any) -> list[int]:
-    """Return dtype number, number of dimensions, and shape of an array."""
+    """Return an array's dtype number, number of dimensions, and shape."""
     if array is None:
         return [_NONE, 0]
     return [_DTYPES.index(array.dtype.name), array.ndim, *array.shape]
@@ -91,7 +91,7 @@ def to_text(value: Any) -> Any:
 
 
 def from_text(array: Any) -> str:
-    """Return the string of an array that `to_text` returned."""
+    """Return the string encoded by `to_text`."""
     return bytes(array).decode("utf-8", "replace")
 
 

@@ -1,4 +1,4 @@
-"""`Peer`: a connection with a thread that receives, and the state of the process behind it."""
+"""`Peer`: a connection with a receiver thread, and the state of the process at the other end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.errors import RankError
 
 __all__ = ["FAIL", "PING", "PING_SECONDS", "Peer"]
 
-# Kinds of messages that a `Peer` reads itself: what its process is doing, and its last words. The
-# processes number their own kinds from 2 on.
+# Message kinds that a `Peer` handles itself: the process's current operation, and its last words.
+# The processes number their own kinds from 2 on.
 PING, FAIL = range(2)
 PING_SECONDS = 0.5
 
@@ -30,11 +30,11 @@ class Peer:
     Attributes
     ----------
     doing : str
-        What it last said it was doing.
+        Operation that it last reported.
     words : str
         Its last words; "" if it has not failed.
     lost : str
-        Reason for the end of the connection; "" if it has not ended.
+        Reason why the connection ended; "" while it is open.
     heard, lost_since : float
         Times of its last message and of the connection's end, on the monotonic clock.
     """
@@ -79,7 +79,7 @@ class Peer:
                     self.words = from_text(arrays[0])
                 else:
                     self._messages.put(message)
-        except Exception as error:  # whatever the error, no more messages can be read
+        except Exception as error:  # after any error, no more messages can be read
             self.lost_since = time.monotonic()
             self.lost = str(error) or type(error).__name__
         self._messages.put(None)

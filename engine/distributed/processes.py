@@ -1,7 +1,7 @@
-"""Starting and ending the processes of ranks 1, 2, ...
+"""Start and end the processes of ranks 1, 2, ...
 
 Every rank is a new interpreter, never a fork. Its standard input is a pipe from rank 0: the first
-frame says what to run, and the rank ends when the pipe does, however rank 0 ends.
+frame names the function to run, and the rank ends when the pipe closes, however rank 0 ends.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = [
 ]
 
 _CODE = "from engine.distributed.processes import run_rank; run_rank()"
-_START_SECONDS = 120.0  # time for an interpreter to start and import, on a busy machine
-_END_SECONDS = 5.0  # time for ranks to end by themselves before they are killed
-_WATCH_SECONDS = 0.25  # interval of the thread that looks for failures
+_START_SECONDS = 120.0  # startup timeout of an interpreter on a busy machine
+_END_SECONDS = 5.0  # grace period before ranks are killed
+_WATCH_SECONDS = 0.25  # polling interval of the failure watcher
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -55,7 +55,7 @@ class RankProcesses:
     timeout : float
         Timeout of the group in seconds.
     num_threads : int, optional
-        Threads of each rank's matrix products, unless the environment sets them.
+        BLAS threads per rank, unless the environment sets them.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class RankProcesses:
         segment = Segment.create(size)
         self._processes: list[subprocess.Popen[bytes]] = []
         self.group = Group(segment, 0, timeout=timeout, dead=partial(_dead, self._processes))
-        # Also when the object is garbage-collected, or this process ends.
+        # Runs also when the object is garbage-collected or this process ends.
         self._end = weakref.finalize(self, _end, self.group, self._processes)
         task = {"target": target, "size": size, "descriptor": segment.descriptor}
         task |= {"timeout": timeout, "options": dict(options)}
@@ -115,7 +115,7 @@ class RankProcesses:
         except OSError as error:
             raise RankError(f"rank {task['rank']} could not be started: {error}") from error
         self._processes.append(process)
-        with contextlib.suppress(OSError):  # an ended process is found when it does not attach
+        with contextlib.suppress(OSError):  # a dead process never attaches
             child_process.send(process.stdin, json.dumps(task).encode())
 
     def _wait_until_attached(self) -> None:
@@ -127,7 +127,7 @@ class RankProcesses:
 
 
 def _dead(processes: list[subprocess.Popen[bytes]]) -> Iterator[tuple[int, str]]:
-    """Yield (rank, how it ended) for each process that has ended."""
+    """Yield (rank, reason) for each process that has ended."""
     for rank, process in enumerate(processes, 1):
         if process.poll() is not None:
             yield rank, describe_ending(process.returncode)
@@ -154,7 +154,7 @@ def _end(group: Group, processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def end_processes(processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Close the pipes of processes, which then end; kill those that have not after `seconds`."""
+    """Close the processes' pipes, so that they end; kill those still alive after `seconds`."""
     processes = list(processes)
     for process in processes:
         assert process.stdin is not None
@@ -196,7 +196,7 @@ def run_rank() -> None:
 
 
 def exit_at_once(status: int) -> None:
-    """Exit without cleanup: nothing is left to write, and a CUDA driver may hang in its exit."""
+    """Exit without cleanup: nothing is left to write, and a CUDA driver may hang on exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -211,7 +211,7 @@ def _end_with_parent() -> None:
 
 
 def thread_environment(num_threads: int | None) -> dict[str, str]:
-    """Return the environment of a child process whose matrix products use `num_threads`."""
+    """Return the environment of a child process whose BLAS uses `num_threads` threads."""
     env = dict(os.environ)
     if num_threads is not None and not any(name in env for name in _THREADS):
         env |= dict.fromkeys(_THREADS, str(num_threads))
@@ -219,7 +219,7 @@ def thread_environment(num_threads: int | None) -> dict[str, str]:
 
 
 def describe_ending(code: int) -> str:
-    """Describe the end of a process with this exit code."""
+    """Describe how a process with this exit code ended."""
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-code).name}"

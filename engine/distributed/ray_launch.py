@@ -1,4 +1,4 @@
-"""Ray for replicas: the resources of an actor, and an actor that holds the directory.
+"""Ray support for replicas: actor resources, and the directory actor.
 
 Ray is imported on first use.
 """
@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 __all__ = ["RemoteDirectory", "actor_options", "import_ray"]
 
 _NAMESPACE = "rawengine"
-_IDLE_SECONDS = 120.0  # time without a replica or a client after which a directory ends
+_IDLE_SECONDS = 120.0  # time without a replica or client after which a directory ends
 
 
 def import_ray(module: str = "ray") -> Any:
@@ -25,7 +25,7 @@ def import_ray(module: str = "ray") -> Any:
     Raises
     ------
     ConfigError
-        If it is not installed.
+        If Ray is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -36,7 +36,7 @@ def import_ray(module: str = "ray") -> Any:
 
 
 def actor_options(num_gpus: int, num_cpus: float) -> dict[str, Any]:
-    """Return the keywords with which Ray Serve places a replica.
+    """Return the Ray Serve options that place a replica.
 
     Ray places all resources of an actor on one host. It does not know the ranks, which are child
     processes: the GPUs must be the actor's own, since only these are visible to its processes.
@@ -78,7 +78,7 @@ class _DirectoryActor:
 
 
 class RemoteDirectory:
-    """The directory actor of a name, on any machine; it is started if none exists.
+    """The directory actor called `name`, on any machine; it is started if none exists.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""Shared memory of a group of ranks: states, last words, messages, and arrays to reduce.
+"""Shared memory of a group of ranks: states, last words, messages, and collective buffers.
 
-It has no name: rank 0 passes its file descriptor to the processes that it starts. So nothing is
-left behind, however they end.
+The segment has no name: rank 0 passes its file descriptor to the processes that it starts, so
+nothing is left behind, however they end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Segment:
     ranks : (size, 16) int64
         Fields of each rank, which only that rank writes.
     texts : (size, 3, n) uint8
-        Two descriptions of operations, used in turn, and what the rank is doing.
+        Two descriptions of operations, used in turn, and the rank's current activity.
     words : (size, n) uint8
         The last words of each rank.
     data : (size, 2, n) uint8
@@ -99,7 +99,7 @@ class Segment:
         descriptor = _anonymous_file()
         try:
             os.ftruncate(descriptor, cls.num_bytes(size))
-            if hasattr(os, "posix_fallocate"):  # an error now instead of SIGBUS later
+            if hasattr(os, "posix_fallocate"):  # fail now instead of with SIGBUS later
                 os.posix_fallocate(descriptor, 0, cls.num_bytes(size))
         except OSError as error:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Predicted memory and speed of a model on GPUs: a step's time from bytes, operations, launches."""
+"""Predict a model's memory and speed on GPUs: step time from bytes, operations and launches."""
 
 from engine.scaling.cards import CARDS, Card, find_card
 from engine.scaling.constants import NCCL, OURS, Collective, Constants

@@ -1,4 +1,4 @@
-"""GPUs by their makers' data sheets: memory, bandwidth, arithmetic, links."""
+"""GPU data sheets: memory, bandwidth, arithmetic throughput, links."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Card:
     name, title : str
         Name in options, and full name.
     memory : int
-        Bytes. Data sheets round down: drivers report a little more.
+        Memory in bytes. Data sheets round down: drivers report a little more.
     memory_rate : float
         Memory bandwidth, TB/s.
     tensor_16, tensor_fp8, tensor_int8 : float

@@ -1,4 +1,4 @@
-"""Measured constants: shares of a data sheet's rates, and times of launches and host work."""
+"""Measured constants: achieved shares of data-sheet rates, and launch and host times."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Collective:
     name : str
         Name of the algorithm.
     latency_us : float
-        Latency of an empty array on two GPUs.
+        Latency with an empty array on two GPUs.
     peer_us : float
-        Additional latency of each further GPU.
+        Additional latency per further GPU.
     link_share : float
         Achieved share of the link's rate.
     is_one_shot : bool
-        True: each GPU reads the whole arrays of all others. False: reduce-scatter and all-gather,
-        each of one part per GPU.
+        True: each GPU reads the full arrays of all others. False: reduce-scatter, then all-gather,
+        each moving one part per GPU.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Collective:
     is_one_shot: bool
 
     def us(self, num_bytes: float, size: int, link_rate: float) -> float:
-        """Return the us to all-reduce `num_bytes` over `size` GPUs; `link_rate` in GB/s.
+        """Return the time in us to all-reduce `num_bytes` over `size` GPUs; `link_rate` in GB/s.
 
         Examples
         --------
@@ -60,9 +60,9 @@ NCCL = (
 
 @dataclass(frozen=True)
 class Constants:
-    """Achieved shares of a data sheet's rates, and times independent of it.
+    """Achieved shares of data-sheet rates, and times that do not depend on the data sheet.
 
-    `python -m tests.bench.fit_scaling` fits them to the measured points of docs/benchmarks, all of
+    `python -m tests.bench.fit_scaling` fits them to the points in docs/benchmarks, all measured on
     one NVIDIA H200; `host_*` and `collectives` are measured separately.
 
     Attributes
@@ -78,25 +78,25 @@ class Constants:
         Share of the tensor cores' rate: GEMMs in 16 bits, in 8 bits, of packed codes, of experts,
         and attention over prompts.
     packed_tile, super_tile : float
-        Packed codes, in millions, that GEMMs of many rows decode per us, with one and with two
+        Packed codes, in millions, that GEMMs with many rows decode per us, with one and with two
         levels of scales.
     packed_rows : float
         Packed codes times rows, in millions, that skinny GEMMs multiply per us.
     edge : float
         Prologue and epilogue of a GEMM tile, as the equivalent number of columns of the weight.
     launch_us, elementwise_us : float
-        Overhead of a launch of a GEMM or attention, and of an elementwise op.
+        Overhead per launch of a GEMM or attention kernel, and of an elementwise kernel.
     sequence_us, route_us, sample_us, step_us : float
         Overhead of attention per square root of the number of sequences, of expert routing per
         layer, of sampling per million logits, and of a step.
     host_step_us, host_sequence_us : float
-        Host work per step of decodes, and per sequence of it.
+        Host work per decode step, and per sequence in it.
     host_prompt_us, host_prompt_layer_us : float
-        Host work per step with prompts, and per layer of it.
+        Host work per step with prompts, and per layer.
     collectives : tuple of Collective
         Available algorithms; the fastest one for a size is used.
     network_rate, network_us : float
-        GB/s per GPU between two hosts, and the latency.
+        GB/s per GPU between two hosts, and latency in us.
     """
 
     read: float = 0.927

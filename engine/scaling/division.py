@@ -1,4 +1,4 @@
-"""Divisions of a model over GPUs, and the part of one GPU."""
+"""Ways to divide a model over GPUs, and one GPU's part of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Division:
     tensor, pipeline, data : int
         Tensor-parallel ranks, pipeline stages, and replicas.
     expert : bool
-        Expert parallelism: the ranks of a layer hold whole experts, not a part of each.
+        Expert parallel: each rank holds a subset of the experts, not a slice of every expert.
 
     Examples
     --------
@@ -55,12 +55,12 @@ class Division:
         gpus_per_host : int
             Maximum tensor-parallel ranks.
         form : Format, optional
-            Weight format of the layers' matrices, whose blocks are not divided.
+            Weight format of the layers' matrices; its blocks are not divided.
 
         Raises
         ------
         ConfigError
-            Stating the reason if it does not.
+            If it does not; the message states the reason.
         """
         if self.tensor > gpus_per_host:
             raise ConfigError(
@@ -79,7 +79,7 @@ class Division:
 
 
 def _check_blocks(config: ModelConfig, division: Division, high: int, wide: int) -> None:
-    """Raise if a rank's part of a matrix is not whole blocks of `high` rows and `wide` columns."""
+    """Raise unless a rank's part of a matrix is whole blocks of `high` rows x `wide` columns."""
     local = _of_rank(config, division)
     sizes = {"query heads": local.num_heads * local.head_dim}
     if config.has_mlp:

@@ -1,4 +1,4 @@
-"""Use of a device's memory by a model, and the pages that fit, from its configuration alone."""
+"""Plan a model's use of device memory, and the pages that fit, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.weights import FORMATS, dense_format
 
 __all__ = ["MemoryPlan", "PagePlan", "WeightGroup", "plan_memory"]
 
-# Group of weights -> its kinds. A trailing "_" matches every kind with this prefix.
+# Group of weights -> kinds of weights. A trailing "_" matches every kind with this prefix.
 _GROUPS = {
     "experts": ("experts_", "router", "router_correction"),
     "shared experts": ("shared_",),
@@ -60,12 +60,12 @@ class MemoryPlan:
     rope_bytes : int
         Bytes of the rope tables.
     budget : MemoryBudget
-        Budget of an engine with default options and the device to itself; its weights include the
-        rope tables.
+        Budget of an engine with default options and exclusive use of the device; its weights
+        include the rope tables.
     pages : tuple of PagePlan
         Pages in the model's dtype, and in 8 bits.
     max_model_len : int
-        Maximum tokens of a sequence.
+        Maximum number of tokens per sequence.
     draft : DraftSizes or None
         Sizes of a draft model; `pages` include its pages.
     """
@@ -126,7 +126,7 @@ def plan_memory(
     draft : (ModelConfig, LoadConfig), optional
         A draft model's configuration and loading options.
     num_drafts : int
-        Maximum drafts of a request.
+        Maximum number of drafts per request.
 
     Examples
     --------

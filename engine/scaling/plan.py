@@ -34,21 +34,21 @@ class PlanRow:
     division : Division
         The division.
     reason : str
-        Why it is impossible; "" if it is possible.
+        Reason why the division is impossible; "" if it is possible.
     weights, activations, collectives, pages : int
-        Bytes of the fullest GPU; `pages` is negative if the rest does not fit.
+        Bytes on the fullest GPU; `pages` is negative if the rest does not fit.
     num_tokens : int
         Tokens that fit in the pages of a replica.
     longest : int
-        Maximum tokens of a request.
+        Maximum number of tokens per request.
     num_running : int
-        Concurrent requests of a replica.
+        Number of concurrent requests per replica.
     ms_per_token : float
-        Latency of a token of a single request.
+        Latency per token of a single request.
     output_tokens_per_s, prompt_tokens_per_s : float
         Throughput of all requests, and of many prompts, over all replicas.
     token, requests : Terms
-        Parts of the time of one token of a single request, and of all requests.
+        Time of one token of a single request, and of all requests, by part.
     """
 
     division: Division
@@ -83,7 +83,7 @@ class ScalingPlan:
     model : StepModel
         The model, its formats, and the card.
     num_gpus : int
-        GPUs of each division.
+        Number of GPUs in each division.
     work : Workload
         The requests behind `output_tokens_per_s`.
     prompt_len : int
@@ -108,7 +108,7 @@ class ScalingPlan:
 
     @property
     def fastest_token(self) -> PlanRow | None:
-        """The row with the lowest latency; among equal ones, that with the most tokens/s."""
+        """The row with the lowest latency; on a tie, the one with the most tokens/s."""
         order = [(round(row.ms_per_token, 4), -row.output_tokens_per_s) for row in self.possible]
         return self.possible[order.index(min(order))] if order else None
 
@@ -202,9 +202,9 @@ def plan_scaling(
     prompt_len : int
         Tokens of each prompt behind `prompt_tokens_per_s`.
     max_num_seqs : int
-        Maximum concurrent requests of a replica.
+        Maximum number of concurrent requests per replica.
     gpus_per_host : int
-        GPUs that are connected by the card's link.
+        Number of GPUs per host, connected by the card's link.
 
     Raises
     ------

@@ -15,8 +15,8 @@ from engine.scaling.terms import Terms
 
 __all__ = ["Speed", "Workload"]
 
-_PROMPT_TOKENS = 8192  # tokens of a step with prompts
-_PARTS = 32  # intervals of the integral over the last requests' steps
+_PROMPT_TOKENS = 8192  # tokens per step with prompts
+_PARTS = 32  # number of intervals of the integral over the last requests' steps
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Workload:
     num_requests : int
         Number of requests.
     prompt, output : (int, int)
-        Minimum and maximum tokens.
+        Minimum and maximum length in tokens.
     """
 
     num_requests: int
@@ -37,17 +37,17 @@ class Workload:
 
     @property
     def mean_prompt(self) -> float:
-        """Mean tokens of a prompt."""
+        """Mean prompt length in tokens."""
         return sum(self.prompt) / 2
 
     @property
     def mean_output(self) -> float:
-        """Mean tokens of an output."""
+        """Mean output length in tokens."""
         return sum(self.output) / 2
 
     @property
     def context(self) -> float:
-        """Mean tokens of a running request, over the time of its decoding."""
+        """Mean context length of a running request while it decodes, in tokens."""
         low, high = self.output
         square = (low * low + low * high + high * high) / 3
         return self.mean_prompt + square / (2 * self.mean_output)
@@ -71,7 +71,7 @@ class Speed:
     division : Division
         The division.
     gpus_per_host : int
-        GPUs that are connected by the card's link.
+        Number of GPUs per host, connected by the card's link.
     """
 
     model: StepModel
@@ -109,7 +109,7 @@ class Speed:
         return device + Terms(host=max(0.0, self._host_us(step) - device.total))
 
     def cycle_terms(self, step: Step) -> Terms:
-        """Return the time between two steps of a full pipeline: that of the slowest stage."""
+        """Return the time between two steps of a full pipeline: the time of the slowest stage."""
         slowest = max(self.stage_times(step), key=lambda terms: terms.total)
         device = slowest + Terms(host=self.model.constants.step_us)
         return device + Terms(host=max(0.0, self._host_us(step) - device.total))
@@ -126,7 +126,7 @@ class Speed:
         return self.step_terms(Step.decode(1, context))
 
     def prompts(self, length: float) -> Terms:
-        """Return the time per token of many prompts of `length` tokens, on one replica."""
+        """Return the prefill time per token for many prompts of `length` tokens, on one replica."""
         rows = max(1, round(_PROMPT_TOKENS / length))
         step = Step(_PROMPT_TOKENS, (length + 1) / 2, rows, is_decode=False)
         return self.cycle_terms(step).times(1 / _PROMPT_TOKENS)
@@ -139,7 +139,7 @@ class Speed:
         work : Workload
             The requests, spread evenly over the replicas.
         num_running : int
-            Maximum concurrent requests of a replica.
+            Maximum number of concurrent requests per replica.
         """
         mine = math.ceil(work.num_requests / self.division.data)
         running = min(mine, num_running)

@@ -1,4 +1,4 @@
-"""The time of one step on one GPU of one pipeline stage, from bytes, operations and launches."""
+"""Time of a step on one GPU of one pipeline stage, from bytes, operations and launches."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from engine.weights import FORMATS, Format, dense_format
 __all__ = ["Step", "StepModel"]
 
 _MATRICES = ("qkv", "o", "gate_up", "up", "down", "router", "shared_gate_up", "shared_down")
-_FUSED_ROWS = 2  # maximum rows of GEMMs with fused norm and rope
-_FEW_ROWS = 16  # maximum rows of skinny GEMMs, whose time is that of reading the weights
-_FEW_PAIRS = 8  # the same maximum for the tokens of an expert
+_FUSED_ROWS = 2  # maximum number of rows for GEMMs with fused norm and rope
+_FEW_ROWS = 16  # maximum number of rows for skinny GEMMs, bound by reading weights
+_FEW_PAIRS = 8  # the same limit for the tokens of one expert
 _TILE_ROWS = 128  # rows of a GEMM tile
 _LOGIT_BYTES = 4
 
@@ -37,11 +37,11 @@ class Step:
     Attributes
     ----------
     num_tokens : int
-        Query tokens.
+        Number of query tokens.
     context : float
         Mean number of keys that a token attends to, including its own.
     num_rows : int
-        Tokens with logits.
+        Number of tokens whose logits are computed.
     is_decode : bool
         Whether the step is a CUDA graph with one token per sequence.
     """
@@ -53,7 +53,7 @@ class Step:
 
     @classmethod
     def decode(cls, num_seqs: int, context: float) -> Step:
-        """Return a step with one token of each of `num_seqs` sequences."""
+        """Return a decode step: one token for each of `num_seqs` sequences."""
         return cls(num_seqs, context, num_seqs)
 
     @property
@@ -86,7 +86,7 @@ class StepModel:
     Raises
     ------
     ConfigError
-        If the card does not support the arithmetic.
+        If the card does not support the format's arithmetic.
     """
 
     config: ModelConfig
@@ -109,7 +109,7 @@ class StepModel:
     def stage_terms(
         self, local: ModelConfig, step: Step, division: Division, *, is_last: bool
     ) -> Terms:
-        """Return the device time of `step` on one GPU, without host work, `step_us` and transfers.
+        """Return the device time of `step` on one GPU, without host work, `step_us` or transfers.
 
         Parameters
         ----------
@@ -185,7 +185,7 @@ class StepModel:
         step: Step,
         division: Division,
     ) -> Terms:
-        """Return the time of the GEMMs of the experts chosen by any token."""
+        """Return the time of the grouped GEMMs over all experts chosen by any token."""
         whole = self.config.moe
         assert whole is not None
         used, pairs = _chosen_experts(whole, step.num_tokens, division)
@@ -241,7 +241,7 @@ class StepModel:
             moved += local.num_heads * local.head_dim * 2
             moved += 4 * local.intermediate_size if moe is None else 0
         if moe is not None:
-            # Sum over experts, placement of tokens, and their quantization.
+            # Sum over experts, permutation of tokens, and their quantization.
             launches += 2 + (1 if form.activations else 0)
         if moe is not None and division.expert:  # clears the rows of other ranks' pairs
             launches = launches + 1
@@ -360,7 +360,7 @@ def _chosen_experts(moe: MoeConfig, num_tokens: int, division: Division) -> tupl
     others = (1 - 1 / count) / count  # variance of one choice
     more_used = deviations * math.sqrt(used * missed * others)
     more_pairs = deviations * math.sqrt(pairs * (1 - moe.top_k / moe.num_experts) * others)
-    most_used = math.ceil(moe.num_experts / count)  # experts held by a GPU
+    most_used = math.ceil(moe.num_experts / count)  # maximum number of experts on one GPU
     return min(used / count + more_used, most_used), pairs / count + more_pairs
 
 

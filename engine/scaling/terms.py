@@ -9,10 +9,10 @@ __all__ = ["Terms"]
 
 @dataclass(frozen=True)
 class Terms:
-    """Parts of a step's time, in us, which add up to the step.
+    """Parts of a step's time, in us; they add up to the step's time.
 
-    A launch that overlaps reading and multiplying takes the root of the sum of their squares, and
-    is attributed to the two in proportion to their squares.
+    A launch that overlaps memory reads and arithmetic takes the root of the sum of their squares,
+    and is attributed to the two in proportion to their squares.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class Terms:
     launches : float
         Overhead of the launches, beyond their bytes and arithmetic.
     routing : float
-        Choice of experts, placement of tokens.
+        Selection of experts, permutation of tokens.
     collectives : float
         All-reduces and all-gathers of tensor-parallel ranks.
     transfers : float
