@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo model test test-kills test-all mutants lint types kernels format gpu-test clean
+.PHONY: help demo model test test-slow test-kills test-all mutants lint types kernels format gpu-test clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -32,13 +32,17 @@ model: $(VENV)/.installed-dev   ## pull SmolLM2-135M-Instruct, which the tests r
 
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal
 
-test: model   ## the suite, without tests that kill processes (GPU tests skip without a GPU)
-	$(PYTEST) -m "not kills"
-	@echo "Left out: the tests marked \"kills\", which end, stop or lose processes (make test-kills):"
-	@grep -rc --include='*.py' '^@pytest.mark.kills' tests | grep -v ':0$$' | sort
+test: model   ## the suite, without the tests marked "kills" and "slow" (GPU tests skip without a GPU)
+	$(PYTEST) -m "not kills and not slow"
+	@echo "Left out: tests that end, stop or lose processes (make test-kills), and those that take" \
+	  "many seconds: soaks, statistics, fuzzing (make test-slow). Marked tests by file:"
+	@grep -rcE --include='*.py' '^ *@pytest.mark.(kills|slow)$$|\[pytest.mark.slow\]' tests | grep -v ':0$$' | sort
 
-test-kills: model   ## the tests that `make test` leaves out
+test-kills: model   ## the tests marked "kills"
 	$(PYTEST) -m kills
+
+test-slow: model   ## the tests marked "slow", but not "kills"
+	$(PYTEST) -m "slow and not kills"
 
 test-all: model   ## the whole suite
 	$(PYTEST)

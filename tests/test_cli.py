@@ -272,6 +272,7 @@ def test_a_stream_that_is_closed_or_broken_gives_one_line_and_a_status(
     assert got == status and len(lines) == 1 and reason in lines[0], stderr
 
 
+@pytest.mark.slow
 def test_commands_run_without_standard_error_and_input():
     """As daemons do; what would go to standard error goes nowhere, not into another file."""
     for streams in ("2>&-", "<&-", "<&- 2>&-"):

@@ -9,10 +9,15 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+_SLOW = ("speculative_decoding", "structured_output")
+FILES = {path.stem: path for path in (Path(__file__).parents[1] / "examples").glob("*.py")}
+EXAMPLES = [
+    pytest.param(FILES[name], id=name, marks=[pytest.mark.slow] if name in _SLOW else [])
+    for name in sorted(FILES)
+]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", EXAMPLES)
 def test_example(path, tmp_path, monkeypatch):
     monkeypatch.setenv("ENGINE_EXAMPLES_OUT", str(tmp_path))
     done = subprocess.run(
@@ -22,7 +27,7 @@ def test_example(path, tmp_path, monkeypatch):
     assert done.stdout.strip(), "an example prints what it found"
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", EXAMPLES)
 def test_example_is_a_notebook(path):
     cells = path.read_text().split("\n# %%")
     assert cells[0].startswith("# %% [markdown]\n# # ") or cells[0] == "", "a title comes first"
@@ -31,7 +36,7 @@ def test_example_is_a_notebook(path):
 
 def test_an_example_without_its_packages_says_what_to_install(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError('matplotlib')\n")
-    path = next(path for path in EXAMPLES if path.stem == "watch_attention")
+    path = FILES["watch_attention"]
     done = subprocess.run(
         [sys.executable, str(path)],
         capture_output=True,

@@ -12,6 +12,7 @@ from tests.fuzz.worker import case_of
 CASES = 400
 
 
+@pytest.mark.slow
 def test_nothing_that_comes_from_outside_crashes_or_hangs(tmp_path, capsys):
     status = fuzz.main(["--cases", str(CASES), "--jobs", "1", "--keep", str(tmp_path)])
     printed = capsys.readouterr().out
@@ -35,15 +36,15 @@ def test_a_case_depends_on_its_seed_only_and_can_be_kept(target):
 
 FAULTS = {
     "crash": ("import os; os.abort()", "Crash: the worker ended with status -6"),
-    "hang": ("import time; time.sleep(60)", "Hang: no end after 2 s"),
-    "slow": ("import time\nwhile time.process_time() - start < 1.3: pass", "Slow: 1"),
+    "hang": ("import time; time.sleep(60)", "Hang: no end after 3 s"),
+    "slow": ("import time\nwhile time.process_time() - start < 0.7: pass", "Slow: 0."),
     "memory": ("x = bytearray(1 << 30)", "MemoryError"),
     "raises": ("raise BaseException('panic')", "BaseException: panic"),
 }
 TARGET = """
 import time
 from tests.fuzz.limits import Limits
-LIMITS = Limits(cpu_seconds=1.0, wall_seconds=2.0, memory_bytes=1 << 28)
+LIMITS = Limits(cpu_seconds=0.5, wall_seconds=3.0, memory_bytes=1 << 28)
 def make(rng):
     return {"number": rng.random()}
 class Runner:

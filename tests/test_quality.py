@@ -47,6 +47,7 @@ def _run(monkeypatch, *arguments):
     quality.main()
 
 
+@pytest.mark.slow
 def test_formats_are_measured(monkeypatch, capsys, tmp_path):
     out = tmp_path / "result.json"
     names = ["float32", "bfloat16", "int8, weights only", "q8_0, weights only"]

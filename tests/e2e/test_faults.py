@@ -312,6 +312,7 @@ def test_freed_blocks_are_poisoned_in_debug_mode(model):
     assert freed and all((slab[:, :, b] != slab[:, :, b]).all() for b in freed)
 
 
+@pytest.mark.slow
 def test_ten_thousand_short_requests_leak_nothing():
     model = MockModel(vocab_size=64, max_model_len=64)
     engine = LLMEngine(model, max_num_seqs=64, max_num_batched_tokens=512, num_blocks=200)

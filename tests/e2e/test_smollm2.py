@@ -135,6 +135,7 @@ def _alone(model, prompt, params):
 
 
 @pytest.mark.parametrize(("size", "mode"), [(16, "swap"), (64, "auto")])
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_random_other_requests(exact_model, size, mode):
     rng = random.Random(size)
     server = LLMEngine(

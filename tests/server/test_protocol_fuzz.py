@@ -58,6 +58,7 @@ def body(kind):
 )
 @given(st.data())
 @settings(max_examples=150, deadline=None)
+@pytest.mark.slow
 def test_random_bodies(module, kind, data):
     some = data.draw(body(kind))
     with contextlib.suppress(msgspec.ValidationError, RequestError):

@@ -309,6 +309,7 @@ WITH_MANY = {("plain", False), ("all filters", True)}  # (name, trees)
 
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_tokens_have_the_models_distribution(name, trees):
     params, length, allowed = CASES[name]
     num_draws = MANY_DRAWS if (name, trees) in WITH_MANY else FEW_DRAWS
@@ -316,6 +317,7 @@ def test_tokens_have_the_models_distribution(name, trees):
 
 
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.slow
 def test_a_biased_acceptance_is_found(monkeypatch, trees):
     """A draft that differs from its token is accepted in one case of five."""
     accepted_rows, rng = Drafts.accepted_rows, np.random.default_rng(3)
@@ -349,6 +351,7 @@ def test_a_token_that_depends_on_the_draft_is_found(monkeypatch):
         ({"logit_bias": {2: 1.5}}, {"logit_bias": {2: 1.0}}),
     ],
 )
+@pytest.mark.slow
 def test_another_distribution_is_found(params, wanted):
     length = 25 if "frequency_penalty" in params else 1000
     assert z_of(params, length, FEW_DRAWS, trees=False, wanted=wanted) > 5

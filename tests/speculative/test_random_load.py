@@ -246,6 +246,7 @@ def test_the_operations_reach_what_they_are_meant_to(model):
     assert min(reached.values()) > 0 and drive(model, 16) == reached
 
 
+@pytest.mark.slow
 def test_ten_thousand_requests_leak_nothing():
     mock = MockModel(vocab_size=64, max_model_len=64)
     config = {"proposer": mock.continuation, "num_speculative_tokens": 3}
