@@ -149,7 +149,7 @@ class ModelConfig:
     sinks : bool
         Whether every head has an attention sink: a softmax logit without a value (gpt-oss).
     activation : str
-        Activation of the gate, or of up if there is none: "silu", "gelu" (erf) or "gelu_tanh".
+        Activation of the gate (of up, without a gate): "silu", "gelu" (erf) or "gelu_tanh".
     moe : MoeConfig or None
         Mixture of experts; None if all layers are dense.
     num_extra_layers : int

@@ -3,7 +3,7 @@
 A step computes a sequence's last known token together with its drafts, and samples at each of them.
 A draft is accepted if it equals the token sampled at its parent, the token before it; the token
 sampled at the last accepted draft is a valid next token as well. Sampling is keyed by seed and
-position, so the output equals that of decoding one token at a time, whatever was proposed: bit for
+position, so the output is the same as when decoding one by one, whatever was proposed: bit for
 bit with `deterministic=True`, otherwise up to rounding of the logits, which may decide a near tie.
 
 Rows of logits of a sequence with drafts: row 0 belongs to the last known token, row 1 + i to draft

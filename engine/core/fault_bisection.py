@@ -21,7 +21,6 @@ class FaultBisection:
 
     Attributes
     ----------
-    ----------
     num_suspects : int
         Requests that have not yet advanced past the point where their step failed.
 

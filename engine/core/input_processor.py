@@ -185,7 +185,7 @@ class InputProcessor:
         ]
 
     def _encode_text(self, text: str) -> list[int]:
-        """Tokenize `text`; refuse it unencoded if even the longest tokens could not make it fit."""
+        """Tokenize `text`; reject it up front if it could not fit even with the longest tokens."""
         if self.tokenizer is None:
             raise RequestError("prompt must be token ids, as the model has no tokenizer; got text")
         limit = self._max_model_len * self.tokenizer.max_token_chars

@@ -1,4 +1,4 @@
-"""From sampled ids to `RequestOutput`: text, stop strings, log-probabilities, metrics.
+"""Builds `RequestOutput`s from sampled ids: text, stop strings, log-probabilities, metrics.
 
 `OutputStream` is one continuation, `OutputGroup` a request with all its continuations. They hold
 the user-visible state; the scheduler's state stays in `Request`.

@@ -1,4 +1,4 @@
-"""From step results to the outputs that `LLMEngine.step` returns.
+"""Builds the outputs that `LLMEngine.step` returns from the results of steps.
 
 A step's tokens are committed to the scheduler as soon as they are read back, because scheduling
 the next step needs them. They are appended to the output streams (text, stop strings,

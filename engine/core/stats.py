@@ -23,14 +23,14 @@ _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of values by bin.
+    """Number of values per bin.
 
     Attributes
     ----------
     bounds : tuple of float
         Upper bounds, ascending and inclusive.
-    Counts per bin, plus a last one for values above all bounds.
-        One more than `bounds`: the last counts the values above all bounds.
+    counts : tuple of int
+        Counts per bin, plus a last one for values above all bounds.
     total : float
         Sum of the values.
     """

@@ -1,1 +1,1 @@
-"""Chooses what each step computes: requests, budgets and preemption, in integers only."""
+"""The scheduler: request queues, step budgets and preemption, in integers only."""

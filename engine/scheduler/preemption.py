@@ -1,4 +1,4 @@
-"""Preemption by swapping or by recomputing: the cheaper one."""
+"""Choice between swapping out a preempted request and recomputing it."""
 
 from __future__ import annotations
 

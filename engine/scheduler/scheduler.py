@@ -1,6 +1,6 @@
 """Decides what the next step computes: queues, token budget, chunking, preemption.
 
-Pure Python on integers. One step is
+Pure Python, on integers only. One step is
 
     output = scheduler.schedule()             # reserves blocks, advances the token counts
     ... run output.sequences ...
@@ -421,7 +421,7 @@ class Scheduler:
             queues.run(request)
             in_flight.add(request)
             output.admitted.append(request)
-            add_chunk(request, output, chunk_size(request, output, config))  # without its prefix
+            add_chunk(request, output, chunk_size(request, output, config))  # skips the cached part
         for request in passed:
             queues.waiting.push(request)
 

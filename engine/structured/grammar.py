@@ -18,7 +18,7 @@ from engine.structured.spec import StructuredOutput
 
 __all__ = ["Grammar", "GrammarCompiler", "GrammarState", "check_structured"]
 
-_MAX_CACHED = 128  # grammars
+_MAX_CACHED = 128  # maximum grammars in the cache
 _MAX_CACHED_CHARS = 16 << 20
 _NUM_MATCHERS = min(os.cpu_count() or 1, 16)  # maximum matchers per grammar
 _MAX_SECONDS = 0.05  # total compile seconds after which a grammar gets no further matchers

@@ -18,7 +18,7 @@ __all__ = ["MaskStore", "Prefix", "PrefixTree"]
 MaskArray = np.ndarray[Any, np.dtype[np.int32]]
 
 _MAX_STORED_BYTES = 64 << 20
-_MAX_PREFIXES = 4096  # per grammar
+_MAX_PREFIXES = 4096  # maximum prefixes per grammar
 
 
 class Prefix:

@@ -389,7 +389,7 @@ def _standard_error(values: _Floats) -> float:
 
 def _result(nll: _Floats, num_windows: int, context: int) -> PerplexityResult:
     mean = float(nll.mean())
-    value = float(np.exp(mean))  # inf instead of an error
+    value = float(np.exp(mean))  # overflows to inf; math.exp would raise
     error = value * _standard_error(nll)
     return PerplexityResult(value, error, mean, len(nll), num_windows, context)
 

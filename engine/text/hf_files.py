@@ -47,7 +47,7 @@ def parts_from_directory(directory: Path) -> TokenizerParts:
     Raises
     ------
     ConfigError
-        If a file is missing, damaged or contradicts another; the message names it.
+        If a file is missing or damaged, or contradicts another; the message names it.
     """
     path = directory / "tokenizer.json"
     data, backend, step = _read_backend(path, directory)

@@ -4,7 +4,7 @@ Three rules are implemented only here:
 
 - Decoding concatenates the tokens' bytes, not their texts: a character may span several tokens.
 - Special tokens written in a text are parsed, so that a rendered chat yields the intended ids.
-- BOS is not added to a text that already starts with it; what the user wrote stays.
+- BOS is not added to a text that already starts with it; a BOS written by the user stays.
 """
 
 from __future__ import annotations
