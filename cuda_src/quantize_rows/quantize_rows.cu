@@ -1,5 +1,4 @@
-// Quantization of rows to 8-bit codes (e4m3, int8) with a scale per row, or per 128 columns of a
-// row.
+// Quantizes rows to 8-bit codes (e4m3, int8), with one scale per row or per 128 columns of a row.
 //
 //   code = round(x * min(largest / peak, FLT_MAX)),  scale = peak / largest,  peak = max |x|
 //
@@ -7,11 +6,11 @@
 //   codes   (M, N)  8 bits, contiguous
 //   scales  (M, 1) or (M, ceil(N / 128))  float
 //
-// With `is_late` the next kernel is triggered after pdl_wait, else at once.
+// With `is_late` the next kernel is triggered after pdl_wait, otherwise at once.
 //
-// Numerics: single operations in float, rounded to nearest even: bit for bit those of the mirror.
-// Parallelisation: one row per block, register-resident between the maximum and the codes; rows
-// that are longer, or not aligned to 16 bytes, are read twice.
+// Numerics: single float operations, rounded to nearest even, match the mirror bit for bit.
+// Parallelisation: one row per block, kept in registers between the maximum and the codes; longer
+// rows, and rows not aligned to 16 bytes, are read twice.
 // Mirror: engine/reference/quantize_rows.py
 #include "quantize_rows/rows.cuh"
 

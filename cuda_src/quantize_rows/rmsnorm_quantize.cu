@@ -1,15 +1,15 @@
 // RMSNorm with the preceding residual add, quantized to 8-bit codes: rmsnorm and quantize_rows
 // fused.
 //
-//   y = rmsnorm of h = x_scale * x + residual (rmsnorm.cu);   codes and scales as in
-//   quantize_rows.cu
+//   y = rmsnorm(x_scale * x + residual), see rmsnorm.cu
+//   codes and scales of y: see quantize_rows.cu
 //
 // Arguments: RmsnormQuantizeParams, below.
 //
 // Numerics: y is rounded to scalar_t first, and sums follow rmsnorm.cu's order, so the result has
 // the same bits as the two separate ops.
-// Parallelisation: one row per block, in registers; an entry point for each warp count of
-// rmsnorm.cu. Rows that are longer, or not aligned to 16 bytes, use the two separate ops.
+// Parallelisation: one row per block, in registers; one entry point per warp count of rmsnorm.cu.
+// Longer rows, and rows not aligned to 16 bytes, use the two separate ops.
 // Mirror: engine/reference/rmsnorm_quantize.py
 #include "common/rmsnorm_row.cuh"
 #include "quantize_rows/rows.cuh"
@@ -52,7 +52,7 @@ __device__ __forceinline__ void rmsnorm_quantize(const RmsnormQuantizeParams& p)
                                                 smem_sums);
 }
 
-// The sizes are those of rmsnorm.cu, in KiB of the longest row.
+// The sizes are rmsnorm.cu's: KiB of the longest row.
 #define ENGINE_RMSNORM_QUANTIZE(name, Codes, warps, vectors)  \
   extern "C" __global__ void __launch_bounds__((warps) * 32)  \
       name(const __grid_constant__ RmsnormQuantizeParams p) { \

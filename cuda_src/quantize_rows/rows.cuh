@@ -1,12 +1,12 @@
-// Quantization of a row to codes and scales, whatever the source of its values.
+// Quantizes a row to codes and scales, for any source of its values.
 #pragma once
 
 #include "common/codes.cuh"
 #include "common/packed.cuh"
 #include "common/pdl.cuh"
 
-constexpr int kGroup = 128;                 // columns that share a scale, if not the whole row
-constexpr int kGroupLanes = kGroup / kVec;  // 16-byte vectors in a group
+constexpr int kGroup = 128;                 // columns per scale, unless the whole row shares one
+constexpr int kGroupLanes = kGroup / kVec;  // 16-byte vectors per group
 static_assert(kGroupLanes <= kWarpSize, "a group's lanes are of one warp");
 
 struct CodedRow {
@@ -15,7 +15,7 @@ struct CodedRow {
   int n, group;   // group is 0 or kGroup
 };
 
-// The maximum over the block's threads, in every thread; it contains two block barriers.
+// Returns the maximum over the block to every thread; contains two block barriers.
 template <int kThreads>
 __device__ __forceinline__ float block_max_or_nan(float x, float* smem) {
   x = lanes_max_or_nan<kWarpSize>(x);
@@ -28,8 +28,8 @@ __device__ __forceinline__ float block_max_or_nan(float x, float* smem) {
   return peak;
 }
 
-// Quantizes a row in registers: thread t holds vectors t, t + kThreads, ..., zeros past the end.
-// All threads of the block must call it.
+// Quantizes a row held in registers: thread t holds vectors t, t + kThreads, ..., with zeros past
+// the row's end. All threads of the block must call it.
 template <typename Codes, int kThreads, int kVectors>
 __device__ __forceinline__ void quantize_registers(const CodedRow& row,
                                                    const Packed<kVec> (&x)[kVectors], float* smem) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void quantize_registers(const CodedRow& row,
   }
 }
 
-// Quantizes a row of any length and alignment: `value(i)` is called twice for each column.
+// Quantizes a row of any length and alignment; calls `value(i)` twice for each column.
 template <typename Codes, int kThreads, typename Value>
 __device__ __forceinline__ void quantize_any(const CodedRow& row, const Value& value, float* smem) {
   const int lane_idx = threadIdx.x % kWarpSize, warp_idx = threadIdx.x / kWarpSize;
@@ -98,8 +98,8 @@ __device__ __forceinline__ CodedRow coded_row(unsigned char* codes, float* scale
 }
 
 // Entry points `op_codes_size` of a kernel template kernel<Codes, kThreads, kVectors>; 0 vectors:
-// rows of any length. The sizes are those of engine/kernels/_quantize.py, as
-// tests/kernels/test_cuda_constants.py checks.
+// rows of any length. The sizes must match engine/kernels/_quantize.py;
+// tests/kernels/test_cuda_constants.py checks them.
 #define ENGINE_QUANTIZE_ENTRIES(ENTRY, op, codes, Codes) \
   ENTRY(op##_##codes##_1, Codes, 128, 1)                 \
   ENTRY(op##_##codes##_4, Codes, 256, 2)                 \

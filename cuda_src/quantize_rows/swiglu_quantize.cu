@@ -8,7 +8,7 @@
 //
 // Numerics: y is rounded to scalar_t first, so the result has the same bits as the two separate
 // ops.
-// Parallelisation: as in quantize_rows.cu; rows that do not fit into registers are computed twice.
+// Parallelisation: see quantize_rows.cu; rows that do not fit into registers are computed twice.
 // Mirror: engine/reference/swiglu_quantize.py
 #include "common/activation.cuh"
 #include "quantize_rows/rows.cuh"
@@ -30,7 +30,7 @@ __device__ __forceinline__ void swiglu_quantize(const scalar_t* x, int64_t x_str
     const auto value = [&](int i) { return gated(x[i], x[static_cast<int64_t>(n) + i]); };
     quantize_any<Codes, kThreads>(row, value, smem_peaks);
   } else {
-    Packed<kVec> v[kVectors], up[kVectors];  // first gate, then the product
+    Packed<kVec> v[kVectors], up[kVectors];  // gate, later the product
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const int i = (k * kThreads + static_cast<int>(threadIdx.x)) * kVec;

@@ -1,4 +1,4 @@
-// Cutting the candidates of one row, and drawing one of them.
+// Applies top_k, top_p and min_p to the candidates of one row, and draws one of them.
 //
 // The fast path works on a list of the row's largest logits (row_list.cuh), read from the segments
 // that may contain them (segments.cuh). The slow path walks the whole row (row_cut.cuh).
@@ -9,11 +9,11 @@
 
 constexpr uint32_t kWholeShare = 1u << 24;
 
-// The parameters of one row's draw.
+// Parameters of one row's draw.
 struct Job {
   Row row;
   float largest, scale;  // x = (logit - largest) * scale
-  float lowest_x;        // lowest x of a candidate
+  float lowest_x;        // lowest x of any candidate
   int top_k;             // 0: no limit
   uint32_t share;        // top_p in steps of 2^-24
   uint64_t seed, position;
@@ -38,12 +38,12 @@ __device__ __forceinline__ Job make_job(Row row, float largest, float temperatur
   return job;
 }
 
-// Scores are ordered like order_of's numbers: the largest wins, ties go to the lowest id.
+// Packs a score so that the larger number wins, ties going to the lowest id; see order_of.
 __device__ __forceinline__ uint64_t score_of(float x, float noise, int id) {
   return order_of(__fadd_rn(x, noise), id);
 }
 
-// Sum of the masses of the row's candidates from `threshold` up, and their number.
+// Returns the total mass of the row's candidates from `threshold` up; *count is their number.
 __device__ uint64_t row_mass(const Job& job, uint64_t threshold, uint64_t* scratch, int* count) {
   uint64_t sum = 0;
   int n = 0;
@@ -58,12 +58,12 @@ __device__ uint64_t row_mass(const Job& job, uint64_t threshold, uint64_t* scrat
   return block_reduce<kWarps>(sum, Sum<uint64_t>(), scratch);
 }
 
-// A bound, with a factor of 2 to spare, on the relative error between the tiles' sum of 2^x over a
-// row and the sum of masses: x is off by at most 40 * 2^-23 where it matters (4e-6), ex2.approx by
-// 2^-22, the sums by 3e-6, and the masses lose up to 2^21 steps of 2^-40 (2e-6).
+// Bound on the relative error of the tiles' sum of 2^x over a row, compared with the sum of masses,
+// with a factor of 2 to spare: x is off by at most 40 * 2^-23 where it matters (4e-6), ex2.approx
+// by 2^-22, the sums by 3e-6, and the masses lose up to 2^21 steps of 2^-40 (2e-6).
 constexpr float kTotalError = 2e-5f;
 
-// The sum of 2^x over the row, within kTotalError.
+// Returns the sum of 2^x over the row, within kTotalError.
 __device__ float approximate_total(const Job& job, const Tile* tiles, int num_tiles,
                                    uint64_t* scratch) {
   float sum = 0.0f;
@@ -76,10 +76,10 @@ __device__ float approximate_total(const Job& job, const Tile* tiles, int num_ti
   return block_reduce<kWarps>(sum, Sum<float>(), scratch);
 }
 
-// This thread's kEntries neighbours among the n entries of s.sorted; -inf past the last.
+// This thread's kEntries consecutive entries of s.sorted[0..n); -inf past the end.
 struct Entries {
   float x[kEntries];
-  uint64_t mass_upto[kEntries];  // mass of the entries up to and including this one
+  uint64_t mass_upto[kEntries];  // total mass of the entries up to and including this one
 
   __device__ __forceinline__ Entries(const Job& job, int n, const ChooseShared& s) {
 #pragma unroll
@@ -91,7 +91,7 @@ struct Entries {
   static __device__ __forceinline__ int index(int k) {
     return kEntries * static_cast<int>(threadIdx.x) + k;
   }
-  // Fills mass_upto over the first `limit` entries; returns the sum of all their masses.
+  // Fills mass_upto over the first `limit` entries; returns their total mass.
   __device__ __forceinline__ uint64_t add_masses(int limit, uint64_t* scratch) {
     uint64_t own = 0, sum;
 #pragma unroll
@@ -104,7 +104,7 @@ struct Entries {
     for (int k = 0; k < kEntries; ++k) mass_upto[k] += before;
     return sum;
   }
-  // Number of the block's entries that satisfy the predicate.
+  // Returns how many of the block's entries satisfy the predicate.
   template <typename Predicate>
   __device__ __forceinline__ int count(Predicate is_so) const {
     int sum = 0;
@@ -112,16 +112,16 @@ struct Entries {
     for (int k = 0; k < kEntries; ++k) sum += __syncthreads_count(is_so(k));
     return sum;
   }
-  // Number of the first `limit` entries whose mass_upto is less than `target`.
+  // Returns how many of the first `limit` entries have mass_upto < target.
   __device__ __forceinline__ int count_below(int limit, uint64_t target) const {
     return count([&](int k) { return index(k) < limit && mass_upto[k] < target; });
   }
 };
 
 constexpr int kUncertain = -1;    // the cut may lie past the list
-constexpr int kFarPastList = -2;  // so far that even a longer list would not reach it
+constexpr int kFarPastList = -2;  // so far past it that even a longer list would not reach it
 
-// Cuts the n entries of s.sorted; returns the number kept, or one of the above.
+// Cuts the n entries of s.sorted; returns the number kept, or one of the two codes above.
 __device__ int cut_list(const Job& job, int n, bool is_whole, const Tile* tiles, int num_tiles,
                         ChooseShared& s) {
   Entries entries(job, n, s);
@@ -153,10 +153,10 @@ __device__ __noinline__ uint64_t exact_score(float x, uint32_t word, int id) {
   return score_of(x, gumbel(word), id);
 }
 
-// A thread's state of a draw.
+// One thread's state during a draw.
 struct Drawing {
   uint64_t best;
-  float best_score;  // best known score of the block: lower scores cannot win
+  float best_score;  // best score known to the block: lower scores cannot win
 
   __device__ __forceinline__ bool can_win(float x, uint32_t word) const {
     return x + gumbel_bound(word) >= best_score;
@@ -170,7 +170,7 @@ struct Drawing {
   }
 };
 
-// Begins a draw by the whole block.
+// Begins a draw. All threads of the block must call it.
 __device__ __forceinline__ Drawing begin_drawing(ChooseShared& s) {
   // Lower than the score of the largest logit (x = 0), which some thread always draws.
   if (threadIdx.x == 0) s.best_key = ordered_key(kGumbelLowest);
@@ -178,7 +178,7 @@ __device__ __forceinline__ Drawing begin_drawing(ChooseShared& s) {
   return Drawing{0, kGumbelLowest};
 }
 
-// Shares the best score with the other threads. This only saves work, so a late reader does no
+// Shares the best score with the other threads. This only saves work, so reading it late does no
 // harm.
 __device__ __forceinline__ void share_best(Drawing& drawing, ChooseShared& s) {
   volatile uint32_t* shared = &s.best_key;
@@ -188,7 +188,7 @@ __device__ __forceinline__ void share_best(Drawing& drawing, ChooseShared& s) {
   drawing.best_score = from_ordered_key(max(best, known));
 }
 
-// The best of all threads' draws, returned to every thread.
+// Returns the best of all threads' draws to every thread.
 __device__ __forceinline__ uint64_t end_drawing(const Drawing& drawing, ChooseShared& s) {
   return block_reduce<kWarps>(drawing.best, Max<uint64_t>(), s.select.scratch);
 }
@@ -212,8 +212,9 @@ __device__ __forceinline__ void draw_list(const Job& job, int n, const ChooseSha
   }
 }
 
-// This thread's part of a draw among kGroups groups, kThreads apart: first all random words, which
-// are independent, then the few scores that can win. Adds the number of candidates to n.
+// This thread's part of a draw among kGroups groups, kThreads apart. First computes all random
+// words, which are independent, then the few scores that can win. Adds the number of candidates to
+// n.
 template <bool kHasThreshold, int kGroups>
 __device__ __forceinline__ void draw_batch(const Job& job, uint64_t threshold, int first, int end,
                                            Drawing& drawing, int& n) {
@@ -250,7 +251,7 @@ __device__ __forceinline__ void draw_batch(const Job& job, uint64_t threshold, i
     drawing.consider(x[i / 4].v[i % 4], words[i / 4].v[i % 4], 4 * group(i / 4) + i % 4);
 }
 
-// Draws among the row's candidates from `threshold` up, in groups [begin, end); counts them.
+// Draws among the row's candidates from `threshold` up in groups [begin, end), and counts them.
 template <bool kHasThreshold>
 __device__ uint64_t draw_row(const Job& job, uint64_t threshold, int begin, int end,
                              ChooseShared& s, int* count) {

@@ -1,4 +1,4 @@
-// Second stage of sampling: sample_choose, one or more blocks per row.
+// Second stage of sampling, sample_choose: one or more blocks per row.
 #pragma once
 
 #include "sample/result.cuh"
@@ -16,13 +16,13 @@ __device__ __forceinline__ bool has_usable_parameters(const SampleChooseParams& 
          is_finite(presence) && is_finite(frequency);
 }
 
-// The lowest of the segments' largest logits, ignoring -inf.
+// Returns the lowest of the segments' maxima, ignoring -inf.
 __device__ __forceinline__ float lowest_of_largest(const uint32_t (&keys)[kKeysPerThread],
                                                    uint64_t* scratch) {
   return from_ordered_key(~block_max<kWarps>(inverse_of_lowest(keys), scratch));
 }
 
-// The lowest id whose logit has the key `top`, the largest of all.
+// Returns the lowest id whose logit has the key `top`, the largest of all keys.
 __device__ int first_of_largest(const Row& row, const uint32_t (&keys)[kKeysPerThread],
                                 uint32_t top, int shift, uint64_t* scratch) {
   uint32_t inverse = 0;
@@ -43,7 +43,7 @@ __device__ int first_of_largest(const Row& row, const uint32_t (&keys)[kKeysPerT
   return static_cast<int>(~block_max<kWarps>(inverse, scratch));
 }
 
-// Joins the draws of the row's blocks; returns true in the last block to arrive, which holds the
+// Merges the draws of the row's blocks; returns true in the last block to arrive, which holds the
 // result.
 __device__ bool join_draws(DrawState* state, uint64_t* best, int* num_kept, ChooseShared& s) {
   if (gridDim.y == 1) return true;
@@ -60,7 +60,7 @@ __device__ bool join_draws(DrawState* state, uint64_t* best, int* num_kept, Choo
   *best = s.list[0];
   *num_kept = s.size;
   const bool is_last = s.is_last;
-  __syncthreads();  // SAFETY: all have read s.list and s.size before they are used again.
+  __syncthreads();  // SAFETY: all threads have read s.list and s.size before they are reused.
   return is_last;
 }
 
@@ -90,7 +90,7 @@ __device__ __forceinline__ Result choose_from_list(const SampleChooseParams& p, 
 
 // This block's role for row blockIdx.x.
 struct Role {
-  bool is_random;  // a draw; else the largest logit wins
+  bool is_random;  // the token is drawn; false: the largest logit wins
   bool is_shared;  // a draw without filters, shared by all blocks of the row
   bool is_helper;  // the row may need a walk: its blocks then also help with other walks
   bool is_owner;   // the block chooses the row's token, or takes part in its draw
@@ -104,7 +104,7 @@ struct Role {
   }
 };
 
-// This block's share of a draw among all of the row's candidates; returns true if this block holds
+// This block's share of a draw among all candidates of the row; returns true if this block holds
 // the result.
 __device__ __forceinline__ bool draw_share(const SampleChooseParams& p, int64_t b, const Job& job,
                                            Result& result, ChooseShared& s) {
@@ -117,8 +117,8 @@ __device__ __forceinline__ bool draw_share(const SampleChooseParams& p, int64_t 
   return true;
 }
 
-// Chooses row b's token, or queues a walk of the row (*own: its index). Returns false if another
-// block holds the result.
+// Chooses row b's token, or queues a walk of the row and stores its index in *own. Returns false if
+// another block holds the result.
 __device__ __forceinline__ bool choose_owned(const SharedWalks& walks, const Role& role, int64_t b,
                                              const uint32_t (&keys)[kKeysPerThread], Result& result,
                                              int* own, ChooseShared& s) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ bool choose_owned(const SharedWalks& walks, const Rol
 __device__ __forceinline__ bool serve_walks(const SharedWalks& walks, const Role& role,
                                             Result& result, int own, ChooseShared& s) {
   for (uint32_t turn = blockIdx.x + blockIdx.y * gridDim.x; own != kMaxWalks; ++turn) {
-    // Opaque to the compiler: addresses that depend on it are not hoisted out of the loop into
+    // Opaque to the compiler, so that it does not hoist dependent addresses out of the loop into
     // registers.
     int row = static_cast<int>(blockIdx.x);
     asm volatile("" : "+r"(row));
@@ -175,7 +175,7 @@ __device__ __forceinline__ bool serve_walks(const SharedWalks& walks, const Role
   return true;
 }
 
-// Walks the row without help.
+// Walks the row without help from other blocks.
 __device__ __forceinline__ void walk_alone(const SharedWalks& walks, int64_t b, Result& result,
                                            ChooseShared& s) {
   const SampleChooseParams& p = walks.p;

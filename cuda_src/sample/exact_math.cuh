@@ -1,12 +1,12 @@
 // log2 and 2^x, bit for bit equal to engine/reference/_exact_math.py.
 //
 // Every operation is an _rn intrinsic: rounded once, and never contracted to a fused multiply-add,
-// which NumPy does not use. The coefficients are those of the mirror.
+// which NumPy does not use. The coefficients are the mirror's.
 #pragma once
 
 #include "common/types.cuh"
 
-constexpr int kMassBits = 40;  // a mass is a whole number of steps of 2^-40
+constexpr int kMassBits = 40;  // a mass is an integer number of steps of 2^-40
 
 template <int kTerms>
 __device__ __forceinline__ float horner(const float (&coefficients)[kTerms], float t) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ float exact_log2(float y) {
   return __fadd_rn(__int2float_rn(exponent), log2_one_plus(__fsub_rn(mantissa, 1.0f)));
 }
 
-// x rounded down, for |x| < 2^21: the low bits of x + 1.5 * 2^23 are the integer. Additions are
+// Rounding down, for |x| < 2^21: the low bits of x + 1.5 * 2^23 are the integer. Additions are
 // faster than conversions, which run on the special function unit.
 constexpr float kRoundingPoint = 12582912.0f;
 __device__ __forceinline__ int round_down(float x) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ int round_down(float x) {
   return __float_as_int(moved) - __float_as_int(kRoundingPoint);
 }
 
-// 2^x for x <= 0 in steps of 2^-40, rounded down; 0 below -40.
+// 2^x for x <= 0 as a number of steps of 2^-40, rounded down; 0 if x < -40.
 __device__ __forceinline__ uint64_t mass(float x) {
   constexpr float kExp2[] = {0.6931471824645996f,    0.2402271330356598f,
                              0.055496569722890854f,  0.009650635533034801f,
@@ -60,7 +60,7 @@ __device__ __forceinline__ uint64_t share_of(uint64_t total, uint32_t steps) {
   return (total >> 24) * steps + (low >> 24);
 }
 
-// A uint32 that compares like the float; -0 and 0 share a key.
+// Maps a float to a uint32 that compares like it; -0 and 0 share a key.
 __device__ __forceinline__ uint32_t ordered_key(float x) {
   const uint32_t bits = __float_as_uint(__fadd_rn(x, 0.0f));
   return bits ^ ((bits >> 31) ? 0xffffffffu : 0x80000000u);

@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon et al., SC 2011) and Gumbel noise; mirror engine/reference/_philox.py.
+// Philox4x32-10 (Salmon et al., SC 2011) and Gumbel noise. Mirror: engine/reference/_philox.py
 #pragma once
 
 #include "sample/exact_math.cuh"
@@ -8,7 +8,7 @@ struct Words {
   uint32_t v[4];
 };
 
-// The four random words of counter (group, position, 0) under the key `seed`.
+// Returns the four random words of counter (group, position, 0) under the key `seed`.
 __device__ __forceinline__ Words philox(uint64_t seed, uint64_t position, uint32_t group) {
   uint32_t c0 = group, c1 = static_cast<uint32_t>(position);
   uint32_t c2 = static_cast<uint32_t>(position >> 32), c3 = 0;
@@ -27,7 +27,7 @@ __device__ __forceinline__ Words philox(uint64_t seed, uint64_t position, uint32
   return Words{{c0, c1, c2, c3}};
 }
 
-// -log2(-log2(u)) with u = (word + 1/2) / 2^32; near 1 computed from 1 - u, which loses no digits.
+// -log2(-log2(u)) with u = (word + 1/2) / 2^32. Near u = 1 it uses 1 - u, which loses no digits.
 __device__ __forceinline__ float gumbel(uint32_t word) {
   float minus_log;
   if (word >= 0xb504f334u) {  // u >= sqrt(1/2)
@@ -38,10 +38,10 @@ __device__ __forceinline__ float gumbel(uint32_t word) {
   return -exact_log2(minus_log);
 }
 
-// A cheap upper bound of gumbel(word): 1 - u >= 2^(-1 - z) with z leading zeros of ~word, and
+// A cheap upper bound on gumbel(word): with z leading zeros of ~word, 1 - u >= 2^(-1 - z), and
 // -log2(u) >= (1 - u) / ln 2.
 __device__ __forceinline__ float gumbel_bound(uint32_t word) {
   return __int2float_rn(__clz(~word)) + 0.5f;
 }
 constexpr float kGumbelLowest = -6.0f;   // below gumbel(0) = -5.04
-constexpr float kGumbelHighest = 32.5f;  // no gumbel_bound is higher
+constexpr float kGumbelHighest = 32.5f;  // upper limit of gumbel_bound

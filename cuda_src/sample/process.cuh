@@ -5,9 +5,9 @@
 
 constexpr int kInPrompt = 1 << 30;
 
-// Repetition, presence and frequency penalties on logits [begin, begin + size) of a row. Counts the
-// ids' occurrences in the history, then one thread for each distinct id changes its logit. Logit
-// and count of id are logits[id - begin] and counts[id - begin]; all counts are 0 before and after.
+// Applies repetition, presence and frequency penalties to logits [begin, begin + size) of a row.
+// Counts each id's occurrences in the history; then one thread per distinct id changes its logit.
+// Index id - begin of `logits` and `counts` belongs to id; all counts are 0 before and after.
 __device__ void penalize(float* logits, int* counts, const int* history, int len, int prompt_len,
                          int begin, int size, float repetition, float presence, float frequency) {
   for (int i = threadIdx.x; i < len; i += blockDim.x) {
@@ -57,8 +57,8 @@ struct RowChanges {
   }
 };
 
-// Writes logits [begin, begin + size) of row b, changed, to `changed`. Ends with a barrier of the
-// block.
+// Writes the processed logits [begin, begin + size) of row b to `changed`. Ends with a block
+// barrier.
 __device__ __forceinline__ void change_chunk(const SampleScanParams& p, const RowChanges& changes,
                                              int64_t b, int begin, int size, float* changed,
                                              int* counts) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void change_chunk(const SampleScanParams& p, const Ro
     const float x = row[id];
     const bool stays =
         !changes.mask || (static_cast<uint32_t>(changes.mask[id / 32]) >> (id % 32) & 1u);
-    changed[i] = stays || is_bad(x) ? x : minus_inf();  // a NaN is reported even where it is masked
+    changed[i] = stays || is_bad(x) ? x : minus_inf();  // NaN is reported even if masked
     counts[i] = 0;
   }
   __syncthreads();

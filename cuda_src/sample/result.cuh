@@ -1,14 +1,14 @@
-// The result of a row, and its output with log-probabilities.
+// Result of a row, and its output with log-probabilities.
 #pragma once
 
 #include "sample/shared_walk.cuh"
 
 constexpr int kOk = 0, kBadLogits = 1, kBadParameter = 2;
 
-// The result of a row; the token is an id, or one of these.
+// Result of a row; the token is an id or one of these codes.
 struct Result {
   int token;
-  int num_listed;  // entries of s.sorted; negative: no list
+  int num_listed;  // number of entries in s.sorted; negative: no list
   int kept;        // number of candidates in the draw
 };
 constexpr int kNoToken = -1, kBadLogitsToken = -2, kBadParameterToken = -3;
@@ -34,7 +34,7 @@ struct LogSum {
   float largest, log_sum;
 };
 
-// The log-sum-exp of the row's raw logits, as the sum of the two fields.
+// Returns the log-sum-exp of the row's raw logits, as the sum of two fields.
 __device__ LogSum log_sum_of(const Tile* tiles, int num_tiles, uint64_t* scratch) {
   float largest = minus_inf(), sum = 0.0f;
 #pragma unroll 1
@@ -50,7 +50,7 @@ __device__ LogSum log_sum_of(const Tile* tiles, int num_tiles, uint64_t* scratch
   return LogSum{largest, logf(block_reduce<kWarps>(sum, Sum<float>(), scratch))};
 }
 
-// Lists the num_top largest logits of the row in s.sorted, by a search of the row.
+// Searches the row for its num_top largest logits, and lists them in s.sorted.
 __device__ void list_top(const Row& row, int num_top, ChooseShared& s) {
   const uint64_t threshold =
       select_order<kWarps>(row, [](uint64_t, float) -> uint64_t { return 1; }, num_top, s.select);

@@ -1,22 +1,22 @@
-// Cutting and drawing by walking the row: for more candidates than a list holds.
+// Cuts and draws by walking the row, for rows with more candidates than a list holds.
 //
-// A first walk adds the candidates' masses to bins of x, which yield the total and the bin with the
-// cut. The next walk lists this bin for sorting. Only if a bin holds too many candidates (ties), a
-// digit-by-digit search finds the cut. A last walk draws. If only top_p and min_p cut, several
-// blocks walk together (shared_walk.cuh).
+// The first walk adds the candidates' masses to bins of x, which yield the total and the bin that
+// contains the cut. The next walk lists this bin for sorting; only if the bin holds too many
+// candidates (ties), a digit-by-digit search finds the cut instead. The last walk draws. If top_p
+// and min_p are the only filters, several blocks walk together (shared_walk.cuh).
 #pragma once
 
 #include "sample/candidates.cuh"
 
-// Count and mass of the bins before this thread's kBinsPerThread neighbours.
+// Count and mass of the bins that precede this thread's kBinsPerThread neighbouring bins.
 struct RowBins {
   int count_before;
   uint64_t mass_before;
 };
 constexpr int kBinsPerThread = kBins / kThreads;
 
-// Bins of x for a row. `low` is a logit that every segment reaches, except segments of -inf: a
-// useful cut lies within a few times its distance from the top.
+// Returns the bins of x for a row. `low` is a logit that every segment reaches, except segments of
+// -inf: a useful cut lies within a few times its distance from the top.
 __device__ __forceinline__ LinearBins<kBins> bins_of(const Job& job, float low) {
   constexpr float kReach = 3.0f;
   return LinearBins<kBins>(fmaxf(kReach * job.x(low), job.lowest_x), 0.0f);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void add_to_bins(const Job& job, const LinearBins<kBi
       [] {});
 }
 
-// Prefix sums of the filled bins; also the number of candidates and their mass.
+// Computes prefix sums of the filled bins, the number of candidates and their total mass.
 __device__ __forceinline__ RowBins sum_bins(ChooseShared& s, int* count, uint64_t* mass_of_all) {
   Histogram& bins = s.select.bins;
   RowBins result;
@@ -67,8 +67,8 @@ __device__ __forceinline__ RowBins sum_bins(ChooseShared& s, int* count, uint64_
   return result;
 }
 
-// The bin at which the counts (or masses) of `rows` reach `target`; *before_count and *before_mass
-// are those of the preceding bins.
+// Returns the bin at which the counts (or masses) of `rows` reach `target`; *before_count and
+// *before_mass are the totals of the preceding bins.
 template <bool kByMass>
 __device__ int find_bin(const RowBins& rows, uint64_t target, ChooseShared& s, int* before_count,
                         uint64_t* before_mass) {
@@ -79,7 +79,7 @@ __device__ int find_bin(const RowBins& rows, uint64_t target, ChooseShared& s, i
     const int bin = static_cast<int>(threadIdx.x) * kBinsPerThread + i;
     const uint64_t before = kByMass ? mass_upto : count;
     const uint64_t own = kByMass ? bins.mass(bin) : bins.count[bin];
-    if (before < target && target <= before + own) {  // one thread, once
+    if (before < target && target <= before + own) {  // true in exactly one thread
       s.select.bin = bin;
       s.select.before = count;
       s.select.rest = mass_upto;
@@ -113,8 +113,8 @@ __device__ __forceinline__ int list_bin(const Job& job, const LinearBins<kBins>&
   return n;
 }
 
-// Number of the n entries of s.sorted that are kept: up to the one at which their masses plus
-// `mass_before`, that of the preceding bins, reach `needed`.
+// Returns how many of the n entries of s.sorted are kept: up to the one at which their masses, plus
+// `mass_before` of the preceding bins, reach `needed`.
 __device__ __forceinline__ int cut_bin(const Job& job, int n, uint64_t mass_before, uint64_t needed,
                                        ChooseShared& s) {
   Entries entries(job, n, s);
@@ -122,7 +122,7 @@ __device__ __forceinline__ int cut_bin(const Job& job, int n, uint64_t mass_befo
   return 1 + entries.count_below(n, needed - mass_before);
 }
 
-// The order number of the last candidate that is kept, searched digit by digit.
+// Searches digit by digit for the order number of the last candidate to keep.
 __device__ uint64_t search_row(const Job& job, ChooseShared& s) {
   int count;
   uint64_t total = row_mass(job, 0, s.select.scratch, &count);
@@ -149,7 +149,7 @@ __device__ __forceinline__ bool is_small(int bin, const ChooseShared& s) {
   return s.select.bins.count[bin] <= static_cast<uint32_t>(kMaxCandidates);
 }
 
-// The same by bins, if these are fine enough.
+// Like search_row, but by bins; falls back to search_row if a bin holds too many candidates.
 __device__ __forceinline__ uint64_t cut_row(const Job& job, float low, ChooseShared& s) {
   int count, before_count;
   uint64_t total, before_mass, threshold = 0;
@@ -175,8 +175,8 @@ __device__ __forceinline__ uint64_t cut_row(const Job& job, float low, ChooseSha
   return s.sorted[cut_bin(job, n, before_mass, needed, s) - 1];
 }
 
-// Cuts and draws by walking the row; `low` is as for bins_of. Returns the winner's score and the
-// number of candidates.
+// Cuts and draws by walking the row; `low`: see bins_of. Returns the winner's score and the number
+// of candidates.
 __device__ __forceinline__ uint64_t choose_from_row(const Job& job, float low, ChooseShared& s,
                                                     int* kept) {
   const bool is_all = job.top_k == 0 && job.share == kWholeShare;

@@ -9,23 +9,23 @@
 
 constexpr int kThreads = 512;  // one block per row
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kKeysPerThread = kMaxSegments / kThreads;  // keys of segments per thread
-constexpr int kEntries = 2;                              // neighbouring list entries per thread
+constexpr int kKeysPerThread = kMaxSegments / kThreads;  // segment keys per thread
+constexpr int kEntries = 2;                              // consecutive list entries per thread
 constexpr int kMaxCandidates = kEntries * kThreads;
 constexpr int kListed = 128;  // minimum number of listed logits without top_k
 
 struct ChooseShared {
   SelectShared select;
   uint64_t list[kMaxCandidates], sorted[kMaxCandidates];
-  uint32_t segments[kMaxCandidates];  // also the bins while the list is sorted
+  uint32_t segments[kMaxCandidates];  // reused for bins while the list is sorted
   int size, num_segments;
   uint32_t best_key;         // best score seen by any thread
-  uint32_t broadcast_value;  // a broadcast by thread 0
+  uint32_t broadcast_value;  // value broadcast by thread 0
   bool is_last;
 };
 
-// Bins of values, numbered from `high` down. Values below `low` are in the last bin, as are all
-// values if the two are equal.
+// Bins of values, numbered from `high` down. The last bin also holds all values below `low`, or
+// every value if `low` equals `high`.
 template <int kNumBins>
 struct LinearBins {
   float high, steps;
@@ -38,16 +38,16 @@ struct LinearBins {
   }
 };
 
-// Sorts s.list[0..n), whose entries are distinct, into s.sorted, descending. An entry's rank is the
-// number of those above it; with many entries they are binned first, and compared within a bin
-// only.
+// Sorts s.list[0..n), whose entries are distinct, into s.sorted in descending order. An entry's
+// rank is the number of larger entries; many entries are binned first, and compared only within
+// their bin.
 __device__ __forceinline__ void sort_list(int n, ChooseShared& s) {
   if (n <= kThreads / 2) {
     block_sort_descending(s.list, n, s.sorted);
     return;
   }
   uint64_t own[kEntries];
-  uint32_t top = 0, inverse = 0;  // the largest key, and the inverse of the lowest
+  uint32_t top = 0, inverse = 0;  // largest key, inverse of the lowest key
 #pragma unroll
   for (int k = 0; k < kEntries; ++k) {
     const int i = k * kThreads + static_cast<int>(threadIdx.x);
@@ -68,7 +68,7 @@ __device__ __forceinline__ void sort_list(int n, ChooseShared& s) {
     place[k] = static_cast<int>(atomicAdd(&s.segments[bin[k]], 1u));
   }
   __syncthreads();
-  // Each bin's count and, in the upper half of the word, the count before it.
+  // A bin's word: its count and, in the upper half, the count before it.
   const int first = kEntries * static_cast<int>(threadIdx.x);
   int count[kEntries], sum = 0;
 #pragma unroll
@@ -99,7 +99,7 @@ __device__ __forceinline__ void sort_list(int n, ChooseShared& s) {
   __syncthreads();
 }
 
-// The bitwise inverse of the thread's lowest key above that of -inf, or 0.
+// Returns the bitwise inverse of the thread's lowest key above the key of -inf; 0 if it has none.
 __device__ __forceinline__ uint32_t inverse_of_lowest(const uint32_t (&keys)[kKeysPerThread]) {
   uint32_t inverse = 0;
 #pragma unroll
@@ -108,9 +108,9 @@ __device__ __forceinline__ uint32_t inverse_of_lowest(const uint32_t (&keys)[kKe
   return inverse;
 }
 
-// Bins the keys and lists in s.segments those of the first bins that hold at least `wanted` keys,
-// or all. Returns the last such bin, and in *count the number of segments, which are not listed if
-// s.segments cannot hold them.
+// Bins the keys, and lists in s.segments the segments of the first bins that together hold at least
+// `wanted` keys, or all. Returns the last such bin; *count is the number of segments, which are not
+// listed if s.segments cannot hold them.
 __device__ __forceinline__ int select_segments(const LinearBins<kThreads>& linear,
                                                const uint32_t (&keys)[kKeysPerThread], int wanted,
                                                ChooseShared& s, int* count) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ int select_segments(const LinearBins<kThreads>& linea
   const int own = bins[threadIdx.x];
   const int sum = block_inclusive_count<kWarps>(own, s.select.scratch);
   const bool is_end = threadIdx.x == kThreads - 1 && sum < wanted;
-  if (is_end || (sum >= wanted && sum - own < wanted)) {  // one thread
+  if (is_end || (sum >= wanted && sum - own < wanted)) {  // true in exactly one thread
     s.select.bin = threadIdx.x;
     s.select.before = sum;
   }
@@ -143,8 +143,8 @@ __device__ __forceinline__ int select_segments(const LinearBins<kThreads>& linea
   return last_bin;
 }
 
-// Appends to s.list the logits of s.segments in bins up to last_bin; s.size counts all of them,
-// even those that do not fit into the list.
+// Appends to s.list the logits of the segments in s.segments that lie in bins up to last_bin;
+// s.size counts all of them, even those that do not fit into the list.
 __device__ __forceinline__ void read_segments(const Row& row, const LinearBins<kThreads>& linear,
                                               int last_bin, int count, int shift, ChooseShared& s) {
   const int num_parts = count << shift;  // parts of kSegment logits, one warp each
@@ -176,16 +176,15 @@ __device__ __forceinline__ void read_segments(const Row& row, const LinearBins<k
   __syncthreads();
 }
 
-// Puts the row's largest logits into s.sorted, in descending order: at least min(wanted, all) of
-// them, and none that is -inf.
-// Returns their number, or -1 if a list cannot hold them. `keys` are those of segments threadIdx.x
-// + i * kThreads, `top` is the largest of all keys. *is_whole tells whether the list holds the
-// whole row.
+// Puts the row's largest logits into s.sorted in descending order: at least min(wanted, all) of
+// them, and no -inf. Returns their number, or -1 if a list cannot hold them. `keys`: the keys of
+// segments threadIdx.x + i * kThreads. `top`: the largest of all keys. *is_whole: whether the list
+// holds the whole row.
 __device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeysPerThread], uint32_t top,
                             int wanted, int shift, ChooseShared& s, bool* is_whole) {
   reinterpret_cast<int*>(s.select.bins.count)[threadIdx.x] = 0;
   if (threadIdx.x == 0) s.size = s.num_segments = 0;
-  // SAFETY: the barriers of block_max come before the bins are added to.
+  // SAFETY: block_max has barriers, so nothing is added to the bins too early.
   const float low = from_ordered_key(~block_max<kWarps>(inverse_of_lowest(keys), s.select.scratch));
   const LinearBins<kThreads> linear(low, from_ordered_key(top));
   int count;
@@ -199,8 +198,8 @@ __device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeysPerThrea
   return n;
 }
 
-// The number to request from list_largest such that the list rarely overflows: n random logits lie
-// in about N (1 - e^(-n / N)) of N segments.
+// The number of logits to request from list_largest such that the list rarely overflows: n random
+// logits lie in about N (1 - e^(-n / N)) of N segments.
 __device__ __forceinline__ int most_listed(int num_segments) {
   constexpr float kFill = 0.9f * kMaxCandidates * kLog2E;
   return static_cast<int>(num_segments * (1.0f - approximate_exp2(-kFill / num_segments)));

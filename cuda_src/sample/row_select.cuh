@@ -1,7 +1,7 @@
-// Walking a row of logits, and selecting the first logits of its order without sorting.
+// Walks a row of logits, and selects the first logits of its order without sorting.
 //
-// The order is (logit descending, id ascending): that of the distinct 54-bit numbers
-// order_of(logit, id) = ordered_key(logit) << 22 | 2^22 - 1 - id, descending.
+// The order is (logit descending, id ascending), which is the descending order of the distinct
+// 54-bit numbers order_of(logit, id) = ordered_key(logit) << 22 | 2^22 - 1 - id.
 #pragma once
 
 #include "sample/block.cuh"
@@ -37,7 +37,7 @@ struct Row {
       : data(data), size(size), is_aligned(reinterpret_cast<uint64_t>(data) % 16 == 0) {}
   __device__ __forceinline__ int num_groups() const { return (size + 3) / 4; }
 
-  // Ids 4 * group .. 4 * group + 3; -inf past the end.
+  // Logits of ids 4 * group .. 4 * group + 3; -inf past the end.
   __device__ __forceinline__ Vec<float, 4> group(int group) const {
     const int id = 4 * group;
     if (is_aligned && id + 4 <= size) return load_vec<float, 4>(data + id);
@@ -48,11 +48,12 @@ struct Row {
   }
 };
 
-// Loads in flight per thread that walks a row: as many as registers allow.
+// Loads in flight per thread during a walk: as many as registers allow.
 constexpr int kLoads = __CUDA_ARCH__ >= 1200 ? 2 : 4;
 
 // Calls body(logits, group) for the groups [begin, end) of four ids, spread over the block's
-// threads, and after_batch() for all threads of the block together after every kLoads of them.
+// threads. After every kLoads groups per thread, all threads of the block call after_batch()
+// together.
 template <typename Body, typename AfterBatch>
 __device__ __forceinline__ void for_each_group(const Row& row, int begin, int end, Body body,
                                                AfterBatch after_batch) {
@@ -73,7 +74,7 @@ __device__ __forceinline__ void for_each_group(const Row& row, int begin, int en
   }
 }
 
-// Calls body(logit, id) for every id of the row, each once, spread over the block's threads.
+// Calls body(logit, id) once for every id of the row, spread over the block's threads.
 template <typename Body>
 __device__ __forceinline__ void for_each_id(const Row& row, Body body) {
   for_each_group(
@@ -89,8 +90,8 @@ __device__ __forceinline__ void for_each_id(const Row& row, Body body) {
 
 constexpr int kBins = 2048;
 
-// Counts and masses by bin. A 64-bit mass is two words; the thread whose addition wraps the low
-// word carries. Integer sums, so the order of the atomics does not matter.
+// Counts and masses by bin. A 64-bit mass is two words; the thread whose addition overflows the low
+// word carries. The sums are integers, so the order of the atomics does not matter.
 struct Histogram {
   uint32_t count[kBins], low[kBins], high[kBins];
 
@@ -114,10 +115,10 @@ struct SelectShared {
   bool is_done;
 };
 
-// Finds the shortest prefix of the order whose masses reach `target`. Returns a threshold: logits
-// of the prefix have order numbers from it up, all others with a mass have lower ones.
-// mass_of(order, logit) is an integer: 0 if not a candidate; to count candidates, 1 for each. All
-// masses must sum to at least `target`, which is >= 1.
+// Finds the shortest prefix of the order whose masses add up to `target`. Returns a threshold:
+// logits of the prefix have order numbers >= the threshold, all other logits with a mass have lower
+// ones. mass_of(order, logit) is an integer: 0 if not a candidate; to count candidates, 1 for each.
+// All masses must add up to at least `target`, which is >= 1.
 //
 // A radix search from the top digit: at most five passes over the row, fewer if a whole bin is
 // taken. The block has kWarps * 32 threads, which divide kBins.
@@ -146,7 +147,7 @@ __device__ uint64_t select_order(const Row& row, MassOf mass_of, uint64_t target
     uint64_t mine = 0, total;
     for (int i = 0; i < kBinsPerThread; ++i) mine += s.bins.mass(top_bin - i);
     uint64_t before = block_inclusive_scan<kWarps>(mine, s.scratch, &total) - mine;
-    if (before < target && target <= before + mine) {  // one thread
+    if (before < target && target <= before + mine) {  // true in exactly one thread
       int bin = top_bin;
       while (before + s.bins.mass(bin) < target) before += s.bins.mass(bin--);
       s.bin = bin;

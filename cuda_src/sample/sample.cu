@@ -1,27 +1,27 @@
-// Sampling: process each row of logits, cut its candidates, draw one; no sort of the row.
+// Sampling: processes each row of logits, filters its candidates and draws one, without sorting.
 //
-// Formula and order of the steps: the notes of engine/kernels/sample.py, which uses the same
+// Formulas and order of the steps: see the notes of engine/kernels/sample.py, which uses the same
 // argument names. Arguments: SampleScanParams in scan.cuh, SampleChooseParams in choose_params.cuh.
 //
 // Numerics: everything that affects the choice of the token is float32 with one rounding per
-// operation, or integer arithmetic, so it equals the mirror bit for bit (exact_math.cuh). Only the
-// log-probabilities, and bounds with a proven margin, use other functions.
-// Parallelisation: sample_scan, one warp per tile of 1024 logits without barriers, is the only full
-// read of the logits: it keeps the largest logit of every segment (segments.cuh).
-// sample_scan_process does the same for rows that may need processing first: a block processes its
-// four tiles in shared memory (process.cuh). sample_choose, one block of 512 threads per row,
-// determines from the keys which segments can contain a candidate, lists these, cuts and draws
-// (candidates.cuh). If a list cannot hold the candidates, it walks the row together with other
-// blocks (shared_walk.cuh) or alone (row_cut.cuh); if nothing is cut, several blocks share the
-// row's draw.
+// operation, or integer arithmetic, so it equals the mirror bit for bit (exact_math.cuh). Other
+// functions are used only for the log-probabilities and for bounds with a proven margin.
+// Parallelisation: sample_scan, one warp per tile of 1024 logits and no barriers, makes the only
+// full read of the logits: it keeps the largest logit of every segment (segments.cuh).
+// sample_scan_process does the same for rows that may need processing: each block first processes
+// its four tiles in shared memory (process.cuh). sample_choose, one block of 512 threads per row,
+// finds from the keys which segments can contain a candidate, lists them, cuts and draws
+// (candidates.cuh). If a list cannot hold the candidates, the block walks the row together with
+// other blocks (shared_walk.cuh) or alone (row_cut.cuh); if nothing is cut, several blocks share
+// the row's draw.
 //
-// Words:
+// Terms:
 //   key     a float's bits, mapped so that they compare like the float (ordered_key)
-//   order   key and id in one number: descending, it sorts by logit, equal logits by id
+//   order   key and id in one number: descending order sorts by logit, then by ascending id
 //   tile, segment   1024 and 128 neighbouring logits of a row
-//   mass    2^x as a whole number of steps of 2^-40, x = (logit - largest) / (temperature ln 2)
-//   share   top_p in steps of 2^-24: the part of all mass that the kept candidates must reach
-//   cut     the last candidate that top_k, top_p and min_p keep
+//   mass    2^x in integer steps of 2^-40, x = (logit - largest) / (temperature ln 2)
+//   share   top_p in steps of 2^-24: the fraction of the total mass to keep
+//   cut     the last candidate kept by top_k, top_p and min_p
 //   list    the row's largest logits, sorted, in shared memory
 //   walk    a pass over a whole row, in chunks that several blocks may take
 //   job, role   the parameters of a row's draw; a block's task for a row
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Role role(p, b);
   if (!role.is_owner && !role.is_helper) return;
   Result result{kNoToken, -1, 1};
-  int own = -1;  // this row's walk
+  int own = -1;  // index of this row's walk
   if (role.is_owner && !choose_owned(walks, role, b, keys, result, &own, smem)) return;
   if (serve_walks(walks, role, result, own, smem)) walk_alone(walks, b, result, smem);
 }

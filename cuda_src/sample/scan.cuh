@@ -1,25 +1,25 @@
-// First stage of sampling: one read of all logits, which produces keys of segments and sums of
-// tiles.
+// First stage of sampling: one read of all logits, which yields the segments' keys and the tiles'
+// sums.
 #pragma once
 
 #include "sample/segments.cuh"
 #include "sample/shared_walk.cuh"
 
 struct SampleScanParams {
-  const float* logits;          // (B, V), row b starts at b * stride; only read
-  int64_t stride;               // elements
-  int vocab;                    // V
-  const float* temperature;     // (B,) the filters: see engine/kernels/sample.py
-  const int* top_k;             // (B,)
-  const float* top_p;           // (B,)
-  const float* min_p;           // (B,)
-  int num_top;                  // log-probabilities to list; -1: none, not even the token's
+  const float* logits;       // (B, V), row b starts at b * stride; only read
+  int64_t stride;            // elements
+  int vocab;                 // V
+  const float* temperature;  // (B,) the filters: see engine/kernels/sample.py
+  const int* top_k;          // (B,)
+  const float* top_p;        // (B,)
+  const float* min_p;        // (B,)
+  int num_top;               // number of log-probabilities to list; -1: none, not even the token's
   int num_tiles, num_segments;  // tiles and segments per row
   int shift;                    // 2^shift segments share a key
-  uint32_t* keys;      // (B, 2, kMaxSegments) of the row; [:, 1]: of the raw logits if they differ
-  struct Tile* tiles;  // (B, num_tiles)
+  uint32_t* keys;            // (B, 2, kMaxSegments) keys; [:, 1]: raw logits' keys if they differ
+  struct Tile* tiles;        // (B, num_tiles)
   struct DrawState* states;  // (B,) zeroed here
-  struct WalkQueue* queue;   // one, zeroed here
+  struct WalkQueue* queue;   // a single queue, zeroed here
   // The fields below are null or 0 in sample_scan.
   const int* history;  // (B, max_history) ids so far, or null
   int max_history;
@@ -33,9 +33,9 @@ struct SampleScanParams {
   const int* cu_logit_bias;         // (B + 1,) row b's entries are [cu[b], cu[b + 1])
   int num_bias;
   const int* allowed;       // (B or num_allowed, ceil(V / 32)) bit masks, or null
-  const int* allowed_rows;  // (B,) the mask of each row, none if outside [0, num_allowed), or null
+  const int* allowed_rows;  // (B,) mask index; outside [0, num_allowed): no mask; or null
   int num_allowed;
-  float* processed;          // (B, V) rows that were changed, processed_stride apart
+  float* processed;          // (B, V) changed rows, processed_stride apart
   int64_t processed_stride;  // elements
   int* is_processed;         // (B,) whether the row was changed
 };
@@ -70,7 +70,7 @@ struct ScanPlace {
   }
 };
 
-// Keys and sums of one tile of row b; x is processed if is_changed.
+// Writes the keys and sums of one tile of row b; if is_changed, x holds processed logits.
 __device__ __forceinline__ void scan_tile(const SampleScanParams& p, int64_t b, int tile,
                                           const TileValues& x, bool is_changed) {
   uint32_t* keys = p.keys + b * 2 * kMaxSegments;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void scan_tile(const SampleScanParams& p, int64_t b, 
   }
   const uint32_t key = store_keys(x, tile, p.shift, p.num_segments, keys);
 
-  // With a top_k that fits a list the candidates are found without the sums.
+  // If top_k fits a list, the candidates are found without the sums.
   const float temperature = p.temperature[b];
   const int top_k = p.top_k[b];
   const bool has_limit = top_k > 0 && top_k <= kMaxCandidates;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void scan_tile(const SampleScanParams& p, int64_t b, 
 
   if (p.num_top < 0) return;
   const Row raw(p.logits + b * p.stride, p.vocab);
-  const TileValues y = is_changed ? load_tile(raw, tile) : x;  // log-probabilities refer to these
+  const TileValues y = is_changed ? load_tile(raw, tile) : x;  // raw logits, for log-probabilities
   if (is_changed && p.num_top > 0) {
     store_keys(y, tile, p.shift, p.num_segments, keys + kMaxSegments);
   }

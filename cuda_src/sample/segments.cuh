@@ -1,9 +1,9 @@
-// Tiles and segments: the summary of a row of logits kept by the first stage of sampling.
+// Tiles and segments: the first stage of sampling summarises each row of logits by them.
 //
-// A warp reads a tile of 1024 logits as eight segments of 128, and keeps the largest of each
-// segment (or of two, four or eight neighbours, so that a row has at most kMaxSegments) as a key.
-// The k-th largest key is a lower bound of the row's k-th largest logit, so the second stage
-// rereads only the few segments that reach it. A tile also keeps sums of exponentials.
+// A warp reads a tile of 1024 logits as eight segments of 128, and keeps the maximum of each
+// segment (or of two, four or eight neighbouring segments, so that a row has at most kMaxSegments)
+// as a key. The k-th largest key is a lower bound of the row's k-th largest logit, so the second
+// stage rereads only the few segments that reach it. A tile also keeps sums of exponentials.
 #pragma once
 
 #include "sample/exact_math.cuh"
@@ -11,20 +11,20 @@
 #include "sample/row_select.cuh"
 #include "common/types.cuh"
 
-constexpr int kSegment = 128;  // one access of 16 bytes by each lane of a warp
+constexpr int kSegment = 128;  // one 16-byte access by each lane of a warp
 constexpr int kTileSegments = 8;
 constexpr int kTile = kSegment * kTileSegments;
 constexpr int kMaxSegments = 2048;
 
 constexpr uint32_t kMinusInfKey = 0x007fffffu;
-constexpr uint32_t kInfKey = 0xff800000u;  // keys from here up: a segment with a NaN or +inf
+constexpr uint32_t kInfKey = 0xff800000u;  // keys from here up mark segments with a NaN or +inf
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kFloatMax = 3.402823466e38f;
 
 struct Tile {
   float largest;               // -inf if no logit is finite
-  float sum;                   // the sum, within kTotalError, of 2^((logit - largest) * scale)
-  float raw_largest, raw_sum;  // of the raw logits: sum of exp(logit - raw_largest)
+  float sum;                   // sum of 2^((logit - largest) * scale), within kTotalError
+  float raw_largest, raw_sum;  // raw logits: their maximum, sum of exp(logit - raw_largest)
 };
 static_assert(sizeof(Tile) == 8 * TILE_WORDS, "engine/kernels/sample.py allocates another size");
 
@@ -40,14 +40,14 @@ __device__ __forceinline__ float approximate_exp2(float x) {
   return y;
 }
 
-// The larger operand; NaN, with a sign bit of 0, if either is.
+// Returns the larger operand, or NaN with sign bit 0 if either is NaN.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
 
-// The lane's 32 logits of a tile: those of segment j are 128 j + 4 lane .. 128 j + 4 lane + 3.
+// The lane's 32 logits of a tile; those of segment j are 128 j + 4 lane .. 128 j + 4 lane + 3.
 struct TileValues {
   Vec<float, 4> v[kTileSegments];
 };

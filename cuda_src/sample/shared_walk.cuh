@@ -1,38 +1,39 @@
-// Walks over a row shared by all idle blocks.
+// Walks over a row, shared by all idle blocks.
 //
-// A row whose candidates do not fit into a list is queued as a Walk: chunks to be added to bins,
-// then, once the bin with the cut is known, chunks to be drawn from. Any idle block takes chunks;
-// the one that finishes the last chunk of a phase starts the next step. Sums are of integers and
-// the draw is a maximum, so the result does not depend on which block takes which chunk.
+// A row whose candidates do not fit into a list is queued as a Walk. Its chunks are first added to
+// bins; once the bin that contains the cut is known, its chunks are drawn from. Any idle block
+// takes chunks; the block that finishes the last chunk of a phase starts the next step. The sums
+// are of integers and the draw is a maximum, so the result does not depend on which block takes
+// which chunk.
 //
-// SAFETY: no block waits for one that may not have started. A row's owner waits for chunks that
-// running blocks have taken; a block without a row waits for more walks only once all blocks have
-// started.
+// SAFETY: no block waits for another that may not have started. A row's owner waits only for chunks
+// that running blocks have taken; a block without a row waits for more walks only once all blocks
+// have started.
 #pragma once
 
 #include "sample/choose_params.cuh"
 #include "sample/row_cut.cuh"
 
 constexpr int kChunkGroups = kLoads * kThreads;
-constexpr int kMaxWalks = 256;  // rows beyond these are each walked by their owner alone
-// Phases of a walk; 0: not queued yet. kTied: the cut lies among more candidates than a list holds.
+constexpr int kMaxWalks = 256;  // maximum number of queued walks; owners of further rows walk alone
+// Phases of a walk; 0: not queued yet. kTied: too many candidates for a list are tied at the cut.
 constexpr uint32_t kBinning = 1, kDrawing = 2, kDecided = 3, kTied = 4;
 
 struct WalkQueue {
-  uint32_t num_finished;  // finished rows
-  uint32_t num_started;   // started blocks
+  uint32_t num_finished;  // number of finished rows
+  uint32_t num_started;   // number of started blocks
   uint32_t num_walks, unused;
   uint32_t phases[kMaxWalks];
 };
 
 struct Walk {
   int row;
-  uint32_t top;                // key of its largest logit
+  uint32_t top;                // key of the row's largest logit
   float low;                   // see bins_of
-  uint32_t taken[2], done[2];  // chunks of each phase
-  int bin;                     // bin with the cut; kBins: the draw is among all candidates
+  uint32_t taken[2], done[2];  // chunks taken and chunks done, by phase
+  int bin;                     // bin that contains the cut; kBins: all candidates are drawn from
   uint32_t list_size;
-  uint32_t num_drawn;  // candidates above the bin; in the end all that are kept
+  uint32_t num_drawn;  // candidates above the bin; at the end, all candidates kept
   uint64_t mass_before, needed, best;
   uint32_t counts[kBins];
   uint64_t masses[kBins];
@@ -51,9 +52,9 @@ struct SharedWalks {
   Walk* walks;
   int num_rows;
 
-  // Opens a phase. Called by thread 0, which must have written all data of the phase.
+  // Opens a phase. Called by thread 0, after it has written all data of the phase.
   __device__ __forceinline__ void open(int idx, uint32_t phase) const {
-    __threadfence();  // SAFETY: others read the walk once they see the phase.
+    __threadfence();  // SAFETY: other blocks read the walk once they see the phase.
     atomicExch(&queue->phases[idx], phase);
   }
 
@@ -64,8 +65,8 @@ struct SharedWalks {
     return s.size;
   }
 
-  // Returns true in the block that finished the last of `all` chunks, which then sees the others'
-  // writes.
+  // Returns true in the block that finished the last of `all` chunks; this block then sees the
+  // others' writes.
   __device__ __forceinline__ bool end_chunks(uint32_t* done, int own, int all,
                                              ChooseShared& s) const {
     __threadfence();  // SAFETY: the additions are visible before the chunks count as done.
@@ -88,7 +89,7 @@ struct SharedWalks {
     open(idx, kDecided);
   }
 
-  // Finds the bin with the cut, once all candidates are in the walk's bins.
+  // Finds the bin that contains the cut, once all candidates are in the walk's bins.
   __device__ __forceinline__ void find_cut(int idx, ChooseShared& s) const {
     Walk& walk = walks[idx];
     const Job job = this->job(idx);
@@ -136,8 +137,8 @@ struct SharedWalks {
     return true;
   }
 
-  // Draws among the candidates of groups [begin, end) in bins before `bin`, lists those in it, and
-  // returns the thread's number of the former.
+  // Draws among the candidates of groups [begin, end) in bins before `bin`, lists those in `bin`,
+  // and returns this thread's number of the candidates drawn from.
   __device__ __forceinline__ int draw_groups(Walk& walk, const Job& job,
                                              const LinearBins<kBins>& linear, int bin, int begin,
                                              int end, Drawing& drawing, ChooseShared& s) const {
@@ -192,7 +193,7 @@ struct SharedWalks {
     return true;
   }
 
-  // Draws from the candidates of the bin with the cut, once all chunks have been drawn from.
+  // Draws from the candidates of the bin that contains the cut, once all chunks are done.
   __device__ __forceinline__ void end_draw(int idx, ChooseShared& s) const {
     const Walk& walk = walks[idx];
     const Job job = this->job(idx);
@@ -211,12 +212,12 @@ struct SharedWalks {
     decide(idx, end_drawing(last, s), kept);
   }
 
-  // Takes the remaining chunks of a walk in `phase`; returns false if none were left.
+  // Works on the remaining chunks of a walk in `phase`; returns false if none were left.
   __device__ __forceinline__ bool work(int idx, uint32_t phase, ChooseShared& s) const {
     return phase == kBinning ? add_chunks(idx, s) : draw_chunks(idx, s);
   }
 
-  // Thread 0's value, returned in all threads.
+  // Returns thread 0's value in all threads.
   __device__ __forceinline__ uint32_t broadcast(uint32_t value, ChooseShared& s) const {
     __syncthreads();  // SAFETY: all threads have read the previous broadcast.
     if (threadIdx.x == 0) s.broadcast_value = value;
@@ -248,7 +249,7 @@ struct SharedWalks {
     return idx;
   }
 
-  // An open walk: its index * 8 + phase; 0 if none is open, ~0 if none can follow any more.
+  // Returns an open walk as index * 8 + phase; 0 if none is open, ~0 if no more can follow.
   __device__ __forceinline__ uint32_t find_open(uint32_t turn) const {
     const int lane_idx = threadIdx.x % kWarpSize;
     // One lane reads each counter for the whole warp: another lane could see a later value.
@@ -272,8 +273,8 @@ struct SharedWalks {
     return atomicAdd(&queue->num_finished, 1u) + 1 == static_cast<uint32_t>(num_rows);
   }
 
-  // The next walk to work on, in find_open's encoding: any walk, or only `own` if that is not
-  // negative.
+  // Returns the next walk to work on, in find_open's encoding: any walk if `own` is negative, else
+  // only `own`.
   __device__ __forceinline__ uint32_t next(int own, uint32_t turn, ChooseShared& s) const {
     uint32_t seen = 0;
     if (own >= 0) {
@@ -283,7 +284,7 @@ struct SharedWalks {
       seen = find_open(turn);
     }
     seen = broadcast(seen, s);
-    __threadfence();  // SAFETY: the walk is read after its phase.
+    __threadfence();  // SAFETY: the walk must be read after its phase.
     return seen;
   }
 };
