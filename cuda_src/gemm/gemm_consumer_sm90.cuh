@@ -79,7 +79,7 @@ __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& 
   constexpr int kWarmup = -1;
   const auto next = [&](int index) {
     if (index != kWarmup) return index + s.step();
-    pdl_wait();  // the preceding kernel may read what we write, and write what we read
+    pdl_wait();  // the preceding kernel may read our outputs and write our inputs
     return s.first();
   };
   DynamicPipelineState state(0);

@@ -2,8 +2,8 @@
 //
 // A warp holds kResidentSteps steps of k of 16 weight rows in registers; every tile has its own
 // block. All weights have arrived by the time the preceding kernel ends, so little work remains,
-// and none of it reads weights from shared memory at 128 bytes per clock. The sums equal those of
-// skinny_ring.cuh bit for bit if the parts have the same length.
+// and no weight passes through shared memory, which delivers only 128 bytes per clock. The sums
+// equal those of skinny_ring.cuh bit for bit if the parts have the same length.
 #pragma once
 
 #include "gemm/skinny_loads.cuh"

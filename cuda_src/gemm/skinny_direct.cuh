@@ -1,7 +1,7 @@
 // Few rows of x (decoding): the weight is read once, straight from global memory into registers, 16
 // bytes per load. The warps of a block share a few weight rows and split k; their partial sums are
 // added in shared memory in warp order. None of this depends on m, so a row of out has the same
-// bits whatever the other rows are.
+// bits regardless of the other rows.
 #pragma once
 
 #include "common/mma.cuh"

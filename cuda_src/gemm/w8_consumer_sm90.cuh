@@ -277,7 +277,7 @@ __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileSched
   constexpr int kWarmup = -1;
   const auto next = [&](int index) {
     if (index != kWarmup) return index + s.step();
-    pdl_wait();  // the preceding kernel may read what we write, and write what we read
+    pdl_wait();  // the preceding kernel may read our outputs and write our inputs
     return s.first();
   };
   DynamicPipelineState state(0);

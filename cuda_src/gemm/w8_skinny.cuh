@@ -1,7 +1,7 @@
 // Few rows of x (decoding): the weight's codes are read once, through skinny_ring.cuh's rings.
 //
 // The ring treats two neighbouring codes as one 16-bit value. A stage then holds 256 values of k,
-// and each half of it (128 bytes of a row) has one scale per block. Every block prepares x itself
+// and each half of it, 128 codes of a row, lies in one scale block. Every block prepares x itself
 // (w8_x.cuh), which saves a launch. A warp sums its part of k; the parts' sums are added in order.
 #pragma once
 

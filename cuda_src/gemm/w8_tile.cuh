@@ -56,7 +56,7 @@ struct W8Core {
   int row0, col0;  // first row and column of this warp
   int offset_a, offset_b;
   sum_t acc[kTilesM][kTilesN][4] = {};
-  float scaled[kTilesM][kTilesN][4] = {};  // with kGroups: scaled sums of the finished groups
+  float scaled[kTilesM][kTilesN][4] = {};  // kGroups only: scaled sums of the finished groups
 
   __device__ __forceinline__ W8Core(const W8Params& p, TileOrigin origin) : p(p) {
     const int lane_idx = threadIdx.x % kWarpSize, warp_idx = threadIdx.x / kWarpSize;

@@ -374,7 +374,7 @@ struct Consumer {
 
 __device__ __forceinline__ void consume(const Consumer& c, const RowEpilogue& e,
                                         const TileScheduler& s, int m) {
-  pdl_wait();  // the preceding kernel may read what we write, and write what we read
+  pdl_wait();  // the preceding kernel may read our outputs and write our inputs
   PipelineState<kStages> state(0);
 #pragma unroll 1
   for (int index = s.first(); index < s.count(); index += s.step()) {

@@ -23,7 +23,7 @@ struct FewRowsBlock {
   int x_pitch;                 // bytes between rows of x
   unsigned char* ring;         // this warp's ring
   unsigned char* x;            // [token][column]
-  float* x_sums;               // [group] sums of x, if it has a single row
+  float* x_sums;               // [group] sums of x, for a single row
   float* sums;                 // [buffer][warp][token][row]
 
   bool may_share;  // whether a cluster has more than one block

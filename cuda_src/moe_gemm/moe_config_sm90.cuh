@@ -28,8 +28,8 @@ constexpr int kConsumerThreads = kWarpgroups * 128;
 constexpr int kProducerThreads = 128;
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
 constexpr bool kMovesRegisters = kWarpgroups > 1 || kBlocks > 1;
-// The total must not exceed the launch's registers (168 per thread with three warpgroups, else
-// 128): requesting more would deadlock.
+// Registers per thread. Their total must not exceed the launch's (168 per thread with three
+// warpgroups, else 128): requesting more would deadlock.
 constexpr int kProducerRegisters = kWarpgroups == 3  ? 80
                                    : kBlocks > 1     ? 88
                                    : WEIGHT_KIND % 2 ? 104

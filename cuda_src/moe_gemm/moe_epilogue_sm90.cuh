@@ -94,7 +94,7 @@ __device__ __forceinline__ void add_bias(const MoeEpilogue& e, const MoeTile& ti
     for_each_sum(tile.count, [&](int j) { acc[m][j] += bias[m][j / 2 % 2]; });
 }
 
-// Applies bias, activation and pair weight in place; activated results are in acc[0].
+// Applies bias, activation and pair weight in place; with an activation, results are in acc[0].
 __device__ __forceinline__ void finish(const MoeEpilogue& e, const MoeTileRecord& record,
                                        int warpgroup, MoeSums& acc) {
   const int count = record.tile.count;

@@ -7,8 +7,8 @@
 // the second with them.
 // Arguments: MoeGemmParams in moe_gemm/moe_rows.cuh.
 //
-// Numerics: see gemm.cu; one rounding at the end. Each element sums k in ascending order, whatever
-// the tile and the rest of the batch.
+// Numerics: see gemm.cu; one rounding at the end. Each element sums k in ascending order,
+// regardless of the tile and the rest of the batch.
 // Parallelisation: a block computes one tile of rows of one expert. The host does not know how many
 // rows each expert has: it launches a block for every possible tile, and each finds its rows by a
 // scan of `offsets`, or exits if none are left. blockIdx.y is the tile along the features. Few

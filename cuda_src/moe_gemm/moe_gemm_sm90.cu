@@ -10,9 +10,9 @@
 // moe_quantized_entry_sm90.cuh.
 //
 // Numerics: products on tensor cores, all else in float, one rounding at the end. k is summed in
-// ascending steps of 16, whatever the tile and the rest of the batch. Quantized weights are rounded
-// to scalar_t before the product, like `dequantize`; products of codes are summed over 128 values
-// of k, and these sums times their scales are added in float.
+// ascending steps of 16, regardless of the tile and the rest of the batch. Quantized weights are
+// rounded to scalar_t before the product, like `dequantize`; products of codes are summed over 128
+// values of k, and these sums times their scales are added in float.
 // Parallelisation: persistent CTAs iterate over tiles of 64 to 256 weight rows by up to kTokens of
 // the expert's tokens; every CTA derives its tiles from `offsets` alone. A producer warpgroup loads
 // the weight by TMA, and gathers rows of x through `order` by cp.async; sorted rows are loaded by

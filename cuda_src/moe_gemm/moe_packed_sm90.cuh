@@ -78,8 +78,8 @@ struct MoeDecoder {
   int first_tile, lane_idx;  // the warp's row tile in its first m-tile
   TileWords words[kMmaTiles];
   RowScales scales[kMmaTiles];
-  uint32_t exponents[kMmaTiles];  // with kMergesScale: exponents of rows g and g + 8, two groups
-  bool merges;                    // with kMergesScale: whether all exponents of the warp allow it
+  uint32_t exponents[kMmaTiles];  // kMergesScale only: exponents of rows g and g + 8, two groups
+  bool merges;                    // kMergesScale only: whether all exponents of the warp allow it
 
   __device__ __forceinline__ explicit MoeDecoder(int warpgroup)
       : first_tile(warpgroup * kMmaTiles * 4 + threadIdx.x / kWarpSize % 4),

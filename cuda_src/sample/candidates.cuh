@@ -119,7 +119,7 @@ struct Entries {
 };
 
 constexpr int kUncertain = -1;    // the cut may lie past the list
-constexpr int kFarPastList = -2;  // so far past it that even a longer list would not reach it
+constexpr int kFarPastList = -2;  // the cut lies past even a longer list
 
 // Cuts the n entries of s.sorted; returns the number kept, or one of the two codes above.
 __device__ int cut_list(const Job& job, int n, bool is_whole, const Tile* tiles, int num_tiles,

@@ -41,7 +41,7 @@ __device__ __forceinline__ bool is_changed(const SampleChooseParams& p, int64_t 
 __device__ __forceinline__ Row raw_row(const SampleChooseParams& p, int64_t b) {
   return Row(p.logits + b * p.stride, p.vocab);
 }
-// Returns the logits from which the row's token is chosen.
+// Returns the logits used to choose the row's token.
 __device__ __forceinline__ Row row_of(const SampleChooseParams& p, int64_t b) {
   return is_changed(p, b) ? Row(p.processed + b * p.processed_stride, p.vocab) : raw_row(p, b);
 }

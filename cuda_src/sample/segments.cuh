@@ -89,7 +89,7 @@ __device__ __forceinline__ uint32_t store_keys(const TileValues& x, int tile, in
   return all;
 }
 
-// The sum of 2^((logit - largest) * scale) over a tile whose largest logit is not -inf.
+// Returns the sum of 2^((logit - largest) * scale) over a tile whose largest logit is not -inf.
 __device__ __forceinline__ float tile_sum(const TileValues& x, float largest, float scale) {
   float sum = 0.0f;
 #pragma unroll
@@ -100,7 +100,7 @@ __device__ __forceinline__ float tile_sum(const TileValues& x, float largest, fl
   return warp_sum(sum);
 }
 
-// The sum of exp(logit - largest) over a tile whose largest logit is not -inf.
+// Returns the sum of exp(logit - largest) over a tile whose largest logit is not -inf.
 __device__ __forceinline__ float tile_raw_sum(const TileValues& x, float largest) {
   float sum = 0.0f;
 #pragma unroll
