@@ -143,7 +143,7 @@ __device__ __forceinline__ bool choose_owned(const SharedWalks& walks, const Rol
 }
 
 // Writes the row's result as soon as it is known, and helps with walks until none are left. Returns
-// true if the block must walk its row alone: `own` is kMaxWalks, or its walk has ended in ties.
+// true if the block must walk its row alone: `own` is kMaxWalks, or its walk ended as kTied.
 __device__ __forceinline__ bool serve_walks(const SharedWalks& walks, const Role& role,
                                             Result& result, int own, ChooseShared& s) {
   for (uint32_t turn = blockIdx.x + blockIdx.y * gridDim.x; own != kMaxWalks; ++turn) {

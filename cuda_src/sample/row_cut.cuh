@@ -1,9 +1,9 @@
 // Cuts and draws by walking the row, for rows with more candidates than a list holds.
 //
 // The first walk adds the candidates' masses to bins of x, which yield the total and the bin that
-// contains the cut. The next walk lists this bin for sorting; only if the bin holds too many
-// candidates (ties), a digit-by-digit search finds the cut instead. The last walk draws. If top_p
-// and min_p are the only filters, several blocks walk together (shared_walk.cuh).
+// contains the cut. The next walk lists this bin for sorting; if it holds too many candidates
+// (ties), a digit-by-digit search finds the cut instead. The last walk draws. If top_p and min_p
+// are the only filters, several blocks walk together (shared_walk.cuh).
 #pragma once
 
 #include "sample/candidates.cuh"
