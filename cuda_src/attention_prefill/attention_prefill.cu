@@ -1,18 +1,20 @@
-// Flash attention over whole sequences, or chunks of them, with any mix of lengths in one launch.
+// Flash attention over whole sequences or chunks of them, with any mix of lengths in one launch.
 //
 //   out = softmax(cap(scale * Q K^T) + mask) V        for every sequence b and query head h
 //
-// Query i of n sees keys 0 to len - n + i (causal) or all keys; with a window the last `window` of
-// them. Compiled with PATTERN it sees only those that a pattern allows
-// (attention_prefill_pattern.cuh). A sink adds exp(sink) to the sums over the keys of its head.
+// Query i of n sees keys 0 to len - n + i if causal, otherwise all keys; with a window, only the
+// last `window` of them. Compiled with PATTERN, it sees only those that a pattern allows
+// (attention_prefill_pattern.cuh). A sink adds exp(sink) to the softmax denominator of its head's
+// rows.
 //
 // Arguments: AttentionPrefillParams, below.
 // Macros: the attributes of Tile in engine/kernels/_attention.py; ENGINE_DTYPE 0 is float32.
 //
-// Numerics: scores, softmax, sums and O in float; P is rounded to scalar_t for P V (its sum is
-// not); out is rounded once. Float inputs never meet a tensor core, so nothing becomes TF32.
-// Parallelisation: a CTA takes kRows rows (token, head of the group) of one sequence and key/value
-// head, and loops over the keys that they see; the CTAs with the most keys start first.
+// Numerics: scores, softmax, sums and O are in float; P is rounded to scalar_t for P V, but its sum
+// uses the unrounded P; out is rounded once. Float inputs never use tensor cores, so nothing is
+// rounded to TF32.
+// Parallelisation: a CTA processes kRows rows (token, head of the group) of one sequence and
+// key/value head, and loops over the keys that they see. The CTAs with the most keys start first.
 // Mirror: engine/reference/attention_prefill.py
 #include "attention_prefill/attention_prefill_pattern_rows.cuh"
 #if ENGINE_DTYPE == 0
@@ -24,44 +26,45 @@ using Core = MmaAttention<HEAD_DIM, WARPS_M, 1, ROW_TILES, TILE_KEYS, STAGES>;
 #endif
 static_assert(Core::kSharedBytes == SHARED_BYTES, "kernels/_attention.py computes another size");
 
-// CTAs per SM that must fit by registers: four in float32, for which 128 per thread suffice.
+// Minimum number of CTAs per SM, which caps the registers: four in float32, which needs at most 128
+// registers per thread.
 constexpr int kMinBlocks = ENGINE_DTYPE == 0 && HEAD_DIM <= 128 ? 4 : 1;
 
-// Strides are in elements: _t from token to token, _h from head to head.
+// Strides are in elements: _t between tokens, _h between heads.
 struct AttentionPrefillParams {
   const scalar_t* q;        // (Tq, H, D)
   const page_t* k;          // (Tk, K, D) dense, or (P, K, block_size, D) pages
-  const page_t* v;          // like k
+  const page_t* v;          // same layout as k
   const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
-  const int* cu_seqlens_k;  // (B + 1,) its keys likewise; null with pages
-  const int* block_tables;  // (B, NB) token j is in page [b, j / block_size]; null if dense
-  const int* context_lens;  // (B,) keys of each sequence in pages; null if dense
-  const float* sinks;       // (H,) one more logit of each row's softmax; or null
+  const int* cu_seqlens_k;  // (B + 1,) first key row of each sequence, likewise; null if paged
+  const int* block_tables;  // (B, NB) token j is in page block_tables[b, j / block_size]; or null
+  const int* context_lens;  // (B,) number of keys per sequence; null if dense
+  const float* sinks;       // (H,) extra logit of each row's softmax; or null
   scalar_t* out;            // (Tq, H, D)
   float* lse;               // (Tq, H) contiguous, or null
   int64_t q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h;
   int64_t page_stride, table_stride, out_stride_t, out_stride_h;
-  int64_t max_keys;  // dense: Tk; pages: keys that a row of the table can name
+  int64_t max_keys;  // dense: Tk; paged: NB * block_size
   int total_q, num_heads;
   int group;  // H / K
   int head_dim;
   int block_shift, num_blocks;  // log2(block_size), P
   int causal;
-  int window;                       // 0: none
-  int is_vector;                    // all rows are whole, aligned 16-byte words
+  int window;                       // 0: no window
+  int is_vector;                    // all rows consist of whole, aligned 16-byte words
   float score_inner, score_factor;  // ScoreRule
   // See attention_prefill_pattern.cuh; zeros without a pattern.
   const unsigned* pattern_blocks;
   int pattern_words, pattern_num_q, pattern_num_k, pattern_q, pattern_k, pattern_offset;
-  const float *k_scale, *v_scale;  // (K,) scales of quantized pages; else null
+  const float *k_scale, *v_scale;  // (K,) scales of quantized pages, or null
 };
 
-// The queries and keys of one sequence, as rows of the arrays.
+// Rows of one sequence's queries and keys in the arrays.
 struct SequenceRows {
   int q_begin, num_tokens;
   int64_t k_begin, num_keys;
 
-  // SAFETY: lengths are clamped to the arrays.
+  // SAFETY: offsets and lengths are clamped to the arrays' sizes.
   __device__ __forceinline__ SequenceRows(const AttentionPrefillParams& p, int b) : k_begin(0) {
     q_begin = min(max(p.cu_seqlens_q[b], 0), p.total_q);
     num_tokens = min(max(p.cu_seqlens_q[b + 1], q_begin), p.total_q) - q_begin;

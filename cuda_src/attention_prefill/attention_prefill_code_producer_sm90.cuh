@@ -1,20 +1,21 @@
-// The producer warps of attention_prefill_sm90 for quantized pages: one takes work tiles and loads
-// their Q, one loads the codes of K and V, and two convert these to scalar_t, exactly, in the
-// stages that the consumers read. The scale of the keys is folded into the scores' factor, that of
-// the values into the results'.
+// The producer warps of attention_prefill_sm90 for quantized pages: one fetches work tiles and
+// loads their Q, one loads the codes of K and V, and two convert the codes exactly to scalar_t in
+// the stages that the consumers read. The key scale is folded into the scores' factor, the value
+// scale into the results' factor.
 #pragma once
 
 #include "attention_prefill/attention_prefill_producer_sm90.cuh"
 
-// Offset of 16-byte word `word` of row `row` in a tile of codes, swizzled by TMA over the 128 or 64
-// bytes of a row.
+// Byte offset of 16-byte word `word` of row `row` in a tile of codes, which TMA swizzles over the
+// 128 or 64 bytes of a row.
 __device__ __forceinline__ unsigned code_offset(int row, int word) {
   if constexpr (kHeadDim == 64) return row * 64 + (word ^ row / 2 % 4) * 16;
   return row * 128 + (word ^ row % 8) * 16;
 }
 
 struct CodeProducer : Producer {
-  // Warp 1: loads codes to their own stages, with the number of valid rows of each. See load_keys.
+  // Warp 1: loads codes to separate stages and records the number of valid rows of each. See
+  // load_keys.
   __device__ __forceinline__ void load_codes(const TensorMap* k_map, const TensorMap* v_map) const {
     const int lane_idx = threadIdx.x % 32;
     PipelineState<kCodeStages> ring(1);
@@ -37,7 +38,7 @@ struct CodeProducer : Producer {
     }
   }
 
-  // Warps 2 and 3: convert K and V of the key tiles in turn.
+  // Warps 2 and 3: convert each key tile's K, then its V.
   __device__ __forceinline__ void convert() const {
     PipelineState<kCodeStages> codes(0);
     for (PipelineState<kStages> ring(1);; ring.advance()) {
@@ -53,7 +54,7 @@ struct CodeProducer : Producer {
   __device__ __forceinline__ void load_tile(PipelineState<kCodeStages>& ring, const TensorMap* map,
                                             int row, int lane_idx, int valid) const {
     const unsigned full = smem.codes_full + 8 * ring.stage;
-    // SAFETY: the last reads of this stage were ordinary loads.
+    // SAFETY: the previous reads of this stage were ordinary loads.
     mbarrier_wait_to_overwrite(smem.codes_empty + 8 * ring.stage, ring.phase);
     if (lane_idx == 0) {
       smem.valid_rows[ring.stage] = valid;
@@ -66,7 +67,7 @@ struct CodeProducer : Producer {
     ring.advance();
   }
 
-  // Returns false if no tiles are left.
+  // Converts one tile; returns false if none is left.
   __device__ __forceinline__ bool convert_tile(PipelineState<kCodeStages>& codes, unsigned to,
                                                unsigned full, unsigned empty,
                                                unsigned phase) const {
@@ -96,7 +97,7 @@ struct CodeProducer : Producer {
       st_shared_v4(chunk + (place ^ row % 8) * 16, y[0], y[1], y[2], y[3]);
       st_shared_v4(chunk + ((place + 1) ^ row % 8) * 16, y[4], y[5], y[6], y[7]);
     }
-    fence_async_proxy();  // SAFETY: wgmma reads what was written here.
+    fence_async_proxy();  // SAFETY: wgmma reads the data written here.
     mbarrier_arrive(full);
     mbarrier_arrive(smem.codes_empty + 8 * codes.stage);
     codes.advance();

@@ -1,18 +1,19 @@
-// A consumer warpgroup of attention_prefill_sm90: 64 rows of each work tile.
+// A consumer warpgroup of attention_prefill_sm90: computes 64 rows of each work tile.
 //
-// For each key tile it starts S = Q K^T of the tile and O += P V of the preceding tile, in turns
-// with the other warpgroups; finds the maxima of S while P V runs; then computes P from S.
+// For each key tile it takes turns with the other warpgroups to start S = Q K^T of this tile and O
+// += P V of the preceding one. It finds the row maxima of S while P V runs, then computes P from S.
 #pragma once
 
 #include "attention_prefill/attention_prefill_softmax_sm90.cuh"
 #include "attention_prefill/attention_prefill_tile_sm90.cuh"
 
-// A thread's first row of the work tile, and the tokens of this row and of the row eight further.
+// A thread's first row in the work tile, and the tokens of its two rows; the second is eight rows
+// below.
 struct ThreadRows {
   int lane_idx, first, tokens[2];
 
   __device__ __forceinline__ ThreadRows(const Problem& problem, int group_index) {
-    unsigned tid;  // reread: values derived from it would occupy registers throughout the loop
+    unsigned tid;  // reread: derived values would otherwise occupy registers throughout the loop
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
     lane_idx = tid % 32;
     first = group_index * 64 + tid / 32 % 4 * 16 + lane_idx / 4;
@@ -28,20 +29,20 @@ struct Consumer {
   ScoreRule rule;
   const int group_index;  // index of the warpgroup among the consumers
   const bool is_first_lane;
-  const int my_turn, next_turn;  // named barriers: turn of this warpgroup, of the next one
+  const int my_turn, next_turn;  // named barriers: this warpgroup's turn, the next one's
   PipelineState<kQStages> q_ring;
   PipelineState<kStages> k_ring, v_ring;
   float s[kKeys / 2], o[kHeadDim / 2];
   unsigned p[kKeys / 16][4];
   OnlineSoftmax<kKeys> softmax;
-  KeyTileRange range;  // key tiles of the warpgroup's own rows; unused with a pattern
-  int n;               // the current key tile
-  bool is_masked;      // some row does not see all of its keys
+  KeyTileRange range;  // key tiles that the warpgroup's rows see; unused with a pattern
+  int n;               // index of the current key tile
+  bool is_masked;      // some row does not see all keys of the current tile
   bool more;           // another key tile follows
   bool k_is_full, v_is_full;
-#if PAGE_CODES             // without codes the mere members would change the machine code
+#if PAGE_CODES             // only with codes: the members would change the machine code
   const float* k_scale;    // (K,)
-  ScoreRule rule_of_keys;  // `rule` without the key scale of the work tile's head
+  ScoreRule rule_of_keys;  // `rule` without the current head's key scale
 #endif
 
   __device__ __forceinline__ Consumer(const SharedMemory& smem, const Problem& problem,
@@ -100,7 +101,7 @@ struct Consumer {
   }
 
  private:
-  // Called before the first key tile of a work tile.
+  // Resets the state before the first key tile of a work tile.
   __device__ __forceinline__ void start(const WorkTile& tile) {
     softmax.start();
 #if PAGE_CODES
@@ -116,7 +117,7 @@ struct Consumer {
     more = tile.begin < n;
   }
 
-  // The first key tile, without a P V to overlap with.
+  // Processes the first key tile, which has no P V to overlap with.
   __device__ __forceinline__ void first_keys(const WorkTile& tile, int last_key_of_first_token,
                                              unsigned q_rows) {
     mbarrier_wait(smem.k_full + 8 * k_ring.stage, k_ring.phase);
@@ -131,8 +132,8 @@ struct Consumer {
     softmax.exponentials(p, s, rule.factor);
   }
 
-  // P V of the current key tile overlaps with the search for the maxima of the next one, after
-  // which it has ended and P's registers are free again.
+  // Overlaps P V of the current key tile with the search for the next tile's maxima. After that
+  // search P V has ended, and P's registers are free again.
   __device__ __forceinline__ void next_keys(const WorkTile& tile, int last_key_of_first_token,
                                             unsigned q_rows) {
     wait_k();
@@ -191,7 +192,7 @@ struct Consumer {
     v_ring.advance();
   }
 
-  // Testing whether a stage is full has latency either way, so next_keys tests ahead.
+  // Even a successful test whether a stage is full has latency, so next_keys tests ahead.
   __device__ __forceinline__ void wait_k() {
     if (!k_is_full) mbarrier_wait(smem.k_full + 8 * k_ring.stage, k_ring.phase);
   }
@@ -202,7 +203,7 @@ struct Consumer {
     if (is_first_lane) mbarrier_arrive(barrier);
   }
 
-  // Releases a key tile that none of the warpgroup's rows sees.
+  // Releases a key tile that none of this warpgroup's rows sees.
   __device__ __forceinline__ void skip() {
     mbarrier_wait(smem.k_full + 8 * k_ring.stage, k_ring.phase);
     named_barrier_sync<256>(my_turn);
@@ -214,10 +215,10 @@ struct Consumer {
     v_ring.advance();
   }
 
-  // Determines the key tile that the scores belong to; with a pattern the producer chooses it.
+  // Determines the current key tile; with a pattern, the producer chooses it.
   __device__ __forceinline__ void begin_key_tile() {
     if constexpr (kPattern) {
-      // SAFETY: the lane that reads is the one that releases the stage.
+      // SAFETY: the lane that reads key_tile is the one that releases the stage.
       int written = is_first_lane ? smem.key_tile[k_ring.stage] : 0;
       written = __shfl_sync(~0u, written, 0);
       n = written & (smem.kMasked - 1);
@@ -232,7 +233,7 @@ struct Consumer {
   // Sets scores of masked keys to -inf.
   __device__ __forceinline__ void mask(const WorkTile& tile, int last_key_of_first_token) {
     const ThreadRows rows(problem, group_index);
-    int last[2];  // last keys that the rows see, counted from the thread's first key
+    int last[2];  // the rows' last visible keys, relative to the thread's first key
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       last[i] = last_key_of_first_token - n * kKeys - 2 * (rows.lane_idx % 4);

@@ -1,11 +1,11 @@
-// The epilogue of attention_prefill_sm90: rows go to `out`, or with splits to `partial`.
+// Epilogue of attention_prefill_sm90: writes rows to `out` or, with splits, to `partial`.
 #pragma once
 
 #include "attention_prefill/attention_prefill_scheduler_sm90.cuh"
 
 struct Epilogue {
   const Problem& problem;
-  const float* sinks;  // (H,); null: none, or added when splits are combined
+  const float* sinks;  // (H,); null if there are none, or if the combine kernel adds them
   scalar_t* out;
   float* lse;
   float* partial;
@@ -13,8 +13,9 @@ struct Epilogue {
   int num_heads, head_dim;
   const float* v_scale;  // (K,) scales of quantized values
 
-  // Writes rows my_row and my_row + 8: o in the layout of wgmma.cuh's sums, `base`, which was
-  // subtracted from the exponents of 2, and `sum` of the exponentials; both are overwritten.
+  // Writes rows my_row and my_row + 8. `o` has the accumulator layout of wgmma.cuh; `base` was
+  // subtracted from the exponents of 2, and `sum` is the sum of exponentials. All three are
+  // overwritten.
   template <int kCount>
   __device__ __forceinline__ void operator()(const WorkTile& tile, int my_row,
                                              const int (&tokens)[2], int lane_idx,

@@ -1,16 +1,15 @@
-// Attention of e4m3 Q, K and V in plain float arithmetic: portable and slow.
+// Attention with e4m3 Q, K and V in plain float arithmetic: portable and slow.
 //
 //   out = softmax(scale * Q K^T * q_scale k_scale + mask) V * v_scale   for every sequence, head
 //
 // Arguments: AttentionPrefillFp8Params, below.
 //
-// Numerics: sums in float. P = 2^(score * log2(e) - n) is rounded to e4m3, with an integer n per
-// row that makes the largest P at most 16; the divisor of the result is the sum of the rounded P.
-// An integer shifts only P's exponent, so the result hardly depends on n.
+// Numerics: sums are in float. P = 2^(score * log2(e) - n) is rounded to e4m3, with an integer n
+// per row such that the largest P is at most 16; the result is divided by the sum of the rounded P.
+// As an integer n shifts only P's exponent, the result hardly depends on n.
 // Parallelisation: one warp per row, 32 keys at a time: one lane per key for the scores, then D /
-// 32 columns per lane for the products. It serves as the check of the Hopper kernel, and runs on
-// all other chips.
-// TODO(issue 5): sm_89 and sm_120 have mma for e4m3.
+// 32 columns per lane for P V. It is the reference for checking the Hopper kernel, and the kernel
+// of all other chips. TODO(issue 5): use the e4m3 mma of sm_89 and sm_120.
 // Mirror: engine/reference/attention_prefill_fp8.py
 #include <cuda_fp8.h>
 
@@ -18,7 +17,7 @@
 
 constexpr int kRows = 4, kMaxColumns = 8;  // D <= 256
 
-// A half with the sign, exponent and mantissa bits of an e4m3 code is 2^-8 times its value.
+// A half with the sign, exponent and mantissa bits of an e4m3 code has 2^-8 times its value.
 __device__ __forceinline__ float from_e4m3(unsigned char code) {
   if ((code & 0x7F) == 0x7F) return __int_as_float(0x7FC00000);
   return 256.0f * __half2float(__ushort_as_half((code & 0x80) << 8 | (code & 0x7F) << 7));
@@ -28,24 +27,24 @@ __device__ __forceinline__ float round_to_e4m3(float x) {
   return from_e4m3(__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3));
 }
 
-// The rows of sequence `b`. SAFETY: clamped to the array's `total` rows.
+// Returns [begin, end) of sequence b's rows. SAFETY: clamped to the array's `total` rows.
 __device__ __forceinline__ int2 span(const int* cu_seqlens, int b, int64_t total) {
   const int64_t begin = min(static_cast<int64_t>(max(cu_seqlens[b], 0)), total);
   const int64_t end = min(max(static_cast<int64_t>(cu_seqlens[b + 1]), begin), total);
   return make_int2(static_cast<int>(begin), static_cast<int>(end));
 }
 
-// Strides are in elements: _t from token to token, _h from head to head.
+// Strides are in elements: _t between tokens, _h between heads.
 struct AttentionPrefillFp8Params {
   const unsigned char* q;   // (Tq, H, D) e4m3
   const unsigned char* k;   // (Tk, K, D) e4m3; query head h reads head h / group
   const unsigned char* v;   // (Tk, K, D) e4m3
   const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
-  const int* cu_seqlens_k;  // (B + 1,) its keys likewise
+  const int* cu_seqlens_k;  // (B + 1,) first key row of each sequence, likewise
   const float* q_scale;     // (H,)
   const float* k_scale;     // (K,)
   const float* v_scale;     // (K,)
-  scalar_t* out;            // (Tq, H, D); 0 where a query sees no key
+  scalar_t* out;            // (Tq, H, D); 0 for queries that see no key
   float* lse;               // (Tq, H) contiguous, or null
   int64_t q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h;
   int64_t out_stride_t, out_stride_h;

@@ -1,8 +1,8 @@
-// A consumer warpgroup of attention_prefill_fp8_sm90: 64 rows of each work tile.
+// A consumer warpgroup of attention_prefill_fp8_sm90: computes 64 rows of each work tile.
 //
-// wgmma accumulates 8-bit products with some 14 bits: addends below 2^-13 of a sum are lost, over
-// many keys a large part of the total. So the tensor cores accumulate over kSumTiles key tiles
-// only, and these sums are added to float32 sums in shared memory.
+// wgmma accumulates 8-bit products with only about 14 bits: addends below 2^-13 of a sum are lost,
+// which over many keys is a large part of the total. So the tensor cores accumulate over at most
+// kSumTiles key tiles, after which their sums are added to float32 sums in shared memory.
 #pragma once
 
 #include "attention_prefill/attention_prefill_fp8_softmax_sm90.cuh"
@@ -15,7 +15,7 @@ struct Consumer {
   const Problem& problem;
   const int group_index;  // index of the warpgroup among the consumers
   const int lane_idx;
-  const int my_turn, next_turn;  // named barriers: turn of this warpgroup, of the next one
+  const int my_turn, next_turn;  // named barriers: this warpgroup's turn, the next one's
   PipelineState<kQStages> q_ring;
   PipelineState<kStages> ring;
   float s[kSpan / 2], o[kColumns / 2];
@@ -33,8 +33,8 @@ struct Consumer {
     if (kTurns && group_index == kConsumerWarpgroups - 1) named_barrier_arrive<256>(next_turn);
   }
 
-  // factors(tile, row, tokens) returns the factors of a thread's rows that turn q.k into scores in
-  // units of log2.
+  // factors(tile, row, tokens) returns, for a thread's two rows, the factors that turn q.k into
+  // scores in log2 units.
   template <typename Factors, typename Epilogue>
   __device__ __forceinline__ void run(const Factors& factors, const Epilogue& epilogue) {
     for (;;) {
@@ -51,7 +51,7 @@ struct Consumer {
         add_keys(softmax, begin, end, last_key_of_first_token, q_rows);
       else
         clear_sums();
-      const WorkTile done = tile;  // reread: the loop has no registers for it
+      const WorkTile done = tile;  // reread: the loop has no registers to keep it
       mbarrier_arrive(smem.q_empty + 8 * q_ring.stage);
       q_ring.advance();
       const int last_row = thread_rows(tokens);
@@ -60,7 +60,7 @@ struct Consumer {
   }
 
  private:
-  // Adds the keys of a work tile, kSpan at a time: [begin, end) in units of kSpan.
+  // Processes a work tile's keys, kSpan at a time; [begin, end) is in units of kSpan keys.
   __device__ __forceinline__ void add_keys(Softmax& softmax, int begin, int end,
                                            int last_key_of_first_token, unsigned q_rows) {
     if constexpr (kSumTiles) {
@@ -83,7 +83,7 @@ struct Consumer {
         for (int i = 0; i < kColumns / 2; ++i) o[i] *= softmax.rescale[i / 2 % 2];
         if (kSumTiles) scale_sums(sums_address(), softmax.rescale);
       }
-      // Which keys end a sum must not depend on where the tile of queries ends.
+      // Flush at fixed key indices: they must not depend on where the query tile ends.
       if (kSumTiles && (n + 1) % (kSumTiles * kSpans) == 0) {
         add_sums(o, sums_address());
         store_sums(sums_address(), o);
@@ -98,8 +98,8 @@ struct Consumer {
     ring.advance();
   }
 
-  // P of the n-th kSpan keys. With turns, one warpgroup computes P while the others multiply;
-  // without, several warpgroups hide each other's latency.
+  // Computes P of the n-th kSpan keys. With turns, one warpgroup computes P while the others
+  // multiply; without turns, several warpgroups hide each other's latency.
   template <bool kIsFirst>
   __device__ __forceinline__ bool make_p(Softmax& softmax, int n, int last_key_of_first_token,
                                          unsigned q_rows) {
@@ -110,7 +110,7 @@ struct Consumer {
     wgmma_pin(s);
     if (part == 0) release(smem.k_empty + 8 * ring.stage);
     const int first_masked = ::max(last_key_of_first_token + 1, 0) / kSpan;
-    if (n >= first_masked) {  // some row does not see all of the keys
+    if (n >= first_masked) {  // some row does not see all of these keys
       int last[2], tokens[2];
       thread_rows(tokens);
 #pragma unroll
@@ -137,8 +137,8 @@ struct Consumer {
     if (lane_idx == 0) mbarrier_arrive(barrier);
   }
 
-  // The thread's first row (the second is eight rows further), and the tokens of both. Recomputed
-  // for each use: the loop has no registers for them.
+  // Returns the thread's first row (the second is eight rows below), and the tokens of both.
+  // Recomputed on each use, as the loop has no registers to keep them.
   __device__ __forceinline__ int thread_rows(int (&tokens)[2]) const {
     const int thread = recomputed(threadIdx.x);
     const int row = (thread / 128 - 1) * 64 + thread / 32 % 4 * 16 + thread % 32 / 4;
@@ -172,7 +172,7 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // Loads a thread's sums, four at a time; those of a warp are contiguous.
+  // Loads a thread's float32 sums, four at a time; the accesses of a warp are contiguous.
   static __device__ __forceinline__ void load_sums(float (&x)[kColumns / 2], unsigned address) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; i += 4)

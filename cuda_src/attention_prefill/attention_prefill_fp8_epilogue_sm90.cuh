@@ -1,10 +1,10 @@
-// What attention_prefill_fp8_sm90 does before and after the keys of a work tile: the factors that
-// turn q.k into scores, and the stores of the results.
+// Work of attention_prefill_fp8_sm90 before and after the keys of a work tile: the factors that
+// turn q.k into scores, and the stores of results.
 #pragma once
 
 #include "attention_prefill/attention_prefill_scheduler_sm90.cuh"
 
-// The factors that turn q.k into scores in units of log2, for the two rows of a thread.
+// Factors that turn q.k into scores in log2 units, for the two rows of a thread.
 struct ScoreFactors {
   const Problem& problem;
   const float* q_scale;
@@ -20,7 +20,7 @@ struct ScoreFactors {
   }
 };
 
-// The destination of the results.
+// Destination of the results.
 struct Epilogue {
   const Problem& problem;
   const float* v_scale;
@@ -28,10 +28,11 @@ struct Epilogue {
   float* lse;
   int64_t stride_t, stride_h;
   int num_heads, head_dim;
-  float base_offset;  // offset added to score - base in the exponents
+  float base_offset;  // added to score - base in the exponent of P
 
-  // Writes rows my_row and my_row + 8 from their sums: V's columns in the order of transpose_tile,
-  // then P, of which each of the row's four threads holds two eighths.
+  // Writes rows my_row and my_row + 8 from their sums `o`: V's columns in the order of
+  // transpose_tile, followed by the sums of P, of which each of the row's four threads holds two
+  // eighths.
   template <int kCount>
   __device__ __forceinline__ void operator()(const WorkTile& tile, int my_row,
                                              const int (&tokens)[2], int lane_idx,

@@ -1,5 +1,5 @@
-// The producer warps of attention_prefill_fp8_sm90: one thread takes work tiles and loads Q, K and
-// V; two warps transpose V, as 8-bit wgmma requires both operands contiguous along k.
+// The producer warps of attention_prefill_fp8_sm90: one thread fetches work tiles and loads Q, K
+// and V; two warps transpose V, as 8-bit wgmma requires K-major operands.
 #pragma once
 
 #include "attention_prefill/attention_prefill_fp8_tile_sm90.cuh"
@@ -48,16 +48,16 @@ __device__ __forceinline__ void load_tiles(const SharedMemory& smem, const Probl
 
 // ---- the warps that transpose V -----------------------------------------------------------------
 
-constexpr int kBlocksAtOnce = 4;  // blocks that a warp transposes at once
+constexpr int kBlocksAtOnce = 4;  // blocks that a warp transposes concurrently
 
-// A block is 16 keys of 32 columns. ldmatrix moves pairs of columns; the bytes are then permuted so
+// A block is 16 keys x 32 columns. ldmatrix moves pairs of columns; the bytes are then permuted so
 // that a row of the result is one column, with its 16 keys in the order 0 1 8 9, 2 3 10 11, ...:
-// the order of a thread's scores when P becomes the first operand. Of each 16 columns the even ones
-// come first, then the odd ones, which puts eight rows in different banks; a consumer thread thus
-// holds four consecutive columns.
+// the order of a thread's scores when P becomes operand A. Within each 16 columns the even ones
+// come first, then the odd ones. This puts eight rows in different banks, and gives each consumer
+// thread four consecutive columns.
 //
-// Transposes a tile's 8 x D / 32 blocks, kBlocks at once, so that their latencies overlap. Keys
-// from `valid` on become zeros: P is 0 there, but 0 * NaN would reach the sum.
+// Transposes a tile's 8 x D / 32 blocks, kBlocks at a time so that their latencies overlap. Keys
+// from `valid` on become zero: P is 0 there, but 0 * NaN would reach the sum.
 template <bool kIsWhole>
 __device__ __forceinline__ void transpose_tile(unsigned from, unsigned to, int worker, int lane_idx,
                                                int valid) {

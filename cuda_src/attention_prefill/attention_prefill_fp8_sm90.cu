@@ -1,18 +1,18 @@
-// Flash attention on Hopper in 8 bits: attention_prefill_fp8.cu with wgmma and TMA.
+// FP8 flash attention on Hopper: attention_prefill_fp8.cu with wgmma and TMA.
 //
 //   out = softmax(scale * Q K^T * q_scale k_scale + mask) V * v_scale   for every sequence, head
 //
 // Arguments: AttentionPrefillFp8Sm90Params, below.
 //
-// Numerics: attention_prefill_fp8_softmax_sm90.cuh. P is rounded to e4m3 times a power of 2; the
-// softmax divides by the sum of the rounded P, computed by eight extra columns beside V, each with
-// ones for an eighth of the keys. The tensor cores keep some 14 bits of a sum, so every SUM_TILES
-// key tiles their sums are added to float32 sums in shared memory. A row's bits depend on its own
-// keys and nothing else.
-// Parallelisation: one persistent CTA per SM, which takes work tiles
-// (attention_prefill_scheduler_sm90.cuh). One producer thread loads Q, K and V; two warps transpose
-// V, as 8-bit wgmma requires both operands contiguous along k; each consumer warpgroup owns 64 rows
-// and runs independently: while one waits for its products, the others compute exponentials.
+// Numerics: see attention_prefill_fp8_softmax_sm90.cuh. P is rounded to e4m3 times a power of 2.
+// The softmax divides by the sum of the rounded P, which eight extra columns beside V compute, each
+// with ones for an eighth of the keys. The tensor cores keep only about 14 bits of a sum, so every
+// SUM_TILES key tiles their sums are added to float32 sums in shared memory. A row's result depends
+// bitwise on its own query and keys alone.
+// Parallelisation: one persistent CTA per SM, which fetches work tiles
+// (attention_prefill_scheduler_sm90.cuh). One producer thread loads Q, K and V. Two warps transpose
+// V, as 8-bit wgmma requires K-major operands. Each consumer warpgroup owns 64 rows and runs
+// independently: while one waits for wgmma, the others compute exponentials.
 // Mirror: engine/reference/attention_prefill_fp8.py
 #include "attention_prefill/attention_prefill_fp8_consumer_sm90.cuh"
 #include "attention_prefill/attention_prefill_fp8_epilogue_sm90.cuh"
@@ -21,19 +21,19 @@
 static_assert(SharedMemory::kBytes == SHARED_BYTES,
               "kernels/attention_prefill_fp8/sm90.py computes another size");
 
-// Strides are in elements: _t from token to token, _h from head to head.
+// Strides are in elements: _t between tokens, _h between heads.
 struct AttentionPrefillFp8Sm90Params {
-  TensorMap q_map;          // q (Tq, K, H / K, D) e4m3: boxes of all columns, a group, tile_tokens
-  TensorMap k_map;          // k (Tk, K, D) e4m3: boxes of all columns, one head, 128 keys
-  TensorMap v_map;          // v likewise
-  const int* cu_seqlens_q;  // this and the next six: see AttentionPrefillFp8Params
+  TensorMap q_map;          // q (Tq, K, H / K, D) e4m3; TMA box: D x group x 1 x tile_tokens
+  TensorMap k_map;          // k (Tk, K, D) e4m3; TMA box: D x 1 head x 128 keys
+  TensorMap v_map;          // v, same shape and box as k
+  const int* cu_seqlens_q;  // for this and the next six see AttentionPrefillFp8Params
   const int* cu_seqlens_k;
   const float* q_scale;
   const float* k_scale;
   const float* v_scale;
   scalar_t* out;
   float* lse;
-  int* counter;  // number of the next tile; 0 at launch and at the end
+  int* counter;  // work tiles fetched so far; 0 before and after the launch
   int64_t out_stride_t, out_stride_h;
   int64_t max_keys;  // Tk
   int total_q, num_heads, num_kv_heads, head_dim;
@@ -42,7 +42,7 @@ struct AttentionPrefillFp8Sm90Params {
   float factor;  // scale * log2(e)
 };
 
-// Dense keys, tiles of one size, no splits: the fields for pages stay null or zero.
+// Dense keys, tiles of one size and no splits; fields for paged keys stay null or zero.
 __device__ __forceinline__ Problem make_problem(const AttentionPrefillFp8Sm90Params& p) {
   Problem problem{};
   problem.cu_seqlens_q = p.cu_seqlens_q;

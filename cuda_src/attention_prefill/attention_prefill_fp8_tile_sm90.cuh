@@ -1,26 +1,26 @@
-// The tile of attention_prefill_fp8_sm90: its sizes and its shared memory.
+// Tile sizes and shared memory of attention_prefill_fp8_sm90.
 //
-// Shared memory holds rings of work tiles with their Q, of K, of V as loaded (raw), and of V's
-// transpose. Each stage has a full and an empty mbarrier.
+// Shared memory holds rings for work tiles with their Q, for K, for V as loaded (raw), and for V
+// transposed. Each stage has a full and an empty mbarrier.
 #pragma once
 
 #include "attention_prefill/attention_prefill_fp8_wgmma.cuh"
 #include "attention_prefill/attention_prefill_scheduler_sm90.cuh"
 
-// The module's configuration: Fp8Tile of kernels/attention_prefill_fp8/sm90.py.
-constexpr int kHeadDim = HEAD_DIM;  // columns of the products: D, padded
+// Module configuration: Fp8Tile in kernels/attention_prefill_fp8/sm90.py.
+constexpr int kHeadDim = HEAD_DIM;  // head dimension, padded
 constexpr int kConsumerWarpgroups = CONSUMERS;
 constexpr int kStages = STAGES;
-constexpr int kSpan = SPAN;  // keys that a consumer processes at a time
+constexpr int kSpan = SPAN;  // number of keys that a consumer processes at a time
 constexpr bool kTurns = TURNS != 0;
 constexpr unsigned kLineKeys = LINE_KEYS;
-constexpr int kSumTiles = SUM_TILES;  // key tiles summed on the tensor cores; 0: all
+constexpr int kSumTiles = SUM_TILES;  // key tiles accumulated on the tensor cores; 0: all
 
 constexpr int kKeys = 128, kQStages = 2, kTransposers = 2;
 constexpr int kSpans = kKeys / kSpan;
 constexpr int kRows = 64 * kConsumerWarpgroups;
 constexpr int kThreads = 128 * (kConsumerWarpgroups + 1);
-constexpr int kColumns = kHeadDim + 8;  // columns of the second product: V, then ones
+constexpr int kColumns = kHeadDim + 8;  // columns of operand B of P V: V, then ones
 constexpr int kQBytes = kRows * kHeadDim, kKeyBytes = kKeys * kHeadDim;
 constexpr int kValueBytes = kColumns * kKeys;
 constexpr int kSumBytes = kSumTiles ? 128 * kConsumerWarpgroups * kColumns / 2 * 4 : 0;
@@ -29,7 +29,7 @@ constexpr int kConsumerRegisters = kConsumerWarpgroups == 2   ? 224
                                    : kConsumerWarpgroups == 3 ? 160
                                                               : 112;
 
-// Shared-memory addresses; for a ring, that of stage 0.
+// Shared-memory addresses; for a ring, the address of stage 0.
 struct SharedMemory {
   unsigned q, v, k, raw, sums;
   unsigned q_full, q_empty, k_full, k_empty, v_full, v_empty, raw_full, raw_empty;
@@ -75,10 +75,10 @@ struct SharedMemory {
     mbarrier_init_fence();
   }
 
-  // Writes the columns of ones after V: each of the eight sums an eighth of the keys, since a small
-  // P loses less when it is added to a small sum. Also zeroes Q if some rows of a tile never hold a
-  // query (kRows is not a multiple of the group): with NaN there, these rows would needlessly take
-  // a new base with every key tile.
+  // Writes the columns of ones after V. Each of the eight sums an eighth of the keys, since a small
+  // P loses fewer bits when added to a smaller sum. Also zeroes Q if some rows of a tile never hold
+  // a query (kRows is not a multiple of the group): NaN there would needlessly give these rows a
+  // new base with every key tile.
   __device__ __forceinline__ void init_tiles(const Problem& problem) const {
     constexpr unsigned kOne = 0x38;  // 1 in e4m3
     const auto fill = [](unsigned to, unsigned even, unsigned odd) {

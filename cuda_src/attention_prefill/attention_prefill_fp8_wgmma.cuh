@@ -1,10 +1,11 @@
-// wgmma of e4m3 values: 64 x N += A (64 x 32) B (32 x N), sums in float, laid out as in wgmma.cuh.
+// wgmma on e4m3 values: 64 x N += A (64 x 32) B (32 x N), with float accumulators laid out as in
+// wgmma.cuh.
 //
-// Unlike in 16 bits, both operands must be contiguous along k: B has N rows, which are keys or
-// columns of V. A is in shared memory, or in registers, where thread t of a warp holds groups of
-// four neighbours along k:
+// Unlike with 16-bit types, both operands must be K-major: B is stored as N rows, which are keys or
+// columns of V. A is in shared memory or in registers. In registers, thread t of a warp holds
+// groups of four neighbours along k:
 //   a[0], a[1]  rows t / 4 and t / 4 + 8, columns 4 (t % 4) and the next three
-//   a[2], a[3]  the same rows, 16 columns further
+//   a[2], a[3]  the same rows, 16 columns to the right
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -15,8 +16,8 @@
 #define ENGINE_O136 ENGINE_O128, "+f"(acc[64]), "+f"(acc[65]), "+f"(acc[66]), "+f"(acc[67])
 #define ENGINE_E4M3 "k32.f32.e4m3.e4m3 "
 
-// Descriptor of a tile with rows of kRowBytes along k, 128 (as wgmma_descriptor) or 64, written by
-// TMA with the swizzle of that width. To step along k within the row add bytes / 16.
+// Descriptor of a tile with kRowBytes-byte rows along k, 128 (like wgmma_descriptor) or 64, in
+// TMA's swizzle of the same width. To step along k within a row, add bytes / 16.
 template <int kRowBytes>
 __device__ __forceinline__ uint64_t wgmma_descriptor_rows(unsigned address) {
   static_assert(kRowBytes == 64 || kRowBytes == 128, "one row is one span of the swizzle");
@@ -25,7 +26,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_rows(unsigned address) {
          ((kRowBytes == 64 ? 2ull : 1ull) << 62);
 }
 
-// `accumulate` false: the sums start at zero, whatever the registers hold.
+// If `accumulate` is false, the sums start at zero, whatever the registers hold.
 template <int kN>
 __device__ __forceinline__ void wgmma_fp8(float (&acc)[kN / 2], uint64_t a, uint64_t b,
                                           bool accumulate);
@@ -33,7 +34,7 @@ template <int kN>
 __device__ __forceinline__ void wgmma_fp8(float (&acc)[kN / 2], const unsigned (&a)[4], uint64_t b,
                                           bool accumulate);
 
-// %a, %b and %s are the numbers of the operands after the N / 2 sums.
+// a, b and s are operand numbers: these operands follow the N / 2 accumulators.
 #define ENGINE_WGMMA_FP8(N, a, b, s)                                                 \
   template <>                                                                        \
   __device__ __forceinline__ void wgmma_fp8<N>(float (&acc)[N / 2], uint64_t desc_a, \
@@ -48,7 +49,7 @@ __device__ __forceinline__ void wgmma_fp8(float (&acc)[kN / 2], const unsigned (
 ENGINE_WGMMA_FP8(64, 32, 33, 34)
 ENGINE_WGMMA_FP8(128, 64, 65, 66)
 
-// The same with A in registers.
+// wgmma_fp8 with A in registers.
 #define ENGINE_WGMMA_FP8_REGISTERS(N, a0, a1, a2, a3, b, s)                                 \
   template <>                                                                               \
   __device__ __forceinline__ void wgmma_fp8<N>(float (&acc)[N / 2], const unsigned (&a)[4], \
@@ -64,11 +65,10 @@ ENGINE_WGMMA_FP8(128, 64, 65, 66)
 ENGINE_WGMMA_FP8_REGISTERS(72, 36, 37, 38, 39, 40, 41)
 ENGINE_WGMMA_FP8_REGISTERS(136, 68, 69, 70, 71, 72, 73)
 
-// ---- the second operand, transposed ------------------------------------------------------------
+// ---- transposing loads -------------------------------------------------------------------------
 
-// Loads four 8 x 8 matrices of 16-bit values, transposed; lane l passes the address of row l % 8 of
-// matrix l / 8 and receives from each matrix the values (2 (l % 4), l / 4) and (2 (l % 4) + 1, l /
-// 4).
+// Loads four 8 x 8 matrices of 16-bit values, transposed. Lane l passes the address of row l % 8 of
+// matrix l / 8, and receives from each matrix column l / 4 of rows 2 (l % 4) and 2 (l % 4) + 1.
 __device__ __forceinline__ void ldmatrix_transposed_x4(unsigned (&x)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -78,20 +78,20 @@ __device__ __forceinline__ void ldmatrix_transposed_x4(unsigned (&x)[4], unsigne
 
 // ---- packed values -----------------------------------------------------------------------------
 
-// NaN if either operand is.
+// Returns NaN if either operand is NaN.
 __device__ __forceinline__ unsigned half2_max(unsigned a, unsigned b) {
   unsigned d;
   asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-// Negative values become 0.
+// Converts two floats to halves; negative values become 0.
 __device__ __forceinline__ unsigned half2_from_positive(float low, float high) {
   unsigned d;
   asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
 }
 
-// Four values as e4m3, the first in the lowest byte; values above 448 become 448.
+// Packs four values as e4m3, the first in the lowest byte; values above 448 saturate to 448.
 __device__ __forceinline__ unsigned pack_e4m3(float a, float b, float c, float d) {
   unsigned x;
   asm("{\n.reg .b16 low, high;\n"

@@ -1,9 +1,9 @@
-// Attention patterns: the keys that a query sees depend on its position alone, and are the same for
-// all sequences and heads. A tile of keys that no query of a query tile sees is not loaded; only
-// partly visible tiles are masked, by bits computed in registers.
+// Attention patterns: the keys that a query sees depend only on its position, and are the same for
+// all sequences and heads. A key tile that no query of a query tile sees is not loaded; partly
+// visible tiles are masked, with bits computed in registers.
 //
-// Two kinds. Blocks: a bit for each block of positions and block of keys. Periodic: the query at
-// position i sees key j if (i - j + offset) mod period < width.
+// There are two kinds. Blocks: one bit per block of positions and block of keys. Periodic: the
+// query at position i sees key j if (i - j + offset) mod period < width.
 #pragma once
 
 #include "common/types.cuh"
@@ -11,7 +11,7 @@
 struct Pattern {
   const unsigned* blocks;  // (num_q, words), bit j of a row: key block j is seen; null: periodic
   int words;
-  int num_q, num_k;      // blocks; positions past them see nothing, keys past them are unseen
+  int num_q, num_k;      // number of blocks; later positions see nothing, later keys are hidden
   int block_q, block_k;  // positions and keys per block; periodic: period and width
   int offset;            // periodic: 0 to period - 1
 
@@ -29,8 +29,8 @@ struct Pattern {
     return position >= 0 && q < num_q && k < num_k && block(q, k);
   }
 
-  // For queries at positions [first, last] and keys [begin, end): 0 if no query sees any key, 3 if
-  // all see all, else 1 (also if unknown).
+  // For queries at positions [first, last] and keys [begin, end): returns 0 if no query sees any
+  // key, 3 if all queries see all keys, otherwise (or if unknown) 1.
   __device__ __forceinline__ int sees_tile(int first, int last, int begin, int end) const {
     if (blocks == nullptr) {
       const int span = last - first + end - 1 - begin;
@@ -51,12 +51,13 @@ struct Pattern {
     return all ? 3 : any;
   }
 
-  // Whether a query sees at most one contiguous range of any tile of `keys` keys that starts at a
-  // multiple of `keys`.
+  // Returns whether a query sees at most one contiguous range of any tile of `keys` keys that is
+  // aligned to `keys`.
   __device__ __forceinline__ bool has_pieces(int keys) const {
     return blocks == nullptr ? block_q - block_k >= keys : block_k % keys == 0;
   }
-  // That range: `width` keys, the last of which is key + the result.
+  // Returns that range: it consists of `width` keys, and its last key is `key` + the returned
+  // value.
   __device__ __forceinline__ int piece(int position, int key, int& width) const {
     width = block_k;
     if (blocks == nullptr) return in_period(position - key + offset);
@@ -65,13 +66,13 @@ struct Pattern {
     return block_k - 1;
   }
 
-  // Bit mask of the thread's keys that a query sees: bit 2 j + e stands for key + 8 j + e, j <
-  // kKeys / 8.
+  // Returns a bit mask of the thread's keys that a query sees: bit 2 j + e is key + 8 j + e, for j
+  // < kKeys / 8 and e = 0, 1.
   template <int kKeys>
   __device__ __forceinline__ unsigned sees_of_thread(int position, int key) const {
     unsigned seen = 0;
     if (blocks == nullptr) {
-      int end = in_period(position - key + offset) + 1;  // keys [end - width, end), and so on
+      int end = in_period(position - key + offset) + 1;  // end of visible range [end - width, end)
 #pragma unroll 1
       for (; end - block_k < kKeys; end += block_q) {
         seen |= range<kKeys>(end - block_k, end);
@@ -91,12 +92,12 @@ struct Pattern {
   static __device__ __forceinline__ unsigned bits_from(int first) {
     return first <= 0 ? ~0u : first >= 32 ? 0u : ~0u << first;
   }
-  // Bit mask of the thread's keys in [begin, end), counted from its first key.
+  // Bit mask of the thread's keys in [begin, end), relative to its first key.
   template <int kKeys>
   static __device__ __forceinline__ unsigned range(int begin, int end) {
     return bits_from(count<kKeys>(begin)) & ~bits_from(count<kKeys>(end));
   }
-  // Number of the thread's keys before `end`, counted likewise.
+  // Number of the thread's keys before `end`, which is also relative to its first key.
   template <int kKeys>
   static __device__ __forceinline__ int count(int end) {
     end = min(max(end, 0), kKeys);
@@ -104,21 +105,21 @@ struct Pattern {
   }
 };
 
-// Builds the pattern from a kernel's parameters, which always have these fields (PARAMS of
-// kernels/_attention_pattern.py): a kernel compiled without patterns never reads them.
+// Builds the pattern from a kernel's parameters. All kernels have these fields (PARAMS in
+// kernels/_attention_pattern.py); those compiled without patterns never read them.
 template <typename Params>
 __device__ __forceinline__ Pattern make_pattern(const Params& p) {
   return {p.pattern_blocks, p.pattern_words, p.pattern_num_q, p.pattern_num_k,
           p.pattern_q,      p.pattern_k,     p.pattern_offset};
 }
 
-// Walks over the tiles of kKeys keys that some query of a query tile sees, from the last to the
-// first. Without a pattern: all of [begin, end). Each warp has its own walk; all its lanes call
-// next().
+// Iterates, from last to first, over the tiles of kKeys keys that some query of a query tile sees;
+// without a pattern, over all of [begin, end). Each warp has its own iterator; all lanes must call
+// next() together.
 template <int kKeys, bool kPattern>
 struct TileWalk {
-  int n;          // the current tile; less than begin: none is left
-  bool is_whole;  // the pattern hides none of its keys
+  int n;          // current tile; less than `begin`: none is left
+  bool is_whole;  // the pattern hides none of the tile's keys
 
   __device__ __forceinline__ TileWalk(const Pattern& pattern, int first_position, int last_position,
                                       int begin, int end)
@@ -162,6 +163,6 @@ struct TileWalk {
  private:
   const Pattern& pattern;
   const int first, last, begin, end;
-  int chunk;             // tile of bit 0 of the masks:
-  unsigned seen, whole;  // remaining tiles with any visible key; with all keys visible
+  int chunk;             // tile that bit 0 of the masks represents
+  unsigned seen, whole;  // remaining tiles with any, and with only, visible keys
 };

@@ -1,14 +1,14 @@
-// The row rule of attention_prefill.cu, with or without a pattern.
+// Row rule of attention_prefill.cu, with or without a pattern.
 #pragma once
 
 #include "common/attention.cuh"
 #include "attention_prefill/attention_prefill_pattern.cuh"
 
-// Rows that see a key only if both RowRule and a pattern allow it.
+// A row sees a key only if both RowRule and a pattern allow it.
 struct PatternRowRule : RowRule {
   static constexpr bool kHasPattern = true;
   Pattern pattern;
-  int first_position;  // position of token 0: among the keys if causal, else among the queries
+  int first_position;  // position of token 0: key index if causal, otherwise query index
 
   __device__ __forceinline__ PatternRowRule(const RowRule& rows, const Pattern& pattern,
                                             int first_position)

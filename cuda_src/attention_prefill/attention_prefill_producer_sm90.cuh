@@ -1,5 +1,5 @@
-// The producer warps of attention_prefill_sm90: one takes work tiles and loads their Q, one loads K
-// and V, and two more help with small pages.
+// The producer warps of attention_prefill_sm90: one fetches work tiles and loads their Q, one loads
+// K and V, and two more help if pages are small.
 #pragma once
 
 #include "attention_prefill/attention_prefill_tile_sm90.cuh"
@@ -8,9 +8,9 @@ struct Producer {
   const SharedMemory& smem;
   const Problem& problem;
 
-  // Warp 0: takes work tiles from the counter and loads their Q. It takes a tile as late as
-  // possible, when a stage of Q is empty: a taken tile is lost to all other blocks. With a single
-  // stage it takes the next tile while that stage is still in use.
+  // Warp 0: fetches work tiles from the counter and loads their Q. It fetches a tile as late as
+  // possible, when a stage of Q is empty, since no other block can then compute it. With a single
+  // stage it fetches the next tile while that stage is still in use.
   __device__ __forceinline__ void load_queries(const TensorMap* q_map) const {
     const int lane_idx = threadIdx.x % 32;
     unsigned tiles = 0;
@@ -42,8 +42,8 @@ struct Producer {
     }
   }
 
-  // Warp 1: loads K and V. It rereads the work tile from shared memory, like the consumers, as it
-  // has few registers.
+  // Warp 1: loads K and V. Like the consumers, it rereads the work tile from shared memory because
+  // it has few registers.
   __device__ __forceinline__ void load_keys(const TensorMap* k_map, const TensorMap* v_map) const {
     const int lane_idx = threadIdx.x % 32;
     const bool is_helped = has_helpers(problem), is_dense = problem.block_tables == nullptr;
@@ -66,8 +66,8 @@ struct Producer {
         if (kPattern && lane_idx == 0)
           smem.key_tile[ring.stage] =
               n | (is_whole ? 0 : smem.kMasked) | (walk.n >= tile.begin ? smem.kMore : 0);
-        const int head = is_dense ? tile.kv_head : 0;  // head coordinate in the maps
-        // Rows past the end of the whole K and V arrays are zeros already.
+        const int head = is_dense ? tile.kv_head : 0;  // head coordinate in the tensor maps
+        // TMA already fills rows past the end of the whole K and V arrays with zeros.
         const int valid = tile.num_keys - n * kKeys;
         const bool has_tail =
             valid < kKeys && (!is_dense || tile.k_begin + tile.num_keys < problem.max_keys);
@@ -102,7 +102,7 @@ struct Producer {
     }
   }
 
-  // Warps 2 and 3: load a third of the boxes each.
+  // Warps 2 and 3: each loads a third of the boxes.
   __device__ __forceinline__ void help(const TensorMap* k_map, const TensorMap* v_map) const {
     const int box = threadIdx.x % 32 * 3 + threadIdx.x / 32 % 4 - 1;
     for (PipelineState<kStages> ring(0);; ring.advance()) {
@@ -112,7 +112,7 @@ struct Producer {
       mbarrier_arrive(smem.k_empty + 8 * ring.stage);
       load_box(smem.k + ring.stage * kKeyBytes, k_map, 0, row & ~smem.kOnlyK, box,
                smem.k_full + 8 * ring.stage);
-      // SAFETY: only a lane with a box to copy waits for v_empty. The ring does not wait for the
+      // SAFETY: only lanes that have a box to copy wait for v_empty. The ring does not wait for the
       // other lanes: it could advance by two phases before they test the mbarrier, and they would
       // deadlock.
       if (row >= 0 && box * problem.box_keys < kKeys) {
@@ -123,7 +123,7 @@ struct Producer {
   }
 
  protected:
-  // Writes the work tile to its stage, for the other warps, and starts the copy of its Q.
+  // Publishes the work tile in its stage and starts copying its Q.
   __device__ __forceinline__ void fill(const TensorMap* q_map, const WorkTile& tile,
                                        int stage) const {
     smem.work[stage] = tile;
@@ -136,7 +136,7 @@ struct Producer {
                   tile.first_token, barrier);
   }
 
-  // The number of the next work tile, from the launch's counter.
+  // Fetches the index of the next work tile from the launch's counter.
   __device__ __forceinline__ int next_tile(int lane_idx, int t) const {
     if (lane_idx == 0) {
       const int taken = atomicAdd(problem.counter, 1);
@@ -146,22 +146,22 @@ struct Producer {
     return __shfl_sync(~0u, t, 0);
   }
 
-  // First map row of a lane's box of key tile n; a box without keys starts so far outside that the
-  // copy yields zeros.
+  // First tensor-map row of the lane's box of key tile n. A box without keys starts so far out of
+  // bounds that the copy yields zeros.
   __device__ __forceinline__ int box_row(const WorkTile& tile, int n, int lane_idx) const {
     const int key = n * kKeys + lane_idx * problem.box_keys;
     if (problem.block_tables == nullptr) return tile.k_begin + key;
     if (lane_idx * problem.box_keys >= kKeys || key >= tile.num_keys ||
         key + problem.box_keys <= tile.first_key)
       return 0x7fffff00;
-    // SAFETY: an id outside the cache is clamped, so a damaged table cannot make us read elsewhere.
+    // SAFETY: an id outside the cache is clamped, so a damaged table cannot cause reads outside it.
     const unsigned id = static_cast<unsigned>(tile.table[key >> problem.block_shift]);
     const int page = min(id, static_cast<unsigned>(problem.num_blocks - 1));
     return ((page * problem.num_kv_heads + tile.kv_head) << problem.block_shift) +
            (key & ((1 << problem.block_shift) - 1));
   }
 
-  // Copies box number `box` of a key tile, which starts at `row` of the map.
+  // Copies box `box` of a key tile, which starts at row `row` of the tensor map.
   __device__ __forceinline__ void load_box(unsigned to, const TensorMap* map, int head, int row,
                                            int box, unsigned barrier) const {
     if (box * problem.box_keys >= kKeys) return;
@@ -173,7 +173,7 @@ struct Producer {
 
   // Zeroes rows [begin, kKeys) of a tile of V: P is 0 there, but 0 * NaN would reach the sum.
   static __device__ __forceinline__ void zero_rows(unsigned to, int begin) {
-    unsigned lane_idx;  // reread: values derived from it would occupy registers throughout the loop
+    unsigned lane_idx;  // reread: derived values would occupy registers throughout the loop
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_idx));
     for (int chunk = 0; chunk < kChunks; ++chunk)
       for (int row = begin + lane_idx / 8; row < kKeys; row += 4)
@@ -182,7 +182,7 @@ struct Producer {
     __syncwarp();
   }
 
-  // Passes the start rows of a stage's boxes to the helping warps.
+  // Passes the start rows of a stage's boxes to the helper warps.
   __device__ __forceinline__ void ask_helpers(int stage, int row, int lane_idx) const {
     if (lane_idx >= kBoxes) return;
     smem.boxes[stage * kBoxes + lane_idx] = row;

@@ -1,57 +1,57 @@
-// The work tiles of Hopper's prefill kernels, and the order in which persistent CTAs take them.
+// Work tiles of the Hopper prefill kernels, and the order in which persistent CTAs process them.
 //
-// A work tile is some query tokens of one sequence with all query heads of one key/value head: rows
-// of Q are (token, head), and the same tiles of K and V serve all of them. Tiles are numbered
-// section by section; a section consists of pairs (sequence, key/value head) whose K and V fit in
-// L2 together. Within a section the longest tiles come first: the last tokens if causal, else the
-// full tiles. CTAs take tile numbers from a counter.
+// A work tile consists of several query tokens of one sequence with all query heads of one
+// key/value head: rows of Q are (token, head), and the same tiles of K and V serve all of them.
+// Tiles are numbered section by section; a section is a set of (sequence, key/value head) pairs
+// whose K and V fit in L2 together. Within a section the longest tiles come first: the last tokens
+// if causal, otherwise the full tiles. CTAs fetch tile numbers from a counter.
 #pragma once
 
 #include "attention_prefill/attention_prefill_pattern.cuh"
 #include "common/attention_sm90.cuh"
 
-// The launch, the same for all CTAs. Some fields follow from others but are computed on the host:
-// the divisions would take registers, of which producer warps have few.
+// Parameters of the launch, the same for all CTAs. The host also computes fields that follow from
+// others, since the divisions would need registers, of which producer warps have few.
 struct Problem {
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;
   const int* block_tables;
   const int* context_lens;
-  int* counter;          // 0 at launch and at the end
+  int* counter;          // 0 before and after the launch
   int64_t table_stride;  // row stride of block_tables
-  int64_t max_keys;      // dense: rows of K; pages: keys that a row of the table can name
+  int64_t max_keys;      // dense: rows of K; paged: keys that a row of the table covers
   int total_q, group, num_kv_heads;
-  int tile_tokens;               // query tokens of a tile: rows / group
-  int q_bytes;                   // bytes of a tile's Q in shared memory
-  int box_keys;                  // keys per copy, a divisor of a tile's and of a page's keys
+  int tile_tokens;               // query tokens per tile: rows / group
+  int q_bytes;                   // bytes of Q per tile in shared memory
+  int box_keys;                  // keys per TMA box; divides the keys per tile and per page
   int block_shift, num_blocks;   // log2(block_size), number of pages
-  int num_pairs, section;        // pairs (sequence, key/value head): in all, per section
-  int tiles_of_pair;             // tiles of the longest sequence
-  int long_tiles, short_tokens;  // a sequence's tiles of tile_tokens; tokens per later tile
-  int total;                     // work tiles of the launch
-  int splits;                    // CTAs that share the keys of a tile
+  int num_pairs, section;        // (sequence, key/value head) pairs: in total, per section
+  int tiles_of_pair;             // tiles per pair, for the longest sequence
+  int long_tiles, short_tokens;  // tiles of tile_tokens per sequence; tokens of later tiles
+  int total;                     // number of work tiles in the launch
+  int splits;                    // number of CTAs that share a tile's keys
   int causal;
-  unsigned reach;   // keys a row sees, counted back from its last one: window, or 2^31
+  unsigned reach;   // number of keys a row sees, up to its last key: the window, or 2^31
   Pattern pattern;  // used by kernels compiled with PATTERN only
 };
 
 // A work tile and its keys. The producer writes it to shared memory.
 struct alignas(16) WorkTile {
   int first_token;              // row of q; negative: no work left
-  int tokens;                   // tokens of the tile, from first_token on
-  int last_key_of_first_token;  // negative: it sees no key
+  int tokens;                   // number of tokens, from first_token on
+  int last_key_of_first_token;  // negative: that token sees no key
   int kv_head;
-  int begin, end;  // tiles of keys
+  int begin, end;  // range of key tiles
   int split;
-  int position;  // position of first_token: among the keys if causal, else the queries
+  int position;  // position of first_token: key index if causal, otherwise query index
   int k_begin;   // dense: first row of K and V
   int num_keys;
-  int first_key;     // the first key that any row of the tile sees
+  int first_key;     // first key that any row of the tile sees
   const int* table;  // row of the block table; null if dense
 };
 
-// Finds work tile number t; returns false if it has no tokens: its sequence is shorter than the
-// longest.
+// Finds work tile t. Returns false if it has no tokens because its sequence is shorter than the
+// longest one.
 template <int kKeys>
 __device__ __forceinline__ bool find_work_tile(const Problem& problem, int t, WorkTile& work) {
   const int per_section = problem.section * problem.tiles_of_pair * problem.splits;
@@ -64,7 +64,7 @@ __device__ __forceinline__ bool find_work_tile(const Problem& problem, int t, Wo
   const int b = pair / problem.num_kv_heads;
   work.kv_head = pair - b * problem.num_kv_heads;
 
-  // SAFETY: lengths are clamped to the arrays.
+  // SAFETY: offsets and lengths are clamped to the arrays' sizes.
   const int q_begin = min(max(problem.cu_seqlens_q[b], 0), problem.total_q);
   const int num_tokens = min(max(problem.cu_seqlens_q[b + 1], q_begin), problem.total_q) - q_begin;
   const int i = problem.causal ? problem.tiles_of_pair - 1 - step : step;

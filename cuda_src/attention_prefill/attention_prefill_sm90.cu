@@ -1,17 +1,18 @@
-// Flash attention on Hopper: attention_prefill.cu with wgmma, TMA and specialised warps.
+// Flash attention on Hopper: attention_prefill.cu with wgmma, TMA and warp specialisation.
 //
 //   out = softmax(cap(scale * Q K^T) + mask) V        for every sequence b and query head h
 //
 // Arguments: AttentionPrefillSm90Params, below.
 //
-// Numerics: as in attention_prefill.cu. Splits are summed in order. A row's bits depend only on its
-// own keys, the number of splits, and whether a pattern is in use (key tiles then have other
-// sizes).
-// Parallelisation: one persistent CTA per SM, which takes work tiles
-// (attention_prefill_scheduler_sm90.cuh). Of its four producer warps one loads Q, one K and V, and
-// two help with small pages; each consumer warpgroup owns 64 rows
+// Numerics: see attention_prefill.cu. Splits are summed in order. A row's result depends bitwise
+// only on its own query and keys, the number of splits, and whether a pattern is in use (which
+// changes the key tile size).
+// Parallelisation: one persistent CTA per SM, which fetches work tiles
+// (attention_prefill_scheduler_sm90.cuh). Of its four producer warps, one loads Q, one loads K and
+// V, and two help if pages are small. Each consumer warpgroup owns 64 rows
 // (attention_prefill_consumer_sm90.cuh). While one warpgroup computes exponentials, the tensor
-// cores work for the others: three warpgroups keep both busier than two, if registers suffice.
+// cores work for the others; three warpgroups keep both units busier than two, if registers
+// suffice.
 // Mirror: engine/reference/attention_prefill.py
 #include "attention_prefill/attention_prefill_code_producer_sm90.cuh"
 #include "attention_prefill/attention_prefill_consumer_sm90.cuh"
@@ -20,35 +21,35 @@
 static_assert(SharedMemory::kBytes == SHARED_BYTES,
               "kernels/attention_prefill/sm90.py computes another size");
 
-// Strides are in elements: _t from token to token, _h from head to head.
+// Strides are in elements: _t between tokens, _h between heads.
 struct AttentionPrefillSm90Params {
-  TensorMap q_map;  // q (Tq, K, H / K, D): boxes of 64 columns, a group of heads, tile_tokens
-  TensorMap k_map;  // k: dense (Tk, K, D), or pages as (P * K * block_size, 1, D): boxes of
-  TensorMap v_map;  // 64 columns, one head, box_keys keys; v likewise
-  const int* cu_seqlens_q;  // this and the next three: see AttentionPrefillParams
+  TensorMap q_map;          // q (Tq, K, H / K, D); TMA box: 64 columns x group x 1 x tile_tokens
+  TensorMap k_map;          // k: dense (Tk, K, D) or pages as (P * K * block_size, 1, D);
+  TensorMap v_map;          // v likewise; TMA box: 64 columns x 1 head x box_keys keys
+  const int* cu_seqlens_q;  // for this and the next three see AttentionPrefillParams
   const int* cu_seqlens_k;
   const int* block_tables;
   const int* context_lens;
-  const float* sinks;  // (H,) one more logit of each row's softmax; null: none, or splits > 1
+  const float* sinks;  // (H,) extra logit of each row's softmax; null if none or splits > 1
   scalar_t* out;       // (Tq, H, D)
   float* lse;          // (Tq, H) contiguous, or null
   float* partial;      // with splits > 1: (splits, Tq, H, D), then (splits, Tq, H) log2-sum-exp2
-  int* counter;        // number of the next tile; 0 at launch and at the end
+  int* counter;        // work tiles fetched so far; 0 before and after the launch
   int64_t table_stride, out_stride_t, out_stride_h;
-  int64_t max_keys;  // dense: Tk; pages: keys that a row of the table can name
+  int64_t max_keys;  // dense: Tk; paged: keys that a row of the table covers
   int total_q, num_heads, num_kv_heads;
   int group;  // H / K
   int head_dim;
-  // The fields below are those of Problem.
+  // For the fields below see Problem.
   int tile_tokens, q_bytes, box_keys, block_shift, num_blocks;
   int num_pairs, tiles_of_pair, long_tiles, short_tokens, total, section, splits;
   int causal;
-  int window;                       // 0: none
+  int window;                       // 0: no window
   float score_inner, score_factor;  // ScoreRule
   // See attention_prefill_pattern.cuh; zeros without a pattern.
   const unsigned* pattern_blocks;
   int pattern_words, pattern_num_q, pattern_num_k, pattern_q, pattern_k, pattern_offset;
-  const float *k_scale, *v_scale;  // (K,) scales of quantized pages; else null
+  const float *k_scale, *v_scale;  // (K,) scales of quantized pages, or null
 };
 
 __device__ __forceinline__ Problem make_problem(const AttentionPrefillSm90Params& p) {
@@ -106,8 +107,8 @@ __device__ __forceinline__ void prefill(const AttentionPrefillSm90Params& p,
 ENGINE_PREFILL(attention_prefill_sm90, false)
 ENGINE_PREFILL(attention_prefill_sm90_softcap, true)
 
-// out = sum of the splits' partials, weighted by their log2-sum-exp2, one warp per row. A sink is
-// one more partial, of zeros.
+// Combines the splits: out is the sum of their partials, weighted by 2^(log2-sum-exp2). One warp
+// per row. A sink acts as an extra partial of zeros.
 extern "C" __global__ void __launch_bounds__(256)
     attention_prefill_sm90_combine(const float* partial, const float* sinks, scalar_t* out,
                                    float* lse, int64_t out_stride_t, int64_t out_stride_h,

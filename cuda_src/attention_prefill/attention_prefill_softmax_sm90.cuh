@@ -1,13 +1,13 @@
-// The softmax of attention_prefill_sm90, for 64 rows by kKeys keys in a warpgroup's registers.
+// Online softmax of attention_prefill_sm90, for 64 rows x kKeys keys in a warpgroup's registers.
 //
-// A thread holds two rows: score 4 j + 2 i + e belongs to its row i and to key 8 j + e, counted
-// from its first key. The four threads of a quad share their rows.
+// A thread holds parts of two rows: score 4 j + 2 i + e belongs to its row i and to key 8 j + e,
+// relative to its first key. The four threads of a quad share the same rows.
 #pragma once
 
 #include "common/attention_sm90.cuh"
 
-// Sets scores of masked keys to -inf. `last`, a row's last visible key, is counted from the
-// thread's first key; `reach` is the number of keys visible up to it.
+// Sets scores of masked keys to -inf. `last` is a row's last visible key, relative to the thread's
+// first key; `reach` is the number of visible keys up to and including it.
 template <int kKeys>
 __device__ __forceinline__ void mask_scores(float (&s)[kKeys / 2], const int (&last)[2],
                                             const unsigned (&reach)[2]) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ void mask_scores(float (&s)[kKeys / 2], const int (&l
     }
 }
 
-// The same, from a bit for each of the thread's keys: bit 2 j + e.
+// mask_scores from a bit mask of the thread's visible keys: bit 2 j + e is key 8 j + e.
 template <int kKeys>
 __device__ __forceinline__ void mask_scores(float (&s)[kKeys / 2], const unsigned (&seen)[2]) {
 #pragma unroll
@@ -32,11 +32,11 @@ __device__ __forceinline__ void mask_scores(float (&s)[kKeys / 2], const unsigne
 
 template <int kKeys>
 struct OnlineSoftmax {
-  float base[2];     // subtracted from exponents: factor times the running maximum; inf: no key yet
+  float base[2];     // subtracted from exponents: factor * running maximum; inf: no key yet
   float sum[2];      // sum of this thread's exponentials
-  float rescale[2];  // factor on earlier sums, set by the last call of raise()
+  float rescale[2];  // factor for earlier sums, set by the latest call of raise()
 
-  // Called before the first tile of keys.
+  // Resets the state before the first key tile.
   __device__ __forceinline__ void start() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -46,7 +46,7 @@ struct OnlineSoftmax {
   }
 
   // Raises the bases to a tile's maxima, so that a row's largest p is exactly 1. Returns true if
-  // any row of the warp has a new base.
+  // the base of any row of the warp changed.
   __device__ __forceinline__ bool raise(const float (&s)[kKeys / 2], float factor) {
     float top[2];
     maxima(s, top);
@@ -62,7 +62,7 @@ struct OnlineSoftmax {
     return __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f);
   }
 
-  // p = exp2(factor * s - base), packed as operands of the second product, and added to the sums.
+  // Computes p = exp2(factor * s - base), packs it as operand A of P V, and adds it to the sums.
   __device__ __forceinline__ void exponentials(unsigned (&p)[kKeys / 16][4],
                                                const float (&s)[kKeys / 2], float factor) {
 #pragma unroll
@@ -80,7 +80,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Adds up the sums of the four threads of a row.
+  // Reduces the sums over the four threads of a row.
   __device__ __forceinline__ void add_up() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -95,11 +95,11 @@ struct OnlineSoftmax {
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
   }
 
-  // Each row's largest score. A negative result may be too small where the base is positive: it
-  // does not raise that base either way.
+  // Finds each row's largest score. If the base is positive, a negative result may be too small: it
+  // would not raise the base anyway.
   __device__ __forceinline__ void maxima(const float (&s)[kKeys / 2], float (&top)[2]) const {
     // Reinterpreted as integers, non-negative floats keep their order and exceed all negative
-    // floats; and Hopper computes the maximum of three integers in one instruction.
+    // floats, and Hopper computes the maximum of three integers in one instruction.
     int high[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

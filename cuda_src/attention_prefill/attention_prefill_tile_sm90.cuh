@@ -1,14 +1,14 @@
-// The tile of attention_prefill_sm90: its sizes, its shared memory, and the key tiles that its rows
-// see.
+// Tile sizes and shared memory of attention_prefill_sm90, and the range of key tiles that a tile's
+// rows see.
 //
-// Shared memory holds three rings: of work tiles with their Q, of K and of V. Each stage has a full
-// and an empty mbarrier.
+// Shared memory holds three rings: for work tiles with their Q, for K and for V. Each stage has a
+// full and an empty mbarrier.
 #pragma once
 
 #include "attention_prefill/attention_prefill_scheduler_sm90.cuh"
 
-// The module's configuration: HopperTile of kernels/attention_prefill/sm90.py.
-constexpr int kHeadDim = HEAD_DIM;  // columns of the products: D, padded
+// Module configuration: HopperTile in kernels/attention_prefill/sm90.py.
+constexpr int kHeadDim = HEAD_DIM;  // head dimension, padded
 constexpr int kConsumerWarpgroups = CONSUMERS;
 constexpr int kKeys = TILE_KEYS;
 constexpr int kStages = STAGES, kQStages = Q_STAGES;
@@ -16,12 +16,12 @@ constexpr bool kPattern = PATTERN != 0;
 
 constexpr int kRows = 64 * kConsumerWarpgroups;
 constexpr int kThreads = 128 * (kConsumerWarpgroups + 1);
-constexpr int kChunks = (kHeadDim + 63) / 64;  // chunks of 64 columns, 128 bytes
+constexpr int kChunks = (kHeadDim + 63) / 64;  // chunks of 64 columns (128 bytes)
 constexpr int kQChunk = kRows * 128, kQBytes = kChunks * kQChunk;
 constexpr int kKeyChunk = kKeys * 128, kKeyBytes = kChunks * kKeyChunk;
-constexpr int kBoxes = kKeys / 16;  // copies of a key tile, at most: a page has 16 keys or more
-// With quantized pages: stages of codes (attention_prefill_code_producer_sm90.cuh), each a tile of
-// K or V.
+constexpr int kBoxes = kKeys / 16;  // maximum boxes per key tile: a page has at least 16 keys
+// Stages of codes for quantized pages (attention_prefill_code_producer_sm90.cuh): each holds one
+// tile of K or V.
 constexpr int kCodeStages = kHasCodes ? 4 : 0, kCodeBytes = kKeys * kHeadDim;
 constexpr int kConvertingThreads = 2 * 32;
 static_assert(!kHasCodes || (!kPattern && (kHeadDim == 64 || kHeadDim == 128)),
@@ -33,25 +33,25 @@ constexpr int kProducerRegisters = kHasCodes                  ? 56
 constexpr int kConsumerRegisters = (65536 / 128 - kProducerRegisters) / kConsumerWarpgroups / 8 * 8;
 static_assert(!kPattern || kKeys <= 128, "a thread's keys have one bit each of a register");
 
-// Issuing a copy occupies its warp: with many per key tile, three warps share them. With a pattern
-// the loading warp has no registers left for that.
+// Issuing a copy occupies a warp, so three warps share the copies if there are many per key tile.
+// With a pattern the loading warp has no registers left for that.
 __device__ __forceinline__ bool has_helpers(const Problem& problem) {
   return !kPattern && !kHasCodes && 4 * problem.box_keys <= kKeys;
 }
 
-// Shared-memory addresses; for a ring, that of stage 0.
+// Shared-memory addresses; for a ring, the address of stage 0.
 struct SharedMemory {
   unsigned q, k, v;
   unsigned work_full, q_full, q_empty, k_full, k_empty, v_full, v_empty;
-  unsigned v_tail;      // V of a partial tile has arrived, but its tail is not zeroed yet
-  unsigned boxes_full;  // `boxes` of a stage are written
+  unsigned v_tail;      // mbarrier: V of a partial tile has arrived, with its tail not yet zeroed
+  unsigned boxes_full;  // mbarrier: `boxes` of a stage have been written
   WorkTile* work;       // one per stage of Q
-  int* key_tile;        // per stage, with a pattern: its key tile and the flags below
+  int* key_tile;        // per stage, with a pattern: key tile index | the flags below
   static constexpr int kMore = 1 << 30, kMasked = 1 << 29;
-  int* boxes;  // per stage: start rows of its boxes, for the helping warps
+  int* boxes;  // per stage: start rows of its boxes, for the helper warps
   static constexpr int kOnlyK = static_cast<int>(1u << 31), kStop = -1;
   unsigned codes, codes_full, codes_empty;
-  int* valid_rows;  // per stage of codes: rows that hold keys; negative: the end
+  int* valid_rows;  // per stage of codes: number of rows that hold keys; negative: the end
 
   static constexpr int kBarriers = 3 * kQStages + 5 * kStages + 1;
   static constexpr int kBytes = 1024 + kQStages * kQBytes + 2 * kStages * kKeyBytes +
@@ -75,7 +75,7 @@ struct SharedMemory {
     v_tail = v_empty + 8 * kStages;
     boxes_full = v_tail + 8;
     key_tile = reinterpret_cast<int*>(smem + (boxes_full + 8 * kStages - smem_address(smem)));
-    if constexpr (kHasCodes) {  // quantized pages have neither patterns nor helping warps
+    if constexpr (kHasCodes) {  // quantized pages have neither patterns nor helper warps
       codes_full = boxes_full + 8 * kStages;
       codes_empty = codes_full + 8 * kCodeStages;
       valid_rows =
@@ -86,7 +86,7 @@ struct SharedMemory {
   }
 
   __device__ __forceinline__ void init_barriers(const Problem& problem) const {
-    // SAFETY: a helping warp arrives on k_empty when it has read the start rows of the stage's
+    // SAFETY: a helper warp arrives on k_empty once it has read the start rows of the stage's
     // boxes.
     const int helpers = has_helpers(problem) ? 2 * 32 : 0;
     for (int i = 0; i < kQStages; ++i) {
@@ -120,13 +120,13 @@ struct SharedMemory {
   }
 };
 
-// Ranges of key tiles for some rows: any of the rows sees keys of [begin, end), all of them see all
-// keys of [whole_begin, whole_end). A pattern is not considered.
+// Ranges of key tiles for a set of rows: key tiles outside [begin, end) are hidden from all rows,
+// those in [whole_begin, whole_end) are fully visible to all rows. Patterns are not considered.
 struct KeyTileRange {
   int begin, end, whole_begin, whole_end;
 };
 
-// The ranges for tokens [first, last] of a work tile; empty if last < first.
+// Returns the ranges for tokens [first, last] of a work tile; empty if last < first.
 __device__ __forceinline__ KeyTileRange key_tile_range(const Problem& problem, const WorkTile& tile,
                                                        int first, int last) {
   const int last_key_of_first_token = tile.last_key_of_first_token + (problem.causal ? first : 0);
