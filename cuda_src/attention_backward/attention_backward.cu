@@ -59,7 +59,7 @@ struct AttentionBackwardParams {
   const float* lse;         // (Tq, H) log-sum-exp of the forward pass
   const float* delta;       // (Tq, H) computed by _delta
   const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
-  const int* cu_seqlens_k;  // (B + 1,) first key row of each sequence, likewise
+  const int* cu_seqlens_k;  // (B + 1,) likewise for its keys
   scalar_t* dq;             // (Tq, H, D)
   scalar_t* dk;             // (Tk, K, D)
   scalar_t* dv;             // (Tk, K, D)

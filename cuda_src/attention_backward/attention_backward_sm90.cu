@@ -75,7 +75,7 @@ struct AttentionBackwardSm90Params {
   TensorMap v_map;          // v, same shape and box as k
   TensorMap dout_map;       // dout, same shape and box as q
   const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
-  const int* cu_seqlens_k;  // (B + 1,) first key row of each sequence, likewise
+  const int* cu_seqlens_k;  // (B + 1,) likewise for its keys
   const float* statistics;  // (tiles, H, 2, kQueries): log2-sum-exp2 (+inf if the row has no query
                             // or it sees no key), then delta; tile numbering: first_query_tile()
   float* dq_sum;  // (tiles, H, 2, 64 * 64) dQ in accumulator order; half w is warpgroup w's

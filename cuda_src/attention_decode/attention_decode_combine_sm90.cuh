@@ -126,7 +126,7 @@ __device__ __forceinline__ void combine(const Partials& partials, const SplitOf&
   }
 }
 
-constexpr int kCombineLoads = kRowTiles == 4 ? 4 : 16;  // partial rows in flight
+constexpr int kCombineLoads = kRowTiles == 4 ? 4 : 16;  // partial rows in flight (register limit)
 
 __device__ __forceinline__ void combine(const Partials& partials, const SplitOf& split,
                                         const Cta& cta, int b) {

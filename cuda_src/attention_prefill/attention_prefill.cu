@@ -36,7 +36,7 @@ struct AttentionPrefillParams {
   const page_t* k;          // (Tk, K, D) dense, or (P, K, block_size, D) pages
   const page_t* v;          // same layout as k
   const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
-  const int* cu_seqlens_k;  // (B + 1,) first key row of each sequence, likewise; null if paged
+  const int* cu_seqlens_k;  // (B + 1,) likewise for its keys; null if paged
   const int* block_tables;  // (B, NB) token j is in page block_tables[b, j / block_size]; or null
   const int* context_lens;  // (B,) number of keys per sequence; null if dense
   const float* sinks;       // (H,) extra logit of each row's softmax; or null

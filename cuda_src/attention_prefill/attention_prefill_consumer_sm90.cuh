@@ -192,7 +192,7 @@ struct Consumer {
     v_ring.advance();
   }
 
-  // Even a successful test whether a stage is full has latency, so next_keys tests ahead.
+  // Testing whether a stage is full has latency even if it is, so next_keys tests ahead.
   __device__ __forceinline__ void wait_k() {
     if (!k_is_full) mbarrier_wait(smem.k_full + 8 * k_ring.stage, k_ring.phase);
   }

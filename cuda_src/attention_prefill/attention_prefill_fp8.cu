@@ -9,7 +9,8 @@
 // As an integer n shifts only P's exponent, the result hardly depends on n.
 // Parallelisation: one warp per row, 32 keys at a time: one lane per key for the scores, then D /
 // 32 columns per lane for P V. It is the reference for checking the Hopper kernel, and the kernel
-// of all other chips. TODO(issue 5): use the e4m3 mma of sm_89 and sm_120.
+// of all other chips.
+// TODO(issue 5): use the e4m3 mma of sm_89 and sm_120.
 // Mirror: engine/reference/attention_prefill_fp8.py
 #include <cuda_fp8.h>
 
@@ -40,7 +41,7 @@ struct AttentionPrefillFp8Params {
   const unsigned char* k;   // (Tk, K, D) e4m3; query head h reads head h / group
   const unsigned char* v;   // (Tk, K, D) e4m3
   const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
-  const int* cu_seqlens_k;  // (B + 1,) first key row of each sequence, likewise
+  const int* cu_seqlens_k;  // (B + 1,) likewise for its keys
   const float* q_scale;     // (H,)
   const float* k_scale;     // (K,)
   const float* v_scale;     // (K,)

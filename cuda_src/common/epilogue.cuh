@@ -35,7 +35,7 @@ struct Epilogue {
   int activation;
   bool is_float;      // out and residual are float; otherwise scalar_t
   bool is_vector;     // n, strides and addresses allow four-element accesses
-  int num_gates = 0;  // gated bias with all of gate before up: length of gate; else 0
+  int num_gates = 0;  // length of gate's bias if up's follows it; 0: they alternate
 
   __device__ __forceinline__ bool is_gated() const { return activation == kSiluAndMul; }
   __device__ __forceinline__ bool is_bare() const {

@@ -141,7 +141,7 @@ struct StageProduct {
     }
   }
 
-  // Stores the sums as [token][row], to be added to those of the other warps of the same rows.
+  // Stores this warp's sums as [token][row], for reduction with the other warps of the same rows.
   __device__ __forceinline__ void store(float* sums, int g, int t) const {
 #pragma unroll
     for (int i = 0; i < kTokenTiles; ++i)
