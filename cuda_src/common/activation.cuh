@@ -1,4 +1,4 @@
-// Activation functions in float, written so that the tails do not cancel:
+// Activation functions in float, in forms free of cancellation in the tails:
 //
 //   silu(x)      = x sigmoid(x)
 //   gelu_tanh(x) = x (1 + tanh u) / 2 = x sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)

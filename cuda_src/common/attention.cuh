@@ -102,8 +102,7 @@ struct RowRule {
       return (tree[min(row, count - 1) / group] >> token & 1) != 0;
     return sees(last_key, key);
   }
-  // The last key L such that this row and all later rows see every key up to L, ignoring the
-  // window.
+  // The last key up to which this row and all later rows see every key, ignoring the window.
   __device__ __forceinline__ int last_common_key(int row) const {
     if (tree != nullptr) return last_key_of_first_token - earlier - 1;
     return last_key(row);

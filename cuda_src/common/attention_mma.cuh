@@ -1,5 +1,5 @@
-// Flash attention on tensor cores, for 16-bit inputs: one CTA multiplies one tile of query rows
-// with any range of keys.
+// Flash attention on tensor cores, for 16-bit inputs: one CTA processes one tile of query rows
+// against any range of keys.
 //
 // kWarpsM x kWarpsN warps. A warp owns 16 kRowTiles rows and kKeys / kWarpsN keys of each tile.
 // With kWarpsN = 1 the warps split the rows (prefill); with kWarpsM = 1 they split the keys

@@ -1,4 +1,4 @@
-// Flash attention in true float32 on CUDA cores: one block multiplies one tile of query rows with
+// Flash attention in true float32 on CUDA cores: one block processes one tile of query rows against
 // any range of keys.
 //
 // kWarps warps with kWarpRows rows each; tiles of 32 keys. In Q K^T each lane owns one key, in P V

@@ -78,7 +78,7 @@ ENGINE_WGMMA_TRANSPOSED(128, 64, 65, 66, 67, 68)
 ENGINE_WGMMA_TRANSPOSED(192, 96, 97, 98, 99, 100)
 ENGINE_WGMMA_TRANSPOSED(256, 128, 129, 130, 131, 132)
 
-// ---- rows of sums ------------------------------------------------------------------------------
+// ---- stores of result rows ----------------------------------------------------------------------
 
 // Stores one of the thread's two rows of 64 x kColumns wgmma accumulators (i = 0: row lane / 4; i =
 // 1: row lane / 4 + 8), multiplied by `factor`, up to column `columns`. The four threads of a row
@@ -95,15 +95,15 @@ __device__ __forceinline__ void store_row(scalar_t* row, bool exists, int column
     for (int w = 0; w < 4; ++w)
       x[w] = pack2<scalar_t>(sum[16 * j + 4 * w + 2 * i] * factor,
                              sum[16 * j + 4 * w + 2 * i + 1] * factor);
-    // Exchange with lane ^ 1: even lanes then hold word pairs of groups 0 and 2, odd lanes of 1 and
-    // 3.
+    // Exchange with lane ^ 1. Even lanes then hold word pairs of groups 0 and 2, odd lanes those of
+    // groups 1 and 3.
 #pragma unroll
     for (int w = 0; w < 4; w += 2) {
       const unsigned other = __shfl_xor_sync(~0u, odd ? x[w] : x[w + 1], 1);
       y[w] = odd ? other : x[w];
       y[w + 1] = odd ? x[w + 1] : other;
     }
-    // Exchange with lane ^ 2: each lane then holds all four words of group lane % 4.
+    // Exchange with lane ^ 2. Each lane then holds all four words of group lane % 4.
     const unsigned low = __shfl_xor_sync(~0u, upper ? y[0] : y[2], 2);
     const unsigned high = __shfl_xor_sync(~0u, upper ? y[1] : y[3], 2);
     const uint4 eight =

@@ -38,8 +38,8 @@ __device__ __forceinline__ void mbarrier_arrive_cp_async(unsigned barrier) {
 
 // Arrives on the mbarrier at the same offset in CTA `rank` of the cluster, which may be this CTA.
 //
-// NOTE: .release.cluster is omitted because it would fence all memory. That is sufficient if the
-// released memory was only read, by wgmma or by completed loads.
+// NOTE: .release.cluster is omitted because it would fence all memory. The plain arrival suffices
+// if the released memory was only read, by wgmma or by completed loads.
 __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier, unsigned rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
