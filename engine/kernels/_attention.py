@@ -179,7 +179,7 @@ def checked_starts(call: Contract, name: str, starts: Any, total: int) -> Any:
 
 
 def checked_longest(call: Contract, name: str, longest: Any, starts: Any) -> int:
-    """Return the maximum sequence length: `longest` if given, else computed, with a sync."""
+    """Return an upper bound of the lengths: `longest`, or their maximum, which needs a sync."""
     if longest is not None:
         return check_count(call, name, longest)
     lengths = call.xp.diff(starts)
@@ -189,7 +189,7 @@ def checked_longest(call: Contract, name: str, longest: Any, starts: Any) -> int
 def check_count(call: Contract, name: str, value: Any) -> int:
     """Check that `value` is a count that fits 32 bits; return it as a Python int.
 
-    A NumPy int would keep its width in a product with a Python int, and could overflow.
+    A NumPy int keeps its width when multiplied by a Python int, so it could overflow.
     """
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     call.check(name, is_int and 0 <= value < 2**31, "an int of 0 or more", value)

@@ -41,7 +41,7 @@ class BlockSparse:
 
     Notes
     -----
-    The bits are copied to each device on first use and cached there, so reuse a pattern.
+    The bits are copied to each device on first use and cached there, so create each pattern once.
 
     Examples
     --------

@@ -28,7 +28,7 @@ SAMPLE = ("int4_g128", "int4_g32_zp", "int8_g64", "mxfp4", "q4_k", "q5_1", "q6_k
 def format_spec(file: str, dtype: str, form: Format, scales: str = "float16") -> ModuleSpec:
     """Return the module of a file in `cuda_src/gemm_wna16` for weights of a packed format.
 
-    `scales` is the dtype of the scales, for formats whose scales are floats.
+    `scales` is the dtype of the scales, for formats with floating-point scales.
     """
     kind = _BYTES if form.super_block else _E8M0 if form.code == "e2m1" else _SCALE_TYPES[scales]
     macros = {

@@ -29,7 +29,7 @@ _KERNELS = {size: Kernel(f"all_reduce_rmsnorm_{size}", _PARAMS) for size in _THR
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the op's own module for `dtype`; it may also launch those of the ops it fuses."""
+    """Return the op's own module for `dtype`; the op may also launch the ops it fuses."""
     return (ModuleSpec("collectives/all_reduce_rmsnorm.cu", dtype),)
 
 

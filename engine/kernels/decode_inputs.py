@@ -74,7 +74,7 @@ def decode_inputs(
     slot_mapping : (B, Q) array of int64
         Slots for the keys and values; -1 for padding.
     block_tables : (B, W) array of int32
-        Entries beyond the last position's block, and those of padding, are undefined.
+        Entries beyond the last position's block, and all entries of padding, are undefined.
 
     Raises
     ------

@@ -37,7 +37,7 @@ _BYTES = Kernel(
 _WARPS = 4  # warps per block, each with one tile
 _BYTES_THREADS = 256  # threads per block
 _BYTES_CODES = 16  # codes per thread
-_MAX_ROWS = 65535  # maximum number of blocks along rows; with more rows each loops
+_MAX_ROWS = 65535  # maximum blocks along the rows; with more rows, blocks loop
 _BYTES_MODULE = FORMATS["q8_0"]  # every module contains the kernel for row-major formats
 
 

@@ -47,8 +47,8 @@ def kv_store(
     k_pages, v_pages : (P, K, block_size, D) array of k's dtype, uint8 or int8, C-contiguous
         Written in place. uint8 pages hold e4m3 codes, int8 pages integer codes.
     slot_mapping : (T,) array of int64
-        ``block_id * block_size + offset`` of each token; -1 skips it. Slots must be distinct: with
-        duplicates, which token is kept is undefined.
+        ``block_id * block_size + offset`` of each token; -1 skips it. Slots must be distinct: if
+        two tokens share one, either may be kept.
     k_scale, v_scale : (K,) array of float32, optional
         Scales of a quantized KV cache, positive and finite: a code is value / scale, rounded to
         nearest even and saturated at 448 or 127. NaN stays NaN in e4m3 and becomes 0 in int8.

@@ -227,6 +227,6 @@ def _row_strides(x: Any, y: Any) -> tuple[int, tuple[int, int], tuple[int, int]]
 
 
 def _is_aligned(array: Any) -> bool:
-    """Tell whether every row starts at a multiple of 16 bytes and spans one."""
+    """Tell whether every row starts and ends at a multiple of 16 bytes."""
     steps = [array.shape[-1] * array.itemsize, array.data.ptr, *array.strides[:-1]]
     return all(step % 16 == 0 for step in steps)

@@ -75,8 +75,8 @@ def rmsnorm_quantize(
 
     Notes
     -----
-    Equals ``quantize_rows(rmsnorm(x, ...))``, bit for bit: one launch for 16-byte aligned rows of
-    up to 32 KiB, otherwise two.
+    Equals ``quantize_rows(rmsnorm(x, ...))``, bit for bit. Rows that are 16-byte aligned and at
+    most 32 KiB take one launch, others two.
 
     Examples
     --------

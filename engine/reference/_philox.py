@@ -64,7 +64,7 @@ def gumbel(seeds: Array, positions: Array, ids: Array) -> Array:
     """Return the Gumbel noise of token `ids` at `positions` under `seeds`, all of one shape.
 
     It is -log2(-log2(u)), a standard Gumbel variable divided by ln 2 (up to a constant that does
-    not change an argmax), with u = (word + 1/2) / 2**32, never 0 or 1. The word is word
+    not change an argmax), with u = (word + 1/2) / 2**32, never 0 or 1. It uses word
     ``id % 4`` of counter (id // 4, position, 0) under the key `seed`.
     """
     words = _words(seeds, positions, ids.astype(np.uint64) >> np.uint64(2))

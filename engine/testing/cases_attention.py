@@ -220,7 +220,7 @@ DECODE_SINKS: tuple[AttentionCase, ...] = (
     replace(_NEW, lens_q=(1,) * 70, lens_k=tuple(range(0, 700, 10)), num_kv_heads=4),  # persistent
     replace(_NEW, lens_q=(1,) * 40, lens_k=(900, 0) * 20, num_kv_heads=4, head_dim=128),
     replace(_NEW, lens_q=(4, 4), lens_k=(300, 2), num_kv_heads=2, head_dim=128),  # empty rows
-    replace(_NEW, lens_q=(8,), lens_k=(1500,), num_kv_heads=2, window=40),  # tokens are divided
+    replace(_NEW, lens_q=(8,), lens_k=(1500,), num_kv_heads=2, window=40),  # query tokens split
     replace(_NEW, lens_q=(8,) * 3, lens_k=(600, 90, 8)),
     replace(_NEW, lens_q=(2, 2), lens_k=(150, 31), num_heads=2, head_dim=36),
     replace(_NEW, lens_k=(150, 31), head_dim=256),

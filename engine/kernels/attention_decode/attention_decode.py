@@ -119,9 +119,10 @@ def attention_decode(
         Scales of a quantized KV cache, positive and finite: a key or value is code * scale. The
         newest tokens are read from the pages like all others.
     num_splits : int, optional
-        Number of splits of each sequence's keys. If given, the bits of a sequence's result depend
-        on its own length alone, not on the rest of the batch. By default the keys are split so
-        that all thread blocks are busy. Splits change only the rounding.
+        Number of splits of each sequence's keys. If given, the split depends only on the
+        sequence's own length, so the bits of its result do not depend on the rest of the batch. By
+        default the keys are split so that all thread blocks are busy. Splits change only the
+        rounding.
     max_context_len : int, optional
         Upper bound of `context_lens`, by default NB * block_size. It affects only the splits.
     pdl : bool

@@ -28,7 +28,7 @@ NO_NEW_TOKENS: dict[str, Any] = {
 class NewTokens:
     """Keys and values (B, 1, K, D) of the new tokens, and the norm and rotation of q and k.
 
-    Names and formulas are those of `qk_norm_rope_store`.
+    Names and formulas follow `qk_norm_rope_store`.
     """
 
     k: Any

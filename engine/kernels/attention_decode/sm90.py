@@ -143,7 +143,7 @@ _MANY_TILES = {
     64: HopperTile(64, box_keys=16, stages=3, row_tiles=1, consumer_warps=4, ctas_per_sm=2),
     128: HopperTile(128, box_keys=8, stages=3, row_tiles=1, consumer_warps=4, ctas_per_sm=2),
 }
-# Tiles of a quantized KV cache for up to 16 rows, with as many bytes in flight.
+# Tiles for a quantized KV cache and up to 16 rows, with as many bytes in flight as above.
 _CODE_TILES = (
     HopperTile(64, box_keys=16, stages=8, row_tiles=1, consumer_warps=4),
     HopperTile(128, box_keys=16, stages=6, row_tiles=1, consumer_warps=8),
@@ -293,8 +293,8 @@ def choose_token_parts(
 ) -> int:
     """Return the number of parts into which clusters divide a sequence's query tokens.
 
-    A few sequences with many tokens leave most of the chip idle. Several clusters then take some of
-    the tokens each: each has fewer rows, and they share reads of the keys through L2.
+    A few sequences with many tokens leave most of the chip idle. Several clusters then divide
+    the tokens: each has fewer rows, and they share reads of the keys through L2.
 
     Examples
     --------
@@ -379,7 +379,7 @@ def launch(
     sinks: Any = None,
     new_tokens: NewTokens | None = None,
 ) -> None:
-    """Launch on arrays that `is_supported` accepts; `num_splits` None gives CTAs equal work."""
+    """Launch on arrays that `is_supported` accepts; with `num_splits` None, CTAs get equal work."""
     (batch, num_queries, num_heads, head_dim) = q.shape
     num_kv_heads = pages.k.shape[1]
     token_parts = 1

@@ -144,9 +144,9 @@ _PATTERNED = (
     HopperTile(192, consumers=2, keys=64, stages=3, q_stages=1, is_patterned=True),
     HopperTile(256, consumers=2, keys=64, stages=2, q_stages=1, is_patterned=True),
 )
-# For blocks that are not multiples of 128 keys: smaller tiles read fewer hidden keys, and 64
-# divides more block sizes. Heads of up to 64 keep 128 keys, which were faster with blocks of 128;
-# for heads of 96 neither was measured.
+# Tiles for pattern blocks that are not multiples of 128 keys: smaller tiles read fewer hidden keys,
+# and 64 divides more block sizes. Heads of up to 64 keep tiles of 128 keys, which were faster with
+# blocks of 128; for heads of 96 neither was measured.
 _SMALL_BLOCKS = (
     *_PATTERNED[:2],
     HopperTile(128, consumers=2, keys=64, stages=4, q_stages=1, is_patterned=True),

@@ -36,7 +36,9 @@ def choose_num_splits(tiles: int, key_tiles: int, sm_count: int) -> int:
 def choose_cut(
     tokens: int, tile_tokens: int, pairs: int, consumers: int, sm_count: int
 ) -> tuple[int, int]:
-    """Choose long and short work tiles of a sequence, of constant cost, to fill the last wave.
+    """Divide a sequence into long and short work tiles so that the last wave is full.
+
+    The cost of a tile must not depend on its position, as it would under a causal mask.
 
     Parameters
     ----------

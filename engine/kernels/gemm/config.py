@@ -103,7 +103,7 @@ _RING_MAX_M_SMALL = 16
 _SMALL_WEIGHT = 1 << 23
 
 # Constants of `_estimate`, estimated for Hopper like the rates.
-_BYTES_PER_CYCLE = 2400  # memory bandwidth of the chip, in bytes
+_BYTES_PER_CYCLE = 2400  # memory bandwidth of the chip
 _TILE_CYCLES = 1500  # cycles of a block's prologue and epilogue
 _REDUCE_CYCLES = 3000  # cycles of the second launch, which adds the splits
 _MIN_SHARE_BYTES = 512  # minimum extent of k per split, in bytes of a row
@@ -134,7 +134,7 @@ def choose_config(
     Parameters
     ----------
     is_aligned : bool
-        Rows start at multiples of 16 bytes, and so do their ends.
+        Rows start and end at multiples of 16 bytes.
     deterministic : bool
         Choose a tiled kernel without splits; all of them sum a row in the same order.
     is_hopper : bool

@@ -196,7 +196,7 @@ def _config(
 _GEMV = "gemv"
 _GEMV_NORM_MAX_K = 4096  # maximum k with a fused norm
 _GEMV_STEPS = 2  # steps of k (by 16 rows) in a warp's registers
-_GEMV_MAX_WARPS = 8  # per block; leaves registers (128 per thread) for the next kernel
+_GEMV_MAX_WARPS = 8  # per block: at 128 registers per thread, a block of the next kernel still fits
 _GEMV_MIN_FILL = 0.9  # minimum blocks per multiprocessor
 _GEMV_LAUNCH_WARPS = 16  # maximum warps per block that the kernel supports
 

@@ -38,7 +38,7 @@ _SLAB_K = 64  # 16-bit values of k per slab
 _WARP_STAGING = 2048  # bytes of staging per warp
 _BOX_ROWS = 16  # rows of out per TMA store of a warp
 _MAX_STAGES = 16
-_BAND = 8  # rows of super-tiles (one per cluster) computed per column, then the next column
+_BAND = 8  # rows of super-tiles per band; CTAs compute a band column by column
 _PAIR = 8  # gate and up rows alternate in groups of this many
 
 
@@ -173,7 +173,7 @@ class HopperConfig:
         return max(1, self.waves(m, n, sm_count) * self.tile_steps(k))
 
     def band(self, m: int, n: int, sm_count: int) -> int:
-        """Return the rows of super-tiles computed per column, before the next column starts.
+        """Return the rows of super-tiles per band; CTAs compute a band column by column.
 
         With few waves of small tiles, concurrent CTAs should share through L2 the operand that
         their clusters do not multicast (docs/benchmarks/gemm_sm90.md).
@@ -196,9 +196,9 @@ class _Cost:
     stage_us: float
 
 
-# For more than MAX_FEW_ROWS rows of x. Fitted to sweeps of the configurations over 22 layers at 96
-# to 8192 rows and 47 further cells, in bfloat16; clusters of four were fitted in two further runs
-# (docs/benchmarks/gemm_sm90.md). `python -m tests.bench gemm` measures the choices.
+# Costs for over MAX_FEW_ROWS rows of x. Fitted to sweeps of the configurations over 22 layers at
+# 96 to 8192 rows and 47 further problems, in bfloat16; clusters of four were fitted in two further
+# runs (docs/benchmarks/gemm_sm90.md). `python -m tests.bench gemm` measures the choices.
 _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(192, 224): _Cost(2.98, 2.06, 0.837),
     HopperConfig(192, 192): _Cost(2.62, 1.34, 0.729),
@@ -257,8 +257,9 @@ class _FewRowsCost:
     cluster_us: dict[int, float]
 
 
-# For up to MAX_FEW_ROWS rows of x. Fitted to 19 layers at 1 to 64 rows, in bfloat16, launched with
-# pdl (docs/benchmarks/gemm_skinny.md). `python -m tests.bench gemm` measures the choices.
+# Cost model for up to MAX_FEW_ROWS rows of x. Fitted to 19 layers at 1 to 64 rows, in bfloat16,
+# launched with pdl (docs/benchmarks/gemm_skinny.md). `python -m tests.bench gemm` measures the
+# choices.
 _FEW_ROWS_COST = _FewRowsCost(
     bytes_per_us=4.49e6,
     launch_us=1.52,
@@ -268,7 +269,7 @@ _FEW_ROWS_COST = _FewRowsCost(
     row_columns=0.21,
     cluster_us={1: 0.0, 2: 0.21, 4: 0.56},
 )
-# Configurations, and the microseconds to add to that cost.
+# Configurations for few rows, and the microseconds to add to that cost.
 _FEW_ROWS: dict[HopperConfig, float] = {
     HopperConfig(64, 48, depth=2): -0.03,
     HopperConfig(64, 64, depth=2): -0.11,

@@ -1,6 +1,6 @@
 """gemm_fp8 and gemm_int8 on Hopper (`gemm_fp8_sm90.cu`): tile choice and launch.
 
-The tiles are those of gemm_sm90.cu (`sm90.py`), with two codes in place of each 16-bit value.
+It uses the tiles of gemm_sm90.cu (`sm90.py`), with two codes in place of each 16-bit value.
 """
 
 from __future__ import annotations

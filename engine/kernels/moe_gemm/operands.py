@@ -48,7 +48,7 @@ class MoeOperands:
         return ceil_div(int(self.out.shape[0]) * int(self.weight.shape[0]), self.num_experts)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the kernel arguments common to all kernels."""
+        """Return the arguments common to all moe_gemm kernels."""
         num_experts, num_rows, k = self.weight.shape
         return {
             "order": self.routing.order,
