@@ -18,7 +18,7 @@ from engine.kernels._params import ParamStruct
 
 __all__ = ["PreparedLaunch"]
 
-_CLUSTER_DIMENSION = 4  # CUlaunchAttributeID, as is the next
+_CLUSTER_DIMENSION = 4  # CUlaunchAttributeID, as below
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 

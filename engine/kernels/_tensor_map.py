@@ -15,8 +15,8 @@ __all__ = ["map_source", "tensor_map", "tensor_map_2d", "tensor_map_of"]
 _BYTES = 128
 _ALIGNMENT = 64  # bytes; CUDA requires it for the map itself
 
-_DTYPES = {"uint8": (0, 1), "float16": (6, 2), "bfloat16": (9, 2)}  # CUtensorMapDataType, bytes
-_SWIZZLES = {0: 0, 64: 2, 128: 3}  # CUtensorMapSwizzle
+_DTYPES = {"uint8": (0, 1), "float16": (6, 2), "bfloat16": (9, 2)}  # CUtensorMapDataType, itemsize
+_SWIZZLES = {0: 0, 64: 2, 128: 3}  # bytes to CUtensorMapSwizzle
 _L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}  # bytes to CUtensorMapL2promotion
 
 _sources: dict[int, tuple[Any, ...]] = {}  # address of a map -> arguments of _encode

@@ -68,25 +68,25 @@ class MockModel:
         return False
 
     def stage_blocks(self, options: Any) -> list[tuple[int, int]]:
-        """Return an empty list: there is one stage."""
+        """Return an empty list: there is only one stage."""
         return []
 
     def share_pages(self, kv_cache: Any, num_host_blocks: int) -> None:
-        """Do nothing: there is one rank."""
+        """Do nothing: there is only one rank."""
 
     @property
     def local_model(self) -> MockModel:
-        """The model itself: there is one rank."""
+        """The model itself: there is only one rank."""
         return self
 
     def share_graphs(self, graphs: Any, max_model_len: int, max_draft_tokens: int) -> None:
-        """Do nothing: there is one rank."""
+        """Do nothing: there is only one rank."""
 
     def check_ranks(self) -> None:
-        """Do nothing: there is one rank."""
+        """Do nothing: there is only one rank."""
 
     def describe_ranks(self) -> str:
-        """Return "": there is one rank."""
+        """Return "": there is only one rank."""
         return ""
 
     def prepare_pages(self, dtype: str) -> str:

@@ -77,7 +77,7 @@ class BackwardTile:
         return 2 * rows * (pitch * itemsize(dtype) + 4)
 
     def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module of this tile."""
+        """Return the module compiled for this tile."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "WARPS": self.warps,

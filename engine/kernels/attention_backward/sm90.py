@@ -59,7 +59,7 @@ class HopperTile:
         return 1024 + tiles + 2 * _HALF_FLOATS * 4 + statistics + 8 * (3 + 4 * _STAGES + 4)
 
     def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module of this tile."""
+        """Return the module compiled for this tile."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "QUERIES": self.queries,

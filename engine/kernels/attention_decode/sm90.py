@@ -110,7 +110,7 @@ class HopperTile:
         return self.row_tiles == 1 and group + 2 <= heads
 
     def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module of this tile."""
+        """Return the module compiled for this tile."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "BOX_KEYS": self.box_keys,

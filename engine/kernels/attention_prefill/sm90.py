@@ -99,7 +99,7 @@ class HopperTile:
         return 1024 + tiles + others + codes
 
     def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module of this tile."""
+        """Return the module compiled for this tile."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "CONSUMERS": self.consumers,

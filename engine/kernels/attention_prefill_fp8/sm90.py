@@ -84,7 +84,7 @@ class Fp8Tile:
         return 1024 + tiles + 64 * _Q_STAGES + 8 * barriers
 
     def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module of this tile."""
+        """Return the module compiled for this tile."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "CONSUMERS": self.consumers,

@@ -66,7 +66,7 @@ class _Tile:
     stages: int
     blocks_per_sm: int
     rate: int
-    gates: bool = True  # can combine gate and up
+    gates: bool = True  # whether it can combine gate and up
 
     def config(self, k: int, num_splits: int = 1, step: int = 1) -> Config:
         """Return the config with `k` cut into `num_splits` shares, each a multiple of `step`."""

@@ -391,7 +391,7 @@ def launch_tiles(
     halves = ceil_div(k * x.itemsize, 2)  # row length in units of 16 bits
     num_sms = sm_count()
     clusters = config.clusters(m, n)
-    if config.cluster_k == 1:  # persistent
+    if config.cluster_k == 1:  # persistent grid: every cluster is resident
         clusters = min(clusters, config.max_clusters(num_sms))
     x_part = config.x_part(m)
     tail_part = config.x_part(m % config.tile_m or config.tile_m)

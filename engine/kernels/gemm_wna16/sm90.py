@@ -313,7 +313,7 @@ def launch(operands: Operands, config: HopperConfig) -> None:
     dtype = dtype_name(x.dtype)
     is_gated = operands.activation == SWIGLU
     clusters = config.clusters(m, out.shape[1], is_gated=is_gated)
-    if config.splits == 1:  # persistent
+    if config.splits == 1:  # persistent grid: every cluster is resident
         clusters = min(clusters, config.max_clusters(sm_count()))
     x_part = min(m, config.tokens)
     tail_part = m % config.tokens or config.tokens
