@@ -32,7 +32,7 @@ class Cache:
     device : Device
         Device of the pages.
     owner : object
-        Object that identifies the model that may fill the cache; compared with `is`.
+        Identifies the model allowed to fill the cache; compared with `is`.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Block ids and their owners: reference counts over a fixed pool, integers only.
+"""Block ids of a fixed pool, and their reference counts.
 
 Every block is in exactly one of three states,
 

@@ -1,4 +1,4 @@
-"""Block tables of requests: admission, growth, sharing, copy-on-write, swap. Integers only.
+"""Block tables of requests: admission, growth, sharing, copy-on-write, swap.
 
 The scheduler calls this class, never the allocator or the tree. No bytes are moved here: copies are
 collected as block moves, which the scheduler passes to the runner with the step.
@@ -80,10 +80,10 @@ class BlockManager:
         """Return the number of blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
 
-    # ---- a request gets blocks
+    # ---- allocation
 
     def match(self, request: Request) -> PrefixMatch:
-        """Return the cached prefix of `request`, without its last token, which must be computed."""
+        """Return the cached prefix of `request`; its last token, always computed, is excluded."""
         if self.tree is None or not request.reuse_prefix:
             return PrefixMatch()
         # Memoised: the head of the queue is looked up in every step until it is admitted.
@@ -190,7 +190,7 @@ class BlockManager:
             )
         return shared
 
-    # ---- a request's blocks are cached, released, or swapped
+    # ---- caching, release and swap
 
     def cache_prefix(self, request: Request, *, leaving: bool = False) -> None:
         """Insert the full blocks of committed tokens into the tree, for others to share."""
@@ -308,7 +308,7 @@ class BlockManager:
         for request in requests:
             self._check_writable(request)
 
-    # ---- inside
+    # ---- helpers
 
     def _use_prefix(self, request: Request, found: PrefixMatch, new: list[int]) -> None:
         """Count a match as computed, and load its blocks from the host."""

@@ -95,7 +95,7 @@ class PrefixTree:
         """Tell whether a device block is a node of the tree."""
         return block in self._nodes
 
-    # ---- look up
+    # ---- lookup
 
     def match(
         self,
@@ -135,7 +135,7 @@ class PrefixTree:
             node.last_used = self._clock
             self._offer(node)
 
-    # ---- insert
+    # ---- insertion
 
     def insert(
         self,
@@ -205,7 +205,7 @@ class PrefixTree:
             node.host_block = NO_BLOCK
         return pairs
 
-    # ---- evict
+    # ---- eviction
 
     def evict(self, num_blocks: int) -> int:
         """Free up to `num_blocks` cached device blocks, least recently used leaves first.
@@ -259,7 +259,7 @@ class PrefixTree:
                 for node in list(root.children.values()):
                     self._remove_subtree(node)
 
-    # ---- inside
+    # ---- helpers
 
     def _root(self, key: PrefixKey) -> TreeNode:
         space = self._spaces.get(key[0])

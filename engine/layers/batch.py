@@ -97,7 +97,7 @@ class ForwardBatch:
 
     @property
     def num_decode_tokens(self) -> int:
-        """Number of tokens of the decodes, which come first."""
+        """Number of decode tokens; they come first."""
         return self.num_decodes * self.query_len
 
     @property

@@ -201,7 +201,7 @@ class MoE:
     correction : (E,) array of float32, optional
         Added to the scores when experts are selected.
     shared : MLP, optional
-        The shared expert, which computes every token.
+        Shared expert, applied to every token.
     shared_gate : Linear, optional
         (1, N): the sigmoid of its output scales the output of `shared`.
     deterministic : bool

@@ -201,7 +201,7 @@ class VocabParallelEmbedding(Embedding):
 
 
 class AllGatherNorm(Norm):
-    """Norm over whole rows of which each rank holds some features: all-gathers them first.
+    """Norm over full rows whose features are divided among the ranks: all-gathers, then normalises.
 
     Parameters
     ----------
@@ -338,7 +338,7 @@ class ExpertParallelExperts(_PairedExperts):
 
 
 class ParallelMoE(MoE):
-    """Mixture of experts of which each rank computes some output columns, or a partial sum.
+    """Mixture of experts over several ranks: each computes some output columns or a partial sum.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ class SamplingBatch:
     Attributes
     ----------
     num_logprobs : int or None
-        Largest number of log-probabilities that a row requests; -1 is the whole vocabulary.
+        Maximum number of log-probabilities requested by any row; -1: the whole vocabulary.
     """
 
     temperature: Any

@@ -33,7 +33,7 @@ def attention_shared_prefix(
 ) -> Any:
     """Attend from the last Q tokens of every request to a shared prefix and to its own pages.
 
-    For a prefix of whole pages, the result is that of `attention_decode` over the prefix's pages
+    For a prefix of whole pages, the result equals `attention_decode` over the prefix's pages
     followed by the request's own. Here a prefix may also end within its last page.
 
     Parameters
@@ -132,7 +132,7 @@ def attention_shared_prefix(
 def _checked(
     q: Any, prefix_blocks: Any, prefix_len: Any, context_lens: Any, out: Any
 ) -> tuple[Any, Any, Any]:
-    """Check what the ops do not check; return `q`, `prefix_blocks` and `prefix_len`."""
+    """Do the checks that the ops omit; return `q`, `prefix_blocks` and `prefix_len`."""
     call = Contract("attention_shared_prefix")
     q = call.array("q", q, "B Q H D", FLOATS, layout="rows")
     prefix_blocks = call.array("prefix_blocks", prefix_blocks, "NP", INT32)

@@ -1,7 +1,7 @@
 """The decoder: embedding, layers of attention and MLP, final norm, logits.
 
-One class serves every model family. Families differ in the fields of `ModelConfig`, which the other
-files of this folder declare.
+One class serves every model family. Families differ only in fields of `ModelConfig`, declared by
+the other modules of this package.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ RopeRule = Literal["all", "no_rope_layers", "windows"]
 
 
 class WeightName(NamedTuple):
-    """The engine's name of a weight, which may be fused from several tensors.
+    """The engine's name of a weight, possibly fused from several tensors.
 
     Attributes
     ----------
@@ -65,16 +65,16 @@ class WeightName(NamedTuple):
 
 
 class TensorName(NamedTuple):
-    """A tensor of a checkpoint, and the weight that it is loaded into.
+    """A checkpoint tensor, and the weight that it is loaded into.
 
     Attributes
     ----------
     checkpoint : str
         The tensor's name in the file: "{i}" is the layer, "{e}" the expert.
     kind : str
-        Kind of the engine's weight. See `WeightName`.
+        Kind of the engine weight. See `WeightName`.
     part : str
-        The weight's rows that it fills: "q", "k", "v", "gate", "up", "shared_gate", "shared_up",
+        Rows of the weight to fill: "q", "k", "v", "gate", "up", "shared_gate", "shared_up",
         "expert_gate", "expert_up", or "" for all.
     layout : Layout
         Storage layout of the experts' matrices.
@@ -210,7 +210,7 @@ class Family:
     eps_key : str
         Key of the norms' epsilon.
     layer_norm, norm_bias : bool
-        Norms are LayerNorms, which subtract the mean; norms have a bias.
+        Norms are LayerNorms (the mean is subtracted); norms have a bias.
     gated_mlp : bool
         The MLP is act(gate x) * up x; otherwise act(up x).
     parallel : bool or str
@@ -252,7 +252,7 @@ class Family:
     moe : MoeFamily or None
         Declaration of the layers with experts.
     extra_layers : str
-        Key of the number of multi-token prediction layers, which follow the last layer and are not
+        Key of the number of multi-token prediction layers after the last layer, which are not
         loaded with the model; "" for none.
     unsupported : tuple of str
         config.json keys that would change the result; a model that sets one is rejected.

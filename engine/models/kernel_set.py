@@ -50,7 +50,7 @@ def kernel_specs(
 ) -> list[ModuleSpec]:
     """Return every kernel module that the model in `dtype` may launch.
 
-    `formats` are those of its weights; dense formats may be omitted. `is_shared`: the model is one
+    `formats`: formats of its weights; dense ones may be omitted. `is_shared`: the model is one
     rank's shard.
 
     Examples
@@ -92,7 +92,7 @@ def _collective_specs(dtype: str) -> list[ModuleSpec]:
 
 
 def quantized_kv_specs(config: ModelConfig, dtype: str, kv_dtype: str) -> list[ModuleSpec]:
-    """Return the modules for a KV cache in `kv_dtype`, in addition to those of `kernel_specs`.
+    """Return the additional modules, beyond `kernel_specs`, for a KV cache in `kv_dtype`.
 
     Examples
     --------

@@ -71,7 +71,7 @@ class KVScales:
         also_others : bool
             Also set the scales of the other dtypes, so that all can represent the same maximum.
         heads : (int, int, int), optional
-            (first, last, count): `scales` are those of `count` heads; use [first, last).
+            (first, last, count): `scales` covers `count` heads, of which [first, last) are set.
 
         Raises
         ------

@@ -42,7 +42,7 @@ class _Planned:
     """A plan, and the arrays that carry `delta` and `residual` from layer to layer."""
 
     plan: LaunchPlan
-    deltas: tuple[Any, Any]  # input and output of the recorded layer, used in turn
+    deltas: tuple[Any, Any]  # input and output of the recorded layer, used alternately
     residual: Any
 
     def run(self, addresses: list[int], delta: Any) -> tuple[Any, Any]:

@@ -34,7 +34,7 @@ __all__ = ["ParallelParts", "WholeParts", "local_config"]
 def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """Return the config of one shard: its heads, the features of its MLPs, and its layers.
 
-    The number of experts stays that of the whole model, since routers select among all of them.
+    The number of experts stays the whole model's, since routers select among all experts.
 
     Raises
     ------
@@ -142,7 +142,7 @@ class WholeParts:
         return x
 
     def summed(self, x: Any) -> Any:
-        """Return a branch's complete output; ranks may hold summands of it."""
+        """Return a branch's complete output; ranks may hold partial sums of it."""
         return x
 
     def entering(self, delta: Any, residual: Any) -> tuple[Any, Any]:
@@ -271,7 +271,7 @@ class ParallelParts(WholeParts):
         return self._all(x, self.config.num_kv_heads)
 
     def summed(self, x: Any) -> Any:
-        """Return a branch's complete output; ranks may hold summands of it."""
+        """Return a branch's complete output; ranks may hold partial sums of it."""
         return self.collectives.all_reduce(x) if self._sums_in_norms else x
 
     def _all(self, x: Any, num_heads: int) -> Any:
@@ -305,7 +305,7 @@ class ParallelParts(WholeParts):
         return self.collectives.all_reduce(delta, out=delta)
 
     def _share(self, num_heads: int) -> int:
-        """Return the number of ranks that hold the same heads, of `num_heads` (q or k/v) heads."""
+        """Return the number of ranks per shard of `num_heads` (q or k/v) heads."""
         c = self.config
         heads, kv_heads = self.shard.cut_heads(c.num_heads, c.num_kv_heads)
         first, last = heads if num_heads == c.num_heads else kv_heads

@@ -213,7 +213,7 @@ class PipelinedModel(Model):
         """Raise RequestError: each stage holds the scales of its own layers."""
         raise RequestError("kv_scales cannot be set when several pipeline stages share the model")
 
-    # ---- parts
+    # ---- helpers
 
     def _announce(self, moves: Sequence[Any], batch: ForwardBatch | None) -> None:
         self._num_steps += 1

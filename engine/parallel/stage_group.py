@@ -89,7 +89,7 @@ class StageGroup:
         self.address: Address = address[0], self._listener.port
         threading.Thread(target=self._watch, daemon=True).start()
 
-    # ---- the start
+    # ---- startup
 
     def start_processes(self, num_threads: int | None) -> None:
         """Start all stages on this host.
@@ -262,7 +262,7 @@ class StageGroup:
             end_processes(self._processes.values(), _END_SECONDS)
             self.on_end()
 
-    # ---- parts
+    # ---- helpers
 
     def _accept(self, connection: Connection) -> None:
         """Accept a stage's connection: HELLO opens the one for messages, LINK for activations."""

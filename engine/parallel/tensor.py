@@ -160,7 +160,7 @@ class DriverRank:
 class TensorParallelModel(Model):
     """Rank 0's shard of a model, which announces each of its steps to the workers.
 
-    Its steps use pages that exist on all ranks: its engine's, and those of `make_cache`.
+    Its steps use pages that exist on all ranks: its engine's, and pages built by `make_cache`.
 
     Parameters
     ----------
@@ -335,7 +335,7 @@ class TensorParallelModel(Model):
         Raises
         ------
         RequestError
-            If its shape or dtype is not that of hidden states.
+            If it does not have the shape or dtype of hidden states.
         """
         width = self.config.hidden_size
         dtype = np_dtype(self.dtype)

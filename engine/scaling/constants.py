@@ -68,15 +68,15 @@ class Constants:
     Attributes
     ----------
     read, read_codes, read_packed, read_super : float
-        Share of the memory bandwidth at which skinny GEMMs read weights: in 16 bits, as codes with
-        quantized activations, as packed codes, as packed codes with two levels of scales.
+        Share of memory bandwidth that skinny GEMMs achieve with weights in 16 bits, codes with
+        quantized activations, packed codes, and packed codes with two levels of scales.
     read_experts, read_expert_codes : float
-        The same share for experts, in 16 bits and as codes.
+        Share of memory bandwidth for experts in 16 bits and as codes.
     read_pages, read_page_codes, elementwise : float
-        The same share for attention over pages of 16 and of 8 bits, and for elementwise ops.
+        Share of memory bandwidth for attention over 16-bit and 8-bit pages, and elementwise ops.
     tensor_16, tensor_8, tensor_packed, tensor_experts, tensor_attention : float
-        Share of the tensor cores' rate: GEMMs in 16 bits, in 8 bits, of packed codes, of experts,
-        and attention over prompts.
+        Share of the tensor cores' rate: 16-bit GEMMs, 8-bit GEMMs, GEMMs of packed codes, grouped
+        GEMMs of experts, and prefill attention.
     packed_tile, super_tile : float
         Packed codes, in millions, that GEMMs with many rows decode per us, with one and with two
         levels of scales.

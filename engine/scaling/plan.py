@@ -85,11 +85,11 @@ class ScalingPlan:
     num_gpus : int
         Number of GPUs in each division.
     work : Workload
-        The requests behind `output_tokens_per_s`.
+        Requests for which `output_tokens_per_s` is predicted.
     prompt_len : int
-        Tokens of each prompt behind `prompt_tokens_per_s`.
+        Prompt length in tokens for `prompt_tokens_per_s`.
     max_model_len : int
-        Maximum tokens of a sequence.
+        Maximum number of tokens per sequence.
     rows : tuple of PlanRow
         One per division.
     """
@@ -196,11 +196,11 @@ def plan_scaling(
     ways : iterable of Division
         Divisions over the same number of GPUs.
     work : Workload
-        The requests behind `output_tokens_per_s`.
+        Requests for which `output_tokens_per_s` is predicted.
     max_model_len : int
-        Maximum tokens of a sequence.
+        Maximum number of tokens per sequence.
     prompt_len : int
-        Tokens of each prompt behind `prompt_tokens_per_s`.
+        Prompt length in tokens for `prompt_tokens_per_s`.
     max_num_seqs : int
         Maximum number of concurrent requests per replica.
     gpus_per_host : int

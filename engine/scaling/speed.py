@@ -152,7 +152,7 @@ class Speed:
         return tokens / terms.total * 1e6, terms
 
     def _last_requests(self, work: Workload, running: int) -> Terms:
-        """Return the time of the last steps, in which requests end and none starts."""
+        """Return the time of the final steps, when requests end and no new ones start."""
         ends = [0.0, float(work.output[0])]
         width = (work.output[1] - work.output[0]) / _PARTS
         ends += [work.output[0] + width * (part + 1) for part in range(_PARTS if width else 0)]

@@ -34,7 +34,7 @@ class SpeculativeConfig:
     Parameters
     ----------
     method : str
-        "ngram": the tokens that followed an earlier occurrence of the last n; "suffix": the most
+        "ngram": tokens that followed an earlier occurrence of the last n; "suffix": the most
         frequent continuation of the longest suffix that occurred before; "draft_model": a smaller
         model with the same vocabulary; "eagle3", "mtp": a head on the target's hidden states;
         "custom": `proposer`; "grammar": only the tokens forced by a request's grammar

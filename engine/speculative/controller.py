@@ -135,6 +135,8 @@ class Controller:
             Requests that accept drafts.
         most : int
             Maximum number of drafts per request.
+        num_decodes : int
+            Sequences that decode in the step, with or without drafts.
         proposing : callable
             Maps a number of drafts per request to the proposer's time in seconds.
         """
@@ -172,7 +174,7 @@ class Controller:
         proposals : sequence of (Request, Drafts)
             Requests and their drafts.
         num_decodes : int
-            Sequences that decode in the step, with drafts or without.
+            Sequences that decode in the step, with or without drafts.
         certain : collection of Request, optional
             Requests whose drafts cannot be rejected.
         room : int

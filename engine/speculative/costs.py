@@ -84,6 +84,8 @@ def measure_step_costs(runner: Any, query_lens: Sequence[int], max_num_seqs: int
     runner : ModelRunner
     query_lens : sequence of int
         1, then the query lengths of the captured graphs, ascending.
+    max_num_seqs : int
+        Maximum number of sequences per step.
     """
     if runner.graphs is not None:
         sizes = [n for n in _SIZES if n < max_num_seqs] + [max_num_seqs]
@@ -103,6 +105,7 @@ def measure_propose_costs(runner: Any, max_num_seqs: int, num_blocks: int) -> St
     ----------
     runner : ModelRunner
         Runner of the draft model.
+    max_num_seqs, num_blocks : int
         Maximum number of sequences per step, and number of blocks that may be overwritten.
     """
     most = min(max_num_seqs, num_blocks)

@@ -63,6 +63,12 @@ class DraftModelProposer:
         The draft model; closed by `close`.
     vocab_size : int
         Vocabulary size of the target.
+    pool : MemoryPool
+        Memory pool of the target, on the same device.
+    limits : SchedulerConfig
+        Scheduler limits of the target.
+    num_drafts : int
+        Maximum number of drafts per request.
     generations : sequence of int
         `BlockAllocator.generations` of the target's blocks.
 
@@ -149,7 +155,7 @@ class DraftModelProposer:
         del self.runner  # it holds views of the pages
         self._model.close()
 
-    # ---- parts of propose
+    # ---- helpers of propose
 
     def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Drafts | None]:
         all_drafted = self._drafted_of([request for request, _ in wanted])
@@ -189,7 +195,7 @@ class DraftModelProposer:
             long_rope=long_rope,
             spec=SamplingSpec(_plain(spec.params), spec.seed),
         )
-        shadow.output_token_ids = request.output_token_ids  # the same list, as it grows
+        shadow.output_token_ids = request.output_token_ids  # shared, not copied: it grows
         shadow.status = RequestStatus.RUNNING
         shadow.max_num_tokens = limit
         first = self._num_blocks + index * self._num_spare

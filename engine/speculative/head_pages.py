@@ -42,7 +42,7 @@ class HeadSequence:
     num_keys : int
         Number of keys.
     next_position : int
-        Token position after that of the last key.
+        Token position that follows the last key's.
     """
 
     num_keys: int = 0

@@ -36,7 +36,7 @@ from engine.speculative.head_pages import HeadPages, HeadSequence
 
 __all__ = ["HeadProposer"]
 
-_SIZES = (1, 8, 64)  # batch sizes for which the cost is measured, in sequences
+_SIZES = (1, 8, 64)  # batch sizes at which the cost is measured, in sequences
 _CALLS = 3  # timed calls per size
 _TINY = float(np.finfo(np.float32).tiny)  # top_p must stay above 0
 
@@ -68,7 +68,11 @@ class HeadProposer:
     head : DraftHead
         The head and its weights.
     runner : ModelRunner
-        Runner of the target, built with the head's `feature_layers`. Sets its `features.on_step`.
+        Runner of the target, built with the head's `feature_layers`; its `features.on_step` is set.
+    limits : SchedulerConfig
+        Scheduler limits of the target.
+    num_drafts : int
+        Maximum number of drafts per request.
     generations : sequence of int
         `BlockAllocator.generations` of the target's blocks.
     """
@@ -168,7 +172,7 @@ class HeadProposer:
                 works += [] if work is None else [work]
         self._store(works)
 
-    # ---- parts of propose
+    # ---- helpers of propose
 
     def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Drafts | None]:
         pairs = [(self._ready(request), count) for request, count in wanted]

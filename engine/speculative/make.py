@@ -37,6 +37,8 @@ def make_speculation(
         None: no speculation.
     scheduler : Scheduler
         Scheduler of the engine.
+    runner : ModelRunner
+        Runner with captured graphs, before its first step.
     draft : Model or LoadedHead, optional
         Draft model or head, for "draft_model", "eagle3" and "mtp" (`load_draft`).
     overlaps : bool

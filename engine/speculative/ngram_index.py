@@ -18,7 +18,7 @@ __all__ = ["NgramIndex"]
 
 _BASE = 0x9E3779B97F4A7C15 & (2**60 - 1)  # multiplier of the hash; odd
 _MASK = 2**60 - 1  # hashes are polynomials in _BASE modulo 2**60: two digits of a Python int
-_BULK = 64  # minimum number of tokens for which NumPy is faster
+_BULK = 64  # minimum number of tokens at which NumPy is faster
 _LOAD = 4  # tokens per chain beyond which the index is rebuilt with more chains
 
 

@@ -107,7 +107,7 @@ class Speculation:
         self._num_real: dict[Request, int] = {}  # drafts in flight that are not padding
         self._certain: set[Request] = set()  # requests whose drafts in flight are forced
         self._results: list[_Result] = []  # read back, but not counted yet
-        self._num_futile = 0  # consecutive attempts after which nothing was verified
+        self._num_futile = 0  # number of consecutive attempts without a verified draft
         self._num_waits = 0  # number of steps until the next attempt
         self._num_peeks = 0
         # Time at which the last step with drafts was read back; 0.0 once the next is launched.
@@ -194,7 +194,7 @@ class Speculation:
         if self._overlaps and self._is_free(self._num_read):
             self._controller.note_host_seconds(seconds)
 
-    # ---- parts of propose
+    # ---- helpers of propose
 
     def _note_futile(self, *, has_cost: bool) -> None:
         """Record an attempt without drafts; repeated ones lengthen the wait until the next.
