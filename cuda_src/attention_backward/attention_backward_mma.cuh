@@ -147,7 +147,7 @@ struct MmaBackward {
       }
   }
 
-  // c = rows x stream^T
+  // Computes c = rows x stream^T.
   __device__ static __forceinline__ void multiply(float (&c)[kStream / 8][4],
                                                   const scalar_t* smem_rows,
                                                   const scalar_t* smem_cols) {
@@ -176,7 +176,7 @@ struct MmaBackward {
     }
   }
 
-  // sum += weights x stream, for columns from `column` on
+  // Computes sum += weights x stream for the columns from `column` on.
   template <int kCount>
   __device__ static __forceinline__ void accumulate(float (&sum)[kCount][4],
                                                     const float (&weights)[kStream / 8][4],

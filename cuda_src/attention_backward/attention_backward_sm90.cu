@@ -78,7 +78,7 @@ struct AttentionBackwardSm90Params {
   const int* cu_seqlens_k;  // (B + 1,) likewise for its keys
   const float* statistics;  // (tiles, H, 2, kQueries): log2-sum-exp2 (+inf if the row has no query
                             // or it sees no key), then delta; tile numbering: first_query_tile()
-  float* dq_sum;  // (tiles, H, 2, 64 * 64) dQ in accumulator order; half w is warpgroup w's
+  float* dq_sum;  // (tiles, H, 2, 64 * 64) dQ in accumulator order; warpgroup w adds half w
   int* order;     // (tiles, H, 2) number of blocks that have added to dq_sum; null: any order
   int* counter;   // work index of the next CTA; 0 before and after the launch
   scalar_t* dk;   // (Tk, K, D) contiguous

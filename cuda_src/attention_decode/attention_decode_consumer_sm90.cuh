@@ -275,7 +275,7 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < kRowTiles * kWarpRuns * 4; ++i) at(s, i) = at(odd, i) = 0.0f;
     const int index = warp_idx() * kWarpRuns * 8 + lane_idx() / 16 * 8 + lane_idx() % 8;
-    const auto load = [&](uint32_t (&frag)[4], int step) {  // always one step ahead
+    const auto load = [&](uint32_t (&frag)[4], int step) {  // runs one step ahead
       ldmatrix_x4(frag, ring_k_.k() + tile_offset(index + step % kPairs * 16,
                                                   step / kPairs * 2 + lane_idx() / 8 % 2));
     };
@@ -454,7 +454,7 @@ class Consumer {
     } else {
       load(even, 0);
 #pragma unroll(kRowTiles == 1 ? kTileKeys / 32 : 1)
-      for (int j = 0; j < kTileKeys / 16; j += 2) {  // loads are one step ahead
+      for (int j = 0; j < kTileKeys / 16; j += 2) {  // loads run one step ahead
         load(odd, j + 1);
         use(even);
         if (j + 2 < kTileKeys / 16) load(even, j + 2);

@@ -138,7 +138,7 @@ class NewTokenRow {
   }
 };
 
-// Whether a work tile contains its sequence's last key.
+// Returns whether a work tile contains its sequence's last key.
 __device__ __forceinline__ bool has_last_key(const WorkTile& work) {
   return work.num_tiles > 0 && work.num_keys <= work.first_key + work.num_tiles * kTileKeys;
 }

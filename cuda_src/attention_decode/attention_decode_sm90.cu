@@ -1,4 +1,4 @@
-// attention_decode for Hopper: K and V through TMA, equal work for every CTA, one launch.
+// attention_decode for Hopper: K and V loaded by TMA, equal work for all CTAs, a single launch.
 //
 // Same contract as attention_decode.cu, for 16-bit values, D = HEAD_DIM and up to kRows rows
 // (token, head of the group) per key/value head. Compiled with NEW_TOKEN, it reads the newest token

@@ -33,7 +33,7 @@ struct AttentionPrefillSm90Params {
   const float* sinks;  // (H,) extra logit of each row's softmax; null if none or splits > 1
   scalar_t* out;       // (Tq, H, D)
   float* lse;          // (Tq, H) contiguous, or null
-  float* partial;      // with splits > 1: (splits, Tq, H, D), then (splits, Tq, H) log2-sum-exp2
+  float* partial;      // (splits, Tq, H, D), then (splits, Tq, H) log2-sum-exp2; if splits > 1
   int* counter;        // work tiles fetched so far; 0 before and after the launch
   int64_t table_stride, out_stride_t, out_stride_h;
   int64_t max_keys;  // dense: Tk; paged: keys that a row of the table covers

@@ -8,12 +8,12 @@
 // All ranks must launch it with the same M and N.
 //
 // Numerics: values are copied unchanged, except that -0 may arrive as +0.
-// Parallelisation: one thread per one or more 16-byte vectors. A thread waits only for data sent by
-// threads with the same index in other ranks.
+// Parallelisation: each thread handles one or more 16-byte vectors. A thread waits only for data
+// sent by threads with the same index in other ranks.
 // Mirror: engine/reference/all_gather.py
 #include "collectives/peer_memory.cuh"
 
-constexpr int kOp = 3;  // named in engine/kernels/_peer_memory.py
+constexpr int kOp = 3;  // op id, named in engine/kernels/_peer_memory.py
 constexpr int kMaxThreads = 512;
 
 // Stores vector i of rank `from`'s (M, N) array to its columns of `out`.

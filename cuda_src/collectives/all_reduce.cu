@@ -10,13 +10,13 @@
 //
 // Numerics: summed in float in rank order, starting from +0, and rounded once. Both variants
 // produce the same bits in all ranks.
-// Parallelisation: one thread per one or more 16-byte vectors. A thread sends its next vector
+// Parallelisation: each thread handles one or more 16-byte vectors. A thread sends its next vector
 // before it waits for the current one. It waits only for data sent by threads with the same index
 // in other ranks, so no block waits for a block of its own rank.
 // Mirror: engine/reference/all_reduce.py
 #include "collectives/peer_memory.cuh"
 
-constexpr int kOp = 1;  // named in engine/kernels/_peer_memory.py
+constexpr int kOp = 1;  // op id, named in engine/kernels/_peer_memory.py
 constexpr int kMaxThreads = 512;
 
 extern "C" __global__ void __launch_bounds__(kMaxThreads)

@@ -19,7 +19,7 @@
 #include "collectives/peer_memory.cuh"
 #include "common/rmsnorm_row.cuh"
 
-constexpr int kOp = 2;  // named in engine/kernels/_peer_memory.py
+constexpr int kOp = 2;  // op id, named in engine/kernels/_peer_memory.py
 
 template <int kWarps, int kVectors>
 __device__ __forceinline__ void all_reduce_rmsnorm(const Row& rows, PeerGroup* group,

@@ -25,7 +25,7 @@ struct E4m3 {
   __device__ __forceinline__ static uint32_t pair(float a, float b) {
     return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
   }
-  // Four codes, the first in the lowest byte.
+  // Packs four codes, the first in the lowest byte.
   __device__ __forceinline__ static uint32_t pack(float a, float b, float c, float d) {
     return pair(a, b) | pair(c, d) << 16;
   }
@@ -64,7 +64,7 @@ __device__ __forceinline__ float peak_of(const Vec<scalar_t, kWidth>& x, float p
   return peak;
 }
 
-// The maximum over kLanes neighbouring lanes.
+// Maximum over kLanes neighbouring lanes; NaN if one of them holds NaN.
 template <int kLanes>
 __device__ __forceinline__ float lanes_max_or_nan(float x) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// The position of a producer or consumer in a ring of stages.
+// Position of a producer or consumer in a ring of stages.
 #pragma once
 
 // The next stage, and the parity of the phase that its mbarrier must have completed first. A

@@ -65,7 +65,7 @@ __device__ __forceinline__ uint32_t small_e2m1(const TileWords& w) {
   return (shifted<4 * j - 12 + kPlace>(w.data[s]) & kMask) | sign;
 }
 
-// Register j of step s: two codes plus kCodeBias, which is 0 for signed bytes and floats.
+// Decodes register j of step s to two codes plus kCodeBias, which is 0 for signed bytes and floats.
 template <int s, int j>
 __device__ __forceinline__ uint32_t decode_register(const TileWords& w) {
   if constexpr (kIsE2m1) {
@@ -81,14 +81,14 @@ __device__ __forceinline__ uint32_t decode_register(const TileWords& w) {
   }
 }
 
-// Step s of a tile: codes plus kCodeBias.
+// Decodes step s of a tile to codes plus kCodeBias.
 template <int s>
 __device__ __forceinline__ void decode_biased(const TileWords& w, uint32_t (&a)[4]) {
   a[0] = decode_register<s, 0>(w), a[1] = decode_register<s, 1>(w);
   a[2] = decode_register<s, 2>(w), a[3] = decode_register<s, 3>(w);
 }
 
-// Step s of a tile: codes minus kZero.
+// Decodes step s of a tile to codes minus kZero.
 template <int s>
 __device__ __forceinline__ void decode(const TileWords& w, uint32_t (&a)[4]) {
   decode_biased<s>(w, a);

@@ -41,7 +41,7 @@ struct StageCopier {
   int stage, tile, group, super;
   uint32_t to;  // shared-memory address of this lane's copies
 
-  // Goes to stage `first` of a row tile.
+  // Positions the copier at stage `first` of a row tile.
   __device__ __forceinline__ void go_to(int row_tile, int first) {
     stage = first;
     tile = row_tile * k_tiles + stage * kStageTiles;
