@@ -1,15 +1,15 @@
-"""Compile every kernel, and fail on register spills.
+"""Compile every kernel; fail on register spills.
 
 `python -m tests.compile_kernels [--arch sm_90a | --arch all]` needs NVRTC and no GPU. It prints,
 for each kernel, registers, spilled bytes and static shared memory.
 
-Without `--arch`, a module is compiled for the architectures whose code differs: Hopper's files for
-sm_90a; every other one for the oldest architecture; and one module of each file, dtype and set of
-macros for each further outcome of the conditions on the architecture in its sources. The choice is
-printed.
+Without `--arch`, a module is compiled only for architectures that change its code: Hopper files for
+sm_90a, all others for the oldest architecture. In addition, one module per file, dtype and set of
+macros is compiled for each other outcome of the architecture `#if`s in its sources. The selection
+is printed.
 
-A kernel that is only renamed or moved keeps its machine code: `--save before.json` writes a digest
-of every kernel's instructions, and `--compare before.json` names those that differ from it.
+To prove that a rename or move changes no machine code, `--save before.json` writes a digest of
+every kernel's instructions, and `--compare before.json` lists kernels whose digest differs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from engine.kernels._module import (
 # (architecture, file, dtype, entry) -> why its spills are acceptable. Ideally empty.
 ALLOWED_SPILLS: dict[tuple[str, str, str, str], str] = {}
 
-# Their modules take longest to compile: start with them, so that none is left at the end.
+# Slowest modules to compile: start them first, to keep all workers busy until the end.
 SLOWEST = ("sample/sample.cu", "gemm/rmsnorm_gemm.cu", "gemm/gemm.cu")
 
 
@@ -57,8 +57,8 @@ Job = tuple[ModuleSpec, str]
 
 @cache
 def conditions(file: str) -> frozenset[Condition]:
-    """Return the conditions on the architecture in a file and the headers that it includes."""
-    if file == "cuda_fp8.h":  # from sm_89 on, its conversions are instructions
+    """Return the architecture conditions in a file and the headers it includes."""
+    if file == "cuda_fp8.h":  # hardware conversions from sm_89 on
         return frozenset({(">=", 890)})
     path = source_dir() / file
     if not path.exists():
@@ -69,13 +69,13 @@ def conditions(file: str) -> frozenset[Condition]:
 
 
 def outcome(file: str, arch: str) -> frozenset[Condition]:
-    """Return the conditions of `file` that hold for `arch`: equal ones, equal code."""
+    """Return the conditions of `file` that hold on `arch`; equal results mean equal code."""
     number = 10 * int(arch.removeprefix("sm_").removesuffix("a"))
     return frozenset((sign, n) for sign, n in conditions(file) if _OPERATORS[sign](number, n))
 
 
 def chosen_jobs(specs: list[ModuleSpec]) -> Iterator[tuple[Job, str]]:
-    """Yield the modules to compile by default, each with its architecture and the reason."""
+    """Yield the modules to compile by default, each with its architecture and a reason."""
     oldest = ARCHITECTURES[0]
     seen = set()
     for spec in specs:
@@ -95,7 +95,7 @@ def chosen_jobs(specs: list[ModuleSpec]) -> Iterator[tuple[Job, str]]:
 
 
 def _family(spec: ModuleSpec) -> tuple[str, str, tuple[str, ...]]:
-    """Return what modules share that differ in the values of macros only."""
+    """Return a key shared by modules that differ only in macro values."""
     return spec.file, spec.dtype, tuple(name for name, _ in spec.defines)
 
 
@@ -112,7 +112,7 @@ def every_spec() -> list[ModuleSpec]:
 
 
 def spills(compiled: CompiledModule) -> list[str]:
-    """Return a line for each kernel of the module that spills and is not allowed to."""
+    """Return a line for each kernel in the module with spills that are not allowed."""
     spec = compiled.spec
     return [
         f"{spec} for {compiled.arch}: {entry.name} spills {entry.spill_bytes} bytes"
@@ -125,7 +125,7 @@ def spills(compiled: CompiledModule) -> list[str]:
 def warnings(compiled: CompiledModule) -> list[str]:
     """Return ptxas's warnings: wgmma serialised (C7510), setmaxnreg ignored (C7504, C7508).
 
-    That wgmma is serialised for want of registers (C7511, C7512) it does not call a warning.
+    C7511 and C7512 (wgmma serialised for lack of registers) are not warnings to ptxas.
     """
     marks = "warning", "performance loss"
     found = [line for line in compiled.log.splitlines() if any(m in line.lower() for m in marks)]
@@ -159,7 +159,7 @@ def digests(compiled: CompiledModule) -> dict[str, str]:
 
 
 def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return a line for each kernel that is new, gone, or has other instructions."""
+    """Return a line for each kernel that was added, removed, or has different instructions."""
     lines = [f"only before: {name}" for name in sorted(before.keys() - now.keys())]
     lines += [f"only now:    {name}" for name in sorted(now.keys() - before.keys())]
     both = sorted(before.keys() & now.keys())

@@ -1,11 +1,11 @@
-"""Fixtures of the whole suite, and the cases of tests that run on NumPy and on a GPU."""
+"""Suite-wide fixtures, and the test cases generated for NumPy and for a GPU."""
 
 from __future__ import annotations
 
 import itertools
 import os
 
-# Before NumPy is imported: the suite runs in parallel, and BLAS threads that spin on busy cores
+# Must precede the NumPy import. The suite runs in parallel, and BLAS threads spinning on busy cores
 # cost far more than they gain.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -19,18 +19,18 @@ from hypothesis import settings
 
 from engine import device
 
-# The same examples in every run, so that a change is judged by what it changed. New ones come from
-# `python -m tests.fuzz` and from `--hypothesis-profile=default`.
+# Same examples in every run, so only the change under test can cause a failure. New examples come
+# from `python -m tests.fuzz` and `--hypothesis-profile=default`.
 settings.register_profile("fixed", derandomize=True, database=None)
 settings.load_profile("fixed")
 
 
-# Axes of a grid that choose among kernels: none run on NumPy.
+# Grid axes that select a kernel; they have no effect on NumPy.
 _KERNEL_AXES = ("tier", "num_splits", "config")
 
 
 class _Point(NamedTuple):
-    """One point of an axis: the values of its parameters, its id and its marks."""
+    """One point of an axis: parameter values, id and marks."""
 
     values: dict[str, Any]
     id: str
@@ -42,12 +42,12 @@ _CUPY = _Point({"xp": "cupy"}, "cupy", (pytest.mark.gpu,))
 
 
 def pytest_generate_tests(metafunc):
-    """Generate the cases of `xp`, of `tier` and of the marks `grid`.
+    """Generate the cases for `xp`, `tier` and the `grid` marks.
 
-    `@pytest.mark.grid` has the arguments of `parametrize`. On a GPU, the cases are the product of
-    the axes. On NumPy an op is its mirror, and a product would compare the mirror with itself:
-    each value of each axis is in at least one case, and axes that choose among kernels have one
-    value. Without a GPU, one skipped case stands for all cases that need one.
+    `@pytest.mark.grid` accepts the arguments of `parametrize`. On a GPU, the cases are the product
+    of the axes. On NumPy an op is its mirror, and a full product would only compare the mirror with
+    itself: each value of each axis appears in at least one case, and kernel-selecting axes have a
+    single value. Without a GPU, one skipped case stands for all GPU cases.
     """
     marks = list(metafunc.definition.iter_markers("grid"))
     axes = [_axis(*mark.args, **mark.kwargs) for mark in marks]
@@ -72,7 +72,7 @@ def _is_parametrized(metafunc, name):
 
 
 def _axis(names, values, ids=None):
-    """Return the points of one `grid` mark, from the arguments of `parametrize`."""
+    """Return the points of one `grid` mark, given `parametrize` arguments."""
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     ids = ids if callable(ids) or ids is None else list(ids)
     points = []
@@ -100,7 +100,7 @@ def _word(name, value, index):
 
 
 def _each_value_once(axes):
-    """Return the fewest cases in which every point of every axis occurs."""
+    """Return the smallest set of cases that covers every point of every axis."""
     distinct = []
     for axis in axes:
         points = {}
@@ -125,20 +125,20 @@ def _has_gpu():
 
 @pytest.fixture
 def xp(request):
-    """The array module that the test runs on: NumPy or, on a GPU, CuPy."""
+    """Array module under test: NumPy or, on a GPU, CuPy."""
     return np if request.param == "numpy" else _cupy_or_skip()
 
 
 @pytest.fixture
 def tier(request, monkeypatch):
-    """The kernels of the chip's tier, or those that run on any chip."""
+    """Kernel tier: the chip's own, or the portable one."""
     monkeypatch.setenv("ENGINE_KERNEL_TIER", request.param)
     return request.param
 
 
 @pytest.fixture
 def cp():
-    """CuPy, for tests that only make sense on a GPU (mark them `gpu`)."""
+    """CuPy, for GPU-only tests (mark them `gpu`)."""
     return _cupy_or_skip()
 
 

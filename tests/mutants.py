@@ -1,9 +1,9 @@
 # ruff: noqa: E501 (a row of the table is a line)
-"""Deliberate faults, and the tests that must catch each.
+"""Deliberate faults, and the tests that must catch them.
 
-`python -m tests.mutants [WORD ...]` copies the tree, applies one fault after the other to the copy
-and runs its tests there; with words, only faults whose file or text has one of them. A fault that
-survives means that the suite has lost a test. About ten minutes.
+`python -m tests.mutants [WORD ...]` copies the tree, applies one fault at a time to the copy and
+runs its tests there; with words, only faults whose file or text contains one of them. A surviving
+fault means that the suite has lost coverage. Takes about ten minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Fault(NamedTuple):
-    """A change of one text in a file of `engine/`, and the tests (in `tests/`) that catch it."""
+    """A text replacement in a file of `engine/`, and the tests (in `tests/`) that catch it."""
 
     file: str
     old: str
@@ -50,7 +50,7 @@ FAULTS = (
     Fault("reference/sample.py", "values / r, values * r", "values * r, values / r", "kernels/test_sample.py"),
     Fault("reference/sample.py", "-= presence", "+= presence", "kernels/test_sample.py"),
     Fault("reference/sample.py", "row[bits == 0]", "row[bits == 1]", "kernels/test_sample.py"),
-    # Wrappers: what they check, and what they pass on.
+    # Wrappers: argument checks and forwarding.
     Fault("kernels/gemm/gemm.py", "            residual=residual,\n", "", "kernels/test_gemm.py"),
     Fault("kernels/rmsnorm.py", "subtract_mean=subtract_mean, bias=bias, **numbers", "subtract_mean=subtract_mean, **numbers", "kernels/test_rmsnorm.py"),
     Fault("kernels/_contract.py", "return self.dims.setdefault(symbol, size)", "return size", "kernels/test_rmsnorm.py"),
@@ -94,7 +94,7 @@ FAULTS = (
 
 
 def copied_tree(folder: Path) -> None:
-    """Copy the files that git tracks to `folder`."""
+    """Copy the git-tracked files to `folder`."""
     names = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -104,13 +104,13 @@ def copied_tree(folder: Path) -> None:
 
 
 def is_caught(fault: Fault, folder: Path, when: int) -> bool:
-    """Tell whether the fault's tests fail with it in the copy of the tree at `folder`."""
+    """Tell whether the fault's tests catch it in the copy of the tree at `folder`."""
     path = folder / "engine" / fault.file
     text = path.read_text()
     if text.count(fault.old) != 1:
         raise ValueError(f"{fault.file}: {fault.old!r} must occur once; {text.count(fault.old)}")
     path.write_text(text.replace(fault.old, fault.new))
-    os.utime(path, (when, when))  # another time: Python compiles the file again
+    os.utime(path, (when, when))  # new mtime, so Python recompiles the file
     try:
         tests = [f"tests/{name}" for name in fault.tests.split()]
         options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", "--timeout=120"]

@@ -1,6 +1,6 @@
 """docs/structure.md: one sentence per package and module, from their docstrings.
 
-`python -m tests.structure` writes the page; `tests/test_structure.py` compares it.
+`python -m tests.structure` writes the page; `tests/test_structure.py` checks it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def packages() -> list[Path]:
 
 
 def first_sentence(path: Path) -> str:
-    """Return the first sentence of a module's docstring, in one line; "" without a docstring."""
+    """Return the first sentence of a module's docstring on one line; "" if it has none."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     paragraph = " ".join(text.partition("\n\n")[0].split())
     return paragraph.partition(". ")[0].rstrip(".:")
 
 
 def page() -> str:
-    """Return the page: a table of packages, and one of the modules at the top of `engine/`.
+    """Return the page: a table of packages, and a table of the top-level modules of `engine/`.
 
-    The families in `engine/kernels/` are named in the row of that package.
+    The row of `engine/kernels/` lists its kernel families.
     """
     rows = [_TABLE.format("Package")]
     families = [path.parent.name for path in packages() if path.parent.parent.name == "kernels"]

@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m tests.bench OP [OP ...]` verifies, then reports; never a pass or fail."""
+"""Benchmarks: `python -m tests.bench OP [OP ...]` verifies, then times; no pass or fail."""

@@ -41,14 +41,14 @@ def _measure(case, xp):
         row[f"x {name}"] = row[f"{name} us"] / row["us"]
     if case.peers and on_gpu:
         args.clear()
-        xp.get_default_memory_pool().free_all_blocks()  # peers have pools of their own
+        xp.get_default_memory_pool().free_all_blocks()  # peers use their own memory pools
         for name, peer in case.peers.items():
             row |= _peer_columns(name, peer, case.nbytes, row["us"])
     return row
 
 
 def _peer_columns(name, peer, nbytes, us):
-    """Return a peer's columns, or why it has none: another library's refusal ends no benchmark."""
+    """Return a peer's columns, or why it has none: a peer's error must not end the benchmark."""
     try:
         theirs = peer() * 1e6
     except Exception as error:
@@ -58,7 +58,7 @@ def _peer_columns(name, peer, nbytes, us):
 
 
 def _line(row):
-    """Return a row as text: numbers and reasons with their names, the op and case without."""
+    """Return a row as text: op and case unlabelled, all numbers and reasons labelled."""
     parts = []
     for name, value in row.items():
         if isinstance(value, float):
@@ -69,7 +69,7 @@ def _line(row):
 
 
 def _conditions(chosen):
-    """Return what a figure means nothing without: card, date, commit, command."""
+    """Return the provenance of the figures: card, date, commit, command."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()

@@ -1,4 +1,4 @@
-"""all_gather, bfloat16 on two GPUs: us in a graph of a vocabulary's logits, beside NCCL."""
+"""all_gather, bfloat16 on two GPUs: us per call in a CUDA graph, for logits, vs NCCL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main(device):
 
 
 def rows(bench):
-    """Yield a row for each number of rows; NCCL's rows are in another order."""
+    """Yield a row for each row count; NCCL's output has another row order."""
     for num_rows in (1, 4, 16, 64, 256):
         x, _ = bench.values((num_rows, N))
         out = bench.xp.zeros((num_rows, bench.size * N), x.dtype)

@@ -1,4 +1,4 @@
-"""all_reduce, bfloat16 on two GPUs: us in a graph, in one shot and in two, beside NCCL."""
+"""all_reduce, bfloat16 on two GPUs: us per call in a CUDA graph, one-shot and two-shot, vs NCCL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main(device):
 
 
 def rows(bench):
-    """Yield a row for each number of bytes."""
+    """Yield a row for each message size."""
     module = importlib.import_module("engine.kernels.all_reduce")
     choose = module.choose_kernel
     for num_bytes in SIZES:

@@ -1,4 +1,4 @@
-"""all_reduce_rmsnorm, bfloat16 on two GPUs: us in a graph, beside all_reduce and rmsnorm."""
+"""all_reduce_rmsnorm, bfloat16 on two GPUs: us per call in a CUDA graph, vs the separate ops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main(device):
 
 
 def rows(bench):
-    """Yield a row for each number of rows of 8 KB."""
+    """Yield a row for each row count; a row has 8 KB."""
     xp, group = bench.xp, bench.group
     for num_rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096):
         x, _ = bench.values((num_rows, N))

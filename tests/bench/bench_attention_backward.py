@@ -1,7 +1,7 @@
-"""attention_backward, bfloat16: TFLOP/s of its five products, a causal square counted at half.
+"""attention_backward, bfloat16: TFLOP/s of its five GEMMs, half the square counted if causal.
 
-Beside it, where torch is installed, the backward pass of scaled_dot_product_attention by cuDNN and
-by FlashAttention-2.
+Peers, if torch is installed: the backward pass of scaled_dot_product_attention with cuDNN and with
+FlashAttention-2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.testing.cases_attention import cu_seqlens, normal_on
 from engine.testing.tolerances import assert_close
 from tests.bench.case import BenchCase
 
-_CHECKED = 32  # the mirror takes minutes for a whole case: the last rows of the last sequence
+_CHECKED = 32  # last rows of the last sequence: the mirror would take minutes for a whole case
 
 
 def _sdpa_seconds(
@@ -81,7 +81,7 @@ def _case(
         return kernels.attention_backward(dout, q, k, v, out, lse, **where, **options)
 
     def check(args, result):
-        # With the log-sum-exp given, some queries give their dQ and some keys their dK and dV.
+        # Given the log-sum-exp, a subset of queries yields their dQ, a subset of keys dK and dV.
         group, last = heads // kv_heads, slice(-_CHECKED, None)
         args = [*(x[:, :group] for x in args[:2]), *(x[:, :1] for x in args[2:4]), *args[4:6]]
         dout, q, k, v, out, lse = (to_numpy(x[-n:, :group]) for x in args)

@@ -1,7 +1,7 @@
 """attention_decode, bfloat16, 32 query and 8 key/value heads, D = 128: GB/s of K and V read.
 
-Beside it, where torch is installed, scaled_dot_product_attention by cuDNN and by FlashAttention-2,
-which know no pages: dense keys and values, (B, K, S, D), heads grouped by enable_gqa.
+Peers, if torch is installed: scaled_dot_product_attention with cuDNN and with FlashAttention-2, on
+dense keys and values (B, K, S, D), since they do not support pages; heads grouped by enable_gqa.
 """
 
 from __future__ import annotations

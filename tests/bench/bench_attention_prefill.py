@@ -1,6 +1,6 @@
-"""attention_prefill, bfloat16: TFLOP/s of Q K^T and P V, a causal square counted at half.
+"""attention_prefill, bfloat16: TFLOP/s of Q K^T and P V, half the square counted if causal.
 
-Beside it, where torch is installed, scaled_dot_product_attention by cuDNN and by FlashAttention-2.
+Peers, if torch is installed: scaled_dot_product_attention with cuDNN and with FlashAttention-2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.testing.tolerances import assert_close
 from tests.bench import sdpa
 from tests.bench.case import BenchCase
 
-_CHECKED_ROWS = 64  # the mirror takes minutes for a whole case: the last rows of the last sequence
+_CHECKED_ROWS = 64  # last rows of the last sequence: the mirror is too slow for a whole case
 
 
 def _peers(batch: int, heads: int, kv_heads: int, head_dim: int, n: int, causal: bool):
@@ -31,7 +31,7 @@ def _peers(batch: int, heads: int, kv_heads: int, head_dim: int, n: int, causal:
 
 
 def _chunk_case(chunk: int, cached: int, heads: int, kv_heads: int, block_size: int) -> BenchCase:
-    """The last `chunk` of `cached` tokens in pages: too few tiles for the device without splits."""
+    """The last `chunk` of `cached` paged tokens: too few tiles to fill the GPU without splits."""
     num_blocks, head_dim = cached // block_size, 128
     shape = (num_blocks, kv_heads, block_size, head_dim)
 
@@ -88,7 +88,7 @@ def _case(batch: int, heads: int, kv_heads: int, head_dim: int, n: int, causal: 
 
 
 def _pattern_case(n: int, head_dim: int, pattern: object, density: float, name: str) -> BenchCase:
-    """Full attention where `density` of all pairs are seen; only these count as FLOPs."""
+    """Attention with a `density` share of visible pairs; only these are counted as FLOPs."""
     heads = 8
     shape = (n, heads, head_dim)
 
@@ -112,7 +112,7 @@ def _pattern_case(n: int, head_dim: int, pattern: object, density: float, name: 
 
 
 def _quarter(n: int, head_dim: int) -> list[BenchCase]:
-    """Full attention, and a quarter of it in three patterns."""
+    """Full attention, and three patterns with a quarter of its pairs."""
     blocks = n // 128
     mask = np.random.default_rng(0).permuted(np.arange(blocks)[None].repeat(blocks, 0), axis=1)
     patterns = (

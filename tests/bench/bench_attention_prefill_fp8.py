@@ -1,7 +1,7 @@
-"""attention_prefill_fp8: TFLOP/s of Q K^T and P V, a causal square counted at half.
+"""attention_prefill_fp8: TFLOP/s of Q K^T and P V, half the square counted if causal.
 
-Beside it the bfloat16 kernel, this one with the three arrays quantised from bfloat16 before it, and
-where torch is installed its default (FlashAttention-2) and cuDNN, both bfloat16.
+Peers: the bfloat16 kernel; this kernel including quantization of Q, K and V from bfloat16; and, if
+torch is installed, its default (FlashAttention-2) and cuDNN, both bfloat16.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from engine.testing.cases_attention import cu_seqlens, normal_on
 from tests.bench.bench_attention_prefill import _peers
 from tests.bench.case import BenchCase
 
-_CHECKED_ROWS = 64  # the last of the last sequence, against float64
-_ERROR = 0.08  # of normal values: 5.5 % measured, of which 4.8 are Q's, K's and V's rounding
+_CHECKED_ROWS = 64  # last rows of the last sequence, compared with float64
+_ERROR = 0.08  # relative, normal inputs; 5.5 % measured, 4.8 % of it from rounding Q, K and V
 
 
 def _quantized(q, k, v):
@@ -60,7 +60,7 @@ def _case(batch: int, heads: int, head_dim: int, n: int, causal: bool) -> BenchC
         f"B{batch} H{heads} D{head_dim} S{n} {'causal' if causal else 'full'}",
         make,
         run,
-        nbytes=5 * int(np.prod(shape)),  # three of one byte, one of two
+        nbytes=5 * int(np.prod(shape)),  # three 1-byte arrays, one 2-byte array
         flops=4 * batch * heads * head_dim * n * n // (2 if causal else 1),
         baselines={"bfloat16": bfloat16, "with quantize_heads": with_quantize},
         peers=_peers(batch, heads, heads, head_dim, n, causal),

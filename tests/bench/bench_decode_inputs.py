@@ -1,4 +1,4 @@
-"""decode_inputs: microseconds of laying out a step; latency, hardly any bytes."""
+"""decode_inputs: microseconds to lay out a step; latency-bound, hardly any bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a decode step goes: its graph without each of its kernels, and the gaps between graphs."""
+"""Time breakdown of a decode step: its graph with each kernel left out, and gaps between graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIZES = ((1, 384), (64, 1000), (256, 600))  # sequences, and keys of each
 
 
 class _Launches:
-    """Counts launches by kernel while it is open, and leaves out those of `skipped`."""
+    """Counter of launches by kernel while it is open; launches of `skipped` are dropped."""
 
     def __init__(self, skipped=()):
         self.skipped, self.counts = set(skipped), collections.Counter()
@@ -42,7 +42,7 @@ class _Launches:
 
 
 def _milliseconds(cuda, launch, times=60):
-    """Return the time of one of `times` launches in a row."""
+    """Return the time per launch over `times` back-to-back launches."""
     for _ in range(5):
         launch()
     start, stop = cuda.Event(), cuda.Event()
@@ -55,7 +55,7 @@ def _milliseconds(cuda, launch, times=60):
 
 
 def _fill(engine, key, context_len):
-    """Let every row of the graph be a sequence of so many keys, in blocks of its own."""
+    """Make every row of the graph a sequence with this many keys, in its own blocks."""
     inputs, size, blocks = engine.runner.graphs._inputs, key.size, -(-context_len // 16)
     buffer, last = inputs.next_buffer(), np.full(size, context_len - 1)
     buffer.fill(
@@ -84,7 +84,7 @@ def _parts(engine, name, size, context_len, cuda):
     _fill(engine, key, context_len)
     whole = _milliseconds(cuda, lambda: graphs.replay(key))
     row = {"op": "decode_loop", "case": f"{name} {size} x {context_len}", "graph_ms": whole}
-    # Recorded layers would be replayed past the counter.
+    # A replay of recorded layers would bypass the counter.
     walk = graphs._model.decoder._walk
     walk._is_worth_it = lambda *_: False
     try:
@@ -101,7 +101,7 @@ def _parts(engine, name, size, context_len, cuda):
 
 
 def _gaps(model, name, cuda):
-    """Time graphs and what is between them while one request is served."""
+    """Time graphs and the gaps between them while serving one request."""
     engine, events = LLMEngine(model, max_num_seqs=1, max_model_len=1024), []
     per_token = latency(engine, Work.same(1, 128, 512), 2)["ms_per_token"]
     replay = DecodeGraphs.replay

@@ -1,4 +1,4 @@
-"""decode_outputs: microseconds of keeping a step's ids; latency, hardly any bytes."""
+"""decode_outputs: microseconds to store a step's ids; latency-bound, hardly any bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What each kernel adds to a decode step: from the end of the kernel before it to its own end.
+"""Each kernel's share of a decode step: from the previous kernel's end to its own end.
 
-Kernels begin before the ones in front have ended, so their durations do not add up; these do. The
-ends come from the profiler of PyTorch, which must be importable.
+Kernels overlap (programmatic dependent launch), so their durations do not add up; these intervals
+do. End times come from PyTorch's profiler, so torch must be importable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PROMPT, _WARM_STEPS, _STEPS = 500, 60, 20
 
 
 def _kernels_of(engine, size, torch):
-    """Return (end in us, name) of what the device did in `_STEPS` steps of `size` requests."""
+    """Return (end in us, name) of all device activity in `_STEPS` steps of `size` requests."""
     params = SamplingParams(temperature=0.6, max_tokens=4 * _WARM_STEPS, ignore_eos=True)
     prompts = {f"{size}-{i}": p for i, p in enumerate(Work.same(size, _PROMPT, 1).prompts)}
     for request_id, prompt in prompts.items():

@@ -1,4 +1,4 @@
-"""dequantize to bfloat16: GB/s of reading a quantized matrix and writing its numbers."""
+"""dequantize to bfloat16: GB/s of reading a quantized matrix and writing it dense."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from engine.weights import FORMATS, Weight
 from tests.bench.case import BenchCase
 
 _FORMATS = ("int4_g128", "mxfp4", "q4_k", "q5_k", "q6_k", "q8_0", "fp8", "fp8_block", "int8")
-_BLOCK = 256  # rows that are repeated: large random weights take too long to make
+_BLOCK = 256  # rows to repeat: large random weights take too long to generate
 
 
 def repeated(xp, name: str, n: int, k: int, seed: int) -> Weight:
-    """Return a weight of a multiple of 256 rows that repeats random ones."""
+    """Return a weight with a multiple of 256 rows that repeats 256 random rows."""
     block = weight_to(xp, random_weight(name, _BLOCK, k, seed))
 
     def grown(array):
@@ -27,7 +27,7 @@ def repeated(xp, name: str, n: int, k: int, seed: int) -> Weight:
 
 
 def first_rows(weight: Weight, count: int) -> Weight:
-    """Return the first rows of a weight, a multiple of 256, as NumPy arrays."""
+    """Return the first rows of a weight (a multiple of 256) as NumPy arrays."""
 
     def cut(array):
         return to_numpy(array[: len(array) * count // weight.shape[0]])

@@ -1,6 +1,6 @@
-"""What batch invariance costs: gemm of a decoder's shapes in both modes, bfloat16.
+"""Cost of batch invariance: gemm in both modes on a decoder's shapes, bfloat16.
 
-As a model launches its products: nothing that still runs writes the weights (`pdl`).
+Launched with `pdl`, as in a model: no kernel still running writes the weights.
 """
 
 from __future__ import annotations

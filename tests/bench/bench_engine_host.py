@@ -1,11 +1,11 @@
-"""The host part of an engine step: what remains when model and sampler take no time.
+"""Host time of an engine step, excluding model and sampler.
 
-One step of N running decode requests, on the mock model: schedule, lay out, commit, hand out. The
-time of `forward` and of the sampler is taken off.
+One step of N running decode requests on the mock model: schedule, lay out, commit, deliver outputs.
+The time of `forward` and of the sampler is subtracted.
 
-With drafts, also from a step's result to the launch of the next one, while the device waits. The
-graphs are not computed: their results count on, so what "ngram" proposes after a text that counts
-is accepted, and other drafts are not.
+With drafts, also the time from a step's result to the next launch, during which the device idles.
+Graphs are mocked: their results count upwards, so "ngram" drafts for a counting prompt are accepted
+and all other drafts are rejected.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from engine.testing.mock_model import MockModel
 
 DEVICE = "CPU"
 _STEPS = 200
-_PERIOD, _VOCAB = 20, 1000  # the text counts from 0 to _PERIOD - 1, again and again
+_PERIOD, _VOCAB = 20, 1000  # the prompt cycles through 0 to _PERIOD - 1
 
 
 class _FreeOfCharge:
-    """Counts the seconds spent in the parts that are a GPU's."""
+    """Measures the time spent in work a GPU would do."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -97,7 +97,7 @@ def _measure(name, num_requests, kind, *, with_text=False, num_changed=0):
 
 
 def _row(case, all_seconds):
-    """Print and return a row with the median and the fastest twentieth of each list of times."""
+    """Print and return a row with the median and the 5th percentile of each list of times."""
     row = {"op": "engine_host", "case": case}
     for what, seconds in all_seconds.items():
         ordered = sorted(seconds)
@@ -133,7 +133,7 @@ def _engine_with_drafts(num_requests, config):
 
 
 def _measure_drafts(name, num_requests, config):
-    """Measure steps that verify drafts: all of the host's time, and that for which they wait."""
+    """Measure draft-verifying steps: total host time, and host time while the device idles."""
     engine = _engine_with_drafts(num_requests, config)
     inputs, now, at = engine.runner.graphs._inputs, time.perf_counter, {}
 
@@ -145,7 +145,7 @@ def _measure_drafts(name, num_requests, config):
         at["launched"] = now()
 
     engine.runner.graphs.replay = replay
-    engine.model.check_ranks = lambda: at.update(result=now())  # called once the results are there
+    engine.model.check_ranks = lambda: at.update(result=now())  # called once results have arrived
     waits, times = [], []
     for _ in range(_STEPS):
         start = now()

@@ -1,4 +1,4 @@
-"""geglu, float16: GB/s of two reads and one write, beside the formula in array operations."""
+"""geglu, float16: GB/s of two reads and one write, vs the formula in array operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gemm in bfloat16 on the linear layers of real models, beside cuBLAS through CuPy."""
+"""gemm in bfloat16 on the linear layers of real models, vs cuBLAS through CuPy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.bench.case import BenchCase
 
 _DTYPE = "bfloat16"
 _ROWS = (1, 16, 64, 256, 1024, 4096)
-_LM_HEAD_ROWS = 256  # logits are made for a few rows a step
+_LM_HEAD_ROWS = 256  # logits are computed for few rows per step
 
 
 def filled(xp, shape, seed, scale=1.0):
-    """Return normally distributed values; large arrays repeat a block, to be made in time."""
+    """Return normally distributed values; large arrays repeat a block, to save time."""
     out = xp.empty(int(np.prod(shape)), np_dtype(_DTYPE))
     block = xp.asarray(cases.normal((min(out.size, 1 << 22),), _DTYPE, seed, scale=scale))
     for start in range(0, out.size, block.size):
@@ -28,9 +28,9 @@ def filled(xp, shape, seed, scale=1.0):
 
 
 def sample(m, n):
-    """Return a few rows and columns as slices: a whole product would take the mirror minutes.
+    """Return a few rows and columns as slices: the mirror would take minutes for a whole GEMM.
 
-    The steps are odd, so that all places within a tile get their turn.
+    The steps are odd, so every position within a tile is covered.
     """
     return slice(None, None, m // 4 | 1), slice(None, None, n // 256 | 1)
 
@@ -46,7 +46,7 @@ def _case(m: int, n: int, k: int, label: str) -> BenchCase:
     def make(xp, seed):
         return filled(xp, (m, k), seed), filled(xp, (n, k), seed + 1, k**-0.5)
 
-    on_gpu = device.resolve_device("auto")[0].is_cuda  # NumPy has no fast bfloat16 product
+    on_gpu = device.resolve_device("auto")[0].is_cuda  # NumPy has no fast bfloat16 GEMM
     return BenchCase(
         f"{label} M={m} N={n} K={k}",
         make,

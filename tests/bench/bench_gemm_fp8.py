@@ -1,4 +1,4 @@
-"""gemm_fp8 on the linear layers of real models, beside torch._scaled_mm with scales of rows."""
+"""gemm_fp8 on the linear layers of real models, vs torch._scaled_mm with per-row scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gemm_int8 on the linear layers of real models, beside torch._int_mm, which has no scales."""
+"""gemm_int8 on the linear layers of real models, vs torch._int_mm, which has no scales."""
 
 from __future__ import annotations
 

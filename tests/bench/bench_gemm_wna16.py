@@ -1,4 +1,4 @@
-"""gemm_wna16 in bfloat16 on layers of Llama 3.1 8B and Qwen3 0.6B, beside gemm of dense weights."""
+"""gemm_wna16 in bfloat16 on layers of Llama 3.1 8B and Qwen3 0.6B, vs gemm with dense weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORMATS = ("int4_g128", "int4_g128_zp", "mxfp4", "q4_0", "q4_k", "q5_k", "q6_k"
 _MODELS = ("Llama-3.1-8B", "Qwen3-0.6B")
 _ROWS = (1, 4, 8, 16, 64, 1024)
 _LM_HEAD_ROWS = 8
-_CHECKED = 256  # columns of the result that are compared
+_CHECKED = 256  # result columns compared
 
 
 def _check(args, result):
@@ -34,7 +34,7 @@ def _case(name: str, m: int, n: int, k: int, label: str) -> BenchCase:
     def run(x, weight):
         return kernels.gemm_wna16(x, weight, pdl=True)
 
-    dense: dict[int, object] = {}  # of each copy
+    dense: dict[int, object] = {}  # dense weight by copy
 
     def dense_gemm(x, weight):
         if id(weight) not in dense:

@@ -1,4 +1,4 @@
-"""kv_copy, bfloat16: GB/s of reading and writing blocks in every layer, beside fancy indexing."""
+"""kv_copy, bfloat16: GB/s of reading and writing blocks in every layer, vs fancy indexing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kv_gather, bfloat16: GB/s of reading pages and writing dense rows, beside fancy indexing."""
+"""kv_gather, bfloat16: GB/s of reading pages and writing dense rows, vs fancy indexing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK_SIZE = 16
 
 
 def _indexing(k_pages, v_pages, tables, lens, cu):
-    """Whole blocks, transposed into rows: right when every length fills its last block."""
+    """Gather whole blocks as rows; correct if every length fills its last block."""
     num_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
     return tuple(
         pages.view(np.uint16)[tables.ravel()].swapaxes(1, 2).reshape(-1, num_heads, head_dim)

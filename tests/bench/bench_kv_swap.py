@@ -1,4 +1,4 @@
-"""kv_swap, bfloat16: GB/s of packing scattered blocks of every layer, beside fancy indexing."""
+"""kv_swap, bfloat16: GB/s of packing scattered blocks of every layer, vs fancy indexing."""
 
 from __future__ import annotations
 

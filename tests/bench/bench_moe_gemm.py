@@ -1,10 +1,10 @@
-"""moe_gemm, bfloat16, and a whole layer of experts: GB/s of the experts touched, and TFLOP/s.
+"""moe_gemm, bfloat16, and a whole mixture-of-experts layer: GB/s of touched experts, and TFLOP/s.
 
-The layer of Qwen3-30B-A3B. Beside it, where they are installed, torch's grouped product and one in
-Triton. Of the single products the peers have only the product: their rows are sorted already, and
-they apply neither activation nor weights. Of the layer they do all that ours does. Then
-quantized weights: those of Qwen3-30B-A3B in fp8 blocks, whose activations are quantized from nine
-tokens on, and gpt-oss-20b's.
+Shapes of Qwen3-30B-A3B. Peers, if installed: torch's grouped GEMM and a Triton grouped GEMM. For
+single GEMMs, peers time only the GEMM: their rows are pre-sorted, and they apply neither the
+activation nor the routing weights. For the layer, peers do all the work that ours does. Then
+quantized weights: Qwen3-30B-A3B in fp8 blocks, with activations quantized from nine tokens on, and
+gpt-oss-20b.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tests.bench.case import BenchCase
 
 _TOKENS = (1, 8, 64, 256, 4096)
 _HIDDEN, _WIDTH, _EXPERTS, _TOP_K = MOE_LAYERS["Qwen3-30B-A3B"]
-_CHECKED = 3  # tokens
+_CHECKED = 3  # tokens compared with the mirror
 _QUANTIZED = (("Qwen3-30B-A3B", "fp8_block"), ("gpt-oss-20b", "mxfp4"))
 _QUANTIZED_TOKENS = (1, 2, 4, 8, 64, 256)
-_CODES_FROM = 9  # tokens
+_CODES_FROM = 9  # minimum number of tokens to quantize x
 
 
 def _logits(num_tokens, seed):
@@ -45,7 +45,7 @@ def _routing(num_tokens, seed):
 
 
 def _touched(num_tokens):
-    """Return how many experts the first copy's tokens have; others have about as many."""
+    """Return how many experts the first copy's tokens select; other copies select about as many."""
     return len(np.unique(_routing(num_tokens, 0).experts))
 
 
@@ -55,7 +55,7 @@ def _weights(xp, seed):
 
 
 def _few(routing, weights):
-    """Return a few tokens, and their experts' routing and matrices on the host."""
+    """Return a few tokens with their routing and experts' matrices, on the host."""
     experts = to_numpy(routing.experts)
     tokens = np.unique(np.linspace(0, len(experts) - 1, _CHECKED).astype(int))
     names, renamed = np.unique(experts[tokens], return_inverse=True)
@@ -83,7 +83,7 @@ def _check_down(args, result):
 
 
 def _layer(x, logits, gate_up, down, moe):
-    """Return the layer's result by the ops of `moe`: the kernels, or their mirrors."""
+    """Return the layer's result, computed with the ops of `moe`: kernels or mirrors."""
     routing = moe.moe_route(logits, _TOP_K)
     y = moe.moe_gemm(x, gate_up, routing, activation="swiglu")
     y = moe.moe_gemm(y, down, routing, scatter=True)
@@ -151,7 +151,7 @@ def _whole(num_tokens: int) -> BenchCase:
 
 
 def _quantized(model: str, name: str, num_tokens: int, *, is_down: bool) -> BenchCase:
-    """All experts have the same matrix, each its own copy."""
+    """Give every expert its own copy of the same matrix."""
     hidden, width, experts, top_k = MOE_LAYERS[model]
     rows, k = (hidden, width) if is_down else (2 * width, hidden)
     pairs = num_tokens * top_k

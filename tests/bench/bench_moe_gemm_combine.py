@@ -1,4 +1,4 @@
-"""moe_gemm_combine, bfloat16: GB/s of the experts' second matrices; beside it two kernels."""
+"""moe_gemm_combine, bfloat16: GB/s of the experts' second matrices, vs two separate kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _two_kernels(x, weight, residual, *routing):
 
 
 def _case(model: str, name: str, num_tokens: int) -> BenchCase:
-    """All experts have the same matrix, each its own copy."""
+    """Give every expert its own copy of the same matrix."""
     hidden, width, experts, top_k = MOE_LAYERS[model]
     pairs = num_tokens * top_k
 

@@ -1,4 +1,4 @@
-"""moe_route for 128 experts, top 8: microseconds; beside it torch's softmax, topk and sort."""
+"""moe_route for 128 experts, top 8: microseconds, vs torch's softmax, topk and sort."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _case(num_tokens: int) -> BenchCase:
         lambda logits: kernels.moe_route(logits, _TOP_K),
         nbytes=4 * num_tokens * (_EXPERTS + 3 * _TOP_K) + 4 * (_EXPERTS + 1),
         peers={"torch": partial(moe_peers.route_seconds, num_tokens, _EXPERTS, _TOP_K)},
-        copies=2,  # the router's product has left the logits in the L2 cache
+        copies=2,  # the router GEMM leaves the logits in L2
         check=_check,
     )
 

@@ -1,4 +1,4 @@
-"""permute_columns in bfloat16: GB/s of moving the columns of a few and of many rows."""
+"""permute_columns in bfloat16: GB/s of permuting the columns of few and of many rows."""
 
 from __future__ import annotations
 

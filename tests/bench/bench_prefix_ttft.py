@@ -1,7 +1,7 @@
-"""32 requests with 2,000 common tokens: prefill saved and time to first token, by the prefix tree.
+"""32 requests sharing 2,000 tokens: prefill saved and time to first token with the prefix tree.
 
-They arrive together and have 32 tokens of their own each. Random weights: of Qwen3-0.6B's shape on
-a GPU, of a small model on the CPU.
+The requests arrive together, and each adds 32 tokens of its own. Random weights: Qwen3-0.6B's shape
+on a GPU, a small model on the CPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _load(device):
 
 
 def _serve(engine, rng):
-    """Serve one crowd whose prefix nobody has seen; return its metrics."""
+    """Serve one burst of requests whose prefix is not cached; return its metrics."""
     common = rng.integers(0, 2000, _COMMON).tolist()
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
     for index in range(_NUM_REQUESTS):
@@ -55,11 +55,11 @@ def _row(model, *, caching, rng):
         max_num_seqs=_NUM_REQUESTS,
         enable_prefix_caching=caching,
         max_num_batched_tokens=2048,
-        cuda_graphs=False,  # what is measured is prefill
+        cuda_graphs=False,  # only prefill is measured
     )
     runs = [_serve(engine, rng) for _ in range(3 if model.device.is_cuda else 1)]
     engine.close()
-    metrics = min(runs, key=lambda ms: max(m.ttft for m in ms))  # the first one warms up
+    metrics = min(runs, key=lambda ms: max(m.ttft for m in ms))  # the first run is warm-up
     cached = sum(m.num_cached_tokens for m in metrics)
     whole = (_COMMON // 16) * 16
     assert cached == (_NUM_REQUESTS - 1) * whole * caching

@@ -1,4 +1,4 @@
-"""qk_norm_rope_store, bfloat16, beside the separate ops: GB/s of rows in, rows and pages out."""
+"""qk_norm_rope_store, bfloat16, vs the separate ops: GB/s of rows in, rows and pages out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _case(tokens: int, heads: int, kv_heads: int, head_dim: int, has_norm: bool)
         kernels.kv_store(k, v, *pages, slots)
 
     def check(args, result):
-        # The queries were rotated by now: do so once more, both ways.
+        # The queries are already rotated: rotate them once more, both ways.
         qkv, pages, *rest = args
         both = [(qkv.copy(), pages.copy()) for _ in "ab"]
         run(*both[0], *rest)

@@ -1,8 +1,8 @@
-"""replicas: output tokens per second of 1, 2, ... replicas behind one server, one a GPU.
+"""replicas: output tokens per second of 1, 2, ... replicas behind one server, one GPU each.
 
-Each replica computes up to 256 requests at a time and is sent 320 (3 and 2 on the CPU, where
-replicas share the cores and little is gained), so that none runs dry while another has more; the
-requests share no prefix. Llama-3.1-8B's shape with random weights, on the CPU a small one.
+Each replica runs up to 256 requests at a time and is sent 320, so none runs dry while another has
+a backlog (2 and 3 on the CPU, where replicas share cores and gain little). Requests share no
+prefix. Random weights: Llama-3.1-8B's shape on a GPU, a small model on the CPU.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
-# Per kind of device: model, streams and requests of a replica, tokens of a prompt, and those of
-# answers on average.
+# Device kind -> model; streams and requests per replica; prompt tokens; mean answer tokens.
 _WORK = {"cuda": ("llama-3.1-8b", 320, 960, 512, 256), "cpu": ("qwen2.5-0.5b", 3, 6, 16, 8)}
-_RUNNING = {"cuda": 256, "cpu": 2}  # requests that a replica computes at a time
+_RUNNING = {"cuda": 256, "cpu": 2}  # maximum running requests per replica
 
 
 @contextlib.contextmanager
@@ -45,7 +44,7 @@ def _server(model, device, size):
 
 
 def _ask(url, prompt, max_tokens):
-    """Return the number of tokens of an answer that is not streamed: the models have no text."""
+    """Return the token count of a non-streamed answer; the models have no text."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
     with contextlib.closing(connection):

@@ -1,4 +1,4 @@
-"""residual_add, float16: GB/s of two reads and one write, beside x + residual."""
+"""residual_add, float16: GB/s of two reads and one write, vs x + residual."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rmsnorm_gemm in bfloat16 on the layers that follow a norm, beside rmsnorm and gemm in turn."""
+"""rmsnorm_gemm in bfloat16 on the layers that follow a norm, vs rmsnorm then gemm."""
 
 from __future__ import annotations
 

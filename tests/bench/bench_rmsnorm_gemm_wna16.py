@@ -1,4 +1,4 @@
-"""rmsnorm_gemm_wna16 on layers of Llama 3.1 8B, beside rmsnorm and gemm_wna16 in turn."""
+"""rmsnorm_gemm_wna16 on layers of Llama 3.1 8B, vs rmsnorm then gemm_wna16."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.bench.bench_dequantize import first_rows, repeated
 from tests.bench.bench_gemm import filled
 from tests.bench.case import BenchCase
 
-_CHECKED = 256  # columns of the result that are compared
+_CHECKED = 256  # result columns compared
 
 
 def _run(x, norm_weight, weight):

@@ -1,4 +1,4 @@
-"""rmsnorm_moe_route, bfloat16, one token: GB/s of the router's weight; beside it its parts."""
+"""rmsnorm_moe_route, bfloat16, one token: GB/s of the router's weight, vs the separate ops."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def _case(tokens: int, heads: int, kv_heads: int, head_dim: int) -> BenchCase:
         return kernels.rope(q, k, positions, table, out=(q, k))
 
     def check(args, result):
-        # The arguments are rotated by now: rotate a fresh copy of them once more.
+        # The arguments are already rotated: rotate a fresh copy of them once more.
         few = slice(0, 1024)
         qkv, positions, table = to_numpy(args[0][few]), to_numpy(args[1][few]), to_numpy(args[2])
         q, k = qkv[:, :heads].copy(), qkv[:, heads : heads + kv_heads].copy()

@@ -1,4 +1,4 @@
-"""sample, float32 logits: the logits must be read once; GB/s of that."""
+"""sample, float32 logits: GB/s of reading the logits once, the minimum."""
 
 from __future__ import annotations
 

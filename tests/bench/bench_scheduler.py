@@ -1,7 +1,7 @@
-"""Scheduling on the host, without a model: microseconds of schedule, commit and the prefix tree.
+"""Scheduling on the host, without a model: microseconds of schedule, commit and prefix tree.
 
-Microseconds per step against running and waiting requests; tree match and insert against depth;
-prefill work with and without the prefix tree. Each row is verified before it is printed.
+Microseconds per step by number of running and waiting requests; tree match and insert by depth;
+prefill work with and without the prefix tree. Each row is verified before printing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _sample(output):
 
 
 def _fill(scheduler, num_running, num_waiting):
-    """Let `num_running` requests run behind their prompts, and `num_waiting` more wait."""
+    """Set up `num_running` decoding requests and `num_waiting` queued ones."""
     for number in range(num_running + num_waiting):
         scheduler.add_request(_request(f"r{number}", [number % 997, number % 991] * 64))
     while any(
@@ -90,7 +90,7 @@ def _decode_rows():
 
 
 def _churn_row(num_running=256, length=8):
-    """Requests of few tokens come and go: microseconds of everything, per request."""
+    """Short requests come and go: total microseconds per request."""
     rules = SimpleNamespace(**{**vars(_RULES), "max_tokens": length})
     scheduler = _scheduler(num_running)
     count = 8 * num_running
@@ -127,7 +127,7 @@ def _tree_rows(block_size=16):
 
 
 def _shared_prefix_rows(num_requests=32, common=2000, own=32):
-    """The same requests with and without the tree: tokens of prefill that had to be computed."""
+    """Prefill tokens computed for the same requests with and without the tree."""
     rules = SimpleNamespace(**{**vars(_RULES), "max_tokens": 16})
     for caching in (False, True):
         scheduler = _scheduler(num_requests, prefix_caching=caching, max_num_batched_tokens=8192)

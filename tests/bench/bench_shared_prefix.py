@@ -1,4 +1,4 @@
-"""Decoding behind a shared prefix, bfloat16, beside attention_decode over the whole tables."""
+"""Decode attention with a shared prefix, bfloat16, vs attention_decode over full block tables."""
 
 from __future__ import annotations
 

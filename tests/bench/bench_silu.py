@@ -1,4 +1,4 @@
-"""silu, float16: GB/s of one read and one write, beside the formula in array operations."""
+"""silu, float16: GB/s of one read and one write, vs the formula in array operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real model from process start to text: import, load, prefill, decode, memory."""
+"""SmolLM2 from process start to text: import, load, prefill, decode, memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.device import Device
 
 _IMPORT = "import time; t = time.perf_counter(); import engine; print(time.perf_counter() - t)"
 
-# Runs in a process of its own: start-up is part of what is measured.
+# Runs in its own process, since start-up is part of the measurement.
 _START = """
 import json, resource, sys, time
 start = float(sys.argv[2])
@@ -49,7 +49,7 @@ def _start(device: Device) -> dict[str, Any]:
 
 
 def _steady(device: Device) -> dict[str, float]:
-    """Return prefill and decode tokens a second of one sequence, warm."""
+    """Return prefill and decode tokens per second of one sequence, after warm-up."""
     import engine
 
     with engine.load("smollm2", device=device) as model:

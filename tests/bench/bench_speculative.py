@@ -1,4 +1,4 @@
-"""N-gram drafts on copying tasks with SmolLM2's real weights: tokens per second, over plain decoding."""  # noqa: E501
+"""N-gram drafts on copying tasks with SmolLM2's real weights: tokens per second, vs plain decoding."""  # noqa: E501
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _MAX_TOKENS = 160
 
 
 def decode(llm: LLMEngine, ids: list[int], max_tokens: int = _MAX_TOKENS) -> dict[str, float]:
-    """Serve one request; return what its decode steps took, and what came of its drafts."""
+    """Serve one request; return the time of its decode steps, and its draft counts."""
     before = llm.stats().speculation
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     llm.add_request("r", ids, params)
@@ -97,7 +97,7 @@ def compare(
     tasks: Mapping[str, str],
     rounds: int = _ROUNDS,
 ) -> list[dict[str, Any]]:
-    """Return a row for each task and config; all of them in turn, so that all see the same load."""
+    """Return a row for each task and config, interleaved so that all see the same machine load."""
     options = {"max_num_seqs": 1, "max_model_len": 1024, "num_blocks": 128}
     engines = {n: LLMEngine(model, speculative_config=c, **options) for n, c in configs.items()}
     rows = []
@@ -106,7 +106,7 @@ def compare(
             [{"role": "user", "content": prompt}], add_generation_prompt=True
         )
         runs: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
-        for round_ in range(1 + rounds):  # the first warms up
+        for round_ in range(1 + rounds):  # the first round is warm-up
             for name, llm in engines.items():
                 result = decode(llm, ids)
                 if round_:

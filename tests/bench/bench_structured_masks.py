@@ -1,10 +1,10 @@
-"""structured_masks: the host's part of a step in which each of 256 requests follows a grammar.
+"""structured_masks: host time per step in which each of 256 requests follows a grammar.
 
-What `AllowedMasks.build` takes, from the ids of the last step to the masks, for a made vocabulary
-of 151,936 tokens. "texts": what a model might write, each request its own; "same": all the same
-text; "random": any allowed token, as a model with random weights does; "drafts": texts, of which a
-step verifies three tokens. "core us" is the time of all threads.
-Then in how many steps one text is written if forced tokens are drafts.
+Time of `AllowedMasks.build`, from the last step's ids to the masks, for a synthetic vocabulary of
+151,936 tokens. "texts": plausible output, different for each request; "same": one text for all;
+"random": any allowed token, as from a model with random weights; "drafts": texts, three tokens
+verified per step. "core us" is CPU time over all threads.
+Then the number of steps to write one text if forced tokens are drafts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""structured_streams: tokens per second of 256 requests, with a JSON schema each and without.
+"""structured_streams: tokens per second of 256 requests, with and without a JSON schema each.
 
-The requests of `engine bench throughput`, Qwen3-0.6B's shape with random weights, a made
-vocabulary of 151,936 tokens. A model with random weights writes strings that hardly ever end:
-"string" keeps all requests in the same state of the schema, "short strings" each in its own.
+The requests of `engine bench throughput`, Qwen3-0.6B's shape with random weights, a synthetic
+vocabulary of 151,936 tokens. A model with random weights writes strings that almost never end:
+"string" keeps all requests in the same schema state, "short strings" puts each in its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.bench.made_vocabulary import MadeTokenizer
 
 _MODELS = {"cuda": ("qwen3-0.6b", 256, 1024), "cpu": ("qwen2.5-0.5b", 2, 16)}
 _ROUNDS = 3
-_ARRAY = {"type": "array", "minItems": 1000}  # more than the longest output has
+_ARRAY = {"type": "array", "minItems": 1000}  # exceeds the longest output
 _SCHEMAS = {
     "plain": None,
     "string": _ARRAY | {"items": {"type": "string"}},
@@ -44,13 +44,13 @@ def _tokens_per_second(engine, work, schema):
     while engine.has_unfinished_requests():
         for output in engine.step():
             num_tokens += output.metrics.num_generation_tokens
-    # A text that ends early makes its batch smaller, and the figures wrong.
+    # A text that ends early would shrink the batch and distort the figures.
     assert num_tokens > 0.99 * work.num_output_tokens, (num_tokens, work.num_output_tokens)
     return num_tokens / (time.perf_counter() - start)
 
 
 def main(device):
-    """Measure in turn, print, and return the rows."""
+    """Measure all cases interleaved, print, and return the rows."""
     name, count, longest = _MODELS[device.kind]
     config = built_in_config(name)
     model = load(config=config, load_format="dummy", max_model_len=2048, device=str(device))
@@ -60,7 +60,7 @@ def main(device):
         patch.multiple(type(model), **vocabulary),
         LLMEngine(model, max_num_seqs=count, enable_prefix_caching=False) as engine,
     ):
-        for _ in range(1 + _ROUNDS):  # the first compiles
+        for _ in range(1 + _ROUNDS):  # the first round compiles
             for name, schema in _SCHEMAS.items():
                 rates[name].append(_tokens_per_second(engine, work, schema))
                 print(f"  {name}: {rates[name][-1]:.0f} tokens/s", flush=True)

@@ -1,4 +1,4 @@
-"""Swap of KV blocks: GB/s out and in, beside one plain copy of as many bytes over the same link."""
+"""KV block swapping: GB/s out and in, vs one plain copy of the same size over the same link."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _verify(kv, swap, blocks):
 
 
 def _link(num_bytes, device):
-    """Return (out, in) seconds of one copy of `num_bytes`: what the link can do at best."""
+    """Return (out, in) seconds of one plain copy of `num_bytes`, the link's upper bound."""
     if not device.is_cuda:
         source, target = np.ones((2, num_bytes), np.uint8)
         seconds = time_cpu(lambda: np.copyto(target, source), repeats=5)
@@ -60,11 +60,12 @@ def _link(num_bytes, device):
 
 
 def _overlap(device, move, way, seconds, swap):
-    """Return how much of the swap is hidden behind products that take about as long.
+    """Return the share of swap time hidden behind GEMMs of about the same duration.
 
-    The order is a step's: blocks go out before it computes, and come in while the step before does.
+    Same order as in an engine step: blocks go out before the step computes, and come in during the
+    previous step.
     """
-    x = device.xp.ones((8192, 8192), np.float16)  # large, so that few launches keep the device busy
+    x = device.xp.ones((8192, 8192), np.float16)  # large: few launches keep the GPU busy
 
     def compute(count):
         for _ in range(count):

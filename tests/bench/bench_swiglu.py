@@ -1,4 +1,4 @@
-"""swiglu, float16: GB/s of two reads and one write, beside the formula in array operations."""
+"""swiglu, float16: GB/s of two reads and one write, vs the formula in array operations."""
 
 from __future__ import annotations
 

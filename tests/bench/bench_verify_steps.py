@@ -1,6 +1,6 @@
-"""Steps that verify drafts: their time over that of a plain step, and what speculation adds.
+"""Draft-verifying steps: time relative to a plain step, and the overhead of speculation.
 
-Drafts are random, or what the model says anyway, so acceptance is known: it is not the subject. See
+Drafts are random, or exactly what the model generates, so acceptance is known in advance. See
 `bench_speculative` for real text.
 """
 
@@ -36,9 +36,9 @@ def _random_drafts(num_drafts):
 
 
 def _step_seconds(model, num_drafts, device):
-    """Return the seconds of a step that verifies so many drafts of one request.
+    """Return the seconds of a step that verifies this many drafts of one request.
 
-    And of these, from its predecessor's result to its launch; 0 if steps do not overlap anyway.
+    Also return the part from the previous step's result to the launch; 0 if steps never overlap.
     """
     config = _random_drafts(num_drafts) if num_drafts else None
     with LLMEngine(model, max_num_seqs=1, speculative_config=config) as engine:
@@ -50,7 +50,7 @@ def _rounds_seconds(engine, device):
     """Return the seconds of a step of one request."""
     steps = _STEPS[device.kind]
     prompt = Work.same(1, _PROMPT[device.kind], 1).prompts[0]
-    # Until it has 1,024 tokens, if all drafts are accepted.
+    # Stops at 1,024 tokens if all drafts are accepted.
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=(steps + 8) * (1 + _DRAFTS))
     engine.add_request("a", prompt, params)
     for _ in range(4):
@@ -73,10 +73,10 @@ def _verify_rows(name, model, device):
 
 
 def _random_text_row(name, model, device):
-    """Return what n-gram drafts cost where the text has hardly any to give."""
+    """Return the cost of n-gram drafting on text with hardly any repeats."""
     count, length = (_REQUESTS, 400) if device.is_cuda else (2, 16)
     rates = {"plain": [], "ngram": []}
-    for _ in range(_ROUNDS):  # in turn, as a card's clock drifts
+    for _ in range(_ROUNDS):  # interleaved, since the GPU clock drifts
         for method, found in rates.items():
             config = {"method": "ngram"} if method == "ngram" else None
             with LLMEngine(model, max_num_seqs=count, speculative_config=config) as engine:
@@ -91,7 +91,7 @@ def _random_text_row(name, model, device):
 
 
 def _own_draft_row(name, model, device):
-    """Return what a round of 4 drafts takes whose draft model is the model, beside its graphs."""
+    """Return the time of a 4-draft round, excluding graphs; the model is its own draft model."""
     given = {"config": built_in_config(name), "load_format": "dummy"}
     draft = load(**given, max_model_len=1024, device=str(device))
     config = {"method": "draft_model", "model": name, "adaptive": False}

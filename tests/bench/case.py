@@ -1,4 +1,4 @@
-"""What a benchmark of one op declares."""
+"""`BenchCase`: one case of an op's benchmark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ L2_BYTES = 60 << 20
 
 
 def num_copies(nbytes: int) -> int:
-    """Return over how many copies of `nbytes` to rotate so that none is found in the L2 cache."""
+    """Return how many copies of `nbytes` to rotate through so that none is found in L2."""
     return max(2, min(16, -(-3 * L2_BYTES // max(nbytes, 1))))
 
 
@@ -21,23 +21,23 @@ class BenchCase:
     Attributes
     ----------
     name : str
-        Shown in the table.
+        Label in the table.
     make : callable
-        `make(xp, seed)` returns fresh random arguments of `run`.
+        `make(xp, seed)` returns fresh random arguments for `run`.
     run : callable
-        The op; its result is checked against `check` before anything is timed.
+        The op; `check` verifies its result before anything is timed.
     nbytes : int
-        Fewest bytes that must move: inputs once, outputs once.
+        Minimal traffic: inputs read once, outputs written once.
     flops : int
-        Operations that must be done.
+        Minimal number of operations.
     baselines : dict
-        Name -> `baseline(*args)` doing the same work with another library.
+        Name -> `baseline(*args)`, the same work done with another library.
     peers : dict
-        Name -> `peer()`, the seconds that another library takes by its own clock: for those whose
-        calls cannot be captured in our graphs. One that raises has no columns but its reason.
+        Name -> `peer()`, another library's time in seconds, measured by itself: for libraries whose
+        calls cannot be captured in our graphs. If it raises, the reason replaces its columns.
     copies : int
-        Over how many copies of the arguments to rotate; 0: over so many that they come from HBM.
-        Two for what the kernel in front leaves in the L2 cache.
+        Number of copies of the arguments to rotate through; 0: enough that they come from HBM; 2:
+        inputs that the preceding kernel leaves in L2.
     check : callable or None
         `check(args, result)` raises AssertionError when the result is wrong.
     """

@@ -1,8 +1,8 @@
-"""The one style of all pictures in docs/benchmarks.
+"""Common style of all figures in docs/benchmarks.
 
-Ours is blue (lighter: another mode of ours), a peer has one colour in all pictures, and what the
-hardware allows is a dashed black line. A picture is one or more panels of bars or lines; `plot.py`
-says what each picture shows.
+Ours is blue (lighter: another mode of ours), a peer has the same colour in all figures, and the
+hardware limit is a dashed black line. A figure consists of panels of bars or lines; `plot.py`
+defines the contents of each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from PIL import Image  # matplotlib depends on it
+from PIL import Image  # a dependency of matplotlib
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 
@@ -36,33 +36,33 @@ _COLORS = {
     "Triton": "#8c8c8c",
     "NCCL": "#7a9a3b",
 }
-_OURS_TOO = ("#85b4ee", "#bcd6f7")  # other modes of ours, in the order in which they appear
-_BAR = 0.8  # of the place that a case has
+_OURS_TOO = ("#85b4ee", "#bcd6f7")  # our other modes, in order of appearance
+_BAR = 0.8  # bar thickness as a fraction of a case's slot
 _BEHIND_TEXT = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.0}
 _LEGEND_COLUMNS = 6
-_PALETTE = 64  # colours of a file: enough for smooth edges, and a third of the size
+_PALETTE = 64  # colours per file: edges stay smooth at a third of the size
 
 Values = Sequence[float | None]
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A group of horizontal bars for each case.
+    """Horizontal bars, one group per case.
 
     Attributes
     ----------
     title, unit : str
-        Above the panel; at its axis, with the direction that is better.
+        Panel title; axis label, which says whether higher or lower is better.
     cases : sequence of str
-        Names of the groups, from the top.
+        Group names, from top to bottom.
     series : mapping
-        Name -> a value a case; None leaves a gap. Those that begin with "ours" are blue.
+        Name -> one value per case; None leaves a gap. Names that begin with "ours" are blue.
     limit : tuple or None
-        What the hardware allows: a name, and one value, or one a case.
+        Hardware limit: a name, and one value or one value per case.
     log : bool
         Whether the axis is logarithmic.
     digits : str or None
-        Format of the figure at the end of our bars; None: no figures.
+        Format of the number at the end of our bars; None: no numbers.
     """
 
     title: str
@@ -76,7 +76,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Lines:
-    """A line for each series over one axis; the attributes are those of `Bars`."""
+    """One line per series over a shared axis; attributes as in `Bars`."""
 
     title: str
     unit: str
@@ -88,7 +88,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Points (operations per byte, TFLOP/s) under roofs (name, TFLOP/s) and a memory's TB/s."""
+    """Points (operations per byte, TFLOP/s), compute roofs (name, TFLOP/s) and a memory roof."""
 
     title: str
     points: Mapping[str, Sequence[tuple[float, float]]]
@@ -98,19 +98,19 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Picture:
-    """A title, where the figures are from, and panels in rows of `columns`."""
+    """A title, the source of the data, and panels in rows of `columns`."""
 
     title: str
     source: str
     panels: Sequence[Bars | Lines | Roofline]
     columns: int = 1
-    height: float = 3.5  # inches of a row of panels
+    height: float = 3.5  # height of a row of panels, inches
     width: float = 9.5
-    shared_cases: bool = False  # the panels of a row have the same cases: name them once
+    shared_cases: bool = False  # panels in a row share their cases: label them once
 
 
 def color(name: str, order: Sequence[str]) -> str:
-    """Return the colour of a series: one for ours, lighter ones for our other modes."""
+    """Return the colour of a series: blue for ours, lighter blues for our other modes."""
     if name in _COLORS:
         return _COLORS[name]
     if name.startswith("ours"):
@@ -189,7 +189,7 @@ _DRAW = {Bars: _draw_bars, Lines: _draw_lines, Roofline: _draw_roofline}
 
 
 def _legend(figure: Any, axes: Sequence[Any], top: float) -> int:
-    """Draw one legend for all panels; return how many rows it has."""
+    """Draw one legend for all panels; return its row count."""
     entries: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -202,7 +202,7 @@ def _legend(figure: Any, axes: Sequence[Any], top: float) -> int:
 
 
 def draw(name: str, picture: Picture) -> Path:
-    """Draw one picture; return its file."""
+    """Draw one figure; return its file."""
     rows = -(-len(picture.panels) // picture.columns)
     height = rows * picture.height + 0.75
     figure, grid = plt.subplots(
@@ -229,7 +229,7 @@ def draw(name: str, picture: Picture) -> Path:
 
 
 def save(figure: Any, name: str) -> Path:
-    """Write a figure beside its data, in few colours so that the file stays small."""
+    """Write a figure next to its data, with few colours to keep the file small."""
     target = FOLDER / f"{name}.png"
     figure.set_dpi(100)
     figure.canvas.draw()

@@ -1,7 +1,7 @@
-"""`python -m tests.bench.fit_scaling`: find the constants of `engine.scaling` by least squares.
+"""`python -m tests.bench.fit_scaling`: fit the constants of `engine.scaling` by least squares.
 
-The errors are those of the logarithms of the times of all measured points (`scaling_points`); the
-unknowns are logarithms, too. A weak pull to the present constants decides what no point tells.
+Errors are differences of log time at all measured points (`scaling_points`); the unknowns are
+logarithms too. A weak pull towards the current constants fixes those that no point determines.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ FITTED = (
     *("read_page_codes", "tensor_16", "tensor_8", "tensor_packed", "packed_tile", "super_tile"),
     *("packed_rows", "launch_us", "elementwise_us", "sequence_us", "route_us", "step_us"),
 )  # fmt: skip
-"""Names of the constants that are fitted; the others are measured by themselves."""
+"""Names of the fitted constants; the others are measured separately."""
 
-_WEIGHTS = {"one request": 2.0}  # of an error; other groups: 1
-_PULL = 0.03  # weight of a constant's change beside a point's error
+_WEIGHTS = {"one request": 2.0}  # error weight by group; default 1
+_PULL = 0.03  # weight of a constant's change relative to a point's error
 _STEPS, _DELTA, _LONGEST = 8, 1e-4, 0.3
 
 
 def _least_squares(errors: Callable[[np.ndarray], np.ndarray], start: np.ndarray) -> np.ndarray:
-    """Return the logarithms with the least sum of squared errors, by Gauss-Newton steps."""
+    """Minimise the sum of squared errors with Gauss-Newton steps; return the logarithms."""
     logs = start.copy()
     for _ in range(_STEPS):
         here = errors(logs)
@@ -48,7 +48,7 @@ def _least_squares(errors: Callable[[np.ndarray], np.ndarray], start: np.ndarray
 
 
 def fit(points: list[Point], start: Constants) -> Constants:
-    """Return the constants for the steps' times."""
+    """Return the constants of the step-time model."""
 
     def with_logs(logs: np.ndarray) -> Constants:
         values = {name: float(np.exp(log)) for name, log in zip(FITTED, logs, strict=True)}
@@ -65,7 +65,7 @@ def fit(points: list[Point], start: Constants) -> Constants:
 def fit_collectives(
     points: list[tuple[int, float]], ways: tuple[Collective, ...], link_rate: float
 ) -> tuple[Collective, ...]:
-    """Return latency and rate of each way from points (bytes, us) of two GPUs."""
+    """Fit latency and bandwidth of each all-reduce algorithm to points (bytes, us) on two GPUs."""
 
     def with_logs(logs: np.ndarray) -> tuple[Collective, ...]:
         values = np.exp(logs).reshape(-1, 2).tolist()
@@ -83,7 +83,7 @@ def fit_collectives(
 
 
 def best_us(ways: tuple[Collective, ...], num_bytes: float, link_rate: float) -> float:
-    """Return the time of a sum over two GPUs, the fastest way."""
+    """Return the time of an all-reduce over two GPUs with the fastest algorithm."""
     return min(way.us(num_bytes, 2, link_rate) for way in ways)
 
 
@@ -101,7 +101,7 @@ def _print_collectives() -> None:
 
 
 def left_out_errors(points: list[Point], start: Constants, folds: int) -> list[float]:
-    """Return each point's error with the constants of a fit to the other folds' points."""
+    """Return each point's cross-validation error: constants fitted to the other folds."""
     errors: dict[int, float] = {}
     for fold in range(folds):
         mine = range(fold, len(points), folds)
@@ -111,7 +111,7 @@ def left_out_errors(points: list[Point], start: Constants, folds: int) -> list[f
 
 
 def main() -> None:
-    """Print the constants and every point's error with them."""
+    """Print the constants and every point's error."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.fit_scaling")
     parser.add_argument("--folds", type=int, help="instead, errors of points left out of the fit")
     folds = parser.parse_args().folds

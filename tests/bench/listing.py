@@ -1,4 +1,4 @@
-"""What `python -m tests.bench --list` prints: every benchmark in a line, without importing any."""
+"""Output of `python -m tests.bench --list`: one line per benchmark, without importing any."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Benchmark:
     Attributes
     ----------
     name, command : str
-        As the command line takes it; what to type.
+        Name on the command line; full command.
     measures : str
         The first line of the module's docstring, without the name.
     device : str
-        A key of DEVICES: the module's constant DEVICE, or "any".
+        Key of DEVICES: the module's DEVICE constant, or "any".
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A made vocabulary of 151,936 tokens, for benchmarks of structured output."""
+"""A synthetic vocabulary of 151,936 tokens, for structured output benchmarks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import random
 
 EOS, VOCAB_SIZE = 151_645, 151_936
-NUM_WORDS = 151_643  # the ids from here on are special tokens
+NUM_WORDS = 151_643  # ids from here on are special tokens
 SYLLABLES = [
     "".join(parts)
     for parts in itertools.product("bdfgklmnprstvwz", "aeiou", ("", "n", "r", "s", "t", "nd"))
@@ -14,7 +14,7 @@ SYLLABLES = [
 
 
 class MadeTokenizer:
-    """Bytes, JSON's marks, numbers, and words of up to four syllables, half with a space."""
+    """Bytes, JSON punctuation, numbers, and words of up to four syllables, half after a space."""
 
     special_ids = frozenset(range(NUM_WORDS, VOCAB_SIZE))
     bos_token_id, eos_token_ids = None, (EOS,)

@@ -1,6 +1,6 @@
-"""Mixtures of experts in PyTorch, as peers: its grouped product, and one in Triton, timed from HBM.
+"""Mixture-of-experts peers: PyTorch's grouped GEMM, and one in Triton, timed from HBM.
 
-torch and Triton are imported when something here is called.
+torch and Triton are imported lazily.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["PRODUCTS", "layer_seconds", "product_seconds", "route_seconds"]
 
 PRODUCTS = ("torch", "triton")
 
-_ERROR = 0.01  # of the norm, against torch's dense product of a few experts
+_ERROR = 0.01  # relative error (norm) vs torch's dense GEMM of a few experts
 
 # product(rows sorted by expert, weight (E, R, K), offsets (E + 1,)) -> (P, R)
 Product = Callable[[Any, Any, Any], Any]
@@ -36,7 +36,7 @@ def _product(torch: Any, way: str) -> Product:
 
 
 def _check(torch: Any, product: Product, x: Any, weight: Any, offsets: Any) -> None:
-    """Compare the rows of the first and the last expert that has some."""
+    """Compare the rows of the first and the last expert that have any."""
     got = product(x, weight, offsets)
     ends = offsets.tolist()
     present = [e for e in range(len(weight)) if ends[e] < ends[e + 1]]
@@ -54,16 +54,16 @@ def _random(torch: Any, *shape: int) -> Any:
 def product_seconds(
     routing: Routing, num_experts: int, rows: int, k: int, nbytes: int, way: str
 ) -> float:
-    """Return the median seconds of one product of rows that are sorted by expert.
+    """Return the median seconds of one grouped GEMM on rows sorted by expert.
 
     Parameters
     ----------
     routing : Routing
-        On the host.
+        Routing of the tokens, on the host.
     num_experts, rows, k : int
-        The weight is (num_experts, rows, k).
+        Shape of the weight.
     nbytes : int
-        Of a call: over how many weights the calls rotate follows from it.
+        Traffic per call; it determines how many weight copies the calls rotate through.
     way : str
         One of PRODUCTS.
     """
@@ -94,7 +94,7 @@ def _route(torch: Any, logits: Any, top_k: int) -> tuple[Any, Any, Any]:
 
 
 def route_seconds(num_tokens: int, num_experts: int, top_k: int) -> float:
-    """Return the median seconds of choosing the experts and sorting the pairs."""
+    """Return the median seconds of expert selection and pair sorting."""
     import torch
 
     inputs = [torch.randn(num_tokens, num_experts, device="cuda") for _ in range(2)]
@@ -103,12 +103,12 @@ def route_seconds(num_tokens: int, num_experts: int, top_k: int) -> float:
 
 
 def layer_seconds(logits: Any, top_k: int, hidden: int, width: int, nbytes: int, way: str) -> float:
-    """Return the median seconds of a layer: route, gather, two products, weights, sum, residual.
+    """Return the median seconds of a layer: route, gather, two GEMMs, weighted sum, residual.
 
     Parameters
     ----------
     logits : (T, E) array
-        On the host.
+        Router logits, on the host.
     way : str
         One of PRODUCTS.
     """

@@ -1,7 +1,7 @@
-"""A grouped product in Triton: rows sorted by expert times their experts' matrices.
+"""A grouped GEMM in Triton: rows sorted by expert times their experts' matrices.
 
-Each program finds its expert from `offsets` on the device, as ours do: none knows the counts. It is
-imported on demand, as only a peer of benchmarks needs Triton.
+Like our CTAs, each program finds its expert from `offsets` on the device; the host does not know
+the counts. Imported lazily, since only this benchmark peer needs Triton.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _grouped_kernel(
     tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M
     after = tl.cumsum(tiles, 0)
     tile = tl.program_id(0)
-    expert = tl.sum((after <= tile).to(tl.int32), 0)  # experts whose tiles all come before
+    expert = tl.sum((after <= tile).to(tl.int32), 0)  # experts with all tiles before this one
     if expert < num_experts:
         first = tl.sum(tl.where(experts == expert, after - tiles, 0), 0)
         begin = tl.load(offsets + expert)
@@ -58,7 +58,7 @@ def _grouped_kernel(
 
 
 def grouped_product(x: Any, weight: Any, offsets: Any) -> Any:
-    """Return (P, R) of rows x (P, K), sorted by expert, weight (E, R, K) and offsets (E + 1,)."""
+    """Return (P, R): x (P, K), sorted by expert, times weight (E, R, K); offsets are (E + 1,)."""
     (num_pairs, k), (num_experts, num_rows, _) = x.shape, weight.shape
     is_few = num_pairs < 32 * num_experts
     tile_m, tile_n, tile_k = (16, 128, 128) if is_few else (128, 128, 64)

@@ -1,6 +1,6 @@
-"""`python -m tests.bench.plot [NAME ...]`: draw the pictures of docs/benchmarks from their data.
+"""`python -m tests.bench.plot [NAME ...]`: draw the figures of docs/benchmarks from their data.
 
-Each shows our figures, the peers' and what the hardware allows. Without names all are drawn.
+Each shows our results, the peers' and the hardware limit. Without names, all are drawn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.bench.figure import FOLDER, Bars, Lines, Picture, Roofline, draw
 
-# NVIDIA H200, by its datasheet: dense tensor cores, memory.
+# NVIDIA H200 datasheet: dense tensor-core rate, memory bandwidth.
 _BF16, _E4M3 = 989.0, 1979.0  # TFLOP/s
 _HBM = 4800.0  # GB/s
 _SHORT = {"qwen3-8b": "8B", "qwen2.5-0.5b": "0.5B", "qwen3-0.6b": "0.6B", "llama-1b": "L-1B"}
@@ -35,7 +35,7 @@ def _layer(row: dict[str, Any]) -> str:
 
 
 def _gemm_bound_us(row: dict[str, Any]) -> float:
-    """Return the time of a product if it only multiplied, or only moved its operands once."""
+    """Return the time of a GEMM at the roofline: pure compute or one pass over the operands."""
     m, n, k = row["m"], row["n"], row["k"]
     return max(2 * m * n * k / _BF16 * 1e-6, 2 * (m * k + n * k + m * n) / _HBM * 1e-3)
 
@@ -395,7 +395,7 @@ def _deterministic() -> Picture:
 
 
 def _intensities(stem: str, peer: str | None = None) -> list[tuple[float, float]]:
-    """Return (operations per byte, TFLOP/s) of a file's cases, ours or a peer's."""
+    """Return (operations per byte, TFLOP/s) for a file's cases, of ours or a peer."""
     points = []
     for row in _load(stem)["rows"]:
         if "TFLOP/s" in row and (peer is None or f"{peer} us" in row):
@@ -406,7 +406,7 @@ def _intensities(stem: str, peer: str | None = None) -> list[tuple[float, float]
 
 def _roofline() -> Picture:
     decode = _load("attention_decode")
-    group = 4  # query heads that share a key: operations per byte of one query token
+    group = 4  # query heads per key/value head: operations per byte for one query token
     decoding = []
     for row in decode["rows"]:
         if row["version"] == "09bf3f6" and "splits" not in row["case"]:
@@ -500,7 +500,7 @@ def _speculative(name: str, title: str) -> Picture:
 
 
 def _best_of(rows: list[dict[str, Any]], gpus: int, key: str, **wanted: Any) -> float | None:
-    """Return the best figure of the rows of so many GPUs that are possible."""
+    """Return the best result among the feasible rows with this many GPUs."""
     found = [
         row[key]
         for row in rows
@@ -572,7 +572,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
 
 
 def main() -> None:
-    """Draw the pictures that the command names, or all."""
+    """Draw the figures named on the command line, or all."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.plot", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(PICTURES)}; none: all")
     names = parser.parse_args().names or list(PICTURES)

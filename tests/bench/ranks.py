@@ -1,7 +1,7 @@
-"""Times of collectives on all GPUs of the host, one process each: `python -m tests.bench.ranks OP
-FOLDER RANK SIZE` is such a process.
+"""Time collectives on all GPUs of the host, one process per GPU: `python -m tests.bench.ranks OP
+FOLDER RANK SIZE` is one of them.
 
-Calls are timed in a CUDA graph, after a barrier of all ranks; the figure is that of rank 0.
+Calls are timed in a CUDA graph, after a barrier of all ranks; rank 0 reports.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tests.distributed.folder_exchange import FolderExchange
 
 __all__ = ["NCCL_BFLOAT16", "Bench", "measure"]
 
-NCCL_BFLOAT16 = 9  # for which CuPy has no name
+NCCL_BFLOAT16 = 9  # ncclBfloat16, which CuPy does not name
 _MOST_RANKS = 2
 
 
 def measure(op, chosen):
-    """Return the rows that `bench_<op>.rows(bench)` yields in rank 0, after printing them."""
+    """Print and return the rows that `bench_<op>.rows(bench)` yields on rank 0."""
     count = chosen.xp.cuda.runtime.getDeviceCount() if chosen.is_cuda else 0
     if count < 2:
         print(f"{op}: needs two GPUs; there are {count}")
@@ -53,7 +53,7 @@ def measure(op, chosen):
 
 
 class Bench:
-    """What a rank times: `group` are our collectives, `nccl` NCCL's communicator or None."""
+    """One rank's timer: `group` holds our collectives, `nccl` NCCL's communicator or None."""
 
     def __init__(self, folder, rank, size):
         self.xp = device.cupy()
@@ -77,13 +77,13 @@ class Bench:
         return nccl.NcclCommunicator(self.size, unique, self.rank)
 
     def values(self, shape):
-        """Return a bfloat16 array of small whole numbers, and the sum of all ranks'."""
+        """Return a bfloat16 array of small integers, and its sum over all ranks."""
         count = self.xp.arange(int(np.prod(shape)), dtype=np.int32) % 61
         total = self.size * count + sum(range(self.size))
         return [a.astype(BFLOAT16).reshape(shape) for a in (count + self.rank, total)]
 
     def microseconds(self, call, *, calls=40, replays=5):
-        """Return the time of a call, in a graph of `calls`."""
+        """Return the time per call in a graph of `calls` calls."""
         xp, stream = self.xp, self.stream
         call()
         stream.begin_capture()

@@ -1,6 +1,7 @@
-"""Measured points of docs/benchmarks beside the predictions of `engine.scaling`.
+"""Measured points of docs/benchmarks, with the predictions of `engine.scaling`.
 
-Every figure is read from the data of the page that shows it; here is only how it was measured.
+The figures are read from the benchmark pages' data; this module only describes how each was
+measured.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ __all__ = ["UNFITTED", "Point", "collective_points", "measured_points"]
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 UNFITTED = "steps of 256 requests, not fitted to", "H100s, not fitted to"
-"""The groups of points that the constants are not fitted to."""
+"""Groups of points held out from the fit."""
 
-_LATENCY, _SHORT = 128 + 512 / 2, 128 + 200 / 2  # mean keys: 128 in, 512 or 200 out
+_LATENCY, _SHORT = 128 + 512 / 2, 128 + 200 / 2  # mean number of keys: 128 in, 512 or 200 out
 _PROMPT = 4096
 
 
@@ -43,7 +44,7 @@ class Point:
     source : str
         File and entry of docs/benchmarks.
     predict : callable
-        Constants -> the model's figure.
+        Constants -> the predicted figure.
     """
 
     group: str
@@ -54,14 +55,14 @@ class Point:
     predict: Callable[[Constants], float]
 
     def error(self, constants: Constants) -> float:
-        """Return prediction / measured - 1 of the time, whatever the unit."""
+        """Return predicted / measured - 1 in terms of time, whatever the unit."""
         ratio = self.predict(constants) / self.measured
         return ratio - 1 if self.unit == "ms" else 1 / ratio - 1
 
 
 @dataclass(frozen=True)
 class _Listed(Workload):
-    """The requests of `engine bench throughput`, with their own lengths."""
+    """Requests of `engine bench throughput`, with their individual lengths."""
 
     lengths: tuple[int, ...] = ()
     prompt_tokens: int = 0
@@ -200,7 +201,7 @@ def _many_prompts(loop: dict[str, Any], quantized: dict[str, Any]) -> Iterator[P
 
 
 def _other_cards(record: dict[str, Any]) -> Iterator[Point]:
-    """Yield what was measured on one and two H100s."""
+    """Yield the points measured on one and two H100s."""
 
     def speed(name: str, gpus: int, constants: Constants) -> Speed:
         config, card = built_in_config(name), find_card("h100")
@@ -224,7 +225,7 @@ def _other_cards(record: dict[str, Any]) -> Iterator[Point]:
 
 
 def _steps_of_requests(loop: dict[str, Any]) -> Iterator[Point]:
-    """Yield the mean step of 256 mixed requests, by how many of them still run."""
+    """Yield mean step times of 256 mixed requests, by the number still running."""
     key = "padding_tile_last_layer_2026_11_22"
     work = Work.mixed(256)
     running = [
@@ -245,7 +246,7 @@ def _steps_of_requests(loop: dict[str, Any]) -> Iterator[Point]:
 
 
 def _mean_step(steps: list[list[int]], constants: Constants) -> float:
-    """Return the mean time in ms of steps of sequences of these lengths."""
+    """Return the mean step time in ms for sequences of these lengths."""
     speed = _speed("llama-3.1-8b", "bfloat16", "bfloat16", constants)
     found = [
         speed.step_terms(Step.decode(len(contexts), sum(contexts) / len(contexts))).total
@@ -255,6 +256,6 @@ def _mean_step(steps: list[list[int]], constants: Constants) -> float:
 
 
 def collective_points(whose: str) -> list[tuple[int, float]]:
-    """Return (bytes, us) of sums over two GPUs by "ours" or "NCCL"."""
+    """Return (bytes, us) of all-reduces over two GPUs by "ours" or "NCCL"."""
     rows = json.loads((FOLDER / "scaling.json").read_text())["collectives"][whose]["rows"]
     return [(row["bytes"], row["us"]) for row in rows]

@@ -1,6 +1,6 @@
 """`python -m tests.bench.scaling_record`: write the predictions of docs/benchmarks/scaling.json.
 
-What was measured in that file stays as it is; `--table` prints the table of docs/scaling.md.
+Measurements in that file are kept; `--table` prints the table of docs/scaling.md instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_MODEL_LEN, _REQUESTS, _REPLICAS = 16384, 256, 1000
 
 
 def predictions() -> dict[str, Any]:
-    """Return all that is predicted, rounded as it is kept."""
+    """Return all predictions, rounded as stored."""
     constants = Constants()
     link_rate = find_card("h200").link_rate
     return {
@@ -64,7 +64,7 @@ def _short(number: float) -> float:
 
 
 def _over_gpus(name: str, form: str | None) -> list[dict[str, Any]]:
-    """Return the predictions for 1 to 8 GPUs that share each layer, or have replicas."""
+    """Return the predictions for 1 to 8 GPUs, with tensor parallelism or replicas."""
     rows = []
     config, card = built_in_config(name), find_card("h200")
     for sums, ways_to_add in (("ours", OURS), ("NCCL", NCCL)):
@@ -100,7 +100,7 @@ def _figures(row: PlanRow) -> dict[str, Any]:
 
 
 def _replicas(constants: Constants) -> dict[str, Any]:
-    """Return what 1,000 replicas ask of the processes in front of them."""
+    """Return the load that 1,000 replicas put on the front-end processes."""
     model = StepModel(
         built_in_config("llama-3.1-8b"), "bfloat16", 2, None, find_card("h200"), constants
     )
@@ -127,7 +127,7 @@ def _replicas(constants: Constants) -> dict[str, Any]:
 
 
 def _lines(value: Any, indent: int = 0) -> str:
-    """Return JSON with a line for each entry of a dict, and for each row of a list of dicts."""
+    """Return JSON with one line per dict entry and per row of a list of dicts."""
     pad = " " * (indent + 1)
     if isinstance(value, dict) and indent < 2:
         found = (f"{pad}{json.dumps(k)}: {_lines(v, indent + 1)}" for k, v in value.items())

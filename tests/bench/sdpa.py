@@ -1,6 +1,6 @@
-"""PyTorch's scaled_dot_product_attention as a peer: by one backend, checked, timed from HBM.
+"""PyTorch's scaled_dot_product_attention as a peer: one backend at a time, checked, timed from HBM.
 
-torch is imported when something here is called: nothing else of the suite needs it.
+torch is imported lazily: nothing else in the suite needs it.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ __all__ = [
 BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash2": "FLASH_ATTENTION"}
 
 _REFUSALS = ("No available kernel", "No viable backend", "cuDNN Frontend error")
-_HIDDEN = -1e4  # added to a score: exp of it is 0. Some versions of cuDNN fail on infinities
-_ERROR = 0.005  # of the norm: twice what bfloat16 rounds, half of what a forgotten mask makes
-_ONE_COPY_BYTES = 4 << 30  # so much of it passes the L2 cache that what it keeps does not count
+_HIDDEN = -1e4  # score bias of hidden keys (exp is 0); some cuDNN versions fail on -inf
+_ERROR = 0.005  # relative (norm): twice bfloat16 rounding, half the error of a missing mask
+_ONE_COPY_BYTES = 4 << 30  # beyond this size, L2 hits are negligible with one copy
 
 
 class RefusedError(RuntimeError):
-    """A backend does not take the problem; the message is its reason."""
+    """The backend rejects the problem; the message is its reason."""
 
 
 def attend(backend: str, q: Any, k: Any, v: Any, mask: Any = None) -> Any:
-    """Return attention from q (B, H, Q, D) to k and v (B, K, S, D) by one backend and no other.
+    """Compute attention of q (B, H, Q, D) over k and v (B, K, S, D) with exactly this backend.
 
     Heads are grouped by `enable_gqa`: K and V have K heads, not H.
 
     Raises
     ------
     RefusedError
-        If the backend does not take them. torch gives the reasons as warnings only.
+        If the backend rejects the inputs. torch reports the reasons only as warnings.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
@@ -60,17 +60,17 @@ def attend(backend: str, q: Any, k: Any, v: Any, mask: Any = None) -> Any:
 
 
 def _reason(error: str, said: Sequence[str]) -> str:
-    """Return what torch said of the backend that was asked: the others it calls disabled."""
+    """Return torch's warnings about the requested backend; it calls all others disabled."""
     said = [text.partition(" (Triggered internally")[0] for text in said]
     reasons = [t for t in said if "not used because" not in t and "runtime disabled" not in t]
     return " ".join(reasons) or error
 
 
 def newest_mask(backend: str, num_queries: int, num_keys: int, like: Any) -> Any:
-    """Return the mask by which query i of Q sees keys 0 to S - Q + i; None for one query.
+    """Return the mask that lets query i of Q see keys 0 to S - Q + i; None for one query.
 
-    `is_causal` would let it see keys 0 to i. FlashAttention takes no array, but has this rule by
-    name. cuDNN takes an array to add, of q's dtype: it reads any other as if it were of that.
+    `is_causal` would let it see keys 0 to i only. FlashAttention supports no mask array, but has
+    this rule by name. cuDNN adds an array of q's dtype; it misreads any other dtype as q's.
     """
     import torch
 
@@ -86,7 +86,7 @@ def newest_mask(backend: str, num_queries: int, num_keys: int, like: Any) -> Any
 
 
 def exact(q: Any, k: Any, v: Any) -> Any:
-    """Return attention of the newest Q tokens in float64: the judge of the others."""
+    """Return attention of the newest Q tokens in float64, the reference for all others."""
     q, k, v = (x.double() for x in (q, k, v))
     return attend("MATH", q, k, v, newest_mask("MATH", q.shape[2], k.shape[2], q))
 
@@ -94,7 +94,7 @@ def exact(q: Any, k: Any, v: Any) -> Any:
 def decode_seconds(
     backend: str, q_shape: Sequence[int], kv_shape: Sequence[int], nbytes: int
 ) -> float:
-    """Return the median seconds of attention from the newest tokens, bfloat16, random values.
+    """Return the median seconds of attention for the newest tokens, bfloat16, random values.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def decode_seconds(
     q_shape : (B, H, Q, D)
     kv_shape : (B, K, S, D)
     nbytes : int
-        Of K and V: over how many copies of them the calls rotate follows from it.
+        Size of K and V; it determines how many copies the calls rotate through.
     """
     import torch
 
@@ -116,10 +116,10 @@ def decode_seconds(
 def prefill_seconds(
     backend: str, batch: int, heads: int, head_dim: int, n: int, causal: bool
 ) -> float:
-    """Return the median seconds of attention of whole sequences, bfloat16, random values.
+    """Return the median seconds of attention over whole sequences, bfloat16, random values.
 
-    Timed as long as our kernels are (`engine.testing.timing.time_gpu`): under a long load the
-    card's clock falls.
+    Timed for as long as our kernels (`engine.testing.timing.time_gpu`): the GPU clock drops under
+    sustained load.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ def _seconds(torch, backend, q_shape, kv_shape, nbytes):
 def graph_seconds(
     cuda: Any, calls: Sequence[Callable[[], Any]], *, replays: int = 5, min_launches: int = 10
 ) -> float:
-    """Return the median seconds of one call: as `engine.testing.timing.time_gpu`, torch's calls."""
+    """Return the median seconds per call, measured like `engine.testing.timing.time_gpu`."""
     rounds = -(-min_launches // len(calls))
     for call in calls:
         call()

@@ -1,4 +1,4 @@
-"""What bench_gemm_fp8 and bench_gemm_int8 share: layers, weights, and torch beside them."""
+"""Shared by bench_gemm_fp8 and bench_gemm_int8: layers, weights, and torch as a peer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROWS = (1, 8, 64, 256, 1024, 4096)
 
 
 def cases(codes: str, *, has_blocks: bool = False) -> list[BenchCase]:
-    """Return the cases of one kind of codes: x in 16 bits up to 8 rows, then as codes."""
+    """Return the cases for one code type: x is 16-bit up to 8 rows, beyond that quantized."""
     return [
         _case(codes, label, m, *_LAYERS[label], has_blocks=has_blocks)
         for m in _ROWS
@@ -61,7 +61,7 @@ def _case(codes: str, label: str, m: int, n: int, k: int, *, has_blocks: bool) -
         given = None if x_scales is None else to_numpy(x_scales[rows])
         host = to_numpy(result[rows, columns]).copy()
         wanted = to_numpy(scales[columns]) if scales.ndim == 1 else None
-        if wanted is None:  # every block has the same scale
+        if wanted is None:  # all blocks have the same scale
             wanted = np.full((-(-host.shape[1] // 128), scales.shape[1]), 2e-3, np.float32)
         want = getattr(reference, f"gemm_{codes}")(
             to_numpy(x[rows]), to_numpy(weight[columns]), wanted, x_scales=given,
@@ -85,7 +85,7 @@ def _case(codes: str, label: str, m: int, n: int, k: int, *, has_blocks: bool) -
 
 
 def _torch_seconds(codes: str, m: int, n: int, k: int) -> float:
-    """Return the median seconds of _scaled_mm with scales of rows, or of _int_mm without any."""
+    """Return the median seconds of _scaled_mm with per-row scales, or of _int_mm without scales."""
     import torch
 
     x, weight = (torch.randn(shape, device="cuda") for shape in ((m, k), (n, k)))

@@ -23,7 +23,7 @@ def _parts(shape, dtype, size, seed=0):
 
 
 def _run(xp, parts, ranks=None):
-    """Return the results of all ranks."""
+    """Return every rank's result."""
     if xp is np:
         return [kernels.all_reduce(x, parts) for x in parts]
     ranks = ranks or Ranks(len(parts))
@@ -82,7 +82,7 @@ def test_larger_than_a_buffer(cp):
 
 @pytest.mark.gpu
 def test_calls_of_changing_sizes_in_replayed_graphs(cp):
-    """Each call empties what the one before has left, whatever its size."""
+    """Each call resets the buffers its predecessor used, whatever the size."""
     ranks = Ranks(2)
     sizes = (4096, 3, 30_000, 8, 1, 9000)
     parts = [_parts((n,), "bfloat16", 2, seed=n) for n in sizes]

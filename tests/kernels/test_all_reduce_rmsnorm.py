@@ -32,7 +32,7 @@ def _run(xp, parts, residual, weight, ranks=None, numbers=NUMBERS):
     arrays, residuals, weights = map(ranks.move, (parts, [residual] * size, [weight] * size))
     ys, hs = (ranks.move([np.full_like(residual, 7)] * size) for _ in range(2))
 
-    with ranks.on(0):  # loading a kernel would wait for a rank that waits for another
+    with ranks.on(0):  # preload: loading later would deadlock with a waiting rank
         kernels.rmsnorm(arrays[0], weights[0], residual=residuals[0])
 
     def call(r, memory):
@@ -78,7 +78,7 @@ def test_more_rows_than_blocks_and_than_a_buffer(cp):
 
 @pytest.mark.gpu
 def test_in_place_in_replayed_graphs(cp):
-    """The residual runs through all replays, as it does through the layers of a model."""
+    """Carry the residual through all replays, as through the layers of a model."""
     ranks = Ranks(2)
     parts, residual, weight = _inputs((3, 2048), "float32", 2)
     arrays, residuals = ranks.move(parts), ranks.move([residual, residual])

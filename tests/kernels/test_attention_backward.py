@@ -19,13 +19,13 @@ CASES = tuple(dict.fromkeys(replace(case, block_size=0) for case in PREFILL))
 
 
 def _reduction(case):
-    """Terms behind an element: a score, dP, delta; then the group's queries, or the keys."""
+    """Terms summed per element: a score, dP, delta; then the group's queries, or the keys."""
     group = case.num_heads // case.num_kv_heads
     return 3 * case.head_dim + max(*case.lens_k, *(group * n for n in case.lens_q))
 
 
 def _inputs(case, dtype):
-    """Return dout, q, k, v, out, lse by name, and the keywords."""
+    """Return arrays dout, q, k, v, out, lse by name, and the keyword arguments."""
     shape = (sum(case.lens_q), case.num_heads, case.head_dim)
     kv_shape = (sum(case.lens_k), case.num_kv_heads, case.head_dim)
     arrays = {
@@ -40,7 +40,7 @@ def _inputs(case, dtype):
 
 
 def _assert_gradients(case, got, want):
-    """Compare dq, dk, dv with the mirror's; rounding errors alone where a softmax is always 1."""
+    """Compare dq, dk, dv with the mirror's; only rounding errors remain if all softmaxes are 1."""
     for name, x, wanted in zip(("dq", "dk", "dv"), got, want, strict=True):
         if name != "dv" and (case.window == 1 or max(case.lens_k) == 1):
             assert x.shape == wanted.shape and float(abs(x).max()) < 1e-4, name
@@ -54,7 +54,7 @@ def _run(xp, arrays, where, rule, **options):
 
 
 def _forward64(case, q, k, v):
-    """The attention of one sequence, a query at a time, in float64."""
+    """Attention of one sequence in float64, one query at a time."""
     (n, num_heads, _), m = q.shape, len(k)
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     out = np.zeros(q.shape)
@@ -72,7 +72,7 @@ def _forward64(case, q, k, v):
 
 
 def _backward64(case, dout, q, k, v):
-    """Its gradients by the chain rule, through the softmax's whole Jacobian, in float64."""
+    """Gradients of `_forward64` by the chain rule, with the softmax's full Jacobian, in float64."""
     (n, num_heads, _), m = q.shape, len(k)
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
@@ -97,7 +97,7 @@ def _backward64(case, dout, q, k, v):
 
 
 def _expected(case, arrays, where):
-    """float64 gradients of all sequences."""
+    """Float64 gradients of all sequences."""
     found = []
     for b in range(len(case.lens_q)):
         rows, keys = (slice(*ends[b : b + 2]) for ends in where.values())
@@ -125,7 +125,7 @@ def test_mirror_is_the_formula(case):
     ids=str,
 )
 def test_formula_is_the_derivative(case):
-    """Every partial derivative by central differences of the float64 forward pass."""
+    """Check every partial derivative by central differences of the float64 forward pass."""
     rng = np.random.default_rng(11)
     (n,), (m,) = case.lens_q, case.lens_k
     q, dout = (rng.standard_normal((n, case.num_heads, case.head_dim)) for _ in range(2))
@@ -154,7 +154,7 @@ def test_matches_mirror(xp, case, dtype):
 @pytest.mark.grid("dtype", cases.DTYPES)
 @pytest.mark.grid(("head_dim", "offset"), [(64, 0), (80, 0), (64, 1), (20, 0)])
 def test_views_into_fused_qkv(xp, head_dim, offset, dtype):
-    """q, k and v are columns of one matrix, at an odd address too."""
+    """q, k and v as columns of one matrix, also at an odd address."""
     tokens, heads, kv_heads = 100, 4, 2
     case = AttentionCase((30, 70), (30, 70), heads, kv_heads, head_dim)
     arrays, where, rule = _inputs(case, dtype)
@@ -173,7 +173,7 @@ def test_views_into_fused_qkv(xp, head_dim, offset, dtype):
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_same_bits_every_time(xp, dtype):
-    """And whatever sequences come along."""
+    """The bits also do not depend on other sequences in the batch."""
     case = AttentionCase((20, 165, 3), (90, 365, 130), 4, 2)
     arrays, where, rule = _inputs(case, dtype)
     first = [to_numpy(x) for x in _run(xp, arrays, where, rule)]
@@ -191,7 +191,7 @@ def test_same_bits_every_time(xp, dtype):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_neighbours_poison_nothing(xp, causal, dtype):
-    """A sequence of NaN beside another changes nothing of it: tiles reach over the border."""
+    """Tiles straddle sequence borders, yet a sequence of NaN must not affect its neighbour."""
     case = AttentionCase((70, 33, 5), (70, 90, 5), 4, 2, causal=causal)
     arrays, where, rule = _inputs(case, dtype)
     want = reference.attention_backward(**arrays, **where, **rule)
@@ -207,8 +207,8 @@ def test_neighbours_poison_nothing(xp, causal, dtype):
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_large_scores(xp, dtype):
-    """Scores to 16,384: most softmaxes are one key, or a few that tie. A log-sum-exp of that size
-    is rounded by 1e-3 in float32, and so is P, before anything else is."""
+    """Scores up to 16,384: most softmaxes select one key, or a few that tie. A log-sum-exp of that
+    size has a float32 rounding error of 1e-3, and so has P, before any other rounding."""
     rng = np.random.default_rng(6)
     case = AttentionCase((40,), (90,), 2, 2, scale=1.0)
     arrays, where, rule = _inputs(case, dtype)
@@ -225,7 +225,7 @@ def test_large_scores(xp, dtype):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_hidden_keys_of_large_scores_raise_no_warning(sign):
-    """exp(0 - lse) of a hidden key overflows where all scores are far below 0."""
+    """exp(0 - lse) of a hidden key overflows if all scores are far below 0."""
     case = AttentionCase((9,), (9,), 2, 1, 8, window=4)
     arrays, where, rule = _inputs(case, "float32")
     arrays["q"][...] = sign * (np.abs(arrays["q"]) + 8)

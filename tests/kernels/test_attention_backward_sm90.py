@@ -1,4 +1,4 @@
-"""attention_backward on Hopper: what it takes, how it compiles, and random problems in float64."""
+"""attention_backward on Hopper: supported problems, compilation, and random problems in float64."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from engine.testing import cases
 from engine.testing.cases_attention import AttentionCase, cu_seqlens
 
 _HALVES = ("float16", "bfloat16")
-_ERROR = {"float16": 1e-3, "bfloat16": 6e-3}  # of the norm: the rounding of out, P, dS, the result
+_ERROR = {"float16": 1e-3, "bfloat16": 6e-3}  # relative (norm): rounding of out, P, dS, result
 
 
 def test_tiles():
     assert choose_hopper_tile("float32", 64) is None
-    assert choose_hopper_tile("float16", 36) is None  # no 16-byte rows
-    assert choose_hopper_tile("float16", 32) is None  # half of every product would be wasted
-    assert choose_hopper_tile("float16", 136) is None  # no registers for the sums
+    assert choose_hopper_tile("float16", 36) is None  # rows are not 16-byte aligned
+    assert choose_hopper_tile("float16", 32) is None  # would waste half of every MMA
+    assert choose_hopper_tile("float16", 136) is None  # too few registers for the accumulators
     for head_dim in range(40, 129, 8):
         tile = choose_hopper_tile("bfloat16", head_dim)
         assert tile.head_dim >= head_dim and tile.shared_bytes <= 227 * 1024
@@ -43,7 +43,7 @@ def test_compiles_without_spills_or_serialised_products(dtype):
 
 
 def _float64(dout, q, k, v, causal):
-    """The gradients of one sequence in float64, and its result and log-sum-exp."""
+    """Gradients, output and log-sum-exp of one sequence in float64."""
     (n, heads, head_dim), (m, kv_heads, _) = q.shape, k.shape
     group, scale = heads // kv_heads, head_dim**-0.5
     dout, q, k, v = (x.astype(np.float64) for x in (dout, q, k, v))
@@ -72,7 +72,7 @@ def _is_hopper():
 
 
 def _inputs(case, dtype, seed):
-    """Return the arrays and where sequences start, and the float64 gradients."""
+    """Return the arrays, the sequence starts, and the float64 gradients."""
     shape = (sum(case.lens_q), case.num_heads, case.head_dim)
     kv_shape = (sum(case.lens_k), case.num_kv_heads, case.head_dim)
     arrays = {
@@ -140,7 +140,7 @@ def test_random_problems(cp, seed, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_more_keys_than_blocks_run_at_once(cp, monkeypatch, head_dim, causal):
-    """Blocks that wait for each other's turn must not wait for one that cannot start."""
+    """CTAs that add in a fixed order must not wait for a CTA that cannot start."""
     case = AttentionCase((300,), (20_000,), 1, 1, head_dim, causal=causal)
     arrays, where, want = _inputs(case, "bfloat16", 3)
     got = _run(cp, arrays, where, causal, True)
@@ -165,17 +165,17 @@ def test_portable_tier_can_be_forced(cp, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's, on a thread of its own
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # raised by torch on its own thread
 def test_error_is_no_larger_than_cudnns(cp, head_dim, causal):
     torch = pytest.importorskip("torch")
     errors = [_errors(cp, torch, seed, head_dim, causal) for seed in range(6)]
-    ours, cudnns = np.sqrt(np.square(errors).sum(0))  # of all inputs: dq, dk, dv
+    ours, cudnns = np.sqrt(np.square(errors).sum(0))  # over all inputs: dq, dk, dv
     print(f"error, in cuDNN's: dq, dk, dv {ours / cudnns}")
     assert (ours <= 1.01 * cudnns).all(), ours / cudnns
 
 
 def _errors(cp, torch, seed, head_dim, causal):
-    """Return the norms of (ours, cuDNN's) errors of dq, dk and dv against float64."""
+    """Return the norms of our and cuDNN's errors in dq, dk and dv, relative to float64."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     n, heads = 1000, 4

@@ -16,7 +16,7 @@ from engine.testing.tolerances import assert_close
 
 
 def _inputs(case, dtype, num_shared=0):
-    """Return q, both kinds of pages, block tables and lengths."""
+    """Return q, key and value pages, block tables and lengths."""
     shape = (len(case.lens_q), case.lens_q[0], case.num_heads, case.head_dim)
     sizes = case.num_kv_heads, case.block_size, case.head_dim
     cache = paged_cache(case.lens_k, *sizes, dtype, seed=2, num_shared=num_shared)
@@ -30,7 +30,7 @@ def _run(op, xp, arrays, **keywords):
 
 @pytest.mark.parametrize("case", DECODE, ids=str)
 def test_mirror_is_prefill_of_the_last_tokens(case):
-    """The mirror of prefill is itself compared with a loop in float64."""
+    """Compare with prefill's mirror, which is itself checked against a float64 loop."""
     q, k, v, tables, lens = _inputs(case, "float32")
     got = reference.attention_decode(
         q, k, v, block_tables=tables, context_lens=lens, **case.rule, return_lse=True
@@ -92,7 +92,7 @@ def test_matches_mirror(xp, case, dtype, num_splits):
 @pytest.mark.grid("num_queries", range(1, 9))
 @pytest.mark.grid("group", [1, 3, 4, 8])
 def test_queries_and_groups(xp, num_queries, group):
-    """Every way to fill a tile of rows: one to 64 of them."""
+    """Every fill level of a row tile, 1 to 64 rows."""
     case = AttentionCase((num_queries,) * 3, (130, 64, 7), 2 * group, 2, 64, block_size=16)
     arrays = _inputs(case, "bfloat16")
     got = _run(kernels.attention_decode, xp, arrays)
@@ -101,7 +101,7 @@ def test_queries_and_groups(xp, num_queries, group):
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_shared_blocks_and_any_number_of_splits(xp, dtype):
-    """Sequences with a common prefix in the same pages; more splits than there are keys."""
+    """Sequences that share prefix pages; more splits than keys."""
     case = AttentionCase((1,) * 4, (500, 48, 49, 300), 8, 2, 64, block_size=16)
     arrays = _inputs(case, dtype, num_shared=3)
     assert (arrays[3][:, :3] == arrays[3][0, :3]).all()
@@ -112,7 +112,7 @@ def test_shared_blocks_and_any_number_of_splits(xp, dtype):
 
 
 def test_the_same_twice(xp):
-    """Splits are combined in a fixed order: the same bits, whichever finishes first."""
+    """Splits are combined in a fixed order, so the bits do not depend on which finishes first."""
     arrays = _inputs(AttentionCase((1, 1), (1000, 700), 8, 2, 128, block_size=16), "float16")
     first, second = (_run(kernels.attention_decode, xp, arrays, num_splits=8) for _ in range(2))
     np.testing.assert_array_equal(to_numpy(first), to_numpy(second))
@@ -121,7 +121,7 @@ def test_the_same_twice(xp):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 20])
 def test_views_into_fused_qkv_in_place(xp, head_dim, dtype):
-    """q is the head of wider rows, block tables are columns of wider tables, out replaces q."""
+    """q is the start of wider rows, block tables are columns of wider ones, out overwrites q."""
     case = AttentionCase((2, 2, 2), (70, 5, 300), 6, 2, head_dim, block_size=16)
     q, k, v, tables, lens = _inputs(case, dtype)
     want = _run(reference.attention_decode, np, (q, k, v, tables, lens))
@@ -145,7 +145,7 @@ def test_views_into_fused_qkv_in_place(xp, head_dim, dtype):
 
 
 def _float64(case, q, keys, values, tree):
-    """One sequence, one query and head at a time: (Q, H, D) and (Q, H)."""
+    """One sequence, one query and head at a time; returns (Q, H, D) and (Q, H)."""
     (n, num_heads, _), m = q.shape, len(keys)
     out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
     for i, h in np.ndindex(n, num_heads):
@@ -165,7 +165,7 @@ def _float64(case, q, keys, values, tree):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_problems(xp, seed, tier):
-    """Shapes, lengths around the borders of pages and tiles, shared blocks, options: at random."""
+    """Random shapes, lengths near page and tile borders, shared blocks and options."""
     rng = np.random.default_rng(seed)
     num_queries, batch = int(rng.choice([1, 1, 2, 3, 5, 8])), int(rng.choice([1, 2, 5, 18]))
     borders = [0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 257]
@@ -202,13 +202,13 @@ def test_random_problems(xp, seed, tier):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("num_queries", [1, 3])
 def test_huge_and_infinite_scores(xp, num_queries, dtype, tier):
-    """Whole-number scores up to 16,384 are exact, so only the softmax can go wrong."""
+    """Integer scores up to 16,384 are exact, so only the softmax can be wrong."""
     case = AttentionCase((num_queries,) * 2, (90, 300), 4, 2, 64, block_size=16, scale=1.0)
     q, k, v, tables, lens = _inputs(case, dtype)
     rng = np.random.default_rng(6)
     q[...] = rng.integers(-1, 2, q.shape) * 16
     k[...] = np.where(np.isnan(k), np.nan, rng.integers(-1, 2, k.shape) * 16)
-    q[:, :, 2:] = np.abs(q[:, :, 2:]) + 1  # times -inf is -inf, for all keys but one, or for all
+    q[:, :, 2:] = np.abs(q[:, :, 2:]) + 1  # nonzero: scores are -inf for all keys but one, or all
     for b, spared in ((0, 50), (1, 300)):
         slots = np.setdiff1d(np.arange(lens[b]), spared)
         k[tables[b, slots // 16], 1, slots % 16] = -np.inf
@@ -250,7 +250,7 @@ _OFFSETS = {
 @pytest.mark.grid("head_dim", [64, 128])
 @pytest.mark.grid(("batch", "num_splits"), [(1, 1), (1, None), (10, None), (40, None)])
 def test_tiles_whose_scores_lie_far_apart(xp, batch, num_splits, head_dim, dtype, offsets):
-    """Many tiles of one sequence a CTA: alone, in clusters of eight and of four, persistent."""
+    """Many tiles of a sequence per CTA: single CTA, clusters of eight and four, persistent."""
     case = AttentionCase((1,) * batch, (1500,) * batch, 4, 2, head_dim, block_size=16, scale=1.0)
     q, k, v, tables, lens = _inputs(case, dtype)
     q *= np.array(0.1, q.dtype)
@@ -266,7 +266,7 @@ def test_tiles_whose_scores_lie_far_apart(xp, batch, num_splits, head_dim, dtype
 
 
 def _random_tree(rng, num_queries):
-    """Return each token's mask: its own bit and, unless it is a root, its parent's mask."""
+    """Return each token's mask: its own bit plus, unless it is a root, its parent's mask."""
     masks = np.zeros(num_queries, np.uint64)
     for i in range(num_queries):
         parent = int(rng.integers(-1, i)) if i else -1
@@ -290,7 +290,7 @@ _TREES = (
 
 
 def test_mirror_of_a_tree_is_each_branch_by_itself():
-    """A token of a tree has the result it has at the end of its path alone."""
+    """A tree token's result equals that of its path decoded as a plain sequence."""
     case = AttentionCase((6,), (46,), 4, 2, 16, block_size=64)
     q, k, v, tables, lens = _inputs(case, "float32")
     masks = _trees(case)
@@ -322,7 +322,7 @@ def test_trees(xp, case, dtype, tier):
     noise = np.uint64(0xFFFFFFFFFFFFFFFF) << np.arange(1, masks.shape[1] + 1, dtype=np.uint64)
     if masks.shape[1] == 64:
         noise[-1] = 0
-    for mask in (masks, masks | noise):  # the bits of later tokens are ignored
+    for mask in (masks, masks | noise):  # later tokens' bits are ignored
         for num_splits in (None, 3):
             got, lse = _run(
                 kernels.attention_decode,
@@ -337,7 +337,7 @@ def test_trees(xp, case, dtype, tier):
             assert_close(lse, want_lse, reduction=case.reduction, name="lse")
 
 
-@pytest.mark.parametrize("shape", [(7, 2), (8, 3)])  # the query tokens in one part, in two
+@pytest.mark.parametrize("shape", [(7, 2), (8, 3)])  # query tokens in one part, in two parts
 def test_a_tree_that_is_a_chain_changes_nothing(xp, shape):
     tokens, kv_heads = shape
     case = AttentionCase((tokens,) * 2, (300, 40), 4 * kv_heads, kv_heads, 128, block_size=16)
@@ -364,8 +364,8 @@ def test_nothing_to_do(xp):
 
 def test_num_splits_is_a_pure_function():
     assert choose_num_splits(8, 64, sm_count=132) == 1  # one split's worth of keys
-    assert choose_num_splits(8, 1024, sm_count=132) == 16  # 128 blocks for 132 multiprocessors
-    assert choose_num_splits(2048, 16384, sm_count=132) == 1  # full without splitting
+    assert choose_num_splits(8, 1024, sm_count=132) == 16  # 128 blocks for 132 SMs
+    assert choose_num_splits(2048, 16384, sm_count=132) == 1  # device is full without splits
     for blocks in (1, 8, 100, 5000):
         for keys in (1, 64, 65, 5000, 200_000):
             splits = choose_num_splits(blocks, keys, sm_count=132)
@@ -380,7 +380,7 @@ def test_tiles_fit_every_chip():
     assert choose_tile("float16", 96, num_rows=16).warps_n == 4
     assert choose_tile("float16", 96, num_rows=17).warps_m == 4
     assert len(specs("float16", head_dim=80, num_rows=4)) == 1
-    assert len(specs("float16", head_dim=64, num_rows=4)) == 15  # and fourteen of Hopper's
+    assert len(specs("float16", head_dim=64, num_rows=4)) == 15  # one portable, fourteen for Hopper
     assert choose_hopper_tile("bfloat16", 128, num_rows=32).rows == 32
     assert choose_hopper_tile("bfloat16", 128, num_rows=65) is None
     assert choose_hopper_tile("float32", 128, num_rows=1) is None
@@ -425,16 +425,16 @@ def test_contract(xp):
 @pytest.mark.gpu
 @pytest.mark.parametrize("copies", [1, 20])
 def test_a_captured_graph_follows_the_lengths(cp, copies):
-    """Lengths and tables are read on the device: replaying after they grew gives the new result."""
+    """Lengths and tables are read on the device: a replay after they grew gives the new result."""
     case = AttentionCase((1,) * 2 * copies, (600, 300) * copies, 8, 2, 64, block_size=16)
     arrays = _inputs(case, "bfloat16")
     q, k, v, tables, lens = cases.to_module(cp, *arrays)
     current, out = cp.asarray(np.array([70, 3] * copies, np.int32)), cp.zeros_like(q)
     keywords = {"block_tables": tables, "context_lens": current, "max_context_len": 600, "out": out}
     stream = cp.cuda.Stream(non_blocking=True)
-    cp.cuda.runtime.deviceSynchronize()  # what was copied above, on another stream
+    cp.cuda.runtime.deviceSynchronize()  # wait for the copies above, on another stream
     with stream:
-        kernels.attention_decode(q, k, v, **keywords)  # compiles, and fills the memory pool
+        kernels.attention_decode(q, k, v, **keywords)  # warm-up: compile and fill the memory pool
         stream.synchronize()
         stream.begin_capture()
         kernels.attention_decode(q, k, v, **keywords)

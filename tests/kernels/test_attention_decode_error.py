@@ -1,4 +1,4 @@
-"""attention_decode's error beside cuDNN's on the same inputs: float64 judges both."""
+"""attention_decode's error and cuDNN's on the same inputs, both relative to float64."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from engine.testing.cases_attention import normal_on
 from tests.bench import sdpa
 
 _HEADS, _BLOCK_SIZE = 8, 16
-_ROUNDS = 32  # of queries: one alone differs by a few per cent from the next
-# Of 108 cases 97 have at most 1.001 of cuDNN's, the others up to 1.014 (H200, 2026-11-22): all
-# but one those of 100 keys in one tile. A P of exactly 1 has no rounding error, and every tile has
-# one for each row.
+_ROUNDS = 32  # rounds of queries; a single round varies by a few per cent
+# Our error over cuDNN's (H200, 2026-11-22): at most 1.001 in 97 of 108 cases, up to 1.014 in the
+# others, all but one of which have 100 keys in one tile. A P of exactly 1 has no rounding error,
+# and every tile has one such P per row.
 _MARGIN = 1.02
-_WRONG = 0.005  # of the norm: more is no rounding, and then cuDNN solved another problem
+_WRONG = 0.005  # relative (norm); a larger error means cuDNN solved another problem
 
 
 def _paged(xp, batch, kv_heads, num_keys, head_dim, dtype):
-    """Return pages of K and V in random order, block tables, and the same keys and values dense."""
+    """Return randomly ordered K and V pages, block tables, and the same keys and values dense."""
     count = -(-num_keys // _BLOCK_SIZE)
     tables = np.random.default_rng(0).permutation(batch * count).reshape(batch, count)
     tables = xp.asarray(tables.astype(np.int32))
@@ -34,13 +34,13 @@ def _paged(xp, batch, kv_heads, num_keys, head_dim, dtype):
 
 
 def _to_torch(torch, xp, x, dtype):
-    """Return 16-bit values as a tensor: by way of integers, which every DLPack has."""
+    """Return 16-bit values as a tensor, via integers, which every DLPack version supports."""
     bits = torch.from_dlpack(xp.ascontiguousarray(x).view(np.int16))
     return bits.view(getattr(torch, dtype))
 
 
 def _squares(xp, torch, backend, problem, dtype, shape, seed):
-    """Return the squared norms of our error, of the backend's, and of the result."""
+    """Return the squared norms of our error, the backend's error, and the result."""
     pages, tables, dense = problem
     q = normal_on(xp, shape, dtype, seed)
     lens = xp.full(shape[0], dense[0].shape[2], np.int32)
@@ -64,7 +64,7 @@ def test_dense_keys_are_the_pages():
 @pytest.mark.parametrize("num_queries", [1, 4])
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_judge_agrees_with_the_mirror(group, num_queries):
-    """What follows on a GPU, with NumPy and torch on a CPU: layouts, heads and masks."""
+    """Check the GPU tests' layouts, heads and masks on the CPU, with NumPy and torch."""
     torch = pytest.importorskip("torch")
     problem = _paged(np, 2, _HEADS // group, 100, 64, "bfloat16")
     shape = (2, num_queries, _HEADS, 64)
@@ -79,7 +79,7 @@ def test_judge_agrees_with_the_mirror(group, num_queries):
 @pytest.mark.grid("group", [1, 4, 8])
 @pytest.mark.grid("head_dim", [64, 128])
 def test_error_is_about_cudnns(cp, head_dim, group, num_keys, batch, num_queries, dtype):
-    """A sequence for many blocks (batch 2), and many sequences, which are cut otherwise (40)."""
+    """Few sequences, each split over many CTAs (2); and many sequences, split differently (40)."""
     torch = pytest.importorskip("torch")
     problem = _paged(cp, batch, _HEADS // group, num_keys, head_dim, dtype)
     shape = (batch, num_queries, _HEADS, head_dim)

@@ -1,4 +1,4 @@
-"""attention_decode of a new token as the projection left it: qk_norm_rope_store, then itself."""
+"""attention_decode with a fused new token: equals qk_norm_rope_store, then attention_decode."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ _NORMS = ["none", "both", "only_q", "only_k"]
 _MANY = tuple(np.random.default_rng(0).integers(0, 700, 40).tolist())
 _SHORT = tuple(np.random.default_rng(1).integers(0, 200, 140).tolist())
 
-# In three splits: most are one tile, so that Q is copied as often as K and V.
+# Three splits, mostly of one tile, so Q is copied as often as K and V.
 _SHORT_SPLITS = AttentionCase((1,) * 140, _SHORT, 112, 8, 128, block_size=16, window=70)
 
-# Few and many sequences (clusters, persistent CTAs with and without new-token warps), lengths
-# around the tiles of 64 and 128 keys and around pages, groups up to what a kernel has threads for
-# and beyond.
+# Few and many sequences (clusters, persistent CTAs with and without new-token warps), lengths near
+# multiples of 64- and 128-key tiles and of pages, groups up to and beyond a kernel's thread count.
 _CASES = (
     AttentionCase((1,), (1,), 8, 2, 128, block_size=16),
     AttentionCase((1,), (1000,), 32, 8, 128, block_size=16),
@@ -67,10 +66,10 @@ _CASES = (
 
 
 def _inputs(case, dtype, norms, *, seed=0, rotary_dim=None, num_shared=0, num_lost=0):
-    """Fused rows (B, H + 2K, D), both kinds of pages and the keywords, as NumPy arrays.
+    """Fused rows (B, H + 2K, D), key and value pages, and keyword arguments, as NumPy arrays.
 
-    The slot of each newest key is poisoned. `num_lost` tokens are not stored: their slots hold
-    other keys.
+    Each newest key's slot is poisoned. `num_lost` tokens are not stored: their slots hold other
+    keys.
     """
     rng = np.random.default_rng(seed)
     batch, dim, kv_heads = len(case.lens_k), case.head_dim, case.num_kv_heads
@@ -102,14 +101,14 @@ def _inputs(case, dtype, norms, *, seed=0, rotary_dim=None, num_shared=0, num_lo
 
 
 def _split(qkv, case):
-    """Return the rows of q, k and v, each (B, 1, heads, D): views."""
+    """Return views of q, k and v, each (B, 1, heads, D)."""
     h, k = case.num_heads, case.num_kv_heads
     rows = qkv[:, None]
     return rows[:, :, :h], rows[:, :, h : h + k], rows[:, :, h + k :]
 
 
 def _run(op, xp, case, inputs, **more):
-    """Call the op on copies; return what it returns, and the pages after it."""
+    """Call the op on copies; return its result and the updated pages."""
     qkv, k_pages, v_pages, keywords = inputs
     qkv, k_pages, v_pages = (xp.array(a) for a in (qkv, k_pages, v_pages))
     keywords = {name: xp.asarray(a) for name, a in keywords.items()}
@@ -172,7 +171,7 @@ def test_matches_mirror(xp, case, dtype, norms, tier):
         got, pages = _run(kernels.attention_decode, xp, case, inputs, **options, **more)
         assert got[0] is out
         assert_close(got[0], want[0], reduction=case.reduction)
-        # q and k are rounded once more on the way, so a score is no closer than their dtype allows.
+        # q and k are rounded once more in between, so scores are only as exact as their dtype.
         assert_close(got[1], want[1], reduction=case.reduction, name="lse", dtype=dtype)
         assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
         for name, have, wanted in zip("kv", pages, want_pages, strict=True):
@@ -197,10 +196,10 @@ def test_bits_are_those_of_the_two_ops(cp, case, dtype, norms):
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_the_same_bits_in_thousands_of_launches(cp, is_fused):
-    """TMA must not overwrite what is still being read.
+    """TMA must not overwrite data that is still being read.
 
-    The race was seen in up to three of a thousand launches, and only beside other copies; with half
-    as many launches two of six runs missed it (H200).
+    The race occurred in at most three of a thousand launches, and only with concurrent copies; with
+    half as many launches, two of six runs missed it (H200).
     """
     case = _SHORT_SPLITS
     *arrays, keywords = _inputs(case, "bfloat16", "only_k", seed=7)
@@ -230,7 +229,7 @@ def test_the_same_bits_in_thousands_of_launches(cp, is_fused):
 
 @pytest.mark.gpu
 def test_random_problems(cp):
-    """Shapes, lengths and options at random."""
+    """Random shapes, lengths and options."""
     rng = np.random.default_rng(11)
     for seed in range(25):
         batch = int(rng.choice([1, 2, 5, 9, 33]))
@@ -257,7 +256,7 @@ def test_random_problems(cp):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pages_that_sequences_share(xp, dtype):
-    """A prefix in the same pages; each newest key in a page of the sequence's own."""
+    """Shared prefix pages; each newest key is in its sequence's own page."""
     case = AttentionCase((1,) * 4, (500, 49, 65, 300), 8, 2, 64, block_size=16)
     inputs = _inputs(case, dtype, "both", num_shared=3)
     got, _ = _run(kernels.attention_decode, xp, case, inputs)
@@ -265,7 +264,7 @@ def test_pages_that_sequences_share(xp, dtype):
     assert_close(got, want, reduction=case.reduction)
 
 
-@pytest.mark.parametrize("copies", [1, 10, 50])  # clusters, one CTA an SM, two
+@pytest.mark.parametrize("copies", [1, 10, 50])  # clusters, one CTA per SM, two
 def test_the_output_may_take_the_place_of_the_queries(xp, copies):
     case = AttentionCase((1,) * 4 * copies, (0, 300, 129, 65) * copies, 8, 2, 64, block_size=16)
     qkv, *pages, keywords = inputs = _inputs(case, "bfloat16", "both")
@@ -314,7 +313,7 @@ def test_bad_positions_and_slots_on_the_gpu(cp, copies):
     case = AttentionCase((1,) * 3 * copies, (40, 128, 7) * copies, 8, 2, 64, block_size=16)
     inputs = _inputs(case, "bfloat16", "none")
     _, k_pages, v_pages, keywords = inputs
-    for b, slot in enumerate(keywords["slot_mapping"]):  # old keys in the slots of the newest
+    for b, slot in enumerate(keywords["slot_mapping"]):  # old keys in the newest keys' slots
         if b % 3 == 2:
             k_pages[slot // 16, :, slot % 16] = v_pages[slot // 16, :, slot % 16] = 1
     keywords["positions"][::3] = 10**6
@@ -331,7 +330,7 @@ def test_bad_positions_and_slots_on_the_gpu(cp, copies):
 @pytest.mark.gpu
 @pytest.mark.parametrize("copies", [1, 20, 100])
 def test_a_captured_graph_stores_and_follows(cp, copies):
-    """Behind the product that makes the rows, each launched before the one in front has ended."""
+    """Launched after the GEMM that produces the rows, each kernel before its predecessor ends."""
     case = AttentionCase((1,) * 2 * copies, (600, 300) * copies, 8, 2, 64, block_size=16)
     _, k_pages, v_pages, keywords = _inputs(case, "bfloat16", "both")
     batch, width = 2 * copies, 12 * 64
@@ -351,7 +350,7 @@ def test_a_captured_graph_stores_and_follows(cp, copies):
 
     cp.cuda.runtime.deviceSynchronize()
     with stream:
-        step()  # compiles, and fills the memory pool
+        step()  # warm-up: compile and fill the memory pool
         stream.synchronize()
         stream.begin_capture()
         step()
@@ -386,9 +385,9 @@ def test_tiles_that_compute_a_new_token():
     for dim in (64, 128):
         for tile in decode_sm90._variants(decode_sm90.choose_hopper_tile("float16", dim, 1)):
             fused = dataclasses.replace(tile, new_token=True)
-            more = 4 * dim + 16  # key, value and the key's position
+            more = 4 * dim + 16  # bytes: key, value, the key's position
             has_warps = tile.ctas_per_sm == 2 and tile.cluster == 1
-            if has_warps:  # two buffers, of queries too, and the warps' schedules
+            if has_warps:  # two buffers, also for queries, plus the warps' schedules
                 more += more + 16 * (2 * dim + 16) + 16 + 3 * 64
             assert fused.shared_bytes == tile.shared_bytes + (not tile.new_token) * more
 

@@ -1,4 +1,4 @@
-"""attention_decode on Hopper: the borders of its kernel in both tiers, and how it is configured."""
+"""attention_decode on Hopper: edge cases in both tiers, and configuration."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from engine.testing.tolerances import assert_close
 
 _MANY = np.random.default_rng(0).integers(0, 700, 40)
 
-# Few and many sequences (clusters, persistent CTAs), lengths around tiles of 128 keys, 16 to 64
-# rows, work tiles that begin and end inside a page.
+# Few and many sequences (clusters, persistent CTAs), lengths near multiples of 128-key tiles, 16 to
+# 64 rows, work tiles that begin and end inside a page.
 _CASES = (
     AttentionCase((1,), (1000,), 32, 8, 128, block_size=16),
     AttentionCase((1,), (1,), 8, 2, 128, block_size=16),
@@ -34,14 +34,14 @@ _CASES = (
     AttentionCase((8,) * 20, (700, 9) * 10, 16, 2, 64, block_size=16),
     AttentionCase((3,) * 20, (2000, 20) * 10, 4, 2, 128, block_size=32, window=77),
     AttentionCase((1,) * 20, (400, 20) * 10, 4, 1, 128, block_size=128, softcap=5.0, scale=0.2),
-    # Few sequences, whose query tokens are divided into 2, 2, 4, 4, 3 and 3 parts; short ones too.
+    # Few sequences; query tokens are divided into 2, 2, 4, 4, 3 and 3 parts. Includes short ones.
     AttentionCase((8,), (1500,), 28, 7, 128, block_size=16),
     AttentionCase((8,) * 2, (0, 3), 12, 3, 128, block_size=16),
     AttentionCase((8,) * 3, (4, 5, 130), 8, 1, 128, block_size=16),
     AttentionCase((8,), (6,), 8, 1, 64, block_size=32),
     AttentionCase((3,), (900,), 32, 2, 64, block_size=16, window=100),
     AttentionCase((6,) * 2, (1100, 2), 8, 1, 128, block_size=16, window=3, softcap=4.0),
-    # Clusters of four: one CTA an SM, then two.
+    # Clusters of four: one CTA per SM, then two.
     AttentionCase((1,) * 12, (*range(126, 131), 0, 1, 4000, 513, 77, 0, 3), 14, 2, 128, 16),
     AttentionCase((8,) * 2, (3, 2100), 32, 8, 128, block_size=64),
     AttentionCase((8,) * 2, (1300, 0), 64, 8, 64, block_size=16, window=300),
@@ -52,14 +52,14 @@ _CASES = (
     AttentionCase((1,) * 33, (*range(60, 70), 0, 1, 1000, *_MANY[:20]), 28, 4, 128, block_size=16),
     AttentionCase((2,) * 16, (*range(60, 70), 2, 3, 1000, 513, 2, 4), 28, 4, 64, block_size=32),
     AttentionCase((1,) * 10, (0, 4096, 1, 3000, 64, 65, 2000, 127, 129, 3), 32, 8, 128, 16),
-    # Persistent, one CTA an SM.
+    # Persistent, one CTA per SM.
     AttentionCase((1,) * 40, (1500, *_MANY[:39]), 12, 3, 128, block_size=16),
     AttentionCase((3,) * 40, (2000, *(_MANY[:39] + 3)), 12, 3, 64, block_size=32, window=77),
 )
 
 
 def _inputs(case, dtype):
-    """Return q, both kinds of pages, block tables and lengths."""
+    """Return q, key and value pages, block tables and lengths."""
     shape = (len(case.lens_q), case.lens_q[0], case.num_heads, case.head_dim)
     cache = paged_cache(
         case.lens_k, case.num_kv_heads, case.block_size, case.head_dim, dtype, seed=2
@@ -79,7 +79,7 @@ def test_both_tiers(cp, case, dtype, tier):
     arrays = _inputs(case, dtype)
     want, want_lse = _run(reference.attention_decode, np, arrays, **case.rule, return_lse=True)
     for num_splits in (None, 3):
-        for _ in range(2):  # the counters must be zero again
+        for _ in range(2):  # the first call must reset the counters to 0
             got, lse = _run(
                 kernels.attention_decode,
                 cp,
@@ -94,7 +94,7 @@ def test_both_tiers(cp, case, dtype, tier):
 
 @pytest.mark.gpu
 def test_num_splits_makes_a_result_independent_of_the_batch(cp, tier):
-    """A sequence alone and one among others have the same bits."""
+    """A sequence has the same bits alone and in a batch."""
     case = AttentionCase((2,) * 30, (900, 40, 333) * 10, 8, 2, 128, block_size=16)
     q, k, v, tables, lens = cases.to_module(cp, *_inputs(case, "bfloat16"))
     whole = kernels.attention_decode(q, k, v, block_tables=tables, context_lens=lens, num_splits=5)
@@ -125,7 +125,7 @@ def test_hopper_tiles_are_chosen_as_measured(monkeypatch):
     assert choice(4, 1024, num_queries=8) == (16, 2, 1, 1)
     assert choice(17, 1024) == choice(256, 16384) == (8, 1, 1, 2)
     assert choice(256, 1024, num_queries=8) == (16, 2, 1, 1)
-    for batch in (1, 3, 200):  # bits that do not depend on the batch
+    for batch in (1, 3, 200):  # the bits must not depend on the batch
         assert choice(batch, 1024, may_use_clusters=False) == (8, 1, 1, 2)
 
 
@@ -144,7 +144,7 @@ def test_tokens_are_divided_where_the_chip_has_room():
     assert decode_sm90.choose_token_parts(1, 8, 32, 8, 132) == 1  # 16 clusters are too many
     assert decode_sm90.choose_token_parts(1, 8, 16, 1, 132) == 8
     assert decode_sm90.choose_token_parts(3, 8, 8, 1, 132) == 4
-    assert decode_sm90.choose_token_parts(1, 4, 32, 8, 132) == 1  # one tile of rows already
+    assert decode_sm90.choose_token_parts(1, 4, 32, 8, 132) == 1  # already a single row tile
 
 
 def test_all_that_divided_tokens_launch_is_compiled_beforehand():

@@ -1,6 +1,6 @@
-"""Attention over arrays of more than 2**31 elements: offsets are of 64 bits, in both tiers.
+"""Attention over arrays of more than 2**31 elements: both tiers need 64-bit offsets.
 
-The same on a CPU with few elements around, so that what is tested is itself known to hold.
+The CPU runs the same tests on small arrays, to verify the tests themselves.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def _needs(xp, gigabytes):
 
 
 def _pool(xp, pages, tables):
-    """Return the pages at both ends of a large pool full of NaN, and tables that say so."""
+    """Return a large pool of NaN with real pages at both ends, and matching block tables."""
     count, others = len(pages[0]), 140_000 if xp is not np else 50
     places = np.arange(count)
-    places[1::2] += others  # every other one behind 2**31 elements
+    places[1::2] += others  # every other page lies beyond 2**31 elements
     pools = []
     for values in pages:
         pool = xp.full((count + others, *values.shape[1:]), np.nan, values.dtype)
@@ -68,9 +68,9 @@ def test_prefill_of_pages(xp, tier):
 
 
 def _behind_others(xp, named):
-    """Return the arrays at the end of large ones, and where three sequences start.
+    """Return views at the end of large arrays, and the starts of three sequences.
 
-    The first has queries without keys, the second keys without queries: nothing to compute.
+    The first has only queries and the second only keys, so neither computes anything.
     """
     others = (600_000, 2_200_000) if xp is not np else (50, 60)
     large = {}

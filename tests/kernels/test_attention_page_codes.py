@@ -1,4 +1,4 @@
-"""Attention on pages of codes: kernels against mirrors, mirrors against 16-bit pages."""
+"""Attention on a quantized KV cache: kernels against mirrors, mirrors against 16-bit pages."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _CODED = [
 
 @pytest.fixture(params=KV_CODE_DTYPES)
 def codes(request):
-    """The kind of codes."""
+    """Code type under test."""
     return request.param
 
 
 def _inputs(case, codes, seed=2):
-    """Return pages of codes, their scales, block tables and lengths."""
+    """Return quantized pages, their scales, block tables and lengths."""
     sizes = case.num_kv_heads, case.block_size, case.head_dim
     k, v, tables, lens = paged_cache(case.lens_k, *sizes, "float32", seed=seed)
     (k, k_scale), (v, v_scale) = as_codes(k, 5, codes), as_codes(v, 6, codes)
@@ -124,7 +124,7 @@ def test_trees(xp, num_queries, head_dim, tier, codes):
 
 
 def _new_token_inputs(case, dtype, has_norm, codes):
-    """Return what attention_decode needs to store the newest token itself, by name."""
+    """Return the arguments, by name, with which attention_decode stores the newest token itself."""
     batch, d, heads = len(case.lens_k), case.head_dim, case.num_kv_heads
     arrays = _inputs(case, codes)
     lens, tables = arrays["context_lens"], arrays["block_tables"]
@@ -159,7 +159,7 @@ def test_new_token_is_stored_and_read_as_a_code(xp, batch, head_dim, dtype, has_
     moved = _moved(xp, arrays)
     want = reference.attention_decode(q, **arrays)
     got = kernels.attention_decode(xp.asarray(q), **moved, max_context_len=max(lens))
-    for name in ("k_pages", "v_pages"):  # a sum of squares in another order may move a code by one
+    for name in ("k_pages", "v_pages"):  # another summation order in the norm may move a code by 1
         apart = to_numpy(moved[name]).astype(int) - arrays[name].astype(int)
         assert abs(apart).max(initial=0) <= 1 and (apart != 0).mean() < 1e-3
     assert_close(got, want, reduction=case.reduction)
@@ -195,7 +195,7 @@ def test_new_token_gives_the_bits_of_two_ops(xp, batch, dtype, head_dim, codes):
 
 
 def test_mirror_is_that_of_the_values(codes):
-    """Codes * scale as float32 pages give the same, so nothing else about the op changes."""
+    """Dequantized float32 pages give the same result, so the op does nothing else differently."""
     case = AttentionCase((3, 3), (100, 40), 4, 2, 32, block_size=16)
     q, arrays = _queries(case, "float32"), _inputs(case, codes)
     want = reference.attention_decode(q, **arrays)
@@ -209,7 +209,7 @@ def test_mirror_is_that_of_the_values(codes):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_error_against_float_pages_is_bounded(head_dim, codes):
-    """A value is off by at most 1/16 in e4m3, in int8 by half a scale: a 250th of the largest."""
+    """The error per value is at most 1/16 in e4m3, and half a scale (1/250 of the peak) in int8."""
     case = AttentionCase((1,) * 4, (500, 30, 200, 64), 8, 2, head_dim, block_size=16)
     q = _queries(case, "float32")
     k, v, tables, lens = paged_cache(case.lens_k, 2, 16, head_dim, "float32", seed=2)

@@ -19,7 +19,7 @@ from engine.testing.tolerances import assert_close
 
 
 def _inputs(case, dtype):
-    """Return q, k, v and the keywords that say where sequences lie."""
+    """Return q, k, v and the keyword arguments that delimit sequences."""
     q = cases.normal((sum(case.lens_q), case.num_heads, case.head_dim), dtype, seed=1)
     where = {"cu_seqlens_q": cu_seqlens(case.lens_q)}
     if case.block_size:
@@ -39,7 +39,7 @@ def _moved(xp, where):
 
 
 def _dense_softmax(case, q, k, v):
-    """One sequence, one query at a time, in float64."""
+    """One sequence in float64, one query at a time."""
     (n, num_heads, _), m = q.shape, len(k)
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
@@ -97,7 +97,7 @@ def test_matches_mirror(xp, case, dtype):
 @pytest.mark.grid("dtype", cases.DTYPES)
 @pytest.mark.grid(("head_dim", "offset"), [(64, 0), (80, 0), (64, 1), (20, 0)])
 def test_views_into_fused_qkv_in_place(xp, head_dim, offset, dtype):
-    """q, k and v are columns of one matrix (at an odd address too), and the result replaces q."""
+    """q, k and v are columns of one matrix (also at an odd address); the result overwrites q."""
     tokens, heads, kv_heads = 100, 4, 2
     width = (heads + 2 * kv_heads) * head_dim
     qkv = cases.normal((tokens, width + 8), dtype, seed=5)
@@ -121,7 +121,7 @@ def test_views_into_fused_qkv_in_place(xp, head_dim, offset, dtype):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("pieces", [(150,), (1, 149), (40, 64, 46), (128, 22)])
 def test_pieces_equal_the_whole(xp, pieces, dtype):
-    """A prompt in chunks against its pages is the prompt at once."""
+    """A prompt in chunks, attending to its pages, equals the whole prompt at once."""
     case = AttentionCase((150,), (150,), 6, 2, block_size=16)
     q, k, v, where = _inputs(case, dtype)
     whole = to_numpy(kernels.attention_prefill(*cases.to_module(xp, q, k, v), **_moved(xp, where)))
@@ -140,7 +140,7 @@ def test_pieces_equal_the_whole(xp, pieces, dtype):
 
 
 def test_neighbours_change_nothing(xp):
-    """A sequence's result is the same bit by bit, alone or among others."""
+    """A sequence's result is bitwise identical, alone or in a batch."""
     case = AttentionCase((20, 65, 3), (90, 65, 130), 4, 2, block_size=16)
     q, k, v, where = _inputs(case, "bfloat16")
     both = kernels.attention_prefill(*cases.to_module(xp, q, k, v), **_moved(xp, where))
@@ -155,13 +155,13 @@ def test_neighbours_change_nothing(xp):
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_huge_and_infinite_scores(xp, dtype):
-    """Whole-number scores up to 16,384 are exact, so only the softmax can go wrong."""
+    """Integer scores up to 16,384 are exact, so only the softmax can be wrong."""
     rng = np.random.default_rng(6)
     q = (rng.integers(-1, 2, (40, 2, 64)) * 16).astype(cases.normal((1,), dtype, 0).dtype)
     k = (rng.integers(-1, 2, (90, 2, 64)) * 16).astype(q.dtype)
     v = cases.normal((90, 2, 64), dtype, seed=7)
     q[5], k[:, 1] = 1, np.where(np.arange(90)[:, None] < 60, -np.inf, k[:, 1])
-    q[:, 1] = np.abs(q[:, 1]) + 1  # times -inf is -inf, for 60 keys: for some rows all there are
+    q[:, 1] = np.abs(q[:, 1]) + 1  # nonzero: 60 keys have score -inf, all keys of some rows
     where = {"cu_seqlens_q": cu_seqlens([40]), "cu_seqlens_k": cu_seqlens([90])}
     want, want_lse = reference.attention_prefill(q, k, v, **where, scale=1.0, return_lse=True)
     assert np.isneginf(want_lse[:10, 1]).all() and np.isfinite(want.astype(np.float32)).all()
@@ -239,7 +239,7 @@ def test_contract(xp):
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint16, np.int64, np.uint64, int])
 def test_counts_become_ints_of_python(kind):
-    """NumPy's keep their width in a product, and a grid of 100 * 8 rows would be one of 32."""
+    """NumPy integers keep their width: in 8 bits, a grid of 100 * 8 rows would overflow to 32."""
     count = check_count(Contract("op"), "max_seqlen_q", kind(100))
     assert type(count) is int and count * 8 == 800
     assert type(ScoreRule.checked(Contract("op"), 64, None, kind(3), 0.0).window) is int
@@ -268,7 +268,7 @@ def test_values_are_checked_on_the_cpu(name, value, message):
 
 @pytest.mark.gpu
 def test_damaged_tables_read_nothing_outside(cp):
-    """Ids and lengths that are out of range are clamped: no fault, and the others stay right."""
+    """Out-of-range ids and lengths are clamped: no fault, and all other results are right."""
     case = AttentionCase((33, 20), (64, 90), 4, 2, block_size=16)
     q, k, v, where = _inputs(case, "bfloat16")
     want = reference.attention_prefill(q, k, v, **where)

@@ -16,9 +16,10 @@ from engine.testing.cases_attention import AttentionCase, cu_seqlens
 
 _E4M3 = ml_dtypes.float8_e4m3fn
 _HALVES = ("float16", "bfloat16")
-# P rounded to e4m3 is off by 2.7 % (rms), by line by 3.2 %; sums over keys keep that share.
+# Relative rms error of P in e4m3: 2.7 % rounded, 3.2 % if interpolated linearly; sums over keys
+# keep it.
 _ERROR = 0.05
-_LSE_ERROR = 0.15  # one step of e4m3, where one key has all the weight
+_LSE_ERROR = 0.15  # one e4m3 step, if one key has all the weight
 
 _CASES = [
     AttentionCase((1,), (1,)),
@@ -37,7 +38,7 @@ _CASES = [
 
 
 def _arguments(case, seed=0, spread=1.0):
-    """Return codes and scales by name, and where sequences lie."""
+    """Return codes and scales by name, and the sequence bounds."""
     lens = {"q": case.lens_q, "k": case.lens_k, "v": case.lens_k}
     named = {}
     for i, (name, length) in enumerate(lens.items()):
@@ -151,7 +152,7 @@ def test_random_problems(cp, seed, tier):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("num_keys", [2048, 16384])
 def test_error_does_not_grow_with_the_keys(cp, num_keys, head_dim, mean):
-    """The tensor cores keep some 14 bits of a sum: long ones must not be theirs alone."""
+    """FP8 tensor cores accumulate about 14 bits, so long sums must be promoted to float32."""
     case = AttentionCase((70,), (num_keys,), 2, 2, head_dim, causal=False)
     named = _arguments(case, seed=12)
     v = cases.normal((num_keys, 2, head_dim), "float32", 13) + np.float32(mean)
@@ -167,7 +168,7 @@ def test_error_does_not_grow_with_the_keys(cp, num_keys, head_dim, mean):
 @pytest.mark.parametrize("growth", [0.02, 0.5, -0.5])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_scores_that_grow_or_fall_with_the_key(xp, growth, head_dim):
-    """The base of the exponentials has to be renewed often, seldom, or never."""
+    """The softmax base must be raised often, rarely, or never."""
     n = 700
     case = AttentionCase((n,), (n,), 2, 2, head_dim)
     named = _arguments(case, seed=4)
@@ -181,7 +182,7 @@ def test_scores_that_grow_or_fall_with_the_key(xp, growth, head_dim):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_nan_stays_where_it_is(xp, head_dim):
-    """NaN beyond a sequence reaches nobody; one inside reaches every query that sees it."""
+    """NaN beyond a sequence has no effect; NaN inside affects exactly the queries that see it."""
     lens = (100, 150, 70)
     case = AttentionCase(lens, lens, 2, 2, head_dim, causal=False)
     named = _arguments(case, seed=5)
@@ -216,11 +217,11 @@ def test_a_row_has_the_same_bits_in_any_company(cp, head_dim):
     part["cu_seqlens_q"], part["cu_seqlens_k"] = cu_seqlens([70]), cu_seqlens([1333])
     alone, _ = _run(cp, part, case)
     assert bool((alone.view(np.uint16) == whole[1700:].view(np.uint16)).all())
-    # The last rows of a chunk of their own: tiles begin at other tokens.
+    # The last rows as a separate chunk: tiles begin at other tokens.
     part["q"], part["cu_seqlens_q"] = named["q"][1737:], cu_seqlens([33])
     tail, _ = _run(cp, part, case)
     assert bool((tail.view(np.uint16) == whole[1737:].view(np.uint16)).all())
-    # A query among the first rows of a tile, and later its last.
+    # A query is among a tile's first rows, later its last row.
     first = {name: x for name, x in named.items() if name.endswith("_scale")}
     first |= {x: named[x][:1500] for x in "kv"} | {"q": named["q"][1399:1500]}
     first["cu_seqlens_q"], first["cu_seqlens_k"] = cu_seqlens([101]), cu_seqlens([1500])
@@ -229,7 +230,7 @@ def test_a_row_has_the_same_bits_in_any_company(cp, head_dim):
 
 
 def test_heads_of_fused_rows(xp):
-    """q, k and v as views into one array, and codes as float8 where NumPy has it."""
+    """q, k and v as views of one array, and codes as float8 if NumPy supports it."""
     case = AttentionCase((50,), (50,), 4, 2)
     named = _arguments(case, seed=7)
     want, _ = _run(xp, named, case)
@@ -244,7 +245,7 @@ def test_heads_of_fused_rows(xp):
 
 
 def test_error_from_the_first_array_on(xp):
-    """Quantising Q, K and V, and P on the way, costs some 5 % of normal values."""
+    """Quantizing Q, K, V and P costs about 5 % relative error on normal inputs."""
     case = AttentionCase((300,), (300,), 2, 2, causal=False)
     arrays = [cases.normal((300, 2, 64), "float32", seed) for seed in (8, 9, 10)]
     exact = dict(zip("qkv", arrays, strict=True))

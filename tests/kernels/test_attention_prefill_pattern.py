@@ -19,8 +19,8 @@ from engine.testing.tolerances import assert_close
 _PATTERNS = [
     BlockSparse(np.random.default_rng(0).random((6, 7)) < 0.4, 64, 64),
     BlockSparse(np.random.default_rng(1).random((4, 3)) < 0.5, 128, 128),
-    BlockSparse(np.random.default_rng(2).random((30, 80)) < 0.3, 17, 7),  # divides no tile
-    BlockSparse(np.random.default_rng(3).random((2, 2)) < 0.5, 100, 100),  # shorter than keys
+    BlockSparse(np.random.default_rng(2).random((30, 80)) < 0.3, 17, 7),  # aligned with no tile
+    BlockSparse(np.random.default_rng(3).random((2, 2)) < 0.5, 100, 100),  # fewer keys than exist
     BlockSparse(np.zeros((4, 4), bool), 128, 128),
     BlockSparse(np.ones((4, 4), bool), 128, 128),
     Periodic(300, 40),
@@ -28,7 +28,7 @@ _PATTERNS = [
     Periodic(7, 3, 2),
     Periodic(1, 1),
     Periodic(2**29, 30),
-    # A thread's keys end up to 7 before a tile's. One piece of 128, 96, 64 of them; and just not.
+    # A thread's keys end up to 7 before its tile's. One span of 128, 96 or 64 keys; and just short.
     Periodic(168, 40, 160),
     Periodic(160, 40, 9),
     Periodic(136, 40, 7),
@@ -133,7 +133,7 @@ def test_a_pattern_that_hides_nothing_changes_nothing(xp):
 
 @pytest.mark.gpu
 def test_skipped_keys_are_not_read(cp, tier):
-    """NaN in K and V where no query looks: a mask put on afterwards would spread it from V."""
+    """NaN in K and V that no query sees: a mask applied after P V would spread it."""
     n = 1024
     q, k, v = (cases.normal((n, 2, 64), "bfloat16", seed) for seed in range(3))
     k[256:768], v[256:768] = np.nan, np.nan
@@ -180,7 +180,7 @@ def test_tiles_of_patterns(pattern, keys):
 
 
 def test_more_heads_a_group_than_rows_of_a_tile(xp):
-    """Tiles of patterns have 128 rows, others up to 192: the heads of a token must fit."""
+    """Pattern tiles have 128 rows, others up to 192; a token's heads must fit."""
     lens, pattern = xp.asarray(cu_seqlens([3])), Periodic(5, 2)
     q, k, v = (cases.normal((3, h, 64), "bfloat16", seed=h) for h in (150, 1, 1))
     got = kernels.attention_prefill(
@@ -195,7 +195,7 @@ def test_more_heads_a_group_than_rows_of_a_tile(xp):
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int64, np.uint64])
 def test_numbers_of_numpy(xp, kind):
-    """Positions over an int without a sign would be floats."""
+    """Positions divided by an unsigned integer would become floats."""
     q, k, v, where = _inputs(_CASE, "float32")
     moved = {name: xp.asarray(array) for name, array in where.items()}
     arrays, mask = cases.to_module(xp, q, k, v), _PATTERNS[2].mask

@@ -1,4 +1,4 @@
-"""attention_prefill on Hopper: what it takes, how it compiles, and hard inputs against float64."""
+"""attention_prefill on Hopper: supported problems, compilation, and hard inputs against float64."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from engine.testing import cases
 from engine.testing.cases_attention import AttentionCase, cu_seqlens, paged_cache
 
 _HALVES = ("float16", "bfloat16")
-_ERROR = {"float16": 6e-4, "bfloat16": 4.5e-3}  # of the norm: the rounding of P, V and the result
+_ERROR = {"float16": 6e-4, "bfloat16": 4.5e-3}  # relative (norm): rounding of P, V, result
 
 
 def test_tiles():
     assert choose_hopper_tile("float32", 64) is None
-    assert choose_hopper_tile("float16", 36) is None  # no 16-byte rows
-    assert choose_hopper_tile("float16", 32) is None  # half of every product would be wasted
+    assert choose_hopper_tile("float16", 36) is None  # rows are not 16-byte aligned
+    assert choose_hopper_tile("float16", 32) is None  # would waste half of every MMA
     for head_dim in range(40, 257, 8):
         tile = choose_hopper_tile("bfloat16", head_dim)
         assert tile.head_dim >= head_dim and tile.shared_bytes <= 227 * 1024
-        # a box lies in one page, and each lane of a warp asks for one at most
+        # a TMA box lies in one page; each lane issues at most one box
         for size in (16, 32, 64, 128):
             box = prefill_sm90._box_keys(size, tile)
             assert size % box == 0 and tile.keys % box == 0 and tile.keys <= 32 * box
@@ -55,7 +55,7 @@ def test_a_cut_covers_all_tokens_and_ends_no_later():
         rest = tokens - long_tiles * tile_tokens
         assert 0 <= long_tiles <= uncut and 0 < short_tokens <= tile_tokens
         assert (rest <= 0) == (long_tiles == uncut)
-        warpgroups = -(-short_tokens * group // 64)  # that have rows of a short tile
+        warpgroups = -(-short_tokens * group // 64)  # warpgroups with rows of a short tile
         cost = prefill_work._TILE_COST
         share = (warpgroups + cost) / (consumers + cost)
         short = pairs * max(0, -(-rest // short_tokens))
@@ -101,7 +101,7 @@ def test_compiles_without_spills_or_serialised_products(dtype):
 
 
 def _float64(q, k, v, case):
-    """softmax(Q K^T) V of one sequence, all rows at once, in float64."""
+    """softmax(Q K^T) V of one sequence in float64, all rows at once."""
     (n, heads, head_dim), m = q.shape, len(k)
     group = heads // case.num_kv_heads
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
@@ -124,7 +124,7 @@ def _float64(q, k, v, case):
 
 
 def _run(cp, case, dtype, *, seed=0, num_splits=None):
-    """Return the result, log-sum-exp, and the same in float64; unused pages hold NaN."""
+    """Return the result and log-sum-exp, and both in float64; unused pages hold NaN."""
     q = cases.normal((sum(case.lens_q), case.num_heads, case.head_dim), dtype, seed)
     where = {"cu_seqlens_q": cu_seqlens(case.lens_q)}
     if case.block_size:
@@ -221,7 +221,7 @@ def test_random_problems(cp, seed, dtype):
 @pytest.mark.grid("growth", [0.02, 0.5, -0.5])
 @pytest.mark.grid("head_dim", [64, 256])
 def test_scores_that_grow_or_fall_with_the_key(cp, growth, dtype, head_dim):
-    """The maximum rises with every tile, or never, as tiles come from the last key on."""
+    """The maximum rises with every tile or never, since tiles run from the last key backwards."""
     n = 700
     q = np.ones((n, 2, head_dim)) / head_dim**0.5
     k = np.zeros((n, 2, head_dim)) + growth * np.arange(n)[:, None, None]
@@ -274,7 +274,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_chunk(cp, head_dim):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_row_has_the_same_bits_however_sequences_are_cut(cp, head_dim):
-    """One sequence is cut into tiles of 64 rows, many of them are not: where all keys are seen."""
+    """With all keys visible, a single sequence uses 64-row tiles; many sequences do not."""
     n, batch = 450, 30
     assert choose_cut(n, 192, 2, 3, 132) != choose_cut(n, 192, 2 * batch, 3, 132)
     q, k, v = (
@@ -335,4 +335,4 @@ def test_error_is_no_larger_than_cudnns(cp, head_dim, n, causal):
     error = np.linalg.norm(to_numpy(ours).astype(np.float64) - want)
     ratio = error / float((theirs.double() - judge).norm())
     print(f"error, in cuDNN's: {ratio:.4f}")
-    assert ratio <= 1.003  # both round P, whose largest is exactly 1, and the result: what is left
+    assert ratio <= 1.003  # both round P (whose maximum is exactly 1) and the result

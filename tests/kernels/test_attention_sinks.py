@@ -1,4 +1,4 @@
-"""Attention sinks: the mirrors against float64 with one more column, the kernels against both."""
+"""Attention sinks: mirrors against float64 with an extra column, kernels against both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.testing.tolerances import assert_close
 
 
 def _prefill_inputs(case, dtype):
-    """Return q, k, v, and the keywords that are arrays."""
+    """Return q, k, v and the array keyword arguments."""
     q = cases.normal((sum(case.lens_q), case.num_heads, case.head_dim), dtype, seed=1)
     more = {"cu_seqlens_q": cu_seqlens(case.lens_q), "sinks": case.head_sinks}
     if case.block_size:
@@ -57,7 +57,7 @@ def _keys(case, k, more, b):
 
 
 def _one_more_column(case, q, k, v):
-    """One sequence in float64: a softmax over all keys, -inf if hidden, and the sink; P V of it."""
+    """P V of one sequence in float64; P is a softmax over all keys (-inf if hidden) and sink."""
     (n, num_heads, _), m = q.shape, len(k)
     group = num_heads // case.num_kv_heads
     k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
@@ -178,7 +178,7 @@ def test_goes_with_a_pattern_and_with_a_tree(xp, tier):
 
 @pytest.mark.parametrize("with_sinks", [0, 1, 2])
 def test_parts_are_merged_if_one_has_the_sinks(xp, with_sinks):
-    """The third part has no keys: its log-sum-exp is the sink."""
+    """The third part has no keys, so its log-sum-exp is the sink."""
     case = AttentionCase((9,), (90,), 8, 2, 64, causal=False, sinks=(0.5, 4.0, -3.0, 30.0))
     (q, k, v), more = _prefill_inputs(case, "float32")
     want, want_lse = reference.attention_prefill(q, k, v, **more, causal=False, return_lse=True)

@@ -1,7 +1,7 @@
-"""Numbers that both languages must know: those of Python equal those in the CUDA sources.
+"""Constants shared by Python and CUDA: the values must be equal in both.
 
-A module is compiled for the numbers that vary, by -D. These do not vary, and as macros they would
-only lengthen the key of every module.
+Values that vary are passed to the compiler with -D. These constants never vary, and as macros they
+would only lengthen every module's cache key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.kernels.moe_gemm import portable as moe_portable
 
 _FP8_TILE = "attention_prefill/attention_prefill_fp8_tile_sm90.cuh"
 
-# Module and name in engine.kernels, file or folder in cuda_src, name there.
+# Module and name in engine.kernels; file or folder in cuda_src, and the name there.
 CONSTANTS = [
     ("_peer_memory.MAX_RANKS", "collectives", "kMaxRanks"),
     ("_peer_memory.NUM_BUFFERS", "collectives", "kBuffers"),
@@ -69,7 +69,7 @@ def test_a_constant_is_the_same_in_both_languages(name: str, place: str, constan
 
 
 def _tiles(place: str, kernel: str) -> dict[str, tuple[int, ...]]:
-    """Return threads, then the template arguments, of each entry point of a tile template."""
+    """Return the thread count and template arguments of each entry point of a tile template."""
     pattern = rf"\((?:op##_)?(\w+), (\w+), \d, {kernel}<([\d, ]+), (?:true|false)"
     return {
         name: (256 if threads == "kSimtThreads" else int(threads), *map(int, sizes.split(", ")))
@@ -86,7 +86,7 @@ def _tiles(place: str, kernel: str) -> dict[str, tuple[int, ...]]:
     ids=["gemm", "moe_gemm"],
 )
 def test_a_tile_of_the_tensor_cores_is_the_same_in_both_languages(place, prefix, tiles):
-    # Only these templates have five numbers: the block's tile, a warp's tile, stages.
+    # Templates with five numbers: block tile, warp tile, stages.
     found = _tiles(place, r"m\w+_tile(?=<\d+, \d+, \d+, \d+, \d+, )")
     assert len(found) == len(tiles)
     for tile in tiles:
@@ -103,7 +103,7 @@ def test_a_tile_of_the_tensor_cores_is_the_same_in_both_languages(place, prefix,
     ids=["gemm", "moe_gemm"],
 )
 def test_a_tile_of_the_cuda_cores_is_the_same_in_both_languages(place, prefix, tiles):
-    # Two numbers: a thread's outputs along both axes, 16 threads along each; stages.
+    # Two numbers: outputs per thread along both axes (16 threads along each); stages.
     found = _tiles(place, r"\w+_tile(?=<\d+, \d+, (?:true|false))")
     assert len(found) == len(tiles)
     for tile in tiles:

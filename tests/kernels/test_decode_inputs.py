@@ -22,7 +22,7 @@ _CASES = (
 
 
 def _inputs(case, seed=0):
-    """Rows with tables that grow, in the order of the op's arguments."""
+    """Return rows whose block tables grow, in the op's argument order."""
     batch, padding, query_len, num_rows, width, block_size = case
     rng = np.random.default_rng(seed)
     rows = np.full(batch + padding, -1, np.int32)
@@ -55,7 +55,7 @@ def test_matches_mirror(xp, case):
     got = kernels.decode_inputs(*there, block_size=size, out=outs)
     assert all(a is b for a, b in zip(got, outs, strict=True))
     want = reference.decode_inputs(*arrays, block_size=size)
-    np.testing.assert_array_equal(to_numpy(there[4]), arrays[4])  # the mirror wrote its own
+    np.testing.assert_array_equal(to_numpy(there[4]), arrays[4])  # the mirror wrote to its own copy
     np.testing.assert_array_equal(to_numpy(got[0]), want[0])
     np.testing.assert_array_equal(to_numpy(got[1]), want[1])
     for b, row in enumerate(arrays[0]):
@@ -83,7 +83,7 @@ def test_mirror_is_a_loop():
 
 
 def test_nothing_outside_is_touched(xp):
-    """Numbers that fit no array: the row is left out, and the others are right."""
+    """A row with out-of-range numbers is skipped, and all other rows are right."""
     if xp is np:
         pytest.skip("the mirror trusts its caller")
     i32 = lambda *values: xp.asarray(np.array(values, np.int32))  # noqa: E731

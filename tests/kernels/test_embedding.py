@@ -13,7 +13,7 @@ from engine.testing import cases
 from engine.testing.cases_elementwise import assert_guards, misaligned
 from engine.testing.tolerances import assert_close
 
-# (T, V, N): one row, SmolLM2 and Llama widths, sizes no vector divides, more rows than grid.y.
+# (T, V, N): one row, SmolLM2 and Llama widths, unvectorizable sizes, more rows than grid.y.
 _CASES = ((1, 40, 576), (7, 31, 63), (33, 500, 4096), (70000, 5, 8), (2, 3, 1), (0, 4, 64))
 
 

@@ -1,4 +1,4 @@
-"""Products of a large matrix with few rows on the CPU, in blocks and threads."""
+"""Skinny GEMM on the CPU: few rows times a large matrix, blocked and multithreaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_bits_do_not_depend_on_the_threads(monkeypatch):
         _few_rows._pool.cache_clear()
         results.append(_few_rows.multiply_few_rows(x, matrix))
     _few_rows._pool.cache_clear()
-    with _few_rows._in_use:  # somebody else multiplies: no thread is left
+    with _few_rows._in_use:  # another GEMM is running: no thread is free
         results.append(_few_rows.multiply_few_rows(x, matrix))
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
@@ -59,7 +59,7 @@ def test_several_threads_may_multiply_at_once():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # it has threads
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # fork with threads
 def test_a_process_forked_while_the_pool_is_in_use_has_one_of_its_own():
     with _few_rows._in_use:
         if not (child := os.fork()):
@@ -79,6 +79,6 @@ def test_gemm_uses_it_where_it_pays(monkeypatch):
         y = gemm(x, matrix)
         np.testing.assert_allclose(y, x @ matrix.T, rtol=0, atol=1e-3)
     gemm(*operands(4, (64, 64)))  # small
-    gemm(operands(4)[0], np.asfortranarray(operands(4)[1]))  # its rows are not contiguous
+    gemm(operands(4)[0], np.asfortranarray(operands(4)[1]))  # rows are not contiguous
     gemm(*operands(4), deterministic=True)
     assert calls == [2, 16]

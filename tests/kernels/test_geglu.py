@@ -15,7 +15,7 @@ from engine.testing.cases_elementwise import assert_guards, extremes, misaligned
 from engine.testing.tolerances import assert_close
 
 _APPROXIMATE = ("tanh", "none")
-# (rows, F), and more rows than a grid has blocks along y.
+# (rows, F), including more rows than grid.y allows.
 _CASES = (*cases.ROWS, (70000, 3))
 
 

@@ -74,7 +74,7 @@ def test_epilogue_matches_mirror(xp, m, n, k, dtype, activation):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 576), (33, 258, 96), (130, 64, 1024)])
 def test_float32_result(xp, m, n, k, dtype):
-    """The logits of a half model: summed and stored as float32."""
+    """Logits of a 16-bit model: accumulated and stored in float32."""
     x, weight, bias, _ = _inputs(m, n, k, dtype)
     gx, gw, gb = cases.to_module(xp, x, weight, bias)
     got = kernels.gemm(gx, gw, bias=gb, out_dtype=np.float32)
@@ -115,7 +115,7 @@ def test_every_kernel_makes_silu_and_mul(xp, monkeypatch, m, dtype, config):
 @pytest.mark.grid(("dtype", "config"), _configs())
 @pytest.mark.grid("m", [1, 6, 133])
 def test_every_kernel_makes_swiglu(xp, monkeypatch, m, dtype, config):
-    """In the product, or by a kernel of its own after it."""
+    """Fused into the GEMM, or in a separate kernel after it."""
     n, k = 304, 264
     x, weight, bias, _ = _inputs(m, n, k, dtype)
     _force(monkeypatch, config)
@@ -124,7 +124,7 @@ def test_every_kernel_makes_swiglu(xp, monkeypatch, m, dtype, config):
     for extra in ({}, {"bias": gb}):
         host = {name: to_numpy(value) for name, value in extra.items()}
         want = reference.gemm(x, weight, activation="swiglu", **host)
-        if is_apart:  # gate and up are rounded
+        if is_apart:  # gate and up are rounded in between
             want = reference.swiglu(reference.gemm(x, weight, **host))
         out, buffer = cases.guarded(xp, (m, n // 2), x.dtype)
         kernels.gemm(gx, gw, activation="swiglu", out=out, **extra)
@@ -140,7 +140,7 @@ def test_swiglu_is_the_formula(xp, m, f, k, dtype):
     x, weight, _, _ = _inputs(m, 2 * f, k, dtype)
     got = kernels.gemm(*cases.to_module(xp, x, weight), activation="swiglu")
     product = x.astype(np.float64) @ weight.astype(np.float64).T
-    if xp is not np and (f % 8 or k % 8):  # by a kernel of its own
+    if xp is not np and (f % 8 or k % 8):  # in a separate kernel
         product = product.astype(x.dtype).astype(np.float64)
     gate, up = np.split(product, 2, axis=1)
     want = (gate / (1 + np.exp(-gate)) * up).astype(x.dtype)
@@ -173,7 +173,7 @@ def test_gemv(xp, monkeypatch, config, dtype, pdl):
 
 @pytest.mark.parametrize("config", gemv_configs(300, 264), ids=_name)
 def test_gemv_of_sizes_that_nothing_divides(xp, monkeypatch, config):
-    """Neither rows nor k are whole tiles; what follows the weight is not a number."""
+    """Neither rows nor k fill whole tiles; memory after the weight holds NaN."""
     x, weight, _, _ = _inputs(1, 300, 264, "bfloat16")
     _force(monkeypatch, config)
     around = xp.full((310, 264), float("nan"), x.dtype)
@@ -187,7 +187,7 @@ def test_gemv_of_sizes_that_nothing_divides(xp, monkeypatch, config):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(("m", "f", "k"), [(1, 1536, 576), (3, 8, 7), (40, 72, 40), (0, 8, 8)])
 def test_silu_and_mul_of_packed_weights(xp, m, f, k, dtype):
-    """The same as the gate's and up's products one after the other, but for one rounding."""
+    """Equals gate's and up's separate GEMMs, except for one rounding."""
     x, packed, _, _ = _inputs(m, 2 * f, k, dtype)
     weight = interleave_gate_up(xp.asarray(packed))
     got = kernels.gemm(xp.asarray(x), weight, activation="silu_and_mul", out_dtype=np.float32)
@@ -199,7 +199,7 @@ def test_silu_and_mul_of_packed_weights(xp, m, f, k, dtype):
 
 @pytest.mark.grid(("dtype", "config"), _configs())
 def test_a_permutation_only_moves_values(xp, monkeypatch, dtype, config):
-    """Sums with one term each: whatever reaches the wrong place or is missing shows exactly."""
+    """Sums with one term each reveal exactly any misplaced or missing element."""
     m, k = 140, 264
     x = cases.normal((m, k), dtype, seed=5)
     order = np.random.default_rng(6).permutation(k)
@@ -212,7 +212,7 @@ def test_a_permutation_only_moves_values(xp, monkeypatch, dtype, config):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(("m", "n", "k"), [(3, 40, 72), (50, 96, 64), (2, 12, 13)])
 def test_views(xp, m, n, k, dtype):
-    """Rows of x and out that lie apart, and ones that start at an odd element."""
+    """Rows of x and out with padding between them, and rows that start at an odd element."""
     x, weight, _, _ = _inputs(m, n, k, dtype)
     want = reference.gemm(x, weight)
     for extra, start in ((8, 8), (5, 3)):
@@ -275,7 +275,7 @@ def test_rounds_once(xp, m):
 
 @pytest.mark.parametrize("m", [1, 9, 50])
 def test_float32_is_not_tf32(xp, m):
-    """1 + 2^-20 survives a product; TF32 keeps ten bits."""
+    """1 + 2^-20 must survive a GEMM; TF32 keeps only ten mantissa bits."""
     x = xp.full((m, 4), 1 + 2.0**-20, np.float32)
     got = kernels.gemm(x, xp.eye(4, dtype=np.float32))
     np.testing.assert_array_equal(to_numpy(got), np.full((m, 4), 1 + 2.0**-20, np.float32))
@@ -293,7 +293,7 @@ def test_doubling_x_doubles_the_result(xp):
 @pytest.mark.grid("n", [256, 10000])
 @pytest.mark.grid(("tier", "most"), [("portable", 16), ("auto", 8)])
 def test_skinny_rows_do_not_depend_on_their_neighbours(cp, tier, most, n, dtype):
-    """Up to 16 rows; Hopper's tiles, in the tier "auto", begin at nine."""
+    """Up to 16 rows; in the "auto" tier, Hopper tiles start at 9 rows."""
     x, weight, _, _ = _inputs(16, n, 1096, dtype)
     gx, gw = cases.to_module(cp, x, weight)
     together = to_numpy(kernels.gemm(gx[-most:], gw)).astype(np.float32)
@@ -307,7 +307,7 @@ def test_skinny_rows_do_not_depend_on_their_neighbours(cp, tier, most, n, dtype)
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 5, 16, 30])
 def test_overlapping_kernels_wait_for_each_other(cp, m):
-    """A chain of products, each of which reads what the one before wrote and overwrites its x."""
+    """A chain of GEMMs; each reads its predecessor's output and overwrites its input."""
     weights = [cp.asarray(cases.normal((1152, 1152), "bfloat16", s, scale=0.04)) for s in range(8)]
     x = cp.asarray(cases.normal((m, 1152), "bfloat16", seed=9))
 
@@ -350,7 +350,7 @@ def test_config_covers_the_problem(dtype, sm_count):
                 config.num_splits == 1
                 or config.k_per_split % (32 if dtype != "float32" else 16) == 0
             )
-            assert config.shared_bytes <= 99 * 1024  # what every chip from sm_80 on has
+            assert config.shared_bytes <= 99 * 1024  # available on every GPU from sm_80 on
             blocks = math.prod(config.grid(m, n)) // config.num_splits
             assert blocks == math.ceil(m / config.tile_m) * math.ceil(n / config.tile_n)
 
@@ -364,7 +364,7 @@ def test_gated_products_take_kernels_that_can():
 
 
 def test_config_is_a_pure_function():
-    for m in (1, 2, 8):  # same warps, so the same order of summation
+    for m in (1, 2, 8):  # same warps, so the same summation order
         assert choose_config(m, 1024, 1 << 16, "bfloat16", 132).kernel.endswith("_w16")
         assert choose_config(m, 151936, 1 << 16, "bfloat16", 132).kernel.endswith("_w8")
     assert choose_config(4096, 4096, 4096, "float16", 132).kernel == "tile_128x256"
@@ -404,7 +404,7 @@ def test_skinny_kernels_cover_the_problem(sm_count, limits):
             is_gemv = c.kernel == "gemv"
             assert is_gemv or ((c.num_parts & (c.num_parts - 1)) == 0 and c.num_parts <= 8)
             assert not is_gemv or (m == 1 and c.num_tiles(n) * c.cluster <= sm_count)
-            assert c.shared_bytes + 2304 <= limits.shared_bytes  # what the kernels have beside it
+            assert c.shared_bytes + 2304 <= limits.shared_bytes  # static shared memory
             assert c.cluster == 1 or limits.has_clusters
             assert math.prod(c.block) == c.threads
             assert is_gemv or c.threads in (128, 256)
@@ -458,7 +458,7 @@ def test_contract(xp):
     with pytest.raises(ShapeError, match="must have rows; got a single value"):
         interleave_gate_up(np.float32(1))
     assert interleave_gate_up(list(range(16)))[8] == 8
-    # On a CPU as on a GPU: rows may lie apart, columns may not.
+    # On CPU and GPU alike, rows may be strided, columns must be contiguous.
     wide = xp.empty((2, 6), np.float32)
     kernels.gemm(x, weight, out=wide[:, :3])
     with pytest.raises(ShapeError, match="out: its last axis must be contiguous"):

@@ -28,7 +28,7 @@ def inputs(m, n, k, dtype, has_blocks, columns=None):
 
 
 def compare(xp, x, weight, scales, *, dtype=None, deterministic=False, pdl=False, **args):
-    """Call kernel and mirror; the tolerance is that of 16 bits, as Hopper's sums are of e4m3."""
+    """Call kernel and mirror; 16-bit tolerance, since Hopper's e4m3 accumulation is inexact."""
     want = reference.gemm_fp8(x, weight, scales, **args)
     given = {a: xp.asarray(v) if isinstance(v, np.ndarray) else v for a, v in args.items()}
     out, buffer = cases.guarded(xp, want.shape, want.dtype)
@@ -96,7 +96,7 @@ def test_codes_of_x(xp, m, has_blocks):
 @pytest.mark.parametrize("has_blocks", BLOCKS)
 @pytest.mark.parametrize("m", [1, 6, 70])
 def test_a_norm_before_it(xp, m, has_blocks):
-    """A last bit of the norm may move a code: the result is that of the ops one by one."""
+    """The norm's last bit may move a code, so compare with the separate ops."""
     x, weight, scales, _, _ = inputs(m, 96, 1024, "bfloat16", has_blocks)
     norm = cases.normal((1024,), "bfloat16", seed=5, mean=1.0)
     gx, gw, gs, gn = cases.to_module(xp, x, weight, scales, norm)
@@ -124,7 +124,7 @@ TILES = [(config, b) for b in BLOCKS for config in w8_configs(has_blocks=b)]
 @pytest.mark.gpu
 @pytest.mark.grid(("config", "has_blocks"), TILES, ids=str)
 def test_every_tile_matches_mirror(cp, monkeypatch, config, has_blocks):
-    """Where it is Hopper; elsewhere the same tile each time."""
+    """Tile choice on Hopper; other GPUs always use the same tile."""
     monkeypatch.setattr(w8, "MAX_SKINNY_ROWS", 0)
     monkeypatch.setattr(w8, "choose_w8_hopper", lambda *_, **__: config)
     for m in (1, 19, 64) if config.tile_m == 64 else (1, 19, 64, 130, 300):

@@ -71,7 +71,7 @@ def test_codes_of_x(xp, m):
 
 @pytest.mark.parametrize("m", [1, 6, 70])
 def test_a_norm_before_it(xp, m):
-    """A last bit of the norm may move a code: the result is that of the ops one by one."""
+    """The norm's last bit may move a code, so compare with the separate ops."""
     x, weight, scales, _, _ = inputs(m, 96, 1024, "bfloat16")
     norm = cases.normal((1024,), "bfloat16", seed=5, mean=1.0)
     gx, gw, gs, gn = cases.to_module(xp, x, weight, scales, norm)
@@ -82,7 +82,7 @@ def test_a_norm_before_it(xp, m):
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", w8_configs(has_blocks=False), ids=str)
 def test_every_tile_matches_mirror(cp, monkeypatch, config):
-    """Where it is Hopper; elsewhere the same tile each time."""
+    """Tile choice on Hopper; other GPUs always use the same tile."""
     monkeypatch.setattr(w8, "MAX_SKINNY_ROWS", 0)
     monkeypatch.setattr(w8, "choose_w8_hopper", lambda *_, **__: config)
     for m in (1, 19, 64) if config.tile_m == 64 else (1, 19, 64, 130, 300):
@@ -115,7 +115,7 @@ def test_deterministic_rows_do_not_depend_on_m(cp):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("k", [128, 4096 + 16])
 def test_sums_of_a_group_are_exact(xp, k, dtype):
-    """Groups of the largest codes, whose sums have opposite signs: their total is below 2^24."""
+    """Groups of extreme codes whose sums have opposite signs; the total stays below 2^24."""
     rng = np.random.default_rng(0)
     signs = np.repeat((-1) ** np.arange(-(-k // 128)), 128)[:k]
     weight = (rng.integers(-128, -99, (33, k)) * signs).clip(-128, 127).astype(np.int8)
@@ -124,7 +124,7 @@ def test_sums_of_a_group_are_exact(xp, k, dtype):
     assert abs(exact).max() < 2**24
     gx, gw, ones = cases.to_module(xp, codes, weight, np.ones(33, np.float32))
     scales = xp.ones((70, -(-k // 128)), np.float32)
-    bias = xp.zeros(33, np_dtype(dtype))  # says which module computes it
+    bias = xp.zeros(33, np_dtype(dtype))  # its dtype selects the module
     for m in (1, 8, 70):
         got = kernels.gemm_int8(
             gx[:m], gw, ones, x_scales=scales[:m], bias=bias, out_dtype=np.float32
@@ -134,7 +134,7 @@ def test_sums_of_a_group_are_exact(xp, k, dtype):
 
 @pytest.mark.parametrize("m", [1, 8, 70])
 def test_a_large_value_spoils_its_group_only(xp, m):
-    """With one scale for the row, codes of all its other values would be 0."""
+    """With one scale per row, the codes of all other values in the row would be 0."""
     x, weight, scales, _, _ = inputs(m, 64, 384, "float16")
     x[:, 130] = 3e4
     weight[:, 130] = 0

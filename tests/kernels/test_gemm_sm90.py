@@ -1,4 +1,4 @@
-"""gemm on Hopper: every tile against the mirror and float64, the choice, what ptxas says."""
+"""gemm on Hopper: every tile against the mirror and float64, tile choice, ptxas warnings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _inputs(m, n, k, dtype, seed=0):
 @pytest.mark.grid("dtype", HALVES)
 @pytest.mark.grid("config", CONFIGS)
 def test_every_tile_matches_mirror(hopper, monkeypatch, config, dtype):
-    """Random sizes that nothing divides, all results' alignments, nothing written outside."""
+    """Random odd sizes, every output alignment, no out-of-bounds writes."""
     _force(monkeypatch, config)
     rng = np.random.default_rng(config.tile_m * config.tile_n + config.cluster_size)
     sizes = [
@@ -73,7 +73,7 @@ def test_every_tile_matches_mirror(hopper, monkeypatch, config, dtype):
 @pytest.mark.grid("pdl", [False, True])
 @pytest.mark.grid("config", CONFIGS)
 def test_ctas_that_compute_many_tiles(hopper, monkeypatch, config, pdl):
-    """Two launches, so that the second one begins while the first one stores."""
+    """Two launches: the second begins while the first is still storing."""
     _force(monkeypatch, config)
     m, n, k = 2312, 2056, 1096
     x, weight, _, _ = _inputs(m, n, k, "bfloat16", seed=config.tile_m + config.tile_n)
@@ -89,7 +89,7 @@ def test_ctas_that_compute_many_tiles(hopper, monkeypatch, config, pdl):
 @pytest.mark.parametrize("activation", [None, "swiglu"])
 @pytest.mark.parametrize("config", [p for p in CONFIGS if p.values[0].stores])
 def test_results_by_map_into_rows_that_lie_apart(hopper, monkeypatch, config, activation):
-    """Also upside down, which no map describes, and into a view that begins 8 bytes off."""
+    """Also reversed rows, which no tensor map can describe, and an output offset by 8 bytes."""
     _force(monkeypatch, config)
     m, n, k = 530, 1040, 264
     x, weight, _, _ = _inputs(m, n, k, "bfloat16")
@@ -147,7 +147,7 @@ def test_silu_and_mul(hopper, monkeypatch, config, m):
 @pytest.mark.grid("dtype", HALVES)
 @pytest.mark.grid("config", GATED)
 def test_swiglu(hopper, monkeypatch, config, dtype):
-    """Gate before up; sizes whose halves end within a tile, and fewer rows than a tile has."""
+    """Gate rows before up rows; halves that end within a tile, and fewer rows than a tile."""
     _force(monkeypatch, config)
     monkeypatch.setattr(gemm_launch, "_APART_MAX_M", 0)
     for m, n, k in [(1, 16, 1032), (50, 272, 1104), (193, 624, 1032), (300, 2096, 1096)]:
@@ -212,7 +212,7 @@ def test_where_swiglu_is_fused():
 @pytest.mark.gpu
 @pytest.mark.grid("config", CONFIGS)
 def test_rows_that_do_not_fill_a_tile(hopper, monkeypatch, config):
-    """A last tile of one row to all but one, also where a cluster's second tile has none."""
+    """Last tiles with 1 to n - 1 rows, including clusters whose second tile has none."""
     _force(monkeypatch, config)
     n, k = 200, 1032
     tile = config.tile_m
@@ -252,7 +252,7 @@ def test_error_is_no_larger_than_cublas(hopper, m, n, k, dtype):
 
 @pytest.mark.gpu
 def test_rows_are_summed_alike_by_every_tile(hopper, monkeypatch):
-    """What deterministic rests on: CTAs that sum all of k give the same bits."""
+    """The basis of `deterministic`: CTAs that sum all of k produce the same bits."""
     x, weight, _, _ = _inputs(300, 520, 2056, "bfloat16")
     gx, gw = cases.to_module(hopper, x, weight)
     results = []
@@ -268,7 +268,7 @@ def test_rows_are_summed_alike_by_every_tile(hopper, monkeypatch):
 
 @pytest.mark.gpu
 def test_a_chain_in_which_each_reads_what_the_last_wrote(hopper, monkeypatch):
-    """Launches pdl: a kernel must still wait for its operands, and for those who read."""
+    """With pdl, a kernel must still wait for its operands and for readers of its output."""
     configs = list(HOPPER_CONFIGS)
     weights = [cases.normal((512, 512), "float16", seed=i, scale=512**-0.5) for i in range(20)]
     start = cases.normal((200, 512), "float16", seed=99)
@@ -295,10 +295,10 @@ def test_the_tier_decides(hopper, monkeypatch, tier):
     kernels.gemm(*cases.to_module(hopper, x, weight))
     assert len(launched) == (tier == "auto")
     kernels.gemm(*cases.to_module(hopper, x.astype(np.float32), weight.astype(np.float32)))
-    assert len(launched) == (tier == "auto")  # float32 has no such kernel
+    assert len(launched) == (tier == "auto")  # float32 has no Hopper kernel
 
 
-@pytest.mark.parametrize("sm_count", [1, 8, 16, 114, 132])  # a part of a chip has few
+@pytest.mark.parametrize("sm_count", [1, 8, 16, 114, 132])  # a partitioned GPU has few
 def test_choice_covers_the_problem(sm_count):
     for n, k in [*MODEL_LAYERS.values(), (1, 8), (100, 4096), (7, 64)]:
         for m in (1, 33, 64, 256, 1000, 4096, 100_000):
@@ -346,7 +346,7 @@ def test_choice_at_known_problems():
 
 
 def test_bands():
-    """Neighbours share what clusters do not, until CTAs compute many tiles."""
+    """Neighbouring CTAs share operands like clusters do, until CTAs compute many tiles."""
     for config, m, band in (
         (HopperConfig(128, 64, cluster_m=2), 1024, 1),
         (HopperConfig(128, 112, cluster_n=2), 2048, 16),

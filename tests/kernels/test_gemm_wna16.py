@@ -71,7 +71,7 @@ def test_swiglu_matches_mirror(xp, name, f, k, m):
         moved = {key: xp.asarray(value) for key, value in extra.items()}
         gx, gw = xp.asarray(x), weight_to(xp, weight)
         got = kernels.gemm_wna16(gx, gw, activation="swiglu", **moved)
-        if f % 16 and xp is not np:  # a kernel of its own: gate and up are rounded
+        if f % 16 and xp is not np:  # separate kernel: gate and up are rounded in between
             packed = to_numpy(kernels.gemm_wna16(gx, gw, **moved))
             assert_close(got, reference.swiglu(packed))
             continue
@@ -84,7 +84,7 @@ def test_swiglu_matches_mirror(xp, name, f, k, m):
 
 @pytest.mark.parametrize("m", [1, 9, 33])
 def test_float32_result(xp, m):
-    """The logits: summed and stored as float32."""
+    """Logits: accumulated and stored in float32."""
     n, k = 300, 512
     weight, x = random_weight("q6_k", n, k), cases.normal((m, k), "bfloat16", seed=1)
     got = kernels.gemm_wna16(xp.asarray(x), weight_to(xp, weight), out_dtype=np.float32)
@@ -132,7 +132,7 @@ def test_every_way_to_cut(cp, monkeypatch, name, m):
 
 @pytest.mark.parametrize("m", [3, 12, 20])
 def test_views(xp, m):
-    """Rows of x and out that lie apart, and ones that start at an odd element."""
+    """Rows of x and out with padding between them, and rows that start at an odd element."""
     weight, x = random_weight("int4_g32", 40, 96), cases.normal((m, 96), "bfloat16", seed=1)
     want = reference.gemm_wna16(x, weight)
     for extra, start in ((8, 8), (5, 3)):
@@ -170,7 +170,7 @@ def test_deterministic_rows_do_not_depend_on_their_neighbours(cp, m):
 
 @pytest.mark.gpu
 def test_overlapping_kernels_wait_for_each_other(cp):
-    """A chain of products, each of which reads what the one before wrote and overwrites its x."""
+    """A chain of GEMMs; each reads its predecessor's output and overwrites its input."""
     names = ("int4_g128", "q4_0", "q8_0", "q6_k")
     weights = [weight_to(cp, random_weight(name, 1024, 1024, 9)) for name in names]
     x = cp.asarray(cases.normal((1, 1024), "bfloat16", seed=9))

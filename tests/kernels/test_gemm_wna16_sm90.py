@@ -42,7 +42,7 @@ def _force(monkeypatch, config):
 
 
 def _want(config, x, weight, **options):
-    """Return the mirror's result, with weights rounded to x's dtype where the tile rounds them."""
+    """Return the mirror's result; weights are rounded to x's dtype if the tile rounds them."""
     if config.scales_sums:
         return reference.gemm_wna16(x, weight, **options)
     return reference.gemm(x, reference.dequantize(weight, dtype_name(x.dtype)), **options)
@@ -83,7 +83,7 @@ def test_scales_in_bfloat16(hopper, name, dtype):
 @pytest.mark.grid("name", ["int4_g128", "q6_k"])
 @pytest.mark.grid("config", CONFIGS)
 def test_every_tile_matches_mirror(hopper, monkeypatch, config, name):
-    """Sizes that nothing divides, fewer rows than a tile has, nothing written outside."""
+    """Odd sizes, fewer rows than a tile, no out-of-bounds writes."""
     if not config.supports(FORMATS[name]):
         pytest.skip("no such module")
     _force(monkeypatch, config)
@@ -95,7 +95,7 @@ def test_every_tile_matches_mirror(hopper, monkeypatch, config, name):
         (*rng.integers(1, 700, 2), 8 * int(rng.integers(1, 160))),
     ]
     for i, (m, n, k) in enumerate(sizes):
-        k = max(k, 64 * config.depth * config.splits)  # of which every CTA has a share
+        k = max(k, 64 * config.depth * config.splits)  # enough k for every CTA
         weight, x = random_weight(name, n, k), cases.normal((m, k), "bfloat16", seed=i)
         out, buffer = cases.guarded(hopper, (m, n), x.dtype)
         kernels.gemm_wna16(hopper.asarray(x), weight_to(hopper, weight), out=out, pdl=i % 2 == 0)
@@ -106,7 +106,7 @@ def test_every_tile_matches_mirror(hopper, monkeypatch, config, name):
 @pytest.mark.gpu
 @pytest.mark.grid("config", CONFIGS)
 def test_ctas_that_compute_many_tiles(hopper, monkeypatch, config):
-    """Two launches, so that the second one begins while the first one stores."""
+    """Two launches: the second begins while the first is still storing."""
     _force(monkeypatch, config)
     m, n, k = 2312, 2056, 1032
     weight, x = random_weight("int4_g64", n, k), cases.normal((m, k), "bfloat16", seed=1)
@@ -142,7 +142,7 @@ def test_epilogues(hopper, monkeypatch, config, activation):
 @pytest.mark.gpu
 @pytest.mark.grid("config", CONFIGS)
 def test_swiglu(hopper, monkeypatch, config):
-    """Halves that end within a tile, and one that is no whole row tiles."""
+    """Halves that end within a tile, and halves that are not whole row tiles."""
     name = "int8_g128" if config.scales_sums else "q4_k"
     _force(monkeypatch, config)
     for m, n, k in [(1, 32, 1032), (50, 288, 1104), (193, 624, 1032), (300, 2080, 1536)]:
@@ -169,7 +169,7 @@ def test_a_row_has_the_same_bits_in_any_company(hopper, dtype):
 
 @pytest.mark.gpu
 def test_rows_are_summed_alike_by_every_tile(hopper, monkeypatch):
-    """What deterministic rests on: CTAs that sum all of k give the same bits."""
+    """The basis of `deterministic`: CTAs that sum all of k produce the same bits."""
     weight, x = random_weight("int4_g128", 520, 2056), cases.normal((300, 2056), "bfloat16", seed=1)
     gx, gw = hopper.asarray(x), weight_to(hopper, weight)
     results = []
@@ -183,7 +183,7 @@ def test_rows_are_summed_alike_by_every_tile(hopper, monkeypatch):
 
 @pytest.mark.gpu
 def test_a_chain_in_which_each_reads_what_the_last_wrote(hopper, monkeypatch):
-    """Launches pdl: a kernel must still wait for its operands, and for those who read."""
+    """With pdl, a kernel must still wait for its operands and for readers of its output."""
     weights = [random_weight("int8_g128", 512, 512, seed=i) for i in range(12)]
     start, form = cases.normal((200, 512), "float16", seed=99), FORMATS["int8_g128"]
     on_device = [weight_to(hopper, weight) for weight in weights]
@@ -209,7 +209,7 @@ def test_the_tier_decides(hopper, monkeypatch, tier):
     assert len(launched) == (tier == "auto")
 
 
-@pytest.mark.parametrize("sm_count", [1, 8, 114, 132])  # a part of a chip has few
+@pytest.mark.parametrize("sm_count", [1, 8, 114, 132])  # a partitioned GPU has few
 def test_choice_covers_the_problem(sm_count):
     for n, k in [*MODEL_LAYERS.values(), (1, 8), (100, 4096), (7, 64)]:
         for m in (1, 17, 33, 64, 256, 1000, 4096, 100_000):

@@ -13,7 +13,7 @@ from engine.testing.cases_elementwise import PAGES, assert_guards, assert_same, 
 
 
 def _pairs(num_blocks):
-    """Half of the blocks to the other half, in random order; one source is used twice."""
+    """Copy half the blocks to the other half, in random order; one source is used twice."""
     ids = np.random.default_rng(1).permutation(num_blocks).astype(np.int32)
     half = num_blocks // 2
     pairs = np.stack([ids[:half], ids[half : 2 * half]], axis=1)

@@ -58,7 +58,7 @@ def test_rows_of_no_sequence_are_nan(xp):
 
 
 def test_views(xp):
-    """Misaligned pages, and tables that are some columns of wider ones."""
+    """Misaligned pages, and tables that are columns of wider tables."""
     k_pages, v_pages, tables, lens, cu = _inputs((5, 2, 16, 64), "float16", [18, 40])
     wide = np.concatenate([tables, tables], axis=1)
     got = kernels.kv_gather(

@@ -33,7 +33,7 @@ def test_matches_mirror(xp, shape, dtype):
     (k_pages, k_buffer), (v_pages, v_buffer) = buffers
     gk, gv, gslots = cases.to_module(xp, k, v, slots)
     assert kernels.kv_store(gk, gv, k_pages, v_pages, gslots) is None
-    assert_same(k_pages, want[0])  # and all the rest is still NaN
+    assert_same(k_pages, want[0])  # everything else is still NaN
     assert_same(v_pages, want[1])
     assert_guards(k_buffer)
     assert_guards(v_buffer)

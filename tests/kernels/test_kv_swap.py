@@ -13,7 +13,7 @@ from engine.testing.cases_elementwise import PAGES, assert_guards, assert_same, 
 
 
 def _pairs(num_source, num_target):
-    """As many pairs as there are targets, at most; sources repeat if they are fewer."""
+    """Return up to one pair per target; sources repeat if there are fewer of them."""
     rng = np.random.default_rng(1)
     targets = rng.permutation(num_target)[: max(1, num_target - 1)]
     return np.stack([rng.integers(0, num_source, len(targets)), targets], axis=1).astype(np.int32)
@@ -38,7 +38,7 @@ def test_matches_mirror(xp, shape, num_slabs, dtype):
 def test_packing_and_unpacking_restore_the_pages(xp, dtype):
     host = cases.normal((6, 7, 2, 16, 8), dtype, seed=3)
     pages = xp.array(host)
-    packed = xp.zeros((3, 6, 2, 16, 8), host.dtype)  # blocks first: one contiguous piece
+    packed = xp.zeros((3, 6, 2, 16, 8), host.dtype)  # block axis first: each block is contiguous
     there = np.array([[5, 0], [1, 1], [6, 2]], np.int32)
     kernels.kv_swap(pages, packed.swapaxes(0, 1), xp.asarray(there))
     assert_same(packed, np.ascontiguousarray(host[:, there[:, 0]].swapaxes(0, 1)))

@@ -1,4 +1,4 @@
-"""Under every op: the loader of kernels, its disk cache, the launch helper and the contract."""
+"""Shared by all ops: kernel loader, disk cache, launch helper and contract."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPEC = ModuleSpec("tiny.cu", "float32", (("FACTOR", 3),))
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
-    """A folder of one small CUDA file with a header, and an empty cache."""
+    """A folder with one small CUDA file and a header, and an empty cache."""
     try:
         _nvrtc.version()
     except CompileError as error:
@@ -56,7 +56,7 @@ def _forget_sources():
 
 
 def _compile(spec=SPEC, arch="sm_80"):
-    """Compile, or find it; return the module and how often was compiled."""
+    """Load a module; return it and the number of compilations."""
     before = _module.stats().compiled
     found = _module.compile_module(spec, arch)
     assert found.path.read_bytes()[:4] == b"\x7fELF"
@@ -89,7 +89,7 @@ def test_what_the_result_depends_on_is_in_the_key(sources):
         seen.add(found.path)
     header = sources / "common/scale.cuh"
     header.write_text(header.read_text().replace("2.0f", "5.0f"))
-    _forget_sources()  # as a new process does
+    _forget_sources()  # like a new process
     found, count = _compile()
     assert count == 1 and len(seen | {found.path}) == 5
 
@@ -178,7 +178,7 @@ def test_a_disk_that_is_full_is_named(sources, monkeypatch):
     with pytest.raises(CompileError, match=r"kernel cache .* No space left .* ENGINE_CACHE_DIR"):
         _module.compile_module(SPEC, "sm_80")
     folder = _module._cache_folder(Path(os.environ["ENGINE_CACHE_DIR"]))
-    assert not list(folder.iterdir())  # nothing half written stays
+    assert not list(folder.iterdir())  # no partial files remain
 
 
 # --- compiling ----------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_errors_carry_the_compilers_words(sources):
 
 def test_many_at_once(sources, capsys):
     specs = [ModuleSpec("tiny.cu", "float32", (("FACTOR", i % 5),)) for i in range(10)]
-    hopper = ModuleSpec("tiny_sm90.cu", "float32")  # is not for this architecture
+    hopper = ModuleSpec("tiny_sm90.cu", "float32")  # not for this architecture
     found = _module.compile_all([*specs, hopper], "sm_80")
     assert [module.spec for module in found] == specs[:5] and _module.stats().compiled == 5
     assert capsys.readouterr() == ("", "")
@@ -332,7 +332,7 @@ def test_arrays_of_two_modules_are_refused(cp):
 
 def test_a_target_may_come_by_dlpack_and_must_be_writeable():
     class Foreign:
-        """What other libraries' arrays are to an op."""
+        """Stand-in for an array of another library."""
 
         def __init__(self, array):
             self.array = array

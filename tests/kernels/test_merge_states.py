@@ -15,7 +15,7 @@ from engine.testing.cases_attention import cu_seqlens, normal_on
 from engine.testing.cases_elementwise import misaligned
 from engine.testing.tolerances import assert_close
 
-# (S, T, H, D): one state, pairs, more than are in flight at once; widths no vector divides; wide.
+# (S, T, H, D): one state, pairs, more than are in flight; unvectorizable widths; wide rows.
 SHAPES = (
     (1, 3, 2, 64),
     (2, 5, 32, 128),
@@ -32,7 +32,7 @@ SHAPES = (
 
 
 def _states(shape, dtype, *, has_empty=True):
-    """Return outputs and lses; a third of the states is empty, and then holds NaN."""
+    """Return outputs and log-sum-exps; a third of the states are empty and hold NaN."""
     outputs = cases.normal(shape, dtype, seed=1)
     lses = cases.normal(shape[:3], "float32", seed=2, scale=4.0, mean=3.0)
     if has_empty:
@@ -79,7 +79,7 @@ def test_misaligned(xp, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_states", [1, 2, 3])
 def test_large(cp, num_states):
-    """More than L2 keeps: two rows a thread; a last block that is not full."""
+    """More data than L2 holds: two rows per thread, and a partial last block."""
     shape = (num_states, 5001, 27, 128)
     outputs = normal_on(cp, shape, "bfloat16", 1)
     lses = normal_on(cp, shape[:3], "float32", 2) * 4
@@ -104,7 +104,7 @@ def test_mirror_is_the_formula():
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_empty_and_extreme_states(xp, dtype):
-    """All empty gives 0 and -inf; one that is not gives its own bits; no lse is too large."""
+    """All empty: 0 and -inf. One non-empty: its own bits. Any log-sum-exp magnitude works."""
     outputs = cases.normal((3, 4, 1, 8), dtype, seed=4)
     lses = np.array(
         [[-np.inf, -np.inf, 1e30, -1e30], [-np.inf, 2.5, -1e30, -np.inf], [-np.inf] * 4]
@@ -120,7 +120,7 @@ def test_empty_and_extreme_states(xp, dtype):
 
 @pytest.mark.parametrize("cuts", [(0, 40), (1, 17), (40,), (13, 13, 39)])
 def test_merged_parts_are_the_whole(xp, cuts):
-    """Attention over pieces of the keys, merged, is attention over all of them."""
+    """Merging attention over pieces of the keys gives attention over all keys."""
     q, k, v = (cases.normal((n, 2, 16), "float32", seed=n + i) for i, n in enumerate((6, 40, 40)))
     where = {"cu_seqlens_q": cu_seqlens([6]), "causal": False, "return_lse": True}
     want, want_lse = reference.attention_prefill(q, k, v, cu_seqlens_k=cu_seqlens([40]), **where)

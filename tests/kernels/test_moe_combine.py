@@ -11,7 +11,7 @@ from engine.testing import cases
 from engine.testing.cases_elementwise import assert_guards, misaligned
 from engine.testing.tolerances import assert_close
 
-# (T, k, N): one token, more experts than loads in flight, widths no vector divides, empty.
+# (T, k, N): one token, more experts than loads in flight, unvectorizable widths, empty.
 SHAPES = (
     (1, 8, 2048),
     (3, 1, 63),

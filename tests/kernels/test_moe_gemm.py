@@ -17,8 +17,8 @@ from engine.testing.cases_elementwise import assert_guards, misaligned
 from engine.testing.cases_moe import routing_of
 from engine.testing.tolerances import assert_close
 
-# (T, E, k, K, R): one token, few and many an expert, more experts than pairs, widths that no tile
-# or vector divides, one expert, sizes of 0.
+# (T, E, k, K, R): one token, few and many per expert, more experts than pairs, widths that are not
+# multiples of a tile or vector, one expert, sizes of 0.
 SHAPES = (
     (1, 4, 2, 64, 96),
     (3, 128, 8, 128, 192),
@@ -39,7 +39,7 @@ ROUTERS = ("random", "one", "few")
 
 
 def _routing(num_tokens, num_experts, top_k, router="random"):
-    """Tokens to random experts; all to the same ones; to a third of the experts."""
+    """Route tokens to random experts; all to the same ones; to a third of the experts."""
     rng = np.random.default_rng([num_tokens, num_experts, top_k])
     if router == "one":
         chosen = np.tile(np.arange(num_experts)[-top_k:], (num_tokens, 1))
@@ -125,7 +125,7 @@ def test_epilogue_matches_mirror(xp, tier, shape, activation, dtype):
 )
 @pytest.mark.grid("activation", ACTIVATIONS)
 def test_every_tile_matches_mirror(cp, monkeypatch, config, dtype, activation):
-    """Any tile may have any number of rows of an expert."""
+    """A tile may hold any number of an expert's rows."""
     monkeypatch.setenv("ENGINE_KERNEL_TIER", "portable")
     monkeypatch.setattr(portable, "choose_config", lambda *_, **__: config)
     for shape in ((1, 4, 2, 64, 96), (3, 128, 8, 128, 192), (300, 5, 3, 136, 520)):
@@ -188,7 +188,7 @@ def test_experts_without_tokens_are_not_read(xp, tier, dtype):
 @pytest.mark.grid("scatter", [False, True])
 @pytest.mark.grid("shape", [(1, 4, 2, 64, 96), (33, 7, 3, 64, 64), (300, 5, 3, 136, 520)])
 def test_a_run_of_experts(xp, tier, shape, scatter, dtype):
-    """Offsets that begin later and end earlier: other rows are not computed, nor written."""
+    """Offsets may start late and end early: rows outside are neither computed nor written."""
     num_experts = shape[1]
     x, weight, bias = _inputs(shape, dtype, scatter=scatter)
     for router in ROUTERS:
@@ -229,7 +229,7 @@ def test_mirror_is_the_loop(shape, activation, scatter):
 
 
 def test_a_layer_is_the_sum_over_each_tokens_experts(xp, tier):
-    """Route, two products and their sum, against dense products by every expert."""
+    """Routing, two grouped GEMMs and their sum, against dense GEMMs by every expert."""
     num_tokens, num_experts, top_k, hidden, width = 33, 6, 2, 48, 40
     x = cases.normal((num_tokens, hidden), "float32", seed=1)
     first = cases.normal((num_experts, 2 * width, hidden), "float32", seed=2, scale=hidden**-0.5)
@@ -253,7 +253,7 @@ def test_choice_covers_the_problem():
         for config in tile_configs(dtype):
             for pairs, experts in ((1, 1), (8, 128), (2048, 128), (1000, 3), (40_000, 256)):
                 tiles, columns = config.grid(pairs, experts, 1536)
-                most = min(pairs, experts)  # of experts that have a pair, each one tile not full
+                most = min(pairs, experts)  # experts with a pair; each may have one partial tile
                 assert tiles >= min(pairs, most + (pairs - most) // config.tile_m)
                 assert columns * config.tile_n >= 1536
             assert config.shared_bytes <= 99 * 1024

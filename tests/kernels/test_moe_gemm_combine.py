@@ -19,10 +19,10 @@ from engine.weights import FORMATS, unpack_weight
 from engine.weights.formats import TILE_ROWS
 from engine.weights.stack import stack_matrices
 
-# One for every way to decode: kind of code, of scale and of offset.
+# One format per decoding path: code type, scale type, offset type.
 SAMPLES = ("fp8_block", "fp8", "int8", "mxfp4", "int4_g128", "int8_g64_zp", "q5_1", "q4_k", "q6_k")
-# (T, E, k, K, R): one token, several with experts in common, k and R that no stage or row tile
-# divides, fewer experts than pairs, many tokens.
+# (T, E, k, K, R): one token, several that share experts, K and R that are not multiples of a stage
+# or row tile, fewer experts than pairs, many tokens.
 SHAPES = (
     (1, 8, 4, 768, 64),
     (1, 3, 1, 16, 16),
@@ -33,13 +33,13 @@ SHAPES = (
     (33, 7, 3, 144, 64),
     (0, 4, 2, 64, 32),
 )
-LARGEST_SHARED = 220 << 10  # of a block on Hopper, beside what the kernels declare
+LARGEST_SHARED = 220 << 10  # bytes per block on Hopper, excluding static shared memory
 EXTRAS = ((), ("bias", "residual"), ("shared", "shared_gate", "residual"), ("shared", "bias"))
 
 
 @pytest.fixture
 def one_kernel(request, monkeypatch):
-    """Up to 8 tokens are one kernel, however few blocks it has; the number of those launched."""
+    """Use one kernel for up to 8 tokens, however few its blocks; record the kernels launched."""
     launched, launch = [], few_tokens.launch
     if "xp" in request.fixturenames and request.getfixturevalue("xp") is np:
         return launched
@@ -81,7 +81,7 @@ def _inputs(name, shape, dtype, extras=EXTRAS[1]):
 
 
 def _wanted(x, weight, routing, others):
-    """Return the mirror's result; the one kernel rounds neither weights nor outputs of experts."""
+    """Return the mirror's result; the single kernel rounds neither weights nor expert outputs."""
     wide = {key: value.astype(np.float32) for key, value in others.items()}
     result = reference.moe_gemm_combine(x.astype(np.float32), weight, routing, **wide)
     return result.astype(x.dtype)
@@ -98,7 +98,7 @@ def _check(xp, name, shape, dtype, extras):
     for _ in range(2):  # the second call may overlap the first
         got = kernels.moe_gemm_combine(gx, gw, moved, pdl=True, out=out, **on_device)
         assert got is out
-    # Where two kernels are launched, they round each expert's output, and maybe its weights.
+    # Two separate kernels round each expert's output, and possibly its weights.
     assert_close(got, want, reduction=max(shape[3], 257) * shape[2], name=f"{name} {shape}")
     assert_guards(buffer)
 
@@ -173,10 +173,10 @@ def test_which_calls_are_one_kernel(cp, monkeypatch):
     rows = 16 * cp.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]
     assert ways((8, 6, 3, 528, rows)) == [True]
     assert ways((1, 6, 3, 528, 208)) == [True]
-    assert True not in ways((2, 6, 3, 528, rows + 16))  # one multiprocessor has a block more
+    assert True not in ways((2, 6, 3, 528, rows + 16))  # one SM gets an extra block
     assert True not in ways((9, 6, 3, 528, rows))
     assert True not in ways((2, 6, 3, 528, rows), deterministic=True)
-    assert True not in ways((2, 6, 3, 520, rows))  # rows of x that are not aligned
+    assert True not in ways((2, 6, 3, 520, rows))  # unaligned rows of x
     assert True not in ways((2, 6, 3, 528, rows), move=lambda x: misaligned(cp, x))
 
 
@@ -195,7 +195,7 @@ def test_in_place(xp, one_kernel, name):
 
 
 def test_broken_numbers_stay_with_their_token(xp, one_kernel):
-    """A NaN in a token's rows is in its result and in no other's."""
+    """NaN in a token's row affects its own result only."""
     x, weight, routing, _ = _inputs("fp8_block", (5, 16, 4, 272, 96), "bfloat16")
     x[np.flatnonzero(routing.order // 4 == 2)[1], 7] = np.nan
     moved = Routing(*cases.to_module(xp, *routing))
@@ -210,7 +210,7 @@ def test_broken_numbers_stay_with_their_token(xp, one_kernel):
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp4"])
 @pytest.mark.parametrize("num_tokens", [1, 7])
 def test_a_chain_in_place_has_the_bits_of_single_calls(cp, one_kernel, name, num_tokens):
-    """Each kernel begins before those have ended whose results it takes."""
+    """Each kernel is launched before the kernels that produce its inputs have ended."""
     hidden, width, experts, top_k = 512, 256, 16, 4
     matrices = [
         weight_to(cp, stack_matrices([random_weight(name, *shape, s) for s in range(experts)]))

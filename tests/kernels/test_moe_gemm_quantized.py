@@ -1,4 +1,4 @@
-"""moe_gemm of quantized weights: both tiers against the mirror, the mirror against a loop."""
+"""moe_gemm with quantized weights: both tiers against the mirror, the mirror against a loop."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from engine.weights import FORMATS, Weight, unpack_weight
 from engine.weights.stack import stack_matrices, take_matrices
 
 NAMES = (*PACKED_FORMATS, *BYTE_FORMATS)
-# One for every way to decode: kind of code, of scale and of offset.
+# One format per decoding path: code type, scale type, offset type.
 SAMPLES = ("fp8_block", "fp8", "int8", "mxfp4", "int4_g128", "int8_g64_zp", "q5_1", "q4_k", "q6_k")
 DTYPES = ("float16", "bfloat16")
-# (T, E, k, K, R): one token, few and many an expert, more experts than pairs, widths that no tile
-# divides, one expert, nothing.
+# (T, E, k, K, R): one token, few and many per expert, more experts than pairs, widths that are not
+# multiples of a tile, one expert, no tokens.
 SHAPES = (
     (1, 4, 2, 64, 32),
     (5, 16, 4, 256, 96),
@@ -60,7 +60,7 @@ def _weight(name, num_experts, rows, k, scales="float16") -> Weight:
 
 
 def _routing(num_tokens, num_experts, top_k, router="random"):
-    """Tokens to random experts; all to the same ones."""
+    """Route tokens to random experts; all to the same ones."""
     rng = np.random.default_rng([num_tokens, num_experts, top_k])
     chosen = np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :top_k]
     if router == "one":
@@ -97,7 +97,7 @@ def _wanted(x, weight, routing, *, rounded=True, **options):
 
 
 def _check(xp, name, shape, dtype, router, **options):
-    """Compare a call with the mirror's result, and look past the end of `out`."""
+    """Compare a call with the mirror, and check the memory past the end of `out`."""
     x, weight, bias = _inputs(name, shape, dtype, scatter=options.get("scatter", False))
     routing = _routing(*shape[:3], router)
     few = _is_few(xp, shape[0]) and not (shape[3] % 16 or _splits_tiles(weight, options))
@@ -113,7 +113,7 @@ def _check(xp, name, shape, dtype, router, **options):
 
 
 def _check_codes(xp, monkeypatch, shape, dtype, router, **options):
-    """As `_check`, of x that is quantized: as codes, or rounded to `dtype` by any other kernel."""
+    """Like `_check`, for quantized x: as codes, or rounded to `dtype` by the other kernels."""
     x, weight, bias = _inputs("fp8_block", shape, dtype, scatter=options.get("scatter", False))
     routing, calls, launch = _routing(*shape[:3], router), [], codes_sm90.launch
     with monkeypatch.context() as patch:
@@ -129,13 +129,13 @@ def _check_codes(xp, monkeypatch, shape, dtype, router, **options):
         few = _is_few(xp, shape[0]) and not shape[3] % 16
         numbers = rounded_rows(x).astype(x.dtype)
         want = _wanted(numbers, weight, routing, rounded=not few, bias=bias, **options)
-    # Hopper's sums of e4m3 have fewer bits than those of float16.
+    # Hopper accumulates e4m3 with fewer bits than float16.
     name = f"{shape} {router} {options}"
     assert_close(got, want, reduction=max(shape[3], 257), dtype="bfloat16", name=name)
     return bool(calls)
 
 
-# Rows of up that lie as those of gate; that do not; many tokens an expert; k no multiple of 128.
+# Up rows aligned like gate rows; not aligned; many tokens per expert; K not a multiple of 128.
 CODES_SHAPES = (
     *SHAPES,
     (70, 4, 2, 384, 256),
@@ -185,7 +185,7 @@ def test_rows_of_codes_do_not_depend_on_the_company(xp, tier):
 @pytest.mark.parametrize("scatter", [False, True])
 @pytest.mark.parametrize("name", ["fp8_block", "fp8_block codes", "mxfp4", "q4_k"])
 def test_a_run_of_experts(xp, tier, name, scatter):
-    """Offsets that begin later and end earlier: other rows are not computed, nor written."""
+    """Offsets may start late and end early: rows outside are neither computed nor written."""
     form, _, codes = name.partition(" ")
     options = {"scatter": scatter, "quantize_x": bool(codes), "pdl": True}
     for shape in ((5, 16, 4, 256, 96), (33, 7, 3, 512, 256)):
@@ -214,7 +214,7 @@ def test_only_blocks_take_codes(name):
 
 
 def test_codes_match_loop():
-    """The mirror with `quantize_x`, against gemm_fp8's mirror of one expert."""
+    """The mirror with `quantize_x`, against gemm_fp8's mirror per expert."""
     x, weight, _ = _inputs("fp8_block", (40, 1, 1, 300, 64), "float32")
     routing = _routing(40, 1, 1)
     got = reference.moe_gemm(x, weight, routing, quantize_x=True)
@@ -245,7 +245,7 @@ def test_every_shape_matches_mirror(xp, tier, name, shape, dtype):
 @pytest.mark.grid("config", CONFIGS)
 @pytest.mark.grid("name", SAMPLES)
 def test_every_tile_matches_mirror(hopper, monkeypatch, name, config, dtype):
-    """Any tile may have any number of rows of an expert."""
+    """A tile may hold any number of an expert's rows."""
     monkeypatch.setattr(quantized_sm90, "choose_config", lambda *_, **__: config)
     for shape in ((1, 4, 2, 128, 96), (33, 7, 3, 528, 208), (150, 3, 2, 144, 288)):
         for router in ("random", "one"):
@@ -259,7 +259,7 @@ def test_every_tile_matches_mirror(hopper, monkeypatch, name, config, dtype):
 @pytest.mark.grid("dtype", DTYPES)
 @pytest.mark.grid("name", SAMPLES)
 def test_every_way_to_cut(cp, monkeypatch, name, dtype):
-    """Parts of k, units of several rounds, experts with several tokens."""
+    """Split k, work tiles of several rounds, experts with several tokens."""
     for shape in ((1, 4, 2, 1104, 96), (3, 7, 3, 528, 224), (8, 3, 2, 272, 288)):
         for scatter in (False, True):
             activation = None if scatter else "swiglu"
@@ -275,7 +275,7 @@ def test_every_way_to_cut(cp, monkeypatch, name, dtype):
 
 
 def test_more_tokens_than_few(cp, monkeypatch):
-    """They have kernels that do not ask for a configuration."""
+    """Few tokens use kernels without a tile configuration."""
     monkeypatch.setattr(few_tokens, "launch", None)
     _check(cp, "fp8_block", (few_tokens.MAX_TOKENS + 1, 6, 2, 64, 32), "float16", "random")
 
@@ -283,7 +283,7 @@ def test_more_tokens_than_few(cp, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_tokens_keep_nan(cp, dtype):
-    """A code of NaN makes its row NaN, of every token of the expert, and nothing else."""
+    """A NaN code makes its output feature NaN for every token of the expert, and nothing else."""
     shape = (4, 3, 2, 256, 64)
     x, weight, _ = _inputs("fp8_block", shape, dtype)
     routing = _routing(*shape[:3])
@@ -297,7 +297,7 @@ def test_few_tokens_keep_nan(cp, dtype):
 
 @pytest.mark.gpu
 def test_few_tokens_of_wrong_routings_stay_inside(cp):
-    """Pairs and offsets that do not exist: nothing is read or written outside."""
+    """Invalid pairs and offsets: no out-of-bounds read or write."""
     shape = (4, 5, 2, 128, 64)
     x, weight, _ = _inputs("mxfp4", shape, "float16")
     routing = _routing(*shape[:3])
@@ -322,7 +322,7 @@ def test_bfloat16_scales(xp, tier, name, num_tokens):
 
 
 def test_large_and_small_scales_of_mxfp4(xp, tier):
-    """An expert each: e8m0 exponents that one factor takes, and those that want a second one."""
+    """One expert per case: e8m0 exponents that fit a single factor, and exponents that need two."""
     exponents = (40, 127, 128, 129, 190)
     shape = (40, len(exponents), 2, 128, 64)
     x, weight, _ = _inputs("mxfp4", shape, "bfloat16")
@@ -333,7 +333,7 @@ def test_large_and_small_scales_of_mxfp4(xp, tier):
     want = reference.moe_gemm(x, weight, routing)
     got = to_numpy(kernels.moe_gemm(xp.asarray(x), weight_to(xp, weight), _on(xp, routing)))
     for e, (first, last) in enumerate(zip(routing.offsets, routing.offsets[1:], strict=False)):
-        unit = np.float32(2.0 ** (127 - exponents[e]))  # a bfloat16 has no room for squares
+        unit = np.float32(2.0 ** (127 - exponents[e]))  # its square would overflow bfloat16
         part = [(a[first:last].astype(np.float32) * unit).astype(x.dtype) for a in (got, want)]
         assert_close(*part, reduction=257, name=f"2^{exponents[e] - 127}")
 
@@ -369,7 +369,7 @@ def test_experts_without_tokens_are_not_read(xp, tier, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mirror_is_the_loop(name):
-    """Token by token and expert by expert, with the numbers of the weight in float64."""
+    """Loop over tokens and experts with dequantized weights in float64."""
     shape = (6, 5, 2, 70, 32)
     x, weight, bias = _inputs(name, shape, "float32")
     routing, numbers = _routing(*shape[:3]), unpack_weight(weight).astype(np.float64)
@@ -383,7 +383,7 @@ def test_mirror_is_the_loop(name):
 
 
 def test_scratch_takes_experts_in_parts(xp, monkeypatch):
-    """Few at a time; the weights of fp8_block have blocks that end with each matrix."""
+    """Few experts at a time; fp8_block scale blocks end with each matrix."""
     monkeypatch.setenv("ENGINE_KERNEL_TIER", "portable")
     monkeypatch.setattr(scratch, "_PART_BYTES", 3 * 96 * 256 * 2)
     for name in ("fp8_block", "q5_k"):

@@ -1,4 +1,4 @@
-"""moe_gemm on Hopper: both modules against the mirror, the same bits in any company, the choice."""
+"""moe_gemm on Hopper: both modules against the mirror, batch invariance, tile choice."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _poisoned(cp, shape, dtype):
 def test_every_module_matches_mirror(
     hopper, monkeypatch, config, dtype, num_tokens, num_experts, top_k, hidden, width
 ):
-    """Fewer tokens than an instruction has, more than a tile has, widths no tile divides."""
+    """Fewer tokens than an MMA, more than a tile, widths that are not multiples of a tile."""
     monkeypatch.setattr(sm90, "choose_config", lambda *_: config)
     routing = reference.moe_route(distinct_logits(num_tokens, num_experts, seed=1), top_k)
     x = cases.normal((num_tokens, hidden), dtype, seed=2)
@@ -72,7 +72,7 @@ def test_every_module_matches_mirror(
 
 @pytest.mark.gpu
 def test_a_token_has_the_same_bits_in_any_company(hopper):
-    """Alone, among few (one module) and among many (the other)."""
+    """A token alone, among few (one module) and among many (the other)."""
     hidden, width, num_experts, top_k = 256, 192, 8, 3
     logits = distinct_logits(900, num_experts, seed=1)
     x = hopper.asarray(cases.normal((900, hidden), "bfloat16", seed=2))
@@ -95,7 +95,7 @@ def test_a_token_has_the_same_bits_in_any_company(hopper):
 
 @pytest.mark.gpu
 def test_a_graph_follows_the_routing(hopper):
-    """Captured once, replayed with other counts: the host knows none of them."""
+    """Captured once, replayed with other counts, which the host never knows."""
     num_experts, top_k, hidden, width = 16, 4, 128, 64
     weight = cases.normal((num_experts, 2 * width, hidden), "bfloat16", seed=3, scale=hidden**-0.5)
     x, weight = cases.normal((40, hidden), "bfloat16", seed=2), hopper.asarray(weight)
@@ -113,7 +113,7 @@ def test_a_graph_follows_the_routing(hopper):
         for seed in (5, 6):
             new = distinct_logits(40, num_experts, seed=seed)
             if seed == 6:
-                new[:, :top_k] += 100  # all tokens to the same experts, the others empty
+                new[:, :top_k] += 100  # all tokens go to the same experts; the others are empty
             logits.set(new, stream=stream)
             graph.launch(stream)
             stream.synchronize()

@@ -16,7 +16,7 @@ from engine.testing import cases
 from engine.testing.cases_moe import distinct_logits, tied_logits
 from engine.testing.tolerances import assert_close
 
-# (T, E, k): none, one block and many; every width of the entry points and sizes between them.
+# (T, E, k): no tokens, one block, many; every entry point's width and sizes in between.
 SHAPES = (
     (0, 8, 2),
     (1, 4, 1),
@@ -34,7 +34,7 @@ SHAPES = (
     (5000, 128, 8),
     (5000, 16, 1),
 )
-# (options, experts that they divide)
+# (options, number of experts)
 OPTIONS = (
     ({"renormalize": False}, 60),
     ({"score": "sigmoid", "scale": 2.5}, 60),
@@ -48,7 +48,7 @@ OPTIONS = (
 
 
 def _correction(num_experts):
-    """Return small integers, so that scores stay as far apart as they are."""
+    """Return small integers as logits, so distinct scores stay well separated."""
     return np.random.default_rng(5).integers(-1, 2, num_experts).astype(np.float32)
 
 
@@ -149,7 +149,7 @@ def test_all_tokens_to_one_expert(xp, num_tokens, expert):
     ],
 )
 def test_any_logits_choose_experts_that_exist(xp, options, num_tokens):
-    """Infinities and NaN in some rows: these have distinct experts, the others their results."""
+    """Rows with infinities or NaN still get distinct experts, and other rows are unaffected."""
     logits = distinct_logits(num_tokens, 40, seed=4)
     clean = logits.copy()
     for row, value in enumerate([np.nan, np.inf, -np.inf]):
@@ -184,7 +184,7 @@ def test_load_counts_the_pairs_of_tokens_with_a_slot(xp, num_tokens):
     once = np.bincount(want.experts.reshape(-1), minlength=48) + (1 << 40)
     np.testing.assert_array_equal(to_numpy(load), once)
     got = kernels.moe_route(xp.asarray(logits), 4, slots=xp.asarray(slots), load=load)
-    _assert_same(got, want)  # padding is routed all the same
+    _assert_same(got, want)  # padding is routed as well
     again = np.bincount(want.experts[slots >= 0].reshape(-1), minlength=48)
     np.testing.assert_array_equal(to_numpy(load), once + again)
 

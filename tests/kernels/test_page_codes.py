@@ -1,4 +1,4 @@
-"""Stores and copies of pages of codes: kernels against mirrors, rounding, NaN, bad scales."""
+"""Stores and copies of quantized KV pages: kernels against mirrors, rounding, NaN, bad scales."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_mirror_of_int8_rounds_to_nearest_even_and_saturates():
     scale = np.array([0.25], np.float32)
     reference.kv_store(rows, rows, *pages, slots, k_scale=scale, v_scale=scale)
     got = pages[0].reshape(-1).astype(int)
-    whole = [min(127, max(-127, round(float(half)))) for half in halves]  # Python's is half to even
+    whole = [min(127, max(-127, round(float(half)))) for half in halves]  # half to even
     np.testing.assert_array_equal(got[: len(halves)], whole)
     np.testing.assert_array_equal(got[len(halves) :], [126, 127, 127, 127, 127, -127, -127, 0])
 
@@ -112,7 +112,7 @@ def test_copies(xp, kind):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("kind", _KINDS)
 def test_fused_store_is_rope_then_store(xp, kind, dtype, shape, interleaved):
-    """Without norms the fused op gives the codes of the separate ones, bit for bit."""
+    """Without norms, the fused op's codes equal the separate ops' codes bit for bit."""
     k, v, slots, k_scale, v_scale = _inputs(shape, dtype)
     tokens, heads, head_dim = k.shape
     q = cases.normal((tokens, 2 * heads, head_dim), dtype, seed=9)

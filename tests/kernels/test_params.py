@@ -1,4 +1,4 @@
-"""The struct of a kernel's parameters lies in CUDA as its Python twin does."""
+"""A kernel's parameter struct has the same layout in CUDA and in Python."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def _definition(name: str) -> str:
 
 
 def _check(struct: str, layout: np.dtype) -> None:
-    """Compile the struct alone, with an assertion for its size and for each of its fields."""
+    """Compile the struct alone, with static assertions for its size and each field's offset."""
     asserted = {f"sizeof({struct})": layout.itemsize}
     for field in layout.names or ():
         assert layout.fields is not None
         dtype, offset = layout.fields[field][:2]
-        # What offsetof stands for in the compiler's own headers, which NVRTC does not have.
+        # The expansion of offsetof, whose header NVRTC lacks.
         asserted[f"__INTADDR__(&((({struct}*)0)->{field}))"] = offset
         asserted[f"sizeof({struct}::{field})"] = dtype.itemsize
     source = [
         '#include "common/page_codes.cuh"',
         "struct alignas(64) TensorMap { unsigned char bytes[128]; };",
-        "using operand_t = scalar_t;",  # only pointed to
+        "using operand_t = scalar_t;",  # used only via pointers
         _definition(struct),
         *(f'static_assert({c} == {n}, "Python: {c} is {n}");' for c, n in asserted.items()),
     ]

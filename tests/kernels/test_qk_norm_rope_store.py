@@ -19,7 +19,7 @@ _NORMS = ["none", "both", "only_q", "only_k"]
 
 
 def _inputs(case, dtype, norms="none"):
-    """Fused rows, what else the op reads, and the weights; every third token is not stored."""
+    """Fused rows, the op's other inputs, and the norm weights; every third token is not stored."""
     tokens, heads, kv_heads, head_dim, rotary_dim = case
     qkv = cases.normal((tokens, (heads + 2 * kv_heads) * head_dim), dtype, seed=1)
     rng = np.random.default_rng(3)
@@ -51,7 +51,7 @@ def _pages_shape(case):
 @pytest.mark.grid("interleaved", [False, True])
 @pytest.mark.grid("case", ROPE)
 def test_matches_mirror(xp, case, interleaved, norms, dtype):
-    """On views of fused rows; k, v and all slots that are not written stay as they were."""
+    """Run on views of fused rows; k, v and all unwritten slots stay unchanged."""
     qkv, places, slots, weights = _inputs(case, dtype, norms)
     options = {"interleaved": interleaved, "eps": 1e-5, "weight_offset": 0.5}
     shape = _pages_shape(case)
@@ -82,7 +82,7 @@ def test_matches_mirror(xp, case, interleaved, norms, dtype):
 @pytest.mark.parametrize("norms", _NORMS)
 @pytest.mark.parametrize("tokens", [1, 5, 700])
 def test_is_the_separate_ops(xp, tokens, norms, dtype):
-    """Without norms, bit for bit; with them up to the order of the sums."""
+    """Bitwise equal without norms; with norms, equal up to summation order."""
     case = (tokens, 6, 2, 64, 64)
     qkv, places, slots, weights = _inputs(case, dtype, norms)
     got, want, *arrays, gslots = cases.to_module(xp, qkv.copy(), qkv.copy(), *places, slots)
@@ -166,7 +166,7 @@ def test_config_is_a_pure_function():
     assert config(1, 64, 64) == Config("vector", 32)
     assert config(4096, 128, 128, has_norm=True) == Config("vector", 48)
     assert config(4096, 96, 96) == Config("vector", 63)
-    assert config(1, 96, 96, has_norm=True) == Config("scalar", 4)  # six threads are no power of 2
+    assert config(1, 96, 96, has_norm=True) == Config("scalar", 4)  # 6 threads: not a power of 2
     assert config(1, 128, 96) == Config("vector", 16)
     assert config(1, 80, 24) == Config("scalar", 4)
     assert config(1, 64, 64, can_vectorise=False) == Config("scalar", 4)

@@ -1,4 +1,4 @@
-"""quantize_heads: the kernel against its mirror, what a rotation keeps, and the contract."""
+"""quantize_heads: the kernel against its mirror, rotation invariants, and the contract."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_matches_mirror(xp, shape, dtype, has_offset):
 
 @pytest.mark.parametrize("head_dim", [1, 2, 16, 64, 128, 256])
 def test_rotation_matches_mirror(xp, head_dim):
-    """Sums have another order: a value on the border of two codes may be rounded to either."""
+    """Summation order differs, so a value halfway between two codes may round either way."""
     x = cases.normal((20, 3, head_dim), "bfloat16", 3)
     codes, scale = kernels.quantize_heads(xp.asarray(x), rotate=True)
     want, want_scale = reference.quantize_heads(x, rotate=True)
@@ -78,7 +78,7 @@ def test_a_head_of_zeros(xp):
 
 @pytest.mark.parametrize("rotate", [False, True])
 def test_nan_stays_in_its_row(xp, rotate):
-    """Without a rotation only in its element; the scale is that of the other rows."""
+    """Without rotation, NaN affects only its element; the scale comes from the other rows."""
     x = cases.normal((6, 2, 64), "float32", 8)
     want, want_scale = kernels.quantize_heads(xp.asarray(np.delete(x, 3, axis=0)), rotate=rotate)
     x[3, 0] = 0
@@ -93,7 +93,7 @@ def test_nan_stays_in_its_row(xp, rotate):
 
 
 def test_a_tiny_scale_saturates(xp):
-    """The scale, 1.4 times the smallest float32, is rounded to it; larger quotients become 448."""
+    """The scale, 1.4 times the smallest float32, rounds down to it; larger codes clamp to 448."""
     x = np.array([[[627, -627, 300, 0]]], np.float32) * np.float32(1e-45)
     codes, scale = kernels.quantize_heads(xp.asarray(x))
     assert to_numpy(scale)[0] == np.float32(1e-45)

@@ -1,4 +1,4 @@
-"""quantize_rows: the kernel against its mirror, bit for bit, and the mirror against its promise."""
+"""quantize_rows: the kernel against its mirror, bit for bit, and the mirror's error bounds."""
 
 from __future__ import annotations
 

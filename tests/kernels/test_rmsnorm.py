@@ -59,7 +59,7 @@ def test_scaled_residual_has_the_bits_of_the_mirror(xp, rows, n, dtype):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(("tokens", "heads", "n"), [(3, 4, 64), (5, 2, 80), (1, 3, 33)])
 def test_strided_heads_in_place(xp, tokens, heads, n, dtype):
-    """Per-head q/k norm: a view into the fused qkv rows, written where it was read."""
+    """Per-head q/k norm, in place on a view of the fused qkv rows."""
     qkv = cases.normal((tokens, (heads + 2) * n), dtype, seed=4)
     weight = cases.normal((n,), dtype, seed=5, mean=1.0)
     want = reference.rmsnorm(qkv[:, : heads * n].reshape(tokens, heads, n), weight)
@@ -80,7 +80,7 @@ def test_strided_heads_in_place(xp, tokens, heads, n, dtype):
 @pytest.mark.grid(("rows", "n"), cases.ROWS)
 def test_layernorm_matches_mirror(xp, rows, n, dtype, has_residual, has_bias):
     x, residual, weight = _inputs(rows, n, dtype)
-    x = (x.astype(np.float32) + 4.0).astype(x.dtype)  # a mean that matters
+    x = (x.astype(np.float32) + 4.0).astype(x.dtype)  # a nonzero mean
     bias = cases.normal((n,), dtype, seed=6) if has_bias else None
     residual = residual if has_residual else None
     options = {"eps": 1e-5, "subtract_mean": True}
@@ -159,7 +159,7 @@ def test_mixed_modules(cp):
 
 @pytest.mark.gpu
 def test_a_late_launch_has_the_same_bits(cp):
-    """Between products, whose kernels begin before those in front have ended."""
+    """Between GEMMs, with each kernel launched before its predecessor ends."""
     x, residual, norm_weight = cases.to_module(cp, *_inputs(9, 1024, "bfloat16"))
     weight = cp.asarray(cases.normal((1024, 1024), "bfloat16", seed=7, scale=1 / 32))
 

@@ -182,7 +182,7 @@ def test_gemv(xp, monkeypatch, config, dtype, pdl):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("k", [264, 896, 4096, 4104, 9000])
 def test_a_row_has_the_same_bits_alone(xp, monkeypatch, k, dtype):
-    """One row goes through registers, several through a bulk copy."""
+    """One row is loaded through registers, several by bulk copy."""
     if xp is np:
         pytest.skip("BLAS sums a row as the matrix's shape wants it")
     limits = _chip.limits()
@@ -198,7 +198,7 @@ def test_a_row_has_the_same_bits_alone(xp, monkeypatch, k, dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gemv_sums_as_ring_kernels_do(xp, monkeypatch, dtype):
-    """Parts of the same length have the same sums, bit for bit."""
+    """Splits of equal length give bitwise identical sums."""
     if xp is np:
         pytest.skip("there is one mirror for both")
     n, k = 64, 512

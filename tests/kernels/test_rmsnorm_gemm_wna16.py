@@ -1,4 +1,4 @@
-"""rmsnorm_gemm_wna16: the kernel against the mirror, and against the two ops in turn."""
+"""rmsnorm_gemm_wna16: the kernel against the mirror, and against the two separate ops."""
 
 from __future__ import annotations
 

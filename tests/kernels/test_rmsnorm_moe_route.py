@@ -1,4 +1,4 @@
-"""rmsnorm_moe_route: the kernel against the mirror, against its parts, the contract."""
+"""rmsnorm_moe_route: the kernel against the mirror and the separate ops, the contract."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from engine.testing.cases_elementwise import misaligned
 from engine.testing.cases_moe import distinct_logits
 from engine.testing.tolerances import assert_close
 
-# (T, N, E, k): widths and experts of models, those that no warp or block divides, one expert, the
-# most there are, a weight that does not fit into shared memory, several tokens, none.
+# (T, N, E, k): real models; widths that are not multiples of a warp or block; one expert; the most
+# experts; a weight larger than shared memory; several tokens; no tokens.
 SHAPES = (
     (1, 2048, 128, 8),
     (1, 2880, 32, 4),
@@ -38,7 +38,7 @@ OPTIONS = (
 
 
 def _inputs(shape, dtype, weight_offset=0.0, eps=1e-6):
-    """Return x, the norm's and the router's weights; the router's logits are far apart."""
+    """Return x, norm weight and router weight; router logits are well separated."""
     num_tokens, n, num_experts, _ = shape
     x = cases.normal((num_tokens, n), dtype, seed=n)
     norm_weight = cases.normal((n,), dtype, seed=1)
@@ -47,7 +47,7 @@ def _inputs(shape, dtype, weight_offset=0.0, eps=1e-6):
     y = y.astype(np.float64).sum(axis=0)
     direction = y / max(float(y @ y), 1e-9)
     weight = (spread[:, None] * direction).astype(np.float32).astype(x.dtype)
-    # Against every third expert, the best one among them.
+    # Penalise every third expert, including the best.
     bias = np.where(np.arange(num_experts) % 3 == spread.argmax() % 3, -16, 0)
     return x, norm_weight, weight, bias.astype(x.dtype)
 
@@ -83,7 +83,7 @@ def test_matches_mirror(xp, shape, dtype):
                 _assert_same(got, want, f"{options}")
             else:
                 assert_close(got[0], want[0], reduction=64)
-                first = to_numpy(got[1].experts)[:1]  # whose logits are far apart
+                first = to_numpy(got[1].experts)[:1]  # its logits are well separated
                 np.testing.assert_array_equal(first, want[1].experts[:1])
                 pairs = np.sort(to_numpy(got[1].order))
                 np.testing.assert_array_equal(pairs, np.arange(shape[0] * shape[3]))
@@ -127,7 +127,7 @@ def test_which_calls_are_one_kernel(cp, monkeypatch):
         launched.clear()
         arrays = cases.to_module(cp, *_inputs(shape, "bfloat16")[:3])
         kernels.rmsnorm_moe_route(*arrays, shape[3], pdl=True)
-        is_one = index < 7  # not: too large, not aligned, more tokens
+        is_one = index < 7  # others: too large, unaligned, more tokens
         assert launched[0].startswith("rmsnorm_moe_route") == is_one, (shape, launched)
         assert len(launched) == 1 or not is_one
     launched.clear()
@@ -137,13 +137,13 @@ def test_which_calls_are_one_kernel(cp, monkeypatch):
     assert len(launched) > 1
     launched.clear()
     kernels.rmsnorm_moe_route(cp.asarray(x), *moved, 8)
-    assert len(launched) > 1  # the weight may not be read early
+    assert len(launched) > 1  # the weight must not be prefetched
     _assert_same(got, reference.rmsnorm_moe_route(x, *others, 8), "misaligned")
 
 
 @pytest.mark.gpu
 def test_broken_numbers(cp):
-    """Experts exist and are distinct, whatever x is."""
+    """Experts are valid and distinct, whatever x is."""
     x, *others = _inputs(SHAPES[0], "bfloat16")[:3]
     for broken in (np.nan, np.inf):
         x[0, 5] = broken

@@ -1,4 +1,4 @@
-"""rmsnorm_quantize: the bits of rmsnorm and quantize_rows one after the other."""
+"""rmsnorm_quantize: bitwise equal to rmsnorm followed by quantize_rows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_view_and_in_place(xp, start):
 
 @pytest.mark.parametrize("codes", ["fp8", "int8"])
 def test_is_close_to_the_mirror(xp, codes):
-    """A last bit of the norm may move a code by one step."""
+    """The norm's last bit may move a code by one step."""
     x = cases.normal((9, 1024), "float32", seed=7, scale=3.0)
     weight = cases.normal((1024,), "float32", seed=8, mean=1.0)
     got = kernels.rmsnorm_quantize(xp.asarray(x), xp.asarray(weight), dtype=codes)

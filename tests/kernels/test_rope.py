@@ -1,4 +1,4 @@
-"""rope: the kernel against its mirror, the mirror against complex numbers, what rotating keeps."""
+"""rope: the kernel against its mirror, the mirror against complex numbers, rotation invariants."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _split(qkv, case):
 @pytest.mark.grid("interleaved", [False, True])
 @pytest.mark.grid("case", ROPE[:-1])
 def test_views_of_fused_rows(xp, case, interleaved, dtype):
-    """In place, and from one fused buffer into another: neighbours stay as they were."""
+    """In place, and between fused buffers: neighbouring columns stay unchanged."""
     tokens, heads, kv_heads, head_dim, _ = case
     _, _, positions, table = _inputs(case, dtype)
     qkv = cases.normal((tokens, (heads + 2 * kv_heads) * head_dim), dtype, seed=4)
@@ -89,7 +89,7 @@ def test_only_q_in_place(xp, interleaved):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_mirror_is_complex_multiplication(interleaved):
-    """Pair (a, b) is a + ib, times exp(i angle), in float64, one pair after the other."""
+    """Rotate pair (a, b) as (a + ib) exp(i angle) in float64, pair by pair."""
     q, k, positions, table = _inputs((4, 3, 2, 12, 8), "float32")
     got = reference.rope(q, k, positions, table, interleaved=interleaved)
     for x, y in zip((q, k), got, strict=True):
@@ -125,7 +125,7 @@ def test_config_is_a_pure_function():
 
     assert config(64, 64) == Config(8, 4)
     assert config(128, 96, in_place=True) == Config(8, 6)
-    assert config(80, 24) == Config(1, 12 + 56)  # 12 pairs are no multiple of 8
+    assert config(80, 24) == Config(1, 12 + 56)  # 12 pairs: not a multiple of 8
     assert config(128, 128, can_vectorise=False) == Config(1, 64)
 
 

@@ -17,14 +17,14 @@ from engine.testing.tolerances import assert_close
 
 
 def _run(xp, logits, **args):
-    """Run the op in module `xp`; the result's arrays come back as NumPy's."""
+    """Run the op in module `xp`; return its result as NumPy arrays."""
     moved = {k: xp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
     result = kernels.sample(xp.asarray(logits), **moved)
     return result._replace(**{k: to_numpy(v) for k, v in result._asdict().items() if v is not None})
 
 
 def _check(xp, logits, **args):
-    """Compare with the mirror: what is chosen and how many were kept must be equal, bit for bit."""
+    """Compare with the mirror: chosen tokens and kept counts must be identical."""
     got, want = _run(xp, logits, **args), reference.sample(logits, **args)
     for name in ("status", "num_kept", "token_ids", "top_ids"):
         if getattr(want, name) is None:
@@ -64,7 +64,7 @@ def test_matches_mirror_on_a_large_vocabulary(xp, filters):
     _check(xp, logits, **args, num_logprobs=20)
 
 
-# More candidates than a list holds, almost as many, rows of both kinds, and ties at the cut.
+# More candidates than a list holds, slightly fewer, both kinds of rows, and ties at the cut.
 _WALKED = {
     "top_p": {"top_p": [0.9, 0.5, 0.99, 0.7]},
     "cool": {"temperature": [0.6, 0.4, 0.8, 0.5], "top_p": 0.95},
@@ -82,7 +82,7 @@ def test_rows_that_are_walked(xp, num_rows, vocab_size, kind, filters):
     logits = cases_sample.logits(kind, num_rows, vocab_size, seed=11)
     columns = {name: np.resize(x, num_rows) for name, x in _WALKED[filters].items()}
     args = parameters(num_rows, **columns, seeds=np.arange(num_rows), positions=5)
-    for _ in range(1 if xp is np else 3):  # whichever block takes which chunk
+    for _ in range(1 if xp is np else 3):  # any assignment of chunks to blocks
         _check(xp, logits, **args, num_logprobs=3)
 
 
@@ -107,7 +107,7 @@ def test_processing_matches_mirror(xp, kind, filters, vocab_size):
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_padded_rows(xp, offset):
-    """The view's rows are padded, and aligned or not; the padding, NaN, is never read."""
+    """The view's rows are padded, aligned or not; the NaN padding is never read."""
     buffer = np.full((4, 1010), np.nan, np.float32)
     logits = cases_sample.logits("normal", 4, 1000)
     buffer[:, offset : offset + 1000] = logits
@@ -126,7 +126,7 @@ def test_empty_batch(xp):
     assert got.top_ids.shape == got.top_logprobs.shape == (0, 2)
 
 
-# --- what is refused or reported ---------------------------------------------------------------
+# --- rejected and reported inputs --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -140,7 +140,7 @@ def test_rows_without_a_candidate_are_reported(xp, temperature, top_k):
     logits[4, 1:] = -np.inf
     logits[5, 7] = np.nan
     allowed = np.full((7, 157), -1, np.int32)
-    allowed[5, 0] &= ~(1 << 7)  # a NaN that the mask hides
+    allowed[5, 0] &= ~(1 << 7)  # NaN hidden by the mask
     allowed[6] = 0
     args = parameters(7, temperature=temperature, top_k=top_k)
     want = _check(xp, logits, **args, allowed=allowed, num_logprobs=2)
@@ -215,7 +215,7 @@ def test_contract_checks_values_on_the_host():
 
 
 def _kept_by_formula(logits, temperature, top_k, top_p, min_p):
-    """Return the kept ids in order, in float64, one step after the other as a paper says it."""
+    """Return the kept ids in order, applying each filter's textbook definition in float64."""
     ids = sorted(range(len(logits)), key=lambda i: (-float(logits[i]), i))
     x = np.array([float(logits[i]) for i in ids]) / temperature
     p = np.exp(x - x[0])
@@ -337,8 +337,8 @@ def test_exact_math_is_close_to_the_functions():
 
 
 def _chi_square(xp, logits, num_draws, **filters):
-    """Return (statistic - df) / sqrt(2 df) of draws at positions 0.. against `filters` by formula:
-    about normal where the distribution is right."""
+    """Return the normalised chi-square statistic, (statistic - df) / sqrt(2 df), of draws at
+    positions 0.. against the filters' exact distribution: about standard normal if correct."""
     counts = np.zeros(len(logits), np.int64)
     chunk = 1 << 16
     for start in range(0, num_draws, chunk):
@@ -409,7 +409,7 @@ def test_ties_are_cut_in_the_order_of_ids(xp):
 
 
 def test_top_p_takes_what_reaches_it_and_no_more(xp):
-    """Four equal tokens: a share of a half is reached by exactly two, a hair more needs three."""
+    """Four equally likely tokens: top-p 0.5 keeps exactly two, slightly more keeps three."""
     logits = np.full((3, 2100), -np.inf, np.float32)
     logits[:, [5, 6, 2000, 2099]] = -3.0
     above = np.nextafter(np.float32(0.5), np.float32(1))
@@ -439,7 +439,7 @@ def test_equal_logits_stay_equal_when_cold(xp):
 
 
 def test_log_probabilities_of_logits_as_far_apart_as_can_be():
-    """Their difference is more than a float holds; the mirror says -inf, without a warning."""
+    """The difference overflows float32; the mirror returns -inf without a warning."""
     logits = np.array([[3e38, -3e38, 3e38]], np.float32)
     result = reference.sample(logits, **parameters(1, temperature=0), num_logprobs=3)
     assert result.top_ids.tolist() == [[0, 2, 1]]

@@ -14,7 +14,7 @@ from engine.testing import cases
 from engine.testing.cases_elementwise import assert_guards, extremes, misaligned
 from engine.testing.tolerances import assert_close
 
-# (rows, F), and more rows than a grid has blocks along y.
+# (rows, F), including more rows than grid.y allows.
 _CASES = (*cases.ROWS, (70000, 3))
 
 

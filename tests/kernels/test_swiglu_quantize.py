@@ -1,4 +1,4 @@
-"""swiglu_quantize: the bits of swiglu and quantize_rows one after the other."""
+"""swiglu_quantize: bitwise equal to swiglu followed by quantize_rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_view(xp, start, codes):
 
 @pytest.mark.parametrize("codes", ["fp8", "int8"])
 def test_is_close_to_the_mirror(xp, codes):
-    """A last bit of the activation may move a code by one step."""
+    """The activation's last bit may move a code by one step."""
     x = cases.normal((9, 1024), "float32", seed=3, scale=3.0)
     got = kernels.swiglu_quantize(xp.asarray(x), dtype=codes)
     want = reference.swiglu_quantize(x, dtype=codes)
