@@ -23,7 +23,7 @@ REQUIRED = _Required()
 class Fields:
     """Typed, range-checked access to a mapping read from a file.
 
-    A key whose value is null counts as absent, as it does in Hugging Face's files.
+    A null value counts as absent, as in Hugging Face's files.
 
     Parameters
     ----------
@@ -133,5 +133,5 @@ class Fields:
         return Fields(value, f"{self._where}: {self._names.get(key, key)}", self._names)
 
     def beside(self, values: Mapping[str, Any], what: str) -> Fields:
-        """Return a reader of `values` from the same file; messages call them `what`."""
+        """Return a `Fields` over `values` from the same file; messages call it `what`."""
         return Fields(values, f"{self._where}: {what}", self._names)

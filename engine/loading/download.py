@@ -129,7 +129,7 @@ def pull(name: str, *, progress: bool = False) -> Path:
 
 
 def local_path(name: str) -> Path | None:
-    """Return the path of the model called `name`, or None if it has not been downloaded."""
+    """Return the path of model `name`, or None if it is not in the cache."""
     wheel = _WHEELS[name]
     path = _models_dir() / wheel.file
     return path if path.is_file() and path.stat().st_size == wheel.size else None

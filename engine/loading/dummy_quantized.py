@@ -22,7 +22,7 @@ _PLANES = {4: (512, 0), 5: (512, 128), 6: (512, 256), 8: (1024, 0)}  # plane byt
 
 
 class RandomCodes:
-    """Generator of weights whose standard deviation is close to that of a pool of numbers.
+    """Generator of weights with about the same standard deviation as a pool of normal numbers.
 
     Parameters
     ----------

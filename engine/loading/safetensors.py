@@ -131,7 +131,7 @@ class SafetensorsFile:
         Raises
         ------
         WeightsError
-            If the tensor has another dtype.
+            If the tensor has any other dtype.
         """
         dtype = self.tensors[name].dtype
         if dtype not in _WEIGHT_DTYPES:

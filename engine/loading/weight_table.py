@@ -35,7 +35,7 @@ _ROW_PARTS = {
     "shared_gate_up": ("shared_gate", "shared_up"),
     "experts_gate_up": ("expert_gate", "expert_up"),
 }
-# Weights sharded by columns -> the part whose rows correspond to these columns.
+# Weights sharded by columns -> the part that produces these input features.
 _COLUMN_PART = {
     "o": "q",
     "down": "gate",

@@ -284,7 +284,7 @@ class _SlabCopy:
         self._local = threading.local()
 
     def __call__(self, array: Any, slab: Placement) -> None:
-        """Fill the rows of `array` that belong to a slab."""
+        """Copy a slab into its rows of `array`."""
         if array.ndim > 1:  # rows are numbered across all experts
             array = array.reshape(-1, slab.width)
         rows = array[slab.start : slab.start + slab.num_rows]

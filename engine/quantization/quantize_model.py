@@ -86,7 +86,7 @@ def quantize(
     Raises
     ------
     ConfigError, WeightsError, DownloadError
-        If the model or an option cannot be used. Quantized models and .gguf files are refused.
+        If the model or an option cannot be used. Quantized models and .gguf files are rejected.
     RequestError
         If the calibration text is unreadable or too short.
     """

@@ -53,7 +53,7 @@ def read_awq(
 
 
 def _rows_of(words: Array, first: int, last: int) -> Array:
-    """Return rows [first, last) of a matrix whose words store its transpose."""
+    """Return rows [first, last) of a matrix stored transposed in packed words."""
     start = first // _PER_WORD
     numbers = unpack_awq(words[:, start : -(-last // _PER_WORD)])
     return numbers[first - start * _PER_WORD : last - start * _PER_WORD]
