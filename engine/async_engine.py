@@ -171,7 +171,7 @@ class EngineClient(ABC):
         RequestError
             If an argument is invalid, or a prompt is too long.
         EngineError
-            If the engine fails or is closed before the last embedding.
+            If the engine fails or is closed before all embeddings are computed.
         """
         inputs = await asyncio.to_thread(lambda: [self._encode(each) for each in prompts])
         ids = [each.token_ids for each in inputs]
@@ -308,7 +308,7 @@ class AsyncEngine(EngineClient):
 
     @classmethod
     def from_name(cls, model: str = "smollm2", **options: Any) -> AsyncEngine:
-        """Load `model` and serve it; accepts the keywords of `load` and `EngineConfig`."""
+        """Load `model` and serve it; `options` are those of `load` and `EngineConfig`."""
         return cls(LLMEngine.from_name(model, **options))
 
     @property
@@ -439,8 +439,7 @@ class AsyncEngine(EngineClient):
         self._end()
 
     def _make_calls(self) -> None:
-        # Only the calls queued so far: later ones wait for the next step, so requests cannot
-        # starve.
+        # Only the calls queued so far: later ones must not keep running requests waiting.
         for _ in range(len(self._calls)):
             self._calls.popleft()()
 

@@ -1,6 +1,6 @@
 """The command line: `engine COMMAND`, where `COMMANDS` lists the commands.
 
-Only the chosen command's module is imported, so that `engine --help` answers at once.
+Only the chosen command's module is imported, which keeps `engine --help` fast.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from engine.errors import EngineError
 __all__ = ["main"]
 
 COMMANDS = {
-    "generate": "continue a prompt given as argument, file or standard input",
+    "generate": "continue a prompt from an argument, a file or standard input",
     "chat": "talk to a model in the terminal",
-    "serve": "serve a model over HTTP: OpenAI's and Anthropic's protocols, and a page",
-    "run-batch": "answer the requests of a file in OpenAI's batch format",
+    "serve": "serve a model over HTTP: OpenAI's and Anthropic's protocols, and a web page",
+    "run-batch": "answer the requests in an OpenAI batch file",
     "pull": "download a model into the cache",
-    "quantize": "write a model with weights of 8 or 4 bits, for this engine and others",
-    "stage": "run some layers of a model for an engine on another host",
+    "quantize": "write a model with 8- or 4-bit weights, for this engine and others",
+    "stage": "run one pipeline stage for an engine on another host",
     "doctor": "check this machine and say what to install next",
-    "plan": "predict memory and speed of a model on GPUs that need not be here",
+    "plan": "predict a model's memory use and speed on GPUs you do not need to have",
     "bench": "measure latency, throughput, prefill or startup of a model",
-    "eval": "measure a model's quality: its perplexity on a text, its distance from another model",
+    "eval": "measure a model's quality: perplexity on a text, KL divergence from another model",
     "kernels": "list every kernel: tier, dtypes, registers, shared memory, cache state",
 }
 _SUBCOMMANDS = {
     ("bench", "serve"): (
         "bench_serve.command",
-        "put load on a server that speaks OpenAI's protocol, and time its answers",
+        "benchmark an OpenAI-compatible server under load",
     ),
 }
 """Command and kind -> module and description, for kinds that have their own options."""
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line; exits with 0, 1 (the command failed) or 2 (invalid usage)."""
+    """Run the command line; exit with 0, 1 (the command failed) or 2 (invalid usage)."""
     try:
         prepare_streams()
     except EngineError as error:
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(argv: Sequence[str] | None) -> tuple[int, str]:
-    """Return the exit status, and the reason as one line if it is not 0."""
+    """Return the exit status, and a one-line reason if it is not 0."""
     name = "engine"
     try:
         try:
@@ -87,7 +87,7 @@ def _run(argv: Sequence[str] | None) -> tuple[int, str]:
             parser = argparse.ArgumentParser(prog=name, description=description)
             command.add_arguments(parser)
             status = command.run(parser.parse_args(words))
-        except SystemExit as done:  # argparse has printed help, the version or an error
+        except SystemExit as done:  # argparse has already printed help, the version or an error
             status = done.code if isinstance(done.code, int) else 2
         sys.stdout.flush()
     except EngineError as error:

@@ -1,1 +1,1 @@
-"""The commands of `engine`: modules with `add_arguments(parser)` and `run(arguments) -> int`."""
+"""Commands of `engine`: modules with `add_arguments(parser)` and `run(arguments) -> int`."""

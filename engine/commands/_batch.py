@@ -105,7 +105,7 @@ class Batch:
         }
 
     async def results(self, lines: Iterable[bytes]) -> AsyncGenerator[BatchResult, None]:
-        """Yield the result of each line, in the order of the lines.
+        """Yield the result of each line in input order.
 
         Blank lines are skipped. An invalid line yields an error, and the other lines continue.
 

@@ -59,7 +59,7 @@ def transformers_latency(
     Raises
     ------
     ConfigError
-        If the engine ran on a GPU and PyTorch cannot.
+        If the engine ran on a GPU but PyTorch cannot.
     """
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     if device != "cpu" and not torch.cuda.is_available():
@@ -83,7 +83,7 @@ def transformers_latency(
 
     count = work.lengths[0]
     for _ in range(2):
-        seconds(count)  # the first run compiles
+        seconds(count)  # warm up: the first run compiles
     spans = [seconds(count) - seconds(1) for _ in range(repeats)]
     return {
         "what": f"transformers {transformers.__version__}, static cache",

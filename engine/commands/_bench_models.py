@@ -58,12 +58,12 @@ def make_engine(
 ) -> Any:
     """Load the chosen model, and build an engine for sequences of `max_model_len` tokens.
 
-    `max_model_len` None: 2048, or the model's limit if that is less.
+    If `max_model_len` is None, it is 2048 or the model's limit, whichever is less.
 
     Raises
     ------
     ConfigError
-        If `max_model_len` is above the model's limit.
+        If `max_model_len` exceeds the model's limit.
     """
     name, loading = _loading(arguments, max_model_len)
     options: dict[str, Any] = {

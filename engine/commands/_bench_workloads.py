@@ -83,14 +83,14 @@ class Work:
 
 
 def serve(engine: LLMEngine, work: Work) -> tuple[float, list[Any]]:
-    """Queue all requests and step until they are done.
+    """Queue all requests, and step until they are done.
 
     Returns
     -------
     seconds : float
         Time from the first step to the last output.
     metrics : list of RequestMetrics
-        In the order of the requests.
+        In request order.
 
     Raises
     ------

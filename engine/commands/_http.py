@@ -38,7 +38,7 @@ def api_key(given: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Server:
-    """A server's address.
+    """Address of a server.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class Server:
     def parse(
         cls, option: str, url: str, *, key: str | None = None, timeout: float = 60.0
     ) -> Server:
-        """Parse a URL, with or without ``/v1`` at its end.
+        """Parse a URL, with or without a trailing ``/v1``.
 
         Raises
         ------
@@ -90,7 +90,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """The address as a URL, for messages."""
+        """URL of the server, for messages."""
         name = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.tls else 'http'}://{name}:{self.port}{self.prefix}"
 

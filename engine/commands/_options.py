@@ -50,7 +50,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `SamplingParams`; the defaults are the model's own."""
+    """Declare the sampling options; they default to the model's recommended values."""
     for name, (kind, text) in _SAMPLING.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
     parser.add_argument("--stop", action="append", help="stop string; repeatable")
@@ -87,7 +87,7 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(llm: LLM, output: RequestOutput, num_tokens: int) -> str:
-    """Return the line printed after an answer: tokens, tokens per second, device, dtype."""
+    """Return the statistics line printed after an answer: tokens, tokens/s, device, dtype."""
     model = llm.llm_engine.model
     metrics = output.metrics
     seconds = (metrics.decode_time or 0.0) if metrics is not None else 0.0

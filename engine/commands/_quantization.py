@@ -1,4 +1,4 @@
-"""The option `--quantization` of every command that loads a model."""
+"""The `--quantization` option, shared by every command that loads a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The option `--speculative-config` of the commands that generate."""
+"""The `--speculative-config` option, shared by the commands that generate."""
 
 from __future__ import annotations
 

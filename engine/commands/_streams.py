@@ -32,7 +32,7 @@ class _ClosedInput(io.TextIOBase):
 
 
 def prepare_streams() -> None:
-    """Make the standard streams usable.
+    """Repair the standard streams before the command uses them.
 
     A closed standard error is redirected to /dev/null, so that a daemon can run without one. On
     standard output, characters that the terminal cannot encode are replaced; standard input is

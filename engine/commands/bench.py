@@ -45,7 +45,7 @@ _MEANT_FOR = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.epilog = "`engine bench serve --help`: put load on a server that runs already."
+    parser.epilog = "`engine bench serve --help`: benchmark a server that is already running."
     kinds = "; ".join(f"{name}: {text}" for name, text in _KINDS.items())
     parser.add_argument("kind", choices=_KINDS, metavar="kind", help=kinds)
     parser.add_argument(

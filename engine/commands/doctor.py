@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run all checks; return 0 if the engine works on the CPU (a missing GPU is no failure)."""
+    """Run all checks; return 0 if the engine works on the CPU (a missing GPU is not a failure)."""
     if arguments.plan is not None:
         print(_plan(arguments))
         return 0

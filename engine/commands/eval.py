@@ -133,7 +133,7 @@ def _check_tokens(reference: Model, text: str, token_ids: list[int]) -> None:
 
 
 def _report(result: PerplexityResult | Comparison, how: str) -> str:
-    """Return the lines to print."""
+    """Return the text to print."""
     ours = result.model if isinstance(result, Comparison) else result
     lines = [
         f"perplexity {_figure(ours)}",

@@ -1,4 +1,4 @@
-"""`engine generate [PROMPT]`: continue a text, or answer a question with `--chat`."""
+"""`engine generate [PROMPT]`: continue a text or, with `--chat`, answer a question."""
 
 from __future__ import annotations
 

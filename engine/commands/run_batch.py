@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("file", type=Path, help="the requests, one JSON object per line")
     parser.add_argument(
-        "-o", "--output-file", type=Path, required=True, metavar="OUT", help="file for the answers"
+        "-o", "--output-file", type=Path, required=True, metavar="OUT", help="output file"
     )
     add_model_arguments(parser)
     parser.add_argument(
@@ -124,7 +124,7 @@ def _partial(output: Path) -> Iterator[BinaryIO]:
 
 def _lines(file: io.FileIO) -> Iterator[bytes]:
     """Yield the lines; an overlong line is truncated just above the limit and later refused."""
-    # Imported lazily: it needs libraries of the extra `serve`.
+    # Imported lazily: it needs the `serve` extra.
     from engine.commands._batch import MAX_LINE
 
     reader = io.BufferedReader(file, 1 << 20)
@@ -141,7 +141,7 @@ async def _answer(arguments: argparse.Namespace, file: io.FileIO, count: int, ou
     """Write one output line per request; return the number that succeeded."""
     import msgspec
 
-    # Imported lazily: they need libraries of the extra `serve`.
+    # Imported lazily: they need the `serve` extra.
     from engine.commands._batch import Batch
     from engine.server.chat_stream import ChatService
 

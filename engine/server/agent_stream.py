@@ -65,7 +65,7 @@ def chat_request(body: dict[str, Any]) -> ChatCompletionRequest:
 
 
 async def begin_chat(request: Request, body: ChatCompletionRequest, request_id: str) -> ChatStream:
-    """Start a chat with one answer and return its stream.
+    """Start a chat request with a single answer, and return its stream.
 
     Raises
     ------
@@ -77,7 +77,7 @@ async def begin_chat(request: Request, body: ChatCompletionRequest, request_id: 
 
 
 async def num_tokens(request: Request, text: str) -> int:
-    """Return the number of tokens of a text."""
+    """Count the tokens of a text."""
     if not text:
         return 0
     encode = request.app.state.client.tokenizer.encode

@@ -69,7 +69,7 @@ def main(config: ChildConfig, report: Report) -> None:
 
 
 def _check_files(options: ServerConfig) -> None:
-    """Raise `ConfigError` for invalid key or certificate files, before the model is loaded."""
+    """Raise `ConfigError` for invalid key or certificate files before loading the model."""
     if options.api_key_file is not None:
         read_keys(options.api_key_file)
     if options.ssl_certfile is None:
@@ -144,7 +144,7 @@ async def _serve(
 async def _connect(
     config: ChildConfig, options: ServerConfig, tokenizer: Tokenizer | None
 ) -> ZmqEngineClient | ReplicaClient:
-    """Connect to the engine, or to all its replicas, and wait until they are ready."""
+    """Connect to the engine or its replicas, and wait until one is ready."""
     if len(config.addresses) == 1:
         return await ZmqEngineClient.connect(config.addresses[0], config.token, tokenizer)
     seed = int(config.engine.get("seed", 0))

@@ -47,7 +47,7 @@ def read_keys(path: str) -> tuple[bytes, ...]:
 
 
 class KeyRing:
-    """The API keys that the server accepts.
+    """API keys that the server accepts.
 
     Parameters
     ----------

@@ -65,7 +65,7 @@ class Report:
         self._file = file
 
     def ready(self) -> None:
-        """Report that the child serves requests."""
+        """Report that the child is serving requests."""
         self._write({"ready": True})
 
     def alive(self) -> None:

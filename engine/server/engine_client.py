@@ -26,7 +26,7 @@ __all__ = ["CLIENT_CLOSED", "ZmqEngineClient"]
 
 CLIENT_CLOSED = "the client was closed before the request finished"
 
-_MAX_BATCH = 64  # messages processed before other tasks get a turn
+_MAX_BATCH = 64  # maximum messages processed before other tasks get a turn
 # Maximum seconds between two messages from an idle engine: heartbeat interval plus latency.
 _SILENCE = m.BEAT_SECONDS + 0.5
 
@@ -75,8 +75,7 @@ class ZmqEngineClient(RequestClient):
         self._unpack = msgspec.msgpack.Decoder(m.FromEngine).decode
         for each, read in ((socket, self._read), (monitor, self._read_monitor)):
             self._loop.add_reader(descriptor(each), read)
-            # The descriptor is edge-triggered: it does not signal messages that have already
-            # arrived.
+            # The descriptor is edge-triggered: earlier messages are not signaled.
             self._loop.call_soon(read)
 
     @classmethod
@@ -101,7 +100,7 @@ class ZmqEngineClient(RequestClient):
         client._send(m.Hello(token))
         try:
             ready = await client._ready
-            if client._error is not None:  # `Ready` and `Ended` arrived in one batch
+            if client._error is not None:  # `Ready` and `Ended` arrived in the same batch
                 raise client._error
         except BaseException:
             await client.close()

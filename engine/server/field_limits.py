@@ -11,12 +11,12 @@ __all__ = ["check_fields", "check_length"]
 
 
 def check_fields(body: SamplingFields, config: ServerConfig) -> None:
-    """Check a body against the server's limits.
+    """Check a request body against the server's limits.
 
     Raises
     ------
     APIError
-        If a number exceeds its limit.
+        If a field exceeds its limit.
     """
     allowed = {
         "n": config.max_n,
@@ -47,7 +47,7 @@ def check_length(text: str, name: str, client: EngineClient) -> None:
     name : str
         Request field that holds the text.
     client : EngineClient
-        A client with a tokenizer.
+        Client with a tokenizer.
 
     Raises
     ------

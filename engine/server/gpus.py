@@ -28,7 +28,7 @@ def engine_gpus(options: Mapping[str, Any]) -> int:
 
 
 def replica_gpus(number: int, num_ranks: int, visible: str | None) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a replica of several ranks, with one GPU per rank.
+    """Return CUDA_VISIBLE_DEVICES for a multi-rank replica, with one GPU per rank.
 
     Parameters
     ----------

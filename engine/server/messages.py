@@ -129,7 +129,7 @@ class Cancel(_Message):
 class Ready(_Message):
     """Reply to `Hello`, once the model is loaded.
 
-    `num_blocks` is the number of blocks that may hold cached prefixes.
+    `num_blocks` is the number of blocks that can hold cached prefixes.
     """
 
     model: str

@@ -41,7 +41,7 @@ class ReasoningParser:
     """
 
     def __init__(self, is_open: bool | None) -> None:
-        self._gate = TextGate()  # for the reasoning
+        self._gate = TextGate()  # trims the reasoning
         self._gate.cut()
         self._held: list[str] = []  # white space before the block or the content
         self._pending = ""  # possible start of a marker
@@ -77,7 +77,7 @@ class ReasoningParser:
         return reasoning, text if self._state == "content" else ""
 
     def _after_start(self, text: str, is_last: bool) -> str:
-        """Decide whether the answer opens a block; return the text after the decision."""
+        """Detect whether the answer opens a block; return the rest of the text."""
         rest = text.lstrip()
         self._held.append(text[: len(text) - len(rest)])
         if rest.startswith(_OPEN):

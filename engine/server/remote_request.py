@@ -52,7 +52,7 @@ class RemoteRequest:
     Attributes
     ----------
     handle : int
-        The request's number at its current engine.
+        Handle of the request at its current engine.
     is_aborted : bool
         Whether an abort has been sent to the engine.
     num_crashes : int
@@ -82,7 +82,7 @@ class RemoteRequest:
 
     @property
     def handle(self) -> int:
-        """The request's number at its current engine."""
+        """Handle of the request at its current engine."""
         return self.message.handle
 
     @property

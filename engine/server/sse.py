@@ -86,7 +86,7 @@ class EventStream(Response):
     error_frame : callable
         Converts an `APIError` to a frame.
     last : bytes
-        Written after the last frame, and after an error.
+        Bytes written after the last frame or an error frame.
     headers : mapping of str to str, optional
     """
 

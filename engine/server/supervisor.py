@@ -33,7 +33,7 @@ from engine.server.server_config import ServerConfig
 
 __all__ = ["Supervisor", "supervise"]
 
-_MAX_ADDRESS = 100  # bytes; the kernel's limit for the path of a socket is 104 or 108
+_MAX_ADDRESS = 100  # bytes; the kernel limits a socket's path to 104 or 108
 # Maximum restarts within `_RESTART_SPAN`: of all API processes, and of each replica.
 _MAX_RESTARTS = 5
 _RESTART_SPAN = 60.0  # seconds; window over which restarts are counted
@@ -58,7 +58,7 @@ class _Child:
     process: asyncio.subprocess.Process
     listeners: list[socket.socket]
     ready: asyncio.Event
-    seen: float = 0.0  # time of its last report
+    seen: float = 0.0  # time of the last report, in `time.monotonic` seconds
     reason: str = ""
     status: int = 1
     is_ending: bool = False  # whether it was told to exit
@@ -265,7 +265,7 @@ class Supervisor:
     async def _follow(self, child: _Child) -> None:
         """Read a child's reports until it exits."""
         assert child.process.stdout is not None
-        with contextlib.suppress(ValueError):  # a line longer than the reader's limit
+        with contextlib.suppress(ValueError):  # a line exceeded the reader's limit
             while line := await child.process.stdout.readline():
                 child.seen = time.monotonic()
                 message = json.loads(line)

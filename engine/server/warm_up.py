@@ -22,7 +22,7 @@ from engine.server.server_config import ServerConfig
 
 __all__ = ["warm_up"]
 
-_NUM_ROUNDS = 10  # Python specializes a function at its eighth call
+_NUM_ROUNDS = 10  # CPython specializes a function on its eighth call
 _NUM_TOKENS = 3  # first, middle and last token: each takes a different path
 _COMMON = {"stream": True, "max_tokens": _NUM_TOKENS, "temperature": 0.0}
 _BODIES: tuple[tuple[str, dict[str, Any]], ...] = (

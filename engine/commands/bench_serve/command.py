@@ -112,7 +112,7 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
         "--random-range-ratio",
         type=float,
         default=0.0,
-        help="lengths vary from (1 - ratio) to (1 + ratio) times these",
+        help="vary both lengths from (1 - ratio) to (1 + ratio) times the given value",
     )
     add("--random-prefix-len", type=int, default=0, help="tokens of a prefix shared by all prompts")
     add("--random-vocab-size", type=int, default=10_000, help="exclusive upper bound of token ids")

@@ -62,7 +62,7 @@ def parse_goodput(given: Sequence[str]) -> dict[str, float]:
     Raises
     ------
     ConfigError
-        If a name or a value is invalid.
+        If a name or value is invalid.
     """
     goals = {}
     for word in given:

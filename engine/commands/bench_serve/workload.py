@@ -52,7 +52,7 @@ class Job:
 class Lengths:
     """Length distribution of random requests, in tokens.
 
-    Each is drawn uniformly from [length * (1 - range_ratio), length * (1 + range_ratio)]. All
+    Lengths are drawn uniformly from [length * (1 - range_ratio), length * (1 + range_ratio)]. All
     prompts start with a common prefix of `prefix_len` tokens, not included in their length.
 
     Examples
@@ -75,7 +75,7 @@ class Lengths:
 def random_jobs(
     count: int, lengths: Lengths, endpoint: str, seed: int, vocab_size: int
 ) -> list[Job]:
-    """Return requests of random token ids below `vocab_size`, or of random words for a chat.
+    """Return random requests: token ids below `vocab_size`, or words for a chat endpoint.
 
     Equal arguments yield equal requests; a larger `count` only appends more.
     """
@@ -98,8 +98,8 @@ def random_jobs(
 def file_jobs(file: Path, count: int, endpoint: str, output_len: int) -> list[Job]:
     """Return the requests of a JSONL file in order, cycling if it has fewer than `count`.
 
-    A line is an object with ``prompt`` (text, or token ids for completions) or ``messages`` (chat),
-    and optionally ``output_tokens``; other fields are ignored.
+    Each line is an object with ``prompt`` (text, or token ids for completions) or ``messages``
+    (chat), and optionally ``output_tokens``; other fields are ignored.
 
     Raises
     ------

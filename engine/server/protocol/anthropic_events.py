@@ -52,7 +52,7 @@ class MessageBuilder:
     Parameters
     ----------
     model : str
-        The model's name in the message.
+        Model name to report in the message.
 
     Attributes
     ----------
@@ -119,7 +119,7 @@ class MessageBuilder:
         finish_reason : str
             `finish_reason` as in chat completions.
         stop_sequence : str or None
-            The stop sequence that ended the answer.
+            Stop sequence that ended the answer.
         output_tokens : int
         """
         yield from self._end()

@@ -171,7 +171,7 @@ def refuse_fields(body: msgspec.Struct, reasons: Mapping[str, str]) -> None:
     ----------
     body : Struct
     reasons : mapping of str to str
-        Unsupported field -> what to do instead.
+        Unsupported field -> advice on what to do instead.
     """
     for name, reason in reasons.items():
         value = getattr(body, name)

@@ -21,7 +21,7 @@ __all__ = [
     "prompt_logprobs",
 ]
 
-_LEAST = -9999.0  # JSON has no infinity
+_LEAST = -9999.0  # lowest log-probability sent: JSON has no -inf
 
 Entry = Mapping[int, Logprob]
 
@@ -126,7 +126,7 @@ def completion_logprobs(
 def prompt_logprobs(
     entries: Sequence[Entry | None] | None,
 ) -> list[dict[int, PromptLogprob] | None] | None:
-    """Return the log-probabilities of a prompt in vLLM's format."""
+    """Return a prompt's log-probabilities in vLLM's format."""
     if entries is None:
         return None
     return [

@@ -52,7 +52,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     stream: bool | None = None
-    # labels
+    # labels: accepted and ignored
     metadata: dict[str, str] | None = None
     user: _Label = None
     safety_identifier: _Label = None

@@ -61,7 +61,7 @@ class ResponseBuilder:
     ----------
     request : ResponsesRequest
     model : str
-        The model's name in the response.
+        Model name to report in the response.
 
     Attributes
     ----------

@@ -214,7 +214,7 @@ class ReplicaClient(RequestClient):
                 self._place(request)
 
     def _end(self) -> None:
-        """Fail all requests: no replica is left."""
+        """Fail all requests, since no replica is left."""
         self._error = self._last_error
         for request in list(self._placed):
             request.fail(self._error)
@@ -441,5 +441,5 @@ class ReplicaClient(RequestClient):
         self._check_alive()
         if not self._clients:
             raise EngineError("no replica is ready at the moment; try again later")
-        # Responsive replicas first, then by number.
+        # Responsive replicas first, then the lowest number.
         return min(self._clients.items(), key=lambda each: (not each[1].is_responsive, each[0]))[1]

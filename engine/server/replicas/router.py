@@ -146,7 +146,9 @@ class PrefixRouter:
         self._replicas: dict[int, _Replica] = {}
         self._order: list[_Replica] = []  # by replica number
         self._holders: dict[int, list[_Replica]] = {}  # chunk -> replicas expected to cache it
-        self._by_load: list[tuple[int, int, _Replica]] = []  # a heap; see `_least_loaded`
+        self._by_load: list[
+            tuple[int, int, _Replica]
+        ] = []  # heap, may hold stale entries; see `_least_loaded`
         self._num_noted = 0  # tie-breaker: heap entries never compare replicas
         self._num_routes = 0
 
@@ -220,7 +222,7 @@ class PrefixRouter:
         ----------
         token_ids : sequence of int
         salt : str, optional
-            Prompts with different salts share no prefix.
+            Prompts with different salts never share cached prefixes.
         excluded : collection of int
             Replicas that must not be chosen.
 

@@ -39,7 +39,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
-    "Cache-Control": "no-cache",  # revalidated with If-None-Match each time
+    "Cache-Control": "no-cache",  # browsers revalidate with If-None-Match each time
 }
 
 

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer protocol, without stored responses."""
+"""/v1/responses: OpenAI's Responses API, without stored responses."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # UTF-8 cannot encode an unpaired su
 
 
 def is_tool_name(name: str, names: Collection[str] | None) -> bool:
-    """Return whether `name` may be called; None allows all names of at most 256 characters."""
+    """Return whether `name` may be called; with `names` None, any name of up to 256 characters."""
     if names is not None:
         return name in names
     return 1 <= len(name) <= MAX_NAME_CHARS and name.isprintable()
@@ -42,7 +42,7 @@ class CallReader:
     names : collection of str or None
         Functions that may be called; None: allow all.
     source : str
-        The text before the object, held back with it.
+        Text before the object, which is held back along with it.
     requires_arguments : bool
         Whether an object without arguments is not a call; otherwise, its arguments are ``{}``.
 
