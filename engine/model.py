@@ -101,7 +101,7 @@ def load(
         after any recomputation, because no kernel's summation order depends on the batch. Slower
         for small batches.
     enable_expert_parallel : bool
-        With several ranks, each rank holds whole experts, not a shard of every expert.
+        With several ranks, divide the experts among the ranks instead of dividing every expert.
     progress : bool, optional
         Show progress bars on stderr; by default only if stderr is a terminal.
     config : ModelConfig, optional

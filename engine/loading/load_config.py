@@ -40,7 +40,7 @@ class LoadConfig:
     deterministic : bool
         Produce bitwise identical results at any batch composition and chunk size.
     enable_expert_parallel : bool
-        Use expert parallelism: each rank holds whole experts rather than a slice of each.
+        Use expert parallelism: each rank holds some of the experts, undivided.
     reasons : mapping of str to str
         Option -> the reason for its value.
     """
