@@ -1,5 +1,5 @@
-// A stage of packed weights (engine/weights/packing.py), that is the planes of its row tiles: how
-// it is loaded, and how a lane decodes it to wgmma's A operand.
+// A stage of packed weights: the planes of its row tiles (engine/weights/packing.py), its loads, and
+// the decoding of a lane's codes to wgmma's A operand.
 #pragma once
 
 #include "common/weight_fragments_sm90.cuh"

@@ -29,6 +29,7 @@ NUM_BUFFERS = 3
 OPS = {1: "all_reduce", 2: "all_reduce_rmsnorm", 3: "all_gather"}  # keyed by kOp in CUDA
 _EMPTY = 0x80000000
 
+# Struct PeerGroup of cuda_src/collectives/peer_memory.cuh.
 _GROUP = np.dtype(
     [
         ("buffers", np.uint64, MAX_RANKS),
@@ -42,7 +43,7 @@ _GROUP = np.dtype(
         ("timeout", np.int64),
         ("host_error", np.uint64),
     ]
-)  # PeerGroup
+)
 
 
 @dataclass(frozen=True)

@@ -268,7 +268,9 @@ def _layer_windows(
     is_off = kind.windows in _SWITCHED and not fields.flag("use_sliding_window", False)
     has_types = kind.windows != "switched" and fields.has("layer_types")
     if is_off and has_types and any(_layer_types(fields, num_layers)):
-        raise fields.error("layer_types", "all full_attention without use_sliding_window")
+        raise fields.error(
+            "layer_types", '"full_attention" for every layer if use_sliding_window is false'
+        )
     if is_off or kind.windows == "never":
         return (0,) * num_layers
     window = fields.integer("sliding_window", 1, 1 << 31, 0)

@@ -80,7 +80,10 @@ class DraftHead(Protocol):
         """Return the state (T, N) computed from features (T, Nt) of each of `feature_layers`."""
 
     def store(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> None:
-        """Store the keys and values of `token_ids` (T,), given the states of the tokens before."""
+        """Compute and store the keys and values of `token_ids` (T,).
+
+        `state` (T, N) holds the state of the token before each of them.
+        """
 
     def forward(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> Any:
         """Store keys and values, and return the states (T, N) of `token_ids`. See `store`."""
@@ -215,7 +218,10 @@ class Eagle3Head:
         return self._fc(self._target.xp.concatenate(features, axis=1))
 
     def store(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> None:
-        """Store the keys and values of `token_ids` (T,), given the states of the tokens before."""
+        """Compute and store the keys and values of `token_ids` (T,).
+
+        `state` (T, N) holds the state of the token before each of them.
+        """
         self._layer.attn.store(self._inputs(token_ids, state)[0], batch, *pages)
 
     def forward(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> Any:
@@ -286,7 +292,10 @@ class MtpHead:
         return self._target.final_norm(features[0])
 
     def store(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> None:
-        """Store the keys and values of `token_ids` (T,), given the states of the tokens before."""
+        """Compute and store the keys and values of `token_ids` (T,).
+
+        `state` (T, N) holds the state of the token before each of them.
+        """
         x = self._inputs(token_ids, state, batch)
         self._layer.attn.store(self._attn_norm(x), batch, *pages)
 

@@ -244,7 +244,7 @@ class StageGroup:
         return RankError(self.failure)
 
     def describe(self) -> str:
-        """Return what each stage is doing."""
+        """Return the current operation of each stage, as text for messages."""
         return "".join(f"; {peer.name} is in: {peer.doing}" for peer in self._sorted())
 
     def end(self) -> None:

@@ -147,7 +147,7 @@ class DriverRank:
             self.collectives.check()
 
     def describe(self) -> str:
-        """Return what each rank is doing."""
+        """Return the current operation of each rank, as text for messages."""
         group = self._group
         return "".join(f"; rank {r} is in: {group.doing(r)}" for r in range(group.size))
 
@@ -282,7 +282,7 @@ class TensorParallelModel(Model):
         graphs.on_send = self._announce_graph
 
     def describe_ranks(self) -> str:
-        """Return what each rank is doing."""
+        """Return the current operation of each rank, as text for messages."""
         return self.driver.describe()
 
     def check_ranks(self) -> None:

@@ -168,7 +168,11 @@ class Piece(_Message):
 
 
 class StepResult(_Message):
-    """Outputs of a step: one token for each of `handles`, and `pieces` for all others."""
+    """Outputs of a step.
+
+    `token_ids[i]` is the new token of request `handles[i]`; a request whose update is more than one
+    token has a `Piece` instead.
+    """
 
     handles: list[int]
     token_ids: list[int]

@@ -242,8 +242,8 @@ class HeadProposer:
     def _chain_batches(self, works: Sequence[_Work], count: int) -> Iterator[ForwardBatch]:
         """Yield the batch of each of `count` drafts; only the first contains token ids.
 
-        Positions are clamped to the rope table: drafts beyond it exceed the request's own count,
-        and are dropped.
+        Positions are clamped to the last row of the rope table. Only drafts beyond the number that
+        their request may still use can reach it, and those are dropped.
         """
         keys = np.array([w.first_key + w.stop - 1 - w.start for w in works], np.int32)
         ids = [work.request.token_ids(work.stop, work.stop + 1) for work in works]

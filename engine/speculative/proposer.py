@@ -96,6 +96,7 @@ class CustomProposer:
             ids = self._call(request.token_ids(0, request.num_known_tokens), count)
             if ids is None or isinstance(ids, Drafts):
                 return ids
-            return Drafts(tuple(map(index, islice(ids, count + 1))))  # one extra is rejected
+            # One id too many is kept, so that the check of the count refuses the proposal.
+            return Drafts(tuple(map(index, islice(ids, count + 1))))
         except Exception as error:  # other requests must still get their drafts
             return error
