@@ -1,5 +1,5 @@
-// A stage of packed weights: the planes of its row tiles (engine/weights/packing.py), its loads, and
-// the decoding of a lane's codes to wgmma's A operand.
+// A stage of packed weights: the planes of its row tiles (engine/weights/packing.py), its loads,
+// and the decoding of a lane's codes to wgmma's A operand.
 #pragma once
 
 #include "common/weight_fragments_sm90.cuh"
