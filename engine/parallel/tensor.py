@@ -425,11 +425,12 @@ def load_ranks(
     )
     try:
         compare_ranks(processes.group, name, plain)
-        collectives = make_collectives(processes.group, place)
+        first, _ = resolve_device(devices[0])
+        collectives = make_collectives(processes.group, first)
         driver = DriverRank(processes, collectives)
         processes.group.set_doing("loading")
         if gpus is not None and place.is_cuda:
-            given["device"] = devices[0]
+            given["device"] = first
         own = load(name, **given, collectives=collectives, stage=stage)
         processes.group.set_ready()
         processes.group.wait_until_ready(float("inf"))
@@ -467,10 +468,11 @@ def _devices(place: Device, given: Any, size: int, gpus: Sequence[int] | None) -
             f"device must be 'cpu', 'cuda' or 'auto' with tensor_parallel_size={size}: ranks take "
             f"cuda:0, cuda:1, ...; got {shown(given)}"
         )
+    gpus = range(size) if gpus is None else gpus
     count = place.xp.cuda.runtime.getDeviceCount()
-    if count < size:
+    if count <= max(gpus):
         raise ConfigError(f"tensor_parallel_size must be at most {count}, the GPUs; got {size}")
-    return [f"cuda:{gpu}" for gpu in gpus or range(size)]
+    return [f"cuda:{gpu}" for gpu in gpus]
 
 
 def plain_options(model: Any, loading: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -12,6 +12,7 @@ import pytest
 from engine import LLMEngine, SamplingParams, device
 from engine.config import ModelConfig, MoeConfig
 from engine.errors import RankError
+from engine.parallel import pipeline, tensor
 from engine.tasks.embeddings import embed
 from tests.speculative import heads
 
@@ -34,13 +35,11 @@ def _two_gpus():
 
 
 def _engine(size, **options):
-    given = {"config": CONFIG, "collective_timeout": 20.0, **options}
-    size = {} if "pipeline_parallel_size" in options else {"tensor_parallel_size": size}
+    given = {"config": CONFIG, "collective_timeout": 20.0, "tensor_parallel_size": size, **options}
     return LLMEngine.from_name(
         "dummy",
         load_format="dummy",
         device="cuda",
-        **size,
         num_blocks=200,
         max_num_seqs=8,
         **given,
@@ -103,8 +102,44 @@ def test_bits_do_not_depend_on_how_steps_are_launched():
 def test_tokens_of_two_pipeline_stages_are_those_of_one_gpu(dtype, is_async):
     """Each on a GPU; activations go through the host."""
     options = {"dtype": dtype, "deterministic": True, "cuda_graphs": False}
-    found = _tokens(2, pipeline_parallel_size=2, async_scheduling=is_async, **options)
+    found = _tokens(1, pipeline_parallel_size=2, async_scheduling=is_async, **options)
     assert found == _tokens(1, **options)
+
+
+@pytest.fixture
+def shared_gpus(monkeypatch):
+    """Let processes share GPUs where there are too few; each stage starts at another one."""
+    count = device.cupy().cuda.runtime.getDeviceCount()
+
+    def stages(config, place):
+        size = config.pipeline_parallel_size
+        num_ranks = config.tensor_parallel_size
+        others = [
+            [(stage + 1) * num_ranks + rank for rank in range(num_ranks)]
+            for stage in range(size - 1)
+        ]
+        wanted = [*others, list(range(num_ranks))]
+        if count >= size * num_ranks:
+            return wanted
+        return [[(stage + gpu) % count for gpu in gpus] for stage, gpus in enumerate(wanted)]
+
+    def ranks(place, given, size, gpus):
+        return [f"cuda:{gpu % count}" for gpu in gpus or range(size)]
+
+    monkeypatch.setattr(pipeline, "_gpus", stages)
+    monkeypatch.setattr(tensor, "_devices", ranks)
+
+
+@pytest.mark.parametrize("options", [{}, {"config": MOE, "enable_expert_parallel": True}])
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 1), (1, 4), (4, 2), (2, 4), (4, 4)])
+def test_ranks_and_stages_together(ranks, stages, options, shared_gpus):
+    """Every combination has the tokens of one GPU."""
+    if ranks == 1:
+        options = {key: value for key, value in options.items() if key == "config"}
+    common = {"dtype": "float32", "deterministic": True, "cuda_graphs": False}
+    common |= {"config": options.get("config", CONFIG), "collective_timeout": 60.0}
+    found = _tokens(ranks, pipeline_parallel_size=stages, **{**common, **options})
+    assert found == _tokens(1, **common)
 
 
 def test_arrays_on_pages_of_their_own():

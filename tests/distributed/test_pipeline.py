@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import engine as package
-from engine import LLM, LLMEngine, SamplingParams
+from engine import LLMEngine, SamplingParams
 from engine.cache.kv_cache import KVCache
 from engine.cli import main
 from engine.core.resolve import resolve
@@ -277,15 +277,16 @@ def checkpoint(tmp_path_factory):
     return str(write_checkpoint("llama", tmp_path_factory.mktemp("llama")))
 
 
-def test_stages_of_two_ranks_each(checkpoint):
-    outputs = []
-    for size in (1, 2):
-        options = {"tensor_parallel_size": size, "pipeline_parallel_size": size}
-        with LLM(checkpoint, device="cpu", deterministic=True, num_blocks=64, **options) as llm:
-            prompts = [[1, 2, 3], [4, 5, 6, 7], [8] * 20]
-            found = llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0.0))
-            outputs.append([output.outputs[0].token_ids for output in found])
-    assert outputs[0] == outputs[1]
+SIZES = [(4, 1), (1, 4), (2, 2), (4, 2), (2, 4), (4, 4)]
+
+
+@pytest.mark.parametrize(("ranks", "stages"), SIZES)
+def test_ranks_and_stages_together(alone, ranks, stages):
+    """Every combination, in a process each, has the outputs of one process."""
+    with _engine(stages, tensor_parallel_size=ranks) as engine:
+        add_every_kind_of_request(engine)
+        found = run(engine)
+    assert found == alone
 
 
 def _started(stages, **options):
