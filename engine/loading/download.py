@@ -20,6 +20,7 @@ from typing import IO, Any, Literal
 
 from engine import env
 from engine.errors import DownloadError, WeightsError
+from engine.loading.gguf import part_paths
 from engine.model_files import excerpt, open_file, refuse_link_out
 
 __all__ = ["ModelSource", "local_path", "pull", "resolve_model"]
@@ -161,7 +162,9 @@ def _source_at(path: Path) -> ModelSource:
             raise WeightsError(f"{path} must be a .gguf file or a directory; got another file")
         open_file(path, error=WeightsError).close()
         return ModelSource("gguf", path)
-    files = sorted(path.glob("*.gguf"))
+    # One part of a split model stands for all of them.
+    found = sorted(path.glob("*.gguf"), reverse=True)
+    files = sorted({part_paths(one)[0]: one for one in found}.values())
     if not files or any(path.glob("*.safetensors")):
         return ModelSource("hf_dir", path)
     if len(files) > 1:

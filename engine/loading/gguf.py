@@ -3,12 +3,16 @@
 File layout: magic, version, counts, key-value pairs, tensor infos, padding, data. Files are
 untrusted: lengths and offsets are Python integers, and no read goes beyond the file. Metadata is
 scanned once and decoded on access, so opening a file takes milliseconds.
+
+A model may be split into parts NAME-00001-of-00003.gguf: the first holds the metadata, each of them
+some of the tensors.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,9 +26,9 @@ from engine.checks import shown
 from engine.errors import WeightsError
 from engine.loading.gguf_quants import FORMATS, QuantFormat
 from engine.loading.safetensors import map_file
-from engine.model_files import excerpt
+from engine.model_files import excerpt, is_present
 
-__all__ = ["GgufFile", "GgufMetadata", "GgufTensor"]
+__all__ = ["GgufFile", "GgufMetadata", "GgufTensor", "part_paths"]
 
 _MAX_DIMS = 4
 _STRING = 8
@@ -45,16 +49,19 @@ _SCALARS: dict[int, np.dtype[Any]] = {
 _MAX_ITEMS = 1 << 24  # maximum length of a metadata array, such as a vocabulary
 _MIN_PAIR_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
+_PART_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_MAX_PARTS = 1024
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor: format, NumPy shape (out, in), and byte range [start, stop) in the file."""
+    """A tensor: format, NumPy shape (out, in), and byte range [start, stop) in part `part`."""
 
     format: QuantFormat
     shape: tuple[int, ...]
     start: int
     stop: int
+    part: int = 0
 
 
 class _Cursor:
@@ -185,34 +192,115 @@ class GgufMetadata(Mapping[str, Any]):
         return np.frombuffer(cursor.data, _SCALARS[item], count, cursor.at).tolist()
 
 
+def part_paths(path: str | PathLike[str]) -> list[Path]:
+    """Return the paths of all parts of a split model, by the name of any of them.
+
+    A name that is not NAME-00001-of-00003.gguf is that of a whole model: its path is returned.
+    """
+    one = Path(path)
+    name = _PART_NAME.fullmatch(one.name)
+    count = int(name["count"]) if name else 1
+    if name is None or not 1 <= int(name["number"]) <= count <= _MAX_PARTS:
+        return [one]
+    numbers = range(1, count + 1)
+    return [one.with_name(f"{name['stem']}-{i:05}-of-{count:05}.gguf") for i in numbers]
+
+
+class _Part:
+    """One file: its mapped bytes, metadata and tensors."""
+
+    def __init__(self, path: Path, number: int, root: Path | None = None) -> None:
+        cursor = _Cursor(path, map_file(path, root))
+        self.fail = cursor.fail
+        self.data = cursor.data
+        tensor_count = _read_preamble(cursor)
+        self.metadata = GgufMetadata(cursor)
+        infos = [_read_info(cursor) for _ in range(_checked_count(cursor, tensor_count))]
+        self.tensors = _place_tensors(cursor, infos, _alignment(cursor, self.metadata), number)
+
+    def count(self, key: str, default: int) -> int:
+        """Return the integer under `key`, one of the keys that describe a split."""
+        value = self.metadata.get(key, default)
+        if type(value) is not int:
+            raise self.fail(f"{key} must be a whole number; got {shown(value)}")
+        return value
+
+
+def _open_parts(path: Path) -> list[_Part]:
+    """Open a whole model, or all parts of the split model that the file `path` is a part of."""
+    paths = part_paths(path)
+    number = paths.index(path)
+    named = _Part(path, number)
+    count = named.count("split.count", 1)
+    if count <= 1:
+        return [_Part(path, 0) if number else named]
+    if count != len(paths):
+        raise named.fail(
+            f"is one of {count} parts (split.count), so its name must end with "
+            f"-00001-of-{count:05}.gguf, or the number of another part; got {excerpt(path.name)}"
+        )
+    parts = []
+    for i, one in enumerate(paths):
+        if i != number and not is_present(one):
+            raise named.fail(
+                f"is one of {count} parts (split.count), which must be in one folder; "
+                f"{excerpt(one.name)} is missing"
+            )
+        parts.append(named if i == number else _Part(one, i, path.parent))
+    _refuse_disagreement(parts)
+    return parts
+
+
+def _refuse_disagreement(parts: list[_Part]) -> None:
+    """Check that the files are the parts of one model, in order, and that none is incomplete."""
+    first = parts[0].metadata
+    split = {"split.count": len(parts), "split.tensors.count": sum(len(p.tensors) for p in parts)}
+    own = ("split.no", "general.alignment", *split)
+    for part in parts:
+        for key in part.metadata:
+            if key not in own and part.metadata[key] != first.get(key):
+                raise part.fail(
+                    f"{excerpt(key)} must be {shown(first.get(key))}, as the first part says; "
+                    f"got {shown(part.metadata[key])}"
+                )
+    for i, part in enumerate(parts):
+        for key, value in {"split.no": i, **split}.items():
+            if (got := part.count(key, value)) != value:
+                raise part.fail(f"{key} must be {value}, as the other parts say; got {got}")
+
+
 class GgufFile:
-    """One .gguf file, memory-mapped and checked.
+    """A model in a .gguf file, or in all parts of a split one; memory-mapped and checked.
 
     Parameters
     ----------
     path : str or path
+        The file, or any part of a split model: the others are opened too.
 
     Attributes
     ----------
     metadata : GgufMetadata
-        The file's key-value pairs.
+        The key-value pairs; of a split model, those of the first part.
     tensors : dict of str to GgufTensor
-        The file's tensors by name.
+        The tensors of all parts by name.
 
     Raises
     ------
     WeightsError
-        If the file is damaged or holds a tensor in an unsupported format.
+        If the file is damaged or holds a tensor in an unsupported format, or a part is missing or
+        disagrees with the others.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
-        cursor = _Cursor(self.path, map_file(self.path))
-        self._data = cursor.data
-        tensor_count = _read_preamble(cursor)
-        self.metadata = GgufMetadata(cursor)
-        infos = [_read_info(cursor) for _ in range(_checked_count(cursor, tensor_count))]
-        self.tensors = _place_tensors(cursor, infos, _alignment(cursor, self.metadata))
+        parts = _open_parts(self.path)
+        self._data = [part.data for part in parts]
+        self.metadata = parts[0].metadata
+        self.tensors: dict[str, GgufTensor] = {}
+        for part in parts:
+            for name in part.tensors.keys() & self.tensors.keys():
+                raise part.fail(f"tensor {shown(name)} is in another part, too")
+            self.tensors |= part.tensors
 
     def names(self) -> Iterator[str]:
         """Return the names of the tensors."""
@@ -255,7 +343,9 @@ class GgufFile:
         form = tensor.format
         width = math.prod(tensor.shape[1:][-1:])
         first = tensor.start + form.nbytes(start * width)
-        return np.frombuffer(self._data, np.uint8, form.nbytes((stop - start) * width), first)
+        return np.frombuffer(
+            self._data[tensor.part], np.uint8, form.nbytes((stop - start) * width), first
+        )
 
 
 def _read_preamble(cursor: _Cursor) -> int:
@@ -316,7 +406,10 @@ def _type_name(kind: int) -> str:
 
 
 def _place_tensors(
-    cursor: _Cursor, infos: list[tuple[str, QuantFormat, tuple[int, ...], int]], alignment: int
+    cursor: _Cursor,
+    infos: list[tuple[str, QuantFormat, tuple[int, ...], int]],
+    alignment: int,
+    part: int,
 ) -> dict[str, GgufTensor]:
     """Return the tensors by name, after checking that they are disjoint and inside the file."""
     base = (cursor.at + alignment - 1) // alignment * alignment
@@ -335,7 +428,7 @@ def _place_tensors(
             raise cursor.fail(
                 f"is truncated: tensor {shown(name)} ends at byte {stop}; the file has {size}"
             )
-        tensors[name] = GgufTensor(form, shape, start, stop)
+        tensors[name] = GgufTensor(form, shape, start, stop, part)
     _refuse_overlap(cursor, tensors)
     return tensors
 

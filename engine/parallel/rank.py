@@ -27,6 +27,7 @@ from engine.errors import RankError
 from engine.layers.batch import ForwardBatch
 from engine.layers.collectives import Collectives
 from engine.loading.config_json import config_from_json
+from engine.loading.gguf import part_paths
 from engine.model import Model, load
 from engine.runner.cuda_graph import GraphKey
 from engine.runner.memory_sizes import geometry_of
@@ -283,7 +284,8 @@ def compare_ranks(group: Group, model: str, loading: Mapping[str, Any]) -> None:
 def fingerprint(model: str, loading: Mapping[str, Any]) -> dict[str, str]:
     """Return the properties that must be equal on all ranks: version, files and options."""
     path = Path(model)
-    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.exists() else []
+    files = sorted(path.iterdir()) if path.is_dir() else part_paths(path)
+    files = [file for file in files if file.exists()]
     found = {"engine's version": __version__, "options": json.dumps(loading, sort_keys=True)[:2000]}
     for file in files:
         if file.suffix in (".safetensors", ".gguf"):

@@ -154,3 +154,44 @@ def write_gguf(path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+_GGUF_SHAPES = {
+    "token_embd": (40, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,),
+    "blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32),
+    "blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32),
+    "blk.0.ffn_down": (32, 64),
+}  # fmt: skip
+_GGUF_KEYS = {
+    "llama.block_count": 1, "llama.context_length": 128, "llama.embedding_length": 32,
+    "llama.feed_forward_length": 64, "llama.attention.head_count": 2,
+    "llama.attention.head_count_kv": 1, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 100.0, "tokenizer.ggml.eos_token_id": 2,
+}  # fmt: skip
+
+
+def llama_gguf(path: Path, metadata: dict | None = None, **options) -> Path:
+    """Write a llama in float32 with `metadata` (None: left out); `options` are GGUFWriter's."""
+    writer = gguf.GGUFWriter(path, "llama", **options)
+    for name, value in {**_GGUF_KEYS, **(metadata or {})}.items():
+        add_gguf_value(writer, name, value)
+    tensors = random_tensors({f"{name}.weight": shape for name, shape in _GGUF_SHAPES.items()})
+    for name, value in tensors.items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_gguf_value(writer: gguf.GGUFWriter, name: str, value) -> None:
+    """Add a metadata value in the type that llama.cpp's converter gives it; None is left out."""
+    kinds = {
+        bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
+        str: writer.add_string, list: writer.add_array,
+    }  # fmt: skip
+    if type(value) is int and value < 0:
+        writer.add_int32(name, value)
+    elif value is not None:
+        kinds[type(value)](name, value)
