@@ -6,6 +6,7 @@
     │   ├── ShapeError
     │   └── DTypeError      TypeError
     ├── RequestError        ValueError    a request cannot be served (others can)
+    │   └── ContextLengthError            its prompt is longer than the model's context
     ├── WeightsError        ValueError    a weight file is missing, damaged or does not fit
     ├── TemplateError       ValueError    a chat template fails or tries to leave its sandbox
     ├── UnknownOptionError  TypeError     an unknown keyword; names the nearest known one
@@ -29,6 +30,7 @@ from collections.abc import Iterable
 __all__ = [
     "CompileError",
     "ConfigError",
+    "ContextLengthError",
     "ContractError",
     "DTypeError",
     "DeviceError",
@@ -69,6 +71,68 @@ class DTypeError(ContractError, TypeError):
 
 class RequestError(EngineError, ValueError):
     """A request cannot be served; other requests are not affected."""
+
+
+class ContextLengthError(RequestError):
+    """A prompt is longer than the model's context.
+
+    Parameters
+    ----------
+    message : str
+        See `of`: programs look for the words of OpenAI's message.
+    name : str, optional
+        Name of the prompt: "prompt", "messages" or "input".
+    num_tokens, most : int, optional
+        Number of tokens of the prompt, and how many it may have.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        name: str | None = None,
+        num_tokens: int | None = None,
+        most: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.name = name
+        self.num_tokens = num_tokens
+        self.most = most
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        num_tokens: int,
+        max_model_len: int,
+        *,
+        num_reserved: int = 1,
+        is_estimate: bool = False,
+    ) -> ContextLengthError:
+        """Build the error.
+
+        Parameters
+        ----------
+        name : str
+        num_tokens, max_model_len : int
+        num_reserved : int
+            Tokens of the context that the prompt must leave free: one, if any is generated.
+        is_estimate : bool
+            Whether `num_tokens` is only a lower bound, as the prompt was not tokenized.
+
+        Examples
+        --------
+        >>> print(ContextLengthError.of("messages", 600, 512))
+        This model's maximum context length is 512 tokens. However, your messages resulted in 600 \
+tokens. Please reduce the length of the messages to at most 511 tokens.
+        """
+        most = max_model_len - num_reserved
+        least = "at least " if is_estimate else ""
+        message = (
+            f"This model's maximum context length is {max_model_len} tokens. However, your {name} "
+            f"resulted in {least}{num_tokens} tokens. Please reduce the length of the {name} to at "
+            f"most {most} tokens."
+        )
+        return cls(message, name, num_tokens, most)
 
 
 class WeightsError(EngineError, ValueError):

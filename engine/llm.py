@@ -270,7 +270,7 @@ class LLM:
                             ids[-1], prompt, params[index], priority=priorities[index]
                         )
                     except RequestError as error:
-                        raise RequestError(f"prompts[{index}]: {error}") from error
+                        raise type(error)(f"prompts[{index}]: {error}") from error
             except BaseException:
                 self._shared.drop(ids)
                 self._shared.abort_dropped()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from engine.checks import items_of, length_of, shown, shown_with_type, token_ids_of
-from engine.errors import RequestError
+from engine.errors import ContextLengthError, RequestError
 from engine.model import Model
 from engine.request import Request
 from engine.runner.sampling import SamplingSpec
@@ -162,7 +162,14 @@ class InputProcessor:
         """Return one scheduler request per spec; all share one list of prompt ids.
 
         The first carries the user's id, the others "<id>#1", "<id>#2" and so on.
+
+        Raises
+        ------
+        ContextLengthError
+            If the prompt leaves no room for an answer.
         """
+        if len(token_ids) >= self._max_model_len:
+            raise ContextLengthError.of("prompt", len(token_ids), self._max_model_len)
         params = specs[0].params
         longest = self._max_model_len
         if params.max_tokens is not None:
@@ -190,10 +197,8 @@ class InputProcessor:
             raise RequestError("prompt must be token ids, as the model has no tokenizer; got text")
         limit = self._max_model_len * self.tokenizer.max_token_chars
         if len(text) > limit:
-            raise RequestError(
-                f"prompt must have at most {limit} characters to fit into max_model_len="
-                f"{self._max_model_len}; got {len(text)}"
-            )
+            least = -(-len(text) // self.tokenizer.max_token_chars)
+            raise ContextLengthError.of("prompt", least, self._max_model_len, is_estimate=True)
         return list(self.tokenizer.encode(text))
 
     def _checked_ids(self, ids: Any) -> list[int]:
@@ -206,10 +211,7 @@ class InputProcessor:
         count = length_of(ids)
         limit = self._max_model_len
         if count is not None and count > limit:
-            raise RequestError(
-                f"the prompt must have 1 to {limit - 1} tokens (max_model_len {limit} minus one to "
-                f"generate); got {shown_with_type(count)}"
-            )
+            raise ContextLengthError.of("prompt", count, limit)
         items = items_of("prompt", ids, "token ids", limit)
         wanted = f"a token id, a whole number in [0, {self._vocab_size})"
         return token_ids_of("prompt", items, self._vocab_size, wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.errors import RequestError
+from engine.errors import ContextLengthError, RequestError
 from engine.request import Request
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.waiting import WaitingQueue
@@ -24,10 +24,14 @@ def check_request(request: Request, config: SchedulerConfig) -> int:
     Raises
     ------
     RequestError
-        If the prompt is empty or too long, or the request can never fit into the KV cache.
+        If the prompt is empty.
+    ContextLengthError
+        If the prompt is too long, or the request can never fit into the KV cache.
     """
     num_prompt = request.num_prompt_tokens
-    if not 0 < num_prompt < config.max_model_len:
+    if num_prompt >= config.max_model_len:
+        raise ContextLengthError.of("prompt", num_prompt, config.max_model_len)
+    if num_prompt < 1:
         raise RequestError(
             f"the prompt must have 1 to {config.max_model_len - 1} tokens (max_model_len "
             f"{config.max_model_len} minus one to generate); got {num_prompt}"
@@ -45,7 +49,7 @@ def check_request(request: Request, config: SchedulerConfig) -> int:
     # The last token is never fed back, so its key needs no slot.
     num_blocks = -(-(longest - 1) // config.block_size)
     if num_blocks > config.num_blocks:
-        raise RequestError(
+        raise ContextLengthError(
             f"a prompt of {num_prompt} tokens and up to {longest - num_prompt} new ones need "
             f"{num_blocks} KV blocks of {config.block_size} tokens, but there are only "
             f"{config.num_blocks}; lower max_tokens or shorten the prompt"

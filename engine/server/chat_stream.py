@@ -18,7 +18,7 @@ from engine.errors import unknown_keyword
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server import reasoning, tool_parsers
-from engine.server.field_limits import check_fields, check_length
+from engine.server.field_limits import check_fields, check_length, check_num_tokens
 from engine.server.prompt_log import log_prompt
 from engine.server.protocol.chat import (
     ChatCompletionRequest,
@@ -167,6 +167,7 @@ class ChatService:
             check_fields(body, self._config)
         # Render first: if the template ignores tools, that error is the more useful one.
         prompt = await asyncio.to_thread(self.render, body)
+        check_num_tokens(len(prompt["prompt_token_ids"]), "messages", self.client)
         tools, overrides, options = self._tools(body)
         params = chat_params(body, self.generation_defaults, **overrides)
         if self._config is not None and self._config.log_prompts:

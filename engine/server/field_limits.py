@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from engine.async_engine import EngineClient
+from engine.errors import ContextLengthError
 from engine.server.protocol.common import SamplingFields
 from engine.server.protocol.errors import APIError
 from engine.server.server_config import ServerConfig
 
-__all__ = ["check_fields", "check_length"]
+__all__ = ["check_fields", "check_length", "check_num_tokens"]
 
 
 def check_fields(body: SamplingFields, config: ServerConfig) -> None:
@@ -51,14 +52,26 @@ def check_length(text: str, name: str, client: EngineClient) -> None:
 
     Raises
     ------
-    APIError
+    ContextLengthError
         If the text is longer than `max_model_len` times the longest token's length.
     """
     max_model_len = client.model_info.max_model_len
-    limit = max_model_len * client.tokenizer.max_token_chars
-    if len(text) > limit:
-        message = (
-            f"{name} must have at most {limit} characters to fit into max_model_len="
-            f"{max_model_len}; got {len(text)}"
-        )
-        raise APIError(400, message, param=name)
+    longest = client.tokenizer.max_token_chars
+    if len(text) > max_model_len * longest:
+        least = -(-len(text) // longest)
+        raise ContextLengthError.of(name, least, max_model_len, is_estimate=True)
+
+
+def check_num_tokens(
+    num_tokens: int, name: str, client: EngineClient, *, num_reserved: int = 1
+) -> None:
+    """Reject a prompt that leaves fewer than `num_reserved` tokens of the context.
+
+    Raises
+    ------
+    ContextLengthError
+        It names `name`, the request field that holds the prompt.
+    """
+    max_model_len = client.model_info.max_model_len
+    if num_tokens > max_model_len - num_reserved:
+        raise ContextLengthError.of(name, num_tokens, max_model_len, num_reserved=num_reserved)

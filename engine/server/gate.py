@@ -14,7 +14,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.server.access_log import log_request, request_id_of
 from engine.server.auth import KeyRing
 from engine.server.limits import RequestSlots
-from engine.server.protocol.errors import APIError, api_error, error_body
+from engine.server.protocol.errors import (
+    APIError,
+    api_error,
+    error_body,
+    error_status,
+    is_anthropic,
+)
 from engine.server.sse import ClientGone
 
 __all__ = ["Gate"]
@@ -85,11 +91,13 @@ class Gate:
             _log.error("request %s failed", visit.request_id, exc_info=error)
         if visit.status:
             raise error  # the response has started: uvicorn closes the connection
-        body = error_body(found, _path(visit.scope), visit.request_id)
+        path = _path(visit.scope)
+        body = error_body(found, path, visit.request_id)
         raw = MutableHeaders(found.headers)
         raw["content-type"] = "application/json"
         raw["content-length"] = str(len(body))
-        start = {"type": "http.response.start", "status": found.status, "headers": raw.raw}
+        status = error_status(found, path)
+        start = {"type": "http.response.start", "status": status, "headers": raw.raw}
         await visit.send(start)
         await visit.send({"type": "http.response.body", "body": body})
 
@@ -118,8 +126,11 @@ class _Visit:
             self._num_bytes += len(message.get("body", b""))
         elif message["type"] == "http.response.start":
             self.status = message["status"]
-            own: Any = (b"x-request-id", self.request_id.encode("ascii"))
-            message["headers"] = [*message.get("headers", ()), own]
+            names = [b"x-request-id"]
+            if is_anthropic(_path(self.scope)):
+                names.append(b"request-id")
+            own: Any = [(name, self.request_id.encode("ascii")) for name in names]
+            message["headers"] = [*message.get("headers", ()), *own]
         await self._send(message)
 
     def log(self) -> None:

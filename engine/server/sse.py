@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -87,7 +87,6 @@ class EventStream(Response):
         Converts an `APIError` to a frame.
     last : bytes
         Bytes written after the last frame or an error frame.
-    headers : mapping of str to str, optional
     """
 
     def __init__(
@@ -97,11 +96,10 @@ class EventStream(Response):
         keep_alive: float = 15.0,
         error_frame: Callable[[APIError], bytes] = openai_error_frame,
         last: bytes = DONE,
-        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers(_HEADERS | dict(headers or {}))
+        self.init_headers(_HEADERS)
         self._frames = frames
         self._interval = keep_alive
         self._error_frame = error_frame

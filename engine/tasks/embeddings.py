@@ -12,7 +12,7 @@ from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVGeometry
 from engine.checks import items_of, shown_with_type
 from engine.device import to_numpy
-from engine.errors import RequestError
+from engine.errors import ContextLengthError, RequestError
 from engine.layers.batch import ForwardBatch
 from engine.layers.token_ids import checked_token_ids
 from engine.model import Model
@@ -100,6 +100,8 @@ def embed_in_parts(
 def _checked(model: Model, index: int, ids: Sequence[int]) -> Any:
     limit = model.max_model_len
     if not hasattr(ids, "__len__") or not 1 <= len(ids) <= limit:
+        if hasattr(ids, "__len__") and len(ids) > limit:
+            raise ContextLengthError.of("input", len(ids), limit, num_reserved=0)
         got = f"{len(ids)} tokens" if hasattr(ids, "__len__") else shown_with_type(ids)
         raise RequestError(f"token_ids[{index}] must have 1 to {limit} tokens; got {got}")
     return checked_token_ids([ids], 1, model.config.vocab_size)[0]

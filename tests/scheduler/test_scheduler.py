@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from engine.errors import ConfigError, ContractError, RequestError
+from engine.errors import ConfigError, ContextLengthError, ContractError, RequestError
 from engine.request import RequestStatus
 from engine.scheduler.admission import QueueFullError
 from engine.scheduler.config import SchedulerConfig
@@ -407,7 +407,7 @@ def test_a_request_that_can_never_be_served_is_rejected_when_added():
     scheduler, _ = build(num_blocks=2, max_model_len=64)
     with pytest.raises(RequestError, match=r"1 to 63 tokens.*got 0"):
         scheduler.add_request(make_request("a", []))
-    with pytest.raises(RequestError, match=r"1 to 63 tokens.*got 64"):
+    with pytest.raises(ContextLengthError, match=r"64 tokens.*at most 63 tokens"):
         scheduler.add_request(make_request("a", [1] * 64))
     with pytest.raises(RequestError, match=r"need 3 KV blocks of 16 tokens.*only 2"):
         scheduler.add_request(make_request("a", [1] * 30, 4))

@@ -215,5 +215,5 @@ def test_variables_of_the_template():
 def test_a_conversation_that_is_too_long_is_refused():
     with _client("a") as (client, _):
         messages = [{"role": "user", "content": "x" * 5000}]
-        with pytest.raises(openai.BadRequestError, match="at most 4096 characters"):
+        with pytest.raises(openai.BadRequestError, match="at least 5012 tokens"):
             client.chat.completions.create(model="scripted", messages=messages)

@@ -84,7 +84,8 @@ def test_a_text_that_cannot_fit_is_not_tokenized(server, http, monkeypatch, path
     response = http.post(path, json={name: "x" * 4097, **more})
     error = _error(response)
     assert (response.status_code, error["param"]) == (400, name)
-    assert "at most 4096 characters" in error["message"] and "got 4097" in error["message"]
+    assert error["code"] == "context_length_exceeded"
+    assert "is 4096 tokens." in error["message"] and "at least 4097 tokens" in error["message"]
 
 
 # ---- errors

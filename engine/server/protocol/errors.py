@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from engine.errors import EngineError, RequestError, TemplateError, UnknownOptionError
+from engine.errors import (
+    ContextLengthError,
+    EngineError,
+    RequestError,
+    TemplateError,
+    UnknownOptionError,
+)
 from engine.scheduler.admission import QueueFullError
 
-__all__ = ["APIError", "ErrorObject", "ErrorResponse", "api_error", "error_body"]
+__all__ = [
+    "APIError",
+    "ErrorObject",
+    "ErrorResponse",
+    "api_error",
+    "error_body",
+    "error_status",
+    "is_anthropic",
+    "renamed_params",
+]
 
 _TYPES = {
     401: "authentication_error",
@@ -30,6 +46,7 @@ _CODES = {
     503: "service_unavailable",
 }
 _ANTHROPIC_TYPES = {500: "api_error", 503: "overloaded_error"}
+_ANTHROPIC_STATUS = {503: 529}
 _NAMED = re.compile(r"(?:prompts\[\d+\]: )?([a-z][a-z_0-9]*)(?:\[|\.| must| needs)")
 MAX_MESSAGE_CHARS = 2000
 
@@ -62,6 +79,8 @@ class APIError(Exception):
     code : str, optional
         Machine-readable reason; the default depends on the status.
     headers : mapping of str to str, optional
+    anthropic_message : str, optional
+        The message in Anthropic's format, if it has another there.
 
     Examples
     --------
@@ -78,6 +97,7 @@ class APIError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        anthropic_message: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -85,11 +105,22 @@ class APIError(Exception):
         self.param = param
         self.code = _CODES.get(status) if code is None else code
         self.headers = dict(headers or {})
+        self.anthropic_message = anthropic_message or self.message
 
     @property
     def type(self) -> str:
         """OpenAI's error type."""
         return _TYPES.get(self.status, "invalid_request_error")
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether requests to this path are in Anthropic's protocol."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def error_status(error: APIError, path: str) -> int:
+    """Return the HTTP status of an error: Anthropic's for "try again later" is 529."""
+    return _ANTHROPIC_STATUS.get(error.status, error.status) if is_anthropic(path) else error.status
 
 
 def error_body(error: APIError, path: str = "", request_id: str | None = None) -> bytes:
@@ -103,9 +134,9 @@ def error_body(error: APIError, path: str = "", request_id: str | None = None) -
     b'{"type":"error","error":{"type":"overloaded_error","message":"no"},"request_id":null}'
     """
     body: Any
-    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+    if is_anthropic(path):
         kind = _ANTHROPIC_TYPES.get(error.status, error.type)
-        inner = {"type": kind, "message": error.message}
+        inner = {"type": kind, "message": error.anthropic_message}
         body = {"type": "error", "error": inner, "request_id": request_id}
     else:
         body = ErrorResponse(ErrorObject(error.message, error.type, error.param, error.code))
@@ -129,10 +160,42 @@ def api_error(error: BaseException) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, QueueFullError):
-        return APIError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+        return APIError(429, str(error), headers={"Retry-After": "1"})
+    if isinstance(error, ContextLengthError):
+        return _too_long(error)
     if isinstance(error, RequestError | TemplateError | UnknownOptionError):
         named = _NAMED.match(str(error))
         return APIError(400, str(error), param=named[1] if named else None)
     if isinstance(error, EngineError):
         return APIError(503, str(error), headers={"Retry-After": "10"})
     return APIError(500, f"internal error ({type(error).__name__})")
+
+
+@contextlib.contextmanager
+def renamed_params(fields: Mapping[str, str]) -> Iterator[None]:
+    """Within the context, errors name the request's own field instead of the one it became.
+
+    Parameters
+    ----------
+    fields : mapping of str to str
+        `param` as raised -> field of the request.
+    """
+    try:
+        yield
+    except (APIError, RequestError, TemplateError) as error:
+        found = api_error(error)
+        found.param = fields.get(found.param or "", found.param)
+        raise found from error
+
+
+def _too_long(error: ContextLengthError) -> APIError:
+    """Convert to the errors that clients of either protocol recognise by code or words."""
+    numbers = f"{error.num_tokens} tokens > {error.most} maximum"
+    detail = str(error) if error.num_tokens is None else numbers
+    return APIError(
+        400,
+        str(error),
+        param=error.name,
+        code="context_length_exceeded",
+        anthropic_message=f"prompt is too long: {detail}",
+    )

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.server.field_limits import check_length
+from engine.server.field_limits import check_length, check_num_tokens
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.common import Usage
 from engine.server.protocol.completion import prompts_of
-from engine.server.protocol.errors import APIError
+from engine.server.protocol.errors import APIError, renamed_params
 from engine.server.sse import unless_disconnected
 
 __all__ = ["ENDPOINTS", "EmbeddingObject", "EmbeddingRequest", "EmbeddingResponse", "routes"]
@@ -67,9 +67,10 @@ async def create_embeddings(request: Request) -> Response:
     body = await read_struct(request, EmbeddingRequest)
     state = request.app.state
     model = check_model(body.model, request)
-    prompts = prompts_of(body.input, state.config.max_prompts)
-    work = embed(state.client, body, prompts, model)
-    answer = await unless_disconnected(request.receive, work)
+    with renamed_params({"prompt": "input", "token_ids": "input"}):
+        prompts = prompts_of(body.input, state.config.max_prompts)
+        work = embed(state.client, body, prompts, model)
+        answer = await unless_disconnected(request.receive, work)
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
@@ -104,7 +105,10 @@ def _token_ids(client: Any, prompts: list[Any]) -> list[list[int]]:
         raise APIError(400, "input must be token ids, as the model has no tokenizer; got text")
     for text in texts:
         check_length(text, "input", client)
-    return [client.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+    found = [client.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+    for ids in found:
+        check_num_tokens(len(ids), "input", client, num_reserved=0)
+    return found
 
 
 def _encoded(vector: Any, encoding: str | None) -> list[float] | str:

@@ -49,18 +49,16 @@ async def create_message(request: Request) -> Response:
     chat = await _chat(request, body)
     builder = MessageBuilder(model)
     answered = Answered(await begin_chat(request, chat, builder.message["id"]))
-    headers = {"request-id": request.state.request_id}
     if body.stream:
         return EventStream(
             _frames(answered, builder),
             keep_alive=request.app.state.config.sse_keep_alive,
             error_frame=lambda error: _error_frame(request, error),
             last=b"",
-            headers=headers,
         )
     await unless_disconnected(request.receive, _whole(answered, builder))
     data = msgspec.json.encode(builder.message)
-    return Response(data, media_type="application/json", headers=headers)
+    return Response(data, media_type="application/json")
 
 
 async def count_tokens(request: Request) -> Response:

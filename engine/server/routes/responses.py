@@ -14,7 +14,7 @@ from starlette.routing import Route
 from engine.server.agent_stream import Answered, begin_chat, chat_request, named_frame, num_tokens
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
-from engine.server.protocol.errors import APIError
+from engine.server.protocol.errors import APIError, renamed_params
 from engine.server.protocol.responses import ResponsesRequest, to_chat
 from engine.server.protocol.responses_events import ResponseBuilder, ResponseObject
 from engine.server.sse import EventStream, unless_disconnected
@@ -22,6 +22,16 @@ from engine.server.sse import EventStream, unless_disconnected
 __all__ = ["ENDPOINTS", "routes"]
 
 _STORED = "/v1/responses/{response_id}"
+_STREAM_CODES = ("rate_limit_exceeded", "context_length_exceeded")
+# Field of a chat completion -> the field of a response that it is made from.
+_FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "structured": "text.format",
+}
 
 ENDPOINTS = (
     Endpoint(
@@ -46,7 +56,8 @@ async def create_response(request: Request) -> Response:
     model = check_model(body.model, request)
     chat = chat_request(to_chat(body))
     builder = ResponseBuilder(body, model)
-    stream = await begin_chat(request, chat, builder.response["id"])
+    with renamed_params(_FIELDS):
+        stream = await begin_chat(request, chat, builder.response["id"])
     answer = _Answer(request, Answered(stream), builder)
     if body.stream:
         interval = request.app.state.config.sse_keep_alive
@@ -89,7 +100,7 @@ class _Answer:
 
     def error_frame(self, error: APIError) -> bytes:
         """Return the frames that end the stream with an error."""
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        code = error.code if error.code in _STREAM_CODES else "server_error"
         return self._take_start() + _frames_of(self._builder.fail(error.message, code))
 
     def _take_start(self) -> bytes:
