@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import numbers
 import operator
 import reprlib
@@ -18,6 +19,7 @@ __all__ = [
     "is_integer",
     "items_of",
     "length_of",
+    "parse_object",
     "request_ids_of",
     "shown",
     "shown_with_type",
@@ -70,6 +72,21 @@ def shown_with_type(value: object) -> str:
     if isinstance(value, numbers.Number) or value is None:
         return shown(value)
     return f"{shown(value)} ({type(value).__name__[:_MAX_SHOWN]})"
+
+
+def parse_object(data: str | bytes) -> dict[str, Any] | None:
+    """Return a JSON object sent by another process; None if `data` is anything else.
+
+    Examples
+    --------
+    >>> parse_object(b'{"ready": true}'), parse_object("[" * 100_000), parse_object(b"\xff")
+    ({'ready': True}, None, None)
+    """
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def items_of(name: str, value: object, kind: str, limit: int) -> list[Any]:

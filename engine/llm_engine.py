@@ -247,8 +247,16 @@ class LLMEngine:
 
     @not_reentrant
     def end_continuation(self, request_id: str, index: int, reason: str) -> None:
-        """End one continuation because of its text, which another process decodes."""
+        """End one continuation because of its text, which another process decodes.
+
+        Raises
+        ------
+        RequestError
+            If the request has no continuation of this index.
+        """
         if (group := self._streams.groups.get(request_id)) is not None:
+            if not 0 <= index < len(group.streams):
+                raise RequestError(f"index must be in [0, {len(group.streams)}); got {index}")
             self._streams.end(group.streams[index], reason)
 
     @not_reentrant

@@ -17,6 +17,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +35,11 @@ _GREETING = b"engine pipeline 1\n"
 _NONCE_BYTES = 32
 _HEAD = struct.Struct("<IQ")
 _MAX_BYTES = 1 << 36  # maximum frame size: a corrupt length must not allocate more
+_PART_BYTES = 1 << 24  # maximum bytes allocated before they arrive
 _PROOF_SECONDS = 10.0  # timeout of the handshake
+_MAX_HANDSHAKES = 64  # maximum handshakes at once, each in a thread
+_MAX_LOGGED = 16  # maximum refused connections that are logged as warnings
+_RETRY_SECONDS = 0.2  # seconds until the next attempt if a connection cannot be accepted
 
 
 class Connection:
@@ -136,40 +141,81 @@ class Listener:
         self.num_refused = 0
         self._secret = secret
         self._accept = accept
+        self._is_closed = False
+        self._slots = threading.BoundedSemaphore(_MAX_HANDSHAKES)
+        self._proving: dict[socket.socket, None] = {}  # by arrival
+        self._lock = threading.Lock()
         threading.Thread(target=self._run, daemon=True).start()
 
     def close(self) -> None:
         """Accept no more connections; a second call does nothing."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._socket.close()
 
     def _run(self) -> None:
+        is_failing = False
         while True:
             try:
-                sock, peer = self._socket.accept()
-            except OSError:
-                return
-            # In a new thread: a silent client must not delay the others.
+                self._start(*self._socket.accept())
+                is_failing = False
+            except (OSError, RuntimeError) as error:
+                if self._is_closed:
+                    return
+                # Too many open files or threads, for example, or the client has gone already.
+                if not is_failing:
+                    _LOG.warning("connections cannot be accepted at the moment: %s", error)
+                is_failing = True
+                time.sleep(_RETRY_SECONDS)
+
+    def _start(self, sock: socket.socket, peer: Any) -> None:
+        """Let a connection prove itself in a new thread: a silent one must not delay the others."""
+        if not self._slots.acquire(blocking=False):
+            self._end_oldest()
+            self._slots.acquire()
+        with self._lock:
+            self._proving[sock] = None
+        try:
             threading.Thread(target=self._prove, args=(sock, peer), daemon=True).start()
+        except RuntimeError:
+            self._end_proof(sock)
+            sock.close()
+            raise
+
+    def _end_oldest(self) -> None:
+        # The oldest is the least likely to be a stage, which answers at once.
+        with self._lock, contextlib.suppress(OSError, StopIteration):
+            next(iter(self._proving)).shutdown(socket.SHUT_RDWR)
+
+    def _end_proof(self, sock: socket.socket) -> None:
+        with self._lock:
+            del self._proving[sock]
+        self._slots.release()
 
     def _prove(self, sock: socket.socket, peer: Any) -> None:
+        connection = None
         try:
+            deadline = time.monotonic() + _PROOF_SECONDS
             sock.settimeout(_PROOF_SECONDS)
             own = secrets.token_bytes(_NONCE_BYTES)
             sock.sendall(_GREETING + own)
-            theirs = bytes(_receive(sock, _NONCE_BYTES))
-            proof = bytes(_receive(sock, _NONCE_BYTES))
+            theirs = bytes(_receive(sock, _NONCE_BYTES, deadline))
+            proof = bytes(_receive(sock, _NONCE_BYTES, deadline))
             if not hmac.compare_digest(proof, _proof(self._secret, b"client", own, theirs)):
                 raise RankError("its secret is another one")
             sock.sendall(_proof(self._secret, b"server", theirs, own))
             connection = Connection(sock)
         except (OSError, RankError) as error:
             self.num_refused += 1
-            _LOG.warning("a connection from %s:%s was refused: %s", *peer[:2], error)
+            level = logging.WARNING if self.num_refused <= _MAX_LOGGED else logging.DEBUG
+            _LOG.log(level, "a connection from %s:%s was refused: %s", *peer[:2], error)
+        finally:
+            self._end_proof(sock)
+        if connection is None:
             sock.close()
-            return
-        self._accept(connection)
+        else:
+            self._accept(connection)
 
 
 def connect(address: Address, secret: bytes, timeout: float = _PROOF_SECONDS) -> Connection:
@@ -185,14 +231,15 @@ def connect(address: Address, secret: bytes, timeout: float = _PROOF_SECONDS) ->
         sock = socket.create_connection(address, timeout)
     except OSError as error:
         raise RankError(f"{where} cannot be reached: {error}") from error
+    deadline = time.monotonic() + timeout
     try:
-        greeting = _receive(sock, len(_GREETING) + _NONCE_BYTES)
+        greeting = _receive(sock, len(_GREETING) + _NONCE_BYTES, deadline)
         if greeting[: len(_GREETING)] != _GREETING:
             raise RankError(f"{where} is no stage of a pipeline, or of another version")
         theirs = bytes(greeting[len(_GREETING) :])
         own = secrets.token_bytes(_NONCE_BYTES)
         sock.sendall(own + _proof(secret, b"client", theirs, own))
-        proof = bytes(_receive(sock, _NONCE_BYTES))
+        proof = bytes(_receive(sock, _NONCE_BYTES, deadline))
         if not hmac.compare_digest(proof, _proof(secret, b"server", own, theirs)):
             raise RankError(f"{where} does not know the secret of this pipeline")
         return Connection(sock)
@@ -229,19 +276,25 @@ def _proof(secret: bytes, role: bytes, challenge: bytes, own: bytes) -> bytes:
     return hmac.digest(secret, role + challenge + own, "sha256")
 
 
-def _receive(sock: socket.socket, size: int) -> bytearray:
-    """Return the next `size` bytes.
+def _receive(sock: socket.socket, size: int, deadline: float | None = None) -> bytearray:
+    """Return the next `size` bytes. Memory is allocated as they arrive.
 
     Raises
     ------
     OSError
-        If the connection ends first.
+        If the connection ends first, or at `deadline` on the monotonic clock.
     """
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        count = sock.recv_into(view, min(len(view), 1 << 24))
+    data = bytearray()
+    at = 0
+    while at < size:
+        if at == len(data):
+            data += bytes(min(size - at, _PART_BYTES))
+        if deadline is not None:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+        count = sock.recv_into(memoryview(data)[at:])
         if not count:
             raise ConnectionResetError("the other end has closed the connection")
-        view = view[count:]
+        at += count
+        if deadline is not None and at < size and time.monotonic() > deadline:
+            raise TimeoutError("the other end has not proved the secret in time")
     return data

@@ -49,15 +49,31 @@ def pack_parts(kind: int, numbers: Sequence[int], arrays: Sequence[Any]) -> list
 
 
 def unpack(data: Buffer) -> tuple[int, list[int], list[Any]]:
-    """Return (kind, numbers, arrays) of a message; the arrays are views of `data`."""
-    view = memoryview(data)
+    """Return (kind, numbers, arrays) of a message; the arrays are views of `data`.
+
+    Raises
+    ------
+    RankError
+        If it is no message.
+    """
+    try:
+        return _unpacked(memoryview(data))
+    except (ValueError, IndexError, OverflowError, MemoryError) as error:
+        raise RankError(f"a message of {len(data)} bytes is damaged: {error}") from None
+
+
+def _unpacked(view: memoryview) -> tuple[int, list[int], list[Any]]:
     kind, num_numbers, num_arrays = np.frombuffer(view, np.int64, 3).tolist()
+    if min(num_numbers, num_arrays) < 0:  # -1 would mean all that is left
+        raise ValueError("a negative count")
     at = 3 * 8
     numbers = np.frombuffer(view, np.int64, num_numbers, at).tolist()
     at += 8 * num_numbers
     shapes: list[tuple[int, list[int]]] = []
     for _ in range(num_arrays):
         dtype, num_dims = np.frombuffer(view, np.int64, 2, at).tolist()
+        if num_dims < 0 or not _NONE <= dtype < len(_DTYPES):
+            raise ValueError(f"an array of dtype {dtype} with {num_dims} dimensions")
         shapes.append((dtype, np.frombuffer(view, np.int64, num_dims, at + 16).tolist()))
         at += 16 + 8 * num_dims
     arrays: list[Any] = []
@@ -65,6 +81,8 @@ def unpack(data: Buffer) -> tuple[int, list[int], list[Any]]:
         if code == _NONE:
             arrays.append(None)
             continue
+        if min(shape, default=0) < 0:
+            raise ValueError(f"an array of shape {shape}")
         array = np.frombuffer(view, _DTYPES[code], math.prod(shape), at).reshape(shape)
         at += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         arrays.append(array)

@@ -295,12 +295,12 @@ class StageWorker:
 
     def _accept(self, connection: Connection) -> None:
         try:
-            kind, [stage], _ = connection.receive()
-        except (OSError, RankError, ValueError):
+            kind, numbers, _ = connection.receive()
+        except (OSError, RankError):
             connection.close()
             return
-        if kind == LINK and stage == self._stage - 1:
-            self._previous = Peer(connection, f"stage {stage}")
+        if kind == LINK and numbers == [self._stage - 1] and self._previous is None:
+            self._previous = Peer(connection, f"stage {self._stage - 1}")
         else:
             connection.close()
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine._version import __version__
+from engine.checks import parse_object
 from engine.distributed.connection import Address, Connection, Listener, Message
 from engine.distributed.messages import from_text, to_text
 from engine.distributed.peer import FAIL, PING, PING_SECONDS, Peer
@@ -270,7 +271,7 @@ class StageGroup:
             kind, [stage], arrays = connection.receive()
             with self._accepting:
                 if kind == HELLO:
-                    why = self._take(connection, stage, json.loads(from_text(arrays[0])))
+                    why = self._take(connection, stage, parse_object(from_text(arrays[0])))
                 elif stage == self.num_stages - 2 and self._link is None:
                     self._link = Peer(connection, f"stage {stage}")
                     why = ""
@@ -279,19 +280,21 @@ class StageGroup:
             if why:
                 connection.send(FAIL, (), [to_text(why)])
                 connection.close()
-        except (OSError, RankError, ValueError):
+        except Exception:  # whatever it has sent
             connection.close()
 
-    def _take(self, connection: Connection, stage: int, hello: Mapping[str, Any]) -> str:
+    def _take(self, connection: Connection, stage: int, hello: dict[str, Any] | None) -> str:
         """Accept a stage; return the reason for a refusal, or ""."""
         if not 0 <= stage < self.num_stages - 1:
             return f"stage must be in [0, {self.num_stages - 1}); got {stage}"
+        if hello is None or not isinstance(hello.get("port"), int):
+            return f"stage {stage} said no hello"
         if hello.get("version") != __version__:
             return f"stage {stage} has engine {hello.get('version')}, not {__version__}"
         if stage in self._peers:
             return f"stage {stage} has connected already"
         self._peers[stage] = Peer(connection, f"stage {stage}")
-        self._hellos[stage] = dict(hello)
+        self._hellos[stage] = hello
         return ""
 
     def _send(self, stage: int, kind: int, numbers: Sequence[int], arrays: Sequence[Any]) -> None:

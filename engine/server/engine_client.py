@@ -20,7 +20,15 @@ from engine.scheduler.admission import QueueFullError
 from engine.server import messages as m
 from engine.server.remote_request import RemoteRequest
 from engine.server.request_client import Answerer, RequestClient
-from engine.server.sockets import Socket, connected_socket, descriptor, has_input
+from engine.server.sockets import (
+    MAX_MESSAGE_BYTES,
+    Socket,
+    connected_socket,
+    descriptor,
+    frames_of,
+    has_input,
+    proof_of,
+)
 
 __all__ = ["CLIENT_CLOSED", "ZmqEngineClient"]
 
@@ -33,6 +41,14 @@ _SILENCE = m.BEAT_SECONDS + 0.5
 
 class ZmqEngineClient(RequestClient):
     """Client of one engine process; bound to the event loop that created it.
+
+    Parameters
+    ----------
+    socket, monitor : zmq.Socket
+        From `connected_socket`.
+    token : str
+        The engine's token.
+    tokenizer : Tokenizer or None
 
     Attributes
     ----------
@@ -51,8 +67,9 @@ class ZmqEngineClient(RequestClient):
         Stand-in that answers all messages instead of the engine; see `answered_by`.
     """
 
-    def __init__(self, socket: Socket, monitor: Socket, tokenizer: Any) -> None:
+    def __init__(self, socket: Socket, monitor: Socket, token: str, tokenizer: Any) -> None:
         super().__init__(tokenizer)
+        self._proof = proof_of(token)
         self.num_cache_tokens = self.block_size = 0
         self.load = 0, 0
         self.on_end: Callable[[list[RemoteRequest], EngineError], None] | None = None
@@ -72,7 +89,6 @@ class ZmqEngineClient(RequestClient):
         self._step_timeout: float | None = None
         self._is_closed = self._is_reading_later = False
         self._pack = msgspec.msgpack.Encoder().encode
-        self._unpack = msgspec.msgpack.Decoder(m.FromEngine).decode
         for each, read in ((socket, self._read), (monitor, self._read_monitor)):
             self._loop.add_reader(descriptor(each), read)
             # The descriptor is edge-triggered: earlier messages are not signaled.
@@ -96,8 +112,8 @@ class ZmqEngineClient(RequestClient):
         EngineError
             If the engine exits before it is ready.
         """
-        client = cls(*connected_socket(address), tokenizer)
-        client._send(m.Hello(token))
+        client = cls(*connected_socket(address, token), token, tokenizer)
+        client._send(m.Hello())
         try:
             ready = await client._ready
             if client._error is not None:  # `Ready` and `Ended` arrived in the same batch
@@ -167,12 +183,13 @@ class ZmqEngineClient(RequestClient):
     async def stats(self) -> EngineStats:
         """Return the engine's counters and histograms."""
         content = await self._call(lambda number: m.Call(number, "stats"))
-        return msgspec.msgpack.decode(content, type=EngineStats)
+        found: EngineStats = m.decode(content, EngineStats)
+        return found
 
     async def snapshot(self) -> dict[str, Any]:
         """Return the engine's current state; see `engine.snapshot`."""
         content = await self._call(lambda number: m.Call(number, "snapshot"))
-        found: dict[str, Any] = msgspec.msgpack.decode(content)
+        found: dict[str, Any] = m.decode(content, dict[str, Any])
         return found
 
     async def embed_ids(
@@ -181,7 +198,7 @@ class ZmqEngineClient(RequestClient):
         """Embed each sequence of validated token ids; see `EngineClient.embed`."""
         ids = [list(each) for each in token_ids]
         content = await self._call(lambda number: m.Embed(number, ids, pooling, normalize))
-        rows = msgspec.msgpack.decode(content, type=list[bytes])
+        rows = m.decode(content, list[bytes])
         return [np.frombuffer(row, np.float32) for row in rows]
 
     async def reset_prefix_cache(self) -> None:
@@ -219,6 +236,11 @@ class ZmqEngineClient(RequestClient):
         if self._is_closed or self._error is not None:
             return True  # the engine has stopped: there is no recipient
         data = self._pack(message)
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise RequestError(
+                f"a request must have at most {MAX_MESSAGE_BYTES} bytes between the processes; "
+                f"got {len(data)}"
+            )
         if not self._flush() or not self._sent(data):
             if isinstance(message, m.Add):
                 return False
@@ -230,7 +252,7 @@ class ZmqEngineClient(RequestClient):
 
     def _sent(self, data: bytes) -> bool:
         try:
-            self._socket.send(data, zmq.NOBLOCK)
+            self._socket.send_multipart([self._proof, *frames_of(data)], zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -247,8 +269,8 @@ class ZmqEngineClient(RequestClient):
         number = next(self._numbers)
         future: asyncio.Future[bytes] = self._loop.create_future()
         self._calls[number] = future
-        self._send(message(number))
         try:
+            self._send(message(number))
             return await future
         finally:
             if self._calls.pop(number, None) is not None:
@@ -279,9 +301,13 @@ class ZmqEngineClient(RequestClient):
                 if self._unsent and self._flush():
                     continue  # sending may have consumed the descriptor's signal
                 return
-            data = self._socket.recv(zmq.NOBLOCK)
+            data = b"".join(self._socket.recv_multipart(zmq.NOBLOCK))
             self._last_seen = time.monotonic()
-            self._take(self._unpack(data))
+            try:
+                self._take(m.decode(data, m.FromEngine))
+            except Exception as error:  # what it was to tell us, nobody will
+                self._end(EngineError(f"the engine sent a wrong message: {error}"))
+                return
         self._read_later()
 
     def _read_monitor(self) -> None:
@@ -320,13 +346,19 @@ class ZmqEngineClient(RequestClient):
         for handle, token_id in zip(step.handles, step.token_ids, strict=True):
             request = requests.get(handle)
             if request is not None:
-                self._end_here(request, request.push_token(token_id, now))
+                try:
+                    self._end_here(request, request.push_token(token_id, now))
+                except Exception as error:
+                    self._give_up(request, error)
         for piece in step.pieces:
             request = requests.get(piece.handle)
             if request is not None:
-                self._end_here(request, request.push(piece, now))
-                if piece.is_finished:
-                    self._forget(request)
+                try:
+                    self._end_here(request, request.push(piece, now))
+                    if piece.is_finished:
+                        self._forget(request)
+                except Exception as error:
+                    self._give_up(request, error)
 
     def _end_here(self, request: RemoteRequest, ends: list[m.End]) -> None:
         """Tell the engine which continuations were ended here by their text (stop strings)."""
@@ -334,6 +366,12 @@ class ZmqEngineClient(RequestClient):
             self._send(end)
         if ends and request.is_finished:
             self._forget(request)
+
+    def _give_up(self, request: RemoteRequest, error: Exception) -> None:
+        """Fail a request whose update cannot be applied; the others go on."""
+        request.fail(error)
+        self._forget(request)
+        self._send(m.Drop(request.handle))
 
     def _refuse(self, message: m.Refused) -> None:
         request = self._requests.get(message.handle)
@@ -355,7 +393,7 @@ class ZmqEngineClient(RequestClient):
         if future is None or future.done():
             return
         if answer.kind:
-            reason = msgspec.msgpack.decode(answer.content, type=str)
+            reason = m.decode(answer.content, str)
             future.set_exception(m.error_of(answer.kind, reason))
         else:
             future.set_result(answer.content)

@@ -6,7 +6,7 @@ sends every API process one message with all of its new outputs.
 
 from __future__ import annotations
 
-import hmac
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,12 +17,19 @@ import msgspec
 import numpy as np
 import zmq
 
-from engine.errors import EngineError
+from engine.errors import EngineError, RankError, RequestError
 from engine.llm_engine import LLMEngine
 from engine.outputs import RequestOutput
 from engine.server import messages as m
 from engine.server.remote_request import engine_params
-from engine.server.sockets import Socket, has_input
+from engine.server.sockets import (
+    MAX_MESSAGE_BYTES,
+    Socket,
+    frames_of,
+    has_input,
+    proof_of,
+    received,
+)
 from engine.snapshot import StepClock, snapshot
 from engine.tasks.embeddings import embed_in_parts
 
@@ -33,6 +40,10 @@ _NUM_COMPILERS = 2  # threads; compiling a grammar releases the GIL
 _PREPARING_SECONDS = 0.002  # seconds; polling interval of an idle engine for compiled grammars
 _ABORTED = "the request was aborted before its grammar was compiled"
 _TOO_SLOW = "the API process did not read the engine's messages in time"
+_TOO_LARGE = (
+    f"an answer must have at most {MAX_MESSAGE_BYTES} bytes between the processes; got {{}}"
+)
+_log = logging.getLogger("engine.server")
 
 
 class _Served:
@@ -80,7 +91,7 @@ class EngineLoop:
     socket : zmq.Socket
         From `bound_socket`.
     token : str
-        Secret that a client must send in its first message.
+        Secret that each message of a client must prove.
     on_beat : callable, optional
         Called every half second, or after a step that takes longer: proof that the loop is not
         hanging.
@@ -95,7 +106,7 @@ class EngineLoop:
     ) -> None:
         self._engine = engine
         self._socket = socket
-        self._token = token
+        self._proof = proof_of(token)
         self._on_beat = on_beat
         self._clock = StepClock()
         self._clients: dict[bytes, _Client] = {}
@@ -108,7 +119,6 @@ class EngineLoop:
         self._next_beat = 0.0
         self._is_stopping = False
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(m.FromClient).decode
         self._handlers: dict[type, Callable[[_Client, Any], None]] = {
             m.Add: self._add,
             m.Abort: self._abort,
@@ -161,29 +171,32 @@ class EngineLoop:
             if not socket.poll(int(1000 * wait) + 1):
                 return
         while has_input(socket):
-            frames = socket.recv_multipart(zmq.NOBLOCK)
-            if len(frames) != 2:
-                continue
-            try:
-                message = self._decode(frames[1])
-            except msgspec.DecodeError:
-                continue  # not from one of our API processes
-            self._handle(frames[0], message)
+            found = received(socket.recv_multipart(zmq.NOBLOCK), self._proof)
+            if found is not None:
+                self._handle(*found)
 
-    def _handle(self, address: bytes, message: Any) -> None:
+    def _handle(self, address: bytes, data: bytes) -> None:
+        """Handle a message that has proved the token; a wrong one is logged and skipped."""
         client = self._clients.get(address)
-        if isinstance(message, m.Hello):
-            if (
-                hmac.compare_digest(message.token, self._token)
-                and len(self._clients) < _MAX_CLIENTS
-            ):
-                if client is not None:
-                    self._forget(client)
-                self._num_clients += 1
-                client = self._clients[address] = _Client(address, self._num_clients)
-                self._send(client, self._ready())
-        elif client is not None:
-            self._handlers[type(message)](client, message)
+        try:
+            message = m.decode(data, m.FromClient)
+            if isinstance(message, m.Hello):
+                self._welcome(address, client)
+            elif client is not None:
+                self._handlers[type(message)](client, message)
+        except RankError:  # the engine's, not the message's
+            raise
+        except Exception as error:
+            _log.warning("a message of an API process was skipped: %s", _text(error))
+
+    def _welcome(self, address: bytes, client: _Client | None) -> None:
+        if client is not None:
+            self._forget(client)
+        elif len(self._clients) >= _MAX_CLIENTS:
+            return
+        self._num_clients += 1
+        client = self._clients[address] = _Client(address, self._num_clients)
+        self._send(client, self._ready())
 
     def _ready(self) -> m.Ready:
         engine = self._engine
@@ -200,6 +213,8 @@ class EngineLoop:
         )
 
     def _add(self, client: _Client, message: m.Add) -> None:
+        if message.handle in client.ids or message.handle in client.preparing:
+            raise EngineError(f"handle {message.handle} is in use")
         if "structured" in message.params:
             client.preparing.add(message.handle)
             self._num_preparing += 1
@@ -326,8 +341,8 @@ class EngineLoop:
         kept = deque(each for each in self._embeddings if not is_unwanted(each[0], each[1]))
         self._embeddings = kept  # closing the generators of removed calls frees their pages
 
-    def _fail_call(self, client: _Client, number: int, error: EngineError) -> None:
-        self._send(client, m.Answer(number, m.kind_of(error), self._encode(_text(error))))
+    def _fail_call(self, client: _Client, number: int, error: EngineError) -> bool:
+        return self._send(client, m.Answer(number, m.kind_of(error), self._encode(_text(error))))
 
     # ---- outgoing messages
 
@@ -355,8 +370,11 @@ class EngineLoop:
 
     def _send(self, client: _Client, message: m.FromEngine) -> bool:
         """Send without blocking; a client that does not read or has exited loses its requests."""
+        data = self._encode(message)
+        if len(data) > MAX_MESSAGE_BYTES:
+            return self._send_too_large(client, message, len(data))
         try:
-            self._socket.send_multipart([client.address, self._encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([client.address, *frames_of(data)], zmq.NOBLOCK)
         except zmq.Again:
             client.lost += [*client.ids, *client.preparing]
             client.is_behind = True
@@ -368,6 +386,23 @@ class EngineLoop:
             self._forget(client)
             return False
         return True
+
+    def _send_too_large(self, client: _Client, message: m.FromEngine, num_bytes: int) -> bool:
+        """Fail the call or the requests whose answer exceeds `MAX_MESSAGE_BYTES`."""
+        error = RequestError(
+            f"an answer must have at most {MAX_MESSAGE_BYTES} bytes between the processes; "
+            f"got {num_bytes}"
+        )
+        if isinstance(message, m.Answer):
+            return self._fail_call(client, message.number, error)
+        assert isinstance(message, m.StepResult)  # no other message has this size
+        if len(message.pieces) + len(message.handles) > 1:  # the other requests' part is sent
+            parts = [m.StepResult(message.handles, message.token_ids, [])]
+            parts += [m.StepResult([], [], [piece]) for piece in message.pieces]
+            return all(self._send(client, part) for part in parts)
+        handle = message.pieces[0].handle
+        self._drop(client, m.Drop(handle))
+        return self._send(client, m.Refused(handle, m.kind_of(error), _text(error)))
 
     def _beat(self) -> None:
         """Send each client a heartbeat; this also detects clients that have exited."""

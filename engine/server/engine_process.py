@@ -27,7 +27,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 def main(config: ChildConfig, report: Report) -> None:
     """Serve until SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # there is no request to finish yet
-    socket = bound_socket(config.addresses[config.number])
+    socket = bound_socket(config.addresses[config.number], config.token)
     options = dict(config.engine)
     if len(config.addresses) > 1:
         num_ranks = engine_gpus(options)

@@ -1,4 +1,4 @@
-"""Messages between the engine process and API processes: one msgpack message per frame.
+"""Messages between the engine process and API processes, in msgpack.
 
 A request is identified by its *handle*, a number chosen by its API process. After each step, all
 outputs for an API process are sent as one `StepResult`, in which a decoded token takes two
@@ -7,12 +7,14 @@ integers.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import msgspec
 
 from engine import errors
 from engine.errors import EngineError
+from engine.model_files import excerpt
 from engine.outputs import Logprob
 from engine.scheduler.admission import QueueFullError
 
@@ -36,6 +38,7 @@ __all__ = [
     "Ready",
     "Refused",
     "StepResult",
+    "decode",
     "decode_logprobs",
     "encode_logprobs",
     "error_of",
@@ -58,9 +61,7 @@ class _Message(msgspec.Struct, tag=True, array_like=True):
 
 
 class Hello(_Message):
-    """A client's first message; the engine ignores clients with a wrong token."""
-
-    token: str
+    """A client's first message; the engine replies with `Ready`."""
 
 
 class Add(_Message):
@@ -220,6 +221,31 @@ class Ended(_Message):
 
 FromClient = Hello | Add | Abort | Drop | End | Call | Embed | Cancel
 FromEngine = StepResult | Ready | Refused | Lost | Answer | Heartbeat | Ended
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def decode(data: bytes, kind: Any = Any) -> Any:
+    """Decode a message, or the content of an `Answer`, as a value of type `kind`.
+
+    Raises
+    ------
+    EngineError
+        Whatever `data` is: no msgpack, too deeply nested, not UTF-8, or of another type.
+
+    Examples
+    --------
+    >>> decode(msgspec.msgpack.encode(Abort(7)), FromClient)
+    Abort(handle=7)
+    """
+    try:
+        return _decoder(kind).decode(data)
+    except Exception as error:  # not only DecodeError: RecursionError and UnicodeDecodeError too
+        reason = excerpt(error)
+        raise EngineError(f"a message of {len(data)} bytes cannot be read: {reason}") from None
 
 
 def encode_logprobs(entries: Any) -> Entries | None:

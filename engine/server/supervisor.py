@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import secrets
 import shutil
@@ -24,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.checks import parse_object
 from engine.errors import ConfigError, EngineError
 from engine.model_files import excerpt
 from engine.server.child import ChildConfig, say
@@ -268,12 +268,12 @@ class Supervisor:
         with contextlib.suppress(ValueError):  # a line exceeded the reader's limit
             while line := await child.process.stdout.readline():
                 child.seen = time.monotonic()
-                message = json.loads(line)
+                message = parse_object(line) or {}
                 if message.get("ready"):
                     child.ready.set()
                 elif "reason" in message:
-                    child.reason = message["reason"]
-                    child.status = message["status"]
+                    child.reason = str(message["reason"])
+                    child.status = 2 if message.get("status") == 2 else 1
         await child.process.wait()
         self._children.discard(child)
         self._ended.put_nowait(child)

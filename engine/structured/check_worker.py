@@ -57,7 +57,7 @@ def check(kind: str, text: str) -> str:
         raise RequestError(
             f"the process that checks grammars cannot be started ({error})"
         ) from None
-    return answer.decode()
+    return answer.decode("utf-8", "replace")
 
 
 def _cause_of_death(code: int | None) -> str:

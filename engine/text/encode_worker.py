@@ -122,7 +122,11 @@ class WorkerEncoder:
             raise kind(f"the tokenizer's process cannot be started ({error})") from None
         if answer[:1] == b"e":
             raise (kind if not text else RequestError)(answer[1:].decode("utf-8", "replace"))
-        return array.array("I", answer[2:]).tolist(), answer[1:2] == b"1"
+        ids = array.array("I")
+        if answer[:1] != b"k" or (len(answer) - 2) % ids.itemsize:
+            raise kind(f"{self._step} of tokenizer.json fails: its process answers with no tokens")
+        ids.frombytes(answer[2:])
+        return ids.tolist(), answer[1:2] == b"1"
 
 
 def _reason(code: int | None) -> str:

@@ -26,6 +26,7 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from engine.checks import parse_object
 from engine.errors import RequestError, TemplateError
 from engine.model_files import excerpt
 from engine.text.child_process import (
@@ -91,16 +92,14 @@ def ask(source: str, values: Mapping[str, Any] | None = None) -> Any:
             f"in total, as JSON; got {len(data)}"
         )
     try:
-        answer = json.loads(_WORKER.ask(data, MAX_SECONDS, wait=MAX_WAIT))
+        answer = parse_object(_WORKER.ask(data, MAX_SECONDS, wait=MAX_WAIT))
     except WorkerEndedError as error:
         raise TemplateError(f"the chat template failed: {_cause_of_death(error.code)}") from None
     except OSError as error:
         raise _cannot_start(error) from error
-    except ValueError:  # a template broke out of the sandbox
+    if answer is None or not answer.keys() & {"failed", "result"}:  # broke out of the sandbox
         close()
-        raise TemplateError(
-            "the chat template failed: its process did not answer in JSON"
-        ) from None
+        raise TemplateError("the chat template failed: its process did not answer in JSON")
     if "failed" in answer:
         raise TemplateError(f"the chat template failed{excerpt(answer['failed'])}")
     return answer["result"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import socket
 import threading
 import time
@@ -9,8 +12,11 @@ import time
 import numpy as np
 import pytest
 
+from engine.distributed import connection
 from engine.distributed.connection import Listener, connect, parse_address
+from engine.distributed.messages import unpack
 from engine.errors import RankError
+from tests.attack import frames
 
 SECRET = b"a secret of a test"
 
@@ -88,6 +94,70 @@ def test_a_damaged_message_is_found(listener, where):
     with pytest.raises(RankError, match="is damaged"):
         theirs.receive()
     ours.close()
+
+
+def test_an_accept_that_fails_is_tried_again(listener, caplog):
+    """Without a free descriptor `accept` fails with EMFILE, which is no reason to stop."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    waiting = [socket.socket() for _ in range(3)]
+    used = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
+    spare = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                spare.append(os.dup(0))
+        for each in waiting:
+            each.connect(("127.0.0.1", listener.port))
+        _until(lambda: "connections cannot be accepted" in caplog.text)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in spare:
+            os.close(number)
+    for each in waiting:
+        each.close()
+    _until(lambda: listener.num_refused == 3)
+    connect(("127.0.0.1", listener.port), SECRET).close()
+    _until(lambda: listener.accepted)
+
+
+def test_strangers_get_a_few_threads_and_the_next_stage_gets_in(listener, monkeypatch):
+    before = threading.active_count()
+    strangers = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(150)]
+    try:
+        _until(lambda: listener.num_refused >= 150 - connection._MAX_HANDSHAKES)
+        assert threading.active_count() - before <= connection._MAX_HANDSHAKES + 1
+        connect(("127.0.0.1", listener.port), SECRET).close()
+        _until(lambda: listener.accepted)
+    finally:
+        for each in strangers:
+            each.close()
+    _until(lambda: not listener._proving)
+    assert listener.num_refused == 150
+
+
+def test_a_byte_now_and_then_does_not_prolong_the_handshake(monkeypatch):
+    monkeypatch.setattr(connection, "_PROOF_SECONDS", 0.2)
+    accepted = []
+    listener = Listener("127.0.0.1", 0, SECRET, accepted.append)
+    begin = time.monotonic()
+    with (
+        socket.create_connection(("127.0.0.1", listener.port)) as sock,
+        contextlib.suppress(OSError),
+    ):
+        while not listener.num_refused:
+            assert time.monotonic() - begin < 1.5
+            sock.sendall(b"x")
+            time.sleep(0.05)
+    assert listener.num_refused == 1 and not accepted
+    listener.close()
+
+
+def test_damaged_messages_of_stages_are_one_kind_of_error():
+    assert frames.unpack_failures(2000, 5) == 0
+    for fields in ([1, -1, 0], [1, 0, 1, 0, -1], [1, 0, 1, 4, 2, -1, -1], [1, 0, 1, 99, 1, 0]):
+        with pytest.raises(RankError, match="is damaged"):
+            unpack(np.array(fields, np.int64).tobytes())
 
 
 def test_addresses():

@@ -25,7 +25,9 @@ def run(coroutine, seconds=60):
 def served(engine, transport="ipc", *, fails=False):
     """Serve `engine`; yield the loop and its address."""
     with tempfile.TemporaryDirectory() as folder:
-        socket = bound_socket(f"ipc://{folder}/e" if transport == "ipc" else "tcp://127.0.0.1:*")
+        socket = bound_socket(
+            f"ipc://{folder}/e" if transport == "ipc" else "tcp://127.0.0.1:*", TOKEN
+        )
         address, errors = socket.last_endpoint.decode(), []
         loop = EngineLoop(engine, socket, TOKEN)
 

@@ -241,7 +241,7 @@ def test_an_engine_that_ends_as_it_becomes_ready_is_tried_again(tmp_path):
     have_said, may_answer = threading.Event(), threading.Event()
 
     def engine():
-        socket = bound_socket(address)
+        socket = bound_socket(address, TOKEN)
         encode = msgspec.msgpack.encode
         client = socket.recv_multipart()[0]
         socket.send_multipart([client, encode(m.Ready("m", 8, 9, [], {}, None))])

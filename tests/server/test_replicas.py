@@ -58,7 +58,7 @@ class Replica:
         options = dict(self.options)
         model = tiny_model(deterministic=options.pop("deterministic"))
         self.engine = make_engine(model, **options)
-        self.socket = bound_socket(self.address)
+        self.socket = bound_socket(self.address, TOKEN)
         self.loop = EngineLoop(self.engine, self.socket, TOKEN)
         self.may_step = threading.Event()
         self.may_step.set()
@@ -599,14 +599,14 @@ def test_a_machine_that_falls_silent_is_noticed(monkeypatch):
     monkeypatch.setattr(sockets, "_PING_MS", 200)
     code = (
         "import time; from engine.server.sockets import bound_socket\n"
-        "socket = bound_socket('tcp://127.0.0.1:*')\n"
+        "socket = bound_socket('tcp://127.0.0.1:*', 'a token')\n"
         "print(socket.last_endpoint.decode(), flush=True)\n"
         "while True: time.sleep(60)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as engine:
-        socket, monitor = sockets.connected_socket(engine.stdout.readline().strip())
+        socket, monitor = sockets.connected_socket(engine.stdout.readline().strip(), "a token")
         try:
             assert not monitor.poll(1500)
             os.kill(engine.pid, signal.SIGSTOP)

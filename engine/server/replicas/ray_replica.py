@@ -107,7 +107,7 @@ class RayReplica:
         socket = None
         try:
             host = import_ray("ray.util").get_node_ip_address()
-            socket = bound_socket(f"tcp://{host}:*")
+            socket = bound_socket(f"tcp://{host}:*", token)
             self.address = bytes(socket.last_endpoint).decode()  # type: ignore[arg-type]
             self._engine = LLMEngine.from_name(model, **options)
             self._loop = EngineLoop(self._engine, socket, token)
