@@ -61,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reasoning-parser", default="auto", help="deepseek_r1 or qwen3 (default: auto)"
     )
+    parser.add_argument(
+        "--ignore-unknown-fields",
+        action="store_true",
+        help="drop the fields of a request that the engine does not know, with a warning",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -144,7 +149,10 @@ async def _answer(arguments: argparse.Namespace, file: io.FileIO, count: int, ou
     # Imported lazily: they need the `serve` extra.
     from engine.commands._batch import Batch
     from engine.server.chat_stream import ChatService
+    from engine.server.protocol.unknown_fields import ignore_unknown_fields
 
+    if arguments.ignore_unknown_fields:
+        ignore_unknown_fields()
     engine = AsyncEngine.from_name(arguments.model, **_options(arguments))
     good = 0
     try:

@@ -220,6 +220,7 @@ class ChatService:
                 given[name] = value
         if given:
             known = self.client.tokenizer.template_variables(has_tools)
+            given = {k: value for k, value in given.items() if k in known or value is not None}
             for name in given:
                 if name not in known:
                     message = str(unknown_keyword("the chat template", name, known))

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from engine.server.field_limits import check_fields
 from engine.server.protocol.common import decode_body
 from engine.server.protocol.errors import APIError
+from engine.server.protocol.unknown_fields import ignore_unknown_fields
 from engine.server.server_config import ServerConfig
 from engine.server.sse import ClientGone
 
@@ -34,6 +35,8 @@ async def read_struct(request: Request, kind: type[T]) -> T:
     ClientGone
         If the client disconnects.
     """
+    if request.app.state.config.ignore_unknown_fields:
+        ignore_unknown_fields()
     return decode_body(await read_body(request), kind)
 
 

@@ -47,6 +47,7 @@ RANGES = {
 
 _FLAGS = (
     *("allow_credentials", "enable_auto_tool_choice", "enable_page", "enable_metrics"),
+    "ignore_unknown_fields",
     *("access_log", "json_logs", "log_prompts"),
 )
 _TUPLES = (
@@ -136,6 +137,9 @@ class ServerConfig:
     max_logprobs: int = _option(20, "maximum logprobs per request")
     max_tools: int = _option(128, "maximum tools per request")
     max_watchers: int = _option(16, "maximum viewers of the watch page, per API process")
+    ignore_unknown_fields: bool = _option(
+        False, "drop the fields of a request that the server does not know, with a warning"
+    )
     request_timeout: float | None = _option(None, "seconds after which a request is aborted")
     body_timeout: float = _option(30.0, "maximum seconds for a request body to arrive")
     send_timeout: float = _option(60.0, "seconds without reading after which a client is dropped")

@@ -175,7 +175,7 @@ def test_the_command_answers_as_the_library_does(capsys, tmp_path):
     greedy = {"temperature": 0, "max_tokens": 8}
     prompts = ["The capital of France is", "One, two,"]
     lines = [_line("a", prompt=prompts[0], **greedy)]
-    lines += [_line("b", prompt=prompts[1], model="second", **greedy)]
+    lines += [_line("b", prompt=prompts[1], model="second", new_field=1, **greedy)]
     lines += [b"nonsense", _line("chat", CHAT, messages=question, **greedy)]
     file.write_bytes(b"\n".join(lines))
     out.write_text("old")
@@ -183,7 +183,7 @@ def test_the_command_answers_as_the_library_does(capsys, tmp_path):
         *("--device", "cpu", "--max-model-len", "256", "--max-num-seqs", "4"),
         *("--max-num-batched-tokens", "512", "--served-model-name", "first"),
         *("--served-model-name", "second", "--tool-call-parser", "hermes"),
-        *("--reasoning-parser", "qwen3"),
+        *("--reasoning-parser", "qwen3", "--ignore-unknown-fields"),
     ]
     status, text = _run(capsys, file, "-o", out, *options)
     assert status == 0 and "3 of 4 requests answered" in text, text

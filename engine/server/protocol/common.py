@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -14,6 +14,7 @@ from engine.checks import shown
 from engine.errors import RequestError
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.server.protocol.errors import APIError
+from engine.server.protocol.unknown_fields import field_names, structs_in, without_unknown
 
 __all__ = [
     "Chunks",
@@ -146,6 +147,8 @@ _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "cho
 def decode_body(body: bytes, kind: type[T]) -> T:
     """Decode a JSON request body into a struct of type `kind`.
 
+    Unknown fields are dropped if they are null or `ignore_unknown_fields` is in effect.
+
     Raises
     ------
     APIError
@@ -153,7 +156,7 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         the field, and for an unknown one suggests the closest known field.
     """
     try:
-        return msgspec.json.decode(body, type=kind)
+        return _decode(body, kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), kind) from None
     except RecursionError:
@@ -162,6 +165,16 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         raise APIError(
             400, f"the body must be JSON in UTF-8: {error}", code="invalid_json"
         ) from None
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        if not _UNKNOWN.match(str(error)):
+            raise
+    known = without_unknown(msgspec.json.decode(body), kind)
+    return msgspec.json.decode(_encode(known), type=kind)
 
 
 def refuse_fields(body: msgspec.Struct, reasons: Mapping[str, str]) -> None:
@@ -192,7 +205,8 @@ def _invalid(message: str, kind: Any) -> APIError:
         return APIError(400, f"{where}: {text[:1].lower()}{text[1:]}", param=param)
     name = unknown[1][:80]
     path = unknown[2] or ""
-    known = sorted({field for struct in _structs_at(kind, path) for field in _names(struct)})
+    structs = _structs_at(kind, path)
+    known = sorted({field for struct in structs for field in field_names(struct)})
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
     where = f"{path.lstrip('.')} has" if path else "the body has"
@@ -202,26 +216,13 @@ def _invalid(message: str, kind: Any) -> APIError:
 
 def _structs_at(kind: Any, path: str) -> list[type[msgspec.Struct]]:
     """Return the struct types that are valid at a path such as ``.messages[0].content``."""
-    found = list(_structs_in(kind))
+    found = list(structs_in(kind))
     for step in _STEP.finditer(path):
-        if step[1] is None:  # an index: `_structs_in` has already unwrapped the list
+        if step[1] is None:  # an index: `structs_in` has already unwrapped the list
             continue
         inner = [typing.get_type_hints(s).get(step[1]) for s in found]
-        found = [s for hint in inner for s in _structs_in(hint)]
+        found = [s for hint in inner for s in structs_in(hint)]
     return found
-
-
-def _structs_in(hint: Any) -> Iterator[type[msgspec.Struct]]:
-    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-        yield hint
-    for inner in typing.get_args(hint):
-        yield from _structs_in(inner)
-
-
-def _names(struct: type[msgspec.Struct]) -> list[str]:
-    names = [field.encode_name for field in msgspec.structs.fields(struct)]
-    tag = struct.__struct_config__.tag_field
-    return [*names, tag] if tag else names
 
 
 # ---- sampling

@@ -10,6 +10,7 @@ import msgspec
 
 from engine.checks import shown
 from engine.errors import RequestError
+from engine.server.protocol.unknown_fields import is_dropped
 
 __all__ = ["text_of", "typed_item", "typed_items"]
 
@@ -21,6 +22,8 @@ def typed_item(
     item: object, kinds: Mapping[str, type[Any]], where: str, default: str | None = None
 ) -> Any:
     """Convert an item to the struct for its "type"; null fields count as absent.
+
+    Unknown fields are dropped if they are null or `ignore_unknown_fields` is in effect.
 
     Parameters
     ----------
@@ -44,8 +47,11 @@ def typed_item(
     struct = kinds[kind]
     fields = {name: value for name, value in item.items() if value is not None and name != "type"}
     known = struct.__struct_encode_fields__
-    for name in fields:
+    for name in list(fields):
         if name not in known:
+            if is_dropped(f"{where} ({kind})", name, fields[name]):
+                del fields[name]
+                continue
             near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
             raise RequestError(f"{where} ({kind}) has an unknown field {shown(name)}; {hint}")

@@ -26,6 +26,12 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
     generate_summary: str | None = None
 
 
+class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`stream_options`; events are never obfuscated."""
+
+    include_obfuscation: bool | None = None
+
+
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Format of the output text."""
 
@@ -67,7 +73,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     include: list[str] | None = None
     max_tool_calls: int | None = None
     service_tier: str | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: ResponseStreamOptions | None = None
     top_logprobs: int | None = None
     truncation: str | None = None
 
@@ -142,6 +148,10 @@ class _FunctionTool(msgspec.Struct):
     strict: bool | None = None
 
 
+class _NamedFunction(msgspec.Struct):
+    name: str
+
+
 class _TextFormat(msgspec.Struct):
     pass
 
@@ -204,7 +214,8 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
         ("prompt", request.prompt, (), "no prompts are stored"),
         ("max_tool_calls", request.max_tool_calls, (), "there are no built-in tools"),
         ("service_tier", request.service_tier, ("auto", "default"), "there is one tier"),
-        ("stream_options", request.stream_options, ({}, {"include_obfuscation": False}),
+        ("stream_options.include_obfuscation",
+         request.stream_options and request.stream_options.include_obfuscation, (False,),
          "events are not obfuscated"),
         ("top_logprobs", request.top_logprobs, (0,), "log-probabilities are in /v1/completions "
          "and /v1/chat/completions"),
@@ -285,10 +296,9 @@ def _tool(given: object, where: str) -> dict[str, Any]:
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if choice is None or choice in ("auto", "none", "required"):
         return choice
-    fields = choice if isinstance(choice, dict) else {}
-    name = fields.get("name")
-    if isinstance(name, str) and fields == {"type": "function", "name": name}:
-        return {"type": "function", "function": {"name": name}}
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        named = typed_item(choice, {"function": _NamedFunction}, "tool_choice")
+        return {"type": "function", "function": {"name": named.name}}
     raise RequestError(
         'tool_choice must be "auto", "none", "required" or {"type": "function", "name": ...}; '
         f"got {shown(choice)}"
