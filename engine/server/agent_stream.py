@@ -14,14 +14,7 @@ from engine.async_engine import LONG_TEXT
 from engine.server.chat_stream import ChatPiece, ChatStream
 from engine.server.protocol.chat import ChatCompletionRequest
 from engine.server.protocol.errors import APIError
-from engine.server.tool_parsers import (
-    Event,
-    TextDelta,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
-    collect,
-)
+from engine.server.tool_parsers import Event, TextDelta, settle
 
 __all__ = ["AnswerBuilder", "Answered", "begin_chat", "chat_request", "named_frame", "num_tokens"]
 
@@ -131,18 +124,14 @@ class Answered:
                 yield b"".join(map(named_frame, _piece_events(builder, piece)))
 
     async def whole(self, builder: AnswerBuilder) -> None:
-        """Feed the complete answer to `builder`; an incomplete call becomes text."""
+        """Feed the complete answer to `builder`; a damaged call becomes text."""
         events: list[Event] = []
         async with contextlib.aclosing(self.pieces()) as pieces:
             async for piece in pieces:
                 events += _ordered(piece)
-        parsed = collect(events)
         _exhaust(builder.reasoning("".join(self.thoughts)))
-        _exhaust(builder.add(TextDelta(parsed.content)))
-        for index, call in enumerate(parsed.tool_calls):
-            _exhaust(builder.add(ToolCallStart(index, call.id, call.name)))
-            _exhaust(builder.add(ToolCallDelta(index, call.arguments)))
-            _exhaust(builder.add(ToolCallEnd(index)))
+        for event in settle(events):
+            _exhaust(builder.add(event))
 
 
 def _aborted(piece: ChatPiece) -> APIError:

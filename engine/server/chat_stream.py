@@ -41,7 +41,7 @@ from engine.server.tool_parsers import (
     ToolCallStart,
     ToolParser,
 )
-from engine.server.tool_parsers.mistral import MistralParser
+from engine.server.tool_parsers.json_scanner import is_json_object
 
 __all__ = ["ChatPiece", "ChatRequest", "ChatService", "ChatStream"]
 
@@ -244,7 +244,8 @@ class ChatService:
             return parser, {"structured": {"json": schema}}, options | {"is_forced": True}
         if body.tool_choice == "required":
             schema = tools_schema(body.tools, one_call=one_call)
-            return functools.partial(_call_list, names), {"structured": {"json": schema}}, options
+            calls = functools.partial(tool_parsers.CallListParser, names)
+            return calls, {"structured": {"json": schema}}, options
         if self.tool_parser is None:
             message = (
                 "tools need a tool parser, and none is known for the model's chat template; "
@@ -379,22 +380,17 @@ class _NamedCall:
     needs_special_tokens = False
 
     def __init__(self, name: str) -> None:
-        self._start: ToolCallStart | None = ToolCallStart(0, tool_parsers.random_id(), name)
+        self._start = ToolCallStart(0, tool_parsers.random_id(), name)
+        self._arguments: list[str] = []
 
     def feed(self, delta: str) -> list[Event]:
         """Return the delta as arguments; the first time, preceded by the call's start event."""
-        start = self._start
-        self._start = None
-        events: list[Event] = [ToolCallDelta(0, delta)]
-        return events if start is None else [start, *events]
+        events: list[Event] = [] if self._arguments else [self._start]
+        self._arguments.append(delta)
+        return [*events, ToolCallDelta(0, delta)]
 
     def finish(self) -> list[Event]:
         """Return the call's end event, if the call has started."""
-        return [] if self._start is not None else [ToolCallEnd(0)]
-
-
-def _call_list(names: frozenset[str]) -> ToolParser:
-    """Return a parser for a JSON array of calls: Mistral's parser, past its marker."""
-    parser = MistralParser(names, tool_parsers.random_id)
-    parser.feed("[TOOL_CALLS]")
-    return parser
+        if not self._arguments:
+            return []
+        return [ToolCallEnd(0, is_json_object("".join(self._arguments)))]

@@ -51,24 +51,32 @@ class Markers:
 
 
 class TextGate:
-    """Passes text through, dropping the white space around blocks that are cut out of it.
+    """Passes text through, from which blocks are cut out.
 
-    Trailing white space is held back until more text follows.
+    White space around a block is kept between two texts, and dropped where there is none before or
+    after it. Trailing white space is held back until more text follows.
 
     Examples
     --------
     >>> gate = TextGate()
     >>> gate.push("Hello "), gate.push("you\\n"), gate.cut(), gate.push("\\nBye"), gate.finish()
-    ('Hello', ' you', None, 'Bye', '')
+    ('Hello', ' you', None, '\\n\\nBye', '')
     """
 
     def __init__(self) -> None:
         self._held: list[str] = []
+        self._has_text = False  # whether anything precedes the held white space
         self._is_after_cut = False  # whether no text has followed the last cut
+
+    @property
+    def held(self) -> str:
+        """Trailing white space held back so far."""
+        return "".join(self._held)
 
     def push(self, text: str) -> str:
         """Feed text; return the part that can be passed on now."""
-        if self._is_after_cut:
+        if self._is_after_cut and not self._has_text:
+            self._held.clear()
             text = text.lstrip()
         kept = text.rstrip()
         if not kept:
@@ -77,20 +85,22 @@ class TextGate:
             return ""
         passed = "".join((*self._held, kept))
         self._held = [text[len(kept) :]] if len(kept) < len(text) else []
+        self._has_text = True
         self._is_after_cut = False
         return passed
 
     def cut(self) -> None:
-        """Mark the position of a block that was cut out; drop the white space around it."""
-        self._held.clear()
+        """Mark the position of a block that was cut out."""
         self._is_after_cut = True
 
-    def keep(self) -> None:
-        """Keep leading white space of the next text."""
+    def restore(self) -> None:
+        """Turn the last block into text, with the white space before it, which is dropped here."""
+        self._held.clear()
+        self._has_text = True
         self._is_after_cut = False
 
     def finish(self) -> str:
-        """Return the trailing white space held back so far."""
-        held = "".join(self._held)
+        """Return the trailing white space held back so far, unless a block precedes it."""
+        held = "" if self._is_after_cut else self.held
         self._held = []
         return held

@@ -98,7 +98,7 @@ ADD = ("add", '{"a": 1, "b": [2, "}"]}')
         (
             "llama3_json",
             'I look.\n{"name": "f", "parameters": {}}\n{"name": "g", "arguments": {}}\nSo.',
-            "I look.So.",
+            "I look.\n\n\nSo.",
             [("f", "{}"), ("g", "{}")],
         ),
         ("llama3_json", 'Ah<|python_tag|>{"name":"f","parameters":{}}', "Ah", [("f", "{}")]),
@@ -109,7 +109,7 @@ ADD = ("add", '{"a": 1, "b": [2, "}"]}')
         (
             "mistral",
             'Hm. [TOOL_CALLS][{"name": "f", "arguments": {}} , {"name": "g", "arguments": {}}] x',
-            "Hm.x",
+            "Hm.  x",
             [("f", "{}"), ("g", "{}")],
         ),
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "[ARGS]"}', "", [("f", '{"a": "[ARGS]"}')]),
@@ -150,7 +150,6 @@ DAMAGED = [
     '<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>',
     '<tool_call>{"name": "f", "arguments": {"a" 1}}</tool_call>',
     '<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call>',
-    '<tool_call>{"name": "f", "arguments": {"a": ',
     "<tool_call>[]</tool_call>",
 ]
 
@@ -170,7 +169,6 @@ def test_damaged_calls_are_content(text):
         "[TOOL_CALLS]f[ARGS]",
         "[TOOL_CALLS]f g[ARGS]{}",
         "[TOOL_CALLS]f[ARGS]{1}",
-        '[TOOL_CALLS][{"name": "f", "arguments": {"a"',
         "[TOOL_CALLS]" + "f" * 500 + "[ARGS]{}",
     ],
 )
@@ -190,7 +188,7 @@ def test_what_was_streamed_before_the_damage_ends_incomplete():
     assert events == [
         ToolCallStart(0, "", "f", '<tool_call>{"name": "f", "arguments": '),
         ToolCallDelta(0, '{"a": 1, '),
-        ToolCallEnd(0, is_complete=False),
+        ToolCallEnd(0, is_complete=False, is_damaged=True),
         TextDelta("oops"),
     ]
 
@@ -202,6 +200,104 @@ def test_only_functions_of_the_request_are_called():
     assert summary(parse("mistral", text, {"add"})) == (text, [])
     text = '{"name": "Bob", "parameters": {}}'
     assert summary(parse("llama3_json", text, {"add"})) == (text, [])
+
+
+# ---- text that ends within a call
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "source"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "<tool_call>"}', "<tool_call>"),
+        ("llama3_json", '{"name": "f", "parameters": {"a": "<tool_call>"}', "{"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": "<tool_call>"}', "["),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "<tool_call>"}', "[TOOL_CALLS]f"),
+    ],
+)
+def test_a_cut_call_has_its_arguments_so_far(name, text, source):
+    begin = text.index('{"a"')
+    for cut in range(len(text) + 1):
+        arguments = text[begin:cut]
+        expected = ("", [("f", arguments)]) if cut > begin else (text[:cut], [])
+        assert summary(parse(name, text[:cut])) == expected, text[:cut]
+        assert summary(parse(name, f"Hm.\n{text[:cut]}"))[1] == expected[1]
+    assert text.startswith(source)
+
+
+LIST = '[{"name": "f", "arguments": {"a": [1]}}, {"name": "g", "arguments": {"b": "[TOOL_CALLS]"}}]'
+
+
+def test_nothing_of_a_forced_list_is_content():
+    begins = [LIST.index('{"a"'), LIST.index('{"b"')]
+    ends = [LIST.index("}, ") + 0, len(LIST) - 2]
+    for cut in range(len(LIST) + 1):
+        calls = [
+            (name, LIST[begin : min(cut, end)])
+            for name, begin, end in zip("fg", begins, ends, strict=True)
+            if cut > begin
+        ]
+        for pieces in ([LIST[:cut]], LIST[:cut]):
+            parser = tool_parsers.CallListParser({"f", "g"})
+            events = [event for piece in pieces for event in parser.feed(piece)]
+            assert summary(collect(events + parser.finish())) == ("", calls)
+
+
+@pytest.mark.parametrize("text", ["Hello", " Hm. [TOOL_CALLS][", "[1]", "{}"])
+def test_what_is_no_list_stays_as_it_is(text):
+    for pieces in ([text], text):
+        parser = tool_parsers.CallListParser({"f"})
+        events = [event for piece in pieces for event in parser.feed(piece)]
+        assert summary(collect(events + parser.finish())) == (text, [])
+
+
+# ---- text around calls
+
+AROUND = {
+    "hermes": '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {}}]',
+    "llama3_json": '<|python_tag|>{"name": "f", "parameters": {}}',
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("before", ["", " \n", "Let me look.", "Let me look.\n\n", "\n a "])
+@pytest.mark.parametrize("after", ["", "\n", "Then", " \nThen \n"])
+def test_white_space_is_kept_between_texts_only(name, before, after):
+    """The content is the text outside of the calls, less the space at an end where a call is."""
+    call = AROUND[name]
+    expected = before + after if before.strip() and after.strip() else ""
+    expected = expected or (before.rstrip() if before.strip() else after.lstrip())
+    text = before + call + after
+    events = [merged(feed(name, pieces)) for pieces in ([text], text)]
+    assert events[0] == events[1]
+    assert summary(collect(events[0])) == (expected, [("f", "{}")])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", AROUND["hermes"]),
+        ("mistral", AROUND["mistral"].removesuffix("]") + " , "),
+        ("llama3_json", AROUND["llama3_json"] + " ;\n"),
+    ],
+)
+def test_what_ends_or_separates_calls_is_not_content(name, text):
+    """Also where the text ends within it."""
+    for cut in range(text.rindex("}") + 1, len(text) + 1):
+        assert summary(parse(name, text[:cut])) == ("", [("f", "{}")]), text[:cut]
+
+
+def test_white_space_between_calls():
+    call = AROUND["hermes"]
+    assert parse("hermes", f"a\n{call} {call}\n").content == "a"
+    assert parse("hermes", f"a\n{call} {call}\nb").content == "a\n \nb"
+    assert parse("hermes", f"\n{call} {call}\nb\n").content == "b\n"
+
+
+def test_a_damaged_call_keeps_the_space_before_it():
+    text = f'a \n<tool_call>{{"name": "f", "arguments": {{"a": 1,}}}} \n{AROUND["hermes"]} b'
+    damaged = text[: text.index(AROUND["hermes"])]
+    assert summary(parse("hermes", text)) == (damaged + " b", [("f", "{}")])
 
 
 # ---- streaming
@@ -248,7 +344,10 @@ def test_every_split_gives_the_same(name, text, cuts):
     whole = merged(feed(name, [text]))
     assert merged(feed(name, pieces_of(text, cuts))) == whole
     assert merged(feed(name, text)) == whole  # a character at a time
-    for call in collect(whole).tool_calls:
+    calls = collect(whole).tool_calls
+    if whole and isinstance(whole[-1], ToolCallEnd) and not whole[-1].is_complete:
+        calls.pop()  # the text ends within it
+    for call in calls:
         assert isinstance(json.loads(call.arguments), dict)
 
 

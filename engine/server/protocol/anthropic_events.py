@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -20,6 +21,10 @@ from engine.server.tool_parsers import (
 __all__ = ["MessageBuilder", "MessageObject", "TokenCount"]
 
 _Events = Iterator[dict[str, Any]]
+
+_JSON_MARKS = re.compile(r'"(?:[^"\\]|\\.)*+"|["{}\[\],]', re.DOTALL)
+_CLOSERS = {"{": "}", "[": "]"}
+_MAX_DEPTH = 64
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -172,9 +177,33 @@ class MessageBuilder:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return a call's parsed arguments, or their text so far if it is incomplete."""
-    try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {"partial_json": arguments}
-    return found if isinstance(found, dict) else {"partial_json": arguments}
+    """Return a call's parsed arguments; of incomplete ones, the values that are complete.
+
+    Clients do the same with a stream.
+
+    Examples
+    --------
+    >>> _input('{"a": 1, "b": [2, {"c": "d'), _input("")
+    ({'a': 1, 'b': [2, {}]}, {})
+    """
+    closers: list[str] = []
+    end = 0, ""  # the last position where closing all brackets may complete the object
+    for match in _JSON_MARKS.finditer(arguments):
+        mark = match[0]
+        if mark == '"' or len(closers) > _MAX_DEPTH:  # an unfinished string
+            break
+        if mark in _CLOSERS:
+            closers.append(_CLOSERS[mark])
+            end = match.end(), "".join(reversed(closers))
+        elif mark == ",":
+            end = match.start(), "".join(reversed(closers))
+        elif mark in "}]" and closers:
+            closers.pop()
+    for text in (arguments + "".join(reversed(closers)), arguments[: end[0]] + end[1]):
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return {}

@@ -1,10 +1,10 @@
 """Tool parsers: extract tool calls from generated text, one parser per format.
 
 A parser receives the text of one answer in chunks, and returns text and calls as `Event`s;
-`collect` joins them. Arguments are streamed as they arrive. Anything other than a complete call is
-text: an object without a name, a function that the request does not define, invalid JSON. If the
-arguments turn out to be invalid after part of them has been streamed, the call ends with
-`is_complete=False`.
+`collect` joins them. Arguments are streamed as they arrive. Anything other than a call is text: an
+object without a name, a function that the request does not define, invalid JSON. A call whose
+arguments end with the text is a call with incomplete arguments. If they turn out to be invalid
+after part of them has been streamed, the call ends with `is_damaged=True`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from engine.server.tool_parsers.events import (
     ToolParser,
     collect,
     random_id,
+    settle,
 )
 from engine.server.tool_parsers.hermes import HermesParser
 from engine.server.tool_parsers.llama3_json import Llama3JsonParser
-from engine.server.tool_parsers.mistral import MistralParser
+from engine.server.tool_parsers.mistral import CallListParser, MistralParser
 
 __all__ = [
     "NAMES",
+    "CallListParser",
     "Event",
     "ParsedText",
     "TextDelta",
@@ -43,6 +45,7 @@ __all__ = [
     "detect",
     "get",
     "random_id",
+    "settle",
 ]
 
 _PARSERS: dict[str, type[HermesParser | Llama3JsonParser | MistralParser]] = {

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Collection
 
 from engine.server.markers import TextGate
 from engine.server.tool_parsers.call_reader import ArgumentsReader, CallReader
-from engine.server.tool_parsers.events import Event, TextDelta, random_id
+from engine.server.tool_parsers.events import Event, TextDelta, ToolCallStart, random_id
 from engine.server.tool_parsers.json_scanner import Mark
 
 __all__ = ["MAX_CALLS", "SPACE", "StateParser"]
 
 SPACE = re.compile(r"\s*")
+_SEPARATORS = re.compile(r"[\s,;]*")  # between calls
 MAX_CALLS = 128  # maximum calls per answer; further ones are text
 
 
@@ -60,7 +62,9 @@ class StateParser:
             if not self._reader.is_started:
                 self._text(self._reader.held)
             self._reader = None
-        self._give_back()
+        held = self._take_held()
+        if not _SEPARATORS.fullmatch(held):
+            self._text(held)
         self._pass(self._gate.finish())
         return self._take_events()
 
@@ -129,13 +133,17 @@ class StateParser:
         was_started = reader.is_started
         at, events = reader.feed(text, at)
         if reader.is_started and not was_started:
+            start = events[0]
+            assert isinstance(start, ToolCallStart)  # nothing precedes it
+            events[0] = dataclasses.replace(start, source=self._gate.held + start.source)
             self._gate.cut()
             self._num_calls += 1
         self._events += events
         if reader.mark is not None:
             self._reader = None
             if reader.mark is Mark.FAILED:
-                self._gate.keep()
+                if reader.is_damaged:
+                    self._gate.restore()
                 self._text(reader.held)
                 self._state = self._in_text
             else:

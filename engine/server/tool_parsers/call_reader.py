@@ -52,6 +52,8 @@ class CallReader:
         END or FAILED, once the object has ended or is invalid.
     is_started, is_ended : bool
         Whether the call's start and end events have been returned.
+    is_damaged : bool
+        Whether the arguments turned out to be invalid after the call's start had been returned.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class CallReader:
         requires_arguments: bool = False,
     ) -> None:
         self.mark: Mark | None = None
-        self.is_started = self.is_ended = False
+        self.is_started = self.is_ended = self.is_damaged = False
         self._index = index
         self._id = call_id
         self._names = names
@@ -97,20 +99,17 @@ class CallReader:
                 self.mark = mark
             if mark is Mark.FAILED or not is_fine:
                 self.mark = Mark.FAILED
-        if self.mark is Mark.FAILED:
-            self._give_up(events)
+        if self.mark is Mark.FAILED and self.is_started and not self.is_ended:
+            self.is_ended = self.is_damaged = True
+            events.append(ToolCallEnd(self._index, is_complete=False, is_damaged=True))
         return at, events
 
     def finish(self) -> list[Event]:
         """End the call at the end of the text."""
-        events: list[Event] = []
-        self._give_up(events)
-        return events
-
-    def _give_up(self, events: list[Event]) -> None:
-        if self.is_started and not self.is_ended:
-            events.append(ToolCallEnd(self._index, is_complete=False))
-            self.is_ended = True
+        if not self.is_started or self.is_ended:
+            return []
+        self.is_ended = True
+        return [ToolCallEnd(self._index, is_complete=False)]
 
     def _take(self, piece: str, events: list[Event]) -> None:
         if self.is_started and not self.is_ended:
@@ -186,7 +185,7 @@ class ArgumentsReader:
 
     def __init__(self, start: ToolCallStart) -> None:
         self.mark: Mark | None = None
-        self.is_started = self.is_ended = False
+        self.is_started = self.is_ended = self.is_damaged = False
         self.held = ""
         self._start = start
         self._scanner = JsonScanner()
@@ -205,8 +204,10 @@ class ArgumentsReader:
             events.append(ToolCallDelta(self._start.index, text[begin:at]))
         if mark in (Mark.END, Mark.FAILED):
             self.mark = mark
-            events.append(ToolCallEnd(self._start.index, is_complete=mark is Mark.END))
             self.is_ended = True
+            self.is_damaged = mark is Mark.FAILED
+            end = ToolCallEnd(self._start.index, not self.is_damaged, self.is_damaged)
+            events.append(end)
         return at, events
 
     def finish(self) -> list[Event]:

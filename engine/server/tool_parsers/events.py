@@ -18,6 +18,7 @@ __all__ = [
     "ToolParser",
     "collect",
     "random_id",
+    "settle",
 ]
 
 
@@ -38,7 +39,8 @@ class ToolCallStart:
         Index of the call in its answer, from 0.
     id, name : str
     source : str
-        The model's original text up to the arguments, including markers.
+        The model's original text up to the arguments, including markers and the white space before
+        them.
     """
 
     index: int
@@ -63,11 +65,15 @@ class ToolCallEnd:
     ----------
     index : int
     is_complete : bool
-        Whether the arguments are a complete JSON object. Text after invalid arguments is content.
+        Whether the arguments are a complete JSON object; otherwise the text has ended within them,
+        or they are damaged.
+    is_damaged : bool
+        Whether the arguments turned out to be invalid. The text after them is content.
     """
 
     index: int
     is_complete: bool = True
+    is_damaged: bool = False
 
 
 Event = TextDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
@@ -92,7 +98,7 @@ class ToolParser(Protocol):
 
 @dataclass
 class ToolCall:
-    """Complete call; `arguments` is JSON text."""
+    """Call; `arguments` is JSON text, incomplete if the answer ended within it."""
 
     id: str
     name: str
@@ -106,12 +112,40 @@ class ParsedText:
     Attributes
     ----------
     content : str
-        The text; incomplete calls are included verbatim.
+        The text; damaged calls are included verbatim.
     tool_calls : list of ToolCall
     """
 
     content: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
+
+
+def settle(events: Iterable[Event]) -> list[Event]:
+    """Return the events of a complete answer, in which damaged calls are text.
+
+    Examples
+    --------
+    >>> start, delta = ToolCallStart(0, "c0", "add", "<call>"), ToolCallDelta(0, "{")
+    >>> settle([start, delta, ToolCallEnd(0, is_complete=False, is_damaged=True)])
+    [TextDelta(text='<call>{')]
+    """
+    found: list[Event] = []
+    call: list[Event] = []
+    for event in events:
+        if isinstance(event, TextDelta):
+            found.append(event)
+            continue
+        call.append(event)
+        if isinstance(event, ToolCallEnd):
+            found += [TextDelta(_source(call))] if event.is_damaged else call
+            call = []
+    return found + call
+
+
+def _source(call: Iterable[Event]) -> str:
+    """Return the original text of a call, up to the end of its arguments."""
+    starts = [event.source for event in call if isinstance(event, ToolCallStart)]
+    return "".join(starts + [event.arguments for event in call if isinstance(event, ToolCallDelta)])
 
 
 def collect(events: Iterable[Event]) -> ParsedText:
@@ -126,7 +160,7 @@ def collect(events: Iterable[Event]) -> ParsedText:
     calls: list[ToolCall] = []
     arguments: list[str] = []
     start = ToolCallStart(0, "", "")
-    for event in events:
+    for event in settle(events):
         if isinstance(event, TextDelta):
             texts.append(event.text)
         elif isinstance(event, ToolCallStart):
@@ -134,10 +168,8 @@ def collect(events: Iterable[Event]) -> ParsedText:
             arguments = []
         elif isinstance(event, ToolCallDelta):
             arguments.append(event.arguments)
-        elif event.is_complete:
-            calls.append(ToolCall(start.id, start.name, "".join(arguments)))
         else:
-            texts.extend((start.source, *arguments))
+            calls.append(ToolCall(start.id, start.name, "".join(arguments)))
     return ParsedText("".join(texts), calls)
 
 

@@ -38,8 +38,8 @@ class HermesParser(StateParser):
             self._held.clear()
             self._state = self._in_text
             return end + len(_CLOSE)
-        if not rest or (_CLOSE.startswith(rest) and not is_last):
-            return end
+        if _CLOSE.startswith(rest):  # at the end of the text, a closing marker that was cut
+            return len(text) if is_last else end
         if rest[0] == "{" and self._num_calls < MAX_CALLS:
             self._begin_call()
         else:

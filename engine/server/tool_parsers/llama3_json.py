@@ -42,9 +42,15 @@ class Llama3JsonParser(StateParser):
 
     def _expect_call(self, between: re.Pattern[str], text: str, at: int, is_last: bool) -> int:
         """Skip the separators before a call; if no call follows, they are text."""
+        if not self._held:  # white space before the first separator is outside of the calls
+            match = SPACE.match(text, at)
+            assert match is not None  # the pattern also matches an empty string
+            self._text(match[0])
+            at = match.end()
         match = between.match(text, at)
         assert match is not None  # the pattern also matches an empty string
-        self._hold(match[0])
+        if match[0]:
+            self._hold(match[0])
         at = match.end()
         rest = text[at : at + len(_TAG)]
         if not rest or (_TAG.startswith(rest) and rest != _TAG and not is_last):

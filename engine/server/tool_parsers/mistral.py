@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection
 from engine.server.markers import Markers
 from engine.server.tool_parsers._parser import MAX_CALLS, StateParser
 from engine.server.tool_parsers.call_reader import ArgumentsReader, is_tool_name
-from engine.server.tool_parsers.events import ToolCallStart, random_id
+from engine.server.tool_parsers.events import Event, ToolCallStart, random_id
 
-__all__ = ["MistralParser"]
+__all__ = ["CallListParser", "MistralParser"]
 
 _MARKER = "[TOOL_CALLS]"
 _MARKERS = Markers(_MARKER)
@@ -120,3 +120,41 @@ class MistralParser(StateParser):
         """Give back the held text, since no call follows."""
         self._give_back()
         self._state = self._in_text
+
+
+class CallListParser(MistralParser):
+    """Reads an answer that is constrained to a JSON array of calls.
+
+    The array is not content: if the text ends before a call's arguments, the call is dropped.
+    """
+
+    needs_special_tokens = False
+
+    def __init__(
+        self, names: Collection[str] | None = None, make_id: Callable[[], str] = random_id
+    ) -> None:
+        super().__init__(names, make_id)
+        self._state = self._at_start
+
+    def _at_start(self, text: str, at: int, _: bool) -> int:
+        at = self._skip_space(text, at)
+        if at == len(text):
+            return at
+        if text[at] != "[":
+            self._fail()
+            return at
+        self._is_array = True
+        self._hold("[")
+        self._state = self._at_item
+        return at + 1
+
+    def _in_text(self, text: str, at: int, is_last: bool) -> int:
+        self._text(text[at:])
+        return len(text)
+
+    def finish(self) -> list[Event]:
+        """Signal the end of the text; return the events held back so far."""
+        if self._reader is not None and not self._reader.is_started:
+            self._reader = None
+        self._held.clear()
+        return super().finish()
