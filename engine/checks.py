@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import logging
 import numbers
 import operator
 import reprlib
@@ -24,8 +26,10 @@ __all__ = [
     "shown",
     "shown_with_type",
     "token_ids_of",
+    "warn_once",
 ]
 
+_LOG = logging.getLogger("engine")
 _MAX_SHOWN = 80
 
 
@@ -44,6 +48,12 @@ class _ShortRepr(reprlib.Repr):
 
 
 _short_repr = _ShortRepr()
+
+
+@functools.lru_cache(maxsize=256)
+def warn_once(message: str) -> None:
+    """Log a warning, unless this process has logged the same one before."""
+    _LOG.warning("%s", message)
 
 
 def shown(value: object) -> str:

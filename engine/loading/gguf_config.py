@@ -6,17 +6,20 @@ use the .gguf names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
 import numpy as np
 
-from engine.checks import shown
+from engine.checks import shown, warn_once
 from engine.config import ModelConfig
 from engine.errors import ConfigError, WeightsError
 from engine.loading.gguf import GgufFile
+from engine.loading.gguf_keys import FILE_KEYS, INERT_KEYS, MODEL_KEYS, is_neutral
 from engine.loading.hf_config import build_config
+from engine.model_files import excerpt
 from engine.models.family import Family
 from engine.models.mistral import MISTRAL
 from engine.models.mixtral import MIXTRAL
@@ -55,25 +58,12 @@ _TOKEN_KEYS = {
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-_NEUTRAL = {
-    "expert_count": 0,
-    "expert_shared_count": 0,
-    "expert_shared_feed_forward_length": 0,
-    "expert_group_count": 1,
-    "expert_gating_func": 1,  # softmax
-    "expert_weights_norm": True,
-    "expert_weights_scale": 1.0,
-    "leading_dense_block_count": 0,
-    "attention.causal": True,
-    "attention.clamp_kqv": 0.0,
-    "attention.scale": 0.0,
-    "embedding_scale": 0.0,
-    "logit_scale": 0.0,
-    "residual_scale": 0.0,
-}
 # Architecture names shared by several families -> the family with windows, or with experts.
 _WITH_WINDOW = {"llama": MISTRAL, "olmo2": OLMO3}
 _WITH_EXPERTS = {"llama": MIXTRAL}
+# Rules of config.json whose layers a .gguf records only as a pattern.
+_UNRECORDED = ("max_window_layers", "even_layers")
+_ROPE_TYPES = ("none", "linear", "yarn", "longrope")
 _PLAIN_DTYPES = {"F32": "float32", "F16": "float16"}
 
 
@@ -104,62 +94,126 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         family = _WITH_EXPERTS.get(arch, family)
     elif file.metadata.get(f"{arch}.attention.sliding_window"):
         family = _WITH_WINDOW.get(arch, family)
-    values, names = _renamed(file.metadata, arch, family)
-    _refuse_unsupported(file, arch, values, names)
+    keys = _Keys(file, arch)
+    values, names = _renamed(keys, family)
     values.update(_from_tensors(file, family))
-    values.update(_rope(file, arch, family, values))
+    values.update(_rope(keys, family, values))
     if "query_pre_attn_scalar" in family.defaults:
         values.update(_attention_scale(values))
-    values.update(_window(file.metadata, arch))
+    values.update(_windows(keys, family, values))
     if family.moe is not None:
-        values.update(_experts(file, arch, family.moe))
-    return build_config(values, family, where, names)
+        values.update(_experts(keys, family.moe))
+    config = build_config(values, family, where, names)
+    keys.refuse_unread(_implied(config, family))
+    return config
 
 
-def _renamed(
-    metadata: Mapping[str, Any], arch: str, family: Family
-) -> tuple[dict[str, Any], dict[str, str]]:
+class _Keys:
+    """The keys below the architecture's name, and which of them were read."""
+
+    def __init__(self, file: GgufFile, arch: str) -> None:
+        self.file = file
+        self.arch = arch
+        self._read: set[str] = set()
+
+    def name(self, key: str) -> str:
+        return f"{self.arch}.{key}"
+
+    def get(self, key: str) -> Any:
+        """Return the value of `key`, which counts as read; None if it is absent."""
+        self._read.add(key)
+        return self.file.metadata.get(self.name(key))
+
+    def error(self, key: str, wanted: str) -> ConfigError:
+        name = self.name(key)
+        got = shown(self.file.metadata[name]) if name in self.file.metadata else "nothing"
+        return ConfigError(f"{self.file.path}: {name} must be {wanted}; got {got}")
+
+    def refuse_unread(self, implied: Mapping[str, tuple[Any, ...]]) -> None:
+        """Refuse unread keys that change the result; `implied` replaces their neutral values.
+
+        A key that is on no list is a warning.
+        """
+        metadata = self.file.metadata
+        for key, neutral in FILE_KEYS.items():
+            if key in metadata and not is_neutral(metadata[key], neutral):
+                raise ConfigError(
+                    f"{self.file.path}: {key} must be {neutral[0]} (nothing else is supported); "
+                    f"got {shown(metadata[key])}"
+                )
+        for name in metadata:
+            key = name.removeprefix(f"{self.arch}.")
+            if key == name or key in self._read or key in INERT_KEYS:
+                continue
+            if key not in MODEL_KEYS:
+                warn_once(f"{self.file.path}: {excerpt(name)} is unknown and not read")
+                continue
+            neutral = implied.get(key, MODEL_KEYS[key])
+            if not is_neutral(metadata[name], neutral):
+                wanted = neutral[0] if neutral else "absent"
+                raise self.error(key, f"{wanted} (nothing else is supported)")
+
+
+def _implied(config: ModelConfig, family: Family) -> dict[str, tuple[Any, ...]]:
+    """Return the values of unread keys that say what the model's other keys say."""
+    local = config.rope if config.rope_local is None else config.rope_local
+    width = (config.head_dim,)
+    implied: dict[str, tuple[Any, ...]] = {
+        "embedding_length_out": (config.hidden_size, 0),
+        "use_parallel_residual": (config.parallel,),
+        "attention.value_length": width,
+        "attention.key_length_swa": width,
+        "attention.value_length_swa": width,
+        "attention.scale": (0, config.attn_scale or config.head_dim**-0.5),
+        "rope.dimension_count": (config.rope.rotary_dim,),
+        "rope.dimension_count_swa": (local.rotary_dim,),
+        "rope.freq_base_swa": (local.theta,),
+    }
+    if family.gguf_interleaved_rope:
+        implied["tensor_data_layout"] = ("Meta AI original pth", "")
+    if config.moe is None:  # counts and sizes of experts that do not exist
+        implied |= dict.fromkeys(("expert_used_count", "expert_feed_forward_length"), (0,))
+    else:
+        implied["expert_feed_forward_length"] = (config.moe.intermediate_size, 0)
+        if config.moe.renormalize:
+            # 3 is softmax over the chosen experts: the same after division by the sum.
+            implied["expert_gating_func"] = (1, 0, 3)
+    return implied
+
+
+def _renamed(keys: _Keys, family: Family) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values under config.json keys, and the .gguf name of each key."""
-    keys = _KEYS | (_MULTIPLIER_KEYS if family.multipliers else {})
+    table = _KEYS | (_MULTIPLIER_KEYS if family.multipliers else {})
     if family.layer_norm:
-        keys[family.eps_key] = "attention.layer_norm_epsilon"
+        table[family.eps_key] = "attention.layer_norm_epsilon"
     if family.logit_scale:
-        keys[family.logit_scale] = "logit_scale"
+        table[family.logit_scale] = "logit_scale"
     if family.moe is not None:
-        keys |= _MOE_KEYS
+        table |= _MOE_KEYS
+        if family.moe.width in _KEYS:
+            del table["moe_intermediate_size"]
         if isinstance(family.moe.renormalize, str):
-            keys[family.moe.renormalize] = "expert_weights_norm"
-    names = {key: f"{arch}.{name}" for key, name in keys.items()} | _TOKEN_KEYS
-    values = {key: metadata[name] for key, name in names.items() if name in metadata}
+            table[family.moe.renormalize] = "expert_weights_norm"
+    metadata = keys.file.metadata
+    values = {key: keys.get(name) for key, name in table.items() if keys.name(name) in metadata}
+    values |= {key: metadata[name] for key, name in _TOKEN_KEYS.items() if name in metadata}
+    names = {key: keys.name(name) for key, name in table.items()} | _TOKEN_KEYS
     ends = [metadata[key] for key in _EOS_KEYS if key in metadata]
-    # A missing id means "none"; config.json's defaults do not apply.
-    values.setdefault("bos_token_id", None)
+    # Missing keys have llama.cpp's defaults, not those of config.json: no id, a KV head per query
+    # head, heads of hidden_size / heads.
+    for key in ("bos_token_id", "num_key_value_heads", "head_dim"):
+        values.setdefault(key, None)
+    values.setdefault("rope_theta", 10000.0)
+    if keys.get(table[family.eps_key]) is None:
+        raise keys.error(table[family.eps_key], "a number")
     if family.multipliers:
         values.setdefault("attention_multiplier", None)
     values["eos_token_id"] = ends or None
-    return values, names | {"eos_token_id": " and ".join(_EOS_KEYS)}
-
-
-def _refuse_unsupported(
-    file: GgufFile, arch: str, values: Mapping[str, Any], names: Mapping[str, str]
-) -> None:
-    """Reject unimplemented settings that would change the model's output."""
-    metadata = file.metadata
-    for key, neutral in _NEUTRAL.items():
-        if f"{arch}.{key}" in names.values():
-            continue
-        value = metadata.get(f"{arch}.{key}", neutral)
-        if value != neutral:
-            raise ConfigError(
-                f"{file.path}: {arch}.{key} must be {neutral} (nothing else is supported); "
-                f"got {shown(value)}"
-            )
-    value_length = metadata.get(f"{arch}.attention.value_length")
-    if value_length is not None and value_length != values.get("head_dim"):
-        raise ConfigError(
-            f"{file.path}: {arch}.attention.value_length must equal key_length "
-            f"({values.get('head_dim')}); got {value_length}"
-        )
+    return values, names | {
+        "eos_token_id": " and ".join(_EOS_KEYS),
+        "layer_types": keys.name("attention.sliding_window_pattern"),
+        "sliding_window": keys.name("attention.sliding_window"),
+    }
 
 
 def _from_tensors(file: GgufFile, family: Family) -> dict[str, Any]:
@@ -180,18 +234,45 @@ def _from_tensors(file: GgufFile, family: Family) -> dict[str, Any]:
     }
 
 
-def _window(metadata: Mapping[str, Any], arch: str) -> dict[str, Any]:
-    window = metadata.get(f"{arch}.attention.sliding_window") or None
-    return {"sliding_window": window, "use_sliding_window": window is not None}
+def _windows(keys: _Keys, family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the window, and which layers have it if the file says so."""
+    if family.windows == "never":
+        return {}
+    window = keys.get("attention.sliding_window") or None
+    found = {"sliding_window": window, "use_sliding_window": window is not None}
+    layers = values.get("num_hidden_layers")
+    if family.windows == "switched" or type(layers) is not int:
+        return found
+    pattern = keys.get("attention.sliding_window_pattern")
+    if pattern is None:
+        if family.windows in _UNRECORDED and _is_short(window, values):
+            wanted = f"absent, or {keys.name('attention.sliding_window_pattern')} given"
+            raise keys.error("attention.sliding_window", wanted)
+        return found
+    if type(pattern) is int and pattern >= 0:
+        # All but every n-th layer; 0 means all.
+        pattern = [pattern == 0 or (i + 1) % pattern != 0 for i in range(min(layers, 1024))]
+    is_list = isinstance(pattern, list) and all(one in (0, 1) for one in pattern)
+    if not is_list or len(pattern) != layers:
+        wanted = f"a number, or true or false for each of {layers} layers"
+        raise keys.error("attention.sliding_window_pattern", wanted)
+    names = ("full_attention", "sliding_attention")
+    return {**found, "layer_types": [names[bool(one)] for one in pattern]}
 
 
-def _experts(file: GgufFile, arch: str, moe: MoeFamily) -> dict[str, Any]:
+def _is_short(window: Any, values: Mapping[str, Any]) -> bool:
+    """Tell whether a window is shorter than the longest sequence."""
+    positions = values.get("max_position_embeddings")
+    return type(window) is int and type(positions) is int and window < positions
+
+
+def _experts(keys: _Keys, moe: MoeFamily) -> dict[str, Any]:
     """Return the expert settings missing from .gguf files; expert counts must be present."""
     for name in (_MOE_KEYS["num_experts"], _MOE_KEYS["num_experts_per_tok"]):
-        if f"{arch}.{name}" not in file.metadata:
-            raise ConfigError(f"{file.path}: {arch}.{name} must be a whole number; got nothing")
-    key = f"{arch}.expert_weights_norm"
-    if not isinstance(moe.renormalize, str) or key in file.metadata:
+        if keys.get(name) is None:
+            raise keys.error(name, "a whole number")
+    key = "expert_weights_norm"
+    if not isinstance(moe.renormalize, str) or keys.name(key) in keys.file.metadata:
         return {}
     return {moe.renormalize: moe.gguf_renormalize}
 
@@ -217,62 +298,105 @@ def _attention_scale(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"query_pre_attn_scalar": head_dim}
 
 
-def _rope(file: GgufFile, arch: str, family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(keys: _Keys, family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rope settings under config.json keys: scaling, frequency factors, rotary dim."""
-    metadata = file.metadata
-    result = _scaling(file, arch, values, family)
-    if f"{arch}.rope.freq_base_swa" in metadata:
-        result["rope_local_base_freq"] = metadata[f"{arch}.rope.freq_base_swa"]
-    rotary = metadata.get(f"{arch}.rope.dimension_count")
+    result = _scaling(keys, values, family)
+    if family.local_rope and (base := keys.get("rope.freq_base_swa")) is not None:
+        result["rope_local_base_freq"] = base
     head_dim = _head_dim(values)
-    if rotary is None or head_dim is None:
+    rotary = keys.get("rope.dimension_count")
+    if rotary is None:
+        rotary = head_dim
+    if head_dim is None:
         return result
     is_partial = family.has_partial_rope
     lowest = 1 if is_partial else head_dim
     if type(rotary) is not int or not lowest <= rotary <= head_dim:
-        raise ConfigError(
-            f"{file.path}: {arch}.rope.dimension_count must be the head's {head_dim} features"
-            f"{' or fewer' if is_partial else ''}; got {shown(rotary)}"
+        raise keys.error(
+            "rope.dimension_count",
+            f"the head's {head_dim} features{' or fewer' if is_partial else ''}",
         )
     return {**result, "partial_rotary_factor": rotary / head_dim}
 
 
-def _scaling(
-    file: GgufFile, arch: str, values: Mapping[str, Any], family: Family
-) -> dict[str, Any]:
-    """Return the rope scaling under config.json keys."""
-    metadata = file.metadata
-    prefix = f"{arch}.rope.scaling"
-    original = metadata.get(f"{prefix}.original_context_length")
-    kind = metadata.get(f"{prefix}.type")
-    scaling: dict[str, Any] = {"rope_type": "default"}
+def _scaling(keys: _Keys, values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the rope scaling under config.json keys.
+
+    As llama.cpp reads it: the type is linear unless given, and its factor may have an old name.
+    """
+    file = keys.file
+    original = keys.get("rope.scaling.original_context_length")
+    kind = keys.get("rope.scaling.type") or "linear"
+    if kind not in _ROPE_TYPES:
+        raise keys.error("rope.scaling.type", f"one of {', '.join(_ROPE_TYPES)}")
+    factor = _rope_factor(keys)
+    attn_factor = keys.get("rope.scaling.attn_factor") or None
+    scaling: dict[str, Any] = {"rope_type": "default", "attn_factor": attn_factor}
     if "rope_factors_long.weight" in file.tensors:
+        _refuse_scaling(keys, factor, kind, "longrope")
         scaling = {
             "rope_type": "longrope",
             "short_factor": _factors(file, "rope_factors_short.weight"),
             "long_factor": _factors(file, "rope_factors_long.weight"),
-            "attention_factor": metadata.get(f"{prefix}.attn_factor"),
+            "attention_factor": attn_factor,
         }
     elif "rope_freqs.weight" in file.tensors:
         # Llama 3's scaling, converted to one divisor per frequency: equivalent to longrope with a
         # single set of factors and no cos/sin scale.
+        _refuse_scaling(keys, factor, kind, "linear")
         factors = _factors(file, "rope_freqs.weight")
         scaling = {
             "rope_type": "longrope",
             "short_factor": factors,
             "long_factor": factors,
-            "attention_factor": 1.0,
+            "attention_factor": 1.0 if attn_factor is None else attn_factor,
         }
         original = values.get("max_position_embeddings")
-    elif kind not in (None, "none"):
+    elif kind == "longrope" or kind in family.rope_aliases:
+        raise keys.error("rope.scaling.type", "another one without rope_factors_long.weight")
+    elif kind == "yarn":
         scaling = {
             "rope_type": kind,
-            "factor": metadata.get(f"{prefix}.factor"),
-            "beta_fast": metadata.get(f"{prefix}.yarn_beta_fast"),
-            "beta_slow": metadata.get(f"{prefix}.yarn_beta_slow"),
+            "factor": factor,
+            "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
+            "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
             "truncate": family.defaults.get("rope_parameters", {}).get("truncate"),
+            "attn_factor": _beyond_yarn(attn_factor, factor),
         }
+    elif kind == "linear" and factor not in (None, 1.0):
+        scaling |= {"rope_type": "linear", "factor": factor}
     return {"rope_scaling": scaling, "original_max_position_embeddings": original}
+
+
+def _rope_factor(keys: _Keys) -> Any:
+    """Return the factor under its name, or its old one; None (also stored as 0) if not given."""
+    factor = keys.get("rope.scaling.factor") or None
+    old = keys.get("rope.scale_linear") or None
+    if factor is not None and old is not None and factor != old:
+        raise keys.error("rope.scale_linear", f"{factor}, as rope.scaling.factor says")
+    return old if factor is None else factor
+
+
+def _refuse_scaling(keys: _Keys, factor: Any, kind: str, implied: str) -> None:
+    """Refuse a scaling in metadata beside the frequency factors in a tensor."""
+    if factor not in (None, 1.0):
+        named = "rope.scaling.factor"
+        if keys.name(named) not in keys.file.metadata:
+            named = "rope.scale_linear"
+        raise keys.error(named, "1 beside a tensor of frequency factors")
+    if kind not in ("none", "linear", implied):
+        raise keys.error("rope.scaling.type", f"{implied} beside a tensor of frequency factors")
+
+
+def _beyond_yarn(attn_factor: Any, factor: Any) -> Any:
+    """Return the factor on cos and sin beside YaRN's own.
+
+    The converter of OLMo 3 writes YaRN's own factor, 1 + log(factor) / 10, under the same key.
+    """
+    if type(attn_factor) is not float or type(factor) is not float or factor <= 1:
+        return attn_factor
+    own = 1 + 0.1 * math.log(factor)
+    return None if math.isclose(attn_factor, own, rel_tol=1e-5) else attn_factor
 
 
 def _factors(file: GgufFile, name: str) -> list[float]:

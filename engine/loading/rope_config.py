@@ -7,10 +7,12 @@ Old files have `rope_theta` and `rope_scaling` ({"type" or "rope_type": ...}); n
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine.config import RopeConfig
 from engine.errors import ConfigError
+from engine.layers.rotary import attention_factor
 from engine.loading._fields import REQUIRED, Fields
 from engine.models.family import Family
 
@@ -129,7 +131,11 @@ class _RopeReader:
             "longrope": self._longrope,
         }
         extra = readers[kind](common["rotary_dim"]) if kind in readers else {}
-        return RopeConfig(**{**common, **extra})
+        config = RopeConfig(**{**common, **extra})
+        beyond = self.rope.real("attn_factor", 0.0, 1e3, 1.0)
+        if beyond == 1.0:
+            return config
+        return replace(config, attention_factor=beyond * attention_factor(config))
 
     def _kind(self) -> str:
         key = "rope_type" if self.rope.has("rope_type") else "type"

@@ -17,14 +17,14 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
-from engine.checks import shown
+from engine.checks import shown, warn_once
 from engine.errors import ConfigError
 from engine.text.library_errors import library_errors
 from engine.text.parts import TokenizerParts, set_bos_eos
 from engine.text.pretokenizers import find_pre_tokenizer
 from engine.text.tokenizer_json import check_added
 
-__all__ = ["parts_from_gguf"]
+__all__ = ["UNSUPPORTED_KEYS", "parts_from_gguf"]
 
 _PREFIX = "tokenizer.ggml."
 _MAX_CUT_CHARS = 1 << 30  # maximum characters copied to derive merges from scores: sum of length**2
@@ -38,6 +38,18 @@ _NAMED_IDS = {
     "pad_token": "padding_token_id",
     "sep_token": "seperator_token_id",  # (sic) as the specification spells it
 }
+UNSUPPORTED_KEYS = (
+    "add_sep_token",
+    "remove_extra_whitespaces",
+    "precompiled_charsmap",
+    "suppress_tokens",
+    "normalizer.lowercase",
+    "normalizer.strip_accents",
+    "escape_whitespaces",
+    "treat_whitespace_as_suffix",
+)
+"""Keys below "tokenizer.ggml." that change the ids or the text; refused unless off or empty."""
+
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>")
 
 
@@ -88,14 +100,18 @@ class _Metadata:
         return default if value is None else bool(value)
 
     def token_id(self, key: str) -> int | None:
+        """Return the id under `key`; None if it is absent or, with a warning, has no token."""
         value = self.get(key)
         if value is None:
             return None
-        if not isinstance(value, numbers.Integral) or not 0 <= int(value) < len(self.tokens):
-            raise ConfigError(
-                f"{_PREFIX}{key} must be in [0, {len(self.tokens)}) (the vocabulary); "
-                f"got {shown(value)}"
+        if not isinstance(value, numbers.Integral):
+            raise ConfigError(f"{_PREFIX}{key} must be a token id; got {shown(value)}")
+        if not 0 <= int(value) < len(self.tokens):
+            warn_once(
+                f"{_PREFIX}{key} is ignored: it must be in [0, {len(self.tokens)}) (the "
+                f"vocabulary); got {shown(value)}"
             )
+            return None
         return int(value)
 
     def scores(self) -> list[float]:
@@ -136,11 +152,18 @@ def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
             f"tokenizer.ggml.model must be one of {', '.join(sorted(builders))}; got {shown(kind)}"
         )
     meta = _Metadata(metadata)
+    _refuse_unsupported(meta, kind)
     with library_errors(ConfigError, "the vocabulary of the .gguf file is invalid"):
         backend, add_bos = builders[kind](meta)
         _add_whole_tokens(backend, meta)
     bos = meta.token_id("bos_token_id")
     eos = meta.token_id("eos_token_id")
+    for name, token_id in (("bos", bos), ("eos", eos)):
+        if token_id is None and meta.flag(f"add_{name}_token", False):
+            raise ConfigError(
+                f"{_PREFIX}{name}_token_id must be a token's id, since add_{name}_token is true; "
+                f"got {shown(meta.get(f'{name}_token_id'))}"
+            )
     set_bos_eos(
         backend,
         bos if meta.flag("add_bos_token", add_bos) else None,
@@ -154,6 +177,17 @@ def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
         special_tokens=_named_tokens(meta),
         chat_templates=templates,
     )
+
+
+def _refuse_unsupported(meta: _Metadata, kind: str) -> None:
+    keys = UNSUPPORTED_KEYS if kind == "llama" else (*UNSUPPORTED_KEYS, "add_space_prefix")
+    for key in keys:
+        value = meta.get(key)
+        if value is not None and (len(value) if hasattr(value, "__len__") else value):
+            raise ConfigError(
+                f"{_PREFIX}{key} must be absent, false or empty for {_PREFIX}model = {kind!r} "
+                f"(it is not supported); got {shown(value)}"
+            )
 
 
 def _byte_level(meta: _Metadata) -> tuple[tokenizers.Tokenizer, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -15,9 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checks import shown
+from engine.checks import shown, warn_once
 from engine.errors import ConfigError, RequestError, TemplateError
 from engine.text import encode_worker
+from engine.text.gguf_vocab import UNSUPPORTED_KEYS
 from engine.text.pretokenizers import PRE_TOKENIZERS
 from engine.text.tokenizer import load_tokenizer
 
@@ -91,8 +93,8 @@ def test_sentencepiece_text_after_a_special_token_is_encoded_like_a_start(senten
         ({"merges": []}, "merges must hold"),
         ({"merges": ["ab"]}, r"merges\[0\]"),
         ({"merges": ["a unheard"]}, "do not match"),
-        ({"bos_token_id": 617}, r"bos_token_id must be in \[0, 617\)"),
-        ({"eos_token_id": -1}, "eos_token_id must be in"),
+        ({"bos_token_id": 617, "add_bos_token": True}, "bos_token_id must be .*got 617"),
+        ({"eos_token_id": "2"}, "eos_token_id must be a token id; got '2'"),
     ],
 )
 def test_damaged_metadata(changes, message, byte_level_metadata):
@@ -349,3 +351,24 @@ def test_a_long_text_leaves_pythons_lock_to_others(byte_level):
         num_turns, longest, last = num_turns + 1, max(longest, now - last), now
     assert num_turns > 10
     assert longest < (last - begin) / 2
+
+
+def test_an_id_without_a_token_is_ignored(byte_level_metadata, caplog):
+    """As llama.cpp does: nothing encodes to it, and nothing ends with it."""
+    warn_once.cache_clear()
+    with caplog.at_level("WARNING", "engine"):
+        tokenizer = load_tokenizer(byte_level_metadata(eos_token_id=617, padding_token_id=999))
+    assert tokenizer.eos_token_ids == ()
+    for text in ("eos_token_id is ignored: it must be in [0, 617)", "got 617", "got 999"):
+        assert text in caplog.text
+
+
+@pytest.mark.parametrize("key", [*UNSUPPORTED_KEYS, "add_space_prefix"])
+def test_a_key_that_changes_the_ids_is_refused(key, byte_level_metadata):
+    is_list = key in ("precompiled_charsmap", "suppress_tokens")
+    value: object = [7, 2] if is_list else True
+    message = rf"ggml\.{key} must be .* got {re.escape(str(value))}"
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(byte_level_metadata(**{key: value}))
+    off: object = [] if is_list else False
+    assert load_tokenizer(byte_level_metadata(**{key: off})).encode("a b")
