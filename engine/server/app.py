@@ -26,7 +26,14 @@ from engine.server.server_config import ServerConfig
 __all__ = ["begin_drain", "build_app", "num_active_requests"]
 
 OPEN_PATHS = frozenset({"/health"})
-_OPTIONAL = {"page": "enable_page", "watch": "enable_page", "metrics": "enable_metrics"}
+_OPTIONAL = {
+    "page": "enable_page",
+    "watch": "enable_page",
+    "metrics": "enable_metrics",
+    "tokenizer_info": "enable_tokenizer_info_endpoint",
+}
+_EXPOSED_HEADERS = ("X-Request-Id", "Request-Id", "Retry-After")
+_PREFLIGHT_SECONDS = 7200  # the longest that Chrome caches one
 
 
 def build_app(client: EngineClient, config: ServerConfig) -> Starlette:
@@ -110,6 +117,8 @@ def _cors(config: ServerConfig) -> list[Middleware]:
             allow_methods=config.allowed_methods,
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
+            expose_headers=_EXPOSED_HEADERS,
+            max_age=_PREFLIGHT_SECONDS,
         )
     ]
 

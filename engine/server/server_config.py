@@ -47,7 +47,7 @@ RANGES = {
 
 _FLAGS = (
     *("allow_credentials", "enable_auto_tool_choice", "enable_page", "enable_metrics"),
-    "ignore_unknown_fields",
+    *("enable_tokenizer_info_endpoint", "ignore_unknown_fields"),
     *("access_log", "json_logs", "log_prompts"),
 )
 _TUPLES = (
@@ -113,9 +113,7 @@ class ServerConfig:
     api_key_file: str | None = _option(None, "file with one key per line; reloaded when it changes")
     allowed_origins: tuple[str, ...] = _option((), "CORS: allowed origins; repeatable")
     allowed_methods: tuple[str, ...] = _option(("GET", "POST"), "CORS: allowed methods; repeatable")
-    allowed_headers: tuple[str, ...] = _option(
-        ("authorization", "content-type", "x-api-key"), "CORS: allowed headers; repeatable"
-    )
+    allowed_headers: tuple[str, ...] = _option(("*",), "CORS: allowed headers; repeatable")
     allow_credentials: bool = _option(False, "CORS: allow cookies")
     ssl_certfile: str | None = _option(None, "TLS certificate, in PEM")
     ssl_keyfile: str | None = _option(None, "TLS key, in PEM")
@@ -148,6 +146,9 @@ class ServerConfig:
 
     enable_page: bool = _option(True, "serve the web page at /")
     enable_metrics: bool = _option(True, "serve Prometheus metrics at /metrics")
+    enable_tokenizer_info_endpoint: bool = _option(
+        False, "serve the special tokens and the chat template at /tokenizer_info"
+    )
     access_log: bool = _option(True, "log each request on stderr")
     json_logs: bool = _option(False, "write logs as JSON")
     log_prompts: bool = _option(False, "log prompts")

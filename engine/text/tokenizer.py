@@ -109,6 +109,11 @@ class Tokenizer:
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
     @property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of the named special tokens that the model has: "bos_token", "eos_token", ..."""
+        return dict(self._special_tokens)
+
+    @property
     def chat_template(self) -> str | None:
         """Source of the default chat template."""
         template = self._templates.get("default")

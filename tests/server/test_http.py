@@ -344,6 +344,53 @@ def test_cors_is_off_by_default():
         assert refused.headers["access-control-allow-origin"] == "https://a.example"
 
 
+# What openai-js and anthropic's SDK send from a page.
+SDK_HEADERS = (
+    *("authorization", "content-type", "x-api-key", "idempotency-key", "x-request-id"),
+    *("openai-organization", "openai-project", "openai-beta"),
+    *("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access"),
+    *(f"x-stainless-{name}" for name in ("lang", "package-version", "os", "arch", "runtime")),
+    *("x-stainless-runtime-version", "x-stainless-retry-count", "x-stainless-timeout"),
+    *("x-stainless-helper-method", "x-stainless-helper", "x-stainless-poll-helper"),
+)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/models"])
+def test_a_page_may_use_the_sdks(path):
+    """Browsers ask without a key, and let pages read only headers that are exposed."""
+    config = ServerConfig(allowed_origins=("https://a.example",), api_key_hashes=(key_hash("k"),))
+    asks = {
+        "Origin": "https://a.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": ", ".join(SDK_HEADERS),
+    }
+    with serve(lambda: CannedClient("a"), config) as server:
+        found = httpx.options(server.url + path, headers=asks)
+        assert found.status_code == 200
+        allowed = found.headers["access-control-allow-headers"].lower().split(", ")
+        assert set(SDK_HEADERS) <= set(allowed)
+        assert int(found.headers["access-control-max-age"]) >= 600
+        other = asks | {"Origin": "https://b.example"}
+        refused = httpx.options(server.url + path, headers=other)
+        assert refused.status_code == 400
+        assert "access-control-allow-origin" not in refused.headers
+        sent = {"Origin": "https://a.example", "X-API-Key": "k"}
+        for status, key in ((404, "k"), (401, "x")):  # errors too
+            answer = httpx.get(server.url + "/v1/none", headers=sent | {"X-API-Key": key})
+            exposed = answer.headers["access-control-expose-headers"].lower()
+            assert answer.status_code == status
+            assert {"x-request-id", "request-id", "retry-after"} <= set(exposed.split(", "))
+
+
+def test_allowed_headers_can_be_named():
+    config = ServerConfig(allowed_origins=("https://a.example",), allowed_headers=("content-type",))
+    asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    with serve(lambda: CannedClient("a"), config) as server:
+        for name, status in (("content-type", 200), ("x-stainless-os", 400)):
+            asks["Access-Control-Request-Headers"] = name
+            assert httpx.options(server.url + "/v1/models", headers=asks).status_code == status
+
+
 def test_curl_reads_a_stream(server):
     done = subprocess.run(
         ["curl", "-sN", server.url + "/v1/completions", "-H", "Content-Type: application/json",

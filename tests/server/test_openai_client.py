@@ -61,6 +61,31 @@ def test_a_streamed_completion(client, offline):
     assert chunks[-2].choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("kind", ["chat", "completions"])
+def test_usage_in_every_chunk(client, kind, n):
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    fields = {"max_tokens": 6, "n": n, "stream": True, "stream_options": usage}
+    fields |= {"logit_bias": {2: -100}, **GREEDY, "temperature": 0.5}  # never <|im_end|>
+    if kind == "chat":
+        chunks = list(client.chat.completions.create(messages=QUESTION, **fields))
+    else:
+        chunks = list(client.completions.create(prompt=PROMPT, **fields))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] < 6 * n == counts[-1]
+    assert len(set(counts)) >= 5
+    assert len({chunk.usage.prompt_tokens for chunk in chunks}) == 1
+    for usage in (chunk.usage for chunk in chunks):
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert chunks[-1].choices == [] and all(chunk.choices for chunk in chunks[:-1])
+
+
+def test_usage_in_every_chunk_needs_include_usage(client):
+    fields = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    chunks = list(client.completions.create(prompt=PROMPT, max_tokens=2, **fields, **GREEDY))
+    assert all(chunk.usage is None for chunk in chunks)
+
+
 def test_logprobs_and_echo_of_a_completion(client, offline):
     want = offline(PROMPT, temperature=0.0, max_tokens=4, logprobs=2, prompt_logprobs=2)
     found = client.completions.create(

@@ -26,6 +26,7 @@ __all__ = [
     "sampling_defaults",
     "sampling_params",
     "structured_options",
+    "usage_options",
 ]
 
 T = TypeVar("T")
@@ -39,10 +40,18 @@ _STEP = re.compile(r"\.([A-Za-z_]\w*)|\[[^\]]*\]")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """OpenAI's `stream_options`."""
+    """OpenAI's `stream_options`, and vLLM's `continuous_usage_stats`."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+def usage_options(options: StreamOptions | None) -> tuple[bool, bool]:
+    """Return whether a stream ends with its usage, and whether every frame carries it so far."""
+    if options is None or not options.include_usage:
+        return False, False
+    return True, bool(options.continuous_usage_stats)
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -346,7 +355,14 @@ class Chunks:
     def __init__(self, request_id: str, model: str, created: int, *, shows_usage: bool) -> None:
         head = {"id": request_id, "object": self._object, "created": created, "model": model}
         self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
-        self._tail = (b'],"usage":null}' if shows_usage else b"]}") + b"\n\n"
+        self._set_tail(b'],"usage":null}' if shows_usage else b"]}")
+
+    def show_usage(self, usage: Usage) -> None:
+        """Write this usage into the frames from now on."""
+        self._set_tail(b'],"usage":' + _encode(usage) + b"}")
+
+    def _set_tail(self, tail: bytes) -> None:
+        self._tail = tail + b"\n\n"
         self._plain_tail = self._plain_end + self._tail
 
     def choice(self, choice: Any) -> bytes:

@@ -27,7 +27,7 @@ from engine.server.protocol.chat import (
     ChatCompletionRequest,
     ChatCompletionResponse,
 )
-from engine.server.protocol.common import Usage
+from engine.server.protocol.common import Usage, usage_options
 from engine.server.protocol.logprobs import ChatLogprobs, TokenLogprob, prompt_logprobs
 from engine.server.sse import EventStream, unless_disconnected
 from engine.server.tool_parsers import (
@@ -68,10 +68,11 @@ async def create_chat_completion(request: Request) -> Response:
     chat = await state.chat.prepare(body, request_id)
     stream = ChatStream(state.client, chat)
     if body.stream:
-        options = body.stream_options
-        shows_usage = options is not None and bool(options.include_usage)
+        shows_usage, is_continuous = usage_options(body.stream_options)
         chunks = ChatChunks(request_id, model, created, shows_usage=shows_usage)
-        frames = _frames(stream, chunks, chat.params.n, shows_usage)
+        frames = _frames(
+            stream, chunks, chat.params.n, shows_usage=shows_usage, is_continuous=is_continuous
+        )
         return EventStream(frames, keep_alive=state.config.sse_keep_alive)
     work = answer_chat(stream, request_id, model, created, chat.params.n)
     answer = await unless_disconnected(request.receive, work)
@@ -151,12 +152,19 @@ async def answer_chat(
 
 
 async def _frames(
-    stream: ChatStream, chunks: ChatChunks, num_choices: int, shows_usage: bool
+    stream: ChatStream,
+    chunks: ChatChunks,
+    num_choices: int,
+    *,
+    shows_usage: bool,
+    is_continuous: bool,
 ) -> AsyncGenerator[bytes, None]:
     begun = [False] * num_choices
     async with contextlib.aclosing(stream.pieces()) as pieces:
         async for piece in pieces:
             index = piece.index
+            if is_continuous:
+                chunks.show_usage(usage_of(stream))
             if not begun[index]:
                 begun[index] = True
                 yield chunks.delta(index, {"role": "assistant", "content": ""})

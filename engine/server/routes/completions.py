@@ -22,7 +22,7 @@ from engine.server.field_limits import check_fields, check_length
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.prompt_log import log_prompt
-from engine.server.protocol.common import Usage
+from engine.server.protocol.common import Usage, usage_options
 from engine.server.protocol.completion import (
     CompletionChoice,
     CompletionChunks,
@@ -274,8 +274,7 @@ class _FrameWriter:
     """Builds the SSE frames of a streamed request."""
 
     def __init__(self, job: CompletionJob) -> None:
-        options = job.body.stream_options
-        self.shows_usage = options is not None and bool(options.include_usage)
+        self.shows_usage, self._is_continuous = usage_options(job.body.stream_options)
         self._chunks = CompletionChunks(
             job.request_id, job.model, job.created, shows_usage=self.shows_usage
         )
@@ -287,6 +286,8 @@ class _FrameWriter:
         """Return an output's frames; b"" if it contains nothing new."""
         if self.shows_usage:
             self._usage.note(prompt_index, output)
+        if self._is_continuous:
+            self._chunks.show_usage(self._total())
         writer = self._writers[prompt_index]
         found = b""
         for completion in output.outputs:
@@ -301,8 +302,10 @@ class _FrameWriter:
 
     def usage(self) -> bytes:
         """Return the usage frame."""
-        is_without_output = self._writers[0].hides_output
-        return self._chunks.usage(self._usage.total(is_without_output=is_without_output))
+        return self._chunks.usage(self._total())
+
+    def _total(self) -> Usage:
+        return self._usage.total(is_without_output=self._writers[0].hides_output)
 
 
 async def _frames(job: CompletionJob) -> AsyncGenerator[bytes, None]:
