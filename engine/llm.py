@@ -24,6 +24,7 @@ from engine.text.chat_template import RESERVED_VARIABLES
 __all__ = ["LLM"]
 
 MAX_PROMPTS = 2**20  # maximum prompts per call
+_CHAT_OPTIONS = ("add_generation_prompt", "allow_special_in_content", "tools")
 
 Message = Mapping[str, Any]
 
@@ -125,6 +126,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        allow_special_in_content: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several.
@@ -137,6 +139,9 @@ class LLM:
             One for all, or one per conversation; defaults to the model's recommendation.
         progress : bool
             Show a progress bar on stderr.
+        allow_special_in_content : bool
+            Read control tokens (``<|im_end|>``) in messages and tools, as transformers does. False,
+            as in the server, makes them ordinary text: only the template writes control tokens.
         **template_options
             add_generation_prompt, tools, and any other variables that the model's chat template
             reads (enable_thinking, ...).
@@ -151,7 +156,8 @@ class LLM:
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         is_many = is_list and messages and not isinstance(messages[0], Mapping)
         conversations: Any = messages if is_many else [messages]
-        prompts = [self._chat_prompt(c, template_options) for c in conversations]
+        allow = {"allow_special_in_content": allow_special_in_content}
+        prompts = [self._chat_prompt(c, template_options | allow) for c in conversations]
         return self.generate(prompts, sampling_params, progress=progress)
 
     def stream(
@@ -162,7 +168,7 @@ class LLM:
         Closing the iterator aborts the request.
         """
         if _is_conversation(prompt):
-            prompt = self._chat_prompt(prompt, {})
+            prompt = self._chat_prompt(prompt, {"allow_special_in_content": True})
         [params] = self._params_for(1, sampling_params, RequestOutputKind.DELTA)
         request_id = self._next_id()
         with self._shared.lock:
@@ -235,12 +241,12 @@ class LLM:
         """Render and encode a conversation; the template writes the special tokens itself."""
         own = self.tokenizer.template_variables(options.get("tools") is not None)
         for name in options:
-            if name not in own and name not in RESERVED_VARIABLES:
-                known = ("add_generation_prompt", "progress", "sampling_params", "tools", *own)
+            if name not in own and name not in _CHAT_OPTIONS and name not in RESERVED_VARIABLES:
+                known = (*_CHAT_OPTIONS, "progress", "sampling_params", *own)
                 raise unknown_keyword("chat", name, known)
-        text = self.tokenizer.apply_chat_template(messages, **options)
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return {"prompt": text, "prompt_token_ids": ids}
+        prompt = self.tokenizer.render_chat(messages, **options)
+        ids = self.tokenizer.encode_prompt(prompt)
+        return {"prompt": prompt.text, "prompt_token_ids": ids}
 
     def _params_for(self, count: int, given: Any, kind: RequestOutputKind) -> list[SamplingParams]:
         if given is None:

@@ -126,7 +126,7 @@ class ChatService:
     generation_defaults : mapping, optional
         Default fields of `SamplingParams`; if omitted, from the model's generation_config.json.
     config : ServerConfig, optional
-        Request limits, and whether to log prompts.
+        Request limits, whether to log prompts, and whether control tokens in contents are read.
     """
 
     def __init__(
@@ -139,6 +139,7 @@ class ChatService:
         config: ServerConfig | None = None,
     ) -> None:
         self._config = config
+        self._allow_special = config is not None and config.allow_special_in_content
         self.client = client
         template = getattr(client.tokenizer, "chat_template", None) or ""
         if tool_parser == AUTO:
@@ -201,15 +202,16 @@ class ChatService:
         messages = template_messages(body.messages)
         has_tools = bool(body.tools) and body.tool_choice != "none"
         tools = template_tools(body.tools or []) if has_tools else None
-        text = tokenizer.apply_chat_template(
+        prompt = tokenizer.render_chat(
             messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             tools=tools,
+            allow_special_in_content=self._allow_special,
             **self._variables(body, has_tools),
         )
-        check_length(text, "messages", self.client)
-        ids = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
-        return {"prompt": text, "prompt_token_ids": ids}
+        check_length(prompt.text, "messages", self.client)
+        ids = tokenizer.encode_prompt(prompt, add_special_tokens=bool(body.add_special_tokens))
+        return {"prompt": prompt.text, "prompt_token_ids": ids}
 
     def _variables(self, body: ChatCompletionRequest, has_tools: bool) -> dict[str, Any]:
         """Return the template's variables; raise if it does not read one that the request sets."""

@@ -48,7 +48,7 @@ RANGES = {
 _FLAGS = (
     *("allow_credentials", "enable_auto_tool_choice", "enable_page", "enable_metrics"),
     *("enable_tokenizer_info_endpoint", "ignore_unknown_fields"),
-    *("access_log", "json_logs", "log_prompts"),
+    *("access_log", "json_logs", "log_prompts", "allow_special_in_content"),
 )
 _TUPLES = (
     *("served_model_name", "api_key_hashes"),
@@ -105,6 +105,9 @@ class ServerConfig:
 
     served_model_name: tuple[str, ...] = _option((), "model names in the API; repeatable")
     chat_template: str | None = _option(None, "file with a chat template, instead of the model's")
+    allow_special_in_content: bool = _option(
+        False, "read control tokens that messages, tools and documents spell; else they are text"
+    )
     enable_auto_tool_choice: bool = _option(True, "let the model call tools on its own")
     tool_call_parser: str | None = _option(None, "format of tool calls (default: by the template)")
     reasoning_parser: str | None = _option(None, "format of reasoning: deepseek_r1 or qwen3")

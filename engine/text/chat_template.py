@@ -15,6 +15,7 @@ from typing import Any
 from engine.checks import shown, shown_with_type
 from engine.errors import RequestError, TemplateError
 from engine.text import template_worker
+from engine.text.content_marks import ContentMarks, has_marks
 from engine.text.parts import SPECIAL_NAMES
 from engine.text.template_worker import MAX_CHARS
 
@@ -64,6 +65,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         special_tokens: Mapping[str, str] | None = None,
         variables: Mapping[str, Any] | None = None,
+        marks: ContentMarks | None = None,
     ) -> str:
         """Return the prompt.
 
@@ -79,6 +81,8 @@ class ChatTemplate:
             "bos_token", "eos_token" and the like.
         variables : mapping, optional
             Additional template variables.
+        marks : ContentMarks, optional
+            Mark the texts of messages, tools and variables; the prompt then carries these marks.
 
         Raises
         ------
@@ -94,12 +98,12 @@ class ChatTemplate:
         given = {
             **(special_tokens or {}),
             "documents": None,
-            **_check_variables(variables or {}),
-            "messages": self._check_messages(messages),
-            "tools": None if tools is None else self._readable_tools(tools),
+            **_marked(_check_variables(variables or {}), marks),
+            "messages": [_marked_message(m, marks) for m in self._check_messages(messages)],
+            "tools": None if tools is None else _marked(self._readable_tools(tools), marks),
             "add_generation_prompt": add_generation_prompt,
         }
-        text: str = template_worker.ask(self._checked_source, given)
+        text: str = template_worker.ask(self._checked_source, given, marks)
         return text
 
     @functools.cached_property
@@ -111,6 +115,11 @@ class ChatTemplate:
     def variables(self) -> frozenset[str]:
         """Names of the variables that the template reads and a request may set."""
         return frozenset(self._facts["reads"]) - RESERVED_VARIABLES
+
+    @property
+    def literals(self) -> list[str]:
+        """Texts that the template holds."""
+        return list(self._facts["literals"])
 
     @functools.cached_property
     def _facts(self) -> dict[str, Any]:
@@ -194,6 +203,29 @@ def _check_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
             got = shown(name)
             raise RequestError(f"a template variable must not have a reserved name; got {got}")
     return {name: _plain(value, name) for name, value in variables.items()}
+
+
+def _marked(value: Any, marks: ContentMarks | None) -> Any:
+    """Return plain values with their texts marked."""
+    if marks is None:
+        return value
+    if isinstance(value, str):
+        if has_marks(value):
+            raise RequestError(
+                "messages, tools and variables must be valid Unicode; got surrogates"
+            )
+        return marks.mark(value)
+    if isinstance(value, dict):
+        return {marks.mark_key(key): _marked(item, marks) for key, item in value.items()}
+    return [_marked(item, marks) for item in value] if isinstance(value, list) else value
+
+
+def _marked_message(message: dict[str, Any], marks: ContentMarks | None) -> dict[str, Any]:
+    """Mark all texts of a message but its role, of which templates make control tokens."""
+    role = message["role"]
+    kept = {"role": role} if role.isalpha() else {}
+    found: dict[str, Any] = _marked(message, marks) | kept
+    return found
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:

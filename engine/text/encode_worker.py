@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import array
 import contextlib
+import functools
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tokenizers
@@ -21,6 +22,7 @@ from tokenizers import AddedToken
 
 from engine.errors import ConfigError, EngineError, RequestError
 from engine.text.child_process import Worker, WorkerEndedError, incoming, reply, set_limits
+from engine.text.control_tokens import Spans, TwinEncoder
 from engine.text.library_errors import library_errors
 from engine.text.tokenizer_json import build_backend, parse
 
@@ -108,10 +110,23 @@ class WorkerEncoder:
         """
         return self._ask(text, add_special_tokens, RequestError)
 
-    def _ask(
-        self, text: str, add_special_tokens: bool, kind: type[EngineError]
+    def encode_spans(
+        self, text: str, add_special_tokens: bool, spans: Spans, tokens: Collection[str]
     ) -> tuple[list[int], bool]:
-        request = (b"1" if add_special_tokens else b"0") + text.encode("utf-8")
+        """Encode `text`, of which only `spans` are control tokens; see `TwinEncoder`.
+
+        Raises
+        ------
+        RequestError
+            As `__call__`.
+        """
+        around = json.dumps([list(spans), sorted(tokens)]).encode()
+        return self._ask(text, add_special_tokens, RequestError, around)
+
+    def _ask(
+        self, text: str, add_special_tokens: bool, kind: type[EngineError], around: bytes = b""
+    ) -> tuple[list[int], bool]:
+        request = (b"1" if add_special_tokens else b"0") + around + b"\n" + text.encode("utf-8")
         seconds = TEXT_SECONDS + SECONDS_PER_CHARACTER * len(text)
         try:
             # One try: the system may have killed the child for this text's memory use.
@@ -165,13 +180,24 @@ def _load(setup: bytes) -> Callable[[bytes], bytes]:
     except EngineError as error:
         reason = _failed(str(error))
         return lambda _: reason
-    return lambda text: _encoded(backend, text)
+    twin = functools.lru_cache(maxsize=4)(functools.partial(TwinEncoder, backend))
+    return lambda request: _encoded(backend, twin, request)
 
 
-def _encoded(backend: tokenizers.Tokenizer, request: bytes) -> bytes:
-    text = request[1:].decode("utf-8")
+def _encoded(
+    backend: tokenizers.Tokenizer,
+    twin: Callable[[frozenset[str]], TwinEncoder],
+    request: bytes,
+) -> bytes:
+    around, _, data = request[1:].partition(b"\n")
+    text = data.decode("utf-8")
+    adds = request[:1] == b"1"
     try:
-        ids, is_added = encode_here(backend, text, request[:1] == b"1")
+        if around:
+            spans, tokens = json.loads(around)
+            ids, is_added = twin(frozenset(tokens))(text, adds, spans)
+        else:
+            ids, is_added = encode_here(backend, text, adds)
     except RequestError as error:
         return _failed(str(error))
     if len(ids) > MAX_IDS:

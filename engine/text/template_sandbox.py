@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import codecs
 import datetime
-import functools
 import importlib
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import jinja2
@@ -23,7 +23,9 @@ from jinja2.parser import Parser
 from jinja2.runtime import Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["Sandbox", "inspect", "reason", "render"]
+from engine.text.content_marks import ContentMarks
+
+__all__ = ["Sandbox", "inspect", "reason", "tojson"]
 
 _REMOVED_FILTERS = (
     "attr",  # reads attributes
@@ -40,30 +42,24 @@ for _name in _IMPORTED_LATE:
 codecs.lookup("unicode_escape")
 
 
-def render(source: str, values: Mapping[str, Any], max_chars: int) -> str:
-    """Render the template `source` with variables `values`.
-
-    Raises
-    ------
-    Exception
-        Whatever the template raises; SecurityError if the text exceeds `max_chars`.
-    """
-    return _compiled(source, max_chars).render(values)
-
-
 def inspect(source: str) -> dict[str, Any]:
-    """Return the variables a template reads, and whether it supports lists of parts.
+    """Return the variables a template reads, whether it supports lists of parts, and its texts.
 
     Returns
     -------
     dict
         "reads": sorted names of the variables it reads but does not set itself.
         "takes_parts": whether it iterates over contents that are lists of parts.
+        "literals": the texts it holds, each once.
     """
     tree = Sandbox().parse(source)
     return {
         "reads": sorted(meta.find_undeclared_variables(tree)),
         "takes_parts": any(_is_content(loop.iter) for loop in tree.find_all(nodes.For)),
+        "literals": sorted(
+            {node.data for node in tree.find_all(nodes.TemplateData)}
+            | {c.value for c in tree.find_all(nodes.Const) if isinstance(c.value, str)}
+        ),
     }
 
 
@@ -75,16 +71,6 @@ def reason(error: Exception) -> str:
     if not isinstance(error, jinja2.TemplateError):
         text = f"{type(error).__name__}: {text}"
     return f"{where}: {text}"
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled(source: str, max_chars: int) -> jinja2.Template:
-    sandbox = Sandbox(max_chars)
-    tree = sandbox.parse(source)
-    for node in tree.find_all(_FORBIDDEN_NODES):
-        kind = type(node).__name__.lower()
-        raise TemplateSyntaxError(f"a chat template must not {kind} another", node.lineno)
-    return sandbox.from_string(tree)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -114,7 +100,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         }
         for name in _REMOVED_FILTERS:
             del self.filters[name]
-        self.filters["tojson"] = _tojson
+        self.filters["tojson"] = tojson
+
+    def compiled(self, source: str) -> jinja2.Template:
+        """Return the template `source`, ready to render."""
+        tree = self.parse(source)
+        for node in tree.find_all(_FORBIDDEN_NODES):
+            kind = type(node).__name__.lower()
+            raise TemplateSyntaxError(f"a chat template must not {kind} another", node.lineno)
+        return self.from_string(tree)
 
     def concat(self, pieces: Iterable[str]) -> str:
         """Join the output pieces of a block or of the whole template."""
@@ -168,21 +162,30 @@ def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
 
 
-def _tojson(
+def tojson(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
+    marks: ContentMarks | None = None,
 ) -> str:
-    """Return `value` as JSON, without the HTML escapes of Jinja's own filter."""
-    return json.dumps(
+    """Return `value` as JSON, without the HTML escapes of Jinja's own filter; marks stay."""
+    text = json.dumps(
         value,
-        ensure_ascii=ensure_ascii,
+        ensure_ascii=ensure_ascii and marks is None,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
+    if not ensure_ascii or marks is None:
+        return text
+    return re.sub(r"[^\x00-\x7f]", lambda found: _ascii(found[0], marks), text)
+
+
+def _ascii(char: str, marks: ContentMarks) -> str:
+    plain = marks.unmark(char)
+    return char if plain.isascii() else json.dumps(plain)[1:-1]
 
 
 def _is_content(node: nodes.Node) -> bool:

@@ -12,19 +12,21 @@ could check. So the kernel enforces the limits:
 - Files: none can be opened or written after the imports.
 
 A request is a JSON object: {"source": str} asks which variables the template reads (see
-`template_sandbox.inspect`); an additional "values" (dict) asks for the rendered text. The answer is
-{"result": ...} or {"failed": reason}.
+`template_sandbox.inspect`); an additional "values" (dict) asks for the rendered text; with "marks"
+(the two arguments of `ContentMarks`), the values carry marks. The answer is {"result": ...} or
+{"failed": reason}.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import resource
 import signal
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.checks import parse_object
 from engine.errors import RequestError, TemplateError
@@ -37,6 +39,10 @@ from engine.text.child_process import (
     reply,
     set_limits,
 )
+from engine.text.content_marks import ContentMarks
+
+if TYPE_CHECKING:
+    import jinja2
 
 __all__ = ["ask", "close", "main", "start", "worker_pid"]
 
@@ -74,8 +80,12 @@ def start() -> None:
         raise _cannot_start(error) from error
 
 
-def ask(source: str, values: Mapping[str, Any] | None = None) -> Any:
+def ask(
+    source: str, values: Mapping[str, Any] | None = None, marks: ContentMarks | None = None
+) -> Any:
     """Return a template's text or, without `values`, the result of `template_sandbox.inspect`.
+
+    With `marks`, the text carries the marks of `values`.
 
     Raises
     ------
@@ -84,7 +94,11 @@ def ask(source: str, values: Mapping[str, Any] | None = None) -> Any:
     TemplateError
         If the template fails or exceeds a limit, or the worker cannot be started.
     """
-    request = {"source": source} if values is None else {"source": source, "values": values}
+    request: dict[str, Any] = {"source": source}
+    if values is not None:
+        request["values"] = values
+    if marks is not None:
+        request["marks"] = (marks.alphabet, marks.in_keys)
     data = _pack(request)
     if len(data) > MAX_REQUEST_BYTES:
         raise RequestError(
@@ -101,7 +115,8 @@ def ask(source: str, values: Mapping[str, Any] | None = None) -> Any:
         close()
         raise TemplateError("the chat template failed: its process did not answer in JSON")
     if "failed" in answer:
-        raise TemplateError(f"the chat template failed{excerpt(answer['failed'])}")
+        why = answer["failed"] if marks is None else marks.unmark(answer["failed"])
+        raise TemplateError(f"the chat template failed{excerpt(why)}")
     return answer["result"]
 
 
@@ -153,6 +168,7 @@ def _prepare() -> Callable[[dict[str, Any]], tuple[dict[str, Any], bool]]:
     try:
         # Imported here, so that a failure is reported as an answer and the parent needs no Jinja.
         from engine.text import template_sandbox
+        from engine.text.marked_sandbox import MarkedSandbox
 
         size = memory_gauge()
         start = size()
@@ -162,11 +178,18 @@ def _prepare() -> Callable[[dict[str, Any]], tuple[dict[str, Any], bool]]:
         failed = {"failed": f" ({type(error).__name__}: {error})"}
         return lambda _: (failed, True)
 
+    @functools.lru_cache(maxsize=16)
+    def compiled(source: str, *marks: str) -> jinja2.Template:
+        if marks:
+            return MarkedSandbox(MAX_CHARS, ContentMarks(*marks)).compiled(source)
+        return template_sandbox.Sandbox(MAX_CHARS).compiled(source)
+
     def answer(request: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         source = request["source"]
         try:
             if "values" in request:
-                found: Any = template_sandbox.render(source, request["values"], MAX_CHARS)
+                template = compiled(source, *request.get("marks", ()))
+                found: Any = template.render(request["values"])
             else:
                 found = template_sandbox.inspect(source)
         except MemoryError:

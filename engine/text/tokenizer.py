@@ -13,21 +13,23 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.checks import checked_text, shown_with_type
 from engine.errors import ConfigError, RequestError, TemplateError
 from engine.model_files import excerpt
 from engine.text.chat_template import ChatTemplate
-from engine.text.encode_worker import encode_here
+from engine.text.content_marks import ContentMarks, choose_marks, without_marks
+from engine.text.control_tokens import ControlFinder, Spans, TwinEncoder, control_tokens
+from engine.text.encode_worker import WorkerEncoder, encode_here
 from engine.text.gguf_vocab import parts_from_gguf
 from engine.text.hf_files import parts_from_directory
 from engine.text.parts import TokenizerParts
 from engine.text.token_bytes import TokenBytes, strip_spaces
 
-__all__ = ["Tokenizer", "load_tokenizer"]
+__all__ = ["ChatPrompt", "Tokenizer", "load_tokenizer"]
 
 MAX_DECODED_IDS = 1 << 24  # maximum ids returned by `encode` (MAX_IDS of encode_worker.py)
 
@@ -58,6 +60,32 @@ def load_tokenizer(
             raise ConfigError(f"source must be a directory or .gguf metadata; got {got}")
         parts = parts_from_directory(directory)
     return Tokenizer(parts, chat_template=chat_template)
+
+
+class _Control(NamedTuple):
+    """Control tokens of a chat template."""
+
+    marks: ContentMarks
+    find: Callable[[str], Spans]
+    encode: Callable[[str, bool, Spans], tuple[list[int], bool]]
+
+
+class ChatPrompt(NamedTuple):
+    """A rendered conversation.
+
+    Attributes
+    ----------
+    text : str
+    spans : sequence of (int, int), optional
+        Start and end of each control token in `text`, all others being ordinary text; None if
+        `text` spells no others.
+    control : optional
+        How to encode around `spans`.
+    """
+
+    text: str
+    spans: Spans | None = None
+    control: _Control | None = None
 
 
 class Tokenizer:
@@ -91,6 +119,7 @@ class Tokenizer:
         self.strip_left = self._bytes.strip_left
         self._special_tokens = dict(parts.special_tokens)
         sources = parts.chat_templates if chat_template is None else {"default": chat_template}
+        self._controls: dict[str, _Control] = {}
         self._templates = {name: ChatTemplate(text) for name, text in sources.items()}
 
     @property
@@ -140,7 +169,9 @@ class Tokenizer:
         if not isinstance(add_special_tokens, bool):
             got = shown_with_type(add_special_tokens)
             raise RequestError(f"add_special_tokens must be True or False; got {got}")
-        ids, is_added = self._encode(text, add_special_tokens)
+        return self._without_second_bos(*self._encode(text, add_special_tokens))
+
+    def _without_second_bos(self, ids: list[int], is_added: bool) -> list[int]:
         # Only an added BOS is dropped; a second one written in the text stays.
         return ids[1:] if is_added and ids[0] == self.bos_token_id else ids
 
@@ -237,16 +268,100 @@ class Tokenizer:
             variables=kwargs,
         )
 
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        allow_special_in_content: bool = False,
+        **kwargs: Any,
+    ) -> ChatPrompt:
+        """Render a conversation, telling the template's control tokens from the conversation's.
+
+        Parameters
+        ----------
+        messages, **kwargs
+            See `apply_chat_template`.
+        allow_special_in_content : bool
+            Read control tokens in the texts of messages, tools and variables, too, as
+            transformers does; otherwise these are ordinary text.
+
+        Raises
+        ------
+        RequestError, TemplateError
+            As `apply_chat_template`.
+        """
+        template = self._choose_template(kwargs.get("tools") is not None)
+        if allow_special_in_content:
+            return ChatPrompt(self.apply_chat_template(messages, **kwargs))
+        control = self._control(template)
+        marked = template.render(
+            messages,
+            add_generation_prompt=kwargs.pop("add_generation_prompt", True),
+            tools=kwargs.pop("tools", None),
+            special_tokens=self._special_tokens,
+            variables=kwargs,
+            marks=control.marks,
+        )
+        text = control.marks.unmark(marked)
+        if text == marked:
+            return ChatPrompt(text)
+        own = control.find(without_marks(marked))
+        return ChatPrompt(text, None if control.find(text) == own else own, control)
+
+    def encode_prompt(self, prompt: ChatPrompt, add_special_tokens: bool = False) -> list[int]:
+        """Encode a conversation that `render_chat` rendered.
+
+        Parameters
+        ----------
+        prompt : ChatPrompt
+        add_special_tokens : bool
+            See `encode`; chat templates usually write BOS themselves.
+
+        Raises
+        ------
+        RequestError
+            As `encode`.
+        """
+        if prompt.spans is None or prompt.control is None:
+            return self.encode(prompt.text, add_special_tokens)
+        text = checked_text("text", prompt.text)
+        encoded = prompt.control.encode(text, bool(add_special_tokens), prompt.spans)
+        return self._without_second_bos(*encoded)
+
     def template_variables(self, has_tools: bool) -> frozenset[str]:
         """Return the variables read by the template that `apply_chat_template` would choose."""
         return self._choose_template(has_tools).variables
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
-        """Return a conversation's token ids; for the arguments see `apply_chat_template`.
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        allow_special_in_content: bool = True,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Return a conversation's token ids; for the arguments see `render_chat`.
 
         No special tokens are added: the template writes them all.
         """
-        return self.encode(self.apply_chat_template(messages, **kwargs), add_special_tokens=False)
+        allow = allow_special_in_content
+        return self.encode_prompt(
+            self.render_chat(messages, allow_special_in_content=allow, **kwargs)
+        )
+
+    def _control(self, template: ChatTemplate) -> _Control:
+        """Return the control tokens of a template, which is known by its source."""
+        found = self._controls.get(template.source)
+        if found is None:
+            tokens = control_tokens(self._backend, template.literals)
+            marks = choose_marks(tokens, template.literals)
+            encode: Callable[[str, bool, Spans], tuple[list[int], bool]]
+            if isinstance(self._encode, WorkerEncoder):
+                encode = functools.partial(self._encode.encode_spans, tokens=tokens)
+            else:
+                encode = TwinEncoder(self._backend, tokens)
+            found = _Control(marks, ControlFinder(self._backend, tokens), encode)
+            self._controls[template.source] = found
+        return found
 
     def _choose_template(self, has_tools: bool) -> ChatTemplate:
         for name in ("tool_use", "default") if has_tools else ("default",):

@@ -17,6 +17,7 @@ from engine.sampling_params import RequestOutputKind
 from engine.server.app import build_app
 from engine.server.http_protocol import http_protocol
 from engine.server.server_config import ServerConfig
+from engine.text.tokenizer import ChatPrompt
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -94,8 +95,11 @@ class WordTokenizer:
     def template_variables(self, has_tools):
         return frozenset({"enable_thinking"})
 
-    def apply_chat_template(self, messages, add_generation_prompt=True, tools=None, **variables):
-        return "\n".join(str(m["content"]) for m in messages) + "\nassistant: "
+    def render_chat(self, messages, **options):
+        return ChatPrompt("\n".join(str(m["content"]) for m in messages) + "\nassistant: ")
+
+    def encode_prompt(self, prompt, add_special_tokens=False):
+        return self.encode(prompt.text, add_special_tokens)
 
 
 class CannedClient:
