@@ -44,6 +44,8 @@ class ModelInfo:
     eos_token_ids : tuple of int
     generation_config : dict
         Sampling parameters recommended by the model's generation_config.json.
+    hidden_size : int
+        Number of values of an embedding.
     """
 
     model: str
@@ -51,6 +53,7 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     generation_config: dict[str, Any] = field(default_factory=dict)
+    hidden_size: int = 0
 
 
 class OutputSource(Protocol):
@@ -294,6 +297,7 @@ class AsyncEngine(EngineClient):
             model.config.vocab_size,
             model.eos_token_ids,
             model.generation_config,
+            model.config.hidden_size,
         )
         self._engine = engine
         self._shared: SharedEngine[_Stream] = SharedEngine(engine)

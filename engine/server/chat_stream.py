@@ -18,7 +18,12 @@ from engine.errors import unknown_keyword
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server import reasoning, tool_parsers
-from engine.server.field_limits import check_fields, check_length, check_num_tokens
+from engine.server.field_limits import (
+    check_answer,
+    check_fields,
+    check_length,
+    check_num_tokens,
+)
 from engine.server.prompt_log import log_prompt
 from engine.server.protocol.chat import (
     ChatCompletionRequest,
@@ -44,6 +49,8 @@ from engine.server.tool_parsers import (
 from engine.server.tool_parsers.json_scanner import is_json_object
 
 __all__ = ["ChatPiece", "ChatRequest", "ChatService", "ChatStream"]
+
+_MANY_LOGPROBS = 256  # number of tokens whose log-probabilities are written in another thread
 
 AUTO = "auto"
 """Parser name that selects the parser matching the model's chat template."""
@@ -171,6 +178,9 @@ class ChatService:
         check_num_tokens(len(prompt["prompt_token_ids"]), "messages", self.client)
         tools, overrides, options = self._tools(body)
         params = chat_params(body, self.generation_defaults, **overrides)
+        if self._config is not None:
+            num_tokens = len(prompt["prompt_token_ids"])
+            params = check_answer(params, num_tokens, self.client, self._config)
         if self._config is not None and self._config.log_prompts:
             log_prompt(request_id, prompt["prompt"])
         if getattr(params, "structured", None) is None and self.reasoning_parser is not None:
@@ -308,7 +318,10 @@ class ChatStream:
             async for output in outputs:
                 self._note(output)
                 for completion in output.outputs:
-                    yield self._piece(completion)
+                    if completion.logprobs is None or len(completion.logprobs) <= _MANY_LOGPROBS:
+                        yield self._piece(completion)
+                    else:
+                        yield await asyncio.to_thread(self._piece, completion)
         finally:
             await outputs.aclose()
 

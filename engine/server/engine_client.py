@@ -128,6 +128,7 @@ class ZmqEngineClient(RequestClient):
                 ready.vocab_size,
                 tuple(ready.eos_token_ids),
                 ready.generation_config,
+                ready.hidden_size,
             )
         )
         client._step_timeout = ready.step_timeout

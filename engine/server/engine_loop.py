@@ -210,6 +210,7 @@ class EngineLoop:
             engine.watchdog.timeout,
             engine.config.scheduler.block_size,
             engine.config.scheduler.num_blocks if engine.scheduler.blocks.tree else 0,
+            model.config.hidden_size,
         )
 
     def _add(self, client: _Client, message: m.Add) -> None:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 from engine.async_engine import EngineClient
 from engine.errors import ContextLengthError
+from engine.sampling_params import SamplingParams
 from engine.server.protocol.common import SamplingFields
 from engine.server.protocol.errors import APIError
 from engine.server.server_config import ServerConfig
 
-__all__ = ["check_fields", "check_length", "check_num_tokens"]
+__all__ = [
+    "check_answer",
+    "check_fields",
+    "check_length",
+    "check_num_tokens",
+    "check_text_of",
+]
+
+WHOLE_VOCABULARY = -1
+"""Value of `logprobs` and `prompt_logprobs`, and of their limit."""
 
 
 def check_fields(body: SamplingFields, config: ServerConfig) -> None:
@@ -28,8 +42,12 @@ def check_fields(body: SamplingFields, config: ServerConfig) -> None:
     }
     for name, limit in allowed.items():
         value = getattr(body, name, None)
-        if type(value) is int and value > limit:
-            raise APIError(400, f"{name} must be at most {limit}; got {value}", param=name)
+        if type(value) is not int or limit == WHOLE_VOCABULARY:
+            continue
+        is_whole = value == WHOLE_VOCABULARY and limit == config.max_logprobs
+        if value > limit or (is_whole and name.endswith("logprobs")):
+            what = "; -1, the whole vocabulary, needs --max-logprobs -1" if is_whole else ""
+            raise APIError(400, f"{name} must be at most {limit}; got {value}{what}", param=name)
     num_tools = len(getattr(body, "tools", None) or ())
     if num_tools > config.max_tools:
         message = f"tools must have at most {config.max_tools} entries; got {num_tools}"
@@ -37,6 +55,106 @@ def check_fields(body: SamplingFields, config: ServerConfig) -> None:
     if config.request_timeout is not None:
         given = config.request_timeout if body.timeout is None else body.timeout
         body.timeout = min(given, config.request_timeout)
+
+
+def check_answer(
+    params: SamplingParams,
+    num_prompt_tokens: int,
+    client: EngineClient,
+    config: ServerConfig,
+    *,
+    num_prompts: int = 1,
+    num_copies: int = 1,
+) -> SamplingParams:
+    """Bound the log-probabilities of an answer before it is computed.
+
+    Parameters
+    ----------
+    params : SamplingParams
+    num_prompt_tokens : int
+        Tokens of all prompts.
+    client : EngineClient
+    config : ServerConfig
+        `max_answer_logprobs` is the limit.
+    num_prompts : int
+    num_copies : int
+        How often the answer has the log-probabilities of a prompt.
+
+    Returns
+    -------
+    SamplingParams
+        If `params` leaves `max_tokens` open, it becomes as many as the limit allows.
+
+    Raises
+    ------
+    APIError
+        If the answer would exceed the limit.
+    """
+    vocab_size = client.model_info.vocab_size
+    limit = config.max_answer_logprobs
+    per_prompt = num_copies * _num_entries(params.prompt_logprobs, vocab_size)
+    per_token = num_prompts * params.num_continuations * _num_entries(params.logprobs, vocab_size)
+    left = limit - per_prompt * num_prompt_tokens
+    longest = client.model_info.max_model_len
+    num_tokens = min(params.max_tokens or 1, longest)
+    if left < per_token * num_tokens:
+        raise APIError(
+            400,
+            f"an answer must have at most {limit} log-probabilities (max_answer_logprobs); got "
+            f"{per_prompt} for each of {num_prompt_tokens} prompt tokens, and {per_token} for each "
+            f"of {num_tokens} generated tokens",
+            param="prompt_logprobs" if per_prompt else "logprobs",
+        )
+    if params.max_tokens is None and left < per_token * longest:
+        return dataclasses.replace(params, max_tokens=left // per_token)
+    return params
+
+
+def _num_entries(count: int | None, vocab_size: int) -> int:
+    """Return the entries at a position: the most probable tokens, and the actual one."""
+    if count is None:
+        return 0
+    return vocab_size if count == WHOLE_VOCABULARY else count + 1
+
+
+def check_text_of(
+    prompts: Iterable[str | Sequence[int]],
+    name: str,
+    tokenizer: Any,
+    config: ServerConfig,
+    *,
+    num_copies: int = 1,
+) -> None:
+    """Reject a request whose answer would repeat a text larger than `max_body_bytes`.
+
+    Parameters
+    ----------
+    prompts : iterable of str or of sequences of int
+        Texts, and token ids that `tokenizer` decodes.
+    name : str
+        The request field.
+    tokenizer : Tokenizer or None
+    config : ServerConfig
+    num_copies : int
+        How often the answer has them.
+
+    Raises
+    ------
+    APIError
+        If the text is too large; counting ends there.
+    """
+    limit = config.max_body_bytes
+    left = limit // num_copies
+    for prompt in prompts:
+        is_text = isinstance(prompt, str)
+        if tokenizer is None and not is_text:
+            continue
+        for item in [prompt] if is_text else prompt:
+            left -= len(item) if isinstance(item, str) else len(tokenizer.token_bytes(item))
+            if left < 0:
+                times = f", {num_copies} times" if num_copies > 1 else ""
+                message = f"{name} must have a text of at most {limit} bytes{times}"
+                raise APIError(400, f"{message} (max_body_bytes); got more", param=name)
 
 
 def check_length(text: str, name: str, client: EngineClient) -> None:

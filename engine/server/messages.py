@@ -49,8 +49,11 @@ CLOSED = "the engine was closed"  # reason sent when an engine is shut down
 MAX_REASON = 4096  # maximum characters of an error message
 BEAT_SECONDS = 0.5  # maximum interval between heartbeats, unless a step takes longer
 
-Entries = list[dict[int, tuple[float, int | None]] | None]
-"""Per token: id -> (log-probability, rank)."""
+Entries = list[msgspec.Raw]
+"""Per token: an `Entry`, decoded one by one, as decoding all at once could take a second."""
+
+Entry = dict[int, tuple[float, int | None]] | None
+"""id -> (log-probability, rank)."""
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
@@ -141,6 +144,7 @@ class Ready(_Message):
     step_timeout: float | None
     block_size: int = 16
     num_blocks: int = 0
+    hidden_size: int = 0
 
 
 class Continuation(_Message):
@@ -228,7 +232,7 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
 
 
-def decode(data: bytes, kind: Any = Any) -> Any:
+def decode(data: bytes | msgspec.Raw, kind: Any = Any) -> Any:
     """Decode a message, or the content of an `Answer`, as a value of type `kind`.
 
     Raises
@@ -245,11 +249,18 @@ def decode(data: bytes, kind: Any = Any) -> Any:
         return _decoder(kind).decode(data)
     except Exception as error:  # not only DecodeError: RecursionError and UnicodeDecodeError too
         reason = excerpt(error)
-        raise EngineError(f"a message of {len(data)} bytes cannot be read: {reason}") from None
+        size = memoryview(data).nbytes
+        raise EngineError(f"a message of {size} bytes cannot be read: {reason}") from None
 
 
-def encode_logprobs(entries: Any) -> Entries | None:
-    """Convert log-probabilities to plain values, without text: the receiver detokenizes."""
+def encode_logprobs(entries: Any) -> Any:
+    """Convert log-probabilities to plain values, without text: the receiver detokenizes.
+
+    Returns
+    -------
+    list of Entry, or None
+        The encoder writes it as `Entries`.
+    """
     if entries is None:
         return None
     return [
@@ -261,14 +272,21 @@ def encode_logprobs(entries: Any) -> Entries | None:
 def decode_logprobs(entries: Entries) -> list[dict[int, Logprob] | None]:
     """Inverse of `encode_logprobs`; the log-probabilities have no text.
 
+    Raises
+    ------
+    EngineError
+        If an entry cannot be read.
+
     Examples
     --------
-    >>> decode_logprobs(encode_logprobs([None, {5: Logprob(-0.5, 1, "word")}]))
+    >>> plain = encode_logprobs([None, {5: Logprob(-0.5, 1, "word")}])
+    >>> decode_logprobs(decode(msgspec.msgpack.encode(plain), Entries))
     [None, {5: Logprob(logprob=-0.5, rank=1, decoded_token=None)}]
     """
+    plain = [decode(entry, Entry) for entry in entries]
     return [
         None if entry is None else {i: Logprob(*pair) for i, pair in entry.items()}
-        for entry in entries
+        for entry in plain
     ]
 
 

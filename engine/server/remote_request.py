@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +22,7 @@ from engine.outputs import RequestOutput
 from engine.request import FINISH_REASONS
 from engine.runner.sampling import SamplingSpec
 from engine.sampling_params import RequestOutputKind, SamplingParams
-from engine.server.messages import Add, Continuation, End, Piece, decode_logprobs
+from engine.server.messages import Add, Continuation, End, Entries, Piece, decode_logprobs
 
 __all__ = ["RemoteRequest", "RequestMaker", "engine_params"]
 
@@ -28,6 +30,7 @@ _DEFAULTS = {
     f.name: None if f.default is dataclasses.MISSING else f.default
     for f in dataclasses.fields(SamplingParams)
 }
+_MANY_ENTRIES = 256  # number of tokens whose log-probabilities are read in another thread
 _SHORTEST_TIMEOUT = 1e-3  # seconds; for a request resumed past its deadline
 # Fields applied on the client side: stop strings, the contents of outputs, `best_of`.
 _OURS = {
@@ -63,7 +66,7 @@ class RemoteRequest:
 
     __slots__ = (
         *("error", "group", "is_aborted", "is_finished", "message", "num_crashes"),
-        *("_arrived", "_has_news", "_is_open", "_plain", "_waiter"),
+        *("_arrived", "_has_news", "_is_open", "_late", "_plain", "_waiter"),
     )
 
     def __init__(self, message: Add, group: OutputGroup) -> None:
@@ -75,6 +78,7 @@ class RemoteRequest:
         self.is_finished = False
         self._is_open = [True] * len(group.streams)
         self._has_news = False
+        self._late: list[Callable[[], Any]] = []  # what `next_output` has to read in a thread
         self._arrived: RequestOutput | None = None
         self._waiter: asyncio.Future[None] | None = None
         # The only continuation, if its tokens only need detokenizing.
@@ -120,6 +124,8 @@ class RemoteRequest:
     async def next_output(self) -> RequestOutput:
         """Wait for the next output; once all are read, raise `error` if it is set."""
         while True:
+            while self._late:
+                await asyncio.to_thread(self._late.pop(0))
             if self._arrived is not None:
                 output = self._arrived
                 self._arrived = None
@@ -161,23 +167,40 @@ class RemoteRequest:
         return self._push(Continuation(0, [token_id], None, None, None), now)
 
     def push(self, piece: Piece, now: float) -> list[End]:
-        """Apply an update from the engine; return the ends to report back to it."""
+        """Apply an update from the engine; return the ends to report back to it.
+
+        Many log-probabilities are read by `next_output` in another thread, as each takes
+        microseconds.
+        """
+        if _num_entries(piece) > _MANY_ENTRIES:
+            if piece.is_finished:
+                self._late.append(partial(self._apply, piece, now))
+                self.is_finished = True
+                self._wake()
+                return []
+            self._late.append(partial(self._read_prompt, piece.prompt_logprobs))
+            piece.prompt_logprobs = None
+        return self._apply(piece, now)
+
+    # ---- mirrors LLMEngine
+
+    def _apply(self, piece: Piece, now: float) -> list[End]:
         group = self.group
         if not self.has_begun:  # keep the first engine's values
             for stream in group.streams:
                 stream.request.num_cached_tokens = piece.num_cached_tokens
             group.metrics.first_scheduled_time = piece.first_scheduled_time
             group.metrics.first_token_time = piece.first_token_time
-        if piece.prompt_logprobs is not None:
-            for position, entry in enumerate(decode_logprobs(piece.prompt_logprobs)):
-                if entry is not None:
-                    group.add_prompt_logprobs(position, [entry])
+        self._read_prompt(piece.prompt_logprobs)
         ends = [end for each in piece.continuations for end in self._push(each, now)]
-        if piece.is_finished and not self.is_finished:
+        if piece.is_finished and self.group.num_open:
             self._finish(now)
         return ends
 
-    # ---- mirrors LLMEngine
+    def _read_prompt(self, entries: Entries | None) -> None:
+        for position, entry in enumerate(decode_logprobs(entries or [])):
+            if entry is not None:
+                self.group.add_prompt_logprobs(position, [entry])
 
     def _push(self, new: Continuation, now: float) -> list[End]:
         if not self._is_open[new.index]:
@@ -227,6 +250,13 @@ class RemoteRequest:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _num_entries(piece: Piece) -> int:
+    """Return the number of tokens with log-probabilities."""
+    return len(piece.prompt_logprobs or ()) + sum(
+        len(each.logprobs or ()) for each in piece.continuations
+    )
 
 
 class RequestMaker:

@@ -39,7 +39,8 @@ RANGES = {
     "max_requests_per_key": NumberRange(1, 2**20, integer=True, optional=True),
     "max_prompts": NumberRange(1, 2**20, integer=True),
     "max_n": NumberRange(1, 16, integer=True),
-    "max_logprobs": NumberRange(0, 20, integer=True),
+    "max_logprobs": NumberRange(-1, 20, integer=True),
+    "max_answer_logprobs": NumberRange(1, 2**30, integer=True),
     "max_tools": NumberRange(0, 2**16, integer=True),
     "max_watchers": NumberRange(0, 2**16, integer=True),
 }
@@ -122,7 +123,9 @@ class ServerConfig:
     ssl_keyfile: str | None = _option(None, "TLS key, in PEM")
     ssl_ca_certs: str | None = _option(None, "TLS: clients must present a certificate of these CAs")
 
-    max_body_bytes: int = _option(32 << 20, "maximum bytes of a request body")
+    max_body_bytes: int = _option(
+        32 << 20, "maximum bytes of a request body, and of the text that an answer repeats"
+    )
     max_header_bytes: int = _option(64 << 10, "maximum bytes of request headers")
     max_connections: int = _option(8192, "maximum connections per API process")
     max_concurrent_requests: int = _option(
@@ -135,7 +138,12 @@ class ServerConfig:
     )
     max_prompts: int = _option(1024, "maximum prompts per request")
     max_n: int = _option(16, "maximum n and best_of per request")
-    max_logprobs: int = _option(20, "maximum logprobs per request")
+    max_logprobs: int = _option(
+        20, "maximum logprobs and prompt_logprobs per request; -1: the whole vocabulary is allowed"
+    )
+    max_answer_logprobs: int = _option(
+        1 << 19, "maximum log-probabilities per answer, counted before it is computed"
+    )
     max_tools: int = _option(128, "maximum tools per request")
     max_watchers: int = _option(16, "maximum viewers of the watch page, per API process")
     ignore_unknown_fields: bool = _option(

@@ -156,7 +156,7 @@ def test_metrics_have_every_stage():
         ([VOCAB], {}, {}, "prompt"),
         ("text", {}, {}, "no tokenizer"),
         ([1], {"stop": ["a"]}, {}, "stop needs"),
-        ([1] * 300, {}, {}, "1 to 255 tokens"),
+        ([1] * 300, {}, {}, "at most 255 tokens"),
         ([1], {"logits_processors": [lambda ids, logits: logits]}, {}, "functions"),
         ([1], {"stop_token_ids": [VOCAB]}, {}, "stop_token_ids"),
         ([1], {}, {"priority": 1.5}, "priority"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import time
@@ -76,7 +77,10 @@ async def create_chat_completion(request: Request) -> Response:
         return EventStream(frames, keep_alive=state.config.sse_keep_alive)
     work = answer_chat(stream, request_id, model, created, chat.params.n)
     answer = await unless_disconnected(request.receive, work)
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    has_logprobs = chat.params.logprobs is not None or chat.params.prompt_logprobs is not None
+    encode = msgspec.json.encode
+    data = await asyncio.to_thread(encode, answer) if has_logprobs else encode(answer)
+    return Response(data, media_type="application/json")
 
 
 def usage_of(stream: ChatStream) -> Usage:
@@ -144,7 +148,9 @@ async def answer_chat(
         model,
         [choice.choice(index) for index, choice in enumerate(choices)],
         usage_of(stream),
-        prompt_logprobs=prompt_logprobs(stream.prompt_logprobs),
+        prompt_logprobs=await asyncio.to_thread(prompt_logprobs, stream.prompt_logprobs)
+        if stream.prompt_logprobs
+        else None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -18,7 +19,7 @@ from starlette.routing import Route
 from engine.async_engine import EngineClient
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.server.field_limits import check_fields, check_length
+from engine.server.field_limits import check_answer, check_fields, check_length, check_text_of
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.prompt_log import log_prompt
@@ -37,6 +38,7 @@ from engine.server.protocol.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
+from engine.server.server_config import ServerConfig
 from engine.server.sse import EventStream, unless_disconnected
 
 __all__ = ["ENDPOINTS", "CompletionJob", "answer_completion", "prepare_completion", "routes"]
@@ -66,15 +68,16 @@ async def create_completion(request: Request) -> Response:
     model = check_model(body.model, request)
     check_fields(body, state.config)
     defaults = state.chat.generation_defaults
-    limit = state.config.max_prompts
-    job = await prepare_completion(state.client, body, model, defaults, limit)
+    job = await prepare_completion(state.client, body, model, defaults, state.config)
     if state.config.log_prompts:
         for prompt in job.prompts:
             log_prompt(job.request_id, prompt)
     if body.stream:
         return EventStream(_frames(job), keep_alive=state.config.sse_keep_alive)
     answer = await unless_disconnected(request.receive, answer_completion(job))
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    encode = msgspec.json.encode
+    data = await asyncio.to_thread(encode, answer) if job.has_logprobs else encode(answer)
+    return Response(data, media_type="application/json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +103,11 @@ class CompletionJob:
     prompts: list[Any]
     params: SamplingParams
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer may be large for its text, so that threads build it."""
+        return self.params.logprobs is not None or self.params.prompt_logprobs is not None
+
     def outputs(self, index: int) -> AsyncGenerator[RequestOutput, None]:
         """Yield the engine's outputs for prompt `index`."""
         body = self.body
@@ -119,9 +127,11 @@ async def prepare_completion(
     body: CompletionRequest,
     model: str,
     defaults: Any,
-    max_prompts: int = 1024,
+    config: ServerConfig | None = None,
 ) -> CompletionJob:
     """Validate a request without sending anything to the engine.
+
+    Without `config`, the answer's size is not limited.
 
     Raises
     ------
@@ -129,29 +139,73 @@ async def prepare_completion(
         If the request cannot be served.
     """
     params = completion_params(body, defaults)
-    prompts = prompts_of(body.prompt, max_prompts)
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if body.add_special_tokens is False and texts:
-        tokenizer = client.tokenizer
-        if tokenizer is None:
-            raise APIError(400, "prompt must be token ids, the model has no tokenizer")
-        for text in texts:
-            check_length(text, "prompt", client)
-        prompts = await asyncio.to_thread(lambda: [tokenizer.encode(t, False) for t in texts])
+    prompts: list[Any] = prompts_of(body.prompt, config.max_prompts if config else 1024)
+    is_text = isinstance(prompts[0], str)
+    is_counted = config is not None and params.prompt_logprobs is not None
+    if is_text and (body.add_special_tokens is False or (is_counted and client.tokenizer)):
+        prompts = await _encoded(client, prompts, with_special=body.add_special_tokens is not False)
+    if config is not None:
+        params = await _limited(client, body, prompts, params, config)
     request_id = f"cmpl-{secrets.token_hex(16)}"
     return CompletionJob(client, body, request_id, model, int(time.time()), prompts, params)
 
 
+async def _encoded(client: EngineClient, texts: list[str], *, with_special: bool) -> list[Any]:
+    """Return texts as prompts with token ids, which keep the text if it is the tokens' own."""
+    tokenizer = client.tokenizer
+    if tokenizer is None:
+        raise APIError(400, "prompt must be token ids, the model has no tokenizer")
+    for text in texts:
+        check_length(text, "prompt", client)
+    ids = await asyncio.to_thread(lambda: [tokenizer.encode(t, with_special) for t in texts])
+    if not with_special:
+        return ids
+    pairs = zip(texts, ids, strict=True)
+    return [{"prompt": text, "prompt_token_ids": each} for text, each in pairs]
+
+
+async def _limited(
+    client: EngineClient,
+    body: CompletionRequest,
+    prompts: list[Any],
+    params: SamplingParams,
+    config: ServerConfig,
+) -> SamplingParams:
+    """Bound the answer's log-probabilities and echoed text; see `check_answer`."""
+    given = [each["prompt_token_ids"] if isinstance(each, dict) else each for each in prompts]
+    if body.echo:
+        texts = [each["prompt"] if isinstance(each, dict) else each for each in prompts]
+        check = functools.partial(check_text_of, texts, "prompt", client.tokenizer, config)
+        await asyncio.to_thread(check, num_copies=params.n)
+    is_echoed = bool(body.echo) and body.logprobs is not None
+    is_shown = body.prompt_logprobs is not None
+    return check_answer(
+        params,
+        sum(map(len, given)) if params.prompt_logprobs is not None else 0,
+        client,
+        config,
+        num_prompts=len(prompts),
+        num_copies=params.n * max(1, is_echoed + is_shown),
+    )
+
+
 async def answer_completion(job: CompletionJob) -> CompletionResponse:
     """Return the complete response."""
-    choices: list[CompletionChoice] = []
-    usage = _UsageCounter()
 
     async def one(index: int) -> RequestOutput:
         async with contextlib.aclosing(job.outputs(index)) as outputs:
             return [output async for output in outputs][-1]  # the only output: not streamed
 
     finals = await _gather([one(index) for index in range(len(job.prompts))])
+    if job.has_logprobs:
+        return await asyncio.to_thread(_response, job, finals)
+    return _response(job, finals)
+
+
+def _response(job: CompletionJob, finals: list[RequestOutput]) -> CompletionResponse:
+    """Build the response from the last output of each prompt."""
+    choices: list[CompletionChoice] = []
+    usage = _UsageCounter()
     for index, output in enumerate(finals):
         writer = _ChoiceWriter(job, index)
         usage.note(index, output)
@@ -314,15 +368,22 @@ async def _frames(job: CompletionJob) -> AsyncGenerator[bytes, None]:
     if len(sources) == 1:
         async with contextlib.aclosing(sources[0]) as outputs:
             async for output in outputs:
-                if frames := writer.frames(0, output):
+                if frames := await _written(writer, 0, output):
                     yield frames
     else:
         async with contextlib.aclosing(_merged(sources)) as pairs:
             async for index, output in pairs:
-                if frames := writer.frames(index, output):
+                if frames := await _written(writer, index, output):
                     yield frames
     if writer.shows_usage:
         yield writer.usage()
+
+
+async def _written(writer: _FrameWriter, index: int, output: RequestOutput) -> bytes:
+    """Return an output's frames; a thread builds those with a prompt's log-probabilities."""
+    if output.prompt_logprobs is None:
+        return writer.frames(index, output)
+    return await asyncio.to_thread(writer.frames, index, output)
 
 
 async def _merged(

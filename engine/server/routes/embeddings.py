@@ -71,7 +71,8 @@ async def create_embeddings(request: Request) -> Response:
         prompts = prompts_of(body.input, state.config.max_prompts)
         work = embed(state.client, body, prompts, model)
         answer = await unless_disconnected(request.receive, work)
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    data = await asyncio.to_thread(msgspec.json.encode, answer)
+    return Response(data, media_type="application/json")
 
 
 async def embed(
@@ -84,16 +85,14 @@ async def embed(
     APIError, RequestError
         If `dimensions` is not the model's, or an input cannot be served.
     """
+    size = client.model_info.hidden_size
+    if body.dimensions is not None and body.dimensions != size:
+        message = f"dimensions must be {size}, the model's; got {body.dimensions}"
+        raise APIError(400, message, param="dimensions")
     normalize = body.normalize is not False
     inputs = await asyncio.to_thread(_token_ids, client, prompts)
     found = await client.embed(inputs, body.pooling or "last", normalize=normalize)
-    data = []
-    for index, item in enumerate(found):
-        vector = np.asarray(item, "<f4")
-        if body.dimensions is not None and body.dimensions != vector.size:
-            message = f"dimensions must be {vector.size}, the model's; got {body.dimensions}"
-            raise APIError(400, message, param="dimensions")
-        data.append(EmbeddingObject(index, _encoded(vector, body.encoding_format)))
+    data = await asyncio.to_thread(_objects, found, body.encoding_format)
     num_tokens = sum(map(len, inputs))
     return EmbeddingResponse(data, model, Usage(num_tokens, num_tokens))
 
@@ -109,6 +108,13 @@ def _token_ids(client: Any, prompts: list[Any]) -> list[list[int]]:
     for ids in found:
         check_num_tokens(len(ids), "input", client, num_reserved=0)
     return found
+
+
+def _objects(vectors: list[Any], encoding: str | None) -> list[EmbeddingObject]:
+    return [
+        EmbeddingObject(index, _encoded(np.asarray(vector, "<f4"), encoding))
+        for index, vector in enumerate(vectors)
+    ]
 
 
 def _encoded(vector: Any, encoding: str | None) -> list[float] | str:

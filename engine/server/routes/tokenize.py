@@ -11,11 +11,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.async_engine import EngineClient
-from engine.server.field_limits import check_length
+from engine.server.field_limits import check_length, check_text_of
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.chat import ChatCompletionRequest, ChatMessage, Tool
 from engine.server.protocol.errors import APIError
+from engine.server.server_config import ServerConfig
 
 __all__ = [
     "ENDPOINTS",
@@ -98,9 +99,12 @@ async def tokenize(request: Request) -> Response:
             chat_template_kwargs=body.chat_template_kwargs,
         )
         ids = (await asyncio.to_thread(state.chat.render, chat))["prompt_token_ids"]
-    texts = [tokenizer.id_to_token(i) or "" for i in ids] if body.return_token_strs else None
+    texts = None
+    if body.return_token_strs:
+        texts = await asyncio.to_thread(lambda: [tokenizer.id_to_token(i) or "" for i in ids])
     answer = TokenizeResponse(len(ids), state.client.model_info.max_model_len, ids, texts)
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    data = await asyncio.to_thread(msgspec.json.encode, answer)
+    return Response(data, media_type="application/json")
 
 
 async def detokenize(request: Request) -> Response:
@@ -108,16 +112,18 @@ async def detokenize(request: Request) -> Response:
     body = await read_struct(request, DetokenizeRequest)
     check_model(body.model, request)
     _tokenizer(request)
-    text = await asyncio.to_thread(_text, request.app.state.client, body)
+    state = request.app.state
+    text = await asyncio.to_thread(_text, state.client, body, state.config)
     return Response(msgspec.json.encode(DetokenizeResponse(text)), media_type="application/json")
 
 
-def _text(client: EngineClient, body: DetokenizeRequest) -> str:
+def _text(client: EngineClient, body: DetokenizeRequest, config: ServerConfig) -> str:
     vocab_size = client.model_info.vocab_size
     for index, token_id in enumerate(body.tokens):
         if not 0 <= token_id < vocab_size:
             message = f"tokens[{index}] must be a token id in [0, {vocab_size}); got {token_id}"
             raise APIError(400, message, param="tokens")
+    check_text_of([body.tokens], "tokens", client.tokenizer, config)
     text: str = client.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
     return text
 
