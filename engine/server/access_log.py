@@ -16,6 +16,15 @@ __all__ = ["configure_logging", "log_request", "request_id_of"]
 
 _ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
+# Loggers of the server's process, and the lowest level of their lines. The libraries' own lines
+# of lower levels tell what every start and every end consists of.
+_LOGGERS = {
+    "engine.server": logging.DEBUG,
+    "uvicorn": logging.WARNING,
+    "asyncio": logging.WARNING,
+    "py.warnings": logging.WARNING,
+}
+
 _access = logging.getLogger("engine.server.access")
 
 
@@ -92,8 +101,9 @@ def configure_logging(level: str, *, json_logs: bool, access_log: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if json_logs else text)
-    logger = logging.getLogger("engine.server")
-    logger.handlers[:] = [handler]
-    logger.propagate = False
-    logger.setLevel(level.upper())
+    for name, lowest in _LOGGERS.items():
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.propagate = False
+        logger.setLevel(max(logging.getLevelName(level.upper()), lowest))
     _access.disabled = not access_log

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -26,6 +27,7 @@ from engine.server.access_log import configure_logging
 from engine.server.app import begin_drain, build_app, num_active_requests
 from engine.server.auth import read_keys
 from engine.server.child import ChildConfig, Report
+from engine.server.connection_pool import fitting_pool
 from engine.server.engine_client import ZmqEngineClient
 from engine.server.http_protocol import http_protocol
 from engine.server.replicas.client import ReplicaClient
@@ -39,6 +41,7 @@ __all__ = ["load_model_tokenizer", "main"]
 _MAX_TEMPLATE_BYTES = 1 << 20
 _POLL_SECONDS = 0.02
 _CLOSE_SECONDS = 2  # time for connections to close after the last request
+_log = logging.getLogger("engine.server")
 _ERROR_SECONDS = 1.0  # time for responses to report why the engine stopped
 
 
@@ -55,6 +58,7 @@ def main(config: ChildConfig, report: Report) -> None:
     options = ServerConfig.from_options(config.server)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts arrive one at a time
     configure_logging(options.log_level, json_logs=options.json_logs, access_log=options.access_log)
+    logging.captureWarnings(True)  # as lines of the log
     _check_files(options)
     with contextlib.suppress(TemplateError):  # the first chat request raises it again
         template_worker.start()
@@ -167,6 +171,10 @@ async def _drain(app: Starlette, client: EngineClient, seconds: float) -> None:
 
 
 def _uvicorn_config(app: Starlette, options: ServerConfig) -> uvicorn.Config:
+    pool = fitting_pool(options.max_connections)
+    if pool.limit < options.max_connections:
+        text = "max_connections is %d, but the limit of open files (ulimit -Hn) allows %d"
+        _log.warning(text, options.max_connections, pool.limit)
     tls: dict[str, Any] = {}
     if options.ssl_certfile is not None:
         tls = {"ssl_certfile": options.ssl_certfile, "ssl_keyfile": options.ssl_keyfile}
@@ -174,7 +182,7 @@ def _uvicorn_config(app: Starlette, options: ServerConfig) -> uvicorn.Config:
             tls |= {"ssl_ca_certs": options.ssl_ca_certs, "ssl_cert_reqs": ssl.CERT_REQUIRED}
     return uvicorn.Config(
         app,
-        http=http_protocol(options),
+        http=http_protocol(options, pool),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -182,8 +190,6 @@ def _uvicorn_config(app: Starlette, options: ServerConfig) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         root_path=options.root_path,
-        timeout_keep_alive=cast(int, options.timeout_keep_alive),  # a float also works
         timeout_graceful_shutdown=_CLOSE_SECONDS,
-        limit_concurrency=options.max_connections,
         **tls,
     )

@@ -19,13 +19,14 @@ from engine.async_engine import EngineClient
 from engine.server import routes
 from engine.server.auth import KeyRing
 from engine.server.chat_stream import AUTO, ChatService
+from engine.server.connection_pool import ALWAYS_SERVED
 from engine.server.gate import Gate
+from engine.server.hosts import AllowedHosts
 from engine.server.limits import RequestSlots
 from engine.server.server_config import ServerConfig
 
 __all__ = ["begin_drain", "build_app", "num_active_requests"]
 
-OPEN_PATHS = frozenset({"/health"})
 _OPTIONAL = {
     "page": "enable_page",
     "watch": "enable_page",
@@ -55,12 +56,14 @@ def build_app(client: EngineClient, config: ServerConfig) -> Starlette:
     modules = _modules(config)
     keys = KeyRing(config)
     slots = RequestSlots(config)
-    public = OPEN_PATHS.union(*(getattr(module, "PUBLIC_PATHS", ()) for module in modules))
+    public = ALWAYS_SERVED.union(*(getattr(module, "PUBLIC_PATHS", ()) for module in modules))
     app = Starlette(
         routes=_routes(modules),
         middleware=[
             *_cors(config),
-            Middleware(Gate, keys=keys, slots=slots, public_paths=public),
+            Middleware(
+                Gate, keys=keys, hosts=AllowedHosts(config), slots=slots, public_paths=public
+            ),
         ],
         exception_handlers={HTTPException: _raise_to_gate},
     )

@@ -13,6 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.access_log import log_request, request_id_of
 from engine.server.auth import KeyRing
+from engine.server.connection_pool import ALWAYS_SERVED
+from engine.server.hosts import AllowedHosts
 from engine.server.limits import RequestSlots
 from engine.server.protocol.errors import (
     APIError,
@@ -36,16 +38,25 @@ class Gate:
     ----------
     app : ASGI application
     keys : KeyRing
+    hosts : AllowedHosts
+        Hosts under which the server may be addressed; `ALWAYS_SERVED` paths under any, since the
+        probes of a cluster use the address of a container.
     slots : RequestSlots
     public_paths : collection of str
         Paths served without an API key.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: KeyRing, slots: RequestSlots, public_paths: Collection[str]
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        hosts: AllowedHosts,
+        slots: RequestSlots,
+        public_paths: Collection[str],
     ) -> None:
         self._app = app
         self._keys = keys
+        self._hosts = hosts
         self._slots = slots
         self._public = frozenset(public_paths)
 
@@ -67,7 +78,10 @@ class Gate:
             visit.log()
 
     async def _enter(self, scope: Scope, receive: Receive, visit: _Visit, headers: Headers) -> None:
-        if _path(scope) not in self._public:
+        path = _path(scope)
+        if path not in ALWAYS_SERVED:
+            self._hosts.check(headers)
+        if path not in self._public:
             visit.key = self._keys.check(headers)
         if scope["method"] != "POST":
             await self._app(scope, receive, visit.send)

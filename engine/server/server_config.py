@@ -52,7 +52,7 @@ _FLAGS = (
     *("access_log", "json_logs", "log_prompts", "allow_special_in_content"),
 )
 _TUPLES = (
-    *("served_model_name", "api_key_hashes"),
+    *("served_model_name", "api_key_hashes", "allowed_hosts"),
     *("allowed_origins", "allowed_methods", "allowed_headers"),
 )
 _TEXTS = (
@@ -115,6 +115,11 @@ class ServerConfig:
 
     api_key_hashes: tuple[str, ...] = ()
     api_key_file: str | None = _option(None, "file with one key per line; reloaded when it changes")
+    allowed_hosts: tuple[str, ...] = _option(
+        (),
+        "host under which the server may be addressed (Host header), or * for all; repeatable "
+        "(default: without an API key, names that no page of the internet can have)",
+    )
     allowed_origins: tuple[str, ...] = _option((), "CORS: allowed origins; repeatable")
     allowed_methods: tuple[str, ...] = _option(("GET", "POST"), "CORS: allowed methods; repeatable")
     allowed_headers: tuple[str, ...] = _option(("*",), "CORS: allowed headers; repeatable")

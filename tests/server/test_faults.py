@@ -26,7 +26,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 def _raw(path, body, extra=b""):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return head.encode() + b"Content-Length: %d\r\n" % len(data) + extra + b"\r\n" + data
 
 

@@ -164,7 +164,9 @@ class RayIngress:
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, model: str, server: dict[str, Any], directory: str, token: str, replicas: Any = None
     ) -> None:
-        options = ServerConfig.from_options({"served_model_name": (model,)} | server)
+        # Ray Serve listens, on addresses that are not known here.
+        defaults = {"served_model_name": (model,), "host": "0.0.0.0"}
+        options = ServerConfig.from_options(defaults | server)
         configure_logging(
             options.log_level, json_logs=options.json_logs, access_log=options.access_log
         )
