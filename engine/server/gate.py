@@ -104,7 +104,7 @@ class Gate:
         if found.status == 500 and not isinstance(error, APIError):
             _log.error("request %s failed", visit.request_id, exc_info=error)
         if visit.status:
-            raise error  # the response has started: uvicorn closes the connection
+            raise error  # the response has started: the connection is closed
         path = _path(visit.scope)
         body = error_body(found, path, visit.request_id)
         raw = MutableHeaders(found.headers)
