@@ -25,7 +25,7 @@ def _rows(root):
 
 def test_every_class_of_the_table_has_a_test_or_a_reason(repo_root):
     rows = _rows(repo_root)
-    assert [int(row[0]) for row in rows] == list(range(1, 21))
+    assert [int(row[0]) for row in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 22
     for number, _, _, answer, tests in rows:
         named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", tests)
         assert named or answer.startswith("does not apply: "), number
