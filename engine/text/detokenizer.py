@@ -8,11 +8,12 @@ from typing import Protocol
 
 from engine.text.token_bytes import strip_spaces
 
-__all__ = ["DecodesBytes", "IncrementalDetokenizer", "TokenTexts"]
+__all__ = ["DecodesBytes", "IncrementalDetokenizer", "TextOffsets", "TokenTexts"]
 
 _REPLACEMENT = "\ufffd"
 _REPLACEMENT_BYTES = _REPLACEMENT.encode()
 _LONGEST_PARTIAL = 3  # maximum bytes of an incomplete UTF-8 character
+_REALIGN_CHARS = 32  # how far from its expected position a token's text is searched for
 
 
 class DecodesBytes(Protocol):
@@ -159,6 +160,15 @@ class IncrementalDetokenizer:
         """Return the rest of the text: U+FFFD if the last character is incomplete."""
         return self._decode(b"", final=True)
 
+    def num_broken(self, token_id: int) -> int:
+        """Return how many U+FFFD the text gets before the next token, for a broken character."""
+        data = b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id)
+        try:
+            codecs.utf_8_decode(self._pending + data[:1], "strict", False)
+        except UnicodeDecodeError:
+            return max(0, len(self._pending.decode("utf-8", "replace")) - self._num_shown)
+        return 0
+
     def _decode(self, data: bytes, final: bool) -> str:
         data = self._pending + data
         piece, used = codecs.utf_8_decode(data, "replace", final)
@@ -195,3 +205,66 @@ class IncrementalDetokenizer:
             if len(tail) > _LONGEST_PARTIAL:
                 break
         return tail
+
+
+class TextOffsets:
+    """Finds where each token begins in the text of its sequence, in characters.
+
+    A token that begins inside a character has that character's offset.
+
+    Parameters
+    ----------
+    tokenizer : DecodesBytes
+    prompt_ids : sequence of int
+        Tokens before the first one; their text is not counted.
+    skip_special_tokens : bool
+        Whether the text omits special tokens.
+    text : str, optional
+        The text that was encoded to these tokens, if it is known. It may lack special tokens, and
+        differ from the tokens' text if the tokenizer normalizes.
+
+    Examples
+    --------
+    >>> class Bytes:  # one token per byte
+    ...     special_ids, strip_left = (), 0
+    ...     def token_bytes(self, token_id):
+    ...         return bytes([token_id])
+    >>> offsets = TextOffsets(Bytes())
+    >>> [offsets.push(byte) for byte in "néa".encode()]
+    [0, 1, 1, 2]
+    """
+
+    def __init__(
+        self,
+        tokenizer: DecodesBytes,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        text: str | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stream = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens)
+        self._text = text
+        self._end = 0  # length of the text of the tokens so far, less an incomplete character
+
+    def push(self, token_id: int) -> int:
+        """Add a token; return its offset."""
+        if self._text is not None and self._is_added(token_id, self._text):
+            return min(self._end, len(self._text))
+        start = self._end + self._stream.num_broken(token_id)
+        piece = self._stream.push_token(token_id)
+        self._end += len(piece)
+        if self._text is None:
+            return start
+        if not self._text.startswith(piece, self._end - len(piece)):
+            piece = piece.strip(" ")
+            found = self._text.find(piece, start, start + len(piece) + _REALIGN_CHARS)
+            if piece and found >= 0:
+                start = found
+                self._end = found + len(piece)
+        return min(start, len(self._text))
+
+    def _is_added(self, token_id: int, text: str) -> bool:
+        """Return whether this is a special token that is not written in the text."""
+        if token_id not in self._tokenizer.special_ids:
+            return False
+        return not text.startswith(self._tokenizer.token_bytes(token_id).decode(), self._end)

@@ -294,8 +294,7 @@ def test_logprobs_of_both_endpoints():
     [found] = chat_logprobs([3], entries, 2, _Bytes())
     assert (found.token, found.logprob, found.bytes) == ("€", -9999.0, [226, 130, 172])
     assert [(t.token, t.bytes) for t in found.top_logprobs] == [("a", [97]), ("\ufffd", [195])]
-    logs, offset = completion_logprobs([2, 3], [None, *entries], 5, _Bytes())
-    assert offset == 7
+    logs = completion_logprobs([2, 3], [None, *entries], [5, 6], _Bytes())
     assert logs.tokens == ["\ufffd", "€"]
     assert logs.token_logprobs == [None, -9999.0]
     assert logs.text_offset == [5, 6]

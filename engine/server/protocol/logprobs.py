@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -94,33 +94,37 @@ def chat_logprobs(
 def completion_logprobs(
     token_ids: Sequence[int],
     entries: Sequence[Entry | None],
-    offset: int,
+    offsets: Iterable[int],
     tokenizer: Any,
-) -> tuple[CompletionLogprobs, int]:
-    """Return the log-probabilities of these tokens, and the text offset after them.
+) -> CompletionLogprobs:
+    """Return the log-probabilities of these tokens.
 
     Parameters
     ----------
     token_ids : sequence of int
     entries : sequence of (dict from int to Logprob, or None)
-    offset : int
-        Number of characters before the first token.
+    offsets : iterable of int
+        Where each token begins in the text, in characters.
     tokenizer : Tokenizer or None
     """
     found = CompletionLogprobs([], [], [], [])
-    for token_id, entry in zip(token_ids, entries, strict=False):
+    for token_id, entry, offset in zip(token_ids, entries, offsets, strict=False):
         text = _text(token_id, entry, tokenizer)
         found.tokens.append(text)
         found.text_offset.append(offset)
-        offset += len(text)
         if entry is None:  # the first token of a prompt has no log-probability
             found.token_logprobs.append(None)
             found.top_logprobs.append(None)
             continue
         found.token_logprobs.append(max(entry[token_id].logprob, _LEAST))
-        top = {_text(i, entry, tokenizer): max(e.logprob, _LEAST) for i, e in entry.items()}
+        top: dict[str, float] = {}
+        for i, e in entry.items():
+            key = _text(i, entry, tokenizer)
+            if key in top or (key == text and i != token_id):
+                key = f"token_id:{i}"  # tokens may have equal texts, such as parts of characters
+            top[key] = max(e.logprob, _LEAST)
         found.top_logprobs.append(top)
-    return found, offset
+    return found
 
 
 def prompt_logprobs(

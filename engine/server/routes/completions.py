@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -40,6 +41,7 @@ from engine.server.protocol.logprobs import (
 )
 from engine.server.server_config import ServerConfig
 from engine.server.sse import EventStream, unless_disconnected
+from engine.text.detokenizer import TextOffsets
 
 __all__ = ["ENDPOINTS", "CompletionJob", "answer_completion", "prepare_completion", "routes"]
 
@@ -256,7 +258,8 @@ class _ChoiceWriter:
     def __init__(self, job: CompletionJob, prompt_index: int) -> None:
         self._job = job
         self._first_index = prompt_index * job.params.n
-        self._offsets: dict[int, int] = {}  # continuation -> length of its text so far
+        self._continuations: dict[int, _Continuation] = {}
+        self._prompt_logprobs: Sequence[Any] | None = None  # only the first output has them
         self._has_logprobs = job.body.logprobs is not None
         self.hides_output = bool(job.body.echo) and job.body.max_tokens == 0
         self.is_plain = not (job.body.echo or self._has_logprobs)
@@ -272,27 +275,29 @@ class _ChoiceWriter:
         reason = completion.finish_reason
         if reason == "error":
             raise APIError(500, f"the request failed: {completion.stop_reason}")
-        is_first = completion.index not in self._offsets
-        offset = self._offsets.setdefault(completion.index, 0)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
+        is_first = completion.index not in self._continuations
+        if is_first:
+            skips = job.params.skip_special_tokens
+            self._continuations[completion.index] = _Continuation(
+                job.client.tokenizer, output.prompt_token_ids, skips
+            )
+        continuation = self._continuations[completion.index]
         text = ""
-        logprobs = CompletionLogprobs([], [], [], []) if self._has_logprobs else None
         if is_first and job.body.echo:
             text = self._prompt_text(output)
-            if logprobs is not None and output.prompt_logprobs is not None:
+            if self._has_logprobs:
                 ids = output.prompt_token_ids
-                entries = output.prompt_logprobs
-                logprobs, offset = completion_logprobs(ids, entries, offset, job.client.tokenizer)
+                continuation.add_prompt(text, ids, self._prompt_logprobs or ())
         if not self.hides_output:
             text += completion.text
-            if logprobs is not None and completion.logprobs is not None:
-                ids = completion.token_ids
-                entries = completion.logprobs
-                more, offset = completion_logprobs(ids, entries, offset, job.client.tokenizer)
-                logprobs = _joined(logprobs, more)
-        self._offsets[completion.index] = offset
-        shown = (
-            output.prompt_logprobs if is_first and job.body.prompt_logprobs is not None else None
-        )
+            if self._has_logprobs and completion.logprobs is not None:
+                continuation.add(completion)
+        logprobs = None
+        if self._has_logprobs:
+            logprobs = continuation.take(len(text), is_last=reason is not None)
+        shown = self._prompt_logprobs if is_first and job.body.prompt_logprobs is not None else None
         return CompletionChoice(
             self.index(completion),
             text,
@@ -312,13 +317,69 @@ class _ChoiceWriter:
         return text
 
 
-def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    return CompletionLogprobs(
-        first.tokens + second.tokens,
-        first.token_logprobs + second.token_logprobs,
-        first.top_logprobs + second.top_logprobs,
-        first.text_offset + second.text_offset,
-    )
+class _Continuation:
+    """Log-probabilities of one continuation, each sent with the text that it belongs to.
+
+    Text that may become a stop string is sent later than its tokens are known, or never.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skips_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._offsets = None
+        if tokenizer is not None:
+            self._offsets = TextOffsets(tokenizer, prompt_ids, skips_special)
+        self._begin = 0  # length of the prompt's text, with `echo`
+        self._num_sent = 0  # characters
+        self._held = CompletionLogprobs([], [], [], [])
+
+    def add_prompt(self, text: str, token_ids: Sequence[int], entries: Sequence[Any]) -> None:
+        """Add the prompt's log-probabilities."""
+        self._begin = len(text)
+        offsets = None
+        if self._tokenizer is not None:
+            offsets = TextOffsets(self._tokenizer, (), False, text)
+        self._add(token_ids, entries, offsets, 0)
+
+    def add(self, completion: CompletionOutput) -> None:
+        """Add the log-probabilities of new tokens."""
+        assert completion.logprobs is not None
+        self._add(completion.token_ids, completion.logprobs, self._offsets, self._begin)
+
+    def _add(
+        self,
+        token_ids: Sequence[int],
+        entries: Sequence[Any],
+        offsets: TextOffsets | None,
+        begin: int,
+    ) -> None:
+        positions = [begin] * len(token_ids)
+        if offsets is not None:
+            positions = [begin + offsets.push(i) for i in token_ids[: len(entries)]]
+        more = completion_logprobs(token_ids, entries, positions, self._tokenizer)
+        self._held.tokens += more.tokens
+        self._held.token_logprobs += more.token_logprobs
+        self._held.top_logprobs += more.top_logprobs
+        self._held.text_offset += more.text_offset
+
+    def take(self, num_chars: int, is_last: bool) -> CompletionLogprobs:
+        """Send this many further characters; return the log-probabilities that go with them."""
+        self._num_sent += num_chars
+        held = self._held
+        end = self._num_sent
+        offsets = held.text_offset
+        count = len(offsets) if is_last else bisect.bisect_left(offsets, end)
+        self._held = CompletionLogprobs(
+            held.tokens[count:],
+            held.token_logprobs[count:],
+            held.top_logprobs[count:],
+            offsets[count:],
+        )
+        return CompletionLogprobs(
+            held.tokens[:count],
+            held.token_logprobs[:count],
+            held.top_logprobs[:count],
+            [min(offset, end) for offset in offsets[:count]],
+        )
 
 
 # ---- streaming
@@ -350,7 +411,8 @@ class _FrameWriter:
                     found += self._chunks.text(writer.index(completion), completion.text)
                 continue
             choice = writer.choice(output, completion)
-            if choice.text or choice.logprobs is not None or choice.finish_reason is not None:
+            has_logprobs = choice.logprobs is not None and choice.logprobs.tokens
+            if choice.text or has_logprobs or choice.finish_reason is not None:
                 found += self._chunks.choice(choice)
         return found
 
