@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from engine.checks import shown
+from engine.checks import shown, warn_once
 from engine.errors import ConfigError
 
 __all__ = ["REQUIRED", "Fields"]
@@ -23,7 +23,8 @@ REQUIRED = _Required()
 class Fields:
     """Typed, range-checked access to a mapping read from a file.
 
-    A null value counts as absent, as in Hugging Face's files.
+    A null value counts as absent, as in Hugging Face's files. A whole number may be written as a
+    float.
 
     Parameters
     ----------
@@ -41,6 +42,7 @@ class Fields:
         self._values = values
         self._where = where
         self._names = names or {}
+        self._read: set[str] = set()
 
     def error(self, key: str, wanted: str) -> ConfigError:
         """Return the ConfigError "`key` must be `wanted`; got <value>"."""
@@ -48,12 +50,22 @@ class Fields:
         got = shown(self._values[key]) if key in self._values else "nothing"
         return ConfigError(f"{self._where}: {name} must be {wanted}; got {got}")
 
+    def warn(self, key: str, message: str) -> None:
+        """Log "`key` `message`; got <value>", once."""
+        name = self._names.get(key, key)
+        warn_once(f"{self._where}: {name} {message}; got {shown(self._values.get(key))}")
+
+    def unread(self) -> list[str]:
+        """Return the keys that no method has returned the value of, in the file's order."""
+        return [key for key in self._values if key not in self._read]
+
     def has(self, key: str) -> bool:
         """Tell whether `key` is present and not null."""
-        return self._values.get(key) is not None
+        return self.raw(key) is not None
 
     def raw(self, key: str) -> Any:
         """Return the unchecked value, None if absent."""
+        self._read.add(key)
         return self._values.get(key)
 
     def _absent(self, key: str, default: _T | _Required, wanted: str) -> _T:
@@ -64,11 +76,11 @@ class Fields:
     def integer(
         self, key: str, low: int, high: int, default: _T | _Required = REQUIRED
     ) -> int | _T:
-        """Return an integer in [low, high]; floats and bools are rejected."""
+        """Return an integer in [low, high]; bools, and floats with a fraction, are rejected."""
         wanted = f"a whole number from {low} to {high}"
         if not self.has(key):
             return self._absent(key, default, wanted)
-        value = self._values[key]
+        value = _whole(self._values[key])
         if type(value) is not int or not low <= value <= high:
             raise self.error(key, wanted)
         return value
@@ -106,7 +118,7 @@ class Fields:
     def reals(self, key: str, count: int, low: float, high: float) -> tuple[float, ...]:
         """Return exactly `count` finite numbers in [low, high]."""
         wanted = f"{count} numbers from {low:g} to {high:g}"
-        value = self._values.get(key)
+        value = self.raw(key)
         if not isinstance(value, list | tuple) or len(value) != count:
             got = f"{len(value)} of them" if isinstance(value, list | tuple) else shown(value)
             name = self._names.get(key, key)
@@ -116,18 +128,24 @@ class Fields:
         return tuple(float(one) for one in value)
 
     def token_ids(self, key: str, vocab_size: int, default: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return token ids, stored as an int or as a list."""
+        """Return token ids, stored as an int or as a list.
+
+        Ids outside the vocabulary are left out with a warning: no token can equal them.
+        """
         if not self.has(key):
             return tuple(default)
         value = self._values[key]
-        ids = value if isinstance(value, list | tuple) else [value]
-        if len(ids) > 1024 or any(type(one) is not int or not 0 <= one < vocab_size for one in ids):
+        ids = [_whole(one) for one in (value if isinstance(value, list | tuple) else [value])]
+        if len(ids) > 1024 or any(type(one) is not int for one in ids):
             raise self.error(key, f"token ids from 0 to {vocab_size - 1}")
-        return tuple(dict.fromkeys(ids))
+        known = [one for one in ids if 0 <= one < vocab_size]
+        if len(known) < len(ids):
+            self.warn(key, f"has ids that are ignored, since the vocabulary has {vocab_size}")
+        return tuple(dict.fromkeys(known))
 
     def child(self, key: str) -> Fields:
         """Return the object under `key`."""
-        value = self._values.get(key)
+        value = self.raw(key)
         if not isinstance(value, Mapping):
             raise self.error(key, "an object")
         return Fields(value, f"{self._where}: {self._names.get(key, key)}", self._names)
@@ -135,3 +153,8 @@ class Fields:
     def beside(self, values: Mapping[str, Any], what: str) -> Fields:
         """Return a `Fields` over `values` from the same file; messages call it `what`."""
         return Fields(values, f"{self._where}: {what}", self._names)
+
+
+def _whole(value: Any) -> Any:
+    """Return a float without a fraction as an int, and any other value unchanged."""
+    return int(value) if type(value) is float and value.is_integer() else value

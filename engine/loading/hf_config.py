@@ -19,9 +19,11 @@ from engine.config import ModelConfig
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError
 from engine.loading._fields import Fields
+from engine.loading.gguf import GgufFile
 from engine.loading.moe_config import moe_config
 from engine.loading.quantized.scheme import scheme_of
 from engine.loading.rope_config import MAX_POSITIONS, rope_configs, scaled_max_position
+from engine.loading.safetensors import open_safetensors
 from engine.model_files import is_present, read_json
 from engine.models.family import Family
 from engine.models.registry import family
@@ -43,6 +45,50 @@ _GEMMA_KEYS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_s
 
 _SWITCHED = ("switched", "max_window_layers", "even_layers", "layers_without_rope")
 
+# Defaults that transformers applies and the engine does not -> values at which they do nothing.
+_UNSUPPORTED_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "top_h": (),
+    "penalty_alpha": (0.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "guidance_scale": (1.0,),
+    "bad_words_ids": ([],),
+    "force_words_ids": ([],),
+    "constraints": ([],),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ({}, []),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "stop_strings": ([],),
+    "watermarking_config": (),
+    "dola_layers": (),
+    # Of .gguf files only
+    "xtc_probability": (0.0,),
+    "mirostat": (0,),
+    "sequence": (),
+}
+_GGUF_SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+    **{
+        key: f"general.sampling.{key}"
+        for key in ("top_k", "top_p", "min_p", "xtc_probability", "mirostat", "sequence")
+    },
+}
+_ONLY_THE_BEST = 1e-9  # as a top_p, which must be above 0 in `SamplingParams`
+
+_STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -57,8 +103,11 @@ def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
     path = Path(directory)
     values = read_json(path / "config.json", root=path)
     generation = generation_config(path)
-    tokens = {key: generation[key] for key in ("eos_token_id",) if key in generation}
-    return config_from_dict({**values, **tokens}, str(path / "config.json"))
+    more = {key: generation[key] for key in ("eos_token_id",) if key in generation}
+    key = "torch_dtype" if values.get("dtype") is None else "dtype"
+    if values.get(key) == "auto":
+        more[key] = _stored_dtype(path)
+    return config_from_dict({**values, **more}, str(path / "config.json"))
 
 
 def config_from_dict(values: Mapping[str, Any], where: str = "config") -> ModelConfig:
@@ -130,7 +179,7 @@ def build_config(
 
 
 def _refuse_unsupported(fields: Fields, kind: Family) -> None:
-    if fields.has("quantization_config"):
+    if fields.raw("quantization_config") not in (None, {}):
         scheme_of(fields.child("quantization_config"))  # raises if it is not supported
     foreign = (key for key in _GEMMA_KEYS if key not in kind.defaults)
     for key in (*kind.unsupported, *foreign):
@@ -227,20 +276,36 @@ def _multipliers(fields: Fields) -> dict[str, float]:
 
 
 def _tokens(fields: Fields, vocab_size: int) -> dict[str, Any]:
-    pad = fields.integer("pad_token_id", -1, _MAX_VOCAB, None)
+    is_no_pad = fields.raw("pad_token_id") == -1  # means none in old files
+    pad = () if is_no_pad else fields.token_ids("pad_token_id", vocab_size)
     return {
         "bos_token_id": next(iter(fields.token_ids("bos_token_id", vocab_size)), None),
         "eos_token_ids": fields.token_ids("eos_token_id", vocab_size),
-        "pad_token_id": None if pad == -1 else pad,  # -1 means none in old files
+        "pad_token_id": next(iter(pad), None),
     }
 
 
 def _dtype(fields: Fields) -> str:
     key = "dtype" if fields.has("dtype") else "torch_dtype"
     name = fields.text(key, "float32").removeprefix("torch.")
+    if name == "auto":  # of a mapping without files; see `load_hf_config`
+        return "float32"
     if name not in FLOAT_NAMES:
-        raise fields.error(key, f"one of {', '.join(FLOAT_NAMES)}")
+        raise fields.error(key, f"one of {', '.join(FLOAT_NAMES)}, auto")
     return name
+
+
+def _stored_dtype(directory: Path) -> str:
+    """Return the dtype of the checkpoint's first matrix that is not quantized.
+
+    It is "float32" if the directory has no weights, as for random ones.
+    """
+    if not any(directory.glob("*.safetensors")):
+        return "float32"
+    checkpoint = open_safetensors(directory)
+    matrices = (name for name in checkpoint.names() if len(checkpoint.shape(name)) > 1)
+    names = (_STORED_DTYPES.get(checkpoint.dtype(name)) for name in matrices)
+    return next((name for name in names if name is not None), "float32")
 
 
 def _rope_layers(fields: Fields, kind: Family, num_layers: int) -> tuple[bool, ...]:
@@ -322,7 +387,8 @@ def generation_config(path: str | PathLike[str]) -> dict[str, Any]:
     Parameters
     ----------
     path : str or path
-        Model directory, or a .gguf file. Without a generation_config.json the result is empty.
+        Model directory with or without a generation_config.json; or a .gguf file, whose
+        general.sampling.* are read.
 
     Returns
     -------
@@ -334,20 +400,45 @@ def generation_config(path: str | PathLike[str]) -> dict[str, Any]:
     ------
     ConfigError
         If the file is damaged or a value is out of range.
+
+    Notes
+    -----
+    Defaults that the engine does not support, such as num_beams, are logged as warnings.
     """
     root = Path(path)
     file = root / "generation_config.json"
-    if not is_present(file):
+    if root.suffix == ".gguf":
+        fields = _sampling_fields(root)
+    elif is_present(file):
+        fields = Fields(read_json(file, root=root), str(file))
+    else:
         return {}
-    fields = Fields(read_json(file, root=root), str(file))
     stated = {
-        "temperature": fields.real("temperature", 0.0, 1e6, None),
-        "top_k": fields.integer("top_k", 0, _MAX_VOCAB, None),
+        "temperature": fields.real("temperature", 0.0, 100.0, None),
+        "top_k": fields.integer("top_k", -1, _MAX_VOCAB, None),  # -1 and 0: the whole vocabulary
         "top_p": fields.real("top_p", 0.0, 1.0, None),
         "min_p": fields.real("min_p", 0.0, 1.0, None),
-        "repetition_penalty": fields.real("repetition_penalty", 1e-6, 1e6, None),
+        "repetition_penalty": fields.real("repetition_penalty", 1e-6, 100.0, None),
         "eos_token_id": list(fields.token_ids("eos_token_id", _MAX_VOCAB)) or None,
-        "max_new_tokens": fields.integer("max_new_tokens", 1, MAX_POSITIONS, None),
+        "max_new_tokens": fields.integer("max_new_tokens", 1, 1 << 62, None),
         "do_sample": fields.flag("do_sample", False) if fields.has("do_sample") else None,
     }
+    for key, neutral in _UNSUPPORTED_SAMPLING.items():
+        if (given := fields.raw(key)) is not None and given not in neutral:
+            fields.warn(key, "is not applied: the engine does not support it as a default")
+    if stated["top_p"] == 0.0:
+        stated["top_p"] = _ONLY_THE_BEST
+    if stated["max_new_tokens"] is not None:
+        stated["max_new_tokens"] = min(stated["max_new_tokens"], MAX_POSITIONS)
     return {key: value for key, value in stated.items() if value is not None}
+
+
+def _sampling_fields(path: Path) -> Fields:
+    """Return the sampling defaults in a .gguf file's metadata, under generation_config.json's keys.
+
+    Numbers are rounded to 6 digits, since the file stores them in float32.
+    """
+    metadata = GgufFile(path).metadata
+    found = {key: metadata[name] for key, name in _GGUF_SAMPLING.items() if name in metadata}
+    values = {key: float(f"{v:.6g}") if type(v) is float else v for key, v in found.items()}
+    return Fields(values, str(path), _GGUF_SAMPLING)

@@ -17,11 +17,12 @@ METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar", "custom
 """Allowed values of `method`."""
 
 _OF_MODELS = ("draft_model", "eagle3", "mtp")
+_MATCH = (3, 8)  # default tokens of a match: minimum and maximum
 _NUM_TOKENS = {"ngram": 8, "suffix": 12}  # default drafts by method; 4 for the others
 _RANGES = {
     "num_speculative_tokens": NumberRange(1, MAX_QUERY_LEN - 1, integer=True, optional=True),
-    "prompt_lookup_min": NumberRange(1, 64, integer=True),
-    "prompt_lookup_max": NumberRange(1, 64, integer=True),
+    "prompt_lookup_min": NumberRange(1, 64, integer=True, optional=True),
+    "prompt_lookup_max": NumberRange(1, 64, integer=True, optional=True),
     "disable_by_batch_size": NumberRange(1, 2**31 - 1, integer=True, optional=True),
 }
 _TEXTS = ("model", "quantization", "dtype", "revision")
@@ -46,9 +47,10 @@ class SpeculativeConfig:
     model : str, optional
         For "draft_model", "eagle3" and "mtp": a name, folder, .gguf file or hub id. By default,
         "mtp" reads the head from the target's own folder.
-    prompt_lookup_min, prompt_lookup_max : int
+    prompt_lookup_min, prompt_lookup_max : int, optional
         For "ngram": minimum and maximum match length in tokens; the longest match is used.
-        "suffix" ignores the maximum.
+        Default: 3 and 8; with a maximum alone, the minimum equals it, as in vLLM; with a minimum
+        alone, the maximum is at least 8. "suffix" ignores the maximum.
     proposer : callable, optional
         For "custom": ``proposer(token_ids, num_tokens)`` returns up to num_tokens ids that may
         follow, or `Drafts`, or None.
@@ -78,8 +80,8 @@ class SpeculativeConfig:
     method: str = ""
     num_speculative_tokens: int | None = None
     model: str | None = None
-    prompt_lookup_min: int = 3
-    prompt_lookup_max: int = 8
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
     proposer: Callable[..., Any] | None = None
     disable_by_batch_size: int | None = None
     adaptive: bool = True
@@ -126,11 +128,21 @@ class SpeculativeConfig:
         if self.proposer is not None and not callable(self.proposer):
             raise _wrong("proposer", "a callable or None", self.proposer)
         self._check_method()
-        if self.method == "ngram" and self.prompt_lookup_min > self.prompt_lookup_max:
-            most = f"at most prompt_lookup_max = {self.prompt_lookup_max}"
-            raise _wrong("prompt_lookup_min", most, self.prompt_lookup_min)
+        least, most = self._match_lengths()
+        self._set("prompt_lookup_min", least)
+        self._set("prompt_lookup_max", most)
+        if self.method == "ngram" and least > most:
+            raise _wrong("prompt_lookup_min", f"at most prompt_lookup_max = {most}", least)
         if self.num_speculative_tokens is None:
             self._set("num_speculative_tokens", _NUM_TOKENS.get(self.method, 4))
+
+    def _match_lengths(self) -> tuple[int, int]:
+        """Return the minimum and maximum match length, with defaults filled in."""
+        least = self.prompt_lookup_min
+        most = self.prompt_lookup_max
+        if least is None:
+            least = _MATCH[0] if most is None or self.method != "ngram" else most
+        return least, max(least, _MATCH[1]) if most is None else most
 
     @property
     def num_tokens(self) -> int:

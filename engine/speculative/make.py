@@ -65,6 +65,7 @@ def _make_proposer(
         return CustomProposer(config.proposer)
     if config.method == "grammar":
         return ForcedTokens()
+    assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None
     if config.method == "suffix":
         return SuffixProposer(config.prompt_lookup_min, allow_trees=limits.draft_trees)
     if config.method == "ngram":

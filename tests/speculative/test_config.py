@@ -50,7 +50,10 @@ def test_without_it_there_are_no_drafts():
         ),
         ({"method": "ngram", "num_speculative_tokens": 64}, r"in \[1, 63\], or None; got 64"),
         ({"method": "ngram", "num_speculative_tokens": True}, "got True"),
-        ({"method": "ngram", "prompt_lookup_min": 9}, "at most prompt_lookup_max = 8; got 9"),
+        (
+            {"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4},
+            "at most prompt_lookup_max = 4; got 5",
+        ),
         ({"method": "ngram", "prompt_lookup_max": 65}, r"prompt_lookup_max must be .*got 65"),
         ({"method": "ngram", "disable_by_batch_size": 0}, "disable_by_batch_size must be"),
         ({"method": "ngram", "adaptive": 1}, "adaptive must be True or False; got 1"),
@@ -72,3 +75,21 @@ def test_wrong_values_are_named(option, words):
 def test_an_unknown_name_has_a_nearest_one():
     with pytest.raises(UnknownOptionError, match="num_speculative_tokens"):
         SpeculativeConfig.from_option({"method": "ngram", "num_speculative_token": 3})
+
+
+@pytest.mark.parametrize(
+    ("given", "lengths"),
+    [
+        ({}, (3, 8)),
+        ({"prompt_lookup_max": 2}, (2, 2)),
+        ({"prompt_lookup_max": 6}, (6, 6)),
+        ({"prompt_lookup_min": 2}, (2, 8)),
+        ({"prompt_lookup_min": 9}, (9, 9)),
+        ({"prompt_lookup_min": None, "prompt_lookup_max": None}, (3, 8)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 2}, (2, 2)),
+    ],
+)
+def test_one_length_of_a_match_alone(given, lengths):
+    """As in vLLM the minimum follows a maximum; a minimum never exceeds the default maximum."""
+    config = SpeculativeConfig(method="ngram", **given)
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == lengths

@@ -45,7 +45,7 @@ def load_scheme(directory: str | PathLike[str]) -> QuantizationScheme | None:
         return None
     values = read_json(root / "config.json", root=root)
     for key in ("quantization_config", "compression_config"):
-        if values.get(key) is not None:
+        if values.get(key) not in (None, {}):
             fields = Fields(values, str(root / "config.json")).child(key)
             return scheme_of(fields, "compressed-tensors" if key == "compression_config" else None)
     for name in _OLD_FILES:

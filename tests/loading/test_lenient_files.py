@@ -1,0 +1,187 @@
+"""Values that transformers and vLLM load and that change no result: read, or ignored by warning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import engine
+from engine.checks import warn_once
+from engine.errors import ConfigError, WeightsError
+from engine.loading.hf_config import generation_config
+from engine.loading.model_config import load_config
+from engine.sampling_params import SamplingParams
+from tests.loading.tiny import llama_gguf
+from tests.server.test_serve import SMALL, _body, _post, _tokenizer, serving
+
+
+@pytest.fixture(autouse=True)
+def _warn_again():
+    warn_once.cache_clear()
+
+
+def edit(path: Path, **changes) -> None:
+    values = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**values, **changes}))
+
+
+def logits(path: Path) -> np.ndarray:
+    model = engine.load(path, device="cpu")
+    return model.step([[5, 9, 3, 17]], model.new_cache(1, 8), logits="all")
+
+
+HARMLESS = [
+    {"torch_dtype": "auto"},
+    {"dtype": "auto", "torch_dtype": None},
+    {"eos_token_id": 400},
+    {"eos_token_id": [2, 400, -1]},
+    {"bos_token_id": 400},
+    {"bos_token_id": -1},
+    {"pad_token_id": 4_000_000_000},
+    {"pad_token_id": -1},
+    {"quantization_config": None},
+    {"quantization_config": {}},
+    {"compression_config": {}},
+    {"rope_theta": 10000},
+    {"rope_scaling": None, "rope_parameters": None},
+    {"sliding_window": None, "layer_types": None},
+    {"max_position_embeddings": 128.0},
+    {"vocab_size": 40.0},
+    {"architectures": None},
+    {"num_key_value_heads": 2.0, "head_dim": None},
+]
+
+
+@pytest.mark.parametrize("changes", HARMLESS, ids=json.dumps)
+def test_a_config_loads_as_the_plain_one(make_model, changes):
+    path, _, _ = make_model("llama")
+    wanted = logits(path)
+    edit(path / "config.json", **changes)
+    np.testing.assert_array_equal(logits(path), wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(ml_dtypes.bfloat16, "bfloat16"), (np.float16, "float16")]
+)
+def test_an_automatic_dtype_is_that_of_the_weights(make_model, dtype, name):
+    path, _, _ = make_model("llama", dtype, torch_dtype="auto")
+    assert load_config(path).dtype == name
+    assert load_config(path) == load_config(path)
+    (path / "model.safetensors").unlink()
+    assert load_config(path).dtype == "float32"  # random weights need no files
+
+
+def test_ids_outside_the_vocabulary_are_named(make_model, caplog):
+    path, _, _ = make_model("llama", eos_token_id=[2, 400], bos_token_id=41)
+    config = load_config(path)
+    assert (config.eos_token_ids, config.bos_token_id) == ((2,), None)
+    assert "eos_token_id has ids that are ignored, since the vocabulary has 40" in caplog.text
+    assert "got [2, 400]" in caplog.text and "got 41" in caplog.text
+
+
+def test_generation_config_may_name_ids_outside_the_vocabulary(make_model):
+    path, _, _ = make_model("llama")
+    edit(path / "generation_config.json", eos_token_id=[3, 400])
+    assert load_config(path).eos_token_ids == (3,)
+    (path / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    edit(path / "config.json", eos_token_id=-1)
+    edit(path / "generation_config.json", eos_token_id=1 << 40)
+    model = engine.load(path, device="cpu")
+    assert model.tokenizer.encode("ab") and model.eos_token_ids == ()
+
+
+SAMPLING = [
+    ({"top_k": -1}, {"top_k": -1}),
+    ({"top_k": 0}, {"top_k": 0}),
+    ({"top_k": 50.0}, {"top_k": 50}),
+    ({"top_k": None, "temperature": None, "do_sample": None, "eos_token_id": None}, {}),
+    ({"temperature": 0, "do_sample": False}, {"temperature": 0.0}),
+    ({"temperature": 0.0, "do_sample": True}, {"temperature": 0.0}),
+    ({"temperature": 0.7, "do_sample": False}, {"temperature": 0.0}),
+    ({"max_length": 4096, "transformers_version": "4.40.0", "_from_model_config": True}, {}),
+    ({"max_new_tokens": 10**9}, {"max_tokens": 1 << 24}),
+    ({"num_beams": 1, "typical_p": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None}, {}),
+]
+
+
+@pytest.mark.parametrize(("values", "wanted"), SAMPLING, ids=str)
+def test_sampling_defaults(tmp_path, caplog, values, wanted):
+    edit(tmp_path / "generation_config.json", **values)
+    params = SamplingParams.from_generation_config(generation_config(tmp_path))
+    assert params == SamplingParams(**wanted)
+    assert not caplog.text
+
+
+def test_a_top_p_of_0_keeps_the_best_token(tmp_path):
+    edit(tmp_path / "generation_config.json", top_p=0.0)
+    assert 0 < SamplingParams.from_generation_config(generation_config(tmp_path)).top_p < 1e-6
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"num_beams": 4}, {"suppress_tokens": [7]}, {"typical_p": 0.5}, {"min_new_tokens": 3}],
+)
+def test_unsupported_sampling_defaults_are_named(tmp_path, caplog, values):
+    edit(tmp_path / "generation_config.json", temperature=0.5, **values)
+    assert generation_config(tmp_path) == {"temperature": 0.5}
+    (key,) = values
+    assert f"{key} is not applied" in caplog.text and f"got {values[key]}" in caplog.text
+
+
+def test_sampling_defaults_of_a_gguf(tmp_path, caplog):
+    names = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1}
+    metadata = {f"general.sampling.{key}": value for key, value in names.items()}
+    found = generation_config(llama_gguf(tmp_path / "m.gguf", metadata))
+    assert found.pop("repetition_penalty") == names.pop("penalty_repeat")
+    assert found.pop("temperature") == names.pop("temp")
+    assert found == names and not caplog.text
+    generation_config(llama_gguf(tmp_path / "n.gguf", {"general.sampling.mirostat": 2}))
+    assert "general.sampling.mirostat is not applied" in caplog.text and "got 2" in caplog.text
+
+
+def test_an_index_may_name_a_tensor_that_the_model_does_not_need(make_model, caplog):
+    path, _, _ = make_model("llama")
+    wanted = logits(path)
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    save_file(tensors, path / "model-00001-of-00001.safetensors")
+    names = dict.fromkeys([*tensors, "model.rotary.absent"], "model-00001-of-00001.safetensors")
+    edit(path / "model.safetensors.index.json", weight_map=names)
+    np.testing.assert_array_equal(logits(path), wanted)
+    assert "model.rotary.absent" in caplog.text
+    tensors.pop("model.norm.weight")
+    save_file(tensors, path / "model-00001-of-00001.safetensors")
+    with pytest.raises(WeightsError, match=r"a tensor is missing: model\.norm\.weight"):
+        logits(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"torch_dtype": "float64"}, "torch_dtype must be one of .*auto; got 'float64'"),
+        ({"eos_token_id": "2"}, "eos_token_id must be token ids"),
+        ({"vocab_size": 40.5}, "vocab_size must be a whole number .*got 40.5"),
+        ({"quantization_config": {"bits": 4}}, "quant_method must be"),
+    ],
+)
+def test_what_changes_the_result_is_still_refused(make_model, changes, message):
+    path, _, _ = make_model("llama")
+    edit(path / "config.json", **changes)
+    with pytest.raises(ConfigError, match=message):
+        load_config(path)
+
+
+def test_a_server_of_such_files(make_model):
+    path, _, _ = make_model("llama", torch_dtype="auto", eos_token_id=[2, 400], vocab_size=128)
+    edit(path / "generation_config.json", top_k=-1, top_p=None, temperature=0.25)
+    (path / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    drafts = json.dumps({"method": "ngram", "prompt_lookup_max": 2})
+    options = (*SMALL, "--served-model-name", "tiny", "--speculative-config", drafts)
+    with serving(str(path), *options) as server:
+        answer = json.loads(_post(server, _body(4, temperature=None)).read())
+    assert answer["usage"]["completion_tokens"] == 4, answer
