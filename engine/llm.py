@@ -24,7 +24,10 @@ from engine.text.chat_template import RESERVED_VARIABLES
 __all__ = ["LLM"]
 
 MAX_PROMPTS = 2**20  # maximum prompts per call
-_CHAT_OPTIONS = ("add_generation_prompt", "allow_special_in_content", "tools")
+_CHAT_OPTIONS = (
+    *("add_generation_prompt", "allow_special_in_content", "continue_final_message"),
+    "tools",
+)
 
 Message = Mapping[str, Any]
 
@@ -143,8 +146,9 @@ class LLM:
             Read control tokens (``<|im_end|>``) in messages and tools, as transformers does. False,
             as in the server, makes them ordinary text: only the template writes control tokens.
         **template_options
-            add_generation_prompt, tools, and any other variables that the model's chat template
-            reads (enable_thinking, ...).
+            add_generation_prompt, continue_final_message (end the prompt with the text of the last
+            message), tools, and any other variables that the model's chat template reads
+            (enable_thinking, ...).
 
         Raises
         ------

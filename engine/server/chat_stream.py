@@ -184,8 +184,12 @@ class ChatService:
         if self._config is not None and self._config.log_prompts:
             log_prompt(request_id, prompt["prompt"])
         if getattr(params, "structured", None) is None and self.reasoning_parser is not None:
-            make = functools.partial(reasoning.get, self.reasoning_parser, prompt["prompt"])
-            options["reasoning_parser"] = make
+            options["reasoning_parser"] = functools.partial(
+                reasoning.get,
+                self.reasoning_parser,
+                prompt["prompt"],
+                continued=body.messages[-1].text if body.continue_final_message else "",
+            )
         return ChatRequest(
             request_id,
             prompt,
@@ -214,7 +218,8 @@ class ChatService:
         tools = template_tools(body.tools or []) if has_tools else None
         prompt = tokenizer.render_chat(
             messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
             tools=tools,
             allow_special_in_content=self._allow_special,
             **self._variables(body, has_tools),

@@ -32,6 +32,8 @@ class ReasoningParser:
     ----------
     is_open : bool or None
         Whether the answer begins inside the block; None: the answer may open one itself.
+    is_continued : bool
+        Whether the block has text already, so white space at the beginning is kept.
 
     Examples
     --------
@@ -40,9 +42,10 @@ class ReasoningParser:
     (('Hm', ''), ('m.', ''), ('', 'Yes'))
     """
 
-    def __init__(self, is_open: bool | None) -> None:
+    def __init__(self, is_open: bool | None, *, is_continued: bool = False) -> None:
         self._gate = TextGate()  # trims the reasoning
-        self._gate.cut()
+        if not is_continued:
+            self._gate.cut()
         self._held: list[str] = []  # white space before the block or the content
         self._pending = ""  # possible start of a marker
         self._state = "content" if is_open is False else "reasoning" if is_open else "start"
@@ -100,7 +103,7 @@ class ReasoningParser:
         return reasoning, text[found + len(_CLOSE) :]
 
 
-def get(name: str, prompt: str | None = None) -> ReasoningParser:
+def get(name: str, prompt: str | None = None, continued: str = "") -> ReasoningParser:
     """Return a new parser for one answer.
 
     Parameters
@@ -110,6 +113,9 @@ def get(name: str, prompt: str | None = None) -> ReasoningParser:
     prompt : str, optional
         The prompt that the model continues; its end determines whether the block is open. Without
         it, "deepseek_r1" begins inside the block and "qwen3" may open one.
+    continued : str
+        Text of the message that the answer continues, if any: the answer is reasoning if the text
+        has an open block.
 
     Raises
     ------
@@ -127,6 +133,10 @@ def get(name: str, prompt: str | None = None) -> ReasoningParser:
         raise ConfigError(
             f"reasoning parser must be one of {', '.join(NAMES)}; got {name[:80]!r}{hint}"
         )
+    if continued.strip():
+        _, mark, thought = continued.rpartition(_OPEN)
+        is_open = bool(mark) and _CLOSE not in thought
+        return ReasoningParser(is_open, is_continued=bool(thought.strip()))
     if prompt is None:
         return ReasoningParser(True if name == "deepseek_r1" else None)
     end = prompt[-64:].rstrip()

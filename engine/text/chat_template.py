@@ -9,6 +9,7 @@ A template is untrusted code, so it is parsed and run in another process, in a s
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = ["RESERVED_VARIABLES", "ChatTemplate"]
 
 MAX_SOURCE_CHARS = 1_000_000
 MAX_DEPTH = 64  # maximum nesting of lists and dicts in a template's arguments
+_TAG_SPACE = "\u205f"  # white space that templates strip, but do not write
 MAX_INT_BITS = 2048  # below Python's limit for int <-> decimal str conversion
 
 RESERVED_VARIABLES = frozenset(
@@ -61,11 +63,12 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         special_tokens: Mapping[str, str] | None = None,
         variables: Mapping[str, Any] | None = None,
         marks: ContentMarks | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """Return the prompt.
 
@@ -73,8 +76,9 @@ class ChatTemplate:
         ----------
         messages : sequence of dict
             See `Tokenizer.apply_chat_template`.
-        add_generation_prompt : bool
-            End the prompt with the start of the assistant's reply.
+        add_generation_prompt : bool, optional
+            End the prompt with the start of the assistant's reply; by default True, unless
+            `continue_final_message` is.
         tools : sequence of dict, optional
             JSON schemas of the functions.
         special_tokens : mapping of str to str, optional
@@ -83,28 +87,44 @@ class ChatTemplate:
             Additional template variables.
         marks : ContentMarks, optional
             Mark the texts of messages, tools and variables; the prompt then carries these marks.
+        continue_final_message : bool
+            End the prompt with the text of the last message, without what the template writes
+            after it. White space at its end is kept if the template keeps it.
 
         Raises
         ------
         RequestError
             If the messages, tools or variables are invalid, or tools are given to a template that
-            ignores them.
+            ignores them, or the last message's text to continue is missing from the prompt.
         TemplateError
             If the template fails, violates the sandbox, or exceeds its limits.
         """
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
         if not isinstance(add_generation_prompt, bool):
             got = shown_with_type(add_generation_prompt)
             raise RequestError(f"add_generation_prompt must be True or False; got {got}")
+        checked = self._check_messages(messages)
+        if continue_final_message:
+            if add_generation_prompt:
+                raise RequestError(
+                    "continue_final_message needs add_generation_prompt to be False; got True"
+                )
+            # The message's text may occur elsewhere, so a word that cannot marks its end.
+            tag = f"end{secrets.token_hex(16)}{_TAG_SPACE}"
+            _append(checked[-1], tag)
         given = {
             **(special_tokens or {}),
             "documents": None,
             **_marked(_check_variables(variables or {}), marks),
-            "messages": [_marked_message(m, marks) for m in self._check_messages(messages)],
+            "messages": [_marked_message(message, marks) for message in checked],
             "tools": None if tools is None else _marked(self._readable_tools(tools), marks),
             "add_generation_prompt": add_generation_prompt,
         }
         text: str = template_worker.ask(self._checked_source, given, marks)
-        return text
+        if not continue_final_message:
+            return text
+        return _cut(text, text if marks is None else marks.unmark(text), tag)
 
     @functools.cached_property
     def takes_parts(self) -> bool:
@@ -154,6 +174,31 @@ class ChatTemplate:
             if isinstance(message.get("content"), list) and not self.takes_parts:
                 message["content"] = "\n".join(part["text"] for part in message["content"])
         return found
+
+
+def _append(message: dict[str, Any], text: str) -> None:
+    """Append to a message's content, or to its last part."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + text
+    elif content:
+        content[-1] = content[-1] | {"text": content[-1]["text"] + text}
+    else:
+        raise RequestError(
+            f"continue_final_message needs a last message with content; got {shown(content)}"
+        )
+
+
+def _cut(text: str, plain: str, tag: str) -> str:
+    """Return `text` up to `tag`, which is where it is in `plain`, a text of the same length."""
+    end = plain.rfind(tag.rstrip())
+    if end < 0:
+        raise RequestError(
+            "continue_final_message needs a chat template that writes the end of the last "
+            "message; this one leaves it out"
+        )
+    is_trimmed = not plain.startswith(tag, end)
+    return text[:end].rstrip() if is_trimmed else text[:end]
 
 
 def _check_message(message: Any, where: str) -> dict[str, Any]:

@@ -236,8 +236,9 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
         """Render a conversation to a prompt with the model's template.
@@ -246,10 +247,13 @@ class Tokenizer:
         ----------
         messages : sequence of dict
             Each holds "role" and "content": a str or a list of ``{"type": "text", "text": ...}``.
-        add_generation_prompt : bool
-            End the prompt with the start of the assistant's reply.
+        add_generation_prompt : bool, optional
+            End the prompt with the start of the assistant's reply; by default True, unless
+            `continue_final_message` is.
         tools : sequence of dict, optional
             JSON schemas of functions the model may call.
+        continue_final_message : bool
+            End the prompt with the text of the last message, so that the model continues it.
         **kwargs
             Additional template variables.
 
@@ -263,6 +267,7 @@ class Tokenizer:
         return self._choose_template(tools is not None).render(
             messages,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=tools,
             special_tokens=self._special_tokens,
             variables=kwargs,
@@ -296,7 +301,8 @@ class Tokenizer:
         control = self._control(template)
         marked = template.render(
             messages,
-            add_generation_prompt=kwargs.pop("add_generation_prompt", True),
+            add_generation_prompt=kwargs.pop("add_generation_prompt", None),
+            continue_final_message=kwargs.pop("continue_final_message", False),
             tools=kwargs.pop("tools", None),
             special_tokens=self._special_tokens,
             variables=kwargs,

@@ -68,8 +68,17 @@ def messages(url):
         yield found.messages
 
 
+TOOL_USE = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
+THINKING = {"type": "thinking", "thinking": "Hm", "signature": ""}
+JSON_FORMAT = {"type": "json_schema", "schema": SCHEMA}
+
+
 def user(text):
     return [{"role": "user", "content": text}]
+
+
+def said(content):
+    return {"role": "assistant", "content": content}
 
 
 # ---- /v1/responses
@@ -347,7 +356,17 @@ def test_count_tokens(messages, client):
         ({"max_tokens": 0}, "max_tokens must"),
         ({"extra_body": {"max_tokns": 1}}, "did you mean 'max_tokens'"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "must be one of custom"),
-        ({"messages": [{"role": "assistant", "content": "I"}]}, "must end with a message of"),
+        ({"messages": [*user("Hi"), said("I ")]}, "must not end with trailing whitespace"),
+        ({"messages": [*user("Hi"), said([TOOL_USE])]}, "followed by a tool_result"),
+        ({"messages": [*user("Hi"), said([THINKING])]}, "messages\\[1\\] must be text"),
+        (
+            {"messages": [*user("Hi"), said("I")], "thinking": {"type": "enabled"}},
+            "thinking must be disabled",
+        ),
+        (
+            {"messages": [*user("Hi"), said("I")], "output_config": {"format": JSON_FORMAT}},
+            "output_config.format must be left out",
+        ),
         ({"stop_sequences": [""]}, "stop"),
     ],
 )

@@ -130,9 +130,11 @@ def to_chat(request: CountTokensRequest) -> dict[str, Any]:
     RequestError
         If a block or a field is invalid or unsupported.
     """
+    messages = _messages(request)
     body: dict[str, Any] = {
         "model": request.model,
-        "messages": _messages(request),
+        "messages": messages,
+        **_prefill(request, messages),
         **_tools(request),
         **_output(request.output_config),
     }
@@ -173,12 +175,36 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
             messages.append({"role": "system", "content": content})
         else:
             messages.extend(_user(message.content, where))
-    if messages[-1]["role"] == "assistant":
-        raise RequestError(
-            "messages must end with a message of the user: answers cannot be begun by the "
-            "request; got one of the assistant"
-        )
     return messages
+
+
+def _prefill(request: CountTokensRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields that let the answer continue a last message of the assistant.
+
+    An empty one is removed. Anthropic's limits apply.
+    """
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return {}
+    where = f"messages[{len(request.messages) - 1}]"
+    if "tool_calls" in last:
+        raise RequestError(f"{where} must be followed by a tool_result for each tool_use; got none")
+    if "reasoning_content" in last:
+        raise RequestError(f"{where} must be text, as the answer continues it; got thinking")
+    text = last["content"]
+    if text != text.rstrip():
+        raise RequestError(
+            f"{where}: final assistant content must not end with trailing whitespace; "
+            f"got {shown(text[-8:])}"
+        )
+    if request.thinking is not None and request.thinking.get("type") == "enabled":
+        raise RequestError(f"thinking must be disabled if the answer continues {where}")
+    if request.output_config is not None and request.output_config.get("format") is not None:
+        raise RequestError(f"output_config.format must be left out if the answer continues {where}")
+    if not text:
+        messages.pop()
+        return {}
+    return {"continue_final_message": True, "add_generation_prompt": False}
 
 
 def _user(content: str | list[Any], where: str) -> list[dict[str, Any]]:

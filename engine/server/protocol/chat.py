@@ -93,6 +93,13 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     annotations: Any = None
     function_call: Any = None
 
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text or "" for part in self.content)
+        return self.content or ""
+
 
 class FunctionDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Function that the model may call; `parameters` is the JSON schema of an object."""
@@ -136,6 +143,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     documents: list[dict[str, Any]] | None = None

@@ -37,6 +37,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -96,6 +97,7 @@ async def tokenize(request: Request) -> Response:
             tools=body.tools,
             add_special_tokens=body.add_special_tokens,
             add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,
         )
         ids = (await asyncio.to_thread(state.chat.render, chat))["prompt_token_ids"]
