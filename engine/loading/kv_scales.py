@@ -103,7 +103,7 @@ def _codes(folder: Path) -> str:
     scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
     if not isinstance(scheme, dict):
         return "fp8"
+    if scheme.get("symmetric", True) is not True:
+        return ""
     kind = scheme.get("num_bits", 8), scheme.get("type", "float")
-    if kind == (8, "int"):
-        return "int8" if scheme.get("symmetric", True) is True else ""
-    return "fp8" if kind == (8, "float") else ""
+    return {(8, "int"): "int8", (8, "float"): "fp8"}.get(kind, "")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from engine.loading.quantized.rows import QuantizedRows
-from engine.loading.quantized.storage import Storage
+from engine.loading.quantized.storage import Storage, group_format
 from engine.loading.quantized.tensors import (
     SCALE_DTYPES,
     ModuleTensors,
@@ -17,11 +18,24 @@ from engine.loading.quantized.tensors import (
 )
 from engine.loading.quantized.unpack import unpack_awq
 
-__all__ = ["awq_shape", "read_awq"]
+__all__ = ["awq_shape", "awq_storage", "read_awq"]
 
 Array = np.ndarray[Any, Any]
 
 _PER_WORD = 8
+
+
+def awq_storage(tensors: ModuleTensors, storage: Storage) -> Storage:
+    """Return the storage of a matrix, whose zero points count wherever they are stored.
+
+    AutoAWQ's and vLLM's kernels subtract the stored zero points, whatever the configuration's
+    `zero_point` says; only a matrix without any has its zero in the middle.
+    """
+    if not storage.symmetric or not tensors.has("qzeros"):
+        return storage
+    form = group_format(storage.bits, storage.group_size, symmetric=False)
+    assert form is not None
+    return replace(storage, format=form, symmetric=False)
 
 
 def awq_shape(tensors: ModuleTensors, storage: Storage) -> tuple[int, int]:

@@ -20,9 +20,12 @@ from engine.loading.quantized.tensors import (
 from engine.loading.quantized.unpack import as_signed, unpack_words
 from engine.weights import Format
 
-__all__ = ["int8_shape", "packed_shape", "read_int8", "read_packed"]
+__all__ = ["check_no_zero_points", "int8_shape", "packed_shape", "read_int8", "read_packed"]
 
 Array = np.ndarray[Any, Any]
+
+# Word of zero points in the middle of the range.
+_MIDDLE = {4: 0x88888888, 8: 0x80808080}
 
 
 def packed_shape(tensors: ModuleTensors, storage: Storage) -> tuple[int, int]:
@@ -96,6 +99,26 @@ def _zero_points(words: Array, bits: int, first: int, last: int) -> Array:
     part = words[start : -(-last // per_word)].T
     zeros = unpack_words(part, bits)[:, first - start * per_word : last - start * per_word].T
     return as_signed(zeros) if bits == 8 else zeros
+
+
+def check_no_zero_points(tensors: ModuleTensors, storage: Storage) -> None:
+    """Check the zero points of a matrix that the configuration calls symmetric.
+
+    Old writers store them all the same: zeros, or words of them.
+
+    Raises
+    ------
+    WeightsError
+        If one is not zero.
+    """
+    kind = "weight_zero_point"
+    zeros = tensors.checkpoint.view(tensors.name(kind))
+    middle = _MIDDLE.get(storage.bits) if zeros.dtype == np.int32 else None
+    values = zeros.view(np.uint32) if middle is not None else zeros
+    if bool(((values != 0) & (values != (middle or 0))).any()):
+        raise tensors.error(
+            kind, 'must hold zeros, since the configuration says "symmetric": true; it has others'
+        )
 
 
 def int8_shape(tensors: ModuleTensors, storage: Storage) -> tuple[int, int]:

@@ -7,11 +7,33 @@ from dataclasses import dataclass
 from engine.loading._fields import Fields
 from engine.loading.quantized.module_rules import NO_MODULE, ModuleRules
 from engine.loading.quantized.storage import Storage, group_format
+from engine.model_files import excerpt
 from engine.weights import Format
 
-__all__ = ["QuantizationScheme", "format_for", "group_size_of"]
+__all__ = ["INERT_KEYS", "QuantizationScheme", "format_for", "group_size_of", "warn_unread"]
 
 _MAX_GROUP = 1 << 20
+
+# Keys that say how the checkpoint was made, or how another program runs it.
+INERT_KEYS = frozenset((
+    *("quant_method", "provider", "version", "quantizer", "quantization_status", "meta", "uri"),
+    *("global_compression_ratio", "compressor", "run_compressed", "dequantize", "dataset"),
+    *("use_optimized_inference", "modules_to_convert", "kv_cache_scheme", "tokenizer"),
+    *("damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "mse", "backend"),
+    *("act_group_aware", "model_name_or_path", "model_file_base_name", "model_seqlen", "nsamples"),
+    *("block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "seqlen"),
+    *("pad_token_id", "max_input_length", "cache_block_outputs", "use_exllama", "exllama_config"),
+    *("disable_exllama", "use_cuda_fp16", "offload_to_disk", "low_gpu_mem_usage", "iters"),
+    *("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "enable_minmax_tuning", "lr", "parallel"),
+    # Other names of keys that are read.
+    *("bits", "w_bit", "group_size", "q_group_size", "format", "checkpoint_format"),
+    *("modules_to_not_convert", "ignored_layers"),
+    # Of one group of compressed-tensors: the tensors' own dtypes and the writer's statistics.
+    *("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "block_structure", "group_size"),
+    *("strategy", "symmetric", "dynamic", "actorder", "num_bits", "type", "input_activations"),
+    *("output_activations", "targets", "weights"),
+))  # fmt: skip
+"""Keys of a quantization_config that change no number when they are not read."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +68,13 @@ class QuantizationScheme:
         """Names of all formats in `groups`."""
         found = [storage.format.name for _, storage in self.groups if storage is not None]
         return tuple(dict.fromkeys(found))
+
+
+def warn_unread(fields: Fields) -> None:
+    """Log the keys that were not read and are not known to change nothing."""
+    for key in fields.unread():
+        if key not in INERT_KEYS and fields.raw(key) not in (None, False, "", [], {}):
+            fields.warn(excerpt(key), "is unknown and not read")
 
 
 def group_size_of(fields: Fields, key: str, default: int | None = None) -> int:

@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.loading._fields import Fields
-from engine.loading.quantized.config import QuantizationScheme, format_for, group_size_of
+from engine.loading.quantized.config import (
+    QuantizationScheme,
+    format_for,
+    group_size_of,
+    warn_unread,
+)
 from engine.loading.quantized.module_rules import (
     EVERY_MODULE,
     ModuleRules,
@@ -84,6 +89,7 @@ def _group(
     group = groups.child(short)
     targets = texts_of(group, "targets", group.raw("targets"))
     storage = _storage(group, default) if group.has("weights") else None
+    warn_unread(group)
     exact = _name_rules(group, "targets", tuple(one for one in targets if one != _CLASS))
     parts = [(0, ModuleRules(names=exact.names)), (1, ModuleRules(patterns=exact.patterns))]
     if _CLASS in targets:

@@ -12,8 +12,9 @@ import numpy as np
 from engine.checks import shown
 from engine.errors import WeightsError
 from engine.loading.gguf import GgufFile
-from engine.loading.quantized.awq import awq_shape, read_awq
+from engine.loading.quantized.awq import awq_shape, awq_storage, read_awq
 from engine.loading.quantized.compressed_tensors import (
+    check_no_zero_points,
     int8_shape,
     packed_shape,
     read_int8,
@@ -116,6 +117,10 @@ def _storage_of(tensors: ModuleTensors, scheme: QuantizationScheme | None) -> St
             f"{tensors.checkpoint.path}: the tensors of {shown(tensors.module)} are quantized, but "
             "the model's quantization_config does not say how, or says that they are not"
         )
+    if storage.layout == "awq":
+        return awq_storage(tensors, storage)
+    if storage.symmetric and tensors.has("weight_zero_point"):
+        check_no_zero_points(tensors, storage)
     return storage
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.loading._fields import Fields
-from engine.loading.quantized.config import QuantizationScheme
+from engine.loading.quantized.config import QuantizationScheme, warn_unread
 from engine.loading.quantized.config_ct import compressed_tensors_scheme
 from engine.loading.quantized.config_hf import awq_scheme, fp8_scheme, gptq_scheme, mxfp4_scheme
 from engine.model_files import is_present, read_json
@@ -91,8 +91,11 @@ def scheme_of(fields: Fields, default: str | None = None) -> QuantizationScheme:
         See `scheme_from_dict`.
     """
     if default is not None and not fields.has("quant_method"):
-        return _METHODS[default](fields)
-    method = fields.text("quant_method")
+        method = default
+    else:
+        method = fields.text("quant_method")
     if method not in _METHODS:
         raise fields.error("quant_method", f"one of {', '.join(_METHODS)}")
-    return _METHODS[method](fields)
+    scheme = _METHODS[method](fields)
+    warn_unread(fields)
+    return scheme

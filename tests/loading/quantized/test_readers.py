@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
 
+import engine
 from engine.errors import WeightsError
 from engine.loading.quantized import QuantizedCheckpoint, QuantizedRows, load_scheme, read_rows
-from engine.loading.safetensors import open_safetensors
+from engine.loading.safetensors import SafetensorsFile, open_safetensors
 from engine.weights import FORMATS, unpack_weight
 from tests.golden.quantized import CASES, CONFIG, LINEARS, make, make_linear, write_safetensors
 
@@ -191,3 +194,42 @@ def test_parts_with_scales_of_different_dtypes():
 def test_the_packers_model_is_complete():
     assert set(FORMAT_NAMES) == set(CASES)
     assert len(LINEARS) == 7 and CONFIG["num_hidden_layers"] == 2
+
+
+def test_stored_zeros_of_awq_count_without_zero_point(tmp_path):
+    """As AutoAWQ's and vLLM's kernels subtract them, whatever the configuration says."""
+    quantized, twin = make(tmp_path, "awq")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["zero_point"] = False
+    (quantized / "config.json").write_text(json.dumps(config))
+    checkpoint, wanted = opened(quantized), open_safetensors(twin)
+    assert checkpoint.format_of(f"{Q}.weight").name == "int4_g128_zp"
+    for name in wanted.names():
+        got = checkpoint.read(name, 0, checkpoint.shape(name)[0])
+        np.testing.assert_array_equal(got, wanted.view(name))
+    logits = []
+    for folder in (quantized, twin):
+        model = engine.load(folder, device="cpu", dtype="float32")
+        logits.append(model.step([[5, 9, 3, 7]], model.new_cache(1, 8), logits="all"))
+    assert np.abs(logits[0] - logits[1]).max() < 1e-3 * logits[1].std()
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "zero"),
+    [("ct_int4", "I32", -2004318072), ("ct_int8_packed", "I32", -2139062144), ("ct_int4", "I8", 0)],
+)
+def test_zero_points_of_symmetric_weights_must_be_zero(tmp_path, case, dtype, zero):
+    tensors, numbers = make_linear(case, (64, 128))
+    scheme = load_scheme(make(tmp_path, case)[0])
+    zeros = np.full((8, 1), zero, np.int32 if dtype == "I32" else np.int8)
+    for i, value in enumerate((zero, zero + 1)):
+        zeros[3] = value
+        stored = {f"m.{k}": t for k, t in {**tensors, "weight_zero_point": (dtype, zeros)}.items()}
+        path = tmp_path / f"{i}.safetensors"
+        write_safetensors(path, stored)
+        if value == zero:
+            rows = read_rows(SafetensorsFile(path), scheme, "m")
+            np.testing.assert_array_equal(rows.numbers(), numbers)
+        else:
+            with pytest.raises(WeightsError, match=r"'m\.weight_zero_point' must hold zeros"):
+                read_rows(SafetensorsFile(path), scheme, "m")

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from engine.checks import warn_once
 from engine.errors import ConfigError
 from engine.loading.quantized import load_scheme, scheme_from_dict
 from tests.golden.quantized import CASES
@@ -223,3 +224,90 @@ def test_patterns_take_only_a_moment():
     started = time.process_time()
     assert storage(worst, "a" * 128) is not None
     assert time.process_time() - started < 5
+
+
+# Keys known to change what the tensors mean, or how they are found, with a value other than the
+# default; "layout" and "activations" of the group stand for keys below `config_groups`.
+READ = {
+    "gptq": (
+        GPTQ,
+        {
+            "bits": 8, "group_size": 64, "sym": False, "desc_act": True, "format": "gptq_v2",
+            "checkpoint_format": "gptq_v2", "pack_dtype": "int8", "is_marlin_format": True,
+            "rotation": "hadamard", "adapter": {"type": "lora"}, "dynamic": {"-:.*up": {}},
+            "modules_in_block_to_quantize": [["self_attn.q_proj"]],
+        },
+    ),
+    "awq": (
+        AWQ,
+        {
+            "bits": 8, "group_size": 64, "zero_point": False, "version": "gemv",
+            "backend": "llm-awq",
+        },
+    ),
+    "awq, old names": (
+        {"quant_method": "awq", "w_bit": 4, "q_group_size": 128},
+        {"w_bit": 8, "q_group_size": 64, "format": "gemv"},
+    ),
+    "fp8": (
+        FP8,
+        {
+            "fmt": "e5m2", "scale_fmt": "odd", "expert_dtype": "fp4", "weight_block_size": None,
+            "activation_scheme": "static", "modules_to_not_convert": ["up_proj"],
+            "ignored_layers": ["up_proj"],
+        },
+    ),
+    "compressed-tensors": (
+        ct(),
+        {
+            "format": "int-quantized", "ignore": ["re:.*up_proj"], "transform_config": {"u": {}},
+            "sparsity_config": {"format": "sparse-24-bitmask"},
+        },
+    ),
+    "compressed-tensors, group": (
+        CT["config_groups"]["group_0"],
+        {
+            "targets": ["re:.*down_proj"], "output_activations": {"num_bits": 8},
+            "input_activations": {"num_bits": 8, "type": "int", "dynamic": True},
+            "format": "int-quantized",
+        },
+    ),
+    "compressed-tensors, weights": (
+        CT["config_groups"]["group_0"]["weights"],
+        {
+            "num_bits": 8, "type": "float", "symmetric": False, "strategy": "channel",
+            "group_size": 64, "dynamic": True, "actorder": "group",
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "key"), [(case, key) for case, (_, keys) in READ.items() for key in keys]
+)
+def test_a_key_changes_the_scheme_or_is_refused(case, key):
+    plain, changes = READ[case]
+
+    def scheme_of(values):
+        if not case.startswith("compressed-tensors, "):
+            return scheme_from_dict(values)
+        return scheme_from_dict(ct(values) if "weights" in case else ct(None, values))
+
+    wanted = scheme_of({}) if case.startswith("compressed-tensors, ") else scheme_of(plain)
+    try:
+        got = scheme_of({**plain, key: changes[key]})
+    except ConfigError as error:
+        assert f"{key} must be" in str(error)
+    else:
+        assert got != wanted
+
+
+def test_an_unknown_key_is_a_warning(caplog):
+    warn_once.cache_clear()
+    known = {"true_sequential": True, "damp_percent": 0.1, "meta": {"quantizer": ["x:1"]}}
+    assert scheme_from_dict({**GPTQ, **known, "new_rule": False}) == scheme_from_dict(GPTQ)
+    assert not caplog.text
+    scheme_from_dict({**GPTQ, "new_rule": 3})
+    assert "quantization_config: new_rule is unknown and not read; got 3" in caplog.text
+    scheme_from_dict(ct(group={"shuffle": [1]}))
+    assert "shuffle is unknown and not read; got [1]" in caplog.text
