@@ -188,6 +188,7 @@ class ChatService:
                 reasoning.get,
                 self.reasoning_parser,
                 prompt["prompt"],
+                tools,
                 continued=body.messages[-1].text if body.continue_final_message else "",
             )
         return ChatRequest(

@@ -7,15 +7,40 @@ think. So the end of the prompt determines whether an answer begins inside the b
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Callable, Iterable
 
 from engine.errors import ConfigError
 from engine.server.markers import Markers, TextGate
+from engine.server.tool_parsers import (
+    Event,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+    ToolParser,
+)
 
 __all__ = ["NAMES", "ReasoningParser", "detect", "get"]
 
 _OPEN = "<think>"
 _CLOSE = "</think>"
 _MARKERS = Markers(_CLOSE)
+
+
+def _beginnings(marker: str) -> str:
+    return "|".join(re.escape(marker[:count]) for count in range(1, len(marker)))
+
+
+# Markers that an answer repeats, and the beginnings of one: after the opening marker, and after the
+# closing one, where a whole empty block may be repeated too.
+_EMPTY = rf"(?:{_OPEN}\s{{0,8}})?"
+_Patterns = tuple[re.Pattern[str], re.Pattern[str]]
+_OPENED = re.compile(rf"\s*(?:{_OPEN}\s*)*"), re.compile(_beginnings(_OPEN))
+_CLOSED = (
+    re.compile(rf"\s*(?:{_EMPTY}{_CLOSE}\s*)*"),
+    re.compile(rf"{_beginnings(_OPEN)}|{_EMPTY}(?:{_beginnings(_CLOSE)})?"),
+)
 _DEEPSEEK = "<\uff5cAssistant\uff5c>"
 
 NAMES = ("deepseek_r1", "qwen3")
@@ -26,14 +51,18 @@ class ReasoningParser:
     """Incrementally splits one answer into reasoning and content.
 
     The concatenated results do not depend on how the text is split into chunks. White space around
-    the reasoning and after the block is dropped. An unclosed block is reasoning to the end.
+    the reasoning and after the block is dropped, and so are markers that the answer repeats where
+    the block begins or ends. An unclosed block is reasoning to the end, or up to its first tool
+    call.
 
     Parameters
     ----------
     is_open : bool or None
         Whether the answer begins inside the block; None: the answer may open one itself.
+    tools : callable, optional
+        Returns a parser of the tool calls that end an unclosed block. None: nothing is a call.
     is_continued : bool
-        Whether the block has text already, so white space at the beginning is kept.
+        Whether the block or the content has text already, so white space at the beginning is kept.
 
     Examples
     --------
@@ -42,68 +71,188 @@ class ReasoningParser:
     (('Hm', ''), ('m.', ''), ('', 'Yes'))
     """
 
-    def __init__(self, is_open: bool | None, *, is_continued: bool = False) -> None:
+    def __init__(
+        self,
+        is_open: bool | None,
+        tools: Callable[[], ToolParser] | None = None,
+        *,
+        is_continued: bool = False,
+    ) -> None:
         self._gate = TextGate()  # trims the reasoning
+        self._block = _OpenBlock(tools)
         if not is_continued:
             self._gate.cut()
         self._held: list[str] = []  # white space before the block or the content
         self._pending = ""  # possible start of a marker
-        self._state = "content" if is_open is False else "reasoning" if is_open else "start"
+        self._state = "start"
+        if is_open is not None:
+            begun = "reasoning" if is_open else "content"
+            self._state = begun if is_continued else "opened" if is_open else "closed"
 
     @property
     def is_reasoning(self) -> bool:
         """Whether the next text may be reasoning."""
-        return self._state in ("start", "reasoning")
+        return self._state in ("start", "opened", "reasoning")
 
     def feed(self, delta: str) -> tuple[str, str]:
         """Feed text; return the reasoning and content that are now final."""
-        return self._split(self._pending + delta, is_last=False)
+        return self._split(delta, is_last=False)
 
     def finish(self) -> tuple[str, str]:
         """Signal the end of the text; return the reasoning and content held back so far."""
-        reasoning, content = self._split(self._pending, is_last=True)
+        reasoning, content = self._split("", is_last=True)
         if self._state == "start":  # white space only
             content = "".join(self._held) + content
         return reasoning, content
 
     def _split(self, text: str, is_last: bool) -> tuple[str, str]:
+        text = self._pending + text
         self._pending = ""
+        reasoning = ""
         if self._state == "start":
             text = self._after_start(text, is_last)
-        reasoning = ""
+        if self._state == "opened":
+            text = self._after_marker(_OPENED, text, is_last, "reasoning")
         if self._state == "reasoning":
-            reasoning, text = self._in_reasoning(text, is_last)
+            thought, rest = self._block.feed(text, is_last)
+            reasoning = self._gate.push(thought)
+            text = rest or ""
+            if rest is not None:
+                self._state = "closed"
         if self._state == "closed":
-            text = text.lstrip()
-            if text:
-                self._state = "content"
+            text = self._after_marker(_CLOSED, text, is_last, "content")
         return reasoning, text if self._state == "content" else ""
 
     def _after_start(self, text: str, is_last: bool) -> str:
         """Detect whether the answer opens a block; return the rest of the text."""
         rest = text.lstrip()
         self._held.append(text[: len(text) - len(rest)])
-        if rest.startswith(_OPEN):
-            self._state = "reasoning"
-            return rest[len(_OPEN) :]
-        if _OPEN.startswith(rest) and not (rest and is_last):
+        if not rest or (not is_last and any(mark.startswith(rest) for mark in (_OPEN, _CLOSE))):
             self._pending = rest
             return ""
-        self._state = "content"
-        return "".join(self._held) + rest
+        if rest.startswith(_OPEN):
+            self._state = "opened"
+        elif rest.startswith(_CLOSE):
+            self._state = "closed"
+        else:
+            self._state = "content"
+            return "".join(self._held) + rest
+        return rest
 
-    def _in_reasoning(self, text: str, is_last: bool) -> tuple[str, str]:
-        """Return the reasoning, and the text after the block."""
-        found, marker = _MARKERS.find(text, 0, is_last)
-        reasoning = self._gate.push(text[:found])
-        if marker is None:
-            self._pending = text[found:]
-            return reasoning, ""
-        self._state = "closed"
-        return reasoning, text[found + len(_CLOSE) :]
+    def _after_marker(self, patterns: _Patterns, text: str, is_last: bool, following: str) -> str:
+        """Skip white space and repeated markers; return the rest of the text."""
+        repeated, begun = patterns
+        match = repeated.match(text)
+        assert match is not None  # the pattern also matches an empty string
+        rest = text[match.end() :]
+        if not rest or (not is_last and begun.fullmatch(rest)):
+            self._pending = rest
+            return ""
+        self._state = following
+        return rest
 
 
-def get(name: str, prompt: str | None = None, continued: str = "") -> ReasoningParser:
+class _OpenBlock:
+    """Finds the end of an open block: a closing marker, or else its first tool call.
+
+    A call is held back until the text ends, or until a closing marker after it shows that it is
+    part of the reasoning. A closing marker in a call's arguments is part of them.
+
+    Parameters
+    ----------
+    tools : callable or None
+        Returns a parser of the tool calls.
+    """
+
+    def __init__(self, tools: Callable[[], ToolParser] | None) -> None:
+        self._tools = tools() if tools is not None else None
+        self._pending = ""  # possible start of the marker
+        self._held: list[str] = []  # text after the first `_num_passed` characters
+        self._num_passed = 0
+        self._num_read = 0
+        self._num_text = 0  # characters before the first call
+        self._num_source = 0  # characters of the first call so far
+        self._has_begun = False  # whether the first call has begun
+        self._has_call = False  # whether it is complete
+        self._close: int | None = None  # position of a marker, unless it is in a call's arguments
+        self._is_closed = False
+
+    def feed(self, text: str, is_last: bool) -> tuple[str, str | None]:
+        """Return the reasoning that is now final, and the text after the block if it has ended."""
+        text = self._pending + text
+        at = 0
+        marker: str | None = _CLOSE
+        while marker is not None and not self._is_closed:
+            found, marker = _MARKERS.find(text, at, is_last)
+            self._read(text[at:found])
+            at = found
+            if marker is not None and not self._is_closed:
+                self._close = self._num_read if self._close is None else self._close
+                self._read(marker)
+                at += len(marker)
+        self._pending = text[at:]
+        if is_last and not self._is_closed:
+            self._note([] if self._tools is None else self._tools.finish())
+            self._is_closed = self._close is not None
+        if self._is_closed:
+            assert self._close is not None
+            thought = self._pass(self._close)
+            return thought, "".join((*self._held, self._pending))[len(_CLOSE) :]
+        if is_last and self._has_begun:
+            return self._pass(self._num_text), "".join(self._held)
+        return self._pass(self._num_read if is_last else self._num_text), None
+
+    def _pass(self, end: int) -> str:
+        """Return the held text up to position `end`."""
+        num_chars = end - self._num_passed
+        if num_chars <= 0:
+            return ""
+        held = "".join(self._held)
+        self._held = [held[num_chars:]]
+        self._num_passed = end
+        return held[:num_chars]
+
+    def _read(self, text: str) -> None:
+        """Read text without a marker, or a marker."""
+        if not text:
+            return
+        self._held.append(text)
+        self._num_read += len(text)
+        events = [TextDelta(text)] if self._tools is None else self._tools.feed(text)
+        self._note(events)
+        if self._close is not None:
+            ends = (e for e in events if isinstance(e, (TextDelta, ToolCallEnd)))
+            end = next(ends, None)
+            if isinstance(end, ToolCallEnd) and end.is_complete:
+                self._close = None  # the marker was in its arguments
+            else:
+                self._is_closed = end is not None
+
+    def _note(self, events: Iterable[Event]) -> None:
+        """Find the position of the first call."""
+        for event in events:
+            if self._has_call:
+                return
+            if isinstance(event, TextDelta):
+                self._num_text += len(event.text)
+            elif isinstance(event, ToolCallStart):
+                self._has_begun = True
+                self._num_source = len(event.source)
+            elif isinstance(event, ToolCallDelta):
+                self._num_source += len(event.arguments)
+            elif event.is_damaged:
+                self._has_begun = False
+                self._num_text += self._num_source
+            else:
+                self._has_call = True
+
+
+def get(
+    name: str,
+    prompt: str | None = None,
+    tools: Callable[[], ToolParser] | None = None,
+    continued: str = "",
+) -> ReasoningParser:
     """Return a new parser for one answer.
 
     Parameters
@@ -113,6 +262,8 @@ def get(name: str, prompt: str | None = None, continued: str = "") -> ReasoningP
     prompt : str, optional
         The prompt that the model continues; its end determines whether the block is open. Without
         it, "deepseek_r1" begins inside the block and "qwen3" may open one.
+    tools : callable, optional
+        Returns a parser of the tool calls that end an unclosed block. None: nothing is a call.
     continued : str
         Text of the message that the answer continues, if any: the answer is reasoning if the text
         has an open block.
@@ -136,11 +287,14 @@ def get(name: str, prompt: str | None = None, continued: str = "") -> ReasoningP
     if continued.strip():
         _, mark, thought = continued.rpartition(_OPEN)
         is_open = bool(mark) and _CLOSE not in thought
-        return ReasoningParser(is_open, is_continued=bool(thought.strip()))
+        is_begun = bool(thought.strip()) and not thought.rstrip().endswith(_CLOSE)
+        return ReasoningParser(is_open, tools, is_continued=is_begun)
     if prompt is None:
-        return ReasoningParser(True if name == "deepseek_r1" else None)
+        return ReasoningParser(True if name == "deepseek_r1" else None, tools)
     end = prompt[-64:].rstrip()
-    return ReasoningParser(True if end.endswith(_OPEN) else False if end.endswith(_CLOSE) else None)
+    if end.endswith(_OPEN):
+        return ReasoningParser(True, tools)
+    return ReasoningParser(False if end.endswith(_CLOSE) else None, tools)
 
 
 def detect(chat_template: str) -> str | None:

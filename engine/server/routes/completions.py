@@ -325,9 +325,9 @@ class _Continuation:
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skips_special: bool) -> None:
         self._tokenizer = tokenizer
-        self._offsets = None
-        if tokenizer is not None:
-            self._offsets = TextOffsets(tokenizer, prompt_ids, skips_special)
+        self._prompt_ids = prompt_ids
+        self._skips_special = skips_special
+        self._offsets: TextOffsets | None = None
         self._begin = 0  # length of the prompt's text, with `echo`
         self._num_sent = 0  # characters
         self._held = CompletionLogprobs([], [], [], [])
@@ -343,6 +343,8 @@ class _Continuation:
     def add(self, completion: CompletionOutput) -> None:
         """Add the log-probabilities of new tokens."""
         assert completion.logprobs is not None
+        if self._offsets is None and self._tokenizer is not None:
+            self._offsets = TextOffsets(self._tokenizer, self._prompt_ids, self._skips_special)
         self._add(completion.token_ids, completion.logprobs, self._offsets, self._begin)
 
     def _add(
