@@ -104,7 +104,7 @@ class ChatTemplate:
         if not isinstance(add_generation_prompt, bool):
             got = shown_with_type(add_generation_prompt)
             raise RequestError(f"add_generation_prompt must be True or False; got {got}")
-        checked = self._check_messages(messages)
+        checked = _check_messages(messages)
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestError(
@@ -114,22 +114,16 @@ class ChatTemplate:
             tag = f"end{secrets.token_hex(16)}{_TAG_SPACE}"
             _append(checked[-1], tag)
         given = {
-            **(special_tokens or {}),
             "documents": None,
             **_marked(_check_variables(variables or {}), marks),
             "messages": [_marked_message(message, marks) for message in checked],
             "tools": None if tools is None else _marked(self._readable_tools(tools), marks),
             "add_generation_prompt": add_generation_prompt,
         }
-        text: str = template_worker.ask(self._checked_source, given, marks)
+        text: str = template_worker.ask(self._checked_source, given, special_tokens, marks)
         if not continue_final_message:
             return text
         return _cut(text, text if marks is None else marks.unmark(text), tag)
-
-    @functools.cached_property
-    def takes_parts(self) -> bool:
-        """Whether the template itself iterates over contents that are lists of parts."""
-        return bool(self._facts["takes_parts"])
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
@@ -162,18 +156,15 @@ class ChatTemplate:
             raise RequestError(f"tools must be empty, the template ignores them; got {len(found)}")
         return found
 
-    def _check_messages(self, messages: Any) -> list[dict[str, Any]]:
-        """Return plain copies of the messages; raise at the first invalid one."""
-        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-            got = type(messages).__name__
-            raise RequestError(f"messages must be a list of dicts; got {got}")
-        if not messages:
-            raise RequestError("messages must not be empty")
-        found = [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-        for message in found:
-            if isinstance(message.get("content"), list) and not self.takes_parts:
-                message["content"] = "\n".join(part["text"] for part in message["content"])
-        return found
+
+def _check_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return plain copies of the messages; raise at the first invalid one."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        got = type(messages).__name__
+        raise RequestError(f"messages must be a list of dicts; got {got}")
+    if not messages:
+        raise RequestError("messages must not be empty")
+    return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _append(message: dict[str, Any], text: str) -> None:

@@ -43,19 +43,17 @@ codecs.lookup("unicode_escape")
 
 
 def inspect(source: str) -> dict[str, Any]:
-    """Return the variables a template reads, whether it supports lists of parts, and its texts.
+    """Return the variables that a template reads, and the texts that it holds.
 
     Returns
     -------
     dict
         "reads": sorted names of the variables it reads but does not set itself.
-        "takes_parts": whether it iterates over contents that are lists of parts.
         "literals": the texts it holds, each once.
     """
     tree = Sandbox().parse(source)
     return {
         "reads": sorted(meta.find_undeclared_variables(tree)),
-        "takes_parts": any(_is_content(loop.iter) for loop in tree.find_all(nodes.For)),
         "literals": sorted(
             {node.data for node in tree.find_all(nodes.TemplateData)}
             | {c.value for c in tree.find_all(nodes.Const) if isinstance(c.value, str)}
@@ -186,14 +184,3 @@ def tojson(
 def _ascii(char: str, marks: ContentMarks) -> str:
     plain = marks.unmark(char)
     return char if plain.isascii() else json.dumps(plain)[1:-1]
-
-
-def _is_content(node: nodes.Node) -> bool:
-    """Tell whether an expression is a message's content: ``content``, ``x.content``, ..."""
-    while isinstance(node, nodes.Filter) and node.node is not None:
-        node = node.node
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-    return isinstance(node, nodes.Name) and node.name == "content"

@@ -12,8 +12,9 @@ could check. So the kernel enforces the limits:
 - Files: none can be opened or written after the imports.
 
 A request is a JSON object: {"source": str} asks which variables the template reads (see
-`template_sandbox.inspect`); an additional "values" (dict) asks for the rendered text; with "marks"
-(the two arguments of `ContentMarks`), the values carry marks. The answer is {"result": ...} or
+`template_sandbox.inspect`); an additional "values" (dict) asks for the rendered text, "special"
+holding variables that are the same for all requests. With "marks" (the two arguments of
+`ContentMarks`), the values carry marks. The answer is {"result": ...} or
 {"failed": reason}.
 """
 
@@ -39,6 +40,7 @@ from engine.text.child_process import (
     reply,
     set_limits,
 )
+from engine.text.content_forms import Forms, probe
 from engine.text.content_marks import ContentMarks
 
 if TYPE_CHECKING:
@@ -81,11 +83,22 @@ def start() -> None:
 
 
 def ask(
-    source: str, values: Mapping[str, Any] | None = None, marks: ContentMarks | None = None
+    source: str,
+    values: Mapping[str, Any] | None = None,
+    special_tokens: Mapping[str, str] | None = None,
+    marks: ContentMarks | None = None,
 ) -> Any:
     """Return a template's text or, without `values`, the result of `template_sandbox.inspect`.
 
-    With `marks`, the text carries the marks of `values`.
+    Parameters
+    ----------
+    source : str
+    values : mapping, optional
+        The template's variables; contents of "messages" are brought to the form that it expects.
+    special_tokens : mapping of str to str, optional
+        More variables, the same for all requests of a model.
+    marks : ContentMarks, optional
+        The marks that `values`, and so the text, carry.
 
     Raises
     ------
@@ -97,6 +110,7 @@ def ask(
     request: dict[str, Any] = {"source": source}
     if values is not None:
         request["values"] = values
+        request["special"] = dict(special_tokens or {})
     if marks is not None:
         request["marks"] = (marks.alphabet, marks.in_keys)
     data = _pack(request)
@@ -184,12 +198,19 @@ def _prepare() -> Callable[[dict[str, Any]], tuple[dict[str, Any], bool]]:
             return MarkedSandbox(MAX_CHARS, ContentMarks(*marks)).compiled(source)
         return template_sandbox.Sandbox(MAX_CHARS).compiled(source)
 
+    @functools.lru_cache(maxsize=16)
+    def forms_of(template: jinja2.Template, special: tuple[tuple[str, str], ...]) -> Forms:
+        return probe(template.render, dict(special))
+
     def answer(request: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         source = request["source"]
         try:
             if "values" in request:
                 template = compiled(source, *request.get("marks", ()))
-                found: Any = template.render(request["values"])
+                values = request["special"] | request["values"]
+                forms = forms_of(template, tuple(request["special"].items()))
+                messages = forms.fit(values["messages"], bool(values["tools"]))
+                found: Any = template.render(values | {"messages": messages})
             else:
                 found = template_sandbox.inspect(source)
         except MemoryError:

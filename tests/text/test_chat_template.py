@@ -447,10 +447,6 @@ def test_parts_are_joined_for_templates_that_want_a_text():
     messages = [{"role": "user", "content": parts}]
     assert "one\ntwo" in render(CHATML, messages)
     assert "onetwo" in render(TURNS, messages, special_tokens={"bos_token": ""})
-    assert [ChatTemplate(c["template"]).takes_parts for c in (CHATS[0], CHATS[3], CHATS[6])] == [
-        False
-    ] * 3
-    assert ChatTemplate(TURNS).takes_parts
 
 
 def test_a_message_that_only_calls_tools_needs_no_content():
