@@ -362,7 +362,7 @@ class LLMEngine:
             if self.model.num_stages > 1:
                 excluded |= self.scheduler.requests_not_due(self._max_in_flight + 1)
             scheduled = self.scheduler.schedule(excluded)
-            self.runner.release(scheduled.preempted)
+            self.runner.release([*scheduled.preempted, *scheduled.restarted])
             if not scheduled.is_empty:
                 break
         for request in scheduled.admitted:

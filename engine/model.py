@@ -227,6 +227,11 @@ class Model:
         return self.decoder.long_rope_offset
 
     @property
+    def short_rope_len(self) -> int:
+        """Longest sequence that uses longrope's short factors, in tokens; 0 without longrope."""
+        return self.decoder.short_rope_len
+
+    @property
     def deterministic(self) -> bool:
         """Whether the model was loaded with `deterministic=True`."""
         return self.decoder.deterministic
@@ -345,10 +350,6 @@ class Model:
         """Describe the state of the other ranks; "" in a single process."""
         return ""
 
-    def uses_long_rope(self, num_tokens: int) -> bool:
-        """Tell whether a sequence of up to `num_tokens` tokens uses longrope's long factors."""
-        return self.long_rope_offset > 0 and num_tokens > self.config.rope.original_max_position
-
     def new_cache(
         self,
         batch_size: int,
@@ -364,8 +365,7 @@ class Model:
         batch_size : int
             Number of rows.
         max_tokens : int
-            Maximum tokens per row, up to `max_model_len`. Longrope models use their long factors if
-            it exceeds the training length.
+            Maximum tokens per row, up to `max_model_len`.
         block_size : int
             Tokens per page: 16, 32, 64 or 128.
         kv_cache_dtype : str
@@ -386,7 +386,10 @@ class Model:
 
     def make_cache(self, geometry: KVGeometry, batch_size: int, max_tokens: int) -> Cache:
         """Return an empty `Cache`. Checks nothing; the kernels must already be loaded."""
-        return Cache(geometry, batch_size, max_tokens, self.device, owner=self.load_config)
+        cache = Cache(geometry, batch_size, max_tokens, self.device, owner=self.load_config)
+        if 0 < self.short_rope_len < max_tokens:
+            cache.keep_token_ids()
+        return cache
 
     def step(self, token_ids: Any, cache: Cache, logits: Literal["last", "all"] = "last") -> Any:
         """Append tokens to every row of a cache and return logits.
@@ -411,6 +414,12 @@ class Model:
         RequestError
             If an id is outside [0, V), the shape is wrong, or the cache is too small. The cache
             then stays unchanged.
+
+        Notes
+        -----
+        Longrope models rotate all keys of a row by its length after the call: with the short
+        factors up to the training length, with the long factors beyond. The call that crosses it
+        computes the row's earlier tokens anew.
         """
         if not isinstance(logits, str) or logits not in ("last", "all"):
             raise RequestError(f"logits must be 'last' or 'all'; got {shown(logits)}")
@@ -419,13 +428,14 @@ class Model:
         ids = checked_token_ids(token_ids, cache.batch_size, self.config.vocab_size)
         num_new = ids.shape[1]
         cache.check_room(num_new)
+        self._rotate_anew(cache, num_new)
         chunk = max(1, _MAX_STEP_TOKENS[self.device.kind] // cache.batch_size)
         results = []
         for start in range(0, num_new, chunk):
             part = ids[:, start : start + chunk]
             is_wanted = logits == "all" or start + chunk >= num_new
             results.append(self._advance(part, cache, start, logits if is_wanted else "none"))
-        cache.append(num_new)
+        cache.append(num_new, ids)
         if logits == "last":
             return results[-1]
         parts = [r.reshape(cache.batch_size, -1, r.shape[-1]) for r in results]
@@ -504,9 +514,28 @@ class Model:
             cache.block_tables,
             cache.block_size,
             logits=logits,
-            rope_offset=self.long_rope_offset if self.uses_long_rope(cache.max_tokens) else 0,
+            rope_offset=cache.rope_offsets,
         )
         return self.forward(batch.to(self.device), cache.pages)
+
+    def _rotate_anew(self, cache: Cache, num_new: int) -> None:
+        """Compute the tokens of rows anew that need other rope factors with `num_new` more."""
+        wanted = self.decoder.rope_offsets(cache.lengths + num_new)
+        chunk = _MAX_STEP_TOKENS[self.device.kind]
+        for row in np.flatnonzero(wanted != cache.rope_offsets).tolist():
+            cache.rope_offsets[row] = -1  # until all its keys have been rotated
+            ids = cache.token_ids[row : row + 1, : cache.lengths[row]]
+            for start in range(0, ids.shape[1], chunk):
+                batch = ForwardBatch.build(
+                    ids[:, start : start + chunk],
+                    [start],
+                    cache.block_tables[row : row + 1],
+                    cache.block_size,
+                    logits="none",
+                    rope_offset=wanted[row],
+                )
+                self.forward(batch.to(self.device), cache.pages)
+            cache.rope_offsets[row] = wanted[row]
 
     def close(self) -> None:
         """Free the weights; the model cannot be used afterwards."""

@@ -110,8 +110,9 @@ class Request:
         Smaller values are served first.
     cache_salt : str, optional
         Cached prefixes are shared only among requests with the same salt.
-    long_rope : bool
-        Whether to use the long rope factors; keys computed with other factors are not shared.
+    short_rope_len : int
+        Longest sequence whose keys are rotated with longrope's short factors, in tokens; a longer
+        one needs the long factors for all its keys. 0 if the factors do not depend on the length.
     reuse_prefix : bool
         False recomputes every prompt position (prompt_logprobs needs them all).
     eos_token_ids : iterable of int
@@ -134,8 +135,13 @@ class Request:
     stream : OutputStream or None
         Output stream; None until `add_request` returns, and again after the request has ended.
     num_restarts : int
-        Number of times it was requeued, after a preemption or a failed step; other requests may
-        have used its blocks since.
+        Number of times it was requeued, after a preemption, a failed step or a change of rope
+        factors; other requests may have used its blocks since.
+    long_rope : bool
+        Whether the keys in its blocks are rotated with the long factors.
+    pause_len : int
+        Length at which it cannot simply be decoded further: `max_num_tokens`, or one token more
+        than `short_rope_len` while its keys are rotated with the short factors.
     row : int
         Row in the runner's tables; -1 if none.
     failed_at : int
@@ -160,7 +166,7 @@ class Request:
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
-    long_rope: bool = False
+    short_rope_len: int = 0
     reuse_prefix: bool = True
     eos_token_ids: InitVar[Iterable[int]] = ()
     always_ends_at_eos: bool = False
@@ -182,6 +188,8 @@ class Request:
     num_tree_blocks: int = field(init=False, default=0)
     num_skips: int = field(init=False, default=0)
     max_num_tokens: int = field(init=False, default=0)
+    long_rope: bool = field(init=False, default=False)
+    pause_len: int = field(init=False, default=0)
     order: tuple[int, int] = field(init=False, default=(0, 0))
     shares_last_block: bool = field(init=False, default=False)
     drafts: Drafts | None = field(init=False, default=None, repr=False)
@@ -229,8 +237,24 @@ class Request:
 
     @property
     def prefix_key(self) -> tuple[str | None, bool]:
-        """Key that must match, besides the token ids, for two requests to share a cached prefix."""
-        return self.cache_salt, self.long_rope
+        """Key that must match, besides the token ids, for two requests to share a cached prefix.
+
+        Without blocks, it is the key of those that its present length would be given.
+        """
+        holds_keys = self.block_table or self.host_block_table
+        return self.cache_salt, self.long_rope if holds_keys else self.needs_long_rope
+
+    @property
+    def needs_long_rope(self) -> bool:
+        """Tell whether a sequence of its present length uses longrope's long factors."""
+        return 0 < self.short_rope_len < self.num_tokens
+
+    def choose_rope(self) -> None:
+        """Choose the rope factors by the present length; called when it is given its blocks."""
+        self.long_rope = self.needs_long_rope
+        self.pause_len = self.max_num_tokens
+        if self.short_rope_len and not self.long_rope:
+            self.pause_len = min(self.pause_len, self.short_rope_len + 1)
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Return the known ids at positions [start, min(stop, num_known_tokens))."""

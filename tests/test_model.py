@@ -249,20 +249,78 @@ def test_two_models_in_one_process(where):
         b.step([[1]], cache_a)
 
 
-def test_longrope_takes_long_factors_for_a_long_cache():
+def _longrope(original=16, short=1.0):
+    """A model with longrope; its weights do not depend on the arguments."""
     rope = RopeConfig(
         rotary_dim=16,
         scaling="longrope",
-        factor=8.0,
-        original_max_position=16,
-        short_factor=(1.0,) * 8,
+        attention_factor=1.5,
+        original_max_position=original,
+        short_factor=(short,) * 8,
         long_factor=(9.0,) * 8,
     )
-    model = _load(config=replace(CONFIG, rope=rope))
-    assert model.long_rope_offset == 128 and not _load().long_rope_offset
-    assert not model.uses_long_rope(16) and model.uses_long_rope(17)
-    short, long = (model.step(IDS[:, :8], model.new_cache(2, n)) for n in (16, 17))
-    assert np.abs(short - long).max() > 1e-3 * short.std()
+    return _load(config=replace(CONFIG, rope=rope))
+
+
+@pytest.fixture(scope="module")
+def longrope():
+    """A model with longrope, and two with its short or its long factors at every length."""
+    return _longrope(), _longrope(128), _longrope(128, 9.0)
+
+
+def _close(got, want):
+    np.testing.assert_allclose(to_numpy(got), to_numpy(want), rtol=1e-4, atol=1e-5)
+
+
+def test_longrope_factors_follow_the_length_not_the_limit(longrope):
+    model, short, long = longrope
+    assert (model.long_rope_offset, model.short_rope_len) == (128, 16)
+    assert (short.long_rope_offset, short.short_rope_len) == (0, 0)
+    for count in (1, 16, 17, 20):
+        plain = short if count <= 16 else long
+        want = plain.step(IDS[:, :count], plain.new_cache(2, 20), logits="all")
+        for most in (20, 100):
+            _close(model.step(IDS[:, :count], model.new_cache(2, most), logits="all"), want)
+    short_row, long_row = (m.step(IDS[:, :8], m.new_cache(2, 20)) for m in (short, long))
+    assert np.abs(short_row - long_row).max() > 0.01 * short_row.std()
+
+
+@pytest.mark.parametrize("chunk", [3, 512])
+def test_a_step_across_the_border_of_longrope_computes_all_keys_anew(longrope, monkeypatch, chunk):
+    monkeypatch.setattr(model_module, "_MAX_STEP_TOKENS", {"cpu": chunk, "cuda": chunk})
+    model, short, long = longrope
+    wanted = {m: m.step(IDS, m.new_cache(2, 20), logits="all") for m in (short, long)}
+    cache = model.new_cache(2, 20)
+    for start, stop in [(0, 10), (10, 16), (16, 17), (17, 20)]:
+        plain = short if stop <= 16 else long
+        got = model.step(IDS[:, start:stop], cache, logits="all")
+        _close(got, wanted[plain][:, start:stop])
+    # Back below the border, in one row of two.
+    cache.truncate(10, row=1)
+    cache.truncate(19, row=0)
+    got = model.step(np.stack([IDS[0, 19:20], IDS[1, 10:11]]), cache)
+    _close(got[0], wanted[long][0, 19])
+    _close(got[1], wanted[short][1, 10])
+    cache.reset()
+    _close(model.step(IDS[:, :4], cache), wanted[short][:, 3])
+
+
+def test_a_step_across_the_border_that_fails_can_be_repeated(longrope, monkeypatch):
+    model, _, long = longrope
+    cache = model.new_cache(2, 20)
+    model.step(IDS[:, :16], cache)
+    calls = []
+
+    def fail(*args):
+        calls.append(args)
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(model, "forward", fail)
+        model.step(IDS[:, 16:], cache)
+    assert len(calls) == 1 and cache.lengths.tolist() == [16, 16]
+    want = long.step(IDS, long.new_cache(2, 20))
+    _close(model.step(IDS[:, 16:], cache), want)
 
 
 def test_closed(model):

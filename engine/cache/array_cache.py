@@ -42,6 +42,11 @@ class Cache:
         Block ids of each row, on the host.
     pages : list of (k_pages, v_pages)
         The pages of every layer, (B * n, K, block_size, D) each.
+    rope_offsets : (B,) array of int32
+        First row of the rope table with which the keys of each row are rotated; -1 if they must be
+        computed anew.
+    token_ids : (B, max_tokens) array of int32
+        Ids of the tokens, on the host; (B, 0) unless `keep_token_ids` was called.
 
     Examples
     --------
@@ -65,6 +70,8 @@ class Cache:
         self.max_tokens = max_tokens
         self.pages = self.kv.layers
         self.block_tables = np.arange(batch_size * blocks, dtype=np.int32).reshape(batch_size, -1)
+        self.rope_offsets = np.zeros(batch_size, np.int32)
+        self.token_ids = np.zeros((batch_size, 0), np.int32)
 
     @property
     def batch_size(self) -> int:
@@ -104,8 +111,18 @@ class Cache:
                 f"got {num_tokens} for row {row}, which holds {held}"
             )
 
-    def append(self, num_tokens: int) -> None:
-        """Extend every row by `num_tokens` whose keys and values are now in the pages."""
+    def keep_token_ids(self) -> None:
+        """Keep the ids of all tokens appended from now on, so that they can be computed anew."""
+        self.token_ids = np.zeros((self.batch_size, self.max_tokens), np.int32)
+
+    def append(self, num_tokens: int, token_ids: Any = None) -> None:
+        """Extend every row by `num_tokens` whose keys and values are now in the pages.
+
+        `token_ids`: their ids (B, num_tokens), needed after `keep_token_ids`.
+        """
+        if self.token_ids.size:
+            places = self._lengths[:, None] + np.arange(num_tokens)
+            np.put_along_axis(self.token_ids, places, token_ids, axis=1)
         self._lengths += num_tokens
 
     def truncate(self, num_tokens: int, row: int | None = None) -> None:

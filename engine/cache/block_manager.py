@@ -134,6 +134,7 @@ class BlockManager:
         if is_swapped:
             self._bring_back(request, len(shared))
         else:
+            request.choose_rope()
             self._use_prefix(request, found, new)
         return True
 
@@ -172,6 +173,7 @@ class BlockManager:
             If the tokens differ or the child holds blocks.
         """
         shared = self.check_fork(parent, child)
+        child.choose_rope()
         child.block_table = parent.block_table[: self.num_blocks_for(shared)]
         self.allocator.acquire(child.block_table)
         child.num_computed_tokens = child.num_committed_tokens = shared
@@ -226,8 +228,11 @@ class BlockManager:
             request.host_block_table = []
 
     def can_swap_out(self, request: Request) -> bool:
-        """Tell whether the computed blocks of `request` fit in host memory."""
-        if self.host_allocator is None:
+        """Tell whether the computed blocks of `request` fit in host memory, and are of use there.
+
+        Those of a request that ends now, or needs other rope factors, are not.
+        """
+        if self.host_allocator is None or request.num_tokens >= request.pause_len:
             return False
         room = self.host_allocator.num_free + (self.tree.num_host_nodes if self.tree else 0)
         return 0 < self.num_blocks_for(request.num_computed_tokens) <= room

@@ -171,9 +171,6 @@ class InputProcessor:
         if len(token_ids) >= self._max_model_len:
             raise ContextLengthError.of("prompt", len(token_ids), self._max_model_len)
         params = specs[0].params
-        longest = self._max_model_len
-        if params.max_tokens is not None:
-            longest = min(longest, len(token_ids) + params.max_tokens)
         return [
             Request(
                 f"{request_id}#{index}" if index else request_id,
@@ -182,7 +179,7 @@ class InputProcessor:
                 arrival_time=arrival_time,
                 priority=priority,
                 cache_salt=cache_salt,
-                long_rope=self._model.uses_long_rope(longest),
+                short_rope_len=self._model.short_rope_len,
                 reuse_prefix=params.prompt_logprobs is None,
                 eos_token_ids=self._model.eos_token_ids,
                 always_ends_at_eos=spec.grammar is not None,

@@ -114,7 +114,7 @@ class ForwardBatch:
         block_size: int,
         *,
         logits: Literal["last", "all", "none"] = "last",
-        rope_offset: int = 0,
+        rope_offset: int | np.ndarray[Any, Any] = 0,
     ) -> ForwardBatch:
         """Lay out sequences on the host.
 
@@ -131,8 +131,8 @@ class ForwardBatch:
             Tokens per block.
         logits : str
             Tokens whose logits are computed: the "last" of each sequence, "all", or "none".
-        rope_offset : int
-            `rope_positions` are the positions plus this offset.
+        rope_offset : int, or (B,) array of int
+            `rope_positions` are the positions plus this offset, of all sequences or of each.
 
         Raises
         ------
@@ -160,7 +160,7 @@ class ForwardBatch:
         return cls(
             token_ids=np.concatenate([np.asarray(ids, np.int32) for ids in token_ids]),
             positions=positions,
-            rope_positions=positions + np.int32(rope_offset),
+            rope_positions=positions + np.broadcast_to(np.int32(rope_offset), counts.shape)[rows],
             slot_mapping=blocks * block_size + positions % block_size,
             cu_seqlens_q=cu_seqlens,
             context_lens=lens,

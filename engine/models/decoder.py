@@ -193,6 +193,8 @@ class Decoder:
         Scales of a quantized KV cache, by layer and head.
     long_rope_offset : int
         First row of longrope's long factors in the table; 0 for a table without them.
+    short_rope_len : int
+        Longest sequence that uses the short factors, in tokens; 0 for such a table.
 
     Raises
     ------
@@ -219,6 +221,7 @@ class Decoder:
         self.xp = array_module(self._weight("embed" if stage.is_first else "layers.0.qkv").data)
         self.rope_tables = tuple(self._rope_table(rope) for rope in ropes(config))
         self.long_rope_offset = long_rope_offset(config.rope, max_model_len)
+        self.short_rope_len = config.rope.original_max_position if self.long_rope_offset else 0
         if stage.is_first:
             self.embed = parts.embedding(self._embedding())
         self.kv_scales = KVScales(self.xp, config.num_layers, config.num_kv_heads)
@@ -246,6 +249,16 @@ class Decoder:
     def table_bytes(self) -> int:
         """Bytes of the rope tables."""
         return sum(int(table.nbytes) for table in self.rope_tables)
+
+    def rope_offsets(self, lengths: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Return the row of the rope table for position 0 of sequences of `lengths` tokens (B,).
+
+        It is `long_rope_offset` for sequences longer than `short_rope_len`, otherwise 0.
+        """
+        offsets: np.ndarray[Any, np.dtype[np.int32]] = np.where(
+            np.asarray(lengths) > self.short_rope_len, np.int32(self.long_rope_offset), np.int32(0)
+        )
+        return offsets
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Compute one step.

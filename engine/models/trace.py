@@ -49,10 +49,11 @@ def trace_decoder(decoder: Decoder, token_ids: Array) -> Trace:
     if decoder.xp is not np:
         raise DeviceError(f"tracing needs a model on {CPU}; got one whose weights are on a GPU")
     positions = np.arange(len(token_ids), dtype=np.int32)
+    rope_positions = positions + decoder.rope_offsets(len(token_ids))
     result = Trace([], [])
     residual = decoder.embed(token_ids.astype(np.int32))
     for layer in decoder.layers:
-        weights, residual = _walk(layer, residual, positions, decoder.parts)
+        weights, residual = _walk(layer, residual, positions, rope_positions, decoder.parts)
         by_head = decoder.parts.all_heads(np.moveaxis(weights, 0, -1))
         result.attention.append(np.ascontiguousarray(np.moveaxis(by_head, -1, 0)))
         result.hidden.append(residual)
@@ -60,11 +61,15 @@ def trace_decoder(decoder: Decoder, token_ids: Array) -> Trace:
 
 
 def _walk(
-    layer: DecoderLayer, residual: Array, positions: Array, parts: WholeParts
+    layer: DecoderLayer,
+    residual: Array,
+    positions: Array,
+    rope_positions: Array,
+    parts: WholeParts,
 ) -> tuple[Array, Array]:
     """Return the layer's attention weights and the residual stream after it."""
     given = layer.attn_norm(residual)
-    weights, heads = attend(layer.attn, given, positions)
+    weights, heads = attend(layer.attn, given, positions, rope_positions)
     x = layer.attn.o(heads)
     if layer.mlp_norm is None:
         return weights, residual + layer.attn_norm.branch_scale * (x + layer.mlp(given))
@@ -75,13 +80,15 @@ def _walk(
     return weights, residual + layer.mlp_norm.branch_scale * x
 
 
-def attend(attention: Attention, x: Array, positions: Array) -> tuple[Array, Array]:
+def attend(
+    attention: Attention, x: Array, positions: Array, rope_positions: Array
+) -> tuple[Array, Array]:
     """Return attention weights (H, T, T), and the heads' outputs (T, H*D) before o_proj.
 
     With attention sinks, the weights of a query sum up to less than 1.
     """
     p = attention.params
-    q, k, v = (a.astype(np.float32) for a in attention.project(x, positions))
+    q, k, v = (a.astype(np.float32) for a in attention.project(x, rope_positions))
     k, v = (np.repeat(a, p.num_heads // p.num_kv_heads, axis=1) for a in (k, v))
     scores = np.einsum("ihd,jhd->hij", q, k) * p.scale
     if p.softcap:

@@ -82,7 +82,7 @@ def gptq_layers(
         skipped, since each sees only some of the tokens.
     """
     device.activate()
-    batches = list(_batches(device, sequences))
+    batches = list(_batches(decoder, device, sequences))
     pages = _pages(decoder, device, batches)
     states = [(None, decoder.embed(batch.token_ids)) for batch in batches]
     for index, layer in enumerate(decoder.layers):
@@ -133,14 +133,22 @@ def _observe(
     return {name: observer.hessian.total for name, observer in observers.items()}
 
 
-def _batches(device: Device, sequences: np.ndarray[Any, Any]) -> Iterator[ForwardBatch]:
+def _batches(
+    decoder: Decoder, device: Device, sequences: np.ndarray[Any, Any]
+) -> Iterator[ForwardBatch]:
     length = sequences.shape[1]
     step = max(1, _MAX_TOKENS[device.kind] // length)
     blocks = -(-length // _BLOCK_SIZE)
     for first in range(0, len(sequences), step):
         rows = sequences[first : first + step]
         tables = np.arange(len(rows) * blocks, dtype=np.int32).reshape(len(rows), blocks)
-        yield ForwardBatch.build(rows, [0] * len(rows), tables, _BLOCK_SIZE).to(device)
+        yield ForwardBatch.build(
+            rows,
+            [0] * len(rows),
+            tables,
+            _BLOCK_SIZE,
+            rope_offset=decoder.rope_offsets([length] * len(rows)),
+        ).to(device)
 
 
 def _pages(decoder: Decoder, device: Device, batches: Sequence[ForwardBatch]) -> tuple[Any, Any]:

@@ -81,6 +81,9 @@ def prompt_parts(
 ) -> list[PromptPart]:
     """Return the prompt tokens a step can score: those that follow a token it computes.
 
+    A prompt with longrope's short factors is not scored again with the long factors, once its
+    continuation needs them.
+
     Parameters
     ----------
     sequences : sequence of ScheduledSequence
@@ -91,10 +94,13 @@ def prompt_parts(
     """
     parts = []
     for sequence, row, count in zip(sequences, first_rows, counts, strict=True):
-        prompt = sequence.request.prompt_token_ids
+        request = sequence.request
+        prompt = request.prompt_token_ids
+        if request.long_rope and len(prompt) <= request.short_rope_len:
+            continue
         ids = prompt[sequence.start + 1 : sequence.context_len + 1]
         if count is not None and ids:
-            parts.append(PromptPart(sequence.request, count, sequence.start + 1, ids, row))
+            parts.append(PromptPart(request, count, sequence.start + 1, ids, row))
     return parts
 
 

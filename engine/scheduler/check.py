@@ -48,6 +48,10 @@ def check_request_state(request: Request, config: SchedulerConfig) -> None:
     _verify(computed < request.num_tokens, f"{name}: nothing left to compute")
     _verify(request.num_tokens <= request.max_num_tokens, f"{name}: longer than max_num_tokens")
     _verify(
+        not request.long_rope or request.needs_long_rope or not computed,
+        f"{name}: its keys are rotated with the long factors, but it is short",
+    )
+    _verify(
         computed <= len(request.block_table) * config.block_size or status is RequestStatus.SWAPPED,
         f"{name}: more tokens computed than slots held",
     )
@@ -95,6 +99,11 @@ def check_output(output: ScheduleOutput, config: SchedulerConfig) -> None:
         _verify(
             sequence.num_draft_tokens == request.num_draft_tokens <= config.max_draft_tokens,
             f"{name}: the number of drafts is wrong",
+        )
+        is_short = request.short_rope_len and not request.long_rope
+        _verify(
+            not is_short or sequence.context_len <= request.short_rope_len,
+            f"{name}: too long for the short rope factors of its keys",
         )
         slots = len(request.block_table) * config.block_size
         _verify(sequence.context_len <= slots, f"{name}: too few slots for the chunk")

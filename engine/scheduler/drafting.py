@@ -53,7 +53,8 @@ def fitting_drafts(
     """Return the drafts of `request` that fit into the step after its next `num_new` tokens.
 
     They may exceed `max_num_tokens`, so that all sequences can carry the same number; tokens
-    sampled past the limit are dropped.
+    sampled past the limit are dropped. They never exceed `short_rope_len` while the keys are
+    rotated with the short factors: their logits would be those of other factors.
 
     `reserved`: tokens of the step's budget to leave for requests scheduled later.
     """
@@ -64,6 +65,8 @@ def fitting_drafts(
         config.max_num_batched_tokens - output.num_scheduled_tokens - num_new - reserved,
         config.max_model_len - request.num_tokens,
     )
+    if request.short_rope_len and not request.long_rope:
+        room = min(room, request.short_rope_len - request.num_tokens)
     if drafts.parents is not None:
         if not config.draft_trees:
             drafts = drafts.chain()

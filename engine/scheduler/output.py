@@ -129,6 +129,9 @@ class ScheduleOutput:
     preempted : list of Request
         Requests that lost their blocks in this step. They are back in the queue, as PREEMPTED (to
         be recomputed) or SWAPPED.
+    restarted : list of Request
+        Requests that gave up their blocks in this step because their keys need other rope factors.
+        They are recomputed, from this step on if they are among `admitted`.
     copies : list of (int, int)
         (source, destination) device blocks, for copy-on-write. Existing entries of a running
         request's block table change only in a step with copies; otherwise tables only grow.
@@ -156,6 +159,7 @@ class ScheduleOutput:
     sequences: list[ScheduledSequence] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    restarted: list[Request] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)

@@ -77,7 +77,8 @@ class RequestQueues:
     def add_fork(self, parent: Request, child: Request) -> None:
         """Add `child`: running on the blocks of `parent` if possible, otherwise queued."""
         limit = self._check_new(child, child)
-        if parent.status is _RUNNING:
+        child.num_tokens = child.num_known_tokens
+        if self._can_fork(parent, child):
             self.blocks.check_fork(parent, child)
         self._register(child, limit, parent.order[0])
         self._start_or_queue(parent, child)
@@ -112,10 +113,18 @@ class RequestQueues:
         self.waiting.push(request)
         return request
 
+    def restart(self, request: Request) -> None:
+        """Requeue a running request to compute all its tokens anew; its blocks stay cached."""
+        request.num_preemptions += 1
+        self._requeue(request, keep=True)
+
     def retry(self, request: Request) -> None:
         """Requeue a running request, discarding everything it has computed."""
+        self._requeue(request, keep=False)
+
+    def _requeue(self, request: Request, *, keep: bool) -> None:
         self._remove_running(request)
-        self.blocks.release(request, keep=False)
+        self.blocks.release(request, keep=keep)
         request.status = RequestStatus.PREEMPTED
         request.drop_drafts()
         request.num_restarts += 1
@@ -160,11 +169,15 @@ class RequestQueues:
         self.requests[request.request_id] = request
 
     def _start_or_queue(self, parent: Request, child: Request) -> None:
-        if parent.status is _RUNNING and len(self.running) < self.config.max_num_seqs:
+        if self._can_fork(parent, child) and len(self.running) < self.config.max_num_seqs:
             self.blocks.fork(parent, child)
             self.run(child)
         else:
             self.waiting.push(child)
+
+    def _can_fork(self, parent: Request, child: Request) -> bool:
+        """Tell whether `parent` holds keys that are rotated as those of `child` must be."""
+        return parent.status is _RUNNING and parent.long_rope == child.needs_long_rope
 
     def _set_leader(self, request: Request, siblings: Sequence[Request]) -> None:
         request.siblings = list(siblings)

@@ -188,13 +188,13 @@ class Scheduler:
             self.blocks.tree.reset()
 
     def decoding_requests(self) -> list[Request]:
-        """Return the running requests that have an output token and can get another."""
+        """Return the running requests that have an output token and can be decoded further."""
         return [
             request
             for request in self._queues.running
             if request.output_token_ids
             and request.num_tokens - request.num_computed_tokens == 1
-            and request.num_tokens < request.max_num_tokens
+            and request.num_tokens < request.pause_len
         ]
 
     def propose(
@@ -338,7 +338,7 @@ class Scheduler:
     ) -> list[Request]:
         """Schedule each running request that has exactly one token to compute; return the others.
 
-        The others are prefills in progress, and requests with drafts.
+        The others are prefills in progress, requests with drafts, and those at their `pause_len`.
         """
         others: list[Request] = []
         sequences = output.sequences
@@ -353,8 +353,9 @@ class Scheduler:
             if num_tokens - start != 1 or (has_drafts and request.drafts is not None):
                 others.append(request)
                 continue
-            if num_tokens >= request.max_num_tokens:
-                continue  # its last token is pending
+            if num_tokens >= request.pause_len:
+                others.append(request)
+                continue
             # A request can need another block only at a block boundary.
             if (
                 request.shares_last_block
@@ -380,11 +381,14 @@ class Scheduler:
         """Schedule prefills in progress and decodes with drafts, in service order."""
         config = self.config
         for index, request in enumerate(requests):
+            if request.status is not _RUNNING or request.num_draft_tokens:
+                continue  # preempted just now, or its drafts are in flight
+            if request.num_tokens >= request.pause_len:
+                self._end_short_rope(request, output)
+                continue
             num_new = chunk_size(request, output, config)
-            if request.status is not _RUNNING or not num_new:
-                continue  # preempted just now, or the budget is spent
-            if request.num_draft_tokens or request.num_tokens >= request.max_num_tokens:
-                continue  # its drafts are in flight, or its last token is pending
+            if not num_new:
+                continue  # the budget is spent
             later = len(requests) - index - 1
             drafts = fitting_drafts(request, num_new, output, config, reserved=later)
             if drafts and self.blocks.grow(request, request.num_tokens + len(drafts)):
@@ -464,6 +468,17 @@ class Scheduler:
             if last is request:
                 return False
         return True
+
+    def _end_short_rope(self, request: Request, output: ScheduleOutput) -> None:
+        """Requeue `request` if its next token needs longrope's long factors.
+
+        All of its keys are computed anew with them. While its last token is pending, it waits: that
+        token may end it.
+        """
+        if request.num_pending_tokens:
+            return
+        self._queues.restart(request)
+        output.restarted.append(request)
 
     # ---- parts of commit() and rollback()
 

@@ -275,7 +275,7 @@ class RequestMaker:
         model: Any = SimpleNamespace(
             config=SimpleNamespace(vocab_size=info.vocab_size),
             eos_token_ids=info.eos_token_ids,
-            uses_long_rope=lambda _: False,
+            short_rope_len=0,
         )
         self._inputs = InputProcessor(model, tokenizer, max_model_len=info.max_model_len)
 

@@ -186,21 +186,18 @@ class DraftModelProposer:
 
     def _new(self, request: Request, index: int) -> _Drafted:
         spec = request.spec
-        limit = request.max_num_tokens
-        long_rope = self._model.uses_long_rope(limit)
         shadow = Request(
             request.request_id,
             request.prompt_token_ids,
             spec.params,
-            long_rope=long_rope,
             spec=SamplingSpec(_plain(spec.params), spec.seed),
         )
         shadow.output_token_ids = request.output_token_ids  # shared, not copied: it grows
         shadow.status = RequestStatus.RUNNING
-        shadow.max_num_tokens = limit
+        shadow.max_num_tokens = request.max_num_tokens
         first = self._num_blocks + index * self._num_spare
         spare = list(range(first, first + self._num_spare))
-        return _Drafted(request, shadow, SequencePages(spare, long_rope), index)
+        return _Drafted(request, shadow, SequencePages(spare), index)
 
     def _follow(self, drafted: _Drafted, count: int) -> list[tuple[int, int]]:
         """Adopt the request's changes since the last proposal; return the blocks to copy.
@@ -219,6 +216,11 @@ class DraftModelProposer:
         if max(new_ids, default=0) >= self._num_ids:
             return []
         drafted.num_known = known
+        is_long = 0 < self._model.short_rope_len < known
+        if is_long != pages.long_rope:
+            pages.rotate_anew(is_long)
+            shadow.long_rope = is_long
+            self.runner.release([shadow])  # its next row has the other factors
         copies = self._pages.follow(pages, request)
         if pages.is_rewritten:
             self.runner.release([shadow])  # its next row is filled with the whole table

@@ -42,6 +42,7 @@ class SequencePages:
         Spare blocks: spare[i % len(spare)] stands in for entry i of the table.
     long_rope : bool
         Whether the draft model rotates this request's keys with longrope's long factors.
+        Drafts use those of the known tokens: they are only guesses.
     blocks : list of int
         Blocks of the target's table that the draft model may write.
     num_valid : int
@@ -64,6 +65,11 @@ class SequencePages:
         first = len(self.blocks)
         count = len(self.spare)
         return self.blocks + [self.spare[i % count] for i in range(first, first + count)]
+
+    def rotate_anew(self, long_rope: bool) -> None:
+        """Change the rope factors: no key in the pages is valid any more."""
+        self.long_rope = long_rope
+        self.num_valid = self.num_recorded = 0
 
 
 class DraftPages:

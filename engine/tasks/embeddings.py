@@ -165,14 +165,13 @@ def _hidden(
         count = -(-stop // _BLOCK_SIZE)
         tables.append(range(first, first + count))
         first += count
-    longest = max(len(rows[index]) for index, _, _ in batch)
     flat = ForwardBatch.build(
         [rows[index][start:stop] for index, start, stop in batch],
         [start for _, start, _ in batch],
         tables,
         _BLOCK_SIZE,
         logits="all" if pooling == "mean" else "last",
-        rope_offset=model.long_rope_offset if model.uses_long_rope(longest) else 0,
+        rope_offset=model.decoder.rope_offsets([len(rows[index]) for index, _, _ in batch]),
     )
     outputs = to_numpy(model.hidden_states(flat.to(model.device), cache.pages)).astype(np.float32)
     if pooling == "mean":

@@ -33,6 +33,7 @@ class MockModel:
     dtype = "float32"
     weight_bytes = 0
     long_rope_offset = 0
+    short_rope_len = 0
     has_tokenizer = False
     tokenizer: Any = None
     num_ranks = 1
@@ -62,10 +63,6 @@ class MockModel:
             rope=RopeConfig(rotary_dim=2),
             eos_token_ids=eos_token_ids,
         )
-
-    def uses_long_rope(self, num_tokens: int) -> bool:
-        """Return False: the model has no rope."""
-        return False
 
     def stage_blocks(self, options: Any) -> list[tuple[int, int]]:
         """Return an empty list: there is only one stage."""

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from engine import LLMEngine, SamplingParams
-from engine.config import ModelConfig
+from engine.config import ModelConfig, RopeConfig
 
 CONFIG = ModelConfig("llama", 50, 64, 2, 8, 2, 16, 96, 256)
+# The requests below, of 50 tokens and at least 10 more, outgrow its short factors.
+LONGROPE = replace(
+    CONFIG,
+    rope=RopeConfig(
+        rotary_dim=16,
+        scaling="longrope",
+        original_max_position=54,
+        short_factor=(1.0,) * 8,
+        long_factor=(9.0,) * 8,
+    ),
+)
 
 
 def make_engine(config=CONFIG, **options):

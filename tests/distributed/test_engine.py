@@ -16,7 +16,14 @@ from engine import LLM, LLMEngine, SamplingParams
 from engine.distributed import processes
 from engine.errors import ConfigError, EngineError, RankError
 from engine.speculative.costs import measure_step_costs
-from tests.distributed.engines import CONFIG, add_every_kind_of_request, is_alive, make_engine, run
+from tests.distributed.engines import (
+    CONFIG,
+    LONGROPE,
+    add_every_kind_of_request,
+    is_alive,
+    make_engine,
+    run,
+)
 from tests.distributed.golden import write_checkpoint
 
 MOE = "qwen3_moe"
@@ -35,12 +42,14 @@ def moe_folder(tmp_path_factory):
     return str(write_checkpoint(MOE, tmp_path_factory.mktemp(MOE)))
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_every_kind_of_request(is_async):
+@pytest.mark.parametrize(
+    ("is_async", "config"), [(False, CONFIG), (True, CONFIG), (True, LONGROPE)]
+)
+def test_every_kind_of_request(is_async, config):
     """Random and greedy ones, log-probabilities, penalties, biases, masks and processors."""
     found = {}
     for size in (1, 2):
-        with _engine(size, async_scheduling=is_async) as engine:
+        with _engine(size, config=config, async_scheduling=is_async) as engine:
             add_every_kind_of_request(engine)
             found[size] = run(engine)
     assert found[2] == found[1]

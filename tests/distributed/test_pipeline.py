@@ -26,7 +26,13 @@ from engine.parallel.stage_group import StageGroup
 from engine.runner.memory_sizes import geometry_of
 from engine.weights import Stage
 from tests.distributed.engines import CONFIG as TWO_LAYERS
-from tests.distributed.engines import add_every_kind_of_request, is_alive, make_engine, run
+from tests.distributed.engines import (
+    LONGROPE,
+    add_every_kind_of_request,
+    is_alive,
+    make_engine,
+    run,
+)
 from tests.distributed.golden import CASES, write_checkpoint
 
 CONFIG = replace(TWO_LAYERS, num_layers=4)
@@ -125,6 +131,18 @@ def test_every_kind_of_request(in_threads, alone, stages, is_async):
     with _engine(stages, async_scheduling=is_async, max_num_batched_tokens=40) as engine:
         add_every_kind_of_request(engine)
         assert run(engine) == alone
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_longrope(in_threads, is_async):
+    """Requests that outgrow their short factors while steps of them are in flight."""
+    config = replace(LONGROPE, num_layers=4)
+    found = {}
+    for stages in (1, 2):
+        with _engine(stages, config=config, async_scheduling=is_async, debug=True) as engine:
+            add_every_kind_of_request(engine)
+            found[stages] = run(engine)
+    assert found[2] == found[1]
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

@@ -51,7 +51,7 @@ def _options(rng: random.Random) -> dict[str, Any]:
         "ignore_eos": rng.random() < 0.7,
         "priority": rng.randint(-1, 1),
         "cache_salt": rng.choice([None, None, "a"]),
-        "long_rope": rng.random() < 0.3,
+        "short_rope_len": rng.choice([0, 0, 20, 38]),
         "reuse_prefix": rng.random() < 0.7,
     }
 

@@ -235,6 +235,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_theta": 500.0,
         "rope_scaling": _LONGROPE,
     },
+    "phi3_longrope_border": {  # the prompt has 28 tokens: its continuation crosses the border
+        **_PHI3,
+        "max_position_embeddings": 128,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.3, 1.5, 1.8, 2.1],
+            "long_factor": [1.0, 2.0, 4.0, 7.0, 11.0, 16.0],
+        },
+    },
     "gemma3": {
         **_GEMMA3,
         "rope_theta": 1000.0,

@@ -34,10 +34,9 @@ def make_request(name, prompt, max_tokens=8, *, ignore_eos=True, **fields):
     return Request(name, list(prompt), sampling, eos_token_ids=[EOS], **fields)
 
 
-def seed_of(request):
+def seed_of(request, long_rope):
     """The number before the first token."""
-    salt, long_rope = request.prefix_key
-    return sum(map(ord, salt or "")) * 2 + long_rope + 17
+    return sum(map(ord, request.cache_salt or "")) * 2 + long_rope + 17
 
 
 def chain(value, token):
@@ -51,15 +50,19 @@ def next_token(value):
 
 
 def oracle(request, num_outputs=0):
-    """All output ids that `request` ends with; the first `num_outputs` are taken as given."""
-    value = seed_of(request)
-    for token in request.prompt_token_ids + request.output_token_ids[:num_outputs]:
-        value = chain(value, token)
+    """All output ids that `request` ends with; the first `num_outputs` are taken as given.
+
+    Each follows the number of all tokens before it, of the rope kind that their count calls for.
+    """
+    values = [seed_of(request, False), seed_of(request, True)]
     outputs = list(request.output_token_ids[:num_outputs])
+    for token in request.prompt_token_ids + outputs:
+        values = [chain(value, token) for value in values]
     limit = request.max_num_tokens - request.num_prompt_tokens
     while len(outputs) < limit:
-        outputs.append(next_token(value))
-        value = chain(value, outputs[-1])
+        length = request.num_prompt_tokens + len(outputs)
+        outputs.append(next_token(values[0 < request.short_rope_len < length]))
+        values = [chain(value, outputs[-1]) for value in values]
         if outputs[-1] == EOS and not request.sampling_params.ignore_eos:
             break
     return outputs
@@ -91,8 +94,14 @@ class PagedMock:
         self._next = (output.step_id + 1, [(r, start + n, 1) for r, start, n in chunks])
         if output.num_draft_tokens:
             self._next = (-1, [])
+        assert all(r in output.admitted or not r.block_table for r in output.restarted)
         return [
-            (s, s.request.token_ids(0, s.num_reached_tokens), list(s.request.block_table))
+            (
+                s,
+                s.request.token_ids(0, s.num_reached_tokens),
+                list(s.request.block_table),
+                seed_of(s.request, s.request.long_rope),
+            )
             for s in output.sequences
         ]
 
@@ -109,12 +118,12 @@ class PagedMock:
             self.pages[block] = [None] * self.block_size
         return dict(filter(None, [self._run(*entry) for entry in batch]))
 
-    def _run(self, sequence, known, table):
+    def _run(self, sequence, known, table, seed):
         request, stop = sequence.request, sequence.num_reached_tokens
         unknown = range(len(known), stop)
         ids = [*known, *(self._sampled[request, position] for position in unknown)]
         assert sequence.num_pending_tokens == min(len(unknown), 1)
-        value = seed_of(request)
+        value = seed
         for position, token in enumerate(ids):
             value = chain(value, token)
             block, slot = table[position // self.block_size], position % self.block_size

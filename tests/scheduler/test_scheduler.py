@@ -119,7 +119,7 @@ def test_each_output_equals_the_requests_output_alone(options, block_size, late)
                 ignore_eos=rng.random() < 0.8,
                 priority=rng.choice([0, 0, 1]),
                 cache_salt=rng.choice([None, "a"]),
-                long_rope=rng.random() < 0.2,
+                short_rope_len=rng.choice([0, 0, 0, block_size + 5]),
             )
         )
         scheduler.add_request(requests[-1])
@@ -273,7 +273,7 @@ def test_a_cached_prompt_leaves_one_token_to_compute():
 
 def test_salts_and_rope_kinds_do_not_share():
     scheduler, mock = build()
-    kinds = [{}, {"cache_salt": "x"}, {"long_rope": True}, {"reuse_prefix": False}]
+    kinds = [{}, {"cache_salt": "x"}, {"short_rope_len": 30}, {"reuse_prefix": False}]
     for number, fields in enumerate([{}, *kinds]):
         request = make_request(f"r{number}", [1] * 40, 1, **fields)
         scheduler.add_request(request)

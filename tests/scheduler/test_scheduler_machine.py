@@ -55,7 +55,7 @@ fields = st.fixed_dictionaries(
         "ignore_eos": st.sampled_from([True, True, False]),
         "priority": st.integers(-1, 1),
         "cache_salt": st.sampled_from([None, None, "a"]),
-        "long_rope": st.sampled_from([False, False, True]),
+        "short_rope_len": st.sampled_from([0, 0, 20, 38]),
         "reuse_prefix": st.sampled_from([True, True, False]),
     }
 )
@@ -70,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests = {}  # every request ever added -> output tokens it was added with
         self.in_flight = []
         self.count = 0
-        self.num_copies = 0
+        self.num_copies = self.num_restarted = 0
 
     def new_request(self, prompt, options):
         self.count += 1
@@ -123,6 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         had_requests = self.has_requests
         output = self.scheduler.schedule()
         self.num_copies += len(output.copies)
+        self.num_restarted += len(output.restarted)
         if not output.is_empty:
             self.in_flight.append((output, self.mock.lay_out(output)))
         elif had_requests:
@@ -192,7 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.fork_one(parent, kept, token, options)
 
     def fork_one(self, parent, kept, token, options):
-        options.update(cache_salt=parent.cache_salt, long_rope=parent.long_rope)
+        options.update(cache_salt=parent.cache_salt, short_rope_len=parent.short_rope_len)
         child = self.new_request(parent.prompt_token_ids, options)
         child.output_token_ids = [*parent.output_token_ids[:kept], token]
         try:
@@ -283,6 +284,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             event(f"{name}: {'some' if getattr(stats, name) else 'none'}")
         event(f"prefix_cache_host_hits: {'some' if stats.prefix_cache_host_hits else 'none'}")
         event(f"copies: {'some' if self.num_copies else 'none'}")
+        event(f"rope changes: {'some' if self.num_restarted else 'none'}")
         event(f"accepted drafts: {'some' if self.mock.num_accepted else 'none'}")
         event(f"rejected drafts: {'some' if self.mock.num_rejected else 'none'}")
         event(f"unchanged batches: {'some' if self.mock.num_unchanged else 'none'}")
