@@ -157,6 +157,10 @@ class ChatService:
             reasoning_parser = reasoning.detect(template)
         elif reasoning_parser is not None:
             reasoning.get(reasoning_parser)
+        special_ids = getattr(client.tokenizer, "special_ids", ())
+        self._special_texts = frozenset(
+            client.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in special_ids
+        )
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         if generation_defaults is None:
@@ -177,6 +181,11 @@ class ChatService:
         prompt = await asyncio.to_thread(self.render, body)
         check_num_tokens(len(prompt["prompt_token_ids"]), "messages", self.client)
         tools, overrides, options = self._tools(body)
+        markers = tools().markers if tools is not None else ()
+        if self.reasoning_parser is not None:
+            markers += reasoning.MARKERS
+        if not self._special_texts.isdisjoint(markers):
+            overrides["skip_special_tokens"] = False
         params = chat_params(body, self.generation_defaults, **overrides)
         if self._config is not None:
             num_tokens = len(prompt["prompt_token_ids"])
@@ -271,8 +280,7 @@ class ChatService:
             )
             raise APIError(400, message, param="tools")
         make = functools.partial(tool_parsers.get, self.tool_parser, names)
-        keeps = {"skip_special_tokens": False} if make().needs_special_tokens else {}
-        return make, keeps, options
+        return make, {}, options
 
 
 class ChatStream:
@@ -398,7 +406,7 @@ class _Answer:
 class _NamedCall:
     """Parser for an answer that consists entirely of one call's arguments."""
 
-    needs_special_tokens = False
+    markers: tuple[str, ...] = ()
 
     def __init__(self, name: str) -> None:
         self._start = ToolCallStart(0, tool_parsers.random_id(), name)

@@ -21,7 +21,7 @@ from engine.server.tool_parsers import (
     ToolParser,
 )
 
-__all__ = ["NAMES", "ReasoningParser", "detect", "get"]
+__all__ = ["MARKERS", "NAMES", "ReasoningParser", "detect", "get"]
 
 _OPEN = "<think>"
 _CLOSE = "</think>"
@@ -42,6 +42,9 @@ _CLOSED = (
     re.compile(rf"{_beginnings(_OPEN)}|{_EMPTY}(?:{_beginnings(_CLOSE)})?"),
 )
 _DEEPSEEK = "<\uff5cAssistant\uff5c>"
+
+MARKERS = (_OPEN, _CLOSE)
+"""Markers of the block; where they are special tokens, the text must keep those."""
 
 NAMES = ("deepseek_r1", "qwen3")
 """Names of all reasoning parsers."""

@@ -113,3 +113,38 @@ def test_messages(server, http, case):
         pieces += delta.get("partial_json", "")
     assert texts == {"thinking": reasoning, "text": content}
     assert pieces == ARGUMENTS * num_calls
+
+
+class MarkedTokenizer(WordTokenizer):
+    """Some markers are special tokens."""
+
+    special_ids = frozenset({0xFFF0})
+    marker = "</think>"
+
+    def token_bytes(self, token_id):
+        return self.marker.encode() if token_id == 0xFFF0 else super().token_bytes(token_id)
+
+
+@pytest.mark.parametrize(
+    ("marker", "has_tools", "is_kept"),
+    [
+        ("</think>", False, True),
+        ("</think>", True, True),
+        ("<tool_call>", True, True),
+        ("<tool_call>", False, False),
+        ("<|im_end|>", True, False),
+    ],
+)
+def test_markers_that_are_special_tokens_reach_the_parsers(marker, has_tools, is_kept):
+    def make_client():
+        client = CannedClient("Hm.")
+        client.tokenizer = MarkedTokenizer()
+        client.tokenizer.marker = marker
+        return client
+
+    with serve(make_client) as server, httpx.Client(base_url=server.url) as http:
+        body = {"messages": [{"role": "user", "content": "?"}]}
+        body |= {"tools": tools("chat")} if has_tools else {}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+        [(_, params, _)] = server.client.requests
+        assert params.skip_special_tokens != is_kept

@@ -490,8 +490,6 @@ def test_the_nesting_is_bounded():
 
 def test_get():
     assert isinstance(tool_parsers.get("mistral"), MistralParser)
-    assert tool_parsers.get("mistral").needs_special_tokens
-    assert not tool_parsers.get("hermes").needs_special_tokens
     with pytest.raises(ConfigError, match=r"hermes, llama3_json, mistral; got 'herms'.*'hermes'"):
         tool_parsers.get("herms")
 

@@ -33,7 +33,7 @@ class StateParser:
         Returns an id for a new call.
     """
 
-    needs_special_tokens = False
+    markers: tuple[str, ...] = ()
     requires_arguments = False
 
     def __init__(

@@ -86,8 +86,8 @@ class ToolParser(Protocol):
     in the length of the text.
     """
 
-    needs_special_tokens: bool
-    """Whether the markers are special tokens, so that `skip_special_tokens` must be False."""
+    markers: tuple[str, ...]
+    """Markers of the format; where they are special tokens, the text must keep those."""
 
     def feed(self, delta: str) -> list[Event]:
         """Feed text; return the events that later text can no longer change."""

@@ -15,6 +15,8 @@ _MARKERS = Markers(_OPEN)
 class HermesParser(StateParser):
     """Reads calls between `<tool_call>` and `</tool_call>`; the closing marker may be missing."""
 
+    markers: tuple[str, ...] = (_OPEN, _CLOSE)
+
     def _in_text(self, text: str, at: int, is_last: bool) -> int:
         found, marker = _MARKERS.find(text, at, is_last)
         self._text(text[at:found])

@@ -23,6 +23,7 @@ class Llama3JsonParser(StateParser):
     "id"; other objects are text.
     """
 
+    markers: tuple[str, ...] = (_TAG,)
     requires_arguments = True
 
     def __init__(

@@ -25,7 +25,7 @@ _short_id = functools.partial(random_id, "", 9)  # Mistral's templates require 9
 class MistralParser(StateParser):
     """Reads the calls after each `[TOOL_CALLS]` in either format."""
 
-    needs_special_tokens = True
+    markers: tuple[str, ...] = (_MARKER, "[CALL_ID]", "[ARGS]")
 
     def __init__(
         self, names: Collection[str] | None = None, make_id: Callable[[], str] = _short_id
@@ -128,7 +128,7 @@ class CallListParser(MistralParser):
     The array is not content: if the text ends before a call's arguments, the call is dropped.
     """
 
-    needs_special_tokens = False
+    markers: tuple[str, ...] = ()
 
     def __init__(
         self, names: Collection[str] | None = None, make_id: Callable[[], str] = random_id
