@@ -21,6 +21,7 @@ __all__ = [
     "kernel_tier",
     "offline",
     "pipeline_secret",
+    "pre_tokenizer",
 ]
 
 
@@ -57,6 +58,11 @@ VARIABLES: tuple[Variable, ...] = (
         "secret shared by the engine and pipeline stages on other hosts; at least 16 characters",
     ),
     Variable(
+        "ENGINE_PRE_TOKENIZER",
+        "the file's tokenizer.ggml.pre",
+        "name of the rule that splits words for .gguf files that name none, or an unknown one",
+    ),
+    Variable(
         "ENGINE_COMMIT",
         "git's, in a checkout",
         "the commit that `engine bench` records outside a git checkout",
@@ -75,6 +81,11 @@ def cache_dir() -> Path:
 def kernel_tier() -> str:
     """Return the kernel tier, "auto" or "portable"."""
     return _choice("ENGINE_KERNEL_TIER", "auto", ("auto", "portable"))
+
+
+def pre_tokenizer() -> str | None:
+    """Return the name that replaces a .gguf file's tokenizer.ggml.pre; None if not set."""
+    return os.environ.get("ENGINE_PRE_TOKENIZER") or None
 
 
 def pipeline_secret() -> bytes:

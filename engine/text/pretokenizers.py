@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from tokenizers import Regex, normalizers, pre_tokenizers
 
+from engine import env
 from engine.checks import shown
 from engine.errors import ConfigError
 
@@ -175,12 +176,12 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def find_pre_tokenizer(name: object) -> PreTokenizer:
-    """Return the pre-tokenizer called `name`.
+    """Return the pre-tokenizer called `name`, or the one that ENGINE_PRE_TOKENIZER names.
 
     Raises
     ------
     ConfigError
-        If `name` is unknown or None (the file names none); the message lists the known ones.
+        If the name is unknown or None (the file names none); the message lists the known ones.
 
     Examples
     --------
@@ -188,11 +189,19 @@ def find_pre_tokenizer(name: object) -> PreTokenizer:
     '\\\\p{N}'
     """
     known = ", ".join(sorted(PRE_TOKENIZERS))
+    chosen = env.pre_tokenizer()
+    if chosen is not None:
+        if chosen not in PRE_TOKENIZERS:
+            raise ConfigError(f"ENGINE_PRE_TOKENIZER must be one of {known}; got {shown(chosen)}")
+        return PRE_TOKENIZERS[chosen]
     if name is None:
         raise ConfigError(
-            "the file has no tokenizer.ggml.pre, so it is unknown how to split words; "
-            f"set it to one of: {known}"
+            "the file has no tokenizer.ggml.pre, so it is unknown how to split words; set "
+            f"ENGINE_PRE_TOKENIZER to one of: {known}"
         )
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        raise ConfigError(f"tokenizer.ggml.pre must be one of {known}; got {shown(name)}")
+        raise ConfigError(
+            f"tokenizer.ggml.pre must be one of {known}; got {shown(name)} (if one of these "
+            "splits words as the model's tokenizer.json does, set ENGINE_PRE_TOKENIZER to it)"
+        )
     return PRE_TOKENIZERS[name]

@@ -376,6 +376,6 @@ class Tokenizer:
         names = excerpt(", ".join(map(json.dumps, self._templates)))
         have = f"; it has {names}" if names else ""
         raise TemplateError(
-            f"the model has no default chat template{have}; pass one to load_tokenizer, "
-            "or complete a plain prompt"
+            f"the model has no default chat template{have}; give one to load_tokenizer "
+            "(chat_template=) or to the server (--chat-template), or complete a plain prompt"
         )

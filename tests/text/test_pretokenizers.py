@@ -15,6 +15,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.errors import ConfigError
 from engine.text.pretokenizers import PRE_TOKENIZERS
 from engine.text.tokenizer import load_tokenizer
 
@@ -91,3 +92,19 @@ def test_only_what_the_model_adds_is_added(byte_level_metadata):
     for name in ("glm4", "chatglm-bpe", "falcon3", "deepseek-llm", "deepseek-v3", "stablelm2"):
         tokenizer = load_tokenizer(byte_level_metadata(name, bos_token_id=1))
         assert tokenizer.encode("ab") == tokenizer.encode("ab", add_special_tokens=False)
+
+
+def test_the_environment_chooses_for_a_file_without_a_known_name(byte_level_metadata, monkeypatch):
+    wanted = load_tokenizer(byte_level_metadata("smollm")).encode("12 345")
+    for name in (None, "new-rule"):
+        metadata = byte_level_metadata(name) if name else byte_level_metadata()
+        if name is None:
+            del metadata["tokenizer.ggml.pre"]
+        monkeypatch.delenv("ENGINE_PRE_TOKENIZER", raising=False)
+        with pytest.raises(ConfigError, match="set ENGINE_PRE_TOKENIZER to"):
+            load_tokenizer(metadata)
+        monkeypatch.setenv("ENGINE_PRE_TOKENIZER", "smollm")
+        assert load_tokenizer(metadata).encode("12 345") == wanted
+    monkeypatch.setenv("ENGINE_PRE_TOKENIZER", "smolm")
+    with pytest.raises(ConfigError, match=r"ENGINE_PRE_TOKENIZER must be one of .*got 'smolm'"):
+        load_tokenizer(metadata)
