@@ -20,7 +20,7 @@ from engine.llm_engine import LLMEngine
 from engine.outputs import RequestOutput
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.shared_engine import SharedEngine
-from engine.snapshot import snapshot
+from engine.snapshot import snapshot, starts_with
 from engine.tasks.embeddings import embed_in_parts
 
 __all__ = ["LONG_TEXT", "AsyncEngine", "EngineClient", "ModelInfo", "OutputSource"]
@@ -198,8 +198,11 @@ class EngineClient(ABC):
         """Return the engine's counters and histograms."""
 
     @abstractmethod
-    async def snapshot(self) -> dict[str, Any]:
-        """Return the engine's current state; see `engine.snapshot`."""
+    async def snapshot(self, salt_prefix: str | None = None) -> dict[str, Any]:
+        """Return the engine's current state; see `engine.snapshot`.
+
+        With `salt_prefix`, only requests and prefixes whose cache salt starts with it are listed.
+        """
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None:
@@ -333,9 +336,10 @@ class AsyncEngine(EngineClient):
         """Return the engine's counters and histograms."""
         return await self._result(self._engine.stats)
 
-    async def snapshot(self) -> dict[str, Any]:
-        """Return the engine's current state; see `engine.snapshot`."""
-        return await self._result(lambda: snapshot(self._engine, self._shared.clock))
+    async def snapshot(self, salt_prefix: str | None = None) -> dict[str, Any]:
+        """Return the engine's current state; see `EngineClient.snapshot`."""
+        wants = starts_with(salt_prefix)
+        return await self._result(lambda: snapshot(self._engine, self._shared.clock, wants))
 
     async def embed_ids(
         self, token_ids: Sequence[Sequence[int]], pooling: str, *, normalize: bool

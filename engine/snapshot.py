@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -10,7 +11,7 @@ from engine.cache.tree_node import NO_BLOCK
 from engine.llm_engine import LLMEngine
 from engine.request import Request, RequestStatus
 
-__all__ = ["StepClock", "snapshot"]
+__all__ = ["StepClock", "snapshot", "starts_with"]
 
 _MAX_REQUESTS = 256
 _MAX_NODES = 200
@@ -50,7 +51,11 @@ class StepClock:
         return self._rate
 
 
-def snapshot(engine: LLMEngine, clock: StepClock | None = None) -> dict[str, Any]:
+def snapshot(
+    engine: LLMEngine,
+    clock: StepClock | None = None,
+    wants: Callable[[str | None], bool] | None = None,
+) -> dict[str, Any]:
     """Return the engine's current state; call between two steps.
 
     Parameters
@@ -58,6 +63,9 @@ def snapshot(engine: LLMEngine, clock: StepClock | None = None) -> dict[str, Any
     engine : LLMEngine
     clock : StepClock, optional
         Source of times and rates; if omitted, they are 0.
+    wants : callable, optional
+        Selects the requests and prefixes that are listed, by their cache salt; the counts of
+        requests and blocks cover all of them.
 
     Returns
     -------
@@ -79,7 +87,9 @@ def snapshot(engine: LLMEngine, clock: StepClock | None = None) -> dict[str, Any
     scheduler = engine.scheduler
     blocks = scheduler.blocks.allocator
     batch = scheduler.last_batch
-    requests = islice(scheduler.unfinished_requests(), _MAX_REQUESTS)
+    every = scheduler.unfinished_requests()
+    listed = (each for each in every if wants is None or wants(each.cache_salt))
+    requests = islice(listed, _MAX_REQUESTS)
     return {
         "time": time.time(),
         "step_ms": 1000 * clock.step_seconds if clock else 0.0,
@@ -91,13 +101,27 @@ def snapshot(engine: LLMEngine, clock: StepClock | None = None) -> dict[str, Any
         "num_cached_blocks": blocks.num_cached,
         "block_size": blocks.block_size,
         "requests": [_shown(request) for request in requests],
-        "tree": _tree(engine),
+        "tree": _tree(engine, wants),
         "batch": {
             "num_tokens": batch.num_tokens,
             "num_prefills": batch.num_sequences - batch.num_decodes,
             "num_decodes": batch.num_decodes,
         },
     }
+
+
+def starts_with(salt_prefix: str | None) -> Callable[[str | None], bool] | None:
+    """Return the `wants` of `snapshot` for salts with this prefix; None for all of them.
+
+    Examples
+    --------
+    >>> wants = starts_with("a")
+    >>> wants("ab"), wants("b"), wants(None), starts_with(None)
+    (True, False, False, None)
+    """
+    if salt_prefix is None:
+        return None
+    return lambda salt: salt is not None and salt.startswith(salt_prefix)
 
 
 def _shown(request: Request) -> dict[str, Any]:
@@ -111,18 +135,24 @@ def _shown(request: Request) -> dict[str, Any]:
     }
 
 
-def _tree(engine: LLMEngine) -> dict[str, Any]:
+def _tree(engine: LLMEngine, wants: Callable[[str | None], bool] | None) -> dict[str, Any]:
     """Return nodes as [number, parent's number or -1, blocks on the device, requests]."""
     blocks = engine.scheduler.blocks
     if blocks.tree is None:
         return {"num_nodes": 0, "num_blocks": 0, "nodes": []}
-    numbers = {node: i for i, node in enumerate(blocks.tree.first_nodes(_MAX_NODES))}
+    first = blocks.tree.first_nodes(_MAX_NODES, wants or (lambda _: True))
+    numbers = {node: i for i, node in enumerate(first)}
     nodes = []
     for node, number in numbers.items():
         parent = -1 if node.parent is None else numbers.get(node.parent, -1)
         on_device = node.block != NO_BLOCK
         users = blocks.allocator.num_owners(node.block) if on_device else 0
         nodes.append([number, parent, int(on_device), users])
-    num_nodes = blocks.tree.num_nodes
-    num_blocks = num_nodes - blocks.tree.num_host_nodes
+    if wants is None:
+        num_nodes = blocks.tree.num_nodes
+        num_blocks = num_nodes - blocks.tree.num_host_nodes
+    else:
+        own = blocks.tree.walk(wants)
+        num_nodes = len(own)
+        num_blocks = sum(node.block != NO_BLOCK for node in own)
     return {"num_nodes": num_nodes, "num_blocks": num_blocks, "nodes": nodes}

@@ -15,7 +15,7 @@ leaves, and exactly `allocator.num_cached` blocks can be freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from engine.cache.block_allocator import BlockAllocator
@@ -381,19 +381,25 @@ class PrefixTree:
             else:
                 self._remove(stack.pop())
 
-    def walk(self) -> list[TreeNode]:
-        """Return all nodes, parents before their children."""
+    def walk(self, wants: Callable[[str | None], bool] = lambda _: True) -> list[TreeNode]:
+        """Return all nodes, parents before their children; `wants` selects by cache salt."""
         nodes: list[TreeNode] = []
-        stack = [root for space in self._spaces.values() for root in space.roots.values()]
+        stack = self._roots(wants)
         while stack:
             children = stack.pop().children.values()
             nodes.extend(children)
             stack.extend(children)
         return nodes
 
-    def first_nodes(self, limit: int) -> list[TreeNode]:
-        """Return up to `limit` nodes, nearest to the roots first."""
-        level = [root for space in self._spaces.values() for root in space.roots.values()]
+    def _roots(self, wants: Callable[[str | None], bool]) -> list[TreeNode]:
+        spaces = [space for space in self._spaces.values() if wants(space.salt)]
+        return [root for space in spaces for root in space.roots.values()]
+
+    def first_nodes(
+        self, limit: int, wants: Callable[[str | None], bool] = lambda _: True
+    ) -> list[TreeNode]:
+        """Return up to `limit` nodes, nearest to the roots first; `wants` selects by cache salt."""
+        level = self._roots(wants)
         nodes: list[TreeNode] = []
         while level and len(nodes) < limit:
             below = (child for node in level for child in node.children.values())

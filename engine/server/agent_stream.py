@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 
 from engine.async_engine import LONG_TEXT
+from engine.server.auth import isolate
 from engine.server.chat_stream import ChatPiece, ChatStream
 from engine.server.protocol.chat import ChatCompletionRequest
 from engine.server.protocol.errors import APIError
@@ -66,6 +67,7 @@ async def begin_chat(request: Request, body: ChatCompletionRequest, request_id: 
         If it cannot be served.
     """
     state = request.app.state
+    isolate(request, body)
     return ChatStream(state.client, await state.chat.prepare(body, request_id))
 
 

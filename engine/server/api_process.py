@@ -127,7 +127,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGTERM, is_ending.set)
     client = await _connect(config, options, tokenizer)
     await warm_up(client)
-    app = build_app(client, options)
+    app = build_app(client, options, secret=config.token.encode())
     server = _Server(_uvicorn_config(app, options))
     serving = asyncio.ensure_future(server.serve(sockets=listeners))
     while not server.started and not serving.done():

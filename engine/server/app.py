@@ -37,7 +37,9 @@ _EXPOSED_HEADERS = ("X-Request-Id", "Request-Id", "Retry-After")
 _PREFLIGHT_SECONDS = 7200  # the longest that Chrome caches one
 
 
-def build_app(client: EngineClient, config: ServerConfig) -> Starlette:
+def build_app(
+    client: EngineClient, config: ServerConfig, *, secret: bytes | None = None
+) -> Starlette:
     """Build the server's ASGI application.
 
     Its state holds `client`, `config`, `chat` (a `ChatService`), `model_names`, `slots` and
@@ -47,6 +49,8 @@ def build_app(client: EngineClient, config: ServerConfig) -> Starlette:
     ----------
     client : EngineClient
     config : ServerConfig
+    secret : bytes, optional
+        See `KeyRing`; by default one of this application's own.
 
     Raises
     ------
@@ -54,7 +58,7 @@ def build_app(client: EngineClient, config: ServerConfig) -> Starlette:
         If an option does not fit the model, or the key file cannot be used.
     """
     modules = _modules(config)
-    keys = KeyRing(config)
+    keys = KeyRing(config, secret=secret)
     slots = RequestSlots(config)
     public = ALWAYS_SERVED.union(*(getattr(module, "PUBLIC_PATHS", ()) for module in modules))
     app = Starlette(

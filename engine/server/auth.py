@@ -6,20 +6,24 @@ import hashlib
 import hmac
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
+from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from engine.errors import ConfigError
 from engine.server.protocol.errors import APIError
 from engine.server.server_config import ServerConfig
 
-__all__ = ["KeyRing", "read_keys"]
+__all__ = ["KeyRing", "isolate", "read_keys"]
 
 MAX_KEY_FILE_BYTES = 1 << 20
 MAX_KEY_CHARS = 4096
 _CHECK_SECONDS = 1.0
+_SALT_CHARS = 32  # length of a key's part of a cache salt; fixed, so that none is another's prefix
 
 _log = logging.getLogger("engine.server")
 
@@ -54,6 +58,8 @@ class KeyRing:
     config : ServerConfig
     clock : callable, optional
         Returns seconds; the key file is checked for changes at most once per second.
+    secret : bytes, optional
+        Secret from which cache salts are derived; all API processes of a server have the same.
 
     Raises
     ------
@@ -61,8 +67,17 @@ class KeyRing:
         If the key file cannot be used.
     """
 
-    def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        secret: bytes | None = None,
+    ) -> None:
         self.is_open = not config.needs_key
+        self._secret = secrets.token_bytes(16) if secret is None else secret
+        # A file may get another key at any time; a single --api-key is one tenant.
+        has_tenants = config.api_key_file is not None or len(set(config.api_key_hashes)) > 1
+        self._isolates = has_tenants and not config.share_prefixes_between_keys
         self._fixed = tuple(bytes.fromhex(text) for text in config.api_key_hashes)
         self._path = config.api_key_file
         self._clock = clock
@@ -71,7 +86,7 @@ class KeyRing:
         self._from_file = () if self._path is None else read_keys(self._path)
 
     def check(self, headers: Headers) -> str | None:
-        """Authenticate a request: return a name for its key, or None if the server requires no key.
+        """Authenticate a request: return its key's hash, or None if the server requires no key.
 
         Every key is compared, even after a match, so that timing reveals nothing.
 
@@ -93,7 +108,16 @@ class KeyRing:
                 "an API key is needed: Authorization: Bearer KEY, or X-API-Key: KEY",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return given.hex()[:8]
+        return given.hex()
+
+    def cache_salt(self, key: str | None) -> str | None:
+        """Return the part of a cache salt that keeps a key's prefixes apart from other keys'.
+
+        None if prefixes are shared. `key` is the result of `check`.
+        """
+        if key is None or not self._isolates:
+            return None
+        return hmac.digest(self._secret, key.encode(), "sha256").hex()[:_SALT_CHARS]
 
     def _reload(self) -> None:
         """Reload the file if it has changed; if it is invalid, keep the current keys."""
@@ -120,6 +144,14 @@ class KeyRing:
         except OSError:
             return None
         return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def isolate(request: Request, body: Any) -> None:
+    """Add the key of a request to its `cache_salt`, unless prefixes are shared between keys."""
+    salt = request.state.key_salt
+    given = body.cache_salt
+    if salt is not None and given != "":  # an empty one is refused later
+        body.cache_salt = salt if given is None else f"{salt}/{given}"
 
 
 def _key_of(headers: Headers) -> bytes:

@@ -187,9 +187,9 @@ class ZmqEngineClient(RequestClient):
         found: EngineStats = m.decode(content, EngineStats)
         return found
 
-    async def snapshot(self) -> dict[str, Any]:
-        """Return the engine's current state; see `engine.snapshot`."""
-        content = await self._call(lambda number: m.Call(number, "snapshot"))
+    async def snapshot(self, salt_prefix: str | None = None) -> dict[str, Any]:
+        """Return the engine's current state; see `EngineClient.snapshot`."""
+        content = await self._call(lambda number: m.Call(number, "snapshot", salt_prefix))
         found: dict[str, Any] = m.decode(content, dict[str, Any])
         return found
 

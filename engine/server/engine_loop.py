@@ -30,7 +30,7 @@ from engine.server.sockets import (
     proof_of,
     received,
 )
-from engine.snapshot import StepClock, snapshot
+from engine.snapshot import StepClock, snapshot, starts_with
 from engine.tasks.embeddings import embed_in_parts
 
 __all__ = ["EngineLoop"]
@@ -295,7 +295,7 @@ class EngineLoop:
             if message.name == "stats":
                 value = self._engine.stats()
             elif message.name == "snapshot":
-                value = snapshot(self._engine, self._clock)
+                value = snapshot(self._engine, self._clock, starts_with(message.salt_prefix))
                 for request in value["requests"]:
                     request["id"] = request["id"].partition("/")[2]
             elif message.name == "reset_prefix_cache":

@@ -27,6 +27,7 @@ from engine.server.sse import ClientGone
 
 __all__ = ["Gate"]
 
+_KEY_CHARS = 8  # characters of a key's hash that are logged
 _CLIENT_GONE = 499  # nginx's status for a disconnected client; only in the log
 _log = logging.getLogger("engine.server")
 
@@ -83,6 +84,7 @@ class Gate:
             self._hosts.check(headers)
         if path not in self._public:
             visit.key = self._keys.check(headers)
+        scope["state"]["key_salt"] = self._keys.cache_salt(visit.key)
         if scope["method"] != "POST":
             await self._app(scope, receive, visit.send)
             return
@@ -158,5 +160,5 @@ class _Visit:
             self.status or 500,
             seconds,
             self._num_bytes,
-            self.key,
+            self.key and self.key[:_KEY_CHARS],
         )

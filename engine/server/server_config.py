@@ -48,7 +48,7 @@ RANGES = {
 
 _FLAGS = (
     *("allow_credentials", "enable_auto_tool_choice", "enable_page", "enable_metrics"),
-    *("enable_tokenizer_info_endpoint", "ignore_unknown_fields"),
+    *("enable_tokenizer_info_endpoint", "ignore_unknown_fields", "share_prefixes_between_keys"),
     *("access_log", "json_logs", "log_prompts", "allow_special_in_content"),
 )
 _TUPLES = (
@@ -119,6 +119,9 @@ class ServerConfig:
         (),
         "host under which the server may be addressed (Host header), or * for all; repeatable "
         "(default: without an API key, names that no page of the internet can have)",
+    )
+    share_prefixes_between_keys: bool = _option(
+        False, "let API keys share cached prefixes, which tells each what others have sent"
     )
     allowed_origins: tuple[str, ...] = _option((), "CORS: allowed origins; repeatable")
     allowed_methods: tuple[str, ...] = _option(("GET", "POST"), "CORS: allowed methods; repeatable")

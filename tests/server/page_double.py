@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
@@ -29,6 +30,17 @@ ANSWER = (
     "blue; at dusk the way through the air is longer, and what is left is red."
 )
 HOSTILE = "<img src=x onerror=alert(1)> <b>bold</b>"
+
+
+class _WithoutKeys:
+    """What the server's `Gate` notes of a request when there are no keys."""
+
+    def __init__(self, app):
+        self._app = app
+
+    async def __call__(self, scope, receive, send):
+        scope.setdefault("state", {})["key_salt"] = None
+        await self._app(scope, receive, send)
 
 
 def tokens_of(text):
@@ -104,7 +116,7 @@ class SimulatedEngine:
         total = sum(node[2] for node in nodes)
         return {"num_nodes": len(nodes), "num_blocks": total, "nodes": nodes}
 
-    async def snapshot(self):
+    async def snapshot(self, salt_prefix=None):
         """Return the next snapshot, a quarter of a second later in the engine's life."""
         if self.error is not None:
             raise self.error
@@ -240,7 +252,11 @@ def build_double(script, engine):
     handlers = {
         HTTPException: lambda _, error: _error(error.status_code, error.detail, error.headers)
     }
-    app = Starlette(routes=[*page.routes(), *watch.routes(), *own], exception_handlers=handlers)
+    app = Starlette(
+        routes=[*page.routes(), *watch.routes(), *own],
+        exception_handlers=handlers,
+        middleware=[Middleware(_WithoutKeys)],
+    )
     app.state.script, app.state.client = script, engine
     app.state.config = SimpleNamespace(max_watchers=3, send_timeout=10.0)
     app.state.is_draining = False

@@ -52,7 +52,7 @@ def test_every_key_is_compared_in_constant_time(monkeypatch, tmp_path):
     for key in (*known, "key-", "key-00", "", "x" * auth.MAX_KEY_CHARS, "\xff"):
         compared.clear()
         if key in known:
-            assert ring.check(_headers(key)) == key_hash(key)[:8]
+            assert ring.check(_headers(key)) == key_hash(key)
         else:
             with pytest.raises(APIError):
                 ring.check(_headers(key))

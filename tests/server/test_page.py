@@ -196,7 +196,7 @@ def test_a_viewer_that_does_not_read_is_dropped(app, engine):
 
     async def run():
         await asyncio.wait_for(app(scope, receive, send), 5)
-        return app.state.snapshot_feed.num_viewers
+        return sum(feed.num_viewers for feed in app.state.snapshot_feeds.values())
 
     assert asyncio.run(run()) == 0
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]

@@ -380,9 +380,9 @@ class ReplicaClient(RequestClient):
         pairs = zip(numbers, found, strict=True)
         return {number: stats for number, stats in pairs if isinstance(stats, EngineStats)}
 
-    async def snapshot(self) -> dict[str, Any]:
-        """Return the current state of the first responsive replica; see `engine.snapshot`."""
-        return await self._first().snapshot()
+    async def snapshot(self, salt_prefix: str | None = None) -> dict[str, Any]:
+        """Return the state of the first responsive replica; see `EngineClient.snapshot`."""
+        return await self._first().snapshot(salt_prefix)
 
     async def embed_ids(
         self, token_ids: Sequence[Sequence[int]], pooling: str, *, normalize: bool

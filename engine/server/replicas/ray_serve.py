@@ -178,7 +178,7 @@ class RayIngress:
         )
         self._following = asyncio.ensure_future(self._follow())
         await self._client.wait_until_ready()
-        self._app = build_app(self._client, options)
+        self._app = build_app(self._client, options, secret=token.encode())
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return self._app

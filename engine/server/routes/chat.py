@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.server.auth import isolate
 from engine.server.chat_stream import ChatPiece, ChatStream
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
@@ -64,6 +65,7 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_struct(request, ChatCompletionRequest)
     state = request.app.state
     model = check_model(body.model, request)
+    isolate(request, body)
     request_id = f"chatcmpl-{secrets.token_hex(16)}"
     created = int(time.time())
     chat = await state.chat.prepare(body, request_id)

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from engine.async_engine import EngineClient
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.server.auth import isolate
 from engine.server.field_limits import check_answer, check_fields, check_length, check_text_of
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
@@ -69,6 +70,7 @@ async def create_completion(request: Request) -> Response:
     state = request.app.state
     model = check_model(body.model, request)
     check_fields(body, state.config)
+    isolate(request, body)
     defaults = state.chat.generation_defaults
     job = await prepare_completion(state.client, body, model, defaults, state.config)
     if state.config.log_prompts:

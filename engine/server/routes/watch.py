@@ -35,10 +35,13 @@ class SnapshotFeed:
     Parameters
     ----------
     client : EngineClient
+    salt_prefix : str or None
+        See `EngineClient.snapshot`.
     """
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, salt_prefix: str | None = None) -> None:
         self._client = client
+        self._salt_prefix = salt_prefix
         self._num_viewers = 0
         self._task: asyncio.Task[None] | None = None
         self._next: asyncio.Future[_Frame] | None = None
@@ -82,7 +85,7 @@ class SnapshotFeed:
 
     async def _take(self) -> _Frame:
         try:
-            snapshot = await self._client.snapshot()
+            snapshot = await self._client.snapshot(self._salt_prefix)
         except Exception as error:  # the engine has stopped: viewers receive the reason
             message = msgspec.json.encode({"message": str(error)})
             return _Frame(b"event: error\ndata: " + message + b"\n\n", True)
@@ -131,11 +134,15 @@ async def _watch(request: Request) -> Response:
     state = request.app.state
     if state.is_draining:
         raise HTTPException(503, "the server is shutting down", {"Retry-After": "10"})
-    if not hasattr(state, "snapshot_feed"):
-        state.snapshot_feed = SnapshotFeed(state.client)
-    feed: SnapshotFeed = state.snapshot_feed
+    if not hasattr(state, "snapshot_feeds"):
+        state.snapshot_feeds = {}
+    feeds: dict[str | None, SnapshotFeed] = state.snapshot_feeds
+    salt = request.state.key_salt  # a key sees its own requests and prefixes
+    for other in [other for other, feed in feeds.items() if not feed.num_viewers and other != salt]:
+        del feeds[other]
+    feed = feeds.setdefault(salt, SnapshotFeed(state.client, salt))
     most = state.config.max_watchers
-    if feed.num_viewers >= most:
+    if sum(each.num_viewers for each in feeds.values()) >= most:
         message = f"max_watchers is {most}, and as many watch already"
         raise HTTPException(429, message, {"Retry-After": "5"})
     return _WatchResponse(feed, state)
