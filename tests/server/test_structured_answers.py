@@ -70,6 +70,31 @@ def test_a_forced_tool_has_valid_arguments(client, smollm2, monkeypatch):
         Animal.model_validate(json.loads(call.function.arguments))
 
 
+def test_a_forced_tool_that_is_cut_anywhere(client, smollm2, monkeypatch):
+    """Its arguments are a beginning of the complete ones, and nothing is content."""
+    template = ChatTemplate(CHATML)
+    monkeypatch.setitem(smollm2.tokenizer._templates, "default", template)
+    tool = {
+        "type": "function",
+        "function": {"name": "describe", "parameters": Animal.model_json_schema()},
+    }
+    options = ASK | {"tools": [tool], "tool_choice": "required"}
+    [call] = client.chat.completions.create(**options).choices[0].message.tool_calls
+    complete = call.function.arguments
+    for more in ({"max_tokens": 6}, {"max_tokens": 16}, {"stop": '"legs'}):
+        [choice] = client.chat.completions.create(**options | more).choices
+        assert choice.message.content in (None, "")
+        calls = choice.message.tool_calls or []
+        assert all(complete.startswith(call.function.arguments) for call in calls)
+        assert choice.finish_reason == ("stop" if "stop" in more else "length")
+        with client.chat.completions.stream(**options | more) as stream:
+            deltas = [e.chunk.choices[0].delta for e in stream if e.type == "chunk"]
+        assert not any(delta.content for delta in deltas)
+        found = [call.function for delta in deltas for call in delta.tool_calls or ()]
+        assert "".join(f.arguments for f in found) == "".join(c.function.arguments for c in calls)
+        assert [f.name for f in found if f.name] == ["describe"] * len(calls)
+
+
 def test_a_schema_that_cannot_be_compiled_is_refused(client):
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
     for stream in (False, True):
