@@ -70,6 +70,7 @@ def test_a_forced_tool_has_valid_arguments(client, smollm2, monkeypatch):
         Animal.model_validate(json.loads(call.function.arguments))
 
 
+@pytest.mark.slow
 def test_a_forced_tool_that_is_cut_anywhere(client, smollm2, monkeypatch):
     """Its arguments are a beginning of the complete ones, and nothing is content."""
     template = ChatTemplate(CHATML)
