@@ -34,7 +34,7 @@ from engine.server.protocol.chat import (
     tools_schema,
 )
 from engine.server.protocol.common import sampling_defaults
-from engine.server.protocol.errors import APIError
+from engine.server.protocol.errors import APIError, failed_request
 from engine.server.protocol.logprobs import TokenLogprob, chat_logprobs
 from engine.server.reasoning import ReasoningParser
 from engine.server.server_config import ServerConfig
@@ -350,7 +350,7 @@ class ChatStream:
         if self._is_plain and reason is None:
             return ChatPiece(completion.index, completion.text)
         if reason == "error":
-            raise APIError(500, f"the request failed: {completion.stop_reason}")
+            raise failed_request(completion.stop_reason)
         logprobs = None
         if self._num_top is not None and completion.logprobs is not None:
             tokenizer = self._client.tokenizer

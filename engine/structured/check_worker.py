@@ -4,7 +4,10 @@ llguidance bounds its parser, but not the time, memory and stack that compiling 
 grammars takes: a ``multipleOf`` of six digits takes seconds and a gigabyte, and five thousand rules
 that refer to each other overflow the stack. A grammar that compiles here also compiles in the
 engine: the worker's stack is smaller, and compilation does not depend on the vocabulary (here
-single bytes).
+single bytes). JSON schemas are rewritten here too (`json_schema`), so that takes as little.
+
+Some limits are hit only by a text, at a row of too many alternatives. So the worker also follows a
+few texts of the grammar.
 
 All threads of a process share one worker, started by the first grammar. A grammar that hits a limit
 ends the worker; the next grammar starts another.
@@ -12,15 +15,21 @@ ends the worker; the next grammar starts another.
 
 from __future__ import annotations
 
+import functools
 import json
+import random
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from engine.errors import RequestError
-from engine.structured.sources import compile_matcher, library, reason
+from engine.structured.json_schema import normalized
+from engine.structured.references import SchemaError
+from engine.structured.sources import MAX_REASON_CHARS, compile_matcher, library, reason
 from engine.text.child_process import (
     Worker,
     WorkerEndedError,
@@ -30,19 +39,44 @@ from engine.text.child_process import (
     set_limits,
 )
 
-__all__ = ["check", "main"]
+__all__ = ["Checked", "check", "main"]
 
-MAX_SECONDS = 1.0  # CPU time per grammar
+MAX_SECONDS = 2.0  # CPU time per grammar
 MAX_WAIT = 60.0  # wall-clock seconds to wait for an answer
 MAX_MEMORY = 512 << 20  # bytes of address space beyond the imports' use
 _STACK = 1 << 20  # bytes; the engine's threads have at least 2 MiB
-_MAX_ANSWER_BYTES = 4096
+_MAX_ANSWER_BYTES = 16 << 20
+_MAX_WARNINGS = 20
+# A walk prefers what leads to new parts of a schema's grammar.
+_WEIGHTS = {**dict.fromkeys(b"{[", 1000), **dict.fromkeys(b'",:', 100)}
+_WALKS = 4  # texts of a grammar that are followed
+_WALK_BYTES = 256
+_WALK_SECONDS = 0.2  # for all walks
 
 _WORKER = Worker("from engine.structured.check_worker import main; main()", _MAX_ANSWER_BYTES)
 
 
-def check(kind: str, text: str) -> str:
-    """Return why a grammar does not compile, or "" if it does.
+@dataclass(frozen=True)
+class Checked:
+    """What the worker found.
+
+    Attributes
+    ----------
+    why : str
+        Why the grammar cannot be used; "" if it can.
+    text : str
+        What to compile: a schema, rewritten; other grammars are unchanged.
+    warnings : tuple of str
+        What of a schema is not enforced, and is no constraint.
+    """
+
+    why: str
+    text: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+def check(kind: str, text: str) -> Checked:
+    """Compile a grammar in the worker.
 
     Raises
     ------
@@ -52,12 +86,16 @@ def check(kind: str, text: str) -> str:
     try:
         answer = _WORKER.ask(json.dumps([kind, text]).encode(), MAX_SECONDS, wait=MAX_WAIT)
     except WorkerEndedError as error:
-        return _cause_of_death(error.code)
+        return Checked(_cause_of_death(error.code))
     except OSError as error:
         raise RequestError(
             f"the process that checks grammars cannot be started ({error})"
         ) from None
-    return answer.decode("utf-8", "replace")
+    try:
+        why, ours, warnings = json.loads(answer)
+    except (ValueError, TypeError, RecursionError) as error:
+        return Checked(f"the process that checks grammars sent no answer ({error})")
+    return Checked(why, text if ours is None else ours, tuple(warnings))
 
 
 def _cause_of_death(code: int | None) -> str:
@@ -73,7 +111,7 @@ def _cause_of_death(code: int | None) -> str:
 # ---- in the worker's process
 
 
-class _ByteVocabulary:
+class ByteVocabulary:
     """A vocabulary of the 256 bytes and an end-of-sequence token, for llguidance."""
 
     is_tokenizer_wrapper = True
@@ -91,7 +129,7 @@ class _ByteVocabulary:
 def main() -> None:
     """Answer each grammar with the reason it does not compile, or with nothing."""
     module = library()
-    tokenizer = module.LLTokenizer(_ByteVocabulary(), n_vocab=257, eos_token=[256])
+    tokenizer = module.LLTokenizer(ByteVocabulary(), n_vocab=257, eos_token=[256])
     threading.stack_size(_STACK)
     thread = ThreadPoolExecutor(1)
     # Compile one grammar before setting the limit: it allocates memory needed only once.
@@ -99,16 +137,69 @@ def main() -> None:
     in_use = memory_gauge()()
     set_limits(in_use + MAX_MEMORY if in_use else 0)
     for request in incoming():
-        why = thread.submit(_reason, module, tokenizer, *json.loads(request)).result()
-        reply(why.encode("utf-8", "replace"))
+        answer = thread.submit(_answer, module, tokenizer, *json.loads(request)).result()
+        reply(json.dumps(answer).encode())
+
+
+def _answer(
+    module: ModuleType, tokenizer: Any, kind: str, text: str
+) -> tuple[str, str | None, list[str]]:
+    """Return the fields of `Checked`; the text is None if it is unchanged."""
+    if kind != "json_schema":
+        return _reason(module, tokenizer, kind, text), None, []
+    accepts = functools.partial(_accepts, module, tokenizer)
+    try:
+        ours, warnings = normalized(text, accepts, functools.partial(_knows, module, tokenizer))
+    except (SchemaError, MemoryError) as error:
+        return str(error)[:MAX_REASON_CHARS] or "it takes too much memory", None, []
+    return _reason(module, tokenizer, kind, ours), ours, warnings[:_MAX_WARNINGS]
+
+
+def _accepts(module: ModuleType, tokenizer: Any, schema: dict[str, Any], text: str) -> bool:
+    """Return whether a schema of strings allows `text`.
+
+    Raises
+    ------
+    SchemaError
+        If the schema does not compile.
+    """
+    matcher = compile_matcher(module, tokenizer, "json_schema", json.dumps(schema))
+    if why := reason(matcher):
+        raise SchemaError(why)
+    ids = list(json.dumps(text, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+def _knows(module: ModuleType, tokenizer: Any, name: str) -> bool:
+    """Return whether llguidance enforces a format."""
+    schema = json.dumps({"type": "string", "format": name})
+    return not compile_matcher(module, tokenizer, "json_schema", schema).is_error()
 
 
 def _reason(module: ModuleType, tokenizer: Any, kind: str, text: str) -> str:
-    """Compile a grammar and its first mask; return why that failed, or ""."""
+    """Compile a grammar and follow some of its texts; return why that failed, or ""."""
     try:
         matcher = compile_matcher(module, tokenizer, kind, text)
     except ValueError as error:
-        return str(error)[:400]
+        return str(error)[:MAX_REASON_CHARS]
     if not reason(matcher):
         matcher.compute_bitmask()
-    return reason(matcher)
+    return reason(matcher) or _walk(matcher)
+
+
+def _walk(start: Any) -> str:
+    """Follow texts of a grammar, the first bytes of each by chance; return why that failed."""
+    chance = random.Random(0)
+    deadline = time.thread_time() + _WALK_SECONDS
+    for _ in range(_WALKS):
+        matcher = start.deep_copy()
+        for _ in range(_WALK_BYTES):
+            mask = int.from_bytes(matcher.compute_bitmask(), "little") & (1 << 256) - 1
+            if not mask or time.thread_time() > deadline:
+                break
+            allowed = [byte for byte in range(256) if mask >> byte & 1]
+            weights = [_WEIGHTS.get(byte, 1) for byte in allowed]
+            matcher.consume_token(*chance.choices(allowed, weights))
+        if why := reason(matcher):
+            return why
+    return ""

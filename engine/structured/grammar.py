@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 import time
@@ -17,6 +18,8 @@ from engine.structured.sources import compile_matcher, library, reason, source_o
 from engine.structured.spec import StructuredOutput
 
 __all__ = ["Grammar", "GrammarCompiler", "GrammarState", "check_structured"]
+
+_LOG = logging.getLogger("engine")
 
 _MAX_CACHED = 128  # maximum grammars in the cache
 _MAX_CACHED_CHARS = 16 << 20
@@ -45,7 +48,16 @@ def check_structured(structured: StructuredOutput) -> None:
         If the grammar does not compile, or llguidance is not installed.
     """
     library()
-    _refuse_if(check(*source_of(structured)), structured)
+    _checked(structured, *source_of(structured))
+
+
+def _checked(structured: StructuredOutput, kind: str, text: str) -> str:
+    """Return the text to compile; log what it does not enforce."""
+    found = check(kind, text)
+    _refuse_if(found.why, structured)
+    for warning in found.warnings:
+        _LOG.warning("structured: %s: %s", structured.kind, warning)
+    return found.text
 
 
 def _refuse_if(why: str, structured: StructuredOutput) -> None:
@@ -110,8 +122,8 @@ class GrammarCompiler:
         return grammar
 
     def _compile(self, structured: StructuredOutput, kind: str, text: str) -> Grammar:
-        _refuse_if(check(kind, text), structured)
-        make = functools.partial(compile_matcher, self._module, self._tokenizer, kind, text)
+        ours = _checked(structured, kind, text)
+        make = functools.partial(compile_matcher, self._module, self._tokenizer, kind, ours)
         grammar = Grammar(make, self._masks)
         _refuse_if(grammar.error, structured)
         return grammar

@@ -10,14 +10,21 @@ from typing import Any
 from engine.errors import RequestError
 from engine.structured.spec import StructuredOutput
 
-__all__ = ["compile_matcher", "library", "reason", "source_of"]
+__all__ = ["MAX_REASON_CHARS", "compile_matcher", "library", "reason", "source_of"]
 
 # Bounded: some models never stop writing white space between two JSON tokens.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{1,32}"}
 
-# Limits per request: about 2 KiB per lexer state, and at most 50 ms per mask.
-_LIMITS = {"max_lexer_states": 1 << 16, "max_grammar_size": 200_000, "verbose_errors": False}
-_MAX_REASON_CHARS = 400
+# Limits per request: about 2 KiB per lexer state, and at most about 50 ms per mask. An optional
+# property makes four items of a row.
+_LIMITS = {
+    "max_grammar_size": 200_000,
+    "max_items_in_row": 10_000,
+    "max_lexer_states": 1 << 16,
+    "step_max_items": 200_000,
+    "verbose_errors": False,
+}
+MAX_REASON_CHARS = 400
 
 
 def library() -> ModuleType:
@@ -80,4 +87,4 @@ def reason(matcher: Any) -> str:
     text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
     if text.startswith("NoExtension"):
         return "no text matches it"
-    return text[:_MAX_REASON_CHARS] or "unknown reason"
+    return text[:MAX_REASON_CHARS] or "unknown reason"

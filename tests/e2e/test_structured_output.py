@@ -394,9 +394,9 @@ def _refused(engine, structured):
 @pytest.mark.parametrize(
     ("structured", "reason"),
     [
-        ({"json": {"type": "thing"}}, "json cannot be compiled: Invalid type: thing"),
-        ({"json": {"uniqueItems": True}}, 'Unimplemented keys: ["uniqueItems"]'),
-        ({"json": {"$ref": "#"}}, "no text matches it"),
+        ({"json": {"type": "thing"}}, "json cannot be compiled: type must be one or more of"),
+        ({"json": {"uniqueItems": True}}, "uniqueItems cannot be enforced (at #)"),
+        ({"json": {"$ref": "#"}}, "refers to itself without an object or array between"),
         ({"json": "false"}, "json cannot be compiled"),
         ({"regex": "(?=a)b"}, "look-ahead"),
         ({"regex": "("}, "unclosed group"),
@@ -453,7 +453,7 @@ def test_it_can_be_compiled_before_it_is_added(model, monkeypatch):
     params = _params({"json": SCHEMA})
     engine.prepare(params)
     engine.prepare(_params())
-    with pytest.raises(RequestError, match="Invalid type: thing"):
+    with pytest.raises(RequestError, match="type must be one or more of"):
         engine.prepare(_params({"json": {"type": "thing"}}))
     monkeypatch.setattr(grammar_module, "check", None)  # nothing is compiled from here on
     engine.add_request("r", PROMPT, params)
@@ -474,7 +474,7 @@ def test_async_engine_compiles_outside_of_its_thread(model, monkeypatch):
         try:
             params = _params({"json": SCHEMA}, output_kind=RequestOutputKind.FINAL_ONLY)
             outputs = [output async for output in engine.generate(PROMPT, params)]
-            with pytest.raises(RequestError, match="Invalid type: thing"):
+            with pytest.raises(RequestError, match="type must be one or more of"):
                 async for _ in engine.generate(PROMPT, _params({"json": {"type": "thing"}})):
                     pass
             return outputs

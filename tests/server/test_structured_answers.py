@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Literal
 
+import httpx
 import pydantic
 import pytest
 
+from engine.structured import sources
 from engine.text.chat_template import ChatTemplate
 from tests.lazily import lazily
 from tests.server.serving import CHATML
 
 openai = lazily("openai")
 
+PART = {"$ref": "#/$defs/Part"}
 ASK = {
     "model": "smollm2",
     "messages": [{"role": "user", "content": "Describe a cat."}],
@@ -94,6 +98,85 @@ def test_a_forced_tool_that_is_cut_anywhere(client, smollm2, monkeypatch):
         found = [call.function for delta in deltas for call in delta.tool_calls or ()]
         assert "".join(f.arguments for f in found) == "".join(c.function.arguments for c in calls)
         assert [f.name for f in found if f.name] == ["describe"] * len(calls)
+
+
+class Part(pydantic.BaseModel, extra="forbid"):
+    """A definition of one tool's schema; the other tool has another of this name."""
+
+    n: Literal[7]
+
+
+class Order(pydantic.BaseModel, extra="forbid"):
+    """Arguments of one tool."""
+
+    part: Part
+
+
+def _other_order():
+    class Part(pydantic.BaseModel, extra="forbid"):
+        n: bool
+
+    class Order(pydantic.BaseModel, extra="forbid"):
+        part: Part
+
+    return Order
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+def test_arguments_of_nested_models(real_server, smollm2, monkeypatch, path):
+    template = ChatTemplate(CHATML)
+    monkeypatch.setitem(smollm2.tokenizer._templates, "default", template)
+    models = {"order": Order, "other": _other_order()}
+    schemas = {name: model.model_json_schema() for name, model in models.items()}
+    assert all(schema["properties"]["part"] == PART for schema in schemas.values())
+    functions = [{"name": name, "parameters": schemas[name]} for name in models]
+    body = {"model": "smollm2", "temperature": 0, "tool_choice": "required"}
+    if path == "chat/completions":
+        body |= {"messages": ASK["messages"], "max_tokens": 50, "parallel_tool_calls": False}
+        body["tools"] = [{"type": "function", "function": function} for function in functions]
+    elif path == "messages":
+        body |= {"messages": ASK["messages"], "max_tokens": 50}
+        body["tools"] = [{"name": name, "input_schema": schemas[name]} for name in models]
+        body["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
+    else:
+        body |= {"input": "Describe.", "max_output_tokens": 50, "parallel_tool_calls": False}
+        body["tools"] = [{"type": "function"} | function for function in functions]
+    answer = httpx.post(f"{real_server.url}/v1/{path}", json=body, timeout=60).json()
+    if path == "chat/completions":
+        [found] = (call["function"] for call in answer["choices"][0]["message"]["tool_calls"])
+    else:
+        [found] = answer["content" if path == "messages" else "output"]
+    arguments = found["input"] if path == "messages" else json.loads(found["arguments"])
+    models[found["name"]].model_validate(arguments)
+
+
+def test_five_hundred_optional_properties_are_an_ordinary_schema(client):
+    properties = {f"property_{i}": {"type": "integer"} for i in range(500)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    named = {"name": "x", "schema": schema}
+    found = client.chat.completions.create(
+        **ASK | {"max_tokens": 8}, response_format={"type": "json_schema", "json_schema": named}
+    )
+    assert re.match(r'\{\s*("property_[0-9]+|\})', found.choices[0].message.content)
+
+
+def test_a_limit_hit_while_writing_is_the_clients_error(client, monkeypatch):
+    def ask(name):
+        properties = {f"{name}{i}": {"type": "integer"} for i in range(40)}
+        schema = {"type": "object", "properties": properties, "additionalProperties": False}
+        return client.completions.create(
+            model="smollm2",
+            prompt="{}",
+            max_tokens=4,
+            temperature=0,
+            extra_body={"guided_json": schema},
+        )
+
+    monkeypatch.setitem(sources._LIMITS, "max_items_in_row", 100)  # not in the worker's process
+    with pytest.raises(openai.BadRequestError, match="has 159 items; max is 100"):
+        ask("a")
+    monkeypatch.undo()
+    assert json.loads(ask("b").choices[0].text) == {}
 
 
 def test_a_schema_that_cannot_be_compiled_is_refused(client):

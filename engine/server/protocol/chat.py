@@ -19,6 +19,7 @@ from engine.server.protocol.common import (
 )
 from engine.server.protocol.errors import APIError
 from engine.server.protocol.logprobs import ChatLogprobs, PromptLogprob
+from engine.structured.references import OWN_DOCUMENT
 
 __all__ = [
     "AnswerMessage",
@@ -399,18 +400,24 @@ def required_tool(body: ChatCompletionRequest) -> FunctionDefinition | None:
 
 
 def tools_schema(tools: Sequence[Tool], *, one_call: bool) -> dict[str, Any]:
-    """Return the JSON schema of a non-empty array of calls to these tools."""
+    """Return the JSON schema of a non-empty array of calls to these tools.
+
+    The schema of each tool's arguments stays a document of its own: "#" is its root.
+    """
     calls = [
         {
             "type": "object",
             "properties": {
                 "name": {"const": tool.function.name},
-                "arguments": _parameters(tool.function),
+                "arguments": {
+                    "title": f"tools[{i}].function.parameters",
+                    OWN_DOCUMENT: _parameters(tool.function),
+                },
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for i, tool in enumerate(tools)
     ]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     return schema | ({"maxItems": 1} if one_call else {})

@@ -25,6 +25,7 @@ __all__ = [
     "api_error",
     "error_body",
     "error_status",
+    "failed_request",
     "is_anthropic",
     "renamed_params",
 ]
@@ -121,6 +122,20 @@ def is_anthropic(path: str) -> bool:
 def error_status(error: APIError, path: str) -> int:
     """Return the HTTP status of an error: Anthropic's for "try again later" is 529."""
     return _ANTHROPIC_STATUS.get(error.status, error.status) if is_anthropic(path) else error.status
+
+
+def failed_request(why: object) -> APIError:
+    """Return the error of a request that the engine could not finish.
+
+    A grammar that hits a limit while its text is written is the client's (400).
+
+    Examples
+    --------
+    >>> failed_request("structured output: Current row has 20 items; max is 10").status
+    400
+    """
+    is_grammar = isinstance(why, str) and why.startswith("structured output: ")
+    return APIError(400 if is_grammar else 500, f"the request failed: {why}")
 
 
 def error_body(error: APIError, path: str = "", request_id: str | None = None) -> bytes:

@@ -34,7 +34,7 @@ from engine.server.protocol.completion import (
     completion_params,
     prompts_of,
 )
-from engine.server.protocol.errors import APIError
+from engine.server.protocol.errors import APIError, failed_request
 from engine.server.protocol.logprobs import (
     CompletionLogprobs,
     completion_logprobs,
@@ -276,7 +276,7 @@ class _ChoiceWriter:
         job = self._job
         reason = completion.finish_reason
         if reason == "error":
-            raise APIError(500, f"the request failed: {completion.stop_reason}")
+            raise failed_request(completion.stop_reason)
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = output.prompt_logprobs
         is_first = completion.index not in self._continuations
