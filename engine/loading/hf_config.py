@@ -19,6 +19,7 @@ from engine.config import ModelConfig
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError
 from engine.loading._fields import Fields
+from engine.loading.config_keys import refuse_unread
 from engine.loading.gguf import GgufFile
 from engine.loading.moe_config import moe_config
 from engine.loading.quantized.scheme import scheme_of
@@ -39,9 +40,6 @@ _MAX_VOCAB = 1 << 24
 # For these keys null means "use the family's default". For all others it means "none":
 # `"sliding_window": null` turns the window off.
 _NULL_IS_DEFAULT = ("rope_parameters",)
-
-# Rejected in families that declare no default for them: Hugging Face ignores them there.
-_GEMMA_KEYS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 
 _SWITCHED = ("switched", "max_window_layers", "even_layers", "layers_without_rope")
 
@@ -149,7 +147,8 @@ def build_config(
         if key not in values or key in _NULL_IS_DEFAULT
     }
     fields = Fields(ChainMap(present, defaults), where, names)
-    _refuse_unsupported(fields, kind)
+    if fields.raw("quantization_config") not in (None, {}):
+        scheme_of(fields.child("quantization_config"))  # raises if it is not supported
     sizes = _sizes(fields)
     positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
     rope, rope_local = rope_configs(fields, kind, sizes["head_dim"], positions)
@@ -160,7 +159,7 @@ def build_config(
         rope_layers = tuple(window > 0 for window in layer_windows)
     if rope.scaling == "longrope" and (rope_local is not None or not all(rope_layers)):
         raise fields.error("rope_scaling", "not longrope, since layers differ in their rope")
-    return ModelConfig(
+    config = ModelConfig(
         model_type=kind.model_type,
         **sizes,
         max_position_embeddings=positions,
@@ -176,17 +175,8 @@ def build_config(
         **_tokens(fields, sizes["vocab_size"]),
         dtype=_dtype(fields),
     )
-
-
-def _refuse_unsupported(fields: Fields, kind: Family) -> None:
-    if fields.raw("quantization_config") not in (None, {}):
-        scheme_of(fields.child("quantization_config"))  # raises if it is not supported
-    foreign = (key for key in _GEMMA_KEYS if key not in kind.defaults)
-    for key in (*kind.unsupported, *foreign):
-        if fields.raw(key):
-            raise fields.error(key, "absent, null or 0 (it is not implemented)")
-    if fields.flag("use_bidirectional_attention", False):
-        raise fields.error("use_bidirectional_attention", "false (attention is causal)")
+    refuse_unread(fields, present, kind, config)
+    return config
 
 
 def _sizes(fields: Fields) -> dict[str, Any]:
@@ -242,7 +232,13 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
 
 
 def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
-    scalar = fields.real("query_pre_attn_scalar", 1e-6, 1e6, 0.0)
+
+    def own(key: str, low: float) -> float:
+        """Return a number that only some families read: 0 in others, or if it is null."""
+        value: float = fields.real(key, low, 1e6, 0.0) if key in kind.defaults else 0.0
+        return value
+
+    scalar = own("query_pre_attn_scalar", 1e-6)
     scales = {"attn_scale": scalar**-0.5 if scalar else 0.0}
     if kind.scale_embedding:
         # NOTE: float32; `Embedding` rounds it to the weights' dtype, as Hugging Face does.
@@ -255,8 +251,8 @@ def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
         "norm_weight_offset": kind.norm_weight_offset,
         "rounds_embed_scale": kind.scale_embedding,
         **scales,
-        "attn_softcap": fields.real("attn_logit_softcapping", 0.0, 1e6, 0.0),
-        "final_softcap": fields.real("final_logit_softcapping", 0.0, 1e6, 0.0),
+        "attn_softcap": own("attn_logit_softcapping", 0.0),
+        "final_softcap": own("final_logit_softcapping", 0.0),
     }
 
 
@@ -330,13 +326,15 @@ def _layer_windows(
 ) -> tuple[int, ...]:
     """Return the window of every layer; 0 if it has none or covers the longest sequence."""
     num_layers = len(rope_layers)
+    if kind.windows == "never":
+        return (0,) * num_layers
     is_off = kind.windows in _SWITCHED and not fields.flag("use_sliding_window", False)
     has_types = kind.windows != "switched" and fields.has("layer_types")
     if is_off and has_types and any(_layer_types(fields, num_layers)):
         raise fields.error(
             "layer_types", '"full_attention" for every layer if use_sliding_window is false'
         )
-    if is_off or kind.windows == "never":
+    if is_off:
         return (0,) * num_layers
     window = fields.integer("sliding_window", 1, 1 << 31, 0)
     is_sliding = _sliding_layers(fields, kind, rope_layers, window)

@@ -14,6 +14,7 @@ from engine.config import RopeConfig
 from engine.errors import ConfigError
 from engine.layers.rotary import attention_factor
 from engine.loading._fields import REQUIRED, Fields
+from engine.loading.config_keys import refuse_unread_rope
 from engine.models.family import Family
 
 __all__ = ["MAX_POSITIONS", "rope_configs", "scaled_max_position"]
@@ -133,12 +134,15 @@ class _RopeReader:
         extra = readers[kind](common["rotary_dim"]) if kind in readers else {}
         config = RopeConfig(**{**common, **extra})
         beyond = self.rope.real("attn_factor", 0.0, 1e3, 1.0)
+        refuse_unread_rope(self.rope, self.family)
         if beyond == 1.0:
             return config
         return replace(config, attention_factor=beyond * attention_factor(config))
 
     def _kind(self) -> str:
         key = "rope_type" if self.rope.has("rope_type") else "type"
+        if not self.rope.has(key) and self.rope.real("factor", 0.0, _MAX_FACTOR, 1.0) != 1.0:
+            raise self.rope.error("rope_type", "given beside a factor")
         kind = self.rope.text(key, "default")
         kind = self.family.rope_aliases.get(kind, kind)
         if kind not in _KINDS:

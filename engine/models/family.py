@@ -254,8 +254,6 @@ class Family:
     extra_layers : str
         Key of the number of multi-token prediction layers after the last layer, which are not
         loaded with the model; "" for none.
-    unsupported : tuple of str
-        config.json keys that would change the result; a model that sets one is rejected.
     """
 
     model_type: str
@@ -290,7 +288,6 @@ class Family:
     gguf_interleaved_rope: bool = False
     moe: MoeFamily | None = None
     extra_layers: str = ""
-    unsupported: tuple[str, ...] = ()
 
     @property
     def has_partial_rope(self) -> bool:

@@ -33,6 +33,5 @@ OLMOE = Family(
     o_bias="attention_bias",
     qk_norm=True,
     whole_qk_norm=True,
-    unsupported=("clip_qkv",),
     moe=MoeFamily(num_experts=64, renormalize="norm_topk_prob"),
 )

@@ -43,6 +43,5 @@ PHI = Family(
     layer_norm=True,
     norm_bias=True,
     gated_mlp=False,
-    unsupported=("qk_layernorm",),
     parallel=True,
 )

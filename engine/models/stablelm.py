@@ -21,6 +21,5 @@ STABLELM = Family(
     qkv_bias="use_qkv_bias",
     layer_norm=True,
     norm_bias=True,
-    unsupported=("qk_layernorm",),
     parallel="use_parallel_residual",
 )

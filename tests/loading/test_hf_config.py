@@ -169,7 +169,9 @@ def test_granite_has_multipliers():
     config = known("granite", **multipliers)
     assert (config.embed_scale, config.branch_scale) == (12.0, 0.22)
     assert (config.attn_scale, config.logits_scale) == (0.015625, 0.125)
-    assert known("llama", **multipliers) == known("llama")  # read only where they are declared
+    with pytest.raises(ConfigError, match=r"embedding_multiplier must be null or 1 .*got 12"):
+        known("llama", **multipliers)
+    assert known("llama", **dict.fromkeys(multipliers)) == known("llama")
 
 
 def test_gemma2():

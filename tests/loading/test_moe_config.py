@@ -48,7 +48,8 @@ def test_layers_without_experts():
     assert (moe.shared_size, moe.shared_gate) == (5632, True)
     config = known("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0, 1])
     assert config.moe is None and config.has_mlp
-    assert known("mixtral", decoder_sparse_step=5).moe.sparse_layers == (True,)  # no key of mixtral
+    with pytest.raises(ConfigError, match=r"decoder_sparse_step must be null or 1 .*got 5"):
+        known("mixtral", decoder_sparse_step=5)
     assert not known("mixtral").has_mlp and known("mixtral").moe_of(0) == known("mixtral").moe
 
 
@@ -72,7 +73,9 @@ def test_weights_of_experts():
     for kind in ("qwen2_moe", "qwen3_moe", "olmoe"):
         assert not known(kind).moe.renormalize and known(kind, norm_topk_prob=True).moe.renormalize
     for kind in ("mixtral", "granitemoe", "gpt_oss"):
-        assert known(kind, norm_topk_prob=False).moe.renormalize
+        assert known(kind, norm_topk_prob=True).moe.renormalize
+        with pytest.raises(ConfigError, match="norm_topk_prob must be null or True"):
+            known(kind, norm_topk_prob=False)
     moe = known("gpt_oss", swiglu_alpha=1.5, swiglu_limit=6.0).moe
     assert (moe.activation, moe.alpha, moe.limit) == ("swiglu_clamped", 1.5, 6.0)
     assert moe.router_bias and moe.expert_bias and known("gpt_oss").moe.alpha == 1.702
@@ -136,7 +139,7 @@ def test_gpt_oss_has_yarn_by_default():
         ("glm4_moe", {**GLM, "routed_scaling_factor": 0}, "routed_scaling_factor must be"),
         ("glm4_moe", {**GLM, "n_shared_experts": 65}, "n_shared_experts must be"),
         ("glm4_moe", {**GLM, "n_routed_experts": 4, "num_experts": 5}, "num_experts must be 4"),
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv must be absent, null or 0 .*; got 8"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv must be null or 0 .*; got 8"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act must be one of silu, swish.*; got 'gelu'"),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit must be a number from"),
         ("gpt_oss", {"swiglu_alpha": "1"}, "swiglu_alpha must be a number from"),
