@@ -345,7 +345,9 @@ class AsyncEngine(EngineClient):
         self, token_ids: Sequence[Sequence[int]], pooling: str, *, normalize: bool
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Embed each sequence of validated token ids; see `EngineClient.embed`."""
-        parts = embed_in_parts(self._engine.model, token_ids, pooling, normalize=normalize)
+        parts = embed_in_parts(
+            self._engine.model, token_ids, pooling, normalize=normalize, has_others=True
+        )
         found: dict[int, Any] = {}
         try:
             while (part := await self._result(lambda: next(parts, None))) is not None:

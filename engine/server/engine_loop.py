@@ -309,7 +309,11 @@ class EngineLoop:
         model = self._engine.model
         try:
             parts = embed_in_parts(
-                model, message.token_ids, message.pooling, normalize=message.normalize
+                model,
+                message.token_ids,
+                message.pooling,
+                normalize=message.normalize,
+                has_others=True,
             )
         except EngineError as error:
             self._fail_call(client, message.number, error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any
@@ -24,6 +26,8 @@ POOLINGS = ("last", "mean")
 _BLOCK_SIZE = 16
 _MAX_SEQUENCES = 1 << 20  # maximum sequences per call
 _MAX_TOKENS = {"cpu": 512, "cuda": 2048}  # maximum tokens per forward pass
+_FIRST_TOKENS = {"cpu": 32, "cuda": 512}  # tokens of the first pass, if others wait for its end
+_PASS_SECONDS = 0.25  # duration of later ones
 
 _Vector = np.ndarray[Any, np.dtype[np.float32]]
 _Chunk = tuple[int, int, int]
@@ -81,11 +85,14 @@ def embed_in_parts(
     pooling: str = "last",
     *,
     normalize: bool = True,
+    has_others: bool = False,
 ) -> Generator[dict[int, _Vector], None, None]:
     """Yield after each forward pass the embeddings it completes, keyed by sequence index.
 
-    An engine can serve other requests between the passes. Arguments and errors as for `embed`; the
-    arguments are checked at once. Closing the generator frees its KV cache.
+    An engine can serve other requests between the passes; with `has_others`, these have as many
+    tokens as can be computed in a quarter of a second (a fixed number if the model is
+    deterministic). Arguments and errors as for `embed`; the arguments are checked at once. Closing
+    the generator frees its KV cache.
     """
     if not isinstance(pooling, str) or pooling not in POOLINGS:
         wanted = " or ".join(map(repr, POOLINGS))
@@ -94,7 +101,35 @@ def embed_in_parts(
         raise RequestError(f"normalize must be True or False; got {shown_with_type(normalize)}")
     sequences = items_of("token_ids", token_ids, "sequences of token ids", _MAX_SEQUENCES)
     rows = [_checked(model, index, ids) for index, ids in enumerate(sequences)]
-    return _parts(model, rows, pooling, normalize)
+    kind = model.device.kind
+    size = _PassSize(_MAX_TOKENS[kind])
+    if has_others:
+        size = _PassSize(size.most, _FIRST_TOKENS[kind], is_fixed=model.deterministic)
+    return _parts(model, rows, pooling, normalize, size)
+
+
+class _PassSize:
+    """Number of tokens of the next forward pass.
+
+    Parameters
+    ----------
+    most : int
+    first : int, optional
+        Tokens of the first pass; `most` by default.
+    is_fixed : bool
+        Whether it stays; otherwise it follows the speed, aiming at `_PASS_SECONDS`.
+    """
+
+    def __init__(self, most: int, first: int | None = None, *, is_fixed: bool = True) -> None:
+        self.most = most
+        self.num_tokens = most if first is None else min(first, most)
+        self._is_fixed = is_fixed
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Record the duration of a pass."""
+        if not self._is_fixed:
+            wanted = int(num_tokens * _PASS_SECONDS / max(seconds, 1e-6))
+            self.num_tokens = min(max(wanted, _BLOCK_SIZE), 2 * self.num_tokens, self.most)
 
 
 def _checked(model: Model, index: int, ids: Sequence[int]) -> Any:
@@ -108,20 +143,22 @@ def _checked(model: Model, index: int, ids: Sequence[int]) -> Any:
 
 
 def _parts(
-    model: Model, rows: list[Any], pooling: str, normalize: bool
+    model: Model, rows: list[Any], pooling: str, normalize: bool, size: _PassSize
 ) -> Generator[dict[int, _Vector], None, None]:
-    batches = list(_batches([len(row) for row in rows], _MAX_TOKENS[model.device.kind]))
-    if not batches:
+    lengths = [len(row) for row in rows]
+    if not lengths:
         return
     sums: dict[int, _Vector] = {}
     config = model.config
     geometry = KVGeometry(
         config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, model.dtype
     )
-    most = max(_num_blocks(batch) for batch in batches)
-    with closing(model.make_cache(geometry, 1, most * _BLOCK_SIZE)) as cache:
-        for batch in batches:
+    num_blocks = _most_blocks(lengths, size.most)
+    with closing(model.make_cache(geometry, 1, num_blocks * _BLOCK_SIZE)) as cache:
+        for batch in _batches(lengths, size):
+            begin = time.monotonic()
             outputs = _hidden(model, cache, rows, batch, pooling)
+            size.note(sum(stop - start for _, start, stop in batch), time.monotonic() - begin)
             done: dict[int, _Vector] = {}
             for (index, _, stop), total in zip(batch, outputs, strict=True):
                 sums[index] = sums.get(index, np.float32(0)) + total
@@ -131,28 +168,53 @@ def _parts(
             yield done
 
 
-def _batches(lengths: Sequence[int], limit: int) -> Iterator[list[_Chunk]]:
+def _batches(lengths: Sequence[int], size: _PassSize) -> Iterator[list[_Chunk]]:
     """Yield the chunks of each forward pass: whole sequences, or one chunk of a long sequence.
 
     Shortest sequences first: a `ForwardBatch` must put single tokens before longer chunks.
     """
-    batch: list[_Chunk] = []
-    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
-        length = lengths[index]
-        if batch and sum(stop for _, _, stop in batch) + length > limit:
-            yield batch
-            batch = []
-        if length <= limit:
-            batch.append((index, 0, length))
-        else:
-            for start in range(0, length, limit):
-                yield [(index, start, min(length, start + limit))]
-    if batch:
+    waiting = deque(sorted(range(len(lengths)), key=lengths.__getitem__))
+    start = 0
+    while waiting:
+        left = size.num_tokens
+        length = lengths[waiting[0]]
+        if start or length > left:
+            stop = min(length, start + left)
+            yield [(waiting[0], start, stop)]
+            start = stop
+            if stop == length:
+                waiting.popleft()
+                start = 0
+            continue
+        batch: list[_Chunk] = []
+        while waiting and lengths[waiting[0]] <= left:
+            index = waiting.popleft()
+            left -= lengths[index]
+            batch.append((index, 0, lengths[index]))
         yield batch
 
 
-def _num_blocks(batch: list[_Chunk]) -> int:
-    return sum(-(-stop // _BLOCK_SIZE) for _, _, stop in batch)
+def _most_blocks(lengths: Sequence[int], limit: int) -> int:
+    """Return the most blocks that a forward pass of at most `limit` tokens can need.
+
+    Examples
+    --------
+    >>> _most_blocks([16, 1, 17], 32), _most_blocks([40], 16), _most_blocks([1, 1, 1], 2)
+    (2, 3, 2)
+    """
+    most = -(-max(lengths) // _BLOCK_SIZE)
+    run: deque[int] = deque()  # neighbors in the order of `_batches`
+    num_tokens = num_blocks = 0
+    for length in sorted(lengths):
+        run.append(length)
+        num_tokens += length
+        num_blocks += -(-length // _BLOCK_SIZE)
+        while num_tokens > limit:
+            first = run.popleft()
+            num_tokens -= first
+            num_blocks -= -(-first // _BLOCK_SIZE)
+        most = max(most, num_blocks)
+    return most
 
 
 def _hidden(

@@ -104,3 +104,61 @@ def test_requests_are_served_between_the_parts(sequences, monkeypatch):
     output, num_outputs, found = asyncio.run(asyncio.wait_for(main(), 60))
     assert output.finished and num_outputs > 1
     np.testing.assert_allclose(found, want, atol=1e-5)
+
+
+def test_passes_beside_others_are_as_long_as_their_time_allows(monkeypatch):
+    """A clock by which a token takes 10 ms: 25 tokens a pass, from the second on."""
+    model = tiny_model()
+    sizes, now = [], [0.0]
+    hidden = embeddings._hidden
+
+    def slow(model, cache, rows, batch, pooling):
+        sizes.append(sum(stop - start for _, start, stop in batch))
+        now[0] += 0.01 * sizes[-1]
+        return hidden(model, cache, rows, batch, pooling)
+
+    monkeypatch.setattr(embeddings, "_hidden", slow)
+    monkeypatch.setattr(embeddings.time, "monotonic", lambda: now[0])
+    rng = np.random.default_rng(1)
+    sequences = [rng.integers(0, VOCAB, length).tolist() for length in (150, 7, 9, 8, 60)]
+    for pooling in ("last", "mean"):
+        want = embed(model, sequences, pooling)
+        sizes.clear()
+        found = {}
+        for part in embed_in_parts(model, sequences, pooling, has_others=True):
+            found.update(part)
+        assert sizes[0] == 24 and sizes[1:4] in ([25, 25, 10], [24, 24, 12])  # 60 in parts
+        assert max(sizes) <= 25 and sum(sizes) == 234
+        np.testing.assert_allclose([found[i] for i in range(5)], want, atol=2e-5)
+    sizes.clear()
+    embed(model, sequences)
+    assert sizes == [234]
+
+
+def test_deterministic_passes_do_not_depend_on_time(monkeypatch):
+    model = tiny_model(deterministic=True)
+    sequences = [[5, 6, 7] * 30, [8, 9]]
+    found = [list(embed_in_parts(model, sequences, has_others=True)) for _ in range(2)]
+    monkeypatch.setattr(embeddings, "_PASS_SECONDS", 1e-9)
+    found.append(list(embed_in_parts(model, sequences, has_others=True)))
+    for parts in found[1:]:
+        for one, other in zip(found[0], parts, strict=True):
+            assert one.keys() == other.keys()
+            for index in one:
+                np.testing.assert_array_equal(one[index], other[index])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_cache_has_room_for_every_pass(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 200, 30).tolist()
+    room = embeddings._most_blocks(lengths, 128)
+    size = embeddings._PassSize(128)
+    done = dict.fromkeys(range(30), 0)
+    for batch in embeddings._batches(lengths, size):
+        assert sum(-(-stop // 16) for _, _, stop in batch) <= room
+        for index, start, stop in batch:
+            assert done[index] == start and stop - start <= 128
+            done[index] = stop
+        size.num_tokens = int(rng.integers(16, 129))
+    assert [done[i] for i in range(30)] == lengths
