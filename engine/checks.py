@@ -89,7 +89,7 @@ def parse_object(data: str | bytes) -> dict[str, Any] | None:
 
     Examples
     --------
-    >>> parse_object(b'{"ready": true}'), parse_object("[" * 100_000), parse_object(b"\xff")
+    >>> parse_object(b'{"ready": true}'), parse_object("[" * 100_000), parse_object(bytes([255]))
     ({'ready': True}, None, None)
     """
     try:
