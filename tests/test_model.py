@@ -471,6 +471,6 @@ def test_rope_tables_that_cannot_fit_are_refused_before_they_are_made(monkeypatc
         max_position_embeddings=1 << 24,
         rope=replace(CONFIG.rope, rotary_dim=1024),
     )
-    monkeypatch.setattr(decoder_module, "rope_table", None)  # must not be called
+    monkeypatch.setattr(decoder_module, "RopeTable", None)  # must not be called
     with pytest.raises(errors.OutOfMemoryError, match=r"64\.00 GiB for max_model_len=16777216"):
         _load(config=config)

@@ -7,6 +7,7 @@ the frequencies beyond the training length. Tables are computed in float64 and r
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from engine.config import RopeConfig
 from engine.errors import ConfigError
 
 __all__ = ["attention_factor", "inverse_frequencies", "long_rope_offset", "rope_table"]
-__all__ += ["table_shape"]
+__all__ += ["rope_rows", "table_shape"]
 
 Array = np.ndarray[Any, Any]
 
@@ -50,17 +51,22 @@ def rope_table(config: RopeConfig, num_positions: int) -> Array:
            [0.54 , 0.841]], dtype=float32)
     """
     table = np.empty(table_shape(config, num_positions), np.float32)
-    halves = [False, True] if len(table) > num_positions else [False]
-    scale = attention_factor(config)
-    half = config.rotary_dim // 2
-    for part, is_long in enumerate(halves):
-        for first in range(0, num_positions, _ROWS):
-            positions = np.arange(first, min(first + _ROWS, num_positions))
-            angles = positions[:, None] * _frequencies_at(config, positions, is_long)
-            rows = table[part * num_positions + first :][: len(positions)]
-            rows[:, :half] = np.cos(angles) * scale
-            rows[:, half:] = np.sin(angles) * scale
+    for first, rows in rope_rows(config, num_positions, 0, num_positions):
+        table[first : first + len(rows)] = rows
     return table
+
+
+def rope_rows(
+    config: RopeConfig, num_positions: int, start: int, stop: int
+) -> Iterator[tuple[int, Array]]:
+    """Yield (first row, rows) of `rope_table` for the positions [start, stop), in small parts."""
+    scale = attention_factor(config)
+    for part in range(table_shape(config, num_positions)[0] // num_positions):
+        for first in range(start, stop, _ROWS):
+            positions = np.arange(first, min(first + _ROWS, stop))
+            angles = positions[:, None] * _frequencies_at(config, positions, is_long=part > 0)
+            rows = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * scale
+            yield part * num_positions + first, rows.astype(np.float32)
 
 
 def table_shape(config: RopeConfig, num_positions: int) -> tuple[int, int]:

@@ -114,8 +114,8 @@ def weight_room(
 ) -> Iterator[None]:
     """Raise if the weights allocated in the `with` block do not fit on the device.
 
-    Includes the rope tables, computed on the host, for sequences of `max_model_len` tokens. They
-    have a separate limit, since two numbers in an untrusted config determine their size.
+    Includes the rope tables for sequences of `max_model_len` tokens. They have a separate limit,
+    since two numbers in an untrusted config determine their size.
 
     Raises
     ------
@@ -151,9 +151,8 @@ def weight_room(
     needed = weight_bytes(config, dtype, shard, formats) + tables
     # Check host memory in advance: the host overcommits and kills the process on first touch. A
     # GPU fails the allocation instead, and its free memory omits blocks that CuPy can reuse.
-    on_host = tables if device.is_cuda else needed
-    if on_host > device_memory(CPU)[1]:
-        raise OutOfMemoryError(text(CPU, on_host))
+    if not device.is_cuda and needed > device_memory(CPU)[1]:
+        raise OutOfMemoryError(text(CPU, needed))
     try:
         yield
     except MemoryError as error:  # base class of CuPy's OutOfMemoryError

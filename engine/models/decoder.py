@@ -24,11 +24,11 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.moe import MoE
 from engine.layers.norm import NoNorm, Norm
-from engine.layers.rotary import long_rope_offset, rope_table
+from engine.layers.rotary import long_rope_offset
 from engine.models.kv_scales import KVScales
 from engine.models.layer_plans import LayerPlans
 from engine.models.moe_layer import build_moe
-from engine.models.rope_tables import rope_index, ropes
+from engine.models.rope_tables import RopeTable, rope_index, ropes
 from engine.models.sharding import WholeParts
 from engine.weights import ALL_LAYERS, Stage, Weight
 
@@ -188,7 +188,7 @@ class Decoder:
         says (`loading.mlp_padding`).
     rope_tables : tuple of array
         (P, R) float32 tables: one for all layers, or one for full attention and one for windows. If
-        some layers have no rope, a table with zero angles comes last.
+        some layers have no rope, a table with zero angles comes last. `extend_ropes` computes them.
     kv_scales : KVScales
         Scales of a quantized KV cache, by layer and head.
     long_rope_offset : int
@@ -219,7 +219,8 @@ class Decoder:
         self.max_model_len = max_model_len
         self.stage = stage
         self.xp = array_module(self._weight("embed" if stage.is_first else "layers.0.qkv").data)
-        self.rope_tables = tuple(self._rope_table(rope) for rope in ropes(config))
+        self._ropes = tuple(self._rope_table(rope) for rope in ropes(config))
+        self.rope_tables = tuple(table.array for table in self._ropes)
         self.long_rope_offset = long_rope_offset(config.rope, max_model_len)
         self.short_rope_len = config.rope.original_max_position if self.long_rope_offset else 0
         if stage.is_first:
@@ -313,8 +314,15 @@ class Decoder:
         delta, residual = self._run_layers(x, batch, kv_pages, None, None, delta)
         return self.parts.leaving(delta), residual
 
+    def extend_ropes(self, num_positions: int) -> None:
+        """Compute the rope tables for sequences of up to `num_positions` tokens."""
+        for table in self._ropes:
+            table.extend(num_positions)
+
     def _enter(self, batch: ForwardBatch) -> tuple[Any, Any]:
         """Return (delta, residual) before the first layer."""
+        if batch.max_context_len > self._ropes[0].num_computed:
+            self.extend_ropes(batch.max_context_len)
         if self.stage.is_first:
             return None, self.embed(batch.token_ids)
         assert batch.entering is not None
@@ -436,9 +444,9 @@ class Decoder:
         c = self.config
         return self.parts.norm(self._norm(name)) if c.pre_norms else NoNorm(c.branch_scale)
 
-    def _rope_table(self, rope: RopeConfig) -> Any:
+    def _rope_table(self, rope: RopeConfig) -> RopeTable:
         try:
-            return self.xp.asarray(rope_table(rope, self.max_model_len))
+            return RopeTable(self.xp, rope, self.max_model_len)
         except MemoryError as error:  # a limit that the memory plan cannot see, such as `ulimit -v`
             raise OutOfMemoryError(
                 f"no room for the rope tables of max_model_len={self.max_model_len} ({error})"

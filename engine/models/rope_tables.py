@@ -1,13 +1,65 @@
-"""Rope tables of a model: their sizes, and the table used by each layer."""
+"""Rope tables of a model: their sizes, the table used by each layer, and their computation."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from engine.config import ModelConfig, RopeConfig
-from engine.layers.rotary import table_shape
+from engine.layers.rotary import rope_rows, table_shape
 
-__all__ = ["rope_bytes", "rope_index", "ropes"]
+__all__ = ["RopeTable", "rope_bytes", "rope_index", "ropes"]
+
+_STEP = 8192  # positions computed at a time: 9 ms for 128 features
+
+
+class RopeTable:
+    """A rope table on a device, computed as far as sequences have reached.
+
+    A config.json may state millions of positions. Their rows are allocated at once, because kernels
+    keep the address, but the host touches and computes them only on demand.
+
+    Parameters
+    ----------
+    xp : module
+        `numpy` or `cupy`.
+    config : RopeConfig
+    num_positions : int
+        Maximum sequence length in tokens.
+
+    Attributes
+    ----------
+    array : (P, R) array of float32
+        See `engine.layers.rotary.rope_table`; zero where it has not been computed.
+
+    Examples
+    --------
+    >>> table = RopeTable(np, RopeConfig(rotary_dim=2), 1 << 20)
+    >>> table.extend(10000)
+    >>> table.num_computed, table.array[1].round(2)
+    (16384, array([0.54, 0.84], dtype=float32))
+    """
+
+    def __init__(self, xp: Any, config: RopeConfig, num_positions: int) -> None:
+        self.array = xp.zeros(table_shape(config, num_positions), np.float32)
+        self.num_computed = 0
+        self._config = config
+        self._num_positions = num_positions
+
+    def extend(self, num_positions: int) -> None:
+        """Compute the rows of the first `num_positions` positions, at least."""
+        stop = min(-(-num_positions // _STEP) * _STEP, self._num_positions)
+        start = self.num_computed
+        if stop <= start:
+            return
+        for first, rows in rope_rows(self._config, self._num_positions, start, stop):
+            target = self.array[first : first + len(rows)]
+            if isinstance(target, np.ndarray):
+                target[...] = rows
+            else:
+                target.set(rows)
+        self.num_computed = stop
 
 
 def rope_bytes(config: ModelConfig, max_model_len: int) -> int:

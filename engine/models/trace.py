@@ -49,6 +49,7 @@ def trace_decoder(decoder: Decoder, token_ids: Array) -> Trace:
     if decoder.xp is not np:
         raise DeviceError(f"tracing needs a model on {CPU}; got one whose weights are on a GPU")
     positions = np.arange(len(token_ids), dtype=np.int32)
+    decoder.extend_ropes(len(token_ids))
     rope_positions = positions + decoder.rope_offsets(len(token_ids))
     result = Trace([], [])
     residual = decoder.embed(token_ids.astype(np.int32))

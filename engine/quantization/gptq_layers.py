@@ -83,6 +83,7 @@ def gptq_layers(
     """
     device.activate()
     batches = list(_batches(decoder, device, sequences))
+    decoder.extend_ropes(sequences.shape[1])
     pages = _pages(decoder, device, batches)
     states = [(None, decoder.embed(batch.token_ids)) for batch in batches]
     for index, layer in enumerate(decoder.layers):

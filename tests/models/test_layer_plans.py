@@ -396,6 +396,7 @@ def _check_bits(model, counts, starts):
     batch = _batch(counts, starts, model.device)
     decoder = model.decoder
     want_pages = _pages(model, len(counts) * 8)
+    decoder.extend_ropes(batch.max_context_len)
     delta, residual = None, decoder.embed(batch.token_ids)
     for layer, pages in zip(decoder.layers, want_pages, strict=True):
         delta, residual = layer(delta, residual, batch, tuple(pages))

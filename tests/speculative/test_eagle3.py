@@ -45,6 +45,7 @@ def features_of(model, token_ids, layers=LAYERS):
     cache = model.new_cache(1, len(token_ids))
     batch = ForwardBatch.build([token_ids], [0], [cache.block_tables[0]], 16, logits="all")
     batch = batch.to(model.device)
+    decoder.extend_ropes(len(token_ids))
     delta, residual = None, decoder.embed(batch.token_ids)
     for index, layer in enumerate(decoder.layers):
         features[index] = residual + (0 if delta is None else delta)
