@@ -41,6 +41,11 @@ class _ShortRepr(reprlib.Repr):
         self.maxstring = self.maxother = _MAX_SHOWN
         self.maxlist = self.maxtuple = self.maxdict = 8
 
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        if len(x) > self.maxdict:  # reprlib would sort all keys
+            x = dict(itertools.islice(x.items(), self.maxdict + 1))
+        return super().repr_dict(x, level)
+
     def repr_int(self, x: int, level: int) -> str:
         if x.bit_length() > 256:  # Python refuses to print very long ints
             return f"a whole number of about {int(x.bit_length() * 0.30103) + 1} digits"

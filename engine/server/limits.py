@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import functools
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -22,6 +25,9 @@ __all__ = ["RequestSlots", "check_fields", "check_model", "read_body", "read_str
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+_MAX_DECODED_AT_ONCE = 1 << 18  # bytes; a larger body is decoded by `_decoder`
+# One thread: decoding holds the GIL, and two large bodies must not hold it one after the other.
+_decoder = ThreadPoolExecutor(1, "decode-body")
 _RETRY = {"Retry-After": "1"}
 
 
@@ -37,7 +43,11 @@ async def read_struct(request: Request, kind: type[T]) -> T:
     """
     if request.app.state.config.ignore_unknown_fields:
         ignore_unknown_fields()
-    return decode_body(await read_body(request), kind)
+    body = await read_body(request)
+    if len(body) <= _MAX_DECODED_AT_ONCE:
+        return decode_body(body, kind)
+    decode = functools.partial(contextvars.copy_context().run, decode_body, body, kind)
+    return await asyncio.get_running_loop().run_in_executor(_decoder, decode)
 
 
 async def read_body(request: Request) -> bytes:

@@ -132,7 +132,7 @@ class ServerConfig:
     ssl_ca_certs: str | None = _option(None, "TLS: clients must present a certificate of these CAs")
 
     max_body_bytes: int = _option(
-        32 << 20, "maximum bytes of a request body, and of the text that an answer repeats"
+        8 << 20, "maximum bytes of a request body, and of the text that an answer repeats"
     )
     max_header_bytes: int = _option(64 << 10, "maximum bytes of request headers")
     max_connections: int = _option(8192, "maximum connections per API process")

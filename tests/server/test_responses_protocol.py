@@ -19,7 +19,7 @@ USAGE = {"input_tokens": 5, "cached_tokens": 2, "output_tokens": 7, "reasoning_t
 
 def chat(**fields):
     body = {"model": "m", "input": "Hi", **fields}
-    return to_chat(msgspec.convert(body, ResponsesRequest))
+    return to_chat(msgspec.json.decode(msgspec.json.encode(body), type=ResponsesRequest))
 
 
 def messages(*items, **fields):

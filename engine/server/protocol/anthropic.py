@@ -9,6 +9,7 @@ import msgspec
 
 from engine.checks import shown
 from engine.errors import RequestError
+from engine.server.protocol.common import UNREAD
 from engine.server.protocol.items import MAX_ITEMS, text_of, typed_item, typed_items
 
 __all__ = ["CountTokensRequest", "MessagesRequest", "to_chat"]
@@ -27,7 +28,7 @@ class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
-    cache_control: Any = None
+    cache_control: msgspec.Raw = UNREAD
 
 
 class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=True):

@@ -11,9 +11,11 @@ import msgspec
 from engine.checks import shown
 from engine.sampling_params import SamplingParams
 from engine.server.protocol.common import (
+    UNREAD,
     Chunks,
     SamplingFields,
     Usage,
+    is_given,
     refuse_fields,
     sampling_params,
 )
@@ -53,10 +55,10 @@ class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: Any = None
-    input_audio: Any = None
-    video_url: Any = None
-    file: Any = None
+    image_url: msgspec.Raw = UNREAD
+    input_audio: msgspec.Raw = UNREAD
+    video_url: msgspec.Raw = UNREAD
+    file: msgspec.Raw = UNREAD
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -90,9 +92,9 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    audio: Any = None
-    annotations: Any = None
-    function_call: Any = None
+    audio: msgspec.Raw = UNREAD
+    annotations: msgspec.Raw = UNREAD
+    function_call: msgspec.Raw = UNREAD
 
     @property
     def text(self) -> str:
@@ -149,19 +151,19 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     reasoning_effort: str | None = None
     documents: list[dict[str, Any]] | None = None
     # Accepted and ignored.
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, msgspec.Raw] | None = None
     service_tier: str | None = None
     store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    prediction: Any = None
+    prediction: msgspec.Raw = UNREAD
     # Rejected unless null.
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
+    functions: msgspec.Raw = UNREAD
+    function_call: msgspec.Raw = UNREAD
+    audio: msgspec.Raw = UNREAD
     modalities: list[str] | None = None
-    web_search_options: Any = None
+    web_search_options: msgspec.Raw = UNREAD
     verbosity: str | None = None
 
 
@@ -302,7 +304,7 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     else:
         parts = enumerate(message.content)
         found["content"] = [_template_part(p, f"{where}.content[{i}]") for i, p in parts]
-    if message.function_call is not None:
+    if is_given(message.function_call):
         raise APIError(400, f"{where}.function_call is not supported, use tool_calls")
     if message.name is not None:
         found["name"] = message.name

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import gc
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -17,14 +19,18 @@ from engine.server.protocol.errors import APIError
 from engine.server.protocol.unknown_fields import field_names, structs_in, without_unknown
 
 __all__ = [
+    "NOT_GIVEN",
+    "UNREAD",
     "Chunks",
     "SamplingFields",
     "StreamOptions",
     "Usage",
     "decode_body",
+    "is_given",
     "refuse_fields",
     "sampling_defaults",
     "sampling_params",
+    "shown_field",
     "structured_options",
     "usage_options",
 ]
@@ -37,6 +43,21 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?
 _MISSING = re.compile(r"Object missing required field `(.*)`$")
 _AT = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
 _STEP = re.compile(r"\.([A-Za-z_]\w*)|\[[^\]]*\]")
+
+NOT_GIVEN = msgspec.Raw(b"null")
+"""Default of a field whose value is not read. It is of type `msgspec.Raw`: checked, not decoded."""
+
+UNREAD = msgspec.field(default_factory=lambda: NOT_GIVEN)
+"""The same as a default in a struct, which the OpenAPI document leaves out."""
+
+_MAX_QUOTED = 100  # bytes of such a value in an error
+_LONG = 20  # digits
+_LONG_NUMBER = re.compile(rb"[0-9.]{%d}" % _LONG)
+_NOT_IN_NUMBERS = bytes(set(range(256)) - set(b"0123456789."))
+_MAX_LONG_NUMBERS = 10_000  # 0.1 s of decoding
+_KEY = re.compile(rb'(?<!\\)(?:\\\\)*"\s*:')  # the end of a key, which is no part of a text
+_MAX_KEYS = 200_000  # 0.1 s of decoding
+_PART = 1 << 18
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -164,8 +185,10 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         If the body is not UTF-8 JSON, or a field is unknown or of the wrong type. The message names
         the field, and for an unknown one suggests the closest known field.
     """
+    _check_cost(body)
     try:
-        return _decode(body, kind)
+        with _no_garbage_collection():
+            return _decode(body, kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), kind) from None
     except RecursionError:
@@ -174,6 +197,43 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         raise APIError(
             400, f"the body must be JSON in UTF-8: {error}", code="invalid_json"
         ) from None
+
+
+def _check_cost(body: bytes) -> None:
+    """Refuse what takes much longer to decode than its length suggests.
+
+    Counting the exact number may take longer than decoding, so it is done only if a bound that is
+    quickly computed does not suffice. Decoding itself cannot be interrupted; the counting can.
+    """
+    # A number that long has a byte in every `_LONG` bytes.
+    num_digits = len(body[::_LONG].translate(None, _NOT_IN_NUMBERS))
+    if num_digits > _MAX_LONG_NUMBERS and _has_more(_LONG_NUMBER, body, _MAX_LONG_NUMBERS):
+        most = f"{_MAX_LONG_NUMBERS} numbers of {_LONG} digits or more"
+        raise APIError(400, f"the body must have at most {most}; got more")
+    if body.count(b'"') > 2 * _MAX_KEYS and _has_more(_KEY, body, _MAX_KEYS):
+        raise APIError(400, f"the body must have at most {_MAX_KEYS} keys in all; got more")
+
+
+def _has_more(pattern: re.Pattern[bytes], body: bytes, most: int) -> bool:
+    """Return whether there are more than `most` matches; other threads run between two parts."""
+    count = 0
+    for begin in range(0, len(body), _PART):
+        count += sum(1 for _ in pattern.finditer(body, begin, begin + _PART))
+        if count > most:
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep the garbage collector from looking at millions of new lists again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _decode(body: bytes, kind: type[T]) -> T:
@@ -197,10 +257,27 @@ def refuse_fields(body: msgspec.Struct, reasons: Mapping[str, str]) -> None:
     """
     for name, reason in reasons.items():
         value = getattr(body, name)
-        if value is not None:
-            raise APIError(
-                400, f"{name} is not supported, {reason}; got {shown(value)}", param=name
-            )
+        if is_given(value):
+            message = f"{name} is not supported, {reason}; got {shown_field(value)}"
+            raise APIError(400, message, param=name)
+
+
+def is_given(value: object) -> bool:
+    """Return whether a field is neither absent nor null; it may be one that stays undecoded.
+
+    Examples
+    --------
+    >>> is_given(NOT_GIVEN), is_given(msgspec.Raw(b"{}")), is_given(None)
+    (False, True, False)
+    """
+    return value is not None and value != NOT_GIVEN
+
+
+def shown_field(value: object) -> str:
+    """Return `shown(value)`; of a field that stays undecoded, the beginning of its JSON."""
+    if isinstance(value, msgspec.Raw):
+        return shown(bytes(value)[:_MAX_QUOTED].decode("utf-8", "replace"))
+    return shown(value)
 
 
 def _invalid(message: str, kind: Any) -> APIError:

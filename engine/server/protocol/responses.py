@@ -11,6 +11,7 @@ import msgspec
 
 from engine.checks import shown
 from engine.errors import RequestError
+from engine.server.protocol.common import UNREAD, is_given, shown_field
 from engine.server.protocol.items import MAX_ITEMS, text_of, typed_item
 
 __all__ = ["ResponsesRequest", "to_chat"]
@@ -67,9 +68,9 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     # accepted only if they have no effect
     store: bool | None = None
     previous_response_id: str | None = None
-    conversation: Any = None
+    conversation: msgspec.Raw = UNREAD
     background: bool | None = None
-    prompt: Any = None
+    prompt: msgspec.Raw = UNREAD
     include: list[str] | None = None
     max_tool_calls: int | None = None
     service_tier: str | None = None
@@ -223,9 +224,9 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
         ("text.verbosity", text.verbosity, ("medium",), "models have no verbosity"),
     )  # fmt: skip
     for name, value, fine, why in allowed:
-        if value is not None and value not in fine:
+        if is_given(value) and value not in fine:
             wanted = " or ".join(["null", *(shown(each) for each in fine)])
-            raise RequestError(f"{name} must be {wanted}: {why}; got {shown(value)}")
+            raise RequestError(f"{name} must be {wanted}: {why}; got {shown_field(value)}")
     for name in request.include or ():
         # Encrypted reasoning is not needed: clients send reasoning back as plain text.
         if name != "reasoning.encrypted_content":
