@@ -89,6 +89,7 @@ async def _post(app: Starlette, path: str, body: bytes) -> bytes:
         "path": path,
         "query_string": b"",
         "headers": [(b"content-type", b"application/json")],
+        "state": {"key_salt": None},
     }
     await app.router(scope, receive, send)
     return b"".join(parts)
