@@ -29,7 +29,9 @@ _MIN_MARKER = 3  # characters
 _MAX_TAKEN = 1 << 16  # ids beyond the vocabulary's size, in a vocabulary with gaps
 
 
-def control_tokens(backend: tokenizers.Tokenizer, literals: Iterable[str]) -> frozenset[str]:
+def control_tokens(
+    backend: tokenizers.Tokenizer, literals: Iterable[str], listed: Collection[str] = ()
+) -> frozenset[str]:
     """Return the tokens that only a template may write.
 
     These are all special tokens, and other added tokens that the template writes as markers or that
@@ -41,12 +43,15 @@ def control_tokens(backend: tokenizers.Tokenizer, literals: Iterable[str]) -> fr
     backend : tokenizers.Tokenizer
     literals : iterable of str
         The texts that the template holds.
+    listed : collection of str
+        More such tokens, as far as they are added tokens.
     """
     texts = list(literals)
-    found = {
-        token for token in _added(backend) if token.special or _is_marker(texts, token.content)
-    }
-    return frozenset(token.content for token in found)
+    return frozenset(
+        token.content
+        for token in _added(backend)
+        if token.special or token.content in listed or _is_marker(texts, token.content)
+    )
 
 
 def _is_marker(texts: list[str], token: str) -> bool:

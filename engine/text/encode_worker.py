@@ -80,6 +80,8 @@ class WorkerEncoder:
         Tokens to add to the file's.
     step : str
         Name of the step not known to be harmless, for messages.
+    splits_special : bool
+        Whether special tokens in a text are text.
 
     Raises
     ------
@@ -87,8 +89,10 @@ class WorkerEncoder:
         If the child cannot load the file, or a short text exceeds its limits.
     """
 
-    def __init__(self, data: bytes, added: Sequence[AddedToken], step: str) -> None:
-        fields = json.dumps([_fields_of(token) for token in added]).encode()
+    def __init__(
+        self, data: bytes, added: Sequence[AddedToken], step: str, splits_special: bool = False
+    ) -> None:
+        fields = json.dumps([splits_special, list(map(_fields_of, added))]).encode()
         self._step = step
         self._worker = Worker(
             "from engine.text.encode_worker import main; main()",
@@ -176,7 +180,9 @@ def _load(setup: bytes) -> Callable[[bytes], bytes]:
     try:
         backend = build_backend(parse(data), with_steps=True)
         with library_errors(ConfigError, "tokens cannot be added"):
-            backend.add_tokens([AddedToken(**token) for token in json.loads(fields)])
+            splits_special, added = json.loads(fields)
+            backend.add_tokens([AddedToken(**token) for token in added])
+            backend.encode_special_tokens = splits_special
     except EngineError as error:
         reason = _failed(str(error))
         return lambda _: reason

@@ -40,6 +40,8 @@ class TokenizerParts:
         Texts of the named special tokens ("bos_token": "<s>", ...).
     chat_templates : mapping of str to str
         Jinja sources by name; "default" is the main one.
+    chat_control_tokens : tuple of str
+        Added tokens that only a template may write, besides those that `control_tokens` finds.
     """
 
     backend: tokenizers.Tokenizer
@@ -48,6 +50,7 @@ class TokenizerParts:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     encoder: Callable[[str, bool], tuple[list[int], bool]] | None = None
+    chat_control_tokens: tuple[str, ...] = ()
 
 
 def set_bos_eos(backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None) -> None:

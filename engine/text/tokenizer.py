@@ -119,6 +119,7 @@ class Tokenizer:
         self.strip_left = self._bytes.strip_left
         self._special_tokens = dict(parts.special_tokens)
         sources = parts.chat_templates if chat_template is None else {"default": chat_template}
+        self._listed_control = parts.chat_control_tokens
         self._controls: dict[str, _Control] = {}
         self._templates = {name: ChatTemplate(text) for name, text in sources.items()}
 
@@ -296,7 +297,7 @@ class Tokenizer:
             As `apply_chat_template`.
         """
         template = self._choose_template(kwargs.get("tools") is not None)
-        if allow_special_in_content:
+        if allow_special_in_content or self._backend.encode_special_tokens:
             return ChatPrompt(self.apply_chat_template(messages, **kwargs))
         control = self._control(template)
         marked = template.render(
@@ -358,7 +359,7 @@ class Tokenizer:
         """Return the control tokens of a template, which is known by its source."""
         found = self._controls.get(template.source)
         if found is None:
-            tokens = control_tokens(self._backend, template.literals)
+            tokens = control_tokens(self._backend, template.literals, self._listed_control)
             marks = choose_marks(tokens, template.literals)
             encode: Callable[[str, bool, Spans], tuple[list[int], bool]]
             if isinstance(self._encode, WorkerEncoder):

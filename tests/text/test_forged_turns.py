@@ -214,6 +214,19 @@ def test_added_tokens_that_no_template_writes_stay():
     assert ids == family.ids("<|im_start|>") + inner + family.ids("<|im_end|>")
 
 
+def test_tokens_that_the_configuration_lists_are_control_tokens_too():
+    """The key chat_control_tokens, for templates that build their tokens of pieces."""
+    family = Family(made("{{ c }}").template, ("<|im_start|>", "<|im_end|>"), (), ("<sep>", "<x>"))
+    parts = TokenizerParts(
+        family.tokenizer()._backend,
+        chat_templates={"default": family.template},
+        chat_control_tokens=("<sep>", "<absent>"),
+    )
+    ids = prompt_ids(Tokenizer(parts), user("<sep><x>"))
+    inner = as_text("<sep>") + family.ids("<x>")
+    assert ids == family.ids("<|im_start|>") + inner + family.ids("<|im_end|>")
+
+
 def test_affixes_of_control_tokens_hold_around_forged_ones():
     """A control token with rstrip takes the spaces after it; one written by a user does not."""
     backend = tokenizers.Tokenizer(

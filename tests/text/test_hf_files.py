@@ -66,6 +66,61 @@ def test_the_older_files_are_read_too(directory):
     assert tokenizer.vocab_size == 618
 
 
+BESIDE = json.loads(Path(__file__).parents[1].joinpath("golden/beside.json").read_text())
+
+
+@pytest.mark.parametrize("case", BESIDE["cases"], ids=lambda case: case["name"])
+def test_files_beside_tokenizer_json_are_read_as_transformers_does(case, tmp_path):
+    """The values are AutoTokenizer's of transformers 5.24, by tests/golden/make_beside.py."""
+    spec = BESIDE["base"] | {name: case[name] for name in ("added_tokens", "normalizer")}
+    words = spec["model"]["vocab"]
+    more = [word for word in case["vocab"] if word not in words]
+    spec["model"] = spec["model"] | {
+        "vocab": words | {word: len(words) + i for i, word in enumerate(more)}
+    }
+    for name, content in (case["files"] | {"tokenizer.json": spec}).items():
+        (tmp_path / name).write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    texts = BESIDE["texts"]
+    assert [tokenizer.encode(text, False) for text in texts] == case["ids"]
+    assert [tokenizer.encode(text) for text in texts] == case["ids_with_special"]
+    assert [tokenizer.decode(ids) for ids in case["ids"]] == case["decoded"]
+    found = [tokenizer.decode(ids, skip_special_tokens=False) for ids in case["ids"]]
+    assert found == case["decoded_all"]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (case["bos"], case["eos"])
+    template = "".join("{{ " + name + " }}|" for name in case["named"])
+    messages = [{"role": "user", "content": "Hi"}]
+    prompt = load_tokenizer(tmp_path, chat_template=template).apply_chat_template(messages)
+    assert prompt == "".join(f"{token}|" for token in case["named"].values())
+
+
+def test_a_tokenizer_in_its_own_process_has_the_tokens_of_other_files(directory):
+    regex = {"type": "Split", "pattern": {"Regex": "(q{3}){9,}"}, "invert": False}
+    spec = json.loads((directory / "tokenizer.json").read_text())
+    steps = [regex | {"behavior": "Isolated"}, spec["pre_tokenizer"]]
+    config = {"eos_token": "<new>", "image_token": "<image>"}
+    here = load_tokenizer_with(directory, config)
+    step = {"type": "Sequence", "pretokenizers": steps}
+    _edit(directory / "tokenizer.json", pre_tokenizer=step)
+    there = load_tokenizer(directory)
+    assert there.encode("a<image>b<new>") == here.encode("a<image>b<new>")
+    assert here.token_to_id("<image>") in there.encode("a<image>b")
+    _edit(directory / "tokenizer_config.json", split_special_tokens=True)
+    assert here.token_to_id("<image>") not in load_tokenizer(directory).encode("a<image>b")
+
+
+def load_tokenizer_with(directory, config):
+    _edit(directory / "tokenizer_config.json", **config)
+    return load_tokenizer(directory)
+
+
+def test_an_id_that_tokenizer_json_contradicts_is_a_warning(directory, caplog):
+    _edit(directory / "tokenizer_config.json", added_tokens_decoder={"9999": {"content": "<new>"}})
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.encode("<new>") == [617]
+    assert "<new>" in caplog.text and "9999" in caplog.text and "617" in caplog.text
+
+
 def test_truncation_and_padding_of_training_are_off(directory):
     path = directory / "tokenizer.json"
     truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
@@ -82,8 +137,10 @@ def test_truncation_and_padding_of_training_are_off(directory):
         ("tokenizer_config.json", "{", "tokenizer_config.json: is not valid JSON"),
         ("tokenizer_config.json", "[]", "must hold a JSON object"),
         ("tokenizer_config.json", '{"bos_token": 3}', "bos_token"),
-        ("tokenizer_config.json", '{"bos_token": "<nowhere>"}', "<nowhere>"),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"9999": "x"}}', "9999"),
+        ("tokenizer_config.json", '{"additional_special_tokens": 5}', "must be a list"),
+        ("tokenizer_config.json", '{"extra_special_tokens": [5]}', r"extra_special_tokens\[0\]"),
+        ("tokenizer_config.json", '{"extra_special_tokens": {"x": 5}}', "x must be a string"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": 1}}}', "token 9"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": "x"}}', "whole number"),
         ("tokenizer_config.json", '{"chat_template": 3}', "chat_template"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "a"}]}', r"chat_template\[0\]"),
@@ -140,6 +197,9 @@ def test_any_known_decoder_decodes_as_the_backend_does(directory):
             assert tokenizer.decode(ids) == backend.decode(ids), (decoder, ids)
 
 
+TEMPLATE = "F{{ eos_token }}{{ '' if tools }}"
+
+
 def test_templates_by_name_and_by_file(directory):
     entries = [
         {"name": "default", "template": "D"},
@@ -150,12 +210,15 @@ def test_templates_by_name_and_by_file(directory):
     tokenizer = load_tokenizer(directory)
     assert tokenizer.apply_chat_template(messages) == "D"
     assert tokenizer.apply_chat_template(messages, tools=[{}]) == "T[{}]"
-    (directory / "chat_template.jinja").write_text("F{{ eos_token }}")
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
     extra = directory / "additional_chat_templates"
     extra.mkdir()
     (extra / "tool_use.jinja").write_text("U{{ tools }}")
     tokenizer = load_tokenizer(directory)
     assert tokenizer.apply_chat_template(messages) == "F<|im_end|>"
     assert tokenizer.apply_chat_template(messages, tools=[{}]) == "U[{}]"
-    assert tokenizer.chat_template == "F{{ eos_token }}"
+    assert tokenizer.chat_template == TEMPLATE
+    (extra / "tool_use.jinja").unlink()
+    only = load_tokenizer(directory)  # files replace all templates of tokenizer_config.json
+    assert only.apply_chat_template(messages, tools=[{}]) == "F<|im_end|>"
     assert load_tokenizer(directory, chat_template="O").apply_chat_template(messages) == "O"
