@@ -6,8 +6,8 @@ and a device cannot fill the memory; and reads are limited to a given number of 
 Links are followed only inside the model's directory, for weights, configuration, tokenizer and
 templates alike: otherwise a downloaded directory could make us read any of the user's files, for
 example as a template. The one exception is the hub's cache, where the files of
-``snapshots/<revision>/`` are links into ``blobs/`` beside ``snapshots/``. The directory itself, and
-a .gguf file named by the user, may be links to anywhere.
+``snapshots/<revision>/``, or of a folder in it, are links into ``blobs/`` beside ``snapshots/``.
+The directory itself, and a .gguf file named by the user, may be links to anywhere.
 """
 
 from __future__ import annotations
@@ -105,8 +105,9 @@ def refuse_link_out(path: Path, root: Path, error: type[EngineError] = ConfigErr
     """Raise `error` if `path` leads, through any link, out of the model directory `root`."""
     home, target = (Path(os.path.realpath(one)) for one in (root, path))
     homes = [home]
-    if home.parent.name == "snapshots":
-        homes.append(home.parent.parent / "blobs")
+    for folder in home.parents[:2]:
+        if folder.name == "snapshots":
+            homes.append(folder.parent / "blobs")
     if not any(target.is_relative_to(one) for one in homes):
         raise error(
             f"{excerpt(path)}: must be inside the model's folder; it is a link to "

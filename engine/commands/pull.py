@@ -12,7 +12,12 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("model", nargs="?", default="smollm2", help='"smollm2" or a hub id')
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="smollm2",
+        help='"smollm2", a hub id, or hub-id:TAG for the .gguf file with TAG in its name',
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

