@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import Any
 
 from engine.distributed.group import PID, Group, GroupEnded
+from engine.distributed.log_stream import drain_stderr, use_bounded_stderr
 from engine.distributed.segment import Segment
 from engine.errors import RankError
 from engine.text import child_process
@@ -174,6 +175,7 @@ def end_processes(processes: Iterable[subprocess.Popen[bytes]], seconds: float) 
 def run_rank() -> None:
     """Run the task that arrives on standard input, in the process of a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles it, and ends this process
+    use_bounded_stderr()
     frame = child_process.receive(sys.stdin.buffer)
     if frame is None:
         sys.exit(1)
@@ -197,8 +199,7 @@ def run_rank() -> None:
 
 def exit_at_once(status: int) -> None:
     """Exit without cleanup: nothing is left to write, and a CUDA driver may hang on exit."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    drain_stderr()
     os._exit(status)
 
 

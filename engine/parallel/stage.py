@@ -29,6 +29,7 @@ from engine.cache.move_arrays import NUM_MOVE_ARRAYS, moves_from_arrays
 from engine.cache.swap import SwapSpace, move_blocks
 from engine.core.resolve import resolve
 from engine.distributed.connection import Address, Connection, Listener, connect
+from engine.distributed.log_stream import use_bounded_stderr
 from engine.distributed.messages import from_text, to_text
 from engine.distributed.peer import FAIL, PING, PING_SECONDS, Peer
 from engine.distributed.processes import exit_at_once
@@ -61,6 +62,7 @@ _LINK_SECONDS = 5.0  # time for the engine to determine why another stage ended
 def run_child() -> None:
     """Run the stage described on standard input, in a process that the engine started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles it, and ends this process
+    use_bounded_stderr()
     frame = child_process.receive(sys.stdin.buffer)
     if frame is None:
         sys.exit(1)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
+from engine.distributed.log_stream import drain_stderr, use_bounded_stderr
 from engine.errors import EngineError
 
 __all__ = ["ChildConfig", "Report", "run_child", "say"]
@@ -91,6 +92,7 @@ def run_child(main: Callable[[ChildConfig, Report], None]) -> None:
     # The supervisor reads our stdout: redirect prints of libraries to stderr.
     report = Report(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)
+    use_bounded_stderr()
     if not (line := sys.stdin.buffer.readline(_MAX_LINE)):
         os._exit(1)  # the supervisor has exited
     faulthandler.register(signal.SIGQUIT)
@@ -106,7 +108,7 @@ def run_child(main: Callable[[ChildConfig, Report], None]) -> None:
         status = 1
         report.failed(f"{type(error).__name__}: {error}", status)
         sys.excepthook(*sys.exc_info())
-    sys.stderr.flush()
+    drain_stderr()
     # Not `sys.exit`, which waits for library threads; there is nothing left to save.
     os._exit(status)
 
@@ -114,7 +116,8 @@ def run_child(main: Callable[[ChildConfig, Report], None]) -> None:
 def say(text: str) -> None:
     """Write a line to standard error; the supervisor has no logger."""
     with contextlib.suppress(OSError):
-        os.write(2, f"engine: {text}\n".encode())
+        sys.stderr.write(f"engine: {text}\n")
+        sys.stderr.flush()
 
 
 def _end_with_parent() -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.checks import parse_object
+from engine.distributed.log_stream import bounded_stderr
 from engine.errors import ConfigError, EngineError
 from engine.model_files import excerpt
 from engine.server.child import ChildConfig, say
@@ -354,14 +355,15 @@ def supervise(model: str, server: ServerConfig, engine: dict[str, Any]) -> int:
     async def main() -> int:
         return await Supervisor(model, bound, engine).run(listeners)
 
-    try:
-        return asyncio.run(main())
-    except _Ended as error:
-        say(str(error))
-        return error.status
-    finally:
-        for listener in itertools.chain(*listeners):
-            listener.close()
+    with bounded_stderr():
+        try:
+            return asyncio.run(main())
+        except _Ended as error:
+            say(str(error))
+            return error.status
+        finally:
+            for listener in itertools.chain(*listeners):
+                listener.close()
 
 
 def _signal(children: list[_Child], number: signal.Signals) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import http.client
 import json
 import os
@@ -203,6 +204,24 @@ def test_what_is_not_done_in_time_is_cut(small):
         assert b"[DONE]" not in _rest(response)
         status, _ = _end(server)
         assert status == 0 and time.monotonic() - start < 8
+
+
+@pytest.mark.kills
+def test_a_log_that_nobody_reads_stops_nothing(small):
+    """Standard error is a pipe of one page, full after 40 requests; SIGTERM still works."""
+    with serving(*small, "--shutdown-timeout", "5") as server:
+        fcntl.fcntl(server.process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        for _ in range(150):
+            connection.request("GET", "/v1/models")
+            response = connection.getresponse()
+            assert response.status == 200 and response.read()
+        connection.close()
+        start = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0 and time.monotonic() - start < 10
+        lines = server.process.stderr.read().splitlines()
+        assert 20 < sum("path=/v1/models status=200" in line for line in lines) < 150
 
 
 @pytest.mark.kills
