@@ -57,6 +57,11 @@ FAULTS = (
     Fault("kernels/_contract.py", "not array.flags.writeable", "array is None", "kernels/test_loader.py"),
     # Scheduler: budgets, order, statistics.
     Fault("scheduler/chunks.py", "room = min(room, config.max_prefill_chunk)", "room = max(room, config.max_prefill_chunk)", "scheduler/test_scheduler.py"),
+    Fault("scheduler/drafting.py", "request.short_rope_len - request.num_tokens", "config.max_model_len", "scheduler/test_short_rope.py"),
+    Fault("scheduler/request_queues.py", " and parent.long_rope == child.needs_long_rope", "", "scheduler/test_short_rope.py"),
+    Fault("request.py", "self.short_rope_len + 1", "self.short_rope_len + 2", "scheduler/test_short_rope.py"),
+    Fault("runner/prompt_logprobs.py", "if request.long_rope and len", "if not request.long_rope and len", "e2e/test_longrope.py"),
+    Fault("model.py", "        self._rotate_anew(cache, num_new)\n", "        cache.rope_offsets = self.decoder.rope_offsets(cache.lengths + num_new)\n", "test_model.py"),
     Fault("scheduler/chunks.py", "start + num_new == request.num_tokens", "start + num_new > request.num_tokens", "scheduler/test_scheduler.py"),
     Fault("scheduler/waiting.py", "self.num_tokens -= entry.num_tokens", "self.num_tokens += entry.num_tokens", "scheduler/test_scheduler.py::test_a_full_queue_rejects_requests"),
     Fault("scheduler/preemption.py", "< recompute_us", "> recompute_us", "scheduler/test_scheduler.py::test_swap_is_chosen_by_cost"),

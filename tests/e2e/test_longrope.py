@@ -67,7 +67,9 @@ def with_rope(model, **change):
     """The same weights with another rope."""
     rope = dataclasses.replace(model.config.rope, **change)
     config = dataclasses.replace(model.config, rope=rope)
-    return load(model.source.path, device="cpu", config=config)
+    return load(
+        model.source.path, device=model.device, dtype="float32", config=config, deterministic=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +103,6 @@ def test_a_generation_across_the_border_equals_transformers(where, tmp_path):
         assert list(output.outputs[0].token_ids[: len(tokens)]) == tokens
 
 
-@pytest.mark.parametrize("max_tokens", [24, 150])
 @pytest.mark.parametrize(
     "options",
     [
@@ -115,14 +116,16 @@ def test_a_generation_across_the_border_equals_transformers(where, tmp_path):
     ],
     ids=str,
 )
-def test_greedy_tokens_follow_the_length_not_the_limit(model, prompts, wanted, options, max_tokens):
+def test_greedy_tokens_follow_the_length_not_the_limit(model, prompts, wanted, options):
+    """Requests that may become short or long, in one batch."""
     options = dict(options)
     has_graphs = options.pop("graphs", False)
     engine = make_engine(model, **options)
     if has_graphs and engine.runner.graphs is None:
         engine.runner.capture_graphs(engine.config.scheduler.max_model_len)
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for index, prompt in enumerate(prompts):
+        count = 24 if index % 2 else 100
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
         engine.add_request(f"r{index}", prompt, params)
     last = run(engine)
     got = [list(last[f"r{index}"].outputs[0].token_ids[:24]) for index in range(len(prompts))]
@@ -139,11 +142,11 @@ def test_the_factors_matter(model, prompts, wanted):
         assert found[:num_short] == tokens[:num_short] and found != tokens
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_load(model, seed):
     """Sampling of all kinds, n > 1, shared prefixes, preemption, swapping and aborts."""
     rng = random.Random(seed)
-    requests = list(_random_requests(rng, 12))
+    requests = list(_random_requests(rng, 8))
     outputs = _serve(make_engine(model, **_random_options(rng)), requests)
     for r in requests:
         want = alone(model, r.prompt, r.params)
@@ -169,13 +172,14 @@ def test_a_draft_model_changes_its_factors_too(folder, exact, prompts, monkeypat
     """Its drafts are those of the target, which is the same model, on both sides of the border."""
     draft = load(folder, device="cpu", deterministic=True)
     monkeypatch.setattr("engine.llm_engine.load_draft", lambda config, target: config and draft)
-    params = [mixed_params(i, max_tokens=40) for i in range(len(prompts))]
+    prompts = prompts[:4]
+    params = [mixed_params(i, max_tokens=40) for i in range(4)]
     options = {"max_num_seqs": 4, "num_blocks": 96}
     want, _ = serve(make_engine(exact, **options), prompts, params)
     config = {"model": "tiny", "num_speculative_tokens": 4, "adaptive": False}
     got, stats = serve(make_engine(exact, speculative_config=config, **options), prompts, params)
     assert got == want
-    assert stats.num_draft_tokens > 150 and stats.acceptance_rate == 1.0
+    assert stats.num_draft_tokens > 80 and stats.acceptance_rate == 1.0
 
 
 def test_requests_of_other_limits_share_a_prefix(model, prompts):
@@ -215,9 +219,9 @@ def test_beams_across_the_border(exact):
 def test_embeddings_of_short_and_long_texts_in_one_batch(model, prompts, pooling):
     found = embed(model, prompts, pooling)
     for prompt, vector in zip(prompts, found, strict=True):
-        np.testing.assert_allclose(vector, embed(model, [prompt], pooling)[0], atol=1e-5)
+        np.testing.assert_allclose(vector, embed(model, [prompt], pooling)[0], atol=1e-4)
     other = with_rope(model, short_factor=model.config.rope.long_factor)
     for prompt, vector, with_long in zip(
         prompts, found, embed(other, prompts, pooling), strict=True
     ):
-        assert np.allclose(vector, with_long, atol=1e-5) == (len(prompt) > BORDER)
+        assert np.allclose(vector, with_long, atol=1e-4) == (len(prompt) > BORDER)
