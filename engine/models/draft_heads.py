@@ -23,7 +23,7 @@ from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.norm import Norm
-from engine.layers.rotary import rope_table
+from engine.models.rope_tables import RopeTable
 from engine.weights import Weight
 
 __all__ = ["DraftHead", "DraftTarget", "Eagle3Config", "Eagle3Head", "HeadLayer", "MtpHead"]
@@ -116,10 +116,10 @@ class HeadLayer:
         xp = array_module(weights["qkv"])
         q_norm = self._norm(config, "q_norm") if config.qk_norm else None
         k_norm = self._norm(config, "k_norm") if config.qk_norm else None
-        table = xp.asarray(rope_table(config.rope, max_model_len))
+        self._rope = RopeTable(xp, config.rope, max_model_len)
         qkv = self._linear("qkv")
         o = self._linear("o")
-        self.attn = Attention(params, qkv, o, table, q_norm, k_norm)
+        self.attn = Attention(params, qkv, o, self._rope.array, q_norm, k_norm)
         self.mlp_norm = self._norm(config, "mlp_norm")
         self.mlp = MLP(self._linear("gate_up"), self._linear("down"), config.activation)
 
@@ -130,8 +130,19 @@ class HeadLayer:
 
     def __call__(self, x: Any, residual: Any, batch: ForwardBatch, pages: Pages) -> Any:
         """Return the output (T, N) for `x`, the input of attention; overwrite `residual`."""
+        self._extend_rope(batch)
         x, residual = self.mlp_norm.add(self.attn(x, batch, *pages), residual)
         return kernels.residual_add(self.mlp(x), residual, out=residual)
+
+    def store(self, x: Any, batch: ForwardBatch, pages: Pages) -> None:
+        """Compute and store the keys and values of `x` only."""
+        self._extend_rope(batch)
+        self.attn.store(x, batch, *pages)
+
+    def _extend_rope(self, batch: ForwardBatch) -> None:
+        # Rope positions are not key indices, so `max_context_len` does not bound them.
+        on_host = batch.on_host or batch
+        self._rope.extend(int(on_host.rope_positions.max()) + 1)
 
     def _linear(self, name: str) -> Linear:
         bias = self._weights.get(f"{name}_bias")
@@ -222,7 +233,7 @@ class Eagle3Head:
 
         `state` (T, N) holds the state of the token before each of them.
         """
-        self._layer.attn.store(self._inputs(token_ids, state)[0], batch, *pages)
+        self._layer.store(self._inputs(token_ids, state)[0], batch, pages)
 
     def forward(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> Any:
         """Store keys and values, and return the states (T, N); `state` is overwritten."""
@@ -297,7 +308,7 @@ class MtpHead:
         `state` (T, N) holds the state of the token before each of them.
         """
         x = self._inputs(token_ids, state, batch)
-        self._layer.attn.store(self._attn_norm(x), batch, *pages)
+        self._layer.store(self._attn_norm(x), batch, pages)
 
     def forward(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> Any:
         """Store keys and values, and return the states (T, N) of `token_ids`."""
