@@ -2,7 +2,8 @@
 
 A key is read with the family that has it. In a file of another family it must be null or have one
 of its neutral values: what that family computes anyway. Keys that only say which tensors exist,
-such as `attention_bias`, are not listed, because missing and unexpected tensors are refused.
+such as `attention_bias` or a number of experts, are not listed, because missing and unexpected
+tensors are refused.
 """
 
 from __future__ import annotations
@@ -86,13 +87,7 @@ CONFIG_KEYS: Mapping[str, tuple[Any, ...]] = {
     "per_layer_config": _NONE,
     "block_configs": _NONE,
     # Experts
-    "num_experts": _OFF,
-    "num_local_experts": _OFF,
-    "n_routed_experts": _OFF,
     "experts_per_token": _NONE,
-    "n_shared_experts": _OFF,
-    "shared_intermediate_size": _OFF,
-    "shared_expert_intermediate_size": _OFF,
     "first_k_dense_replace": _OFF,
     "moe_layer_freq": (1,),
     "interleave_moe_layer_step": (1,),

@@ -1,0 +1,102 @@
+"""Measure which keys of config.json change a model's logits in transformers. Not part of CI.
+
+    pip install torch transformers
+    python tests/golden/make_config_keys.py
+
+For each family, a tiny random model computes logits with its plain configuration, and with one key
+changed, from the same weights. Keys that change the shapes of tensors are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+OUT = Path(__file__).with_name("config_keys.json")
+SPARSE = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss", "glm4_moe")
+SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")
+FAMILIES = (
+    *("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text"),
+    *("granite", "olmo2", "olmo3", "smollm3", "glm4", "starcoder2", "stablelm", "cohere2", "phi"),
+    *SPARSE,
+)
+PLAIN = {
+    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 8, "sliding_window": 3,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+SIZES = ("model_type", "vocab_size", "num_hidden_layers", "dtype", "architectures")
+IDS = torch.tensor([[5, 9, 3, 17, 30, 2, 11, 8, 7, 33, 21, 4]])
+
+
+def others(key: str, value: object) -> list:
+    """Return values of another kind than the plain one."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, max(1, value // 2)]
+    if isinstance(value, float):
+        return [round(value * 0.5 + 0.1, 6)]
+    if isinstance(value, str):
+        return {"hidden_act": ["gelu"], "hidden_activation": ["silu"]}.get(key, [])
+    if isinstance(value, list):
+        return (
+            [value[::-1], ["full_attention"] * len(value)]
+            if key == "layer_types"
+            else [value[::-1]]
+        )
+    if isinstance(value, dict) and "rope_theta" in value:
+        return [{**value, "rope_theta": 77.0}]
+    return [2, True] if value is None else []
+
+
+def build(family: str, values: dict):
+    config = AutoConfig.for_model(family, **values)
+    config._attn_implementation = "eager"
+    return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+def measure(family: str) -> dict:
+    values = dict(PLAIN)
+    values |= EXPERTS if family in SPARSE else {}
+    values |= {"use_sliding_window": True, "max_window_layers": 1} if family in SWITCHED else {}
+    model = build(family, values)
+    generator = torch.Generator().manual_seed(1)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    weights = {
+        name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()
+    }
+
+    def logits(model):
+        model.load_state_dict(weights)
+        with torch.no_grad():
+            return model(IDS).logits
+
+    plain = logits(model)
+    changed = {}
+    for key, value in model.config.to_dict().items():
+        for other in others(key, value) if key not in SIZES else ():
+            try:
+                found = build(family, {**values, key: other})
+                if {name: one.shape for name, one in found.state_dict().items()} != shapes:
+                    continue
+                got = logits(found)
+            except Exception:  # transformers refuses the value
+                continue
+            if not torch.allclose(got, plain, atol=1e-5):
+                changed[key] = other
+                break
+    return {"config": values, "changed": changed}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    lines = [f" {json.dumps(one)}: {json.dumps(measure(one))}" for one in FAMILIES]
+    OUT.write_text("{\n" + ",\n".join(lines) + "\n}\n")
