@@ -35,7 +35,7 @@ from engine.structured.references import OWN_DOCUMENT, Document, Draft, SchemaEr
 
 __all__ = ["Cases"]
 
-MAX_CASES = 512  # cases of one conjunction
+MAX_CASES = 4096  # cases of one conjunction
 MAX_WORK = 200_000  # merged cases in total
 _MAX_DEPTH = 4  # levels of properties and items searched for a contradiction
 
@@ -199,7 +199,9 @@ class Cases:
                     self.warnings[f"{key} is an annotation; it is not enforced"] = None
                 continue
             if key not in CHECKS:
-                self.warnings[f"{key[:60]} is no keyword of JSON Schema; it is not enforced"] = None
+                self.warnings[f"{shown(key)} is no keyword of JSON Schema; it is not enforced"] = (
+                    None
+                )
                 continue
             is_valid, wanted = CHECKS[key]
             if not is_valid(value[key]):

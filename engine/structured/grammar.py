@@ -30,7 +30,8 @@ _MAX_SECONDS = 0.05  # total compile seconds after which a grammar gets no furth
 # llguidance allows all the slice's tokens at once. Its defaults are 10 and 30 characters; when
 # `maxLength` leaves fewer, it would check each token individually, 20 times as slow.
 _CHARS_OF_SLICES = (3, 6, 10, 15, 20, 30)
-_IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
+# Without line separators too: "." of a pattern matches all the others.
+_IN_STRINGS = r'[^"\\\x00-\x1F\x7F\u{2028}\u{2029}]'
 _SLICES = [
     r"[\x20\x0A\x0D\x09]+",
     *[f"{_IN_STRINGS}{{1,{count}}}" for count in _CHARS_OF_SLICES],

@@ -23,6 +23,7 @@ __all__ = ["normalized"]
 MAX_DEFINITIONS = 20_000
 _MAX_CHOICES = 64  # choices of present properties, for minProperties and maxProperties
 _MAX_EXACT = 2.0**63 - 1024  # largest double that is a 64-bit integer
+_LEAST = 1e-15  # stands for the number after 0 in a range within -1 and 1
 _KEEPS_ONE_SPELLING = {"json_allowed_escapes": 'nrbtf"\\'}
 
 # Which facts of a case concern which type.
@@ -65,6 +66,8 @@ def normalized(
         found = _Writer(cases, accepts).write(((document.root, True),))
     except RecursionError:
         raise SchemaError("it nests too deeply") from None
+    except OverflowError:
+        raise SchemaError("it has a number that is too large") from None
     return json.dumps(found, ensure_ascii=False, separators=(",", ":")), list(cases.warnings)
 
 
@@ -348,6 +351,8 @@ def _numbers(facts: Mapping[str, Any], excluded: Sequence[float]) -> list[dict[s
         option: dict[str, Any] = {"type": "integer" if facts.get("is_integer") else "number"}
         if facts.get("is_integer"):
             bottom, top = _whole(bottom, top)
+        else:
+            bottom, top = _apart(bottom, top)
         if bottom[0] > top[0] or (bottom[0] == top[0] and (bottom[1] or not top[1])):
             continue
         if bottom[0] > -math.inf:
@@ -371,6 +376,20 @@ def _whole(low: tuple[Any, bool], high: tuple[Any, bool]) -> tuple[Any, Any]:
     if top < math.inf:
         top = math.floor(top) if high[1] else math.ceil(top) - 1
     return (bottom, False), (top, True)
+
+
+def _apart(low: tuple[Any, bool], high: tuple[Any, bool]) -> tuple[Any, Any]:
+    """Return bounds with the next double for a whole one that is excluded.
+
+    Between bounds of equal whole parts, llguidance allows the whole part itself: 0 for 0 < x < 0.5.
+    """
+    bottom = low[0]
+    top = high[0]
+    if low[1] and 0 <= bottom == bottom // 1 and top < bottom + 1:
+        low = (math.nextafter(bottom, math.inf) if bottom else _LEAST, False)
+    if not high[1] and 0 >= top == top // 1 and bottom > top - 1:
+        high = (math.nextafter(top, -math.inf) if top else -_LEAST, True)
+    return low, high
 
 
 def _inside(value: float, *, up: bool) -> float:
