@@ -18,6 +18,7 @@ import logging
 import re
 import secrets
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ _MAX_TARGET = 8192  # bytes of a request's target
 _MAX_BUFFERED = 1 << 16  # bytes of a body that the application has not taken, before reading pauses
 _SLICE = 4096  # bytes of a chunked body that are parsed between two checks
 _MAX_FRAMING = 8  # bytes of framing per byte of a chunked body: a chunk of one byte has 5
+_MAX_STARTS = 32  # requests that begin in one round of the event loop
 _SURPLUS_SECONDS = 2.0  # a surplus connection's time to send its request
 _LINGER_SECONDS = 2.0  # time for a client to read an answer before it has sent all of its request
 _RETRY = {"Retry-After": "1"}
@@ -61,6 +63,7 @@ class _HttpConnection(asyncio.Protocol):
 
     settings: ServerConfig  # set by `http_protocol`
     pool: ConnectionPool
+    _starts: deque[tuple[_HttpConnection, Exchange]]  # requests of all connections
 
     def __init__(
         self,
@@ -344,9 +347,25 @@ class _HttpConnection(asyncio.Protocol):
             keep_alive=is_new and self._parser.should_keep_alive() and not self._is_surplus,
             expects_continue=is_new and expects,
         )
+        if is_open:
+            self._start(exchange)
+        else:
+            self._starts.append((self, exchange))
+            if len(self._starts) == 1:
+                self._loop.call_soon(self._start_some)
+
+    def _start(self, exchange: Exchange) -> None:
         task = self._loop.create_task(exchange.run(self._app))
         self._server_state.tasks.add(task)
         task.add_done_callback(self._server_state.tasks.discard)
+
+    def _start_some(self) -> None:
+        """Start the oldest requests of all connections; those of other rounds may come between."""
+        for _ in range(min(len(self._starts), _MAX_STARTS)):
+            connection, exchange = self._starts.popleft()
+            connection._start(exchange)
+        if self._starts:
+            self._loop.call_soon(self._start_some)
 
     def _scope(self, version: str) -> Scope:
         transport = self._transport
@@ -556,5 +575,9 @@ def http_protocol(
 
     `pool` is by default one of `max_connections`.
     """
-    namespace = {"settings": config, "pool": pool or ConnectionPool(config.max_connections)}
+    namespace = {
+        "settings": config,
+        "pool": pool or ConnectionPool(config.max_connections),
+        "_starts": deque(),
+    }
     return type("HttpConnection", (_HttpConnection,), namespace)

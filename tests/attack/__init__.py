@@ -8,5 +8,5 @@ of the suite use less. To add a kind, add its name to `KINDS`.
 
 from __future__ import annotations
 
-KINDS = ("framing", "bodies", "frames", "answers")
+KINDS = ("framing", "bodies", "crowd", "frames", "answers")
 """Modules of this package that attack, in the order in which they are run."""

@@ -11,11 +11,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 from engine.text.token_bytes import byte_alphabet
+from tests.attack.watch import health_seconds
 
 ROOT = Path(__file__).parents[2]
 _CONFIG = {
@@ -157,31 +157,30 @@ class Target:
 
     def health_seconds(self, timeout: float = 20.0) -> float:
         """Return the time that /health takes; `timeout` if the answer is not 200."""
-        begin = time.monotonic()
-        request = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-        try:
-            is_well = self.ask(request, timeout)[9:12] == b"200"
-        except OSError:
-            is_well = False
-        return time.monotonic() - begin if is_well else timeout
+        return health_seconds(self.port, timeout)
 
     @contextlib.contextmanager
-    def watched(self, interval: float = 0.05):
-        """Ask for /health all the time; yields a list, the seconds that each answer has taken."""
+    def watched(self, interval: float = 0.05, begins: list[float] | None = None):
+        """Ask for /health all the time, from another process, which the attack does not hold up.
+
+        Yields a list. Once the context has ended, it has the seconds that each answer has taken,
+        and `begins` when they were asked for (`time.monotonic`).
+        """
         taken: list[float] = []
-        is_over = threading.Event()
-
-        def watch() -> None:
-            while not is_over.wait(interval):
-                taken.append(self.health_seconds())
-
-        thread = threading.Thread(target=watch, name="health")
-        thread.start()
+        watcher = subprocess.Popen(
+            [sys.executable, "-m", "tests.attack.watch", str(self.port), str(interval)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         try:
             yield taken
         finally:
-            is_over.set()
-            thread.join()
+            found, _ = watcher.communicate(timeout=60)
+            answers = json.loads(found)
+            taken += [seconds for _, seconds in answers]
+            if begins is not None:
+                begins += [begin for begin, _ in answers]
 
 
 def _command(pid: int) -> str:

@@ -535,7 +535,7 @@ def test_the_host_is_checked(server, request_, status):
     if found is None:
         with connect(server) as connection:
             connection.sendall(request_ + b"\r\n")
-            found = connection.recv(65536)
+            found = read_answer(connection)
     assert [int(found.split()[1])] == [status], found
     if status == 403:
         assert "--allowed-hosts" in error_of(found)["message"]

@@ -52,12 +52,14 @@ UNREAD = msgspec.field(default_factory=lambda: NOT_GIVEN)
 
 _MAX_QUOTED = 100  # bytes of such a value in an error
 _LONG = 20  # digits
-_LONG_NUMBER = re.compile(rb"[0-9.]{%d}" % _LONG)
+_LONG_NUMBER = re.compile(rb"[0-9.]{%d}[0-9.]*" % _LONG)
+_SEARCHED_AT_ONCE = 1 << 18  # bytes
 _NOT_IN_NUMBERS = bytes(set(range(256)) - set(b"0123456789."))
 _MAX_LONG_NUMBERS = 10_000  # 0.1 s of decoding
-_KEY = re.compile(rb'(?<!\\)(?:\\\\)*"\s*:')  # the end of a key, which is no part of a text
-_MAX_KEYS = 200_000  # 0.1 s of decoding
-_PART = 1 << 18
+_MAX_PARTS = 300_000  # the same
+_PART = re.compile(
+    rb'"(?:[^"\\]+|\\.)*"?|[\[{]|(?P<number>[0-9.]{%d})[0-9.]*' % _LONG, re.DOTALL
+)  # a text, the beginning of a list or an object, or a long number
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -202,26 +204,37 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 def _check_cost(body: bytes) -> None:
     """Refuse what takes much longer to decode than its length suggests.
 
-    Counting the exact number may take longer than decoding, so it is done only if a bound that is
-    quickly computed does not suffice. Decoding itself cannot be interrupted; the counting can.
+    Decoding cannot be interrupted, so its time has to be bounded. Exact counts take as long, though
+    other threads can run meanwhile; they are taken only if a bound that is quickly computed is too
+    large.
     """
+    num_parts = body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")
+    if num_parts <= _MAX_PARTS and not _may_have_long_numbers(body):
+        return
+    num_parts = num_long = 0
+    for found in _PART.finditer(body):
+        if found.lastgroup == "number":
+            num_long += 1
+        else:
+            num_parts += 1
+        if num_long > _MAX_LONG_NUMBERS:
+            most = f"{_MAX_LONG_NUMBERS} numbers of {_LONG} digits or more"
+            raise APIError(400, f"the body must have at most {most}; got more")
+        if num_parts > _MAX_PARTS:
+            most = f"{_MAX_PARTS} texts, lists and objects in all"
+            raise APIError(400, f"the body must have at most {most}; got more")
+
+
+def _may_have_long_numbers(body: bytes) -> bool:
+    """Return whether there are more long numbers than allowed, including those in texts."""
     # A number that long has a byte in every `_LONG` bytes.
-    num_digits = len(body[::_LONG].translate(None, _NOT_IN_NUMBERS))
-    if num_digits > _MAX_LONG_NUMBERS and _has_more(_LONG_NUMBER, body, _MAX_LONG_NUMBERS):
-        most = f"{_MAX_LONG_NUMBERS} numbers of {_LONG} digits or more"
-        raise APIError(400, f"the body must have at most {most}; got more")
-    if body.count(b'"') > 2 * _MAX_KEYS and _has_more(_KEY, body, _MAX_KEYS):
-        raise APIError(400, f"the body must have at most {_MAX_KEYS} keys in all; got more")
-
-
-def _has_more(pattern: re.Pattern[bytes], body: bytes, most: int) -> bool:
-    """Return whether there are more than `most` matches; other threads run between two parts."""
+    if len(body[::_LONG].translate(None, _NOT_IN_NUMBERS)) <= _MAX_LONG_NUMBERS:
+        return False
     count = 0
-    for begin in range(0, len(body), _PART):
-        count += sum(1 for _ in pattern.finditer(body, begin, begin + _PART))
-        if count > most:
-            return True
-    return False
+    for begin in range(0, len(body), _SEARCHED_AT_ONCE):  # other threads may run in between
+        found = _LONG_NUMBER.finditer(body, begin, begin + _SEARCHED_AT_ONCE)
+        count += sum(1 for _ in found)
+    return count > _MAX_LONG_NUMBERS
 
 
 @contextlib.contextmanager
