@@ -140,6 +140,10 @@ async def _serve(
             await asyncio.wait_for(is_ending.wait(), 0.2)
     begin_drain(app)
     await _drain(app, client, options.shutdown_timeout)
+    if num_active_requests(app):  # tell their clients why they get no more
+        seconds = f"{options.shutdown_timeout:g} s"
+        await client.close(f"the server ends, and the request did not within {seconds}")
+        await _drain(app, client, _ERROR_SECONDS)
     server.should_exit = True
     await serving
     await client.close()

@@ -206,13 +206,13 @@ class ZmqEngineClient(RequestClient):
         """Drop all cached prefixes; unfinished requests keep their blocks."""
         await self._call(lambda number: m.Call(number, "reset_prefix_cache"))
 
-    async def close(self) -> None:
+    async def close(self, reason: str = CLIENT_CLOSED) -> None:
         """Fail all requests of this client with an `EngineError`; the engine keeps running."""
         if self._is_closed:
             return
         for handle in self._requests:
             self._send(m.Drop(handle))
-        self._end(EngineError(CLIENT_CLOSED))
+        self._end(EngineError(reason))
         self._is_closed = True
         self._loop.remove_reader(descriptor(self._socket))
         self._loop.remove_reader(descriptor(self._monitor))

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -196,12 +197,45 @@ def test_sigterm_drains(small):
 
 
 @pytest.mark.kills
-def test_what_is_not_done_in_time_is_cut(small):
-    with serving(*small, "--shutdown-timeout", "0.2") as server:
-        response = _stream(server, 16000)
-        start = time.monotonic()
-        server.process.send_signal(signal.SIGTERM)
-        assert b"[DONE]" not in _rest(response)
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_not_done_in_time_ends_with_an_error(small, tmp_path, count):
+    """As an event of the request's protocol, or as the answer; also with several replicas."""
+    (tmp_path / "template").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    options = ["--shutdown-timeout", "0.5", "--chat-template", str(tmp_path / "template")]
+    message = {"messages": [{"role": "user", "content": "Hi"}]}
+    bodies = {
+        "/v1/completions": {"prompt": [5, 6, 7]},
+        "/v1/chat/completions": message,
+        "/v1/responses": {"input": "Hi"},
+        "/v1/messages": message,
+    }
+    with serving(*small, *options, "--data-parallel-size", str(count)) as server:
+        streams = {}
+        for path, body in bodies.items():
+            name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+            body = body | {"model": "tiny", name: 16000, "temperature": 0, "stream": True}
+            if path.endswith("completions"):
+                body["ignore_eos"] = True
+            streams[path] = _post(server, body, path=path)
+            assert streams[path].status == 200, streams[path].read()
+            streams[path].readline()
+        with ThreadPoolExecutor(1) as pool:
+            whole = pool.submit(lambda: _post(server, _body(16000)))
+            time.sleep(0.2)
+            start = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            response = whole.result(20)
+        reason = "the server ends, and the request did not within 0.5 s"
+        assert response.status == 503 and reason in response.read().decode()
+        found = {path: stream.read().decode() for path, stream in streams.items()}
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            error, done = found[path].strip().split("\n\n")[-2:]
+            assert done == "data: [DONE]" and error.startswith('data: {"error":{"message":"')
+            assert reason in error and '"code":"service_unavailable"' in error
+        assert "event: response.failed" in found["/v1/responses"]
+        error = found["/v1/messages"].strip().split("\n\n")[-1]
+        assert error.startswith('event: error\ndata: {"type":"error","error":{"type":"overloaded')
+        assert reason in found["/v1/responses"] and reason in error
         status, _ = _end(server)
         assert status == 0 and time.monotonic() - start < 8
 

@@ -420,13 +420,13 @@ class ReplicaClient(RequestClient):
 
         await asyncio.gather(*map(reset, self._clients.values()))
 
-    async def close(self) -> None:
+    async def close(self, reason: str = CLIENT_CLOSED) -> None:
         """Fail all requests of this client with an `EngineError`; the engines keep running."""
         self._ticking.cancel()
         if self._ending is not None:
             self._ending.cancel()
         if self._error is None:
-            self._last_error = EngineError(CLIENT_CLOSED)
+            self._last_error = EngineError(reason)
         clients = list(self._clients.values())
         for client in clients:
             client.on_end = None
