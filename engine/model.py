@@ -268,7 +268,9 @@ class Model:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a sequence: the configuration's, then the tokenizer's end-of-turn ids."""
         own = self.tokenizer.eos_token_ids if self.has_tokenizer else ()
-        return tuple(dict.fromkeys((*self.config.eos_token_ids, *own)))
+        found = dict.fromkeys((*self.config.eos_token_ids, *own))
+        # The tokenizer's files may name others, which the configuration has warned of.
+        return tuple(one for one in found if one < self.config.vocab_size)
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:

@@ -284,6 +284,7 @@ def _tokens(fields: Fields, vocab_size: int) -> dict[str, Any]:
 def _dtype(fields: Fields) -> str:
     key = "dtype" if fields.has("dtype") else "torch_dtype"
     name = fields.text(key, "float32").removeprefix("torch.")
+    name = {"half": "float16", "float": "float32"}.get(name, name)  # PyTorch's other names
     if name == "auto":  # of a mapping without files; see `load_hf_config`
         return "float32"
     if name not in FLOAT_NAMES:

@@ -38,6 +38,7 @@ def logits(path: Path) -> np.ndarray:
 HARMLESS = [
     {"torch_dtype": "auto"},
     {"dtype": "auto", "torch_dtype": None},
+    {"torch_dtype": "float"},
     {"eos_token_id": 400},
     {"eos_token_id": [2, 400, -1]},
     {"bos_token_id": 400},
@@ -185,3 +186,17 @@ def test_a_server_of_such_files(make_model):
     with serving(str(path), *options) as server:
         answer = json.loads(_post(server, _body(4, temperature=None)).read())
     assert answer["usage"]["completion_tokens"] == 4, answer
+
+
+def test_requests_to_a_model_whose_files_name_ids_outside_the_vocabulary(make_model):
+    """Where ids are indices: the ids that may not come yet, and those that end a structure."""
+    path, _, _ = make_model("llama", eos_token_id=[2, 400], bos_token_id=400, vocab_size=128)
+    edit(path / "generation_config.json", eos_token_id=[2, 400])
+    (path / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    llm = engine.LLM(path, device="cpu", num_blocks=32)
+    assert llm.llm_engine.model.eos_token_ids == (2,)
+    plain = SamplingParams(temperature=0.0, max_tokens=6, min_tokens=4)
+    choice = SamplingParams(temperature=0.0, max_tokens=6, structured={"choice": ["ab", "cd"]})
+    first, second = llm.generate(["ab", "xyz"], [plain, choice])
+    assert 4 <= len(first.outputs[0].token_ids) <= 6
+    assert second.outputs[0].text in ("ab", "cd")
