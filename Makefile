@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo model test test-slow test-kills test-all mutants lint types kernels format gpu-test clean
+.PHONY: help demo model test test-slow test-kills test-all test-clients mutants lint types kernels format gpu-test clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -46,6 +46,20 @@ test-slow: model   ## the tests marked "slow", but not "kills"
 
 test-all: model   ## the whole suite
 	$(PYTEST)
+
+CLIENTS := tests/clients/libraries
+CLIENTS_JS ?= $(CURDIR)/.venv-clients-sdk/js
+
+.venv-clients-%/.installed: $(CLIENTS)/requirements-%.txt pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet --editable '.[serve,grammar]' -r $<
+	@touch $@
+
+test-clients: model .venv-clients-sdk/.installed .venv-clients-eval/.installed   ## sessions of client libraries, in environments of their own; 15 minutes
+	-mkdir -p $(CLIENTS_JS) && cd $(CLIENTS_JS) && npm install --silent openai @anthropic-ai/sdk
+	CLIENTS_JS=$(CLIENTS_JS) .venv-clients-sdk/bin/python -m pytest -q -W ignore $(CLIENTS)
+	.venv-clients-eval/bin/python -m pytest -q -W ignore $(CLIENTS)
 
 mutants: $(VENV)/.installed-dev   ## deliberate faults, each of which a test must catch; 10 minutes
 	$(BIN)/python -m tests.mutants

@@ -200,7 +200,7 @@ class Batch:
         return await answer_chat(stream, name, self._model(body), created, chat.params.n)
 
     async def _embedding(self, body: EmbeddingRequest, request_id: str) -> Any:
-        prompts = prompts_of(body.input)
+        prompts = prompts_of(body.input, name="input")
         return await embed(self._client, body, prompts, self._model(body))
 
 

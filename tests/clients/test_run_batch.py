@@ -101,6 +101,11 @@ def test_embeddings_are_answered():
     assert [item["embedding"] for item in body["data"]] == [[1.0, 1.0], [2.0, 2.0]]
 
 
+def test_errors_name_the_field_of_the_line():
+    (result,) = _results(CannedClient("yes"), [_line("a", "/v1/embeddings", input=[])])
+    assert json.loads(bytes(result.response.body))["error"]["param"] == "input"
+
+
 @pytest.mark.parametrize(
     ("line", "custom_id", "message"),
     [

@@ -210,6 +210,14 @@ def test_failures_that_clients_retry(error, statuses, code, kind):
             assert int(found.value.response.headers["retry-after"]) > 0
 
 
+def test_a_thread_is_refused_with_the_code_that_makes_clients_send_everything(http):
+    fields = {"model": "smollm2", "messages": USER, "max_tokens": 1}
+    error = _error(http.post("/v1/messages", json={**fields, "thread": {"type": "create"}}))
+    assert error["details"]["error_code"] == "thread_unsupported_request"
+    assert "details" not in _error(http.post("/v1/messages", json={**fields, "max_tokens": 0}))
+    assert http.post("/v1/messages", json={**fields, "thread": None}).status_code == 200
+
+
 def test_both_names_of_the_request_id(http):
     fields = {"model": "smollm2", "messages": USER, "max_tokens": 1}
     sent = {"X-Request-Id": "trace-7"}

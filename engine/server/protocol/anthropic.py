@@ -9,7 +9,8 @@ import msgspec
 
 from engine.checks import shown
 from engine.errors import RequestError
-from engine.server.protocol.common import UNREAD
+from engine.server.protocol.common import UNREAD, is_given, shown_field
+from engine.server.protocol.errors import APIError
 from engine.server.protocol.items import MAX_ITEMS, text_of, typed_item, typed_items
 
 __all__ = ["CountTokensRequest", "MessagesRequest", "to_chat"]
@@ -29,6 +30,7 @@ class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     cache_control: msgspec.Raw = UNREAD
+    thread: msgspec.Raw = UNREAD  # rejected unless null
 
 
 class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=True):
@@ -128,9 +130,15 @@ def to_chat(request: CountTokensRequest) -> dict[str, Any]:
 
     Raises
     ------
-    RequestError
+    APIError, RequestError
         If a block or a field is invalid or unsupported.
     """
+    if is_given(request.thread):
+        # With this code, Anthropic's client sends the whole conversation instead.
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        got = shown_field(request.thread)
+        message = f"thread must be null, conversations are not kept; got {got}"
+        raise APIError(400, message, param="thread", anthropic={"details": details})
     messages = _messages(request)
     body: dict[str, Any] = {
         "model": request.model,

@@ -67,9 +67,9 @@ class CompletionResponse(msgspec.Struct):
 
 
 def prompts_of(
-    prompt: str | Sequence[int | str | list[int]], limit: int = 1024
+    prompt: str | Sequence[int | str | list[int]], limit: int = 1024, name: str = "prompt"
 ) -> list[str | list[int]]:
-    """Return the prompts of a request: texts or lists of token ids.
+    """Return the prompts of a request, its field `name`: texts or lists of token ids.
 
     Raises
     ------
@@ -89,9 +89,9 @@ def prompts_of(
     if len(kinds) != 1 or len(prompt) > limit:
         raise APIError(
             400,
-            f"prompt must be a text, token ids, or 1 to {limit} of these; "
+            f"{name} must be a text, token ids, or 1 to {limit} of these; "
             f"got {len(prompt)} items, {shown(list(prompt))}",
-            param="prompt",
+            param=name,
         )
     return list(prompt)  # type: ignore[arg-type]
 

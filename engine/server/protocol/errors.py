@@ -80,8 +80,8 @@ class APIError(Exception):
     code : str, optional
         Machine-readable reason; the default depends on the status.
     headers : mapping of str to str, optional
-    anthropic_message : str, optional
-        The message in Anthropic's format, if it has another there.
+    anthropic : mapping, optional
+        Fields of the error in Anthropic's format: another message, or details.
 
     Examples
     --------
@@ -98,7 +98,7 @@ class APIError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
-        anthropic_message: str | None = None,
+        anthropic: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -106,7 +106,7 @@ class APIError(Exception):
         self.param = param
         self.code = _CODES.get(status) if code is None else code
         self.headers = dict(headers or {})
-        self.anthropic_message = anthropic_message or self.message
+        self.anthropic = dict(anthropic or {})
 
     @property
     def type(self) -> str:
@@ -151,7 +151,7 @@ def error_body(error: APIError, path: str = "", request_id: str | None = None) -
     body: Any
     if is_anthropic(path):
         kind = _ANTHROPIC_TYPES.get(error.status, error.type)
-        inner = {"type": kind, "message": error.anthropic_message}
+        inner = {"type": kind, "message": error.message, **error.anthropic}
         body = {"type": "error", "error": inner, "request_id": request_id}
     else:
         body = ErrorResponse(ErrorObject(error.message, error.type, error.param, error.code))
@@ -212,5 +212,5 @@ def _too_long(error: ContextLengthError) -> APIError:
         str(error),
         param=error.name,
         code="context_length_exceeded",
-        anthropic_message=f"prompt is too long: {detail}",
+        anthropic={"message": f"prompt is too long: {detail}"},
     )

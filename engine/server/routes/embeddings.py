@@ -67,10 +67,9 @@ async def create_embeddings(request: Request) -> Response:
     body = await read_struct(request, EmbeddingRequest)
     state = request.app.state
     model = check_model(body.model, request)
-    with renamed_params({"prompt": "input", "token_ids": "input"}):
-        prompts = prompts_of(body.input, state.config.max_prompts)
-        work = embed(state.client, body, prompts, model)
-        answer = await unless_disconnected(request.receive, work)
+    prompts = prompts_of(body.input, state.config.max_prompts, "input")
+    work = embed(state.client, body, prompts, model)
+    answer = await unless_disconnected(request.receive, work)
     data = await asyncio.to_thread(msgspec.json.encode, answer)
     return Response(data, media_type="application/json")
 
@@ -90,8 +89,9 @@ async def embed(
         message = f"dimensions must be {size}, the model's; got {body.dimensions}"
         raise APIError(400, message, param="dimensions")
     normalize = body.normalize is not False
-    inputs = await asyncio.to_thread(_token_ids, client, prompts)
-    found = await client.embed(inputs, body.pooling or "last", normalize=normalize)
+    with renamed_params({"prompt": "input", "token_ids": "input"}):
+        inputs = await asyncio.to_thread(_token_ids, client, prompts)
+        found = await client.embed(inputs, body.pooling or "last", normalize=normalize)
     data = await asyncio.to_thread(_objects, found, body.encoding_format)
     num_tokens = sum(map(len, inputs))
     return EmbeddingResponse(data, model, Usage(num_tokens, num_tokens))
