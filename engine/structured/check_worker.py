@@ -103,9 +103,9 @@ def _cause_of_death(code: int | None) -> str:
         return f"it takes more than {MAX_WAIT:g} s to compile"
     if code == -signal.SIGPROF:
         return f"it takes more than {MAX_SECONDS:g} s to compile"
-    return (
-        f"it takes more than {MAX_MEMORY >> 20} MiB to compile, or nests too deeply (exit {code})"
-    )
+    if code == -signal.SIGSEGV:
+        return f"it nests too deeply for a stack of {_STACK >> 20} MiB"
+    return f"it takes more than {MAX_MEMORY >> 20} MiB to compile (exit {code})"
 
 
 # ---- in the worker's process

@@ -40,7 +40,7 @@ ANNOTATIONS = frozenset(
         "xml",
     ]
 )
-UNCHECKED = frozenset(("nullable",))  # annotations that look like constraints
+UNCHECKED = frozenset(("nullable", "x-guidance"))  # annotations that look like constraints
 SINCE = {
     **dict.fromkeys(("const", "contains", "propertyNames"), Draft.DRAFT_6),
     **dict.fromkeys(("if", "then", "else"), Draft.DRAFT_7),

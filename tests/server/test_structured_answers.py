@@ -179,6 +179,33 @@ def test_a_limit_hit_while_writing_is_the_clients_error(client, monkeypatch):
     assert json.loads(ask("b").choices[0].text) == {}
 
 
+def _chain(count):
+    definitions = {
+        str(i): {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{i + 1}"}}}
+        for i in range(count)
+    }
+    return {"$ref": "#/$defs/0", "$defs": definitions | {str(count): {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        ({"json": _chain(2000)}, "it nests too deeply for a stack of 1 MiB"),
+        ({"json": {"type": "number", "minimum": 1e-300}}, "cannot be compiled"),
+        ({"json": {"required": [f"p{i}" for i in range(8000)]}}, "it nests too deeply"),
+        ({"json": {"$ref": "https://example.com/schema"}}, "remote schemas are not fetched"),
+        ({"json": {"anyOf": [{"minLength": i} for i in range(5000)]}}, "more than 4096"),
+        ({"regex": "((a{100}){100}){100}"}, "too many expressions"),
+        ({"grammar": 'start: x{1000}\nx: y{1000}\ny: "a"{1000}'}, "limit 200000"),
+    ],
+)
+def test_a_grammar_beyond_a_limit_is_refused_by_name(client, grammar, why):
+    with pytest.raises(openai.BadRequestError, match=re.escape(why)):
+        client.completions.create(
+            model="smollm2", prompt="a", max_tokens=1, extra_body={"structured_outputs": grammar}
+        )
+
+
 def test_a_schema_that_cannot_be_compiled_is_refused(client):
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
     for stream in (False, True):
