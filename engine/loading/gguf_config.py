@@ -61,6 +61,7 @@ _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 # Architecture names shared by several families -> the family with windows, or with experts.
 _WITH_WINDOW = {"llama": MISTRAL, "olmo2": OLMO3}
 _WITH_EXPERTS = {"llama": MIXTRAL}
+_LAST_TOKEN = (0, 3)  # llama.cpp's numbers of no pooling and of the last token's
 # Rules of config.json whose layers a .gguf records only as a pattern.
 _UNRECORDED = ("max_window_layers", "even_layers")
 _ROPE_TYPES = ("none", "linear", "yarn", "longrope")
@@ -143,6 +144,11 @@ class _Keys:
                 )
         for name in metadata:
             key = name.removeprefix(f"{self.arch}.")
+            if key == "pooling_type" and metadata[name] not in _LAST_TOKEN:
+                warn_once(
+                    f"{self.file.path}: {name} is not read: embeddings pool the last token unless "
+                    f"a request has pooling; got {shown(metadata[name])}"
+                )
             if key == name or key in self._read or key in INERT_KEYS:
                 continue
             if key not in MODEL_KEYS:

@@ -138,7 +138,7 @@ MODEL_KEYS: Mapping[str, tuple[Any, ...]] = {
 
 INERT_KEYS = (
     "vocab_size",  # the embedding says it
-    "pooling_type",  # of embeddings; `engine.tasks.embeddings` has its own option
+    "pooling_type",  # of embeddings, which have an option for it: a warning
     "rope.scaling.finetuned",
     # Of the other kind of norm; the family's own is required.
     "attention.layer_norm_epsilon",

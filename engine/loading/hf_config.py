@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.checks import warn_once
 from engine.config import ModelConfig
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError
@@ -101,6 +102,8 @@ def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
     path = Path(directory)
     values = read_json(path / "config.json", root=path)
     generation = generation_config(path)
+    if is_present(path / "adapter_config.json"):
+        warn_once(f"{path}: adapter_config.json is not read: the model is used without its adapter")
     more = {key: generation[key] for key in ("eos_token_id",) if key in generation}
     key = "torch_dtype" if values.get("dtype") is None else "dtype"
     if values.get(key) == "auto":

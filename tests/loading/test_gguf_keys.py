@@ -179,6 +179,16 @@ def test_an_unknown_key_is_a_warning(caplog):
     assert "llama.rope.new_thing is unknown and not read" in caplog.text
 
 
+def test_a_pooling_that_is_not_the_default_is_a_warning(caplog):
+    """It changes no logits, and a request for embeddings can choose it."""
+    warn_once.cache_clear()
+    plain = config_of("llama", values_of("llama"))
+    for kind in (3, 0, 1):
+        assert not caplog.text
+        assert config_of("llama", {**values_of("llama"), "pooling_type": kind}) == plain
+    assert "llama.pooling_type is not read" in caplog.text and "got 1" in caplog.text
+
+
 def test_a_missing_epsilon_is_not_guessed():
     keys = values_of("llama")
     del keys["attention.layer_norm_rms_epsilon"]

@@ -200,3 +200,13 @@ def test_requests_to_a_model_whose_files_name_ids_outside_the_vocabulary(make_mo
     first, second = llm.generate(["ab", "xyz"], [plain, choice])
     assert 4 <= len(first.outputs[0].token_ids) <= 6
     assert second.outputs[0].text in ("ab", "cd")
+
+
+def test_an_adapter_beside_the_model_is_named(make_model, caplog):
+    """transformers would apply it."""
+    path, _, _ = make_model("llama")
+    load_config(path)
+    assert not caplog.text
+    edit(path / "adapter_config.json", peft_type="LORA")
+    load_config(path)
+    assert "adapter_config.json is not read" in caplog.text
