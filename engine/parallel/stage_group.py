@@ -24,7 +24,7 @@ from engine.distributed.peer import FAIL, PING, PING_SECONDS, Peer
 from engine.distributed.processes import describe_ending, end_processes, thread_environment
 from engine.errors import RankError
 from engine.parallel.activations import ACTIVATIONS
-from engine.parallel.stage import ANSWER, HELLO, READY, WELCOME
+from engine.parallel.stage import ANSWER, HELLO, LINK, READY, WELCOME
 from engine.text import child_process
 
 __all__ = ["StageGroup"]
@@ -272,7 +272,7 @@ class StageGroup:
             with self._accepting:
                 if kind == HELLO:
                     why = self._take(connection, stage, parse_object(from_text(arrays[0])))
-                elif stage == self.num_stages - 2 and self._link is None:
+                elif kind == LINK and stage == self.num_stages - 2 and self._link is None:
                     self._link = Peer(connection, f"stage {stage}")
                     why = ""
                 else:

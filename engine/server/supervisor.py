@@ -266,15 +266,20 @@ class Supervisor:
     async def _follow(self, child: _Child) -> None:
         """Read a child's reports until it exits."""
         assert child.process.stdout is not None
-        with contextlib.suppress(ValueError):  # a line exceeded the reader's limit
-            while line := await child.process.stdout.readline():
-                child.seen = time.monotonic()
-                message = parse_object(line) or {}
-                if message.get("ready"):
-                    child.ready.set()
-                elif "reason" in message:
-                    child.reason = str(message["reason"])
-                    child.status = 2 if message.get("status") == 2 else 1
+        while True:
+            try:
+                line = await child.process.stdout.readline()
+            except ValueError:  # a line exceeded the reader's limit, and was skipped
+                continue
+            if not line:
+                break
+            child.seen = time.monotonic()
+            message = parse_object(line) or {}
+            if message.get("ready"):
+                child.ready.set()
+            elif "reason" in message:
+                child.reason = str(message["reason"])
+                child.status = 2 if message.get("status") == 2 else 1
         await child.process.wait()
         self._children.discard(child)
         self._ended.put_nowait(child)

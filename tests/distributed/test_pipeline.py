@@ -19,9 +19,12 @@ from engine import LLMEngine, SamplingParams
 from engine.cache.kv_cache import KVCache
 from engine.cli import main
 from engine.core.resolve import resolve
+from engine.distributed.connection import connect
+from engine.distributed.messages import to_text
+from engine.distributed.peer import FAIL
 from engine.errors import ConfigError, EngineError, RankError, RequestError, StepTimeoutError
 from engine.layers.batch import ForwardBatch
-from engine.parallel.stage import run_stage
+from engine.parallel.stage import HELLO, LINK, run_stage
 from engine.parallel.stage_group import StageGroup
 from engine.runner.memory_sizes import geometry_of
 from engine.weights import Stage
@@ -112,6 +115,45 @@ def test_quantized_stages_have_the_weights_of_the_whole(quantization, tmp_path):
         assert weight.format == whole[name].format
         for (_, ours), (_, theirs) in zip(weight.arrays(), whole[name].arrays(), strict=True):
             np.testing.assert_array_equal(ours, theirs)
+
+
+def test_whatever_a_friend_says_first_the_engine_goes_on():
+    """Messages of one that knows the secret, but is no stage of this pipeline."""
+    group = StageGroup(3, SECRET, ("127.0.0.1", 0))
+    hello = {"version": package.__version__, "pid": 1, "port": 1}
+    wrong = [
+        (HELLO, [], []),
+        (HELLO, [0, 1], []),
+        (HELLO, [0], []),
+        (HELLO, [0], [None]),
+        (HELLO, [0], [to_text("[" * 100_000)]),
+        (HELLO, [0], [to_text("[]")]),
+        (HELLO, [0], [to_text({**hello, "port": "x"})]),
+        (HELLO, [0], [to_text({**hello, "version": "0"})]),
+        (HELLO, [-1], [to_text(hello)]),
+        (HELLO, [2], [to_text(hello)]),
+        (LINK, [0], []),
+        (99, [1], []),
+    ]
+    try:
+        for kind, numbers, arrays in wrong:
+            stranger = connect(group.address, SECRET)
+            stranger.send(kind, numbers, arrays)
+            with pytest.raises(OSError, match=r"closed|reset"):
+                while stranger.receive()[0] == FAIL:
+                    pass
+            stranger.close()
+        assert not group.hellos and group._link is None
+        group.check()
+        friend = connect(group.address, SECRET)
+        friend.send(HELLO, [0], [to_text(hello)])
+        deadline = time.monotonic() + 10
+        while 0 not in group.hellos:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        friend.close()
+    finally:
+        group.end()
 
 
 # ---- engines

@@ -57,6 +57,27 @@ def test_an_engine_that_has_ended_is_not_hung(watched):
     assert not found and not engine.reason
 
 
+def test_reports_that_are_none_end_nothing(watched):
+    """Garbage of a child is skipped, and the reports after it are read."""
+    watcher, engine, _ = watched
+
+    async def main():
+        reader = engine.process.stdout = asyncio.StreamReader(limit=1000)
+        engine.ready = asyncio.Event()
+        following = asyncio.ensure_future(watcher._follow(engine))
+        for line in (b"", b"[]", b"{", b"\xff\xfe", b"[" * 900, b"x" * 5000, b"null"):
+            reader.feed_data(line + b"\n")
+            await asyncio.sleep(0)
+        assert not engine.ready.is_set() and not following.done()
+        reader.feed_data(b'{"ready": true}\n{"reason": ["no text"], "status": "x"}\n')
+        reader.feed_eof()
+        await asyncio.wait_for(following, 5)
+        assert engine.ready.is_set() and (engine.reason, engine.status) == ("['no text']", 1)
+        assert watcher._ended.get_nowait() is engine
+
+    asyncio.run(main())
+
+
 def test_an_engine_that_fails_after_all_keeps_its_reason(watched):
     watcher, engine, found = watched
 
