@@ -30,6 +30,7 @@ from engine.server.child import ChildConfig, Report
 from engine.server.connection_pool import fitting_pool
 from engine.server.engine_client import ZmqEngineClient
 from engine.server.http_protocol import http_protocol
+from engine.server.listeners import BACKLOG
 from engine.server.replicas.client import ReplicaClient
 from engine.server.server_config import ServerConfig
 from engine.server.warm_up import warm_up
@@ -194,6 +195,7 @@ def _uvicorn_config(app: Starlette, options: ServerConfig) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         root_path=options.root_path,
+        backlog=BACKLOG,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
         **tls,
     )

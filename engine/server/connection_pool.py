@@ -19,8 +19,8 @@ __all__ = ["ALWAYS_SERVED", "RESERVE", "ConnectionPool", "fitting_pool"]
 ALWAYS_SERVED = frozenset({"/health"})
 """Paths that need neither a key nor room: monitoring must work when the server is full."""
 
-RESERVE = 2560
-"""Maximum surplus connections; more than the listen backlog, which is accepted at once."""
+RESERVE = 4608
+"""Maximum surplus connections; more than `listeners.BACKLOG`, which is accepted at once."""
 
 _OTHER_FILES = 256  # open files that are not connections: sockets to engines, pipes, libraries
 _GRACE_SECONDS = 1.0  # a connection is not closed for another one sooner

@@ -10,9 +10,11 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.server.server_config import ServerConfig
 
-__all__ = ["listening_sockets"]
+__all__ = ["BACKLOG", "listening_sockets"]
 
-_BACKLOG = 2048
+# Clients beyond it wait for a second before they try again; the kernel has a limit of its own
+# (net.core.somaxconn, 4,096 by default).
+BACKLOG = 4096
 _MAX_TRIES = 16  # attempts to find a port that is free on all addresses
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
@@ -80,7 +82,7 @@ def _listen(addresses: list[_Address], *, reuse_port: bool = False) -> list[sock
                     socket.create_server(
                         (host, port, *rest),
                         family=family,
-                        backlog=_BACKLOG,
+                        backlog=BACKLOG,
                         reuse_port=reuse_port,
                     )
                 )

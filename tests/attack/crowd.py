@@ -19,6 +19,7 @@ from tests.attack.figures import Figure
 from tests.attack.target import Target
 
 _MAX_CONNECTIONS = 8192  # the server's default
+_NUM_OTHERS = 16  # connections of those that ask for /health
 _NUM_AT_ONCE = 10_000
 _SECONDS = 12.0  # of slow connections
 _SPARE_FILES = 256
@@ -90,7 +91,7 @@ def attack(target: Target, scale: float = 1.0) -> list[Figure]:
         figures += [
             Figure(f"{name}: clients", count, ""),
             Figure(f"{name}: of those that fit, not served",
-                   max(0, min(count, _MAX_CONNECTIONS) - served), "", 0),
+                   max(0, min(count, _MAX_CONNECTIONS - _NUM_OTHERS) - served), "", 0),
             Figure(f"{name}: refused with 503 and Retry-After", refused, ""),
             Figure(f"{name}: answered in another way", sum(answers.values()), "", 0),
             Figure(f"{name}: longest /health", max(taken, default=0.0), "s", 1.0),

@@ -492,7 +492,7 @@ def test_as_many_connections_as_there_may_be_open_files(monkeypatch):
     assert limits["set"] == (4096, 4096)
     limits["RLIMIT_NOFILE"] = (1024, 1 << 20)
     assert connection_pool.fitting_pool(8192).limit == 8192
-    assert limits["set"] == (8192 + 2560 + 256, 1 << 20)
+    assert limits["set"] == (8192 + connection_pool.RESERVE + 256, 1 << 20)
 
 
 # ---- hosts
