@@ -37,9 +37,9 @@ def model(request):
         fields = {"model": name, "api_key": where.key, **options}
         if request.param == "anthropic":
             return langchain_anthropic.ChatAnthropic(base_url=where.url, **fields)
-        return langchain_openai.ChatOpenAI(
-            base_url=where.api, use_responses_api=request.param == "responses", **fields
-        )
+        # With a base_url it asks for the usage of a stream only if told to.
+        options = {"use_responses_api": request.param == "responses", "stream_usage": True}
+        return langchain_openai.ChatOpenAI(base_url=where.api, **options, **fields)
 
     return make
 
