@@ -47,10 +47,9 @@ MAX_MEMORY = 512 << 20  # bytes of address space beyond the imports' use
 _STACK = 1 << 20  # bytes; the engine's threads have at least 2 MiB
 _MAX_ANSWER_BYTES = 16 << 20
 _MAX_WARNINGS = 20
-# A walk prefers what leads to new parts of a schema's grammar.
-_WEIGHTS = {**dict.fromkeys(b"{[", 1000), **dict.fromkeys(b'",:', 100)}
-_WALKS = 4  # texts of a grammar that are followed
-_WALK_BYTES = 256
+_PREFERENCE = 0.9
+_WALKS = 3  # texts of a grammar that are followed
+_WALK_BYTES = 100
 _WALK_SECONDS = 0.2  # for all walks
 
 _WORKER = Worker("from engine.structured.check_worker import main; main()", _MAX_ANSWER_BYTES)
@@ -188,7 +187,7 @@ def _reason(module: ModuleType, tokenizer: Any, kind: str, text: str) -> str:
 
 
 def _walk(start: Any) -> str:
-    """Follow texts of a grammar, the first bytes of each by chance; return why that failed."""
+    """Follow texts of a grammar, each the beginning of one by chance; return why that failed."""
     chance = random.Random(0)
     deadline = time.thread_time() + _WALK_SECONDS
     for _ in range(_WALKS):
@@ -197,9 +196,18 @@ def _walk(start: Any) -> str:
             mask = int.from_bytes(matcher.compute_bitmask(), "little") & (1 << 256) - 1
             if not mask or time.thread_time() > deadline:
                 break
-            allowed = [byte for byte in range(256) if mask >> byte & 1]
-            weights = [_WEIGHTS.get(byte, 1) for byte in allowed]
-            matcher.consume_token(*chance.choices(allowed, weights))
+            matcher.consume_token(_some_byte(mask, chance))
         if why := reason(matcher):
             return why
     return ""
+
+
+def _some_byte(mask: int, chance: random.Random) -> int:
+    """Return a byte of a mask; preferably one that leads to new parts of a schema's grammar."""
+    for preferred in (b"{[", b'",:'):
+        found = [byte for byte in preferred if mask >> byte & 1]
+        if found and chance.random() < _PREFERENCE:
+            return chance.choice(found)
+    shift = chance.randrange(256)
+    rest = mask >> shift or mask
+    return (shift if mask >> shift else 0) + (rest & -rest).bit_length() - 1

@@ -125,12 +125,12 @@ class GrammarCompiler:
     def _compile(self, structured: StructuredOutput, kind: str, text: str) -> Grammar:
         ours = _checked(structured, kind, text)
         make = functools.partial(compile_matcher, self._module, self._tokenizer, kind, ours)
-        grammar = Grammar(make, self._masks)
+        grammar = Grammar(make, self._masks, len(ours))
         _refuse_if(grammar.error, structured)
         return grammar
 
     def _num_chars(self) -> int:
-        return sum(len(text) for _, text in self._cache)
+        return sum(len(text) + found.num_chars for (_, text), found in self._cache.items())
 
 
 class Grammar:
@@ -146,14 +146,20 @@ class Grammar:
         Returns a new matcher.
     masks : MaskStore
         Shared by all grammars of the vocabulary.
+    num_chars : int
+        Characters of what `compile_one` compiles.
 
     Attributes
     ----------
+    num_chars : int
     error : str
         Why the grammar is unusable; "" if it is usable.
     """
 
-    def __init__(self, compile_one: Callable[[], Any], masks: MaskStore) -> None:
+    def __init__(
+        self, compile_one: Callable[[], Any], masks: MaskStore, num_chars: int = 0
+    ) -> None:
+        self.num_chars = num_chars
         self._compile_one = compile_one
         self._masks = masks
         self._tree = PrefixTree()

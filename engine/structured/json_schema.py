@@ -20,6 +20,7 @@ from engine.structured.references import Document, SchemaError
 
 __all__ = ["normalized"]
 
+MAX_CHARS = 1 << 22
 MAX_DEFINITIONS = 20_000
 _MAX_CHOICES = 64  # choices of present properties, for minProperties and maxProperties
 _MAX_EXACT = 2.0**63 - 1024  # largest double that is a 64-bit integer
@@ -68,7 +69,10 @@ def normalized(
         raise SchemaError("it nests too deeply") from None
     except OverflowError:
         raise SchemaError("it has a number that is too large") from None
-    return json.dumps(found, ensure_ascii=False, separators=(",", ":")), list(cases.warnings)
+    written = json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+    if len(written) > MAX_CHARS:
+        raise SchemaError(f"rewritten, it has {len(written)} characters; the limit is {MAX_CHARS}")
+    return written, list(cases.warnings)
 
 
 class _Writer:
