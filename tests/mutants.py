@@ -96,7 +96,7 @@ FAULTS = (
     Fault("weights/packing.py", "tiles & 15", "tiles & 7", "weights/test_packing.py"),
     Fault("weights/packing.py", "return rows[:num_rows]", "return rows", "weights loading/quantized"),
     # Server: status codes.
-    Fault("server/protocol/errors.py", "APIError(429, str(error), code", "APIError(503, str(error), code", "server/test_http.py"),
+    Fault("server/protocol/errors.py", "APIError(429, str(error), headers", "APIError(503, str(error), headers", "server/test_http.py"),
     Fault("server/limits.py", "APIError(413", "APIError(400", "server/test_http.py"),
     Fault("server/limits.py", "APIError(404", "APIError(400", "server/test_http.py server/test_openai_client.py"),
     Fault("server/auth.py", "                401,", "                403,", "server/test_http.py"),

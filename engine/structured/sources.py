@@ -60,12 +60,13 @@ def source_of(structured: StructuredOutput) -> tuple[str, str]:
         return "lark", structured.grammar
     text = '{"type": "object"}' if structured.json_object else structured.json
     assert isinstance(text, str)
-    # llguidance reads its options from the schema, so the schema `true` must become an object.
-    return "json_schema", "{}" if text.strip() == "true" else text
+    return "json_schema", text
 
 
 def compile_matcher(module: ModuleType, tokenizer: Any, kind: str, text: str) -> Any:
     """Return llguidance's matcher for a grammar; it holds any grammar error (see `reason`).
+
+    A JSON schema must be one that `json_schema.normalized` wrote: others are enforced in part only.
 
     Raises
     ------

@@ -27,6 +27,7 @@ TREE = {
 # Schema, texts that are valid for it, and texts that are not.
 CASES = {
     "any-type": ({"maximum": 3}, ['"a"', "3", "null", "{}"], ["4"]),
+    "true": (True, ["1", "{}"], ["a"]),
     "boolean": ({"properties": {"a": False}}, ["{}", '{"b":1}', "1"], ['{"a":1}']),
     "recursion": (TREE, ['{"value":1}', '{"value":1,"left":{"value":2}}'], ['{"value":"a"}']),
     "recursion-below": (TREE, [], ['{"value":1,"left":{}}', '{"value":1,"left":{"value":""}}']),
