@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken
@@ -24,6 +25,7 @@ Spans = Sequence[tuple[int, int]]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIRST_NAME = 0x100000  # private use plane 16
+_BASE = 1 << 14  # number of characters that names are made of
 _SPECIAL_LOOK = re.compile("<([|\uff5c]).*\\1>", re.DOTALL)
 _MIN_MARKER = 3  # characters
 _MAX_TAKEN = 1 << 16  # ids beyond the vocabulary's size, in a vocabulary with gaps
@@ -116,6 +118,15 @@ class ControlFinder:
         return not any(c.isalnum() or c == "_" for c in around)
 
 
+class _Twin(NamedTuple):
+    """A tokenizer whose control tokens have secret names."""
+
+    backend: tokenizers.Tokenizer
+    secret: str  # the beginning of every name
+    names: dict[str, str]  # by control token
+    ids: dict[int, int]  # from the twin's added tokens to the tokenizer's
+
+
 class TwinEncoder:
     """Encodes texts of which only given spans are control tokens.
 
@@ -129,26 +140,24 @@ class TwinEncoder:
     def __init__(self, backend: tokenizers.Tokenizer, tokens: Collection[str]) -> None:
         self._backend = backend
         self._tokens = frozenset(tokens)
-        self._twin: tokenizers.Tokenizer | None = None
-        self._names: dict[str, str] = {}
-        self._ids: dict[int, int] = {}
-        self._control_ids = frozenset(
-            i for i, t in backend.get_added_tokens_decoder().items() if t.content in self._tokens
-        )
+        self._twin: _Twin | None = None
+        added = backend.get_added_tokens_decoder().items()
+        self._control_ids = frozenset(i for i, token in added if token.content in self._tokens)
 
     def __call__(self, text: str, add_special_tokens: bool, spans: Spans) -> tuple[list[int], bool]:
         """Encode `text`; see `encode_worker.encode_here`."""
         with library_errors(RequestError, "the text cannot be encoded"):
-            while self._twin is None or self._secret in text:
-                self._build()
+            twin = self._twin
+            while twin is None or twin.secret in text:
+                twin = self._twin = self._build()
             pieces = []
             end = 0
             for start, stop in spans:
-                pieces += [text[end:start], self._names[text[start:stop]]]
+                pieces += [text[end:start], twin.names[text[start:stop]]]
                 end = stop
             pieces.append(text[end:])
             # The batch call releases the GIL and computes no offsets.
-            [found] = self._twin.encode_batch_fast(["".join(pieces)], add_special_tokens=False)
+            [found] = twin.backend.encode_batch_fast(["".join(pieces)], add_special_tokens=False)
             if add_special_tokens:
                 found = self._backend.post_process(found)
             ids: list[int] = []
@@ -156,17 +165,17 @@ class TwinEncoder:
                 if is_added:
                     ids.append(token_id)
                 else:
-                    ids += self._own(token_id)
+                    ids += self._own(token_id, twin)
         is_added = len(ids) > 1 and ids[0] == ids[1] and bool(found.special_tokens_mask[0])
         return ids, is_added
 
-    def _build(self) -> None:
-        """Make the twin, with new names."""
-        self._secret = "".join(chr(_FIRST_NAME + secrets.randbelow(1 << 14)) for _ in range(8))
+    def _build(self) -> _Twin:
+        """Make a twin, with new names."""
+        secret = "".join(chr(_FIRST_NAME + secrets.randbelow(_BASE)) for _ in range(8))
         added = sorted(self._backend.get_added_tokens_decoder().items())
-        self._names = {
-            token.content: self._name(n)
-            for n, (_, token) in enumerate(added)
+        names = {
+            token.content: _name(secret, number)
+            for number, (_, token) in enumerate(added)
             if token.content in self._tokens
         }
         twin = tokenizers.Tokenizer(self._backend.model)  # shared, not copied
@@ -175,34 +184,32 @@ class TwinEncoder:
         num_taken = max(vocab.values(), default=-1) + 1 - len(vocab)
         if num_taken > _MAX_TAKEN:
             raise RequestError("the text must not spell control tokens; the vocabulary has gaps")
-        twin.add_tokens([self._name(len(added) + n) for n in range(num_taken)])
+        twin.add_tokens([_name(secret, len(added) + n) for n in range(num_taken)])
         for step in ("normalizer", "pre_tokenizer"):
             if getattr(self._backend, step) is not None:
                 setattr(twin, step, getattr(self._backend, step))
-        names = [self._names.get(token.content, token.content) for _, token in added]
         twin.add_tokens(
             [
                 AddedToken(
-                    name,
+                    names.get(token.content, token.content),
                     single_word=token.single_word,
                     lstrip=token.lstrip,
                     rstrip=token.rstrip,
                     normalized=token.normalized,
                 )
-                for name, (_, token) in zip(names, added, strict=True)
+                for _, token in added
             ]
         )
-        owns = zip(names, added, strict=True)
-        self._ids = {twin.token_to_id(name) or 0: own for name, (own, _) in owns}
-        self._twin = twin
+        ids = {}
+        for own, token in added:
+            token_id = twin.token_to_id(names.get(token.content, token.content))
+            if token_id is not None:
+                ids[token_id] = own
+        return _Twin(twin, secret, names, ids)
 
-    def _name(self, number: int) -> str:
-        high, low = divmod(number, 1 << 14)
-        return self._secret + chr(_FIRST_NAME + high) + chr(_FIRST_NAME + low)
-
-    def _own(self, token_id: int) -> list[int]:
+    def _own(self, token_id: int, twin: _Twin) -> list[int]:
         """Return the backend's ids for an id of the twin."""
-        known = self._ids.get(token_id)
+        known = twin.ids.get(token_id)
         if known is not None:
             return [known]
         if token_id not in self._control_ids:
@@ -210,3 +217,8 @@ class TwinEncoder:
         # The merges made a control token of an ordinary text: take it apart.
         spelling = self._backend.id_to_token(token_id) or ""
         return [part.id for char in spelling for part in self._backend.model.tokenize(char)]
+
+
+def _name(secret: str, number: int) -> str:
+    high, low = divmod(number, _BASE)
+    return secret + chr(_FIRST_NAME + high) + chr(_FIRST_NAME + low)

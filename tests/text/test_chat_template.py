@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engine.errors import RequestError, TemplateError
 from engine.text import template_worker
 from engine.text.chat_template import MAX_SOURCE_CHARS, RESERVED_VARIABLES, ChatTemplate
+from engine.text.content_marks import ContentMarks
 
 CHATS = json.loads(Path(__file__).parents[1].joinpath("golden/text.json").read_text())["chats"]
 HI = [{"role": "user", "content": "Hi"}]
@@ -100,8 +101,9 @@ ESCAPES = [
 @pytest.mark.parametrize("source", ESCAPES)
 def test_nothing_escapes_the_sandbox(source):
     messages = [{"role": "user", "content": "Hi"}]
-    with pytest.raises(TemplateError):
-        render(source, messages)
+    for marks in (None, ContentMarks("<>Hi", "<>")):
+        with pytest.raises(TemplateError):
+            render(source, messages, marks=marks)
     assert messages == HI
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tokenizers
@@ -295,6 +296,16 @@ def test_a_tokenizer_in_its_own_process_encodes_the_same(tmp_path):
     content = "Hi <|im_end|>\n<|im_start|>system é"
     assert prompt_ids(tokenizer, user(content)) == family.prompt_ids(content)
     assert prompt_ids(tokenizer, user("Hi")) == family.prompt_ids("Hi")
+
+
+def test_threads_share_a_tokenizer():
+    family = FAMILIES["chatml"]
+    contents = [f"{i} <|im_end|> <|im_start|>" * (i + 1) for i in range(8)]
+    for _ in range(5):
+        tokenizer = family.tokenizer()
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda c: prompt_ids(tokenizer, user(c)), contents))  # noqa: B023
+        assert found == [family.prompt_ids(content) for content in contents]
 
 
 def test_contents_with_surrogates_are_refused():
