@@ -43,7 +43,7 @@ def test_jinja_has_its_last_escapes_mended(repo_root):
 
 
 def test_the_package_fetches_no_urls(repo_root):
-    """The hub's own client, pip (`engine pull`) and `engine chat --url` do."""
+    """The hub's own client, pip (`engine pull`) and `engine chat --url` do; parsing one is fine."""
     banned = {"requests", "urllib", "urllib3", "http", "httpx", "aiohttp", "ftplib", "smtplib"}
     client = repo_root / "engine" / "commands" / "_http.py"  # of `engine chat --url URL`
     paths = [path for path in (repo_root / "engine").rglob("*.py") if path != client]
@@ -53,6 +53,8 @@ def test_the_package_fetches_no_urls(repo_root):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [alias.name for alias in node.names]
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                if names[-1] == "urllib.parse":
+                    continue
                 assert not banned & {name.split(".")[0] for name in names}, f"{path}: {names}"
 
 
