@@ -50,6 +50,7 @@ UNSUPPORTED_KEYS = (
 )
 """Keys below "tokenizer.ggml." that change the ids or the text; refused unless off or empty."""
 
+_MARKER = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>")
 
 
@@ -304,8 +305,9 @@ def _add_whole_tokens(backend: tokenizers.Tokenizer, meta: _Metadata) -> None:
         strips = is_phi3 and content.startswith("<|") and content != "<|endoftext|>"
         return AddedToken(content, normalized=False, special=special, rstrip=strips)
 
-    control = meta.of_type(TokenType.CONTROL, TokenType.UNKNOWN)
-    user = [i for i in meta.of_type(TokenType.USER_DEFINED) if meta.tokens[i].strip(" ")]
+    control = _control_ids(meta)
+    defined = set(meta.of_type(TokenType.USER_DEFINED)).difference(control)
+    user = sorted(i for i in defined if meta.tokens[i].strip(" "))
     check_added((meta.tokens[i] for i in control + user), "tokenizer.ggml.tokens")
     backend.add_special_tokens([whole(i, True) for i in control])
     backend.add_tokens([whole(i, False) for i in user])
@@ -314,6 +316,21 @@ def _add_whole_tokens(backend: tokenizers.Tokenizer, meta: _Metadata) -> None:
             raise ConfigError(
                 f"token {i} ({shown(meta.tokens[i])}) cannot be added as a whole token"
             )
+
+
+def _control_ids(meta: _Metadata) -> list[int]:
+    """List the special tokens: control tokens, and markers that begin or end a text or a turn.
+
+    Some files give the latter another type; llama.cpp and transformers read them as special, too.
+    """
+    ends = [meta.token_id(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom")]
+    named = {i for i in ends if i is not None and _MARKER.fullmatch(meta.tokens[i])}
+    written = {
+        i
+        for i in meta.of_type(TokenType.NORMAL, TokenType.USER_DEFINED)
+        if i in named or meta.tokens[i] in _END_OF_TURN
+    }
+    return sorted({*meta.of_type(TokenType.CONTROL, TokenType.UNKNOWN), *written})
 
 
 def _named_tokens(meta: _Metadata) -> dict[str, str]:
@@ -342,7 +359,7 @@ def _end_ids(meta: _Metadata, templates: Mapping[str, str]) -> tuple[int, ...]:
     written = "".join(templates.values())
     marks = [
         i
-        for i in meta.of_type(TokenType.CONTROL)
+        for i in _control_ids(meta)
         if meta.tokens[i] in _END_OF_TURN and meta.tokens[i] in written
     ]
     return tuple(dict.fromkeys([i for i in named if i is not None] + marks))

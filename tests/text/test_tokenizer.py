@@ -372,3 +372,16 @@ def test_a_key_that_changes_the_ids_is_refused(key, byte_level_metadata):
         load_tokenizer(byte_level_metadata(**{key: value}))
     off: object = [] if is_list else False
     assert load_tokenizer(byte_level_metadata(**{key: off})).encode("a b")
+
+
+@pytest.mark.parametrize("kind", [1, 4])
+def test_markers_of_the_wrong_type_are_special(byte_level_metadata, byte_level, kind):
+    """Some .gguf files call the tokens that end a turn normal or user-defined."""
+    metadata = byte_level_metadata()
+    metadata["tokenizer.ggml.token_type"] = [kind] * 3 + metadata["tokenizer.ggml.token_type"][3:]
+    metadata["tokenizer.chat_template"] = "{{ messages[0].content }}<|im_end|>"
+    tokenizer = load_tokenizer(metadata)
+    text = "<|endoftext|>a<|im_end|>"
+    assert tokenizer.encode(text) == byte_level.encode(text) == [0, byte_level.encode("a")[0], 2]
+    assert tokenizer.decode(tokenizer.encode(text)) == "a"
+    assert tokenizer.eos_token_ids == (2,)
