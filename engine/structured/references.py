@@ -10,7 +10,6 @@ import enum
 import re
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote, urldefrag, urljoin
 
 from engine.checks import shown
 
@@ -43,6 +42,9 @@ _LISTS = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
 _MAPS = frozenset(
     ["$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"]
 )
+
+
+_URI = re.compile(r"([^:/?#]+:)?(//[^/?#]*)?([^?#]*)(\?[^#]*)?(#.*)?", re.DOTALL)
 
 
 class SchemaError(ValueError):
@@ -171,14 +173,14 @@ class Document:
 
     def _resolve(self, of: Subschema, reference: str, keyword: str) -> tuple[Subschema, str]:
         """Return the schema and, if the reference names one, the anchor."""
-        uri, fragment = urldefrag(_joined(of.base, reference))
+        uri, _, fragment = _joined(of.base, reference).partition("#")
         root = self._resources.get(uri)
         if root is None:
             raise of.error(
                 f"{keyword} {shown(reference)} refers to a document that is not in the schema; "
                 "remote schemas are not fetched"
             )
-        fragment = unquote(fragment)
+        fragment = _decoded(fragment)
         if fragment and not fragment.startswith("/"):
             anchor = self._anchors.get((uri, fragment))
             if anchor is None:
@@ -242,17 +244,17 @@ class Document:
                 self._recursive.add(schema.base)
 
     def _identify(self, schema: Subschema, name: str) -> None:
-        uri, fragment = urldefrag(_joined(schema.base, name))
+        uri, _, fragment = _joined(schema.base, name).partition("#")
         if name.startswith("#"):  # an anchor, in drafts before 2019-09
             if fragment:
-                self._anchor(schema, unquote(fragment))
+                self._anchor(schema, _decoded(fragment))
         elif uri != schema.base or fragment:
             if uri in self._resources:
                 raise schema.error(f"two schemas have the $id {shown(uri)}")
             schema.base = uri
             self._resources[uri] = schema
             if fragment:
-                self._anchor(schema, unquote(fragment))
+                self._anchor(schema, _decoded(fragment))
 
     def _anchor(self, schema: Subschema, name: str) -> None:
         if self._anchors.setdefault((schema.base, name), schema) is not schema:
@@ -284,13 +286,56 @@ def _draft(schema: Subschema, name: object) -> Draft:
 
 
 def _joined(base: str, reference: str) -> str:
-    """Return the URI of a reference; fragments also work with bases such as "urn:a"."""
-    if reference.startswith("#"):
-        return base + reference
-    try:
-        return urljoin(base, reference)
-    except ValueError as error:
-        raise SchemaError(f"{shown(reference)} is no URI reference ({error})") from None
+    """Return the URI of a reference, by section 5.2 of RFC 3986.
+
+    Examples
+    --------
+    >>> _joined("http://a/b/c?d", "../e#f"), _joined("urn:a", "#f"), _joined("", "b")
+    ('http://a/e#f', 'urn:a#f', 'b')
+    """
+    scheme, authority, path, query, fragment = _parts(reference)
+    if not scheme:
+        scheme, base_authority, base_path, base_query, _ = _parts(base)
+        if not authority:
+            authority = base_authority
+            if not path:
+                path = base_path
+                query = query or base_query
+            elif not path.startswith("/"):
+                path = base_path[: base_path.rfind("/") + 1] + path
+                path = path if path.startswith("/") or not authority else "/" + path
+    return scheme + authority + _without_dots(path) + query + fragment
+
+
+def _parts(uri: str) -> tuple[str, str, str, str, str]:
+    """Return scheme, authority, path, query and fragment of a URI, with their delimiters."""
+    found = _URI.fullmatch(uri)
+    assert found is not None  # the expression matches every text
+    scheme, authority, path, query, fragment = found.groups(default="")
+    return scheme, authority, path, query, fragment
+
+
+def _without_dots(path: str) -> str:
+    """Return a path without "." and ".." segments, if it is absolute."""
+    if not path.startswith("/"):
+        return path
+    kept: list[str] = []
+    steps = path.split("/")[1:]
+    for i, step in enumerate(steps):
+        if step == "..":
+            del kept[-1:]
+        elif step != ".":
+            kept.append(step)
+        if step in (".", "..") and i == len(steps) - 1:
+            kept.append("")
+    return "/" + "/".join(kept)
+
+
+def _decoded(fragment: str) -> str:
+    """Return a fragment with its percent-encoded bytes decoded."""
+    data = fragment.encode("utf-8", "replace")
+    decoded = re.sub(rb"%([0-9A-Fa-f]{2})", lambda found: bytes([int(found[1], 16)]), data)
+    return decoded.decode("utf-8", "replace")
 
 
 def _escaped(step: str | int) -> str:
