@@ -180,7 +180,8 @@ class ChatService:
         # Render first: if the template ignores tools, that error is the more useful one.
         prompt = await asyncio.to_thread(self.render, body)
         check_num_tokens(len(prompt["prompt_token_ids"]), "messages", self.client)
-        tools, overrides, options = self._tools(body)
+        continued = body.messages[-1].text if body.continue_final_message else ""
+        tools, overrides, options = self._tools(body, continued)
         markers = tools().markers if tools is not None else ()
         if self.reasoning_parser is not None:
             markers += reasoning.MARKERS
@@ -198,7 +199,7 @@ class ChatService:
                 self.reasoning_parser,
                 prompt["prompt"],
                 tools,
-                continued=body.messages[-1].text if body.continue_final_message else "",
+                continued=continued,
             )
         return ChatRequest(
             request_id,
@@ -256,9 +257,12 @@ class ChatService:
         return given
 
     def _tools(
-        self, body: ChatCompletionRequest
+        self, body: ChatCompletionRequest, continued: str
     ) -> tuple[Callable[[], ToolParser] | None, dict[str, Any], dict[str, Any]]:
-        """Return the tool parser and the tool fields of `SamplingParams` and `ChatRequest`."""
+        """Return the tool parser and the tool fields of `SamplingParams` and `ChatRequest`.
+
+        `continued` is the text of the message that the answer continues, if any.
+        """
         named = required_tool(body)
         if not body.tools or body.tool_choice == "none":
             return None, {}, {}
@@ -279,7 +283,15 @@ class ChatService:
                 'start the server with --tool-call-parser, or give tool_choice "required"'
             )
             raise APIError(400, message, param="tools")
-        make = functools.partial(tool_parsers.get, self.tool_parser, names)
+        is_thought = False
+        if self.reasoning_parser is not None:
+            is_thought, continued = reasoning.last_text(continued)
+        make = functools.partial(
+            tool_parsers.get,
+            self.tool_parser,
+            names,
+            follows_text=not is_thought and bool(continued.strip()),
+        )
         return make, {}, options
 
 

@@ -56,6 +56,11 @@ class TextGate:
     White space around a block is kept between two texts, and dropped where there is none before or
     after it. Trailing white space is held back until more text follows.
 
+    Parameters
+    ----------
+    has_text : bool
+        Whether text precedes.
+
     Examples
     --------
     >>> gate = TextGate()
@@ -63,9 +68,9 @@ class TextGate:
     ('Hello', ' you', None, '\\n\\nBye', '')
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_text: bool = False) -> None:
         self._held: list[str] = []
-        self._has_text = False  # whether anything precedes the held white space
+        self._has_text = has_text  # whether anything precedes the held white space
         self._is_after_cut = False  # whether no text has followed the last cut
 
     @property

@@ -21,7 +21,7 @@ from engine.server.tool_parsers import (
     ToolParser,
 )
 
-__all__ = ["MARKERS", "NAMES", "ReasoningParser", "detect", "get"]
+__all__ = ["MARKERS", "NAMES", "ReasoningParser", "detect", "get", "last_text"]
 
 _OPEN = "<think>"
 _CLOSE = "</think>"
@@ -288,9 +288,8 @@ def get(
             f"reasoning parser must be one of {', '.join(NAMES)}; got {name[:80]!r}{hint}"
         )
     if continued.strip():
-        _, mark, thought = continued.rpartition(_OPEN)
-        is_open = bool(mark) and _CLOSE not in thought
-        is_begun = bool(thought.strip()) and not thought.rstrip().endswith(_CLOSE)
+        is_open, text = last_text(continued)
+        is_begun = bool(text.strip()) and not text.rstrip().endswith(_CLOSE)
         return ReasoningParser(is_open, tools, is_continued=is_begun)
     if prompt is None:
         return ReasoningParser(True if name == "deepseek_r1" else None, tools)
@@ -298,6 +297,22 @@ def get(
     if end.endswith(_OPEN):
         return ReasoningParser(True, tools)
     return ReasoningParser(False if end.endswith(_CLOSE) else None, tools)
+
+
+def last_text(message: str) -> tuple[bool, str]:
+    """Return whether a message ends inside its block, and its text there: reasoning or content.
+
+    Examples
+    --------
+    >>> last_text("<think>Hm."), last_text("<think>Hm.</think>Yes"), last_text("A <think> tag")
+    ((True, 'Hm.'), (False, 'Yes'), (False, 'A <think> tag'))
+    """
+    parser = ReasoningParser(None)
+    thought, content = parser.feed(message)
+    more_thought, more_content = parser.finish()
+    if parser.is_reasoning:
+        return True, thought + more_thought
+    return False, content + more_content
 
 
 def detect(chat_template: str) -> str | None:

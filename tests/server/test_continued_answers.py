@@ -11,6 +11,7 @@ from tests.golden.text_templates import TOOLS
 from tests.lazily import lazily
 from tests.server.scripted_client import ScriptedClient
 from tests.server.serving import serve
+from tests.server.test_cut_calls import chat
 
 anthropic = lazily("anthropic")
 openai = lazily("openai")
@@ -106,6 +107,7 @@ def test_the_library(expected):
         ("<think>\nI should", " go.", "Yes."),  # the block is still open
         ("<think>\nI go.\n</think>\n\nWe", None, " go.</think>\n\nYes."),
         ("We", None, " go.</think>\n\nYes."),
+        ("The <think> tag: we", None, " go.</think>\n\nYes."),
     ],
 )
 def test_an_open_block_of_reasoning_is_continued(begun, reasoning, content):
@@ -116,3 +118,24 @@ def test_an_open_block_of_reasoning_is_continued(begun, reasoning, content):
         found = httpx.post(url, json={"messages": messages, **CONTINUE}).json()
     message = found["choices"][0]["message"]
     assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+
+
+def test_white_space_around_a_call_separates_texts():
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    answers = []
+    client = ScriptedClient(TOOLS, lambda prompt, params: answers[-1])
+    with (
+        serve(lambda: client, ServerConfig(access_log=False)) as server,
+        httpx.Client(base_url=server.url, timeout=20) as http,
+    ):
+        for begun, end, content in (
+            ("One.", "", "\n\nTwo."),
+            ("<think>\nHm.\n</think>\n\nOne.", "", "\n\nTwo."),
+            ("<think>\nHm.\n</think>\n\n", "", "Two."),  # no text precedes the call
+            ("<think>\nHm.", "</think>", "Two."),
+        ):
+            answers.append(f"{end}\n{call}\nTwo.")
+            messages = [QUESTION, {"role": "assistant", "content": begun}]
+            for stream in (False, True):
+                found = chat(http, stream, messages=messages, **CONTINUE)
+                assert found == [(content, [("add", "{}")], "tool_calls")]

@@ -253,7 +253,7 @@ def test_tools_and_tool_choice():
     assert [t["function"]["name"] for t in template_tools(body.tools)] == ["add", "sub"]
     assert required_tool(body).name == "sub"
     assert required_tool(_chat(tools=[_tool()], tool_choice="required")) is None
-    assert "maxItems" not in tools_schema(body.tools, one_call=False)
+    assert tools_schema(body.tools, one_call=False)["maxItems"] == 128
     assert tools_schema(body.tools, one_call=True)["maxItems"] == 1
 
 

@@ -242,6 +242,22 @@ def test_nothing_of_a_forced_list_is_content():
             assert summary(collect(events + parser.finish())) == ("", calls)
 
 
+def test_nothing_beyond_the_limits_of_a_forced_list_is_content():
+    one = '{"name": "f", "arguments": {}}'
+    deep = '{"a": ' * 70 + "1" + "}" * 70
+    for text, calls in (
+        (f"[{', '.join([one] * 130)}]", [("f", "{}")] * 128),
+        (f'[{one}, {{"name": "f", "arguments": {deep}}}]', [("f", "{}"), ("f", deep[: 6 * 63])]),
+    ):
+        for pieces in ([text], text):
+            parser = tool_parsers.CallListParser({"f"})
+            events = [event for piece in pieces for event in parser.feed(piece)]
+            parsed = collect(events + parser.finish())
+            assert parsed.content == ""
+            found = [(call.name, call.arguments[: 6 * 63]) for call in parsed.tool_calls]
+            assert found == calls
+
+
 @pytest.mark.parametrize("text", ["Hello", " Hm. [TOOL_CALLS][", "[1]", "{}"])
 def test_what_is_no_list_stays_as_it_is(text):
     for pieces in ([text], text):

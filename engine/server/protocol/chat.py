@@ -21,6 +21,7 @@ from engine.server.protocol.common import (
 )
 from engine.server.protocol.errors import APIError
 from engine.server.protocol.logprobs import ChatLogprobs, PromptLogprob
+from engine.server.tool_parsers import MAX_CALLS
 from engine.structured.references import OWN_DOCUMENT
 
 __all__ = [
@@ -422,7 +423,7 @@ def tools_schema(tools: Sequence[Tool], *, one_call: bool) -> dict[str, Any]:
         for i, tool in enumerate(tools)
     ]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    return schema | ({"maxItems": 1} if one_call else {})
+    return schema | {"maxItems": 1 if one_call else MAX_CALLS}
 
 
 # ---- streaming

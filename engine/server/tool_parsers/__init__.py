@@ -13,6 +13,7 @@ import difflib
 from collections.abc import Collection
 
 from engine.errors import ConfigError
+from engine.server.tool_parsers._parser import MAX_CALLS
 from engine.server.tool_parsers.events import (
     Event,
     ParsedText,
@@ -31,6 +32,7 @@ from engine.server.tool_parsers.llama3_json import Llama3JsonParser
 from engine.server.tool_parsers.mistral import CallListParser, MistralParser
 
 __all__ = [
+    "MAX_CALLS",
     "NAMES",
     "CallListParser",
     "Event",
@@ -61,7 +63,9 @@ NAMES = tuple(_PARSERS)
 _OTHER_FORMATS = ("<function=", "<arg_key>", "<parameter=")
 
 
-def get(name: str, names: Collection[str] | None = None) -> ToolParser:
+def get(
+    name: str, names: Collection[str] | None = None, *, follows_text: bool = False
+) -> ToolParser:
     """Return a new parser for one answer.
 
     Parameters
@@ -70,6 +74,9 @@ def get(name: str, names: Collection[str] | None = None) -> ToolParser:
         One of `NAMES`.
     names : collection of str, optional
         Functions defined by the request; a call to any other function is text. None: allow all.
+    follows_text : bool
+        Whether the answer continues a message with text, so that white space before a first call
+        separates texts.
 
     Raises
     ------
@@ -87,7 +94,10 @@ def get(name: str, names: Collection[str] | None = None) -> ToolParser:
         near = difflib.get_close_matches(name[:80], NAMES, n=1)
         hint = f". Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"tool parser must be one of {', '.join(NAMES)}; got {name[:80]!r}{hint}")
-    return _PARSERS[name](names)
+    parser = _PARSERS[name](names)
+    if follows_text:
+        parser.follow_text()
+    return parser
 
 
 def detect(chat_template: str) -> str | None:

@@ -49,6 +49,10 @@ class StateParser:
         self._held: list[str] = []  # text unless a call follows
         self._state: Callable[[str, int, bool], int] = self._in_text
 
+    def follow_text(self) -> None:
+        """Begin after text of the same message, so white space around a first call is kept."""
+        self._gate = TextGate(has_text=True)
+
     def feed(self, delta: str) -> list[Event]:
         """Feed text; return the events that later text can no longer change."""
         self._run(self._pending + delta, is_last=False)

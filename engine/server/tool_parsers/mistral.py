@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Collection
@@ -9,7 +10,13 @@ from collections.abc import Callable, Collection
 from engine.server.markers import Markers
 from engine.server.tool_parsers._parser import MAX_CALLS, StateParser
 from engine.server.tool_parsers.call_reader import ArgumentsReader, is_tool_name
-from engine.server.tool_parsers.events import Event, ToolCallStart, random_id
+from engine.server.tool_parsers.events import (
+    Event,
+    TextDelta,
+    ToolCallEnd,
+    ToolCallStart,
+    random_id,
+)
 
 __all__ = ["CallListParser", "MistralParser"]
 
@@ -125,7 +132,8 @@ class MistralParser(StateParser):
 class CallListParser(MistralParser):
     """Reads an answer that is constrained to a JSON array of calls.
 
-    The array is not content: if the text ends before a call's arguments, the call is dropped.
+    The array is not content: if the text ends before a call's arguments, the call is dropped, and a
+    call that is nested too deeply ends there, incomplete.
     """
 
     markers: tuple[str, ...] = ()
@@ -158,3 +166,13 @@ class CallListParser(MistralParser):
             self._reader = None
         self._held.clear()
         return super().finish()
+
+    def _take_events(self) -> list[Event]:
+        events = super()._take_events()
+        if not self._num_calls:  # no list so far
+            return events
+        return [
+            dataclasses.replace(e, is_damaged=False) if isinstance(e, ToolCallEnd) else e
+            for e in events
+            if not isinstance(e, TextDelta)
+        ]
