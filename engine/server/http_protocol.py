@@ -14,6 +14,7 @@ pipelined requests without a bound. Here
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
 import secrets
@@ -40,7 +41,8 @@ _MAX_TARGET = 8192  # bytes of a request's target
 _MAX_BUFFERED = 1 << 16  # bytes of a body that the application has not taken, before reading pauses
 _SLICE = 4096  # bytes of a chunked body that are parsed between two checks
 _MAX_FRAMING = 8  # bytes of framing per byte of a chunked body: a chunk of one byte has 5
-_MAX_STARTS = 32  # requests that begin in one round of the event loop
+_MAX_STEPS = 32  # in one round of the event loop; see `_Rounds`
+_URGENT = tuple(f"GET {path} ".encode("ascii") for path in ALWAYS_SERVED)
 _SURPLUS_SECONDS = 2.0  # a surplus connection's time to send its request
 _LINGER_SECONDS = 2.0  # time for a client to read an answer before it has sent all of its request
 _RETRY = {"Retry-After": "1"}
@@ -50,6 +52,39 @@ _IDLE, _RECEIVING, _ANSWERING, _LINGERING, _CLOSED = range(5)
 _ESCAPE = re.compile(rb"%([0-9A-Fa-f]{2})")
 
 _log = logging.getLogger("engine.server.http")
+
+
+class _Rounds:
+    """Steps of all connections (parse a request, begin to answer it), taken in rounds.
+
+    Thousands of requests may arrive at once. The event loop would read and answer them all before
+    it looked at any other connection; here it does so after each round.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[Callable[[], None]] = deque()
+        self._is_scheduled = False
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether more steps wait than a round takes."""
+        return len(self._steps) > _MAX_STEPS
+
+    def add(self, loop: asyncio.AbstractEventLoop, step: Callable[[], None]) -> None:
+        """Take a step after all earlier ones."""
+        self._steps.append(step)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            loop.call_soon(self._take, loop)
+
+    def _take(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._is_scheduled = False
+        steps = [self._steps.popleft() for _ in range(min(len(self._steps), _MAX_STEPS))]
+        if self._steps:
+            self._is_scheduled = True
+            loop.call_soon(self._take, loop)
+        for step in steps:
+            step()
 
 
 class _HttpConnection(asyncio.Protocol):
@@ -63,7 +98,7 @@ class _HttpConnection(asyncio.Protocol):
 
     settings: ServerConfig  # set by `http_protocol`
     pool: ConnectionPool
-    _starts: deque[tuple[_HttpConnection, Exchange]]  # requests of all connections
+    _rounds: _Rounds
 
     def __init__(
         self,
@@ -134,6 +169,11 @@ class _HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._phase == _ANSWERING or self._held:
             self._hold(data)
+        elif self._phase == _IDLE and self._rounds.is_crowded and not data.startswith(_URGENT):
+            self._held += data
+            self.pool.serve(self)  # it is the client that waits
+            self._transport.pause_reading()
+            self._rounds.add(self._loop, self._feed_queued)
         else:
             self._feed(data)
 
@@ -259,6 +299,12 @@ class _HttpConnection(asyncio.Protocol):
             if self._exchange is not None:
                 self._exchange.keep_alive = False
 
+    def _feed_queued(self) -> None:
+        if self._phase == _IDLE and not self._transport.is_closing():
+            self.pool.wait(self)
+            self._transport.resume_reading()
+            self._feed_held()
+
     def _feed_held(self) -> None:
         data = bytes(self._held)
         self._held.clear()
@@ -350,22 +396,12 @@ class _HttpConnection(asyncio.Protocol):
         if is_open:
             self._start(exchange)
         else:
-            self._starts.append((self, exchange))
-            if len(self._starts) == 1:
-                self._loop.call_soon(self._start_some)
+            self._rounds.add(self._loop, functools.partial(self._start, exchange))
 
     def _start(self, exchange: Exchange) -> None:
         task = self._loop.create_task(exchange.run(self._app))
         self._server_state.tasks.add(task)
         task.add_done_callback(self._server_state.tasks.discard)
-
-    def _start_some(self) -> None:
-        """Start the oldest requests of all connections; those of other rounds may come between."""
-        for _ in range(min(len(self._starts), _MAX_STARTS)):
-            connection, exchange = self._starts.popleft()
-            connection._start(exchange)
-        if self._starts:
-            self._loop.call_soon(self._start_some)
 
     def _scope(self, version: str) -> Scope:
         transport = self._transport
@@ -578,6 +614,6 @@ def http_protocol(
     namespace = {
         "settings": config,
         "pool": pool or ConnectionPool(config.max_connections),
-        "_starts": deque(),
+        "_rounds": _Rounds(),
     }
     return type("HttpConnection", (_HttpConnection,), namespace)

@@ -22,6 +22,7 @@ _MAX_CONNECTIONS = 8192  # the server's default
 _NUM_OTHERS = 16  # connections of those that ask for /health
 _NUM_AT_ONCE = 10_000
 _SECONDS = 12.0  # of slow connections
+_NUM_PARTS = 20
 _SPARE_FILES = 256
 _BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
 _REQUEST = (
@@ -138,10 +139,11 @@ def _slow(target: Target, count: int, seconds: float) -> list[Figure]:
                 if client is not None:
                     client.part = SLOW[number % len(SLOW)][1]
                     client.send(SLOW[number % len(SLOW)][0])
-            for client in kept:
-                client.send(client.part)
             clients = kept + list(new)
-            await asyncio.sleep(0.2)
+            for first in range(_NUM_PARTS):  # each once a second, not all at the same time
+                for client in kept[first::_NUM_PARTS]:
+                    client.send(client.part)
+                await asyncio.sleep(1 / _NUM_PARTS)
         for client in clients:
             if client is not None:
                 client.transport.abort()

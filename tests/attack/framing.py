@@ -12,7 +12,7 @@ from tests.attack.figures import Figure
 from tests.attack.target import Target
 
 _SECONDS = 3.0  # of each stream
-_LIMIT_MB = 16  # of growth: what the allocator keeps of ordinary buffers
+_LIMIT_MB = 4  # of growth: what the allocator keeps of ordinary buffers
 _BLOCK = 1 << 16
 _CHUNKED = b"%b HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 _LONG = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000000\r\n\r\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -443,6 +444,39 @@ def test_only_the_surplus_is_refused_and_health_is_always_answered():
         assert {tuple(statuses(read_all(connection))) for connection in silent} == {(503,)}
         for connection in served + silent:
             connection.close()
+
+
+def test_requests_that_come_at_once_are_all_answered_and_health_first():
+    """More than a round takes, on connections that were open before."""
+    number = 6 * http_protocol._MAX_STEPS
+    with serve(lambda: CannedClient("ok")) as server:
+        connections = [connect(server) for _ in range(number)]
+        post = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+        for _ in range(2):
+            for connection in connections:
+                connection.sendall(post)
+            assert statuses(ask(server, GET + CLOSE + b"\r\n")) == [200]
+            for connection in connections:
+                assert statuses(read_answer(connection)) == [200]
+        assert len(server.client.requests) == 2 * number
+        for connection in connections:
+            connection.close()
+
+
+def test_steps_are_taken_in_rounds_in_their_order():
+    rounds = http_protocol._Rounds()
+    taken = []
+    loop = asyncio.new_event_loop()
+    for number in range(100):
+        rounds.add(loop, lambda number=number: taken.append(number))
+    assert rounds.is_crowded
+    seen = []
+    while len(taken) < 100:
+        loop.call_soon(loop.stop)
+        loop.run_forever()
+        seen.append(len(taken))
+    loop.close()
+    assert taken == list(range(100)) and seen == [32, 64, 96, 100]
 
 
 class _Client:
