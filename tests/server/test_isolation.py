@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 
 import httpx
 import pytest
 
 from engine.async_engine import AsyncEngine
+from engine.sampling_params import SamplingParams
 from engine.server.auth import KeyRing
 from engine.server.server_config import ServerConfig, key_hash
 from tests.e2e.tiny import make_engine, tiny_model
@@ -139,15 +142,24 @@ def test_the_watch_page_shows_a_key_its_own_prefixes():
         assert len(_watched(server, B)["tree"]["nodes"]) == 4
 
 
-def test_snapshots_list_the_requests_of_a_salt():
+def test_snapshots_list_the_requests_of_a_salt(monkeypatch):
+    engine = make_engine(tiny_model())
+    step = engine.step
+    long = SamplingParams(max_tokens=150, ignore_eos=True)
+
+    def slow():  # no request may end before it has been seen
+        time.sleep(0.02)
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow)
+
     async def main(address):
         async with connected(address) as client:
             streams = [
-                client.generate(PROMPT, request_id=name, cache_salt=salt)
+                client.generate(PROMPT, long, request_id=name, cache_salt=salt)
                 for name, salt in (("one", "a/1"), ("two", "b"), ("three", None))
             ]
-            for stream in streams:
-                await anext(stream)
+            await asyncio.gather(*(anext(stream) for stream in streams))
             found = [
                 sorted(request["id"] for request in (await client.snapshot(prefix))["requests"])
                 for prefix in ("a", "b", "c", None)
@@ -156,7 +168,7 @@ def test_snapshots_list_the_requests_of_a_salt():
                 await stream.aclose()
             return found
 
-    with served(make_engine(tiny_model())) as (_, address):
+    with served(engine) as (_, address):
         assert run(main(address)) == [["one"], ["two"], [], ["one", "three", "two"]]
 
 
