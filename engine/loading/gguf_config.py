@@ -174,6 +174,8 @@ def _implied(config: ModelConfig, family: Family) -> dict[str, tuple[Any, ...]]:
         "rope.dimension_count": (config.rope.rotary_dim,),
         "rope.dimension_count_swa": (local.rotary_dim,),
         "rope.freq_base_swa": (local.theta,),
+        "rope.global.freq_base": (config.rope.theta,),
+        "rope.local.freq_base": (local.theta,),
     }
     if family.gguf_interleaved_rope:
         implied["tensor_data_layout"] = ("Meta AI original pth", "")
@@ -201,7 +203,11 @@ def _renamed(keys: _Keys, family: Family) -> tuple[dict[str, Any], dict[str, str
         if isinstance(family.moe.renormalize, str):
             table[family.moe.renormalize] = "expert_weights_norm"
     metadata = keys.file.metadata
-    values = {key: keys.get(name) for key, name in table.items() if keys.name(name) in metadata}
+    values = {
+        key: _of_all_layers(keys.get(name))
+        for key, name in table.items()
+        if keys.name(name) in metadata
+    }
     values |= {key: metadata[name] for key, name in _TOKEN_KEYS.items() if name in metadata}
     names = {key: keys.name(name) for key, name in table.items()} | _TOKEN_KEYS
     ends = [metadata[key] for key in _EOS_KEYS if key in metadata]
@@ -209,7 +215,8 @@ def _renamed(keys: _Keys, family: Family) -> tuple[dict[str, Any], dict[str, str
     # head, heads of hidden_size / heads.
     for key in ("bos_token_id", "num_key_value_heads", "head_dim"):
         values.setdefault(key, None)
-    values.setdefault("rope_theta", 10000.0)
+    if "rope_theta" not in values:
+        values["rope_theta"] = keys.get("rope.global.freq_base") or 10000.0
     if keys.get(table[family.eps_key]) is None:
         raise keys.error(table[family.eps_key], "a number")
     if family.multipliers:
@@ -220,6 +227,13 @@ def _renamed(keys: _Keys, family: Family) -> tuple[dict[str, Any], dict[str, str
         "layer_types": keys.name("attention.sliding_window_pattern"),
         "sliding_window": keys.name("attention.sliding_window"),
     }
+
+
+def _of_all_layers(value: Any) -> Any:
+    """Return the one value of a list that holds it once a layer; any other value as it is."""
+    if isinstance(value, list) and value and all(one == value[0] for one in value):
+        return value[0]
+    return value
 
 
 def _from_tensors(file: GgufFile, family: Family) -> dict[str, Any]:
@@ -307,8 +321,9 @@ def _attention_scale(values: Mapping[str, Any]) -> dict[str, Any]:
 def _rope(keys: _Keys, family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rope settings under config.json keys: scaling, frequency factors, rotary dim."""
     result = _scaling(keys, values, family)
-    if family.local_rope and (base := keys.get("rope.freq_base_swa")) is not None:
-        result["rope_local_base_freq"] = base
+    if family.local_rope:
+        base = keys.get("rope.freq_base_swa") or keys.get("rope.local.freq_base")
+        result |= {} if base is None else {"rope_local_base_freq": base}
     head_dim = _head_dim(values)
     rotary = keys.get("rope.dimension_count")
     if rotary is None:
@@ -363,7 +378,7 @@ def _scaling(keys: _Keys, values: Mapping[str, Any], family: Family) -> dict[str
     elif kind == "yarn":
         scaling = {
             "rope_type": kind,
-            "factor": factor,
+            "factor": 1.0 if factor is None else factor,
             "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
             "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
             "truncate": family.defaults.get("rope_parameters", {}).get("truncate"),

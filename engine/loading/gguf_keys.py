@@ -110,6 +110,8 @@ MODEL_KEYS: Mapping[str, tuple[Any, ...]] = {
     "rope.freq_base": (),
     "rope.freq_base_swa": (),
     "rope.freq_base_per_layer": _OFF,
+    "rope.global.freq_base": (),  # Ollama's names of freq_base and freq_base_swa in Gemma 3
+    "rope.local.freq_base": (),
     "rope.scale_linear": _FACTOR,
     "rope.scaling.type": ("none",),
     "rope.scaling.factor": _FACTOR,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import ChainMap
 from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ import numpy as np
 from engine.checks import warn_once
 from engine.config import ModelConfig
 from engine.dtypes import FLOAT_NAMES
-from engine.errors import ConfigError
+from engine.errors import ConfigError, WeightsError
 from engine.loading._fields import Fields
 from engine.loading.config_keys import refuse_unread
 from engine.loading.gguf import GgufFile
 from engine.loading.moe_config import moe_config
 from engine.loading.quantized.scheme import scheme_of
 from engine.loading.rope_config import MAX_POSITIONS, rope_configs, scaled_max_position
-from engine.loading.safetensors import open_safetensors
+from engine.loading.safetensors import open_model, open_safetensors
 from engine.model_files import is_present, read_json
 from engine.models.family import Family
 from engine.models.registry import family
@@ -86,6 +87,8 @@ _GGUF_SAMPLING = {
 }
 _ONLY_THE_BEST = 1e-9  # as a top_p, which must be above 0 in `SamplingParams`
 
+_ROWS_COMPARED = 1024  # rows of two matrices compared at a time
+
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _ACTIVATIONS = {
@@ -108,7 +111,35 @@ def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
     key = "torch_dtype" if values.get("dtype") is None else "dtype"
     if values.get(key) == "auto":
         more[key] = _stored_dtype(path)
-    return config_from_dict({**values, **more}, str(path / "config.json"))
+    config = config_from_dict({**values, **more}, str(path / "config.json"))
+    if config.tie_word_embeddings and _has_own_output(path):
+        warn_once(
+            f"{path}: the output layer is not tied to the embedding, since the checkpoint has "
+            "another lm_head.weight; tie_word_embeddings should be false"
+        )
+        return replace(config, tie_word_embeddings=False)
+    return config
+
+
+def _has_own_output(directory: Path) -> bool:
+    """Tell whether an output layer is stored beside the embedding, with other values."""
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    if not any(directory.glob("*.safetensors")):
+        return False
+    try:
+        checkpoint = open_model(directory)
+    except WeightsError:  # reported when the weights are loaded
+        return False
+    if not all(one in checkpoint and checkpoint.dtype(one) in _STORED_DTYPES for one in names):
+        return False
+    shape = checkpoint.shape(names[0])
+    if len(shape) != 2 or checkpoint.shape(names[1]) != shape:
+        return False
+    for first in range(0, shape[0], _ROWS_COMPARED):
+        embed, output = (checkpoint.read(one, first, first + _ROWS_COMPARED) for one in names)
+        if not np.array_equal(embed.astype(np.float32), output.astype(np.float32)):
+            return True
+    return False
 
 
 def config_from_dict(values: Mapping[str, Any], where: str = "config") -> ModelConfig:

@@ -19,7 +19,7 @@ from engine.config import ModelConfig
 from engine.device import to_numpy
 from engine.errors import WeightsError
 from engine.loading.hf_config import load_hf_config
-from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile, open_safetensors
+from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile, open_model
 from engine.loading.safetensors_writer import SafetensorsWriter
 from engine.loading.weight_memory import is_quantized
 from engine.loading.weight_table import Placement, place_tensors
@@ -111,7 +111,7 @@ def plan_folder(source: Path, form: Format, ignore: Sequence[str] = ()) -> Folde
     """
     _refuse_quantized(source)
     config = load_hf_config(source)
-    checkpoint = open_safetensors(source)
+    checkpoint = open_model(source)
     found = {name: checkpoint.shape(name) for name in checkpoint.names()}
     table = family(config.model_type).names
     places: dict[str, list[Placement]] = {}

@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -29,6 +29,7 @@ __all__ = [
     "SafetensorsFile",
     "TensorInfo",
     "map_file",
+    "open_model",
     "open_safetensors",
 ]
 
@@ -104,6 +105,10 @@ class SafetensorsFile:
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
+
+    def rename(self, new_name: Callable[[str], str]) -> None:
+        """Give every tensor the name `new_name(name)`; no two may become equal."""
+        self.tensors = {new_name(name): info for name, info in self.tensors.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of tensor `name`."""
@@ -208,6 +213,12 @@ class SafetensorsDirectory:
     def __contains__(self, name: str) -> bool:
         return name in self._home
 
+    def rename(self, new_name: Callable[[str], str]) -> None:
+        """Give every tensor the name `new_name(name)`; no two may become equal."""
+        for shard in set(self._home.values()):
+            shard.rename(new_name)
+        self._home = {new_name(name): shard for name, shard in self._home.items()}
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of tensor `name`."""
         return self._home[name].shape(name)
@@ -260,6 +271,20 @@ def open_safetensors(directory: str | PathLike[str]) -> SafetensorsFile | Safete
             f"{', ...' if len(found) > 4 else ''} (the index is missing: download it too)"
         )
     raise _no_weights(root)
+
+
+def open_model(directory: str | PathLike[str]) -> SafetensorsFile | SafetensorsDirectory:
+    """Open a model's checkpoint: `open_safetensors`, with all names below "model.".
+
+    Models without an output layer, such as those for embeddings, may be saved without the "model."
+    in front of their tensors' names.
+    """
+    checkpoint = open_safetensors(directory)
+    if "embed_tokens.weight" in checkpoint and not any(
+        name.startswith("model.") for name in checkpoint.names()
+    ):
+        checkpoint.rename(lambda name: name if name.startswith("lm_head.") else f"model.{name}")
+    return checkpoint
 
 
 def _no_weights(root: Path) -> WeightsError:

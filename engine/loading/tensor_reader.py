@@ -16,7 +16,7 @@ from engine.loading.quantized.mxfp4 import dequantize_mxfp4, read_mxfp4_experts
 from engine.loading.quantized.reader import QuantizedCheckpoint
 from engine.loading.quantized.rows import QuantizedRows
 from engine.loading.quantized.scheme import load_scheme
-from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile, open_safetensors
+from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile, open_model
 from engine.loading.weight_table import Placement, place_tensors
 from engine.model_files import is_present
 from engine.models.registry import family
@@ -53,7 +53,7 @@ class TensorReader:
             self.checkpoint = QuantizedCheckpoint(GgufFile(source))
         else:
             scheme = load_scheme(source) if is_present(source / "config.json") else None
-            self.checkpoint = QuantizedCheckpoint(open_safetensors(source), scheme)
+            self.checkpoint = QuantizedCheckpoint(open_model(source), scheme)
         self._config = config
         self._names = kind.gguf_names if is_gguf else kind.names
         self._is_interleaved = kind.gguf_interleaved_rope if is_gguf else kind.interleaved_rope

@@ -259,3 +259,32 @@ def test_the_factor_on_cos_and_sin(tmp_path):
     wanted = logits(plain, replace(config, rope=replace(config.rope, attention_factor=1.5)))
     np.testing.assert_array_equal(logits(tmp_path / "0.gguf"), wanted)
     assert np.abs(wanted - logits(plain)).max() > 0.1 * wanted.std()
+
+
+def test_yarn_without_a_factor_scales_nothing(tmp_path):
+    """As llama.cpp reads it; config.json's default is the quotient of both lengths."""
+    metadata = {
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.original_context_length": 32,
+    }
+    got = logits(llama_gguf(tmp_path / "m.gguf", metadata))
+    np.testing.assert_allclose(got, logits(llama_gguf(tmp_path / "plain.gguf")), rtol=1e-5)
+
+
+def test_sizes_may_be_given_for_each_layer():
+    keys = values_of("llama")
+    names = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+    assert config_of("llama", {**keys, **{key: [keys[key]] * 4 for key in names}}) == config_of(
+        "llama", keys
+    )
+    with pytest.raises(ConfigError, match=r"head_count_kv must be .*got \[1, 1, 2, 1\]"):
+        config_of("llama", {**keys, "attention.head_count_kv": [1, 1, 2, 1]})
+
+
+def test_ollama_names_the_bases_of_gemma_3_otherwise():
+    keys = values_of("gemma3")
+    del keys["rope.freq_base"]
+    named = {"rope.global.freq_base": 500.0, "rope.local.freq_base": 70.0}
+    config = config_of("gemma3", {**keys, **named})
+    assert config.rope_local is not None
+    assert (config.rope.theta, config.rope_local.theta) == (500.0, 70.0)

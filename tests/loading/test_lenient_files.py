@@ -210,3 +210,35 @@ def test_an_adapter_beside_the_model_is_named(make_model, caplog):
     edit(path / "adapter_config.json", peft_type="LORA")
     load_config(path)
     assert "adapter_config.json is not read" in caplog.text
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_names_without_the_model_in_front(make_model, is_sharded):
+    """As models for embeddings are saved, which have no output layer of their own."""
+    path, _, _ = make_model("llama")
+    wanted = logits(path)
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    name = "model-00001-of-00001.safetensors" if is_sharded else "model.safetensors"
+    save_file(bare, path / name)
+    if is_sharded:
+        edit(path / "model.safetensors.index.json", weight_map=dict.fromkeys(bare, name))
+    np.testing.assert_array_equal(logits(path), wanted)
+
+
+def test_another_output_layer_is_not_tied(make_model, caplog):
+    """transformers compares the stored matrices, whatever tie_word_embeddings says."""
+    path, _, tensors = make_model("llama")
+    tied = logits(path)
+    embed = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embed.copy()}, path / "model.safetensors")
+    assert load_config(path).tie_word_embeddings and not caplog.text
+    np.testing.assert_array_equal(logits(path), tied)
+    output = embed.copy()
+    output[-1] *= 2
+    save_file({**tensors, "lm_head.weight": output}, path / "model.safetensors")
+    wanted = tied.copy()
+    wanted[..., -1] *= 2
+    np.testing.assert_allclose(logits(path), wanted, rtol=1e-6)
+    assert "the output layer is not tied to the embedding" in caplog.text

@@ -27,7 +27,7 @@ INERT_KEYS = frozenset((
     *("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "enable_minmax_tuning", "lr", "parallel"),
     # Other names of keys that are read.
     *("bits", "w_bit", "group_size", "q_group_size", "format", "checkpoint_format"),
-    *("modules_to_not_convert", "ignored_layers"),
+    *("modules_to_not_convert", "ignored_layers", "method"),
     # Of one group of compressed-tensors: the tensors' own dtypes and the writer's statistics.
     *("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "block_structure", "group_size"),
     *("strategy", "symmetric", "dynamic", "actorder", "num_bits", "type", "input_activations"),
