@@ -13,7 +13,7 @@ import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -43,6 +43,7 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 _POLL_SECONDS = 0.02
 _CLOSE_SECONDS = 2  # time for connections to close after the last request
 _log = logging.getLogger("engine.server")
+_HANDSHAKE_SECONDS = 10.0  # time for a client to complete a TLS handshake
 _ERROR_SECONDS = 1.0  # time for responses to report why the engine stopped
 
 
@@ -52,6 +53,28 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, with a limit for TLS handshakes, which uvicorn leaves at asyncio's 60 s."""
+        config = self.config
+
+        def connect() -> asyncio.Protocol:
+            kind: Any = config.http_protocol_class
+            return cast(asyncio.Protocol, kind(config, self.server_state, self.lifespan.state))
+
+        await self.lifespan.startup()
+        self.servers = []
+        seconds = _HANDSHAKE_SECONDS if config.ssl else None
+        for each in sockets or ():
+            server = await asyncio.get_running_loop().create_server(
+                connect,
+                sock=each,
+                ssl=config.ssl,
+                backlog=config.backlog,
+                ssl_handshake_timeout=seconds,
+            )
+            self.servers.append(server)
+        self.started = True
 
 
 def main(config: ChildConfig, report: Report) -> None:

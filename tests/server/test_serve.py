@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -486,6 +487,20 @@ def test_tls_and_a_key_from_a_file(small, certificate, tmp_path):
     with serving(*small, "--config", str(tmp_path / "serve.toml")) as server:
         assert _tls_status(server, context) == 401
         assert _tls_status(server, context, "secret") == 200
+
+
+@pytest.mark.slow
+def test_a_tls_handshake_has_a_deadline(small, certificate):
+    """A client that connects and says nothing; uvicorn would let it wait for a minute."""
+    cert = ("--ssl-certfile", str(certificate / "cert.pem"))
+    key = ("--ssl-keyfile", str(certificate / "key.pem"))
+    with (
+        serving(*small, *cert, *key) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=30) as silent,
+    ):
+        begin = time.monotonic()
+        assert silent.recv(100) == b""
+        assert time.monotonic() - begin < 25
 
 
 def test_clients_must_have_a_certificate(small, certificate):
