@@ -269,13 +269,14 @@ class ChatService:
         one_call = body.parallel_tool_calls is False
         options = {"one_call": one_call}
         names = frozenset(tool.function.name for tool in body.tools)
+        make_id = tool_parsers.id_maker(self.tool_parser)
         if named is not None:
             schema = named.parameters or {"type": "object"}
-            parser = functools.partial(_NamedCall, named.name)
+            parser = functools.partial(_NamedCall, named.name, make_id)
             return parser, {"structured": {"json": schema}}, options | {"is_forced": True}
         if body.tool_choice == "required":
             schema = tools_schema(body.tools, one_call=one_call)
-            calls = functools.partial(tool_parsers.CallListParser, names)
+            calls = functools.partial(tool_parsers.CallListParser, names, make_id)
             return calls, {"structured": {"json": schema}}, options
         if self.tool_parser is None:
             message = (
@@ -420,8 +421,8 @@ class _NamedCall:
 
     markers: tuple[str, ...] = ()
 
-    def __init__(self, name: str) -> None:
-        self._start = ToolCallStart(0, tool_parsers.random_id(), name)
+    def __init__(self, name: str, make_id: Callable[[], str]) -> None:
+        self._start = ToolCallStart(0, make_id(), name)
         self._arguments: list[str] = []
 
     def feed(self, delta: str) -> list[Event]:

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.lazily import lazily
+from tests.server.scripted_client import ScriptedClient
 from tests.server.serving import CannedClient, serve
 
 anthropic = lazily("anthropic")
@@ -195,3 +196,28 @@ def test_blocks_are_in_the_order_of_the_text(server, http):
     answer = http.post("/v1/responses", json=body).json()
     kinds = [item["type"] for item in answer["output"]]
     assert kinds == ["message", "function_call", "message", "function_call"]
+
+
+MISTRAL = (
+    "{% for m in messages %}{% for call in m.tool_calls or [] %}{% if call.id | length != 9 %}"
+    "{{ raise_exception('ids of calls must have length 9') }}{% endif %}"
+    "[TOOL_CALLS]{{ call.function.name }}{% endfor %}{{ m.content }}{% endfor %}{{ tools }}"
+)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "named"])
+def test_a_call_may_be_sent_back(choice):
+    """Also to templates that require ids of a certain length."""
+    text = {"auto": f"[TOOL_CALLS]{LIST}", "required": LIST, "named": FIRST}[choice]
+    named = {"type": "function", "function": {"name": "add"}}
+    fields = {"tools": tools("chat"), "tool_choice": named if choice == "named" else choice}
+    client = ScriptedClient(MISTRAL, lambda prompt, params: text)
+    with serve(lambda: client) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+        url = "/v1/chat/completions"
+        messages = [{"role": "user", "content": "?"}]
+        answer = http.post(url, json={"messages": messages, **fields}).json()
+        message = answer["choices"][0]["message"]
+        first = message["tool_calls"][0]["id"]
+        messages += [message, {"role": "tool", "tool_call_id": first, "content": "3"}]
+        answer = http.post(url, json={"messages": messages, **fields})
+        assert answer.status_code == 200, answer.text

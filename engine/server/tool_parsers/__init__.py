@@ -10,7 +10,7 @@ after part of them has been streamed, the call ends with `is_damaged=True`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from engine.errors import ConfigError
 from engine.server.tool_parsers._parser import MAX_CALLS
@@ -29,7 +29,7 @@ from engine.server.tool_parsers.events import (
 )
 from engine.server.tool_parsers.hermes import HermesParser
 from engine.server.tool_parsers.llama3_json import Llama3JsonParser
-from engine.server.tool_parsers.mistral import CallListParser, MistralParser
+from engine.server.tool_parsers.mistral import CallListParser, MistralParser, short_id
 
 __all__ = [
     "MAX_CALLS",
@@ -46,6 +46,7 @@ __all__ = [
     "collect",
     "detect",
     "get",
+    "id_maker",
     "random_id",
     "settle",
 ]
@@ -98,6 +99,11 @@ def get(
     if follows_text:
         parser.follow_text()
     return parser
+
+
+def id_maker(name: str | None) -> Callable[[], str]:
+    """Return a function that makes ids of calls; `name` is the model's parser, if any."""
+    return short_id if name == "mistral" else random_id
 
 
 def detect(chat_template: str) -> str | None:

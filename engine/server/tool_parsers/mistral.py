@@ -18,7 +18,7 @@ from engine.server.tool_parsers.events import (
     random_id,
 )
 
-__all__ = ["CallListParser", "MistralParser"]
+__all__ = ["CallListParser", "MistralParser", "short_id"]
 
 _MARKER = "[TOOL_CALLS]"
 _MARKERS = Markers(_MARKER)
@@ -26,7 +26,8 @@ _HEADER_CHARS = re.compile(r"[\w.:/\[\]\s-]*")
 _HEADER = re.compile(r"\s*([\w.:/-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?")
 MAX_HEADER_CHARS = 400
 
-_short_id = functools.partial(random_id, "", 9)  # Mistral's templates require 9 characters
+short_id = functools.partial(random_id, "", 9)
+"""Return a new id as Mistral's templates require it: 9 letters and digits."""
 
 
 class MistralParser(StateParser):
@@ -35,7 +36,7 @@ class MistralParser(StateParser):
     markers: tuple[str, ...] = (_MARKER, "[CALL_ID]", "[ARGS]")
 
     def __init__(
-        self, names: Collection[str] | None = None, make_id: Callable[[], str] = _short_id
+        self, names: Collection[str] | None = None, make_id: Callable[[], str] = short_id
     ) -> None:
         super().__init__(names, make_id)
         self._num_header = 0  # characters of the function name so far
