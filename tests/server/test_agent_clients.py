@@ -214,7 +214,7 @@ def test_a_response_that_is_too_long(responses):
         ({"extra_body": {"temprature": 1}}, "did you mean 'temperature'"),
         ({"tools": [{"type": "web_search"}]}, "must be one of function"),
         ({"input": []}, "input must not be empty"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{]"}]},
          "must be a JSON object"),
     ],
 )  # fmt: skip

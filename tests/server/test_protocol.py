@@ -237,7 +237,7 @@ def test_messages_become_what_templates_read():
         ({"role": "user"}, "content must be a text"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
          r"messages\[0\].content\[0\] must be .* got type 'image_url'"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{]"}}]},
          "arguments must be a JSON object"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
          "arguments must be a JSON object"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -17,14 +15,11 @@ from engine.server.tool_parsers import (
     ToolCallStart,
     random_id,
 )
+from engine.server.tool_parsers.json_scanner import complete_values
 
 __all__ = ["MessageBuilder", "MessageObject", "TokenCount"]
 
 _Events = Iterator[dict[str, Any]]
-
-_JSON_MARKS = re.compile(r'"(?:[^"\\]|\\.)*+"|["{}\[\],]', re.DOTALL)
-_CLOSERS = {"{": "}", "[": "]"}
-_MAX_DEPTH = 64
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -170,40 +165,7 @@ class MessageBuilder:
             return
         text = "".join(self._parts)
         if block["type"] == "tool_use":
-            block["input"] = _input(text)
+            block["input"] = complete_values(text)
         else:
             block[block["type"]] = text
         yield {"type": "content_block_stop", "index": len(self.message["content"]) - 1}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Return a call's parsed arguments; of incomplete ones, the values that are complete.
-
-    Clients do the same with a stream.
-
-    Examples
-    --------
-    >>> _input('{"a": 1, "b": [2, {"c": "d'), _input("")
-    ({'a': 1, 'b': [2, {}]}, {})
-    """
-    closers: list[str] = []
-    end = 0, ""  # the last position where closing all brackets may complete the object
-    for match in _JSON_MARKS.finditer(arguments):
-        mark = match[0]
-        if mark == '"' or len(closers) > _MAX_DEPTH:  # an unfinished string
-            break
-        if mark in _CLOSERS:
-            closers.append(_CLOSERS[mark])
-            end = match.end(), "".join(reversed(closers))
-        elif mark == ",":
-            end = match.start(), "".join(reversed(closers))
-        elif mark in "}]" and closers:
-            closers.pop()
-    for text in (arguments + "".join(reversed(closers)), arguments[: end[0]] + end[1]):
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(found, dict):
-            return found
-    return {}

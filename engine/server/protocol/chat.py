@@ -22,6 +22,7 @@ from engine.server.protocol.common import (
 from engine.server.protocol.errors import APIError
 from engine.server.protocol.logprobs import ChatLogprobs, PromptLogprob
 from engine.server.tool_parsers import MAX_CALLS
+from engine.server.tool_parsers.json_scanner import begins_json_object, complete_values
 from engine.structured.references import OWN_DOCUMENT
 
 __all__ = [
@@ -332,17 +333,23 @@ def _template_part(part: ContentPart, where: str) -> dict[str, Any]:
 def _template_call(call: ToolCallMessage, where: str) -> dict[str, Any]:
     arguments = call.function.arguments
     if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError, UnicodeError):
-            got = shown(call.function.arguments)
-            message = f"{where}.function.arguments must be a JSON object as text; got {got}"
-            raise APIError(400, message, param="messages") from None
+        arguments = _read_arguments(arguments, where)
     function = {"name": call.function.name, "arguments": arguments}
     found: dict[str, Any] = {"type": "function", "function": function}
     if call.id is not None:
         found["id"] = call.id
     return found
+
+
+def _read_arguments(text: str, where: str) -> dict[str, Any]:
+    """Return the arguments of an earlier call; if that was cut, those that are complete."""
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        if begins_json_object(text):
+            return complete_values(text)
+        message = f"{where}.function.arguments must be a JSON object as text; got {shown(text)}"
+        raise APIError(400, message, param="messages") from None
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:

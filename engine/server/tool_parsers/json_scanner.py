@@ -7,10 +7,12 @@ is split.
 from __future__ import annotations
 
 import enum
+import json
 import re
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["JsonScanner", "Mark", "is_json_object"]
+__all__ = ["JsonScanner", "Mark", "begins_json_object", "complete_values", "is_json_object"]
 
 MAX_DEPTH = 64
 MAX_NUMBER_CHARS = 400
@@ -21,6 +23,8 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _NUMBER_CHARS = re.compile(r"[-+.0-9eE]*")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _LITERALS = ("true", "false", "null")
+_MARKS = re.compile(r'"(?:[^"\\]|\\.)*+"|["{}\[\],]', re.DOTALL)
+_CLOSERS = {"{": "}", "[": "]"}
 _HEX = frozenset("0123456789abcdefABCDEF")
 
 
@@ -242,3 +246,52 @@ def is_json_object(text: str) -> bool:
         if mark is None:
             return False
     return mark is Mark.END and not text[at:].strip(" \t\n\r")
+
+
+def begins_json_object(text: str) -> bool:
+    """Return whether `text` is the beginning of a JSON object; a complete one is not.
+
+    Examples
+    --------
+    >>> begins_json_object('{"a": [1, '), begins_json_object('{"a": }'), begins_json_object("{}")
+    (True, False, False)
+    """
+    scanner = JsonScanner()
+    at = 0
+    mark = None
+    while at < len(text) and mark not in (Mark.END, Mark.FAILED):
+        at, mark = scanner.advance(text, at)
+    return mark not in (Mark.END, Mark.FAILED)
+
+
+def complete_values(text: str) -> dict[str, Any]:
+    """Return the JSON object that `text` is or begins; of a beginning, the complete values.
+
+    Clients do the same with a stream.
+
+    Examples
+    --------
+    >>> complete_values('{"a": 1, "b": [2, {"c": "d'), complete_values("")
+    ({'a': 1, 'b': [2, {}]}, {})
+    """
+    closers: list[str] = []
+    end = 0, ""  # the last position where closing all brackets may complete the object
+    for match in _MARKS.finditer(text):
+        mark = match[0]
+        if mark == '"' or len(closers) > MAX_DEPTH:  # an unfinished string
+            break
+        if mark in _CLOSERS:
+            closers.append(_CLOSERS[mark])
+            end = match.end(), "".join(reversed(closers))
+        elif mark == ",":
+            end = match.start(), "".join(reversed(closers))
+        elif mark in "}]" and closers:
+            closers.pop()
+    for closed in (text + "".join(reversed(closers)), text[: end[0]] + end[1]):
+        try:
+            found = json.loads(closed)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return {}
