@@ -51,7 +51,8 @@ UNSUPPORTED_KEYS = (
 """Keys below "tokenizer.ggml." that change the ids or the text; refused unless off or empty."""
 
 _MARKER = re.compile(r"<.+>|\[.+\]", re.DOTALL)
-_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>")
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
+_END_OF_HARMONY = ("<|return|>", "<|call|>")  # in gpt-oss, where "<|end|>" ends one of its messages
 
 
 class TokenType(enum.IntEnum):
@@ -357,9 +358,7 @@ def _end_ids(meta: _Metadata, templates: Mapping[str, str]) -> tuple[int, ...]:
     """
     named = [meta.token_id(f"{name}_token_id") for name in ("eos", "eot", "eom")]
     written = "".join(templates.values())
-    marks = [
-        i
-        for i in _control_ids(meta)
-        if meta.tokens[i] in _END_OF_TURN and meta.tokens[i] in written
-    ]
+    texts = {i: meta.tokens[i] for i in _control_ids(meta)}
+    of_turn = _END_OF_HARMONY if set(_END_OF_HARMONY) <= set(texts.values()) else _END_OF_TURN
+    marks = [i for i, text in texts.items() if text in of_turn and text in written]
     return tuple(dict.fromkeys([i for i in named if i is not None] + marks))

@@ -306,7 +306,7 @@ def test_gemma3_ropes_windows_and_scale(write_metadata):
         ({"block_count": 10**9}, ConfigError, r"block_count must be .* 1024; got 1000000000"),
         ({"attention.head_count": 0}, ConfigError, r"llama\.attention\.head_count must be"),
         ({"attention.head_count": "4"}, ConfigError, r"llama\.attention\.head_count must be"),
-        ({"attention.head_count": [4, 4]}, ConfigError, r"head_count must be .*got \[4, 4\]"),
+        ({"attention.head_count": [4, 8]}, ConfigError, r"head_count must be .*got \[4, 8\]"),
         ({"attention.head_count_kv": 3}, ConfigError, r"head_count_kv must be a divisor of the 4"),
         ({"attention.key_length": 8, "attention.value_length": 4}, ConfigError, "value_length"),
         ({"embedding_length": 2.5}, ConfigError, r"llama\.embedding_length must be"),

@@ -170,6 +170,24 @@ def test_end_of_turn_marks_in_the_template_end_a_sequence(byte_level_metadata):
     assert load_tokenizer(named).eos_token_ids == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("marks", "ends"),
+    [
+        (("<|end|>",), ("<|end|>",)),
+        (("<|end|>", "<|return|>", "<|call|>"), ("<|return|>", "<|call|>")),
+    ],
+)
+def test_the_messages_of_gpt_oss_do_not_end_its_answer(byte_level_metadata, marks, ends):
+    """As in llama.cpp; in a template of other models ``<|end|>`` does."""
+    metadata = byte_level_metadata(eos_token_id=2)
+    first = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] += marks
+    metadata["tokenizer.ggml.token_type"] += [3] * len(marks)
+    metadata["tokenizer.chat_template"] = "{{ '" + "".join(marks) + "' }}"
+    wanted = (2, *(first + marks.index(text) for text in ends))
+    assert load_tokenizer(metadata).eos_token_ids == wanted
+
+
 def test_special_tokens_are_parsed_and_left_out(byte_level):
     ids = byte_level.encode("<|im_start|>a<think>b<|im_end|>")
     assert ids[0] == 1 and ids[-1] == 2 and byte_level.token_to_id("<think>") in ids
