@@ -17,12 +17,16 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-__all__ = ["ContentMarks", "choose_marks", "has_marks", "without_marks"]
+__all__ = ["ContentMarks", "choose_marks", "has_marks"]
 
-_FIRST_MARK = 0xD800
-_MAX_MARKS = 0x800  # number of surrogates
+# Marks are low surrogates: two in a row, escaped in JSON, are not read as one character. Those of
+# ASCII characters are the ones that Python's error handler "surrogateescape" uses.
+_ASCII_MARK = 0xDC80
+_OTHER_MARK = 0xDD00
+_MAX_MARKS = 0x300
 _MAX_REPLACED = 16  # up to that many marks, str.replace is faster than str.translate
 _MAX_JOINED = 64  # longest control token, in characters, that a template may join from pieces
+_TO_ASCII = bytes(i & 0x7F for i in range(0x100))
 _ANY_MARK = re.compile("[\ud800-\udfff]")
 
 
@@ -39,7 +43,7 @@ class ContentMarks:
     Examples
     --------
     >>> marks = ContentMarks("<>", "<>")
-    >>> marks.mark("<s>") == "\\ud800s\\ud801"
+    >>> marks.mark("<s>") == "\\udcbcs\\udcbe"
     True
     >>> marks.unmark(marks.mark("<s>"))
     '<s>'
@@ -48,22 +52,33 @@ class ContentMarks:
     def __init__(self, alphabet: str, in_keys: str) -> None:
         self.alphabet = alphabet
         self.in_keys = in_keys
-        self._pairs = [(c, chr(_FIRST_MARK + i)) for i, c in enumerate(alphabet)]
-        self._key_pairs = [pair for pair in self._pairs if pair[0] in in_keys]
+        self._marks = {
+            ord(c): chr(_ASCII_MARK + ord(c) if c.isascii() else _OTHER_MARK + i)
+            for i, c in enumerate(alphabet)
+        }
+        self._key_marks = {code: self._marks[code] for code in map(ord, in_keys)}
+        self._chars = {ord(mark): chr(code) for code, mark in self._marks.items()}
+        self._bytes = bytes(i + 0x80 if i in self._marks else i for i in range(0x80)) + bytes(0x80)
 
     def mark(self, text: str) -> str:
         """Return `text` with every character of the alphabet marked."""
-        return _replaced(text, self._pairs)
+        if text.isascii():  # a faster way to the same
+            return text.encode().translate(self._bytes).decode("ascii", "surrogateescape")
+        return _replaced(text, self._marks)
 
     def mark_key(self, text: str) -> str:
         """Return an object's key, marked."""
-        return _replaced(text, self._key_pairs)
+        return _replaced(text, self._key_marks)
 
     def unmark(self, text: str) -> str:
         """Return the text as it was before it was marked."""
         if text.isascii():
             return text
-        return _replaced(text, [(mark, char) for char, mark in self._pairs])
+        try:
+            encoded = text.encode("ascii", "surrogateescape")
+        except UnicodeEncodeError:
+            return _replaced(text, self._chars)
+        return encoded.translate(_TO_ASCII).decode()
 
     def plain(self, value: Any) -> Any:
         """Return `value` without marks, in lists and objects, too."""
@@ -89,11 +104,6 @@ class ContentMarks:
 def has_marks(text: str) -> bool:
     """Tell whether `text` has marks, or other unpaired surrogates."""
     return not text.isascii() and _ANY_MARK.search(text) is not None
-
-
-def without_marks(text: str) -> str:
-    """Return `text` with NUL, which no control token has, for every mark."""
-    return _ANY_MARK.sub("\0", text)
 
 
 def choose_marks(tokens: Collection[str], literals: Iterable[str]) -> ContentMarks:
@@ -131,9 +141,9 @@ def _joins_tokens(tokens: Collection[str], literals: Iterable[str]) -> bool:
     return False
 
 
-def _replaced(text: str, pairs: list[tuple[str, str]]) -> str:
-    if len(pairs) > _MAX_REPLACED:
-        return text.translate({ord(old): new for old, new in pairs})
-    for old, new in pairs:
-        text = text.replace(old, new)
+def _replaced(text: str, table: dict[int, str]) -> str:
+    if len(table) > _MAX_REPLACED:
+        return text.translate(table)
+    for code, new in table.items():
+        text = text.replace(chr(code), new)
     return text

@@ -14,6 +14,7 @@ from typing import Any
 
 from jinja2 import nodes, pass_eval_context
 from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
 
 from engine.text.content_marks import ContentMarks
 from engine.text.template_sandbox import Sandbox, tojson
@@ -49,7 +50,7 @@ class MarkedSandbox(Sandbox):
     marks : ContentMarks
     """
 
-    intercepted_binops = frozenset(["%"])
+    intercepted_binops = frozenset(["%", "+"])
 
     def __init__(self, max_chars: int, marks: ContentMarks) -> None:
         super().__init__(max_chars)
@@ -93,10 +94,15 @@ class MarkedSandbox(Sandbox):
         return super().call(__context, obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute ``left % right``."""
-        if isinstance(left, str):
+        """Compute ``left % right`` or ``left + right``."""
+        if operator == "%" and isinstance(left, str):
             right = self._all_printed(right)
+        elif isinstance(left, Markup) != isinstance(right, Markup):  # text beside ``|safe``
+            left, right = map(self._escaped, (left, right))
         return super().call_binop(context, operator, left, right)
+
+    def _escaped(self, value: Any) -> Any:
+        return Markup(self.filters["escape"](value)) if isinstance(value, str) else value
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         """Return an item; a key may be marked where the object's is not."""

@@ -113,7 +113,7 @@ def ask(
         request["special"] = dict(special_tokens or {})
     if marks is not None:
         request["marks"] = (marks.alphabet, marks.in_keys)
-    data = _pack(request)
+    data = _pack(request, marks is not None)
     if len(data) > MAX_REQUEST_BYTES:
         raise RequestError(
             f"messages, tools and variables must have at most {MAX_REQUEST_BYTES} bytes "
@@ -153,12 +153,13 @@ def _cause_of_death(code: int | None) -> str:
     return f"it took more than {MAX_MEMORY >> 20} MiB, or crashed ({how})"
 
 
-def _pack(message: Any) -> bytes:
-    """Return `message` as UTF-8 JSON, leaving unpaired surrogates as they are.
+def _pack(message: Any, has_marks: bool) -> bytes:
+    """Return `message` as JSON, with unpaired surrogates as they are.
 
-    Two in a row, written as escapes, would be read back as one character.
+    Of two in a row, written as escapes, JSON would make one character; but never of marks, and
+    escapes are written and read ten times as fast.
     """
-    return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return json.dumps(message, ensure_ascii=has_marks).encode("utf-8", "surrogatepass")
 
 
 # ---- in the worker's process
@@ -168,8 +169,9 @@ def main() -> None:
     """Answer requests."""
     answer = _prepare()
     for request in incoming():
-        found, is_last = answer(json.loads(request))
-        reply(_pack(found))
+        asked = json.loads(request)
+        found, is_last = answer(asked)
+        reply(_pack(found, "marks" in asked))
         if is_last:
             os._exit(0)  # at once, whatever a template left behind
 

@@ -21,7 +21,7 @@ from engine.checks import checked_text, shown_with_type
 from engine.errors import ConfigError, RequestError, TemplateError
 from engine.model_files import excerpt
 from engine.text.chat_template import ChatTemplate
-from engine.text.content_marks import ContentMarks, choose_marks, without_marks
+from engine.text.content_marks import ContentMarks, choose_marks
 from engine.text.control_tokens import ControlFinder, Spans, TwinEncoder, control_tokens
 from engine.text.encode_worker import WorkerEncoder, encode_here
 from engine.text.gguf_vocab import parts_from_gguf
@@ -312,7 +312,7 @@ class Tokenizer:
         text = control.marks.unmark(marked)
         if text == marked:
             return ChatPrompt(text)
-        own = control.find(without_marks(marked))
+        own = control.find(marked)  # marks are in no token
         return ChatPrompt(text, None if control.find(text) == own else own, control)
 
     def encode_prompt(self, prompt: ChatPrompt, add_special_tokens: bool = False) -> list[int]:

@@ -102,6 +102,7 @@ COPIES = [
         "d.items()|list",
         "c|wordwrap(9)",
     ),
+    *("'<b>'|safe + c + '>'", "c + '<b>'|safe", "['<'] + [c]"),
     "'%s' % c|trim if c.startswith('<s>') else c|string",
 ]
 CONTENTS = [
