@@ -110,7 +110,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
     ("fields", "words"),
     [
         ({"messages": []}, "messages must have 1 to"),
-        ({"messages": [USER, {"role": "assistant", "content": "Hi"}]}, "end with a message of the"),
+        ({"messages": [USER, {"role": "assistant", "content": "Hi "}]}, "must not end with"),
         ({"messages": [{"role": "user", "content": []}]}, "must not be empty"),
         ({"messages": [{"role": "robot", "content": ""}]}, r"messages\[0\].role"),
         ({"messages": ["x"]}, r"messages\[0\] must be an object"),
