@@ -70,6 +70,51 @@ def test_blocks():
     ]  # fmt: skip
 
 
+def said(role, *contents):
+    return [{"role": role, "content": content} for content in contents]
+
+
+def test_consecutive_messages_of_one_role_are_joined():
+    """Clients split a turn where they compact or inject; templates require that roles alternate."""
+    call = {"type": "tool_use", "id": "c0", "name": "add", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c0", "content": "3"}
+    text = {"type": "text", "text": "c"}
+    found = chat(
+        system="S",
+        messages=[
+            *said("system", "T"),
+            *said("user", "a", [text], "", "d"),
+            *said("assistant", "x", [call], [call | {"id": "c1"}], [text]),
+            *said("user", [result], [result | {"tool_use_id": "c1"}, text], "e"),
+        ],
+    )["messages"]
+    calls = found[2].pop("tool_calls")
+    assert [each["id"] for each in calls] == ["c0", "c1"]
+    assert found == [
+        *said("system", "S\nT"),
+        *said("user", "a\nc\nd"),
+        *said("assistant", "x\nc"),
+        {"role": "tool", "tool_call_id": "c0", "content": "3"},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+        *said("user", "c\ne"),
+    ]
+    begun = chat(messages=[USER, *said("assistant", "The sum", "is")])
+    assert begun["messages"] == [USER, *said("assistant", "The sum\nis")]
+    assert begun["continue_final_message"] is True
+
+
+def test_conversations_begun_at_anthropic():
+    """What its models' answers and Claude Code's bodies hold beside the text has no effect."""
+    thoughts = {"type": "redacted_thinking", "data": "EmwKAhgB"}
+    turns = [*said("assistant", [thoughts, {"type": "text", "text": "x", "citations": None}]), USER]
+    found = chat(
+        messages=turns,
+        tools=[TOOL | {"type": None}],
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    )
+    assert found == chat(messages=[*said("assistant", "x"), USER], tools=[TOOL])
+
+
 def test_tools():
     function = {"name": "add", "parameters": {"type": "object"}, "description": "Adds."}
     assert chat(tools=[TOOL])["tools"] == [{"type": "function", "function": function}]
@@ -120,6 +165,10 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, r"tools\[0\].type must be .*cus"),
         ({"tools": [{"name": "x"}]}, "input_schema"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            r"context_management.edits\[0\].type must be .*; got 'clear_tool_uses_20250919'",
+        ),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice has a name"),
         ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice.type must"),

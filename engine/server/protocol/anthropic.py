@@ -30,6 +30,7 @@ class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     cache_control: msgspec.Raw = UNREAD
+    context_management: dict[str, Any] | None = None
     thread: msgspec.Raw = UNREAD  # rejected unless null
 
 
@@ -79,12 +80,19 @@ class _Thinking(msgspec.Struct):
     signature: str = ""
 
 
+class _Redacted(msgspec.Struct):
+    """Reasoning that only Anthropic can read, in a conversation begun there: left out."""
+
+    data: str = ""
+
+
 _TEXT: dict[str, type[Any]] = {"text": _Text}
 _USER_BLOCKS: dict[str, type[Any]] = {"text": _Text, "tool_result": _ToolResult}
 _ASSISTANT_BLOCKS: dict[str, type[Any]] = {
     "text": _Text,
     "tool_use": _ToolUse,
     "thinking": _Thinking,
+    "redacted_thinking": _Redacted,
 }
 
 
@@ -113,6 +121,19 @@ class _Thought(msgspec.Struct):
 _THINKING: dict[str, type[Any]] = dict.fromkeys(("enabled", "disabled", "adaptive"), _Thought)
 
 
+class _Edits(msgspec.Struct):
+    edits: list[Any] = []
+
+
+class _ClearThinking(msgspec.Struct):
+    """Which turns keep their reasoning: the template decides."""
+
+    keep: Any = None
+
+
+_EDITS: dict[str, type[Any]] = {"clear_thinking_20251015": _ClearThinking}
+
+
 class _OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
     format: dict[str, Any] | None = None
@@ -139,6 +160,10 @@ def to_chat(request: CountTokensRequest) -> dict[str, Any]:
         got = shown_field(request.thread)
         message = f"thread must be null, conversations are not kept; got {got}"
         raise APIError(400, message, param="thread", anthropic={"details": details})
+    if request.context_management is not None:
+        fields = {**request.context_management, "type": "edits"}
+        edits = typed_item(fields, {"edits": _Edits}, "context_management").edits
+        typed_items(edits, _EDITS, "context_management.edits")
     messages = _messages(request)
     body: dict[str, Any] = {
         "model": request.model,
@@ -169,7 +194,7 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if request.system:
         system = text_of(request.system, _TEXT, "system")
-        messages.append({"role": "system", "content": system})
+        _append(messages, {"role": "system", "content": system})
     if not 1 <= len(request.messages) <= MAX_ITEMS:
         got = len(request.messages)
         raise RequestError(f"messages must have 1 to {MAX_ITEMS} items; got {got}")
@@ -178,13 +203,30 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
         fields = {**given, "type": "message"} if isinstance(given, dict) else given
         message = typed_item(fields, {"message": _Message}, where)
         if message.role == "assistant":
-            messages.append(_assistant(message.content, where))
+            _append(messages, _assistant(message.content, where))
         elif message.role == "system":
             content = text_of(message.content, _TEXT, f"{where}.content")
-            messages.append({"role": "system", "content": content})
+            _append(messages, {"role": "system", "content": content})
         else:
-            messages.extend(_user(message.content, where))
+            for each in _user(message.content, where):
+                _append(messages, each)
     return messages
+
+
+def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Append a message, or join it to the last one if both are of one role.
+
+    Consecutive turns of one role are one turn in this protocol; many templates refuse two.
+    """
+    last = messages[-1] if messages else None
+    if last is None or last["role"] != message["role"] or message["role"] == "tool":
+        messages.append(message)
+        return
+    for name in ("content", "reasoning_content"):
+        if message.get(name):
+            last[name] = "\n".join(filter(None, (last.get(name), message[name])))
+    if "tool_calls" in message:
+        last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
 
 
 def _prefill(request: CountTokensRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -225,8 +267,6 @@ def _user(content: str | list[Any], where: str) -> list[dict[str, Any]]:
         if isinstance(block, _ToolResult):
             text = text_of(block.content, _TEXT, f"{where}.content[{i}].content")
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-        elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += f"\n{block.text}"
         else:
             messages.append({"role": "user", "content": block.text})
     if not messages:

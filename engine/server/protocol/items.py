@@ -32,7 +32,7 @@ def typed_item(
     where : str
         Path of the item, for error messages.
     default : str, optional
-        Type of an item without "type".
+        Type of an item whose "type" is absent or null.
 
     Raises
     ------
@@ -41,7 +41,7 @@ def typed_item(
     """
     if not isinstance(item, dict):
         raise RequestError(f"{where} must be an object; got {shown(item)}")
-    kind = item.get("type", default)
+    kind = default if item.get("type") is None else item["type"]
     if not isinstance(kind, str) or kind not in kinds:
         raise RequestError(f"{where}.type must be one of {', '.join(kinds)}; got {shown(kind)}")
     struct = kinds[kind]
