@@ -22,7 +22,7 @@ from engine.server.chat_stream import AUTO, ChatService
 from engine.server.connection_pool import ALWAYS_SERVED
 from engine.server.gate import Gate
 from engine.server.hosts import AllowedHosts
-from engine.server.limits import RequestSlots
+from engine.server.limits import BodyMemory, RequestSlots
 from engine.server.server_config import ServerConfig
 
 __all__ = ["begin_drain", "build_app", "num_active_requests"]
@@ -42,8 +42,8 @@ def build_app(
 ) -> Starlette:
     """Build the server's ASGI application.
 
-    Its state holds `client`, `config`, `chat` (a `ChatService`), `model_names`, `slots` and
-    `is_draining`.
+    Its state holds `client`, `config`, `chat` (a `ChatService`), `model_names`, `slots`,
+    `body_memory` and `is_draining`.
 
     Parameters
     ----------
@@ -76,6 +76,7 @@ def build_app(
     state.client = client
     state.config = config
     state.slots = slots
+    state.body_memory = BodyMemory(config)
     state.is_draining = False
     state.created = int(time.time())
     state.endpoints = tuple(e for module in modules for e in getattr(module, "ENDPOINTS", ()))

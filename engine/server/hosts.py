@@ -21,7 +21,12 @@ from engine.server.server_config import ServerConfig
 
 __all__ = ["AllowedHosts", "check_one_host", "is_same_host"]
 
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,255})(?::([0-9]{1,5}))?")
+# The zone of a link-local address ("%eth0", or "%25eth0" as in a URL) names an interface of the
+# client's machine; some clients send it.
+_ZONE = r"(?:%[A-Za-z0-9._~%-]{1,64})?"
+_HOST = re.compile(
+    rf"(\[[0-9A-Fa-f:.]{{2,45}}{_ZONE}\]|[A-Za-z0-9._-]{{1,255}})(?::([0-9]{{0,5}}))?"
+)
 _PRIVATE_SUFFIXES = (".localhost", ".local", ".internal")
 
 
@@ -149,6 +154,6 @@ def _is_private(name: str) -> bool:
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(name.strip("[]"))
+        return ipaddress.ip_address(name.strip("[]").partition("%")[0])
     except ValueError:
         return None

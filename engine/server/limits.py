@@ -1,4 +1,4 @@
-"""Request limits: body size, body timeout, and number of concurrent requests."""
+"""Request limits: size, timeout and memory of bodies, and number of concurrent requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -21,13 +21,14 @@ from engine.server.protocol.unknown_fields import ignore_unknown_fields
 from engine.server.server_config import ServerConfig
 from engine.server.sse import ClientGone
 
-__all__ = ["RequestSlots", "check_fields", "check_model", "read_body", "read_struct"]
+__all__ = ["BodyMemory", "RequestSlots", "check_fields", "check_model", "read_struct"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 _MAX_DECODED_AT_ONCE = 1 << 18  # bytes; a larger body is decoded by `_decoder`
 # One thread: decoding holds the GIL, and two large bodies must not hold it one after the other.
 _decoder = ThreadPoolExecutor(1, "decode-body")
+_MAX_HELD_BYTES = 1 << 30
 _RETRY = {"Retry-After": "1"}
 
 
@@ -37,20 +38,23 @@ async def read_struct(request: Request, kind: type[T]) -> T:
     Raises
     ------
     APIError
-        If the body is too large (413), too slow (408) or invalid (400).
+        If the body is too large (413), too slow (408) or invalid (400), or if the bodies of all
+        requests need too much memory (503).
     ClientGone
         If the client disconnects.
     """
     if request.app.state.config.ignore_unknown_fields:
         ignore_unknown_fields()
-    body = await read_body(request)
-    if len(body) <= _MAX_DECODED_AT_ONCE:
-        return decode_body(body, kind)
-    decode = functools.partial(contextvars.copy_context().run, decode_body, body, kind)
-    return await asyncio.get_running_loop().run_in_executor(_decoder, decode)
+    memory: BodyMemory = request.app.state.body_memory
+    with memory.hold() as take:
+        body = await _read_body(request, take)
+        if len(body) <= _MAX_DECODED_AT_ONCE:
+            return decode_body(body, kind)
+        decode = functools.partial(contextvars.copy_context().run, decode_body, body, kind)
+        return await asyncio.get_running_loop().run_in_executor(_decoder, decode)
 
 
-async def read_body(request: Request) -> bytes:
+async def _read_body(request: Request, take: Callable[[int], None]) -> bytes:
     """Return the request body; raise if it exceeds `max_body_bytes` or `body_timeout`."""
     config: ServerConfig = request.app.state.config
     kind = request.headers.get("content-type", "").partition(";")[0].strip()
@@ -58,11 +62,15 @@ async def read_body(request: Request) -> bytes:
     if kind.lower() != "application/json":
         message = f"the header Content-Type must be application/json; got {kind[:80]!r}"
         raise APIError(415, message)
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        message = f"a body must not be compressed; got the Content-Encoding {coding[:80]!r}"
+        raise APIError(415, message, headers={"Accept-Encoding": "identity"})
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length[:20]) > config.max_body_bytes:
         raise _too_large(config)
     try:
-        return await asyncio.wait_for(_read(request, config), config.body_timeout)
+        return await asyncio.wait_for(_read(request, config, take), config.body_timeout)
     except asyncio.TimeoutError:
         message = f"the body must arrive within {config.body_timeout} s"
         raise APIError(408, message, headers={"Connection": "close"}) from None
@@ -70,13 +78,14 @@ async def read_body(request: Request) -> bytes:
         raise ClientGone from None
 
 
-async def _read(request: Request, config: ServerConfig) -> bytes:
+async def _read(request: Request, config: ServerConfig, take: Callable[[int], None]) -> bytes:
     parts = []
     size = 0
     async for part in request.stream():
         size += len(part)
         if size > config.max_body_bytes:
             raise _too_large(config)
+        take(len(part))
         parts.append(part)
     return b"".join(parts)
 
@@ -99,6 +108,47 @@ def check_model(model: str | None, request: Request) -> str:
         return model or names[0]
     message = f"the model {model[:100]!r} does not exist; this server has {', '.join(names)}"
     raise APIError(404, message, param="model", code="model_not_found")
+
+
+class BodyMemory:
+    """Limits the bytes of all bodies that are being received or wait to be decoded.
+
+    The limit is 1 GiB, or that of one body, `max_body_bytes`, if it is larger.
+
+    Parameters
+    ----------
+    config : ServerConfig
+
+    Attributes
+    ----------
+    num_bytes : int
+        Bytes held at present.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._limit = max(_MAX_HELD_BYTES, config.max_body_bytes)
+        self.num_bytes = 0
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that adds bytes to one body; they are released with the context.
+
+        It raises an `APIError` (503) if the bodies would exceed the limit.
+        """
+        num_own = 0
+
+        def take(size: int) -> None:
+            nonlocal num_own
+            if self.num_bytes + size > self._limit:
+                message = f"the bodies being received have {self._limit} bytes, the maximum"
+                raise APIError(503, message, headers=_RETRY | {"Connection": "close"})
+            self.num_bytes += size
+            num_own += size
+
+        try:
+            yield take
+        finally:
+            self.num_bytes -= num_own
 
 
 class RequestSlots:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import logging
 import subprocess
@@ -151,6 +152,18 @@ def test_bodies_of_other_types_are_refused(http):
         response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
         assert response.status_code == 415
     headers = {"content-type": "Application/JSON; charset=utf-8"}
+    response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert response.status_code == 200
+
+
+def test_a_compressed_body_is_refused(http):
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    content = gzip.compress(b'{"prompt": "a"}')
+    response = http.post("/v1/completions", content=content, headers=headers)
+    assert response.status_code == 415
+    assert "got the Content-Encoding 'gzip'" in _error(response)["message"]
+    assert response.headers["accept-encoding"] == "identity"
+    headers["content-encoding"] = "identity"
     response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
     assert response.status_code == 200
 

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from engine.server import connection_pool, http_protocol
+from engine.server import connection_pool, http_protocol, limits
 from engine.server.access_log import configure_logging
 from engine.server.connection_pool import ConnectionPool
 from engine.server.hosts import AllowedHosts
@@ -190,6 +190,24 @@ def test_an_answer_whose_body_was_not_read_closes_the_connection(
                 connection.sendall(b"5\r\nabcde\r\n" * 100)
                 time.sleep(0.01)
     assert time.monotonic() - begin < 5
+
+
+def test_bodies_of_all_connections_are_bounded_together(monkeypatch):
+    monkeypatch.setattr(limits, "_MAX_HELD_BYTES", 0)  # only `max_body_bytes` bounds them then
+    body = b'{"prompt": "%b"}' % (b"a" * 600)
+    head = POST + b"Content-Length: %d\r\n" % len(body)
+    config = ServerConfig(max_body_bytes=1000)
+    with serve(lambda: CannedClient("ok"), config) as server, connect(server) as first:
+        first.sendall(head + b"\r\n" + body[:500])
+        while server.app.state.body_memory.num_bytes != 500:
+            time.sleep(0.001)
+        second = ask(server, head + b"\r\n" + body)
+        assert statuses(second) == [503] and b"\r\nretry-after: 1\r\n" in second.lower()
+        assert "1000 bytes" in error_of(second)["message"]
+        first.sendall(body[500:])
+        assert statuses(read_answer(first)) == [200]
+        assert statuses(ask(server, head + CLOSE + b"\r\n" + body)) == [200]
+        assert server.app.state.body_memory.num_bytes == 0
 
 
 def test_a_body_beyond_the_limit_is_refused_while_it_arrives():
@@ -548,6 +566,10 @@ def test_as_many_connections_as_there_may_be_open_files(monkeypatch):
     (b"GET /v1/engine/watch HTTP/1.1\r\nHost: evil.example\r\n", 403),
     (b"GET http://evil.example/v1/models HTTP/1.1\r\nHost: evil.example\r\n", 403),
     (b"GET /health HTTP/1.1\r\nHost: 10.1.2.3:8000\r\n", 200),
+    (b"GET /v1/models HTTP/1.1\r\nHost: localhost:\r\n", 200),
+    (b"GET /health HTTP/1.1\r\nHost: [fe80::1%25eth0]:8000\r\n", 200),
+    (b"GET /v1/models HTTP/1.1\r\nHost: [fe80::1%eth0]\r\n", 403),
+    (b"GET /health HTTP/1.1\r\nHost: [fe80::1%]\r\n", 400),
     (b"GET http://evil.example/v1/models HTTP/1.1\r\nHost: localhost\r\n", 400),
     (b"GET http://localhost/v1/models HTTP/1.1\r\nHost: evil.example\r\n", 400),
     (b"GET http://a@localhost/v1/models HTTP/1.1\r\nHost: localhost\r\n", 400),
@@ -582,7 +604,8 @@ KEY = {"api_key_hashes": (key_hash("k"),)}
     ({}, "localhost 127.9.9.9 [::1]:80 a.localhost", "example.com 10.0.0.1 engine 0.0.0.0"),
     ({"host": "::1"}, "localhost [::1]:8000", "example.com"),
     ({"host": "0.0.0.0"}, "localhost 10.0.0.1:8000 engine:8000 engine.ns.svc.cluster.local "
-     "[fd00::1]:8000", "evil.example engine.example.com local.example.com"),
+     "[fd00::1]:8000 [fe80::1%eth0]:8000 [fe80::1%25eth0]",
+     "evil.example engine.example.com local.example.com"),
     ({"host": "engine.example.com"}, "engine.example.com:8000 localhost", "evil.example"),
     ({"host": "0.0.0.0", **KEY}, "localhost example.com", ""),
     (KEY, "localhost example.com", ""),
