@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from engine.checks import shown
-from engine.structured.references import Document, SchemaError, Subschema
+from engine.structured.references import Document, Draft, SchemaError, Subschema
 
 __all__ = [
     "ALL_TYPES",
@@ -256,9 +256,9 @@ def _trimmed(types: frozenset[str], facts: dict[str, Any]) -> Case:
         least = max(least, len(facts.get("required", ()))) if kind == "object" else least
         if least > facts.get(f"max_{what}", math.inf):
             gone.add(kind)
-    if any(FALSE[0] in needed for needed in needed_properties(facts)):
+    if any(map(_is_contradiction, needed_properties(facts))):
         gone.add("object")
-    if any(FALSE[0] in needed for needed in needed_items(facts)):
+    if any(map(_is_contradiction, needed_items(facts))):
         gone.add("array")
     types = types - gone
     if "values" in facts:
@@ -285,6 +285,37 @@ def _is_in_range(value: float, facts: dict[str, Any]) -> bool:
     is_high_enough: bool = value > low if is_above else value >= low
     is_low_enough: bool = value <= high if is_at_most else value < high
     return is_high_enough and is_low_enough
+
+
+def _is_contradiction(conjunction: Conjunction) -> bool:
+    """Return whether a conjunction allows nothing by its constants alone.
+
+    So a chain of `if` by one property, each with a constant, has one case each, not all subsets.
+    """
+    if FALSE[0] in conjunction:
+        return True
+    if len(conjunction) < 2:
+        return False
+    allowed: set[str] | None = None
+    excluded: set[str] = set()
+    for schema, wanted in conjunction:
+        keys = _constants(schema)
+        if wanted and keys is not None:
+            allowed = keys if allowed is None else allowed & keys
+        elif not wanted and keys is not None and len(schema.value) == 1:
+            excluded |= keys
+    return allowed is not None and allowed <= excluded
+
+
+def _constants(schema: Subschema) -> set[str] | None:
+    """Return the keys of a schema's constants, or None if it does not list them."""
+    if not isinstance(schema.value, dict) or "$ref" in schema.value:
+        return None
+    if isinstance(values := schema.value.get("enum"), list):
+        return set(map(value_key, values))
+    if "const" in schema.value and schema.draft >= Draft.DRAFT_6:
+        return {value_key(schema.value["const"])}
+    return None
 
 
 def needed_items(facts: dict[str, Any]) -> list[Conjunction]:

@@ -30,13 +30,14 @@ from engine.structured.case import (
     value_key,
 )
 from engine.structured.keywords import ANNOTATIONS, CHECKS, COUNTS, GROUPS, SINCE, UNCHECKED
-from engine.structured.patterns import translated
+from engine.structured.patterns import translated, without_look_ahead
 from engine.structured.references import OWN_DOCUMENT, Document, Draft, SchemaError, Subschema
 
 __all__ = ["Cases"]
 
 MAX_CASES = 4096  # cases of one conjunction
 MAX_WORK = 200_000  # merged cases in total
+_MAX_REFERENCES = 100  # references followed to a reference's target
 _MAX_DEPTH = 4  # levels of properties and items searched for a contradiction
 
 
@@ -140,6 +141,14 @@ class Cases:
         )
 
     # ---- schemas
+
+    def referred(self, schema: Subschema) -> Subschema:
+        """Return the target of a schema that is a reference and nothing else; others unchanged."""
+        for _ in range(_MAX_REFERENCES):
+            if not isinstance(schema.value, dict) or self._keywords(schema) != ["$ref"]:
+                break
+            schema = schema.document.target(schema, "$ref")
+        return schema
 
     def _literal(self, schema: Subschema, wanted: bool, scope: bool) -> list[Case]:
         key = schema, wanted, scope
@@ -440,7 +449,7 @@ def _simple(schema: Subschema, key: str, value: Any, wanted: bool) -> list[Case]
             return _refused(schema, "the negation of multipleOf", "number")
         case "pattern":
             if wanted:
-                return [Case(patterns=(translated(schema, value),))]
+                return [Case(patterns=without_look_ahead(translated(schema, value)))]
             return _refused(schema, "the negation of pattern", "string")
         case "uniqueItems":
             if not value:

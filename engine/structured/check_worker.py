@@ -29,7 +29,13 @@ from typing import Any
 from engine.errors import RequestError
 from engine.structured.json_schema import normalized
 from engine.structured.references import SchemaError
-from engine.structured.sources import MAX_REASON_CHARS, compile_matcher, library, reason
+from engine.structured.sources import (
+    MAX_REASON_CHARS,
+    STACK_BYTES,
+    compile_matcher,
+    library,
+    reason,
+)
 from engine.text.child_process import (
     Worker,
     WorkerEndedError,
@@ -44,7 +50,7 @@ __all__ = ["Checked", "check", "main"]
 MAX_SECONDS = 2.0  # CPU time per grammar
 MAX_WAIT = 60.0  # wall-clock seconds to wait for an answer
 MAX_MEMORY = 512 << 20  # bytes of address space beyond the imports' use
-_STACK = 1 << 20  # bytes; the engine's threads have at least 2 MiB
+_STACK = STACK_BYTES // 2  # less than the engine has
 _MAX_ANSWER_BYTES = 16 << 20
 _MAX_WARNINGS = 20
 _PREFERENCE = 0.9

@@ -14,7 +14,13 @@ from typing import Any
 from engine.errors import RequestError
 from engine.structured.check_worker import check
 from engine.structured.prefixes import MaskStore, Prefix, PrefixTree
-from engine.structured.sources import compile_matcher, library, reason, source_of
+from engine.structured.sources import (
+    compile_matcher,
+    library,
+    on_deep_stack,
+    reason,
+    source_of,
+)
 from engine.structured.spec import StructuredOutput
 
 __all__ = ["Grammar", "GrammarCompiler", "GrammarState", "check_structured"]
@@ -179,7 +185,7 @@ class Grammar:
 
     def _new_matcher(self) -> Any:
         start = time.perf_counter()
-        matcher = self._compile_one()
+        matcher = on_deep_stack(self._compile_one)
         if not matcher.is_error():
             matcher.compute_bitmask()  # copies inherit the lexer states this computes
         self._seconds += time.perf_counter() - start

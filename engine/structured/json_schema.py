@@ -107,6 +107,9 @@ class _Writer:
         """Return a schema of a property or item: a reference, if it has children itself."""
         if not conjunction:
             return True
+        conjunction = tuple(
+            (self._cases.referred(schema), wanted) for schema, wanted in conjunction
+        )
         key = frozenset(conjunction)
         name = self._names.get(key)
         if name is None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
 from engine.checks import shown
 from engine.structured.references import Subschema
 
-__all__ = ["all_but", "translated"]
+__all__ = ["all_but", "translated", "without_look_ahead"]
 
 _SPACES = (
     r"\t\n\x0B\x0C\r\x20\u{A0}\u{1680}\u{2000}-\u{200A}"
     r"\u{2028}\u{2029}\u{202F}\u{205F}\u{3000}\u{FEFF}"
 )
-_NOT_LINE_ENDS = r"[^\n\r\u{2028}\u{2029}]"
+_LINE_ENDS = r"\n\r\u{2028}\u{2029}"
+_NOT_LINE_ENDS = f"[^{_LINE_ENDS}]"
+_CHAR = r"(?:\\[^\w\s]|[^\\\[\](){}.*+?^$|])"  # one character
+_CLASS = r"(?:\[\^?(?:\\.|[^\\\[\]])+\])"
 _LETTERS = "dDwWsSnrtfvxuUbBpPk"  # escapes that both know, and some that Rust's library refuses
 
 
@@ -57,6 +63,70 @@ def translated(schema: Subschema, text: str) -> str:
         else:
             out.append(_NOT_LINE_ENDS if char == "." else char)
     return "".join(out)
+
+
+def without_look_ahead(text: str) -> tuple[str, ...]:
+    r"""Return patterns that match together what a translated pattern does.
+
+    Look-ahead at the start becomes a pattern of its own: any positive one, and of the negative ones
+    those that exclude a character there, a text of given characters, or a character anywhere. Other
+    look-ahead stays, for the compiler to refuse.
+
+    Examples
+    --------
+    >>> without_look_ahead(r"^(?=a)(?!\.)\S+$")
+    ('^\\S+$', '^(?:a)', '^(?:$|[^\\u{2E}])')
+    """
+    rest = text.removeprefix("^")
+    found: list[str] = []
+    while rest != text and rest[:3] in ("(?=", "(?!"):
+        end = next((i for i, char, depth in _scanned(rest) if char == ")" and depth == 0), 0)
+        inner = rest[3:end]
+        one = f"^(?:{inner})" if rest[2] == "=" else _unless(inner)
+        rest = rest[end + 1 :]
+        if not end or not one or rest[:1] in ("*", "+", "?", "{"):
+            return (text,)
+        found.append(one)
+    if not found or any(char == "|" and depth == 0 for _, char, depth in _scanned(rest)):
+        return (text,)
+    return (f"^{rest}", *found)
+
+
+def _scanned(text: str) -> Iterator[tuple[int, str, int]]:
+    """Yield index, character and depth of groups after it, outside of classes and escapes."""
+    depth = 0
+    in_classes = 0
+    is_escaped = False
+    for i, char in enumerate(text):
+        if is_escaped or char == "\\":
+            is_escaped = not is_escaped
+        elif char in "[]":
+            in_classes = max(0, in_classes + (1 if char == "[" else -1))
+        elif not in_classes:
+            depth += {"(": 1, ")": -1}.get(char, 0)
+            yield i, char, depth
+
+
+def _unless(text: str) -> str:
+    """Return a pattern of the texts that `text` does not match at the start, or "" if unknown."""
+    text = text.removeprefix("^")
+    if found := re.fullmatch(rf"({_CHAR}|{_CLASS})([*+]\$)?", text):
+        other = _negated(found[1])
+        return {None: f"^(?:$|{other})", "*$": other, "+$": f"^$|{other}"}[found[2]]
+    anywhere = text.removeprefix(f"{_NOT_LINE_ENDS}*")
+    if anywhere != text and (found := re.fullmatch(rf"({_CHAR})(\1)?", anywhere)):
+        char = _literal(found[1][-1])
+        other = f"[^{char}{_LINE_ENDS}]"
+        line = f"(?:{char}?{other})*{char}?" if found[2] else f"{other}*"
+        return f"^{line}(?:[{_LINE_ENDS}]|$)"
+    return ""
+
+
+def _negated(text: str) -> str:
+    """Return the class of all characters but these."""
+    if text[0] != "[":
+        return f"[^{_literal(text[-1])}]"
+    return f"[{text[2:]}" if text[1] == "^" else f"[^{text[1:]}"
 
 
 def all_but(texts: set[str]) -> str:

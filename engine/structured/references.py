@@ -68,6 +68,7 @@ _DRAFTS = {
     "draft/2019-09/schema": Draft.DRAFT_2019,
     "draft/2020-12/schema": Draft.DRAFT_2020,
     "schema": Draft.DRAFT_2020,
+    "spec.openapis.org/oas/3.1/dialect/base": Draft.DRAFT_2020,
 }
 
 

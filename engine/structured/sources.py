@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.errors import RequestError
 from engine.structured.spec import StructuredOutput
 
-__all__ = ["MAX_REASON_CHARS", "compile_matcher", "library", "reason", "source_of"]
+__all__ = [
+    "MAX_REASON_CHARS",
+    "STACK_BYTES",
+    "compile_matcher",
+    "library",
+    "on_deep_stack",
+    "reason",
+    "source_of",
+]
+
+_T = TypeVar("_T")
 
 # Bounded: some models never stop writing white space between two JSON tokens.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{1,32}"}
 
-# Limits per request: about 2 KiB per lexer state, and at most about 50 ms per mask. An optional
-# property makes four items of a row.
+# Limits per request: about 2 KiB per lexer state, and up to about 0.2 s for the worst mask. An
+# optional property makes four items of a row.
 _LIMITS = {
     "max_grammar_size": 200_000,
     "max_items_in_row": 10_000,
@@ -25,6 +38,10 @@ _LIMITS = {
     "verbose_errors": False,
 }
 MAX_REASON_CHARS = 400
+STACK_BYTES = 32 << 20
+"""Stack for compiling: llguidance recurses along chains of references, 10 KiB for each."""
+
+_STACK_SIZE_LOCK = threading.Lock()
 
 
 def library() -> ModuleType:
@@ -79,6 +96,18 @@ def compile_matcher(module: ModuleType, tokenizer: Any, kind: str, text: str) ->
         grammar = getattr(module.LLMatcher, f"grammar_from_{kind}")(text)
     limits = module.LLParserLimits(**_LIMITS)
     return module.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+
+
+def on_deep_stack(call: Callable[[], _T]) -> _T:
+    """Return what `call` returns, in a thread with a stack of `STACK_BYTES`."""
+    with ThreadPoolExecutor(1) as executor:
+        with _STACK_SIZE_LOCK:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                future = executor.submit(call)  # starts the thread
+            finally:
+                threading.stack_size(before)
+        return future.result()
 
 
 def reason(matcher: Any) -> str:

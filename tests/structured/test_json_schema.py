@@ -15,6 +15,7 @@ from tests.json_schema_suite import _library, accepts, compiled
 pytest.importorskip("llguidance")
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": False}
+STEPS = (("next", 1), ("far", 7), ("again", 0))
 TREE = {
     "$id": "http://example.com/tree",
     "type": "object",
@@ -111,6 +112,27 @@ CASES = {
         ['"ab"', "1"],
         ['"a"', "null"],
     ),
+    "if-for-each-of-many": (
+        {
+            "type": "object",
+            "properties": {"kind": {"enum": list(range(30))}},
+            "required": ["kind"],
+            "allOf": [
+                {
+                    "if": {"properties": {"kind": {"const": i}}},
+                    "then": {"required": [f"p{i}"]},
+                }
+                for i in range(30)
+            ],
+        },
+        ['{"kind":1,"p1":0}', '{"kind":29,"p29":0}'],
+        ['{"kind":1,"p2":0}', '{"kind":30}', "{}"],
+    ),
+    "dialect-of-openapi": (
+        {"$schema": "https://spec.openapis.org/oas/3.1/dialect/base", "prefixItems": [POINT]},
+        ["[{}]"],
+        ["[1]"],
+    ),
     "dependent-required": (
         {"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
         ["{}", '{"b":1}', '{"a":1,"b":1}'],
@@ -162,6 +184,30 @@ CASES = {
         ["[1,null]"],
     ),
     "pattern": ({"type": "string", "pattern": r"^.\s\/$"}, ['"a\u00a0/"'], ['"\\r /"', '"a/"']),
+    "look-ahead-of-an-email": (
+        {
+            "type": "string",
+            "format": "email",
+            "pattern": r"^(?!\.)(?!.*\.\.)([\w'+\-\.]*)[\w+-]@([a-z]+\.)+[a-z]{2,}$",
+        },
+        ['"a.b@c.de"'],
+        ['".a@c.de"', '"a..b@c.de"', '"a.@c.de"', '"a"'],
+    ),
+    "look-ahead-of-a-decimal": (
+        {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"},
+        ['"-1.5"', '".5"', '"01"'],
+        ['"+."', '""', '"-"', '"a"'],
+    ),
+    "look-ahead-of-a-password": (
+        {"type": "string", "pattern": r"^(?=.*[A-Z])(?=.*\d)[A-Za-z\d]{3,}$"},
+        ['"aB1"', '"1Bc"'],
+        ['"ab1"', '"aBc"', '"B1"'],
+    ),
+    "look-ahead-for-a-character": (
+        {"type": "string", "pattern": r"^(?!.*a)(?!b)(?![cd]+$)[\s\S]*$"},
+        ['"e"', '"ce"', '"cb"', '""', r'"c\na"'],
+        ['"ea"', '"bc"', '"cd"'],
+    ),
     "pattern-properties": (
         {
             "properties": {"ab": {"minimum": 1}},
@@ -265,6 +311,9 @@ def test_the_valid_texts_are_allowed_and_no_others(name):
         ({"const": 2**53 + 1}, "the constant 9007199254740993 cannot be enforced"),
         ({"allOf": [{"anyOf": [{"minimum": i}, {"maxLength": i}]} for i in range(14)]}, "n 4096"),
         ({"items": {"pattern": r"\Aa"}}, r"\A cannot be enforced"),
+        ({"type": "string", "pattern": "^(?=a)?b"}, "look-around"),
+        ({"type": "string", "pattern": "^(?=a)b|c"}, "look-around"),
+        ({"type": "string", "pattern": "^(?!ab)c"}, "look-around"),
         (
             {
                 "$dynamicRef": "#d",
@@ -338,6 +387,26 @@ def test_an_object_of_a_thousand_properties(required):
     given = names if required else names[3::500]
     assert accepts(matcher, json.dumps(dict.fromkeys(given, 1)))
     assert not accepts(matcher, json.dumps(dict.fromkeys(given, "a")))
+
+
+def test_definitions_that_refer_to_each_other_in_a_long_cycle():
+    """As in the schemas of large APIs; the engine compiles them on a stack of its own."""
+    count = 300
+    definitions = {
+        str(i): {
+            "type": "object",
+            "properties": {key: {"$ref": f"#/$defs/{(i + by) % count}"} for key, by in STEPS},
+            "additionalProperties": False,
+        }
+        for i in range(count)
+    }
+    schema = {"$ref": "#/$defs/0", "$defs": definitions}
+    matcher, why = compiled(schema)
+    assert why == ""
+    assert accepts(matcher, '{"next":{"far":{"next":{}}}}')
+    assert not accepts(matcher, '{"next":{"far":{"next":1}}}')
+    ours = json.loads(_answered(schema)[1])
+    assert len(ours["$defs"]) == count  # not one for each reference
 
 
 def test_too_many_alternatives_are_found_when_compiling(monkeypatch):
