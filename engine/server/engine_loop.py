@@ -246,8 +246,8 @@ class EngineLoop:
                 self._refuse(client, message, error)
 
     def _queue(self, client: _Client, message: m.Add) -> None:
-        # Two API processes may use the same id.
-        request_id = f"{client.number}/{message.request_id}"
+        # Two API processes may use the same id, and a client the id of a request it has aborted.
+        request_id = f"{client.number}.{message.handle}/{message.request_id}"
         try:
             self._engine.add_request(
                 request_id,

@@ -42,6 +42,7 @@ _CURVE_BYTES = 64  # more than CURVE adds to a frame
 _HANDSHAKE_MS = 10_000  # milliseconds until a connection that has not proved the key is closed
 _POLLIN = int(zmq.POLLIN)  # as an int: `&` on the enum takes half as long as the poll itself
 _PING_MS = 2000  # milliseconds; the peer's I/O thread answers even during a long step
+_BACKLOG = 4096  # connections that wait for the I/O thread to accept them
 _MAX_UNSENT = 10_000  # maximum messages queued for an engine that is in a long step
 
 
@@ -66,6 +67,7 @@ def bound_socket(address: str, token: str) -> Socket:
     socket.linger = 1000
     socket.sndhwm = MAX_UNREAD
     socket.rcvhwm = _MAX_UNSENT  # per client, whose own queue then fills up
+    socket.backlog = _BACKLOG
     socket.router_mandatory = 1  # sending to a full or absent peer raises an error
     socket.bind(address)
     return socket

@@ -41,6 +41,31 @@ def test_thousands_of_hostile_frames(seed):
     check_drained(engine)
 
 
+def test_two_requests_of_one_id_do_not_end_the_engine():
+    """The second comes when the first is aborted, and its last output not yet sent."""
+
+    async def main(address):
+        bad, monitor = sockets.connected_socket(address, TOKEN)
+        add = messages.Add(3, "s", [1], {"max_tokens": 50}, False, 0, None, None)
+        first = messages.Add(1, "r", [1], {"max_tokens": 50}, False, 0, None, None)
+        second = messages.Add(2, "r", [1], {"max_tokens": 50}, False, 0, None, None)
+        hello = messages.Hello()
+        async with connected(address) as client:
+            for message in (hello, first, messages.Abort(1), second, add, hello):
+                data = msgspec.msgpack.encode(message)
+                bad.send_multipart([sockets.proof_of(TOKEN), data])
+            found = await collected(client, [1, 2], SamplingParams(max_tokens=3))
+            bad.disable_monitor()
+            monitor.close(linger=0)
+            bad.close(linger=0)
+            return found[-1].outputs[0].finish_reason
+
+    engine = make_engine(tiny_model())
+    with served(engine) as (_, address):
+        assert run(main(address)) == "length"
+    check_drained(engine)
+
+
 @pytest.mark.parametrize(
     "data",
     [
