@@ -147,10 +147,21 @@ class KeyRing:
 
 
 def isolate(request: Request, body: Any) -> None:
-    """Add the key of a request to its `cache_salt`, unless prefixes are shared between keys."""
+    """Add the key of a request to its `cache_salt`, unless keys share prefixes.
+
+    Raises
+    ------
+    APIError
+        If the request's `priority` is ahead of the default, and thereby of other keys' requests.
+    """
     salt = request.state.key_salt
+    if salt is None:
+        return
+    if (body.priority or 0) < 0:
+        message = f"priority must be at least 0 on a server of several keys; got {body.priority}"
+        raise APIError(400, message, param="priority")
     given = body.cache_salt
-    if salt is not None and given != "":  # an empty one is refused later
+    if given != "":  # an empty one is refused later
         body.cache_salt = salt if given is None else f"{salt}/{given}"
 
 

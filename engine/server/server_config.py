@@ -41,6 +41,7 @@ RANGES = {
     "max_n": NumberRange(1, 16, integer=True),
     "max_logprobs": NumberRange(-1, 20, integer=True),
     "max_answer_logprobs": NumberRange(1, 2**30, integer=True),
+    "max_embedding_values": NumberRange(1, 2**30, integer=True),
     "max_tools": NumberRange(0, 2**16, integer=True),
     "max_watchers": NumberRange(0, 2**16, integer=True),
 }
@@ -151,6 +152,9 @@ class ServerConfig:
     )
     max_answer_logprobs: int = _option(
         1 << 19, "maximum log-probabilities per answer, counted before it is computed"
+    )
+    max_embedding_values: int = _option(
+        1 << 22, "maximum values of the embeddings of a request: inputs times dimensions"
     )
     max_tools: int = _option(128, "maximum tools per request")
     max_watchers: int = _option(16, "maximum viewers of the watch page, per API process")

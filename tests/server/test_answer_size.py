@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+
 import httpx
+import numpy as np
 import pytest
 
 from engine.async_engine import AsyncEngine
@@ -149,6 +152,37 @@ def test_wrong_dimensions_cost_no_embedding(server, monkeypatch):
     for value in (-1, 0, 47):
         status, error = ask(server, "/v1/embeddings", input=[1, 2], dimensions=value)
         assert status == 400 and f"dimensions must be 48, the model's; got {value}" in str(error)
+
+
+def test_the_values_of_embeddings_are_bounded_before_they_are_computed(monkeypatch):
+    config = ServerConfig(max_embedding_values=3 * 48 + 47)
+    with serve(lambda: AsyncEngine(make_engine(tiny_model())), config) as server:
+        both = [
+            ask(server, "/v1/embeddings", input=[[1, 2], [3], [4]], encoding_format=encoding)[1]
+            for encoding in ("float", "base64")
+        ]
+        floats, texts = ([each["embedding"] for each in found["data"]] for found in both)
+        assert [len(each) for each in floats] == [48] * 3
+        numbers = [np.frombuffer(base64.b64decode(text), "<f4").tolist() for text in texts]
+        assert floats == numbers
+        monkeypatch.setattr(server.client, "embed_ids", None)
+        status, error = ask(server, "/v1/embeddings", input=[[1]] * 4)
+        assert status == 400 and error["param"] == "input"
+        assert "input must have at most 3 entries" in error["message"]
+        assert "(max_embedding_values); got 4" in error["message"]
+
+
+def test_the_texts_of_tokens_are_those_of_a_prompt_that_fits():
+    with serve(lambda: CannedClient("ok")) as server:
+        longest = server.client.model_info.max_model_len
+        server.client.tokenizer.max_token_chars = 8  # a text may be longer than its first check
+        text = "ab" * (longest // 2)
+        status, found = ask(server, "/tokenize", prompt=text, return_token_strs=True)
+        assert status == 200 and found["token_strs"] == list(text)
+        status, error = ask(server, "/tokenize", prompt=text + "c", return_token_strs=True)
+        assert status == 400 and error["param"] == "prompt"
+        assert f"resulted in {longest + 1} tokens" in error["message"]
+        assert ask(server, "/tokenize", prompt=text + "c")[1]["count"] == longest + 1
 
 
 def test_many_log_probabilities_are_read_in_another_thread(monkeypatch):

@@ -67,6 +67,29 @@ def test_sharing_is_an_option():
         assert cached(server, A, cache_salt="own") == 48
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_no_key_puts_its_requests_ahead_of_those_of_others(path):
+    def found(config, priority):
+        with serve(lambda: CannedClient("ok"), config) as server:
+            response = httpx.post(
+                server.url + path,
+                json=BODIES[path] | {"priority": priority},
+                headers={"X-API-Key": A},
+            )
+            return response.json().get("error", {}).get("message"), server.client.requests
+
+    message, requests = found(ServerConfig(**TWO), -1)
+    assert message == "priority must be at least 0 on a server of several keys; got -1"
+    assert not requests
+    for config, priority in (
+        (ServerConfig(**TWO), 2),
+        (ServerConfig(**TWO, share_prefixes_between_keys=True), -1),
+        (ServerConfig(api_key_hashes=(key_hash(A),)), -1),
+    ):
+        message, [(_, _, options)] = found(config, priority)
+        assert message is None and options["priority"] == priority
+
+
 def salts(config, key, path, **more):
     with serve(lambda: CannedClient("ok"), config) as server:
         ask(server, key, path, **BODIES[path], **more)

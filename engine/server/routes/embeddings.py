@@ -18,6 +18,7 @@ from engine.server.openapi import Endpoint
 from engine.server.protocol.common import Usage
 from engine.server.protocol.completion import prompts_of
 from engine.server.protocol.errors import APIError, renamed_params
+from engine.server.server_config import ServerConfig
 from engine.server.sse import unless_disconnected
 
 __all__ = ["ENDPOINTS", "EmbeddingObject", "EmbeddingRequest", "EmbeddingResponse", "routes"]
@@ -68,6 +69,7 @@ async def create_embeddings(request: Request) -> Response:
     state = request.app.state
     model = check_model(body.model, request)
     prompts = prompts_of(body.input, state.config.max_prompts, "input")
+    _check_size(len(prompts), state.client.model_info.hidden_size, state.config)
     work = embed(state.client, body, prompts, model)
     answer = await unless_disconnected(request.receive, work)
     data = await asyncio.to_thread(msgspec.json.encode, answer)
@@ -97,6 +99,17 @@ async def embed(
     return EmbeddingResponse(data, model, Usage(num_tokens, num_tokens))
 
 
+def _check_size(num_inputs: int, size: int, config: ServerConfig) -> None:
+    most = config.max_embedding_values
+    if num_inputs * size > most:
+        raise APIError(
+            400,
+            f"input must have at most {most // size} entries, as embeddings of {size} dimensions "
+            f"must have at most {most} values in all (max_embedding_values); got {num_inputs}",
+            param="input",
+        )
+
+
 def _token_ids(client: Any, prompts: list[Any]) -> list[list[int]]:
     """Tokenize texts; token ids are returned unchanged."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -117,8 +130,8 @@ def _objects(vectors: list[Any], encoding: str | None) -> list[EmbeddingObject]:
     ]
 
 
-def _encoded(vector: Any, encoding: str | None) -> list[float] | str:
+def _encoded(vector: Any, encoding: str | None) -> Any:
+    """Return a vector as text, or as JSON: one at a time, so that other threads run in between."""
     if encoding == "base64":
         return base64.b64encode(vector.tobytes()).decode("ascii")
-    values: list[float] = vector.tolist()
-    return values
+    return msgspec.Raw(msgspec.json.encode(vector.tolist()))

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.async_engine import EngineClient
-from engine.server.field_limits import check_length, check_text_of
+from engine.server.field_limits import check_length, check_num_tokens, check_text_of
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.chat import ChatCompletionRequest, ChatMessage, Tool
@@ -103,6 +103,8 @@ async def tokenize(request: Request) -> Response:
         ids = (await asyncio.to_thread(state.chat.render, chat))["prompt_token_ids"]
     texts = None
     if body.return_token_strs:
+        field = "prompt" if body.messages is None else "messages"
+        check_num_tokens(len(ids), field, state.client, num_reserved=0)
         texts = await asyncio.to_thread(lambda: [tokenizer.id_to_token(i) or "" for i in ids])
     answer = TokenizeResponse(len(ids), state.client.model_info.max_model_len, ids, texts)
     data = await asyncio.to_thread(msgspec.json.encode, answer)
