@@ -81,6 +81,32 @@ def said(content):
     return {"role": "assistant", "content": content}
 
 
+# ---- /v1/chat/completions
+
+
+def test_hints_for_caches_and_empty_results(url, client):
+    """Agents mark prefixes for caches as for Anthropic's models; a tool may return nothing."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+
+    def prompt(result, **more):
+        said = [
+            {"role": "user", "content": [{"type": "text", "text": "plain", **more}], **more},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", **result},
+        ]
+        body = {"model": "scripted", "messages": said, "tools": [tool | more]}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return client.prompts[-1]
+
+    expected = prompt({"content": ""})
+    assert "<result>\n\n</result>" in expected
+    assert prompt({"content": ""}, **mark) == expected
+    assert prompt({"content": None}) == prompt({}) == expected
+
+
 # ---- /v1/responses
 
 
@@ -340,6 +366,17 @@ def test_thinking_is_a_switch_of_the_template(messages, client):
     assert client.prompts[-1].endswith("<think>\n\n</think>\n\n")
     messages.create(**fields, thinking={"type": "enabled", "budget_tokens": 1024})
     assert client.prompts[-1].endswith("assistant\n")
+
+
+def test_models_in_anthropics_form(url):
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as found:
+        (model,) = found.models.list(limit=1)  # follows pages
+        assert (model.id, model.display_name, model.type) == ("scripted", "scripted", "model")
+        assert model.max_input_tokens == 4096
+        assert abs(model.created_at.timestamp() - time.time()) < 3600
+        assert found.models.retrieve("scripted") == model
+    card = httpx.get(f"{url}/v1/models").json()["data"][0]
+    assert (card["object"], card["max_model_len"]) == ("model", 4096)
 
 
 def test_count_tokens(messages, client):

@@ -52,7 +52,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Content part of a message; only text is supported."""
+    """Content part of a message; only text is supported.
+
+    `cache_control`, here and in messages and tools, has no effect: every prefix is cached.
+    """
 
     type: str
     text: str | None = None
@@ -61,6 +64,7 @@ class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     input_audio: msgspec.Raw = UNREAD
     video_url: msgspec.Raw = UNREAD
     file: msgspec.Raw = UNREAD
+    cache_control: msgspec.Raw = UNREAD
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -96,6 +100,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     refusal: str | None = None
     audio: msgspec.Raw = UNREAD
     annotations: msgspec.Raw = UNREAD
+    cache_control: msgspec.Raw = UNREAD
     function_call: msgspec.Raw = UNREAD
 
     @property
@@ -120,6 +125,7 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     function: FunctionDefinition
     type: Literal["function"] = "function"
+    cache_control: msgspec.Raw = UNREAD
 
 
 class ToolName(msgspec.Struct, forbid_unknown_fields=True):
@@ -298,7 +304,7 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     found: dict[str, Any] = {"role": role}
     if message.content is None:
-        if role != "assistant":
+        if role not in ("assistant", "tool"):  # a tool may return nothing
             raise APIError(400, f"{where}.content must be a text; got nothing", param="messages")
         found["content"] = None if message.tool_calls else ""
     elif isinstance(message.content, str):

@@ -1,7 +1,11 @@
-"""/v1/models: names of the model. /version: version of the engine."""
+"""/v1/models: names of the model. /version: version of the engine.
+
+Anthropic's clients, which send the header anthropic-version, get lists and entries in their form.
+"""
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from typing import Any
 
 from starlette.requests import Request
@@ -34,6 +38,9 @@ def routes() -> list[Route]:
 async def list_models(request: Request) -> JSONResponse:
     """List all names of the model."""
     cards = [_card(name, request) for name in request.app.state.model_names]
+    if _is_anthropic(request):
+        ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+        return JSONResponse({"data": cards, "has_more": False, **ends})
     return JSONResponse({"object": "list", "data": cards})
 
 
@@ -49,6 +56,15 @@ async def version(request: Request) -> JSONResponse:
 
 def _card(name: str, request: Request) -> dict[str, Any]:
     state = request.app.state
+    if _is_anthropic(request):
+        created = datetime.fromtimestamp(state.created, timezone.utc)
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": created.isoformat(),
+            "max_input_tokens": state.client.model_info.max_model_len,
+        }
     return {
         "id": name,
         "object": "model",
@@ -58,3 +74,7 @@ def _card(name: str, request: Request) -> dict[str, Any]:
         "parent": None,
         "max_model_len": state.client.model_info.max_model_len,
     }
+
+
+def _is_anthropic(request: Request) -> bool:
+    return "anthropic-version" in request.headers
