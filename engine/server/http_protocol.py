@@ -45,6 +45,7 @@ _MAX_STEPS = 32  # in one round of the event loop; see `_Rounds`
 _URGENT = tuple(f"GET {path} ".encode("ascii") for path in ALWAYS_SERVED)
 _SURPLUS_SECONDS = 2.0  # a surplus connection's time to send its request
 _LINGER_SECONDS = 2.0  # time for a client to read an answer before it has sent all of its request
+_SHUTDOWN_SECONDS = 1.0  # time for an idle client to end TLS when the server ends
 _RETRY = {"Retry-After": "1"}
 
 _IDLE, _RECEIVING, _ANSWERING, _LINGERING, _CLOSED = range(5)
@@ -198,6 +199,7 @@ class _HttpConnection(asyncio.Protocol):
         """Close after the answer in progress, if there is one."""
         if self._exchange is None:
             self._close()
+            self._set_timer(_SHUTDOWN_SECONDS, self._transport.abort)
         else:
             self._exchange.keep_alive = False
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+
 import pytest
 
 from engine.async_engine import AsyncEngine
@@ -37,3 +40,21 @@ def client(real_server):
         base_url=real_server.url + "/v1", api_key="none", max_retries=0, timeout=60
     ) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """A folder with a certificate that signs itself, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl program")
+    folder = tmp_path_factory.mktemp("certificate")
+    names = ("-keyout", folder / "key.pem", "-out", folder / "cert.pem")
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *names, "-days", "1"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return folder

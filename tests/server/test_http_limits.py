@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import socket
+import ssl
 import struct
 import time
 
@@ -332,6 +333,22 @@ def test_a_byte_now_and_then_keeps_no_connection_open():
             connection.close()
         assert closed.keys() == SLOW.keys()
         assert max(closed.values()) < 4, closed
+
+
+def test_a_server_that_ends_does_not_wait_for_an_idle_client_to_end_tls(certificate, monkeypatch):
+    monkeypatch.setattr(http_protocol, "_SHUTDOWN_SECONDS", 0.1)
+    names = {"ssl_certfile": certificate / "cert.pem", "ssl_keyfile": certificate / "key.pem"}
+    context = ssl.create_default_context(cafile=names["ssl_certfile"])
+    options = names | {"timeout_graceful_shutdown": 15}
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serve(lambda: CannedClient("ok"), **options))
+        client = context.wrap_socket(connect(server), server_hostname="127.0.0.1")
+        with client:
+            client.sendall(GET + b"\r\n")
+            assert statuses(read_answer(client)) == [200]
+            begin = time.monotonic()
+            stack.close()  # ends the server, whose side of TLS the client does not read
+            assert time.monotonic() - begin < 5
 
 
 def test_an_upload_within_the_deadline_is_read_and_a_slower_one_is_a_408():

@@ -9,7 +9,6 @@ import http.client
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import ssl
@@ -451,24 +450,6 @@ def test_a_wrong_option_ends_it_with_a_reason(small, options, word):
         status, errors = _end(server)
     assert status == 2 and re.search(word, errors), errors
     assert "Traceback" not in errors
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    """A folder with a certificate that signs itself, and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl program")
-    folder = tmp_path_factory.mktemp("certificate")
-    names = ("-keyout", folder / "key.pem", "-out", folder / "cert.pem")
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *names, "-days", "1"),
-            *("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return folder
 
 
 def _tls_status(server, context, key=None):
