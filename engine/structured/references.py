@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
+import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
@@ -181,7 +182,7 @@ class Document:
                 f"{keyword} {shown(reference)} refers to a document that is not in the schema; "
                 "remote schemas are not fetched"
             )
-        fragment = _decoded(fragment)
+        fragment = urllib.parse.unquote(fragment)
         if fragment and not fragment.startswith("/"):
             anchor = self._anchors.get((uri, fragment))
             if anchor is None:
@@ -248,14 +249,14 @@ class Document:
         uri, _, fragment = _joined(schema.base, name).partition("#")
         if name.startswith("#"):  # an anchor, in drafts before 2019-09
             if fragment:
-                self._anchor(schema, _decoded(fragment))
+                self._anchor(schema, urllib.parse.unquote(fragment))
         elif uri != schema.base or fragment:
             if uri in self._resources:
                 raise schema.error(f"two schemas have the $id {shown(uri)}")
             schema.base = uri
             self._resources[uri] = schema
             if fragment:
-                self._anchor(schema, _decoded(fragment))
+                self._anchor(schema, urllib.parse.unquote(fragment))
 
     def _anchor(self, schema: Subschema, name: str) -> None:
         if self._anchors.setdefault((schema.base, name), schema) is not schema:
@@ -330,13 +331,6 @@ def _without_dots(path: str) -> str:
         if step in (".", "..") and i == len(steps) - 1:
             kept.append("")
     return "/" + "/".join(kept)
-
-
-def _decoded(fragment: str) -> str:
-    """Return a fragment with its percent-encoded bytes decoded."""
-    data = fragment.encode("utf-8", "replace")
-    decoded = re.sub(rb"%([0-9A-Fa-f]{2})", lambda found: bytes([int(found[1], 16)]), data)
-    return decoded.decode("utf-8", "replace")
 
 
 def _escaped(step: str | int) -> str:
