@@ -45,9 +45,6 @@ _MAPS = frozenset(
 )
 
 
-_URI = re.compile(r"([^:/?#]+:)?(//[^/?#]*)?([^?#]*)(\?[^#]*)?(#.*)?", re.DOTALL)
-
-
 class SchemaError(ValueError):
     """A schema is not valid, or uses something that cannot be enforced."""
 
@@ -288,49 +285,24 @@ def _draft(schema: Subschema, name: object) -> Draft:
 
 
 def _joined(base: str, reference: str) -> str:
-    """Return the URI of a reference, by section 5.2 of RFC 3986.
+    """Return the URI of a reference.
+
+    Raises
+    ------
+    SchemaError
+        If it is no URI.
 
     Examples
     --------
     >>> _joined("http://a/b/c?d", "../e#f"), _joined("urn:a", "#f"), _joined("", "b")
     ('http://a/e#f', 'urn:a#f', 'b')
     """
-    scheme, authority, path, query, fragment = _parts(reference)
-    if not scheme:
-        scheme, base_authority, base_path, base_query, _ = _parts(base)
-        if not authority:
-            authority = base_authority
-            if not path:
-                path = base_path
-                query = query or base_query
-            elif not path.startswith("/"):
-                path = base_path[: base_path.rfind("/") + 1] + path
-                path = path if path.startswith("/") or not authority else "/" + path
-    return scheme + authority + _without_dots(path) + query + fragment
-
-
-def _parts(uri: str) -> tuple[str, str, str, str, str]:
-    """Return scheme, authority, path, query and fragment of a URI, with their delimiters."""
-    found = _URI.fullmatch(uri)
-    assert found is not None  # the expression matches every text
-    scheme, authority, path, query, fragment = found.groups(default="")
-    return scheme, authority, path, query, fragment
-
-
-def _without_dots(path: str) -> str:
-    """Return a path without "." and ".." segments, if it is absolute."""
-    if not path.startswith("/"):
-        return path
-    kept: list[str] = []
-    steps = path.split("/")[1:]
-    for i, step in enumerate(steps):
-        if step == "..":
-            del kept[-1:]
-        elif step != ".":
-            kept.append(step)
-        if step in (".", "..") and i == len(steps) - 1:
-            kept.append("")
-    return "/" + "/".join(kept)
+    if reference[:1] in ("", "#"):  # urljoin would forget a base of another scheme, such as "urn:"
+        return base + reference
+    try:
+        return urllib.parse.urljoin(base, reference)
+    except ValueError as error:
+        raise SchemaError(f"{shown(reference)} is no URI ({error})") from None
 
 
 def _escaped(step: str | int) -> str:

@@ -302,6 +302,7 @@ def test_the_valid_texts_are_allowed_and_no_others(name):
         ({"$ref": "http://example.com/s"}, "remote schemas are not fetched (at #)"),
         ({"items": {"$ref": "#/$defs/a"}}, "refers to nothing in the schema (at #/items)"),
         ({"items": {"$ref": "#a"}}, "has no such anchor"),
+        ({"$id": "http://a.b/c", "$ref": "http://[x"}, "'http://[x' is no URI"),
         ({"allOf": [{"$ref": "#"}]}, "refers to itself without an object or array between"),
         ({"required": "a"}, "required must be a list of names; got 'a'"),
         ({"minLength": -1}, "minLength must be a whole number; got -1"),
