@@ -212,6 +212,9 @@ class Cases:
                     None
                 )
                 continue
+            if key == "required" and isinstance(value[key], bool):  # draft 3, still written
+                self.warnings["a boolean required is no list of names; it is not enforced"] = None
+                continue
             is_valid, wanted = CHECKS[key]
             if not is_valid(value[key]):
                 raise schema.error(f"{key} must be {wanted}; got {shown(value[key])}")

@@ -371,10 +371,12 @@ def test_a_refusal_names_the_tool():
 
 def test_what_is_no_constraint_is_named(caplog):
     schema = {"type": "string", "format": "password", "nullable": True, "pattren": "a", "x-a": 1}
+    schema["required"] = True
     check_structured(StructuredOutput(json=schema))
     assert [record.getMessage() for record in caplog.records] == [
         "structured: json: nullable is an annotation; it is not enforced",
         "structured: json: 'pattren' is no keyword of JSON Schema; it is not enforced",
+        "structured: json: a boolean required is no list of names; it is not enforced",
         "structured: json: format 'password' is an annotation; it is not enforced",
     ]
 
