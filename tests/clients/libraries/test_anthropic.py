@@ -136,4 +136,6 @@ def test_errors(client, server):
         pytest.raises(anthropic.AuthenticationError),
     ):
         other.messages.create(messages=ASK, **GREEDY)
-    assert [model.id for model in client.models.list().data] == ["smollm2"]
+    (model,) = client.models.list()
+    assert (model.id, model.display_name) == ("smollm2", "smollm2")
+    assert model.max_input_tokens == MAX_MODEL_LEN

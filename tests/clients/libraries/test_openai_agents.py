@@ -100,11 +100,21 @@ def test_structured_output(make, server, ask):
     assert isinstance(ask(agent, "What is the capital of France?").final_output, City)
 
 
-def test_a_handoff(make, scripted, ask):
-    """Another agent is a tool too, by its name."""
-    other = make(scripted, "scripted", handoff_description="Adds.")
-    agent = make(scripted, "scripted", handoffs=[other], tools=[add])
-    assert ask(agent, "2 + 3?").final_output == "The sum is 5."
+def test_a_handoff(make, scripted, ask, monkeypatch):
+    """Another agent is a tool too, by its name; then that agent is asked."""
+
+    def script(prompt, params):
+        is_first = "You decide." in prompt
+        call = '{"name": "transfer_to_assistant", "arguments": {}}'
+        return f"<tool_call>\n{call}\n</tool_call>" if is_first else "The sum is 5."
+
+    monkeypatch.setattr(scripted.client, "script", script)
+    other = make(scripted, "scripted", handoff_description="Adds.", instructions="You add.")
+    agent = make(scripted, "scripted", handoffs=[other], instructions="You decide.")
+    found = ask(agent, "2 + 3?")
+    assert found.final_output == "The sum is 5."
+    assert found.last_agent is other
+    assert "You add." in scripted.client.prompts[-1]
 
 
 def test_errors(make, server, ask):
