@@ -23,6 +23,7 @@ _SECONDS = 240.0
 _NUM_WORST = 5
 _SLOT = "@here@"
 
+_CACHE = {"type": "ephemeral"}
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 _FUNCTION = {"name": "f", "description": "d", "parameters": _SCHEMA, "strict": True}
 _CALL = {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": {}}}
@@ -45,15 +46,15 @@ _SAMPLING: dict[str, Any] = {
 }  # fmt: skip
 _CHAT: dict[str, Any] = {
     "messages": [
-        {"role": "user", "content": [{"type": "text", "text": "Hi", **_FILE}], "name": "n"},
+        {"role": "user", "name": "n", "cache_control": _CACHE,
+         "content": [{"type": "text", "text": "Hi", "cache_control": _CACHE, **_FILE}]},
         {"role": "assistant", "content": "a", "tool_calls": [_CALL], "reasoning_content": "r",
          "reasoning": "r", "refusal": "r", "audio": {}, "annotations": [], "function_call": {}},
         {"role": "tool", "content": "a", "tool_call_id": "c"},
     ],
-    "tools": [{"type": "function", "function": _FUNCTION}],
+    "tools": [{"type": "function", "function": _FUNCTION, "cache_control": _CACHE}],
     "chat_template_kwargs": {}, "add_generation_prompt": True,
 }  # fmt: skip
-_CACHE = {"type": "ephemeral"}
 _AGENT: dict[str, Any] = {
     "model": "m", "system": [{"type": "text", "text": "s", "cache_control": _CACHE}],
     "messages": [
@@ -69,7 +70,8 @@ _AGENT: dict[str, Any] = {
     "tool_choice": {"type": "auto", "name": "f", "disable_parallel_tool_use": False},
     "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "d"},
     "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": _SCHEMA}},
-    "cache_control": _CACHE,
+    "cache_control": _CACHE, "thread": None,
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
 }  # fmt: skip
 _LABELS = {"safety_identifier": "s", "prompt_cache_key": "k", "prompt_cache_retention": "r",
            "service_tier": "auto", "store": False, "metadata": {"a": "b"}}  # fmt: skip
