@@ -225,6 +225,8 @@ class LLMEngine:
         priority, timeout = self._inputs.check(request_id, params, priority, timeout)
         if request_id in self._streams.groups:
             raise RequestError(f"request id {request_id[:80]!r} is in use")
+        if resumed is not None:
+            self._inputs.check_resumed(resumed)
         specs = self._inputs.sampling_specs(params)
         arrived = time.monotonic()
         requests = self._inputs.requests(

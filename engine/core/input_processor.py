@@ -210,8 +210,23 @@ class InputProcessor:
         if count is not None and count > limit:
             raise ContextLengthError.of("prompt", count, limit)
         items = items_of("prompt", ids, "token ids", limit)
+        return self._in_vocabulary("prompt", items)
+
+    def check_resumed(self, resumed: Sequence[Sequence[int] | None]) -> None:
+        """Check the tokens that another engine has generated; see `LLMEngine.add_request`.
+
+        Raises
+        ------
+        RequestError
+            If one is outside the vocabulary.
+        """
+        for index, ids in enumerate(resumed):
+            if ids is not None:
+                self._in_vocabulary(f"resumed[{index}]", list(ids))
+
+    def _in_vocabulary(self, name: str, items: list[Any]) -> list[int]:
         wanted = f"a token id, a whole number in [0, {self._vocab_size})"
-        return token_ids_of("prompt", items, self._vocab_size, wanted)
+        return token_ids_of(name, items, self._vocab_size, wanted)
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
         """Return the compiled grammar of `params`, or None; callable from any thread.

@@ -117,6 +117,9 @@ def test_they_are_checked_like_others():
             engine.add_request("r", PROMPT, params, resumed=resumed)
     with pytest.raises(RequestError, match="fewer tokens than max_tokens"):
         engine.add_request("r", PROMPT, params, resumed=[[5], [5] * 20])
+    for wrong in (-1, 1 << 40):
+        with pytest.raises(RequestError, match=rf"resumed\[1\]\[2\] must be a token id.*{wrong}"):
+            engine.add_request("r", PROMPT, params, resumed=[[5], [5, 6, wrong]])
     check_drained(engine)
 
 
