@@ -203,12 +203,13 @@ class InputProcessor:
         is_no_list = isinstance(ids, str | bytes | bytearray | set | frozenset | Mapping)
         if is_no_list or not hasattr(ids, "__iter__") or getattr(ids, "ndim", 1) != 1:
             raise RequestError(f"prompt must be text or token ids; got {type(ids).__name__}")
-        if not hasattr(ids, "__len__"):  # an iterator, possibly endless
-            ids = list(itertools.islice(ids, self._max_model_len + 1))
-        count = length_of(ids)
         limit = self._max_model_len
+        is_iterator = not hasattr(ids, "__len__")  # possibly endless
+        if is_iterator:
+            ids = list(itertools.islice(ids, limit + 1))
+        count = length_of(ids)
         if count is not None and count > limit:
-            raise ContextLengthError.of("prompt", count, limit)
+            raise ContextLengthError.of("prompt", count, limit, is_estimate=is_iterator)
         items = items_of("prompt", ids, "token ids", limit)
         return self._in_vocabulary("prompt", items)
 

@@ -105,5 +105,7 @@ def _codes(folder: Path) -> str:
         return "fp8"
     if scheme.get("symmetric", True) is not True:
         return ""
-    kind = scheme.get("num_bits", 8), scheme.get("type", "float")
-    return {(8, "int"): "int8", (8, "float"): "fp8"}.get(kind, "")
+    if scheme.get("num_bits", 8) != 8:
+        return ""
+    kind = scheme.get("type", "float")
+    return {"int": "int8", "float": "fp8"}.get(kind, "") if isinstance(kind, str) else ""

@@ -19,9 +19,11 @@ from tokenizers import AddedToken, decoders, models, normalizers
 
 from engine.checks import shown, warn_once
 from engine.errors import ConfigError
+from engine.text.encode_worker import WorkerEncoder
+from engine.text.known_steps import is_linear_regex
 from engine.text.library_errors import library_errors
 from engine.text.parts import TokenizerParts, set_bos_eos
-from engine.text.pretokenizers import find_pre_tokenizer
+from engine.text.pretokenizers import PreTokenizer, find_pre_tokenizer
 from engine.text.tokenizer_json import check_added
 
 __all__ = ["UNSUPPORTED_KEYS", "parts_from_gguf"]
@@ -171,14 +173,22 @@ def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
         bos if meta.flag("add_bos_token", add_bos) else None,
         eos if meta.flag("add_eos_token", False) else None,
     )
+    encoder = None
+    if kind == "gpt2" and not _is_linear(find_pre_tokenizer(meta.get("pre"))):
+        encoder = WorkerEncoder(backend.to_str().encode(), (), "pre-tokenizer Split")
     templates = _chat_templates(metadata)
     return TokenizerParts(
         backend=backend,
+        encoder=encoder,
         bos_token_id=bos,
         eos_token_ids=_end_ids(meta, templates),
         special_tokens=_named_tokens(meta),
         chat_templates=templates,
     )
+
+
+def _is_linear(pre: PreTokenizer) -> bool:
+    return all(is_linear_regex({"Regex": pattern}) for pattern in pre.patterns)
 
 
 def _refuse_unsupported(meta: _Metadata, kind: str) -> None:

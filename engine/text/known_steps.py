@@ -26,8 +26,13 @@ MAX_GROWTH = 64
 _MAX_STEPS = 16  # maximum steps in a Sequence
 _MAX_PIECES = 64  # maximum pieces in a post-processor's template
 _SYMBOLS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+# Of published models all the same: DeepSeek LLM's, SuperBPE's and Tiny Aya's.
+_QUADRATIC_REGEXES = frozenset(
+    [r"\s+$", r"(?=(\d{3})+(?!\d))", r"\d{1,3}(?=(?:\d{3})*\b)"],
+)
 _LINEAR_REGEXES = (
     frozenset([pattern for known in PRE_TOKENIZERS.values() for pattern in known.patterns])
+    - _QUADRATIC_REGEXES
     | {
         r"\d",
         r"\d{1,3}",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import re
+import string
 import sys
 import threading
 
@@ -413,13 +415,14 @@ def test_what_cannot_be_compiled_is_refused(model, structured, reason):
 
 def test_hostile_schemas_are_refused_in_bounded_time(model):
     patterns = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(1, 15)]
-    chain = "".join(f"r{i}: r{i + 1}\n" for i in range(4000))
+    names = ["".join(letters) for letters in itertools.product(string.ascii_lowercase, repeat=3)]
+    chain = "".join(f"{name}:{then}\n" for name, then in itertools.pairwise(names[:7900]))
     engine = make_engine(model)
     assert "takes more than 2 s" in _refused(engine, {"json": {"allOf": patterns}})
     assert "takes more than" in _refused(
         engine, {"json": {"type": "integer", "multipleOf": 999983}}
     )
-    deep = {"grammar": f'start: r0\n{chain}r4000: "a"\n'}
+    deep = {"grammar": f'start: aaa\n{chain}{names[7899]}: "a"\n'}
     assert "nests too deeply" in _refused(engine, deep)
     engine.add_request("r", PROMPT, _params({"choice": ["a"]}))
     assert run(engine)["r"].outputs[0].text == "a"

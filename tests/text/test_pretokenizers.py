@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
+from engine.text.encode_worker import WorkerEncoder, encode_here
 from engine.text.pretokenizers import PRE_TOKENIZERS
 from engine.text.tokenizer import load_tokenizer
 
@@ -92,6 +93,13 @@ def test_only_what_the_model_adds_is_added(byte_level_metadata):
     for name in ("glm4", "chatglm-bpe", "falcon3", "deepseek-llm", "deepseek-v3", "stablelm2"):
         tokenizer = load_tokenizer(byte_level_metadata(name, bos_token_id=1))
         assert tokenizer.encode("ab") == tokenizer.encode("ab", add_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", ["deepseek-llm", "superbpe", "tiny_aya"])
+def test_rules_that_take_quadratic_time_run_in_a_process_with_limits(name, byte_level_metadata):
+    tokenizer = load_tokenizer(byte_level_metadata(name))
+    assert isinstance(tokenizer._encode, WorkerEncoder)
+    assert list(tokenizer.encode(PROBE)) == encode_here(tokenizer._backend, PROBE, True)[0]
 
 
 def test_the_environment_chooses_for_a_file_without_a_known_name(byte_level_metadata, monkeypatch):
