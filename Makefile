@@ -56,7 +56,7 @@ CLIENTS_JS ?= $(CURDIR)/.venv-clients-sdk/js
 	$(@D)/bin/python -m pip install --quiet --editable '.[serve,grammar]' -r $<
 	@touch $@
 
-test-clients: model .venv-clients-sdk/.installed .venv-clients-eval/.installed   ## sessions of client libraries, in environments of their own; 15 minutes
+test-clients: model .venv-clients-sdk/.installed .venv-clients-eval/.installed   ## sessions of client libraries, in environments of their own
 	-mkdir -p $(CLIENTS_JS) && cd $(CLIENTS_JS) && npm install --silent openai @anthropic-ai/sdk
 	CLIENTS_JS=$(CLIENTS_JS) .venv-clients-sdk/bin/python -m pytest -q -W ignore $(CLIENTS)
 	.venv-clients-eval/bin/python -m pytest -q -W ignore $(CLIENTS)

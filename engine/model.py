@@ -525,7 +525,7 @@ class Model:
         wanted = self.decoder.rope_offsets(cache.lengths + num_new)
         chunk = _MAX_STEP_TOKENS[self.device.kind]
         for row in np.flatnonzero(wanted != cache.rope_offsets).tolist():
-            cache.rope_offsets[row] = -1  # until all its keys have been rotated
+            cache.rope_offsets[row] = -1  # no key is valid until all are rotated
             ids = cache.token_ids[row : row + 1, : cache.lengths[row]]
             for start in range(0, ids.shape[1], chunk):
                 batch = ForwardBatch.build(

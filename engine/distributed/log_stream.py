@@ -45,7 +45,7 @@ class LogStream(io.TextIOBase):
         self._max_chars = max_chars
         self._tail = ""  # the start of a line
         self._waiting: deque[str] = deque()
-        self._num_chars = 0  # of `_waiting`, and of what is being written
+        self._num_chars = 0  # characters in `_waiting` and being written
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="log", daemon=True).start()
 

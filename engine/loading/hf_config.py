@@ -319,7 +319,7 @@ def _dtype(fields: Fields) -> str:
     key = "dtype" if fields.has("dtype") else "torch_dtype"
     name = fields.text(key, "float32").removeprefix("torch.")
     name = {"half": "float16", "float": "float32"}.get(name, name)  # PyTorch's other names
-    if name == "auto":  # of a mapping without files; see `load_hf_config`
+    if name == "auto":  # A mapping has no files; see `load_hf_config`
         return "float32"
     if name not in FLOAT_NAMES:
         raise fields.error(key, f"one of {', '.join(FLOAT_NAMES)}, auto")

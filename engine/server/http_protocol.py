@@ -22,6 +22,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
+from urllib.parse import unquote_to_bytes
 
 import httptools
 from starlette.datastructures import MutableHeaders
@@ -49,8 +50,6 @@ _SHUTDOWN_SECONDS = 1.0  # time for an idle client to end TLS when the server en
 _RETRY = {"Retry-After": "1"}
 
 _IDLE, _RECEIVING, _ANSWERING, _LINGERING, _CLOSED = range(5)
-
-_ESCAPE = re.compile(rb"%([0-9A-Fa-f]{2})")
 
 _log = logging.getLogger("engine.server.http")
 
@@ -430,7 +429,7 @@ class _HttpConnection(asyncio.Protocol):
         if url.schema is not None:
             self._check_authority()
         return {
-            "path": self._root_path + _ESCAPE.sub(_unescaped, raw_path).decode("utf-8", "replace"),
+            "path": self._root_path + unquote_to_bytes(raw_path).decode("utf-8", "replace"),
             "raw_path": self._root_path.encode("ascii") + raw_path,
             "query_string": url.query or b"",
         }
@@ -566,10 +565,6 @@ class _HttpConnection(asyncio.Protocol):
                 self._transport.pause_reading()
             else:
                 self._transport.resume_reading()
-
-
-def _unescaped(found: re.Match[bytes]) -> bytes:
-    return bytes.fromhex(found[1].decode("ascii"))
 
 
 def _body_length(headers: list[tuple[bytes, bytes]], version: str) -> int | None:

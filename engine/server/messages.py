@@ -110,7 +110,7 @@ class Call(_Message):
 
     number: int
     name: str
-    salt_prefix: str | None = None  # of "snapshot"
+    salt_prefix: str | None = None  # argument of "snapshot"
 
 
 class Embed(_Message):

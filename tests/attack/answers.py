@@ -8,7 +8,7 @@ from tests.attack.figures import Figure
 from tests.attack.target import Target
 
 OPTIONS = ("--max-model-len", "16384", "--max-num-batched-tokens", "2048")
-_LIMIT_MB = 128  # of an answer
+_LIMIT_MB = 128  # maximum size of an answer
 _PROMPT = 12_000  # characters, one token each
 REQUESTS = {
     "the whole vocabulary of each prompt token": {"prompt_logprobs": -1, "max_tokens": 1},

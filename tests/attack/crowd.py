@@ -21,7 +21,7 @@ from tests.attack.target import Target
 _MAX_CONNECTIONS = 8192  # the server's default
 _NUM_OTHERS = 16  # connections of those that ask for /health
 _NUM_AT_ONCE = 10_000
-_SECONDS = 12.0  # of slow connections
+_SECONDS = 12.0  # duration of the slow connections
 _NUM_PARTS = 20
 _SPARE_FILES = 256
 _BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()

@@ -33,7 +33,7 @@ from tests.e2e.tiny import make_engine, tiny_model
 from tests.server.loops import TOKEN, collected, connected, served
 
 NUM_FRAMES = 1000
-_MEMORY_MB = 16  # of growth
+_MEMORY_MB = 16  # maximum growth
 _FLOOD_SECONDS = 3.0
 _ADD = m.Add(1, "r", [1, 2, 3], {"max_tokens": 4, "temperature": 0.0}, False, 0, None, None)
 _LEGAL = [

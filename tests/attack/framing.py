@@ -11,8 +11,8 @@ import time
 from tests.attack.figures import Figure
 from tests.attack.target import Target
 
-_SECONDS = 3.0  # of each stream
-_LIMIT_MB = 4  # of growth: what the allocator keeps of ordinary buffers
+_SECONDS = 3.0  # duration of each stream
+_LIMIT_MB = 4  # growth; the allocator keeps some ordinary buffers
 _BLOCK = 1 << 16
 _CHUNKED = b"%b HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 _LONG = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000000\r\n\r\n"

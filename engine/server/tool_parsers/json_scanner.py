@@ -238,13 +238,7 @@ def is_json_object(text: str) -> bool:
     >>> is_json_object('{"a": 1} '), is_json_object("[1]"), is_json_object('{"a": 1')
     (True, False, False)
     """
-    scanner = JsonScanner()
-    at = 0
-    mark = None
-    while mark not in (Mark.END, Mark.FAILED):
-        at, mark = scanner.advance(text, at)
-        if mark is None:
-            return False
+    at, mark = _scanned(text)
     return mark is Mark.END and not text[at:].strip(" \t\n\r")
 
 
@@ -256,12 +250,17 @@ def begins_json_object(text: str) -> bool:
     >>> begins_json_object('{"a": [1, '), begins_json_object('{"a": }'), begins_json_object("{}")
     (True, False, False)
     """
+    return _scanned(text)[1] not in (Mark.END, Mark.FAILED)
+
+
+def _scanned(text: str) -> tuple[int, Mark | None]:
+    """Scan an object to its end, its first error or the text's end: (position, last mark)."""
     scanner = JsonScanner()
     at = 0
     mark = None
     while at < len(text) and mark not in (Mark.END, Mark.FAILED):
         at, mark = scanner.advance(text, at)
-    return mark not in (Mark.END, Mark.FAILED)
+    return at, mark
 
 
 def complete_values(text: str) -> dict[str, Any]:
