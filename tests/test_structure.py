@@ -25,8 +25,8 @@ OUTPUT_KEYWORDS = {"out", "residual_out"}
 ORDER = (
     *("_version", "errors", "config", "outputs", "checks", "drafts", "env", "plan_array"),
     *("device", "dtypes", "model_files", "request"),
-    *("text", "weights", "reference", "structured", "sampling_params", "kernels", "cache"),
-    *("layers", "distributed", "models", "testing", "scheduler", "loading", "runner"),
+    *("text", "weights", "reference", "testing", "structured", "sampling_params", "kernels"),
+    *("cache", "layers", "distributed", "models", "scheduler", "loading", "runner"),
     *("model", "quantization", "speculative", "engine_config", "core", "scaling", "parallel"),
     *("llm_engine", "snapshot", "tasks", "shared_engine", "async_engine"),
     *("llm", "__init__", "server", "commands", "cli", "__main__"),

@@ -42,7 +42,7 @@ _NO_SAMPLE = "its logits are NaN, or leave no token to choose"
 
 
 class RunnableModel(Protocol):
-    """Members of `Model` that the runner uses; `engine.testing.mock_model` has them too."""
+    """Members of `Model` that the runner uses; `engine.models.mock_model` has them too."""
 
     @property
     def config(self) -> ModelConfig:

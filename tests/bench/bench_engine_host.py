@@ -18,9 +18,9 @@ import numpy as np
 
 from engine import LLMEngine, SamplingParams
 from engine.kernels.sample import SampleResult
+from engine.models.mock_model import MockModel
 from engine.sampling_params import RequestOutputKind
 from engine.speculative import make_speculation
-from engine.testing.mock_model import MockModel
 
 DEVICE = "CPU"
 _STEPS = 200

@@ -12,8 +12,8 @@ import pytest
 
 from engine import LLMEngine, SamplingParams
 from engine.errors import ContractError, EngineError, OutOfMemoryError, StepTimeoutError
+from engine.models.mock_model import MockModel
 from engine.sampling_params import RequestOutputKind
-from engine.testing.mock_model import MockModel
 from tests.e2e.tiny import (
     check_drained,
     greedy_alone,

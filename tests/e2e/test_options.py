@@ -8,7 +8,7 @@ import pytest
 from engine import LLMEngine, SamplingParams
 from engine.errors import ConfigError, RequestError
 from engine.llm_engine import QueueFullError
-from engine.testing.mock_model import MockModel
+from engine.models.mock_model import MockModel
 from tests.e2e.tiny import VOCAB, greedy_alone, make_engine, run, swap_gb, tiny_model
 
 LONG = [int(i) for i in np.random.default_rng(3).integers(4, VOCAB, 90)]

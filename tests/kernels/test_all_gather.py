@@ -9,8 +9,8 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, ShapeError
 from engine.testing import cases
-from engine.testing.cases_collectives import PEER_SIZES, Ranks
 from engine.testing.tolerances import assert_close
+from tests.cases_collectives import PEER_SIZES, Ranks
 
 SHAPES = ((1, 64), (3, 63), (5, 576), (7, 1), (2, 3, 130), (0, 64), (9,), (4, 4096))
 

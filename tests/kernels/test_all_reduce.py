@@ -13,9 +13,9 @@ from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels._peer_memory import MissingRank, PeerConfig, choose_threads
 from engine.kernels.all_reduce import choose_kernel
 from engine.testing import cases
-from engine.testing.cases_collectives import PEER_SIZES, Ranks
 from engine.testing.cases_elementwise import FLAT_SHAPES, assert_guards
 from engine.testing.tolerances import assert_close
+from tests.cases_collectives import PEER_SIZES, Ranks
 
 
 def _parts(shape, dtype, size, seed=0):

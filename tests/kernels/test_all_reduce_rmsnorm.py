@@ -10,8 +10,8 @@ from engine.device import to_numpy
 from engine.errors import ShapeError
 from engine.kernels.all_reduce_rmsnorm import choose_size
 from engine.testing import cases
-from engine.testing.cases_collectives import PEER_SIZES, Ranks
 from engine.testing.tolerances import assert_close
+from tests.cases_collectives import PEER_SIZES, Ranks
 
 NUMBERS = {"eps": 1e-5, "x_scale": 0.5, "weight_offset": 1.0}
 WIDTHS = (64, 576, 1000, 1024, 2048, 4096, 8192, 12_288, 63, 40_000)

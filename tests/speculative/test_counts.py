@@ -9,9 +9,9 @@ import pytest
 
 from engine import LLMEngine, SamplingParams
 from engine.drafts import Drafts
+from engine.models.mock_model import MockModel
 from engine.speculative.costs import StepCosts
 from engine.speculative.counts import DraftCounts, SpeculationStats
-from engine.testing.mock_model import MockModel
 
 VOCAB = 64
 PROMPT = [1, 2, 3]

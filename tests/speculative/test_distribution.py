@@ -17,7 +17,7 @@ import pytest
 
 from engine import LLMEngine, SamplingParams
 from engine.drafts import Drafts
-from engine.testing.mock_model import MockModel
+from engine.models.mock_model import MockModel
 
 VOCAB = 8
 EOS = 0

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine import SamplingParams
 from engine.llm_engine import LLMEngine
+from engine.models.mock_model import MockModel
 from engine.request import Request
 from engine.speculative import ngram, ngram_index
 from engine.speculative.config import SpeculativeConfig
@@ -21,7 +22,6 @@ from engine.speculative.make import _make_proposer
 from engine.speculative.ngram import NgramProposer, SuffixProposer
 from engine.speculative.ngram_index import NgramIndex
 from engine.speculative.proposer import CustomProposer
-from engine.testing.mock_model import MockModel
 
 RULES = SimpleNamespace(ignore_eos=True, stop_token_ids=None)
 

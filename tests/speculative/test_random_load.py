@@ -14,8 +14,8 @@ import pytest
 
 from engine import LLMEngine, SamplingParams
 from engine.errors import RequestError
+from engine.models.mock_model import MockModel
 from engine.speculative.costs import StepCosts
-from engine.testing.mock_model import MockModel
 from tests.e2e.tiny import VOCAB, make_engine, mixed_params, swap_gb, tiny_model
 from tests.speculative.proposers import KnownProposer, outputs_of
 

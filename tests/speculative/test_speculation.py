@@ -10,8 +10,8 @@ import pytest
 from engine import SamplingParams
 from engine.drafts import Drafts
 from engine.llm_engine import LLMEngine
+from engine.models.mock_model import MockModel
 from engine.speculative.costs import StepCosts
-from engine.testing.mock_model import MockModel
 
 VOCAB = 64
 
