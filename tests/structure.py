@@ -40,7 +40,8 @@ def page() -> str:
     The row of `engine/kernels/` lists its kernel families.
     """
     rows = [_TABLE.format("Package")]
-    families = [path.parent.name for path in packages() if path.parent.parent.name == "kernels"]
+    inside = [path.parent.name for path in packages() if path.parent.parent.name == "kernels"]
+    families = [name for name in inside if not name.startswith("_")]
     for path in packages():
         name = path.parent.relative_to(ROOT).as_posix()
         more = f". Families: {', '.join(families)}" if name == "engine/kernels" else ""

@@ -1,7 +1,10 @@
 """The catalog of ops: each runs its NumPy mirror (CPU) or its CUDA kernel; what a chip allows
-(architecture, tier, limits) is in `_chip.py`."""
+(architecture, tier, limits) is in `_chip.py`, ops of the user's own (`define`) in `_user/`."""
 
 from engine.kernels._attention_pattern import BlockSparse, Periodic
+from engine.kernels._user.define import define
+from engine.kernels._user.op import Op
+from engine.kernels._user.problem import Launch, Problem
 from engine.kernels.all_gather import all_gather
 from engine.kernels.all_reduce import all_reduce
 from engine.kernels.all_reduce_rmsnorm import all_reduce_rmsnorm
@@ -47,7 +50,10 @@ from engine.kernels.swiglu_quantize import swiglu_quantize
 
 __all__ = [
     "BlockSparse",
+    "Launch",
+    "Op",
     "Periodic",
+    "Problem",
     "Routing",
     "all_gather",
     "all_reduce",
@@ -58,6 +64,7 @@ __all__ = [
     "attention_prefill_fp8",
     "decode_inputs",
     "decode_outputs",
+    "define",
     "dequantize",
     "embedding",
     "geglu",

@@ -36,6 +36,7 @@ _CASTS: dict[str, Callable[[Any], Any]] = {
     "u64": np.uint64,
     "f32": np.float32,
     "f64": np.float64,
+    "b8": np.bool_,
     "tmap": lambda value: value,
 }
 
@@ -52,7 +53,8 @@ class Kernel:
         Name of the `extern "C" __global__` function.
     params : str
         Its parameters in order, "name:type" separated by spaces. Types are ptr (None is a null
-        pointer), i32, i64, u32, u64, f32, f64 and tmap (a map of `_tensor_map.py`, by value).
+        pointer), i32, i64, u32, u64, f32, f64, b8 (bool) and tmap (a map of `_tensor_map.py`, by
+        value).
     struct : str, optional
         Name of the C struct that holds the parameters; the kernel takes it by value, as its only
         argument.
@@ -68,6 +70,7 @@ class Kernel:
         names, kinds = zip(*(item.split(":") for item in params.split()), strict=True)
         self._names: tuple[str, ...] = names
         self._casts = tuple(_CASTS[kind] for kind in kinds)
+        self._has_maps = "tmap" in kinds
         self.struct = None if struct is None else ParamStruct(struct, names, kinds)
         self._functions: dict[tuple[ModuleSpec, int], Any] = {}
         # Dynamic shared memory allowed so far, in bytes, by module and device.
@@ -117,7 +120,8 @@ class Kernel:
         function = self._function(spec, shared_mem, index)
         pdl = pdl and limits_of(index).has_clusters
         builder = active_builder()
-        if cluster == 1 and not pdl and builder is None and self.struct is None:
+        is_special = pdl or cluster > 1 or self.struct is not None or self._has_maps
+        if not is_special and builder is None:
             function(grid, block, values, shared_mem=shared_mem)
             return
         launch = PreparedLaunch(

@@ -29,6 +29,7 @@ from engine.kernels import _nvrtc
 
 __all__ = [
     "ARCHITECTURES",
+    "INCLUDE",
     "CompileStats",
     "CompiledModule",
     "ModuleSpec",
@@ -43,6 +44,9 @@ __all__ = [
 ]
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
+
+INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
+"""Finds the first-party headers that a source includes."""
 
 _DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
@@ -73,6 +77,27 @@ class ModuleSpec:
     def supports(self, arch: str) -> bool:
         """Tell whether this file can be compiled for `arch`."""
         return self.tier == "portable" or arch == "sm_90a"
+
+    def source(self) -> str:
+        """Return the CUDA text."""
+        return _source(self.file)
+
+    def digest(self) -> str:
+        """Hash the text and the first-party headers it includes."""
+        return _digest(self.file)
+
+    def options(self, arch: str) -> list[str]:
+        """Return NVRTC's options for `arch`."""
+        return [
+            f"-arch={arch}",
+            "-std=c++17",
+            "-default-device",
+            "-Xptxas=-v",
+            f"-I{source_dir()}",
+            *(f"-I{folder}" for folder in _nvrtc.include_dirs()),
+            f"-DENGINE_DTYPE={_DTYPE_CODES[self.dtype]}",
+            *(f"-D{name}={value}" for name, value in self.defines),
+        ]
 
     def __str__(self) -> str:
         macros = "".join(f" {name}={value}" for name, value in self.defines)
@@ -135,7 +160,7 @@ def compile_module(spec: ModuleSpec, arch: str) -> CompiledModule:
         with _lock:
             _stats.cache_hits += 1
         return found
-    program = _nvrtc.compile_source(_source(spec.file), spec.file, _options(spec, arch))
+    program = _nvrtc.compile_source(spec.source(), spec.file, spec.options(arch))
     with _lock:
         _stats.compiled += 1
         if _is_ready:
@@ -186,9 +211,6 @@ def load_module(spec: ModuleSpec) -> Any:
     return _load(spec, device.cupy().cuda.runtime.getDevice())
 
 
-_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
-
-
 @cache
 def _source(file: str) -> str:
     path = source_dir() / file
@@ -202,25 +224,12 @@ def _source(file: str) -> str:
 def _digest(file: str) -> str:
     """Hash a file and the first-party headers it includes."""
     text = _source(file)
-    parts = [text, *(_digest(name) for name in _INCLUDE.findall(text))]
+    parts = [text, *(_digest(name) for name in INCLUDE.findall(text))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _options(spec: ModuleSpec, arch: str) -> list[str]:
-    return [
-        f"-arch={arch}",
-        "-std=c++17",
-        "-default-device",
-        "-Xptxas=-v",
-        f"-I{source_dir()}",
-        *(f"-I{folder}" for folder in _nvrtc.include_dirs()),
-        f"-DENGINE_DTYPE={_DTYPE_CODES[spec.dtype]}",
-        *(f"-D{name}={value}" for name, value in spec.defines),
-    ]
-
-
 def _cache_key(spec: ModuleSpec, arch: str) -> str:
-    text = json.dumps([str(spec), arch, _digest(spec.file), _nvrtc.version(), "v1"])
+    text = json.dumps([str(spec), arch, spec.digest(), _nvrtc.version(), "v1"])
     return f"{Path(spec.file).stem}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 

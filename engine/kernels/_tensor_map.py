@@ -15,8 +15,15 @@ __all__ = ["map_source", "tensor_map", "tensor_map_2d", "tensor_map_of"]
 _BYTES = 128
 _ALIGNMENT = 64  # bytes; CUDA requires it for the map itself
 
-_DTYPES = {"uint8": (0, 1), "float16": (6, 2), "bfloat16": (9, 2)}  # CUtensorMapDataType, itemsize
-_SWIZZLES = {0: 0, 64: 2, 128: 3}  # bytes to CUtensorMapSwizzle
+# CUtensorMapDataType and itemsize.
+_DTYPES = {
+    "uint8": (0, 1),
+    "int32": (3, 4),
+    "float16": (6, 2),
+    "float32": (7, 4),
+    "bfloat16": (9, 2),
+}
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes to CUtensorMapSwizzle
 _L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}  # bytes to CUtensorMapL2promotion
 
 _sources: dict[int, tuple[Any, ...]] = {}  # address of a map -> arguments of _encode
@@ -62,7 +69,7 @@ def tensor_map(
     ----------
     pointer : int
         Address, a multiple of 16.
-    dtype : "uint8", "float16" or "bfloat16"
+    dtype : "uint8", "int32", "float16", "float32" or "bfloat16"
     sizes : tuple of int
     strides : tuple of int
         Strides in bytes of all axes but the first: multiples of 16 (ignored for axes of size 1).
@@ -70,7 +77,7 @@ def tensor_map(
         TMA box: elements along each axis. See `tensor_map_2d`.
     promote : 0, 64, 128 or 256
         L2 promotion: bytes that L2 fetches at a time; 0 for none.
-    swizzle : 0, 64 or 128
+    swizzle : 0, 32, 64 or 128
         Span of the swizzle in bytes, at least one row of the box; 0 for none.
     """
     row = -(-sizes[0] * _DTYPES[dtype][1] // 16) * 16

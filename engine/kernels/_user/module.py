@@ -1,0 +1,73 @@
+"""The module of a user's kernel: its text, compiled for one dtype with macros."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.kernels._module import ModuleSpec
+from engine.kernels._user.problem import CHIPS
+
+__all__ = ["UserModule", "can_run"]
+
+
+@dataclass(frozen=True)
+class UserModule(ModuleSpec):
+    """A module compiled from text: `file` is its name in messages.
+
+    Attributes
+    ----------
+    text_digest : str
+        Hash of the text and its headers. Two modules with the same one are the same.
+    text : str
+    folder : str
+        Folder of headers; "" for none.
+    types : tuple of (str, str)
+        Macros that name C types.
+    requires : str
+        Oldest architecture; "" for any.
+    """
+
+    text_digest: str = ""
+    types: tuple[tuple[str, str], ...] = ()
+    requires: str = ""
+    text: str = field(default="", compare=False, repr=False)
+    folder: str = field(default="", compare=False, repr=False)
+
+    def supports(self, arch: str) -> bool:
+        """Tell whether this file can be compiled for `arch`."""
+        return can_run(self.requires, arch)
+
+    def source(self) -> str:
+        """Return the CUDA text."""
+        return self.text
+
+    def digest(self) -> str:
+        """Return the hash of the text and of the headers it includes."""
+        return self.text_digest
+
+    def options(self, arch: str) -> list[str]:
+        """Return NVRTC's options: `scalar_t` is known without an include."""
+        folders = [f"-I{self.folder}"] if self.folder else []
+        types = [f"-D{name}={ctype}" for name, ctype in self.types]
+        return [*folders, *super().options(arch), "--pre-include=common/types.cuh", *types]
+
+    def __str__(self) -> str:
+        return super().__str__() + "".join(f" {name}={ctype}" for name, ctype in self.types)
+
+
+def can_run(requires: str, arch: str) -> bool:
+    """Tell whether a kernel that requires an architecture runs on `arch`.
+
+    "sm_90a" is Hopper alone; a name without "a" means this architecture or a later one.
+
+    Examples
+    --------
+    >>> can_run("sm_90a", "sm_120"), can_run("sm_89", "sm_120")
+    (False, True)
+    """
+    if not requires or requires == arch:
+        return True
+    order = list(CHIPS)
+    if requires.endswith("a") or requires not in order:
+        return False
+    return arch not in order or order.index(arch) >= order.index(requires)
