@@ -340,7 +340,7 @@ class Op:
                     f"{self.name}: its reference must return {array.name} of shape "
                     f"{array.shape_text} = {shape}; got {result.shape}"
                 )
-            results.append(np.ascontiguousarray(result.astype(bound.dtype_of(array), copy=False)))
+            results.append(np.asarray(result, bound.dtype_of(array), order="C"))
         return results
 
     # The kernel.
