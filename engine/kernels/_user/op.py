@@ -331,6 +331,7 @@ class Op:
                 f"{self.name}: its reference must return {len(outputs)} arrays, as in "
                 f"{self.signature.text!r}; got {len(values)}"
             )
+        arrays = [given for given in bound.values.values() if isinstance(given, np.ndarray)]
         results = []
         for array, value in zip(outputs, values, strict=True):
             result = np.asarray(value)
@@ -340,7 +341,9 @@ class Op:
                     f"{self.name}: its reference must return {array.name} of shape "
                     f"{array.shape_text} = {shape}; got {result.shape}"
                 )
-            results.append(np.asarray(result, bound.dtype_of(array), order="C"))
+            is_shared = any(np.may_share_memory(result, given) for given in arrays)
+            copy = True if is_shared else None
+            results.append(np.array(result, bound.dtype_of(array), order="C", copy=copy))
         return results
 
     # The kernel.
