@@ -96,7 +96,7 @@ def bind(
             bound.sizes[scalar.name] = contract.bind(scalar.name, int(number), scalar.name)
     for array in sorted(signature.arrays, key=lambda array: array.like != ""):
         bound.values[array.name] = _array(bound, array, values[array.name])
-    bound.dtype = bound.dtype or "float32"
+    bound.dtype = bound.dtype or signature.scalar_dtypes[0]
     _derive_sizes(bound, signature)
     for condition in where:
         if not condition.value(bound.sizes):

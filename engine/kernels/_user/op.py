@@ -164,7 +164,7 @@ class Op:
     def example_problem(
         self,
         sizes: Mapping[str, int],
-        dtype: str = "float32",
+        dtype: str = "",
         *,
         arch: str = "sm_90a",
         is_aligned: bool = True,
@@ -178,7 +178,7 @@ class Op:
         sizes : mapping of str to int
             A size for every symbol.
         dtype : str
-            The file's `scalar_t`.
+            The file's `scalar_t`; by default the first that the signature allows.
         arch : str
             Architecture, a key of CHIPS.
         is_aligned : bool
@@ -191,8 +191,12 @@ class Op:
         Raises
         ------
         ConfigError
-            If a size or a scalar is missing.
+            If a size or a scalar is missing, or the signature does not allow the dtype.
         """
+        allowed = self.signature.scalar_dtypes
+        dtype = dtype or allowed[0]
+        if dtype not in allowed:
+            raise ConfigError(f"{self.name}: dtype: must be of {', '.join(allowed)}; got {dtype!r}")
         found = {s.name: scalars.get(s.name, s.default) for s in self.signature.scalars}
         found |= {name: sizes[name] for name in found if name in sizes}
         missing = [name for name, value in found.items() if value is None]

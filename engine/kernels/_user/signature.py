@@ -119,9 +119,17 @@ class Signature:
         return tuple(found)
 
     @property
-    def has_scalar_t(self) -> bool:
-        """Whether the file is compiled once for each float dtype."""
-        return any(array.is_scalar_t for array in self.arrays)
+    def scalar_dtypes(self) -> tuple[str, ...]:
+        """Dtypes that the file's `scalar_t` may be: those of its `float` arrays.
+
+        Without any it is the dtype of the first array of floats, or float32.
+        """
+        arrays = (*self.arrays, *self.outputs)
+        groups = [array.dtypes for array in arrays if array.is_scalar_t]
+        if groups:
+            return tuple(n for n in FLOAT_NAMES if all(n in group for group in groups))
+        fixed = [a.dtypes[0] for a in arrays if a.dtypes and a.dtypes[0] in FLOAT_NAMES]
+        return (fixed[0] if fixed else "float32",)
 
 
 def parse_signature(text: str, name: str) -> Signature:
@@ -292,6 +300,8 @@ def _check(signature: Signature, op: str) -> None:
 
 
 def _check_dtypes(signature: Signature, op: str) -> None:
+    if not signature.scalar_dtypes:
+        raise ConfigError(f"{op}: signature: its arrays of floats must have a dtype in common")
     arrays = {array.name: array for array in signature.arrays}
     for array in (*signature.arrays, *signature.outputs):
         if array.like and (array.like not in arrays or arrays[array.like].like):
@@ -301,7 +311,8 @@ def _check_dtypes(signature: Signature, op: str) -> None:
                 f"got {array.like!r}"
             )
     for array in signature.outputs:
-        if len(array.dtypes) > 1 and not (array.is_scalar_t and signature.has_scalar_t):
+        has_scalar_t = any(other.is_scalar_t for other in signature.arrays)
+        if len(array.dtypes) > 1 and not (array.is_scalar_t and has_scalar_t):
             raise ConfigError(
                 f"{op}: signature: {array.name}: a result must have one dtype, or be 'like' an "
                 f"argument; got {'|'.join(array.dtypes)}"
