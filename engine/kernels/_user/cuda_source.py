@@ -184,7 +184,8 @@ class Source:
         except (OSError, UnicodeDecodeError) as error:
             raise CompileError(f"{self.path} cannot be read: {error}") from error
         headers = _headers(text, self.path.parent)
-        self._stamps = ((self.path, stamp), *((path, _stamp(path)) for path, _ in headers))
+        own = [path for path, _ in headers if not path.is_relative_to(source_dir())]
+        self._stamps = ((self.path, stamp), *((path, _stamp(path)) for path in own))
         digest = _hashed(text, headers)
         return CudaText(text, self.path.name, str(self.path.parent), digest)
 

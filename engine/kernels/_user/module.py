@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.kernels._module import ModuleSpec
-from engine.kernels._user.problem import CHIPS
 
 __all__ = ["UserModule", "can_run"]
 
@@ -67,7 +66,8 @@ def can_run(requires: str, arch: str) -> bool:
     """
     if not requires or requires == arch:
         return True
-    order = list(CHIPS)
-    if requires.endswith("a") or requires not in order:
-        return False
-    return arch not in order or order.index(arch) >= order.index(requires)
+    return not requires.endswith("a") and _number(arch) >= _number(requires)
+
+
+def _number(arch: str) -> int:
+    return int(arch.removeprefix("sm_").rstrip("a"))

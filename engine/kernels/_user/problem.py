@@ -6,6 +6,7 @@ choice can be tested, and every variant compiled, without a GPU.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -317,4 +318,6 @@ class Problem:
 
 
 def _sizes(value: int | Sequence[int]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
+    """Return a size, or several, as Python integers; what is no integer is left for the check."""
+    values = value if isinstance(value, Sequence) else (value,)
+    return tuple(operator.index(n) if hasattr(n, "__index__") else n for n in values)

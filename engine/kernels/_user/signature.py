@@ -227,6 +227,8 @@ def _array(name: str, text: str, op: str) -> ArrayArg:
             known = ", ".join(_MODIFIERS)
             raise ConfigError(f"{op}: signature: {name}: must be one of {known}; got {word!r}")
         flags[_MODIFIERS[word]] = True
+    if len(flags) > 1 and "is_zeroed" in flags:
+        raise ConfigError(f"{op}: signature: {name}: 'zeroed' excludes other words; got {words}")
     is_scalar_t = len(dtypes) > 1 and set(dtypes) <= set(FLOAT_NAMES)
     is_optional = found[3] is not None
     return ArrayArg(
