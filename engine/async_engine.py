@@ -9,19 +9,27 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from engine.core.input_processor import Prompt, PromptInput
 from engine.core.stats import EngineStats
+from engine.engine_config import CONFIG_OPTIONS
 from engine.errors import EngineError
 from engine.llm_engine import LLMEngine
+from engine.model import LOAD_OPTIONS
 from engine.outputs import RequestOutput
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.shared_engine import SharedEngine
+from engine.signatures import takes_keywords
 from engine.snapshot import snapshot, starts_with
 from engine.tasks.embeddings import embed_in_parts
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from engine.options import LLMOptions
 
 __all__ = ["LONG_TEXT", "AsyncEngine", "EngineClient", "ModelInfo", "OutputSource"]
 
@@ -314,7 +322,8 @@ class AsyncEngine(EngineClient):
         self._thread.start()
 
     @classmethod
-    def from_name(cls, model: str = "smollm2", **options: Any) -> AsyncEngine:
+    @takes_keywords(LOAD_OPTIONS.values(), CONFIG_OPTIONS.values())
+    def from_name(cls, model: str = "smollm2", **options: Unpack[LLMOptions]) -> AsyncEngine:
         """Load `model` and serve it; `options` are those of `load` and `EngineConfig`."""
         return cls(LLMEngine.from_name(model, **options))
 

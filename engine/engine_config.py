@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
@@ -13,9 +14,10 @@ from engine.drafts import MAX_QUERY_LEN
 from engine.errors import ConfigError, RequestError, unknown_keyword
 from engine.sampling_params import NumberRange
 from engine.scheduler.config import POLICIES, PREEMPTIONS
+from engine.signatures import checks_keywords
 from engine.speculative.config import SpeculativeConfig
 
-__all__ = ["EngineConfig"]
+__all__ = ["CONFIG_OPTIONS", "EngineConfig"]
 
 _INT32 = 2**31 - 1
 
@@ -41,6 +43,7 @@ def _flag(default: bool | None) -> Any:
     return _choice(default, *dict.fromkeys((True, False, default)))
 
 
+@checks_keywords
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The engine's options; immutable. `engine.core.resolve` derives omitted values.
@@ -187,10 +190,10 @@ class EngineConfig:
                 "'engine serve --data-parallel-size', or a process with an LLM for each GPU; "
                 f"got {shown(replicas)}"
             )
-        known = [f.name for f in fields(cls)]
+        known = [*CONFIG_OPTIONS, "gpu_memory_utilization", *others]
         for name in given:
-            if name not in known:
-                raise unknown_keyword("LLM", name, [*known, "gpu_memory_utilization", *others])
+            if name not in CONFIG_OPTIONS:
+                raise unknown_keyword("LLM", name, known)
         return cls(**given)
 
     def __post_init__(self) -> None:
@@ -238,6 +241,10 @@ class EngineConfig:
                 parse_address(where)
         except (ValueError, AttributeError) as error:
             raise ConfigError(f"pipeline_address: {error}") from None
+
+
+CONFIG_OPTIONS = dict(inspect.signature(EngineConfig).parameters)
+"""Fields of `EngineConfig`, as keywords of `LLM` and `LLMEngine`."""
 
 
 def _checked(option: Field[Any], value: Any) -> Any:

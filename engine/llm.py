@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import numbers
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from engine.checks import length_of, shown_with_type
 from engine.core.stats import EngineStats
+from engine.engine_config import CONFIG_OPTIONS
 from engine.errors import RequestError, TemplateError, unknown_keyword
 from engine.llm_engine import LLMEngine, Prompt
+from engine.model import LOAD_OPTIONS
 from engine.outputs import RequestOutput
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.shared_engine import SharedEngine
+from engine.signatures import takes_keywords
 from engine.tasks.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from engine.text import template_worker
 from engine.text.chat_template import RESERVED_VARIABLES
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from engine.options import LLMOptions
+
 __all__ = ["LLM"]
 
 MAX_PROMPTS = 2**20  # maximum prompts per call
-_CHAT_OPTIONS = (
-    *("add_generation_prompt", "allow_special_in_content", "continue_final_message"),
-    "tools",
-)
 
 Message = Mapping[str, Any]
 
@@ -42,8 +47,8 @@ class LLM:
     model : str
         "smollm2", a directory in Hugging Face layout, a .gguf file, or a hub id.
     **options
-        Keywords of `engine.load` (device, dtype, load_format, max_model_len) and of
-        `EngineConfig` (max_num_seqs, block_size, seed, ...).
+        Keywords of `engine.load` (device, dtype, quantization, ...) and of `EngineConfig`
+        (max_num_seqs, max_model_len, seed, ...). vLLM's `gpu_memory_utilization` is accepted too.
 
     Examples
     --------
@@ -54,7 +59,8 @@ class LLM:
         print(output.outputs[0].text)
     """
 
-    def __init__(self, model: str = "smollm2", **options: Any) -> None:
+    @takes_keywords(LOAD_OPTIONS.values(), CONFIG_OPTIONS.values())
+    def __init__(self, model: str = "smollm2", **options: Unpack[LLMOptions]) -> None:
         with contextlib.suppress(TemplateError):  # `chat` raises the error if it is called
             template_worker.start()  # imports Jinja while the weights are read
         engine = LLMEngine.from_name(model, **options)
@@ -129,8 +135,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         allow_special_in_content: bool = True,
-        **template_options: Any,
+        **template_variables: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several.
 
@@ -142,13 +151,18 @@ class LLM:
             One for all, or one per conversation; defaults to the model's recommendation.
         progress : bool
             Show a progress bar on stderr.
+        tools : sequence of dict, optional
+            JSON schemas of functions that the model may call.
+        add_generation_prompt : bool, optional
+            End the prompt with the start of the assistant's reply; by default True, unless
+            `continue_final_message` is.
+        continue_final_message : bool
+            End the prompt with the text of the last message, so that the model continues it.
         allow_special_in_content : bool
             Read control tokens (``<|im_end|>``) in messages and tools, as transformers does. False,
             as in the server, makes them ordinary text: only the template writes control tokens.
-        **template_options
-            add_generation_prompt, continue_final_message (end the prompt with the text of the last
-            message), tools, and any other variables that the model's chat template reads
-            (enable_thinking, ...).
+        **template_variables
+            Other variables that the model's chat template reads (enable_thinking, ...).
 
         Raises
         ------
@@ -160,8 +174,14 @@ class LLM:
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         is_many = is_list and messages and not isinstance(messages[0], Mapping)
         conversations: Any = messages if is_many else [messages]
-        allow = {"allow_special_in_content": allow_special_in_content}
-        prompts = [self._chat_prompt(c, template_options | allow) for c in conversations]
+        self._check_variables(template_variables, tools is not None)
+        options: dict[str, Any] = {
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "allow_special_in_content": allow_special_in_content,
+        }
+        prompts = [self._chat_prompt(c, template_variables | options) for c in conversations]
         return self.generate(prompts, sampling_params, progress=progress)
 
     def stream(
@@ -243,14 +263,16 @@ class LLM:
 
     def _chat_prompt(self, messages: Any, options: Mapping[str, Any]) -> Prompt:
         """Render and encode a conversation; the template writes the special tokens itself."""
-        own = self.tokenizer.template_variables(options.get("tools") is not None)
-        for name in options:
-            if name not in own and name not in _CHAT_OPTIONS and name not in RESERVED_VARIABLES:
-                known = (*_CHAT_OPTIONS, "progress", "sampling_params", *own)
-                raise unknown_keyword("chat", name, known)
         prompt = self.tokenizer.render_chat(messages, **options)
         ids = self.tokenizer.encode_prompt(prompt)
         return {"prompt": prompt.text, "prompt_token_ids": ids}
+
+    def _check_variables(self, variables: Iterable[str], has_tools: bool) -> None:
+        """Reject a variable that the model's template does not read."""
+        own = self.tokenizer.template_variables(has_tools)
+        for name in variables:
+            if name not in own and name not in RESERVED_VARIABLES:
+                raise unknown_keyword("chat", name, [*_CHAT_KEYWORDS, *own])
 
     def _params_for(self, count: int, given: Any, kind: RequestOutputKind) -> list[SamplingParams]:
         if given is None:
@@ -321,6 +343,13 @@ class LLM:
 
     def _next_id(self) -> str:
         return f"llm-{next(self._counter)}"
+
+
+_CHAT_KEYWORDS = [  # for the hint of an unknown keyword
+    name
+    for name, parameter in inspect.signature(LLM.chat).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD and name not in ("self", "messages")
+]
 
 
 def _is_conversation(prompt: Any) -> bool:

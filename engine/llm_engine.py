@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import MemoryPool
@@ -23,9 +23,9 @@ from engine.core.recovery import StepRecovery
 from engine.core.resolve import resolve
 from engine.core.stats import EngineStats, StatsCollector
 from engine.core.watchdog import Watchdog
-from engine.engine_config import EngineConfig
+from engine.engine_config import CONFIG_OPTIONS, EngineConfig
 from engine.errors import RankError, RequestError
-from engine.model import Model
+from engine.model import LOAD_OPTIONS, Model
 from engine.outputs import RequestOutput
 from engine.parallel.make_engine import make_engine
 from engine.request import Request
@@ -36,8 +36,14 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler.admission import QueueFullError
 from engine.scheduler.output import ScheduleOutput
 from engine.scheduler.scheduler import Scheduler
+from engine.signatures import takes_keywords
 from engine.speculative import make_speculation
 from engine.speculative.draft_loading import load_draft
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from engine.options import EngineOptions, LLMOptions
 
 __all__ = ["LLMEngine", "Prompt", "QueueFullError"]
 
@@ -65,7 +71,8 @@ class LLMEngine:
                 print(output.outputs[0].text)
     """
 
-    def __init__(self, model: Model, **options: Any) -> None:
+    @takes_keywords(CONFIG_OPTIONS.values())
+    def __init__(self, model: Model, **options: Unpack[EngineOptions]) -> None:
         given = EngineConfig.from_options(options)
         self.model = model
         self.tokenizer = model.tokenizer if model.has_tokenizer else None
@@ -125,9 +132,10 @@ class LLMEngine:
         )
 
     @classmethod
-    def from_name(cls, model: str = "smollm2", **options: Any) -> LLMEngine:
+    @takes_keywords(LOAD_OPTIONS.values(), CONFIG_OPTIONS.values())
+    def from_name(cls, model: str = "smollm2", **options: Unpack[LLMOptions]) -> LLMEngine:
         """Load `model` and build its engine; accepts the keywords of `load` and `EngineConfig`."""
-        return make_engine(cls, model, options)
+        return make_engine(cls, model, dict(options))
 
     @not_reentrant
     def step(self) -> list[RequestOutput]:

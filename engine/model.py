@@ -9,11 +9,12 @@ Logits are NumPy arrays on the CPU and CuPy arrays on a GPU.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
@@ -40,16 +41,11 @@ from engine.models.draft_heads import DraftTarget
 from engine.models.kernel_set import prepare_quantized_kv
 from engine.models.trace import Trace, trace_decoder
 from engine.runner.cuda_graph import DecodeGraphs
+from engine.signatures import takes_keywords
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.weights import ALL_LAYERS, Stage
 
 __all__ = ["LOAD_OPTIONS", "Cache", "LoadConfig", "Model", "load"]
-
-LOAD_OPTIONS = (
-    *("device", "dtype", "load_format", "max_model_len", "quantization", "deterministic"),
-    *("enable_expert_parallel", "progress", "config"),
-)
-"""Keywords of `load`."""
 
 # Tokens per forward pass of `step`; longer inputs are split to bound activation memory.
 _MAX_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -57,6 +53,7 @@ _MAX_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 
 # `load` stays beside the class it builds, since they are read together, and because a module
 # `engine.load` would shadow the function.
+@takes_keywords()
 def load(
     model: str | PathLike[str] = "smollm2",
     *,
@@ -71,7 +68,7 @@ def load(
     config: ModelConfig | None = None,
     collectives: Collectives | None = None,
     stage: Stage = ALL_LAYERS,
-    **unknown: Any,
+    **unknown: NoReturn,
 ) -> Model:
     """Load a model, or one rank's shard of it.
 
@@ -156,6 +153,15 @@ def load(
         print(f"engine: device {place} ({why}), dtype {options.dtype}", file=sys.stderr)
     decoder = load_decoder(source, config, options, collectives, stage=stage, progress=show)
     return Model(decoder, options, source)
+
+
+_OF_A_RANK = ("collectives", "stage")  # set by `engine.parallel`, for one process of several
+LOAD_OPTIONS = {
+    name: parameter
+    for name, parameter in inspect.signature(load).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name not in _OF_A_RANK
+}
+"""Keywords of `load` that `LLM` accepts too."""
 
 
 class Model:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.checks import checked_text, items_of, shown_with_type, token_ids_of
-from engine.errors import ConfigError, RequestError, unknown_keyword
+from engine.errors import ConfigError, RequestError
+from engine.signatures import checks_keywords
 from engine.structured.spec import StructuredOutput, structured_output_of
 
 __all__ = [
@@ -124,6 +125,7 @@ _BIAS = NumberRange(-100.0, 100.0)
 _TOKEN_ID = NumberRange(0, 2**31 - 1, integer=True)
 
 
+@checks_keywords
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to sample one request and when to end it; immutable, checked on construction.
@@ -230,14 +232,6 @@ class SamplingParams:
     logits_processors: Sequence[Callable[..., Any]] | None = None
     structured: StructuredOutput | Mapping[str, Any] | None = None
     use_speculation: bool = True
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
-        """Reject an unknown keyword, suggesting the nearest known one (a dataclass would not)."""
-        known = cls.__dataclass_fields__  # `fields` would build a tuple on each call
-        for name in kwargs:
-            if name not in known:
-                raise unknown_keyword("SamplingParams", name, known)
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():

@@ -23,12 +23,12 @@ OUTPUT_KEYWORDS = {"out", "residual_out"}
 
 # From the ground up: a module imports only from parts that stand before its own, or its own.
 ORDER = (
-    *("_version", "errors", "config", "outputs", "checks", "drafts", "env", "plan_array"),
-    *("device", "dtypes", "model_files", "request"),
+    *("_version", "errors", "signatures", "config", "outputs", "checks", "drafts", "env"),
+    *("plan_array", "device", "dtypes", "model_files", "request"),
     *("text", "weights", "reference", "testing", "structured", "sampling_params", "kernels"),
     *("cache", "layers", "distributed", "models", "scheduler", "loading", "runner"),
-    *("model", "quantization", "speculative", "engine_config", "core", "scaling", "parallel"),
-    *("llm_engine", "snapshot", "tasks", "shared_engine", "async_engine"),
+    *("model", "quantization", "speculative", "engine_config", "options", "core", "scaling"),
+    *("parallel", "llm_engine", "snapshot", "tasks", "shared_engine", "async_engine"),
     *("llm", "__init__", "server", "commands", "cli", "__main__"),
 )
 LAYERS = {part: number for number, part in enumerate(ORDER)}
@@ -314,7 +314,7 @@ def test_a_package_says_what_it_holds(path):
 def test_the_page_about_the_structure_is_up_to_date():
     text = structure.PAGE.read_text()
     assert text == structure.page(), "run: python -m tests.structure"
-    assert text.count("\n") <= 60
+    assert text.count("\n") <= 66
 
 
 def test_import_is_light():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from engine.engine_config import EngineConfig
+from engine.engine_config import CONFIG_OPTIONS, EngineConfig
 from engine.model import LOAD_OPTIONS, Model, load
 
 __all__ = ["make_engine"]
@@ -29,7 +29,7 @@ def make_engine(make: Callable[..., EngineT], model: str, options: dict[str, Any
     UnknownOptionError, ConfigError
         If an option is invalid; raised before anything is loaded.
     """
-    names = tuple(name for name in LOAD_OPTIONS if name != "max_model_len")  # a keyword of both
+    names = LOAD_OPTIONS.keys() - CONFIG_OPTIONS  # max_model_len is a keyword of both
     loading = {name: options.pop(name) for name in names if name in options}
     config = EngineConfig.from_options(options, names)  # raise now, not after the load
     if "max_model_len" in options:

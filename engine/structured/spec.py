@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.checks import checked_text, items_of, shown, shown_with_type
-from engine.errors import RequestError, unknown_keyword
+from engine.errors import RequestError
+from engine.signatures import checks_keywords
 
 __all__ = [
     "MAX_CHOICES",
@@ -35,6 +36,7 @@ MAX_CHOICE_CHARS = 1024
 _MAX_CHOICES_CHARS = 1 << 18  # maximum total characters of all choices
 
 
+@checks_keywords
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutput:
     """Format of a request's whole output text; set exactly one field.
@@ -82,13 +84,6 @@ json_object; got choice and regex
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool = False
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> StructuredOutput:
-        """Reject an unknown keyword, suggesting the nearest known one (a dataclass would not)."""
-        for name in kwargs:
-            if name not in _NAMES:
-                raise unknown_keyword("StructuredOutput", name, _NAMES)
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):

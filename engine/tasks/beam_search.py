@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.checks import shown
-from engine.errors import RequestError, unknown_keyword
+from engine.errors import RequestError
 from engine.llm_engine import LLMEngine, Prompt
 from engine.outputs import Logprob, RequestOutput
 from engine.sampling_params import NumberRange, RequestOutputKind, SamplingParams
+from engine.signatures import checks_keywords
 
 __all__ = ["BeamSearch", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"]
 
@@ -27,6 +28,7 @@ _RANGES = {
 }
 
 
+@checks_keywords
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
     """Parameters of a beam search.
@@ -60,14 +62,6 @@ class BeamSearchParams:
     max_tokens: int = 16
     length_penalty: float = 1.0
     ignore_eos: bool = False
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> BeamSearchParams:
-        """Reject an unknown keyword, suggesting the nearest known one."""
-        known = (*_RANGES, "ignore_eos")
-        for name in kwargs:
-            if name not in known:
-                raise unknown_keyword("BeamSearchParams", name, known)
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, allowed in _RANGES.items():
