@@ -8,19 +8,19 @@
 // If exp overflows, the quotient is 0, which is correct. x = -inf yields NaN (relu: 0). The
 // division is approximate (2 ulp) because the exact one branches.
 // Mirror: engine/reference/_activation.py
+//
+// Public: sm_80 up.
 #pragma once
 
+// See the formulas above. Any thread may call them.
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + expf(-x)); }
-
 __device__ __forceinline__ float gelu_tanh(float x) {
   constexpr float kTwiceSqrtTwoOverPi = 1.5957691216057308f;
   const float u = kTwiceSqrtTwoOverPi * x * (1.0f + 0.044715f * x * x);
   return __fdividef(x, 1.0f + expf(-u));
 }
-
 __device__ __forceinline__ float gelu_erf(float x) {
   constexpr float kSqrtHalf = 0.7071067811865476f;
   return 0.5f * x * erfcf(-kSqrtHalf * x);
 }
-
 __device__ __forceinline__ float relu(float x) { return x < 0.0f ? 0.0f : x; }

@@ -1,14 +1,19 @@
 // Thread block clusters (sm_90 up): co-scheduled CTAs that access each other's shared memory
 // (distributed shared memory). Portable kernels also use the first half of this file: on older
 // chips a cluster is a single CTA.
+//
+// Public: sm_80 up.
 #pragma once
 
 #include "common/mbarrier.cuh"
 #include "common/pdl.cuh"
 #include "common/types.cuh"
 
+// Whether the architecture compiled for has clusters.
 constexpr bool kHasClusters = kArch >= 900;
 
+// The number of blocks in this block's cluster, and its own place among them. Clusters are laid out
+// along the grid's first axis.
 __device__ __forceinline__ int cluster_size() {
   if constexpr (kHasClusters) {
     uint32_t size;
@@ -17,7 +22,6 @@ __device__ __forceinline__ int cluster_size() {
   }
   return 1;
 }
-
 __device__ __forceinline__ int cluster_rank() {
   if constexpr (kHasClusters) {
     uint32_t rank;
@@ -36,7 +40,6 @@ __device__ __forceinline__ int cluster_index() {
   }
   return blockIdx.x;
 }
-
 __device__ __forceinline__ int num_clusters() {
   if constexpr (kHasClusters) {
     uint32_t count;
@@ -47,7 +50,8 @@ __device__ __forceinline__ int num_clusters() {
 }
 
 // Barrier across all threads of the cluster; makes their earlier shared-memory writes visible to
-// each other. In a cluster of one block it is __syncthreads().
+// each other. `size` is cluster_size(): in a cluster of one block it is __syncthreads(). Every warp
+// must call it converged.
 __device__ __forceinline__ void cluster_sync(int size) {
   if constexpr (kHasClusters) {
     if (size > 1) {
@@ -61,7 +65,8 @@ __device__ __forceinline__ void cluster_sync(int size) {
 }
 
 // Loads N floats (1, 2 or 4) from the shared memory of the cluster's CTA `rank`, at the offset that
-// `address` has in this CTA.
+// `address` has in this CTA; aligned to 4 N bytes. A cluster barrier must separate it from the
+// write, and from the end of the CTA that is read.
 template <int N>
 __device__ __forceinline__ Vec<float, N> load_from_rank(unsigned address, int rank) {
   unsigned remote;
@@ -82,7 +87,8 @@ __device__ __forceinline__ Vec<float, N> load_from_rank(unsigned address, int ra
   return x;
 }
 
-// load_from_rank with a pointer, for kernels that may run without clusters (`size` 1).
+// load_from_rank with a pointer, of four floats or one, for kernels that may run without clusters
+// (`size` 1).
 __device__ __forceinline__ float4 load_cluster(const float* p, int rank, int size) {
   if constexpr (kHasClusters) {
     if (size > 1) {
@@ -132,12 +138,13 @@ struct BulkBarrier {
       mbarrier_arrive_expect_tx(smem_address(&state), bytes);
     }
   }
+  // Waits for the bytes announced. Every thread that reads them calls it.
   __device__ __forceinline__ void wait() {
     if constexpr (kHasClusters) {
       mbarrier_wait(smem_address(&state), 0);
     }
   }
-  // `bytes` and both addresses must be multiples of 16.
+  // Starts a copy; `bytes` and both addresses must be multiples of 16. One thread calls it.
   __device__ __forceinline__ void copy(void* smem, const void* gmem, uint32_t bytes) {
     if constexpr (kHasClusters) {
       bulk_load(smem_address(smem), gmem, bytes, smem_address(&state));
@@ -145,9 +152,10 @@ struct BulkBarrier {
   }
 };
 
-// ---- sm_90 only ---------------------------------------------------------------------------------
+// ---- sm_90 up -----------------------------------------------------------------------------------
 
-// Barrier across all threads of the cluster; warps need not be converged.
+// Barrier across all threads of the cluster, which makes their earlier shared-memory writes visible
+// to each other; warps need not be converged.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive.release;\n"
@@ -156,7 +164,7 @@ __device__ __forceinline__ void cluster_sync() {
 }
 
 // The two halves of the barrier, to overlap independent work. The arrival orders no memory
-// accesses.
+// accesses. Every thread calls both, in this order.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
@@ -173,9 +181,9 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
           : "memory");
 }
 
-// Sends 16 bytes to the same offset in block `rank` and counts them on that block's mbarrier at the
-// offset of `barrier`. No fence is needed: a thread sees the bytes once it has waited for that
-// mbarrier (mbarrier_wait_cluster).
+// Sends 16 or 8 bytes (st.async) to the same offset in block `rank` and counts them on that block's
+// mbarrier at the offset of `barrier`. No fence is needed: a thread sees the bytes once it has
+// waited for that mbarrier (mbarrier_wait_cluster).
 __device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsigned rank, float a,
                                              float b, float c, float d) {
   asm volatile(
@@ -187,7 +195,6 @@ __device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsi
       "r"(barrier), "r"(rank), "f"(a), "f"(b), "f"(c), "f"(d)
       : "memory");
 }
-// Sends 8 bytes.
 __device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsigned rank, float a,
                                              float b) {
   asm volatile(

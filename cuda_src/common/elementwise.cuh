@@ -1,4 +1,6 @@
 // Elementwise maps over flat arrays and over packed rows [gate | up].
+//
+// Public: sm_80 up.
 #pragma once
 
 #include "common/pdl.cuh"
@@ -6,8 +8,8 @@
 
 // out[i] = f(x[i], ...) for n elements of contiguous arrays. Each of the first num_vectors threads
 // processes one 16-byte vector, each later thread one of the remaining elements. num_vectors is 0
-// if a pointer is unaligned. A thread writes only elements that it has read, so out may alias an
-// input.
+// if a pointer is unaligned; f takes and returns floats. A thread writes only elements that it has
+// read, so out may alias an input.
 template <typename F, typename... Inputs>
 __device__ __forceinline__ void map_flat(int64_t num_vectors, int64_t n, F f, scalar_t* out,
                                          const Inputs*... inputs) {
@@ -26,10 +28,12 @@ __device__ __forceinline__ void map_flat(int64_t num_vectors, int64_t n, F f, sc
   store_vec(out + i * kVec, apply(load_vec<scalar_t, kVec>(inputs + i * kVec)...));
 }
 
+// Threads per block of map_gated.
 constexpr int kGatedThreads = 128;
 
-// out[r, c] = f(x[r, c]) * x[r, F + c], rounded once. One thread per kWidth features: blockIdx.x
-// indexes features, blockIdx.y rows. out may be the gate half of x.
+// out[r, c] = f(x[r, c]) * x[r, F + c] with F = num_features, rounded once. One thread per kWidth
+// features, which all accesses must be aligned to: blockIdx.x indexes features, blockIdx.y rows.
+// Rows of x and out are x_stride and out_stride elements apart. out may be the gate half of x.
 template <int kWidth, typename F>
 __device__ __forceinline__ void map_gated(const scalar_t* x, scalar_t* out, int64_t num_rows,
                                           int num_features, int64_t x_stride, int64_t out_stride,

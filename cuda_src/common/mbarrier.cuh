@@ -5,10 +5,14 @@
 // the mbarrier's phase. Each stage of a ring has two mbarriers: the producer's copies complete on
 // `full`, and consumers arrive on `empty` once the stage may be overwritten. Shared-memory
 // addresses are 32-bit, as in PTX.
+//
+// Public: sm_90 up.
 #pragma once
 
 #include "common/cp_async.cuh"  // smem_address
 
+// Initialises an mbarrier (8 bytes, 8-byte aligned) whose phases complete after `arrivals`
+// arrivals, plus the bytes announced. One thread calls it, and then mbarrier_init_fence.
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -19,12 +23,14 @@ __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// Arrives once, for the calling thread. Its earlier accesses are ordered before those of threads
+// that wait for the phase.
 __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives once and announces `bytes` that copies will write; the phase completes only after those
-// bytes.
+// Arrives once and announces `bytes` that copies will write, whether they have been started or not:
+// the phase completes only after those bytes. The thread that starts the copies calls it.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -49,7 +55,8 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier, unsign
       : "memory");
 }
 
-// Waits until the phase of this parity (0 for the first) has completed. On a new mbarrier parity 1
+// Waits until the phase of this parity (0 for the first) has completed; every thread that reads the
+// data must call it. On a new mbarrier parity 1
 // counts as completed, so a producer finds all stages empty at the start.
 __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
   asm volatile(
@@ -101,8 +108,8 @@ __device__ __forceinline__ void mbarrier_wait_to_overwrite(unsigned barrier, uns
   fence_async_proxy();
 }
 
-// Copies `bytes` contiguous bytes without a tensor map; both addresses and `bytes` are multiples of
-// 16.
+// Starts a copy of `bytes` contiguous bytes to shared memory, counted on an mbarrier; both
+// addresses and `bytes` must be multiples of 16. One thread calls it.
 __device__ __forceinline__ void bulk_load(unsigned to, const void* from, unsigned bytes,
                                           unsigned barrier) {
   asm volatile(

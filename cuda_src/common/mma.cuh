@@ -11,12 +11,15 @@
 // i / 8 (16 bytes, 16-byte aligned), and receives r[m] = M[g][2t, 2t+1] of matrix m, or
 // M[2t, 2t+1][g] with .trans. So a row-major A tile, and a B tile stored as rows of n (B^T, like
 // weights), load without .trans; a B tile stored as rows of k (V in attention) loads with .trans.
+//
+// Public: sm_80 up.
 #pragma once
 
 #include "common/cp_async.cuh"
 #include "common/types.cuh"
 
-// ldmatrix from a 32-bit shared-memory address, or from a pointer.
+// Load four matrices, as above, from a 32-bit shared-memory address or from a pointer: the whole
+// warp must call it.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], unsigned smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -26,7 +29,6 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], unsigned smem) {
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* smem) {
   ldmatrix_x4(r, smem_address(smem));
 }
-
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], unsigned smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -37,7 +39,8 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
   ldmatrix_x4_trans(r, smem_address(smem));
 }
 
-// T is the element type of A and B: __half or __nv_bfloat16.
+// D += A B, fragments as above; T is the element type of A and B: __half or __nv_bfloat16. The
+// whole warp must call it.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4],
                                              const uint32_t (&b)[2]);

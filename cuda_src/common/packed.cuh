@@ -1,10 +1,13 @@
 // Vectors of scalar_t that stay in registers while other loads are in flight.
 //
 // As single elements, 16-bit values would occupy one register each; as 32-bit words, two share one.
+//
+// Public: sm_80 up.
 #pragma once
 
 #include "common/types.cuh"
 
+// kWidth values of scalar_t, as 32-bit words if they fill 16 bytes.
 template <int kWidth>
 struct Packed {
   Vec<scalar_t, kWidth> v;
@@ -14,16 +17,17 @@ struct Packed<kVec> {
   Vec<uint32_t, kVecBytes / 4> v;
 };
 
+// Loads kWidth values in one access; `p` must be aligned to it.
 template <int kWidth>
 __device__ __forceinline__ Packed<kWidth> load_packed(const scalar_t* p) {
   return *reinterpret_cast<const Packed<kWidth>*>(p);
 }
 
+// Converts from and to a vector; the values stay in their registers.
 template <int kWidth>
 __device__ __forceinline__ Packed<kWidth> pack(const Vec<scalar_t, kWidth>& x) {
   return reinterpret_cast<const Packed<kWidth>&>(x);
 }
-
 template <int kWidth>
 __device__ __forceinline__ Vec<scalar_t, kWidth> unpack(const Packed<kWidth>& x) {
   return reinterpret_cast<const Vec<scalar_t, kWidth>&>(x);

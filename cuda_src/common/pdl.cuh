@@ -1,5 +1,7 @@
 // Programmatic dependent launch: the next kernel in a stream may start before this one has ended.
 // Before sm_90 both functions do nothing, and a kernel starts once the preceding one has ended.
+//
+// Public: sm_80 up.
 #pragma once
 
 #include "common/types.cuh"
@@ -11,7 +13,7 @@ __device__ __forceinline__ void pdl_trigger() {
 }
 
 // Waits until the preceding kernels have ended and their writes are visible. SAFETY: a kernel
-// launched with `pdl` (engine/kernels/_launch.py) must call it, in every block, before it reads or
+// launched with `pdl=True` must call it, in every block, before it reads or
 // writes anything that another kernel writes or reads. Without that launch attribute it returns
 // immediately.
 __device__ __forceinline__ void pdl_wait() {

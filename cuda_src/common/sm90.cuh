@@ -1,5 +1,7 @@
 // Thin wrappers around Hopper's warp and warpgroup instructions (sm_90a). mbarriers, TMA, clusters
 // and wgmma have their own headers.
+//
+// Public: sm_90a.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -7,9 +9,9 @@
 
 // ---- warps ------------------------------------------------------------------------
 
-// True in exactly one thread of a converged warp. Unlike a comparison with threadIdx.x, it tells
-// ptxas that only one thread continues, so copy operands stay in uniform registers instead of being
-// moved there in a loop over the lanes.
+// True in exactly one lane; the whole warp must call it, converged. Unlike a comparison with
+// threadIdx.x, it tells ptxas that only one thread continues, so copy operands stay in uniform
+// registers instead of being moved there in a loop over the lanes.
 __device__ __forceinline__ bool elect_one() {
   int is_elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.s32 %0, 1, 0, p;\n}"
@@ -17,8 +19,8 @@ __device__ __forceinline__ bool elect_one() {
   return is_elected != 0;
 }
 
-// Stores four 8 x 8 matrices of 16-bit values; lane l passes the address of row l % 8 of matrix l /
-// 8.
+// Stores four 8 x 8 matrices of 16-bit values to shared memory: ldmatrix_x4 in reverse. Lane l
+// passes the address of row l % 8 of matrix l / 8, 16-byte aligned. The whole warp must call it.
 __device__ __forceinline__ void stmatrix_x4(unsigned address, unsigned a, unsigned b, unsigned c,
                                             unsigned d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),

@@ -1,22 +1,27 @@
 // TMA (sm_90 up): copies of boxes between shared memory and arrays described by tensor maps.
+//
+// Public: sm_90 up.
 #pragma once
 
 #include "common/mbarrier.cuh"
 
-// A CUtensorMap, encoded on the host (engine/kernels/_tensor_map.py). Kernels receive it in a
-// `const __grid_constant__` parameter struct: TMA requires its address in parameter or constant
-// space. Maps come first in the struct because they are aligned to 64 bytes.
+// A CUtensorMap, encoded on the host (`call.tensor_map` of kernels.define). A kernel takes it as a
+// parameter `const __grid_constant__ TensorMap map`, or first in a parameter struct: TMA requires
+// its address in parameter or constant space, aligned to 64 bytes.
 struct alignas(64) TensorMap {
   unsigned char bytes[128];
 };
 
 // ---- to shared memory ---------------------------------------------------------------------------
 
+// Fetches the map itself, so that the first copy need not wait for it. One thread calls it.
 __device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies the box at (column, row) of a matrix to shared memory; out-of-bounds elements become zero.
+// Starts a copy of the box at (column, row) of a matrix to shared memory, counted on an mbarrier;
+// out-of-bounds elements become zero, and count too. `to` is a multiple of 128, of 1024 with the
+// 128-byte swizzle. One thread calls it, after mbarrier_arrive_expect_tx of the box's bytes.
 __device__ __forceinline__ void tma_load_2d(unsigned to, const TensorMap* map, int column, int row,
                                             unsigned barrier) {
   asm volatile(
@@ -38,7 +43,7 @@ __device__ __forceinline__ void tma_load_2d_multicast(unsigned to, const TensorM
       : "memory");
 }
 
-// Copies of boxes of three- and four-dimensional arrays.
+// The same for three- and four-dimensional arrays; x indexes the contiguous axis.
 __device__ __forceinline__ void tma_load_3d(unsigned to, const TensorMap* map, int x, int y, int z,
                                             unsigned barrier) {
   asm volatile(
@@ -47,7 +52,6 @@ __device__ __forceinline__ void tma_load_3d(unsigned to, const TensorMap* map, i
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
-
 __device__ __forceinline__ void tma_load_4d(unsigned to, const TensorMap* map, int x, int y, int z,
                                             int w, unsigned barrier) {
   asm volatile(
@@ -56,7 +60,6 @@ __device__ __forceinline__ void tma_load_4d(unsigned to, const TensorMap* map, i
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
       : "memory");
 }
-
 __device__ __forceinline__ void tma_load_4d_multicast(unsigned to, const TensorMap* map, int x,
                                                       int y, int z, int w, unsigned barrier,
                                                       unsigned short blocks) {
@@ -67,13 +70,13 @@ __device__ __forceinline__ void tma_load_4d_multicast(unsigned to, const TensorM
       : "memory");
 }
 
-// Prefetches the box to L2. Safe at any time, even before the last writer of the data has ended.
+// Fetches the box to L2. One thread calls it; safe at any time, even before the last writer of the
+// data has ended.
 __device__ __forceinline__ void tma_prefetch_2d(const TensorMap* map, int column, int row) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column),
                "r"(row)
                : "memory");
 }
-
 __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
                "r"(x), "r"(y), "r"(z), "r"(w)
@@ -82,9 +85,9 @@ __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int
 
 // ---- from shared memory ------------------------------------------------------------------------
 
-// Asynchronously copies a box from shared memory to (column, row) of a matrix; out-of-bounds
-// elements are not stored. A commit must follow, and a fence_async_proxy must precede it, after the
-// writes to the box.
+// Starts a copy of a box from shared memory to (column, row) of a matrix; out-of-bounds elements
+// are not stored. One thread calls it, and then bulk_commit. The threads that wrote the box must
+// have called fence_async_proxy, and then a barrier.
 __device__ __forceinline__ void tma_store_2d(const TensorMap* map, int column, int row,
                                              unsigned from) {
   asm volatile(
@@ -92,6 +95,7 @@ __device__ __forceinline__ void tma_store_2d(const TensorMap* map, int column, i
       "r"(column), "r"(row), "r"(from)
       : "memory");
 }
+// Closes the group of this thread's stores since the last commit.
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

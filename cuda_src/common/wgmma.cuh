@@ -5,6 +5,8 @@
 //   acc[4 j], acc[4 j + 1]      row 16 w + l / 4,      columns 8 j + 2 (l % 4) and the next
 //   acc[4 j + 2], acc[4 j + 3]  row 16 w + l / 4 + 8,  the same columns
 // PTX requires every register to be named, so macros spell out the instruction for each N.
+//
+// Public: sm_90a, float16 and bfloat16.
 #pragma once
 
 #include "common/types.cuh"
@@ -36,9 +38,11 @@
 #define ENGINE_L128 ENGINE_L96 ", " ENGINE_R6 ", " ENGINE_R7
 #define ENGINE_L144 ENGINE_L128 ", " ENGINE_R8
 #define ENGINE_L160 ENGINE_L128 ", " ENGINE_R8 ", " ENGINE_R9
+#define ENGINE_L176 ENGINE_L160 ", " ENGINE_R10
 #define ENGINE_L192 ENGINE_L160 ", " ENGINE_R10 ", " ENGINE_R11
 #define ENGINE_L208 ENGINE_L192 ", " ENGINE_R12
 #define ENGINE_L224 ENGINE_L192 ", " ENGINE_R12 ", " ENGINE_R13
+#define ENGINE_L240 ENGINE_L224 ", " ENGINE_R14
 #define ENGINE_L256 ENGINE_L224 ", " ENGINE_R14 ", " ENGINE_R15
 
 #define ENGINE_O(i)                                                                     \
@@ -54,10 +58,16 @@
 #define ENGINE_O128 ENGINE_O96, ENGINE_O(48), ENGINE_O(56)
 #define ENGINE_O144 ENGINE_O128, ENGINE_O(64)
 #define ENGINE_O160 ENGINE_O128, ENGINE_O(64), ENGINE_O(72)
+#define ENGINE_O176 ENGINE_O160, ENGINE_O(80)
 #define ENGINE_O192 ENGINE_O160, ENGINE_O(80), ENGINE_O(88)
 #define ENGINE_O208 ENGINE_O192, ENGINE_O(96)
 #define ENGINE_O224 ENGINE_O192, ENGINE_O(96), ENGINE_O(104)
+#define ENGINE_O240 ENGINE_O224, ENGINE_O(112)
 #define ENGINE_O256 ENGINE_O224, ENGINE_O(112), ENGINE_O(120)
+
+#if ENGINE_DTYPE == 0
+#error "wgmma.cuh multiplies scalar_t, which must be float16 or bfloat16"
+#endif
 
 #if ENGINE_DTYPE == 1
 #define ENGINE_WGMMA_TYPES ".f32.f16.f16 "
@@ -65,7 +75,10 @@
 #define ENGINE_WGMMA_TYPES ".f32.bf16.bf16 "
 #endif
 
-// If `accumulate` is false, the sums start at zero, whatever the registers hold.
+// Starts acc += A B, of the tiles that the descriptors name; A and B are scalar_t (__half or
+// __nv_bfloat16). If `accumulate` is false, the sums start at zero, whatever the registers hold.
+// kN is a multiple of 16, at most 256. The four warps of the warpgroup must call it, converged; acc
+// may be read after wgmma_wait.
 template <int kN>
 __device__ __forceinline__ void wgmma(float (&acc)[kN / 2], uint64_t a, uint64_t b,
                                       bool accumulate);
@@ -92,21 +105,26 @@ ENGINE_WGMMA(112, 56, 57, 58)
 ENGINE_WGMMA(128, 64, 65, 66)
 ENGINE_WGMMA(144, 72, 73, 74)
 ENGINE_WGMMA(160, 80, 81, 82)
+ENGINE_WGMMA(176, 88, 89, 90)
 ENGINE_WGMMA(192, 96, 97, 98)
 ENGINE_WGMMA(208, 104, 105, 106)
 ENGINE_WGMMA(224, 112, 113, 114)
+ENGINE_WGMMA(240, 120, 121, 122)
 ENGINE_WGMMA(256, 128, 129, 130)
 
 // ---- ordering and descriptors -------------------------------------------------------------------
 
-// Orders earlier accesses to registers before wgmma reads or writes them.
+// Orders earlier accesses to registers before wgmma reads or writes them: the warpgroup calls it
+// before the first wgmma, and again once it has touched acc.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
+// Closes the group of the wgmmas since the last commit.
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Waits until at most the kPending latest groups of this warpgroup are still running.
+// Waits until at most the kPending latest groups of this warpgroup are still running. The others
+// have read their tiles, which may then be overwritten, and written their sums.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");

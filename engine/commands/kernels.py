@@ -1,4 +1,7 @@
-"""`engine kernels`: list kernels with their architecture, dtype, registers and shared memory."""
+"""`engine kernels`: list kernels with their architecture, dtype, registers and shared memory.
+
+`engine kernels headers [NAME ...]` lists the CUDA headers that kernels of the user's own include.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,11 @@ _SHORT = "{:22} {:16} {:>8} {:>8} {:>10} {:>8}"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("op", nargs="*", help="list only these ops, with one line per kernel")
+    parser.add_argument(
+        "op",
+        nargs="*",
+        help="list only these ops, with one line per kernel; `headers [NAME ...]`: CUDA headers",
+    )
     parser.add_argument("--all", action="store_true", help="list every op with one line per kernel")
     parser.add_argument("--arch", help="architecture, such as sm_80 (default: this GPU's)")
     parser.add_argument("--dtype", choices=FLOAT_NAMES, help="only this dtype")
@@ -49,6 +56,9 @@ def op_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print one line per op; for named ops or with --all, one line per kernel."""
+    if arguments.op[:1] == ["headers"]:
+        _print_headers(arguments.op[1:])
+        return 0
     arch = arguments.arch or _this_arch()
     if not re.fullmatch(r"sm_\d{2,3}a?", arch):
         raise ConfigError(f"--arch must be an architecture like sm_80 or sm_90a; got {arch!r}")
@@ -60,6 +70,18 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print_ops(arguments, arch)
     return 0
+
+
+def _print_headers(names: Sequence[str]) -> None:
+    known = kernels.headers()
+    if unknown := sorted(set(names) - set(known)):
+        raise ConfigError(f"header must be one of {[*known]}; got {unknown[0]!r}")
+    if names:
+        print("\n\n".join(str(known[name]) for name in names))
+        return
+    for header in known.values():
+        print(f"{header.include:26} {header.requires:32} {header.title}")
+    print("`engine kernels headers NAME` shows what one declares")
 
 
 def _modules(

@@ -2,6 +2,7 @@
 (architecture, tier, limits) is in `_chip.py`, ops of the user's own (`define`) in `_user/`."""
 
 from engine.kernels._attention_pattern import BlockSparse, Periodic
+from engine.kernels._tools.headers import headers
 from engine.kernels._user.define import define
 from engine.kernels._user.op import Op
 from engine.kernels._user.problem import Launch, Problem
@@ -73,6 +74,7 @@ __all__ = [
     "gemm_fp8",
     "gemm_int8",
     "gemm_wna16",
+    "headers",
     "kv_copy",
     "kv_gather",
     "kv_store",

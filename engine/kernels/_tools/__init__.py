@@ -1,0 +1,1 @@
+"""Tools for kernels: the public CUDA headers, checks, benchmarks and profiles."""
