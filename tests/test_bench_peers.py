@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.testing import bench_case
+from engine.testing.bench_case import BenchCase, measure
+from engine.testing.timing import L2_BYTES, Timing, num_copies
 from tests.bench import __main__ as bench
 from tests.bench import sdpa
 from tests.bench.bench_attention_decode import CASES
-from tests.bench.case import L2_BYTES, BenchCase, num_copies
 
 
 def _raise(error):
@@ -23,9 +25,9 @@ def _row(monkeypatch, **peers):
     """Return what is printed for a case that took 2 us on a fake GPU."""
     freed = []
     pool = SimpleNamespace(free_all_blocks=lambda: freed.append(True))
-    monkeypatch.setattr(bench, "time_gpu", lambda calls: 2e-6)
+    monkeypatch.setattr(bench_case, "measure_gpu", lambda *_, **__: Timing((2e-6, 2e-6)))
     case = BenchCase("one", lambda xp, seed: (seed,), lambda x: x, nbytes=8000, peers=peers)
-    row = bench._measure(case, SimpleNamespace(get_default_memory_pool=lambda: pool))
+    row = measure(case, SimpleNamespace(get_default_memory_pool=lambda: pool)).row()
     assert freed == [True]
     return row, bench._line({"op": "an_op", **row})
 
@@ -34,7 +36,7 @@ def test_a_peers_columns(monkeypatch):
     row, line = _row(monkeypatch, other=lambda: 8e-6)
     assert row["other us"] == pytest.approx(8) and row["x other"] == pytest.approx(4)
     assert row["other GB/s"] == pytest.approx(1)
-    assert line == "an_op  one  us 2  GB/s 4  TFLOP/s 0  other us 8  other GB/s 1  x other 4"
+    assert line == "an_op  one  us 2  GB/s 4  other us 8  other GB/s 1  x other 4"
 
 
 def test_a_peer_that_raises_leaves_its_reason_and_the_others(monkeypatch):

@@ -309,8 +309,10 @@ def test_a_card_without_the_arithmetic_is_refused():
 @pytest.mark.parametrize("card", CARDS)
 def test_a_card_has_a_source_and_sensible_figures(card):
     card = CARDS[card]
-    assert card.source and card.memory > 40e9 and card.tensor_16 > 100
-    assert card.memory_rate > 0.5 and card.link_rate >= 32
+    assert card.source and card.devices and card.memory >= 24e9 and card.tensor_16 > 70
+    assert card.memory_rate >= 0.3 and card.link_rate >= 32
+    assert card.tensor_16 > card.vector and card.tensor_int8 >= 1.9 * card.tensor_16
+    assert card.tensor_fp8 == 0 or 1.9 < card.tensor_fp8 / card.tensor_16 < 2.1
 
 
 def test_a_faster_memory_is_faster():

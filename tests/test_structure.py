@@ -23,8 +23,8 @@ OUTPUT_KEYWORDS = {"out", "residual_out"}
 
 # From the ground up: a module imports only from parts that stand before its own, or its own.
 ORDER = (
-    *("_version", "errors", "signatures", "config", "outputs", "checks", "drafts", "env"),
-    *("plan_array", "device", "dtypes", "model_files", "request"),
+    *("_version", "errors", "signatures", "config", "outputs", "checks", "cards", "drafts"),
+    *("env", "plan_array", "device", "dtypes", "model_files", "request"),
     *("text", "weights", "reference", "testing", "structured", "sampling_params", "kernels"),
     *("cache", "layers", "distributed", "models", "scheduler", "loading", "runner"),
     *("model", "quantization", "speculative", "engine_config", "options", "core", "scaling"),

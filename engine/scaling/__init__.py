@@ -1,6 +1,6 @@
 """Predict a model's memory and speed on GPUs: step time from bytes, operations and launches."""
 
-from engine.scaling.cards import CARDS, Card, find_card
+from engine.cards import CARDS, Card, find_card
 from engine.scaling.constants import NCCL, OURS, Collective, Constants
 from engine.scaling.division import Division, divisions
 from engine.scaling.speed import Speed, Workload

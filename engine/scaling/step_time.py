@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
+from engine.cards import CARDS, Card
 from engine.config import ModelConfig, MoeConfig
 from engine.dtypes import itemsize
 from engine.errors import ConfigError
 from engine.loading.weight_memory import quantized_formats, weight_dtype
 from engine.loading.weight_table import weight_shapes
 from engine.runner.cuda_graph import batch_sizes
-from engine.scaling.cards import CARDS, Card
 from engine.scaling.constants import Constants
 from engine.scaling.division import Division
 from engine.scaling.terms import Terms

@@ -12,55 +12,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-
 from engine import device
 from engine.errors import ConfigError, DeviceError
-from engine.testing.timing import time_cpu, time_gpu
+from engine.testing.bench_case import cases_for_cpu, measure
 from tests.bench import listing
-from tests.bench.case import num_copies
-
-
-def _measure(case, xp):
-    on_gpu = xp is not np
-    copies = (case.copies or num_copies(case.nbytes)) if on_gpu else 1
-    args = [case.make(xp, 100 * i) for i in range(copies)]
-    if case.check is not None:
-        case.check(args[0], case.run(*args[0]))
-
-    def seconds(run):
-        if on_gpu:
-            return time_gpu([lambda a=a: run(*a) for a in args])
-        return time_cpu(lambda: run(*args[0]), repeats=5)
-
-    row = {"case": case.name, "us": seconds(case.run) * 1e6}
-    row["GB/s"] = case.nbytes / row["us"] * 1e-3
-    row["TFLOP/s"] = case.flops / row["us"] * 1e-6
-    for name, baseline in (case.baselines or {}).items():
-        row[f"{name} us"] = seconds(baseline) * 1e6
-        row[f"x {name}"] = row[f"{name} us"] / row["us"]
-    if case.peers and on_gpu:
-        args.clear()
-        xp.get_default_memory_pool().free_all_blocks()  # peers use their own memory pools
-        for name, peer in case.peers.items():
-            row |= _peer_columns(name, peer, case.nbytes, row["us"])
-    return row
-
-
-def _peer_columns(name, peer, nbytes, us):
-    """Return a peer's columns, or why it has none: a peer's error must not end the benchmark."""
-    try:
-        theirs = peer() * 1e6
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        return {f"no {name}": f"{type(error).__name__}: {reason}"}
-    return {f"{name} us": theirs, f"{name} GB/s": nbytes / theirs * 1e-3, f"x {name}": theirs / us}
 
 
 def _line(row):
     """Return a row as text: op and case unlabelled, all numbers and reasons labelled."""
     parts = []
     for name, value in row.items():
+        if name in ("us low", "us high"):
+            continue  # in the --json file
         if isinstance(value, float):
             parts.append(f"{name} {value:.4g}")
         else:
@@ -83,6 +46,15 @@ def _conditions(chosen):
         "commit": commit or os.environ.get("ENGINE_COMMIT", "unknown"),
         "command": "python -m tests.bench " + " ".join(sys.argv[1:]),
     }
+
+
+def _cases(op, module, on_gpu):
+    """Return the cases for the device: on a CPU those that the NumPy mirrors run in seconds."""
+    if on_gpu:
+        return module.CASES
+    cases = getattr(module, "CPU_CASES", None) or cases_for_cpu(module.CASES)
+    print(f"{op}: the mirror in NumPy, on {len(cases)} small shapes; the kernels need a GPU")
+    return cases
 
 
 def main() -> None:
@@ -114,10 +86,10 @@ def main() -> None:
         if hasattr(module, "main"):
             rows += module.main(chosen) if module.main.__code__.co_argcount else module.main()
             continue
-        for case in module.CASES:
-            row = {"op": op, **_measure(case, chosen.xp)}
+        for case in _cases(op, module, chosen.is_cuda):
+            row = {"op": op, **measure(case, chosen.xp).row()}
             rows.append(row)
-            print(_line(row))
+            print(_line(row), flush=True)
     if options.json:
         record = {**_conditions(chosen), "rows": rows}
         options.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -14,9 +14,9 @@ import numpy as np
 
 from engine import kernels, reference
 from engine.device import to_numpy
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_attention import cu_seqlens, normal_on
 from engine.testing.tolerances import assert_close
-from tests.bench.case import BenchCase
 
 _CHECKED = 32  # last rows of the last sequence: the mirror would take minutes for a whole case
 
@@ -115,3 +115,4 @@ CASES = [
     )
     for deterministic in (True, False)
 ]
+CPU_CASES = [_case(1, 2, 2, 64, 128, True, False)]

@@ -13,10 +13,10 @@ import numpy as np
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.testing import cases
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_attention import normal_on
 from engine.testing.tolerances import assert_close
 from tests.bench import sdpa
-from tests.bench.case import BenchCase
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 32, 8, 128, 16
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from engine import kernels, reference
 from engine.device import to_numpy
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_attention import cu_seqlens, normal_on
 from engine.testing.tolerances import assert_close
 from tests.bench import sdpa
-from tests.bench.case import BenchCase
 
 _CHECKED_ROWS = 64  # last rows of the last sequence: the mirror is too slow for a whole case
 
@@ -135,3 +135,4 @@ CASES = [
     *(_chunk_case(256, 8192, 8, 1, block_size) for block_size in (16, 64)),
     *(case for head_dim in (64, 128) for case in _quarter(16384, head_dim)),
 ]
+CPU_CASES = [_case(1, 8, 8, 64, 256, True), _chunk_case(64, 512, 8, 1, 16)]

@@ -10,9 +10,9 @@ import numpy as np
 
 from engine import kernels
 from engine.device import to_numpy
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_attention import cu_seqlens, normal_on
 from tests.bench.bench_attention_prefill import _peers
-from tests.bench.case import BenchCase
 
 _CHECKED_ROWS = 64  # last rows of the last sequence, compared with float64
 _ERROR = 0.08  # relative, normal inputs; 5.5 % measured, 4.8 % of it from rounding Q, K and V
@@ -65,6 +65,7 @@ def _case(batch: int, heads: int, head_dim: int, n: int, causal: bool) -> BenchC
         baselines={"bfloat16": bfloat16, "with quantize_heads": with_quantize},
         peers=_peers(batch, heads, heads, head_dim, n, causal),
         check=check,
+        arithmetic="fp8",
     )
 
 
@@ -73,3 +74,4 @@ CASES = [
     _case(2, 16, 128, 8192, False),
     _case(2, 16, 128, 8192, True),
 ]
+CPU_CASES = [_case(1, 4, 64, 256, False), _case(1, 4, 64, 256, True)]

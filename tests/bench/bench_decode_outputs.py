@@ -6,8 +6,8 @@ import numpy as np
 
 from engine import kernels
 from engine.device import to_numpy
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_elementwise import assert_same
-from tests.bench.case import BenchCase
 
 
 def _case(batch: int) -> BenchCase:

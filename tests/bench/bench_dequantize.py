@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from engine import kernels, reference
 from engine.device import to_numpy
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_quantized import random_weight, weight_to
 from engine.testing.tolerances import assert_close
 from engine.weights import FORMATS, Weight
-from tests.bench.case import BenchCase
 
 _FORMATS = ("int4_g128", "mxfp4", "q4_k", "q5_k", "q6_k", "q8_0", "fp8", "fp8_block", "int8")
 _BLOCK = 256  # rows to repeat: large random weights take too long to generate
@@ -53,3 +53,4 @@ def _case(name: str, n: int, k: int) -> BenchCase:
 
 
 CASES = [_case(name, 4096, 4096) for name in _FORMATS] + [_case("int4_g128", 28672, 4096)]
+CPU_CASES = [_case(name, 512, 2048) for name in ("int4_g128", "mxfp4", "q4_k", "fp8")]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from engine import kernels
 from engine.testing import cases
-from tests.bench.case import BenchCase
+from engine.testing.bench_case import BenchCase
 
 _LAYERS = {
     "qwen3-8b gate_up": (24576, 4096),

@@ -7,8 +7,8 @@ import numpy as np
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.testing import cases
+from engine.testing.bench_case import BenchCase
 from engine.testing.tolerances import assert_close
-from tests.bench.case import BenchCase
 
 _VOCAB = 32768
 

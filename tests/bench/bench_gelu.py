@@ -7,8 +7,8 @@ from functools import partial
 from engine import kernels, reference
 from engine.device import array_module, to_numpy
 from engine.testing import cases
+from engine.testing.bench_case import BenchCase
 from engine.testing.tolerances import assert_close
-from tests.bench.case import BenchCase
 
 
 def _formula(x):

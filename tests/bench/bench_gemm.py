@@ -8,9 +8,9 @@ from engine import device, kernels, reference
 from engine.device import to_numpy
 from engine.dtypes import np_dtype
 from engine.testing import cases
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_gemm import MODEL_LAYERS
 from engine.testing.tolerances import assert_close
-from tests.bench.case import BenchCase
 
 _DTYPE = "bfloat16"
 _ROWS = (1, 16, 64, 256, 1024, 4096)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from engine import device, kernels, reference
 from engine.device import to_numpy
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_gemm import MODEL_LAYERS
 from engine.testing.tolerances import assert_close
 from engine.weights import FORMATS
 from tests.bench.bench_dequantize import first_rows, repeated
 from tests.bench.bench_gemm import filled, sample
-from tests.bench.case import BenchCase
 
 _FORMATS = ("int4_g128", "int4_g128_zp", "mxfp4", "q4_0", "q4_k", "q5_k", "q6_k", "q8_0")
 _MODELS = ("Llama-3.1-8B", "Qwen3-0.6B")

@@ -7,8 +7,8 @@ import numpy as np
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.testing import cases
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_elementwise import assert_same
-from tests.bench.case import BenchCase
 
 _BLOCK_SIZE = 16
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.testing import cases
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_attention import normal_on
 from engine.testing.cases_moe import MOE_LAYERS
 from engine.testing.tolerances import assert_close
-from tests.bench.case import BenchCase
 
 _TOKENS = (1, 8, 64, 256, 4096)
 _HIDDEN, _, _, _TOP_K = MOE_LAYERS["Qwen3-30B-A3B"]

@@ -18,6 +18,7 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.reference import Routing
 from engine.testing import cases
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_moe import MOE_LAYERS, routing_of
 from engine.testing.cases_quantized import random_weight, weight_to
 from engine.testing.tolerances import assert_close
@@ -25,7 +26,6 @@ from engine.weights import FORMATS
 from engine.weights.stack import matrices, stack_matrices, take_matrices
 from tests.bench import moe_peers
 from tests.bench.bench_gemm import filled
-from tests.bench.case import BenchCase
 
 _TOKENS = (1, 8, 64, 256, 4096)
 _HIDDEN, _WIDTH, _EXPERTS, _TOP_K = MOE_LAYERS["Qwen3-30B-A3B"]
@@ -192,6 +192,7 @@ def _quantized(model: str, name: str, num_tokens: int, *, is_down: bool) -> Benc
         nbytes=nbytes,
         flops=2 * pairs * rows * k,
         check=check,
+        arithmetic="fp8" if options["quantize_x"] else "bfloat16",
     )
 
 

@@ -8,13 +8,13 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.reference import Routing
 from engine.testing import cases
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_moe import MOE_LAYERS, routing_of
 from engine.testing.cases_quantized import random_weight, weight_to
 from engine.testing.tolerances import assert_close
 from engine.weights import FORMATS
 from engine.weights.stack import stack_matrices
 from tests.bench.bench_gemm import filled
-from tests.bench.case import BenchCase
 
 _MODELS = (("Qwen3-30B-A3B", "fp8_block"), ("gpt-oss-20b", "mxfp4"))
 _TOKENS = (1, 2, 4, 8)

@@ -6,9 +6,9 @@ from functools import partial
 
 from engine import kernels, reference
 from engine.device import to_numpy
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_moe import MOE_LAYERS, distinct_logits
 from tests.bench import moe_peers
-from tests.bench.case import BenchCase
 
 _TOKENS = (1, 8, 64, 256, 4096, 65536)
 _, _, _EXPERTS, _TOP_K = MOE_LAYERS["Qwen3-30B-A3B"]

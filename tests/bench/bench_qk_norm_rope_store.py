@@ -7,10 +7,10 @@ import numpy as np
 from engine import kernels
 from engine.device import to_numpy
 from engine.testing import cases
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_attention import normal_on
 from engine.testing.cases_elementwise import cos_sin_table
 from engine.testing.tolerances import assert_close
-from tests.bench.case import BenchCase
 
 _BLOCK_SIZE = 16
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from engine import kernels, reference
 from engine.device import to_numpy
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_attention import normal_on
-from tests.bench.case import BenchCase
 
 
 def _case(rows: int, n: int, group: int) -> BenchCase:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.testing import cases
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_attention import normal_on
 from engine.testing.tolerances import assert_close
-from tests.bench.case import BenchCase
 
 
 def _case(rows: int, n: int, *, is_cached: bool = False) -> BenchCase:

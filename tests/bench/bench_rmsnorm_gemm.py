@@ -5,9 +5,9 @@ from __future__ import annotations
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.testing import cases
+from engine.testing.bench_case import BenchCase
 from engine.testing.tolerances import assert_close
 from tests.bench.bench_gemm import filled, layers, sample
-from tests.bench.case import BenchCase
 
 
 def _two_launches(x, norm_weight, weight):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.testing import cases
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_gemm import MODEL_LAYERS
 from engine.testing.tolerances import assert_close
 from engine.weights import FORMATS
 from tests.bench.bench_dequantize import first_rows, repeated
 from tests.bench.bench_gemm import filled
-from tests.bench.case import BenchCase
 
 _CHECKED = 256  # result columns compared
 
@@ -53,3 +53,4 @@ CASES = [
     for layer in ("qkv", "gate_up")
     for m in (1, 8)
 ]
+CPU_CASES = [_case(name, 1, 1024, 1024, "small") for name in ("int4_g128", "q4_k", "q8_0")]

@@ -6,10 +6,10 @@ import numpy as np
 
 from engine import kernels, reference
 from engine.device import to_numpy
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_moe import MOE_LAYERS
 from engine.testing.tolerances import assert_close
 from tests.bench.bench_gemm import filled
-from tests.bench.case import BenchCase
 
 _FLOAT32 = np.dtype(np.float32)
 

@@ -7,10 +7,10 @@ import numpy as np
 from engine import kernels, reference
 from engine.device import array_module, to_numpy
 from engine.testing import cases
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_attention import normal_on
 from engine.testing.cases_elementwise import cos_sin_table
 from engine.testing.tolerances import assert_close
-from tests.bench.case import BenchCase
 
 
 def _case(tokens: int, heads: int, kv_heads: int, head_dim: int) -> BenchCase:

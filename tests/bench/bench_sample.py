@@ -9,7 +9,7 @@ import numpy as np
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.testing import cases_sample
-from tests.bench.case import BenchCase
+from engine.testing.bench_case import BenchCase
 
 
 @lru_cache(maxsize=8)

@@ -8,9 +8,9 @@ from engine import kernels
 from engine.device import to_numpy
 from engine.layers.shared_prefix import attention_shared_prefix
 from engine.testing import cases
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_attention import normal_on
 from engine.testing.tolerances import assert_close
-from tests.bench.case import BenchCase
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 32, 8, 128, 16
 
@@ -68,3 +68,4 @@ CASES = [
     _case(16, 8192, 512, 4),
     _case(64, 32768, 512),
 ]
+CPU_CASES = [_case(4, 512, 64)]

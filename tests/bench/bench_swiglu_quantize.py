@@ -6,8 +6,8 @@ import numpy as np
 
 from engine import kernels, reference
 from engine.device import to_numpy
+from engine.testing.bench_case import BenchCase
 from engine.testing.cases_attention import normal_on
-from tests.bench.case import BenchCase
 
 
 def _case(rows: int, n: int) -> BenchCase:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.reference import Routing
-from tests.bench.case import num_copies
+from engine.testing.timing import num_copies
 from tests.bench.sdpa import graph_seconds
 
 __all__ = ["PRODUCTS", "layer_seconds", "product_seconds", "route_seconds"]

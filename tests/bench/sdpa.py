@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.bench.case import num_copies
+from engine.testing.timing import num_copies
 
 __all__ = [
     "BACKENDS",

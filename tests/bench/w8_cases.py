@@ -11,9 +11,9 @@ import numpy as np
 
 from engine import device, kernels, reference
 from engine.device import to_numpy
+from engine.testing.bench_case import BenchCase
 from engine.testing.tolerances import assert_close
 from tests.bench.bench_gemm import filled, sample
-from tests.bench.case import BenchCase
 
 _LAYERS = {
     "Llama-3.1-8B qkv": (6144, 4096),
@@ -81,6 +81,7 @@ def _case(codes: str, label: str, m: int, n: int, k: int, *, has_blocks: bool) -
         flops=2 * m * n * k,
         peers=peers,
         check=check,
+        arithmetic=codes,
     )
 
 
