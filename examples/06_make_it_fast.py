@@ -12,10 +12,10 @@
 # %%
 import datetime
 import json
-import os
 import statistics
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 
 from engine import kernels
@@ -292,8 +292,7 @@ if has_gpu:
             for name, seconds in measure().items()
         ],
     }
-    folder = Path(os.environ.get("ENGINE_EXAMPLES_OUT", "."))
-    (folder / "make_it_fast.json").write_text(json.dumps(record, indent=1) + "\n")
+    Path("make_it_fast.json").write_text(json.dumps(record, indent=1) + "\n")
 else:
     recorded = here / "../docs/benchmarks/make_it_fast.json"
     record = json.loads(recorded.read_text()) if recorded.exists() else None
@@ -303,3 +302,13 @@ if record is not None:
     for row in record["rows"]:
         predicted = f"predicted {row['predicted']:6.1f}" if row["predicted"] else ""
         print(f"{row['name']:20} {row['us']:9.1f} us {row['tflops']:7.1f} TFLOP/s  {predicted}")
+    names = [row["name"].removeprefix("product_") for row in record["rows"]]
+    figure, axis = plt.subplots(figsize=(8, 3.4), layout="constrained")
+    axis.bar(names, [row["tflops"] for row in record["rows"]], label="measured")
+    for i, row in enumerate(record["rows"]):
+        if row["predicted"]:
+            label = "" if i else "predicted"
+            axis.hlines(row["predicted"], i - 0.45, i + 0.45, "black", "dashed", label=label)
+    axis.set(yscale="log", ylabel="TFLOP/s", title=record["card"])
+    axis.legend()
+    figure.savefig("make_it_fast.png", dpi=80)
