@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from engine.cache.kv_cache import KV_CACHE_DTYPES
-from engine.checks import shown
+from engine.checks import shown, shown_with_type
 from engine.distributed.connection import parse_address
 from engine.drafts import MAX_QUERY_LEN
 from engine.errors import ConfigError, RequestError, unknown_keyword
+from engine.kernels._override.places import load_place
 from engine.sampling_params import NumberRange
 from engine.scheduler.config import POLICIES, PREEMPTIONS
 from engine.signatures import checks_keywords
@@ -81,6 +82,9 @@ class EngineConfig:
     speculative_config : mapping, callable or SpeculativeConfig, optional
         Source of drafts: vLLM's mapping, {"method": "ngram", "num_speculative_tokens": 8}, or a
         callable. None disables drafting.
+    logits_processors : sequence of (callable or str), optional
+        Applied to the logits of every request, before its own: functions as in
+        `SamplingParams.logits_processors`, or "file.py:name".
     scheduling_policy : str
         "fcfs" = first come, first served; "lpm" = longest cached prefix first, within a window.
     priority_window : int
@@ -153,6 +157,7 @@ class EngineConfig:
     max_prefill_chunk: int = _whole(0, 0, _INT32)
     max_draft_tokens: int = _whole(0, 0, MAX_QUERY_LEN - 1)
     speculative_config: Any = None
+    logits_processors: Any = None
     scheduling_policy: str = _choice("fcfs", *POLICIES)
     priority_window: int = _whole(256, 0, _INT32)
     max_num_queued_requests: int | None = _whole(None, 1, 2**63 - 1)
@@ -207,6 +212,8 @@ class EngineConfig:
             raise ConfigError("preemption_mode='swap' needs a swap_space_gb above 0; got 0.0")
         if self.raise_on_timeout and self.step_timeout is None:
             raise ConfigError("raise_on_timeout needs a step_timeout; got None")
+        processors = _processors(self.logits_processors)
+        object.__setattr__(self, "logits_processors", processors)
         self._check_pipeline()
 
     def _check_pipeline(self) -> None:
@@ -245,6 +252,22 @@ class EngineConfig:
 
 CONFIG_OPTIONS = dict(inspect.signature(EngineConfig).parameters)
 """Fields of `EngineConfig`, as keywords of `LLM` and `LLMEngine`."""
+
+
+def _processors(given: Any) -> tuple[Any, ...]:
+    """Return the logits processors, loaded if they are given as "file.py:name"."""
+    if given is None:
+        return ()
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ConfigError(
+            f"logits_processors must be a sequence of functions; got {shown_with_type(given)}"
+        )
+    name = "logits_processors"
+    loaded = tuple(load_place(name, one) if isinstance(one, str) else one for one in given)
+    for one in loaded:
+        if not callable(one):
+            raise ConfigError(f"logits_processors must be functions; got {shown_with_type(one)}")
+    return loaded
 
 
 def _checked(option: Field[Any], value: Any) -> Any:

@@ -25,6 +25,7 @@ from engine.core.stats import EngineStats, StatsCollector
 from engine.core.watchdog import Watchdog
 from engine.engine_config import CONFIG_OPTIONS, EngineConfig
 from engine.errors import RankError, RequestError
+from engine.kernels._override.scope import current_overrides, forbid_override
 from engine.model import LOAD_OPTIONS, Model
 from engine.outputs import RequestOutput
 from engine.parallel.make_engine import make_engine
@@ -80,14 +81,19 @@ class LLMEngine:
         config = resolve(given, model, draft)
         limits = config.scheduler
         self._inputs = InputProcessor(
-            model, self.tokenizer, max_model_len=limits.max_model_len, seed=config.seed
+            model,
+            self.tokenizer,
+            max_model_len=limits.max_model_len,
+            seed=config.seed,
+            logits_processors=given.logits_processors,
         )
         config = config.with_reason("kv_scales", model.prepare_pages(config.geometry.dtype))
         self._pool = MemoryPool(model.device)
         self.kv_cache = KVCache(config.geometry, limits.num_blocks, self._pool)
         self._swap = SwapSpace(self.kv_cache, n) if (n := limits.num_host_blocks) else None
         model.share_pages(self.kv_cache, limits.num_host_blocks)
-        self.config = config = with_measured_costs(config, model, self.kv_cache, self._swap)
+        with model.kernels.active():
+            self.config = config = with_measured_costs(config, model, self.kv_cache, self._swap)
         self.scheduler = Scheduler(config.scheduler)
         self.runner = make_runner(
             model,
@@ -98,17 +104,19 @@ class LLMEngine:
             is_debug=config.is_debug,
             feature_layers=() if draft is None else draft.feature_layers,
         )
-        if config.cuda_graphs:
-            self.runner.capture_graphs(
-                limits.max_model_len, limits.max_draft_tokens, progress=sys.stderr.isatty()
+        with model.kernels.active():
+            if config.cuda_graphs:
+                self.runner.capture_graphs(
+                    limits.max_model_len, limits.max_draft_tokens, progress=sys.stderr.isatty()
+                )
+            self.speculation = make_speculation(
+                config.speculative,
+                self.scheduler,
+                self.runner,
+                draft,
+                overlaps=config.async_scheduling,
             )
-        self.speculation = make_speculation(
-            config.speculative,
-            self.scheduler,
-            self.runner,
-            draft,
-            overlaps=config.async_scheduling,
-        )
+            self._overrides = current_overrides()  # of the last step
         self._entry = threading.Lock()  # see `not_reentrant`
         describe = self.scheduler.describe  # capturing `self` in the watchdog would create a cycle
         self.watchdog = Watchdog(
@@ -121,7 +129,9 @@ class LLMEngine:
         # Steps in flight between two `step` calls: one with async scheduling, plus one per
         # additional pipeline stage.
         self._max_in_flight = int(config.async_scheduling) + model.num_stages - 1
-        self.collector = StatsCollector(model.expert_load, model.expert_runs)
+        self.collector = StatsCollector(
+            model.expert_load, model.expert_runs, kernel_runs=lambda: dict(model.kernels.runs)
+        )
         self._streams = OutputStreams(
             self.tokenizer,
             scheduler=self.scheduler,
@@ -150,7 +160,8 @@ class LLMEngine:
             With `raise_on_timeout`, if the step is stuck. It is rolled back and recomputed later.
         """
         self._streams.abort_overdue()
-        with self.watchdog:
+        with self.watchdog, self.model.kernels.active():
+            self._follow_overrides()
             try:
                 self._propose()
                 scheduled = self._schedule()
@@ -359,6 +370,14 @@ class LLMEngine:
         self.scheduler.fork_request(origin.streams[0].request, first)
 
     # ---- parts of step, in order
+
+    def _follow_overrides(self) -> None:
+        """Drop the cached prefixes if other kernels computed them (`kernels.override`)."""
+        forbid_override(self.model.num_ranks * self.model.num_stages)
+        overrides = current_overrides()
+        if overrides != self._overrides:
+            self._overrides = overrides
+            self.scheduler.reset_prefix_cache()
 
     def _propose(self) -> None:
         """Propose drafts for the next step, once the tokens before them are known."""

@@ -25,10 +25,14 @@ from engine.config import ModelConfig
 from engine.device import Device, cupy, resolve_device, to_numpy
 from engine.dtypes import KV_CODE_DTYPES
 from engine.errors import ConfigError, RequestError, unknown_keyword
+from engine.kernels import _module
+from engine.kernels._override.scope import ModelKernels
+from engine.kernels._override.table import Overrides
 from engine.layers.batch import ForwardBatch
 from engine.layers.collectives import Collectives
 from engine.layers.token_ids import checked_token_ids
 from engine.loading import page_calibration
+from engine.loading.attention_pattern import layer_patterns
 from engine.loading.decoder import check_arguments, load_decoder
 from engine.loading.download import ModelSource, resolve_model
 from engine.loading.gguf import GgufFile
@@ -64,6 +68,8 @@ def load(
     quantization: str | None = None,
     deterministic: bool = False,
     enable_expert_parallel: bool = False,
+    kernels: Mapping[str, Any] | None = None,
+    attention_pattern: Any = None,
     progress: bool | None = None,
     config: ModelConfig | None = None,
     collectives: Collectives | None = None,
@@ -99,6 +105,13 @@ def load(
         for small batches.
     enable_expert_parallel : bool
         With several ranks, divide the experts among the ranks instead of dividing every expert.
+    kernels : mapping of str to (callable or str), optional
+        Overrides: op of the catalog -> the function that runs in its place in this model, or
+        "file.py:name". See `engine.kernels.override`.
+    attention_pattern : Periodic, BlockSparse, mapping of int to such, or str, optional
+        Further restricts the keys that a query sees by their positions, in prefill and in decode:
+        in all layers with full attention, or in the layers of the mapping. Every token is then
+        computed by `engine.kernels.attention_prefill`; the KV cache cannot be quantized.
     progress : bool, optional
         Show progress bars on stderr; by default only if stderr is a terminal.
     config : ModelConfig, optional
@@ -132,6 +145,7 @@ def load(
     for name in unknown:
         raise unknown_keyword("load", name, LOAD_OPTIONS)
     check_arguments(model, load_format, config)
+    overrides = Overrides.from_option(kernels)
     show = sys.stderr.isatty() if progress is None else progress
     place, why = resolve_device(device)
     source = None
@@ -151,8 +165,20 @@ def load(
     )
     if device == "auto":
         print(f"engine: device {place} ({why}), dtype {options.dtype}", file=sys.stderr)
-    decoder = load_decoder(source, config, options, collectives, stage=stage, progress=show)
-    return Model(decoder, options, source)
+    decoder = load_decoder(
+        source,
+        config,
+        options,
+        collectives,
+        stage=stage,
+        model_kernels=ModelKernels(overrides),
+        patterns=layer_patterns(attention_pattern, config, options),
+        progress=show,
+    )
+    loaded = Model(decoder, options, source)
+    if collectives is None and stage == ALL_LAYERS:
+        loaded.try_kernels()
+    return loaded
 
 
 _OF_A_RANK = ("collectives", "stage")  # set by `engine.parallel`, for one process of several
@@ -201,6 +227,16 @@ class Model:
         if self._decoder is None:
             raise RequestError(f"{self!r} was closed")
         return self._decoder
+
+    @property
+    def kernels(self) -> ModelKernels:
+        """Overrides of ops (`load`'s `kernels`), and how often each kernel ran in this process."""
+        return self.decoder.kernels
+
+    @property
+    def has_patterns(self) -> bool:
+        """Tell whether some layers have an attention pattern (`load`'s `attention_pattern`)."""
+        return bool(self.decoder.patterns)
 
     @property
     def draft_target(self) -> DraftTarget:
@@ -330,6 +366,11 @@ class Model:
         """
         if dtype not in KV_CODE_DTYPES:
             return ""
+        if self.has_patterns:
+            raise ConfigError(
+                "kv_cache_dtype must be 'auto' with an attention_pattern: its kernel reads no "
+                f"quantized keys; got {dtype}"
+            )
         prepare_quantized_kv(self.config, self.dtype, dtype, self.device)
         return page_calibration.ensure_scales(self, self.decoder.kv_scales, dtype)
 
@@ -448,6 +489,25 @@ class Model:
             return results[-1]
         parts = [r.reshape(cache.batch_size, -1, r.shape[-1]) for r in results]
         return parts[0] if len(parts) == 1 else self.device.xp.concatenate(parts, axis=1)
+
+    def try_kernels(self) -> None:
+        """Run the overridden ops once in a prefill and a decode: compile them, find errors now.
+
+        Raises
+        ------
+        EngineError
+            If an override does not suit the model; the message names the op.
+        """
+        if not self.kernels.overrides:
+            return
+        self.kernels.overrides.warn_of_kept()
+        with _module.uncounted():
+            cache = self.new_cache(1, min(3, self.max_model_len))
+            self.step([[0] * (cache.max_tokens - 1 or 1)], cache)
+            if cache.max_tokens > 1:
+                self.step([[0]], cache)
+            cache.close()
+        self.kernels.runs.clear()
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Compute one step on flat arrays, unchecked; see `Decoder.forward`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
 from engine.config import ModelConfig
@@ -26,6 +27,7 @@ class EngineOptions(TypedDict, total=False):
     max_prefill_chunk: int
     max_draft_tokens: int
     speculative_config: Any
+    logits_processors: Any
     scheduling_policy: str
     priority_window: int
     max_num_queued_requests: int | None
@@ -57,5 +59,7 @@ class LLMOptions(EngineOptions, total=False):
     quantization: str | None
     deterministic: bool
     enable_expert_parallel: bool
+    kernels: Mapping[str, Any] | None
+    attention_pattern: Any
     progress: bool | None
     config: ModelConfig | None

@@ -18,6 +18,7 @@ _HEAD = '''\
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
 from engine.config import ModelConfig

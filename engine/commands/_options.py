@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from engine.commands._overrides import add_override_arguments, override_options
 from engine.commands._parallel import add_parallel_argument, parallel_option
 from engine.commands._quantization import add_quantization_argument, quantization_option
 from engine.commands._speculation import add_speculation_argument, speculation_option
@@ -46,6 +47,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, help="maximum tokens, prompt plus output")
     parser.add_argument("--kv-cache-dtype", default="auto", help="fp8 or int8: halves the KV cache")
     add_speculation_argument(parser)
+    add_override_arguments(parser)
     add_parallel_argument(parser)
 
 
@@ -62,7 +64,7 @@ def make_llm(arguments: argparse.Namespace) -> LLM:
     SamplingParams(**given_sampling(arguments))  # reject invalid values before loading
     options: dict[str, Any] = {"max_num_seqs": 1, "kv_cache_dtype": arguments.kv_cache_dtype}
     options |= quantization_option(arguments) | speculation_option(arguments)
-    options |= parallel_option(arguments)
+    options |= parallel_option(arguments) | override_options(arguments)
     if arguments.max_model_len is not None:
         options["max_model_len"] = arguments.max_model_len
     return LLM(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checks import shown
+from engine.commands._overrides import KERNELS_HELP, PROCESSORS_HELP, parsed_overrides
 from engine.commands._parallel import EXPERT_HELP, PARALLEL_OPTIONS
 from engine.commands._speculation import SPECULATION_HELP, parsed_config
 from engine.errors import ConfigError, unknown_keyword
@@ -40,6 +41,8 @@ _ENGINE: dict[str, tuple[type, str]] = {
     "max_blocks_per_salt": (int, "maximum cached blocks per cache_salt"),
     "max_prefill_chunk": (int, "maximum prompt tokens per request and step"),
     "speculative_config": (str, SPECULATION_HELP),
+    "kernels": (tuple, KERNELS_HELP),
+    "logits_processors": (tuple, PROCESSORS_HELP),
     "max_draft_tokens": (int, "maximum draft tokens per request and step"),
     "scheduling_policy": (str, "fcfs, or lpm: longest cached prefix first"),
     "priority_window": (int, "number of later arrivals that one priority level outweighs"),
@@ -121,6 +124,8 @@ def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
     if not isinstance(model, str) or not model:
         raise ConfigError(f"model must be a name or a path; got {shown(model)}")
     engine = {name: options.pop(name) for name in _ENGINE if name in options}
+    overrides = parsed_overrides(engine)
+    engine = {name: value for name, value in engine.items() if name not in overrides}
     speculative = {}
     if "speculative_config" in engine:
         speculative = {"speculative_config": parsed_config(engine.pop("speculative_config"))}
@@ -133,7 +138,11 @@ def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
         | {"api_key_hashes": tuple(key_hash(key) for key in keys)}
     )
     path, defaults = _model_path(model)
-    return path, server, defaults | {"progress": sys.stderr.isatty()} | engine | speculative
+    return (
+        path,
+        server,
+        defaults | {"progress": sys.stderr.isatty()} | engine | speculative | overrides,
+    )
 
 
 def _model_path(model: str) -> tuple[str, dict[str, Any]]:

@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,9 +50,20 @@ class InputProcessor:
         Maximum length of a request in tokens, prompt plus output.
     seed : int
         Seed for requests that set none of their own.
+    logits_processors : sequence of callable
+        Applied to every request, before its own.
     """
 
-    def __init__(self, model: Model, tokenizer: Any, *, max_model_len: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Any,
+        *,
+        max_model_len: int,
+        seed: int = 0,
+        logits_processors: Sequence[Any] = (),
+    ) -> None:
+        self._processors = tuple(logits_processors)
         self.tokenizer = tokenizer
         self._model = model
         self._vocab_size = model.config.vocab_size
@@ -133,6 +144,9 @@ class InputProcessor:
             If `params.structured` cannot be compiled.
         """
         states = self._grammar_states(params)
+        if self._processors:
+            own = params.logits_processors or ()
+            params = replace(params, logits_processors=(*self._processors, *own))
         seed = params.seed
         if seed is None:
             seed = _derived_seed(self._seed, next(self._counter))

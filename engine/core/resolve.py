@@ -66,6 +66,10 @@ class ServedModel(DraftModel, Protocol):
         """Whether the model was loaded with `deterministic=True`."""
 
     @property
+    def has_patterns(self) -> bool:
+        """Whether some layers have an attention pattern."""
+
+    @property
     def num_ranks(self) -> int:
         """Number of processes that share each layer (tensor parallel)."""
 
@@ -157,8 +161,10 @@ def resolve(
         max_prefill_chunk=config.max_prefill_chunk,
         max_draft_tokens=config.max_draft_tokens,
         # Trees need the decode kernel, but its summation order depends on the batch, and it does
-        # not support trees with a sliding window.
-        draft_trees=not model.deterministic and not any(model.config.layer_windows),
+        # not support trees with a sliding window. Patterns need the prefill kernel.
+        draft_trees=not model.deterministic
+        and not model.has_patterns
+        and not any(model.config.layer_windows),
         watermark=config.watermark,
         policy=config.scheduling_policy,
         priority_window=config.priority_window,

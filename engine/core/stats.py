@@ -82,6 +82,10 @@ class EngineStats:
     rank_load : mapping of int to tuple of int
         Layer -> `expert_load` summed over each rank's experts; empty unless each rank holds
         whole experts (`enable_expert_parallel`).
+    kernel_runs : mapping of str to int
+        Op of `engine.kernels`, or "op=function" where it is overridden -> how often it ran in this
+        process, replays of launch plans and CUDA graphs included. Other users of the same `Model`
+        add to it.
     """
 
     scheduler: SchedulerStats
@@ -100,6 +104,7 @@ class EngineStats:
     request_time_per_output_token_seconds: Histogram
     expert_load: Mapping[int, tuple[int, ...]]
     rank_load: Mapping[int, tuple[int, ...]]
+    kernel_runs: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_requests_running(self) -> int:
@@ -164,10 +169,13 @@ class StatsCollector:
         `Model.expert_load`.
     expert_runs : sequence of (int, int)
         `Model.expert_runs`.
+    kernel_runs : callable
+        Returns the number of runs of each kernel.
     """
 
     expert_load: Callable[[], ExpertLoad]
     expert_runs: Sequence[tuple[int, int]] = ()
+    kernel_runs: Callable[[], Mapping[str, int]] = dict
     prompt_tokens: int = 0
     generation_tokens: int = 0
     admission_rejections: int = 0
@@ -184,7 +192,9 @@ class StatsCollector:
     )
 
     def __post_init__(self) -> None:
-        self._first_load = self.expert_load()  # load from other engines and from measurements
+        # Those of other engines and of measurements.
+        self._first_load = self.expert_load()
+        self._first_runs = self.kernel_runs()
 
     def add_request(self, num_prompt_tokens: int, finish_reason: str, m: RequestMetrics) -> None:
         """Count a finished request."""
@@ -222,6 +232,11 @@ class StatsCollector:
                 layer: tuple(int(load[first:last].sum()) for first, last in self.expert_runs)
                 for layer, load in loads.items()
                 if self.expert_runs
+            },
+            kernel_runs={
+                kernel: count - first
+                for kernel, count in sorted(self.kernel_runs().items())
+                if count > (first := self._first_runs.get(kernel, 0))
             },
             **{name: bins.snapshot() for name, bins in self._bins.items()},
         )

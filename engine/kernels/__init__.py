@@ -2,6 +2,8 @@
 (architecture, tier, limits) is in `_chip.py`, ops of the user's own (`define`) in `_user/`."""
 
 from engine.kernels._attention_pattern import BlockSparse, Periodic
+from engine.kernels._override.dispatch import dispatched
+from engine.kernels._override.scope import override
 from engine.kernels._tools.headers import headers
 from engine.kernels._user.define import define
 from engine.kernels._user.op import Op
@@ -84,6 +86,7 @@ __all__ = [
     "moe_gemm",
     "moe_gemm_combine",
     "moe_route",
+    "override",
     "permute_columns",
     "qk_norm_rope_store",
     "quantize_heads",
@@ -101,3 +104,8 @@ __all__ = [
     "swiglu",
     "swiglu_quantize",
 ]
+
+# Every op is called through a dispatcher, which finds its override; see `_override/dispatch.py`.
+for _name, _op in list(globals().items()):
+    if callable(_op) and _op.__module__.startswith(f"{__name__}.{_name}"):
+        globals()[_name] = dispatched(_op)

@@ -10,13 +10,14 @@ All modules of a model are compiled when it is loaded (`compile_all`). Later com
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -41,6 +42,7 @@ __all__ = [
     "mark_ready",
     "source_dir",
     "stats",
+    "uncounted",
 ]
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
@@ -139,6 +141,17 @@ def mark_ready(ready: bool = True) -> None:
     """Mark the end of loading: later compilations are counted as defects."""
     global _is_ready
     _is_ready = ready
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Count no compilation within the block as a defect: a user's kernels are compiled there."""
+    was_ready = _is_ready
+    mark_ready(False)
+    try:
+        yield
+    finally:
+        mark_ready(was_ready)
 
 
 def source_dir() -> Path:

@@ -36,6 +36,8 @@ class AttentionParams:
         c in c·tanh(s/c), applied to scores; 0 turns it off.
     deterministic : bool
         Batch invariance: a token's bits depend on neither the batch nor the chunk size.
+    pattern : BlockSparse or Periodic, optional
+        Further restricts the keys that a query sees, by their positions.
     """
 
     num_heads: int
@@ -45,6 +47,7 @@ class AttentionParams:
     window: int = 0
     softcap: float = 0.0
     deterministic: bool = False
+    pattern: Any = None
 
 
 class Attention:
@@ -172,7 +175,7 @@ class Attention:
     def _stores_while_decoding(self, batch: ForwardBatch) -> bool:
         """Tell whether the decode kernel also stores k and v: each sequence has one new token."""
         is_all = batch.num_decodes == batch.num_sequences and batch.query_len == 1
-        return is_all and not self.params.deterministic
+        return is_all and not self.params.deterministic and self.params.pattern is None
 
     def _norms(self) -> dict[str, Any]:
         """Return the per-head QK-norm as keywords of the op that applies rope."""
@@ -196,8 +199,8 @@ class Attention:
 
     def _attend(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
         """Compute decodes with the decode kernel, and other sequences with the prefill kernel."""
-        if self.params.deterministic:
-            return self._attend_deterministic(q, batch, k_pages, v_pages)
+        if self.params.deterministic or self.params.pattern is not None:
+            return self._attend_in_one(q, batch, k_pages, v_pages)
         if batch.num_decodes == 0:
             return self._prefill(q, batch, k_pages, v_pages)
         out = empty_like(q)
@@ -206,17 +209,19 @@ class Attention:
             self._prefill(q, batch, k_pages, v_pages, out)
         return out
 
-    def _attend_deterministic(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
-        """Compute every token with one kernel whose summation order ignores the other tokens.
+    def _attend_in_one(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
+        """Compute every token with the prefill kernel: deterministic, or with a pattern.
 
-        On CUDA this is the prefill kernel: its tiles of keys begin at fixed positions. On the CPU,
-        the order of summation in BLAS depends on the shapes of the matrices, so each token is
-        decoded separately.
+        Its summation order ignores the other tokens: its tiles of keys begin at fixed positions. On
+        the CPU, the order of summation in BLAS depends on the shapes of the matrices, so each token
+        is decoded separately if that matters. Only this kernel knows patterns.
         """
         if batch.tree_mask is not None:
             raise ContractError("a batch with a tree_mask needs deterministic=False; got True")
         rule = self._rule(k_pages)
-        if array_module(q) is not np:
+        if self.params.pattern is not None:
+            rule["pattern"] = self.params.pattern
+        if array_module(q) is not np or self.params.pattern is not None:
             return kernels.attention_prefill(
                 q,
                 k_pages,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
 from engine.checks import shown
 from engine.config import ModelConfig
 from engine.errors import ConfigError
+from engine.kernels._override.scope import ModelKernels
 from engine.layers.collectives import Collectives
 from engine.loading.download import ModelSource
 from engine.loading.load_config import LoadConfig
@@ -45,6 +47,8 @@ def load_decoder(
     collectives: Collectives | None = None,
     *,
     stage: Stage = ALL_LAYERS,
+    model_kernels: ModelKernels | None = None,
+    patterns: Mapping[int, Any] | None = None,
     progress: bool = False,
 ) -> Decoder:
     """Return a decoder with a checkpoint's weights and KV cache scales.
@@ -60,6 +64,10 @@ def load_decoder(
         Collectives of the tensor-parallel group; this rank loads only its shard.
     stage : Stage
         The layers to load.
+    model_kernels : ModelKernels, optional
+        Overrides of ops.
+    patterns : mapping of int to (BlockSparse or Periodic), optional
+        Layer -> its attention pattern.
     progress : bool
         Show progress bars on stderr.
 
@@ -95,6 +103,8 @@ def load_decoder(
         deterministic=options.deterministic,
         parts=parts,
         stage=stage,
+        model_kernels=model_kernels,
+        patterns=patterns,
     )
     if device.is_cuda:
         formats = dict.fromkeys(form for weight in weights.values() for form in weight.formats())
@@ -104,6 +114,7 @@ def load_decoder(
             device,
             formats=formats,
             is_shared=collectives is not None,
+            has_patterns=bool(patterns),
             progress=progress,
         )
     if options.load_format != "dummy" and source is not None:

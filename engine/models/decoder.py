@@ -6,7 +6,7 @@ the other modules of this package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from engine import kernels
 from engine.config import ModelConfig, RopeConfig
 from engine.device import array_module, to_numpy
 from engine.errors import OutOfMemoryError, WeightsError
+from engine.kernels._override.scope import ModelKernels
 from engine.layers.arrays import arrays_of
 from engine.layers.attention import Attention, AttentionParams
 from engine.layers.batch import ForwardBatch
@@ -179,9 +180,16 @@ class Decoder:
     stage : Stage
         The layers of a pipeline stage. Only the first stage has an embedding, and only the last one
         computes logits.
+    model_kernels : ModelKernels, optional
+        Overrides of ops.
+    patterns : mapping of int to (BlockSparse or Periodic)
+        Layer of the whole model -> further restriction of the keys that its queries see.
 
     Attributes
     ----------
+    kernels : ModelKernels
+        Overrides of ops, and how often each kernel ran.
+    patterns : dict of int to (BlockSparse or Periodic)
     layers : tuple of DecoderLayer
     weights : dict of str to Weight
         Weights by name: "layers.0.qkv", ... An MLP may be padded to more features than the config
@@ -211,8 +219,12 @@ class Decoder:
         deterministic: bool = False,
         parts: WholeParts = _WHOLE,
         stage: Stage = ALL_LAYERS,
+        model_kernels: ModelKernels | None = None,
+        patterns: Mapping[int, Any] | None = None,
     ) -> None:
         self.config = config
+        self.patterns = dict(patterns or {})
+        self.kernels = ModelKernels() if model_kernels is None else model_kernels
         self.parts = parts
         self.deterministic = deterministic
         self.weights = dict(weights)
@@ -277,11 +289,15 @@ class Decoder:
         (R, V) array of float32
             Logits of the tokens `batch.logits_indices`, or of all T tokens.
         """
-        hidden = self.hidden_states(batch, kv_pages)
-        return self.logits(hidden)
+        with self.kernels.active():
+            return self._logits(self._hidden_states(batch, kv_pages))
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Return the normalised last hidden states (R, N) of the tokens `batch.logits_indices`."""
+        with self.kernels.active():
+            return self._hidden_states(batch, kv_pages)
+
+    def _hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         rows = batch.logits_indices
         (delta, x) = self._enter(batch)
         features = batch.features or {}
@@ -310,9 +326,10 @@ class Decoder:
             New arrays (T, N), or None for delta: `ForwardBatch.entering` of the next stage. See
             `DecoderLayer`.
         """
-        delta, x = self._enter(batch)
-        delta, residual = self._run_layers(x, batch, kv_pages, None, None, delta)
-        return self.parts.leaving(delta), residual
+        with self.kernels.active():
+            delta, x = self._enter(batch)
+            delta, residual = self._run_layers(x, batch, kv_pages, None, None, delta)
+            return self.parts.leaving(delta), residual
 
     def extend_ropes(self, num_positions: int) -> None:
         """Compute the rope tables for sequences of up to `num_positions` tokens."""
@@ -351,6 +368,10 @@ class Decoder:
 
     def logits(self, hidden: Any) -> Any:
         """Return the logits (R, V) float32 of normalised hidden states (R, N)."""
+        with self.kernels.active():
+            return self._logits(hidden)
+
+    def _logits(self, hidden: Any) -> Any:
         logits = self.lm_head(hidden, out_dtype=_FLOAT32)
         if self.config.logits_scale != 1.0:
             logits *= np.float32(self.config.logits_scale)
@@ -401,9 +422,10 @@ class Decoder:
         rows = [[column.get(index, 0) for column in table.values()] for index in layers]
         return tuple(table), np.array(rows, np.uint64)
 
-    def _numbers(self, layer: int) -> tuple[int, ...]:
+    def _numbers(self, layer: int) -> tuple[Hashable, ...]:
         """Return the non-array values that determine a layer's launches."""
-        numbers = self.config.window(layer), rope_index(self.config, layer)
+        pattern = self.patterns.get(self.stage.first + layer)
+        numbers = self.config.window(layer), rope_index(self.config, layer), pattern
         return numbers if self.parts.can_plan else (*numbers, layer)  # each layer is its own kind
 
     def _weight(self, name: str) -> Weight:
@@ -496,6 +518,7 @@ class Decoder:
             window=config.window(index),
             softcap=config.attn_softcap,
             deterministic=self.deterministic,
+            pattern=self.patterns.get(self.stage.first + index),
         )
         return Attention(
             params,

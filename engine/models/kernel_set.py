@@ -46,12 +46,17 @@ _OPS = (
 
 
 def kernel_specs(
-    config: ModelConfig, dtype: str, formats: Collection[Format] = (), *, is_shared: bool = False
+    config: ModelConfig,
+    dtype: str,
+    formats: Collection[Format] = (),
+    *,
+    is_shared: bool = False,
+    has_patterns: bool = False,
 ) -> list[ModuleSpec]:
     """Return every kernel module that the model in `dtype` may launch.
 
     `formats`: formats of its weights; dense ones may be omitted. `is_shared`: the model is one
-    rank's shard.
+    rank's shard. `has_patterns`: some layers have an attention pattern.
 
     Examples
     --------
@@ -75,6 +80,7 @@ def kernel_specs(
             head_dim=config.head_dim,
             subtract_mean=config.layer_norm,
             formats=tuple(form.name for form in formats),
+            **({"patterns": True} if has_patterns and op == "attention_prefill" else {}),
         )
     if is_shared:
         specs += _collective_specs(dtype)
@@ -125,6 +131,7 @@ def prepare_kernels(
     *,
     formats: Collection[Format] = (),
     is_shared: bool = False,
+    has_patterns: bool = False,
     progress: bool = False,
 ) -> None:
     """Load all kernels of a model; compile those not cached. Later compilations are counted.
@@ -134,7 +141,7 @@ def prepare_kernels(
     CompileError
         If NVRTC fails to compile one.
     """
-    specs = kernel_specs(config, dtype, formats, is_shared=is_shared)
+    specs = kernel_specs(config, dtype, formats, is_shared=is_shared, has_patterns=has_patterns)
     _prepare(specs, device, progress=progress)
 
 

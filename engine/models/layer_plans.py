@@ -3,7 +3,8 @@
 Within a step, all layers of a kind launch the same GPU kernels with the same arguments, apart from
 addresses. So the first of them is called while its launches are recorded
 (`kernels/_launch_plan.py`), and the plan is replayed for the others: a step of 28 layers costs the
-host about 4 ms instead of 24. A last layer that drops tokens is called without a plan.
+host about 4 ms instead of 24. A last layer that drops tokens is called without a plan, and so is
+every layer if an op is overridden by a Python function: a plan would not repeat what it does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 from engine.device import is_cupy_array
 from engine.kernels._launch_plan import LaunchPlan, making_plan
+from engine.kernels._override.dispatch import add_runs, recorded_runs
+from engine.kernels._override.scope import current_overrides
 from engine.layers.batch import ForwardBatch
 from engine.plan_array import PlanArray, unwrapped
 
@@ -42,8 +45,10 @@ class _Planned:
     """A plan, and the arrays that carry `delta` and `residual` from layer to layer."""
 
     plan: LaunchPlan
+    runs: dict[str, int]  # of each kernel, in one run of the plan
     deltas: tuple[Any, Any]  # input and output of the recorded layer, used alternately
     residual: Any
+    num_replays: int = 0
 
     def run(self, addresses: list[int], delta: Any) -> tuple[Any, Any]:
         """Replay the plan for another layer; return its (delta, residual)."""
@@ -53,6 +58,7 @@ class _Planned:
             addresses = [*addresses, int(delta.data.ptr), int(out.data.ptr)]
             delta = out
         self.plan.run(addresses)
+        self.num_replays += 1
         return delta, self.residual
 
 
@@ -108,6 +114,7 @@ class LayerPlans:
     ) -> tuple[Any, Any]:
         """Run `layers`, which are the first ones of the decoder."""
         plans: dict[Hashable, _Planned | None] = {}
+        can_plan = current_overrides().is_planned
         for index, (layer, pages) in enumerate(zip(layers, kv_pages, strict=True)):
             if before is not None:
                 before(index, delta, residual)
@@ -116,10 +123,13 @@ class LayerPlans:
             if planned is not None and residual is planned.residual:
                 addresses = self._arrays[index].addresses + [int(p.data.ptr) for p in pages]
                 delta, residual = planned.run(addresses, delta)
-            elif self._is_worth_it(index, delta, batch) and kind not in plans:
+            elif can_plan and self._is_worth_it(index, delta, batch) and kind not in plans:
                 delta, residual, plans[kind] = self._plan(index, delta, residual, batch, pages)
             else:
                 delta, residual = layer(delta, residual, batch, pages)
+        for planned in plans.values():
+            if planned is not None:
+                add_runs(planned.runs, planned.num_replays)
         return delta, residual
 
     def _is_worth_it(self, index: int, delta: Any, batch: ForwardBatch) -> bool:
@@ -137,8 +147,9 @@ class LayerPlans:
         delta but was given none (or the reverse), or returned another residual array.
         """
         given = None if delta is None else PlanArray(delta)
-        with making_plan() as builder:
+        with making_plan() as builder, recorded_runs() as runs:
             results = self._layers[index](given, PlanArray(residual), batch, pages)
+        add_runs(runs)
         out, new_residual = map(unwrapped, results)
         if (out is None) != (delta is None) or new_residual.data.ptr != residual.data.ptr:
             return out, new_residual, None
@@ -146,7 +157,7 @@ class LayerPlans:
         if delta is not None:
             moving += [("delta", delta), ("out", out)]
         plan = builder.finish([(name, int(a.data.ptr), int(a.nbytes)) for name, a in moving])
-        return out, new_residual, _Planned(plan, (delta, out), new_residual)
+        return out, new_residual, _Planned(plan, runs, (delta, out), new_residual)
 
 
 def _layout(array: Any) -> tuple[Any, ...]:

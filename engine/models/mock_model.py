@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.config import ModelConfig, RopeConfig
 from engine.device import CPU, Device
+from engine.kernels._override.scope import ModelKernels
 from engine.layers.batch import ForwardBatch
 
 __all__ = ["MockModel"]
@@ -36,6 +37,7 @@ class MockModel:
     short_rope_len = 0
     has_tokenizer = False
     tokenizer: Any = None
+    has_patterns = False
     num_ranks = 1
     num_stages = 1
 
@@ -46,6 +48,7 @@ class MockModel:
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         self.device: Device = CPU
+        self.kernels = ModelKernels()
         self.max_model_len = max_model_len
         self.deterministic = True
         self.eos_token_ids = eos_token_ids

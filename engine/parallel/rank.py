@@ -134,10 +134,11 @@ class RankWorker:
 
     def run(self) -> None:
         """Execute each message, until rank 0 ends the group (`GroupEnded`)."""
-        while True:
-            self._group.set_doing("waiting for a step")
-            kind, numbers, arrays = unpack(self._messages.receive())
-            self._actions[kind](numbers, arrays)
+        with self._model.kernels.active():
+            while True:
+                self._group.set_doing("waiting for a step")
+                kind, numbers, arrays = unpack(self._messages.receive())
+                self._actions[kind](numbers, arrays)
 
     def _prepare(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("preparing pages")

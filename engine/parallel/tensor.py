@@ -25,6 +25,9 @@ from engine.distributed.processes import RankProcesses
 from engine.dtypes import np_dtype
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, RankError, RequestError
+from engine.kernels._override.places import place_of
+from engine.kernels._override.scope import forbid_override
+from engine.kernels._override.table import Overrides
 from engine.layers.batch import ForwardBatch
 from engine.layers.collectives import Collectives
 from engine.layers.token_ids import checked_token_ids
@@ -312,6 +315,7 @@ class TensorParallelModel(Model):
             self.driver.collectives.barrier("pages")
 
     def _announce(self, batch: ForwardBatch, kv_pages: Pages, wants: int) -> None:
+        forbid_override(self.num_ranks)
         self._shared.free_closed()
         which = self._shared.number_of(kv_pages)
         host = batch.on_host or batch
@@ -434,7 +438,10 @@ def load_ranks(
         own = load(name, **given, collectives=collectives, stage=stage)
         processes.group.set_ready()
         processes.group.wait_until_ready(float("inf"))
-        return TensorParallelModel(own, driver)
+        loaded = TensorParallelModel(own, driver)
+        if stage == ALL_LAYERS:
+            loaded.try_kernels()
+        return loaded
     except BaseException:
         processes.close()
         raise
@@ -485,6 +492,11 @@ def plain_options(model: Any, loading: Mapping[str, Any]) -> tuple[str, dict[str
     plain = {key: value for key, value in loading.items() if key not in ("device", "progress")}
     if isinstance(plain.get("config"), ModelConfig):
         plain["config"] = config_to_json(plain["config"])
+    if plain.get("kernels"):
+        plain["kernels"] = Overrides.from_option(plain["kernels"]).places()
+    pattern = plain.get("attention_pattern")
+    if pattern is not None and not isinstance(pattern, str):
+        plain["attention_pattern"] = place_of("attention_pattern", pattern)
     dtype = plain.get("dtype", "auto")
     if not isinstance(dtype, str):
         plain["dtype"] = np.dtype(dtype).name

@@ -6,7 +6,8 @@ a whole: input preparation, model, sampler, and storing the sampled ids for the 
 batch sizes use the next larger graph; its padding sequences write nothing. Steps with the same
 number of drafts for every sequence have graphs of their own. Steps whose sampling needs more
 (penalties, log-probabilities, ...) use graphs that end with the logits; these graphs, and those for
-draft trees, are captured on first use.
+draft trees, are captured on first use. With other overrides (`kernels.override`) a step has graphs
+of its own, captured after its first use; one such table is kept beside the one at load.
 
 Replay works because every address a graph uses stays valid: inputs live in `StaticInputs`, block
 tables and last ids in fixed-size arrays, and memory allocated during capture comes from a pool that
@@ -16,6 +17,7 @@ only graphs use. All graphs share this pool, so they must run one after another.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +28,9 @@ from typing import Any
 import numpy as np
 
 from engine import kernels
+from engine.kernels._override.dispatch import add_runs, recorded_runs
+from engine.kernels._override.scope import current_overrides
+from engine.kernels._override.table import NO_OVERRIDES, Overrides
 from engine.layers.batch import ForwardBatch
 from engine.layers.sampler import Sampler, SamplingBatch
 from engine.runner.batch import StepInputs
@@ -41,7 +46,34 @@ __all__ = ["DecodeGraphs", "GraphKey", "batch_sizes", "context_buckets"]
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
+_log = logging.getLogger(__name__)
+
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seeds")
+
+
+class _Graph:
+    """A captured step.
+
+    Parameters
+    ----------
+    graph : cupy.cuda.Graph
+    result : array or None
+        Logits (T, V) that the step writes, if it ends with them.
+    runs : dict of str to int
+        Number of runs of each kernel in the step.
+    """
+
+    __slots__ = ("_graph", "_runs", "result")
+
+    def __init__(self, graph: Any, result: Any, runs: dict[str, int]) -> None:
+        self._graph = graph
+        self._runs = runs
+        self.result = result
+
+    def launch(self) -> None:
+        """Replay the step."""
+        self._graph.launch()
+        add_runs(self._runs)
 
 
 class DecodeGraphs:
@@ -108,8 +140,12 @@ class DecodeGraphs:
             for size in self._sizes
         }
         self._keys = [key for keys in self._by_size.values() for key in keys]
-        self._graphs: dict[GraphKey, Any] = {}
-        self._forwards: dict[GraphKey, tuple[Any, Any]] = {}  # graphs that end with the logits
+        self._is_captured = False
+        self._own = NO_OVERRIDES  # the overrides at load
+        self._graphs: dict[tuple[Overrides, GraphKey], _Graph] = {}
+        # Graphs that end with the logits.
+        self._forwards: dict[tuple[Overrides, GraphKey], _Graph] = {}
+        self._uncaptured: set[Overrides] = set()  # a step with these cannot be captured
         self._pool: Any = None  # pool of the memory allocated during capture
         self._stream: Any = None
 
@@ -142,11 +178,14 @@ class DecodeGraphs:
             disable=not progress,
             leave=False,
         )
+        self._is_captured = True
+        self._own = current_overrides()
         with self._capturing() as stream:
             for key in keys:
                 # Warm-up: loads modules, grows scratch memory, fills the pool.
                 self.compute(key)
-                self._graphs[key], _ = self._capture(partial(self.compute, key), stream)
+                if not self._add(self._graphs, key, partial(self.compute, key), stream):
+                    break
             stream.synchronize()
 
     def key(self, num_sequences: int, max_context_len: int, query_len: int = 1) -> GraphKey:
@@ -243,15 +282,12 @@ class DecodeGraphs:
 
     def replay(self, key: GraphKey) -> None:
         """Compute a step from the static inputs, on this rank."""
-        if not self._graphs:
-            self.compute(key)
+        graph = self._graphs.get((current_overrides(), key))
+        if graph is not None:
+            graph.launch()
             return
-        graph = self._graphs.get(key)
-        if graph is None:
-            with self._capturing() as stream:
-                graph, _ = self._capture(partial(self.compute, key), stream)
-            self._graphs[key] = graph
-        graph.launch()
+        self.compute(key)
+        self._add_later(self._graphs, key, partial(self.compute, key))
 
     def compute(self, key: GraphKey) -> None:
         """Launch a step's kernels one by one; graphs are captured from these launches."""
@@ -295,13 +331,12 @@ class DecodeGraphs:
 
     def _replay_forward(self, key: GraphKey) -> Any:
         """Compute the logits (T, V) for the static inputs, padding included."""
-        if not self._graphs:
-            return self._forward(key)
-        if key not in self._forwards:
-            with self._capturing() as stream:
-                self._forwards[key] = self._capture_forward(key, stream)
-        graph, logits = self._forwards[key]
-        graph.launch()
+        graph = self._forwards.get((current_overrides(), key))
+        if graph is not None:
+            graph.launch()
+            return graph.result
+        logits = self._forward(key)
+        self._add_later(self._forwards, key, partial(self._forward, key))
         return logits
 
     def _batch(self, key: GraphKey) -> ForwardBatch:
@@ -347,9 +382,47 @@ class DecodeGraphs:
             raise
         return stream.end_capture(), result
 
-    def _capture_forward(self, key: GraphKey, stream: Any) -> tuple[Any, Any]:
-        """Capture a graph that ends with the logits; return the graph and the logits."""
-        graph, logits = self._capture(partial(self._forward, key), stream)
+    def _add_later(
+        self,
+        graphs: dict[tuple[Overrides, GraphKey], _Graph],
+        key: GraphKey,
+        launch: Callable[[], Any],
+    ) -> None:
+        """Capture a step that was just computed, for the next one like it; see `capture`."""
+        if self._is_captured and current_overrides() not in self._uncaptured:
+            with self._capturing() as stream:
+                self._add(graphs, key, launch, stream)
+
+    def _add(
+        self,
+        graphs: dict[tuple[Overrides, GraphKey], _Graph],
+        key: GraphKey,
+        launch: Callable[[], Any],
+        stream: Any,
+    ) -> bool:
+        """Capture `launch` and add its graph to `graphs`; False if an override prevents that."""
+        overrides = current_overrides()
+        for table in {table for table, _ in graphs} - {self._own, overrides}:
+            for other in [other for other in graphs if other[0] == table]:
+                del graphs[other]
+        try:
+            with recorded_runs() as runs:
+                graph, result = self._capture(launch, stream)
+        except Exception as error:
+            if not overrides:
+                raise
+            self._uncaptured.add(overrides)
+            _log.warning(
+                "decode steps are launched kernel by kernel, since a step with the overrides %s "
+                "cannot be captured in a CUDA graph: %s",
+                *(overrides, error),
+            )
+            return False
+        logits = None if result is None else self._unowned(result)
+        graphs[overrides, key] = _Graph(graph, logits, runs)
+        return True
+
+    def _unowned(self, logits: Any) -> Any:
         # SAFETY: the logits' memory returns to the graphs' pool, so another graph may overwrite it.
         # They are read before that, on the same stream. A separate buffer per graph would take
         # gigabytes.
@@ -357,7 +430,7 @@ class DecodeGraphs:
             logits.data.ptr, logits.nbytes, self._pool, logits.data.device_id
         )
         pointer = self._model.device.xp.cuda.MemoryPointer(memory, 0)
-        return graph, self._model.device.xp.ndarray(logits.shape, logits.dtype, pointer)
+        return self._model.device.xp.ndarray(logits.shape, logits.dtype, pointer)
 
     def _send(self, buffer: StagingBuffer, key: GraphKey, rows: IntArray, tokens: Tokens) -> None:
         """Add the block ids the device does not have yet, and send the buffer."""

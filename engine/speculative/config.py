@@ -9,6 +9,7 @@ from typing import Any
 from engine.checks import shown, shown_with_type
 from engine.drafts import MAX_QUERY_LEN
 from engine.errors import ConfigError, RequestError, unknown_keyword
+from engine.kernels._override.places import load_place
 from engine.sampling_params import NumberRange
 
 __all__ = ["METHODS", "SpeculativeConfig"]
@@ -51,9 +52,9 @@ class SpeculativeConfig:
         For "ngram": minimum and maximum match length in tokens; the longest match is used.
         Default: 3 and 8; with a maximum alone, the minimum equals it, as in vLLM; with a minimum
         alone, the maximum is at least 8. "suffix" ignores the maximum.
-    proposer : callable, optional
+    proposer : callable or str, optional
         For "custom": ``proposer(token_ids, num_tokens)`` returns up to num_tokens ids that may
-        follow, or `Drafts`, or None.
+        follow, or `Drafts`, or None. "file.py:name" names one in a file.
     disable_by_batch_size : int, optional
         Propose nothing while at least this many requests are decoding.
     adaptive : bool
@@ -82,7 +83,7 @@ class SpeculativeConfig:
     model: str | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
-    proposer: Callable[..., Any] | None = None
+    proposer: Callable[..., Any] | str | None = None
     disable_by_batch_size: int | None = None
     adaptive: bool = True
     quantization: str | None = None
@@ -125,8 +126,10 @@ class SpeculativeConfig:
                 raise _wrong(name, "a text that is not empty, or None", value)
         if not isinstance(self.adaptive, bool):
             raise _wrong("adaptive", "True or False", self.adaptive)
+        if isinstance(self.proposer, str):
+            self._set("proposer", load_place("speculative_config.proposer", self.proposer))
         if self.proposer is not None and not callable(self.proposer):
-            raise _wrong("proposer", "a callable or None", self.proposer)
+            raise _wrong("proposer", "a callable, 'file.py:name' or None", self.proposer)
         self._check_method()
         least, most = self._match_lengths()
         self._set("prompt_lookup_min", least)

@@ -61,7 +61,7 @@ def _make_proposer(
     config: SpeculativeConfig, scheduler: Scheduler, runner: Any, draft: Any
 ) -> Proposer:
     limits = scheduler.config
-    if config.proposer is not None:
+    if callable(config.proposer):
         return CustomProposer(config.proposer)
     if config.method == "grammar":
         return ForcedTokens()

@@ -294,6 +294,7 @@ class Planned:
 
     def __init__(self, residual, done):
         self.residual, self.done = residual, done
+        self.runs, self.num_replays = {}, 0
 
     def run(self, addresses, delta):
         self.done.append(("run", *addresses, delta, None))

@@ -1,0 +1,212 @@
+"""A user's function under the contract of an op of the catalog."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from engine.checks import shown
+from engine.device import empty_like
+from engine.errors import ConfigError
+from engine.kernels._override.arrays import copy_into, in_rows, is_same, overlaps
+from engine.kernels._override.dispatch import OPS, count
+from engine.kernels._override.fused import Options, Step, stepwise
+from engine.kernels._override.results import check_results, sample_result
+from engine.kernels._user.op import Op
+
+__all__ = ["Override", "name_of"]
+
+# Keywords that only affect where or how a kernel runs, or how fast.
+_LAUNCH = frozenset(
+    (
+        *("max_seqlen_q", "max_seqlen_k", "max_context_len", "num_splits", "pdl", "total_tokens"),
+        *("deterministic", "num_experts", "is_late"),
+        *("load", "slots"),  # these count the tokens of experts
+        "out_dtype",  # the dtype of the result is compared
+    )
+)
+_OUTPUTS = ("out", "residual_out")
+# A sampler replaces these rules by its own.
+_SELECTION = frozenset(
+    ("temperature", "top_k", "top_p", "min_p", "seeds", "positions", "num_logprobs")
+)
+_ROWWISE = frozenset(("rmsnorm", "silu", "gelu", "relu", "swiglu", "geglu", "residual_add"))
+
+
+class Override:
+    """Calls the user's function where the catalog's op `op` is called.
+
+    Keywords that the function lacks are dropped if they have their default value or only affect
+    the launch. If one brings in a part that is an op of its own, that op runs separately.
+
+    Parameters
+    ----------
+    op : str
+        Name of the op.
+    function : callable
+        Takes the op's positional arguments, and any of its keywords.
+    is_overridden : callable
+        ``is_overridden(names)``: whether one of these ops is overridden too.
+    """
+
+    def __init__(
+        self, op: str, function: Callable[..., Any], is_overridden: Callable[[Any], bool]
+    ) -> None:
+        self.op = op
+        self.function: Any = function
+        self.label = f"{op}={name_of(function)}"
+        self._is_overridden = is_overridden
+        signature = inspect.signature(OPS[op])
+        kinds = {p.name: p for p in signature.parameters.values()}
+        self._defaults = {name: p.default for name, p in kinds.items()}
+        self._positional = [n for n, p in kinds.items() if p.kind is not p.KEYWORD_ONLY]
+        self._accepted, needed = _keywords(function, len(self._positional))
+        self._needed = {n: self._defaults[n] for n in needed if n in self._defaults}
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Call the function with what it accepts, and return what the op would return."""
+        names = self._positional[len(args) :]
+        args += tuple(options.pop(name) for name in names if name in options)
+        return stepwise(self.op, self._is_taken_off, self._run, *args, **options)
+
+    def _is_taken_off(self, step: Step, options: Options) -> bool:
+        return self._is_overridden(step.parts(options)) or any(
+            self._is_lacking(name, options[name]) for name in step.keywords if name in options
+        )
+
+    def _is_lacking(self, name: str, value: Any) -> bool:
+        """Tell whether a keyword has a meaning that the function does not know."""
+        if self._accepted is None or name in self._accepted or name in _LAUNCH | {*_OUTPUTS}:
+            return False
+        if self.op == "sample" and name in _SELECTION:
+            return False
+        return not _is_default(value, self._defaults.get(name))
+
+    def _run(self, *args: Any, **options: Any) -> Any:
+        lacking = {n: value for n, value in options.items() if self._is_lacking(n, value)}
+        if lacking:
+            asked = ", ".join(f"{name}={_brief(value)}" for name, value in lacking.items())
+            raise ConfigError(
+                f"kernels[{self.op!r}]: {name_of(self.function)} must take "
+                f"{', '.join(f'{name}=' for name in lacking)} to run in this model, which calls "
+                f"{self.op} with {asked}"
+            )
+        outputs = {n: options.pop(n) for n in _OUTPUTS if options.get(n) is not None}
+        inputs = args, options
+        kept = self._needed | {n: v for n, v in options.items() if self._takes(n)}
+        own = {n: o for n, o in outputs.items() if self._takes(n) and self._may_write(o, inputs)}
+        count(self.label)
+        result = self._call(args, kept | own)
+        return self._finished(result, args, options, outputs, own)
+
+    def _takes(self, name: str) -> bool:
+        return self._accepted is None or name in self._accepted
+
+    def _may_write(self, out: Any, inputs: tuple[tuple[Any, ...], Options]) -> bool:
+        """Tell whether the function may write its result there: over no input it still reads."""
+        op = self.function if isinstance(self.function, Op) else None
+        if op is not None and op.definition.in_place and not isinstance(out, tuple | list):
+            places = op.definition.in_place
+            pairs = zip(op.signature.args, inputs[0], strict=False)
+            own = [array for arg, array in pairs if arg.name in places]
+            if any(is_same(out, array) for array in own):
+                rest = [a for a in inputs[0] if not any(a is one for one in own)]
+                return not overlaps(out, (rest, inputs[1]))
+        arrays = out if isinstance(out, tuple | list) else (out,)
+        return not any(overlaps(array, inputs) for array in arrays)
+
+    def _call(self, args: tuple[Any, ...], options: Options) -> Any:
+        """Call the function; the arrays of an op on rows are (R, N), without gaps."""
+        if self.op not in _ROWWISE or (args[0].ndim == 2 and args[0].flags.c_contiguous):
+            return self.function(*args, **options)
+        shape = args[0].shape[:-1]
+        first, *others = args
+        if self.op == "residual_add":
+            others = [in_rows(others[0])]
+        options = {n: v for n, v in options.items() if n not in _OUTPUTS}
+        if options.get("residual") is not None:
+            options["residual"] = in_rows(options["residual"])
+        result = self.function(in_rows(first), *others, **options)
+        if isinstance(result, tuple):
+            return tuple(y.reshape(*shape, y.shape[-1]) for y in result)
+        return result.reshape(*shape, result.shape[-1]) if hasattr(result, "reshape") else result
+
+    def _finished(
+        self,
+        result: Any,
+        args: tuple[Any, ...],
+        options: Options,
+        outputs: dict[str, Any],
+        own: dict[str, Any],
+    ) -> Any:
+        """Check the results, and copy them to the outputs that the function did not write."""
+        if self.op == "sample" and not isinstance(result, tuple):
+            return sample_result(result, args[0], options.get("num_logprobs"))
+        if result is None and own:  # it has written them
+            result = tuple(own.values()) if len(own) > 1 else next(iter(own.values()))
+        results = result if isinstance(result, tuple) else () if result is None else (result,)
+        given = dict(zip(self._positional, args, strict=False))
+        check_results(self.op, name_of(self.function), results, self._defaults | given | options)
+        targets = _targets(outputs, len(results))
+        settled = [
+            self._settled(one, target, (args, options))
+            for one, target in zip(results, targets, strict=True)
+        ]
+        if type(result) is not tuple:
+            return settled[0] if settled and len(settled) == 1 else result
+        return tuple(settled)
+
+    def _settled(self, result: Any, target: Any, inputs: Any) -> Any:
+        """Return `result` in `target`, or in memory that is not an input's."""
+        if target is not None:
+            return copy_into(target, result)
+        if hasattr(result, "strides") and overlaps(result, inputs):
+            return copy_into(empty_like(result), result)
+        return result
+
+
+def name_of(function: Any) -> str:
+    """Return the name of an op or a function, for messages and counters."""
+    for attribute in ("name", "__name__"):
+        if isinstance(name := getattr(function, attribute, None), str):
+            return name
+    return type(function).__name__
+
+
+def _keywords(function: Any, num_positional: int) -> tuple[frozenset[str] | None, frozenset[str]]:
+    """Return the names a function accepts as keywords, None if any; and those without a default."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # a built-in, or a CuPy kernel
+        return frozenset(), frozenset()
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken = {p.name for p in places[:num_positional]}
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = [p for p in parameters if p.kind in kinds and p.name not in taken]
+    needed = frozenset(p.name for p in named if p.default is p.empty)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None, needed
+    return frozenset(p.name for p in named), needed
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if value is None or value is default:
+        return value is default
+    return isinstance(value, bool | int | float | str) and bool(value == default)
+
+
+def _targets(outputs: dict[str, Any], count: int) -> list[Any]:
+    """Return the array that each result is copied to, or None."""
+    out = outputs.get("out")
+    targets = list(out) if isinstance(out, tuple | list) else [out]
+    targets += [None] * (count - len(targets))
+    if "residual_out" in outputs and targets:
+        targets[-1] = outputs["residual_out"]
+    return targets[:count]
+
+
+def _brief(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return shown(value)

@@ -1,0 +1,96 @@
+"""Arrays that go into an override and come out of it; copies that a launch plan records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from engine import device
+from engine.kernels._launch_plan import plan_call
+
+__all__ = ["copy_into", "in_rows", "is_same", "overlaps"]
+
+
+def overlaps(array: Any, others: Any) -> bool:
+    """Tell whether an array may share memory with one of `others`, nested or not."""
+    first, last = _span(array)
+    return any(
+        first < end and start < last for start, end in map(_span, _arrays(others)) if start < end
+    )
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Tell whether two arrays are the same memory in the same layout."""
+    return hasattr(b, "strides") and (_address(a), a.shape, a.strides) == (
+        _address(b),
+        b.shape,
+        b.strides,
+    )
+
+
+def copy_into(target: Any, source: Any) -> Any:
+    """Copy `source` to `target` of the same shape and dtype, which is returned."""
+    if isinstance(target, np.ndarray):
+        np.copyto(target, source)
+    elif not is_same(target, source):
+        plan_call(_Copy(target, source), target, source)
+    return target
+
+
+def in_rows(array: Any) -> Any:
+    """Return `array` (..., N) as C-contiguous rows (R, N), copied if it is a view with gaps."""
+    shape = (math.prod(array.shape[:-1]), array.shape[-1])
+    if not array.flags.c_contiguous:
+        array = copy_into(device.empty_like(array), array)
+    return array if array.shape == shape else array.reshape(shape)
+
+
+class _Copy:
+    """Copies between arrays of these layouts, given by address: a launch plan repeats it."""
+
+    __name__ = "copy"
+
+    def __init__(self, target: Any, source: Any) -> None:
+        self._layouts = [(a.shape, a.dtype, a.strides) for a in (target, source)]
+
+    def __call__(self, *addresses: int) -> None:
+        pairs = zip(addresses, self._layouts, strict=True)
+        target, source = (_array_at(address, *layout) for address, layout in pairs)
+        target[...] = source
+
+
+def _array_at(address: int, shape: Any, dtype: Any, strides: Any) -> Any:
+    """Return a CuPy array over memory that somebody else owns."""
+    cupy = device.cupy()
+    size = _extent(shape, dtype, strides)
+    pointer = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(address, size, None), 0)
+    return cupy.ndarray(shape, dtype, pointer, strides)
+
+
+def _arrays(value: Any) -> Iterator[Any]:
+    if hasattr(value, "strides") and hasattr(value, "dtype"):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _arrays(item)
+    elif isinstance(value, dict):
+        yield from _arrays(list(value.values()))
+
+
+def _address(array: Any) -> int:
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def _span(array: Any) -> tuple[int, int]:
+    """Return the addresses of the first byte and after the last; strides are not negative."""
+    first = _address(array)
+    return first, first + _extent(array.shape, array.dtype, array.strides)
+
+
+def _extent(shape: Any, dtype: Any, strides: Any) -> int:
+    if 0 in shape:
+        return 0
+    return int(dtype.itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)))

@@ -1,0 +1,101 @@
+"""Every public op is called through a dispatcher, which counts the call and finds overrides.
+
+Outside a model and an `override` block nothing is active, and the op is called right away. What is
+active belongs to the context (`contextvars`): a thread, or an asyncio task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+__all__ = ["ACTIVE", "OPS", "Active", "add_runs", "count", "dispatched", "recorded_runs", "run"]
+
+OpT = TypeVar("OpT", bound=Callable[..., Any])
+
+OPS: dict[str, Callable[..., Any]] = {}
+"""The ops themselves, without dispatcher, by name."""
+
+
+class Active:
+    """What the calls of ops in a context go through.
+
+    Parameters
+    ----------
+    overrides : Overrides
+    runs : dict of str to int
+        Number of runs by label, counted up by each call.
+    owner : object
+        The `ModelKernels` that was activated; None for an `override` block outside a model.
+    """
+
+    __slots__ = ("calls", "overrides", "owner", "runs")
+
+    def __init__(self, overrides: Any, runs: dict[str, int], owner: Any = None) -> None:
+        self.overrides = overrides
+        self.calls: Mapping[str, Callable[..., Any]] = overrides.calls
+        self.runs = runs
+        self.owner = owner
+
+
+ACTIVE: ContextVar[Active | None] = ContextVar("active_kernels", default=None)
+
+_dispatchers: dict[str, Callable[..., Any]] = {}
+
+
+def dispatched(op: OpT) -> OpT:
+    """Return the dispatcher of a public op; it has the op's signature and documentation."""
+    name = op.__name__
+    active_now = ACTIVE.get
+
+    @functools.wraps(op)
+    def call(*args: Any, **options: Any) -> Any:
+        active = active_now()
+        if active is None:
+            return op(*args, **options)
+        instead = active.calls.get(name)
+        if instead is not None:
+            return instead(*args, **options)
+        runs = active.runs
+        runs[name] = runs.get(name, 0) + 1
+        return op(*args, **options)
+
+    OPS[name] = op
+    _dispatchers[name] = call
+    return call  # type: ignore[return-value]
+
+
+def run(name: str, *args: Any, **options: Any) -> Any:
+    """Call the op `name` as `engine.kernels.<name>` does."""
+    return _dispatchers[name](*args, **options)
+
+
+def count(label: str) -> None:
+    """Count a run of the kernel `label`."""
+    if (active := ACTIVE.get()) is not None:
+        active.runs[label] = active.runs.get(label, 0) + 1
+
+
+def add_runs(runs: Mapping[str, int], times: int = 1) -> None:
+    """Count `times` replays of what `recorded_runs` yielded."""
+    if (active := ACTIVE.get()) is not None:
+        for label, number in runs.items():
+            active.runs[label] = active.runs.get(label, 0) + number * times
+
+
+@contextlib.contextmanager
+def recorded_runs() -> Iterator[dict[str, int]]:
+    """Count the runs in this block in a dict of their own: a plan or a graph repeats them."""
+    runs: dict[str, int] = {}
+    active = ACTIVE.get()
+    if active is None:
+        yield runs
+        return
+    token = ACTIVE.set(Active(active.overrides, runs, active.owner))
+    try:
+        yield runs
+    finally:
+        ACTIVE.reset(token)

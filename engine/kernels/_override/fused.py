@@ -1,0 +1,291 @@
+"""Fused ops as their parts: where a part is overridden, or an override lacks a keyword.
+
+A keyword may bring a part into an op: ``gemm(activation="swiglu")`` contains `swiglu`. A `Step`
+takes it off: it calls the op without the keyword, and the part before or after it. An op such as
+`rmsnorm_gemm` consists of parts altogether: `WHOLES` composes it. Parts that cannot be taken out
+are named in `KEPT`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from engine.device import empty_like
+from engine.kernels._override.arrays import copy_into
+from engine.kernels._override.dispatch import run
+
+__all__ = ["KEPT", "STEPS", "WHOLES", "Step", "stepwise"]
+
+Options = dict[str, Any]
+Rest = Callable[..., Any]
+Parts = Callable[[Options], Collection[str]]
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of an op that its keywords bring in.
+
+    Attributes
+    ----------
+    keywords : tuple of str
+        The part runs if the first one is given.
+    parts : callable
+        ``parts(options)``: names of the ops it consists of; empty if it cannot be taken off.
+    split : callable
+        ``split(rest, args, options)``: the op, with ``rest(*args, **options)`` for what remains.
+    """
+
+    keywords: tuple[str, ...]
+    parts: Parts
+    split: Callable[[Rest, tuple[Any, ...], Options], Any]
+
+    def is_in(self, options: Options) -> bool:
+        """Tell whether a call with these keywords contains the part, and it can be taken off."""
+        return options.get(self.keywords[0]) is not None and bool(self.parts(options))
+
+
+def stepwise(
+    op: str,
+    is_wanted: Callable[[Step, Options], bool],
+    rest: Rest,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Take off the steps of `op` that are wanted, the last one first; call `rest` without them."""
+    for step in STEPS.get(op, ()):
+        if step.is_in(options) and is_wanted(step, options):
+            return step.split(partial(stepwise, op, is_wanted, rest), args, options)
+    return rest(*args, **options)
+
+
+def _without(options: Options, *names: str) -> Options:
+    return {name: value for name, value in options.items() if name not in names}
+
+
+# ---- steps
+
+_ACTIVATIONS: dict[str, tuple[str, Options]] = {
+    "swiglu": ("swiglu", {}),
+    "silu": ("silu", {}),
+    "gelu": ("gelu", {"approximate": "none"}),
+    "gelu_tanh": ("gelu", {"approximate": "tanh"}),
+    "relu": ("relu", {}),
+}
+
+
+def _activations(options: Options) -> Collection[str]:
+    known = _ACTIVATIONS.get(options["activation"])
+    return () if known is None else (known[0],)
+
+
+def _activate(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
+    if options.get("residual") is not None:  # it is added after the activation
+        return _add(partial(_activate_rest, rest), args, options)
+    op, more = _ACTIVATIONS[options["activation"]]
+    y = rest(*args, **_without(options, "activation", "out"))
+    return run(op, y, out=options.get("out"), **more)
+
+
+def _activate_rest(rest: Rest, *args: Any, **options: Any) -> Any:
+    return _activate(rest, args, options)
+
+
+def _add(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
+    y = rest(*args, **_without(options, "residual", "out"))
+    return run("residual_add", y, options["residual"], out=options.get("out"))
+
+
+def _add_first(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
+    """Add the residual of `rmsnorm`, then normalise the sum."""
+    x, *others = args
+    h = run("residual_add", x, options["residual"], out=options.get("residual_out"))
+    y = rest(h, *others, **_without(options, "residual", "residual_out", "x_scale"))
+    return y, h
+
+
+def _normalise(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
+    x, *others = args
+    norm = {name: options[name] for name in ("eps", "weight_offset") if name in options}
+    y = run("rmsnorm", x, options["norm_weight"], **norm)
+    return rest(y, *others, **_without(options, "norm_weight", *norm))
+
+
+def _store_new_token(rest: Rest, args: tuple[Any, ...], options: Options) -> Any:
+    """Rotate and store the new token of each sequence, then attend to the pages."""
+    q, k_pages, v_pages = args
+    q = copy_into(empty_like(q), q)  # rotated in place
+    run(
+        "qk_norm_rope_store",
+        q[:, 0],
+        options["k"][:, 0],
+        options["v"][:, 0],
+        options["positions"],
+        options["cos_sin"],
+        k_pages,
+        v_pages,
+        options["slot_mapping"],
+        **{name: options[name] for name in (*_NORMS, *_SCALES) if name in options},
+    )
+    return rest(q, k_pages, v_pages, **_without(options, *_NEW_TOKEN, *_NORMS))
+
+
+_NEW_TOKEN = ("k", "v", "positions", "cos_sin", "slot_mapping")
+_NORMS = ("q_weight", "k_weight", "eps", "weight_offset")
+_SCALES = ("k_scale", "v_scale")
+
+
+def _store_parts(options: Options) -> Collection[str]:
+    norm = () if options.get("q_weight") is None else ("rmsnorm",)
+    return ("qk_norm_rope_store", "rope", "kv_store", *norm)
+
+
+def _always(*parts: str) -> Parts:
+    return lambda options: parts
+
+
+def _unscaled(options: Options) -> Collection[str]:
+    return ("residual_add",) if options.get("x_scale", 1.0) == 1.0 else ()
+
+
+_ADD = Step(("residual",), _always("residual_add"), _add)
+_ADD_FIRST = Step(("residual", "residual_out"), _unscaled, _add_first)
+_ACTIVATE = Step(("activation",), _activations, _activate)
+_NORMALISE = Step(("norm_weight", "eps", "weight_offset"), _always("rmsnorm"), _normalise)
+_STORE = Step((*_NEW_TOKEN, *_NORMS), _store_parts, _store_new_token)
+
+STEPS: dict[str, tuple[Step, ...]] = {
+    "gemm": (_ADD, _ACTIVATE),
+    "gemm_wna16": (_ADD, _ACTIVATE),
+    "gemm_fp8": (_ADD, _ACTIVATE, _NORMALISE),
+    "gemm_int8": (_ADD, _ACTIVATE, _NORMALISE),
+    "rmsnorm_gemm": (_ACTIVATE,),
+    "rmsnorm_gemm_wna16": (_ACTIVATE,),
+    "moe_gemm": (_ACTIVATE,),
+    "moe_combine": (_ADD,),
+    "rmsnorm": (_ADD_FIRST,),
+    "attention_decode": (_STORE,),
+}
+"""Op -> its steps, from the last one computed to the first."""
+
+
+# ---- whole ops
+
+
+def _rmsnorm_gemm(product: str, x: Any, norm_weight: Any, weight: Any, **options: Any) -> Any:
+    norm = {name: options.pop(name) for name in ("eps", "weight_offset") if name in options}
+    return run(product, run("rmsnorm", x, norm_weight, **norm), weight, **options)
+
+
+def _rmsnorm_quantize(
+    x: Any, weight: Any, *, dtype: str = "fp8", group: int = 0, **options: Any
+) -> Any:
+    normed = run("rmsnorm", x, weight, **options)
+    y, *h = normed if isinstance(normed, tuple) else (normed,)
+    return (*run("quantize_rows", y, dtype=dtype, group=group), *h)
+
+
+def _rmsnorm_moe_route(
+    x: Any,
+    norm_weight: Any,
+    weight: Any,
+    top_k: int,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    bias: Any = None,
+    pdl: bool = False,
+    **routing: Any,
+) -> Any:
+    y = run("rmsnorm", x, norm_weight, eps=eps, weight_offset=weight_offset)
+    logits = run("gemm", y, weight, bias=bias, out_dtype=_FLOAT32, pdl=pdl)
+    return y, run("moe_route", logits, top_k, **routing)
+
+
+def _all_reduce_rmsnorm(x: Any, peers: Any, residual: Any, weight: Any, **options: Any) -> Any:
+    total = run("all_reduce", x, peers)
+    return run("rmsnorm", total, weight, residual=residual, **options)
+
+
+def _swiglu_quantize(x: Any, **options: Any) -> Any:
+    return run("quantize_rows", run("swiglu", x), **options)
+
+
+def _moe_gemm_combine(
+    x: Any,
+    weight: Any,
+    routing: Any,
+    *,
+    shared: Any = None,
+    shared_gate: Any = None,
+    residual: Any = None,
+    out: Any = None,
+    **options: Any,
+) -> Any:
+    pairs = run("moe_gemm", x, weight, routing, scatter=True, **options)
+    pairs = pairs.reshape(*routing.experts.shape, pairs.shape[1])
+    others = {"shared": shared, "shared_gate": shared_gate, "residual": residual}
+    return run("moe_combine", pairs, out=out, **others)
+
+
+def _qk_norm_rope_store(
+    q: Any,
+    k: Any,
+    v: Any,
+    positions: Any,
+    cos_sin: Any,
+    k_pages: Any,
+    v_pages: Any,
+    slot_mapping: Any,
+    *,
+    q_weight: Any = None,
+    k_weight: Any = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    interleaved: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> None:
+    norm = {"eps": eps, "weight_offset": weight_offset}
+    query = q if q_weight is None else run("rmsnorm", q, q_weight, **norm)
+    key = k if k_weight is None else run("rmsnorm", k, k_weight, **norm)
+    out = (q, empty_like(k))  # k itself is only read
+    _, key = run("rope", query, key, positions, cos_sin, interleaved=interleaved, out=out)
+    run("kv_store", key, v, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+
+
+def _head_parts(options: Options) -> Collection[str]:
+    has_norm = options.get("q_weight") is not None or options.get("k_weight") is not None
+    return ("rope", "kv_store", "rmsnorm") if has_norm else ("rope", "kv_store")
+
+
+WHOLES: dict[str, tuple[Parts, Callable[..., Any]]] = {
+    "rmsnorm_gemm": (_always("rmsnorm", "gemm"), partial(_rmsnorm_gemm, "gemm")),
+    "rmsnorm_gemm_wna16": (
+        _always("rmsnorm", "gemm_wna16"),
+        partial(_rmsnorm_gemm, "gemm_wna16"),
+    ),
+    "rmsnorm_quantize": (_always("rmsnorm", "residual_add", "quantize_rows"), _rmsnorm_quantize),
+    "rmsnorm_moe_route": (_always("rmsnorm", "gemm", "moe_route"), _rmsnorm_moe_route),
+    "all_reduce_rmsnorm": (_always("all_reduce", "residual_add", "rmsnorm"), _all_reduce_rmsnorm),
+    "swiglu_quantize": (_always("swiglu", "quantize_rows"), _swiglu_quantize),
+    "moe_gemm_combine": (_always("moe_gemm", "moe_combine", "residual_add"), _moe_gemm_combine),
+    "qk_norm_rope_store": (_head_parts, _qk_norm_rope_store),
+}
+"""Fused op -> its parts, given its keywords, and the op composed of them."""
+
+KEPT: Mapping[str, tuple[str, ...]] = {
+    "quantize_rows": ("gemm_fp8", "gemm_int8", "moe_gemm"),
+    "dequantize": ("gemm_wna16", "moe_gemm"),
+    "permute_columns": ("gemm_wna16", "rmsnorm_gemm_wna16"),
+    "gemm": ("gemm_wna16",),
+    "merge_states": ("attention_decode", "attention_prefill"),
+    "rmsnorm_quantize": ("gemm_fp8", "gemm_int8"),
+}
+"""Op -> ops that contain it and keep it: within their kernels it is not an op of its own."""

@@ -1,0 +1,342 @@
+"""`kernels.override` on single ops: keywords, results, and fused ops as their parts."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import engine
+from engine import kernels, reference
+from engine.errors import ConfigError, ContractError, UnknownOptionError
+from engine.kernels._override.dispatch import OPS
+from engine.kernels._override.fused import KEPT, STEPS, WHOLES
+from engine.kernels._override.scope import ModelKernels
+from engine.kernels._override.table import Overrides
+from engine.weights.quantize import quantize, resolve_format
+
+ROOT = Path(engine.__file__).parent
+RNG = np.random.default_rng(0)
+SAMPLES = [
+    {"activation": name, "residual": 0, "q_weight": 0, "k_weight": 0}
+    for name in ("swiglu", "silu", "gelu", "gelu_tanh", "relu")
+]
+
+
+def array(*shape, dtype=np.float32):
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def int4(*shape):
+    return quantize(array(*shape), resolve_format("int4"))
+
+
+def pages():
+    return np.zeros((4, 2, 16, 8), np.float32)
+
+
+def heads(q_weight=True):
+    """Arguments of `qk_norm_rope_store`: 3 tokens, H = 4, K = 2, D = 8."""
+    args = (array(3, 4, 8), array(3, 2, 8), array(3, 2, 8), np.arange(3, dtype=np.int32))
+    args += (array(8, 8), pages(), pages(), np.arange(3, dtype=np.int64))
+    return args, {"q_weight": array(8), "k_weight": array(8)} if q_weight else {}
+
+
+def decode():
+    q, k, v, positions, table, k_pages, v_pages, slots = heads()[0]
+    slots = slots * 16
+    options = {"block_tables": np.arange(3, dtype=np.int32)[:, None]}
+    options |= {"context_lens": np.ones(3, np.int32), "k": k[:, None], "v": v[:, None]}
+    options |= {"positions": positions * 0, "cos_sin": table, "slot_mapping": slots}
+    options |= {"q_weight": array(8), "k_weight": array(8), "max_context_len": 16}
+    return (q[:, None], k_pages, v_pages), options
+
+
+def routing():
+    return reference.moe_route(array(3, 4), 2)
+
+
+def eight_bit(name):
+    group = 128 if name == "int8" else 0
+    codes, scales = reference.quantize_rows(array(12, 16), dtype=name, group=group)
+    return codes, scales[:, 0]
+
+
+PRODUCT = {"activation": "swiglu", "bias": array(12)}
+CALLS = {
+    "gemm": lambda: ((array(3, 16), array(12, 16)), dict(PRODUCT)),
+    "gemm_wna16": lambda: ((array(3, 128), int4(12, 128)), dict(PRODUCT)),
+    "gemm_fp8": lambda: (
+        (array(3, 16), *eight_bit("fp8")),
+        PRODUCT | {"norm_weight": array(16), "weight_offset": 1.0},
+    ),
+    "gemm_int8": lambda: (
+        (array(3, 16), *eight_bit("int8")),
+        PRODUCT | {"norm_weight": array(16)},
+    ),
+    "rmsnorm_gemm": lambda: (
+        (array(3, 16), array(16), array(12, 16)),
+        {"activation": "swiglu", "eps": 1e-5},
+    ),
+    "rmsnorm_gemm_wna16": lambda: (
+        (array(3, 128), array(128), int4(12, 128)),
+        {"activation": "swiglu"},
+    ),
+    "moe_gemm": lambda: ((array(3, 16), array(4, 12, 16), routing()), {"activation": "swiglu"}),
+    "moe_combine": lambda: ((array(3, 2, 8),), {"residual": array(3, 8)}),
+    "rmsnorm": lambda: ((array(3, 16), array(16)), {"residual": array(3, 16)}),
+    "attention_decode": decode,
+    "rmsnorm_quantize": lambda: ((array(3, 16), array(16)), {"residual": array(3, 16)}),
+    "rmsnorm_moe_route": lambda: ((array(3, 16), array(16), array(4, 16), 2), {}),
+    "all_reduce_rmsnorm": lambda: (
+        (x := array(3, 16), [x, array(3, 16)], array(3, 16), array(16)),
+        {},
+    ),
+    "swiglu_quantize": lambda: ((array(3, 16),), {"dtype": "int8"}),
+    "moe_gemm_combine": lambda: (
+        (array(6, 16), array(4, 8, 16), routing()),
+        {"residual": array(3, 8), "shared": array(3, 8)},
+    ),
+    "qk_norm_rope_store": heads,
+}
+
+
+def all_parts(op):
+    """Return the ops that `op` can be taken apart into."""
+    whole = WHOLES[op][0] if op in WHOLES else lambda options: ()
+    found = {part for sample in SAMPLES for part in whole(sample)}
+    for step in STEPS.get(op, ()):
+        found |= {part for sample in SAMPLES for part in step.parts(sample)}
+    return found
+
+
+def imported_ops(module, name, seen):
+    """Return the ops that a module of `name`'s family calls, its helpers' included."""
+    found = set()
+    if module in seen:
+        return found
+    seen.add(module)
+    for node in ast.walk(ast.parse(inspect.getsource(importlib.import_module(module)))):
+        if not isinstance(node, ast.ImportFrom) or node.module is None:
+            continue
+        package = [*node.module.split("."), ""][1]
+        if package not in ("kernels", "reference"):
+            continue
+        names = {alias.asname or alias.name for alias in node.names}
+        found |= names & set(OPS) & set(node.module.split(".")) - {name}
+        for other in [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]:
+            try:
+                is_helper = importlib.util.find_spec(other) is not None
+            except ModuleNotFoundError:
+                is_helper = False
+            last = other.split(".")[-1]
+            if is_helper and other.count(".") > 1 and last not in OPS:
+                found |= imported_ops(other, name, seen)
+    return found
+
+
+def contained(op):
+    """Return the ops that `op`'s wrapper or mirror calls."""
+    where = OPS[op].__module__
+    return imported_ops(where, op, set()) | imported_ops(f"engine.reference.{op}", op, set())
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_a_fused_op_is_listed_with_its_parts(op):
+    """A new fused op needs an entry in `fused.py`: its parts, or a word that it keeps them."""
+    known = all_parts(op) | {part for part, keepers in KEPT.items() if op in keepers}
+    if op == "rmsnorm_gemm" or op.startswith("gemm_"):
+        known |= {"gemm"}  # a product of another format is another op
+    unused = {"rmsnorm"} if op == "moe_gemm" else set()  # of a helper that it shares
+    assert contained(op) - unused <= known, "list the part in STEPS, WHOLES or KEPT of fused.py"
+    keywords = inspect.signature(OPS[op]).parameters
+    for keyword, part in (("activation", "swiglu"), ("residual", "residual_add")):
+        assert keyword not in keywords or part in known or op == part
+    assert "norm_weight" not in keywords or "rmsnorm" in known
+
+
+def test_every_fused_op_is_called_below():
+    assert set(CALLS) == {*STEPS, *WHOLES}
+
+
+def flat(value):
+    if isinstance(value, tuple):
+        return [array for item in value for array in flat(item)]
+    return [value] if isinstance(value, np.ndarray) else []
+
+
+def copied(value):
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return type(value)(map(copied, value)) if type(value) in (tuple, list) else value
+
+
+@pytest.mark.parametrize(
+    ("op", "part"), [(op, part) for op in sorted(CALLS) for part in sorted(all_parts(op))]
+)
+def test_a_fused_op_gives_way_to_an_overridden_part(op, part):
+    """The part runs in the user's version; with the same formula the result is the same."""
+    args, options = CALLS[op]()
+    if part in ("silu", "gelu", "relu"):
+        if op == "moe_gemm":
+            pytest.skip("moe_gemm has no such activation")
+        options["activation"] = part
+    if part == "residual_add" and "activation" in options:
+        options |= {"activation": None, "residual": array(3, 12)}
+    calls = []
+
+    def mine(*args, **options):
+        calls.append(args)
+        return OPS[part](*args, **options)
+
+    given = copied(args), {name: copied(value) for name, value in options.items()}
+    wanted = getattr(kernels, op)(*args, **options)
+    runs = ModelKernels()
+    with runs.active(), kernels.override(part, mine):
+        got = getattr(kernels, op)(*given[0], **given[1])
+    assert calls
+    assert runs.runs[f"{part}=mine"] == len(calls)
+    pairs = zip(flat(wanted), flat(got), strict=True)
+    written = zip(flat(args), flat(given[0]), strict=True)  # pages, and q rotated in place
+    for one, other in (*pairs, *written):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(
+            one.astype(np.float32), other.astype(np.float32), rtol=2e-5, atol=2e-5
+        )
+
+
+def test_a_function_with_fewer_keywords():
+    """Defaults are left out, a residual is added first, and launch keywords are dropped."""
+    x, weight, residual = array(3, 16), array(16), array(3, 16)
+    wanted = kernels.rmsnorm(x, weight, residual=residual, eps=1e-6)
+    with kernels.override("rmsnorm", lambda x, w: reference.rmsnorm(x, w)):
+        y = kernels.rmsnorm(x, weight, residual=residual, eps=1e-6, is_late=True)
+    np.testing.assert_array_equal(y[0], wanted[0])
+    np.testing.assert_array_equal(y[1], wanted[1])
+
+
+def test_a_keyword_with_a_meaning_that_the_function_lacks_is_an_error():
+    x, weight = array(3, 16), array(16)
+    with (
+        kernels.override("rmsnorm", lambda x, w, eps: x),
+        pytest.raises(ConfigError, match=r"must take weight_offset=.*with weight_offset=1\.0"),
+    ):
+        kernels.rmsnorm(x, weight, weight_offset=1.0)
+
+
+def test_results_go_to_the_outputs_that_were_given():
+    """Also where the output is an input, and the function writes its own while it still reads."""
+    x, weight, residual = array(3, 16), array(16), array(3, 16)
+    wanted = kernels.rmsnorm(x, weight, residual=residual)
+
+    def careless(x, weight, *, out=None):
+        y = np.zeros_like(x) if out is None else out
+        y[...] = 0
+        y[...] = reference.rmsnorm(x, weight)
+        return y
+
+    with kernels.override("rmsnorm", careless):
+        y, h = kernels.rmsnorm(x, weight, residual=residual, out=x, residual_out=residual)
+        assert y is x and h is residual
+        again = kernels.rmsnorm(h, weight, out=h)
+    np.testing.assert_array_equal(x, wanted[0])
+    np.testing.assert_array_equal(again, wanted[0])
+    assert again is residual
+
+
+def test_a_result_that_is_an_input_is_copied():
+    x = array(2, 8)
+    with kernels.override("silu", lambda x: x):
+        y = kernels.silu(x)
+    y[...] = 0
+    assert np.all(x != 0)
+
+
+def test_rows_with_more_axes_reach_the_function_as_a_matrix():
+    shapes = []
+
+    def mine(x, weight, eps):
+        shapes.append((x.shape, x.flags.c_contiguous))
+        return reference.rmsnorm(x, weight, eps=eps)
+
+    fused, weight = array(3, 6, 8), array(8)
+    with kernels.override("rmsnorm", mine):
+        y = kernels.rmsnorm(fused[:, :4], weight)
+    assert shapes == [((12, 8), True)]
+    np.testing.assert_array_equal(y, kernels.rmsnorm(fused[:, :4], weight))
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda x: x[:, :3], r"returned \(4, 3\) float32; swiglu must return \(4, 4\) float32"),
+        (lambda x: x[:, :4].astype(np.float64), r"returned \(4, 4\) float64"),
+        (lambda x: None, r"returned nothing; swiglu must return \(4, 4\) float32"),
+        (lambda x: [1.0], "returned list"),
+        (lambda x: (x, x), r"returned \(4, 8\) float32 and \(4, 8\) float32"),
+    ],
+)
+def test_a_wrong_result_is_told_with_both_shapes(function, text):
+    with kernels.override("swiglu", function), pytest.raises(ContractError, match=text):
+        kernels.swiglu(array(4, 8))
+
+
+def test_wrong_overrides_are_errors():
+    with pytest.raises(UnknownOptionError, match="swiglu"), kernels.override("swigl", print):
+        pass
+    with pytest.raises(ConfigError, match=r"override\['silu'\] must be a function; got 3"):
+        kernels.override("silu", 3).__enter__()
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        Overrides.from_option([1], "kernels")
+
+
+def test_blocks_are_nested_and_end():
+    x = array(2, 8)
+    plain = kernels.silu(x)
+    with kernels.override("silu", lambda x: x * 0 + 1):
+        with kernels.override(silu=lambda x: x * 0 + 2, relu=lambda x: x * 0 + 3):
+            assert kernels.silu(x).max() == 2
+            assert kernels.relu(x).max() == 3
+        assert kernels.silu(x).max() == 1
+        assert kernels.relu(x).max() != 3
+    with pytest.raises(ZeroDivisionError), kernels.override("silu", lambda x: x * 0):
+        1 / 0  # noqa: B018
+    np.testing.assert_array_equal(kernels.silu(x), plain)
+
+
+def test_a_block_holds_for_its_thread():
+    x = array(2, 8)
+    found = []
+    with kernels.override("silu", lambda x: x * 0 + 1):
+        other = threading.Thread(target=lambda: found.append(kernels.silu(x)))
+        other.start()
+        other.join()
+    np.testing.assert_array_equal(found[0], kernels.silu(x))
+
+
+def test_an_override_may_call_the_op_that_it_replaces():
+    """Calling the public op again would not end; the mirror and other ops are at hand."""
+    x = array(2, 8)
+    with kernels.override("swiglu", lambda x: kernels.silu(x[:, :4]) * x[:, 4:]):
+        y = kernels.swiglu(x)
+    np.testing.assert_allclose(y, kernels.swiglu(x), rtol=1e-6)
+
+
+def test_what_keeps_its_own_is_logged(caplog):
+    Overrides.from_option({"quantize_rows": print, "silu": print}).warn_of_kept()
+    assert [record.getMessage() for record in caplog.records] == [
+        "kernels['quantize_rows']: print runs where the model calls quantize_rows; "
+        "gemm_fp8, gemm_int8, moe_gemm keep their own"
+    ]
+
+
+def test_dispatchers_look_like_their_ops():
+    for name, op in OPS.items():
+        public = getattr(kernels, name)
+        assert inspect.signature(public) == inspect.signature(op)
+        assert public.__doc__ == op.__doc__ and public.__module__ == op.__module__
