@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo model test test-slow test-kills test-all test-clients mutants lint types kernels format gpu-test clean
+.PHONY: help demo model test test-slow test-kills test-all test-clients mutants notebooks lint types kernels format gpu-test clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ test-clients: model .venv-clients-sdk/.installed .venv-clients-eval/.installed  
 
 mutants: $(VENV)/.installed-dev   ## deliberate faults, each of which a test must catch; 10 minutes
 	$(BIN)/python -m tests.mutants
+
+notebooks: model   ## run the examples, and write them with outputs and pictures to build/notebooks
+	$(BIN)/python -m tests.notebooks
 
 CUDA_FILES := $(shell find cuda_src -name '*.cu' -o -name '*.cuh')
 

@@ -1,18 +1,21 @@
 # %% [markdown]
 # # Many tasks, one engine
 #
-# A web server, a bot or an agent handles many concurrent requests, each in its own asyncio
-# task. `AsyncEngine` batches them: the engine runs in a background thread, and each step computes a
-# token for every request.
+# Install, in a checkout of the engine: `pip install .`
+#
+# A web server, a bot or an agent handles many concurrent requests, each in its own asyncio task.
+# `AsyncEngine` batches them: the engine runs in a background thread, and each step computes a token
+# for every request.
 
 # %%
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from engine import AsyncEngine, SamplingParams
 from engine.sampling_params import RequestOutputKind
 
-engine = AsyncEngine.from_name("smollm2", device="cpu", max_num_seqs=8)
+engine = AsyncEngine.from_name("smollm2", max_num_seqs=8)
 
 # %% [markdown]
 # ## One request
@@ -59,13 +62,22 @@ async def first_words(prompt):
 
 # %%
 async def main():
-    *answers, cut = await asyncio.gather(*map(answer, PROMPTS), first_words("Once upon a time"))
-    for prompt, (text, first, last) in zip(PROMPTS, answers, strict=True):
-        print(f"{prompt}{text!r}  first token after {first:.2f} s, all after {last:.2f} s")
-    print(f"given up after {cut!r}")
+    answers = await asyncio.gather(*map(answer, PROMPTS), first_words("Once upon a time"))
     stats = await engine.stats()
-    print(f"{stats.generation_tokens} tokens")
     await engine.close()
+    return answers, stats
 
 
-asyncio.run(main())
+# %% [markdown]
+# A notebook already runs an event loop, in which `await main()` is enough and `asyncio.run` is an
+# error; a script needs `asyncio.run(main())`. A thread with a loop of its own works in both.
+
+# %%
+with ThreadPoolExecutor(1) as pool:
+    (*answers, cut), stats = pool.submit(asyncio.run, main()).result()
+
+for prompt, (text, first, last) in zip(PROMPTS, answers, strict=True):
+    print(f"{prompt}{text!r}  first token after {first:.2f} s, all after {last:.2f} s")
+print(f"given up after {cut!r}")
+print(f"{stats.generation_tokens} tokens")
+assert stats.generation_tokens < 4 * params.max_tokens  # the one that was given up did not go on

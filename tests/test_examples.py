@@ -1,49 +1,116 @@
-"""The examples run, cell by cell, on the CPU."""
+"""The examples run on the CPU as scripts and as notebooks, with what they say to install."""
 
 from __future__ import annotations
 
-import os
+import ast
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-_SLOW = ("speculative_decoding", "structured_output")
-FILES = {path.stem: path for path in (Path(__file__).parents[1] / "examples").glob("*.py")}
-EXAMPLES = [
-    pytest.param(FILES[name], id=name, marks=[pytest.mark.slow] if name in _SLOW else [])
-    for name in sorted(FILES)
-]
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = None
+
+ROOT = Path(__file__).parents[1]
+FILES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
+CHAPTERS = [name for name in FILES if name[0].isdigit()]
+_SLOW_SCRIPTS = ("09_speculative_decoding", "structured_output")
+_QUICK_NOTEBOOKS = ("02_inside_attention", "async_requests")  # pictures; an event loop
+_EXTRA_OF = {"matplotlib": "examples", "cupy": "cuda12", "llguidance": "grammar"}
+_INSTALL = re.compile(
+    r"# Install, in a checkout of the engine: `pip install ('?)\.(?:\[(.*?)\])?\1`"
+)
 
 
-@pytest.mark.parametrize("path", EXAMPLES)
-def test_example(path, tmp_path, monkeypatch):
-    monkeypatch.setenv("ENGINE_EXAMPLES_OUT", str(tmp_path))
+def _cases(is_slow):
+    return [
+        pytest.param(path, id=name, marks=[pytest.mark.slow] if is_slow(name) else [])
+        for name, path in FILES.items()
+    ]
+
+
+def _extras(path):
+    """Return the extras that the example says to install."""
+    found = _INSTALL.match(path.read_text().split("\n")[3])
+    assert found is not None, "line 4, after the title, says what to install"
+    return set(found[2].split(",")) if found[2] else set()
+
+
+@pytest.mark.parametrize("path", _cases(lambda name: name in _SLOW_SCRIPTS))
+def test_runs_as_a_script(path, tmp_path):
     done = subprocess.run(
         [sys.executable, str(path)], capture_output=True, text=True, cwd=tmp_path, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip(), "an example prints what it found"
+    pictures = re.findall(r'savefig\("(.*?)"', path.read_text())
+    assert {picture.name for picture in tmp_path.glob("*.png")} == set(pictures)
 
 
-@pytest.mark.parametrize("path", EXAMPLES)
-def test_example_is_a_notebook(path):
-    cells = path.read_text().split("\n# %%")
-    assert cells[0].startswith("# %% [markdown]\n# # ") or cells[0] == "", "a title comes first"
+@pytest.mark.parametrize("path", _cases(lambda name: name not in _QUICK_NOTEBOOKS))
+def test_runs_as_a_notebook(path, tmp_path):
+    command = [sys.executable, "-m", "tests.notebooks", path.stem, "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    notebook = json.loads((tmp_path / f"{path.stem}.ipynb").read_text())
+    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", ())]
+    assert any(output.get("name") == "stdout" for output in outputs)
+    pictures = sum("image/png" in output.get("data", {}) for output in outputs)
+    assert pictures == path.read_text().count("savefig("), "each figure is shown once"
+
+
+@pytest.mark.parametrize("path", FILES.values(), ids=FILES)
+def test_is_a_notebook_that_checks_something(path):
+    text = path.read_text()
+    cells = text.split("\n# %%")
+    assert re.match(r"# %% \[markdown\]\n# # .+\n#\n", cells[0]), "a title comes first"
     assert sum("[markdown]" in cell[:12] for cell in cells) >= 3
+    assert re.search(r"\bassert |assert_allclose\(|assert_close\(|check\(", text)
 
 
-def test_an_example_without_its_packages_says_what_to_install(tmp_path):
-    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError('matplotlib')\n")
-    path = FILES["watch_attention"]
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert done.stderr.strip() == "this example draws pictures; pip install '.[examples]' first"
+@pytest.mark.parametrize("path", FILES.values(), ids=FILES)
+def test_names_what_it_imports(path):
+    extras = _extras(path)
+    tree = ast.walk(ast.parse(path.read_text()))
+    imported = set()
+    for node in tree:
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(str(node.module).partition(".")[0])
+    others = imported - {"engine", "numpy"} - set(sys.stdlib_module_names)
+    assert {_EXTRA_OF[name] for name in others} <= extras
+    if "StructuredOutput" in path.read_text():
+        assert "grammar" in extras
+
+
+@pytest.mark.skipif(tomllib is None, reason="needs Python 3.11, which reads TOML")
+@pytest.mark.parametrize("path", FILES.values(), ids=FILES)
+def test_names_extras_that_exist(path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert _extras(path) <= set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("path", FILES.values(), ids=FILES)
+def test_uses_no_private_name(path):
+    private = re.findall(r"[\w.]*\b(?:import |\.)_(?!_)\w+", path.read_text())
+    assert not private
+
+
+def test_the_course_has_an_order():
+    for name, following in zip(CHAPTERS, [*CHAPTERS[1:], None], strict=True):
+        text = FILES[name].read_text()
+        number = int(name[:2])
+        assert text.startswith(f"# %% [markdown]\n# # {number}. ")
+        assert "\n# ## Exercises\n" in text, name
+        assert following is None or "**Next:**" in text, name
+
+
+def test_the_index_lists_every_example():
+    index = (ROOT / "examples" / "README.md").read_text()
+    assert set(re.findall(r"\]\((\w+)\.py\)", index)) == set(FILES)

@@ -1,42 +1,95 @@
 # %% [markdown]
-# # Watch a mixture of experts
+# # 8. Experts
 #
-# Which experts is each word routed to, and is the load balanced? For this demonstration, a small
-# model's MLPs are split into experts, with random routers.
+# Install, in a checkout of the engine: `pip install '.[examples]'`
+#
+# A *mixture of experts* has many MLPs per layer and lets each token use a few of them: the
+# parameters of a large model at the cost of a small one. We compute such a layer with the engine's
+# ops, then turn a real model's MLPs into experts and watch which expert gets which word, and
+# whether the load is balanced.
 
 # %%
-import os
 from dataclasses import replace
-from pathlib import Path
 
-try:
-    import matplotlib
-except ModuleNotFoundError:
-    raise SystemExit("this example draws pictures; pip install '.[examples]' first") from None
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
 import engine
+from engine import kernels
 from engine.config import MoeConfig
 from engine.layers.moe import Experts
 
-E, TOP_K, LAYERS = 8, 2, 4
-folder = Path(os.environ.get("ENGINE_EXAMPLES_OUT", "."))
+# %% [markdown]
+# ## A layer in four calls
+#
+# A router scores the E experts for each of T tokens. `moe_route` picks the best k, turns their
+# scores into weights, and sorts the T x k pairs of a token and an expert by expert, so that the
+# tokens of an expert stand together.
+
+# %%
+T, N, F, E, TOP_K = 6, 32, 16, 8, 2  # tokens, hidden, inner size, experts, k
+rng = np.random.default_rng(0)
+x = rng.standard_normal((T, N), "float32")
+router = rng.standard_normal((E, N), "float32") * N**-0.5
+gate_up = rng.standard_normal((E, 2 * F, N), "float32") * N**-0.5
+down = rng.standard_normal((E, N, F), "float32") * F**-0.5
+
+routing = kernels.moe_route(x @ router.T, TOP_K)
+for token in range(T):
+    parts = zip(routing.weights[token], routing.experts[token], strict=True)
+    print(f"token {token}:", " + ".join(f"{w:.2f} of expert {e}" for w, e in parts))
+print("pairs sorted by expert:", routing.order, "each expert's range:", routing.offsets)
+np.testing.assert_allclose(routing.weights.sum(1), 1, rtol=1e-5)
+
+# %% [markdown]
+# Two grouped products follow, one launch each for all experts, and a weighted sum. A loop over
+# tokens and experts must arrive at the same.
+
+# %%
+inner = kernels.moe_gemm(x, gate_up, routing, activation="swiglu")  # (T k, I), sorted by expert
+pairs = kernels.moe_gemm(inner, down, routing, scatter=True)  # times the weights, in token order
+y = kernels.moe_combine(pairs.reshape(T, TOP_K, N))
+
+by_loop = np.zeros_like(x)
+for token in range(T):
+    for weight, expert in zip(routing.weights[token], routing.experts[token], strict=True):
+        gate, up = np.split(gate_up[expert] @ x[token], 2)
+        by_loop[token] += weight * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
+np.testing.assert_allclose(y, by_loop, rtol=1e-4, atol=1e-5)
+read = len(np.unique(routing.experts)) / E
+print(f"{TOP_K / E:.0%} of the arithmetic of all experts; {read:.0%} of the weights were read")
+
+# %% [markdown]
+# That is the economy of experts, and its catch: few tokens read few weights, but a batch soon reads
+# all of them. With a random router, T tokens miss an expert with probability (1 - k/E)^T.
+
+# %%
+tokens = np.arange(1, 129)
+figure, axis = plt.subplots(figsize=(6, 3), layout="constrained")
+for experts, k in ((8, 2), (64, 6), (128, 8)):
+    share = 1 - (1 - k / experts) ** tokens
+    axis.plot(tokens, share, label=f"{k} of {experts} experts")
+axis.set_xscale("log", base=2)
+axis.set_xlabel("tokens in the step")
+axis.set_ylabel("share of experts read")
+axis.legend(frameon=False)
+figure.savefig("experts_read.png", dpi=80)
+
+# %% [markdown]
+# ## Experts from a real MLP
+#
+# Our model has no experts, so we split its MLPs. An MLP is a sum over its F features:
+# down(silu(gate x) * up x). Each expert takes I of them. The first four layers get experts, the
+# fifth keeps its MLP, and all other layers are dropped.
+
+# %%
+LAYERS = 4
 dense = engine.load("smollm2", device="cpu", dtype="float32", max_model_len=256)
 sentence = "The cat chased a mouse, and 3 dogs chased the cat."
 ids = dense.tokenizer.encode(sentence)
 words = [dense.tokenizer.decode([i]).strip() or "␣" for i in ids]
 
-# %% [markdown]
-# ## Splitting an MLP into experts
-#
-# An MLP is a sum over its F features: down(silu(gate x) * up x). Each expert takes I of them. The
-# first four layers get experts, the fifth keeps its MLP, and all other layers are dropped.
 
-
-# %%
 def with_experts(top_k):
     """Return the model with its MLPs split into E experts; routers score all experts equally."""
     config = dense.config
@@ -77,13 +130,11 @@ print(f"all {E} experts together are the MLP")
 # %% [markdown]
 # ## Which expert gets which word
 #
-# Now each token is routed to two experts. A router is a matrix (E, N): the softmax of its product
-# with the token scores every expert; the top two are chosen, and their weights are normalised to
-# sum to 1 (times `scale`). The experts are called with the `Routing`, which we record.
+# Now each token is routed to two experts, by random routers. The layers call their experts with the
+# `Routing`, which we record.
 
 # %%
 model = with_experts(top_k=TOP_K)
-rng = np.random.default_rng(0)
 for layer in range(LAYERS):
     router = model.decoder.weights[f"layers.{layer}.router"].data
     router[:] = rng.standard_normal(router.shape)
@@ -135,8 +186,7 @@ for axis, layer in zip(axes, shown, strict=True):
     axis.tick_params(which="minor", length=0)
 axes[-1].set_xticks(range(len(words)), words)
 figure.colorbar(picture, ax=axes, label="weight of the expert's output", shrink=0.5)
-figure.savefig(folder / "routing.png", dpi=80)
-print("routing.png")
+figure.savefig("routing.png", dpi=80)
 
 # %% [markdown]
 # ## Load per expert
@@ -221,5 +271,16 @@ axes[2].set_xlabel("corrections")
 axes[2].set_xticks(range(0, len(busiest), 4))
 axes[2].set_ylim(0.9)
 axes[2].legend(frameon=False)
-figure.savefig(folder / "load.png", dpi=80)
-print("load.png")
+figure.savefig("load.png", dpi=80)
+
+# %% [markdown]
+# ## Exercises
+#
+# 1. Route with `score="sigmoid"` and with `num_groups=4, top_groups=2` (as DeepSeek-V3 does). How
+#    many different experts does the sentence use now?
+# 2. Count, layer by layer, how often two neighbouring words share an expert. How often would chance
+#    alone make them?
+# 3. The correction changes who is chosen, not the weights. What would change if it were added to
+#    the weights, too?
+#
+# **Next:** [9. Speculative decoding](09_speculative_decoding.py): several tokens per step.
