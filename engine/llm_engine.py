@@ -104,7 +104,7 @@ class LLMEngine:
             is_debug=config.is_debug,
             feature_layers=() if draft is None else draft.feature_layers,
         )
-        with model.kernels.active():
+        with model.kernels.loading():
             if config.cuda_graphs:
                 self.runner.capture_graphs(
                     limits.max_model_len, limits.max_draft_tokens, progress=sys.stderr.isatty()

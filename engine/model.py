@@ -25,11 +25,11 @@ from engine.config import ModelConfig
 from engine.device import Device, cupy, resolve_device, to_numpy
 from engine.dtypes import KV_CODE_DTYPES
 from engine.errors import ConfigError, RequestError, unknown_keyword
-from engine.kernels import _module
 from engine.kernels._override.scope import ModelKernels
 from engine.kernels._override.table import Overrides
 from engine.layers.batch import ForwardBatch
 from engine.layers.collectives import Collectives
+from engine.layers.sampler import Sampler, SamplingBatch
 from engine.layers.token_ids import checked_token_ids
 from engine.loading import page_calibration
 from engine.loading.attention_pattern import layer_patterns
@@ -501,11 +501,12 @@ class Model:
         if not self.kernels.overrides:
             return
         self.kernels.overrides.warn_of_kept()
-        with _module.uncounted():
+        with self.kernels.loading():
             cache = self.new_cache(1, min(3, self.max_model_len))
-            self.step([[0] * (cache.max_tokens - 1 or 1)], cache)
+            logits = self.step([[0] * (cache.max_tokens - 1 or 1)], cache)
             if cache.max_tokens > 1:
                 self.step([[0]], cache)
+            Sampler()(logits, SamplingBatch.greedy(self.device.xp, 1))
             cache.close()
         self.kernels.runs.clear()
 

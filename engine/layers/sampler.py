@@ -49,6 +49,14 @@ class SamplingBatch:
     allowed_rows: Any = None
     num_logprobs: int | None = None
 
+    @classmethod
+    def greedy(cls, xp: Any, count: int) -> SamplingBatch:
+        """Return the arguments for `count` rows whose most probable token is taken."""
+        dtypes = {"temperature": np.float32, "top_k": np.int32, "min_p": np.float32}
+        dtypes |= {"seeds": np.uint64, "positions": np.int64}
+        zeros = {name: xp.zeros(count, dtype) for name, dtype in dtypes.items()}
+        return cls(top_p=xp.ones(count, np.float32), **zeros)
+
 
 class Sampler:
     """Samples the logits of a batch."""

@@ -84,6 +84,9 @@ REQUESTS = "vllm:request_success"
 ACCEPTED_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 """Counter of accepted draft tokens, with a label `position` from 0; ``_total`` is appended."""
 
+KERNEL_RUNS = "engine:kernel_runs"
+"""Counter of the runs of each kernel, with a label `kernel`; ``_total`` is appended."""
+
 _LABELS = ("model_name", "engine")
 
 
@@ -113,6 +116,7 @@ class _Snapshot(Collector):
             yield family
         yield self._accepted_per_position()
         yield self._requests()
+        yield self._kernel_runs()
 
     def _accepted_per_position(self) -> Metric:
         family = CounterMetricFamily(
@@ -132,6 +136,14 @@ class _Snapshot(Collector):
             counts = dict.fromkeys(("stop", "length", "abort", "error"), 0)
             for reason, count in (counts | dict(stats.request_success)).items():
                 family.add_metric([*labels, reason], count)
+        return family
+
+    def _kernel_runs(self) -> Metric:
+        text = "Runs of each kernel; 'op=function' where an op is overridden."
+        family = CounterMetricFamily(KERNEL_RUNS, text, labels=(*_LABELS, "kernel"))
+        for labels, stats in self._stats.items():
+            for kernel, count in stats.kernel_runs.items():
+                family.add_metric([*labels, kernel], count)
         return family
 
 

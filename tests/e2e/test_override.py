@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from engine import LLM, AsyncEngine, SamplingParams, device, kernels, load, reference
+from engine.cli import main
 from engine.config import MoeConfig
 from engine.errors import ConfigError, ContractError, UnknownOptionError
 from engine.kernels import _module
@@ -354,6 +355,34 @@ def test_stages_load_the_override_from_its_file():
 def test_a_function_that_cannot_be_sent_is_an_error():
     with pytest.raises(ConfigError, match=r"kernels\['swiglu'\]: each process loads '<lambda>'"):
         make(tensor_parallel_size=2, kernels={"swiglu": lambda x: x})
+
+
+# ---- commands
+
+
+def test_generate_takes_kernels_and_processors(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def half(x):\n    return x[:, : x.shape[1] // 2]\n\n\n"
+        "def seven(ids, logits):\n    logits[:] = 0\n    logits[7] = 9\n"
+    )
+    common = ["generate", "The capital of France is", "--device", "cpu", "--max-tokens", "4"]
+    common += ["--temperature", "0", "--max-model-len", "64"]
+    answers = []
+    for more in (
+        [],
+        ["--kernels", "swiglu=mine.py:half"],
+        ["--logits-processors", "mine.py:seven"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([*common, *more])
+        assert ended.value.code == 0
+        answers.append(capsys.readouterr().out)
+    assert len(set(answers)) == 3
+    with pytest.raises(SystemExit) as ended:
+        main([*common, "--kernels", "swiglu"])
+    assert ended.value.code == 2
+    assert "--kernels must be OP=FILE.py:NAME; got 'swiglu'" in capsys.readouterr().err
 
 
 # ---- CUDA

@@ -16,11 +16,11 @@ __all__ = ["model", "small"]  # fixtures
 NGRAM = '{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}'
 
 
-def _metrics(server):
-    """Return the values of what counts drafts, by name."""
+def read_metrics(server, part="spec_decode"):
+    """Return the values whose names contain `part`, by name."""
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    pairs = [line.rpartition(" ") for line in lines if "spec_decode" in line and line[0] != "#"]
+    pairs = [line.rpartition(" ") for line in lines if part in line and line[0] != "#"]
     return {name: float(value) for name, _, value in pairs if not name.endswith("created")}
 
 
@@ -33,10 +33,10 @@ def test_drafts_are_counted_and_change_no_token(small):
     for options in ((), ("--speculative-config", NGRAM)):
         with serving(*small, "--deterministic", *options) as server:
             for switch in ({}, {"use_speculation": False}):
-                before = _total(_metrics(server), "num_draft_tokens")
+                before = _total(read_metrics(server), "num_draft_tokens")
                 answer = json.loads(_post(server, _body(200, **switch)).read())
                 answers[options, bool(switch)] = answer["choices"][0]["text"]
-                found = _metrics(server)
+                found = read_metrics(server)
                 has_drafted = _total(found, "num_draft_tokens") > before
                 assert has_drafted == (bool(options) and not switch)
     assert len(set(answers.values())) == 1

@@ -54,20 +54,20 @@ class _Copy:
     __name__ = "copy"
 
     def __init__(self, target: Any, source: Any) -> None:
+        self._device = target.device.id
         self._layouts = [(a.shape, a.dtype, a.strides) for a in (target, source)]
 
     def __call__(self, *addresses: int) -> None:
         pairs = zip(addresses, self._layouts, strict=True)
-        target, source = (_array_at(address, *layout) for address, layout in pairs)
+        target, source = (self._array(address, *layout) for address, layout in pairs)
         target[...] = source
 
-
-def _array_at(address: int, shape: Any, dtype: Any, strides: Any) -> Any:
-    """Return a CuPy array over memory that somebody else owns."""
-    cupy = device.cupy()
-    size = _extent(shape, dtype, strides)
-    pointer = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(address, size, None), 0)
-    return cupy.ndarray(shape, dtype, pointer, strides)
+    def _array(self, address: int, shape: Any, dtype: Any, strides: Any) -> Any:
+        """Return a CuPy array over memory that the plan keeps alive."""
+        cupy = device.cupy()
+        size = _extent(shape, dtype, strides)
+        memory = cupy.cuda.UnownedMemory(address, size, self, self._device)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
 
 def _arrays(value: Any) -> Iterator[Any]:
