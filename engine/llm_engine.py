@@ -372,12 +372,12 @@ class LLMEngine:
     # ---- parts of step, in order
 
     def _follow_overrides(self) -> None:
-        """Drop the cached prefixes if other kernels computed them (`kernels.override`)."""
+        """Drop the cached prefixes if other kernels have computed them (`kernels.override`)."""
         forbid_override(self.model.num_ranks * self.model.num_stages)
         overrides = current_overrides()
         if overrides != self._overrides:
             self._overrides = overrides
-            self.scheduler.reset_prefix_cache()
+            self.scheduler.renew_prefix_cache()
 
     def _propose(self) -> None:
         """Propose drafts for the next step, once the tokens before them are known."""

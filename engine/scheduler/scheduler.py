@@ -80,6 +80,7 @@ class Scheduler:
         self._num_preemptions = 0
         self._num_swaps = 0
         self._num_retries = 0
+        self._num_renewals = 0
 
     @property
     def num_waiting(self) -> int:
@@ -186,6 +187,18 @@ class Scheduler:
         """Drop all cached prefixes; unfinished requests keep their blocks."""
         if self.blocks.tree is not None:
             self.blocks.tree.reset()
+
+    def renew_prefix_cache(self) -> None:
+        """Drop all cached prefixes, since from now on other kernels compute them.
+
+        What unfinished requests have computed, or will, is not shared with later ones.
+        """
+        self.reset_prefix_cache()
+        self._num_renewals += 1
+        for request in self.unfinished_requests():
+            first = request if request.leader is None else request.leader
+            if first.block_table or first.host_block_table:
+                request.cache_salt = f"{request.cache_salt or ''}\0{self._num_renewals}"
 
     def decoding_requests(self) -> list[Request]:
         """Return the running requests that have an output token and can be decoded further."""

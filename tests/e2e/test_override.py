@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -136,6 +139,32 @@ def test_a_block_does_not_use_prefixes_that_other_kernels_computed():
         assert tokens(llm, prompts=prompt) == other
     assert llm.llm_engine.stats().prefix_cache_hits > hits == 0
     assert tokens(llm, prompts=prompt) == wanted
+
+
+def test_a_request_across_the_edge_of_a_block_shares_nothing_later():
+    """Half of it was computed by other kernels: a later request with its prompt starts anew."""
+    prompt = list(range(5, 75))
+    engine = make(max_num_batched_tokens=32).llm_engine
+    with kernels.override("swiglu", relu_glu):
+        engine.add_request("across", prompt, GREEDY)
+        engine.step()
+    engine.step()
+    found = {}
+    while engine.is_unfinished("across"):
+        found |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
+        engine.check_integrity()
+    engine.add_request("later", prompt, GREEDY)
+    while engine.has_unfinished_requests():
+        found |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
+    assert engine.stats().prefix_cache_hits == 0
+    assert found["later"] == tokens(make(), prompts=[prompt])[0]
+
+
+def test_the_page_runs():
+    page = FILE.parents[2] / "docs" / "override.md"
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "16\n"), done.stderr
 
 
 def test_a_block_comes_before_the_models_own():

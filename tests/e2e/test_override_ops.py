@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import threading
 from pathlib import Path
 
@@ -340,3 +341,14 @@ def test_dispatchers_look_like_their_ops():
         public = getattr(kernels, name)
         assert inspect.signature(public) == inspect.signature(op)
         assert public.__doc__ == op.__doc__ and public.__module__ == op.__module__
+
+
+def test_the_page_names_every_fused_op():
+    page = (ROOT.parent / "docs" / "override.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", page, re.MULTILINE)
+    named = [set(re.findall(r"`(\w+)`", one)) & set(OPS) for one, _ in rows]
+    assert {*STEPS, *WHOLES} <= set().union(*named)
+    kept = {
+        op: re.findall(r"`(\w+)`", other) for one, other in rows for op in KEPT if one == f"`{op}`"
+    }
+    assert kept == {op: list(keepers) for op, keepers in KEPT.items()}
