@@ -310,7 +310,8 @@ names = list(dict.fromkeys([*predictions, *measured]))
 places = np.arange(len(names))
 figure, axis = plt.subplots(figsize=(8, 3.4), layout="constrained")
 for shift, rates, label in ((-0.2, predictions, "at most"), (0.2, measured, "measured")):
-    axis.bar(places + shift, [rates.get(name, np.nan) for name in names], 0.4, label=label)
+    if rates:
+        axis.bar(places + shift, [rates.get(name, np.nan) for name in names], 0.4, label=label)
 axis.set_xticks(places, names)
 axis.set(yscale="log", ylabel="TFLOP/s", title=record["card"] if record else "H100, predicted")
 axis.legend()
@@ -325,4 +326,4 @@ figure.savefig("make_it_fast.png", dpi=80)
 #    chapter would have told you the result?
 # 3. Build version 5 with a ring of two stages instead of four. From which K on does it matter?
 #
-# **Next:** 7. Your kernel in the model.
+# **Next:** [7. Your kernel in the model](07_kernel_in_the_model.py).

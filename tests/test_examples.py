@@ -103,12 +103,13 @@ def test_uses_no_private_name(path):
 
 
 def test_the_course_has_an_order():
+    assert [int(name[:2]) for name in CHAPTERS] == [*range(1, 10)]
     for name, following in zip(CHAPTERS, [*CHAPTERS[1:], None], strict=True):
         text = FILES[name].read_text()
         number = int(name[:2])
         assert text.startswith(f"# %% [markdown]\n# # {number}. ")
         assert "\n# ## Exercises\n" in text, name
-        assert following is None or "**Next:**" in text, name
+        assert following is None or f"]({following}.py)" in text, name
 
 
 def test_the_index_lists_every_example():

@@ -128,6 +128,21 @@ def test_a_block_around_a_running_model():
     assert runs(llm)["swiglu=relu_glu"] == 2 * 2 * 12
 
 
+def test_an_override_may_call_what_it_replaces():
+    """A probe: it notes its input, and calls the op, alone or as another op's part."""
+    seen = []
+
+    def probe(x, weight, eps):
+        seen.append(x.shape)
+        return kernels.rmsnorm(x, weight, eps=eps)
+
+    llm = make()
+    wanted = tokens(llm)
+    with kernels.override("rmsnorm", probe):
+        assert tokens(llm) == wanted
+    assert len(seen) >= 12 * 5  # steps; norms
+
+
 def test_a_block_does_not_use_prefixes_that_other_kernels_computed():
     """Nor the other way around: the prompt is long enough to be cached."""
     prompt = [list(range(5, 90))]

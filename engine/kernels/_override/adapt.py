@@ -10,7 +10,7 @@ from engine.checks import shown
 from engine.device import empty_like
 from engine.errors import ConfigError
 from engine.kernels._override.arrays import copy_into, in_rows, is_same, overlaps
-from engine.kernels._override.dispatch import OPS, count
+from engine.kernels._override.dispatch import OPS, call_override, count
 from engine.kernels._override.fused import Options, Step, stepwise
 from engine.kernels._override.results import check_results, sample_result
 from engine.kernels._user.op import Op
@@ -97,7 +97,7 @@ class Override:
         kept = self._needed | {n: v for n, v in options.items() if self._takes(n)}
         own = {n: o for n, o in outputs.items() if self._takes(n) and self._may_write(o, inputs)}
         count(self.label)
-        result = self._call(args, kept | own)
+        result = call_override(self.op, self._call, args, kept | own)
         return self._finished(result, args, options, outputs, own)
 
     def _takes(self, name: str) -> bool:

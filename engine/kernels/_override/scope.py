@@ -50,6 +50,8 @@ def override(
     of the wrong shape or dtype is a ContractError. A fused op that contains the overridden one
     (`rmsnorm_gemm`) runs as its parts.
 
+    Where the function calls the op that it replaces, the op itself runs.
+
     The step that an engine computes first after a change drops its prefix cache.
 
     Examples
