@@ -135,7 +135,7 @@ def probe(x, weight, eps):
 
 
 with kernels.override("rmsnorm", probe):
-    assert (next_logits() == plain).all()
+    np.testing.assert_allclose(next_logits(), plain, atol=1e-2)
 rms = np.array([np.sqrt((one**2).mean(-1)) for one in seen if len(one) == len(ids)])  # (norms, T)
 print(len(seen), "norms")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -32,9 +31,6 @@ def build(path: Path, out: Path) -> str:
     notebook = jupytext.read(path)
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook.metadata = nbformat.from_dict({"kernelspec": kernel})
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            cell.source = re.sub(r"\]\((\w+)\.py\)", r"](\1.ipynb)", cell.source)
     error = ""
     with TemporaryDirectory() as root:  # takes the pictures that the example saves
         (Path(root) / "docs").symlink_to(ROOT / "docs")
