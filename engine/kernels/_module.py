@@ -101,6 +101,10 @@ class ModuleSpec:
             *(f"-D{name}={value}" for name, value in self.defines),
         ]
 
+    def explain(self, error: _nvrtc.NvrtcError, arch: str) -> CompileError:
+        """Return the error to raise if NVRTC refuses the source."""
+        return error
+
     def __str__(self) -> str:
         macros = "".join(f" {name}={value}" for name, value in self.defines)
         return f"{self.file}[{self.dtype}{macros}]"
@@ -173,7 +177,10 @@ def compile_module(spec: ModuleSpec, arch: str) -> CompiledModule:
         with _lock:
             _stats.cache_hits += 1
         return found
-    program = _nvrtc.compile_source(spec.source(), spec.file, spec.options(arch))
+    try:
+        program = _nvrtc.compile_source(spec.source(), spec.file, spec.options(arch))
+    except _nvrtc.NvrtcError as error:
+        raise spec.explain(error, arch) from None
     with _lock:
         _stats.compiled += 1
         if _is_ready:

@@ -18,7 +18,7 @@ from typing import Any
 from engine.device import gpu_extra
 from engine.errors import CompileError
 
-__all__ = ["EntryInfo", "Program", "compile_source", "include_dirs", "version"]
+__all__ = ["EntryInfo", "NvrtcError", "Program", "compile_source", "include_dirs", "version"]
 
 _MIN_VERSION = (12, 9)  # first version that accepts -arch=sm_90a with our options
 
@@ -41,6 +41,14 @@ class Program:
     cubin: bytes
     entries: tuple[EntryInfo, ...]
     log: str
+
+
+class NvrtcError(CompileError):
+    """A source does not compile; `log` is what NVRTC and ptxas said."""
+
+    def __init__(self, message: str, log: str) -> None:
+        super().__init__(message)
+        self.log = log
 
 
 def _pathfinder() -> Any:
@@ -101,7 +109,7 @@ def compile_source(source: str, name: str, options: Sequence[str]) -> Program:
 
     Raises
     ------
-    CompileError
+    NvrtcError
         With NVRTC's log, if the source does not compile.
     """
     nvrtc = _library()
@@ -118,7 +126,8 @@ def compile_source(source: str, name: str, options: Sequence[str]) -> Program:
         log = _read(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
         text = log.rstrip(b"\0").decode(errors="replace")
         if status != 0:
-            raise CompileError(f"{name} does not compile with {' '.join(options)}:\n{text}")
+            message = f"{name} does not compile with {' '.join(options)}:\n{text}"
+            raise NvrtcError(message, text)
         cubin = _read(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

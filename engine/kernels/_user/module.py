@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.errors import CompileError
 from engine.kernels._module import ModuleSpec
+from engine.kernels._nvrtc import NvrtcError
+from engine.kernels._user.diagnostics import KernelCompileError, read_log
 
 __all__ = ["UserModule", "can_run"]
 
@@ -45,10 +48,32 @@ class UserModule(ModuleSpec):
         return self.text_digest
 
     def options(self, arch: str) -> list[str]:
-        """Return NVRTC's options: `scalar_t` is known without an include."""
+        """Return NVRTC's options: `scalar_t` is known without an include.
+
+        -lineinfo changes no code; profilers and compute-sanitizer then name the source line.
+        """
         folders = [f"-I{self.folder}"] if self.folder else []
         types = [f"-D{name}={ctype}" for name, ctype in self.types]
-        return [*folders, *super().options(arch), "--pre-include=common/types.cuh", *types]
+        return [
+            *folders,
+            *super().options(arch),
+            "--pre-include=common/types.cuh",
+            "-lineinfo",
+            *types,
+        ]
+
+    def explain(self, error: NvrtcError, arch: str) -> CompileError:
+        """Return an error with the source lines."""
+        found = [
+            each for each in read_log(error.log, self.file, self.text) if each.severity == "error"
+        ]
+        return KernelCompileError(found, f"{self.variant}, {arch}") if found else error
+
+    @property
+    def variant(self) -> str:
+        """What it is compiled for: the dtype of `scalar_t` and the macros."""
+        macros = (f"{name}={value}" for name, value in (*self.types, *self.defines))
+        return ", ".join([self.dtype, *macros])
 
     def __str__(self) -> str:
         return super().__str__() + "".join(f" {name}={ctype}" for name, ctype in self.types)
