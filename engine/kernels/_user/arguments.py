@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NoReturn
 
 import numpy as np
@@ -102,7 +103,7 @@ class LaunchArguments:
                 f"got {sorted(unused)[0]!r}"
             )
         self.scratch = tuple(self._scratch.values())
-        self.kernel = Kernel(entry, " ".join(f"{param.name}:{param.kind}" for param in params))
+        self.kernel = _kernel(entry, " ".join(f"{param.name}:{param.kind}" for param in params))
 
     def values(self, arrays: Mapping[str, Any], scratch: Mapping[Scratch, Any]) -> dict[str, Any]:
         """Return the arguments, by parameter; `arrays` has the call's arguments and results."""
@@ -244,3 +245,9 @@ class LaunchArguments:
 
     def _refuse(self, param: Param, wanted: str) -> NoReturn:
         raise ConfigError(f"{self._where}: parameter `{param}` must be {wanted}")
+
+
+@cache
+def _kernel(entry: str, params: str) -> Kernel:
+    """Return the kernel, one for all problems: it keeps the loaded functions."""
+    return Kernel(entry, params)

@@ -39,7 +39,7 @@ from engine.kernels._user.signature import (
 )
 from engine.plan_array import PlanArray
 
-__all__ = ["Definition", "Op"]
+__all__ = ["Definition", "Op", "current_chip"]
 
 _HALVES = (DTYPES["float16"], DTYPES["bfloat16"])
 
@@ -157,9 +157,7 @@ class Op:
         bound = self._bind(args, kwargs)
         if bound.contract.on_cpu:
             return self._problem(bound, CHIPS["sm_90a"], is_aligned=True)
-        return self._problem(
-            bound, _chip(device.cupy().cuda.runtime.getDevice()), self._aligned(bound)
-        )
+        return self._problem(bound, current_chip(), self._aligned(bound))
 
     def example_problem(
         self,
@@ -252,10 +250,19 @@ class Op:
         CompileError
             With NVRTC's messages.
         """
-        text = self.source.current()
-        for launch in self.launches(problem):
-            self._arguments(problem, launch, text)
+        self.match(problem)
         return compile_all(self.modules(problem), problem.arch)
+
+    def match(self, problem: Problem) -> tuple[LaunchArguments, ...]:
+        """Match the parameters of each launch's kernel with the signature; needs no GPU.
+
+        Raises
+        ------
+        ConfigError
+            If a kernel is missing, has a parameter that nothing provides, or one of another type.
+        """
+        text = self.source.current()
+        return tuple(self._arguments(problem, one, text) for one in self.launches(problem))
 
     def flops(self, problem: Problem) -> float:
         """Return the operations of a problem; 0 if the definition does not state them."""
@@ -544,6 +551,11 @@ def _allocate(scratch: Scratch, arrays: Mapping[str, Any]) -> Any:
     if scratch.zeroed:
         _set_zero(new)
     return new
+
+
+def current_chip() -> Chip:
+    """Return the chip of the current CUDA device."""
+    return _chip(device.cupy().cuda.runtime.getDevice())
 
 
 @cache

@@ -1,0 +1,78 @@
+"""The reference's own check: it runs, returns the declared shapes, keeps its arguments, and is
+finite for finite arguments."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from engine.errors import EngineError
+from engine.kernels._tools.check_cases import Case
+from engine.kernels._tools.check_compare import region
+from engine.kernels._tools.check_report import Finding
+from engine.kernels._user.op import Op
+
+__all__ = ["run_reference"]
+
+_INDEX_HINT = (
+    "if an argument holds indices, say which are valid: "
+    'inputs={"ids": lambda rng, call: rng.integers(0, call["V"], call["T"])}'
+)
+
+
+def run_reference(
+    op: Op, case: Case, values: Mapping[str, Any]
+) -> tuple[dict[str, Any] | None, list[Finding]]:
+    """Return what the reference computes, by name of the result or written argument.
+
+    None if it fails.
+    """
+    arguments = {name: _guarded(op, name, value) for name, value in values.items()}
+    try:
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            returned = op(**arguments)
+    except EngineError as error:
+        return None, [Finding("reference", str(error))]
+    except Exception as error:
+        return None, [Finding("reference", _explained(error))]
+    names = [array.name for array in op.signature.outputs]
+    outputs = returned if len(names) > 1 else (returned,)
+    wanted = dict(zip(names, outputs, strict=True)) if names else {}
+    wanted |= {a.name: arguments[a.name] for a in op.signature.arrays if a.is_inout}
+    return wanted, list(_not_finite(case, values, wanted))
+
+
+def _guarded(op: Op, name: str, value: Any) -> Any:
+    """Return the argument as a copy: one that the reference must not modify is read-only."""
+    if not isinstance(value, np.ndarray):
+        return value
+    copy = value.copy()
+    inout = {array.name for array in op.signature.arrays if array.is_inout}
+    copy.flags.writeable = name in inout
+    return copy
+
+
+def _explained(error: Exception) -> str:
+    if "read-only" in str(error):
+        return "the reference modifies an argument: let it copy, or declare the argument inout"
+    hint = f"\n{_INDEX_HINT}" if isinstance(error, IndexError) else ""
+    return f"the reference fails: {type(error).__name__}: {error}{hint}"
+
+
+def _not_finite(case: Case, values: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Finding]:
+    """Return a warning if finite arguments give NaN or infinity; sums of nothing may."""
+    arrays = [value for value in values.values() if isinstance(value, np.ndarray)]
+    if case.special or any(array.size == 0 for array in arrays):
+        return []
+    found = []
+    for name, array in wanted.items():
+        if array.dtype.kind in "fV":
+            mask = ~np.isfinite(array.astype(np.float32))
+            if mask.any():
+                text = f"the reference is not finite for finite arguments, at {region(name, mask)}"
+                found.append(Finding("not finite", text, is_error=False))
+    return found
