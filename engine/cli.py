@@ -36,6 +36,7 @@ _SUBCOMMANDS = {
         "bench_serve.command",
         "benchmark an OpenAI-compatible server under load",
     ),
+    ("kernels", "check"): ("kernels_check", "check kernels of your own against their references"),
 }
 """Command and kind -> module and description, for kinds that have their own options."""
 

@@ -1,6 +1,11 @@
 """The catalog of ops: each runs its NumPy mirror (CPU) or its CUDA kernel; what a chip allows
 (architecture, tier, limits) is in `_chip.py`, ops of the user's own (`define`) in `_user/`."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from engine.kernels._attention_pattern import BlockSparse, Periodic
 from engine.kernels._override.dispatch import dispatched
 from engine.kernels._override.scope import override
@@ -51,6 +56,10 @@ from engine.kernels.silu import silu
 from engine.kernels.swiglu import swiglu
 from engine.kernels.swiglu_quantize import swiglu_quantize
 
+if TYPE_CHECKING:
+    from engine.kernels._tools.check import check
+    from engine.kernels._tools.watch import watch
+
 __all__ = [
     "BlockSparse",
     "Launch",
@@ -65,6 +74,7 @@ __all__ = [
     "attention_decode",
     "attention_prefill",
     "attention_prefill_fp8",
+    "check",
     "decode_inputs",
     "decode_outputs",
     "define",
@@ -103,7 +113,17 @@ __all__ = [
     "silu",
     "swiglu",
     "swiglu_quantize",
+    "watch",
 ]
+
+_TOOLS = ("check", "watch")  # modules of `_tools/`, imported on demand
+
+
+def __getattr__(name: str) -> Any:
+    if name in _TOOLS:
+        return getattr(importlib.import_module(f"engine.kernels._tools.{name}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 # Every op is called through a dispatcher, which finds its override; see `_override/dispatch.py`.
 for _name, _op in list(globals().items()):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 __all__ = ["CheckReport", "CompiledKernel", "Finding"]
 
 _MAX_SHOWN = 3  # findings of one kind that are shown in full
-_ROW = "    {:8} {:9} {:24} {:>9} {:>7} {:>7}"
+_ROW = "    {:7} {:24} {:24} {:>9} {:>7} {:>7}"
 
 
 @dataclass(frozen=True)
@@ -121,24 +121,35 @@ class CheckReport:
         if not self.kernels:
             return []
         heads = ("arch", "dtype", "kernel", "registers", "spilled", "shared")
-        rows = [_ROW.format(*heads)]
+        rows: dict[tuple[object, ...], list[str]] = {}  # dtypes with equal numbers, in one row
         for each in self.kernels:
             numbers = (each.registers, each.spill_bytes, each.shared_bytes)
-            rows.append(_ROW.format(each.arch, each.dtype, each.name, *numbers))
-        return rows
+            rows.setdefault((each.arch, each.name, *numbers), []).append(each.dtype)
+        lines = [_ROW.format(*heads)]
+        for (arch, name, *counts), dtypes in rows.items():
+            lines.append(_ROW.format(arch, " ".join(dtypes), name, *counts))
+        return lines
 
 
 def _shown(label: str, findings: list[Finding]) -> list[str]:
-    """Return the lines of the findings: the first of each kind in full, and how many follow."""
+    """Return the lines of the findings: a few of each kind, and how many calls say the same."""
     lines: list[str] = []
     for kind in dict.fromkeys(finding.kind for finding in findings):
         same = [finding for finding in findings if finding.kind == kind]
-        for finding in same[:_MAX_SHOWN]:
-            where = f" with {finding.where}" if finding.where else ""
-            lines.append(f"  {label} ({kind}){where}:")
-            lines += [f"    {line}".rstrip() for line in finding.text.splitlines()]
-            if finding.repeat:
-                lines.append(f"    repeat: {finding.repeat}")
-        if len(same) > _MAX_SHOWN:
-            lines.append(f"    ... and {len(same) - _MAX_SHOWN} more of this kind")
+        texts = list(dict.fromkeys(finding.text for finding in same))
+        for text in texts[:_MAX_SHOWN]:
+            lines += _paragraph(label, [finding for finding in same if finding.text == text])
+        if len(texts) > _MAX_SHOWN:
+            rest = sum(finding.text in texts[_MAX_SHOWN:] for finding in same)
+            lines.append(f"    ... and {rest} more of this kind")
     return lines
+
+
+def _paragraph(label: str, same: list[Finding]) -> list[str]:
+    """Return the lines of findings with equal text."""
+    first = same[0]
+    where = f" with {first.where}" if first.where else ""
+    more = f" (and {len(same) - 1} other calls)" if same[1:] else ""
+    lines = [f"  {label} ({first.kind}){where}{more}:"]
+    lines += [f"    {line}".rstrip() for line in first.text.splitlines()]
+    return [*lines, f"    repeat: {first.repeat}"] if first.repeat else lines

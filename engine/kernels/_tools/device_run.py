@@ -4,7 +4,7 @@ Every array lies between guard bands in a buffer of its own. The call runs
 
 1. with NaN patterns (0xFF) in the guards, the results, shared and scratch memory,
 2. again with the same: equal inputs must give equal bits,
-3. with another pattern (0x7B): a result that keeps both patterns was not written, and one that
+3. with other patterns: a result that keeps both patterns was not written, and one that
    changes depends on memory that the kernel must not read. Runs that change one of these places
    alone then find which.
 
@@ -37,7 +37,8 @@ GUARD_BYTES = 64 << 10
 """Size of a guard band: a multiple of the alignment of an allocation."""
 
 _NAN = 0xFF
-_OTHER = 0x7B  # large and positive as a float of 16 or 32 bits
+_LARGE = 0x7B  # a large positive float of 16 or 32 bits
+_SMALL = 0x3B  # a small one, which no sum with it leaves as it is
 _REPEATS = 3  # runs that must agree
 
 _HELPERS = r"""
@@ -185,7 +186,7 @@ class _Runs:
         if not self._call.is_full:
             return
         agrees = self._check_repeats(first)
-        fills = dict.fromkeys(self._places(), _OTHER)
+        fills = {place: _other(place) for place in self._places()}
         other = self._bytes_after(fills)
         self._check_guards(other, fills)
         self._check_dependence(first, other, may_differ=not agrees)
@@ -316,7 +317,7 @@ class _Runs:
         for placed in self._written:
             old = self._bits(placed, first)
             new = self._bits(placed, other)
-            patterns = (_pattern(_NAN, placed.itemsize), _pattern(_OTHER, placed.itemsize))
+            patterns = (_pattern(_NAN, placed.itemsize), _pattern(_SMALL, placed.itemsize))
             missed = (old == patterns[0]) & (new == patterns[1])
             if placed.role == "out" and not placed.alias and missed.any():
                 count = f" ({int(missed.sum())} of {missed.size} elements)"
@@ -331,12 +332,12 @@ class _Runs:
     def _find_cause(self, first: Mapping[str, Any]) -> None:
         found = False
         for place in self._places():
-            after = self._bytes_after({place: _OTHER})
+            after = self._bytes_after({place: _other(place)})
             masks = {p.name: self._bits(p, first) != self._bits(p, after) for p in self._written}
             if place == "result":  # unwritten elements differ, too
                 for placed in self._outputs:
                     masks[placed.name] &= self._bits(placed, after) != _pattern(
-                        _OTHER, placed.itemsize
+                        _SMALL, placed.itemsize
                     )
             for name, mask in masks.items():
                 if mask.any():
@@ -382,7 +383,7 @@ class _Runs:
         for late in (p for p in self._placed.values() if p.name in self._call.data and p.span):
             buffers = {p.name: cp.asarray(self._content(p, {})) for p in self._placed.values()}
             source = buffers[late.name].copy()
-            buffers[late.name].fill(_OTHER)
+            buffers[late.name].fill(_LARGE)
             arrays = {name: self._array(name, buffers) for name in self._placed}
             cp.cuda.Device().synchronize()
             args = {"source": source, "target": buffers[late.name], "n": source.size}
@@ -435,6 +436,11 @@ def _elements(offsets: np.ndarray[Any, Any], itemsize: int) -> int:
 
 def _plural(count: int) -> str:
     return f"{count} element{'s' * (count != 1)}"
+
+
+def _other(place: str) -> int:
+    """Return the byte that the third run finds in a place."""
+    return _SMALL if place == "result" else _LARGE
 
 
 def _pattern(byte: int, itemsize: int) -> Any:
