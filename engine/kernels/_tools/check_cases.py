@@ -237,7 +237,7 @@ def make_inputs(op: Op, case: Case, seed: int) -> dict[str, Any]:
         rng = np.random.default_rng([seed, zlib.crc32(array.name.encode())])
         if array.name in op.definition.inputs:
             drawn = _given(op, array.name, rng, problem)
-            values[array.name] = np.ascontiguousarray(drawn).astype(
+            values[array.name] = np.asarray(drawn, order="C").astype(
                 DTYPES[dtypes[array.name]], copy=False
             )
         else:

@@ -27,6 +27,8 @@ _POWERS = [2**n for n in range(5, 17)]
 _ODD = (3, 5, 7, 2, 11, 13, 17, 19)  # one for each symbol, so that swapped axes differ
 _UNEVEN = (67, 131, 37, 23, 19, 17, 13, 11)
 _EVEN = (256, 512, 64, 32, 16, 16, 16, 16)
+_WARPS = (96, 160, 32, 16, 16, 16, 16, 16)  # odd multiples of 32, then of 128: which blocks fit
+_BLOCKS = (384, 640, 128, 16, 16, 16, 16, 16)
 _MAX_STEPS = 20_000  # candidates the search looks at for one kind
 _MAX_ELEMENTS = 1 << 18  # of the largest array, except in the large shape
 _LARGE_ELEMENTS = 1 << 22
@@ -82,8 +84,8 @@ def huge_sizes(op: Op) -> Sizes | None:
 def check_sizes(op: Op) -> Iterator[tuple[str, Sizes]]:
     """Yield (kind, sizes): each kind of shape for which the conditions can be satisfied, once.
 
-    The kinds are "one", "odd", "uneven", "even", "edge S" and "empty S" for each symbol S,
-    "given" (`sizes=` of the definition), "long" and "large".
+    The kinds are "one", "odd", "uneven", "even", "32s", "128s", "model" and "large"; for each
+    symbol S "edge S", "long S" and "empty S"; and "given": `sizes=` of the definition.
     """
     seen: set[tuple[tuple[str, int], ...]] = set()
     for kind, sizes in _all_kinds(op):
@@ -102,6 +104,8 @@ def _all_kinds(op: Op) -> Iterator[tuple[str, Sizes]]:
         ("odd", odd),
         ("uneven", dict(zip(symbols, itertools.cycle(_UNEVEN), strict=False))),
         ("even", dict(zip(symbols, itertools.cycle(_EVEN), strict=False))),
+        ("32s", dict(zip(symbols, itertools.cycle(_WARPS), strict=False))),
+        ("128s", dict(zip(symbols, itertools.cycle(_BLOCKS), strict=False))),
         *((f"edge {symbol}", odd | {symbol: 257}) for symbol in symbols),
         *((f"long {symbol}", odd | {symbol: 1025}) for symbol in symbols),
     ]
@@ -225,7 +229,7 @@ def _distance(value: int, target: int) -> float:
 
 def _candidates(conditions: Sequence[Expression]) -> list[int]:
     """Return sizes that conditions with these constants may want."""
-    found = {*_SMALL, *_UNEVEN, 100, 1000, 257, 1025}
+    found = {*_SMALL, *_UNEVEN, *_WARPS, *_BLOCKS, 100, 1000, 257, 1025}
     found |= {power + step for power in _POWERS for step in (-1, 0, 1)}
     for text in (condition.text for condition in conditions):
         for constant in map(int, re.findall(r"\b\d+\b", text)):

@@ -45,7 +45,7 @@ class Link:
 
     def send(self, header: dict[str, Any], arrays: dict[str, Any] | None = None) -> None:
         """Send a header that JSON can write, and NumPy arrays."""
-        named = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
+        named = {name: np.asarray(array, order="C") for name, array in (arrays or {}).items()}
         about = {name: [_name(a.dtype), a.shape] for name, a in named.items()}
         text = json.dumps(header | {"arrays": about}).encode()
         blobs = [array.tobytes() for array in named.values()]

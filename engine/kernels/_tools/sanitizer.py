@@ -160,7 +160,9 @@ def _blocks(log: str) -> Iterator[list[str]]:
 
 
 def _in_words(block: Sequence[str]) -> str:
+    other = [line for line in block[1:] if line.startswith(("and Read", "and Write"))]
+    text = " ".join([block[0], *other])
     for pattern, words in _WORDS:
-        if re.match(pattern, block[0]):
-            return re.sub(pattern, words, block[0])
-    return block[0]
+        if re.match(pattern, text):
+            return re.sub(pattern, words, text)
+    return text

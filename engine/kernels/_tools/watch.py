@@ -10,12 +10,16 @@ from typing import Any
 
 from engine.errors import ConfigError, EngineError
 from engine.kernels._tools.check import check
+from engine.kernels._tools.check_report import CheckReport, Finding
 from engine.kernels._user.files import load_ops
 from engine.kernels._user.op import Op
 
 __all__ = ["Watcher", "watch"]
 
 _POLL_SECONDS = 0.3
+
+Stamps = dict[Path, int]
+"""Time of change of each file, in ns."""
 
 
 class Watcher:
@@ -38,12 +42,13 @@ class Watcher:
         self._ops = [target] if isinstance(target, Op) else []
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._error = ""  # of the Python file
         self.ok = True
         self.num_checks = 0
 
     def __repr__(self) -> str:
         state = "stopped" if self._ended.is_set() else "watching"
-        files = ", ".join(path.name for path, _ in self._stamps())
+        files = ", ".join(path.name for path in self._stamps())
         return f"<Watcher {state} {files}, {self.num_checks} checks>"
 
     def start(self) -> None:
@@ -59,41 +64,56 @@ class Watcher:
 
     def run(self) -> None:
         """Check now, and after every change, until `stop`."""
-        seen: Any = None
+        seen: Stamps | None = None
         while not self._ended.is_set():
-            stamps = self._stamps()
-            if stamps != seen:
+            if self._stamps() != seen:
+                seen = self._load()
                 self._check_all()
-                seen = (
-                    self._stamps()
-                    if seen is None and not isinstance(self._target, Op)
-                    else (stamps)
-                )
             self._ended.wait(_POLL_SECONDS)
 
-    def _stamps(self) -> tuple[tuple[Path, int], ...]:
-        paths = [path for op in self._ops for path in op.source.files]
+    def _stamps(self) -> Stamps:
+        return {**self._python_stamp(), **self._source_stamps()}
+
+    def _python_stamp(self) -> Stamps:
+        if isinstance(self._target, Op):
+            return {}
+        path = Path(self._target.split(".py:")[0].removesuffix(".py") + ".py").resolve()
+        return {path: _stamp(path)}
+
+    def _source_stamps(self) -> Stamps:
+        return {path: _stamp(path) for op in self._ops for path in op.source.files}
+
+    def _load(self) -> Stamps:
+        """Run the Python file again; return the stamps of what was read, or of older versions."""
+        stamp = self._python_stamp()
         if not isinstance(self._target, Op):
-            paths.append(Path(self._target.split(".py:")[0].removesuffix(".py") + ".py").resolve())
-        return tuple((path, _stamp(path)) for path in dict.fromkeys(paths))
+            self._error = ""
+            try:
+                self._ops = list(load_ops(self._target).values())
+            except EngineError as error:
+                self._error = str(error)
+        return {**stamp, **self._source_stamps()}
 
     def _check_all(self) -> None:
-        """Check a few shapes of every op first, then all; show the first failure only."""
-        try:
-            if not isinstance(self._target, Op):
-                self._ops = list(load_ops(self._target).values())
-            self.ok = all([self._check(op) for op in self._ops])
-        except EngineError as error:
-            self.ok = False
-            self._show(str(error))
+        if self._error:
+            self._show(self._error)
+        self.ok = not self._error and all([self._check(op) for op in self._ops])
         self.num_checks += 1
 
     def _check(self, op: Op) -> bool:
-        report = check(op, **(self._options | {"quick": True, "show": False}))
+        """Check a few shapes first, then all of them; show the first failure only."""
+        report = self._report(op, quick=True)
         if report.ok and not self._options.get("quick") and not self._ended.is_set():
-            report = check(op, **(self._options | {"show": False}))
+            report = self._report(op, quick=False)
         self._show(str(report))
         return report.ok
+
+    def _report(self, op: Op, *, quick: bool) -> CheckReport:
+        try:
+            return check(op, **(self._options | {"quick": quick, "show": False}))
+        except EngineError as error:  # the source cannot be read, or declares no kernel
+            finding = Finding("definition", str(error))
+            return CheckReport(op.name, op.signature.text, [finding])
 
 
 def watch(target: Op | str | Path, *, background: bool = True, **options: Any) -> Watcher:
