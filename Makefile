@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo model test test-slow test-kills test-all test-clients mutants notebooks lint types kernels format gpu-test clean
+.PHONY: help demo model test test-slow test-kills test-all test-clients mutants notebooks lint types kernels format docs gpu-test clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.made
 
 # After the other where both are wanted: two pips at once would meet in one environment.
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.made $(if $(filter demo,$(MAKECMDGOALS)),$(VENV)/.installed)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev,docs]'
 	@touch $(VENV)/.installed $@
 
 demo: $(VENV)/.installed   ## install, pull SmolLM2-135M-Instruct, answer a question
@@ -85,8 +85,11 @@ format: $(VENV)/.installed-dev   ## reformat
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CUDA_FILES)
 
+docs: $(VENV)/.installed-dev   ## the site, in build/site; a warning or a dead link is an error
+	$(BIN)/python docs/site
+
 gpu-test: $(VENV)/.installed-dev   ## the GPU tests; fails where there is no GPU
 	ENGINE_REQUIRE_GPU=1 $(BIN)/python -m pytest -q -m gpu
 
 clean:           ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -80,6 +80,13 @@ def test_linked_symbols_are_in_the_linked_file(document):
     assert not missing, "\n".join(missing)
 
 
+def test_a_page_is_in_the_navigation_of_the_site():
+    navigation = (ROOT / "docs" / "site" / "__main__.py").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        listed = f'"{page.stem}"' in navigation or page.stem == "index"
+        assert listed, f"{_name(page)}: add it to NAVIGATION in docs/site/__main__.py"
+
+
 def test_the_ladder_points_at_symbols():
     links = _links(ROOT / "docs" / "kernels.md")
     assert sum(text.startswith("`") and Path(path).suffix in _SOURCES

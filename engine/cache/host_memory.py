@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = ["host_memory"]
 
@@ -36,11 +38,7 @@ def host_memory(
     proc, cgroups : Path
         Mount points of procfs and of the cgroup file systems. A missing file sets no limit.
     """
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    available = _value(proc / "meminfo", "MemAvailable:", 1024)
-    if available is None:  # not Linux
-        available = page * os.sysconf("SC_AVPHYS_PAGES")
+    total, available = _windows_memory() if sys.platform == "win32" else _unix_memory(proc)
     for group, files in _groups(proc, cgroups):
         limit = _number(group / files.limit)
         usage = _number(group / files.usage)
@@ -50,6 +48,36 @@ def host_memory(
         total = min(total, limit)
         available = min(available, limit - max(usage - reclaimable, 0))
     return total, max(0, min(total, available))
+
+
+def _unix_memory(proc: Path) -> tuple[int, int]:
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    available = _value(proc / "meminfo", "MemAvailable:", 1024)
+    if available is None:  # not Linux; macOS tells only the total
+        known = "SC_AVPHYS_PAGES" in os.sysconf_names
+        available = page * os.sysconf("SC_AVPHYS_PAGES") if known else total
+    return total, available
+
+
+class _MemoryStatus(ctypes.Structure):
+    """MEMORYSTATUSEX of the Windows API."""
+
+    _fields_ = (
+        ("length", ctypes.c_uint32),
+        ("load_percent", ctypes.c_uint32),
+        ("total", ctypes.c_uint64),
+        ("available", ctypes.c_uint64),
+        ("others", ctypes.c_uint64 * 5),  # page file, address space
+    )
+
+
+def _windows_memory() -> tuple[int, int]:
+    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
+    windll: Any = getattr(ctypes, "windll")  # noqa: B009  mypy knows it on Windows only
+    if not windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
+        raise OSError("GlobalMemoryStatusEx failed")
+    return status.total, status.available
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:

@@ -88,6 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; a second signal exits immediately."""
+    if sys.platform == "win32":
+        raise ConfigError("the server needs Linux or macOS; on Windows, run it in WSL")
     given = vars(arguments)
     file = given.pop("config", None)
     options = ({} if file is None else _read(file)) | given

@@ -10,10 +10,8 @@ Messages are frames: an 8-byte little-endian length, followed by that many bytes
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -24,6 +22,10 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+if sys.platform != "win32":  # the other modules can be imported there; a worker cannot be started
+    import fcntl
+    import resource
 
 __all__ = [
     "Worker",
@@ -244,6 +246,8 @@ class _Child:
     """A worker's process, and the socket that serves as its stdin and stdout."""
 
     def __init__(self, code: str, env: Mapping[str, str]) -> None:
+        if sys.platform == "win32":
+            raise OSError("it needs limits of Linux or macOS; on Windows, run in WSL")
         self.deadline: float | None = None  # time.monotonic() at which send and receive give up
         # -S: without `site`, whose .pth files may run code.
         flags = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
@@ -335,7 +339,8 @@ def _forget_all() -> None:
         worker._forget()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+if hasattr(os, "register_at_fork"):  # Windows cannot fork
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 def incoming() -> Iterator[bytes]:
@@ -365,12 +370,12 @@ def set_limits(memory: int, *forbidden: int) -> None:
     Parameters
     ----------
     memory : int
-        Bytes of address space; 0 is unlimited.
+        Bytes of address space; 0 is unlimited, as is macOS.
     forbidden : int
         Additional resources (``resource.RLIMIT_*``) to limit to 0.
     """
     limits = dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, *forbidden), 0)
-    if memory:
+    if memory and sys.platform != "darwin":  # macOS refuses limits below what its libraries map
         limits[resource.RLIMIT_AS] = memory
     for limit, value in limits.items():
         _, hard = resource.getrlimit(limit)

@@ -24,7 +24,6 @@ import contextlib
 import functools
 import json
 import os
-import resource
 import signal
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -182,6 +181,8 @@ def _prepare() -> Callable[[dict[str, Any]], tuple[dict[str, Any], bool]]:
     It returns (answer, is_last); if is_last, the process must end.
     """
     try:
+        import resource  # Windows lacks it, and starts no worker
+
         # Imported here, so that a failure is reported as an answer and the parent needs no Jinja.
         from engine.text import template_sandbox
         from engine.text.marked_sandbox import MarkedSandbox
