@@ -41,6 +41,7 @@ def add_course(pages: Pages) -> None:
         (pages.folder / "course" / source.name).write_bytes(source.read_bytes())
         pages.add(f"examples/{name}.py", "\n\n".join([*cells, f"The script: {link}"]) + "\n")
 
+
 def _cell(cell: Any, folder: Path, number: int) -> str:
     text = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
