@@ -321,11 +321,63 @@ def test_a_block_holds_for_its_thread():
 
 
 def test_an_override_may_call_the_op_that_it_replaces():
-    """Calling the public op again would not end; the mirror and other ops are at hand."""
+    """There it is the catalog's; other overrides hold."""
     x = array(2, 8)
-    with kernels.override("swiglu", lambda x: kernels.silu(x[:, :4]) * x[:, 4:]):
+    with kernels.override(swiglu=lambda x: -kernels.swiglu(x) + kernels.silu(x[:, :4])):
         y = kernels.swiglu(x)
-    np.testing.assert_allclose(y, kernels.swiglu(x), rtol=1e-6)
+        with kernels.override(silu=lambda x: x * 0):
+            np.testing.assert_array_equal(kernels.swiglu(x), -OPS["swiglu"](x))
+    np.testing.assert_array_equal(y, -kernels.swiglu(x) + kernels.silu(x[:, :4]))
+
+
+def test_an_op_gets_contiguous_arrays_and_writes_in_place_where_it_may():
+    calls = []
+
+    def formula(q, k, positions, table):
+        calls.append((q.flags.c_contiguous, k.flags.c_contiguous))
+        return reference.rope(q, k, positions, table)
+
+    mine = kernels.define(
+        name="my_rope",
+        signature=(
+            "q: (T, H, D) float, k: (T, K, D) float, positions: (T) int32, table: (P, R) float32 "
+            "-> q_out: (T, H, D) like q, k_out: (T, K, D) like k"
+        ),
+        reference=formula,
+        source='extern "C" __global__ void my_rope() {}',
+        launch=lambda call: call.grid1d(1, 32),
+    )
+    rows = array(3, 8, 8)
+    q, k = rows[:, :4], rows[:, 4:6]
+    args = q, k, np.arange(3, dtype=np.int32), array(8, 8)
+    wanted = kernels.rope(*args)
+    with kernels.override("rope", mine):
+        got = kernels.rope(*args, out=(q, k))
+    assert got[0].base is rows or got[0] is q
+    np.testing.assert_array_equal(q, wanted[0])
+    np.testing.assert_array_equal(k, wanted[1])
+    assert calls == [(True, True)]
+
+
+def test_an_op_that_writes_its_arguments():
+    """It returns them, as ops without a result do; `kv_store` returns nothing."""
+    mine = kernels.define(
+        name="my_store",
+        signature=(
+            "k: (T, K, D) float, v: (T, K, D) float, k_pages: (P, K, S, D) float inout, "
+            "v_pages: (P, K, S, D) float inout, slots: (T) int64 ->"
+        ),
+        reference=lambda *args: reference.kv_store(*args),
+        source='extern "C" __global__ void my_store() {}',
+        launch=lambda call: call.grid1d(1, 32),
+    )
+    k, v = array(3, 2, 8), array(3, 2, 8)
+    wanted, got = (pages(), pages()), (pages(), pages())
+    kernels.kv_store(k, v, *wanted, np.arange(3))
+    with kernels.override("kv_store", mine):
+        assert kernels.kv_store(k, v, *got, np.arange(3)) is None
+    np.testing.assert_array_equal(got, wanted)
+    assert np.any(got[0])
 
 
 def test_what_keeps_its_own_is_logged(caplog):

@@ -9,10 +9,10 @@ from typing import Any
 from engine.checks import shown
 from engine.device import empty_like
 from engine.errors import ConfigError
-from engine.kernels._override.arrays import copy_into, in_rows, is_same, overlaps
-from engine.kernels._override.dispatch import OPS, call_override, count
+from engine.kernels._override.arrays import contiguous, copy_into, in_rows, is_same, overlaps
+from engine.kernels._override.dispatch import ACTIVE, OPS, Active, count
 from engine.kernels._override.fused import Options, Step, stepwise
-from engine.kernels._override.results import check_results, sample_result
+from engine.kernels._override.results import WRITERS, check_results, sample_result
 from engine.kernels._user.op import Op
 
 __all__ = ["Override", "name_of"]
@@ -38,7 +38,8 @@ class Override:
     """Calls the user's function where the catalog's op `op` is called.
 
     Keywords that the function lacks are dropped if they have their default value or only affect
-    the launch. If one brings in a part that is an op of its own, that op runs separately.
+    the launch. If one brings in a part that is an op of its own, that op runs separately. Within
+    the function, `op` is the catalog's.
 
     Parameters
     ----------
@@ -46,23 +47,23 @@ class Override:
         Name of the op.
     function : callable
         Takes the op's positional arguments, and any of its keywords.
-    is_overridden : callable
-        ``is_overridden(names)``: whether one of these ops is overridden too.
+    table : Overrides
+        The table that this override belongs to.
     """
 
-    def __init__(
-        self, op: str, function: Callable[..., Any], is_overridden: Callable[[Any], bool]
-    ) -> None:
+    def __init__(self, op: str, function: Callable[..., Any], table: Any) -> None:
         self.op = op
         self.function: Any = function
         self.label = f"{op}={name_of(function)}"
-        self._is_overridden = is_overridden
-        signature = inspect.signature(OPS[op])
-        kinds = {p.name: p for p in signature.parameters.values()}
+        self._table = table
+        kinds = inspect.signature(OPS[op]).parameters
         self._defaults = {name: p.default for name, p in kinds.items()}
         self._positional = [n for n, p in kinds.items() if p.kind is not p.KEYWORD_ONLY]
         self._accepted, needed = _keywords(function, len(self._positional))
         self._needed = {n: self._defaults[n] for n in needed if n in self._defaults}
+        args = function.signature.arrays if isinstance(function, Op) else ()
+        # Arguments of an op that it would copy if they were not contiguous.
+        self._packed = {arg.name for arg in args if not arg.is_strided and not arg.is_inout}
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call the function with what it accepts, and return what the op would return."""
@@ -71,17 +72,20 @@ class Override:
         return stepwise(self.op, self._is_taken_off, self._run, *args, **options)
 
     def _is_taken_off(self, step: Step, options: Options) -> bool:
-        return self._is_overridden(step.parts(options)) or any(
+        return self._table.has_any(step.parts(options)) or any(
             self._is_lacking(name, options[name]) for name in step.keywords if name in options
         )
 
     def _is_lacking(self, name: str, value: Any) -> bool:
         """Tell whether a keyword has a meaning that the function does not know."""
-        if self._accepted is None or name in self._accepted or name in _LAUNCH | {*_OUTPUTS}:
+        if self._takes(name) or name in _LAUNCH or name in _OUTPUTS:
             return False
         if self.op == "sample" and name in _SELECTION:
             return False
         return not _is_default(value, self._defaults.get(name))
+
+    def _takes(self, name: str) -> bool:
+        return self._accepted is None or name in self._accepted
 
     def _run(self, *args: Any, **options: Any) -> Any:
         lacking = {n: value for n, value in options.items() if self._is_lacking(n, value)}
@@ -94,43 +98,54 @@ class Override:
             )
         outputs = {n: options.pop(n) for n in _OUTPUTS if options.get(n) is not None}
         inputs = args, options
-        kept = self._needed | {n: v for n, v in options.items() if self._takes(n)}
         own = {n: o for n, o in outputs.items() if self._takes(n) and self._may_write(o, inputs)}
-        count(self.label)
-        result = call_override(self.op, self._call, args, kept | own)
+        kept = self._needed | {n: v for n, v in options.items() if self._takes(n)}
+        if self.op in _ROWWISE:
+            result = self._call_on_rows(args, kept, own)
+        else:
+            result = self._call(args, kept | own)
         return self._finished(result, args, options, outputs, own)
 
-    def _takes(self, name: str) -> bool:
-        return self._accepted is None or name in self._accepted
-
-    def _may_write(self, out: Any, inputs: tuple[tuple[Any, ...], Options]) -> bool:
-        """Tell whether the function may write its result there: over no input it still reads."""
-        op = self.function if isinstance(self.function, Op) else None
-        if op is not None and op.definition.in_place and not isinstance(out, tuple | list):
-            places = op.definition.in_place
-            pairs = zip(op.signature.args, inputs[0], strict=False)
-            own = [array for arg, array in pairs if arg.name in places]
-            if any(is_same(out, array) for array in own):
-                rest = [a for a in inputs[0] if not any(a is one for one in own)]
-                return not overlaps(out, (rest, inputs[1]))
-        arrays = out if isinstance(out, tuple | list) else (out,)
-        return not any(overlaps(array, inputs) for array in arrays)
-
-    def _call(self, args: tuple[Any, ...], options: Options) -> Any:
-        """Call the function; the arrays of an op on rows are (R, N), without gaps."""
-        if self.op not in _ROWWISE or (args[0].ndim == 2 and args[0].flags.c_contiguous):
-            return self.function(*args, **options)
+    def _call_on_rows(self, args: tuple[Any, ...], options: Options, outputs: Options) -> Any:
+        """Call the function with arrays (R, N) in place of (..., N)."""
         shape = args[0].shape[:-1]
-        first, *others = args
-        if self.op == "residual_add":
-            others = [in_rows(others[0])]
-        options = {n: v for n, v in options.items() if n not in _OUTPUTS}
+        args = tuple(in_rows(array) if array.ndim > 1 else array for array in args)
         if options.get("residual") is not None:
-            options["residual"] = in_rows(options["residual"])
-        result = self.function(in_rows(first), *others, **options)
+            options = options | {"residual": in_rows(options["residual"])}
+        if len(shape) == 1:
+            return self._call(args, options | outputs)
+        result = self._call(args, options)
         if isinstance(result, tuple):
             return tuple(y.reshape(*shape, y.shape[-1]) for y in result)
         return result.reshape(*shape, result.shape[-1]) if hasattr(result, "reshape") else result
+
+    def _call(self, args: tuple[Any, ...], options: Options) -> Any:
+        """Call the function; calls of `op` that it makes are the catalog's."""
+        if self._packed:
+            names = self.function.signature.args
+            pairs = [(arg.name in self._packed, a) for arg, a in zip(names, args, strict=False)]
+            args = tuple(contiguous(array) if is_packed else array for is_packed, array in pairs)
+        count(self.label)
+        active = ACTIVE.get()
+        assert active is not None  # an override is found there
+        token = ACTIVE.set(Active(self._table.without(self.op), active.runs, active.owner))
+        try:
+            return self.function(*args, **options)
+        finally:
+            ACTIVE.reset(token)
+
+    def _may_write(self, out: Any, inputs: tuple[tuple[Any, ...], Options]) -> bool:
+        """Tell whether the function may write its result there: over no input it still reads."""
+        arrays = out if isinstance(out, tuple | list) else (out,)
+        if not isinstance(self.function, Op):
+            return not any(overlaps(array, inputs) for array in arrays)
+        places = self.function.definition.in_place
+        pairs = zip(self.function.signature.args, inputs[0], strict=False)
+        same = [a for arg, a in pairs if arg.name in places and is_same(arrays[0], a)]
+        others = [a for a in inputs[0] if not any(a is one for one in same)]
+        return not any(
+            overlaps(array, (others, inputs[1])) or not array.flags.c_contiguous for array in arrays
+        )
 
     def _finished(
         self,
@@ -143,27 +158,27 @@ class Override:
         """Check the results, and copy them to the outputs that the function did not write."""
         if self.op == "sample" and not isinstance(result, tuple):
             return sample_result(result, args[0], options.get("num_logprobs"))
+        if self.op in WRITERS:
+            return None
         if result is None and own:  # it has written them
             result = tuple(own.values()) if len(own) > 1 else next(iter(own.values()))
         results = result if isinstance(result, tuple) else () if result is None else (result,)
         given = dict(zip(self._positional, args, strict=False))
         check_results(self.op, name_of(self.function), results, self._defaults | given | options)
-        targets = _targets(outputs, len(results))
-        settled = [
-            self._settled(one, target, (args, options))
-            for one, target in zip(results, targets, strict=True)
-        ]
-        if type(result) is not tuple:
-            return settled[0] if settled and len(settled) == 1 else result
-        return tuple(settled)
+        pairs = zip(results, _targets(outputs, len(results)), strict=True)
+        settled = [_settled(one, target, (args, options)) for one, target in pairs]
+        if type(result) is tuple:
+            return tuple(settled)
+        return settled[0] if len(settled) == 1 else result  # a named tuple stays as it is
 
-    def _settled(self, result: Any, target: Any, inputs: Any) -> Any:
-        """Return `result` in `target`, or in memory that is not an input's."""
-        if target is not None:
-            return copy_into(target, result)
-        if hasattr(result, "strides") and overlaps(result, inputs):
-            return copy_into(empty_like(result), result)
-        return result
+
+def _settled(result: Any, target: Any, inputs: Any) -> Any:
+    """Return `result` in `target`, or in memory that is not an input's."""
+    if target is not None:
+        return copy_into(target, result)
+    if hasattr(result, "strides") and overlaps(result, inputs):
+        return copy_into(empty_like(result), result)
+    return result
 
 
 def name_of(function: Any) -> str:

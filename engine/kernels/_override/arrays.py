@@ -11,7 +11,7 @@ import numpy as np
 from engine import device
 from engine.kernels._launch_plan import plan_call
 
-__all__ = ["copy_into", "in_rows", "is_same", "overlaps"]
+__all__ = ["contiguous", "copy_into", "in_rows", "is_same", "overlaps"]
 
 
 def overlaps(array: Any, others: Any) -> bool:
@@ -40,11 +40,17 @@ def copy_into(target: Any, source: Any) -> Any:
     return target
 
 
+def contiguous(array: Any) -> Any:
+    """Return `array`, or a copy if it is a view that is not C-contiguous."""
+    if array is None or array.flags.c_contiguous:
+        return array
+    return copy_into(device.empty_like(array), array)
+
+
 def in_rows(array: Any) -> Any:
     """Return `array` (..., N) as C-contiguous rows (R, N), copied if it is a view with gaps."""
     shape = (math.prod(array.shape[:-1]), array.shape[-1])
-    if not array.flags.c_contiguous:
-        array = copy_into(device.empty_like(array), array)
+    array = contiguous(array)
     return array if array.shape == shape else array.reshape(shape)
 
 

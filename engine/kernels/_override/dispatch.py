@@ -12,10 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-__all__ = [
-    *("ACTIVE", "OPS", "Active", "add_runs", "call_override", "count", "dispatched"),
-    *("recorded_runs", "run"),
-]
+__all__ = ["ACTIVE", "OPS", "Active", "add_runs", "count", "dispatched", "recorded_runs", "run"]
 
 OpT = TypeVar("OpT", bound=Callable[..., Any])
 
@@ -69,20 +66,6 @@ def dispatched(op: OpT) -> OpT:
     OPS[name] = op
     _dispatchers[name] = call
     return call  # type: ignore[return-value]
-
-
-def call_override(name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a function that replaces the op `name`; where it calls the op, the op itself runs."""
-    active = ACTIVE.get()
-    if active is None:
-        return function(*args, **options)
-    inner = Active(active.overrides, active.runs, active.owner)
-    inner.calls = {op: call for op, call in active.calls.items() if op != name}
-    token = ACTIVE.set(inner)
-    try:
-        return function(*args, **options)
-    finally:
-        ACTIVE.reset(token)
 
 
 def run(name: str, *args: Any, **options: Any) -> Any:

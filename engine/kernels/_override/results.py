@@ -13,7 +13,7 @@ from engine.dtypes import np_dtype
 from engine.errors import ContractError
 from engine.reference.sample import BAD_LOGITS, OK, SampleResult
 
-__all__ = ["RESULTS", "check_results", "sample_result"]
+__all__ = ["RESULTS", "WRITERS", "check_results", "sample_result"]
 
 Shape = tuple[int, ...]
 Wanted = tuple[tuple[Shape, Any], ...]
@@ -63,10 +63,6 @@ def _summed_experts(a: Arguments) -> Wanted:
     return (((t, n), a["pairs"].dtype),)
 
 
-def _nothing(a: Arguments) -> Wanted:
-    return ()
-
-
 RESULTS: dict[str, Callable[[Arguments], Wanted]] = {
     **dict.fromkeys(("silu", "gelu", "relu", "residual_add", "all_reduce"), _like("x")),
     **dict.fromkeys(("swiglu", "geglu"), _half),
@@ -80,9 +76,11 @@ RESULTS: dict[str, Callable[[Arguments], Wanted]] = {
     "attention_decode": _attended,
     "attention_prefill": _attended,
     "moe_combine": _summed_experts,
-    **dict.fromkeys(("kv_store", "qk_norm_rope_store", "kv_copy", "kv_swap"), _nothing),
 }
 """Op -> shape and dtype of its results. What other ops must return is not checked."""
+
+WRITERS = frozenset(("kv_store", "qk_norm_rope_store", "kv_copy", "kv_swap"))
+"""Ops that return nothing: they write into their arguments."""
 
 
 def check_results(op: str, label: str, results: tuple[Any, ...], arguments: Arguments) -> None:

@@ -42,10 +42,11 @@ class Overrides:
         self.functions = dict(sorted(functions.items()))
         self._key = tuple((op, id(function)) for op, function in self.functions.items())
         self.calls: dict[str, Callable[..., Any]] = {}
+        self._without: dict[str, Overrides] = {}
         for op in {*STEPS, *WHOLES} if functions else ():
             self.calls[op] = partial(self._in_parts, op)
         for op, function in self.functions.items():
-            self.calls[op] = Override(op, function, self._has)
+            self.calls[op] = Override(op, function, self)
         self.is_planned = all(isinstance(f, Op) for f in self.functions.values())
 
     @classmethod
@@ -83,6 +84,13 @@ class Overrides:
             return self
         return _merged(self, other) if self else other
 
+    def without(self, op: str) -> Overrides:
+        """Return a table without `op`: what holds within its own override."""
+        if op not in self._without:
+            others = {name: f for name, f in self.functions.items() if name != op}
+            self._without[op] = Overrides(others)
+        return self._without[op]
+
     def places(self) -> dict[str, str]:
         """Return "file.py:name" of each function, for other processes.
 
@@ -114,19 +122,20 @@ class Overrides:
     def __str__(self) -> str:
         return ", ".join(f"{op}={name_of(f)}" for op, f in self.functions.items())
 
-    def _has(self, ops: Collection[str]) -> bool:
+    def has_any(self, ops: Collection[str]) -> bool:
+        """Tell whether one of these ops is overridden."""
         return any(op in self.functions for op in ops)
 
     def _in_parts(self, op: str, /, *args: Any, **options: Any) -> Any:
         """Run a fused op; the parts of it that are overridden run on their own."""
         if op in WHOLES:
             parts, compose = WHOLES[op]
-            if self._has(parts(options)):
+            if self.has_any(parts(options)):
                 return compose(*args, **options)
         return stepwise(op, self._is_taken_off, partial(_counted, op), *args, **options)
 
     def _is_taken_off(self, step: Step, options: Options) -> bool:
-        return self._has(step.parts(options))
+        return self.has_any(step.parts(options))
 
 
 def _counted(op: str, /, *args: Any, **options: Any) -> Any:
