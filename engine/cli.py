@@ -36,7 +36,12 @@ _SUBCOMMANDS = {
         "bench_serve.command",
         "benchmark an OpenAI-compatible server under load",
     ),
+    ("kernels", "bench"): ("kernels_bench", "time a kernel of your own, or an op of the catalog"),
     ("kernels", "check"): ("kernels_check", "check kernels of your own against their references"),
+    ("kernels", "profile"): (
+        "kernels_profile",
+        "occupancy of your kernels, and what they wait for",
+    ),
 }
 """Command and kind -> module and description, for kinds that have their own options."""
 

@@ -57,7 +57,9 @@ from engine.kernels.swiglu import swiglu
 from engine.kernels.swiglu_quantize import swiglu_quantize
 
 if TYPE_CHECKING:
+    from engine.kernels._tools.bench import bench
     from engine.kernels._tools.check import check
+    from engine.kernels._tools.profile import profile
     from engine.kernels._tools.watch import watch
 
 __all__ = [
@@ -74,6 +76,7 @@ __all__ = [
     "attention_decode",
     "attention_prefill",
     "attention_prefill_fp8",
+    "bench",
     "check",
     "decode_inputs",
     "decode_outputs",
@@ -98,6 +101,7 @@ __all__ = [
     "moe_route",
     "override",
     "permute_columns",
+    "profile",
     "qk_norm_rope_store",
     "quantize_heads",
     "quantize_rows",
@@ -116,7 +120,7 @@ __all__ = [
     "watch",
 ]
 
-_TOOLS = ("check", "watch")  # modules of `_tools/`, imported on demand
+_TOOLS = ("bench", "check", "profile", "watch")  # modules of `_tools/`, imported on demand
 
 
 def __getattr__(name: str) -> Any:

@@ -138,6 +138,13 @@ class Kernel:
         if builder is not None:
             builder.add_launch(self.entry, launch, values)
 
+    def resident_blocks(self, spec: ModuleSpec, num_threads: int, shared_mem: int) -> int:
+        """Return how many blocks a multiprocessor holds at once, as the driver computes it."""
+        cuda = device.cupy().cuda
+        function = self._function(spec, shared_mem, cuda.runtime.getDevice())
+        count = cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
+        return int(count(function.kernel.ptr, num_threads, shared_mem))
+
     def _values(self, args: dict[str, Any]) -> tuple[Any, ...]:
         if len(args) != len(self._names):
             self._wrong_arguments(args)
