@@ -145,13 +145,20 @@ class BenchReport:
         ConfigError
             If matplotlib is not installed, there is no GPU, or the operations are not stated.
         """
+        found = [row.measured for row in self.rows if row.measured and row.measured.case.flops]
+        if self.peaks is None:
+            raise ConfigError("plot: a roofline has the limits of a GPU; this report is of a CPU")
+        if not found:
+            raise ConfigError(f"plot: the definition of {self.op} must state flops=")
         try:
+            # Imported lazily: matplotlib is an extra.
             from engine.kernels._tools import roofline_plot
         except ImportError as error:
             raise ConfigError(
                 f"plot needs matplotlib ({error}); install it with: pip install 'rawengine[bench]'"
             ) from error
-        return roofline_plot.draw(self, file)
+        title = f"{self.op} on {self.device}, {self.date}"
+        return roofline_plot.draw(title, self.peaks, self.copy_rate, found, file)
 
     def _title(self) -> str:
         if self.peaks is None:
@@ -177,7 +184,14 @@ class BenchReport:
         has_flops = self.peaks is not None and any(
             row.measured and row.measured.case.flops for row in shown
         )
-        rivals = list(dict.fromkeys(n for row in shown for n in _rivals(row)))
+        rivals = list(
+            dict.fromkeys(
+                name
+                for row in shown
+                for name, timing in _rivals(row).items()
+                if isinstance(timing, Timing)
+            )
+        )
         heads = ["case", "us", "quartiles", "GB/s", *["TFLOP/s"] * has_flops]
         heads += ["of the peak"] * (self.peaks is not None)
         heads += [head for name in rivals for head in (f"{name} us", "x")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -9,8 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from engine.errors import ConfigError
-from engine.kernels._tools.bench_report import BenchReport, BenchRow
+from engine.kernels._tools.roofline import Peaks
 from engine.testing.bench_case import Measurement
 from engine.testing.timing import Timing
 
@@ -21,21 +21,33 @@ _RIVALS = ("#e8852b", "#7a9a3b", "#b04a8b", "#8c8c8c", "#c9a227")
 _ROOFS = {"float32": "float32", "bfloat16": "16 bits, tensor cores"}
 
 
-def draw(report: BenchReport, file: str | Path | None) -> Figure:
-    """Draw operations per second over operations per byte, on logarithmic axes."""
-    rows = [row for row in report.rows if row.measured is not None and row.measured.case.flops]
-    if report.peaks is None:
-        raise ConfigError("plot: a roofline has the limits of a GPU; this report is of a CPU")
-    if not rows:
-        raise ConfigError(f"plot: the definition of {report.op} must state flops=")
+def draw(
+    title: str,
+    peaks: Peaks,
+    copy_rate: float,
+    found: Sequence[Measurement],
+    file: str | Path | None,
+) -> Figure:
+    """Draw operations per second over operations per byte, on logarithmic axes.
+
+    Parameters
+    ----------
+    title : str
+    peaks : Peaks
+    copy_rate : float
+        Bytes per second of a copy.
+    found : sequence of Measurement
+        Cases that count their operations.
+    file : path, optional
+    """
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
-    _draw_points(axes, rows)
-    _draw_roofs(axes, report, rows)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    _draw_points(axes, found)
+    _draw_roofs(axes, peaks, copy_rate, [_intensity(each) for each in found])
     axes.set_xlabel("operations per byte that must be moved")
     axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"{report.op} on {report.device}, {report.date}")
+    axes.set_title(title)
     axes.grid(which="major", color="0.9")
     axes.set_axisbelow(True)
     axes.legend(loc="lower right", frameon=False)
@@ -45,12 +57,11 @@ def draw(report: BenchReport, file: str | Path | None) -> Figure:
     return figure
 
 
-def _draw_points(axes: Axes, rows: list[BenchRow]) -> None:
-    found = [row.measured for row in rows if row.measured is not None]
+def _draw_points(axes: Axes, found: Sequence[Measurement]) -> None:
     _scatter(axes, found, [each.tflops for each in found], "the kernel", _OURS)
-    for row, each in zip(rows, found, strict=True):
+    for each in found:
         axes.annotate(
-            row.case,
+            each.case.name,
             (_intensity(each), each.tflops),
             xytext=(6, -3),
             textcoords="offset points",
@@ -64,7 +75,7 @@ def _draw_points(axes: Axes, rows: list[BenchRow]) -> None:
 
 
 def _scatter(
-    axes: Axes, found: list[Measurement], rates: list[float], label: str, color: str
+    axes: Axes, found: Sequence[Measurement], rates: Sequence[float], label: str, color: str
 ) -> None:
     if found:
         axes.plot([_intensity(each) for each in found], rates, "o", color=color, label=label)
@@ -80,21 +91,19 @@ def _intensity(measured: Measurement) -> float:
     return measured.case.flops / measured.case.nbytes
 
 
-def _draw_roofs(axes: Axes, report: BenchReport, rows: list[BenchRow]) -> None:
-    assert report.peaks is not None
-    memory = report.peaks.memory * 1e-12
-    highest = max(report.peaks.rate(name) for name in _ROOFS) * 1e-12
-    intensities = [_intensity(row.measured) for row in rows if row.measured is not None]
+def _draw_roofs(axes: Axes, peaks: Peaks, copy_rate: float, intensities: Sequence[float]) -> None:
+    memory = peaks.memory * 1e-12
+    highest = max(peaks.rate(name) for name in _ROOFS) * 1e-12
     low = min(*intensities, 1.0) / 4
     high = max(*intensities, highest / memory) * 4
     x = np.geomspace(low, high, 200)
     for index, (dtype, label) in enumerate(_ROOFS.items()):
-        rate = report.peaks.rate(dtype) * 1e-12
+        rate = peaks.rate(dtype) * 1e-12
         axes.plot(x, np.minimum(rate, x * memory), "--", color="black", linewidth=1)
         axes.text(high, rate, f"{label}: {rate:.3g} TFLOP/s", ha="right", va="bottom", fontsize=8)
         if index == 0:
             axes.text(low, low * memory, f" {memory:.3g} TB/s", va="top", fontsize=8, rotation=0)
-    axes.plot(
-        x, x * report.copy_rate * 1e-12, ":", color="0.5", linewidth=1, label="rate of a copy"
-    )
-    axes.set_ylim(top=highest * 3)
+    copy = np.minimum(highest, x * copy_rate * 1e-12)
+    axes.plot(x, copy, ":", color="0.5", linewidth=1, label="rate of a copy")
+    lowest = min(float(np.min(line.get_ydata())) for line in axes.get_lines())
+    axes.set_ylim(lowest / 2, highest * 3)
