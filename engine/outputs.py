@@ -71,10 +71,18 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When a request reached each stage, in seconds; None if not reached yet.
+    """When a request reached each stage, in seconds of `time.monotonic`; None if not reached yet.
 
     Attributes
     ----------
+    arrival_time : float
+        The request was added.
+    first_scheduled_time : float or None
+        The first step that computes a part of its prompt was scheduled.
+    first_token_time, last_token_time : float or None
+        The first and the newest token were committed.
+    finished_time : float or None
+        Its last continuation finished.
     num_generation_tokens : int
         Tokens generated so far, over all continuations.
     num_cached_tokens : int

@@ -20,11 +20,19 @@ _BENCHMARKS = sorted(
     path.stem for path in (ROOT / "docs" / "benchmarks").glob("*.md") if path.stem != "README"
 )
 NAVIGATION = {
-    "Start": ["quickstart", "platforms", "models"],
+    "Start": ["quickstart", "platforms"],
     "Course": ["course/index", *(f"course/{name}" for name in course.names())],
     "Guides": [
         *("serving", "page", "clients", "tools_and_reasoning", "structured_output"),
-        *("quantization", "speculative", "distributed", "replicas", "scaling", "determinism"),
+        *(
+            "models",
+            "quantization",
+            "speculative",
+            "distributed",
+            "replicas",
+            "scaling",
+            "determinism",
+        ),
     ],
     "Kernels": ["your_kernel", "override", "headers", "kernels", "benchmarks/README"],
     "API": ["stable_api", *(f"api/{name}" for name in api.page_names())],

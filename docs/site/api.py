@@ -50,7 +50,7 @@ _PLUMBING = {  # methods that other processes' models replace, and the engine al
 def page_names() -> list[str]:
     """Return the pages of the API, without those of the ops."""
     named = [objects[0].rpartition(".")[2] for objects in OBJECTS.values()]
-    return [*named, "options", "errors", "kernels"]
+    return [*named, "options", "errors", "define", "kernels"]
 
 
 def ops() -> list[str]:
@@ -66,6 +66,7 @@ def add_api(pages: Pages) -> None:
         pages.add(f"docs/api/{name}.md", f"# {title}\n\n" + "\n".join(parts))
     pages.add("docs/api/options.md", _options())
     pages.add("docs/api/errors.md", _errors())
+    pages.add("docs/api/define.md", _define())
     pages.add("docs/api/kernels.md", _kernels())
     for op in ops():
         pages.add(f"docs/api/kernels/{op}.md", _op(op))
@@ -137,17 +138,36 @@ def _errors() -> str:
     return f"{head}```text\n{textwrap.dedent(tree)}\n```\n\n" + "\n".join(parts)
 
 
+_OF_OPS = ("BlockSparse", "Periodic", "Routing")  # arguments of ops
+_FIRST = ("define", "Op", "Problem", "Launch")  # in the order of reading; the rest by name
+
+
+def _define() -> str:
+    """Return the page of the names for a kernel of the user's own."""
+    known = {*ops(), *_OF_OPS, *_FIRST}
+    names = [*_FIRST, *(name for name in kernels.__all__ if name not in known)]
+    parts = [_directive(f"engine.kernels.{name}") for name in names]
+    return _DEFINE_HEAD + "\n".join(parts)
+
+
+_DEFINE_HEAD = """# define, check, override
+
+Names of `engine.kernels` for [a kernel of your own](../your_kernel.md). The
+[CUDA headers](../headers.md) have a page of their own.
+
+"""
+
+
 def _kernels() -> str:
-    """Return the page of `engine.kernels`: its own names, and a table of the ops."""
-    own = [name for name in kernels.__all__ if name not in ops()]
+    """Return the page of the catalog: a table of the ops, and the types of their arguments."""
     rows = [f"| [`{op}`](kernels/{op}.md) | {_first_line(op)} |\n" for op in ops()]
-    parts = [_directive(f"engine.kernels.{name}") for name in own]
+    parts = [_directive(f"engine.kernels.{name}") for name in _OF_OPS]
     return _KERNELS_HEAD + "".join(rows) + "\n" + "\n".join(parts)
 
 
-_KERNELS_HEAD = """# engine.kernels
+_KERNELS_HEAD = """# The catalog
 
-Functions on arrays: NumPy arrays run the mirror, CuPy arrays the CUDA kernel; arrays with
+Functions on arrays in `engine.kernels`: NumPy arrays run the mirror, CuPy arrays the CUDA kernel; arrays with
 `__dlpack__` or `__cuda_array_interface__` are accepted without a copy.
 
 | op | computes |

@@ -36,6 +36,7 @@ html_theme = "furo"
 html_title = f"engine {release}"
 html_show_sourcelink = False
 html_copy_source = False
+html_show_copyright = False
 html_theme_options = {"top_of_page_buttons": []}
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"

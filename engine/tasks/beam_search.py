@@ -97,7 +97,16 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True)
 class BeamSearchOutput:
-    """Result of `LLM.beam_search` for a prompt: at most `beam_width` sequences, best first."""
+    """Result of `LLM.beam_search` for a prompt.
+
+    Attributes
+    ----------
+    prompt : str or None
+        Text of the prompt, if it was given as text.
+    prompt_token_ids : sequence of int
+    sequences : list of BeamSearchSequence
+        At most `beam_width`, best first.
+    """
 
     prompt: str | None
     prompt_token_ids: Sequence[int]
