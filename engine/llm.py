@@ -77,6 +77,7 @@ class LLM:
         """Tokenizer of the model."""
         return self.llm_engine.tokenizer
 
+    @takes_keywords(inspect.signature(SamplingParams).parameters.values())
     def get_default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Return the sampling parameters recommended by the model's generation_config.json."""
         config = self.llm_engine.model.generation_config

@@ -70,6 +70,11 @@ def test_an_unknown_keyword_is_told_with_the_nearest(cls):
         cls(**{f"{name}s": 1})
 
 
+def test_defaults_of_a_model_take_the_fields_of_sampling_params():
+    shown = _names(engine.LLM.get_default_sampling_params)
+    assert shown == {"self"} | _names(engine.SamplingParams)
+
+
 def test_chat_shows_its_options():
     shown = inspect.signature(engine.LLM.chat).parameters
     assert {"tools", "add_generation_prompt", "continue_final_message"} <= set(shown)

@@ -167,8 +167,8 @@ def _kernels() -> str:
 
 _KERNELS_HEAD = """# The catalog
 
-Functions on arrays in `engine.kernels`: NumPy arrays run the mirror, CuPy arrays the CUDA kernel; arrays with
-`__dlpack__` or `__cuda_array_interface__` are accepted without a copy.
+Functions on arrays in `engine.kernels`: NumPy arrays run the mirror, CuPy arrays the CUDA kernel;
+arrays with `__dlpack__` or `__cuda_array_interface__` are accepted without a copy.
 
 | op | computes |
 |---|---|
