@@ -54,6 +54,16 @@ class Contract:
         self._device: int | None = None
         self._is_planned = False  # a launch plan is being recorded: outputs must be PlanArrays
 
+    def again(self) -> Contract:
+        """Return the contract of another call whose arguments have these shapes and dtypes."""
+        new = Contract(self.op)
+        new.dims = self.dims
+        new.xp = self.xp
+        new._origin = self._origin
+        new._first = self._first
+        new._device = self._device
+        return new
+
     @property
     def on_cpu(self) -> bool:
         """Tell whether the arguments are NumPy arrays, so that the mirror computes the result."""

@@ -284,19 +284,22 @@ def test_compiler_warnings_and_spills_are_warnings(without_gpu):
 
 
 def test_too_many_registers_for_the_block_are_told(without_gpu):
-    body = "float v[120];\n  for (int k = 0; k < 120; ++k) v[k] = to_float(x[k * 7]);\n"
-    body += "  for (int r = 0; r < 50; ++r) for (int k = 0; k < 120; ++k) v[k] *= v[(k * 7) % 120];"
-    text = f"""
-extern "C" __global__ void scale(const scalar_t* x, const float* s, scalar_t* out) {{
+    text = """
+extern "C" __global__ void scale(const scalar_t* x, const float* s, scalar_t* out) {
+  float v[100];
 #pragma unroll
-  {body}
-  float sum = s[0];
-  for (int k = 0; k < 120; ++k) sum += v[k];
-  out[threadIdx.x] = from_float<scalar_t>(sum);
-}}"""
+  for (int k = 0; k < 100; ++k) v[k] = s[k];
+  float sum = to_float(x[0]);
+#pragma unroll
+  for (int k = 0; k < 100; ++k) sum += v[k];
+#pragma unroll
+  for (int k = 0; k < 100; ++k) out[threadIdx.x * 100 + k] = from_float<scalar_t>(sum / v[k]);
+}"""
     op = _op(source=text, launch=lambda call: call.grid(1, 1024))
     report = kernels.check(op, arch="sm_90a", quick=True, show=False)
-    assert "registers need" in str(report) or "spills" in str(report)
+    assert not report.ok
+    assert "scale: 1024 threads of 128 registers need 131072; a block has 65536" in str(report)
+    assert "__launch_bounds__(1024)" in str(report)
 
 
 @pytest.mark.parametrize(

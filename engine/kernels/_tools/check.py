@@ -35,7 +35,7 @@ __all__ = ["check"]
 
 _MAX_CRASHES = 3  # calls that may crash before the others are given up
 _HUGE_SECONDS = 600.0
-_FATAL = ("compile", "parameters", "launch", "definition", "registers", "shared memory")
+_FATAL = ("compile", "parameters", "launch", "definition", "resources")
 
 
 def check(

@@ -5,23 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from engine import env
 from engine.errors import CompileError, EngineError
 from engine.kernels._module import ARCHITECTURES, CompiledModule, compile_module
+from engine.kernels._nvrtc import EntryInfo
 from engine.kernels._tools.check_cases import Case, case_problem
 from engine.kernels._tools.check_report import CompiledKernel, Finding
 from engine.kernels._tools.check_sizes import array_shape
 from engine.kernels._user.arguments import LaunchArguments
 from engine.kernels._user.diagnostics import KernelCompileError, read_log
+from engine.kernels._user.launch_failure import resource_errors
 from engine.kernels._user.module import UserModule, can_run
 from engine.kernels._user.op import Op
 from engine.kernels._user.problem import CHIPS, Chip, Launch, Problem, TensorMapOf
 
 __all__ = ["check_static"]
 
-_REGISTERS = 65536  # of a multiprocessor, which one block may take
 _SYNC = re.compile(
     r"__sync|cooperative_groups|\bcg::|mbarrier|\bbarrier|bar\.sync|cp_async|cluster_sync"
 )
@@ -159,23 +159,9 @@ def _resource_findings(
             yield from _too_many(problem, launch, entry)
 
 
-def _too_many(problem: Problem, launch: Launch, entry: Any) -> Iterator[Finding]:
-    per_warp = -(-entry.registers // 8) * 8 * 32
-    needed = -(-launch.num_threads // 32) * per_warp
-    if needed > _REGISTERS:
-        yield Finding(
-            "registers",
-            f"{entry.name}: {launch.num_threads} threads of {entry.registers} registers need "
-            f"{needed}; a block has {_REGISTERS}. Launch fewer threads, or state "
-            f"__launch_bounds__({launch.num_threads})",
-        )
-    shared = entry.shared_bytes + launch.shared
-    if shared > problem.max_shared_bytes:
-        yield Finding(
-            "shared memory",
-            f"{entry.name}: {entry.shared_bytes} bytes of static and {launch.shared} bytes of "
-            f"dynamic shared memory; a block of {problem.arch} has {problem.max_shared_bytes}",
-        )
+def _too_many(problem: Problem, launch: Launch, entry: EntryInfo) -> Iterator[Finding]:
+    for reason in resource_errors(launch, entry, problem.chip):
+        yield Finding("resources", reason)
     if entry.spill_bytes:
         yield Finding(
             "spill",

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from engine.device import is_cupy_array
 from engine.errors import ConfigError, ContractError, ShapeError
 from engine.kernels._contract import Contract
 from engine.kernels._user.expressions import Expression
@@ -20,9 +21,11 @@ from engine.kernels._user.signature import (
     ScalarArg,
     Signature,
 )
+from engine.plan_array import PlanArray
 
-__all__ = ["Bound", "bind", "dtype_text", "is_aligned", "overlaps"]
+__all__ = ["Bound", "bind", "call_key", "dtype_text", "is_aligned", "overlaps"]
 
+_NUMBERS = (type(None), bool, int, float)
 VECTOR_BYTES = 16  # widest access of a thread
 
 
@@ -42,6 +45,8 @@ class Bound:
         Axes that "..." stands for.
     dtype : str
         The file's `scalar_t`; "" until an array decides it.
+    problems : dict
+        For `Op`: the problems of calls like this one, by chip and alignment.
     """
 
     contract: Contract
@@ -49,6 +54,16 @@ class Bound:
     sizes: dict[str, int] = field(default_factory=dict)
     lead: tuple[int, ...] = ()
     dtype: str = ""
+    problems: dict[Any, Any] = field(default_factory=dict)
+
+    def again(self, values: dict[str, Any]) -> Bound:
+        """Return the checked arguments of another call with an equal `call_key`.
+
+        `self.values` has the numbers only.
+        """
+        values = values | self.values
+        contract = self.contract.again()
+        return Bound(contract, values, self.sizes, self.lead, self.dtype, self.problems)
 
     def shape(self, array: ArrayArg) -> tuple[int, ...]:
         """Return the shape of a result.
@@ -75,6 +90,27 @@ class Bound:
             dtype: np.dtype[Any] = self.values[array.like].dtype
             return dtype
         return DTYPES[self.dtype if array.is_scalar_t else array.dtypes[0]]
+
+
+def call_key(values: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Return what the checks of `bind` depend on, without the addresses and the content.
+
+    None if an argument is neither a plain NumPy or CuPy array nor a number.
+    """
+    parts: list[Any] = []
+    for value in values.values():
+        kind = type(value)
+        if kind is np.ndarray:
+            flags = value.flags
+            parts.append((kind, value.shape, value.dtype, flags.c_contiguous, flags.writeable))
+        elif kind in _NUMBERS or issubclass(kind, np.generic):
+            parts.append((kind, value))
+        elif is_cupy_array(value) and kind is not PlanArray:
+            is_contiguous = value.flags.c_contiguous
+            parts.append((value.device.id, value.shape, value.dtype, is_contiguous))
+        else:
+            return None
+    return tuple(parts)
 
 
 def bind(

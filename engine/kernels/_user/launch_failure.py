@@ -1,0 +1,55 @@
+"""Why a launch fails: registers and shared memory of a block, and errors of earlier kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.errors import DeviceError
+from engine.kernels._module import compile_module
+from engine.kernels._nvrtc import EntryInfo
+from engine.kernels._user.module import UserModule
+from engine.kernels._user.problem import Chip, Launch
+
+__all__ = ["explained", "resource_errors"]
+
+_REGISTERS = 65536  # of a multiprocessor; one block may have them all
+_WARP = 32  # threads
+_REGISTER_UNIT = 8  # registers of a thread are allocated in such numbers
+
+
+def resource_errors(launch: Launch, entry: EntryInfo, chip: Chip) -> Iterator[str]:
+    """Yield why no multiprocessor has room for a block of the launch."""
+    per_thread = -(-entry.registers // _REGISTER_UNIT) * _REGISTER_UNIT
+    needed = -(-launch.num_threads // _WARP) * _WARP * per_thread
+    if needed > _REGISTERS:
+        yield (
+            f"{entry.name}: {launch.num_threads} threads of {entry.registers} registers need "
+            f"{needed}; a block has {_REGISTERS}. Launch fewer threads, or state "
+            f"__launch_bounds__({launch.num_threads})"
+        )
+    if entry.shared_bytes + launch.shared > chip.max_shared_bytes:
+        yield (
+            f"{entry.name}: {entry.shared_bytes} bytes of static and {launch.shared} bytes of "
+            f"dynamic shared memory; a block of {chip.arch} has {chip.max_shared_bytes}"
+        )
+
+
+def explained(
+    error: Exception, op: str, launch: Launch, module: UserModule, entry: str, chip: Chip
+) -> DeviceError:
+    """Return an error that names the cause of a launch that the driver refuses."""
+    compiled = compile_module(module, chip.arch)
+    entries = [each for each in compiled.entries if each.name == entry]
+    reasons = [reason for each in entries for reason in resource_errors(launch, each, chip)]
+    if reasons:
+        return DeviceError(f"{op}: the launch fails: {'; '.join(reasons)}")
+    text = str(error)
+    if any(word in text.lower() for word in ("illegal", "misaligned", "assert", "launch_failed")):
+        return DeviceError(
+            f"{op}: an earlier kernel failed, which CUDA reports at the next call: {text}. "
+            "kernels.check finds the kernel and the cause"
+        )
+    return DeviceError(
+        f"{op}: the launch fails: {text}; grid {launch.grid}, block {launch.block}, "
+        f"{launch.shared} bytes of shared memory, clusters of {launch.cluster}"
+    )

@@ -1,0 +1,420 @@
+"""What `kernels.define` accepts and refuses: signatures, expressions, names, sources, launches."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import errors, kernels
+
+BODY = 'extern "C" __global__ void f(const scalar_t* x, scalar_t* out, int64_t N) {}'
+
+
+def _define(signature="x: (N,) float -> (N,) like x", **options):
+    options = {
+        "reference": lambda x, *_: x,
+        "source": BODY,
+        "launch": lambda call: call.grid1d(call["N"]),
+    } | options
+    return kernels.define("f", signature, **options)
+
+
+# Signatures.
+
+
+@pytest.mark.parametrize(
+    ("signature", "words"),
+    [
+        ("x: (N,) float", "must have '->' before the results"),
+        ("(N,) float -> (N,) like x", "an argument must be 'name: ...'; got '(N,) float'"),
+        ("x: (N,) floaty -> (N,) like x", "dtype must be of float, float32"),
+        ("x: (N,) -> (N,) like x", "must be '(sizes) dtype'"),
+        ("x: (N,) float shiny -> (N,) like x", "must be one of strided, inout, zeroed"),
+        ("x: (N,) float -> (M,) like x", "no argument has an axis 'M'"),
+        ("x: (N,) float -> (N,) like y", "'like' must name one of x; got 'y'"),
+        ("x: (N,) float, x: (N,) float -> (N,) like x", "'x' must name one thing"),
+        ("N: (N,) float -> (N,) like N", "'N' must name one thing"),
+        ("out: (N,) float -> (N,) float32", "a name must be an identifier other than"),
+        ("x: (N,) float ->", "must have a result after '->'"),
+        ("x: (N,) float, n: int8 -> (N,) like x", "a scalar must have a dtype of"),
+        ("x: (N,) float, n: int32 = 1.5 -> (N,) like x", "its default must be int32; got '1.5'"),
+        ("x: (N,) float = None, y: (N,) float -> (N,) like y", "'y', which must be given, follows"),
+        ("x: (N,) float32 -> (N,) int32|int64", "a result must have one dtype"),
+        ("x: (N + import os,) float -> (N,) like x", "must be numbers, symbols"),
+        ("x: (f(N),) float -> (N,) like x", "must be numbers, symbols"),
+        ("eps: float32 -> (3,) float32", "must have an array argument"),
+    ],
+)
+def test_a_bad_signature_is_told_with_the_place(signature, words):
+    with pytest.raises(errors.ConfigError) as caught:
+        _define(signature)
+    assert words in str(caught.value)
+    assert str(caught.value).startswith("f: signature")
+    assert isinstance(caught.value, ValueError)
+
+
+def test_python_sees_the_arguments():
+    op = _define("x: (N,) float, b: (N,) like x = None, eps: float32 = 1e-6 -> (N,) like x")
+    assert str(inspect.signature(op)) == "(x, b=None, eps=1e-06, *, out=None)"
+    assert op.__name__ == "f"
+    assert op.__doc__.startswith("f(x: (N,) float")
+
+
+def test_the_docstring_of_the_reference_is_the_ops():
+    def reference(x):
+        """Return x."""
+        return x
+
+    assert _define(reference=reference).__doc__.endswith("Return x.")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"where": "M > 2"}, "where: must name N; got 'M'"),
+        ({"reduction": "K"}, "reduction: must name N; got 'K'"),
+        ({"flops": "2*K"}, "flops: must name N, itemsize; got 'K'"),
+        ({"sizes": {"K": (1,)}}, "sizes: must name N; got 'K'"),
+        ({"bench": {"K": 1}}, "bench: must name N; got 'K'"),
+        ({"inputs": {"y": None}}, "inputs: must name x; got 'y'"),
+        ({"in_place": "y"}, "in_place: must name x; got 'y'"),
+        ({"alignment": 3}, "alignment: must be a power of two"),
+        ({"requires": "hopper"}, "requires: must be"),
+        ({"reference": 3}, "reference: must be callable; got 3"),
+        ({"source": "missing.cu"}, "there is no file 'missing.cu'"),
+        ({"source": "__global__ void f() {}"}, 'must be declared extern "C"'),
+        ({"source": 'extern "C" __global__ void f(const Foo x) {}'}, "parameter 'x' must be"),
+        ({"source": 'extern "C" __global__ void f(float& x) {}'}, "must be a pointer or a number"),
+    ],
+)
+def test_a_bad_definition_names_the_argument(options, words):
+    with pytest.raises(errors.ConfigError) as caught:
+        _define(**options)
+    assert words in str(caught.value)
+
+
+# Calls on NumPy arrays.
+
+
+def test_a_call_computes_the_reference_and_rounds_once():
+    op = _define(reference=lambda x: x * np.float32(1 + 2**-11))
+    x = np.ones(3, np.float16)
+    assert op(x).dtype == np.float16
+    assert op(x).tolist() == [1.0] * 3  # float16 rounds 1 + 2**-11 to even
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((np.ones(3, np.float64),), errors.DTypeError, "x: must be float32 or float16 or bfloat16"),
+        ((np.ones((3, 1), np.float32),), errors.ShapeError, "x: must have shape (N"),
+        (([1.0],), errors.DTypeError, "x: must be an array; got list"),
+        ((), errors.ContractError, "x: must be given"),
+        ((np.ones(3, np.float32), 4), errors.ContractError, "takes 1 arguments, x; got 2"),
+    ],
+)
+def test_a_wrong_call_names_argument_and_values(arguments, error, words):
+    with pytest.raises(error) as caught:
+        _define()(*arguments)
+    assert words in str(caught.value)
+    assert isinstance(caught.value, errors.ContractError)
+
+
+def test_an_unknown_keyword_names_the_nearest():
+    with pytest.raises(errors.UnknownOptionError, match="did you mean 'x'"):
+        _define()(xx=np.ones(3, np.float32))
+
+
+def test_a_repeated_call_is_checked_as_the_first():
+    """Checks are remembered by shape and dtype: what differs is refused, also afterwards."""
+    op = _define("x: (T, N) float, s: (T,) float32 -> (T, N) like x", where="T <= 4")
+    x = np.ones((2, 3), np.float32)
+    s = np.ones(2, np.float32)
+    for _ in range(3):
+        np.testing.assert_array_equal(op(x, s), x)
+        with pytest.raises(errors.ShapeError):
+            op(x, s[:1])
+        with pytest.raises(errors.DTypeError):
+            op(x, s.astype(np.float16))
+        with pytest.raises(errors.ContractError, match="must satisfy T <= 4"):
+            op(np.ones((5, 3), np.float32), np.ones(5, np.float32))
+
+
+def test_remembered_checks_keep_scalars_apart():
+    op = _define(
+        "x: (N,) float, eps: float32, flag: bool = False -> (N,) like x",
+        reference=lambda x, eps, flag: x + eps + 10 * flag,
+    )
+    x = np.zeros(1, np.float32)
+    for _ in range(2):
+        assert op(x, 1)[0] == 1
+        assert op(x, 1.5)[0] == 1.5
+        assert op(x, np.float32(2.5))[0] == 2.5
+        assert op(x, 1, True)[0] == 11
+        with pytest.raises(errors.ContractError, match="flag: must be True or False"):
+            op(x, 1, 1)
+        with pytest.raises(errors.ContractError, match="eps: must be a number"):
+            op(x, True)
+
+
+def test_remembered_checks_keep_no_array_alive():
+    import weakref
+
+    op = _define()
+    x = np.ones(3, np.float32)
+    alive = weakref.ref(x)
+    op(x)
+    op(x)
+    del x
+    assert alive() is None
+
+
+def test_a_call_that_is_remembered_refuses_a_read_only_inout():
+    op = _define("x: (N,) float inout ->", reference=lambda x: x.fill(1))
+    x = np.zeros(2, np.float32)
+    op(x)
+    x.flags.writeable = False
+    with pytest.raises(errors.ContractError, match="writeable"):
+        op(x)
+
+
+def test_inout_is_written_in_place_and_returned():
+    def reference(x, y):
+        x += y
+
+    op = _define("x: (N,) float inout, y: (N,) like x ->", reference=reference)
+    x = np.arange(3, dtype=np.float16)
+    returned = op(x, np.ones(3, np.float16))
+    assert returned is x
+    assert x.tolist() == [1, 2, 3]
+
+
+def test_out_is_filled_and_returned():
+    op = _define()
+    out = np.empty(3, np.float32)
+    assert op(np.arange(3, dtype=np.float32), out=out) is out
+    assert out.tolist() == [0, 1, 2]
+    with pytest.raises(errors.ShapeError, match="out: must have shape"):
+        op(np.ones(3, np.float32), out=np.empty(4, np.float32))
+
+
+def test_optional_arguments_batch_axes_and_several_results():
+    op = _define(
+        "x: (..., 2F) float, b: (F,) float32 = None -> y: (..., F) like x, most: (...) float32",
+        reference=lambda x, b: (x[..., ::2] + (0 if b is None else b), x.max(axis=-1)),
+    )
+    x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    y, most = op(x)
+    assert (y.shape, most.shape) == ((2, 3, 2), (2, 3))
+    np.testing.assert_array_equal(op(x, np.ones(2, np.float32))[0], y + 1)
+    with pytest.raises(errors.ShapeError):
+        op(x[..., :3])
+    problem = op.problem(x)
+    assert problem["batch"] == 6 and problem["F"] == 2 and not problem.has("b")
+
+
+def test_dlpack_arrays_are_accepted():
+    class Foreign:
+        def __init__(self, array):
+            self._array = array
+
+        def __dlpack__(self, **options):
+            return self._array.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self._array.__dlpack_device__()
+
+    x = np.arange(3, dtype=np.float32)
+    assert _define()(Foreign(x)).tolist() == [0, 1, 2]
+
+
+def test_the_reference_may_fail_with_its_own_error():
+    with pytest.raises(ZeroDivisionError):
+        _define(reference=lambda x: 1 / 0)(np.ones(3, np.float32))
+
+
+def test_calls_from_several_threads_agree():
+    from concurrent.futures import ThreadPoolExecutor
+
+    op = _define(reference=lambda x: 2 * x)
+    sizes = [1 + n % 7 for n in range(400)]
+    with ThreadPoolExecutor(8) as pool:
+        results = pool.map(lambda n: op(np.full(n, n, np.float32)), sizes)
+        for n, result in zip(sizes, results, strict=True):
+            assert result.tolist() == [2 * n] * n
+
+
+# Sources.
+
+
+def test_a_file_is_read_again_when_it_or_a_header_changes(tmp_path):
+    header = tmp_path / "factor.cuh"
+    source = tmp_path / "f.cu"
+    header.write_text("#define FACTOR 2\n")
+    source.write_text('#include "factor.cuh"\n' + BODY)
+    op = _define(source=source)
+    first = op.source.current().digest
+    assert set(op.source.files) == {source, header}
+    assert op.source.current().digest == first
+    for path, text in ((header, "#define FACTOR 3\n"), (source, BODY + "\n")):
+        path.write_text(text)
+        os.utime(path, ns=(1, path.stat().st_mtime_ns + 1_000_000))
+        assert op.source.current().digest != first
+        first = op.source.current().digest
+
+
+def test_a_relative_source_is_beside_the_python_file(tmp_path, monkeypatch):
+    (tmp_path / "g.cu").write_text(BODY)
+    (tmp_path / "my_op.py").write_text(
+        "from engine import kernels\n"
+        "op = kernels.define('f', 'x: (N,) float -> (N,) like x', reference=lambda x: x,\n"
+        "    source='g.cu', launch=lambda call: call.grid1d(call['N']))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import my_op
+
+    assert my_op.op.source.path == (tmp_path / "g.cu").resolve()
+
+
+def test_a_file_that_vanishes_is_told(tmp_path):
+    path = Path(tmp_path / "f.cu")
+    path.write_text(BODY)
+    op = _define(source=path)
+    path.unlink()
+    with pytest.raises(errors.CompileError, match="cannot be read"):
+        op.source.current()
+
+
+# Launches and parameters.
+
+
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [
+        (lambda call: None, "launch: must return what call.grid1d or call.grid returns"),
+        (lambda call: [], "launch: must return"),
+        (lambda call: call.grid1d(call["N"], 1025), "1 to 1024 threads"),
+        (lambda call: call.grid((1, 70000), 32), "grid must be at most"),
+        (lambda call: call.grid(1, 32, shared=1 << 20), "shared must be at most 232448 bytes"),
+        (lambda call: call.grid(3, 32, cluster=2), "a cluster of 2 needs sm_90 and a grid"),
+        (lambda call: call.grid1d(call["M"]), "a size or scalar must be one of N; got 'M'"),
+        (lambda call: call.grid(1, 1, entry="g"), "has no kernel called 'g'; its kernels: f"),
+        (lambda call: call.grid(1, 1, args={"tile": 4}), "args must name parameters of f"),
+        (lambda call: call.grid(1, 1, pdl=True), "needs a kernel that calls pdl_wait()"),
+    ],
+)
+def test_a_bad_launch_is_told(launch, words):
+    op = _define(launch=launch)
+    with pytest.raises(errors.ConfigError) as caught:
+        op.match(op.example_problem({"N": 8}))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ("const scalar_t* x, scalar_t* out, int tile", "parameter 'tile' must be one of x, out, N"),
+        ("const float* x, scalar_t* out", "must be a pointer to scalar_t: the array is float16"),
+        ("const scalar_t* x, const scalar_t* out", "must be not const, since the kernel writes"),
+        ("const scalar_t* x, scalar_t* out, float* N", "must be a number: it is 8"),
+        ("scalar_t x, scalar_t* out", "parameter 'x' must be a pointer or have a type of"),
+        ("const scalar_t* x, scalar_t* out, int x_stride_0", "must be marked 'strided'"),
+    ],
+)
+def test_a_bad_parameter_is_told(params, words):
+    with pytest.raises(errors.ConfigError) as caught:
+        op = _define(source=f'extern "C" __global__ void f({params}) {{}}')
+        op.match(op.example_problem({"N": 8}, "float16"))
+    assert words in str(caught.value)
+
+
+def test_a_size_that_does_not_fit_an_int_is_told():
+    op = _define(source=BODY.replace("int64_t N", "int N"))
+    with pytest.raises(errors.ConfigError, match="must be int64_t, since 4294967296 does not fit"):
+        op.match(op.example_problem({"N": 1 << 32}))
+
+
+def test_launches_and_parameters_are_kept_for_equal_problems():
+    calls = []
+    op = _define(launch=lambda call: (calls.append(call), call.grid1d(call["N"]))[1])
+    for _ in range(3):
+        op.match(op.example_problem({"N": 8}))
+    assert len(calls) == 1
+    assert op.match(op.example_problem({"N": 8}))[0] is op.match(op.example_problem({"N": 8}))[0]
+    kernels_of_sizes = {op.match(op.example_problem({"N": n}))[0].kernel for n in (1, 2, 3)}
+    assert len(kernels_of_sizes) == 1  # one loaded function for all sizes
+
+
+def test_macros_and_integer_types_reach_the_compiler():
+    op = _define(
+        "ids: (N,) int32|int64 -> (N,) int32",
+        reference=lambda ids: ids,
+        source="""
+        extern "C" __global__ void f(const ids_t* ids, int* out) {
+          static_assert(sizeof(ids_t) == WIDTH, "the type of ids");
+          out[0] = ids[0];
+        }""",
+        launch=lambda call: call.grid(
+            1, 1, defines={"WIDTH": 8 if call.dtype_of("ids") == "int64" else 4}
+        ),
+    )
+    for dtype in ("int32", "int64"):
+        [module] = op.compile(op.example_problem({"N": 8}, dtypes={"ids": dtype}))
+        assert module.entries[0].name == "f"
+
+
+# The compiler's errors.
+
+
+def _compile_error(body, dtype="float16"):
+    op = _define(source=body)
+    with pytest.raises(errors.CompileError) as caught:
+        op.compile(op.example_problem({"N": 8}, dtype))
+    return caught.value
+
+
+def test_a_compile_error_has_file_line_and_caret_and_no_options():
+    error = _compile_error(BODY.replace("{}", "{\n  out[0] = foo(x[0]);\n  bar();\n}"))
+    lines = str(error).splitlines()
+    assert lines[0] == 'f.cu:2: error: identifier "foo" is undefined   [float16, sm_90a]'
+    assert lines[1].strip() == "out[0] = foo(x[0]);"
+    assert lines[2].index("^") == lines[1].index("foo")
+    assert lines[3].startswith('f.cu:3: error: identifier "bar" is undefined')
+    assert "-arch" not in str(error) and "-I" not in str(error)
+
+
+def test_a_notebook_shows_a_compile_error_without_a_traceback():
+    error = _compile_error(BODY.replace("{}", "{ foo(); }"))
+    [text] = error._render_traceback_()
+    assert text.startswith('CompileError: f.cu:1: error: identifier "foo"')
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ('{ asm volatile("foo.bar %0;" :: "r"(1)); }', "known instruction: 'foo'"),
+        (
+            "{ __shared__ float s[20000]; s[N] = 1; out[0] = x[int(s[0])]; }",
+            "80000 bytes of static",
+        ),
+        ("{ extern __device__ float g(float); out[0] = g(1); }", "but defined nowhere"),
+        ('{ }\n#include "missing.cuh"', 'cannot open source file "missing.cuh"'),
+    ],
+)
+def test_errors_of_ptxas_and_the_preprocessor_are_told(body, words):
+    text = str(_compile_error(BODY.replace("{}", body), "float32"))
+    assert words in text
+    assert text.startswith("f.cu")
+
+
+def test_an_error_in_a_header_names_the_header(tmp_path):
+    (tmp_path / "mine.cuh").write_text("#pragma once\n\n__device__ float g() { return foo; }\n")
+    (tmp_path / "f.cu").write_text('#include "mine.cuh"\n' + BODY)
+    op = _define(source=tmp_path / "f.cu")
+    with pytest.raises(errors.CompileError) as caught:
+        op.compile(op.example_problem({"N": 8}))
+    assert "mine.cuh:3: error: identifier" in str(caught.value)
