@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from engine.commands._overrides import override_options
 from engine.commands._parallel import parallel_option
 from engine.commands._quantization import quantization_option
 from engine.commands._speculation import speculation_option
@@ -72,6 +73,7 @@ def make_engine(
         "kv_cache_dtype": arguments.kv_cache_dtype,
         "cuda_graphs": False if arguments.no_cuda_graphs else None,
         **speculation_option(arguments),
+        **override_options(arguments),
         **parallel_option(arguments),
     }
     if arguments.no_async:

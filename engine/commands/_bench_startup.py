@@ -64,6 +64,8 @@ def _command(arguments: argparse.Namespace) -> list[str]:
     for name in (*names, "max_num_batched_tokens", "speculative_config"):
         if (value := getattr(arguments, name)) is not None:
             command.append(f"--{name.replace('_', '-')}={value}")
+    for name in ("kernels", "logits_processors"):
+        command += [f"--{name.replace('_', '-')}={one}" for one in getattr(arguments, name) or ()]
     command += [f"--{name}" for name in ("no-cuda-graphs", "no-async") if _is_set(arguments, name)]
     return [*command, f"--model={model}"]
 

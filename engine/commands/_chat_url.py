@@ -23,6 +23,8 @@ _LOCAL = {
     "max_model_len": None,
     "kv_cache_dtype": "auto",
     "speculative_config": None,
+    "kernels": None,
+    "logits_processors": None,
 }
 """Options that apply only to a local model, and their defaults."""
 

@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from engine.commands._overrides import add_override_arguments
 from engine.commands._parallel import add_parallel_argument, parallel_option
 from engine.commands._quantization import add_quantization_argument, quantization_option
 from engine.commands._record import check_json_file, write_record
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_quantization_argument(parser)
     parser.add_argument("--kv-cache-dtype", default="auto", help="fp8 or int8: halves the KV cache")
     add_speculation_argument(parser)
+    add_override_arguments(parser)
     add_parallel_argument(parser)
     parser.add_argument("--num-requests", type=int, help="number of requests")
     parser.add_argument("--prompt-len", type=int, help="tokens per prompt (throughput: maximum)")

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from engine.async_engine import AsyncEngine
 from engine.commands._options import add_model_arguments
+from engine.commands._overrides import override_options
 from engine.commands._parallel import parallel_option
 from engine.commands._quantization import quantization_option
 from engine.commands._speculation import speculation_option
@@ -184,6 +185,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         "kv_cache_dtype": arguments.kv_cache_dtype,
         **quantization_option(arguments),
         **speculation_option(arguments),
+        **override_options(arguments),
         **parallel_option(arguments),
     }
     for name in ("max_model_len", *_LIMITS):
