@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any
 
 from engine.errors import ConfigError
@@ -96,6 +96,23 @@ def forbid_override(num_processes: int) -> None:
         )
 
 
+class _Activation:
+    """Makes `active` active in a `with` block; a class, since generators cost some microseconds."""
+
+    __slots__ = ("_active", "_token")
+
+    def __init__(self, active: Active) -> None:
+        self._active = active
+        self._token: Token[Active | None] | None = None
+
+    def __enter__(self) -> None:
+        self._token = ACTIVE.set(self._active)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None
+        ACTIVE.reset(self._token)
+
+
 class ModelKernels:
     """The overrides of a model, and how often each kernel ran in it.
 
@@ -113,19 +130,17 @@ class ModelKernels:
     def __init__(self, overrides: Overrides = NO_OVERRIDES) -> None:
         self.overrides = overrides
         self.runs: dict[str, int] = {}
+        self._active = Active(overrides, self.runs, self)
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Let calls of ops in this block go through the model's overrides, and count them."""
+    def active(self) -> _Activation:
+        """Return a context in which calls of ops go through the overrides, and are counted."""
         outer = ACTIVE.get()
         if outer is not None and outer.owner is self:
-            yield
-            return
-        token = ACTIVE.set(Active(self.overrides.merged(_SCOPE.get()), self.runs, self))
-        try:
-            yield
-        finally:
-            ACTIVE.reset(token)
+            return _Activation(outer)
+        scope = _SCOPE.get()
+        if not scope:
+            return _Activation(self._active)
+        return _Activation(Active(self.overrides.merged(scope), self.runs, self))
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
