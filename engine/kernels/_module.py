@@ -95,6 +95,7 @@ class ModuleSpec:
             "-std=c++17",
             "-default-device",
             "-Xptxas=-v",
+            "-no-cache",  # from its cache NVRTC returns a cubin without ptxas's report
             f"-I{source_dir()}",
             *(f"-I{folder}" for folder in _nvrtc.include_dirs()),
             f"-DENGINE_DTYPE={_DTYPE_CODES[self.dtype]}",
@@ -279,6 +280,8 @@ def _read_cache(spec: ModuleSpec, arch: str, key: str) -> CompiledModule | None:
         if hashlib.sha256(path.read_bytes()).hexdigest() != record["sha256"]:
             return None
         entries = tuple(_nvrtc.EntryInfo(**entry) for entry in record["entries"])
+        if not entries:  # stored without ptxas's report
+            return None
         return CompiledModule(spec, arch, path, entries, record["log"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -119,6 +119,16 @@ def test_a_record_with_other_fields_is_made_again(sources):
         assert _compile()[1] == 1
 
 
+def test_a_record_without_the_compilers_report_is_made_again(sources):
+    """NVRTC 13 returns a cubin of its own cache without running ptxas, unless it must not."""
+    found, _ = _compile()
+    [path] = found.path.parent.glob("*.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"entries": []}))
+    again, count = _compile()
+    assert count == 1 and [entry.name for entry in again.entries] == ["tiny"]
+    assert "-no-cache" in SPEC.options("sm_80")
+
+
 _RACER = """
 import pathlib, sys, time
 from engine.kernels import _module, _nvrtc

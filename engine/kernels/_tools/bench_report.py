@@ -176,7 +176,7 @@ class BenchReport:
         return (
             "us: median, first and third quartile of the replays of a CUDA graph, without launch "
             "overhead; inputs rotate, so that L2 is cold. GB/s and TFLOP/s count what the "
-            "definition states. x: times the kernel's"
+            "definition states. x: the time to the left, divided by the kernel's"
         )
 
     def _table(self) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -208,7 +208,7 @@ class BenchReport:
         if has_flops:
             cells.append(_digits(found.tflops) if found.case.flops else "")
         if self.peaks is not None:
-            cells.append(f"{row.fraction:.0%} {row.roof.name}" if row.roof else "")
+            cells.append(_share_text(row))
         for name in rivals:
             rival = _rivals(row).get(name)
             cells += _rival_cells(rival, found.timing.median)
@@ -237,12 +237,19 @@ def _notes(row: BenchRow) -> list[str]:
         )
     notes += [f"no {name}: {why}" for name, why in _rivals(row).items() if isinstance(why, str)]
     return notes + [
-        f"{name} includes launch overhead: it cannot be captured in a CUDA graph"
+        f"{name} cannot be captured in a CUDA graph and was launched call by call: a time of a few "
+        "microseconds is mostly launch overhead"
         for name, rival in _rivals(row).items()
         if isinstance(rival, Timing) and rival.has_launches
     ]
 
 
+def _share_text(row: BenchRow) -> str:
+    if row.fraction is None or row.roof is None:
+        return ""
+    return f"{_digits(100 * row.fraction)}% {row.roof.name}"
+
+
 def _digits(value: float) -> str:
-    """Return three significant digits, without an exponent."""
+    """Return three significant digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

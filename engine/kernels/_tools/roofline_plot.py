@@ -59,11 +59,11 @@ def draw(
 
 def _draw_points(axes: Axes, found: Sequence[Measurement]) -> None:
     _scatter(axes, found, [each.tflops for each in found], "the kernel", _OURS)
-    for each in found:
+    for index, each in enumerate(found):
         axes.annotate(
             each.case.name,
             (_intensity(each), each.tflops),
-            xytext=(6, -3),
+            xytext=(6, -10 if index % 2 else 4),
             textcoords="offset points",
             fontsize=8,
         )
