@@ -11,7 +11,7 @@ import pytest
 
 from engine.testing import bench_case
 from engine.testing.bench_case import BenchCase, measure
-from engine.testing.timing import L2_BYTES, Timing, num_copies
+from engine.testing.timing import L2_BYTES, Timing, measure_gpu, num_copies
 from tests.bench import __main__ as bench
 from tests.bench import sdpa
 from tests.bench.bench_attention_decode import CASES
@@ -37,6 +37,83 @@ def test_a_peers_columns(monkeypatch):
     assert row["other us"] == pytest.approx(8) and row["x other"] == pytest.approx(4)
     assert row["other GB/s"] == pytest.approx(1)
     assert line == "an_op  one  us 2  GB/s 4  other us 8  other GB/s 1  x other 4"
+
+
+class _FakeStream:
+    """A stream on which one call takes `seconds`, and cuBLAS refuses to be captured."""
+
+    def __init__(self, seconds):
+        self.seconds, self.now, self.is_capturing, self.captured = seconds, 0.0, False, 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def launch(self, is_cublas=False):
+        if self.is_capturing and is_cublas:
+            raise NotImplementedError("calling cuBLAS API during stream capture")
+        if self.is_capturing:
+            self.captured += 1
+        else:
+            self.now += self.seconds
+
+    def begin_capture(self):
+        self.is_capturing, self.captured = True, 0
+
+    def end_capture(self):
+        self.is_capturing = False
+        return SimpleNamespace(launch=lambda stream: self.replay())
+
+    def replay(self):
+        self.now += self.captured * self.seconds
+
+
+class _FakeEvent:
+    def record(self, stream):
+        self.at = stream.now
+
+    def synchronize(self):
+        pass
+
+
+def _fake_cupy(monkeypatch, seconds):
+    stream = _FakeStream(seconds)
+    cuda = SimpleNamespace(
+        Device=lambda: SimpleNamespace(synchronize=lambda: None),
+        Stream=lambda non_blocking: stream,
+        Event=_FakeEvent,
+        get_elapsed_time=lambda start, stop: 1e3 * (stop.at - start.at),
+    )
+    monkeypatch.setattr("engine.device.cupy", lambda: SimpleNamespace(cuda=cuda))
+    return stream
+
+
+def test_calls_that_cannot_be_captured_are_timed_between_events(monkeypatch):
+    stream = _fake_cupy(monkeypatch, 2e-4)
+    captured = measure_gpu([stream.launch] * 2)
+    assert not captured.has_launches and captured.median == pytest.approx(2e-4)
+    calls = [lambda: stream.launch(is_cublas=True)] * 2
+    timing = measure_gpu(calls, needs_graph=False)
+    assert timing.has_launches and timing.median == pytest.approx(2e-4)
+    assert len(timing.samples) == 20 and not stream.is_capturing
+    with pytest.raises(NotImplementedError, match="cuBLAS"):
+        measure_gpu(calls)
+
+
+def test_a_slow_call_is_repeated_less_often(monkeypatch):
+    stream = _fake_cupy(monkeypatch, 0.1)
+    assert measure_gpu([stream.launch] * 2, replays=5, seconds=3.0).median == pytest.approx(0.1)
+    assert stream.captured == 6 and stream.now == pytest.approx(0.1 * (2 + 2 + 6 + 5 * 6))
+
+
+def test_a_record_says_which_times_include_launches(monkeypatch):
+    timings = [Timing((1e-4,)), Timing((2e-4,), has_launches=True), Timing((3e-4,))]
+    monkeypatch.setattr(bench_case, "measure_gpu", lambda *_, **__: timings.pop(0))
+    rivals = {"cupy": max, "other": max}
+    row = measure(BenchCase("one", lambda xp, seed: (), max, 8, baselines=rivals), object()).row()
+    assert row["cupy timed"] == "without a graph" and "other timed" not in row
 
 
 def test_a_peer_that_raises_leaves_its_reason_and_the_others(monkeypatch):

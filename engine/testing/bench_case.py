@@ -111,6 +111,8 @@ class Measurement:
         if isinstance(rival, str):
             return {f"no {name}": rival}
         columns: dict[str, Any] = {f"{name} us": rival.median * 1e6}
+        if rival.has_launches:
+            columns[f"{name} timed"] = "without a graph"
         if self.case.nbytes and name in (self.case.peers or {}):
             columns[f"{name} GB/s"] = self.case.nbytes / rival.median * 1e-9
         return columns | {f"x {name}": rival.median / seconds}

@@ -89,6 +89,7 @@ def measure_gpu(
     replays: int = 20,
     min_launches: int = 20,
     needs_graph: bool = True,
+    seconds: float = 10.0,
 ) -> Timing:
     """Time a call on the GPU; a CUDA graph of many calls leaves out the launch overhead.
 
@@ -102,7 +103,11 @@ def measure_gpu(
     min_launches : int
         Minimum number of calls in the graph, which repeats `calls`.
     needs_graph : bool
-        False: calls that cannot be captured are launched one by one (`Timing.has_launches`).
+        False: calls that cannot be captured, such as those of cuBLAS through CuPy, are launched
+        back to back between two events (`Timing.has_launches`). The GPU hides what that costs the
+        host if a call takes longer than its launch, which is tens of microseconds.
+    seconds : float
+        Limit for all replays together: slow calls are repeated less often than `min_launches`.
 
     Returns
     -------
@@ -112,10 +117,11 @@ def measure_gpu(
     # SAFETY: inputs were written on other streams; a non-blocking stream does not wait for those.
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
-    rounds = -(-min_launches // len(calls))
     with stream:
         kept = [call() for call in calls]
-        stream.synchronize()
+        once = _elapsed(cupy, stream, lambda: [call() for call in calls])
+        at_most = max(1, int(seconds / max(once * replays, 1e-9)))
+        rounds = min(-(-min_launches // len(calls)), at_most)
         try:
             launch = _captured(stream, calls, rounds, kept)
         except Exception:
