@@ -43,7 +43,7 @@ __device__ __forceinline__ void rmsnorm_moe_route(const RmsnormMoeRouteParams& p
   if constexpr (!kHasClusters) return;  // without clusters the separate ops are launched instead
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ RouteShared<kPer> shared;
-  __shared__ BulkBarrier barrier;
+  __shared__ TransactionBarrier barrier;
   __shared__ float smem_sums[kWarps];
   const int size = cluster_size(), rank = cluster_rank();
   const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
@@ -57,11 +57,11 @@ __device__ __forceinline__ void rmsnorm_moe_route(const RmsnormMoeRouteParams& p
   pdl_trigger();
   if (threadIdx.x == 0) {
     barrier.init();
-    barrier.expect(count * p.n * sizeof(scalar_t));
+    barrier.arrive_expect_tx(count * p.n * sizeof(scalar_t));
     // SAFETY: the preceding kernel must not write weight.
     for (int i = 0; i < count; ++i)
-      barrier.copy(smem + static_cast<int64_t>(i) * p.n * sizeof(scalar_t),
-                   p.weight + static_cast<int64_t>(first + i) * p.n, p.n * sizeof(scalar_t));
+      barrier.bulk_load(smem + static_cast<int64_t>(i) * p.n * sizeof(scalar_t),
+                        p.weight + static_cast<int64_t>(first + i) * p.n, p.n * sizeof(scalar_t));
   }
   for (int e = threadIdx.x; e < kPer * kWarpSize; e += kThreads) shared.masks.clear(e);
   if (size > 1) cluster_arrive_relaxed();  // the first block is running and can receive logits
@@ -90,7 +90,7 @@ __device__ __forceinline__ void rmsnorm_moe_route(const RmsnormMoeRouteParams& p
     sum = warp_sum(sum);
     if (lane_idx == 0) {
       if (p.bias != nullptr) sum += to_float(p.bias[first + e]);
-      store_cluster_float(logits + first + e, 0, size, sum);
+      st_shared_cluster(logits + first + e, 0, size, sum);
     }
   }
   __syncwarp();

@@ -70,7 +70,7 @@ struct PushedPartials {
     return smem_address(smem) + kInboundBarrierAt;
   }
   __device__ __forceinline__ void send(int at, int rank, float x, float y) const {
-    cluster_send(smem_address(smem) + at, barrier(), rank, x, y);
+    st_async(smem_address(smem) + at, barrier(), rank, x, y);
   }
 };
 
@@ -122,8 +122,8 @@ __device__ __forceinline__ void combine_pulled(unsigned char* smem, int num_rows
     Vec<float, 4> partial[kCluster];
 #pragma unroll
     for (int rank = 0; rank < kCluster; ++rank) {
-      stats[rank] = load_from_rank<2>(smem_address(own.stats + row * 2), rank);
-      partial[rank] = load_from_rank<4>(smem_address(own.at(row) + column), rank);
+      stats[rank] = ld_shared_cluster<2>(smem_address(own.stats + row * 2), rank);
+      partial[rank] = ld_shared_cluster<4>(smem_address(own.at(row) + column), rank);
     }
     const ClusterSum<4> all(stats, partial);
     write_row<4>(output, row, column, all.base, all.sum, all.o);

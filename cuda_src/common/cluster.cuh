@@ -68,7 +68,7 @@ __device__ __forceinline__ void cluster_sync(int size) {
 // `address` has in this CTA; aligned to 4 N bytes. A cluster barrier must separate it from the
 // write, and from the end of the CTA that is read.
 template <int N>
-__device__ __forceinline__ Vec<float, N> load_from_rank(unsigned address, int rank) {
+__device__ __forceinline__ Vec<float, N> ld_shared_cluster(unsigned address, int rank) {
   unsigned remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   Vec<float, N> x;
@@ -87,27 +87,22 @@ __device__ __forceinline__ Vec<float, N> load_from_rank(unsigned address, int ra
   return x;
 }
 
-// load_from_rank with a pointer, of four floats or one, for kernels that may run without clusters
-// (`size` 1).
-__device__ __forceinline__ float4 load_cluster(const float* p, int rank, int size) {
+// The same with a pointer to shared memory, for kernels that may run without clusters (`size` 1,
+// which loads from `p`): N floats, or one.
+template <int N>
+__device__ __forceinline__ Vec<float, N> ld_shared_cluster(const float* p, int rank, int size) {
   if constexpr (kHasClusters) {
-    if (size > 1) {
-      const Vec<float, 4> x = load_from_rank<4>(smem_address(p), rank);
-      return float4{x.v[0], x.v[1], x.v[2], x.v[3]};
-    }
+    if (size > 1) return ld_shared_cluster<N>(smem_address(p), rank);
   }
-  return *reinterpret_cast<const float4*>(p);
+  return load_vec<float, N>(p);
 }
-__device__ __forceinline__ float load_cluster_float(const float* p, int rank, int size) {
-  if constexpr (kHasClusters) {
-    if (size > 1) return load_from_rank<1>(smem_address(p), rank).v[0];
-  }
-  return *p;
+__device__ __forceinline__ float ld_shared_cluster(const float* p, int rank, int size) {
+  return ld_shared_cluster<1>(p, rank, size).v[0];
 }
 
 // Stores to the shared memory of CTA `rank`, at the offset that `p` has in this CTA. Without
 // clusters (`size` 1) it stores to `p`.
-__device__ __forceinline__ void store_cluster_float(float* p, int rank, int size, float x) {
+__device__ __forceinline__ void st_shared_cluster(float* p, int rank, int size, float x) {
   if constexpr (kHasClusters) {
     if (size > 1) {
       asm volatile(
@@ -121,8 +116,9 @@ __device__ __forceinline__ void store_cluster_float(float* p, int rank, int size
   *p = x;
 }
 
-// An mbarrier for bulk copies that one thread issues and all threads wait for. Single phase only.
-struct BulkBarrier {
+// An mbarrier in shared memory for bulk copies that one thread issues and all threads wait for. It
+// has one phase: a kernel that copies again needs the functions of mbarrier.cuh.
+struct TransactionBarrier {
   uint64_t state;
 
   // One thread calls it; a __syncthreads() must follow before other threads use the barrier.
@@ -133,7 +129,7 @@ struct BulkBarrier {
     }
   }
   // One thread calls it, before or after issuing the copies.
-  __device__ __forceinline__ void expect(uint32_t bytes) {
+  __device__ __forceinline__ void arrive_expect_tx(uint32_t bytes) {
     if constexpr (kHasClusters) {
       mbarrier_arrive_expect_tx(smem_address(&state), bytes);
     }
@@ -145,9 +141,9 @@ struct BulkBarrier {
     }
   }
   // Starts a copy; `bytes` and both addresses must be multiples of 16. One thread calls it.
-  __device__ __forceinline__ void copy(void* smem, const void* gmem, uint32_t bytes) {
+  __device__ __forceinline__ void bulk_load(void* smem, const void* gmem, uint32_t bytes) {
     if constexpr (kHasClusters) {
-      bulk_load(smem_address(smem), gmem, bytes, smem_address(&state));
+      ::bulk_load(smem_address(smem), gmem, bytes, smem_address(&state));
     }
   }
 };
@@ -184,8 +180,8 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
 // Sends 16 or 8 bytes (st.async) to the same offset in block `rank` and counts them on that block's
 // mbarrier at the offset of `barrier`. No fence is needed: a thread sees the bytes once it has
 // waited for that mbarrier (mbarrier_wait_cluster).
-__device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsigned rank, float a,
-                                             float b, float c, float d) {
+__device__ __forceinline__ void st_async(unsigned to, unsigned barrier, unsigned rank, float a,
+                                         float b, float c, float d) {
   asm volatile(
       "{\n.reg .b32 there, counter;\n"
       "mapa.shared::cluster.u32 there, %0, %2;\n"
@@ -195,8 +191,8 @@ __device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsi
       "r"(barrier), "r"(rank), "f"(a), "f"(b), "f"(c), "f"(d)
       : "memory");
 }
-__device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsigned rank, float a,
-                                             float b) {
+__device__ __forceinline__ void st_async(unsigned to, unsigned barrier, unsigned rank, float a,
+                                         float b) {
   asm volatile(
       "{\n.reg .b32 there, counter;\n"
       "mapa.shared::cluster.u32 there, %0, %2;\n"

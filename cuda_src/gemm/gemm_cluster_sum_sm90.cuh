@@ -31,9 +31,8 @@ __device__ __forceinline__ void exchange_sums(const Pipeline& p, const TileSched
     }
 #pragma unroll
     for (int i = 0; i < kSliceVecs; ++i)
-      cluster_send(p.sums + sums_offset(me, to, i), p.sums_barrier,
-                   rank + to * kClusterM * kClusterN, a[4 * i], a[4 * i + 1], a[4 * i + 2],
-                   a[4 * i + 3]);
+      st_async(p.sums + sums_offset(me, to, i), p.sums_barrier, rank + to * kClusterM * kClusterN,
+               a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
   }
   mbarrier_wait_cluster(p.sums_barrier, 0);
 #pragma unroll

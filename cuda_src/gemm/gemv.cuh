@@ -83,7 +83,7 @@ __device__ __forceinline__ float gemv_sum(const SkinnyBlock<Shape>& b, int row) 
   for (int rank = 0; rank < b.size; ++rank)
 #pragma unroll 4
     for (int part = 0; part < static_cast<int>(blockDim.y); ++part)
-      sum += load_cluster_float(from + part * 16, rank, b.size);
+      sum += ld_shared_cluster(from + part * 16, rank, b.size);
   return sum;
 }
 

@@ -85,8 +85,8 @@ __device__ __forceinline__ Vec<float, 4> skinny_sum(const SkinnyBlock<Shape>& b,
   for (int rank = 0; rank < b.size; ++rank)
 #pragma unroll 4
     for (int part = 0; part < static_cast<int>(blockDim.y); ++part) {
-      const float4 v = load_cluster(from + part * Shape::kSumFloats, rank, b.size);
-      sum.v[0] += v.x, sum.v[1] += v.y, sum.v[2] += v.z, sum.v[3] += v.w;
+      const auto x = ld_shared_cluster<4>(from + part * Shape::kSumFloats, rank, b.size);
+      sum.v[0] += x.v[0], sum.v[1] += x.v[1], sum.v[2] += x.v[2], sum.v[3] += x.v[3];
     }
   return sum;
 }

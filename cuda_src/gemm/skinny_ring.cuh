@@ -20,7 +20,7 @@ struct SkinnyPrologue {
   OutputOperands early;
 
   __device__ __forceinline__ SkinnyPrologue(const Problem& p, const SkinnyBlock<Shape>& b,
-                                            BulkBarrier& barrier, RowSquares* squares)
+                                            TransactionBarrier& barrier, RowSquares* squares)
       : is_row(row.fits(p, b)), place(p, b), early{} {
     has_place = place.is_inside(p, b.row0(b.tile));
     if (b.thread == 0) barrier.init();
@@ -34,7 +34,7 @@ struct SkinnyPrologue {
   }
 
   __device__ __forceinline__ void load_x(const Problem& p, const SkinnyBlock<Shape>& b,
-                                         BulkBarrier& barrier) {
+                                         TransactionBarrier& barrier) {
     if (is_row)
       row.load_x(p, b);
     else
@@ -44,7 +44,7 @@ struct SkinnyPrologue {
 
   // Returns when x is visible to all warps.
   __device__ __forceinline__ void finish_x(const Problem& p, const SkinnyBlock<Shape>& b,
-                                           BulkBarrier& barrier, RowSquares* squares) {
+                                           TransactionBarrier& barrier, RowSquares* squares) {
     if (is_row) {
       row.store(p, b, squares[0]);
     } else if constexpr (kNorm) {
@@ -61,7 +61,7 @@ struct SkinnyPrologue {
 template <typename Shape, bool kNorm>
 __device__ __forceinline__ void skinny_ring(const SkinnyParams& params) {
   extern __shared__ __align__(128) unsigned char smem[];
-  __shared__ BulkBarrier barrier;
+  __shared__ TransactionBarrier barrier;
   __shared__ RowSquares smem_squares[kNorm ? Shape::kTokens : 1];
   pdl_trigger();
   const Problem p = problem_of_block<Shape>(make_problem(params));

@@ -105,16 +105,16 @@ struct SingleRow {
 // bytes.
 template <typename Shape>
 __device__ __forceinline__ void skinny_load_x(const Problem& p, const SkinnyBlock<Shape>& b,
-                                              BulkBarrier& barrier) {
+                                              TransactionBarrier& barrier) {
   const int count = b.slice_end - b.slice_begin;
   const scalar_t* from = p.x + b.slice_begin;
   if constexpr (kHasClusters) {  // GPUs with clusters also have bulk copies
     if (b.warp_idx == 0) {
-      if (b.lane_idx == 0) barrier.expect(p.m * count * 2);
+      if (b.lane_idx == 0) barrier.arrive_expect_tx(p.m * count * 2);
       __syncwarp();
       if (count > 0)
         for (int row = b.lane_idx; row < p.m; row += kWarpSize)
-          barrier.copy(b.x_row(row), from + row * p.x_stride, count * 2);
+          barrier.bulk_load(b.x_row(row), from + row * p.x_stride, count * 2);
     }
   } else {
     const int vectors = count / kVec;
@@ -131,7 +131,7 @@ __device__ __forceinline__ void skinny_load_x(const Problem& p, const SkinnyBloc
 // summed over whole rows read from L2. Ends with a block barrier.
 template <typename Shape>
 __device__ __forceinline__ void skinny_norm(const Problem& p, const SkinnyBlock<Shape>& b,
-                                            BulkBarrier& barrier, RowSquares* squares) {
+                                            TransactionBarrier& barrier, RowSquares* squares) {
   __shared__ float smem_scales[Shape::kTokens];
   using V = Vec<scalar_t, kVec>;
   const int vectors = p.k / kVec;

@@ -204,8 +204,8 @@ struct Consumer {
 #pragma unroll
           for (int c = 0; c < 4; ++c) own[i * 4 + c] = a[c];
         } else {
-          cluster_send(smem_address(smem.sums) + at(me, to, i) * 16, smem_address(&smem.sums_full),
-                       to, a[0], a[1], a[2], a[3]);
+          st_async(smem_address(smem.sums) + at(me, to, i) * 16, smem_address(&smem.sums_full), to,
+                   a[0], a[1], a[2], a[3]);
         }
       }
     }

@@ -74,7 +74,7 @@ __device__ __forceinline__ float sum_of_parts(const FewRowsBlock& b, const float
     for (int rank = 0; rank < b.size; ++rank)
 #pragma unroll 4
       for (int part = 0; part < blockDim.y; ++part)
-        sum += load_cluster_float(from + part * Shape::kSumFloats, rank, b.size);
+        sum += ld_shared_cluster(from + part * Shape::kSumFloats, rank, b.size);
   }
   return sum;
 }

@@ -17,7 +17,7 @@ extern "C" __global__ void row_sum(const scalar_t* x, float* out, int N) {
   cluster_sync(size);
   if (rank == 0 && threadIdx.x == 0) {
     float total = 0.0f;
-    for (int other = 0; other < size; ++other) total += load_cluster_float(&share, other, size);
+    for (int other = 0; other < size; ++other) total += ld_shared_cluster(&share, other, size);
     out[row] = total;
   }
   cluster_sync(size);  // SAFETY: a block's shared memory is read until here
