@@ -233,7 +233,7 @@ def _headers() -> str:
 def _kernel() -> str:
     chosen, _ = device.resolve_device("auto")
     arch = _module.current_architecture(chosen.index) if chosen.is_cuda else "sm_90a"
-    options = [f"-arch={arch}", "-std=c++17", "-default-device", "-Xptxas=-v"]
+    options = [f"-arch={arch}", "-std=c++17", "-default-device", "-Xptxas=-v", "-no-cache"]
     options += [f"-I{folder}" for folder in _part(_nvrtc.include_dirs)]
     entry = _nvrtc.compile_source(_FIVE_LINES, "five_lines.cu", options).entries[0]
     return f"five lines compiled for {arch}: {entry.registers} registers"
