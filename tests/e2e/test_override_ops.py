@@ -388,6 +388,23 @@ def test_what_keeps_its_own_is_logged(caplog):
     ]
 
 
+@pytest.mark.parametrize(("op", "pdl"), [("embedding", False), ("swiglu", True)])
+def test_attention_starts_early_only_after_kernels_that_are_known(op, pdl, monkeypatch):
+    """A user's kernel may trigger the next launch before what attention reads is written."""
+    seen = []
+
+    def probe(*args, **options):
+        seen.append(options["pdl"])
+        return attention(*args, **options)
+
+    attention = OPS["attention_decode"]
+    monkeypatch.setitem(OPS, "attention_decode", probe)
+    args, options = decode()
+    with kernels.override(op, OPS[op]):
+        kernels.attention_decode(*args, **options, pdl=True)
+    assert seen == [pdl]
+
+
 def test_dispatchers_look_like_their_ops():
     for name, op in OPS.items():
         public = getattr(kernels, name)

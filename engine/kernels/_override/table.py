@@ -19,6 +19,10 @@ __all__ = ["NO_OVERRIDES", "Overrides"]
 
 _log = logging.getLogger(__name__)
 
+# SAFETY: with pdl, attention_decode reads tables and older keys before it waits. These ops let it
+# start only once they are written; a user's kernel in their place may trigger earlier.
+_BEFORE_ATTENTION = ("embedding", "qk_norm_rope_store", "rope", "kv_store")
+
 
 class Overrides:
     """A frozen table: op -> the function that runs instead, and what follows for fused ops.
@@ -128,6 +132,8 @@ class Overrides:
 
     def _in_parts(self, op: str, /, *args: Any, **options: Any) -> Any:
         """Run a fused op; the parts of it that are overridden run on their own."""
+        if op == "attention_decode" and self.has_any(_BEFORE_ATTENTION):
+            options["pdl"] = False
         if op in WHOLES:
             parts, compose = WHOLES[op]
             if self.has_any(parts(options)):
