@@ -9,6 +9,9 @@
 # checks its arguments, exists for three dtypes, and can be put into a running model (chapter 7).
 
 # %%
+import tempfile
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -213,6 +216,111 @@ slow = [np.exp(value - largest) / total for value in row]
 np.testing.assert_allclose(softmax_formula(x[:1], 1.0)[0], slow, rtol=1e-5)
 
 # %% [markdown]
+# ## Check the kernel
+#
+# `kernels.check` makes shapes from the signature: one row, sizes that divide nothing, empty, views,
+# every dtype. On a GPU it runs the kernel in a process of its own, so that a crash does not take
+# the notebook along: with results that held garbage before, guard bands around every array, and
+# twice, since the bits must be the same. Without a GPU it runs the formula and compiles the kernel
+# for every architecture.
+
+# %%
+report = kernels.check(row_softmax, show=False)
+print(report)
+assert report.ok
+
+# %% [markdown]
+# Would it find a mistake? A formula that forgets `keepdims` happens to work for square matrices
+# only:
+
+
+# %%
+def without_keepdims(x, temperature):
+    weights = np.exp(x / temperature)
+    return weights / weights.sum(-1)
+
+
+def softmax_with(**changes):
+    """Define the op anew, with some of its parts changed."""
+    parts = {
+        "name": "row_softmax",
+        "signature": "x: (T, N) float, temperature: float32 = 1.0 -> (T, N) like x",
+        "reference": softmax_formula,
+        "source": SOFTMAX,
+        "launch": lambda call: call.grid(call["T"], 256),
+        "where": "N >= 1",
+        "reduction": "N",
+    }
+    return kernels.define(**(parts | changes))
+
+
+bad = softmax_with(reference=without_keepdims)
+report = kernels.check(bad, quick=True, arch="sm_90a", show=False)
+print(report)
+assert not report.ok
+
+# %% [markdown]
+# And kernels with a mistake each: one adds up the partial sums of 7 of the 8 warps, one writes one
+# element too many. They compile, so only a GPU can tell.
+
+# %%
+mistakes = {
+    "a warp is forgotten": ("block_sum<8>", "block_sum<7>"),
+    "a write out of bounds": ("i < N; i += 256) {\n    result", "i <= N; i += 256) {\n    result"),
+}
+for name, (old, new) in mistakes.items():
+    assert old in SOFTMAX
+    bad = softmax_with(source=SOFTMAX.replace(old, new))
+    report = kernels.check(bad, quick=True, arch="sm_90a", show=False)
+    print(f"{name}: {report}\n")
+    assert report.ok != has_gpu
+
+# %% [markdown]
+# From a terminal: `engine kernels check my_op.py`. To see it after each save of the file, run
+# `engine kernels check my_op.py --watch` or, in a notebook, `kernels.watch("my_op.py")`.
+#
+# ## Source in a file
+#
+# A source that is a file is compiled again when it has changed; the op stays the same object. So a
+# model that uses it goes on with the new kernel.
+
+# %%
+with tempfile.TemporaryDirectory() as folder:
+    file = Path(folder) / "row_softmax.cu"
+    file.write_text(SOFTMAX)
+    from_file = softmax_with(source=str(file))
+    problem = from_file.example_problem({"T": 8, "N": 1000}, "float16")
+    before = from_file.compile(problem)[0].entries[0]
+
+    file.write_text(SOFTMAX.replace("float sum = 0.0f;", "float sum = zero;"))
+    try:
+        from_file.compile(problem)
+    except errors.CompileError as error:
+        print(next(line for line in str(error).splitlines() if "error:" in line))
+    else:
+        raise AssertionError("the old source was compiled")
+
+    file.write_text(SOFTMAX.replace("expf(", "__expf("))  # the fast, less exact exponential
+    after = from_file.compile(problem)[0].entries[0]
+print(f"registers: {before.registers} with expf, {after.registers} with __expf")
+
+# %% [markdown]
+# ## Measure
+#
+# A kernel that reads and writes each element once cannot be faster than the memory. `kernels.bench`
+# counts bytes from the signature, operations from `flops`, and says how close the kernel comes;
+# `profile` says how many threads fit on a multiprocessor, and what limits them.
+
+# %%
+sizes = {"T": 4096, "N": 4096}
+report = kernels.bench(row_softmax, sizes)
+print(report)
+print(kernels.profile(row_softmax, sizes, counters=False))
+assert row_softmax.nbytes(row_softmax.example_problem(sizes, "float16")) == 4096 * 4096 * 2 * 2
+if has_gpu:
+    report.plot("roofline.png")
+
+# %% [markdown]
 # ## How exact can it be?
 #
 # Sums are float32, and the result is rounded once to its dtype: to 24, 11 or 8 bits. So a float16
@@ -245,7 +353,7 @@ figure.savefig("rounding.png", dpi=80)
 #    names. What should the kernel do with an id outside [0, T)?
 # 2. `row_softmax` reads its row three times. Keep the running maximum and the rescaled sum in one
 #    pass, as in chapter 2, and read it twice. Does the same test pass?
-# 3. Save `SOFTMAX` as `row_softmax.cu`, pass `source="row_softmax.cu"`, and change the file while
-#    the notebook runs: the next call compiles it again.
+# 3. Break the second `__syncthreads` of a copy of `block_sum` and run `kernels.check` on a GPU.
+#    Which of its checks notices a race?
 #
 # **Next:** [6. Make it fast](06_make_it_fast.py): one product, five times.

@@ -49,7 +49,7 @@ def test_runs_as_a_script(path, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip(), "an example prints what it found"
     pictures = re.findall(r'savefig\("(.*?)"', path.read_text())
-    assert {picture.name for picture in tmp_path.glob("*.png")} == set(pictures)
+    assert {picture.name for picture in tmp_path.glob("*.png")} >= set(pictures)
 
 
 @pytest.mark.parametrize("path", _cases(lambda name: name not in _QUICK_NOTEBOOKS))

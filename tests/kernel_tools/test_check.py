@@ -130,6 +130,12 @@ def test_arguments_are_equal_for_equal_seeds():
     assert first["ids"].max() < min(dict(case.sizes).values())  # valid for every axis
 
 
+def test_arguments_have_the_order_of_the_signature():
+    op = _op("x: (N) float, k: float32 = 2.0 -> (N) like x")
+    [case, *_] = all_cases(op)
+    assert list(make_inputs(op, case, 0)) == ["x", "k"]
+
+
 def test_inputs_of_the_definition_are_used():
     inputs = {"ids": lambda rng, call: np.full(call["T"], call["N"] - 1)}
     op = _op(WIDE, reference=lambda x, *_: x, inputs=inputs)
@@ -238,6 +244,34 @@ def test_a_good_op_is_ok(without_gpu):
         *("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
     }
     assert "no GPU: the kernel was compiled, not run" in str(report)
+
+
+_BLOCK_SUM = r"""
+#include "common/reduce.cuh"
+extern "C" __global__ void row_sum(const scalar_t* x, float* out, int N) {
+  __shared__ float smem[1];
+  SUM
+  if (threadIdx.x == 0) out[blockIdx.x] = sum;
+}"""
+
+
+@pytest.mark.parametrize(
+    ("sum_of", "warns"),
+    [
+        ("float sum = block_sum<1>(to_float(x[blockIdx.x * N]), smem);", False),
+        ("smem[0] = to_float(x[blockIdx.x * N]); float sum = smem[0];", True),
+    ],
+)
+def test_shared_memory_without_a_barrier_is_a_warning(without_gpu, sum_of, warns):
+    op = kernels.define(
+        "row_sum",
+        "x: (T, N) float -> (T) float32",
+        reference=lambda x: x.sum(1),
+        source=_BLOCK_SUM.replace("SUM", sum_of),
+        launch=lambda call: call.grid(call["T"], 32),
+    )
+    report = kernels.check(op, quick=True, arch="sm_90a", show=False)
+    assert ("never __syncthreads()" in str(report)) is warns
 
 
 def test_requires_limits_the_architectures(without_gpu):

@@ -216,7 +216,9 @@ def case_problem(op: Op, case: Case, chip: Chip | None = None) -> Problem:
 
 
 def make_inputs(op: Op, case: Case, seed: int) -> dict[str, Any]:
-    """Return the arguments of a case by name: NumPy arrays, numbers, None where omitted.
+    """Return the arguments of a case by name, in the signature's order.
+
+    NumPy arrays, numbers, None where omitted.
 
     Floats are drawn from a normal distribution, bytes and unsigned integers from their whole range,
     signed ones from the indices that are valid for every axis. `inputs=` of the definition decides
@@ -246,7 +248,7 @@ def make_inputs(op: Op, case: Case, seed: int) -> dict[str, Any]:
         if scalar.name in op.definition.inputs:
             rng = np.random.default_rng([seed, zlib.crc32(scalar.name.encode())])
             values[scalar.name] = _given(op, scalar.name, rng, problem)
-    return values
+    return {arg.name: values[arg.name] for arg in op.signature.args if arg.name in values}
 
 
 def _given(op: Op, name: str, rng: np.random.Generator, problem: Problem) -> Any:

@@ -23,7 +23,7 @@ from engine.kernels._user.problem import CHIPS, Chip, Launch, Problem, TensorMap
 __all__ = ["check_static"]
 
 _SYNC = re.compile(
-    r"__sync|cooperative_groups|\bcg::|mbarrier|\bbarrier|bar\.sync|cp_async|cluster_sync"
+    r"__sync|cooperative_groups|\bcg::|mbarrier|\bbarrier|bar\.sync|cp_async|cluster_sync|\bblock_\w+<"
 )
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
