@@ -93,18 +93,18 @@ def define(
     Examples
     --------
     >>> import numpy as np
-    >>> double = define(
-    ...     "double",
+    >>> twice = define(
+    ...     "twice",
     ...     "x: (N,) float -> (N,) like x",
     ...     reference=lambda x: 2 * x,
     ...     source=r'''
-    ...     extern "C" __global__ void double(const scalar_t* x, scalar_t* out, int64_t N) {
+    ...     extern "C" __global__ void twice(const scalar_t* x, scalar_t* out, int64_t N) {
     ...       const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     ...       if (i < N) out[i] = from_float<scalar_t>(2.0f * to_float(x[i]));
     ...     }''',
     ...     launch=lambda call: call.grid1d(call["N"], 256),
     ... )
-    >>> double(np.arange(3, dtype=np.float32))
+    >>> twice(np.arange(3, dtype=np.float32))
     array([0., 2., 4.], dtype=float32)
     """
     if not isinstance(name, str) or not name.isidentifier():
