@@ -35,6 +35,10 @@ __all__ = ["check"]
 
 _MAX_CRASHES = 3  # calls that may crash before the others are given up
 _HUGE_SECONDS = 600.0
+_HUGE_HINT = (
+    "smaller shapes are right: an index of 32 bits overflows at 2**31 elements; "
+    "int64_t(blockIdx.x) * blockDim.x does not"
+)
 _FATAL = ("compile", "parameters", "launch", "definition", "resources")
 
 
@@ -308,6 +312,8 @@ class _Checker:
         return None
 
     def _add(self, case: Case, kind: str, text: str, *, is_error: bool = True) -> None:
+        if case.kind == "huge":
+            text = f"{text}\n{_HUGE_HINT}"
         sizes = ",".join(f"{name}={size}" for name, size in case.sizes)
         repeat = f"--sizes {sizes} --dtype {case.dtype} --seed {self._seed}" if sizes else ""
         self._report.findings.append(Finding(kind, text, str(case), repeat, is_error))

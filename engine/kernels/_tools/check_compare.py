@@ -16,6 +16,7 @@ from engine.testing.tolerances import TOLERANCES, Tolerance, tolerance
 __all__ = ["Difference", "allowed_error", "compare", "region"]
 
 _FLOAT64 = Tolerance(1e-12, 1e-12)
+_MAX_COMPARED = 1 << 26  # elements at once
 _LONGER = (64, 1024)  # terms: one for each class of the table of tolerances
 
 
@@ -52,6 +53,8 @@ def compare(
 
     Infinities and NaNs must be equal; integers and bools, too.
     """
+    if want.size > _MAX_COMPARED:
+        return _compare_parts(op, problem, name, got, want)
     dtype = dtype_text(want.dtype)
     if "float" not in dtype:
         mask = got != want
@@ -66,6 +69,25 @@ def compare(
     if allowed is not None:
         text += _advice(op, name, got, want, dtype)
     return Difference(text, mask)
+
+
+def _compare_parts(
+    op: Op, problem: Problem, name: str, got: np.ndarray[Any, Any], want: np.ndarray[Any, Any]
+) -> Difference | None:
+    """Compare part by part, as float64 copies of a huge result would not fit; see `compare`."""
+    flat = got.reshape(-1)
+    right = want.reshape(-1)
+    for start in range(0, want.size, _MAX_COMPARED):
+        part = slice(start, start + _MAX_COMPARED)
+        found = compare(op, problem, name, flat[part], right[part])
+        if found is not None:
+            index = np.unravel_index(start + int(np.argmax(found.mask)), want.shape)
+            where = element(name, [int(i) for i in index])
+            return Difference(
+                f"{where} is the first wrong element; counted from {start}: {found.text}",
+                found.mask,
+            )
+    return None
 
 
 def _wrong(

@@ -32,7 +32,11 @@ def placed_call(op: Op, case: Case, values: Mapping[str, Any], wanted: Mapping[s
         What the reference computed: gives the shapes of the results.
     """
     data = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-    others = {name: value for name, value in values.items() if name not in data}
+    others = {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in values.items()
+        if name not in data
+    }
     arrays = [
         _placed(op, array, data[array.name], case, "inout" if array.is_inout else "in")
         for array in op.signature.arrays

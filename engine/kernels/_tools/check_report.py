@@ -137,6 +137,7 @@ def _shown(label: str, findings: list[Finding]) -> list[str]:
     for kind in dict.fromkeys(finding.kind for finding in findings):
         same = [finding for finding in findings if finding.kind == kind]
         texts = list(dict.fromkeys(finding.text for finding in same))
+        texts.sort(key=lambda text: -text.count("\n"))  # those with a hint first
         for text in texts[:_MAX_SHOWN]:
             lines += _paragraph(label, [finding for finding in same if finding.text == text])
         if len(texts) > _MAX_SHOWN:

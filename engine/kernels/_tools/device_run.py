@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from engine import device
-from engine.errors import EngineError
+from engine.errors import DeviceError, EngineError
 from engine.kernels._launch import Kernel
 from engine.kernels._tools.check_compare import element, region
+from engine.kernels._user.launch_failure import LOST
 from engine.kernels._user.module import UserModule
 from engine.kernels._user.op import Op, current_chip
 from engine.kernels._user.problem import Scratch
@@ -162,7 +163,8 @@ def run_call(op: Op, call: Call) -> Answer:
     try:
         _Runs(op, call, answer).run()
     except EngineError as error:
-        answer.error = ("contract", str(error))
+        is_lost = isinstance(error, DeviceError) and LOST in str(error)
+        answer.error = ("crash" if is_lost else "contract", str(error))
     except Exception as error:
         answer.error = ("crash", f"{type(error).__name__}: {error}")
     return answer
@@ -255,7 +257,7 @@ class _Runs:
     def _fill_scratch(self, arrays: Mapping[str, Any], value: int) -> None:
         """Fill the blocks of CuPy's pool from which the call's scratch memory comes."""
         cp = device.cupy()
-        with contextlib.suppress(EngineError):  # the call itself reports it
+        with contextlib.suppress(Exception):  # the call itself reports it
             launches = self._op.launches(self._op.problem(**self._arguments(arrays)))
             values = [value for launch in launches for _, value in launch.args]
             found = [each for each in dict.fromkeys(values) if isinstance(each, Scratch)]

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +22,11 @@ from engine.kernels._user.problem import Chip
 
 __all__ = ["Local", "Worker", "WorkerFailure"]
 
+CHILD = "engine.kernels._tools.child"
+"""Module that the process runs."""
+
+_END_SECONDS = 5.0
+_TOOL_SECONDS = 30.0  # a tool writes its log at the end
 _START_SECONDS = 120.0  # import of CuPy, a context, and a tool that instruments it
 
 
@@ -67,6 +73,7 @@ class Worker:
         self._exact = exact
         self._process: subprocess.Popen[bytes] | None = None
         self._link: Link | None = None
+        self._reader: threading.Thread | None = None
         self._messages: queue.Queue[Any] = queue.Queue()
         self.device = ""
         self.chip: Chip | None = None
@@ -109,35 +116,41 @@ class Worker:
         header, results = self._ask({"do": "call", "call": about}, call.data, self._seconds)
         findings = [(kind, text) for kind, text in header["findings"]]
         answer = Answer(results, findings, tuple(header["error"]) if header["error"] else None)
-        if answer.error and answer.error[0] == "crash":
-            self.close()  # its CUDA context is lost
+        if answer.error and answer.error[0] == "crash" and not self._prefix:
+            self.kill()  # its CUDA context is lost; a tool still has its log to write
         return answer
 
     def close(self) -> None:
-        """End the child."""
-        process = self._process
-        self._process = None
-        if process is None:
-            return
-        with contextlib.suppress(OSError):
-            process.stdin.close()  # type: ignore[union-attr]
-        try:
-            process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        """Let the child end, which a closed pipe tells it to."""
+        self._end(_TOOL_SECONDS if self._prefix else _END_SECONDS)
 
     def kill(self) -> None:
         """End the child at once: its kernel may never end."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+            _kill(self._process)
+        self._end(None)
+
+    def _end(self, seconds: float | None) -> int | None:
+        """Wait for the child; return its status."""
+        process = self._process
+        self._process = None
+        if process is None:
+            return None
+        with contextlib.suppress(OSError):
+            process.stdin.close()  # type: ignore[union-attr]
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            status = process.wait()
+        if self._reader is not None:
+            self._reader.join(_END_SECONDS)  # it closes the other pipe
+        return status
 
     def _spawn(self) -> None:
         paths = os.pathsep.join(filter(os.path.isabs, sys.path))
         self._process = process = subprocess.Popen(
-            [*self._prefix, sys.executable, "-m", "engine.kernels._tools.child"],
+            [*self._prefix, sys.executable, "-m", CHILD],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": paths},
@@ -146,7 +159,9 @@ class Worker:
         self._link = link = Link(process.stdout, process.stdin)
         messages: queue.Queue[Any] = queue.Queue()
         self._messages = messages
-        threading.Thread(target=_read, args=(link, messages), daemon=True).start()
+        pipe = process.stdout
+        self._reader = threading.Thread(target=_read, args=(link, messages, pipe), daemon=True)
+        self._reader.start()
 
     def _ask(
         self, header: dict[str, Any], arrays: dict[str, Any], seconds: float
@@ -165,9 +180,8 @@ class Worker:
             text = f"no answer within {seconds:g} s" if is_timeout else str(error)
             raise WorkerFailure(text, is_timeout=is_timeout) from None
         if message is None:
-            code = self._process.wait() if self._process else None
-            self._process = None
-            raise WorkerFailure(f"it ended with status {code}", is_timeout=False)
+            status = self._end(_END_SECONDS)
+            raise WorkerFailure(f"it ended with status {status}", is_timeout=False)
         found: tuple[dict[str, Any], dict[str, Any]] = message
         return found
 
@@ -204,15 +218,25 @@ class Local:
         """Do nothing."""
 
 
-def _read(link: Link, messages: queue.Queue[Any]) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and, where it leads a session, those that it started: a tool's target."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+
+
+def _read(link: Link, messages: queue.Queue[Any], pipe: Any) -> None:
     """Pass on the child's messages, and None at its end."""
-    message: Any = True
-    while message is not None:
-        try:
-            message = link.receive()
-        except (OSError, ValueError):
-            message = None
-        messages.put(message)
+    with pipe:
+        message: Any = True
+        while message is not None:
+            try:
+                message = link.receive()
+            except (OSError, ValueError):
+                message = None
+            messages.put(message)
 
 
 def _definition(op: Op) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from engine.errors import DeviceError
@@ -10,10 +11,23 @@ from engine.kernels._nvrtc import EntryInfo
 from engine.kernels._user.module import UserModule
 from engine.kernels._user.problem import Chip, Launch
 
-__all__ = ["explained", "resource_errors"]
+__all__ = ["LOST", "explained", "resource_errors"]
+
+LOST = "an earlier kernel failed"
+"""In the error of a launch that finds the CUDA context lost."""
 
 _REGISTERS = 65536  # of a multiprocessor; one block may have them all
 _WARP = 32  # threads
+# CUresult of a launch, in words.
+_CODES = {
+    "1": "invalid value",
+    "2": "out of memory",
+    "700": "illegal address",
+    "701": "out of resources: too many registers or threads, or too much shared memory",
+    "715": "illegal instruction",
+    "716": "misaligned address",
+    "719": "launch failed",
+}
 _REGISTER_UNIT = 8  # registers of a thread are allocated in such numbers
 
 
@@ -43,10 +57,10 @@ def explained(
     reasons = [reason for each in entries for reason in resource_errors(launch, each, chip)]
     if reasons:
         return DeviceError(f"{op}: the launch fails: {'; '.join(reasons)}")
-    text = str(error)
-    if any(word in text.lower() for word in ("illegal", "misaligned", "assert", "launch_failed")):
+    text = re.sub(r"error (\d+)", lambda code: _CODES.get(code[1], code[0]), str(error))
+    if re.search("illegal|misaligned|assert|launch.failed", text, re.IGNORECASE):
         return DeviceError(
-            f"{op}: an earlier kernel failed, which CUDA reports at the next call: {text}. "
+            f"{op}: {LOST}, which CUDA reports at the next call: {text}. "
             "kernels.check finds the kernel and the cause"
         )
     return DeviceError(

@@ -2,7 +2,7 @@
 
 from engine import kernels
 
-WORDS = ("overflow",)
+WORDS = ("an index of 32 bits overflows",)
 NEEDS_GPU = True
 OPTIONS = {"huge": True, "dtype": "float16"}
 
