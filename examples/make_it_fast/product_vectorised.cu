@@ -1,18 +1,19 @@
 // out = a b^T, one warp per output: its lanes share the sum over k and load 16 bytes each, so a
 // warp reads 512 consecutive bytes of a row at a time.
 //
-// A block computes kRows x kRows outputs, a warp each: its warps find most of their rows in L1.
+// A block multiplies kRows rows of a by as many rows of b as it has groups of kRows warps: its warps
+// find most of their rows in L1.
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 
-constexpr int kRows = 4;  // rows of a, and rows of b, that a block multiplies
+constexpr int kRows = 4;
 
-// a and b: 16-byte aligned, K a multiple of kVec.
-extern "C" __global__ void __launch_bounds__(kRows * kRows * kWarpSize)
+// a and b: 16-byte aligned, K a multiple of kVec. Threads: a multiple of kRows * 32.
+extern "C" __global__ void __launch_bounds__(1024)
     product_vectorised(const scalar_t* a, const scalar_t* b, scalar_t* out, int M, int N, int K) {
   const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
-  const int m = blockIdx.y * kRows + warp_idx / kRows;
-  const int n = blockIdx.x * kRows + warp_idx % kRows;
+  const int m = blockIdx.y * kRows + warp_idx % kRows;
+  const int n = blockIdx.x * (blockDim.x / (kRows * kWarpSize)) + warp_idx / kRows;
   if (m >= M || n >= N) return;
   a += static_cast<int64_t>(m) * K;
   b += static_cast<int64_t>(n) * K;
