@@ -101,7 +101,8 @@ def measure_gpu(
     replays : int
         Timed replays of the graph: one sample each.
     min_launches : int
-        Minimum number of calls in the graph, which repeats `calls`.
+        Minimum number of calls in the graph, which repeats `calls`; fewer if their results would
+        not fit in memory.
     needs_graph : bool
         False: calls that cannot be captured, such as those of cuBLAS through CuPy, are launched
         back to back between two events (`Timing.has_launches`). The GPU hides what that costs the
@@ -118,10 +119,11 @@ def measure_gpu(
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
+        used = cupy.get_default_memory_pool().used_bytes()
         kept = [call() for call in calls]
         once = _elapsed(cupy, stream, lambda: [call() for call in calls])
         at_most = max(1, int(seconds / max(once * replays, 1e-9)))
-        rounds = min(-(-min_launches // len(calls)), at_most)
+        rounds = min(-(-min_launches // len(calls)), at_most, _num_rounds(cupy, used))
         try:
             launch = _captured(stream, calls, rounds, kept)
         except Exception:
@@ -134,6 +136,14 @@ def measure_gpu(
         times = [_elapsed(cupy, stream, launch_all) for _ in range(replays)]
     num_calls = rounds * len(calls)
     return Timing(tuple(each / num_calls for each in times), has_launches=launch is None)
+
+
+def _num_rounds(cupy: Any, used_before: int) -> int:
+    """Return how often the calls may be captured: their results take half the memory at most."""
+    pool = cupy.get_default_memory_pool()
+    each = pool.used_bytes() - used_before
+    free = cupy.cuda.runtime.memGetInfo()[0] + pool.free_bytes()
+    return max(1, int(free // (2 * max(each, 1))))
 
 
 def _captured(

@@ -166,7 +166,7 @@ def test_ten_readable_lines():
     transpose, columns = ("\n".join(counters.lines()) for counters in ncu.parse(RECORDED))
     assert "waiting for shared memory" in transpose and "bank conflicts: 94%" in transpose
     assert "uncoalesced" not in transpose and "bank conflicts" not in columns
-    assert "waiting for data from global or local memory: 79%" in columns
+    assert "waiting for global or local memory: 79%" in columns
     assert "uncoalesced: 78%" in columns and "tensor cores 0%" in columns
 
 

@@ -247,7 +247,8 @@ def _notes(row: BenchRow) -> list[str]:
 def _share_text(row: BenchRow) -> str:
     if row.fraction is None or row.roof is None:
         return ""
-    return f"{_digits(100 * row.fraction)}% {row.roof.name}"
+    share = f"{row.fraction:.0%}" if row.fraction >= 0.01 else "<1%"
+    return f"{share} {row.roof.name}"
 
 
 def _digits(value: float) -> str:

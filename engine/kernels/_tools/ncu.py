@@ -44,33 +44,33 @@ NO_FILE = (
     "engine kernels profile FILE.py"
 )
 
-# Reason of a stall in ncu's metrics -> what the warp waits for, and what may help.
+# Reason of a stall in ncu's metrics -> what the warp does, and what may help.
 _STALLS = {
     "long_scoreboard": (
-        "data from global or local memory",
-        "more bytes in flight: 16-byte loads, several loads before the first use, more warps",
+        "waiting for global or local memory",
+        "put more bytes in flight: 16-byte loads, several before the first use, more warps",
     ),
     "short_scoreboard": (
-        "shared memory or a special function",
-        "fewer bank conflicts, wider accesses to shared memory, fewer exp, log, division",
+        "waiting for shared memory or a special function",
+        "look for bank conflicts and narrow accesses; use fewer exp, log, division",
     ),
-    "barrier": ("__syncthreads()", "even work for all warps, or more and smaller blocks an SM"),
-    "wait": ("an instruction of fixed latency", "more independent instructions: unroll"),
-    "math_pipe_throttle": ("a busy arithmetic unit", "it is the limit: fewer operations"),
-    "lg_throttle": ("the queue of global loads and stores", "fewer and wider accesses"),
-    "mio_throttle": ("the queue of shared memory", "fewer and wider accesses"),
-    "tex_throttle": ("the queue of texture loads", "fewer and wider accesses"),
-    "not_selected": ("its turn: another warp was issued", "nothing: there are enough warps"),
-    "no_instruction": ("instructions to be fetched", "shorter code, or more work for each thread"),
-    "no_inst": ("instructions to be fetched", "shorter code, or more work for each thread"),
-    "imc_miss": ("constants that are not cached", "fewer constants, or the same for all threads"),
-    "drain": ("its last stores", "16-byte, coalesced stores"),
-    "membar": ("a memory fence", "fewer fences, or of smaller scope"),
-    "branch_resolving": ("a branch", "fewer branches"),
-    "dispatch_stall": ("the dispatcher", "nothing simple"),
-    "sleeping": ("the end of __nanosleep", "shorter sleeps"),
-    "gmma": ("the tensor cores (wgmma)", "it is the limit, or the warpgroup needs another product"),
-    "misc": ("something else", "nothing simple"),
+    "barrier": (
+        "waiting at __syncthreads()",
+        "give all warps the same work, or an SM more and smaller blocks",
+    ),
+    "wait": ("waiting out a fixed latency", "unroll: more independent instructions"),
+    "math_pipe_throttle": ("waiting for a busy arithmetic unit", "it is the limit"),
+    "lg_throttle": ("waiting to issue a global access", "make fewer and wider ones"),
+    "mio_throttle": ("waiting to issue a shared memory access", "make fewer and wider ones"),
+    "tex_throttle": ("waiting to issue a texture access", "make fewer and wider ones"),
+    "not_selected": ("ready, but another warp was issued", "no limit: there are enough warps"),
+    "no_instruction": ("waiting for instructions", "shorten the code, or do more in a thread"),
+    "imc_miss": ("waiting for constants", "use fewer, or the same in all threads"),
+    "drain": ("waiting for the last stores", "store 16 bytes a thread, coalesced"),
+    "membar": ("waiting at a memory fence", "use fewer fences, or of smaller scope"),
+    "branch_resolving": ("waiting for a branch", "branch less"),
+    "sleeping": ("asleep", "__nanosleep is what it asked for"),
+    "gmma": ("waiting for wgmma", "the tensor cores are the limit, or wait later for them"),
 }
 
 _TENSOR = r"sm__(inst_executed_)?pipe_tensor.*\.avg\.pct_of_peak_sustained_(active|elapsed)"
@@ -120,8 +120,8 @@ class KernelCounters:
         for reason, share in self.stalls[:3]:
             if share < _LEAST_STALL:
                 continue
-            what, advice = _STALLS.get(reason, (reason.replace("_", " "), "nothing known"))
-            lines.append(f"  waiting for {what}: {share:.0%} of a warp's time; helps: {advice}")
+            what, advice = _STALLS.get(reason, (reason.replace("_", " "), "see Nsight Compute"))
+            lines.append(f"  {what}: {share:.0%} of a warp's time; {advice}")
         if (self.uncoalesced or 0) > _NOTABLE:
             lines.append(
                 f"  uncoalesced: {self.uncoalesced:.0%} of the sectors moved are not needed; "

@@ -16,7 +16,14 @@ _COPY_BYTES = 1 << 28
 # float32 lanes of a multiprocessor, and 16-bit operations of its tensor cores in a clock (sums in
 # float32), by architecture. CUDA programming guide, and NVIDIA's white papers. GeForce: half.
 _LANES = {"sm_80": 64}
-_TENSOR = {"sm_80": 2048, "sm_86": 1024, "sm_89": 1024, "sm_90a": 4096, "sm_120": 1024}
+_TENSOR = {
+    "sm_80": 2048,
+    "sm_86": 1024,
+    "sm_89": 1024,
+    "sm_90a": 4096,
+    "sm_100": 8192,
+    "sm_120": 1024,
+}
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ def peaks_of_device(index: int) -> Peaks:
         if name in card.devices:
             return peaks_of_card(card, sm_count, l2_bytes)
     clocks = sm_count * int(found["ClockRate"]) * 1e3 * 1e-12  # 10^12 a second
-    tensor = clocks * _TENSOR.get(arch, 1024) / (2 if "GeForce" in name else 1)
+    tensor = clocks * _TENSOR.get(arch, _TENSOR_DEFAULT) / (2 if "GeForce" in name else 1)
     vector = clocks * 2 * _LANES.get(arch, 128)
     memory = 2e3 * int(found.get("MemoryClockRate") or 0)  # two transfers a clock
     memory *= int(found.get("GlobalMemoryBusWidth") or 0) / 8
