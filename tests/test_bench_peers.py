@@ -78,15 +78,20 @@ class _FakeEvent:
         pass
 
 
-def _fake_cupy(monkeypatch, seconds):
+def _fake_cupy(monkeypatch, seconds, result_bytes=0):
+    """A GPU of 1 GB; a call takes `seconds`, and keeps `result_bytes`."""
     stream = _FakeStream(seconds)
+    used = iter((0, result_bytes))
+    pool = SimpleNamespace(used_bytes=lambda: next(used, 0), free_bytes=lambda: 0)
     cuda = SimpleNamespace(
         Device=lambda: SimpleNamespace(synchronize=lambda: None),
         Stream=lambda non_blocking: stream,
         Event=_FakeEvent,
         get_elapsed_time=lambda start, stop: 1e3 * (stop.at - start.at),
+        runtime=SimpleNamespace(memGetInfo=lambda: (1 << 30, 1 << 30)),
     )
-    monkeypatch.setattr("engine.device.cupy", lambda: SimpleNamespace(cuda=cuda))
+    cupy = SimpleNamespace(cuda=cuda, get_default_memory_pool=lambda: pool)
+    monkeypatch.setattr("engine.device.cupy", lambda: cupy)
     return stream
 
 
@@ -106,6 +111,12 @@ def test_a_slow_call_is_repeated_less_often(monkeypatch):
     stream = _fake_cupy(monkeypatch, 0.1)
     assert measure_gpu([stream.launch] * 2, replays=5, seconds=3.0).median == pytest.approx(0.1)
     assert stream.captured == 6 and stream.now == pytest.approx(0.1 * (2 + 2 + 6 + 5 * 6))
+
+
+def test_results_take_half_the_memory_at_most(monkeypatch):
+    stream = _fake_cupy(monkeypatch, 1e-3, result_bytes=100 << 20)
+    assert measure_gpu([stream.launch] * 2).median == pytest.approx(1e-3)
+    assert stream.captured == 10  # five times two calls, which keep 100 MiB together
 
 
 def test_a_record_says_which_times_include_launches(monkeypatch):

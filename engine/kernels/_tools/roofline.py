@@ -16,14 +16,8 @@ _COPY_BYTES = 1 << 28
 # float32 lanes of a multiprocessor, and 16-bit operations of its tensor cores in a clock (sums in
 # float32), by architecture. CUDA programming guide, and NVIDIA's white papers. GeForce: half.
 _LANES = {"sm_80": 64}
-_TENSOR = {
-    "sm_80": 2048,
-    "sm_86": 1024,
-    "sm_89": 1024,
-    "sm_90a": 4096,
-    "sm_100": 8192,
-    "sm_120": 1024,
-}
+_TENSOR = {"sm_80": 2048, "sm_90a": 4096, "sm_100": 8192}
+_TENSOR_DEFAULT = 1024
 
 
 @dataclass(frozen=True)
