@@ -26,9 +26,14 @@ constexpr int kArch = 0;
 #endif
 
 // Integers of fixed width.
+using int8_t = signed char;
+using uint8_t = unsigned char;
+using int16_t = short;
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
 using int64_t = long long;
 using uint64_t = unsigned long long;
-using uint32_t = unsigned int;
 
 // The dtype that the file is compiled for.
 #if ENGINE_DTYPE == 0
