@@ -260,12 +260,12 @@ print(report)
 assert not report.ok
 
 # %% [markdown]
-# And kernels with a mistake each: one adds up the partial sums of 7 of the 8 warps, one writes one
-# element too many. They compile, so only a GPU can tell.
+# And two kernels with a mistake: in one, each warp uses its own sum instead of the block's; one
+# writes an element too many. Both compile, so only a GPU can tell.
 
 # %%
 mistakes = {
-    "a warp is forgotten": ("block_sum<8>", "block_sum<7>"),
+    "the warps keep their sums": ("block_sum<8>", "block_sum<1>"),
     "a write out of bounds": ("i < N; i += 256) {\n    result", "i <= N; i += 256) {\n    result"),
 }
 for name, (old, new) in mistakes.items():
