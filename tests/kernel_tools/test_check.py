@@ -594,7 +594,9 @@ def test_watch_survives_a_python_file_that_fails(tmp_path, without_gpu, monkeypa
     assert not watcher.ok
 
 
-def test_watch_needs_a_file():
+def test_watch_needs_a_file(tmp_path):
+    with pytest.raises(errors.ConfigError, match="there is no file"):
+        kernels.watch(str(tmp_path / "missing.py"))
     with pytest.raises(errors.ConfigError, match="must be a file"):
         kernels.watch(_op())
 

@@ -199,15 +199,12 @@ class _Checker:
     def run(self, cases: Sequence[Case], arch: str, *, isolate: bool, timeout: float) -> None:
         """Check everything that this machine can."""
         runner = self._runner(isolate, timeout)
-        chip = None if runner is None else runner.start()
-        findings, kernels = check_static(self._op, cases, _chips(arch, chip))
-        self._report.findings += findings
-        self._report.kernels += kernels
-        if runner is not None and any(finding.kind in _FATAL for finding in self._report.errors):
-            self._report.skipped.append("the kernel was not run: mend the errors above first")
-            runner.close()
-            runner = None
         try:
+            self._check_static(cases, arch, runner)
+            if runner is not None and any(each.kind in _FATAL for each in self._report.errors):
+                self._report.skipped.append("the kernel was not run: mend the errors above first")
+                runner.close()
+                runner = None
             for done, case in enumerate(cases):
                 if time.monotonic() > self._deadline:
                     reason = f"{len(cases) - done} of {len(cases)} calls: the time was over"
@@ -218,6 +215,14 @@ class _Checker:
             if runner is not None:
                 runner.close()
         self._report.findings += _pattern(self._outcomes)
+
+    def _check_static(
+        self, cases: Sequence[Case], arch: str, runner: Worker | Local | None
+    ) -> None:
+        chip = None if runner is None else runner.start()
+        findings, compiled = check_static(self._op, cases, _chips(arch, chip))
+        self._report.findings += findings
+        self._report.kernels += compiled
 
     def run_huge(self, case: Case | None, *, isolate: bool) -> None:
         """Check a shape of more than 2**31 elements."""

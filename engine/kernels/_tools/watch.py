@@ -11,7 +11,7 @@ from typing import Any
 from engine.errors import ConfigError, EngineError
 from engine.kernels._tools.check import check
 from engine.kernels._tools.check_report import CheckReport, Finding
-from engine.kernels._user.files import load_ops
+from engine.kernels._user.files import check_target, load_ops
 from engine.kernels._user.op import Op
 
 __all__ = ["Watcher", "watch"]
@@ -39,6 +39,7 @@ class Watcher:
         self._target = target
         self._show = show
         self._options = options
+        self._path = Path() if isinstance(target, Op) else check_target(target)
         self._ops = [target] if isinstance(target, Op) else []
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -77,8 +78,7 @@ class Watcher:
     def _python_stamp(self) -> Stamps:
         if isinstance(self._target, Op):
             return {}
-        path = Path(self._target.split(".py:")[0].removesuffix(".py") + ".py").resolve()
-        return {path: _stamp(path)}
+        return {self._path: _stamp(self._path)}
 
     def _source_stamps(self) -> Stamps:
         return {path: _stamp(path) for op in self._ops for path in op.source.files}
@@ -135,7 +135,7 @@ def watch(target: Op | str | Path, *, background: bool = True, **options: Any) -
     Raises
     ------
     ConfigError
-        If an op's source is a string: there is no file to watch.
+        If an op's source is a string, or the Python file does not exist: nothing can be watched.
 
     Examples
     --------

@@ -11,7 +11,7 @@ from typing import Any
 from engine.errors import ConfigError, EngineError
 from engine.kernels._user.op import Op
 
-__all__ = ["load_name", "load_ops"]
+__all__ = ["check_target", "load_name", "load_ops"]
 
 
 def load_ops(target: str) -> dict[str, Op]:
@@ -35,6 +35,17 @@ def load_ops(target: str) -> dict[str, Op]:
     if not ops:
         raise ConfigError(f"{path} has no op at its top level; kernels.define makes one")
     return {name: ops[name]} if name else ops
+
+
+def check_target(target: str) -> Path:
+    """Return the path of the Python file of "FILE.py" or "FILE.py:NAME".
+
+    Raises
+    ------
+    ConfigError
+        If there is no such file.
+    """
+    return _parts(target)[0]
 
 
 def load_name(target: str) -> Any:
