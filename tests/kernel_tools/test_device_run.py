@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from engine import kernels
+from engine.kernels._tools import check as check_module
 from engine.kernels._tools.device_run import Call, Placed, run_call
+from engine.kernels._user.problem import CHIPS
 from tests.kernel_tools.fake_gpu import FakeOp, beyond, fake_gpu
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -181,3 +185,63 @@ def test_an_exception_of_the_driver_is_a_crash(monkeypatch):
     kind, text = _run(monkeypatch, kernel).error
     assert kind == "crash"
     assert "IllegalAddress" in text
+
+
+# All of `kernels.check`, with a Python function in place of the kernel.
+
+
+def _checked(monkeypatch, kernel, **options):
+    op = kernels.define(
+        "shifted",
+        "x: (T, N) float strided, ids: (T,) int32|int64, b: (N,) like x = None, "
+        "eps: float32 = 0.5 -> (T, N) like x, most: (T,) int32 zeroed",
+        reference=lambda x, ids, b, eps: (
+            x + (0 if b is None else b) + np.float32(eps),
+            ids.astype(np.int32),
+        ),
+        source='extern "C" __global__ void shifted(const scalar_t* x, const ids_t* ids, '
+        "const scalar_t* b, scalar_t* out, int* most) {}",
+        launch=lambda call: call.grid(1, 32),
+        in_place="x",
+    )
+    with fake_gpu(monkeypatch) as gpu:
+        fake = FakeOp(gpu, kernel, ("out", "most"))
+        runner = SimpleNamespace(
+            device="a stand-in",
+            start=lambda: CHIPS["sm_90a"],
+            call=lambda call: run_call(fake, call),
+            close=lambda: None,
+        )
+        monkeypatch.setattr(check_module._Checker, "_runner", lambda *_, **__: runner)
+        return kernels.check(op, show=False, special=True, **options)
+
+
+def _shifted(gpu, x, ids, b, eps, out, most):
+    with np.errstate(all="ignore"):
+        wide = x.astype(np.float32) + (0 if b is None else b.astype(np.float32))
+        out[...] = (wide + np.float32(eps)).astype(out.dtype)
+    most[...] = ids
+
+
+def test_every_variation_of_a_right_kernel_is_right(monkeypatch):
+    report = _checked(monkeypatch, _shifted)
+    assert report.ok, str(report)
+    assert report.num_calls > 100
+
+
+def test_a_kernel_that_ignores_an_optional_argument_is_told_with_its_name(monkeypatch):
+    def kernel(gpu, b, **others):
+        _shifted(gpu, b=None, **others)
+
+    texts = [finding.where for finding in _checked(monkeypatch, kernel).errors]
+    assert texts and not any("without b" in text for text in texts)
+
+
+def test_a_kernel_that_ignores_strides_is_told_for_views_alone(monkeypatch):
+    def kernel(gpu, x, **others):
+        if x.strides[-1] != x.itemsize and x.size:
+            x = np.full(x.shape, x.ravel()[0], x.dtype)
+        _shifted(gpu, x=x, **others)
+
+    texts = [finding.where for finding in _checked(monkeypatch, kernel).errors]
+    assert texts and all("transposed" in text for text in texts)
