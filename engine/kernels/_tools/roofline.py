@@ -10,7 +10,7 @@ from engine.cards import CARDS, Card
 from engine.kernels._module import current_architecture
 from engine.testing.timing import L2_BYTES, measure_gpu
 
-__all__ = ["Peaks", "Roof", "peaks_of_card", "peaks_of_device"]
+__all__ = ["Peaks", "Roof", "copy_rate", "peaks_of_card", "peaks_of_device"]
 
 _COPY_BYTES = 1 << 28
 # float32 lanes of a multiprocessor, and 16-bit operations of its tensor cores in a clock (sums in
