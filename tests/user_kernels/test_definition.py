@@ -297,6 +297,7 @@ def test_a_file_that_vanishes_is_told(tmp_path):
     [
         (lambda call: None, "launch: must return what call.grid1d or call.grid returns"),
         (lambda call: [], "launch: must return"),
+        (lambda call: 256, "or several of them; got 256"),
         (lambda call: call.grid1d(call["N"], 1025), "1 to 1024 threads"),
         (lambda call: call.grid((1, 70000), 32), "grid must be at most"),
         (lambda call: call.grid(1, 32, shared=1 << 20), "shared must be at most 232448 bytes"),
@@ -385,6 +386,11 @@ def test_a_compile_error_has_file_line_and_caret_and_no_options():
     assert lines[2].index("^") == lines[1].index("foo")
     assert lines[3].startswith('f.cu:3: error: identifier "bar" is undefined')
     assert "-arch" not in str(error) and "-I" not in str(error)
+
+
+def test_a_missing_brace_is_told_at_the_last_line():
+    error = _compile_error(BODY.replace("{}", "{\n  out[0] = x[0];\n"))
+    assert str(error).startswith('f.cu:2: error: expected a "}"   [float16, sm_90a]')
 
 
 def test_a_notebook_shows_a_compile_error_without_a_traceback():

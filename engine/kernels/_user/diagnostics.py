@@ -85,7 +85,9 @@ def read_log(log: str, file: str, source: str) -> list[Diagnostic]:
     """
     found: list[Diagnostic] = []
     context: list[str] | None = None
+    last = f"{file}({source.rstrip().count(chr(10)) + 1}):"
     for line in [*log.splitlines(), ""]:
+        line = line.replace("At end of source:", last)  # a brace is missing, say
         ptxas = _PTXAS.match(line)
         message = None if ptxas else _MESSAGE.match(line)
         if message or ptxas or not line.strip() or _SUMMARY.match(line):

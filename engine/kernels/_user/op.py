@@ -493,7 +493,8 @@ class Op:
         if not can_run(requires, problem.arch):
             raise DeviceError(f"{self.name}: requires {requires}; this GPU is {problem.arch}")
         chosen = self.definition.launch(problem)
-        launches = (chosen,) if isinstance(chosen, Launch) else tuple(chosen or ())
+        several = chosen if isinstance(chosen, list | tuple) else (chosen,)
+        launches = tuple(several)
         if not launches or not all(isinstance(one, Launch) for one in launches):
             raise ConfigError(
                 f"{self.name}: launch: must return what call.grid1d or call.grid returns, or "
