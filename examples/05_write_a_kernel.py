@@ -230,8 +230,8 @@ print(report)
 assert report.ok
 
 # %% [markdown]
-# Would it find a mistake? A formula that forgets `keepdims` happens to work for square matrices
-# only:
+# Would it find a mistake? A formula that forgets `keepdims` runs on square matrices only, and is
+# wrong there:
 
 
 # %%
@@ -281,8 +281,7 @@ for name, (old, new) in mistakes.items():
 #
 # ## Source in a file
 #
-# A source that is a file is compiled again when it has changed; the op stays the same object. So a
-# model that uses it goes on with the new kernel.
+# A source that is a file is compiled again when it has changed: edit, and call the op again.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
