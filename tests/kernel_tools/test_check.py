@@ -299,6 +299,19 @@ def test_a_reference_that_is_not_finite_is_a_warning(without_gpu):
     assert "the reference is not finite for finite arguments, at out" in str(report)
 
 
+def test_a_reference_that_no_empty_axis_suits_gets_a_hint(without_gpu):
+    op = _op(reference=lambda x, s: x - x.max(axis=-1, keepdims=True))
+    report = kernels.check(op, arch="sm_90a", show=False)
+    assert "if N is never 0, state where='N >= 1'" in str(report)
+    op = _op(reference=lambda x, s: x - x.max(axis=-1, keepdims=True), where="N >= 1")
+    assert kernels.check(op, arch="sm_90a", show=False).ok
+
+
+def test_a_huge_shape_that_is_not_run_is_said(without_gpu):
+    report = kernels.check(_op(), arch="sm_90a", quick=True, huge=True, show=False)
+    assert "not checked: a huge shape: the kernel was not run" in str(report)
+
+
 def test_a_launch_that_is_not_pure_is_told(without_gpu):
     counter = iter(range(1, 10_000))
     op = _op(launch=lambda call: call.grid(next(counter), 256))

@@ -145,6 +145,9 @@ def check(
         checker.run(cases, arch, isolate=isolate, timeout=timeout)
         if huge and report.device and report.ok:
             checker.run_huge(huge_case(op), isolate=isolate)
+        elif huge:
+            reason = "smaller ones are wrong" if report.device else "the kernel was not run"
+            report.skipped.append(f"a huge shape: {reason}")
     report.seconds = time.monotonic() - begin
     if show:
         print(report, flush=True)
@@ -320,7 +323,8 @@ class _Checker:
         if case.kind == "huge":
             text = f"{text}\n{_HUGE_HINT}"
         sizes = ",".join(f"{name}={size}" for name, size in case.sizes)
-        repeat = f"--sizes {sizes} --dtype {case.dtype} --seed {self._seed}" if sizes else ""
+        dtype = f"--dtype {case.dtype} " if case.has_dtypes else ""
+        repeat = f"--sizes {sizes} {dtype}--seed {self._seed}" if sizes else ""
         self._report.findings.append(Finding(kind, text, str(case), repeat, is_error))
 
 

@@ -55,6 +55,8 @@ class Case:
         Optional arrays that are not given.
     changed : tuple of str
         Scalars that do not have their default.
+    has_dtypes : bool
+        Whether `dtype` is one of several.
     """
 
     kind: str
@@ -66,10 +68,11 @@ class Case:
     special: tuple[str, ...] = ()
     omitted: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
+    has_dtypes: bool = True
 
     def __str__(self) -> str:
         parts = [f"{name}={size}" for name, size in self.sizes]
-        parts.append(self.dtype)
+        parts += [self.dtype] if self.has_dtypes else []
         several = [f"{name} {dtype}" for name, dtype in self.dtypes if name in self._choices]
         parts += several
         parts += [f"{name}={value}" for name, value in self.scalars if name in self.changed]
@@ -136,7 +139,9 @@ def _case(op: Op, kind: str, sizes: Mapping[str, int], dtype: str) -> Case:
     dtypes = {array.name: _dtype(op, array, dtype, 0) for array in op.signature.arrays}
     scalars = {scalar.name: _scalar_value(scalar) for scalar in op.signature.scalars}
     scalars |= {name: sizes[name] for name in scalars if name in sizes}
-    return Case(kind, problem_sizes, dtype, tuple(dtypes.items()), tuple(scalars.items()))
+    has_dtypes = len(op.signature.scalar_dtypes) > 1
+    arguments = (tuple(dtypes.items()), tuple(scalars.items()))
+    return Case(kind, problem_sizes, dtype, *arguments, has_dtypes=has_dtypes)
 
 
 def _dtype(op: Op, array: ArrayArg, dtype: str, turn: int) -> str:

@@ -35,10 +35,9 @@ def run_reference(
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             returned = op(**arguments)
-    except EngineError as error:
-        return None, [Finding("reference", str(error))]
     except Exception as error:
-        return None, [Finding("reference", _explained(error))]
+        text = str(error) if isinstance(error, EngineError) else _explained(error)
+        return None, [Finding("reference", text + _empty_hint(case))]
     names = [array.name for array in op.signature.outputs]
     outputs = returned if len(names) > 1 else (returned,)
     wanted = dict(zip(names, outputs, strict=True)) if names else {}
@@ -61,6 +60,11 @@ def _explained(error: Exception) -> str:
         return "the reference modifies an argument: let it copy, or declare the argument inout"
     hint = f"\n{_INDEX_HINT}" if isinstance(error, IndexError) else ""
     return f"the reference fails: {type(error).__name__}: {error}{hint}"
+
+
+def _empty_hint(case: Case) -> str:
+    empty = [name for name, size in case.sizes if size == 0]
+    return f"\nif {empty[0]} is never 0, state where='{empty[0]} >= 1'" if empty else ""
 
 
 def _not_finite(case: Case, values: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Finding]:
