@@ -57,6 +57,19 @@ def test_a_bad_signature_is_told_with_the_place(signature, words):
     assert isinstance(caught.value, ValueError)
 
 
+def test_an_op_that_writes_in_place_needs_no_arrow():
+    op = kernels.define(
+        "clear",
+        "x: (N,) float32 inout",
+        reference=lambda x: x.fill(0),
+        source='extern "C" __global__ void clear(float* x, int N) {}',
+        launch=lambda call: call.grid1d(call["N"]),
+    )
+    x = np.ones(3, np.float32)
+    assert op(x) is x
+    np.testing.assert_array_equal(x, [0, 0, 0])
+
+
 def test_python_sees_the_arguments():
     op = _define("x: (N,) float, b: (N,) like x = None, eps: float32 = 1e-6 -> (N,) like x")
     assert str(inspect.signature(op)) == "(x, b=None, eps=1e-06, *, out=None)"

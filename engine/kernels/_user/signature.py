@@ -154,9 +154,12 @@ def parse_signature(text: str, name: str) -> Signature:
     (('batch', 'F'), ['(..., F)'])
     """
     left, arrow, right = text.partition("->")
-    if not arrow:
-        raise ConfigError(f"{name}: signature: must have '->' before the results; got {text!r}")
     args = tuple(_argument(part, name) for part in split_list(left))
+    if not arrow and not any(isinstance(arg, ArrayArg) and arg.is_inout for arg in args):
+        raise ConfigError(
+            f"{name}: signature: must have '->' before the results, or an argument marked inout; "
+            f"got {text!r}"
+        )
     outputs = tuple(_result(part, name, index) for index, part in enumerate(split_list(right)))
     signature = Signature(" ".join(text.split()), args, outputs)
     _check(signature, name)
