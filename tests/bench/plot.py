@@ -63,6 +63,28 @@ def _gemm_sm90() -> Picture:
                    shared_cases=True)  # fmt: skip
 
 
+def _make_it_fast() -> Picture:
+    record = _load("make_it_fast")
+    rows = {row["name"]: row for row in record["rows"]}
+    cases = ("naive", "vectorised", "tiled", "mma", "tma", "kernels.gemm", "cuBLAS")
+    panel = Bars(
+        "versions of one product, 4,096 x 4,096 x 4,096",
+        "TFLOP/s",
+        cases,
+        {
+            "ours": [rows[name]["tflops"] if name != "cuBLAS" else None for name in cases],
+            "cuBLAS": [rows[name]["tflops"] if name == "cuBLAS" else None for name in cases],
+        },
+        (
+            "predicted from bytes and operations; libraries: tensor cores, 989 TFLOP/s",
+            [rows[name].get("predicted", _BF16) for name in cases],
+        ),
+        log=True,
+        digits=".3g",
+    )
+    return Picture("The course, chapter 6, bfloat16", _source(record), [panel], 1, 3.0)
+
+
 def _gemm_skinny() -> Picture:
     record = _load("gemm_skinny")["bars_dc0106f"]
     panels = []
@@ -549,6 +571,7 @@ def _scaling() -> Picture:
 PICTURES: dict[str, Callable[[], Picture]] = {
     "gemm_sm90": _gemm_sm90,
     "gemm_skinny": _gemm_skinny,
+    "make_it_fast": _make_it_fast,
     "attention_prefill_sm90": _attention_prefill,
     "attention_prefill_fp8": _attention_prefill_fp8,
     "attention_backward": _attention_backward,
