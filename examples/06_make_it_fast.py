@@ -295,14 +295,15 @@ if has_gpu:
 # %% [markdown]
 # ## Where prediction and measurement disagree
 #
-# No version reaches its prediction. On an H100 the five ran at 0.9, 12, 45, 400 and 786 TFLOP/s. A
+# No version reaches its prediction. On an H100 the five ran at 0.9, 11, 45, 411 and 753 TFLOP/s. A
 # reason is worth having only if it predicts something else, too. So each comes with an experiment:
 # the same source with another launch, or with other numbers.
 #
 # **Naive: lines, not bytes.** 0.9 is a quarter of 3.4. We counted sectors of 32 bytes; but perhaps
 # L1 looks up one line of 128 bytes per clock, however little of it a warp wants. A warp of 2 x 16
 # threads touches 18 lines, which is 18 clocks for 32 multiply-adds: 0.86 TFLOP/s. If that is the
-# reason, a warp of 4 x 8 threads, which touches 12 lines, runs at 1.3. If bytes are, at 5.2.
+# reason, a warp of 4 x 8 threads, which touches 12 lines, runs at 1.3. If bytes are, at 5.2. It ran
+# at 1.4: it is the lines.
 
 # %%
 experiments = {}
@@ -319,10 +320,10 @@ predict("naive, warps of 4 x 8", 12 * 128 / 32, CUDA_CORES)
 # %% [markdown]
 # **Vectorised: instructions, or L2?** The inner loop has 143 instructions (`cuobjdump -sass` prints
 # them): 32 multiply-adds and 8 loads, and most of the rest converts 16-bit numbers to float32. An
-# SM issues four instructions per clock, which allows 13.8 TFLOP/s; we saw 12. The other suspect is
-# L2: the 4 x 4 outputs of a block need 8 rows, which for all blocks is 69 GB, or 5.8 TB/s at the
+# SM issues four instructions per clock, which allows 13.8 TFLOP/s; we saw 11. The other suspect is
+# L2: the 4 x 4 outputs of a block need 8 rows, which for all blocks is 69 GB, or 5.4 TB/s at the
 # measured speed. With 4 x 8 outputs a block it is a quarter less. If L2 is the limit, that version
-# is faster; if instructions are, it is not.
+# is faster; if instructions are, it is not. It was not: both ran at 10.8, so L2 is not the limit.
 
 # %%
 ISSUE = SMS * CLOCK * 4 * 32 * 2  # operations/s, if every instruction were a multiply-add
@@ -344,10 +345,13 @@ experiment(
 predictions["tiled, by instructions"] = ISSUE * 1024 / 1160 / 1e12
 
 # %% [markdown]
-# **mma: copies, or the instruction?** 400 of 720. Copies may come too late: then a ring of three
+# **mma: copies, or the instruction?** 411 of 720. Copies may come too late: then a ring of three
 # stages is slower than one of four, and one of two much slower. Or `mma.sync` does not reach the
 # rate of the data sheet, which is that of Hopper's own instruction. `mma_only` measures it: as many
-# warps as version 4, with operands that never leave their registers.
+# warps as version 4, with operands that never leave their registers. Three stages reached 404, two
+# 322: with four, the copies come in time. And `mma_only` reached 647, two thirds of the data sheet,
+# with operands that draw little power. So version 4 has at most 1.6 times its speed to gain; the
+# rest belongs to `wgmma`.
 
 # %%
 for stages in (2, 3):
@@ -371,9 +375,10 @@ mma_only = kernels.define(
 )
 
 # %% [markdown]
-# **TMA and wgmma: power.** 786 of 989, the same as `kernels.gemm`. Switching transistors costs
-# energy, and a chip at its power limit lowers its clock. Zeros switch few: if power is the limit,
-# the same kernel is faster on matrices of zeros.
+# **TMA and wgmma: power.** 753 of 989, where cuBLAS ran at 687 and `kernels.gemm` at 700. Switching
+# transistors costs energy, and a chip at its power limit lowers its clock. Zeros switch few: if
+# power is the limit, the same kernel is faster on matrices of zeros. It ran at 849. And the quartiles
+# of 753, 175 and 197 µs, are far apart, as a clock that changes makes them.
 
 
 # %%
