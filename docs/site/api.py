@@ -145,7 +145,7 @@ _FIRST = ("define", "Op", "Problem", "Launch")  # in the order of reading; the r
 def _define() -> str:
     """Return the page of the names for a kernel of the user's own."""
     known = {*ops(), *_OF_OPS, *_FIRST}
-    names = [*_FIRST, *(name for name in kernels.__all__ if name not in known)]
+    names = [*_FIRST, *sorted(set(kernels.__all__) - known, key=str.lower)]
     parts = [_directive(f"engine.kernels.{name}") for name in names]
     return _DEFINE_HEAD + "\n".join(parts)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine.kernels._attention_pattern import BlockSparse, Periodic
 from engine.kernels._override.dispatch import dispatched
 from engine.kernels._override.scope import override
-from engine.kernels._tools.headers import headers
+from engine.kernels._tools.headers import Header, headers
 from engine.kernels._user.define import define
 from engine.kernels._user.op import Op
 from engine.kernels._user.problem import Launch, Problem
@@ -58,17 +58,25 @@ from engine.kernels.swiglu_quantize import swiglu_quantize
 
 if TYPE_CHECKING:
     from engine.kernels._tools.bench import bench
+    from engine.kernels._tools.bench_report import BenchReport
     from engine.kernels._tools.check import check
+    from engine.kernels._tools.check_report import CheckReport
     from engine.kernels._tools.profile import profile
-    from engine.kernels._tools.watch import watch
+    from engine.kernels._tools.profile_report import ProfileReport
+    from engine.kernels._tools.watch import Watcher, watch
 
 __all__ = [
+    "BenchReport",
     "BlockSparse",
+    "CheckReport",
+    "Header",
     "Launch",
     "Op",
     "Periodic",
     "Problem",
+    "ProfileReport",
     "Routing",
+    "Watcher",
     "all_gather",
     "all_reduce",
     "all_reduce_rmsnorm",
@@ -120,12 +128,18 @@ __all__ = [
     "watch",
 ]
 
-_TOOLS = ("bench", "check", "profile", "watch")  # modules of `_tools/`, imported on demand
+_TOOLS = {  # modules of `_tools/`, imported on demand
+    "BenchReport": "bench_report",
+    "CheckReport": "check_report",
+    "ProfileReport": "profile_report",
+    "Watcher": "watch",
+    **{name: name for name in ("bench", "check", "profile", "watch")},
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _TOOLS:
-        return getattr(importlib.import_module(f"engine.kernels._tools.{name}"), name)
+        return getattr(importlib.import_module(f"engine.kernels._tools.{_TOOLS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
