@@ -18,7 +18,7 @@ release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["deflist", "colon_fence"]
 myst_heading_anchors = 4
-smartquotes = False
+smartquotes_action = "D"  # dashes; quotes stay as they are typed
 
 default_role = "literal"  # a name of the API becomes a link, below
 autodoc_member_order = "bysource"
