@@ -377,8 +377,8 @@ mma_only = kernels.define(
 # %% [markdown]
 # **TMA and wgmma: power.** 753 of 989, where cuBLAS ran at 687 and `kernels.gemm` at 700. Switching
 # transistors costs energy, and a chip at its power limit lowers its clock. Zeros switch few: if
-# power is the limit, the same kernel is faster on matrices of zeros. It ran at 849. And the quartiles
-# of 753, 175 and 197 µs, are far apart, as a clock that changes makes them.
+# power is the limit, the same kernel is faster on matrices of zeros. It ran at 849. And the
+# quartiles of 753, 175 and 197 µs, are far apart, as a clock that changes makes them.
 
 
 # %%
