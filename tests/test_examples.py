@@ -43,13 +43,26 @@ def _extras(path):
 
 @pytest.mark.parametrize("path", _cases(lambda name: name in _SLOW_SCRIPTS))
 def test_runs_as_a_script(path, tmp_path):
+    _run_script(path, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", FILES.values(), ids=FILES)
+def test_runs_on_a_gpu(cp, path, tmp_path):
+    errors = _run_script(path, tmp_path)
+    assert "engine: device cpu" not in errors
+
+
+def _run_script(path, folder):
+    """Run the example in `folder`, and return what it wrote to standard error."""
     done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, cwd=tmp_path, timeout=240
+        [sys.executable, str(path)], capture_output=True, text=True, cwd=folder, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip(), "an example prints what it found"
     pictures = re.findall(r'savefig\("(.*?)"', path.read_text())
-    assert {picture.name for picture in tmp_path.glob("*.png")} >= set(pictures)
+    assert {picture.name for picture in folder.glob("*.png")} >= set(pictures)
+    return done.stderr
 
 
 @pytest.mark.parametrize("path", _cases(lambda name: name not in _QUICK_NOTEBOOKS))
