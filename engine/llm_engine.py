@@ -129,8 +129,9 @@ class LLMEngine:
         # Steps in flight between two `step` calls: one with async scheduling, plus one per
         # additional pipeline stage.
         self._max_in_flight = int(config.async_scheduling) + model.num_stages - 1
+        runs = model.kernels.runs  # a closed model is still counted
         self.collector = StatsCollector(
-            model.expert_load, model.expert_runs, kernel_runs=lambda: dict(model.kernels.runs)
+            model.expert_load, model.expert_runs, kernel_runs=lambda: dict(runs)
         )
         self._streams = OutputStreams(
             self.tokenizer,
