@@ -250,7 +250,9 @@ def _digest(file: str) -> str:
 
 
 def _cache_key(spec: ModuleSpec, arch: str) -> str:
-    text = json.dumps([str(spec), arch, spec.digest(), _nvrtc.version(), "v1"])
+    # A folder to search for headers has another path on every machine; their text is in the digest.
+    options = [option for option in spec.options(arch) if not option.startswith("-I")]
+    text = json.dumps([str(spec), options, spec.digest(), _nvrtc.version(), "v1"])
     return f"{Path(spec.file).stem}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 

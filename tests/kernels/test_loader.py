@@ -94,6 +94,15 @@ def test_what_the_result_depends_on_is_in_the_key(sources):
     assert count == 1 and len(seen | {found.path}) == 5
 
 
+def test_every_option_but_the_folders_is_in_the_key(sources, monkeypatch):
+    key = _module._cache_key(SPEC, "sm_80")
+    options = SPEC.options("sm_80")
+    monkeypatch.setattr(ModuleSpec, "options", lambda *_: [*options, "-I/elsewhere"])
+    assert _module._cache_key(SPEC, "sm_80") == key
+    monkeypatch.setattr(ModuleSpec, "options", lambda *_: [*options, "-lineinfo"])
+    assert _module._cache_key(SPEC, "sm_80") != key
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "gone", "other"])
 @pytest.mark.parametrize("suffix", [".cubin", ".json"])
 def test_a_damaged_file_is_made_again(sources, suffix, damage):
