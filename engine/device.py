@@ -82,7 +82,7 @@ def cupy() -> Any:
 def is_cupy_array(x: Any) -> bool:
     """Tell whether `x` is a CuPy array or a `PlanArray`; does not import CuPy."""
     module = sys.modules.get("cupy")
-    return module is not None and isinstance(x, module.ndarray | PlanArray)
+    return module is not None and isinstance(x, (module.ndarray, PlanArray))
 
 
 def array_module(*arrays: Any) -> Any:

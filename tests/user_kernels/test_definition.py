@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine import errors, kernels
+from engine.kernels._user.diagnostics import read_log
 
 BODY = 'extern "C" __global__ void f(const scalar_t* x, scalar_t* out, int64_t N) {}'
 
@@ -155,6 +156,21 @@ def test_a_repeated_call_is_checked_as_the_first():
             op(x, s.astype(np.float16))
         with pytest.raises(errors.ContractError, match="must satisfy T <= 4"):
             op(np.ones((5, 3), np.float32), np.ones(5, np.float32))
+
+
+def test_conditions_may_name_scalars():
+    op = _define(
+        "x: (N,) float, eps: float32, k: int32 = 2 -> (N,) like x",
+        reference=lambda x, eps, k: x + eps,
+        where="eps > 0, k <= N",
+    )
+    x = np.zeros(3, np.float32)
+    for _ in range(2):
+        assert op(x, 1.5)[0] == 1.5
+        with pytest.raises(errors.ContractError, match=r"eps: must satisfy eps > 0; got eps = 0.0"):
+            op(x, 0)
+        with pytest.raises(errors.ContractError, match=r"k <= N; got N = 3, k = 4"):
+            op(x, 1, k=4)
 
 
 def test_remembered_checks_keep_scalars_apart():
@@ -437,3 +453,13 @@ def test_an_error_in_a_header_names_the_header(tmp_path):
     with pytest.raises(errors.CompileError) as caught:
         op.compile(op.example_problem({"N": 8}))
     assert "mine.cuh:3: error: identifier" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("used", "remedy"), [(80_000, "make it dynamic (extern __shared__"), (400_000, "use less")]
+)
+def test_too_much_static_shared_memory_is_told_with_a_remedy(used, remedy):
+    shared = f"uses too much shared data ({used:#x} bytes, 0xc000 max)"
+    [found] = read_log(f"ptxas error   : Entry function 'f' {shared}", "f.cu", "")
+    words = f"f declares {used} bytes of static shared memory, more than 49152: {remedy}"
+    assert found.message.startswith(words)

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.errors import ConfigError
 from engine.kernels._tools.check_cases import Case, all_cases, case_problem, make_inputs
-from engine.kernels._tools.check_sizes import array_shape
+from engine.kernels._tools.check_sizes import array_shape, scalar_value
 from engine.kernels._user.op import Op
 
 __all__ = ["Shape", "bench_dtypes", "bench_shapes", "case_of", "cpu_case"]
@@ -111,8 +111,7 @@ def case_of(op: Op, sizes: Mapping[str, int], dtype: str) -> Case:
 
 
 def _is_possible(op: Op, sizes: Mapping[str, int]) -> bool:
-    scalars = {s.name: s.default for s in op.signature.scalars if s.default is not None}
-    known = {**scalars, **sizes}
+    known = {scalar.name: scalar_value(scalar) for scalar in op.signature.scalars} | dict(sizes)
     try:
         return all(
             array_shape(array, known) is not None

@@ -15,7 +15,13 @@ import ml_dtypes
 import numpy as np
 
 from engine.errors import ConfigError
-from engine.kernels._tools.check_sizes import array_shape, check_sizes, huge_sizes
+from engine.kernels._tools.check_sizes import (
+    array_shape,
+    check_sizes,
+    holds,
+    huge_sizes,
+    scalar_value,
+)
 from engine.kernels._user.op import Op
 from engine.kernels._user.problem import CHIPS, Chip, Problem
 from engine.kernels._user.signature import DTYPES, ArrayArg, ScalarArg
@@ -137,7 +143,7 @@ def _varied_kinds(kinds: Sequence[str]) -> set[str]:
 def _case(op: Op, kind: str, sizes: Mapping[str, int], dtype: str) -> Case:
     problem_sizes = tuple((symbol, sizes[symbol]) for symbol in op.signature.symbols)
     dtypes = {array.name: _dtype(op, array, dtype, 0) for array in op.signature.arrays}
-    scalars = {scalar.name: _scalar_value(scalar) for scalar in op.signature.scalars}
+    scalars = {scalar.name: scalar_value(scalar) for scalar in op.signature.scalars}
     scalars |= {name: sizes[name] for name in scalars if name in sizes}
     has_dtypes = len(op.signature.scalar_dtypes) > 1
     arguments = (tuple(dtypes.items()), tuple(scalars.items()))
@@ -151,12 +157,6 @@ def _dtype(op: Op, array: ArrayArg, dtype: str, turn: int) -> str:
     return dtype if array.is_scalar_t else array.dtypes[turn % len(array.dtypes)]
 
 
-def _scalar_value(scalar: ScalarArg) -> Any:
-    if scalar.default is not None:
-        return scalar.default
-    return {"b": False, "f": 0.5}.get(scalar.dtype[0], 1)
-
-
 def _variations(op: Op, plain: Case, special: Sequence[str]) -> Iterator[Case]:
     sizes = dict(plain.sizes)
     yield from _other_dtypes(op, plain)
@@ -167,8 +167,8 @@ def _variations(op: Op, plain: Case, special: Sequence[str]) -> Iterator[Case]:
             yield dataclasses.replace(plain, dtypes=kept, omitted=omitted)
     for scalar in op.signature.scalars:
         if scalar.name not in sizes and scalar.name not in op.definition.inputs:
-            for value in _other_values(scalar):
-                yield _with_scalar(plain, scalar.name, value)
+            other = (_with_scalar(plain, scalar.name, v) for v in _other_values(scalar))
+            yield from (case for case in other if _is_allowed(op, case))
     for view in VIEWS:
         if _has_view(op, plain, view):
             yield dataclasses.replace(plain, view=view)
@@ -187,7 +187,7 @@ def _other_dtypes(op: Op, plain: Case) -> Iterator[Case]:
 
 def _other_values(scalar: ScalarArg) -> list[Any]:
     """Return values besides the usual one; an integer may be a count, so it stays as it is."""
-    usual = _scalar_value(scalar)
+    usual = scalar_value(scalar)
     if scalar.dtype == "bool":
         return [not usual]
     return [usual * 2 or 0.25] if scalar.dtype.startswith("float") else []
@@ -196,6 +196,11 @@ def _other_values(scalar: ScalarArg) -> list[Any]:
 def _with_scalar(case: Case, name: str, value: Any) -> Case:
     scalars = tuple((key, value if key == name else old) for key, old in case.scalars)
     return dataclasses.replace(case, scalars=scalars, changed=(name,))
+
+
+def _is_allowed(op: Op, case: Case) -> bool:
+    known = dict(case.sizes) | dict(case.scalars)
+    return all(holds(condition, known) for condition in op.definition.where)
 
 
 def _has_view(op: Op, case: Case, view: str) -> bool:

@@ -16,9 +16,9 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.kernels._user.expressions import Expression
 from engine.kernels._user.op import Op
-from engine.kernels._user.signature import BATCH, ArrayArg
+from engine.kernels._user.signature import BATCH, ArrayArg, ScalarArg
 
-__all__ = ["array_shape", "check_sizes", "huge_sizes"]
+__all__ = ["array_shape", "check_sizes", "holds", "huge_sizes", "scalar_value"]
 
 Sizes = dict[str, int]
 
@@ -56,6 +56,13 @@ def _lead(batch: int) -> list[int]:
         if batch > first and batch % first == 0:
             return [first, batch // first]
     return [batch]
+
+
+def scalar_value(scalar: ScalarArg) -> Any:
+    """Return the value with which an op is checked: the default, if there is one."""
+    if scalar.default is not None:
+        return scalar.default
+    return {"b": False, "f": 0.5}.get(scalar.dtype[0], 1)
 
 
 def huge_sizes(op: Op) -> Sizes | None:
@@ -145,7 +152,8 @@ class _Search:
     def __init__(self, op: Op) -> None:
         self._op = op
         self._symbols = op.signature.symbols
-        self._scalars = {s.name: s.default for s in op.signature.scalars if s.default is not None}
+        scalars = (s for s in op.signature.scalars if s.name not in self._symbols)
+        self._scalars = {scalar.name: scalar_value(scalar) for scalar in scalars}
         arrays = (*op.signature.arrays, *op.signature.outputs)
         self._arrays = [array for array in arrays if array.dims or array.has_batch]
         dims = [dim for array in arrays for dim in array.dims if not dim.is_symbol]
@@ -200,7 +208,7 @@ class _Search:
         """Tell whether every condition whose symbols are all known is satisfied."""
         known = self._scalars | sizes
         for condition in self._where:
-            if condition.symbols <= set(known) and not _holds(condition, known):
+            if condition.symbols <= set(known) and not holds(condition, known):
                 return False
         for array in self._arrays:
             if not _symbols_of(array) <= set(known):
@@ -216,7 +224,8 @@ def _symbols_of(array: ArrayArg) -> set[str]:
     return found | ({BATCH} if array.has_batch else set())
 
 
-def _holds(condition: Expression, sizes: Mapping[str, Any]) -> bool:
+def holds(condition: Expression, sizes: Mapping[str, Any]) -> bool:
+    """Tell whether a condition is satisfied."""
     try:
         return bool(condition.value(sizes))
     except ConfigError:  # divides by 0

@@ -58,6 +58,7 @@ class LaunchArguments:
     Attributes
     ----------
     kernel : Kernel
+    launch : Launch
     module : UserModule
     scratch : tuple of Scratch
 
@@ -81,6 +82,7 @@ class LaunchArguments:
         self._signature = signature
         self._problem = problem
         self._args = dict(launch.args)
+        self.launch = launch
         self.module = module
         params = text.entry(entry).params
         if launch.pdl and "pdl_wait" not in text.text:

@@ -47,6 +47,8 @@ class Bound:
         The file's `scalar_t`; "" until an array decides it.
     problems : dict
         For `Op`: the problems of calls like this one, by chip and alignment.
+    shapes : dict
+        Shapes of the results of such calls, by name.
     """
 
     contract: Contract
@@ -55,6 +57,7 @@ class Bound:
     lead: tuple[int, ...] = ()
     dtype: str = ""
     problems: dict[Any, Any] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def again(self, values: dict[str, Any]) -> Bound:
         """Return the checked arguments of another call with an equal `call_key`.
@@ -63,7 +66,8 @@ class Bound:
         """
         values = values | self.values
         contract = self.contract.again()
-        return Bound(contract, values, self.sizes, self.lead, self.dtype, self.problems)
+        shared = (self.sizes, self.lead, self.dtype, self.problems, self.shapes)
+        return Bound(contract, values, *shared)
 
     def shape(self, array: ArrayArg) -> tuple[int, ...]:
         """Return the shape of a result.
@@ -73,6 +77,8 @@ class Bound:
         ShapeError
             If a size is no integer, or negative.
         """
+        if (known := self.shapes.get(array.name)) is not None:
+            return known
         shape = [*self.lead] if array.has_batch else []
         for dim in array.dims:
             size = dim.value(self.sizes)
@@ -82,7 +88,8 @@ class Bound:
                     f"0; got {size} for {_shown(self.sizes, dim.symbols)}"
                 )
             shape.append(size)
-        return tuple(shape)
+        self.shapes[array.name] = tuple(shape)
+        return self.shapes[array.name]
 
     def dtype_of(self, array: ArrayArg) -> np.dtype[Any]:
         """Return the dtype of a result."""
@@ -134,11 +141,12 @@ def bind(
         bound.values[array.name] = _array(bound, array, values[array.name])
     bound.dtype = bound.dtype or signature.scalar_dtypes[0]
     _derive_sizes(bound, signature)
+    known = bound.sizes | {scalar.name: bound.values[scalar.name] for scalar in signature.scalars}
     for condition in where:
-        if not condition.value(bound.sizes):
+        if not condition.value(known):
             raise ContractError(
-                f"{op}: sizes: must satisfy {condition.text}; "
-                f"got {_shown(bound.sizes, condition.symbols)}"
+                f"{op}: {', '.join(sorted(condition.symbols))}: must satisfy {condition.text}; "
+                f"got {_shown(known, condition.symbols)}"
             )
     return bound
 
@@ -235,7 +243,7 @@ def _refuse(bound: Bound, array: ArrayArg, dim: Expression, wanted: str) -> NoRe
     )
 
 
-def _shown(sizes: Mapping[str, int], symbols: Iterator[str] | frozenset[str]) -> str:
+def _shown(sizes: Mapping[str, Any], symbols: Iterator[str] | frozenset[str]) -> str:
     return ", ".join(f"{name} = {sizes[name]}" for name in sorted(symbols) if name in sizes)
 
 
@@ -249,7 +257,9 @@ def dtype_text(dtype: Any) -> str:
 
 def is_aligned(array: Any, alignment: int = VECTOR_BYTES) -> bool:
     """Tell whether a CuPy array and every row of it start at a multiple of `alignment` bytes."""
-    return all(step % alignment == 0 for step in (array.data.ptr, *array.strides[:-1]))
+    return array.data.ptr % alignment == 0 and not any(
+        [step % alignment for step in array.strides[:-1]]
+    )
 
 
 def overlaps(a: Any, b: Any) -> bool:
@@ -261,8 +271,8 @@ def overlaps(a: Any, b: Any) -> bool:
 
 def _span(array: Any) -> tuple[int, int]:
     start = int(array.data.ptr)
-    if array.size == 0:
-        return start, start
+    if array.flags.c_contiguous:
+        return start, start + array.nbytes
     steps = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
     low = start + sum(step for step in steps if step < 0)
     return low, start + sum(step for step in steps if step > 0) + array.itemsize

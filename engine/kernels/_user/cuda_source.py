@@ -96,6 +96,9 @@ class CudaText:
     folder: str
     digest: str
 
+    def __hash__(self) -> int:  # a call looks its kernels up
+        return hash(self.digest)
+
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """The entry points, by name.

@@ -60,7 +60,7 @@ def define(
     entry : str
         Name of the kernel, if it is not `name`.
     where : str
-        Conditions on the sizes, such as "N % 8 == 0, N <= 4096".
+        Conditions on the sizes and scalars, such as "N % 8 == 0, N <= 4096, eps > 0".
     requires : str
         Architecture: "sm_90a" for Hopper alone, "sm_90" for it and later ones.
     alignment : int

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.errors import CompileError
+from engine.kernels._chip import HOPPER
 
 __all__ = ["Diagnostic", "KernelCompileError", "read_log"]
 
@@ -122,10 +123,11 @@ def _of_ptxas(message: str, file: str, source: str) -> list[Diagnostic]:
     if shared := _SHARED.match(message):
         used = int(shared[2], 0)
         most = int(shared[3], 0)
-        message = (
-            f"{shared[1]} declares {used} bytes of static shared memory, more than {most}: make "
-            "it dynamic (extern __shared__, and shared= in the launch)"
-        )
+        remedy = "use less"
+        if used <= HOPPER.shared_bytes:
+            remedy = "make it dynamic (extern __shared__, and shared= in the launch)"
+        message = f"{shared[1]} declares {used} bytes of static shared memory, more than {most}"
+        message += f": {remedy}"
     elif extern := _EXTERN.match(message):
         message = f"{extern[1]} is declared and called, but defined nowhere"
     name = re.search(r"'(\w[\w.]*)'", message)

@@ -35,6 +35,9 @@ class UserModule(ModuleSpec):
     text: str = field(default="", compare=False, repr=False)
     folder: str = field(default="", compare=False, repr=False)
 
+    def __hash__(self) -> int:  # a launch looks its module up
+        return hash((self.text_digest, self.dtype, self.defines))
+
     def supports(self, arch: str) -> bool:
         """Tell whether this file can be compiled for `arch`."""
         return can_run(self.requires, arch)

@@ -99,7 +99,7 @@ class Op:
         self.__signature__ = _python_signature(definition.signature)
         self._seen: dict[tuple[Any, ...], Bound] = {}  # checked calls, without their arrays
         self._launches = lru_cache(maxsize=1024)(self._choose)
-        self._arguments = lru_cache(maxsize=1024)(self._match)
+        self._matched = lru_cache(maxsize=1024)(self._match)
 
     def __repr__(self) -> str:
         return f"<kernels.Op {self.name}({self.signature.text})>"
@@ -265,8 +265,7 @@ class Op:
         ConfigError
             If a kernel is missing, has a parameter that nothing provides, or one of another type.
         """
-        text = self.source.current()
-        return tuple(self._arguments(problem, one, text) for one in self.launches(problem))
+        return self._matched(problem, self.source.current())
 
     def flops(self, problem: Problem) -> float:
         """Return the operations of a problem; 0 if the definition does not state them."""
@@ -465,10 +464,9 @@ class Op:
         return problem
 
     def _launch(self, problem: Problem, arrays: dict[str, Any]) -> None:
-        text = self.source.current()
         scratch: dict[Scratch, Any] = {}
-        for launch in self.launches(problem):
-            arguments = self._arguments(problem, launch, text)
+        for arguments in self.match(problem):
+            launch = arguments.launch
             for each in arguments.scratch:
                 if each not in scratch:
                     scratch[each] = _allocate(each, arrays)
@@ -504,10 +502,19 @@ class Op:
             launch.check(self.name, problem.chip)
         return launches
 
-    def _match(self, problem: Problem, launch: Launch, text: CudaText) -> LaunchArguments:
-        name = launch.entry or self.definition.entry
-        module = self._module(text, problem, launch)
-        return LaunchArguments(self.name, self.signature, problem, launch, text, name, module)
+    def _match(self, problem: Problem, text: CudaText) -> tuple[LaunchArguments, ...]:
+        return tuple(
+            LaunchArguments(
+                self.name,
+                self.signature,
+                problem,
+                launch,
+                text,
+                launch.entry or self.definition.entry,
+                self._module(text, problem, launch),
+            )
+            for launch in self.launches(problem)
+        )
 
     def _module(self, text: CudaText, problem: Problem, launch: Launch) -> UserModule:
         types = tuple(

@@ -188,6 +188,14 @@ class Problem:
     is_aligned: bool = True
     chip: Chip = CHIPS["sm_90a"]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """A call looks its launches up by its problem, which calls like it share."""
+        return hash((self.op, self.sizes, self.scalars, self.dtype, self.is_aligned))
+
     @cached_property
     def values(self) -> Mapping[str, Any]:
         """Sizes and scalars, by name."""
