@@ -81,6 +81,17 @@ def test_sizes_satisfy_the_conditions(where, holds):
         assert is_undecided or holds(**sizes), (kind, sizes)
 
 
+def test_conditions_on_scalars_hold_in_every_case():
+    op = _op(
+        "x: (T, N) float, s: (T,) float32, k: int32, eps: float32 = 0.5 -> (T, N) like x",
+        reference=lambda x, s, k, eps: x,
+        where="eps < 0.8, N > 4*k",
+    )
+    cases = list(all_cases(op))
+    assert all(dict(case.sizes)["N"] > 4 for case in cases)
+    assert {dict(case.scalars)["eps"] for case in cases} == {0.5}  # 1.0 is not allowed
+
+
 def test_given_sizes_are_all_tried():
     found = [sizes for _, sizes in check_sizes(_op(sizes={"N": (64, 80)}))]
     assert {sizes["N"] for sizes in found} == {64, 80}
@@ -509,7 +520,7 @@ MEMCHECK = """\
 ========= Invalid __global__ write of size 2 bytes
 =========     at scale+0x150 in scale.cu:5
 =========     by thread (63,0,0) in block (0,0,0)
-=========     Address 0x7f5c4ba0007e is out of bounds
+=========     Access to 0x7f5c4ba0007e is out of bounds
 =========     and is 1 bytes after the nearest allocation at 0x7f5c4ba00000 of size 126 bytes
 =========     Saved host backtrace up to driver entry point at kernel launch time
 =========         Host Frame:  [0x2d6f05] in libcuda.so.1
@@ -531,17 +542,49 @@ RACECHECK = """\
 def test_findings_of_memcheck_are_told_once_with_the_source_line():
     [finding] = read_findings(MEMCHECK, "memcheck", SOURCE, "scale.cu")
     lines = finding.text.splitlines()
-    assert lines[0] == (
-        "scale.cu:5: a write of 2 bytes outside every array, by thread (63,0,0) in block (0,0,0)"
-    )
-    assert "1 bytes after the nearest allocation" in finding.text
-    assert lines[-1].strip().startswith("const int64_t i") or "out[i]" in lines[-1]
+    assert lines == [
+        "scale.cu:5: a write of 2 bytes outside every array: 1 bytes after the nearest one, of "
+        "126 bytes, by thread (63,0,0) in block (0,0,0)",
+        "    5 | if (i < T * N) out[i] = from_float<scalar_t>(to_float(x[i]) * s[i / N]);",
+    ]
 
 
 def test_findings_of_racecheck_name_both_accesses():
     [finding] = read_findings(RACECHECK, "racecheck", SOURCE, "scale.cu")
-    assert finding.text.startswith("scale.cu:4: a race in shared memory, between Write access")
-    assert "Read access at scale+0xd0 in scale.cu:5" in finding.text
+    assert finding.text.splitlines() == [
+        "scale.cu:4: a race in shared memory: a write in scale.cu:4 and a read in scale.cu:5, "
+        "without a __syncthreads() in between",
+        "    4 | const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;",
+        "    5 | if (i < T * N) out[i] = from_float<scalar_t>(to_float(x[i]) * s[i / N]);",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (
+            "========= Invalid __global__ read of size 16 bytes\n"
+            "=========     at scale+0x80 in scale.cu:5\n"
+            "=========     by thread (0,0,0) in block (0,0,0)\n"
+            "=========     Access to 0x7f64f2800304 is misaligned\n",
+            "scale.cu:5: a read of 16 bytes at an address that is no multiple of 16, by thread",
+        ),
+        (
+            "========= Barrier error detected. Divergent thread(s) in warp.\n"
+            "=========     at scale+0x170 in scale.cu:5\n"
+            "=========     by thread (65,0,0) in block (0,0,0)\n",
+            "scale.cu:5: a barrier that not all threads reach: Divergent thread(s) in warp, by",
+        ),
+        (
+            "========= Uninitialized __global__ memory read of size 4 bytes\n"
+            "=========     at scale+0xa0 in scale.cu:5\n",
+            "scale.cu:5: a read of 4 bytes of global memory that nothing has written",
+        ),
+    ],
+)
+def test_findings_of_the_other_tools(log, words):
+    [finding] = read_findings(log, "memcheck", SOURCE, "scale.cu")
+    assert finding.text.startswith(words)
 
 
 # Watching, and the command.

@@ -26,6 +26,7 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 """Tools of compute-sanitizer."""
 
 _SECONDS = 120.0  # longest time of a call under the tool
+_MAX_CASES = 8
 _KINDS = ("one", "odd", "uneven", "asked")
 _HEAD = re.compile(r"^=+ ?")
 _PLACE = re.compile(r"(?:in|at) (?:\S*/)?([\w.-]+\.cuh?):(\d+)")
@@ -33,20 +34,25 @@ _STARTS = re.compile(
     r"Invalid|Uninitialized|Error: |ERROR: |Warning: Race|Barrier error|Misaligned|Potential|"
     r"Race reported|Divergent"
 )
+_ACCESS = re.compile(r"(Read|Write|Atomic) access at \S+ in (\S+)")
 _WORDS = (
-    (r"Invalid __global__ (\w+) of size (\d+) bytes", r"a \1 of \2 bytes outside every array"),
-    (r"Invalid __shared__ (\w+) of size (\d+) bytes", r"a \1 of \2 bytes outside shared memory"),
-    (r"Invalid __local__ (\w+) of size (\d+) bytes", r"a \1 of \2 bytes outside a local array"),
     (
-        r"Uninitialized __(\w+)__ memory read of size (\d+) bytes",
+        r"Invalid __\w+__ (\w+) of size (\d+) bytes.* is misaligned.*",
+        r"a \1 of \2 bytes at an address that is no multiple of \2",
+    ),
+    (
+        r"Invalid __global__ (\w+) of size (\d+) bytes.* is (\S+ bytes \w+) the nearest allocation "
+        r"at \w+ of size (\S+ bytes).*",
+        r"a \1 of \2 bytes outside every array: \3 the nearest one, of \4",
+    ),
+    (r"Invalid __global__ (\w+) of size (\d+) bytes.*", r"a \1 of \2 bytes outside every array"),
+    (r"Invalid __shared__ (\w+) of size (\d+) bytes.*", r"a \1 of \2 bytes outside shared memory"),
+    (r"Invalid __local__ (\w+) of size (\d+) bytes.*", r"a \1 of \2 bytes outside a local array"),
+    (
+        r"Uninitialized __(\w+)__ memory read of size (\d+) bytes.*",
         r"a read of \2 bytes of \1 memory that nothing has written",
     ),
-    (
-        r".*Potential (\w+) hazard.*__shared__.*",
-        r"a race in shared memory (\1): __syncthreads() is missing between two accesses",
-    ),
-    (r".*Race reported between (.*)", r"a race in shared memory, between \1"),
-    (r".*Barrier error detected\.? ?(.*)", r"a barrier that not all threads reach: \1"),
+    (r".*Barrier error detected\.? ?(.*?)\.?", r"a barrier that not all threads reach: \1"),
 )
 
 
@@ -65,9 +71,14 @@ def sanitize(
     if not chosen.is_cuda:
         raise DeviceError(f"compute-sanitizer needs a GPU: {reason}")
     dtype = cases[0].dtype
-    few = [case for case in cases if case.kind in _KINDS and case.dtype == dtype and not case.view]
+    few = [
+        case
+        for case in cases
+        if case.kind in _KINDS and case.dtype == dtype and case.view in ("", "misaligned")
+    ]
+    few.sort(key=lambda case: bool(case.view or case.omitted or case.changed))
     findings: list[Finding] = []
-    for case in few[:6]:
+    for case in few[:_MAX_CASES]:
         findings += _sanitized(op, program, tool, case, seed, report)
     return findings
 
@@ -128,19 +139,19 @@ def read_findings(log: str, tool: str, source: str, label: str) -> Iterator[Find
         The CUDA text and its name, to show the line.
     """
     seen = set()
+    code = source.splitlines()
     for block in _blocks(log):
         text = _in_words(block)
-        place = next((found for line in block if (found := _PLACE.search(line))), None)
-        where = f"{place[1]}:{place[2]}: " if place else ""
-        thread = next((line for line in block if line.startswith("by thread")), "")
-        key = (where, text)
-        if key in seen:
+        places = list(dict.fromkeys(found.groups() for found in map(_PLACE.search, block) if found))
+        where = f"{places[0][0]}:{places[0][1]}: " if places else ""
+        if (where, block[0]) in seen:
             continue
-        seen.add(key)
-        lines = [f"{where}{text}{f', {thread}' if thread else ''}"]
-        lines += [line for line in block if line.startswith(("and is", "Address"))]
-        if place and place[1] == label and int(place[2]) <= len(source.splitlines()):
-            lines.append(f"    {source.splitlines()[int(place[2]) - 1].strip()}")
+        seen.add((where, block[0]))
+        thread = next((f", {line}" for line in block if line.startswith("by thread")), "")
+        lines = [f"{where}{text}{thread}"]
+        for file, number in places:
+            if file == label and int(number) <= len(code):
+                lines.append(f"    {number} | {code[int(number) - 1].strip()}")
         yield Finding(tool, "\n".join(lines))
 
 
@@ -160,9 +171,12 @@ def _blocks(log: str) -> Iterator[list[str]]:
 
 
 def _in_words(block: Sequence[str]) -> str:
-    other = [line for line in block[1:] if line.startswith(("and Read", "and Write"))]
-    text = " ".join([block[0], *other])
+    more = [line for line in block[1:] if line.startswith(("and ", "Access to", "Address"))]
+    text = " ".join([block[0], *more])
+    if accesses := _ACCESS.findall(text):
+        both = " and ".join(f"a {kind.lower()} in {place}" for kind, place in accesses)
+        return f"a race in shared memory: {both}, without a __syncthreads() in between"
     for pattern, words in _WORDS:
-        if re.match(pattern, text):
-            return re.sub(pattern, words, text)
+        if found := re.fullmatch(pattern, text):
+            return found.expand(words)
     return text
