@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import subprocess
 from pathlib import Path
 
@@ -247,3 +249,17 @@ def test_counters_of_a_kernel(copy, cp):
         pytest.skip("ncu has no numbers: another process used the card meanwhile")
     assert 0.1 < counters.dram <= 1 and 0 < counters.occupancy <= 1
     assert counters.stalls and counters.uncoalesced < 0.1
+
+
+def test_a_metric_without_a_number_is_missing():
+    """ncu writes "nan" where another process used the card while it measured."""
+    name = "sm__warps_active.avg.pct_of_peak_sustained_active"
+    lines = RECORDED.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith('"ID"'))
+    column = next(csv.reader([lines[start]])).index(name)
+    rows = list(csv.reader(lines[start:]))
+    rows[2][column] = "nan"
+    written = io.StringIO()
+    csv.writer(written, quoting=csv.QUOTE_ALL).writerows(rows)
+    [counters, *_] = ncu.parse(written.getvalue())
+    assert counters.occupancy is None and counters.seconds > 0

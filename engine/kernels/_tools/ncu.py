@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
-import math
 import glob
 import json
+import math
 import re
 import shutil
 import subprocess
