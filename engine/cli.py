@@ -59,6 +59,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _kinds(command: Sequence[str]) -> str:
+    """Return the lines of help that name a command's kinds; "" for a kind."""
+    if tuple(command) in _SUBCOMMANDS:
+        return ""
+    lines = [
+        f"  engine {' '.join(words):18}{text}\n"
+        for words, (_, text) in _SUBCOMMANDS.items()
+        if words[0] == command[0]
+    ]
+    return "with options of their own (--help):\n" + "".join(lines) if lines else ""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit with 0, 1 (the command failed) or 2 (invalid usage)."""
     try:
@@ -90,7 +102,12 @@ def _run(argv: Sequence[str] | None) -> tuple[int, str]:
                 name = f"{name} {words[0]}"
                 words = words[1:]
             command = importlib.import_module(f"engine.commands.{module}")
-            parser = argparse.ArgumentParser(prog=name, description=description)
+            parser = argparse.ArgumentParser(
+                prog=name,
+                description=description,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+                epilog=_kinds(kind),
+            )
             command.add_arguments(parser)
             status = command.run(parser.parse_args(words))
         except SystemExit as done:  # argparse has already printed help, the version or an error

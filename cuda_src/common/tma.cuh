@@ -20,8 +20,10 @@ __device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
 }
 
 // Starts a copy of the box at (column, row) of a matrix to shared memory, counted on an mbarrier;
-// out-of-bounds elements become zero, and count too. `to` is a multiple of 128, of 1024 with the
-// 128-byte swizzle. One thread calls it, after mbarrier_arrive_expect_tx of the box's bytes.
+// out-of-bounds elements become zero, and count too. Both may be negative, but `column` must be a
+// multiple of 16 bytes: CUDA reports an illegal instruction otherwise. `to` is a multiple of 128,
+// of 1024 with the 128-byte swizzle. One thread calls it, after mbarrier_arrive_expect_tx of the
+// box's bytes.
 __device__ __forceinline__ void tma_load_2d(unsigned to, const TensorMap* map, int column, int row,
                                             unsigned barrier) {
   asm volatile(

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None and not chosen.is_cuda:
         raise ConfigError("--plot draws the limits of a GPU; this run is on a CPU")
     is_own = ".py" in arguments.target
-    reports = _own(arguments) if is_own else [_catalog(arguments, chosen)]
-    for report in reports:
-        print(report)
-        print()
+    reports = []
+    for report in _own(arguments) if is_own else [_catalog(arguments, chosen)]:
+        print(report, end="\n\n", flush=True)
+        reports.append(report)
     if arguments.json is not None:
         _write(arguments, chosen, reports)
     if arguments.plot is not None:
@@ -71,19 +71,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if all(report.ok for report in reports) else 1
 
 
-def _own(arguments: argparse.Namespace) -> list[BenchReport]:
+def _own(arguments: argparse.Namespace) -> Iterator[BenchReport]:
     against = dict(_rival(text) for text in arguments.against)
     options: dict[str, Any] = {"warm": arguments.warm, "device": arguments.device}
-    return [
-        kernels.bench(
-            op,
-            sizes_of(arguments.sizes),
-            dtype_names(arguments.dtype),
-            against=against,
-            **options,
-        )
-        for op in load_ops(arguments.target).values()
-    ]
+    sizes = sizes_of(arguments.sizes)
+    ops = [*load_ops(arguments.target).values()]
+    known = {name for op in ops for name in op.signature.scalar_dtypes}
+    for op in ops:
+        # An op takes the dtypes that it has, or its own; one that no op has is an error.
+        names = [
+            name
+            for name in dtype_names(arguments.dtype)
+            if name in op.signature.scalar_dtypes or name not in known
+        ]
+        yield kernels.bench(op, sizes, names, against=against, **options)
 
 
 def _rival(text: str) -> tuple[str, Callable[..., Any]]:

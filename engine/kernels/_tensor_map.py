@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.errors import DeviceError
 
-__all__ = ["map_source", "tensor_map", "tensor_map_2d", "tensor_map_of"]
+__all__ = ["box_error", "map_source", "tensor_map", "tensor_map_2d", "tensor_map_of"]
 
 _BYTES = 128
 _ALIGNMENT = 64  # bytes; CUDA requires it for the map itself
@@ -85,6 +85,37 @@ def tensor_map(
     return _encode(pointer, dtype, sizes, tuple(known), box, promote, swizzle)
 
 
+def box_error(dtype: str, box: tuple[int, ...], swizzle: int) -> str:
+    """Return why no array of this dtype has a tensor map with this box; "" if one may.
+
+    Parameters
+    ----------
+    dtype : str
+        See `tensor_map`.
+    box : tuple of int
+        Elements along each axis, the contiguous one last.
+    swizzle : 0, 32, 64 or 128
+
+    Examples
+    --------
+    >>> box_error("float32", (34, 34), 0)
+    'a row of the box has 34 elements, 136 bytes: it must be a multiple of 16 bytes'
+    """
+    if dtype not in _DTYPES:
+        return f"its dtype must be one of {', '.join(_DTYPES)}; it is {dtype}"
+    if not 2 <= len(box) <= 5 or not all(1 <= size <= 256 for size in box):
+        return f"a box must have 2 to 5 axes of 1 to 256 elements; it is {box}"
+    if swizzle not in _SWIZZLES:
+        return f"its swizzle must be one of {', '.join(map(str, _SWIZZLES))}; it is {swizzle}"
+    num_bytes = box[-1] * _DTYPES[dtype][1]
+    row = f"a row of the box has {box[-1]} elements, {num_bytes} bytes"
+    if num_bytes % 16:
+        return f"{row}: it must be a multiple of 16 bytes"
+    if swizzle and num_bytes > swizzle:
+        return f"{row}: it must be at most {swizzle}, the swizzle (swizzle=0 for none)"
+    return ""
+
+
 @cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
@@ -120,9 +151,11 @@ def _encode(
         ctypes.c_int(0),  # zeros outside the array
     )
     if status != 0:
+        why = box_error(dtype, box[::-1], swizzle)
         raise DeviceError(
-            f"cuTensorMapEncodeTiled failed with status {status} for {dtype} {sizes}, "
-            f"{strides} bytes apart, box {box}, at {pointer:#x}"
+            f"the driver refuses a tensor map{f': {why}' if why else ''} (CUDA error {status}; "
+            f"{dtype}, the contiguous axis first: sizes {sizes}, {strides} bytes apart, box {box}, "
+            f"at {pointer:#x})"
         )
     _sources[encoded.ctypes.data] = (pointer, dtype, sizes, strides, box, promote, swizzle)
     return encoded.view(np.dtype((np.void, _BYTES)))

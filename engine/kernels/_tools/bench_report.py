@@ -116,7 +116,8 @@ class BenchReport:
     def _repr_html_(self) -> str:
         notes = [f"{row.case}: {note}" for row in self.rows for note in _notes(row)]
         below = "<br>".join(html.escape(text) for text in (self._footer(), *notes))
-        return html_table(*self._table(), self._title()) + f"<p>{below}</p>"
+        compiled = "" if self.compiled is None else f"<pre>{html.escape(str(self.compiled))}</pre>"
+        return html_table(*self._table(), self._title()) + compiled + f"<p>{below}</p>"
 
     def record(self) -> dict[str, Any]:
         """Return the report as plain values, for JSON: card, date, rows."""

@@ -83,7 +83,7 @@ def _default_shape(op: Op) -> Shape:
     example = ",".join(f"{symbol}=4096" for symbol in symbols)
     raise ConfigError(
         f"{op.name}: the definition has no bench=, and no power of two fits all sizes; "
-        f"state bench= in it, or pass sizes (--size {example})"
+        f"state bench= in it, or pass sizes (--sizes {example})"
     )
 
 

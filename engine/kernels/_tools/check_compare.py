@@ -132,6 +132,8 @@ def _advice(
     """Return a hint if the error is one of a longer sum."""
     if op.definition.tolerance is not None:
         return "" if _ratio(got, want) is None else _factor(got, want)
+    if op.definition.reduction.text != "1":  # the length of the sum is known
+        return _factor(got, want)
     for terms in _LONGER:
         mask, _ = _wrong(got, want, _of_table(dtype, terms))
         if not mask.any():

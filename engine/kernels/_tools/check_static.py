@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,9 @@ def _launches(
     for problem, case in problems.items():
         try:
             found[problem] = op.launches(problem)
+            if not any(math.prod(launch.grid) for launch in found[problem]):
+                text = f"the grid {found[problem][0].grid} has no blocks: nothing writes the result"
+                failed.append(Finding("launch", text, str(case)))
             again = op.definition.launch(problem)
             if ((again,) if isinstance(again, Launch) else tuple(again)) != found[problem]:
                 text = "launch returns something else when it is called again; it must be pure"
@@ -142,7 +146,7 @@ def _rows(compiled: dict[UserModule, CompiledModule]) -> Iterator[CompiledKernel
     for module, result in compiled.items():
         for entry in result.entries:
             numbers = (entry.registers, entry.spill_bytes, entry.shared_bytes)
-            macros = " ".join(f"{name}={value}" for name, value in module.defines)
+            macros = " ".join(f"{name}={value}" for name, value in (*module.types, *module.defines))
             name = f"{entry.name} {macros}".rstrip()
             yield CompiledKernel(result.arch, module.dtype, name, *numbers)
 
@@ -154,13 +158,18 @@ def _resource_findings(
     compiled: dict[UserModule, CompiledModule],
 ) -> Iterator[Finding]:
     for launch, each in zip(launches, arguments, strict=True):
-        entries = compiled[each.module].entries if each.module in compiled else ()
-        for entry in (entry for entry in entries if entry.name == each.kernel.entry):
-            yield from _too_many(problem, launch, entry)
+        module = compiled.get(each.module)
+        if module is None:
+            continue
+        for entry in module.entries:
+            if entry.name == each.kernel.entry:
+                yield from _too_many(problem, launch, entry, module)
 
 
-def _too_many(problem: Problem, launch: Launch, entry: EntryInfo) -> Iterator[Finding]:
-    for reason in resource_errors(launch, entry, problem.chip):
+def _too_many(
+    problem: Problem, launch: Launch, entry: EntryInfo, module: CompiledModule
+) -> Iterator[Finding]:
+    for reason in resource_errors(launch, entry, module, problem.chip):
         yield Finding("resources", reason)
     if entry.spill_bytes:
         yield Finding(

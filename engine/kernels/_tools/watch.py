@@ -152,6 +152,7 @@ def watch(target: Op | str | Path, *, background: bool = True, **options: Any) -
     if background:
         watcher.start()
         return watcher
+    print("watching; Ctrl-C ends it", flush=True)
     try:
         watcher.run()
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.errors import ConfigError, ContractError
 from engine.kernels._launch import Kernel
-from engine.kernels._tensor_map import tensor_map
+from engine.kernels._tensor_map import box_error, tensor_map
 from engine.kernels._user.cuda_source import CudaText, Param
 from engine.kernels._user.module import UserModule
 from engine.kernels._user.problem import Launch, Problem, Scratch, TensorMapOf
@@ -154,6 +154,7 @@ class LaunchArguments:
                 self._refuse(param, "const __grid_constant__ TensorMap, for a tensor map")
             if self._array(value.array) is None:
                 raise ConfigError(f"{self._where}: tensor_map: no array is called {value.array!r}")
+            self._check_map(value)
             self._maps[param.name] = value
         elif isinstance(value, bool | int | float | np.number | np.bool_):
             self._numbers[param.name] = self._number(param, value)
@@ -162,6 +163,12 @@ class LaunchArguments:
                 f"{self._where}: {param.name}: args must be numbers, call.tensor_map(...) or "
                 f"call.scratch(...); got {value!r}"
             )
+
+    def _check_map(self, wanted: TensorMapOf) -> None:
+        array = self._array(wanted.array)
+        dtype = None if array is None else self._dtype(array)
+        if dtype and (why := box_error(_MAP_DTYPES.get(dtype, dtype), wanted.box, wanted.swizzle)):
+            raise ConfigError(f"{self._where}: the tensor map of {wanted.array}: {why}")
 
     def _array(self, name: str) -> ArrayArg | None:
         for array in (*self._signature.arrays, *self._signature.outputs):

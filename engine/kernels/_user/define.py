@@ -115,6 +115,7 @@ def define(
     file = sys._getframe(1).f_globals.get("__file__") or ""
     folder = Path(file).resolve().parent if file else Path.cwd()
     parsed = parse_signature(signature, name)
+    _check_types(name, tolerance, sizes or {}, in_place)
     definition = Definition(
         name,
         parsed,
@@ -140,11 +141,31 @@ def define(
 
 
 def _known_arch(name: str, requires: str) -> str:
-    if requires and not re.fullmatch(r"sm_\d{2,3}a?", requires):
+    if requires and not re.fullmatch(r"sm_\d{2,3}a?", str(requires)):
         raise ConfigError(
             f"{name}: requires: must be an architecture like sm_90 or sm_90a; got {requires!r}"
         )
     return requires
+
+
+def _check_types(
+    name: str,
+    tolerance: tuple[float, float] | None,
+    sizes: Mapping[str, Sequence[int]],
+    in_place: str | Sequence[str],
+) -> None:
+    if tolerance is not None and not (isinstance(tolerance, Sequence) and len(tolerance) == 2):
+        raise ConfigError(
+            f"{name}: tolerance: must be two numbers, relative to the element and to the rms of "
+            f"the result; got {tolerance!r}"
+        )
+    for symbol, values in sizes.items():
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            raise ConfigError(
+                f"{name}: sizes: must be several for {symbol}, such as (64, 1000); got {values!r}"
+            )
+    if not isinstance(in_place, str | Sequence):
+        raise ConfigError(f"{name}: in_place: must name arguments; got {in_place!r}")
 
 
 def _power_of_two(name: str, alignment: int) -> int:

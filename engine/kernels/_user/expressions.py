@@ -181,9 +181,10 @@ class Expression:
             raise self._invalid(ast.unparse(node) if isinstance(node, ast.expr) else self.text)
 
     def _invalid(self, part: str) -> ConfigError:
+        hint = "; equality is ==" if re.search(r"[^=<>!]=[^=]", part) else ""
         return ConfigError(
             f"{self._where}: must be numbers, symbols, + - * / // % **, comparisons and "
-            f"{', '.join(FUNCTIONS)}; got {part!r}"
+            f"{', '.join(FUNCTIONS)}; got {part!r}{hint}"
         )
 
 

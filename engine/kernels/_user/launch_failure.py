@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 
 from engine.errors import DeviceError
-from engine.kernels._module import compile_module
+from engine.kernels._module import CompiledModule, compile_module
 from engine.kernels._nvrtc import EntryInfo
+from engine.kernels._user.cubin import max_threads
 from engine.kernels._user.module import UserModule
 from engine.kernels._user.problem import Chip, Launch
 
@@ -31,8 +32,16 @@ _CODES = {
 _REGISTER_UNIT = 8  # registers of a thread are allocated in such numbers
 
 
-def resource_errors(launch: Launch, entry: EntryInfo, chip: Chip) -> Iterator[str]:
-    """Yield why no multiprocessor has room for a block of the launch."""
+def resource_errors(
+    launch: Launch, entry: EntryInfo, compiled: CompiledModule, chip: Chip
+) -> Iterator[str]:
+    """Yield why no multiprocessor runs a block of the launch."""
+    bound = max_threads(compiled.path.read_bytes(), entry.name)
+    if bound and launch.num_threads > bound:
+        yield (
+            f"{entry.name} is compiled for blocks of at most {bound} threads "
+            f"(__launch_bounds__); the launch has {launch.num_threads}"
+        )
     per_thread = -(-entry.registers // _REGISTER_UNIT) * _REGISTER_UNIT
     needed = -(-launch.num_threads // _WARP) * _WARP * per_thread
     if needed > _REGISTERS:
@@ -53,10 +62,16 @@ def explained(
 ) -> DeviceError:
     """Return an error that names the cause of a launch that the driver refuses."""
     compiled = compile_module(module, chip.arch)
-    entries = [each for each in compiled.entries if each.name == entry]
-    reasons = [reason for each in entries for reason in resource_errors(launch, each, chip)]
+    reasons = [
+        reason
+        for each in compiled.entries
+        if each.name == entry
+        for reason in resource_errors(launch, each, compiled, chip)
+    ]
     if reasons:
         return DeviceError(f"{op}: the launch fails: {'; '.join(reasons)}")
+    if isinstance(error, DeviceError):  # a tensor map, for example: its words name the cause
+        return DeviceError(f"{op}: the launch fails: {error}")
     text = re.sub(r"error (\d+)", lambda code: _CODES.get(code[1], code[0]), str(error))
     if re.search("illegal|misaligned|assert|launch.failed", text, re.IGNORECASE):
         return DeviceError(

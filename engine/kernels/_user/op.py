@@ -362,6 +362,10 @@ class Op:
         arrays = [given for given in bound.values.values() if isinstance(given, np.ndarray)]
         results = []
         for array, value in zip(outputs, values, strict=True):
+            if value is None:
+                raise ContractError(
+                    f"{self.name}: its reference must return {array.name}; it returned None"
+                )
             result = np.asarray(value)
             shape = bound.shape(array)
             if result.shape != shape:

@@ -41,9 +41,14 @@ class Chip:
     max_shared_bytes: int
 
     @property
+    def capability(self) -> int:
+        """Ten times the compute capability: 80, 90, 120."""
+        return int(self.arch.removeprefix("sm_").rstrip("a"))
+
+    @property
     def has_clusters(self) -> bool:
         """Whether it supports clusters and programmatic dependent launch."""
-        return int(self.arch.removeprefix("sm_").rstrip("a")) >= 90
+        return self.capability >= 90
 
 
 CHIPS: dict[str, Chip] = {
@@ -140,7 +145,9 @@ class Launch:
         """Raise a ConfigError if the chip cannot run it."""
         for name, sizes in (("grid", self.grid), ("block", self.block)):
             if not 1 <= len(sizes) <= 3 or not all(isinstance(n, int) and n >= 0 for n in sizes):
-                raise ConfigError(f"{op}: launch: {name} must be one to three sizes; got {sizes!r}")
+                raise ConfigError(
+                    f"{op}: launch: {name} must be one to three integers; got {sizes!r}"
+                )
         if any(size > most for size, most in zip(self.grid, _MAX_GRID, strict=False)):
             raise ConfigError(f"{op}: launch: grid must be at most {_MAX_GRID}; got {self.grid}")
         if not 1 <= self.num_threads <= _MAX_THREADS:
@@ -210,6 +217,12 @@ class Problem:
                 f"{self.op}: a size or scalar must be one of {known}; got {name!r}"
             ) from None
 
+    def __getattr__(self, name: str) -> Any:
+        text = f"a problem has no attribute {name!r}"
+        if not name.startswith("_") and name in self.values:
+            text += f"; a size or scalar is call[{name!r}]"
+        raise AttributeError(text)
+
     def has(self, array: str) -> bool:
         """Tell whether the array argument was given: an optional one may be missing."""
         return array in dict(self.dtypes)
@@ -225,8 +238,13 @@ class Problem:
 
     @property
     def arch(self) -> str:
-        """Architecture, such as "sm_90a"."""
+        """Architecture, such as "sm_90a"; `capability` is a number to compare."""
         return self.chip.arch
+
+    @property
+    def capability(self) -> int:
+        """Ten times the compute capability: 80, 86, 89, 90, 120. Clusters and TMA need 90."""
+        return self.chip.capability
 
     @property
     def sm_count(self) -> int:

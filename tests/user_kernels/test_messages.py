@@ -1,0 +1,170 @@
+"""Mistakes that need no GPU to be told: `define`, `kernels.check` and the commands name them."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine import errors, kernels
+from engine.cli import main
+from engine.kernels._tools.bench_report import BenchReport
+from engine.kernels._tools.profile_report import ProfileReport
+
+SCALE = r"""
+extern "C" __global__ void __launch_bounds__(128) f(const scalar_t* x, scalar_t* out, int N) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < N) out[i] = from_float<scalar_t>(2.0f * to_float(x[i]));
+}
+"""
+TMA = r"""
+#include "common/tma.cuh"
+extern "C" __global__ void f(const __grid_constant__ TensorMap map, float* out) { out[0] = 0.0f; }
+"""
+
+
+def define(**changes):
+    parts = {
+        "signature": "x: (N,) float -> (N,) like x",
+        "reference": lambda x: 2 * x,
+        "source": SCALE,
+        "launch": lambda call: call.grid1d(call["N"], 128),
+    }
+    return kernels.define("f", **(parts | changes))
+
+
+def findings(**changes):
+    report = kernels.check(
+        define(**changes), sizes={"N": 5}, dtype="float32", arch="sm_90a", show=False
+    )
+    return str(report)
+
+
+def box_of(columns, **options):
+    return {
+        "signature": "x: (M, N) float32 -> (1,) float32",
+        "reference": lambda x: x[:1, 0],
+        "source": TMA,
+        "launch": lambda call: call.grid(
+            1, 32, args={"map": call.tensor_map("x", (4, columns), **options)}
+        ),
+        "requires": "sm_90",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tolerance": 1e-3}, "tolerance: must be two numbers"),
+        ({"sizes": {"N": 64}}, "sizes: must be several for N, such as (64, 1000); got 64"),
+        ({"in_place": True}, "in_place: must name arguments; got True"),
+        ({"requires": 90}, "requires: must be an architecture like sm_90"),
+        ({"where": "N % 8 = 0"}, "equality is =="),
+    ],
+)
+def test_an_argument_of_another_type_is_told(changes, words):
+    with pytest.raises(errors.ConfigError) as caught:
+        define(**changes)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reference": lambda x: None}, "must return out; it returned None"),
+        ({"launch": lambda call: call.grid1d(call["N"], 256)}, "at most 128 threads"),
+        ({"launch": lambda call: call.grid(call["N"] // 128, 128)}, "grid (0,) has no blocks"),
+        (
+            {"launch": lambda call: call.grid(call["N"] / 4, 128)},
+            "one to three integers; got (1.25",
+        ),
+        ({"launch": lambda call: call.grid1d(call.N)}, "a size or scalar is call['N']"),
+    ],
+)
+def test_the_check_names_the_cause_without_a_gpu(changes, words):
+    assert words in findings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "words"),
+    [
+        (34, {"swizzle": 0}, "136 bytes: it must be a multiple of 16 bytes"),
+        (64, {"swizzle": 128}, "256 bytes: it must be at most 128, the swizzle"),
+        (64, {"swizzle": 48}, "swizzle must be one of 0, 32, 64, 128; it is 48"),
+        (512, {"swizzle": 0}, "1 to 256 elements"),
+        (64, {"swizzle": 0}, ""),
+    ],
+)
+def test_a_box_that_tma_cannot_copy_is_told_without_a_gpu(columns, options, words):
+    op = define(**box_of(columns, **options))
+    problem = op.example_problem({"M": 8, "N": 64})
+    if not words:
+        assert len(op.match(problem)) == 1
+        return
+    with pytest.raises(errors.ConfigError) as caught:
+        op.match(problem)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("arch", "capability"), [("sm_80", 80), ("sm_90a", 90), ("sm_120", 120)])
+def test_architectures_compare_as_numbers(arch, capability):
+    assert define().example_problem({"N": 5}, arch=arch).capability == capability
+
+
+def test_variants_of_an_integer_dtype_are_told_apart():
+    op = kernels.define(
+        "f",
+        "ids: (N,) int32|int64 -> (N,) int32",
+        reference=lambda ids: ids,
+        source='extern "C" __global__ void f(const ids_t* ids, int* out) { out[0] = ids[0]; }',
+        launch=lambda call: call.grid(1, 1),
+    )
+    report = str(kernels.check(op, quick=True, arch="sm_90a", show=False))
+    assert "ids_t=" in report
+
+
+def test_help_of_kernels_names_the_other_commands(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["kernels", "--help"])
+    assert done.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"engine kernels {kind}" in shown for kind in ("check", "bench", "profile"))
+
+
+def test_a_report_in_a_notebook_shows_what_the_compiler_said():
+    compiled = ProfileReport("f", "N=5", (), note="12 registers")
+    assert "12 registers" in BenchReport("f", "cpu", (), compiled=compiled)._repr_html_()
+
+
+TWO_OPS = r"""
+from engine import kernels
+
+def copy(name, dtype):
+    source = f'extern "C" __global__ void {name}(const {name}_in* x, {name}_in* out) {{}}'
+    return kernels.define(
+        name, f"x: (N,) {dtype} -> (N,) like x", reference=lambda x: x,
+        source=source.replace(f"{name}_in", "scalar_t" if dtype == "float" else "int"),
+        launch=lambda call: call.grid(1, 1), bench={"N": 64},
+    )
+
+floats = copy("floats", "float")
+ints = copy("ints", "int32")
+"""
+
+
+def test_a_dtype_that_one_op_lacks_does_not_end_the_others(tmp_path, capsys):
+    file = tmp_path / "two_ops.py"
+    file.write_text(TWO_OPS)
+    with pytest.raises(SystemExit) as done:
+        main(["kernels", "bench", str(file), "--dtype", "float16", "--device", "cpu"])
+    assert done.value.code == 0
+    shown = capsys.readouterr().out
+    assert "N=64, float16" in shown
+    assert "ints: the reference" in shown
+
+
+def test_a_dtype_that_no_op_has_is_an_error(tmp_path, capsys):
+    file = tmp_path / "two_ops.py"
+    file.write_text(TWO_OPS)
+    with pytest.raises(SystemExit) as done:
+        main(["kernels", "bench", str(file), "--dtype", "float17", "--device", "cpu"])
+    assert done.value.code == 2
+    assert "'float17'" in capsys.readouterr().err
