@@ -362,6 +362,11 @@ def _crash_text(op: Op, text: str) -> str:
             "at a multiple of its size. State alignment=16, so that misaligned arrays are copied, "
             "or choose another kernel where not call.is_aligned"
         )
+    if "illegal" in lower and "instruction" in lower:
+        return (
+            f"illegal instruction in {op.name}: an instruction that this GPU lacks, or a TMA copy "
+            "whose innermost coordinate is not at a multiple of 16 bytes (common/tma.cuh)"
+        )
     if "assert" in lower:
         return f"a device-side assert in {op.name} failed ({text})"
     return f"{op.name} fails: {text}"

@@ -105,7 +105,8 @@ def all_cases(
     """Yield the cases of an op, small ones first.
 
     Every shape is combined with every dtype of `scalar_t`. The other variations (dtypes of integer
-    arrays, omitted arguments, scalars, views, special values) are made for two of the shapes.
+    arrays, omitted arguments, scalars, views, special values) are made for two of the shapes;
+    those of scalars for each shape with one long axis, too.
 
     Parameters
     ----------
@@ -125,6 +126,8 @@ def all_cases(
             yield plain
             if kind in varied:
                 yield from _variations(op, plain, special)
+            elif kind.startswith("edge") and name == names[0]:
+                yield from _other_scalars(op, plain)  # a flag may matter for these sizes alone
 
 
 def huge_case(op: Op) -> Case | None:
@@ -158,17 +161,13 @@ def _dtype(op: Op, array: ArrayArg, dtype: str, turn: int) -> str:
 
 
 def _variations(op: Op, plain: Case, special: Sequence[str]) -> Iterator[Case]:
-    sizes = dict(plain.sizes)
     yield from _other_dtypes(op, plain)
     optional = [array.name for array in op.signature.arrays if array.is_optional]
     for omitted in dict.fromkeys([*((name,) for name in optional), tuple(optional)]):
         if omitted:
             kept = tuple((name, d) for name, d in plain.dtypes if name not in omitted)
             yield dataclasses.replace(plain, dtypes=kept, omitted=omitted)
-    for scalar in op.signature.scalars:
-        if scalar.name not in sizes and scalar.name not in op.definition.inputs:
-            other = (_with_scalar(plain, scalar.name, v) for v in _other_values(scalar))
-            yield from (case for case in other if _is_allowed(op, case))
+    yield from _other_scalars(op, plain)
     for view in VIEWS:
         if _has_view(op, plain, view):
             yield dataclasses.replace(plain, view=view)
@@ -183,6 +182,14 @@ def _other_dtypes(op: Op, plain: Case) -> Iterator[Case]:
         dtypes = tuple((a.name, _dtype(op, a, plain.dtype, turn)) for a in op.signature.arrays)
         if dtypes != plain.dtypes:
             yield dataclasses.replace(plain, dtypes=dtypes)
+
+
+def _other_scalars(op: Op, plain: Case) -> Iterator[Case]:
+    sizes = dict(plain.sizes)
+    for scalar in op.signature.scalars:
+        if scalar.name not in sizes and scalar.name not in op.definition.inputs:
+            other = (_with_scalar(plain, scalar.name, v) for v in _other_values(scalar))
+            yield from (case for case in other if _is_allowed(op, case))
 
 
 def _other_values(scalar: ScalarArg) -> list[Any]:

@@ -13,6 +13,7 @@ output carries the messages; what kernels print goes to standard error.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -182,4 +183,5 @@ def _answer(link: Link, answer: Answer) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(BrokenPipeError):  # the parent was killed
+        main()
