@@ -85,7 +85,7 @@ format: $(VENV)/.installed-dev   ## reformat
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CUDA_FILES)
 
-docs: $(VENV)/.installed-dev   ## the site, in build/site; a warning or a dead link is an error
+docs: $(VENV)/.installed-dev   ## the site, in build/site (outputs of the course: after `make notebooks`)
 	$(BIN)/python docs/site
 
 gpu-test: $(VENV)/.installed-dev   ## the GPU tests; fails where there is no GPU

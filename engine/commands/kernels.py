@@ -31,6 +31,10 @@ _SHORT = "{:22} {:16} {:>8} {:>8} {:>10} {:>8}"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.epilog = (
+        "for kernels of your own: `engine kernels check FILE.py`, `bench FILE.py`, "
+        "`profile FILE.py`; each has a --help"
+    )
     parser.add_argument(
         "op",
         nargs="*",
