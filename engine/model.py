@@ -508,6 +508,7 @@ class Model:
                 self.step([[0]], cache)
             Sampler()(logits, SamplingBatch.greedy(self.device.xp, 1))
             cache.close()
+        self.kernels.overrides.warn_of_unused(self.kernels.runs)
         self.kernels.runs.clear()
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:

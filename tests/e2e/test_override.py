@@ -254,6 +254,14 @@ def test_an_override_that_does_not_suit_the_model_is_an_error_at_load(config, mi
         load(config=config, load_format="dummy", device="cpu", kernels=mine)
 
 
+def test_a_function_that_the_model_does_not_call_is_logged(caplog):
+    make(kernels={"silu": lambda x: x, "swiglu": relu_glu})
+    assert [record.getMessage() for record in caplog.records] == [
+        "kernels['silu']: <lambda> did not run when the model was tried: "
+        "a prefill, a decode and the sampler do not call silu"
+    ]
+
+
 def test_a_file_is_named(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def half(x):\n    return x[:, : x.shape[1] // 2]\n\n\nnothing = 3\n")

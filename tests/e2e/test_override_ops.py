@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -421,3 +422,38 @@ def test_the_page_names_every_fused_op():
         op: re.findall(r"`(\w+)`", other) for one, other in rows for op in KEPT if one == f"`{op}`"
     }
     assert kept == {op: list(keepers) for op, keepers in KEPT.items()}
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda x: x, r"must accept \(x, weight\) by position.*too many positional"),
+        (lambda x, weight, epsilon: x, r"by name \(.*eps.*\): missing .* 'epsilon'"),
+        (lambda x, weight, eps, /: x, r"missing .* 'eps'"),
+    ],
+)
+def test_a_signature_that_no_call_suits_is_an_error_at_once(function, text):
+    with (
+        pytest.raises(ConfigError, match=r"kernels\['rmsnorm'\]: <lambda>\(x.*" + text),
+        kernels.override("rmsnorm", function),
+    ):
+        pass
+
+
+def test_a_method_is_one_function():
+    """``object.method`` makes a new object each time; its graphs and prefixes are kept by table."""
+
+    class Mine:
+        def silu(self, x):
+            return x
+
+    one, other = Mine(), Mine()
+    assert Overrides({"silu": one.silu}) == Overrides({"silu": one.silu})
+    assert Overrides({"silu": one.silu}) != Overrides({"silu": other.silu})
+
+
+def test_a_partial_is_called_like_its_function():
+    runs = ModelKernels()
+    with runs.active(), kernels.override("silu", functools.partial(lambda x, y: x + y, y=1)):
+        kernels.silu(array(2, 8))
+    assert runs.runs == {"silu=<lambda>": 1}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from engine.checks import shown
@@ -60,7 +61,8 @@ class Override:
         self._defaults = {name: p.default for name, p in kinds.items()}
         self._positional = [n for n, p in kinds.items() if p.kind is not p.KEYWORD_ONLY]
         self._accepted, needed = _keywords(function, len(self._positional))
-        self._needed = {n: self._defaults[n] for n in needed if n in self._defaults}
+        _check_signature(op, function, self._positional, needed)
+        self._needed = {n: self._defaults[n] for n in needed}
         args = function.signature.arrays if isinstance(function, Op) else ()
         # Arguments of an op that it would copy if they were not contiguous.
         self._packed = {arg.name for arg in args if not arg.is_strided and not arg.is_inout}
@@ -183,6 +185,8 @@ def _settled(result: Any, target: Any, inputs: Any) -> Any:
 
 def name_of(function: Any) -> str:
     """Return the name of an op or a function, for messages and counters."""
+    if isinstance(function, partial):
+        return name_of(function.func)
     for attribute in ("name", "__name__"):
         if isinstance(name := getattr(function, attribute, None), str):
             return name
@@ -203,6 +207,25 @@ def _keywords(function: Any, num_positional: int) -> tuple[frozenset[str] | None
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None, needed
     return frozenset(p.name for p in named), needed
+
+
+def _check_signature(
+    op: str, function: Any, positional: Collection[str], needed: Collection[str]
+) -> None:
+    """Raise if no call of `op` suits the function: arguments it lacks, or others that it needs."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a built-in, or a CuPy kernel
+        return
+    keywords = inspect.signature(OPS[op]).parameters
+    try:
+        signature.bind(*positional, **dict.fromkeys(name for name in needed if name in keywords))
+    except TypeError as error:
+        known = ", ".join(name for name in keywords if name not in positional) or "none"
+        raise ConfigError(
+            f"kernels[{op!r}]: {name_of(function)}{signature} must accept "
+            f"({', '.join(positional)}) by position, and others by name ({known}): {error}"
+        ) from error
 
 
 def _is_default(value: Any, default: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache, partial
+from types import MethodType
 from typing import Any
 
 from engine.checks import shown_with_type
@@ -44,7 +45,7 @@ class Overrides:
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
         self.functions = dict(sorted(functions.items()))
-        self._key = tuple((op, id(function)) for op, function in self.functions.items())
+        self._key = tuple((op, _identity(function)) for op, function in self.functions.items())
         self.calls: dict[str, Callable[..., Any]] = {}
         self._without: dict[str, Overrides] = {}
         for op in {*STEPS, *WHOLES} if functions else ():
@@ -114,6 +115,16 @@ class Overrides:
                     *(op, name_of(function), op, ", ".join(KEPT[op])),
                 )
 
+    def warn_of_unused(self, runs: Collection[str]) -> None:
+        """Log which functions did not run in a trial of the model, given the kernels that did."""
+        for op, function in self.functions.items():
+            if f"{op}={name_of(function)}" not in runs:
+                _log.warning(
+                    "kernels[%r]: %s did not run when the model was tried: "
+                    "a prefill, a decode and the sampler do not call %s",
+                    *(op, name_of(function), op),
+                )
+
     def __bool__(self) -> bool:
         return bool(self.functions)
 
@@ -147,6 +158,13 @@ class Overrides:
 def _counted(op: str, /, *args: Any, **options: Any) -> Any:
     count(op)
     return OPS[op](*args, **options)
+
+
+def _identity(function: Any) -> tuple[int, ...]:
+    """Return a key of a function; a method is made anew by each ``object.method``."""
+    if isinstance(function, MethodType):
+        return id(function.__self__), id(function.__func__)
+    return (id(function),)
 
 
 @lru_cache(maxsize=64)
