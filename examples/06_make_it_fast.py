@@ -350,8 +350,8 @@ predictions["tiled, by instructions"] = ISSUE * 1024 / 1160 / 1e12
 # rate of the data sheet, which is that of Hopper's own instruction. `mma_only` measures it: as many
 # warps as version 4, with operands that never leave their registers. Three stages reached 404, two
 # 322: with four, the copies come in time. And `mma_only` reached 647, two thirds of the data sheet,
-# with operands that draw little power. So version 4 has at most 1.6 times its speed to gain; the
-# rest belongs to `wgmma`.
+# with operands that draw little power: what is above belongs to `wgmma`. The way from 411 to 647 is
+# not explained yet; `kernels.profile` is where to begin.
 
 # %%
 for stages in (2, 3):
@@ -377,8 +377,8 @@ mma_only = kernels.define(
 # %% [markdown]
 # **TMA and wgmma: power.** 753 of 989, where cuBLAS ran at 687 and `kernels.gemm` at 700. Switching
 # transistors costs energy, and a chip at its power limit lowers its clock. Zeros switch few: if
-# power is the limit, the same kernel is faster on matrices of zeros. It ran at 849. And the
-# quartiles of 753, 175 and 197 µs, are far apart, as a clock that changes makes them.
+# power is the limit, the same kernel is faster on matrices of zeros. It ran at 849, so power is a
+# part of the answer; the rest, 849 to 989, is not.
 
 
 # %%
