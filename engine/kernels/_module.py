@@ -135,6 +135,7 @@ class CompileStats:
 _stats = CompileStats()
 _lock = threading.Lock()
 _is_ready = False
+_num_uncounted = 0  # `uncounted` blocks that threads are in
 
 
 def stats() -> CompileStats:
@@ -150,13 +151,18 @@ def mark_ready(ready: bool = True) -> None:
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Count no compilation within the block as a defect: a user's kernels are compiled there."""
-    was_ready = _is_ready
-    mark_ready(False)
+    """Count no compilation within the block as a defect: a user's kernels are compiled there.
+
+    Blocks of several threads may overlap; until the last one ends, none is counted.
+    """
+    global _num_uncounted
+    with _lock:
+        _num_uncounted += 1
     try:
         yield
     finally:
-        mark_ready(was_ready)
+        with _lock:
+            _num_uncounted -= 1
 
 
 def source_dir() -> Path:
@@ -184,7 +190,7 @@ def compile_module(spec: ModuleSpec, arch: str) -> CompiledModule:
         raise spec.explain(error, arch) from None
     with _lock:
         _stats.compiled += 1
-        if _is_ready:
+        if _is_ready and not _num_uncounted:
             _stats.compiles_after_ready += 1
             _stats.late.append(str(spec))
     return _write_cache(spec, arch, key, program)

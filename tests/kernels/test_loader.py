@@ -235,6 +235,20 @@ def test_what_is_compiled_after_ready_is_counted(sources):
     assert _module.stats().compiles_after_ready == 1 and "tiny.cu" in _module.stats().late[0]
 
 
+def test_overlapping_blocks_count_again_once_the_last_one_ends(sources):
+    _module.mark_ready()
+    first = _module.uncounted()
+    second = _module.uncounted()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    _module.compile_module(SPEC, "sm_80")
+    assert _module.stats().compiles_after_ready == 0
+    second.__exit__(None, None, None)
+    _module.compile_module(SPEC, "sm_86")
+    assert _module.stats().compiles_after_ready == 1
+
+
 # --- the launch helper --------------------------------------------------------------------------
 
 

@@ -89,10 +89,11 @@ def check_results(op: str, label: str, results: tuple[Any, ...], arguments: Argu
     Raises
     ------
     ContractError
-        If one has another shape or dtype; the message shows both.
+        If one has another shape or dtype, or is an array of another kind; the message shows both.
     """
     if op not in RESULTS:
         return
+    on_gpu = any(map(device.is_cupy_array, arguments.values()))
     wanted = RESULTS[op](arguments)
     expected = tuple((shape, _dtype_name(dtype)) for shape, dtype in wanted)
     given = tuple(_of(result) for result in results)
@@ -100,6 +101,11 @@ def check_results(op: str, label: str, results: tuple[Any, ...], arguments: Argu
         raise ContractError(
             f"{label} returned {_shown(given)}; {op} must return {_shown(expected)}"
         )
+    for result in results:
+        if device.is_cupy_array(result) != on_gpu or isinstance(result, np.matrix):
+            kind = f"{type(result).__module__}.{type(result).__name__}"
+            wanted_kind = "cupy.ndarray" if on_gpu else "numpy.ndarray"
+            raise ContractError(f"{label} returned a {kind}; {op} must return a {wanted_kind} here")
 
 
 def _dtype_name(dtype: Any) -> str:
