@@ -280,7 +280,7 @@ def test_rows_with_more_axes_reach_the_function_as_a_matrix():
         (lambda x: x[:, :4].astype(np.float64), r"returned \(4, 4\) float64"),
         (lambda x: None, r"returned nothing; swiglu must return \(4, 4\) float32"),
         (lambda x: [1.0], "returned list"),
-        (lambda x: np.asmatrix(x[:, :4]), "matrix; swiglu must return a numpy.ndarray here"),
+        (lambda x: np.ma.array(x[:, :4]), "MaskedArray; swiglu must return a numpy.ndarray here"),
         (lambda x: (x, x), r"returned \(4, 8\) float32 and \(4, 8\) float32"),
     ],
 )
