@@ -102,9 +102,8 @@ def check_results(op: str, label: str, results: tuple[Any, ...], arguments: Argu
             f"{label} returned {_shown(given)}; {op} must return {_shown(expected)}"
         )
     for result in results:
-        if device.is_cupy_array(result) != on_gpu or isinstance(
-            result, np.matrix | np.ma.MaskedArray
-        ):
+        is_other = isinstance(result, np.matrix | np.ma.MaskedArray)
+        if is_other or device.is_cupy_array(result) != on_gpu:
             kind = f"{type(result).__module__}.{type(result).__name__}"
             wanted_kind = "cupy.ndarray" if on_gpu else "numpy.ndarray"
             raise ContractError(f"{label} returned a {kind}; {op} must return a {wanted_kind} here")
