@@ -87,6 +87,6 @@ def test_chat_and_watch_with_the_engine(browser, serve):
     chat.one("#send-load").click()
     chat.wait(lambda: len(chat.all(".request[data-state=running]")) > 1, seconds=20)
     chat.wait(lambda: int(chat.text("#held").split()[0]) > 1, seconds=20)
-    assert float(chat.text("#fig-step")) > 0
+    assert float(chat.text("#fig-step").replace(",", "")) > 0
     browser.get("about:blank")
     assert not [entry for entry in browser.get_log("browser") if entry["source"] != "network"]
