@@ -328,7 +328,7 @@ def test_limits_of_a_body():
 
 def test_too_many_requests_are_429():
     config = ServerConfig(max_concurrent_requests=1)
-    with serve(lambda: CannedClient("a", "b", delay=5), config) as server:
+    with serve(lambda: CannedClient("a", "b", delay=2), config) as server:
         with httpx.stream("POST", server.url + "/v1/completions",
                           json={"prompt": "a", "stream": True}) as running:  # fmt: skip
             assert running.status_code == 200
