@@ -31,10 +31,6 @@ _SHORT = "{:22} {:16} {:>8} {:>8} {:>10} {:>8}"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.epilog = (
-        "for kernels of your own: `engine kernels check FILE.py`, `bench FILE.py`, "
-        "`profile FILE.py`; each has a --help"
-    )
     parser.add_argument(
         "op",
         nargs="*",
@@ -67,7 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not re.fullmatch(r"sm_\d{2,3}a?", arch):
         raise ConfigError(f"--arch must be an architecture like sm_80 or sm_90a; got {arch!r}")
     if unknown := sorted(set(arguments.op) - set(op_names())):
-        raise ConfigError(f"op must be one of {op_names()}; got {unknown[0]!r}")
+        raise ConfigError(
+            f"op must be one of {', '.join(op_names())}, or follow a command "
+            f"(check, bench, profile, headers); got {unknown[0]!r}"
+        )
     print(f"architecture {arch}")
     if arguments.op or arguments.all:
         _print_kernels(arguments.op or op_names(), arguments, arch)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import numpy as np
 import pytest
 
 from engine import errors, kernels
@@ -168,3 +171,122 @@ def test_a_dtype_that_no_op_has_is_an_error(tmp_path, capsys):
         main(["kernels", "bench", str(file), "--dtype", "float17", "--device", "cpu"])
     assert done.value.code == 2
     assert "'float17'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ("common/reduc.cuh", 'did you mean "common/reduce.cuh"?'),
+        ("reduce.cuh", 'did you mean "common/reduce.cuh"?'),
+        ("cstdint", "NVRTC has no C or C++ library"),
+        ("stdio.h", "NVRTC has no C or C++ library"),
+        ("cub/cub.cuh", "CUB, Thrust, libcu++ and cooperative groups are not available"),
+        ("cooperative_groups.h", "cooperative groups are not available"),
+    ],
+)
+def test_a_header_that_is_not_there_is_told_with_the_remedy(header, words):
+    assert words in findings(source=f"#include <{header}>\n{SCALE}")
+
+
+@pytest.mark.parametrize(
+    ("signature", "words"),
+    [
+        ("x: (N,) half -> (N,) like x", "did you mean 'float16'?"),
+        ("x: (N,) int -> (N,) like x", "did you mean 'int32'?"),
+        ("x: (N,) float; s: (N,) float -> (N,) like x", "commas separate arguments"),
+        ("x: [N] float -> (N,) like x", "a shape in parentheses, such as (T, N)"),
+    ],
+)
+def test_a_signature_of_another_dialect_is_told(signature, words):
+    with pytest.raises(errors.ConfigError) as caught:
+        define(signature=signature)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ("const scalar_t* x, scalar_t* out, int N, int k = 3", "has no default value; got 'int k"),
+        ("PARAMS", "macros are not expanded here; got 'PARAMS'"),
+    ],
+)
+def test_a_parameter_that_cannot_be_read_is_told(params, words):
+    source = SCALE.replace("const scalar_t* x, scalar_t* out, int N", params)
+    with pytest.raises(errors.ConfigError) as caught:
+        define(source=source)
+    assert words in str(caught.value)
+
+
+def test_scalar_t_for_a_fixed_dtype_is_told():
+    told = findings(
+        signature="x: (N,) float, s: (N,) float32 -> (N,) like x",
+        reference=lambda x, s: 2 * x,
+        source=SCALE.replace("int N)", "int N, const double* s)"),
+    )
+    assert "must be a pointer to float: the signature says float32" in told
+
+
+def test_an_argument_of_the_launch_cannot_replace_an_array():
+    told = findings(launch=lambda call: call.grid1d(call["N"], 128, args={"x": 4}))
+    assert "x is an array of the signature, which args cannot replace; got 4" in told
+
+
+def test_a_reference_that_returns_too_many_results_is_told():
+    told = findings(reference=lambda x: (x, x))
+    assert "must return one array, out; it returned a tuple of 2" in told
+
+
+def test_templates_may_stand_beside_the_kernel():
+    helper = "template <typename T> __global__ void g(const T* x) {}\n"
+    assert "f: ok" in findings(source=helper + SCALE)
+    with pytest.raises(errors.ConfigError, match="kernel 'g' must be declared extern \"C\""):
+        define(source=helper)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    file = tmp_path / "f.cu"
+    file.write_bytes(b"\xef\xbb\xbf" + SCALE.replace("\n", "\r\n").encode())
+    assert "f: ok" in findings(source=file)
+
+
+def test_an_unknown_word_after_kernels_names_the_commands(capsys):
+    with pytest.raises(SystemExit):
+        main(["kernels", "chekc", "my_op.py"])
+    assert "follow a command (check, bench, profile, headers); got 'chekc'" in (
+        capsys.readouterr().err
+    )
+
+
+def test_an_override_names_the_op_that_it_replaces_and_spares_its_arguments():
+    x = np.array([[1.0, 2.0]], np.float32)
+    narrow = define(signature="x: (T, N) float16 -> (T, N) like x", reference=lambda x: x)
+    with kernels.override("silu", narrow), pytest.raises(errors.DTypeError) as caught:
+        kernels.silu(x)
+    assert str(caught.value) == "kernels['silu']: f: x: must be float16; got float32"
+
+    def doubled(x):
+        x *= 2
+
+    in_place = define(signature="x: (T, N) float inout", reference=doubled)
+    with kernels.override("silu", in_place):
+        y = kernels.silu(x)
+        np.testing.assert_array_equal(y, [[2.0, 4.0]])
+        np.testing.assert_array_equal(x, [[1.0, 2.0]])
+        kernels.silu(x, out=x)
+    np.testing.assert_array_equal(x, [[2.0, 4.0]])
+
+
+def test_a_string_is_compiled_again_when_a_header_beside_the_definition_changes(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(globals(), "__file__", str(tmp_path / "my_op.py"))
+    header = tmp_path / "mine.cuh"
+    header.write_text("#define TWO 2\n")
+    op = define(source='#include "mine.cuh"\n' + SCALE.replace("2.0f", "TWO"))
+    problem = op.example_problem({"N": 3})
+    op.compile(problem)
+    header.write_text("#define THREE 3\n")
+    os.utime(header, ns=(0, 1))
+    with pytest.raises(errors.CompileError, match='identifier "TWO" is undefined'):
+        op.compile(problem)

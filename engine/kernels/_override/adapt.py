@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.checks import shown
 from engine.device import empty_like
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ContractError
 from engine.kernels._override.arrays import contiguous, copy_into, in_rows, is_same, overlaps
 from engine.kernels._override.dispatch import ACTIVE, OPS, Active, count
 from engine.kernels._override.fused import Options, Step, stepwise
@@ -64,6 +64,7 @@ class Override:
         _check_signature(op, function, self._positional, needed)
         self._needed = {n: self._defaults[n] for n in needed}
         args = function.signature.arrays if isinstance(function, Op) else ()
+        self._inout = {arg.name for arg in args if arg.is_inout}
         # Arguments of an op that it would copy if they were not contiguous.
         self._packed = {arg.name for arg in args if not arg.is_strided and not arg.is_inout}
 
@@ -99,6 +100,7 @@ class Override:
                 f"{self.op} with {asked}"
             )
         outputs = {n: options.pop(n) for n in _OUTPUTS if options.get(n) is not None}
+        args = self._spared(args, outputs)
         inputs = args, options
         own = {n: o for n, o in outputs.items() if self._takes(n) and self._may_write(o, inputs)}
         kept = self._needed | {n: v for n, v in options.items() if self._takes(n)}
@@ -107,6 +109,18 @@ class Override:
         else:
             result = self._call(args, kept | own)
         return self._finished(result, args, options, outputs, own)
+
+    def _spared(self, args: tuple[Any, ...], outputs: Options) -> tuple[Any, ...]:
+        """Copy arguments that the function writes in place, where the op would leave them alone."""
+        if not self._inout or self.op in WRITERS:
+            return args
+        targets = _targets(outputs, 2)
+        spared = list(args)
+        for index, arg in enumerate(self.function.signature.args[: len(args)]):
+            array = args[index]
+            if arg.name in self._inout and not any(is_same(array, out) for out in targets):
+                spared[index] = copy_into(empty_like(array), array)
+        return tuple(spared)
 
     def _call_on_rows(self, args: tuple[Any, ...], options: Options, outputs: Options) -> Any:
         """Call the function with arrays (R, N) in place of (..., N)."""
@@ -133,6 +147,10 @@ class Override:
         token = ACTIVE.set(Active(self._table.without(self.op), active.runs, active.owner))
         try:
             return self.function(*args, **options)
+        except ContractError as error:
+            if not isinstance(self.function, Op):
+                raise
+            raise type(error)(f"kernels[{self.op!r}]: {error}") from error
         finally:
             ACTIVE.reset(token)
 

@@ -156,6 +156,11 @@ class LaunchArguments:
                 raise ConfigError(f"{self._where}: tensor_map: no array is called {value.array!r}")
             self._check_map(value)
             self._maps[param.name] = value
+        elif self._array(param.name):
+            raise ConfigError(
+                f"{self._where}: {param.name} is an array of the signature, which args cannot "
+                f"replace; got {value!r}"
+            )
         elif isinstance(value, bool | int | float | np.number | np.bool_):
             self._numbers[param.name] = self._number(param, value)
         else:
@@ -186,8 +191,13 @@ class LaunchArguments:
         said = dict(self.module.types).get(param.ctype, param.ctype)
         stated = self.module.dtype if said == "scalar_t" else _DTYPE_OF.get(said)
         if dtype is not None and stated is not None and stated != dtype:
-            right = "scalar_t" if array.is_scalar_t or self._is_like_scalar(array) else dtype
-            self._refuse(param, f"a pointer to {right}: the array is {dtype}")
+            self._refuse(param, self._pointer_to(array, dtype))
+
+    def _pointer_to(self, array: ArrayArg, dtype: str) -> str:
+        if array.is_scalar_t or self._is_like_scalar(array):
+            return f"a pointer to scalar_t: the array is {dtype}"
+        ctype = sorted(_ELEMENTS[dtype], key=len)[0]
+        return f"a pointer to {ctype}: the signature says {dtype}, whatever scalar_t is"
 
     def _dtype(self, array: ArrayArg) -> str | None:
         """Return the dtype of an array; None if it was omitted."""

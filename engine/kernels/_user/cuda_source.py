@@ -86,7 +86,7 @@ class CudaText:
     label : str
         Name in messages: the file's name, or the op's with ".cu".
     folder : str
-        Folder of the headers that it includes; "" for a string.
+        Folder of the headers that it includes: that of the file, or of the definition.
     digest : str
         Hash of the text and of these headers.
     """
@@ -106,7 +106,7 @@ class CudaText:
         Raises
         ------
         ConfigError
-            If one is not declared `extern "C"`, or has a parameter that cannot be passed.
+            If none is declared `extern "C"`, or one has a parameter that cannot be passed.
         """
         return {entry.name: entry for entry in _entries(self.text, self.label)}
 
@@ -117,8 +117,8 @@ class CudaText:
         except KeyError:
             known = ", ".join(self.entries) or "none"
             raise ConfigError(
-                f"{self.label}: has no kernel called {name!r}; its kernels: {known}. Rename one, "
-                "or name it in the launch (entry=)"
+                f'{self.label}: has no kernel called {name!r}; its extern "C" kernels: {known}. '
+                "Rename one, or name it in the launch (entry=)"
             ) from None
 
 
@@ -148,8 +148,12 @@ class Source:
     def __init__(self, source: str | Path, name: str, folder: Path) -> None:
         self.path: Path | None = None
         self._stamps: tuple[tuple[Path, int], ...] = ()
+        self._text = ""
+        self._label = f"{name}.cu"
+        self._folder = folder
         if isinstance(source, str) and "__global__" in source:
-            self._read = CudaText(source, f"{name}.cu", "", _hashed(source, _headers(source, None)))
+            self._text = source
+            self._read = self._load()
             return
         if not isinstance(source, str | Path) or "\n" in str(source):
             raise ConfigError(
@@ -160,6 +164,8 @@ class Source:
         if not found:
             raise ConfigError(f"{name}: source: there is no file {str(source)!r} in {folder}")
         self.path = found[0].resolve()
+        self._label = self.path.name
+        self._folder = self.path.parent
         self._read = self._load()
 
     def current(self) -> CudaText:
@@ -176,21 +182,24 @@ class Source:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The file and the headers beside it that it includes; none for a string."""
+        """The file, if it is one, and the headers beside it that it includes."""
         return tuple(path for path, _ in self._stamps)
 
     def _load(self) -> CudaText:
-        assert self.path is not None
-        stamp = _stamp(self.path)
-        try:
-            text = self.path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise CompileError(f"{self.path} cannot be read: {error}") from error
-        headers = _headers(text, self.path.parent)
+        stamps = [(self.path, _stamp(self.path))] if self.path else []
+        text = _read(self.path) if self.path else self._text
+        headers = _headers(text, self._folder)
         own = [path for path, _ in headers if not path.is_relative_to(source_dir())]
-        self._stamps = ((self.path, stamp), *((path, _stamp(path)) for path in own))
+        self._stamps = (*stamps, *((path, _stamp(path)) for path in own))
         digest = _hashed(text, headers)
-        return CudaText(text, self.path.name, str(self.path.parent), digest)
+        return CudaText(text, self._label, str(self._folder), digest)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")  # some editors begin with a BOM
+    except (OSError, UnicodeDecodeError) as error:
+        raise CompileError(f"{path} cannot be read as UTF-8: {error}") from error
 
 
 def _stamp(path: Path) -> int:
@@ -232,18 +241,22 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 def _entries(text: str, label: str) -> list[Entry]:
     code = _COMMENT.sub(" ", text)
     found: list[Entry] = []
+    hidden: list[str] = []
     for match in re.finditer(r"\b__global__\b", code):
         name, params = _declaration(code, match.end(), label)
         before = re.split(r"[;{}]", code[: match.start()])[-1]
         is_c = 'extern "C"' in before or re.search(r'extern\s+"C"\s*\{', code[: match.start()])
         if "template" in before or not is_c:
-            raise ConfigError(
-                f'{label}: kernel {name!r} must be declared extern "C" __global__, so that it can '
-                "be found by its name; a template cannot be, so call it from such a function"
-            )
+            hidden.append(name)
+            continue
         entry = Entry(name, tuple(_param(part, name, label) for part in params))
         if not any(entry.name == other.name for other in found):  # declared and defined
             found.append(entry)
+    if hidden and not found:
+        raise ConfigError(
+            f'{label}: kernel {hidden[0]!r} must be declared extern "C" __global__, so that it can '
+            "be found by its name; a template cannot be, so call it from such a function"
+        )
     return found
 
 
@@ -285,20 +298,25 @@ def _split_params(text: str) -> list[str]:
 
 
 def _param(text: str, entry: str, label: str) -> Param:
+    if "=" in text:
+        raise ConfigError(
+            f"{label}: {entry}: a kernel's parameter has no default value; "
+            f"got {' '.join(text.split())!r}"
+        )
     is_pointer = "*" in text or "[" in text
     words = re.findall(r"[\w:]+(?:\s*<[^*]*>)?", re.sub(r"\[.*\]", "", text))
     is_const = "const" in words[: len(words) - 1]
     words = [word for word in words if word not in _QUALIFIERS]
     if len(words) < 2 or "&" in text or text.count("*") > 1:
         raise ConfigError(
-            f"{label}: {entry}: a parameter must be a pointer or a number, with a name; "
-            f"got {' '.join(text.split())!r}"
+            f"{label}: {entry}: a parameter must be a pointer or a number, with a name, and "
+            f"written out: macros are not expanded here; got {' '.join(text.split())!r}"
         )
     param = Param(words[-1], " ".join(words[:-1]), is_pointer, is_const)
     if not param.kind:
         known = ", ".join(("int", "int64_t", "unsigned", "float", "double", "bool", "TensorMap"))
         raise ConfigError(
             f"{label}: {entry}: parameter {param.name!r} must be a pointer or have a type of "
-            f"{known}; got {param.ctype!r}"
+            f"{known}, which no macro hides; got {param.ctype!r}"
         )
     return param

@@ -7,19 +7,23 @@ scale_rows.cu:12: error: identifier "foo" is undefined   [float16, sm_90a]
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.errors import CompileError
 from engine.kernels._chip import HOPPER
+from engine.kernels._module import source_dir
 
 __all__ = ["Diagnostic", "KernelCompileError", "read_log"]
 
 _MESSAGE = re.compile(r"(.+?)\((\d+)\): (?:catastrophic )?(error|warning)(?: #[\w-]+)?: (.*)")
 _PTXAS = re.compile(r"\W*ptxas\s+(?:application ptx input, line \d+; )?(error|fatal)\s*:\s*(.*)")
+_C_HEADERS = {"assert.h", "float.h", "limits.h", "math.h", "stdint.h", "stdio.h", "stdlib.h"}
 _SUMMARY = re.compile(r"\d+ (?:catastrophic )?errors? detected|Compilation terminated|Remark:")
 _SHARED = re.compile(r"Entry function '(\w+)' uses too much shared data \((\w+) bytes, (\w+) max\)")
+_MISSING = re.compile(r'cannot open source file "([^"]+)"')
 _EXTERN = re.compile(r"Unresolved extern function '(\w+)'")
 
 
@@ -96,7 +100,8 @@ def read_log(log: str, file: str, source: str) -> list[Diagnostic]:
                 found[-1] = _with_context(found[-1], context)
             context = None
         if message:
-            found.append(Diagnostic(message[1], int(message[2]), message[3], message[4]))
+            words = message[4] + _remedy(message[4])
+            found.append(Diagnostic(message[1], int(message[2]), message[3], words))
             context = []
         elif ptxas:
             found += _of_ptxas(ptxas[2], file, source)
@@ -104,6 +109,25 @@ def read_log(log: str, file: str, source: str) -> list[Diagnostic]:
             context.append(line)
     unique = list(dict.fromkeys(found))
     return sorted(unique, key=lambda each: each.severity != "error")
+
+
+def _remedy(message: str) -> str:
+    """Return what to do about a header that NVRTC does not find; "" if it is another error."""
+    missing = _MISSING.match(message)
+    if missing is None:
+        return ""
+    name = missing[1]
+    ours = [f"common/{path.name}" for path in (source_dir() / "common").glob("*.cuh")]
+    if near := difflib.get_close_matches(f"common/{name.removeprefix('common/')}", ours, 1, 0.8):
+        return f'; did you mean "{near[0]}"?'
+    if name.startswith(("cub/", "thrust/", "cuda/", "nv/", "cooperative_groups")):
+        return "; CUB, Thrust, libcu++ and cooperative groups are not available"
+    if "." not in name or name in _C_HEADERS:
+        return (
+            "; NVRTC has no C or C++ library: printf, assert and the functions of math.h are built "
+            "in, and int64_t is in common/types.cuh"
+        )
+    return ""
 
 
 def _with_context(diagnostic: Diagnostic, lines: list[str]) -> Diagnostic:

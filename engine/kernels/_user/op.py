@@ -366,6 +366,11 @@ class Op:
                 raise ContractError(
                     f"{self.name}: its reference must return {array.name}; it returned None"
                 )
+            if isinstance(value, tuple):
+                raise ContractError(
+                    f"{self.name}: its reference must return one array, {array.name}; "
+                    f"it returned a tuple of {len(value)}"
+                )
             result = np.asarray(value)
             shape = bound.shape(array)
             if result.shape != shape:

@@ -37,6 +37,16 @@ DTYPES: dict[str, np.dtype[Any]] = {
 """Dtypes of arguments, by name."""
 
 _GROUPS = {"float": FLOAT_NAMES}
+_OTHER_NAMES = {
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "double": "float64",
+    "int": "int32",
+    "long": "int64",
+}
+"""Names of dtypes elsewhere -> ours."""
 _MODIFIERS = {"strided": "is_strided", "inout": "is_inout", "zeroed": "is_zeroed"}
 _RESERVED = {BATCH, "out", "like", *FLOAT_NAMES}
 
@@ -153,6 +163,8 @@ def parse_signature(text: str, name: str) -> Signature:
     >>> signature.symbols, [output.shape_text for output in signature.outputs]
     (('batch', 'F'), ['(..., F)'])
     """
+    if ";" in text:
+        raise ConfigError(f"{name}: signature: commas separate arguments; got ';' in {text!r}")
     left, arrow, right = text.partition("->")
     args = tuple(_argument(part, name) for part in split_list(left))
     if not arrow and not any(isinstance(arg, ArrayArg) and arg.is_inout for arg in args):
@@ -251,7 +263,11 @@ def _dtypes(name: str, text: str, op: str) -> tuple[str, ...]:
     for dtype in names:
         if dtype not in DTYPES:
             known = ", ".join(("float", *DTYPES, "like NAME"))
-            raise ConfigError(f"{op}: signature: {name}: dtype must be of {known}; got {dtype!r}")
+            meant = _OTHER_NAMES.get(dtype)
+            hint = f"; did you mean {meant!r}?" if meant else ""
+            raise ConfigError(
+                f"{op}: signature: {name}: dtype must be of {known}; got {dtype!r}{hint}"
+            )
     return tuple(dict.fromkeys(names))
 
 
@@ -261,7 +277,7 @@ def _scalar(name: str, text: str, op: str) -> ScalarArg:
         known = "float32, float64, int32, int64, uint32, uint64, bool"
         raise ConfigError(
             f"{op}: signature: {name}: a scalar must have a dtype of {known}, and an array a "
-            f"shape in brackets; got {text!r}"
+            f"shape in parentheses, such as (T, N); got {text!r}"
         )
     return ScalarArg(name, dtype, _default(name, dtype, default, op) if default else None)
 
