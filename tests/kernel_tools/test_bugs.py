@@ -48,4 +48,7 @@ def test_a_bug_is_told_without_a_gpu(module):
 @pytest.mark.gpu
 @pytest.mark.parametrize("module", _cases(on_gpu=True))
 def test_a_bug_is_told_on_a_gpu(module, cp):
+    for _ in range(getattr(module, "ATTEMPTS", 1) - 1):
+        if not kernels.check(module.op, show=False).ok:
+            break
     assert not _check_words(module).ok

@@ -86,6 +86,23 @@ def test_the_check_names_the_cause_without_a_gpu(changes, words):
     assert words in findings(**changes)
 
 
+def test_an_empty_grid_is_right_where_the_result_is_set_to_zero():
+    total = kernels.define(
+        "total",
+        "x: (N,) float32 -> () float32 zeroed",
+        reference=lambda x: x.sum(),
+        source=r"""
+extern "C" __global__ void total(const float* x, float* out, int64_t N) {
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < N) atomicAdd(out, x[i]);
+}
+""",
+        launch=lambda call: call.grid1d(call["N"]),
+    )
+    report = kernels.check(total, arch="sm_90a", show=False)
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize(
     ("columns", "options", "words"),
     [

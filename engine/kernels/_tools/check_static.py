@@ -77,6 +77,15 @@ def _problems(op: Op, cases: Sequence[Case], chip: Chip) -> dict[Problem, Case]:
     return found
 
 
+def _is_left_unwritten(op: Op, launches: Sequence[Launch], case: Case) -> bool:
+    """Tell whether no block runs although a result has elements, which nothing has set to 0."""
+    if any(math.prod(launch.grid) for launch in launches):
+        return False
+    sizes = dict(case.sizes) | dict(case.scalars)
+    results = (array_shape(array, sizes) for array in op.signature.outputs if not array.is_zeroed)
+    return any(shape is not None and 0 not in shape for shape in results)
+
+
 def _launches(
     op: Op, problems: dict[Problem, Case]
 ) -> tuple[dict[Problem, tuple[Launch, ...]], list[Finding]]:
@@ -85,9 +94,9 @@ def _launches(
     for problem, case in problems.items():
         try:
             found[problem] = op.launches(problem)
-            if not any(math.prod(launch.grid) for launch in found[problem]):
+            if _is_left_unwritten(op, found[problem], case):
                 text = f"the grid {found[problem][0].grid} has no blocks: nothing writes the result"
-                failed.append(Finding("launch", text, str(case)))
+                failed.append(Finding("grid", text, str(case)))
             again = op.definition.launch(problem)
             if ((again,) if isinstance(again, Launch) else tuple(again)) != found[problem]:
                 text = "launch returns something else when it is called again; it must be pure"

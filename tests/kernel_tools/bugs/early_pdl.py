@@ -4,6 +4,7 @@ from engine import kernels
 
 WORDS = ("x is written late: it is read before pdl_wait()",)
 NEEDS_GPU = True
+ATTEMPTS = 5  # the two kernels must overlap, and other tests use the card, too
 
 op = kernels.define(
     "early_pdl",
