@@ -11,7 +11,7 @@ import pytest
 
 from engine import LLMEngine, SamplingParams, device
 from engine.config import ModelConfig, MoeConfig
-from engine.errors import RankError
+from engine.errors import ConfigError, RankError
 from engine.parallel import pipeline, tensor
 from engine.tasks.embeddings import embed
 from tests.e2e import my_kernels
@@ -72,15 +72,16 @@ def test_deterministic_tokens_are_those_of_one_gpu(dtype, cuda_graphs):
     assert _tokens(2, **options) == _tokens(1, **options)
 
 
-@pytest.mark.parametrize("cuda_graphs", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_overrides_on_all_ranks(deterministic, cuda_graphs):
+def test_overrides_on_all_ranks(deterministic):
     """The norm after an all-reduce is no longer fused with it."""
-    options = {"dtype": "float32", "deterministic": deterministic, "cuda_graphs": cuda_graphs}
+    options = {"dtype": "float32", "deterministic": deterministic}
     mine = {"rmsnorm": my_kernels.my_rmsnorm, "swiglu": my_kernels.my_swiglu}
     wanted = _tokens(1, **options)
     assert _tokens(2, **options, kernels=mine) == wanted
     assert _tokens(2, **options, kernels={"swiglu": my_kernels.relu_glu}) != wanted
+    with pytest.raises(ConfigError, match="cuda_graphs must be False or left out"):
+        _engine(2, **options, kernels=mine, cuda_graphs=True)
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ import pytest
 from engine import LLM, AsyncEngine, SamplingParams, device, kernels, load, reference
 from engine.cli import main
 from engine.config import MoeConfig
+from engine.core.resolve import _has_graphs
+from engine.device import Device
+from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, ContractError, UnknownOptionError
 from engine.kernels import _module
 from tests.e2e import my_kernels
@@ -500,3 +504,19 @@ def test_the_other_doors_on_the_gpu():
     on_cpu = make(attention_pattern=my_kernels.PATTERN)
     assert tokens(make("cuda", attention_pattern=my_kernels.PATTERN)) == tokens(on_cpu)
     assert _module.stats().compiles_after_ready == late, _module.stats().late
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "overrides"), [(1, "swiglu=mine"), (2, ""), (2, "swiglu=mine")]
+)
+def test_ranks_with_overrides_have_no_graphs(num_ranks, overrides):
+    model = SimpleNamespace(
+        device=Device("cuda"), num_ranks=num_ranks, kernels=SimpleNamespace(overrides=overrides)
+    )
+    reasons = {}
+    is_refused = num_ranks == 2 and bool(overrides)
+    config = EngineConfig(tensor_parallel_size=num_ranks)
+    assert _has_graphs(config, model, reasons) != is_refused and "cuda_graphs" in reasons
+    if is_refused:
+        with pytest.raises(ConfigError, match="tensor_parallel_size=2 and kernels=swiglu=mine"):
+            _has_graphs(dataclasses.replace(config, cuda_graphs=True), model, reasons)
