@@ -15,10 +15,13 @@ from engine import env
 from engine.cli import _SUBCOMMANDS, COMMANDS
 
 SOURCES = sorted((Path(__file__).parents[1] / "engine").rglob("*.py"))
-# Words before "=" that are no keywords: headers, a log line, a label, an internal check's counter.
+# Words before "=" that are no keywords: headers, a log line, a label, an internal check's counter,
+# an op of the command line, an option of containers.
 OTHERS = {"charset", "camera", "geolocation", "microphone", "prompt", "card", "num_cached"}
+OTHERS |= {"swiglu", "add"}
 # Options of other programs, which messages tell the user to run.
 PROGRAMS = {"--no-deps", "--only-binary", "--disable-pip-version-check", "--no-input", "--dest"}
+PROGRAMS |= {"--cap-add"}
 
 
 @cache

@@ -16,6 +16,7 @@ from engine.core import resolve as resolving
 from engine.core.resolve import default_budget, resolve
 from engine.device import CPU, Device
 from engine.engine_config import EngineConfig
+from engine.kernels._override.scope import ModelKernels
 from engine.loading.load_config import LoadConfig
 from engine.loading.weight_memory import quantized_formats, weight_bytes
 from engine.loading.weight_table import weight_shapes
@@ -99,6 +100,7 @@ def test_features_for_a_head_are_planned(device, monkeypatch):
     monkeypatch.setattr(resolving, "device_memory", lambda place: (total, total))
     fields = {"device": device, "dtype": "bfloat16", "deterministic": False, "weight_bytes": 0}
     fields |= {"num_ranks": 1, "num_stages": 1, "stage_blocks": lambda options: []}
+    fields |= {"has_patterns": False, "kernels": ModelKernels()}
     model = SimpleNamespace(config=config, max_model_len=4096, **fields)
     plain = SimpleNamespace(**vars(model), feature_layers=())
     head = SimpleNamespace(**vars(model), feature_layers=(2, 9, 2))
@@ -130,6 +132,7 @@ def test_a_draft_model_takes_what_the_engine_gives_it(device, monkeypatch):
     monkeypatch.setattr(resolving, "device_memory", lambda place: (total, total))
     sizes = {"device": device, "dtype": "bfloat16", "deterministic": False, "num_ranks": 1}
     sizes |= {"num_stages": 1, "feature_layers": (), "stage_blocks": lambda options: []}
+    sizes |= {"has_patterns": False, "kernels": ModelKernels()}
     made = resolve(
         EngineConfig(max_draft_tokens=20),
         SimpleNamespace(

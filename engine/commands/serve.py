@@ -29,6 +29,7 @@ _ENGINE: dict[str, tuple[type, str]] = {
     "load_format": (str, "dummy: random weights"),
     "quantization": (str, "quantize while loading: fp8, int8, int4 or another format"),
     "deterministic": (bool, "generate the same tokens in any batch; slower"),
+    "attention_pattern": (str, "keys that a query sees: FILE.py:NAME of a BlockSparse or Periodic"),
     "max_model_len": (int, "maximum tokens per request, prompt plus output"),
     "max_num_seqs": (int, "maximum number of running requests"),
     "max_num_batched_tokens": (int, "token budget per step"),
