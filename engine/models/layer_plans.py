@@ -45,7 +45,7 @@ class _Planned:
     """A plan, and the arrays that carry `delta` and `residual` from layer to layer."""
 
     plan: LaunchPlan
-    runs: dict[str, int]  # of each kernel, in one run of the plan
+    runs: dict[str, int]  # kernel -> runs in one replay of the plan
     deltas: tuple[Any, Any]  # input and output of the recorded layer, used alternately
     residual: Any
     num_replays: int = 0

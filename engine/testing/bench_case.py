@@ -21,7 +21,7 @@ __all__ = ["BenchCase", "Measurement", "cases_for_cpu", "measure"]
 _CPU_BYTES = 17e6
 _CPU_FLOPS = 1e8
 _CPU_CASES = 3
-_CPU_SECONDS = 0.5  # of timing, for each case
+_CPU_SECONDS = 0.5  # seconds of timing a case
 
 
 @dataclass(frozen=True)

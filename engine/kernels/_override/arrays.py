@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine import device
+from engine.kernels import _memory
 from engine.kernels._launch_plan import plan_call
 
 __all__ = ["contiguous", "copy_into", "in_rows", "is_same", "overlaps"]
@@ -16,19 +17,12 @@ __all__ = ["contiguous", "copy_into", "in_rows", "is_same", "overlaps"]
 
 def overlaps(array: Any, others: Any) -> bool:
     """Tell whether an array may share memory with one of `others`, nested or not."""
-    first, last = _span(array)
-    return any(
-        first < end and start < last for start, end in map(_span, _arrays(others)) if start < end
-    )
+    return any(_memory.overlaps(array, other) for other in _arrays(others))
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Tell whether two arrays are the same memory in the same layout."""
-    return hasattr(b, "strides") and (_address(a), a.shape, a.strides) == (
-        _address(b),
-        b.shape,
-        b.strides,
-    )
+    """Tell whether `b` is an array, and the same memory as `a` in the same layout."""
+    return hasattr(b, "strides") and _memory.is_same(a, b)
 
 
 def copy_into(target: Any, source: Any) -> Any:
@@ -84,16 +78,6 @@ def _arrays(value: Any) -> Iterator[Any]:
             yield from _arrays(item)
     elif isinstance(value, dict):
         yield from _arrays(list(value.values()))
-
-
-def _address(array: Any) -> int:
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
-
-
-def _span(array: Any) -> tuple[int, int]:
-    """Return the addresses of the first byte and after the last; strides are not negative."""
-    first = _address(array)
-    return first, first + _extent(array.shape, array.dtype, array.strides)
 
 
 def _extent(shape: Any, dtype: Any, strides: Any) -> int:

@@ -25,7 +25,7 @@ from engine.testing.timing import num_copies
 
 __all__ = ["bench", "bench_cases", "device_name"]
 
-_REFERENCE_SECONDS = 20  # of NumPy, to verify one shape
+_REFERENCE_SECONDS = 20  # limit for NumPy to verify one shape
 _HALVES = ("float16", "bfloat16")
 
 

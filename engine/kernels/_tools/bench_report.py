@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BenchReport", "BenchRow"]
 
-_MAX_FRACTION = 1.02  # of the roof: beyond the error of a measurement
+_MAX_FRACTION = 1.02  # share of the roof; more is no measuring error
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from engine.kernels._user.op import Op
 
 __all__ = ["Shape", "bench_dtypes", "bench_shapes", "case_of", "cpu_case"]
 
-_DEFAULT_BYTES = 1 << 28  # of a shape that bench chooses: several times the L2 cache of any GPU
+_DEFAULT_BYTES = 1 << 28  # bytes that bench aims at: several times any L2 cache
 _DEFAULT_FLOPS = 1 << 40
 _CPU_SECONDS = 0.2
 _CPU_BYTES = 1 << 26

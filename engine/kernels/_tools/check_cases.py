@@ -35,7 +35,7 @@ VIEWS = ("padded", "transposed", "misaligned", "in place")
 """Placements of arguments in memory: rows with a gap, axes in reverse order, addresses one element
 behind an aligned one, and `out` in an argument's place."""
 
-_FRACTION_SPECIAL = 0.1  # of the elements of an array
+_FRACTION_SPECIAL = 0.1  # share of an array's elements
 _MAX_DRAWN = (1 << 26) + 7  # numbers that are drawn for an array; a huge one repeats them
 
 

@@ -30,7 +30,7 @@ _EVEN = (256, 512, 64, 32, 16, 16, 16, 16)
 _WARPS = (96, 160, 32, 16, 16, 16, 16, 16)  # odd multiples of 32, then of 128: which blocks fit
 _BLOCKS = (384, 640, 128, 16, 16, 16, 16, 16)
 _MAX_STEPS = 20_000  # candidates the search looks at for one kind
-_MAX_ELEMENTS = 1 << 18  # of the largest array, except in the large shape
+_MAX_ELEMENTS = 1 << 18  # limit for the largest array; the large shape has its own
 _LARGE_ELEMENTS = 1 << 22
 _HUGE_ELEMENTS = 1 << 31
 _HUGE_TRIES = 4096  # sizes, of which a condition such as "N % 1024 == 0" may refuse most

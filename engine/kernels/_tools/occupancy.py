@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from engine.kernels._chip import RESERVED_BYTES
 from engine.kernels._launch import ceil_div
-from engine.kernels._user.problem import Chip
+from engine.kernels._user.problem import REGISTERS, Chip
 
 __all__ = ["Occupancy", "occupancy"]
 
 _WARP = 32
-_REGISTERS = 65536  # of a multiprocessor, on every architecture from sm_80 on
 _PARTITIONS = 4  # a warp lives in one, with a quarter of the registers
 _REGISTER_UNIT = 256  # registers of a warp are allocated in these
 _SHARED_UNIT = 128  # bytes
@@ -79,7 +78,7 @@ def occupancy(chip: Chip, threads: int, registers: int, shared: int) -> Occupanc
     max_threads, max_blocks = _LIMITS.get(chip.arch, _DEFAULT)
     warps = ceil_div(threads, _WARP)
     of_a_warp = max(1, ceil_div(registers * _WARP, _REGISTER_UNIT)) * _REGISTER_UNIT
-    warps_by_registers = _REGISTERS // _PARTITIONS // of_a_warp * _PARTITIONS
+    warps_by_registers = REGISTERS // _PARTITIONS // of_a_warp * _PARTITIONS
     of_a_block = ceil_div(shared + RESERVED_BYTES, _SHARED_UNIT) * _SHARED_UNIT
     allowed = {
         "registers": warps_by_registers // warps,

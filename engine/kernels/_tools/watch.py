@@ -43,7 +43,7 @@ class Watcher:
         self._ops = [target] if isinstance(target, Op) else []
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._error = ""  # of the Python file
+        self._error = ""  # message of the Python file's last failure
         self.ok = True
         self.num_checks = 0
 

@@ -23,7 +23,7 @@ from engine.kernels._user.signature import (
 )
 from engine.plan_array import PlanArray
 
-__all__ = ["Bound", "bind", "call_key", "dtype_text", "is_aligned", "overlaps"]
+__all__ = ["Bound", "bind", "call_key", "dtype_text", "is_aligned"]
 
 _NUMBERS = (type(None), bool, int, float)
 VECTOR_BYTES = 16  # widest access of a thread
@@ -260,19 +260,3 @@ def is_aligned(array: Any, alignment: int = VECTOR_BYTES) -> bool:
     return array.data.ptr % alignment == 0 and not any(
         [step % alignment for step in array.strides[:-1]]
     )
-
-
-def overlaps(a: Any, b: Any) -> bool:
-    """Tell whether the bytes from the first to the last element of two CuPy arrays meet."""
-    start, stop = _span(a)
-    other_start, other_stop = _span(b)
-    return start < other_stop and other_start < stop
-
-
-def _span(array: Any) -> tuple[int, int]:
-    start = int(array.data.ptr)
-    if array.flags.c_contiguous:
-        return start, start + array.nbytes
-    steps = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
-    low = start + sum(step for step in steps if step < 0)
-    return low, start + sum(step for step in steps if step > 0) + array.itemsize

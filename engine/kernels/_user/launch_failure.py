@@ -10,14 +10,13 @@ from engine.kernels._module import CompiledModule, compile_module
 from engine.kernels._nvrtc import EntryInfo
 from engine.kernels._user.cubin import max_threads
 from engine.kernels._user.module import UserModule
-from engine.kernels._user.problem import Chip, Launch
+from engine.kernels._user.problem import REGISTERS, Chip, Launch
 
 __all__ = ["LOST", "explained", "resource_errors"]
 
 LOST = "an earlier kernel failed"
 """In the error of a launch that finds the CUDA context lost."""
 
-_REGISTERS = 65536  # of a multiprocessor; one block may have them all
 _WARP = 32  # threads
 # CUresult of a launch, in words.
 _CODES = {
@@ -44,10 +43,10 @@ def resource_errors(
         )
     per_thread = -(-entry.registers // _REGISTER_UNIT) * _REGISTER_UNIT
     needed = -(-launch.num_threads // _WARP) * _WARP * per_thread
-    if needed > _REGISTERS:
+    if needed > REGISTERS:
         yield (
             f"{entry.name}: {launch.num_threads} threads of {entry.registers} registers need "
-            f"{needed}; a block has {_REGISTERS}. Launch fewer threads, or state "
+            f"{needed}; a block has {REGISTERS}. Launch fewer threads, or state "
             f"__launch_bounds__({launch.num_threads})"
         )
     if entry.shared_bytes + launch.shared > chip.max_shared_bytes:

@@ -26,9 +26,10 @@ from engine.errors import (
 )
 from engine.kernels._chip import limits_of, sm_count
 from engine.kernels._launch_plan import plan_call
+from engine.kernels._memory import is_same, overlaps
 from engine.kernels._module import CompiledModule, compile_all, current_architecture
 from engine.kernels._user.arguments import LaunchArguments
-from engine.kernels._user.binding import Bound, bind, call_key, dtype_text, is_aligned, overlaps
+from engine.kernels._user.binding import Bound, bind, call_key, dtype_text, is_aligned
 from engine.kernels._user.cuda_source import CudaText, Source
 from engine.kernels._user.expressions import Expression
 from engine.kernels._user.launch_failure import explained
@@ -439,7 +440,7 @@ class Op:
             for other in self.signature.arrays
             if (value := bound.values[other.name]) is not None
             and overlaps(new, value)
-            and not (other.name in self.definition.in_place and _is_same(new, value))
+            and not (other.name in self.definition.in_place and is_same(new, value))
         ]
         misaligned = new.data.ptr % max(self.definition.alignment, 1) != 0
         if not clashes and not misaligned:
@@ -571,10 +572,6 @@ def _returned(results: list[Any]) -> Any:
 
 def _layout(array: ArrayArg) -> str:
     return "any" if array.is_strided else "C"
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    return bool(a.data.ptr == b.data.ptr and a.shape == b.shape and a.strides == b.strides)
 
 
 def _set_zero(array: Any) -> None:

@@ -16,7 +16,10 @@ from engine.errors import ConfigError
 from engine.kernels._launch import ceil_div
 from engine.kernels._user.signature import DTYPES
 
-__all__ = ["CHIPS", "Chip", "Launch", "Problem", "Scratch", "TensorMapOf"]
+__all__ = ["CHIPS", "REGISTERS", "Chip", "Launch", "Problem", "Scratch", "TensorMapOf"]
+
+REGISTERS = 65536
+"""Registers of a multiprocessor from sm_80 on; one block may have them all."""
 
 _MAX_THREADS = 1024
 _MAX_GRID = (2**31 - 1, 65535, 65535)

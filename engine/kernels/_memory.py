@@ -1,0 +1,35 @@
+"""Where arrays lie in memory: address, overlap; for NumPy arrays, CuPy arrays and PlanArrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["address", "is_same", "overlaps"]
+
+
+def address(array: Any) -> int:
+    """Return the address of the first element."""
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def overlaps(a: Any, b: Any) -> bool:
+    """Tell whether the bytes from the first to the last element of two arrays meet."""
+    start, stop = _span(a)
+    other_start, other_stop = _span(b)
+    return max(start, other_start) < min(stop, other_stop)
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Tell whether two arrays are the same memory in the same layout."""
+    return address(a) == address(b) and a.shape == b.shape and a.strides == b.strides
+
+
+def _span(array: Any) -> tuple[int, int]:
+    start = address(array)
+    if array.flags.c_contiguous:
+        return start, start + array.nbytes
+    steps = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    low = start + sum(step for step in steps if step < 0)
+    return low, start + sum(step for step in steps if step > 0) + array.itemsize
