@@ -19,6 +19,7 @@ __all__ = [
     "FLOAT_NAMES",
     "KV_CODE_DTYPES",
     "KVCodeDtype",
+    "accumulation_dtype",
     "dtype_name",
     "itemsize",
     "np_dtype",
@@ -115,6 +116,17 @@ def dtype_name(dtype: Any) -> str:
         if known == wanted:
             return name
     raise DTypeError(f"dtype must be one of {', '.join(FLOAT_NAMES)}; got {wanted}")
+
+
+def accumulation_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return the dtype in which a mirror computes: float32, or float64 for float64 arrays.
+
+    Examples
+    --------
+    >>> accumulation_dtype(np.float16), accumulation_dtype(np.float64)
+    (dtype('float32'), dtype('float64'))
+    """
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def itemsize(name: str) -> int:

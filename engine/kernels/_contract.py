@@ -22,10 +22,13 @@ from engine.dtypes import BFLOAT16
 from engine.errors import ContractError, DTypeError, LaunchPlanError, ShapeError
 from engine.plan_array import PlanArray
 
-__all__ = ["FLOATS", "INT32", "INT64", "Contract"]
+__all__ = ["FLOATS", "INT32", "INT64", "MIRROR_FLOATS", "Contract"]
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 FLOAT32 = np.dtype(np.float32)
+FLOAT64 = np.dtype(np.float64)
+# Dtypes of an op whose mirror also computes in float64; on the GPU they are FLOATS.
+MIRROR_FLOATS = (*FLOATS, FLOAT64)
 INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)
 
@@ -88,7 +91,7 @@ class Contract:
         shape : str
             Symbols or numbers, separated by spaces; a leading "*" stands for any number of axes.
         dtype : np.dtype or tuple of np.dtype
-            The allowed dtypes.
+            The allowed dtypes; float64 is allowed in NumPy arrays only.
         layout : str
             "C": a view that is not C-contiguous is copied. "rows": a view whose last axis is not
             contiguous is copied. "any": the op supports every stride.
@@ -218,9 +221,11 @@ class Contract:
 
     def _check_dtype(self, name: str, array: Any, dtype: DTypes) -> None:
         allowed = dtype if isinstance(dtype, tuple) else (dtype,)
-        if array.dtype not in allowed:
-            wanted = " or ".join(str(d) for d in allowed)
-            raise DTypeError(f"{self.op}: {name}: must be {wanted}; got {array.dtype}")
+        if array.dtype in allowed and (self.xp is np or array.dtype != FLOAT64):
+            return
+        wanted = " or ".join(str(d) for d in allowed if self.xp is np or d != FLOAT64)
+        rule = "; float64 must be a NumPy array" if FLOAT64 in allowed and self.xp is not np else ""
+        raise DTypeError(f"{self.op}: {name}: must be {wanted}; got {array.dtype}{rule}")
 
     def _check_shape(self, name: str, array: Any, shape: str) -> None:
         symbols = shape.split()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.dtypes import dtype_name
-from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._contract import MIRROR_FLOATS, Contract
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 
@@ -94,7 +94,7 @@ def unary(
     call: Contract, kernel: Kernel, file: str, mirror: Callable[[Any], Any], x: Any, out: Any
 ) -> Any:
     """Check x, then run `mirror` (NumPy) or launch `kernel` (CuPy)."""
-    x = call.array("x", x, "*", FLOATS)
+    x = call.array("x", x, "*", MIRROR_FLOATS)
     if call.on_cpu:
         return call.finish(out, mirror(x))
     out = call.output("out", out, x.shape, x.dtype)
@@ -114,7 +114,7 @@ def gated(
 
     `kernels` maps "vector" and "scalar" to the kernel of that access width.
     """
-    x = call.array("x", x, "* 2F", FLOATS, layout="rows")
+    x = call.array("x", x, "* 2F", MIRROR_FLOATS, layout="rows")
     call.check("x", x.shape[-1] % 2 == 0, "of even length along its last axis", x.shape)
     shape = (*x.shape[:-1], x.shape[-1] // 2)
     layout = "rows" if len(shape) == 2 else "C"

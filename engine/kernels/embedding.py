@@ -6,7 +6,7 @@ from typing import Any
 
 from engine import reference
 from engine.dtypes import dtype_name
-from engine.kernels._contract import FLOATS, INT32, Contract
+from engine.kernels._contract import INT32, MIRROR_FLOATS, Contract
 from engine.kernels._elementwise import (
     MAX_GRID_Y,
     ROW_THREADS,
@@ -41,7 +41,7 @@ def embedding(token_ids: Any, weight: Any, *, scale: float = 1.0, out: Any = Non
     ----------
     token_ids : (T,) array of int32
         An id outside [0, V) yields a row of NaN; -2**31 (padding) yields a row of zeros.
-    weight : (V, N) array of float32, float16 or bfloat16
+    weight : (V, N) array of float32, float16 or bfloat16 (NumPy: or float64)
         At least one row.
     scale : float
         Factor, applied in float32 (Gemma: sqrt(N), rounded to its dtype by the caller).
@@ -68,7 +68,7 @@ def embedding(token_ids: Any, weight: Any, *, scale: float = 1.0, out: Any = Non
     """
     call = Contract("embedding")
     token_ids = call.array("token_ids", token_ids, "T", INT32)
-    weight = call.array("weight", weight, "V N", FLOATS)
+    weight = call.array("weight", weight, "V N", MIRROR_FLOATS)
     call.check("weight", call["V"] > 0, "a table of at least one row", weight.shape)
     call.number("scale", scale)
     if call.on_cpu:

@@ -31,7 +31,7 @@ def geglu(x: Any, *, approximate: str = "tanh", out: Any = None) -> Any:
 
     Parameters
     ----------
-    x : (..., 2F) array of float32, float16 or bfloat16
+    x : (..., 2F) array of float32, float16 or bfloat16 (NumPy: or float64)
         Rows [gate | up]; a 2-D view may have strided rows.
     approximate : {"tanh", "none"}
         "none" is the exact GELU, based on erf.

@@ -29,7 +29,7 @@ def gelu(x: Any, *, approximate: str = "none", out: Any = None) -> Any:
 
     Parameters
     ----------
-    x : array of float32, float16 or bfloat16
+    x : array of float32, float16 or bfloat16 (NumPy: or float64)
     approximate : {"none", "tanh"}
         "none" is the exact function, based on erf.
     out : array of x's shape and dtype, optional

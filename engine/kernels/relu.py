@@ -25,7 +25,7 @@ def relu(x: Any, *, out: Any = None) -> Any:
 
     Parameters
     ----------
-    x : array of float32, float16 or bfloat16
+    x : array of float32, float16 or bfloat16 (NumPy: or float64)
     out : array of x's shape and dtype, optional
         Array for the result; may be `x`.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine import reference
 from engine.dtypes import dtype_name
-from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._contract import MIRROR_FLOATS, Contract
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 
@@ -87,7 +87,7 @@ def rmsnorm(
 
     Parameters
     ----------
-    x : (..., N) array of float32, float16 or bfloat16
+    x : (..., N) array of float32, float16 or bfloat16 (NumPy: or float64)
         If its rows are strided (a view), at most three axes.
     weight : (N,) array of x's dtype
     eps : float
@@ -138,7 +138,7 @@ def rmsnorm(
     array([[0.849, 1.131]], dtype=float32)
     """
     call = Contract("rmsnorm")
-    x = call.array("x", x, "* N", FLOATS, layout="rows")
+    x = call.array("x", x, "* N", MIRROR_FLOATS, layout="rows")
     weight = call.array("weight", weight, "N", x.dtype)
     call.number("eps", eps, low=0.0)
     call.number("weight_offset", weight_offset)

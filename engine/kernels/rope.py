@@ -8,7 +8,7 @@ from typing import Any
 from engine import reference
 from engine.dtypes import dtype_name
 from engine.kernels._chip import sm_count
-from engine.kernels._contract import FLOAT32, FLOATS, INT32, Contract
+from engine.kernels._contract import FLOAT32, INT32, MIRROR_FLOATS, Contract
 from engine.kernels._elementwise import (
     is_aligned,
     is_large,
@@ -74,7 +74,7 @@ def rope(
 
     Parameters
     ----------
-    q : (T, H, D) array of float32, float16 or bfloat16
+    q : (T, H, D) array of float32, float16 or bfloat16 (NumPy: or float64)
         Token and head strides are arbitrary (a view of fused qkv rows).
     k : (T, K, D) array of q's dtype
         Strides as for `q`; K may differ from H.
@@ -114,7 +114,7 @@ def rope(
     array([[[0., 1.]]], dtype=float32)
     """
     call = Contract("rope")
-    q = call.array("q", q, "T H D", FLOATS, layout="rows")
+    q = call.array("q", q, "T H D", MIRROR_FLOATS, layout="rows")
     k = call.array("k", k, "T K D", q.dtype, layout="rows")
     positions = call.array("positions", positions, "T", INT32)
     cos_sin = call.array("cos_sin", cos_sin, "P R", FLOAT32)

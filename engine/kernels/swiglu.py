@@ -25,7 +25,7 @@ def swiglu(x: Any, *, out: Any = None) -> Any:
 
     Parameters
     ----------
-    x : (..., 2F) array of float32, float16 or bfloat16
+    x : (..., 2F) array of float32, float16 or bfloat16 (NumPy: or float64)
         Rows [gate | up]; a 2-D view may have strided rows.
     out : (..., F) array of x's dtype, optional
         Array for the result; may be the gate half of `x`, but must not overlap it otherwise.

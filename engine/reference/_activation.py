@@ -1,4 +1,4 @@
-"""Activations of the mirrors, in float32: the formulas of `cuda_src/common/activation.cuh`."""
+"""Activations of the mirrors, in x's dtype: the formulas of `cuda_src/common/activation.cuh`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.polynomial import chebyshev
 
+from engine.dtypes import accumulation_dtype
+
 __all__ = ["apply", "erfc", "gelu_erf", "gelu_tanh", "relu", "silu"]
 
 Array = np.ndarray[Any, Any]
@@ -19,8 +21,8 @@ _DEGREE = 10
 
 
 def apply(activation: Callable[[Array], Array], x: Array) -> Array:
-    """Apply `activation` in float32 and round once to x's dtype."""
-    return np.asarray(activation(x.astype(np.float32, copy=False)), x.dtype)
+    """Apply `activation` in float32, or float64 for float64, and round once to x's dtype."""
+    return np.asarray(activation(x.astype(accumulation_dtype(x.dtype), copy=False)), x.dtype)
 
 
 def silu(x: Array) -> Array:
@@ -33,7 +35,7 @@ def silu(x: Array) -> Array:
 def gelu_tanh(x: Array) -> Array:
     """x (1 + tanh u) / 2 = x / (1 + exp(-2u)) with u = sqrt(2/pi) (x + 0.044715 x^3)."""
     with np.errstate(over="ignore", invalid="ignore"):
-        twice_u = np.float32(2 * math.sqrt(2 / math.pi)) * x * (1 + np.float32(0.044715) * x * x)
+        twice_u = 2 * math.sqrt(2 / math.pi) * x * (1 + 0.044715 * x * x)
         y: Array = x / (1 + np.exp(-twice_u))
     return y
 
@@ -41,13 +43,13 @@ def gelu_tanh(x: Array) -> Array:
 def gelu_erf(x: Array) -> Array:
     """x (1 + erf(x / sqrt 2)) / 2 = x erfc(-x / sqrt 2) / 2."""
     with np.errstate(invalid="ignore"):
-        y: Array = np.float32(0.5) * x * erfc(np.float32(-math.sqrt(0.5)) * x)
+        y: Array = 0.5 * x * erfc(-math.sqrt(0.5) * x)
     return y
 
 
 def relu(x: Array) -> Array:
     """max(x, 0); NaN stays NaN."""
-    y: Array = np.maximum(x, np.float32(0))
+    y: Array = np.maximum(x, 0)
     return y
 
 
@@ -56,7 +58,11 @@ def erfc(x: Array) -> Array:
 
     NumPy has no erf, and `math.erfc` is too slow for whole layers. With a = |x| and
     t = 1 / (1 + a/2), erfc(a) = t exp(p(t) - a^2); the smooth p is interpolated by a polynomial.
+    In float64, for gradient checks, it is `math.erfc`.
     """
+    if x.dtype == np.float64:
+        exact: Array = np.vectorize(math.erfc, otypes=[np.float64])(x)
+        return exact
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         a = np.abs(x)
         t = 1 / (1 + np.float32(0.5) * a)

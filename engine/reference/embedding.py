@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.dtypes import accumulation_dtype
+
 __all__ = ["PADDING_ID", "embedding"]
 
 Array = np.ndarray[Any, Any]
@@ -17,8 +19,9 @@ PADDING_ID = -(2**31)
 def embedding(token_ids: Array, weight: Array, *, scale: float = 1.0) -> Array:
     """out[t] = weight[token_ids[t]] * scale; NaN for ids outside the table, 0 for `PADDING_ID`."""
     is_known = (token_ids >= 0) & (token_ids < weight.shape[0])
-    rows = weight[np.where(is_known, token_ids, 0)].astype(np.float32, copy=False)
-    rows *= np.float32(scale)
+    real = accumulation_dtype(weight.dtype).type
+    rows = weight[np.where(is_known, token_ids, 0)].astype(real, copy=False)
+    rows *= real(scale)
     rows[~is_known] = np.nan
     rows[token_ids == PADDING_ID] = 0
     return rows.astype(weight.dtype, copy=False)

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.dtypes import accumulation_dtype
+
 __all__ = ["rmsnorm"]
 
 Array = np.ndarray[Any, Any]
@@ -26,17 +28,17 @@ def rmsnorm(
 
     With `subtract_mean` (LayerNorm): y = (h - mean(h)) / sqrt(variance(h) + eps) * ... + bias.
     """
+    real = accumulation_dtype(x.dtype).type
     h = x
     if residual is not None:
-        scaled = x.astype(np.float32) * np.float32(x_scale)
-        h = (scaled + residual.astype(np.float32)).astype(x.dtype)
-    h32 = h.astype(np.float32)
+        h = (x.astype(real) * real(x_scale) + residual.astype(real)).astype(x.dtype)
+    centred = h.astype(real)
     if subtract_mean:
-        h32 -= np.mean(h32, axis=-1, keepdims=True, dtype=np.float32)
-    mean_square = np.mean(h32 * h32, axis=-1, keepdims=True, dtype=np.float32)
-    scale = 1 / np.sqrt(mean_square + np.float32(eps))
-    y = h32 * scale * (weight.astype(np.float32) + np.float32(weight_offset))
+        centred -= np.mean(centred, axis=-1, keepdims=True)
+    mean_square = np.mean(centred * centred, axis=-1, keepdims=True)
+    scale = 1 / np.sqrt(mean_square + real(eps))
+    y = centred * scale * (weight.astype(real) + real(weight_offset))
     if bias is not None:
-        y += bias.astype(np.float32)
+        y += bias.astype(real)
     y = y.astype(x.dtype)
     return y if residual is None else (y, h)

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.dtypes import accumulation_dtype
+
 __all__ = ["rope"]
 
 Array = np.ndarray[Any, Any]
@@ -15,6 +17,7 @@ def rope(
     q: Array, k: Array, positions: Array, cos_sin: Array, *, interleaved: bool = False
 ) -> tuple[Array, Array]:
     """(a, b) -> (a cos - b sin, b cos + a sin) for each pair of features of each head."""
+    real = accumulation_dtype(q.dtype)
     rotary_dim = cos_sin.shape[1]
     half = rotary_dim // 2
     rows = cos_sin[positions][:, None, :]  # (T, 1, R)
@@ -28,7 +31,7 @@ def rope(
         second = slice(half, rotary_dim)
 
     def rotate(x: Array) -> Array:
-        a, b = (x[..., part].astype(np.float32, copy=False) for part in (first, second))
+        a, b = (x[..., part].astype(real, copy=False) for part in (first, second))
         y = np.empty(x.shape, x.dtype)
         y[..., first] = a * cos - b * sin
         y[..., second] = b * cos + a * sin

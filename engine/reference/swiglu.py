@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.dtypes import accumulation_dtype
 from engine.reference._activation import silu
 
 __all__ = ["swiglu"]
@@ -15,5 +16,5 @@ Array = np.ndarray[Any, Any]
 
 def swiglu(x: Array) -> Array:
     """silu(gate) * up, with x = [gate | up] along the last axis; rounded once."""
-    gate, up = np.split(x.astype(np.float32, copy=False), 2, axis=-1)
+    gate, up = np.split(x.astype(accumulation_dtype(x.dtype), copy=False), 2, axis=-1)
     return np.asarray(silu(gate) * up, x.dtype)

@@ -98,7 +98,7 @@ def test_contract(xp):
     x = xp.zeros((2, 8), np.float32)
     with pytest.raises(ContractError, match="x: must be of even length along its last axis"):
         kernels.geglu(x[:, :7])
-    with pytest.raises(DTypeError, match="x: must be float32 or float16 or bfloat16; got int32"):
+    with pytest.raises(DTypeError, match=r"x: must be float32 or .*; got int32"):
         kernels.geglu(x.astype(np.int32))
     with pytest.raises(ShapeError, match=r"x: must have shape \(..., 2F\); got \(\)"):
         kernels.geglu(xp.zeros((), np.float32))

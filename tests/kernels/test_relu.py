@@ -54,7 +54,7 @@ def test_twice_is_once(xp, dtype):
 
 def test_contract(xp):
     x = xp.zeros((2, 8), np.float32)
-    with pytest.raises(DTypeError, match="x: must be float32 or float16 or bfloat16; got int32"):
+    with pytest.raises(DTypeError, match=r"x: must be float32 or .*; got int32"):
         kernels.relu(x.astype(np.int32))
     with pytest.raises(DTypeError, match="x: must be an array; got float"):
         kernels.relu(1.0)

@@ -58,7 +58,7 @@ def test_odd_part_is_half_of_x(xp):
 
 def test_contract(xp):
     x = xp.zeros((2, 8), np.float32)
-    with pytest.raises(DTypeError, match="x: must be float32 or float16 or bfloat16; got int32"):
+    with pytest.raises(DTypeError, match=r"x: must be float32 or .*; got int32"):
         kernels.silu(x.astype(np.int32))
     with pytest.raises(DTypeError, match="x: must be an array; got float"):
         kernels.silu(1.0)

@@ -85,7 +85,7 @@ def test_contract(xp):
     x = xp.zeros((2, 8), np.float32)
     with pytest.raises(ContractError, match="x: must be of even length along its last axis"):
         kernels.swiglu(x[:, :7])
-    with pytest.raises(DTypeError, match="x: must be float32 or float16 or bfloat16; got int32"):
+    with pytest.raises(DTypeError, match=r"x: must be float32 or .*; got int32"):
         kernels.swiglu(x.astype(np.int32))
     with pytest.raises(ShapeError, match=r"x: must have shape \(..., 2F\); got \(\)"):
         kernels.swiglu(xp.zeros((), np.float32))
