@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from engine.errors import LaunchPlanError
 
-__all__ = ["PlanArray", "unwrapped"]
+__all__ = ["NotContiguousError", "PlanArray", "unwrapped"]
 
 _OPERATORS = (
     *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"),
@@ -23,6 +23,14 @@ _OTHERS = (
     *("neg", "pos", "abs", "invert", "bool", "int", "float", "index", "iter", "setitem"),
     *("contains", "eq", "ne", "lt", "le", "gt", "ge", "array"),
 )
+
+
+class NotContiguousError(LaunchPlanError):
+    """An op would copy a view of a `PlanArray` (attribute `array`) to make it contiguous."""
+
+    def __init__(self, message: str, array: PlanArray) -> None:
+        super().__init__(message)
+        self.array = array
 
 
 class PlanArray:

@@ -19,6 +19,7 @@ from sphinx.cmd.build import main as sphinx
 _BENCHMARKS = sorted(
     path.stem for path in (ROOT / "docs" / "benchmarks").glob("*.md") if path.stem != "README"
 )
+_FRAMEWORKS = sorted(path.stem for path in (ROOT / "docs" / "integrations").glob("*.md"))
 NAVIGATION = {
     "Start": ["quickstart", "platforms"],
     "Course": ["course/index", *(f"course/{name}" for name in course.names())],
@@ -35,6 +36,7 @@ NAVIGATION = {
         ),
     ],
     "Kernels": ["your_kernel", "override", "headers", "kernels", "benchmarks/README"],
+    "Frameworks": [f"integrations/{name}" for name in _FRAMEWORKS],
     "API": ["stable_api", *(f"api/{name}" for name in api.page_names())],
     "Inside": ["engine", "memory", "processes", "structure", "lab-notebook"],
 }

@@ -19,8 +19,8 @@ import numpy as np
 
 from engine import device
 from engine.dtypes import BFLOAT16
-from engine.errors import ContractError, DTypeError, LaunchPlanError, ShapeError
-from engine.plan_array import PlanArray
+from engine.errors import ContractError, DTypeError, ShapeError
+from engine.plan_array import NotContiguousError, PlanArray
 
 __all__ = ["FLOATS", "INT32", "INT64", "MIRROR_FLOATS", "Contract"]
 
@@ -181,8 +181,8 @@ class Contract:
 
     def _copied(self, name: str, array: Any) -> Any:
         if self._is_planned:  # a plan records our launches only, not CuPy's copy
-            raise LaunchPlanError(
-                f"{self.op}: {name}: must be contiguous; got strides {array.strides}"
+            raise NotContiguousError(
+                f"{self.op}: {name}: must be contiguous; got strides {array.strides}", array
             )
         return self.xp.ascontiguousarray(array)
 

@@ -134,7 +134,8 @@ class Kernel:
             cluster=cluster,
             pdl=pdl,
         )
-        launch.launch()
+        if builder is None or not builder.is_dry:
+            launch.launch()
         if builder is not None:
             builder.add_launch(self.entry, launch, values)
 

@@ -152,9 +152,16 @@ class LaunchPlan:
 
 
 class PlanBuilder:
-    """Records the launches and calls of a plan."""
+    """Records the launches and calls of a plan.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    is_dry : bool
+        Only record: nothing is launched or called, so the arrays need no memory.
+    """
+
+    def __init__(self, is_dry: bool = False) -> None:
+        self.is_dry = is_dry
         self._steps: list[tuple[str, Any, tuple[Any, ...]]] = []
 
     def __len__(self) -> int:
@@ -244,10 +251,10 @@ def active_builder() -> PlanBuilder | None:
 
 
 @contextlib.contextmanager
-def making_plan() -> Iterator[PlanBuilder]:
-    """Record every launch that this thread makes in the `with` block."""
+def making_plan(is_dry: bool = False) -> Iterator[PlanBuilder]:
+    """Record every launch that this thread makes in the `with` block. See `PlanBuilder`."""
     previous = active_builder()
-    builder = PlanBuilder()
+    builder = PlanBuilder(is_dry)
     _local.builder = builder
     try:
         yield builder
@@ -266,7 +273,8 @@ def plan_call(function: Callable[..., Any], *arrays: Any) -> None:
         Takes the address of each array; launches on the current stream or on one of its own.
     *arrays : CuPy array or PlanArray
     """
-    function(*(int(array.data.ptr) for array in arrays))
     builder = active_builder()
+    if builder is None or not builder.is_dry:
+        function(*(int(array.data.ptr) for array in arrays))
     if builder is not None:
         builder.add_call(function, tuple(unwrapped(array) for array in arrays))

@@ -117,6 +117,10 @@ class PreparedLaunch:
                 f"{config.num_attributes} attributes"
             )
 
+    def use_stream(self, stream: int) -> None:
+        """Make later launches on `stream`, a CUstream of the function's device."""
+        self._config.stream = stream
+
     def host(self, index: int) -> Any:
         """Return the NumPy array of argument `index`; later launches pass its current content."""
         if self._struct is not None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from engine import device
 
-__all__ = ["counters", "weight_space", "workspace"]
+__all__ = ["counters", "lending", "weight_space", "workspace"]
 
+Lender = Callable[[str, int], Any]
+"""Returns the CuPy array for a kind of scratch and a number of elements. See `lending`."""
+
+_local = threading.local()
 _buffers: dict[tuple[int, int], list[Any]] = {}
 _counters: dict[tuple[int, int], list[Any]] = {}
 _weights: dict[tuple[int, int], list[Any]] = {}
@@ -24,7 +31,7 @@ def workspace(num_floats: int) -> Any:
 
     NOTE: graphs captured on one stream share the buffer and must not be replayed concurrently.
     """
-    return _grown(_buffers, num_floats)
+    return _grown("workspace", _buffers, num_floats)
 
 
 def weight_space(num_floats: int) -> Any:
@@ -32,10 +39,13 @@ def weight_space(num_floats: int) -> Any:
 
     It is separate from `workspace`, which that GEMM may use.
     """
-    return _grown(_weights, num_floats)
+    return _grown("weight_space", _weights, num_floats)
 
 
-def _grown(buffers: dict[tuple[int, int], list[Any]], num_floats: int) -> Any:
+def _grown(kind: str, buffers: dict[tuple[int, int], list[Any]], num_floats: int) -> Any:
+    lend: Lender | None = getattr(_local, "lend", None)
+    if lend is not None:
+        return lend(kind, num_floats)
     cupy = device.cupy()
     key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
     kept = buffers.setdefault(key, [])
@@ -50,9 +60,30 @@ def counters(count: int = 64) -> Any:
 
     A kernel that uses them resets them to 0 for the next one.
     """
+    lend: Lender | None = getattr(_local, "lend", None)
+    if lend is not None:
+        return lend("counters", count)
     cupy = device.cupy()
     key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
     kept = _counters.setdefault(key, [])
     if not kept or kept[-1].size < count:
         kept.append(cupy.zeros(1 << max(12, (count - 1).bit_length()), np.int32))
     return kept[-1]
+
+
+@contextlib.contextmanager
+def lending(lend: Lender) -> Iterator[None]:
+    """Take this thread's scratch from `lend` in the `with` block.
+
+    Parameters
+    ----------
+    lend : callable
+        Called with "workspace", "weight_space" (both float32) or "counters" (int32, all 0), and a
+        number of elements.
+    """
+    previous: Lender | None = getattr(_local, "lend", None)
+    _local.lend = lend
+    try:
+        yield
+    finally:
+        _local.lend = previous

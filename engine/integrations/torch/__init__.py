@@ -1,0 +1,11 @@
+"""The engine's kernels as operators of PyTorch: autograd, `torch.compile`, CUDA graphs, vmap.
+
+CUDA tensors run the kernels on the current stream, CPU tensors run the NumPy mirrors. Results come
+from torch's allocator. The operators are `torch.ops.engine.*`; the functions here are their public
+names.
+"""
+
+from engine.integrations.torch.activations import geglu, swiglu
+from engine.integrations.torch.norms import layernorm, rmsnorm
+
+__all__ = ["geglu", "layernorm", "rmsnorm", "swiglu"]

@@ -1,0 +1,139 @@
+"""RMSNorm and LayerNorm on tensors, with a fused residual add."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine import kernels
+from engine.integrations.torch._core import define, fold_rows
+
+__all__ = ["layernorm", "rmsnorm"]
+
+
+def _norm(
+    x: Any, weight: Any, bias: Any, eps: float, weight_offset: float, subtract_mean: bool
+) -> Any:
+    return kernels.rmsnorm(
+        x, weight, eps=eps, weight_offset=weight_offset, subtract_mean=subtract_mean, bias=bias
+    )
+
+
+def _add_norm(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    bias: Any,
+    eps: float,
+    x_scale: float,
+    weight_offset: float,
+    subtract_mean: bool,
+) -> Any:
+    return kernels.rmsnorm(
+        x,
+        weight,
+        eps=eps,
+        residual=residual,
+        x_scale=x_scale,
+        weight_offset=weight_offset,
+        subtract_mean=subtract_mean,
+        bias=bias,
+    )
+
+
+_NORM = define(
+    "rmsnorm(Tensor x, Tensor weight, Tensor? bias, float eps, float weight_offset, "
+    "bool subtract_mean) -> Tensor",
+    _norm,
+    lambda x, *_: x.new_empty(x.shape),
+    vmap=fold_rows("rmsnorm", 0),
+)
+_ADD_NORM = define(
+    "add_rmsnorm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps, "
+    "float x_scale, float weight_offset, bool subtract_mean) -> (Tensor, Tensor)",
+    _add_norm,
+    lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    vmap=fold_rows("add_rmsnorm", 0, 1),
+)
+
+
+def rmsnorm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    residual: torch.Tensor | None = None,
+    x_scale: float = 1.0,
+    weight_offset: float = 0.0,
+) -> Any:
+    """Normalise the last axis by its root mean square. See `engine.kernels.rmsnorm`.
+
+    Parameters
+    ----------
+    x : (..., N) tensor of float32, float16 or bfloat16
+    weight : (N,) tensor
+        Cast to x's dtype if it has another one, as under autocast.
+    eps : float
+        Added to the mean square.
+    residual : (..., N) tensor of x's dtype, optional
+        Added to ``x_scale * x`` first; the sum is rounded to x's dtype.
+    x_scale : float
+        Factor on `x` in that sum; must be 1 without `residual`.
+    weight_offset : float
+        Added to `weight` (Gemma stores w - 1).
+
+    Returns
+    -------
+    y : (..., N) tensor of x's dtype
+    h : (..., N) tensor of x's dtype
+        The sum ``x_scale * x + residual``; returned only if `residual` is given.
+
+    Examples
+    --------
+    >>> rmsnorm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
+    tensor([[0.8485, 1.1314]])
+    """
+    return _normalised(x, weight, None, eps, residual, x_scale, weight_offset, False)
+
+
+def layernorm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: torch.Tensor | None = None,
+    x_scale: float = 1.0,
+    weight_offset: float = 0.0,
+) -> Any:
+    """Normalise the last axis to mean 0 and variance 1. See `rmsnorm` for the other parameters.
+
+    Parameters
+    ----------
+    bias : (N,) tensor, optional
+        Added last; cast to x's dtype if it has another one.
+
+    Examples
+    --------
+    >>> layernorm(torch.tensor([[1.0, 3.0]]), torch.ones(2), eps=0.0)
+    tensor([[-1.,  1.]])
+    """
+    return _normalised(x, weight, bias, eps, residual, x_scale, weight_offset, True)
+
+
+def _normalised(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    x_scale: float,
+    weight_offset: float,
+    subtract_mean: bool,
+) -> Any:
+    weight = weight.to(x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
+    if residual is None:
+        return _NORM(x, weight, bias, eps, weight_offset, subtract_mean)
+    return _ADD_NORM(x, residual, weight, bias, eps, x_scale, weight_offset, subtract_mean)
