@@ -2,8 +2,9 @@
 //
 //   (a, b) -> (a cos - b sin, b cos + a sin)   for pair i of each head, angle i of the token's row
 //
-// Pair i is (x[i], x[i + R/2]), or (x[2i], x[2i + 1]) when interleaved. Features R..D are copied. A
-// position outside the table makes the rotated features NaN. Arguments: RopeParams, below.
+// Pair i is (x[i], x[i + R/2]), or (x[2i], x[2i + 1]) when interleaved. Features R..D are copied.
+// The inverse, which is also the gradient, turns by the negative angles. A position outside the
+// table makes the rotated features NaN. Arguments: RopeParams, below.
 //
 // Numerics: float, rounded once.
 // Parallelisation: an item is kWidth pairs of a head, or kWidth of its features past R. A thread
@@ -31,7 +32,8 @@ struct RopeParams {
   int rotary_dim;     // R
   int items_per_head;
   int heads_per_block;
-  int is_large;  // 1: the results are larger than L2, so stored evict-first
+  int is_inverse;  // 1: turn by the negative angles (the backward pass)
+  int is_large;    // 1: the results are larger than L2, so stored evict-first
 };
 
 __device__ __forceinline__ const scalar_t* head_in(const RopeParams& p, int64_t token, int head) {
@@ -107,6 +109,8 @@ __device__ __forceinline__ void rope(const RopeParams& p) {
     if (is_pair && !has_rotation) {  // loaded while the heads are in flight
       const float* row = rotation_row(p.cos_sin, p.num_positions, p.rotary_dim, position);
       load_rotation(row, p.rotary_dim, at, cos, sin);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) sin[j] = p.is_inverse != 0 ? -sin[j] : sin[j];
     }
     has_rotation = true;
 #pragma unroll

@@ -31,8 +31,8 @@ class Fault(NamedTuple):
 
 FAULTS = (
     # Mirrors: signs, masks, swapped operands.
-    Fault("reference/rmsnorm.py", "scaled + residual", "scaled - residual", "kernels/test_rmsnorm.py"),
-    Fault("reference/rmsnorm.py", "+ np.float32(weight_offset)", "- np.float32(weight_offset)", "kernels/test_rmsnorm.py"),
+    Fault("reference/rmsnorm.py", "real(x_scale) + residual", "real(x_scale) - residual", "kernels/test_rmsnorm.py"),
+    Fault("reference/rmsnorm.py", "+ real(weight_offset)", "- real(weight_offset)", "kernels/test_rmsnorm.py"),
     Fault("reference/rope.py", "b * cos + a * sin", "b * cos - a * sin", "kernels/test_rope.py"),
     Fault("reference/swiglu.py", "np.asarray(silu(gate) * up", "np.asarray(silu(up) * gate", "kernels/test_swiglu.py"),
     Fault("reference/merge_states.py", "np.exp(lse - base)", "np.exp(base - lse)", "kernels/test_merge_states.py"),

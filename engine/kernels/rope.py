@@ -28,7 +28,7 @@ _PARAMS = (
     "q:ptr k:ptr positions:ptr cos_sin:ptr q_out:ptr k_out:ptr q_stride_t:i64 q_stride_h:i64 "
     "k_stride_t:i64 k_stride_h:i64 q_out_stride_t:i64 q_out_stride_h:i64 k_out_stride_t:i64 "
     "k_out_stride_h:i64 num_positions:i32 num_q_heads:i32 num_k_heads:i32 rotary_dim:i32 "
-    "items_per_head:i32 heads_per_block:i32 is_large:i32"
+    "items_per_head:i32 heads_per_block:i32 is_inverse:i32 is_large:i32"
 )
 _KERNELS = {
     (pairing, access): Kernel(f"rope_{pairing}_{access}", _PARAMS, struct="RopeParams")
@@ -68,7 +68,14 @@ def choose_config(
 
 
 def rope(
-    q: Any, k: Any, positions: Any, cos_sin: Any, *, interleaved: bool = False, out: Any = None
+    q: Any,
+    k: Any,
+    positions: Any,
+    cos_sin: Any,
+    *,
+    interleaved: bool = False,
+    inverse: bool = False,
+    out: Any = None,
 ) -> Any:
     """Rotate the feature pairs of each head by the angles of its token's position.
 
@@ -84,6 +91,9 @@ def rope(
         R/2 cosines, then R/2 sines; R is even and at most D. Features from R on are not rotated.
     interleaved : bool
         Rotate pairs (2i, 2i+1) instead of (i, i + R/2).
+    inverse : bool
+        Rotate by the negative angles, as the backward pass does: applied to the gradients of q'
+        and k', the result is the gradients of q and k.
     out : (q_out, k_out), optional
         Arrays for the results; may be ``(q, k)``, but must not overlap them otherwise.
 
@@ -126,7 +136,7 @@ def rope(
     outs = (None, None) if out is None else out
     if call.on_cpu:
         _check_positions(call, positions)
-        results = reference.rope(q, k, positions, cos_sin, interleaved=interleaved)
+        results = reference.rope(q, k, positions, cos_sin, interleaved=interleaved, inverse=inverse)
         targets = [
             call.target(o, r, name, layout="rows")
             for o, r, name in zip(outs, results, ("out[0]", "out[1]"), strict=True)
@@ -134,7 +144,8 @@ def rope(
         return tuple(map(call.fill, targets, results))
     q_out = call.output("out[0]", outs[0], q.shape, q.dtype, layout="rows")
     k_out = call.output("out[1]", outs[1], k.shape, k.dtype, layout="rows")
-    _launch(q, k, positions, cos_sin, q_out, k_out, "interleaved" if interleaved else "half")
+    pairing = "interleaved" if interleaved else "half"
+    _launch(q, k, positions, cos_sin, q_out, k_out, pairing, inverse)
     return q_out, k_out
 
 
@@ -152,7 +163,14 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _launch(
-    q: Any, k: Any, positions: Any, cos_sin: Any, q_out: Any, k_out: Any, pairing: str
+    q: Any,
+    k: Any,
+    positions: Any,
+    cos_sin: Any,
+    q_out: Any,
+    k_out: Any,
+    pairing: str,
+    inverse: bool,
 ) -> None:
     num_tokens, num_q_heads, head_dim = q.shape
     num_positions, rotary_dim = cos_sin.shape
@@ -187,5 +205,6 @@ def _launch(
         rotary_dim=rotary_dim,
         items_per_head=items,
         heads_per_block=heads_per_block,
+        is_inverse=inverse,
         is_large=is_large(q_out, k_out),
     )

@@ -14,15 +14,24 @@ Array = np.ndarray[Any, Any]
 
 
 def rope(
-    q: Array, k: Array, positions: Array, cos_sin: Array, *, interleaved: bool = False
+    q: Array,
+    k: Array,
+    positions: Array,
+    cos_sin: Array,
+    *,
+    interleaved: bool = False,
+    inverse: bool = False,
 ) -> tuple[Array, Array]:
-    """(a, b) -> (a cos - b sin, b cos + a sin) for each pair of features of each head."""
+    """(a, b) -> (a cos - b sin, b cos + a sin) for each pair of features of each head.
+
+    `inverse` turns by the negative angle.
+    """
     real = accumulation_dtype(q.dtype)
     rotary_dim = cos_sin.shape[1]
     half = rotary_dim // 2
     rows = cos_sin[positions][:, None, :]  # (T, 1, R)
     cos = rows[..., :half]
-    sin = rows[..., half:]
+    sin = -rows[..., half:] if inverse else rows[..., half:]
     if interleaved:
         first = slice(0, rotary_dim, 2)
         second = slice(1, rotary_dim, 2)

@@ -87,6 +87,36 @@ def test_only_q_in_place(xp, interleaved):
     assert_guards(buffer)
 
 
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("interleaved", [False, True])
+@pytest.mark.grid("case", ROPE)
+def test_inverse_matches_mirror(xp, case, interleaved, dtype):
+    q, k, positions, table = _inputs(case, dtype)
+    options = {"interleaved": interleaved, "inverse": True}
+    want = reference.rope(q, k, positions, table, **options)
+    gq, gk, gp, gt = cases.to_module(xp, q.copy(), k.copy(), positions, table)
+    fresh = kernels.rope(gq, gk, gp, gt, **options)
+    kernels.rope(gq, gk, gp, gt, **options, out=(gq, gk))
+    for got, again, y in zip((gq, gk), fresh, want, strict=True):
+        assert_close(got, y, reduction=_TERMS)
+        np.testing.assert_array_equal(to_numpy(got), to_numpy(again))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_inverse_is_the_transposed_map(interleaved):
+    """<rope(x), y> = <x, inverse(y)> for all x and y: `inverse` computes the gradient."""
+    q, k, positions, table = _inputs((4, 3, 2, 12, 8), "float32")
+    q, k = q.astype(np.float64), k.astype(np.float64)
+    dq, dk = np.random.default_rng(5).standard_normal((2, *q.shape))
+    options = {"interleaved": interleaved}
+    for x, dy in ((q, dq), (k, dk[:, :2])):
+        y = kernels.rope(x, x, positions, table, **options)[0]
+        dx = kernels.rope(dy, dy, positions, table, **options, inverse=True)[0]
+        np.testing.assert_allclose(np.sum(y * dy), np.sum(x * dx), rtol=1e-12)
+        back = kernels.rope(y, y, positions, table, **options, inverse=True)[0]
+        np.testing.assert_allclose(back, x, rtol=0, atol=1e-6)  # the table has float32's precision
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_mirror_is_complex_multiplication(interleaved):
     """Rotate pair (a, b) as (a + ib) exp(i angle) in float64, pair by pair."""
