@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import numpy as np
+
 from engine.errors import LaunchPlanError
 
 __all__ = ["NotContiguousError", "PlanArray", "unwrapped"]
@@ -61,10 +63,17 @@ class PlanArray:
 
     def reshape(self, *shape: Any) -> PlanArray:
         """Return a view with another shape; raise if that would need a copy."""
-        view = self.array.reshape(*shape)
-        if view.data.ptr != self.array.data.ptr:
-            raise LaunchPlanError(f"reshape must return a view; {self!r} to {shape} would copy")
-        return PlanArray(view)
+        # NumPy decides on the layout alone: CuPy would copy the elements, and they may not exist.
+        layout = np.lib.stride_tricks.as_strided(
+            np.empty(1, self.array.dtype), self.shape, self.array.strides
+        )
+        try:
+            layout.reshape(*shape, copy=False)
+        except ValueError:
+            raise NotContiguousError(
+                f"reshape must return a view; {self!r} to {shape} would copy", self
+            ) from None
+        return PlanArray(self.array.reshape(*shape))
 
     def __getitem__(self, index: Any) -> PlanArray:
         """Return a view; the index may contain only slices, ints, None and Ellipsis."""

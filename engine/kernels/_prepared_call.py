@@ -161,6 +161,8 @@ def prepare(function: Callable[..., Any], layouts: Sequence[ArrayLayout]) -> Pre
             return _recorded(function, layouts, tuple(copied))
         except NotContiguousError as error:
             index = _index_of(error, layouts)
+            if index in copied:
+                raise
             copied.append(index)
             layouts[index] = ArrayLayout.contiguous(layouts[index].shape, layouts[index].dtype)
 

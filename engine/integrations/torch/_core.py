@@ -4,12 +4,15 @@
 `torch.ops.engine.<name>`. On CPU tensors it runs on NumPy arrays, so the mirrors compute. On CUDA
 tensors its launches are prepared once per layout of the arguments (`kernels/_prepared_call.py`) and
 repeated on the current stream; results and scratch come from torch's allocator, as any tensor does.
+
+An eager call on plain CUDA tensors skips the dispatcher, which costs more than the launch: three
+times as much with autograd.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,14 +22,18 @@ from engine.errors import ContractError
 from engine.integrations.torch._tensors import array_of, layout_of, tensor_of, torch_dtype
 from engine.kernels._prepared_call import ALIGNMENT, PreparedCall, constant, prepare
 
-__all__ = ["define", "fold_rows", "int_constant", "looped", "no_gradient", "to_autocast_dtype"]
+__all__ = ["Operator", "define", "fold_rows", "int_constant", "looped", "to_autocast_dtype"]
 
 Function = Callable[..., Any]
 
 _library = torch.library.Library("engine", "DEF")
 _local = threading.local()
 _MAX_CALLS = 4096  # prepared calls a thread keeps
-_get_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent from CPU builds
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Without a GPU in the build, torch._C has none of these.
+_stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # (size, stride, dtype)
 
 
 def define(
@@ -37,8 +44,8 @@ def define(
     backward: Function | None = None,
     setup_context: Function | None = None,
     vmap: Function | None = None,
-) -> Any:
-    """Register an operator and return its overload.
+) -> Operator:
+    """Register an operator and return what calls it.
 
     Parameters
     ----------
@@ -53,35 +60,167 @@ def define(
         See `torch.library.register_autograd`. Without `backward` a derivative is an error that
         names the operator.
     vmap : callable, optional
-        See `torch.library.register_vmap`.
+        See `torch.library.register_vmap`; by default `looped`.
     """
     name = schema.split("(")[0]
+    qualified = f"engine::{name}"
+    backward = _no_derivative(name) if backward is None else backward
+    operator = Operator(name, function, backward, setup_context)
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, _on_cpu(function), "CPU")
-    _library.impl(name, _on_cuda(name, function), "CUDA")
-    qualified = f"engine::{name}"
+    _library.impl(name, operator.launch, "CUDA")
     torch.library.register_fake(qualified, fake, lib=_library)
-    if backward is None:
-        backward = no_gradient(name)
     torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
-    if vmap is not None:
-        torch.library.register_vmap(qualified, vmap, lib=_library)
-    return getattr(torch.ops.engine, name).default
+    torch.library.register_vmap(qualified, vmap or looped(name), lib=_library)
+    operator.overload = getattr(torch.ops.engine, name).default
+    return operator
 
 
-def no_gradient(name: str) -> Function:
-    """Return the backward function of an operator that has no derivative: it raises."""
+class Operator:
+    """Calls an operator; see `define`.
 
+    Attributes
+    ----------
+    overload : torch._ops.OpOverload
+        The registered operator.
+    """
+
+    def __init__(
+        self, name: str, function: Function, backward: Function, setup_context: Function | None
+    ) -> None:
+        self.name = name
+        self.overload: Any = None
+        self._function = function
+        self._eager = _eager_function(name, self.launch, backward, setup_context)
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.overload(*args)
+        needs_grad = False
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                if type(value) not in _PLAIN or not value.is_cuda:
+                    return self.overload(*args)
+                needs_grad = needs_grad or value.requires_grad
+        if _is_transformed():
+            return self.overload(*args)
+        if needs_grad and torch.is_grad_enabled():
+            return self._eager.apply(*args)
+        return self.launch(*args)
+
+    def launch(self, *args: Any) -> Any:
+        """Run on plain CUDA tensors, on the current stream of their device."""
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        index = tensors[0].get_device()
+        if index == _current_device():
+            return self._launch(args, tensors, index)
+        with torch.cuda.device(index):
+            return self._launch(args, tensors, index)
+
+    def _launch(self, args: tuple[Any, ...], tensors: list[Any], index: int) -> Any:
+        key: list[Any] = [self.name, index]
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                offset = value.data_ptr() % ALIGNMENT
+                key += (value.shape, value.stride(), value.dtype, value.get_device(), offset)
+            else:
+                key.append(value)
+        calls = _calls()
+        call = calls.get(tuple(key))
+        if call is None:
+            call = _Call(self._prepared(args, tensors, index))
+            if len(calls) >= _MAX_CALLS:
+                calls.pop(next(iter(calls)))
+            calls[tuple(key)] = call
+        return call.run(tensors, index)
+
+    def _prepared(self, args: tuple[Any, ...], tensors: list[Any], index: int) -> PreparedCall:
+        for tensor in tensors:
+            if tensor.get_device() != index:
+                raise ContractError(
+                    f"engine::{self.name}: all tensors must be on one device; got one on "
+                    f"{tensor.device} and one on cuda:{index}"
+                )
+        places = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
+
+        def on_arrays(*arrays: Any) -> Any:
+            ready = list(args)
+            for place, array in zip(places, arrays, strict=True):
+                ready[place] = array
+            return self._function(*ready)
+
+        return prepare(on_arrays, [layout_of(tensor) for tensor in tensors])
+
+
+class _Call:
+    """A prepared call that takes tensors and allocates its results."""
+
+    __slots__ = ("_call", "_copied", "_results", "_run")
+
+    def __init__(self, call: PreparedCall) -> None:
+        self._call = call
+        self._run = call.run
+        self._copied = call.copied
+        self._results = [
+            (layout.shape, _element_strides(layout), torch_dtype(layout.dtype))
+            for layout in call.results
+        ]
+
+    def run(self, tensors: list[torch.Tensor], index: int) -> Any:
+        """Launch on the current stream of the current device `index`; return the results."""
+        for i in self._copied:
+            tensors[i] = tensors[i].contiguous()
+        results = [_empty(*layout) for layout in self._results]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses += [tensor.data_ptr() for tensor in results]
+        call = self._call
+        stream = _stream_of(index)
+        scratch = counters = None
+        if call.scratch_bytes:
+            scratch = _empty((call.scratch_bytes,), (1,), torch.uint8)
+        if call.num_counters:
+            counters = _counters(call.num_counters, index, stream)
+        self._run(addresses, stream, _address(scratch), _address(counters))
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _element_strides(layout: Any) -> tuple[int, ...]:
+    return tuple(step // layout.dtype.itemsize for step in layout.strides)
+
+
+def _is_transformed() -> bool:
+    """Tell whether a mode or a transform of torch must see the call."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.maybe_current_level() is not None
+    )
+
+
+def _eager_function(
+    name: str, launch: Function, backward: Function, setup_context: Function | None
+) -> Any:
+    """Return the autograd function of an eager call, which the dispatcher would wrap again."""
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        results = launch(*args)
+        if setup_context is not None:
+            setup_context(ctx, args, results)
+        return results
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods)
+
+
+def _no_derivative(name: str) -> Function:
     def backward(*_: Any) -> Any:
         raise NotImplementedError(f"engine::{name} has no derivative")
 
     return backward
-
-
-def int_constant(values: tuple[int, ...], like: Any) -> Any:
-    """Return int32 `values` on the device of the array `like`; for use in `define`'s function."""
-    array = np.array(values, np.int32)
-    return array if isinstance(like, np.ndarray) else constant(array)
 
 
 def fold_rows(name: str, *rows: int) -> Function:
@@ -130,12 +269,18 @@ def _leading(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 
 
 def to_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
-    """Cast floating-point tensors to autocast's dtype where autocast is enabled."""
+    """Cast floating-point tensors (or None) to autocast's dtype, if autocast is enabled."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors)
+
+
+def int_constant(values: Sequence[int], like: Any) -> Any:
+    """Return int32 `values` on the device of the array `like`; for the function of `define`."""
+    array = np.array(values, np.int32)
+    return array if isinstance(like, np.ndarray) else constant(array)
 
 
 def _on_cpu(function: Function) -> Function:
@@ -149,95 +294,23 @@ def _on_cpu(function: Function) -> Function:
     return run
 
 
-def _on_cuda(name: str, function: Function) -> Function:
-    def run(*args: Any) -> Any:
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        index = tensors[0].get_device()
-        if index == torch.cuda.current_device():
-            return _launch(name, function, args, tensors, index)
-        with torch.cuda.device(index):
-            return _launch(name, function, args, tensors, index)
-
-    return run
-
-
-def _launch(
-    name: str, function: Function, args: tuple[Any, ...], tensors: list[Any], index: int
-) -> Any:
-    """Run the operator on the current device `index`; its call is prepared if it is new."""
-    key: tuple[Any, ...] = (name, index, *map(_key, args))
-    calls = _calls()
-    call = calls.get(key)
-    if call is None:
-        call = _prepared(name, function, args, tensors, index)
-        if len(calls) >= _MAX_CALLS:
-            calls.pop(next(iter(calls)))
-        calls[key] = call
-    for i in call.copied:
-        tensors[i] = tensors[i].contiguous()
-    device = tensors[0].device
-    results = [
-        torch.empty(layout.shape, dtype=torch_dtype(layout.dtype), device=device)
-        for layout in call.results
-    ]
-    scratch = counters = None
-    if call.scratch_bytes:
-        scratch = torch.empty(call.scratch_bytes, dtype=torch.uint8, device=device)
-    stream = _get_stream(index)
-    if call.num_counters:
-        counters = _counters(call.num_counters, device, stream)
-    call.run(
-        [tensor.data_ptr() for tensor in (*tensors, *results)],
-        stream,
-        0 if scratch is None else scratch.data_ptr(),
-        0 if counters is None else counters.data_ptr(),
-    )
-    return tuple(results) if len(results) > 1 else results[0]
-
-
-def _key(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.data_ptr() % ALIGNMENT
-    return value
-
-
-def _calls() -> dict[Any, PreparedCall]:
+def _calls() -> dict[Any, _Call]:
     try:
-        calls: dict[Any, PreparedCall] = _local.calls
+        calls: dict[Any, _Call] = _local.calls
     except AttributeError:
         calls = _local.calls = {}
     return calls
 
 
-def _prepared(
-    name: str, function: Function, args: tuple[Any, ...], tensors: list[Any], index: int
-) -> PreparedCall:
-    for tensor in tensors:
-        if tensor.get_device() != index:
-            raise ContractError(
-                f"engine::{name}: all tensors must be on one device; got {tensor.device} beside "
-                f"cuda:{index}"
-            )
-    places = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
-
-    def on_arrays(*arrays: Any) -> Any:
-        ready = list(args)
-        for place, array in zip(places, arrays, strict=True):
-            ready[place] = array
-        return function(*ready)
-
-    return prepare(on_arrays, [layout_of(tensor) for tensor in tensors])
+_zeros: dict[tuple[int, int], torch.Tensor] = {}
 
 
-_zeros: dict[tuple[Any, int], torch.Tensor] = {}
-
-
-def _counters(count: int, device: torch.device, stream: int) -> torch.Tensor:
+def _counters(count: int, index: int, stream: int) -> torch.Tensor:
     """Return counters that are 0. A captured graph gets its own: it may run beside others."""
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    kept = _zeros.get((device, stream))
+        return torch.zeros(count, dtype=torch.int32, device=f"cuda:{index}")
+    kept = _zeros.get((index, stream))
     if kept is None or kept.numel() < count:
-        kept = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
-        _zeros[device, stream] = kept
+        kept = torch.zeros(max(count, 4096), dtype=torch.int32, device=f"cuda:{index}")
+        _zeros[index, stream] = kept
     return kept

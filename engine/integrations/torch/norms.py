@@ -132,8 +132,10 @@ def _normalised(
     weight_offset: float,
     subtract_mean: bool,
 ) -> Any:
-    weight = weight.to(x.dtype)
-    bias = None if bias is None else bias.to(x.dtype)
+    if weight.dtype != x.dtype:
+        weight = weight.to(x.dtype)
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
     if residual is None:
         return _NORM(x, weight, bias, eps, weight_offset, subtract_mean)
     return _ADD_NORM(x, residual, weight, bias, eps, x_scale, weight_offset, subtract_mean)
