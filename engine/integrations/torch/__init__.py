@@ -7,5 +7,6 @@ names.
 
 from engine.integrations.torch.activations import geglu, swiglu
 from engine.integrations.torch.norms import layernorm, rmsnorm
+from engine.integrations.torch.rotary import rope
 
-__all__ = ["geglu", "layernorm", "rmsnorm", "swiglu"]
+__all__ = ["geglu", "layernorm", "rmsnorm", "rope", "swiglu"]

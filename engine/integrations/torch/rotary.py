@@ -1,0 +1,98 @@
+"""Rotary position embedding on tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine import kernels
+from engine.integrations.torch._core import define, looped
+
+__all__ = ["rope"]
+
+
+def _rope(
+    q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool, inverse: bool
+) -> tuple[Any, Any]:
+    rotated = kernels.rope(q, k, positions, cos_sin, interleaved=interleaved, inverse=inverse)
+    return rotated[0], rotated[1]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, positions, cos_sin, ctx.interleaved, ctx.inverse = inputs
+    ctx.save_for_backward(positions, cos_sin)
+
+
+def _backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[Any, ...]:
+    """Turn the gradients back: a rotation's transpose is its inverse."""
+    positions, cos_sin = ctx.saved_tensors
+    dq, dk = _ROPE(dq, dk, positions, cos_sin, ctx.interleaved, not ctx.inverse)
+    return dq, dk, None, None, None, None
+
+
+def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+    if any(dim is None for dim in in_dims[:3]) or in_dims[3] is not None:
+        return looped("rope")(info, in_dims, *args)
+    tokens = [a.movedim(dim, 0).flatten(0, 1) for a, dim in zip(args[:3], in_dims, strict=False)]
+    rotated = torch.ops.engine.rope(*tokens, *args[3:])
+    return tuple(x.unflatten(0, (info.batch_size, -1)) for x in rotated), (0, 0)
+
+
+_ROPE = define(
+    "rope(Tensor q, Tensor k, Tensor positions, Tensor cos_sin, bool interleaved, bool inverse) "
+    "-> (Tensor, Tensor)",
+    _rope,
+    lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    backward=_backward,
+    setup_context=_setup,
+    vmap=_vmap,
+)
+
+
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate the feature pairs of each head by the angles of its token's position.
+
+    Parameters
+    ----------
+    q : (..., H, D) tensor of float32, float16 or bfloat16
+        One token for each element of the leading axes; heads and tokens may be strided.
+    k : (..., K, D) tensor of q's dtype
+        Leading axes as for `q`.
+    cos_sin : (P, R) tensor of float32
+        R/2 cosines, then R/2 sines; features from R on are not rotated. No gradient.
+    positions : (...) tensor of integers
+        Each token's row of `cos_sin`; broadcast to the leading axes of `q`. On a GPU, a position
+        outside the table makes the rotated features NaN.
+    interleaved : bool
+        Rotate pairs (2i, 2i+1) instead of (i, i + R/2).
+
+    Returns
+    -------
+    q', k' : tensors of the shapes and dtype of `q` and `k`
+
+    Examples
+    --------
+    >>> q = torch.tensor([[[1.0, 0.0]]])
+    >>> quarter_turn = torch.tensor([[0.0, 1.0]])
+    >>> rope(q, q, quarter_turn, torch.tensor([0]))[0]
+    tensor([[[0., 1.]]])
+    """
+    tokens = q.shape[:-2]
+    positions = positions.expand(tokens).reshape(-1).to(torch.int32)
+    rotated = _ROPE(
+        q.reshape(-1, *q.shape[-2:]),
+        k.reshape(-1, *k.shape[-2:]),
+        positions,
+        cos_sin,
+        interleaved,
+        False,
+    )
+    return rotated[0].view(q.shape), rotated[1].view(k.shape)
