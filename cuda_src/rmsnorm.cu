@@ -32,16 +32,6 @@ struct RmsnormParams {
   int is_late;  // 1: trigger the next kernel after pdl_wait; 0: at once
 };
 
-struct Rows {
-  int64_t stride_a, stride_b;
-  int num_b;
-
-  __device__ __forceinline__ int64_t offset(int64_t row) const {
-    if (num_b == 1) return row * stride_a;  // avoids the slow division
-    return (row / num_b) * stride_a + (row % num_b) * stride_b;
-  }
-};
-
 template <int kWarpsPerRow, int kVectors>
 __device__ __forceinline__ void rmsnorm_stored_row(const Row& row, float* smem_sums) {
   const auto store = [&](int, int i, const Vec<scalar_t, kVec>& y) { store_vec(row.out + i, y); };

@@ -205,7 +205,7 @@ def test_time_is_a_calls_share_of_a_graphs():
             return 1.0 * (stop.at - self.at)  # ms: one a launch
 
     @contextlib.contextmanager
-    def record_into(graph):
+    def record_into(graph, stream):
         before = list(launched)
         yield
         recording.extend(launched[len(before) :])

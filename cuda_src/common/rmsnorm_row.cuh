@@ -12,6 +12,17 @@ constexpr bool kIsCentred = CENTRED;
 constexpr bool kIsCentred = false;
 #endif
 
+// Offsets, in elements, of the rows of an array (A, B, N) with strided axes A and B.
+struct Rows {
+  int64_t stride_a, stride_b;
+  int num_b;
+
+  __device__ __forceinline__ int64_t offset(int64_t row) const {
+    if (num_b == 1) return row * stride_a;  // avoids the slow division
+    return (row / num_b) * stride_a + (row % num_b) * stride_b;
+  }
+};
+
 struct Row {
   const scalar_t *x, *residual, *weight, *bias;  // residual and bias may be null
   scalar_t *out, *residual_out;

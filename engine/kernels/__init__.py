@@ -46,6 +46,7 @@ from engine.kernels.quantize_rows import quantize_rows
 from engine.kernels.relu import relu
 from engine.kernels.residual_add import residual_add
 from engine.kernels.rmsnorm import rmsnorm
+from engine.kernels.rmsnorm_backward import rmsnorm_backward
 from engine.kernels.rmsnorm_gemm import rmsnorm_gemm
 from engine.kernels.rmsnorm_gemm_wna16 import rmsnorm_gemm_wna16
 from engine.kernels.rmsnorm_moe_route import rmsnorm_moe_route
@@ -116,6 +117,7 @@ __all__ = [
     "relu",
     "residual_add",
     "rmsnorm",
+    "rmsnorm_backward",
     "rmsnorm_gemm",
     "rmsnorm_gemm_wna16",
     "rmsnorm_moe_route",

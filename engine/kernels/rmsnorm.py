@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 
 __all__ = ["Config", "choose_config", "rmsnorm", "specs"]
+__all__ += ["are_rows_aligned", "num_inner_rows", "row_strides"]
 
 _PARAMS = (
     "x:ptr residual:ptr weight:ptr bias:ptr out:ptr residual_out:ptr num_rows:i64 n:i32 num_b:i32 "
@@ -188,8 +190,7 @@ def _launch(
     if x.ndim > 3:
         x = x.reshape(-1, n)
         y = y.reshape(-1, n)
-    num_b, x_strides, y_strides = _row_strides(x, y)
-    aligned = all(_is_aligned(a) for a in (x, weight, bias, residual, y, h) if a is not None)
+    aligned = are_rows_aligned(a for a in (x, weight, bias, residual, y, h) if a is not None)
     config = choose_config(n, x.itemsize, is_aligned=aligned)
     num_rows = x.size // n if n else 0
     _KERNELS[config.kernel].launch(
@@ -205,28 +206,39 @@ def _launch(
         residual_out=h,
         num_rows=num_rows,
         n=n,
-        num_b=num_b,
-        x_stride_a=x_strides[0],
-        x_stride_b=x_strides[1],
-        out_stride_a=y_strides[0],
-        out_stride_b=y_strides[1],
+        num_b=num_inner_rows(x),
+        **row_strides(x=x, out=y),
         is_late=is_late,
         **numbers,
     )
 
 
-def _row_strides(x: Any, y: Any) -> tuple[int, tuple[int, int], tuple[int, int]]:
-    """Return B, and the strides in elements of the axes (A, B) of x and y viewed as (A, B, N)."""
-    num_b = x.shape[1] if x.ndim == 3 else 1
-
-    def strides(array: Any) -> tuple[int, int]:
-        steps = [s // array.itemsize for s in array.strides[:-1]]
-        return (steps[0] if steps else 0, steps[1] if len(steps) > 1 else 0)
-
-    return num_b, strides(x), strides(y)
+def num_inner_rows(x: Any) -> int:
+    """Return B of an array viewed as (A, B, N); it has at most three axes."""
+    return int(x.shape[1]) if x.ndim == 3 else 1
 
 
-def _is_aligned(array: Any) -> bool:
-    """Tell whether every row starts and ends at a multiple of 16 bytes."""
-    steps = [array.shape[-1] * array.itemsize, array.data.ptr, *array.strides[:-1]]
-    return all(step % 16 == 0 for step in steps)
+def row_strides(**arrays: Any) -> dict[str, int]:
+    """Return the strides of the axes A and B in elements, by kernel parameter name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> row_strides(x=np.zeros((2, 3, 4)), out=np.zeros((5, 4)))
+    {'x_stride_a': 12, 'x_stride_b': 4, 'out_stride_a': 4, 'out_stride_b': 0}
+    """
+    found = {}
+    for name, array in arrays.items():
+        steps = (*(stride // array.itemsize for stride in array.strides[:-1]), 0, 0)
+        found[f"{name}_stride_a"] = steps[0]
+        found[f"{name}_stride_b"] = steps[1]
+    return found
+
+
+def are_rows_aligned(arrays: Iterable[Any]) -> bool:
+    """Tell whether every row of every array starts and ends at a multiple of 16 bytes."""
+    return all(
+        step % 16 == 0
+        for array in arrays
+        for step in (array.shape[-1] * array.itemsize, array.data.ptr, *array.strides[:-1])
+    )

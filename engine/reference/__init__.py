@@ -33,6 +33,7 @@ from engine.reference.quantize_rows import quantize_rows
 from engine.reference.relu import relu
 from engine.reference.residual_add import residual_add
 from engine.reference.rmsnorm import rmsnorm
+from engine.reference.rmsnorm_backward import rmsnorm_backward
 from engine.reference.rmsnorm_gemm import rmsnorm_gemm
 from engine.reference.rmsnorm_gemm_wna16 import rmsnorm_gemm_wna16
 from engine.reference.rmsnorm_moe_route import rmsnorm_moe_route
@@ -78,6 +79,7 @@ __all__ = [
     "relu",
     "residual_add",
     "rmsnorm",
+    "rmsnorm_backward",
     "rmsnorm_gemm",
     "rmsnorm_gemm_wna16",
     "rmsnorm_moe_route",

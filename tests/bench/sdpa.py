@@ -162,14 +162,22 @@ def _seconds(torch, backend, q_shape, kv_shape, nbytes):
 
 
 def graph_seconds(
-    cuda: Any, calls: Sequence[Callable[[], Any]], *, replays: int = 5, min_launches: int = 10
+    cuda: Any,
+    calls: Sequence[Callable[[], Any]],
+    *,
+    replays: int = 5,
+    min_launches: int = 10,
+    stream: Any = None,
 ) -> float:
-    """Return the median seconds per call, measured like `engine.testing.timing.time_gpu`."""
+    """Return the median seconds per call, measured like `engine.testing.timing.time_gpu`.
+
+    `stream` captures the calls, by default a stream of torch's own.
+    """
     rounds = -(-min_launches // len(calls))
     for call in calls:
         call()
     graph = cuda.CUDAGraph()
-    with cuda.graph(graph):
+    with cuda.graph(graph, stream=stream):
         for _ in range(rounds):
             for call in calls:
                 call()

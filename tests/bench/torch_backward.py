@@ -1,0 +1,76 @@
+"""torch.compile's backward passes as peers, timed from HBM in a CUDA graph.
+
+torch is imported lazily: nothing else in the suite needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from engine.testing.timing import num_copies
+from tests.bench.sdpa import graph_seconds
+
+__all__ = ["backward_seconds", "norm_seconds"]
+
+
+def backward_seconds(
+    forward: Callable[..., Any], shapes: Sequence[Sequence[int]], nbytes: int
+) -> float:
+    """Return the median seconds of the compiled backward pass of `forward`, bfloat16.
+
+    Parameters
+    ----------
+    forward : callable
+        Called with one random tensor per shape; returns a tensor, or several.
+    shapes : sequence of tuples
+        All tensors require a gradient.
+    nbytes : int
+        Traffic of one pass; it determines how many copies the calls rotate through.
+    """
+    import torch
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False  # the graph is kept for the next pass
+    torch.compiler.reset()
+    compiled = torch.compile(forward, dynamic=False)
+
+    def random(shape: Sequence[int]) -> Any:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    def call() -> Callable[[], Any]:
+        inputs = [random(shape).requires_grad_() for shape in shapes]
+        results = compiled(*inputs)
+        results = results if isinstance(results, tuple) else (results,)
+        upstream = [random(result.shape) for result in results]
+        return partial(torch.autograd.grad, results, inputs, upstream, retain_graph=True)
+
+    stream = torch.cuda.Stream()  # autograd runs the backward pass on the forward pass's stream
+    try:
+        with torch.cuda.stream(stream):
+            calls = [call() for _ in range(num_copies(nbytes))]
+            return graph_seconds(torch.cuda, calls, replays=20, min_launches=20, stream=stream)
+    finally:
+        torch.cuda.empty_cache()
+
+
+def norm_seconds(rows: int, n: int, has_residual: bool, is_layernorm: bool) -> float:
+    """Return the seconds of the backward pass of RMSNorm or LayerNorm, with a residual add."""
+    from torch.nn import functional
+
+    def norm(h: Any, weight: Any, *bias: Any) -> Any:
+        if is_layernorm:
+            return functional.layer_norm(h, (n,), weight, *bias, eps=1e-6)
+        return functional.rms_norm(h, (n,), weight, eps=1e-6)
+
+    def add_and_norm(x: Any, residual: Any, *parameters: Any) -> Any:
+        h = x + residual
+        return norm(h, *parameters), h
+
+    matrix = (rows, n)
+    parameters = [(n,)] * (1 + is_layernorm)
+    nbytes = (3 + has_residual) * rows * n * 2
+    if has_residual:
+        return backward_seconds(add_and_norm, [matrix, matrix, *parameters], nbytes)
+    return backward_seconds(norm, [matrix, *parameters], nbytes)
