@@ -20,6 +20,7 @@ from engine.kernels.attention_backward import attention_backward
 from engine.kernels.attention_decode import attention_decode
 from engine.kernels.attention_prefill import attention_prefill
 from engine.kernels.attention_prefill_fp8 import attention_prefill_fp8
+from engine.kernels.cross_entropy import cross_entropy
 from engine.kernels.decode_inputs import decode_inputs
 from engine.kernels.decode_outputs import decode_outputs
 from engine.kernels.dequantize import dequantize
@@ -87,6 +88,7 @@ __all__ = [
     "attention_prefill_fp8",
     "bench",
     "check",
+    "cross_entropy",
     "decode_inputs",
     "decode_outputs",
     "define",

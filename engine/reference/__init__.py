@@ -7,6 +7,7 @@ from engine.reference.attention_backward import attention_backward
 from engine.reference.attention_decode import attention_decode
 from engine.reference.attention_prefill import attention_prefill
 from engine.reference.attention_prefill_fp8 import attention_prefill_fp8
+from engine.reference.cross_entropy import cross_entropy
 from engine.reference.decode_inputs import decode_inputs
 from engine.reference.decode_outputs import decode_outputs
 from engine.reference.dequantize import dequantize
@@ -53,6 +54,7 @@ __all__ = [
     "attention_decode",
     "attention_prefill",
     "attention_prefill_fp8",
+    "cross_entropy",
     "decode_inputs",
     "decode_outputs",
     "dequantize",
