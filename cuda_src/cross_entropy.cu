@@ -9,13 +9,13 @@
 // Arguments: CrossEntropyParams, below.
 //
 // Numerics: float. Each thread keeps a running maximum m and a sum of exp(x - m); maxima and sums
-// are combined in a fixed order. loss = log(sum) + (m - x_target): no cancellation where the loss is
-// small. The gradient is rounded once.
+// are combined in a fixed order. loss = log(sum) + (m - x_target), which does not cancel where the
+// loss is small. The gradient is rounded once.
 // Parallelisation: a cluster of 1 to 8 CTAs per row, chosen by the row's bytes alone, so a row's
 // result does not depend on the number of rows. A CTA's share of the row is copied to shared memory
-// (cp.async, all of it in flight at once) and stays there for the gradient; a thread reads back only
-// what it copied. What does not fit is read from global memory, twice with a gradient. A row of an
-// ignored target is not read.
+// (cp.async, all of it in flight at once) and stays there for the gradient; a thread reads back
+// only what it copied. What does not fit is read from global memory, twice with a gradient. A row
+// of an ignored target is not read.
 // Mirror: engine/reference/cross_entropy.py
 #include "common/cluster.cuh"
 #include "common/cp_async.cuh"
@@ -33,14 +33,14 @@ struct CrossEntropyParams {
   const void* target;  // (N,) int64_t if wide_target, else int
   int wide_target;
   int64_t ignore_index;
-  const float* dloss;   // (N,) or (1,): dloss_stride 1 or 0; null: no gradient
+  const float* dloss;  // (N,) or (1,): dloss_stride 1 or 0; null: no gradient
   int dloss_stride;
-  float* loss;          // (N,); 0 if ignored, NaN for a target outside [0, V)
-  float* lse;           // (N,); 0 if ignored
-  scalar_t* dlogits;    // (N, V), rows dlogits_stride apart; may be logits; null without dloss
+  float* loss;        // (N,); 0 if ignored, NaN for a target outside [0, V)
+  float* lse;         // (N,); 0 if ignored
+  scalar_t* dlogits;  // (N, V), rows dlogits_stride apart; may be logits; null without dloss
   int64_t dlogits_stride;
-  int n;              // V
-  int max_resident;   // 16-byte vectors of a row that fit in a CTA's shared memory
+  int n;             // V
+  int max_resident;  // 16-byte vectors of a row that fit in a CTA's shared memory
   float softcap, z_loss, smoothing;
 };
 

@@ -54,6 +54,7 @@ from engine.kernels.rmsnorm_moe_route import rmsnorm_moe_route
 from engine.kernels.rmsnorm_quantize import rmsnorm_quantize
 from engine.kernels.rope import rope
 from engine.kernels.sample import sample
+from engine.kernels.scale_rows import scale_rows
 from engine.kernels.silu import silu
 from engine.kernels.swiglu import swiglu
 from engine.kernels.swiglu_quantize import swiglu_quantize
@@ -126,6 +127,7 @@ __all__ = [
     "rmsnorm_quantize",
     "rope",
     "sample",
+    "scale_rows",
     "silu",
     "swiglu",
     "swiglu_quantize",

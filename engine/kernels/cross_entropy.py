@@ -24,7 +24,8 @@ _PARAMS = (
     "softcap:f32 z_loss:f32 smoothing:f32"
 )
 _MAX_CLUSTER = 8  # kMaxCluster in CUDA
-_FEW_THREADS, _MANY_THREADS = 128, 384
+_FEW_THREADS = 128
+_MANY_THREADS = 384
 _SHORT_ROW = 8 << 10  # maximum bytes of a row for _FEW_THREADS
 _STATIC_BYTES = 2 << 10  # shared memory for the sums of a cluster's warps, rounded up
 # CTAs per multiprocessor that long rows are divided for: while one waits for its cluster, the
@@ -84,8 +85,8 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     dloss: Any = None,
     out: Any = None,
-    lse: Any = None,
-    dlogits: Any = None,
+    lse_out: Any = None,
+    dlogits_out: Any = None,
 ) -> Any:
     """Compute the cross-entropy of each row of logits and, with `dloss`, the logits' gradient.
 
@@ -105,9 +106,9 @@ def cross_entropy(
         Between 0 and 1: weight of the uniform distribution in the target [2]_.
     dloss : (N,) or (1,) array of float32 (float64 for float64 logits), optional
         Gradient of each row's loss; with (1,) the same for all rows.
-    out, lse : (N,) array of float32 (float64 for float64 logits), optional
+    out, lse_out : (N,) array of float32 (float64 for float64 logits), optional
         Arrays for the results.
-    dlogits : (N, V) array of logits' dtype, optional
+    dlogits_out : (N, V) array of logits' dtype, optional
         Array for the gradient; its rows may be strided. It may be `logits`, and may not overlap it
         otherwise. Requires `dloss`.
 
@@ -153,35 +154,36 @@ def cross_entropy(
     call.number("z_loss", z_loss)
     call.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
     dtype = accumulation_dtype(logits.dtype)
-    call.check("dlogits", dloss is not None or dlogits is None, "None without dloss", "an array")
+    is_wanted = dloss is not None or dlogits_out is None
+    call.check("dlogits_out", is_wanted, "None without dloss", "an array")
     if dloss is not None:
         size = "N" if getattr(dloss, "shape", None) != (1,) else "1"
         dloss = call.array("dloss", dloss, size, dtype)
-    if dlogits is not None:
-        is_apart = is_same(dlogits, logits) or not overlaps(dlogits, logits)
-        call.check("dlogits", is_apart, "logits, or apart from it", "an overlapping view")
+    if dlogits_out is not None:
+        is_apart = is_same(dlogits_out, logits) or not overlaps(dlogits_out, logits)
+        call.check("dlogits_out", is_apart, "logits, or apart from it", "an overlapping view")
     options = {"ignore_index": ignore_index, "softcap": softcap, "z_loss": z_loss}
     if call.on_cpu:
         results = reference.cross_entropy(
             logits, target, label_smoothing=label_smoothing, dloss=dloss, **options
         )
-        return _finish(call, results, out, lse, dlogits)
-    out = call.output("out", out, (call["N"],), dtype)
-    lse = call.output("lse", lse, (call["N"],), dtype)
+        return _finish(call, results, (out, lse_out, dlogits_out))
+    loss = call.output("out", out, (call["N"],), dtype)
+    lse = call.output("lse_out", lse_out, (call["N"],), dtype)
+    dlogits = None
     if dloss is not None:
-        dlogits = call.output("dlogits", dlogits, logits.shape, logits.dtype, layout="rows")
-    _launch(
-        logits, target, dloss, out, lse, dlogits, smoothing=label_smoothing, **options
-    )
-    return (out, lse) if dloss is None else (out, lse, dlogits)
+        shape = logits.shape
+        dlogits = call.output("dlogits_out", dlogits_out, shape, logits.dtype, layout="rows")
+    _launch(logits, target, dloss, loss, lse, dlogits, smoothing=label_smoothing, **options)
+    return (loss, lse) if dloss is None else (loss, lse, dlogits)
 
 
-def _finish(call: Contract, results: Any, out: Any, lse: Any, dlogits: Any) -> tuple[Any, ...]:
+def _finish(call: Contract, results: Any, outs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the mirror's results, in the caller's arrays where these are given."""
-    names = ("out", "lse", "dlogits")
+    names = ("out", "lse_out", "dlogits_out")
     targets = [
-        call.target(array, result, name, layout="rows")
-        for array, result, name in zip((out, lse, dlogits), results, names, strict=False)
+        call.target(out, result, name, layout="rows")
+        for out, result, name in zip(outs, results, names, strict=False)
     ]
     return tuple(call.fill(a, b) for a, b in zip(targets, results, strict=True))
 

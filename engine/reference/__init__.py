@@ -41,6 +41,7 @@ from engine.reference.rmsnorm_moe_route import rmsnorm_moe_route
 from engine.reference.rmsnorm_quantize import rmsnorm_quantize
 from engine.reference.rope import rope
 from engine.reference.sample import sample
+from engine.reference.scale_rows import scale_rows
 from engine.reference.silu import silu
 from engine.reference.swiglu import swiglu
 from engine.reference.swiglu_quantize import swiglu_quantize
@@ -88,6 +89,7 @@ __all__ = [
     "rmsnorm_quantize",
     "rope",
     "sample",
+    "scale_rows",
     "silu",
     "swiglu",
     "swiglu_quantize",

@@ -45,7 +45,7 @@ def test_matches_mirror(xp, rows, vocab, dtype, options):
     want = reference.cross_entropy(logits, target, dloss=dloss, **options)
     dlogits, buffer = cases.guarded(xp, (rows, vocab), logits.dtype)
     gx, gt, gd = cases.to_module(xp, logits, target, dloss)
-    got = kernels.cross_entropy(gx, gt, dloss=gd, dlogits=dlogits, **options)
+    got = kernels.cross_entropy(gx, gt, dloss=gd, dlogits_out=dlogits, **options)
     assert got[2] is dlogits
     _assert_same(got, want, vocab)
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
@@ -63,7 +63,7 @@ def test_in_place_with_strided_rows_and_one_factor(xp, rows, vocab, dtype):
     wide[:, 4 : 4 + vocab] = logits
     gx, gt, gd = cases.to_module(xp, wide, target, dloss)
     view = gx[:, 4 : 4 + vocab]
-    got = kernels.cross_entropy(view, gt, dloss=gd, dlogits=view)
+    got = kernels.cross_entropy(view, gt, dloss=gd, dlogits_out=view)
     assert got[2] is view
     _assert_same((*got[:2], xp.ascontiguousarray(view)), want, vocab)
     assert bool(xp.isnan(gx[:, :4]).all()) and bool(xp.isnan(gx[:, 4 + vocab :]).all())
@@ -76,14 +76,14 @@ def test_logits_and_gradient_of_different_alignment(xp, dtype, shift):
     want = reference.cross_entropy(logits, target, dloss=dloss)
     gx, gt, gd = cases.to_module(xp, logits, target, dloss)
     out = xp.empty(4 * 1001 + shift, logits.dtype)[shift:].reshape(4, 1001)
-    _assert_same(kernels.cross_entropy(gx, gt, dloss=gd, dlogits=out), want, 1001)
+    _assert_same(kernels.cross_entropy(gx, gt, dloss=gd, dlogits_out=out), want, 1001)
 
 
 def test_a_row_longer_than_shared_memory(xp):
     logits, target, dloss = _inputs(2, (1 << 20) + 3, "bfloat16")
     want = reference.cross_entropy(logits, target, dloss=dloss)
     gx, gt, gd = cases.to_module(xp, logits, target, dloss)
-    _assert_same(kernels.cross_entropy(gx, gt, dloss=gd, dlogits=gx), want, 1 << 20)
+    _assert_same(kernels.cross_entropy(gx, gt, dloss=gd, dlogits_out=gx), want, 1 << 20)
 
 
 @pytest.mark.parametrize("target_dtype", [np.int32, np.int64])
@@ -175,10 +175,10 @@ def test_contract(xp):
         kernels.cross_entropy(logits, target, softcap=-1.0)
     with pytest.raises(ContractError, match=r"ignore_index: must be an integer; got 0\.5"):
         kernels.cross_entropy(logits, target, ignore_index=0.5)
-    with pytest.raises(ContractError, match="dlogits: must be None without dloss"):
-        kernels.cross_entropy(logits, target, dlogits=logits)
+    with pytest.raises(ContractError, match="dlogits_out: must be None without dloss"):
+        kernels.cross_entropy(logits, target, dlogits_out=logits)
     with pytest.raises(ShapeError, match=r"dloss: must have shape \(N\)"):
         kernels.cross_entropy(logits, target, dloss=xp.ones(3, np.float32))
     wide = xp.ones((2, 12), np.float32)
-    with pytest.raises(ContractError, match="dlogits: must be logits, or apart from it"):
-        kernels.cross_entropy(wide[:, :8], target, dloss=dloss, dlogits=wide[:, 4:])
+    with pytest.raises(ContractError, match="dlogits_out: must be logits, or apart from it"):
+        kernels.cross_entropy(wide[:, :8], target, dloss=dloss, dlogits_out=wide[:, 4:])
