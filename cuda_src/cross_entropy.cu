@@ -11,11 +11,11 @@
 // Numerics: float. Each thread keeps a running maximum m and a sum of exp(x - m); maxima and sums
 // are combined in a fixed order. loss = log(sum) + (m - x_target), which does not cancel where the
 // loss is small. The gradient is rounded once.
-// Parallelisation: a cluster of 1 to 8 CTAs per row, chosen by the row's bytes alone, so a row's
-// result does not depend on the number of rows. A CTA's share of the row is copied to shared memory
-// (cp.async, all of it in flight at once) and stays there for the gradient; a thread reads back
-// only what it copied. What does not fit is read from global memory, twice with a gradient. A row
-// of an ignored target is not read.
+// Parallelisation: one CTA per row or, with a gradient, a cluster of 1 to 8, chosen by the row's
+// bytes alone, so a row's result does not depend on the number of rows. With a gradient, a CTA's
+// share of the row is copied to shared memory (cp.async, all of it in flight at once) and stays
+// there; a thread reads back only what it copied. What does not fit is read from global memory a
+// second time. A row of an ignored target is not read.
 // Mirror: engine/reference/cross_entropy.py
 #include "common/cluster.cuh"
 #include "common/cp_async.cuh"
@@ -311,10 +311,9 @@ __device__ __forceinline__ void cross_entropy(const CrossEntropyParams& p) {
     cross_entropy<threads, softcap>(p);                         \
   }
 
+ENGINE_CROSS_ENTROPY(cross_entropy_32, 32, 32, false)
 ENGINE_CROSS_ENTROPY(cross_entropy_128, 128, 8, false)
-ENGINE_CROSS_ENTROPY(cross_entropy_256, 256, 3, false)
-ENGINE_CROSS_ENTROPY(cross_entropy_384, 384, 3, false)
-ENGINE_CROSS_ENTROPY(cross_entropy_512, 512, 2, false)
+ENGINE_CROSS_ENTROPY(cross_entropy_256, 256, 4, false)
+ENGINE_CROSS_ENTROPY(cross_entropy_softcap_32, 32, 32, true)
 ENGINE_CROSS_ENTROPY(cross_entropy_softcap_128, 128, 8, true)
-ENGINE_CROSS_ENTROPY(cross_entropy_softcap_256, 256, 3, true)
-ENGINE_CROSS_ENTROPY(cross_entropy_softcap_384, 384, 3, true)
+ENGINE_CROSS_ENTROPY(cross_entropy_softcap_256, 256, 4, true)

@@ -24,10 +24,9 @@ _PARAMS = (
     "softcap:f32 z_loss:f32 smoothing:f32"
 )
 _MAX_CLUSTER = 8  # kMaxCluster in CUDA
-_FEW_THREADS = 128
-_MANY_THREADS = 384
-_SHORT_ROW = 8 << 10  # maximum bytes of a row for _FEW_THREADS
-_STATIC_BYTES = 2 << 10  # shared memory for the sums of a cluster's warps, rounded up
+# Threads per CTA -> maximum bytes of a row; tuned with `python -m tests.bench cross_entropy`.
+_THREADS = {32: 4 << 10, 128: 16 << 10, 256: 1 << 63}
+_STATIC_BYTES = 1 << 10  # shared memory for the sums of a cluster's warps, rounded up
 # CTAs per multiprocessor that long rows are divided for: while one waits for its cluster, the
 # others load and store.
 _CTAS = 3
@@ -38,7 +37,7 @@ _KERNELS = {
         struct="CrossEntropyParams",
     )
     for has_cap in (False, True)
-    for threads in (_FEW_THREADS, _MANY_THREADS)
+    for threads in _THREADS
 }
 
 
@@ -56,16 +55,18 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
     return (ModuleSpec("cross_entropy.cu", dtype),)
 
 
-def choose_config(row_bytes: int, chip: Limits) -> Config:
+def choose_config(row_bytes: int, chip: Limits, *, has_gradient: bool) -> Config:
     """Choose the division of rows of `row_bytes` on `chip`, whatever their number.
 
     Examples
     --------
     >>> from engine.kernels._chip import HOPPER
-    >>> choose_config(2 * 128256, HOPPER)
-    Config(threads=384, cluster=4, shared_mem=64128)
+    >>> choose_config(2 * 128256, HOPPER, has_gradient=True)
+    Config(threads=256, cluster=4, shared_mem=64128)
     """
-    threads = _FEW_THREADS if row_bytes <= _SHORT_ROW else _MANY_THREADS
+    threads = next(count for count, most in _THREADS.items() if row_bytes <= most)
+    if not has_gradient:
+        return Config(threads, 1, 0)
     wanted = chip.shared_per_block(_CTAS) - _STATIC_BYTES
     cluster = 1
     while chip.has_clusters and cluster < _MAX_CLUSTER and cluster * wanted < row_bytes:
@@ -192,7 +193,7 @@ def _launch(
     logits: Any, target: Any, dloss: Any, loss: Any, lse: Any, dlogits: Any, **numbers: Any
 ) -> None:
     num_rows, n = logits.shape
-    config = choose_config(n * logits.itemsize, limits())
+    config = choose_config(n * logits.itemsize, limits(), has_gradient=dloss is not None)
     _KERNELS[numbers["softcap"] != 0, config.threads].launch(
         specs(dtype_name(logits.dtype))[0],
         (num_rows * config.cluster,),

@@ -14,7 +14,18 @@ from engine.testing import cases
 from engine.testing.tolerances import assert_close
 
 # One logit; fewer than a vector; odd sizes; vocabularies of GPT-2, Llama 2 and Llama 3; empty.
-SIZES = [(3, 1), (4, 5), (5, 63), (2, 1025), (7, 4096), (3, 50257), (2, 32000), (2, 128256), (0, 8)]
+SIZES = [
+    (3, 1),
+    (4, 5),
+    (5, 63),
+    (2, 1025),
+    (7, 4096),
+    (2, 8001),
+    (3, 50257),
+    (2, 32000),
+    (2, 128256),
+    (0, 8),
+]
 OPTIONS = [
     {},
     {"softcap": 5.0, "label_smoothing": 0.1},
@@ -144,11 +155,14 @@ def test_mirror_is_the_formula_and_its_derivative(options):
 
 
 def test_config_is_a_pure_function():
-    assert choose_config(8192, HOPPER) == Config(128, 1, 8192)
-    assert choose_config(2 * 50257, HOPPER) == Config(384, 2, 50256)
-    assert choose_config(4 * 256000, HOPPER) == Config(384, 8, 128000)
-    assert choose_config(1 << 24, HOPPER).shared_mem <= HOPPER.shared_bytes - 1152
-    assert choose_config(2 * 128256, PORTABLE).cluster == 1
+    assert choose_config(2 * 128256, HOPPER, has_gradient=False) == Config(256, 1, 0)
+    assert choose_config(2048, HOPPER, has_gradient=True) == Config(32, 1, 2048)
+    assert choose_config(8192, HOPPER, has_gradient=True) == Config(128, 1, 8192)
+    assert choose_config(2 * 50257, HOPPER, has_gradient=True) == Config(256, 2, 50256)
+    assert choose_config(4 * 256000, HOPPER, has_gradient=True) == Config(256, 8, 128000)
+    longest = choose_config(1 << 24, HOPPER, has_gradient=True)
+    assert HOPPER.shared_bytes - 2048 < longest.shared_mem <= HOPPER.shared_bytes - 768
+    assert choose_config(2 * 128256, PORTABLE, has_gradient=True).cluster == 1
 
 
 @pytest.mark.gpu
