@@ -163,7 +163,7 @@ def cross_entropy(
     if dlogits_out is not None:
         is_apart = is_same(dlogits_out, logits) or not overlaps(dlogits_out, logits)
         call.check("dlogits_out", is_apart, "logits, or apart from it", "an overlapping view")
-    options = {"ignore_index": ignore_index, "softcap": softcap, "z_loss": z_loss}
+    options: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap, "z_loss": z_loss}
     if call.on_cpu:
         results = reference.cross_entropy(
             logits, target, label_smoothing=label_smoothing, dloss=dloss, **options
