@@ -13,6 +13,7 @@ from engine.kernels._tools.headers import Header, headers
 from engine.kernels._user.define import define
 from engine.kernels._user.op import Op
 from engine.kernels._user.problem import Launch, Problem
+from engine.kernels.activation_backward import activation_backward
 from engine.kernels.all_gather import all_gather
 from engine.kernels.all_reduce import all_reduce
 from engine.kernels.all_reduce_rmsnorm import all_reduce_rmsnorm
@@ -26,6 +27,7 @@ from engine.kernels.decode_outputs import decode_outputs
 from engine.kernels.dequantize import dequantize
 from engine.kernels.embedding import embedding
 from engine.kernels.geglu import geglu
+from engine.kernels.geglu_backward import geglu_backward
 from engine.kernels.gelu import gelu
 from engine.kernels.gemm import gemm
 from engine.kernels.gemm_fp8 import gemm_fp8
@@ -57,6 +59,7 @@ from engine.kernels.sample import sample
 from engine.kernels.scale_rows import scale_rows
 from engine.kernels.silu import silu
 from engine.kernels.swiglu import swiglu
+from engine.kernels.swiglu_backward import swiglu_backward
 from engine.kernels.swiglu_quantize import swiglu_quantize
 
 if TYPE_CHECKING:
@@ -80,6 +83,7 @@ __all__ = [
     "ProfileReport",
     "Routing",
     "Watcher",
+    "activation_backward",
     "all_gather",
     "all_reduce",
     "all_reduce_rmsnorm",
@@ -96,6 +100,7 @@ __all__ = [
     "dequantize",
     "embedding",
     "geglu",
+    "geglu_backward",
     "gelu",
     "gemm",
     "gemm_fp8",
@@ -130,6 +135,7 @@ __all__ = [
     "scale_rows",
     "silu",
     "swiglu",
+    "swiglu_backward",
     "swiglu_quantize",
     "watch",
 ]

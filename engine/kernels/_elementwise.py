@@ -23,6 +23,8 @@ __all__ = [
     "UNARY_PARAMS",
     "element_strides",
     "gated",
+    "gated_backward",
+    "gated_backward_kernels",
     "is_aligned",
     "is_large",
     "launch_flat",
@@ -39,6 +41,9 @@ ROW_THREADS = 128
 _LARGE_BYTES = 32 << 20
 MAX_GRID_Y = 65535  # CUDA's limit in blocks; with more rows, kernels loop
 
+_GATED_BACKWARD_PARAMS = (
+    "dout:ptr x:ptr dx:ptr num_rows:i64 num_features:i32 dout_stride:i64 x_stride:i64 dx_stride:i64"
+)
 UNARY_PARAMS = "x:ptr out:ptr num_vectors:i64 n:i64"
 GATED_PARAMS = "x:ptr out:ptr num_rows:i64 num_features:i32 x_stride:i64 out_stride:i64"
 
@@ -141,3 +146,51 @@ def gated(
         out_stride=element_strides(out_rows)[0],
     )
     return out
+
+
+def gated_backward_kernels(prefix: str) -> dict[str, Kernel]:
+    """Return the kernels `prefix`_vector and `prefix`_scalar of a gated op's gradient."""
+    return {
+        width: Kernel(f"{prefix}_{width}", _GATED_BACKWARD_PARAMS, struct="GatedBackwardParams")
+        for width in ("vector", "scalar")
+    }
+
+
+def gated_backward(
+    call: Contract,
+    kernels: dict[str, Kernel],
+    file: str,
+    mirror: Callable[[Any, Any], Any],
+    dout: Any,
+    x: Any,
+    out: Any,
+) -> Any:
+    """Check dout and rows [gate | up], then run `mirror` or launch a kernel. See `gated`."""
+    layout = "rows" if getattr(x, "ndim", 2) == 2 else "C"
+    x = call.array("x", x, "* 2F", MIRROR_FLOATS, layout=layout)
+    call.check("x", x.shape[-1] % 2 == 0, "of even length along its last axis", x.shape)
+    f = x.shape[-1] // 2
+    shape = " ".join(map(str, (*x.shape[:-1], f)))
+    dout = call.array("dout", dout, shape, x.dtype, layout=layout)
+    if call.on_cpu:
+        return call.finish(out, mirror(dout, x), layout=layout)
+    dx = call.output("out", out, x.shape, x.dtype, layout=layout)
+    num_rows = math.prod(x.shape[:-1])
+    rows = {
+        "dout": dout.reshape(num_rows, f),
+        "x": x.reshape(num_rows, 2 * f),
+        "dx": dx.reshape(num_rows, 2 * f),
+    }
+    fits = f % vector_width(x) == 0 and is_aligned(*rows.values())
+    items = f // vector_width(x) if fits else f
+    kernels["vector" if fits else "scalar"].launch(
+        ModuleSpec(file, dtype_name(x.dtype)),
+        (ceil_div(items, ROW_THREADS), min(num_rows, MAX_GRID_Y)),
+        (ROW_THREADS,),
+        pdl=True,
+        **rows,
+        num_rows=num_rows,
+        num_features=f,
+        **{f"{name}_stride": element_strides(array)[0] for name, array in rows.items()},
+    )
+    return dx

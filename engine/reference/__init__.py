@@ -1,5 +1,6 @@
 """The NumPy mirrors: one file per op, each the specification of the kernel of the same name."""
 
+from engine.reference.activation_backward import activation_backward
 from engine.reference.all_gather import all_gather
 from engine.reference.all_reduce import all_reduce
 from engine.reference.all_reduce_rmsnorm import all_reduce_rmsnorm
@@ -13,6 +14,7 @@ from engine.reference.decode_outputs import decode_outputs
 from engine.reference.dequantize import dequantize
 from engine.reference.embedding import embedding
 from engine.reference.geglu import geglu
+from engine.reference.geglu_backward import geglu_backward
 from engine.reference.gelu import gelu
 from engine.reference.gemm import gemm
 from engine.reference.gemm_fp8 import gemm_fp8
@@ -44,10 +46,12 @@ from engine.reference.sample import sample
 from engine.reference.scale_rows import scale_rows
 from engine.reference.silu import silu
 from engine.reference.swiglu import swiglu
+from engine.reference.swiglu_backward import swiglu_backward
 from engine.reference.swiglu_quantize import swiglu_quantize
 
 __all__ = [
     "Routing",
+    "activation_backward",
     "all_gather",
     "all_reduce",
     "all_reduce_rmsnorm",
@@ -61,6 +65,7 @@ __all__ = [
     "dequantize",
     "embedding",
     "geglu",
+    "geglu_backward",
     "gelu",
     "gemm",
     "gemm_fp8",
@@ -92,5 +97,6 @@ __all__ = [
     "scale_rows",
     "silu",
     "swiglu",
+    "swiglu_backward",
     "swiglu_quantize",
 ]

@@ -12,7 +12,8 @@ from numpy.polynomial import chebyshev
 
 from engine.dtypes import accumulation_dtype
 
-__all__ = ["apply", "erfc", "gelu_erf", "gelu_tanh", "relu", "silu"]
+__all__ = ["apply", "erfc", "gated_backward", "gelu_erf", "gelu_erf_slope", "gelu_tanh"]
+__all__ += ["gelu_tanh_slope", "relu", "relu_slope", "silu", "silu_slope"]
 
 Array = np.ndarray[Any, Any]
 
@@ -51,6 +52,53 @@ def relu(x: Array) -> Array:
     """max(x, 0); NaN stays NaN."""
     y: Array = np.maximum(x, 0)
     return y
+
+
+def silu_slope(x: Array) -> Array:
+    """Derivative of `silu`."""
+    return _slope_of_product(x, x, np.ones_like(x))
+
+
+def gelu_tanh_slope(x: Array) -> Array:
+    """Derivative of `gelu_tanh`."""
+    factor = 2 * math.sqrt(2 / math.pi)
+    with np.errstate(over="ignore"):
+        cubic = 0.044715 * x * x
+        return _slope_of_product(x, factor * x * (1 + cubic), factor * (1 + 3 * cubic))
+
+
+def gelu_erf_slope(x: Array) -> Array:
+    """Derivative of `gelu_erf`: P(X < x) + x p(x) for a standard normal X of density p."""
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        density = math.sqrt(0.5 / math.pi) * np.exp(-0.5 * x * x)
+        y: Array = 0.5 * erfc(-math.sqrt(0.5) * x) + x * density
+    return y
+
+
+def relu_slope(x: Array) -> Array:
+    """1 where x > 0 or x is NaN, else 0."""
+    return np.asarray(~(x <= 0), x.dtype)
+
+
+def _slope_of_product(x: Array, z: Array, z_slope: Array) -> Array:
+    """Derivative of x sigmoid(z); e = exp(-|z|) neither overflows nor cancels in the tails."""
+    with np.errstate(invalid="ignore", under="ignore"):
+        e = np.exp(-np.abs(z))
+        r = 1 / (1 + e)
+        y: Array = np.where(z >= 0, r, e * r) + x * (e * r * r) * z_slope
+    return y
+
+
+def gated_backward(
+    dout: Array, x: Array, activation: Callable[[Array], Array], slope: Callable[[Array], Array]
+) -> Array:
+    """Gradient of activation(gate) * up with respect to x = [gate | up]; rounded once."""
+    real = accumulation_dtype(x.dtype)
+    gate, up = np.split(x.astype(real, copy=False), 2, axis=-1)
+    upstream = dout.astype(real, copy=False)
+    with np.errstate(invalid="ignore"):
+        parts = [upstream * up * slope(gate), upstream * activation(gate)]
+    return np.concatenate(parts, axis=-1).astype(x.dtype)
 
 
 def erfc(x: Array) -> Array:

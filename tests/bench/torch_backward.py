@@ -12,7 +12,7 @@ from typing import Any
 from engine.testing.timing import num_copies
 from tests.bench.sdpa import graph_seconds
 
-__all__ = ["backward_seconds", "norm_seconds"]
+__all__ = ["activation_seconds", "backward_seconds", "gated_seconds", "norm_seconds"]
 
 
 def backward_seconds(
@@ -74,3 +74,26 @@ def norm_seconds(rows: int, n: int, has_residual: bool, is_layernorm: bool) -> f
     if has_residual:
         return backward_seconds(add_and_norm, [matrix, matrix, *parameters], nbytes)
     return backward_seconds(norm, [matrix, *parameters], nbytes)
+
+
+def gated_seconds(op: str, rows: int, f: int) -> float:
+    """Return the seconds of the backward pass of "swiglu" or "geglu" (tanh) on packed rows."""
+
+    def forward(x: Any) -> Any:
+        gate, up = x.chunk(2, dim=-1)
+        return _apply("silu" if op == "swiglu" else "gelu_tanh", gate) * up
+
+    return backward_seconds(forward, [(rows, 2 * f)], 5 * rows * f * 2)
+
+
+def activation_seconds(activation: str, rows: int, f: int) -> float:
+    """Return the seconds of the backward pass of "silu", "gelu", "gelu_tanh" or "relu"."""
+    return backward_seconds(partial(_apply, activation), [(rows, f)], 3 * rows * f * 2)
+
+
+def _apply(activation: str, x: Any) -> Any:
+    from torch.nn import functional
+
+    if activation == "gelu_tanh":
+        return functional.gelu(x, approximate="tanh")
+    return getattr(functional, activation)(x)
