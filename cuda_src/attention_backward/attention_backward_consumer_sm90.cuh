@@ -4,7 +4,8 @@
 
 #include "attention_backward/attention_backward_tiles_sm90.cuh"
 
-template <int kHeadDim, int kQueries>
+// kWindow: queries see only their last `window` keys, and the mask is causal.
+template <int kHeadDim, int kQueries, bool kWindow>
 struct BackwardConsumer : Backward<kHeadDim, kQueries> {
   using Base = Backward<kHeadDim, kQueries>;
   using Base::Base;
@@ -91,37 +92,41 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
   }
 
   // Turns S^T into P^T. Query 8 j + e (counted from the thread's first) sees the thread's key i (0
-  // or 1) if 8 j + e >= first[i].
+  // or 1) if 8 j + e >= first[i] and, with a window, 8 j + e < first[i] + window.
   template <bool kMasked>
   static __device__ __forceinline__ void softmax(float (&s)[kQueries / 2], unsigned lse,
-                                                 float factor, const int (&first)[2]) {
+                                                 float factor, const int (&first)[2], int window) {
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
       const float2 sum = ld_shared_v2(lse + j * 32);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float p = exp2_approx(fmaf(s[4 * j + i], factor, -(i % 2 ? sum.y : sum.x)));
-        s[4 * j + i] = !kMasked || 8 * j + i % 2 >= first[i / 2] ? p : 0.0f;
+        const int query = 8 * j + i % 2;
+        bool seen = query >= first[i / 2];
+        if constexpr (kWindow)  // one comparison: a negative difference wraps to a huge value
+          seen = static_cast<unsigned>(query - first[i / 2]) < static_cast<unsigned>(window);
+        s[4 * j + i] = !kMasked || seen ? p : 0.0f;
       }
     }
   }
 
   // Turns S^T into P^T; masks only if the warp has a key past the last one that the tile's first
-  // query sees.
+  // query sees, or before the first one that its last query sees.
   static __device__ __forceinline__ void make_p(float (&s)[kQueries / 2], unsigned statistics,
-                                                int warp_row, int lane_idx, bool causal,
+                                                int warp_row, int lane_idx, bool causal, int window,
                                                 float factor) {
     const int beyond = warp_row + lane_idx / 4 - ld_shared(statistics + kStatBytes);
-    if (__any_sync(~0u, beyond + 8 > 0)) {
+    if (__any_sync(~0u, beyond + 8 > 0 || (kWindow && beyond < kQueries - window))) {
       int first[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r)
         first[r] =
             causal ? beyond + 8 * r - 2 * (lane_idx % 4) : (beyond + 8 * r > 0 ? kQueries : 0);
-      softmax<true>(s, statistics + lane_idx % 4 * 8, factor, first);
+      softmax<true>(s, statistics + lane_idx % 4 * 8, factor, first, window);
     } else {
       const int none[2] = {0, 0};
-      softmax<false>(s, statistics + lane_idx % 4 * 8, factor, none);
+      softmax<false>(s, statistics + lane_idx % 4 * 8, factor, none, window);
     }
   }
 
@@ -157,7 +162,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
   // Accumulates the query tile of turn `turn`, whose scores are in s, into dK and dV, and hands
   // over its dQ. Leaves the next tile's scores in s.
   __device__ __forceinline__ void add_tile(const Thread& me, int turn, int turns, bool causal,
-                                           float factor, float (&s)[kQueries / 2],
+                                           int window, float factor, float (&s)[kQueries / 2],
                                            float (&dk)[kHeadDim / 2],
                                            float (&dv)[kHeadDim / 2]) const {
     const int stage = turn % 2;
@@ -171,7 +176,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     mbarrier_wait(dout_full + 8 * stage, turn / 2 % 2);
     wgmma_fence();
     start_scores(dp, me.v, dout_tile);
-    make_p(s, statistics, me.warp_row, me.lane_idx, causal, factor);
+    make_p(s, statistics, me.warp_row, me.lane_idx, causal, window, factor);
     pack(p_packed, s);
     wgmma_fence();
     start_sums(dv, p_packed, dout_tile);
@@ -212,7 +217,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
   }
 
   // Accumulates dK and dV of this warpgroup's 64 keys over `turns` query tiles.
-  __device__ __forceinline__ void consume(int turns, bool causal, float factor,
+  __device__ __forceinline__ void consume(int turns, bool causal, int window, float factor,
                                           float (&dk)[kHeadDim / 2],
                                           float (&dv)[kHeadDim / 2]) const {
     const int half = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
@@ -226,7 +231,8 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     first_scores(s, me.k);
     mbarrier_wait(v_full, 0);
 #pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) add_tile(me, turn, turns, causal, factor, s, dk, dv);
+    for (int turn = 0; turn < turns; ++turn)
+      add_tile(me, turn, turns, causal, window, factor, s, dk, dv);
     // Keeps the code below from being hoisted into the loop, which has no registers to spare.
     wgmma_wait<0>();
     wgmma_pin(dk);

@@ -42,7 +42,8 @@ struct MmaBackward {
 
   // Processes the row tile from row_begin on against rows [begin, end) of the stream. `lse` and
   // `delta` are those of this head's queries; `column` is the first result column.
-  __device__ __forceinline__ void run(unsigned char* smem_bytes, const Sequence& sequence,
+  template <typename AnySequence>
+  __device__ __forceinline__ void run(unsigned char* smem_bytes, const AnySequence& sequence,
                                       const ScoreRule& rule, const Rows& a, const Rows& b,
                                       const Rows& x, const Rows& y, const float* lse,
                                       const float* delta, int64_t stat_stride, int row_begin,
@@ -58,6 +59,11 @@ struct MmaBackward {
     if constexpr (!kOfKeys)
       load_statistics<kRows, kThreads>(smem_stats, lse, delta, stat_stride, row_begin,
                                        sequence.num_q);
+    const auto hidden_of = [&](int tile) {
+      const int row = begin + tile * kStream;
+      return kOfKeys ? hides(sequence, row, kStream, row_begin, kRows)
+                     : hides(sequence, row_begin, kRows, row, kStream);
+    };
 #pragma unroll 1
     for (int tile = 1 - kStages; tile < tiles; ++tile) {  // the first iterations only load
       // SAFETY: ensures that all warps are done with the previous tile, whose stage the next load
@@ -67,7 +73,7 @@ struct MmaBackward {
         __syncthreads();
       }
       const int next = tile + kStages - 1;
-      if (next < tiles) {
+      if (next < tiles && hidden_of(next) != Hides::kAll) {
         scalar_t* const to = smem_stream + next % kStages * 2 * kTile;
         load_rows<kHeadDim, kStream, kThreads>(to, x, begin + next * kStream);
         load_rows<kHeadDim, kStream, kThreads>(to + kTile, y, begin + next * kStream);
@@ -81,10 +87,12 @@ struct MmaBackward {
         cp_async_wait<0>();
         __syncthreads();
       }
+      const Hides hidden = hidden_of(tile);
+      if (hidden == Hides::kAll) continue;
       const scalar_t* const smem_x = smem_stream + tile % kStages * 2 * kTile;
       update(smem_a, smem_b, smem_x, smem_x + kTile,
-             kOfKeys ? smem_stats + tile % kStages * 2 * kStream : smem_stats, sequence, rule,
-             row_begin, begin + tile * kStream, column);
+             kOfKeys ? smem_stats + tile % kStages * 2 * kStream : smem_stats, sequence, hidden,
+             rule, row_begin, begin + tile * kStream, column);
     }
     cp_async_wait<0>();
   }
@@ -107,27 +115,29 @@ struct MmaBackward {
   __device__ static __forceinline__ int lane_idx() { return threadIdx.x % kWarpSize; }
   __device__ static __forceinline__ int warp_idx() { return threadIdx.x / kWarpSize; }
 
+  template <typename AnySequence>
   __device__ __forceinline__ void update(const scalar_t* smem_a, const scalar_t* smem_b,
                                          const scalar_t* smem_x, const scalar_t* smem_y,
-                                         const float* stats, const Sequence& sequence,
-                                         const ScoreRule& rule, int row_begin, int stream_begin,
-                                         int column) {
+                                         const float* stats, const AnySequence& sequence,
+                                         Hides hidden, const ScoreRule& rule, int row_begin,
+                                         int stream_begin, int column) {
     float s[kStream / 8][4], dp[kStream / 8][4];
     multiply(s, smem_a, smem_x);
     multiply(dp, smem_b, smem_y);
     if (rule.inner != 0.0f)
-      differentiate<true>(s, dp, stats, sequence, rule, row_begin, stream_begin);
+      differentiate<true>(s, dp, stats, sequence, hidden, rule, row_begin, stream_begin);
     else
-      differentiate<false>(s, dp, stats, sequence, rule, row_begin, stream_begin);
+      differentiate<false>(s, dp, stats, sequence, hidden, rule, row_begin, stream_begin);
     accumulate(first, dp, smem_x, column);
     if constexpr (kOfKeys) accumulate(second, s, smem_y, column);
   }
 
   // Turns scores into P and dP into dS, in place.
-  template <bool kSoftcap>
+  template <bool kSoftcap, typename AnySequence>
   __device__ static __forceinline__ void differentiate(float (&s)[kStream / 8][4],
                                                        float (&dp)[kStream / 8][4],
-                                                       const float* stats, const Sequence& sequence,
+                                                       const float* stats,
+                                                       const AnySequence& sequence, Hides hidden,
                                                        const ScoreRule& rule, int row_begin,
                                                        int stream_begin) {
     const int row = warp_idx() * 16 + lane_idx() / 4;
@@ -141,7 +151,7 @@ struct MmaBackward {
         const int stat = kOfKeys ? my_column : my_row;
         const Gradient g = gradient<kSoftcap>(rule, s[j][i], dp[j][i], stats[stat],
                                               stats[(kOfKeys ? kStream : kRows) + stat],
-                                              sequence.sees(query, key));
+                                              sees(sequence, hidden, query, key));
         s[j][i] = g.p;
         dp[j][i] = g.ds;
       }

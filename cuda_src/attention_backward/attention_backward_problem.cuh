@@ -3,9 +3,11 @@
 #pragma once
 
 #include "common/attention.cuh"
+#include "common/attention_pattern.cuh"
 
 // One sequence, and which of its queries see which of its keys.
 struct Sequence {
+  static constexpr bool kHasPattern = false;
   int64_t q_begin, k_begin;  // first row of the sequence in Q and in K
   int num_q, num_k;
   int last_key_of_first_query;  // negative: that query sees no key
@@ -45,6 +47,50 @@ struct Sequence {
     return static_cast<int>(min(static_cast<int64_t>(num_q), max(last, static_cast<int64_t>(0))));
   }
 };
+
+// A query sees a key only if both Sequence and a pattern allow it.
+struct PatternSequence : Sequence {
+  static constexpr bool kHasPattern = true;
+  Pattern pattern;
+  int first_position;  // position of query 0: key index if causal, otherwise query index
+
+  __device__ __forceinline__ PatternSequence(const Sequence& sequence, const Pattern& pattern)
+      : Sequence(sequence),
+        pattern(pattern),
+        first_position(sequence.causal ? sequence.last_key_of_first_query : 0) {}
+
+  __device__ __forceinline__ bool in_pattern(int query, int key) const {
+    return pattern.sees(first_position + query, key);
+  }
+};
+
+// What a pattern hides of a tile of queries and keys.
+enum class Hides { kAll, kSome, kNothing };
+
+// Returns what the pattern, if any, hides of `queries` queries from `query` on and `keys` keys from
+// `key` on. Without a pattern the answer is known at compile time.
+template <typename AnySequence>
+__device__ __forceinline__ Hides hides(const AnySequence& sequence, int query, int queries, int key,
+                                       int keys) {
+  if constexpr (AnySequence::kHasPattern) {
+    const int last = min(query + queries, sequence.num_q) - 1;
+    const int seen = sequence.pattern.sees_tile(sequence.first_position + query,
+                                                sequence.first_position + last, key, key + keys);
+    return seen == 0 ? Hides::kAll : seen == 3 ? Hides::kNothing : Hides::kSome;
+  } else {
+    return Hides::kNothing;
+  }
+}
+
+// Tells whether a query sees a key of a tile of which the pattern hides `hidden`.
+template <typename AnySequence>
+__device__ __forceinline__ bool sees(const AnySequence& sequence, Hides hidden, int query,
+                                     int key) {
+  bool seen = sequence.sees(query, key);
+  if constexpr (AnySequence::kHasPattern)
+    if (hidden != Hides::kNothing) seen = seen && sequence.in_pattern(query, key);
+  return seen;
+}
 
 struct Gradient {
   float p;   // softmax probability

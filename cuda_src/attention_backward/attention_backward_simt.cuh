@@ -32,7 +32,8 @@ struct SimtBackward {
       }
   }
 
-  __device__ __forceinline__ void run(unsigned char* smem_bytes, const Sequence& sequence,
+  template <typename AnySequence>
+  __device__ __forceinline__ void run(unsigned char* smem_bytes, const AnySequence& sequence,
                                       const ScoreRule& rule, const Rows& a, const Rows& b,
                                       const Rows& x, const Rows& y, const float* lse,
                                       const float* delta, int64_t stat_stride, int row_begin,
@@ -50,6 +51,9 @@ struct SimtBackward {
                                        sequence.num_q);
 #pragma unroll 1
     for (int at = begin; at < end; at += kStream) {
+      const Hides hidden = kOfKeys ? hides(sequence, at, kStream, row_begin, kRows)
+                                   : hides(sequence, row_begin, kRows, at, kStream);
+      if (hidden == Hides::kAll) continue;
       __syncthreads();  // SAFETY: all warps are done with the tile that is about to be overwritten.
       load_rows<kHeadDim, kStream, kThreads>(smem_x, x, at);
       load_rows<kHeadDim, kStream, kThreads>(smem_y, y, at);
@@ -58,7 +62,8 @@ struct SimtBackward {
       cp_async_commit();
       cp_async_wait<0>();
       __syncthreads();
-      update(smem_a, smem_b, smem_x, smem_y, smem_stats, sequence, rule, row_begin, at, a.head_dim);
+      update(smem_a, smem_b, smem_x, smem_y, smem_stats, sequence, hidden, rule, row_begin, at,
+             a.head_dim);
     }
     cp_async_wait<0>();
   }
@@ -79,11 +84,12 @@ struct SimtBackward {
   __device__ static __forceinline__ int lane_idx() { return threadIdx.x % kWarpSize; }
   __device__ static __forceinline__ int warp_idx() { return threadIdx.x / kWarpSize; }
 
+  template <typename AnySequence>
   __device__ __forceinline__ void update(const scalar_t* smem_a, const scalar_t* smem_b,
                                          const scalar_t* smem_x, const scalar_t* smem_y,
-                                         const float* stats, const Sequence& sequence,
-                                         const ScoreRule& rule, int row_begin, int stream_begin,
-                                         int head_dim) {
+                                         const float* stats, const AnySequence& sequence,
+                                         Hides hidden, const ScoreRule& rule, int row_begin,
+                                         int stream_begin, int head_dim) {
     float p[kWarpRows], ds[kWarpRows];
     const int first_row = warp_idx() * kWarpRows;
     multiply(p, smem_a + first_row * Layout::kPitch, smem_x + lane_idx() * Layout::kPitch,
@@ -91,9 +97,9 @@ struct SimtBackward {
     multiply(ds, smem_b + first_row * Layout::kPitch, smem_y + lane_idx() * Layout::kPitch,
              head_dim);
     if (rule.inner != 0.0f)
-      differentiate<true>(p, ds, stats, sequence, rule, row_begin, stream_begin);
+      differentiate<true>(p, ds, stats, sequence, hidden, rule, row_begin, stream_begin);
     else
-      differentiate<false>(p, ds, stats, sequence, rule, row_begin, stream_begin);
+      differentiate<false>(p, ds, stats, sequence, hidden, rule, row_begin, stream_begin);
 #pragma unroll 4
     for (int j = 0; j < kStream; ++j) {
 #pragma unroll
@@ -114,10 +120,10 @@ struct SimtBackward {
   }
 
   // Turns scores into P and dP into dS, in place.
-  template <bool kSoftcap>
+  template <bool kSoftcap, typename AnySequence>
   __device__ static __forceinline__ void differentiate(float (&p)[kWarpRows],
                                                        float (&ds)[kWarpRows], const float* stats,
-                                                       const Sequence& sequence,
+                                                       const AnySequence& sequence, Hides hidden,
                                                        const ScoreRule& rule, int row_begin,
                                                        int stream_begin) {
     const int first_row = warp_idx() * kWarpRows;
@@ -128,7 +134,8 @@ struct SimtBackward {
       const int stat = kOfKeys ? lane_idx() : first_row + r;
       const Gradient g =
           gradient<kSoftcap>(rule, p[r], ds[r], stats[stat],
-                             stats[(kOfKeys ? kStream : kRows) + stat], sequence.sees(query, key));
+                             stats[(kOfKeys ? kStream : kRows) + stat],
+                             sees(sequence, hidden, query, key));
       p[r] = g.p;
       ds[r] = g.ds;
     }

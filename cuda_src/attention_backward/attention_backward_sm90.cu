@@ -1,5 +1,5 @@
 // Attention backward pass on Hopper: attention_backward.cu with wgmma, TMA and warp specialisation,
-// in three launches, with five matrix products instead of seven.
+// in three launches (four with sinks), with five matrix products instead of seven.
 //
 // Arguments: AttentionBackwardSm90BeforeParams and AttentionBackwardSm90Params, below.
 //
@@ -10,11 +10,13 @@
 // that see them (attention_backward_tiles_sm90.cuh). _after rounds dq_sum to dQ.
 // Mirror: engine/reference/attention_backward.py
 #include "attention_backward/attention_backward_consumer_sm90.cuh"
+#include "attention_backward/attention_backward_sinks.cuh"
 
 // Module configuration: HopperTile in kernels/attention_backward/sm90.py.
 constexpr int kHeadDim = HEAD_DIM;  // head dimension, padded
 constexpr int kQueries = QUERIES;   // queries per tile
-using Core = BackwardConsumer<kHeadDim, kQueries>;
+constexpr bool kWindow = WINDOW != 0;
+using Core = BackwardConsumer<kHeadDim, kQueries, kWindow>;
 static_assert(Core::kSharedBytes == SHARED_BYTES,
               "kernels/attention_backward/sm90.py computes another size");
 
@@ -23,10 +25,12 @@ struct AttentionBackwardSm90BeforeParams {
   const scalar_t* dout;     // (Tq, H, D)
   const scalar_t* out;      // (Tq, H, D)
   const float* lse;         // (Tq, H) log-sum-exp of the forward pass, contiguous
+  const float* dlse;        // (Tq, H) gradient with respect to lse, contiguous; or null
   const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
   float* statistics;        // output, like the next two; see AttentionBackwardSm90Params
   float* dq_sum;
   int* order;
+  float* delta;  // (Tq, H) output for the gradient of the sinks; or null
   int64_t dout_stride_t, dout_stride_h, out_stride_t, out_stride_h;
   int total_q, num_heads, head_dim;
 };
@@ -63,7 +67,10 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (column == 0) {
-      to[row] = exists ? log2_sum(p.lse[token * p.num_heads + head]) : kInf;
+      const int64_t stat = token * p.num_heads + head;
+      if (exists && p.dlse != nullptr) sum -= p.dlse[stat];
+      if (exists && p.delta != nullptr) p.delta[stat] = sum;
+      to[row] = exists ? log2_sum(p.lse[stat]) : kInf;
       to[kQueries + row] = sum;
     }
   }
@@ -81,12 +88,14 @@ struct AttentionBackwardSm90Params {
   float* dq_sum;  // (tiles, H, 2, 64 * 64) dQ in accumulator order; warpgroup w adds half w
   int* order;     // (tiles, H, 2) number of blocks that have added to dq_sum; null: any order
   int* counter;   // work index of the next CTA; 0 before and after the launch
-  scalar_t* dk;   // (Tk, K, D) contiguous
-  scalar_t* dv;   // (Tk, K, D) contiguous
+  scalar_t* dk;   // (Tk, K, D)
+  scalar_t* dv;   // (Tk, K, D)
+  int64_t dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h;
   int total_q, total_k, num_heads;
   int group;  // H / K
   int head_dim;
   int causal;
+  int window;          // read only if compiled with WINDOW
   int key_blocks;      // number of 128-key blocks in the longest sequence
   int descending;      // nonzero: CTAs take the last keys first
   float score_factor;  // scale * log2(e)
@@ -97,18 +106,19 @@ struct AttentionBackwardSm90Params {
 __device__ __forceinline__ void store_keys(const AttentionBackwardSm90Params& p,
                                            const KeyWork& work, const float (&dk_sum)[kHeadDim / 2],
                                            const float (&dv_sum)[kHeadDim / 2]) {
-  const int lane_idx = threadIdx.x % 32, num_kv_heads = p.num_heads / p.group;
+  const int lane_idx = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int key = (threadIdx.x - 128) / 32 * 16 + lane_idx / 4 + 8 * i;
-    const int64_t row = static_cast<int64_t>(work.first_row + key) * num_kv_heads + work.kv_head;
+    const int64_t row = work.first_row + key;
+    scalar_t* const dk = p.dk + row * p.dk_stride_t + work.kv_head * p.dk_stride_h;
+    scalar_t* const dv = p.dv + row * p.dv_stride_t + work.kv_head * p.dv_stride_h;
 #pragma unroll
     for (int chunk = 0; chunk < Core::kChunks; ++chunk) {
       const int columns = p.head_dim - 64 * chunk;
       const bool exists = key < work.num_keys;
-      const int64_t to = row * p.head_dim + 64 * chunk;
-      store_row<64>(p.dk + to, exists, columns, lane_idx, dk_sum + 32 * chunk, i, p.scale);
-      store_row<64>(p.dv + to, exists, columns, lane_idx, dv_sum + 32 * chunk, i, 1.0f);
+      store_row<64>(dk + 64 * chunk, exists, columns, lane_idx, dk_sum + 32 * chunk, i, p.scale);
+      store_row<64>(dv + 64 * chunk, exists, columns, lane_idx, dv_sum + 32 * chunk, i, 1.0f);
     }
   }
 }
@@ -126,7 +136,8 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
     if (taken == gridDim.x - 1) *p.counter = 0;
     const int num_kv_heads = p.num_heads / p.group, pair = taken / p.key_blocks;
     const int b = pair / num_kv_heads, i = taken - pair * p.key_blocks;
-    const Sequence sequence(p.cu_seqlens_q, p.cu_seqlens_k, b, p.total_q, p.total_k, p.causal, 0);
+    const Sequence sequence(p.cu_seqlens_q, p.cu_seqlens_k, b, p.total_q, p.total_k, p.causal,
+                            kWindow ? p.window : 0);
     work = find_work<kQueries, Core::kKeys>(problem, sequence, b, pair - b * num_kv_heads,
                                             p.descending ? p.key_blocks - 1 - i : i, !p.descending);
   }
@@ -143,14 +154,15 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
   } else {
     warpgroup_reg_alloc<Core::kConsumerRegisters>();
     float dk_sum[kHeadDim / 2], dv_sum[kHeadDim / 2];
-    core.consume(work.tiles * p.group, p.causal != 0, p.score_factor, dk_sum, dv_sum);
+    core.consume(work.tiles * p.group, p.causal != 0, p.window, p.score_factor, dk_sum, dv_sum);
     store_keys(p, work, dk_sum, dv_sum);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(256)
     attention_backward_sm90_after(const float* dq_sum, const int* cu_seqlens_q, scalar_t* dq,
-                                  int total_q, int num_heads, int head_dim, float scale) {
+                                  int64_t dq_stride_t, int64_t dq_stride_h, int total_q,
+                                  int num_heads, int head_dim, float scale) {
   const int m = blockIdx.x, head = blockIdx.y, b = blockIdx.z;
   const Sequence sequence(cu_seqlens_q, cu_seqlens_q, b, total_q, total_q, 0, 0);
   if (m * kQueries >= sequence.num_q) return;
@@ -174,8 +186,7 @@ extern "C" __global__ void __launch_bounds__(256)
   for (int i = 0; i < 2; ++i) {
     const int query = m * kQueries + (kQueries == 128 ? 64 * half : 0) + threadIdx.x / 32 % 4 * 16 +
                       lane_idx / 4 + 8 * i;
-    const int64_t row = (sequence.q_begin + query) * num_heads + head;
-    store_row<64>(dq + row * head_dim + column, query < sequence.num_q, head_dim - column, lane_idx,
-                  sum, i, scale);
+    scalar_t* const row = dq + (sequence.q_begin + query) * dq_stride_t + head * dq_stride_h;
+    store_row<64>(row + column, query < sequence.num_q, head_dim - column, lane_idx, sum, i, scale);
   }
 }

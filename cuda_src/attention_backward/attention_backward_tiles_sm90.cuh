@@ -60,7 +60,8 @@ __device__ __forceinline__ KeyWork find_work(const BackwardProblem& problem,
                                              int key_block, bool rotates) {
   KeyWork work;
   const int first_key = key_block * kKeys, first_query = sequence.first_query(first_key);
-  const int end = (sequence.num_q + kQueries - 1) / kQueries;
+  const int end_query = sequence.end_query(min(first_key + kKeys, sequence.num_k));
+  const int end = (end_query + kQueries - 1) / kQueries;
   work.kv_head = kv_head;
   work.key_block = key_block;
   work.num_key_blocks = (sequence.num_k + kKeys - 1) / kKeys;

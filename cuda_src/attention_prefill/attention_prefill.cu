@@ -4,7 +4,7 @@
 //
 // Query i of n sees keys 0 to len - n + i if causal, otherwise all keys; with a window, only the
 // last `window` of them. Compiled with PATTERN, it sees only those that a pattern allows
-// (attention_prefill_pattern.cuh). A sink adds exp(sink) to the softmax denominator of its head's
+// (attention_pattern.cuh). A sink adds exp(sink) to the softmax denominator of its head's
 // rows.
 //
 // Arguments: AttentionPrefillParams, below.
@@ -53,7 +53,7 @@ struct AttentionPrefillParams {
   int window;                       // 0: no window
   int is_vector;                    // all rows consist of whole, aligned 16-byte words
   float score_inner, score_factor;  // ScoreRule
-  // See attention_prefill_pattern.cuh; zeros without a pattern.
+  // See attention_pattern.cuh; zeros without a pattern.
   const unsigned* pattern_blocks;
   int pattern_words, pattern_num_q, pattern_num_k, pattern_q, pattern_k, pattern_offset;
   const float *k_scale, *v_scale;  // (K,) scales of quantized pages, or null

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/attention.cuh"
-#include "attention_prefill/attention_prefill_pattern.cuh"
+#include "common/attention_pattern.cuh"
 
 // A row sees a key only if both RowRule and a pattern allow it.
 struct PatternRowRule : RowRule {

@@ -7,7 +7,7 @@
 // if causal, otherwise the full tiles. CTAs fetch tile numbers from a counter.
 #pragma once
 
-#include "attention_prefill/attention_prefill_pattern.cuh"
+#include "common/attention_pattern.cuh"
 #include "common/attention_sm90.cuh"
 
 // Parameters of the launch, the same for all CTAs. The host also computes fields that follow from

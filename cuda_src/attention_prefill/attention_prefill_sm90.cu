@@ -46,7 +46,7 @@ struct AttentionPrefillSm90Params {
   int causal;
   int window;                       // 0: no window
   float score_inner, score_factor;  // ScoreRule
-  // See attention_prefill_pattern.cuh; zeros without a pattern.
+  // See attention_pattern.cuh; zeros without a pattern.
   const unsigned* pattern_blocks;
   int pattern_words, pattern_num_q, pattern_num_k, pattern_q, pattern_k, pattern_offset;
   const float *k_scale, *v_scale;  // (K,) scales of quantized pages, or null

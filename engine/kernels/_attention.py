@@ -159,9 +159,9 @@ def check_heads(call: Contract) -> None:
     call.check("D", 0 < d <= MAX_HEAD_DIM, f"from 1 to {MAX_HEAD_DIM}", d)
 
 
-def checked_sinks(call: Contract, sinks: Any) -> Any:
+def checked_sinks(call: Contract, sinks: Any, dtype: np.dtype[Any] = FLOAT32) -> Any:
     """Return the checked sink logits (H,), or None."""
-    return None if sinks is None else call.array("sinks", sinks, "H", FLOAT32)
+    return None if sinks is None else call.array("sinks", sinks, "H", dtype)
 
 
 def checked_starts(call: Contract, name: str, starts: Any, total: int) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from engine import device
 from engine.kernels._contract import Contract
 
-__all__ = ["PARAMS", "BlockSparse", "Pattern", "Periodic", "arguments"]
+__all__ = ["PARAMS", "BlockSparse", "Pattern", "Periodic", "arguments", "check"]
 
 # Extra parameters of the kernels that support patterns. See `arguments`.
 PARAMS = (
@@ -133,6 +133,12 @@ def _check_int(call: Contract, name: str, value: Any, low: int, high: int) -> in
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     call.check(name, is_int and low <= value <= high, f"an int from {low} to {high}", value)
     return int(value)
+
+
+def check(call: Contract, pattern: Any) -> None:
+    """Check the argument `pattern` of an op."""
+    is_pattern = isinstance(pattern, Pattern | None)
+    call.check("pattern", is_pattern, "BlockSparse, Periodic or None", type(pattern).__name__)
 
 
 def arguments(pattern: Pattern | None) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from engine.dtypes import accumulation_dtype
 from engine.reference._quantized_kv import dequantize_kv
 
-__all__ = ["attend", "gather_pages"]
+__all__ = ["attend", "gather_pages", "pattern_sees"]
 
 Array = np.ndarray[Any, Any]
 
@@ -31,16 +32,16 @@ def attend(
 ) -> tuple[Array, Array]:
     """Return softmax(cap(scale Q K^T)) V in q's dtype, and the log-sum-exp of each row's scores.
 
-    q (n, H, D) holds the last n queries of a sequence with k, v (K, m, D). Computed in float32,
-    except that P = exp(score - max) is rounded to q's dtype before P V, as tensor cores require;
-    the result is divided by the sum of P before that rounding. `tree` (n,) holds bit masks: among
-    the last n keys, query i sees key j only if bit j of tree[i] is set. `sinks` (H,) holds one
-    extra score per head, without a value, which counts in the log-sum-exp.
+    q (n, H, D) holds the last n queries of a sequence with k, v (K, m, D). Computed in float32
+    (float64 for float64), except that P = exp(score - max) is rounded to q's dtype before P V, as
+    tensor cores require; the result is divided by the sum of P before that rounding. `tree` (n,)
+    holds bit masks: among the last n keys, query i sees key j only if bit j of tree[i] is set.
+    `sinks` (H,) holds one extra score per head, without a value, which counts in the log-sum-exp.
     """
     (n, num_heads, _) = q.shape
     (_, m, _) = k.shape
     out = np.zeros(q.shape, q.dtype)
-    lse = np.full((n, num_heads), -np.inf, np.float32)
+    lse = np.full((n, num_heads), -np.inf, accumulation_dtype(q.dtype))
     step = max(1, _MAX_SCORES // max(1, num_heads * m))
     for start in range(0, n, step):
         rows = slice(start, min(n, start + step))
@@ -57,7 +58,9 @@ def attend(
                 bits = np.maximum(keys - (m - n), 0).astype(np.uint64)
                 hidden |= (keys >= m - n) & (tree[rows, None] >> bits & np.uint64(1) == 0)
             if pattern is not None:
-                hidden = hidden | ~_sees(pattern, last if causal else np.arange(n)[rows], keys)
+                hidden = hidden | ~pattern_sees(
+                    pattern, last if causal else np.arange(n)[rows], keys
+                )
             if hidden.any():
                 np.copyto(scores, -np.inf, where=hidden)
             out[rows], lse[rows] = _softmax_product(scores, v[:, low:high], q.dtype, sinks)
@@ -69,14 +72,14 @@ def attend(
 def _add_sinks(product: Array, total: Array, top: Array, sinks: Array) -> tuple[Array, ...]:
     """Add (K, H/K) sinks; return P V, the sum of P, and the score both are relative to."""
     sinks = sinks[..., None, None]
-    top = np.where(total == 0, np.float32(-np.inf), top)
+    top = np.where(total == 0, top.dtype.type(-np.inf), top)
     high = np.maximum(top, sinks)
-    base = np.where(np.isneginf(high), np.float32(0), high)
+    base = np.where(np.isneginf(high), high.dtype.type(0), high)
     weight = np.exp(top - base)
     return product * weight, total * weight + np.exp(sinks - base), base
 
 
-def _sees(pattern: Any, positions: Array, keys: Array) -> Array:
+def pattern_sees(pattern: Any, positions: Array, keys: Array) -> Array:
     """Return the mask (positions, keys): True if the pattern lets a position see a key."""
     if hasattr(pattern, "period"):
         distance = positions[:, None] - keys + pattern.offset
@@ -95,11 +98,12 @@ def _sees(pattern: Any, positions: Array, keys: Array) -> Array:
 def _scores(q: Array, k: Array, scale: float, softcap: float) -> Array:
     (n, _, head_dim) = q.shape
     (num_kv_heads, m, _) = k.shape
+    wide = accumulation_dtype(q.dtype)
     grouped = q.reshape(n, num_kv_heads, -1, head_dim).transpose(1, 2, 0, 3)
-    grouped = grouped.astype(np.float32).reshape(num_kv_heads, -1, head_dim) * np.float32(scale)
-    scores: Array = grouped @ k.astype(np.float32, copy=False).transpose(0, 2, 1)
+    grouped = grouped.astype(wide).reshape(num_kv_heads, -1, head_dim) * wide.type(scale)
+    scores: Array = grouped @ k.astype(wide, copy=False).transpose(0, 2, 1)
     if softcap:
-        scores = np.tanh(scores / np.float32(softcap)) * np.float32(softcap)
+        scores = np.tanh(scores / wide.type(softcap)) * wide.type(softcap)
     return scores.reshape(num_kv_heads, -1, n, m)
 
 
@@ -113,8 +117,8 @@ def _softmax_product(
     scores -= top
     p = np.exp(scores, out=scores)
     total = p.sum(axis=-1, keepdims=True)
-    p = p.astype(dtype, copy=False).astype(np.float32, copy=False)
-    product = p.reshape(len(v), -1, m) @ v.astype(np.float32, copy=False)
+    p = p.astype(dtype, copy=False).astype(scores.dtype, copy=False)
+    product = p.reshape(len(v), -1, m) @ v.astype(scores.dtype, copy=False)
     product = product.reshape(*scores.shape[:3], -1)
     if sinks is not None:
         sinks = sinks.reshape(scores.shape[:2])

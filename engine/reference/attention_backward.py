@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from engine.dtypes import accumulation_dtype
+from engine.reference._attention import pattern_sees
+
 __all__ = ["attention_backward"]
 
 Array = np.ndarray[Any, Any]
@@ -25,45 +28,53 @@ def attention_backward(
     scale: float | None = None,
     window: int = 0,
     softcap: float = 0.0,
-) -> tuple[Array, Array, Array]:
-    """Return dQ, dK, dV of sum(dout * attention_prefill(q, k, v)), given its `out` and `lse`."""
-    (_, num_heads, head_dim) = q.shape
-    num_kv_heads = k.shape[1]
-    scale = np.float32(head_dim**-0.5 if scale is None else scale)
+    pattern: Any = None,
+    sinks: Array | None = None,
+    dlse: Array | None = None,
+) -> tuple[Array, ...]:
+    """Return dQ, dK, dV (and dsinks, with sinks) of sum(dout * out) + sum(dlse * lse).
+
+    out, lse = attention_prefill(q, k, v, return_lse=True). Computed in float32, or in float64 for
+    float64 arrays.
+    """
+    wide = accumulation_dtype(q.dtype)
+    group = q.shape[1] // k.shape[1]
+    scale = wide.type(q.shape[2] ** -0.5 if scale is None else scale)
     dq, dk, dv = (np.zeros(x.shape, q.dtype) for x in (q, k, v))
+    delta = np.sum(dout.astype(wide) * out.astype(wide), axis=-1)
+    if dlse is not None:
+        delta -= dlse
     for b in range(len(cu_seqlens_q) - 1):
         rows, keys = (slice(*ends[b : b + 2]) for ends in (cu_seqlens_q, cu_seqlens_k))
-        for kv_head in range(num_kv_heads):
-            first = kv_head * (num_heads // num_kv_heads)
-            heads = slice(first, first + num_heads // num_kv_heads)
-            q_, dout_, out_ = (_float32(x[rows, heads]).swapaxes(0, 1) for x in (q, dout, out))
-            k_ = _float32(k[keys, kv_head])
-            v_ = _float32(v[keys, kv_head])
+        seen = _seen(len(q[rows]), len(k[keys]), causal, window, pattern)
+        for kv_head in range(k.shape[1]):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            q_, dout_ = (x[rows, heads].astype(wide).swapaxes(0, 1) for x in (q, dout))
+            k_, v_ = (x[keys, kv_head].astype(wide) for x in (k, v))
             scores = scale * (q_ @ k_.T)  # (H/K, queries, keys)
-            slope = np.float32(1.0)
+            slope = wide.type(1)
             if softcap:
-                tanh = np.tanh(scores / np.float32(softcap))
-                scores = np.float32(softcap) * tanh
+                tanh = np.tanh(scores / wide.type(softcap))
+                scores = wide.type(softcap) * tanh
                 slope = 1 - tanh * tanh
             top = np.where(np.isneginf(lse[rows, heads]), np.inf, lse[rows, heads]).T[..., None]
-            hidden = _hidden(scores.shape[1], len(k_), causal, window)
-            p = np.exp(np.where(hidden, np.float32(-np.inf), scores) - top)
-            delta = np.sum(dout_ * out_, axis=-1, keepdims=True)
-            ds = _float32((p * (dout_ @ v_.T - delta) * slope).astype(q.dtype))
+            p = np.exp(np.where(seen, scores, -np.inf).astype(wide, copy=False) - top)
+            ds = p * (dout_ @ v_.T - delta[rows, heads].T[..., None]) * slope
+            p, ds = (x.astype(q.dtype).astype(wide, copy=False) for x in (p, ds))
             dq[rows, heads] = (scale * (ds @ k_)).swapaxes(0, 1)
             dk[keys, kv_head] = scale * np.einsum("hij,hid->jd", ds, q_, optimize=True)
-            p = _float32(p.astype(q.dtype))
             dv[keys, kv_head] = np.einsum("hij,hid->jd", p, dout_, optimize=True)
-    return dq, dk, dv
+    if sinks is None:
+        return dq, dk, dv
+    weight = np.exp(sinks - np.where(np.isneginf(sinks), 0, lse))
+    return dq, dk, dv, -np.sum(weight * delta, axis=0)
 
 
-def _hidden(num_queries: int, num_keys: int, causal: bool, window: int) -> Array:
-    """Return the mask of hidden (query, key) pairs; if `causal`, the last query sees all keys."""
+def _seen(num_queries: int, num_keys: int, causal: bool, window: int, pattern: Any) -> Array:
+    """Return the mask of visible (query, key) pairs; if `causal`, the last query sees all keys."""
     key = np.arange(num_keys)
-    query = np.arange(num_queries)[:, None]
-    last = query + num_keys - num_queries if causal else np.full_like(query, num_keys - 1)
-    return (key > last) | (key <= last - window if window else np.False_)
-
-
-def _float32(x: Array) -> Array:
-    return x.astype(np.float32, copy=False)
+    query = np.arange(num_queries)
+    position = query + num_keys - num_queries if causal else query
+    last = (position if causal else np.full_like(query, num_keys - 1))[:, None]
+    seen: Array = (key <= last) & (key > last - window if window else np.True_)
+    return seen if pattern is None else seen & pattern_sees(pattern, position, key)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.dtypes import accumulation_dtype
 from engine.reference._attention import attend, gather_pages
 from engine.reference.qk_norm_rope_store import qk_norm_rope_store
 
@@ -60,7 +61,7 @@ def attention_decode(
             v_scale=v_scale,
         )
     out = np.zeros(q.shape, q.dtype)
-    lse = np.full(q.shape[:3], -np.inf, np.float32)
+    lse = np.full(q.shape[:3], -np.inf, accumulation_dtype(q.dtype))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     for b, length in enumerate(context_lens):
         keys, values = (

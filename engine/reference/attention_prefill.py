@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.dtypes import accumulation_dtype
 from engine.reference._attention import attend, gather_pages
 
 __all__ = ["attention_prefill"]
@@ -39,7 +40,7 @@ def attention_prefill(
     result does not depend on how a prompt is split into chunks.
     """
     out = np.zeros(q.shape, q.dtype)
-    lse = np.full(q.shape[:2], -np.inf, np.float32)
+    lse = np.full(q.shape[:2], -np.inf, accumulation_dtype(q.dtype))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     for b in range(len(cu_seqlens_q) - 1):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])

@@ -1,4 +1,4 @@
-"""attention_backward, bfloat16: TFLOP/s of its five GEMMs, half the square counted if causal.
+"""attention_backward, bfloat16: TFLOP/s of its five GEMMs, visible pairs of query and key counted.
 
 Peers, if torch is installed: the backward pass of scaled_dot_product_attention with cuDNN and with
 FlashAttention-2.
@@ -57,26 +57,36 @@ def _peers(batch: int, heads: int, kv_heads: int, head_dim: int, n: int, causal:
     }
 
 
-def _mirror(causal, dout, q, k, v, out, lse):
+def _mirror(rule, dout, q, k, v, out, lse):
     starts = {"cu_seqlens_q": cu_seqlens([len(q)]), "cu_seqlens_k": cu_seqlens([len(k)])}
-    return reference.attention_backward(dout, q, k, v, out, lse, **starts, causal=causal)
+    return reference.attention_backward(dout, q, k, v, out, lse, **starts, **rule)
 
 
 def _case(
-    batch: int, heads: int, kv_heads: int, head_dim: int, n: int, causal: bool, deterministic: bool
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    n: int,
+    causal: bool,
+    deterministic: bool,
+    window: int = 0,
+    has_sinks: bool = False,
 ) -> BenchCase:
+    rule = {"causal": causal, "window": window}
     shape, kv_shape = (batch * n, heads, head_dim), (batch * n, kv_heads, head_dim)
 
     def make(xp, seed):
         shapes = enumerate((shape, shape, kv_shape, kv_shape))
         dout, q, k, v = (normal_on(xp, s, "bfloat16", seed + i) for i, s in shapes)
         starts = xp.asarray(cu_seqlens([n] * batch))
-        where = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": causal}
+        sinks = xp.linspace(-1, 3, heads, dtype=np.float32) if has_sinks else None
+        where = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "sinks": sinks, **rule}
         out, lse = kernels.attention_prefill(q, k, v, **where, max_seqlen_q=n, return_lse=True)
-        return dout, q, k, v, out, lse, starts
+        return dout, q, k, v, out, lse, starts, sinks
 
-    def run(dout, q, k, v, out, lse, starts):
-        where = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": causal}
+    def run(dout, q, k, v, out, lse, starts, sinks):
+        where = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "sinks": sinks, **rule}
         options = {"max_seqlen_q": n, "max_seqlen_k": n, "deterministic": deterministic}
         return kernels.attention_backward(dout, q, k, v, out, lse, **where, **options)
 
@@ -85,20 +95,22 @@ def _case(
         group, last = heads // kv_heads, slice(-_CHECKED, None)
         args = [*(x[:, :group] for x in args[:2]), *(x[:, :1] for x in args[2:4]), *args[4:6]]
         dout, q, k, v, out, lse = (to_numpy(x[-n:, :group]) for x in args)
-        dq, dk, dv = (np.ascontiguousarray(to_numpy(x[last])) for x in result)
+        dq, dk, dv = (np.ascontiguousarray(to_numpy(x[last])) for x in result[:3])
         few = [x[last] if causal else x for x in (dout, q, out, lse)]
-        by_query = _mirror(causal, *(x[last] for x in (dout, q)), k, v, out[last], lse[last])[0]
-        by_key = _mirror(causal, *few[:2], k[last], v[last], *few[2:])[1:]
+        by_query = _mirror(rule, *(x[last] for x in (dout, q)), k, v, out[last], lse[last])[0]
+        by_key = _mirror(rule, *few[:2], k[last], v[last], *few[2:])[1:]
         got = dq[:, :group], dk[:, :1], dv[:, :1]
         for name, x, want in zip(("dq", "dk", "dv"), got, (by_query, *by_key), strict=True):
             x, want = np.ascontiguousarray(x), np.ascontiguousarray(want[last])
             assert_close(x, want, reduction=3 * head_dim + n * group, name=name)
 
-    flops = 10 * batch * heads * head_dim * n * n // (2 if causal else 1)
+    pairs = window * n if window else n * n // 2 if causal else n * n
+    flops = 10 * batch * heads * head_dim * pairs
     nbytes = 2 * (4 * np.prod(shape) + 4 * np.prod(kv_shape))
-    peers = _peers(batch, heads, kv_heads, head_dim, n, causal)
+    peers = None if window else _peers(batch, heads, kv_heads, head_dim, n, causal)
     order = "" if deterministic else " any order"
-    mask = "causal" if causal else "full"
+    mask = f"window {window}" if window else "causal" if causal else "full"
+    mask += " sinks" if has_sinks else ""
     name = f"B{batch} H{heads}/{kv_heads} D{head_dim} S{n} {mask}{order}"
     return BenchCase(name, make, run, nbytes=int(nbytes), flops=flops, check=check, peers=peers)
 
@@ -114,5 +126,9 @@ CASES = [
         (2, 32, 8, 128, 4096, True),
     )
     for deterministic in (True, False)
+]
+CASES += [
+    _case(1, 64, 8, 64, 8192, True, True, window=128, has_sinks=True),  # gpt-oss
+    _case(1, 32, 8, 128, 8192, True, True, window=1024),
 ]
 CPU_CASES = [_case(1, 2, 2, 64, 128, True, False)]

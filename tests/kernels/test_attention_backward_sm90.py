@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
 from engine import kernels
 from engine.device import to_numpy
 from engine.errors import CompileError
-from engine.kernels import _nvrtc
+from engine.kernels import Periodic, _nvrtc
 from engine.kernels._attention import ScoreRule
 from engine.kernels._module import compile_module, current_architecture
 from engine.kernels.attention_backward import sm90 as backward_sm90
+from engine.kernels.attention_backward.problem import BackwardProblem
 from engine.kernels.attention_backward.sm90 import choose_hopper_tile, specs
 from engine.testing import cases
 from engine.testing.cases_attention import AttentionCase, cu_seqlens
@@ -42,7 +45,7 @@ def test_compiles_without_spills_or_serialised_products(dtype):
         assert "serialized" not in compiled.log and "C7508" not in compiled.log
 
 
-def _float64(dout, q, k, v, causal):
+def _float64(dout, q, k, v, causal, window):
     """Gradients, output and log-sum-exp of one sequence in float64."""
     (n, heads, head_dim), (m, kv_heads, _) = q.shape, k.shape
     group, scale = heads // kv_heads, head_dim**-0.5
@@ -50,7 +53,9 @@ def _float64(dout, q, k, v, causal):
     k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
     scores = np.einsum("ihd,jhd->hij", q, k) * scale
     if causal:
-        scores[:, np.arange(m) > np.arange(n)[:, None] + m - n] = -np.inf
+        last = np.arange(n)[:, None] + m - n
+        hidden = (np.arange(m) > last) | (np.arange(m) <= last - (window or 2**31))
+        scores[:, hidden] = -np.inf
     high = np.maximum(scores.max(-1, keepdims=True, initial=-np.inf), -1e300)
     p = np.exp(scores - high)
     total = p.sum(-1, keepdims=True)
@@ -84,7 +89,7 @@ def _inputs(case, dtype, seed):
     for b in range(len(case.lens_q)):
         rows, keys = (slice(*ends[b : b + 2]) for ends in where.values())
         parts = (arrays[n][keys if n in "kv" else rows] for n in ("dout", "q", "k", "v"))
-        want, out, lse = _float64(*parts, case.causal)
+        want, out, lse = _float64(*parts, case.causal, case.window)
         wants.append(want)
         outs.append(out)
         lses.append(lse)
@@ -93,10 +98,13 @@ def _inputs(case, dtype, seed):
     return arrays, where, [np.concatenate(parts) for parts in zip(*wants, strict=True)]
 
 
-def _run(cp, arrays, where, causal, deterministic):
+def _run(cp, arrays, where, causal, deterministic, window=0):
     moved = {name: cp.asarray(x) for name, x in {**arrays, **where}.items()}
-    assert not _is_hopper() or backward_sm90.is_supported(ScoreRule(1.0, 0, 0.0), moved)
-    got = kernels.attention_backward(**moved, causal=causal, deterministic=deterministic)
+    with mock.patch.object(backward_sm90, "launch", wraps=backward_sm90.launch) as launch:
+        got = kernels.attention_backward(
+            **moved, causal=causal, deterministic=deterministic, window=window
+        )
+    assert launch.called == _is_hopper()
     return [to_numpy(x) for x in got]
 
 
@@ -137,6 +145,20 @@ def test_random_problems(cp, seed, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.grid("dtype", _HALVES)
+@pytest.mark.grid("window", [1, 2, 63, 64, 65, 127, 128, 129, 200, 300, 5000])
+@pytest.mark.grid("head_dim", [64, 128])
+def test_windows(cp, head_dim, window, dtype):
+    case = AttentionCase((400, 70, 1, 257), (400, 390, 129, 600), 4, 2, head_dim, window=window)
+    arrays, where, want = _inputs(case, dtype, window)
+    first = _run(cp, arrays, where, True, True, window)
+    _check(first, want, dtype)
+    for x, y in zip(_run(cp, arrays, where, True, True, window), first, strict=True):
+        np.testing.assert_array_equal(x, y)
+    _check(_run(cp, arrays, where, True, False, window), want, dtype)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_more_keys_than_blocks_run_at_once(cp, monkeypatch, head_dim, causal):
@@ -153,13 +175,33 @@ def test_more_keys_than_blocks_run_at_once(cp, monkeypatch, head_dim, causal):
 def test_portable_tier_can_be_forced(cp, monkeypatch):
     if not _is_hopper():
         pytest.skip("needs compute capability 9.0")
-    x = cp.ones((4, 2, 64), np.float16)
-    arrays = {name: x for name in ("dout", "q", "k", "v", "out")}
-    assert backward_sm90.is_supported(ScoreRule(1.0, 0, 0.0), arrays)
-    assert not backward_sm90.is_supported(ScoreRule(1.0, 3, 0.0), arrays)
-    assert not backward_sm90.is_supported(ScoreRule(1.0, 0, 5.0), arrays)
+    assert backward_sm90.is_supported(_problem(cp))
+    assert backward_sm90.is_supported(_problem(cp, rule=ScoreRule(1.0, 3, 0.0)))
+    assert not backward_sm90.is_supported(_problem(cp, rule=ScoreRule(1.0, 0, 5.0)))
+    assert not backward_sm90.is_supported(_problem(cp, pattern=Periodic(9, 3)))
+    odd = {"dq": cp.ones((4, 2, 68), np.float16)[..., 1:65]}  # its rows are not aligned
+    assert not backward_sm90.is_supported(_problem(cp, grads=odd))
     monkeypatch.setenv("ENGINE_KERNEL_TIER", "portable")
-    assert not backward_sm90.is_supported(ScoreRule(1.0, 0, 0.0), arrays)
+    assert not backward_sm90.is_supported(_problem(cp))
+
+
+def _problem(cp, **given):
+    x = cp.ones((4, 2, 64), np.float16)
+    values = {
+        "inputs": {name: x for name in ("dout", "q", "k", "v", "out")},
+        "starts": {},
+        "grads": {},
+        "causal": True,
+        "rule": ScoreRule(1.0, 0, 0.0),
+        "pattern": None,
+        "sinks": None,
+        "dsinks": None,
+        "dlse": None,
+        "max_q": 4,
+        "max_k": 4,
+        "deterministic": True,
+    }
+    return BackwardProblem(**{**values, **given})
 
 
 @pytest.mark.gpu

@@ -26,11 +26,11 @@ CONSTANTS = [
     ("_quantize.GROUP", "quantize_rows", "kGroup"),
     ("attention_backward.sm90._KEYS", "attention_backward", "kKeys"),
     ("attention_backward.sm90._STAGES", "attention_backward", "kStages"),
+    ("attention_backward.problem._SINK_TOKENS", "attention_backward", "kSinkTokens"),
     ("attention_decode.portable._COMBINE_THREADS", "attention_decode", "kCombineThreads"),
     ("attention_decode.portable._SPLIT_GRAIN", "attention_decode", "kSplitGrain"),
     ("attention_prefill_fp8.sm90._KEYS", _FP8_TILE, "kKeys"),
     ("attention_prefill_fp8.sm90._Q_STAGES", _FP8_TILE, "kQStages"),
-    ("cross_entropy._MAX_CLUSTER", "cross_entropy.cu", "kMaxCluster"),
     ("embedding._ROWS", "embedding.cu", "kRows"),
     ("gemm.skinny._STEP_K", "gemm/skinny_block.cuh", "kStepK"),
     ("kv_copy._THREADS", "kv_copy.cu", "kThreads"),
@@ -52,8 +52,6 @@ CONSTANTS = [
     ("sample._MAX_WALKS", "sample", "kMaxWalks"),
     ("sample._SCAN_THREADS", "sample", "kScanThreads"),
     ("sample._SEGMENT", "sample", "kSegment"),
-    ("scale_rows._ROWS", "scale_rows.cu", "kRows"),
-    ("scale_rows._THREADS", "scale_rows.cu", "kThreads"),
 ]
 
 

@@ -6,35 +6,40 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import reference
-from engine.dtypes import dtype_name, itemsize
+from engine.dtypes import accumulation_dtype, dtype_name, itemsize
+from engine.kernels import _attention_pattern
 from engine.kernels._attention import (
     MAX_HEAD_DIM,
     ScoreRule,
     are_aligned,
     check_heads,
     checked_longest,
+    checked_sinks,
     checked_starts,
 )
-from engine.kernels._contract import FLOAT32, FLOATS, Contract
+from engine.kernels._contract import MIRROR_FLOATS, Contract
 from engine.kernels._elementwise import named_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._workspace import workspace
 from engine.kernels.attention_backward import sm90
+from engine.kernels.attention_backward.problem import BackwardProblem
 
 __all__ = ["BackwardTile", "attention_backward", "choose_tile", "specs"]
 
 _DELTA = Kernel(
     "attention_backward_delta",
-    "dout:ptr out:ptr delta:ptr dout_stride_t:i64 dout_stride_h:i64 out_stride_t:i64 "
+    "dout:ptr out:ptr dlse:ptr delta:ptr dout_stride_t:i64 dout_stride_h:i64 out_stride_t:i64 "
     "out_stride_h:i64 rows:i64 num_heads:i32 head_dim:i32",
 )
 _PARAMS = (
     "dout:ptr q:ptr k:ptr v:ptr lse:ptr delta:ptr cu_seqlens_q:ptr cu_seqlens_k:ptr dq:ptr dk:ptr "
     "dv:ptr dout_stride_t:i64 dout_stride_h:i64 q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 "
-    "k_stride_h:i64 v_stride_t:i64 v_stride_h:i64 total_q:i32 total_k:i32 num_heads:i32 group:i32 "
-    "head_dim:i32 causal:i32 window:i32 is_vector:i32 score_inner:f32 score_factor:f32 scale:f32"
-)
+    "k_stride_h:i64 v_stride_t:i64 v_stride_h:i64 dq_stride_t:i64 dq_stride_h:i64 dk_stride_t:i64 "
+    "dk_stride_h:i64 dv_stride_t:i64 dv_stride_h:i64 total_q:i32 total_k:i32 num_heads:i32 "
+    "group:i32 head_dim:i32 causal:i32 window:i32 is_vector:i32 score_inner:f32 score_factor:f32 "
+    "scale:f32"
+) + _attention_pattern.PARAMS
 _STRUCT = "AttentionBackwardParams"
 _KEYS = Kernel("attention_backward_keys", _PARAMS, struct=_STRUCT)
 _QUERIES = Kernel("attention_backward_queries", _PARAMS, struct=_STRUCT)
@@ -76,8 +81,8 @@ class BackwardTile:
         rows = self.rows + self.stages * self.stream
         return 2 * rows * (pitch * itemsize(dtype) + 4)
 
-    def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module compiled for this tile."""
+    def spec(self, dtype: str, is_patterned: bool = False) -> ModuleSpec:
+        """Return the module compiled for this tile; `is_patterned` is for patterns."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "WARPS": self.warps,
@@ -85,6 +90,7 @@ class BackwardTile:
             "STREAM": self.stream,
             "STAGES": self.stages,
             "SHARED_BYTES": self.shared_bytes(dtype),
+            "PATTERN": int(is_patterned),
         }
         return ModuleSpec("attention_backward/attention_backward.cu", dtype, tuple(macros.items()))
 
@@ -111,11 +117,17 @@ def choose_tile(dtype: str, head_dim: int) -> BackwardTile:
     return next(tile for tile in tiles if head_dim <= tile.head_dim)
 
 
-def specs(dtype: str, *, head_dim: int | None = None, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch, for one head dim or all."""
+def specs(
+    dtype: str, *, head_dim: int | None = None, patterns: bool = False, **_: Any
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch, for one head dim or all.
+
+    `patterns` adds the modules for patterns.
+    """
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     tiles = dict.fromkeys(choose_tile(dtype, dim) for dim in dims)
-    portable = tuple(tile.spec(dtype) for tile in tiles)
+    kinds = (False, True) if patterns else (False,)
+    portable = tuple(tile.spec(dtype, kind) for kind in kinds for tile in tiles)
     return portable + sm90.specs(dtype, head_dim=head_dim)
 
 
@@ -133,9 +145,16 @@ def attention_backward(
     scale: float | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    pattern: _attention_pattern.Pattern | None = None,
+    sinks: Any = None,
+    dlse: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     deterministic: bool = True,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    dsinks: Any = None,
 ) -> Any:
     """Return the gradients of ``sum(dout * attention_prefill(q, k, v))`` with respect to q, k, v.
 
@@ -144,12 +163,12 @@ def attention_backward(
     dout : (Tq, H, D) array of q's dtype
         Gradient with respect to the attention's result. `dout`, `q`, `k`, `v` and `out` may be
         views whose last axis is contiguous.
-    q : (Tq, H, D) array of float32, float16 or bfloat16
+    q : (Tq, H, D) array of float32, float16 or bfloat16 (NumPy: or float64)
         Query tokens of all sequences, concatenated. D <= 256.
     k, v : (Tk, K, D) arrays of q's dtype
         H is a multiple of K: query head h reads head h // (H // K).
     out : (Tq, H, D) array of q's dtype
-    lse : (Tq, H) array of float32
+    lse : (Tq, H) array of float32 (float64 for float64)
         Results of `attention_prefill` with `return_lse` for the same arguments.
     cu_seqlens_q, cu_seqlens_k : (B+1,) arrays of int32
         First row of each sequence in q and in k, then the end: they rise from 0 to Tq and to Tk.
@@ -162,11 +181,20 @@ def attention_backward(
         `causal`.
     softcap : float
         Replace a scaled score s by softcap * tanh(s / softcap); 0 means no cap.
+    pattern : BlockSparse or Periodic, optional
+        Further restricts the keys that each query sees. See `attention_prefill`.
+    sinks : (H,) array of lse's dtype, optional
+        Attention sinks of the forward pass, whose log-sum-exp includes them.
+    dlse : (Tq, H) array of lse's dtype, optional
+        Gradient with respect to `lse`, for results that also depend on it (`merge_states`).
     max_seqlen_q, max_seqlen_k : int, optional
         Upper bounds of the sequence lengths. If omitted on CUDA, computing them synchronises.
     deterministic : bool
         Return the same bits every time. False lets kernels add to dQ in any order if that is
         faster.
+    dq, dk, dv, dsinks : arrays, optional
+        Arrays for the results: dq, dk and dv may be views whose last axis is contiguous. None may
+        overlap an input or another result.
 
     Returns
     -------
@@ -174,6 +202,8 @@ def attention_backward(
         0 for a query that sees no key.
     dk, dv : (Tk, K, D) arrays of q's dtype
         Summed over the query heads that share a key/value head; 0 for a key that no query sees.
+    dsinks : (H,) array of lse's dtype
+        Only if `sinks` is given.
 
     Raises
     ------
@@ -183,8 +213,10 @@ def attention_backward(
 
     Notes
     -----
-    P is recomputed from the log-sum-exp [1]_. P and all sums are float32; P and dS are rounded to
-    q's dtype as GEMM operands; each result is rounded once.
+    P is recomputed from the log-sum-exp [1]_; if that includes a sink, the formulas for dq, dk and
+    dv stay the same. P and all sums are float32; P and dS are rounded to q's dtype as GEMM
+    operands; each result is rounded once. On Hopper a pattern or a soft cap selects the portable
+    kernel.
 
     References
     ----------
@@ -203,14 +235,15 @@ def attention_backward(
     (array([1.5, 0.5], dtype=float32), array([-2.5,  2.5], dtype=float32))
     """
     call = Contract("attention_backward")
-    q = call.array("q", q, "Tq H D", FLOATS, layout="rows")
-    arrays = {
+    q = call.array("q", q, "Tq H D", MIRROR_FLOATS, layout="rows")
+    statistic = accumulation_dtype(q.dtype)
+    inputs = {
         "dout": call.array("dout", dout, "Tq H D", q.dtype, layout="rows"),
         "q": q,
         "k": call.array("k", k, "Tk K D", q.dtype, layout="rows"),
         "v": call.array("v", v, "Tk K D", q.dtype, layout="rows"),
         "out": call.array("out", out, "Tq H D", q.dtype, layout="rows"),
-        "lse": call.array("lse", lse, "Tq H", FLOAT32),
+        "lse": call.array("lse", lse, "Tq H", statistic),
     }
     starts = {
         "cu_seqlens_q": checked_starts(call, "cu_seqlens_q", cu_seqlens_q, call["Tq"]),
@@ -219,78 +252,111 @@ def attention_backward(
     check_heads(call)
     rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
     call.check("window", causal or not window, "0 unless causal", window)
+    _attention_pattern.check(call, pattern)
+    sinks = checked_sinks(call, sinks, statistic)
+    dlse = None if dlse is None else call.array("dlse", dlse, "Tq H", statistic)
     max_q = checked_longest(call, "max_seqlen_q", max_seqlen_q, starts["cu_seqlens_q"])
     max_k = checked_longest(call, "max_seqlen_k", max_seqlen_k, starts["cu_seqlens_k"])
+    given = {"dq": dq, "dk": dk, "dv": dv}
+    call.check("dsinks", dsinks is None or sinks is not None, "None without sinks", dsinks)
     if call.on_cpu:
-        return reference.attention_backward(
-            **arrays,
+        results = reference.attention_backward(
+            **inputs,
             **starts,
             causal=causal,
             scale=rule.scale,
             window=rule.window,
             softcap=rule.softcap,
+            pattern=pattern,
+            sinks=sinks,
+            dlse=dlse,
         )
-    max_q = min(max_q, call["Tq"])
-    max_k = min(max_k, call["Tk"])
-    grads = {f"d{name}": call.xp.empty(arrays[name].shape, q.dtype) for name in "qkv"}
-    if sm90.is_supported(rule, arrays):
-        sm90.launch(arrays, starts, grads, causal, rule, max_q, max_k, deterministic)
-    else:
-        _launch(arrays, starts, grads, causal, rule, max_q, max_k)
-    return grads["dq"], grads["dk"], grads["dv"]
+        return _finished(call, {**given, "dsinks": dsinks}, results)
+    grads = {
+        name: call.output(name, x, inputs[name[1:]].shape, q.dtype, layout="rows")
+        for name, x in given.items()
+    }
+    if sinks is not None:
+        dsinks = call.output("dsinks", dsinks, sinks.shape, statistic)
+    problem = BackwardProblem(
+        inputs=inputs,
+        starts=starts,
+        grads=grads,
+        causal=bool(causal),
+        rule=rule,
+        pattern=pattern,
+        sinks=sinks,
+        dsinks=dsinks,
+        dlse=dlse,
+        max_q=min(max_q, call["Tq"]),
+        max_k=min(max_k, call["Tk"]),
+        deterministic=deterministic,
+    )
+    launch = sm90.launch if sm90.is_supported(problem) else _launch
+    launch(problem)
+    return tuple(grads.values()) if sinks is None else (*grads.values(), dsinks)
 
 
-def _launch(
-    arrays: dict[str, Any],
-    starts: dict[str, Any],
-    grads: dict[str, Any],
-    causal: bool,
-    rule: ScoreRule,
-    max_q: int,
-    max_k: int,
-) -> None:
-    q = arrays["q"]
-    k = arrays["k"]
+def _finished(call: Contract, given: dict[str, Any], results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the mirror's results, copied into the given arrays, all of which are checked first."""
+    names = list(given)[: len(results)]
+    targets = [
+        call.target(given[name], result, name, layout="C" if name == "dsinks" else "rows")
+        for name, result in zip(names, results, strict=True)
+    ]
+    return tuple(call.fill(*pair) for pair in zip(targets, results, strict=True))
+
+
+def _launch(problem: BackwardProblem) -> None:
+    inputs = problem.inputs
+    q = inputs["q"]
+    k = inputs["k"]
     (total_q, num_heads, head_dim) = q.shape
     dtype = dtype_name(q.dtype)
     num_kv_heads = k.shape[1]
     tile = choose_tile(dtype, head_dim)
-    delta = workspace(total_q * num_heads)
-    inputs = {name: arrays[name] for name in ("dout", "q", "k", "v")}
+    spec = tile.spec(dtype, problem.pattern is not None)
+    rule = problem.rule
+    count = problem.num_statistics
+    scratch = workspace(count + problem.sink_floats)
+    delta = scratch[:count]
+    streamed = {name: inputs[name] for name in ("dout", "q", "k", "v")}
     shape = {"num_heads": num_heads, "head_dim": head_dim}
-    summed = {name: arrays[name] for name in ("dout", "out")}
+    summed = {name: inputs[name] for name in ("dout", "out")}
     _DELTA.launch(
-        tile.spec(dtype),
-        (ceil_div(total_q * num_heads, 8),),
+        spec,
+        (ceil_div(count, 8),),
         (256,),
         **summed,
         **named_strides("th", **summed),
         **shape,
+        dlse=problem.dlse,
         delta=delta,
-        rows=total_q * num_heads,
+        rows=count,
     )
     args = {
-        **inputs,
-        **named_strides("th", **inputs),
-        **starts,
-        **grads,
+        **streamed,
+        **problem.starts,
+        **problem.grads,
+        **named_strides("th", **streamed, **problem.grads),
         **shape,
-        "lse": arrays["lse"],
+        "lse": inputs["lse"],
         "delta": delta,
         "total_q": total_q,
         "total_k": k.shape[0],
         "group": num_heads // num_kv_heads,
-        "causal": int(causal),
+        "causal": int(problem.causal),
         "window": rule.window,
-        "is_vector": int(are_aligned(*inputs.values())),
+        "is_vector": int(are_aligned(*streamed.values())),
         "score_inner": rule.inner,
         "score_factor": rule.factor,
         "scale": rule.scale,
+        **_attention_pattern.arguments(problem.pattern),
     }
-    key_tiles, query_tiles = (ceil_div(n, tile.rows) for n in (max_k, max_q))
-    batch = starts["cu_seqlens_q"].size - 1
+    key_tiles, query_tiles = (ceil_div(n, tile.rows) for n in (problem.max_k, problem.max_q))
+    batch = problem.starts["cu_seqlens_q"].size - 1
     block = (32 * tile.warps,)
     shared = tile.shared_bytes(dtype)
-    grid = (key_tiles * tile.key_parts, num_kv_heads, batch)
-    _KEYS.launch(tile.spec(dtype), grid, block, shared, **args)
-    _QUERIES.launch(tile.spec(dtype), (query_tiles, num_heads, batch), block, shared, **args)
+    _KEYS.launch(spec, (key_tiles * tile.key_parts, num_kv_heads, batch), block, shared, **args)
+    _QUERIES.launch(spec, (query_tiles, num_heads, batch), block, shared, **args)
+    problem.launch_sinks(spec, delta, scratch[count:])

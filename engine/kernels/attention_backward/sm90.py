@@ -8,34 +8,37 @@ from typing import Any
 import numpy as np
 
 from engine.dtypes import dtype_name
-from engine.kernels._attention import ScoreRule, are_aligned
+from engine.kernels._attention import are_aligned
 from engine.kernels._chip import HOPPER_DTYPES, is_hopper, sm_count
 from engine.kernels._elementwise import named_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map
 from engine.kernels._workspace import counters, workspace
+from engine.kernels.attention_backward.problem import BackwardProblem
 
 __all__ = ["HopperTile", "choose_hopper_tile", "is_supported", "launch", "specs"]
 
 _BEFORE = Kernel(
     "attention_backward_sm90_before",
-    "dout:ptr out:ptr lse:ptr cu_seqlens_q:ptr statistics:ptr dq_sum:ptr order:ptr "
-    "dout_stride_t:i64 dout_stride_h:i64 out_stride_t:i64 out_stride_h:i64 total_q:i32 "
+    "dout:ptr out:ptr lse:ptr dlse:ptr cu_seqlens_q:ptr statistics:ptr dq_sum:ptr order:ptr "
+    "delta:ptr dout_stride_t:i64 dout_stride_h:i64 out_stride_t:i64 out_stride_h:i64 total_q:i32 "
     "num_heads:i32 head_dim:i32",
     struct="AttentionBackwardSm90BeforeParams",
 )
 _MAIN = Kernel(
     "attention_backward_sm90",
     "q_map:tmap k_map:tmap v_map:tmap dout_map:tmap cu_seqlens_q:ptr cu_seqlens_k:ptr "
-    "statistics:ptr dq_sum:ptr order:ptr counter:ptr dk:ptr dv:ptr total_q:i32 total_k:i32 "
-    "num_heads:i32 group:i32 head_dim:i32 causal:i32 key_blocks:i32 descending:i32 "
-    "score_factor:f32 scale:f32",
+    "statistics:ptr dq_sum:ptr order:ptr counter:ptr dk:ptr dv:ptr dk_stride_t:i64 "
+    "dk_stride_h:i64 dv_stride_t:i64 dv_stride_h:i64 total_q:i32 total_k:i32 num_heads:i32 "
+    "group:i32 head_dim:i32 causal:i32 window:i32 key_blocks:i32 descending:i32 score_factor:f32 "
+    "scale:f32",
     struct="AttentionBackwardSm90Params",
 )
 _AFTER = Kernel(
     "attention_backward_sm90_after",
-    "dq_sum:ptr cu_seqlens_q:ptr dq:ptr total_q:i32 num_heads:i32 head_dim:i32 scale:f32",
+    "dq_sum:ptr cu_seqlens_q:ptr dq:ptr dq_stride_t:i64 dq_stride_h:i64 total_q:i32 num_heads:i32 "
+    "head_dim:i32 scale:f32",
 )
 
 _KEYS = 128  # keys per CTA
@@ -58,12 +61,13 @@ class HopperTile:
         statistics = _STAGES * (2 * self.queries * 4 + 16)
         return 1024 + tiles + 2 * _HALF_FLOATS * 4 + statistics + 8 * (3 + 4 * _STAGES + 4)
 
-    def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module compiled for this tile."""
+    def spec(self, dtype: str, has_window: bool = False) -> ModuleSpec:
+        """Return the module compiled for this tile; `has_window` is for problems with a window."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "QUERIES": self.queries,
             "SHARED_BYTES": self.shared_bytes,
+            "WINDOW": int(has_window),
         }
         return ModuleSpec(
             "attention_backward/attention_backward_sm90.cu", dtype, tuple(macros.items())
@@ -90,103 +94,116 @@ def specs(dtype: str, *, head_dim: int | None = None) -> tuple[ModuleSpec, ...]:
     """Return the modules for one head dim or all."""
     dims = [tile.head_dim for tile in _TILES] if head_dim is None else [head_dim]
     tiles = [choose_hopper_tile(dtype, dim) for dim in dims]
-    return tuple(tile.spec(dtype) for tile in tiles if tile is not None)
+    found = [tile for tile in tiles if tile is not None]
+    return tuple(tile.spec(dtype, kind) for kind in (False, True) for tile in found)
 
 
-def is_supported(rule: ScoreRule, arrays: dict[str, Any]) -> bool:
+def is_supported(problem: BackwardProblem) -> bool:
     """Tell whether the Hopper kernel supports the problem on the current device."""
-    q = arrays["q"]
-    k = arrays["k"]
+    q = problem.inputs["q"]
+    k = problem.inputs["k"]
+    rows = (problem.inputs[name] for name in ("dout", "q", "k", "v", "out"))
     return (
         choose_hopper_tile(dtype_name(q.dtype), q.shape[2]) is not None
-        and not rule.window
-        and not rule.softcap
+        and not problem.rule.softcap
+        and problem.pattern is None
         and is_hopper(dtype_name(q.dtype))
         and q.size > 0
         and k.size > 0
-        and are_aligned(*(arrays[name] for name in ("dout", "q", "k", "v", "out")))
+        and are_aligned(*rows, *problem.grads.values())
     )
 
 
-def launch(
-    arrays: dict[str, Any],
-    starts: dict[str, Any],
-    grads: dict[str, Any],
-    causal: bool,
-    rule: ScoreRule,
-    max_q: int,
-    max_k: int,
-    deterministic: bool,
-) -> None:
-    """Launch on arrays that `is_supported` accepts."""
-    q = arrays["q"]
-    k = arrays["k"]
-    (total_q, num_heads, head_dim) = q.shape
-    dtype = dtype_name(q.dtype)
-    total_k, num_kv_heads, _ = k.shape
+def launch(problem: BackwardProblem) -> None:
+    """Launch a problem that `is_supported` accepts."""
+    inputs = problem.inputs
+    (total_q, num_heads, head_dim) = inputs["q"].shape
+    dtype = dtype_name(inputs["q"].dtype)
+    total_k, num_kv_heads, _ = inputs["k"].shape
     tile = choose_hopper_tile(dtype, head_dim)
     assert tile is not None
-    batch = starts["cu_seqlens_q"].size - 1
-    spec = tile.spec(dtype)
-    scratch = _scratch((total_q // tile.queries + batch) * num_heads, tile, deterministic)
+    batch = problem.starts["cu_seqlens_q"].size - 1
+    spec = tile.spec(dtype, problem.rule.window > 0)
+    scratch = _scratch(problem, (total_q // tile.queries + batch) * num_heads, tile)
     common: dict[str, Any] = {
-        "cu_seqlens_q": starts["cu_seqlens_q"],
+        "cu_seqlens_q": problem.starts["cu_seqlens_q"],
         "dq_sum": scratch["dq_sum"],
         "total_q": total_q,
         "num_heads": num_heads,
         "head_dim": head_dim,
     }
     between = {"statistics": scratch["statistics"], "order": scratch["order"]}
-    query_tiles = (ceil_div(max_q, tile.queries), num_heads, batch)
-    _BEFORE.launch(spec, query_tiles, (256,), **_summed(arrays), **between, **common)
-    key_blocks = ceil_div(max_k, _KEYS)
+    query_tiles = (ceil_div(problem.max_q, tile.queries), num_heads, batch)
+    _BEFORE.launch(
+        spec,
+        query_tiles,
+        (256,),
+        **_summed(inputs),
+        **between,
+        **common,
+        dlse=problem.dlse,
+        delta=scratch["delta"],
+    )
+    key_blocks = ceil_div(problem.max_k, _KEYS)
+    keys = {name: problem.grads[name] for name in ("dk", "dv")}
     _MAIN.launch(
         spec,
         (key_blocks * num_kv_heads * batch,),
         (384,),
         tile.shared_bytes,
-        **_maps(arrays, dtype, tile),
+        **_maps(inputs, dtype, tile),
         **between,
         **common,
-        cu_seqlens_k=starts["cu_seqlens_k"],
+        cu_seqlens_k=problem.starts["cu_seqlens_k"],
         counter=counters(),
-        dk=grads["dk"],
-        dv=grads["dv"],
+        **keys,
+        **named_strides("th", **keys),
         total_k=total_k,
         group=num_heads // num_kv_heads,
-        causal=int(causal),
+        causal=int(problem.causal),
+        window=problem.rule.window,
         key_blocks=key_blocks,
         descending=int(key_blocks > sm_count()),
-        score_factor=rule.factor,
-        scale=rule.scale,
+        score_factor=problem.rule.factor,
+        scale=problem.rule.scale,
     )
-    _AFTER.launch(spec, query_tiles, (256,), dq=grads["dq"], scale=rule.scale, **common)
+    dq = {"dq": problem.grads["dq"]}
+    strides = named_strides("th", **dq)
+    _AFTER.launch(spec, query_tiles, (256,), **dq, **strides, scale=problem.rule.scale, **common)
+    problem.launch_sinks(spec, scratch["delta"], scratch["partial"])
 
 
-def _summed(arrays: dict[str, Any]) -> dict[str, Any]:
+def _summed(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments for delta, the row sums of dout * out, and the log-sum-exp."""
-    summed = {name: arrays[name] for name in ("dout", "out")}
-    return {**summed, **named_strides("th", **summed), "lse": arrays["lse"]}
+    summed = {name: inputs[name] for name in ("dout", "out")}
+    return {**summed, **named_strides("th", **summed), "lse": inputs["lse"]}
 
 
-def _scratch(tiles: int, tile: HopperTile, deterministic: bool) -> dict[str, Any]:
+def _scratch(problem: BackwardProblem, tiles: int, tile: HopperTile) -> dict[str, Any]:
     """Return the scratch arrays of the launches; `tiles` counts (query tile, head) pairs."""
-    sizes = {"dq_sum": 2 * _HALF_FLOATS, "statistics": 2 * tile.queries, "order": 2}
-    floats = workspace(tiles * sum(sizes.values()))
-    found = {}
+    has_sinks = problem.sinks is not None
+    sizes = {
+        "dq_sum": tiles * 2 * _HALF_FLOATS,
+        "statistics": tiles * 2 * tile.queries,
+        "order": tiles * 2,
+        "delta": problem.num_statistics * has_sinks,
+        "partial": problem.sink_floats,
+    }
+    floats = workspace(sum(sizes.values()))
+    found: dict[str, Any] = {}
     at = 0
     for name, size in sizes.items():
-        found[name] = floats[at : at + tiles * size]
-        at += tiles * size
-    found["order"] = found["order"].view(np.int32) if deterministic else None
+        found[name] = floats[at : at + size] if size else None
+        at += size
+    found["order"] = found["order"].view(np.int32) if problem.deterministic else None
     return found
 
 
-def _maps(arrays: dict[str, Any], dtype: str, tile: HopperTile) -> dict[str, Any]:
+def _maps(inputs: dict[str, Any], dtype: str, tile: HopperTile) -> dict[str, Any]:
     """Return the tensor maps of q and dout as (Tq, H, D), and of k and v as (Tk, K, D)."""
     maps = {}
     for name in ("q", "k", "v", "dout"):
-        x = arrays[name]
+        x = inputs[name]
         rows = _KEYS if name in "kv" else tile.queries
         sizes = (x.shape[2], x.shape[1], x.shape[0])
         strides = (x.strides[1], x.strides[0])

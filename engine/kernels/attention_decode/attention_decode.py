@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from engine import reference
+from engine.dtypes import accumulation_dtype
 from engine.kernels._attention import (
     MAX_HEAD_DIM,
     Pages,
@@ -15,7 +16,7 @@ from engine.kernels._attention import (
     check_heads,
     checked_sinks,
 )
-from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._contract import MIRROR_FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 from engine.kernels.attention_decode import portable, sm90
 from engine.kernels.attention_decode.new_tokens import NewTokens
@@ -78,7 +79,7 @@ def attention_decode(
 
     Parameters
     ----------
-    q : (B, Q, H, D) array of float32, float16 or bfloat16
+    q : (B, Q, H, D) array of float32, float16 or bfloat16 (NumPy: or float64)
         The last Q tokens of each sequence, D <= 256. A view whose last axis is contiguous is not
         copied.
     k_pages, v_pages : (P, K, block_size, D) arrays of q's dtype, uint8 or int8
@@ -112,7 +113,7 @@ def attention_decode(
         ignored); every query sees the tokens before the Q queries. One call verifies a tree of
         drafts: parents come first, and each token has the bits of its ancestors and its own [2]_.
         Not combined with `window`; Q <= 64.
-    sinks : (H,) array of float32, optional
+    sinks : (H,) array of float32 (float64 for float64), optional
         One extra logit per head that has no value: it adds exp(sink) to the softmax denominator of
         every query. `scale`, `softcap` and `window` do not apply to it; -inf means none.
     k_scale, v_scale : (K,) arrays of float32, optional
@@ -140,7 +141,7 @@ def attention_decode(
     -------
     out : (B, Q, H, D) array of q's dtype
         0 for a query that sees no key.
-    lse : (B, Q, H) array of float32
+    lse : (B, Q, H) array of float32 (float64 for float64)
         Natural logarithm of the sum of exp(score), including exp(sink); -inf for a query without
         keys and sink. For `merge_states`, pass the sinks to exactly one of the parts.
 
@@ -171,7 +172,7 @@ def attention_decode(
     array([[[[53.176]]]], dtype=float32)
     """
     call = Contract("attention_decode")
-    q = call.array("q", q, "B Q H D", FLOATS, layout="rows")
+    q = call.array("q", q, "B Q H D", MIRROR_FLOATS, layout="rows")
     pages = Pages.checked(
         call,
         {"k_pages": k_pages, "v_pages": v_pages},
@@ -184,7 +185,7 @@ def attention_decode(
     check_heads(call)
     rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
     tree_mask = _checked_tree(call, tree_mask, window)
-    sinks = checked_sinks(call, sinks)
+    sinks = checked_sinks(call, sinks, accumulation_dtype(q.dtype))
     new_tokens = NewTokens.checked(
         call,
         q.dtype,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from engine import reference
-from engine.dtypes import dtype_name
+from engine.dtypes import accumulation_dtype, dtype_name
 from engine.kernels import _attention_pattern
 from engine.kernels._attention import (
     MAX_HEAD_DIM,
@@ -21,7 +19,7 @@ from engine.kernels._attention import (
     checked_sinks,
     checked_starts,
 )
-from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._contract import MIRROR_FLOATS, Contract
 from engine.kernels._elementwise import element_strides, named_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
@@ -117,12 +115,13 @@ def attention_prefill(
     num_splits: int | None = None,
     out: Any = None,
     return_lse: bool = False,
+    lse_out: Any = None,
 ) -> Any:
     """Attend from the last tokens of each sequence to its keys: softmax(scale Q Kᵀ) V.
 
     Parameters
     ----------
-    q : (Tq, H, D) array of float32, float16 or bfloat16
+    q : (Tq, H, D) array of float32, float16 or bfloat16 (NumPy: or float64)
         Query tokens of all sequences, concatenated. D <= 256. A view whose last axis is contiguous,
         such as the heads of a fused qkv row, is not copied.
     k, v : (Tk, K, D) or (P, K, block_size, D) arrays of q's dtype
@@ -151,7 +150,7 @@ def attention_prefill(
         key it sees if `causal`, else its index among the sequence's queries. Key tiles hidden from
         a whole query tile are not read, and no element-wise mask is materialised. Not supported
         with a quantized KV cache.
-    sinks : (H,) array of float32, optional
+    sinks : (H,) array of float32 (float64 for float64), optional
         One extra logit per head that has no value: it adds exp(sink) to the softmax denominator of
         every query. `scale`, `softcap`, `window` and `pattern` do not apply to it; -inf means none.
     k_scale, v_scale : (K,) arrays of float32, optional
@@ -167,12 +166,14 @@ def attention_prefill(
         Array for the result; may be `q`.
     return_lse : bool
         Also return the log-sum-exp.
+    lse_out : (Tq, H) array of float32 (float64 for float64), optional
+        Array for the log-sum-exp.
 
     Returns
     -------
     out : (Tq, H, D) array of q's dtype
         0 for a query that sees no key.
-    lse : (Tq, H) array of float32
+    lse : (Tq, H) array of float32 (float64 for float64)
         Natural logarithm of the sum of exp(score), including exp(sink); -inf for a query without
         keys and sink. For `merge_states`, pass the sinks to exactly one of the parts.
 
@@ -202,7 +203,8 @@ def attention_prefill(
            [1., 2., 3., 4.]], dtype=float32)
     """
     call = Contract("attention_prefill")
-    q = call.array("q", q, "Tq H D", FLOATS, layout="rows")
+    q = call.array("q", q, "Tq H D", MIRROR_FLOATS, layout="rows")
+    statistic = accumulation_dtype(q.dtype)
     keys = _check_keys(
         call,
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, block_tables, context_lens, k_scale, v_scale),
@@ -210,11 +212,11 @@ def attention_prefill(
     check_heads(call)
     rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
     call.check("window", causal or not window, "0 unless causal", window)
-    is_pattern = isinstance(pattern, _attention_pattern.Pattern | None)
-    call.check("pattern", is_pattern, "BlockSparse, Periodic or None", type(pattern).__name__)
+    _attention_pattern.check(call, pattern)
     has_pattern_of_codes = pattern is not None and k_scale is not None
     call.check("pattern", not has_pattern_of_codes, "None with pages of codes", pattern)
-    sinks = checked_sinks(call, sinks)
+    sinks = checked_sinks(call, sinks, statistic)
+    call.check("lse_out", lse_out is None or return_lse, "None without return_lse", lse_out)
     max_q = checked_longest(call, "max_seqlen_q", max_seqlen_q, keys["cu_seqlens_q"])
     if num_splits is not None:
         num_splits = check_count(call, "num_splits", num_splits)
@@ -231,10 +233,14 @@ def attention_prefill(
             sinks=sinks,
             return_lse=True,
         )
-        out = call.finish(out, result[0], layout="rows")
-        return (out, result[1]) if return_lse else out
+        targets = (
+            call.target(out, result[0], layout="rows"),
+            call.target(lse_out, result[1], "lse_out"),
+        )
+        out, lse = (call.fill(*pair) for pair in zip(targets, result, strict=True))
+        return (out, lse) if return_lse else out
     out = call.output("out", out, q.shape, q.dtype, layout="rows")
-    lse = call.xp.empty(q.shape[:2], np.float32) if return_lse else None
+    lse = call.output("lse_out", lse_out, q.shape[:2], statistic) if return_lse else None
     if sm90.is_supported(q, keys["k"], keys["v"], out, pattern):
         sm90.launch(q, keys, out, lse, causal, rule, max_q, num_splits, pattern, sinks)
     else:
