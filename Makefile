@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo model test test-slow test-kills test-all test-clients mutants notebooks lint types kernels format docs gpu-test clean
+.PHONY: help demo model test test-slow test-kills test-all test-clients test-frameworks mutants notebooks lint types kernels format docs gpu-test clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -60,6 +60,15 @@ test-clients: model .venv-clients-sdk/.installed .venv-clients-eval/.installed  
 	-mkdir -p $(CLIENTS_JS) && cd $(CLIENTS_JS) && npm install --silent openai @anthropic-ai/sdk
 	CLIENTS_JS=$(CLIENTS_JS) .venv-clients-sdk/bin/python -m pytest -q -W ignore $(CLIENTS)
 	.venv-clients-eval/bin/python -m pytest -q -W ignore $(CLIENTS)
+
+.venv-frameworks/.installed: tests/integrations/requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet --editable . -r $<
+	@touch $@
+
+test-frameworks: .venv-frameworks/.installed   ## PyTorch, transformers, JAX and others on our kernels, in an environment of their own
+	.venv-frameworks/bin/python -m pytest -q -n auto --dist worksteal tests/integrations
 
 mutants: $(VENV)/.installed-dev   ## deliberate faults, each of which a test must catch; 10 minutes
 	$(BIN)/python -m tests.mutants

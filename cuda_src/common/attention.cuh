@@ -6,20 +6,12 @@
 #pragma once
 
 #include "common/cp_async.cuh"
+#include "common/exp2.cuh"
 #include "common/page_codes.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kInf = __builtin_bit_cast(float, 0x7f800000);
-
-// 2^x; 2^-inf = 0. Relative error 2e-7.
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // Hides the origin of x from the compiler, which then recomputes derived values here instead of
 // keeping them in registers across a loop that has none to spare.

@@ -21,6 +21,7 @@ from engine.kernels.attention_backward import attention_backward
 from engine.kernels.attention_decode import attention_decode
 from engine.kernels.attention_prefill import attention_prefill
 from engine.kernels.attention_prefill_fp8 import attention_prefill_fp8
+from engine.kernels.cross_entropy import cross_entropy
 from engine.kernels.decode_inputs import decode_inputs
 from engine.kernels.decode_outputs import decode_outputs
 from engine.kernels.dequantize import dequantize
@@ -55,6 +56,7 @@ from engine.kernels.rmsnorm_moe_route import rmsnorm_moe_route
 from engine.kernels.rmsnorm_quantize import rmsnorm_quantize
 from engine.kernels.rope import rope
 from engine.kernels.sample import sample
+from engine.kernels.scale_rows import scale_rows
 from engine.kernels.silu import silu
 from engine.kernels.swiglu import swiglu
 from engine.kernels.swiglu_backward import swiglu_backward
@@ -91,6 +93,7 @@ __all__ = [
     "attention_prefill_fp8",
     "bench",
     "check",
+    "cross_entropy",
     "decode_inputs",
     "decode_outputs",
     "define",
@@ -129,6 +132,7 @@ __all__ = [
     "rmsnorm_quantize",
     "rope",
     "sample",
+    "scale_rows",
     "silu",
     "swiglu",
     "swiglu_backward",

@@ -8,6 +8,7 @@ from engine.reference.attention_backward import attention_backward
 from engine.reference.attention_decode import attention_decode
 from engine.reference.attention_prefill import attention_prefill
 from engine.reference.attention_prefill_fp8 import attention_prefill_fp8
+from engine.reference.cross_entropy import cross_entropy
 from engine.reference.decode_inputs import decode_inputs
 from engine.reference.decode_outputs import decode_outputs
 from engine.reference.dequantize import dequantize
@@ -42,6 +43,7 @@ from engine.reference.rmsnorm_moe_route import rmsnorm_moe_route
 from engine.reference.rmsnorm_quantize import rmsnorm_quantize
 from engine.reference.rope import rope
 from engine.reference.sample import sample
+from engine.reference.scale_rows import scale_rows
 from engine.reference.silu import silu
 from engine.reference.swiglu import swiglu
 from engine.reference.swiglu_backward import swiglu_backward
@@ -57,6 +59,7 @@ __all__ = [
     "attention_decode",
     "attention_prefill",
     "attention_prefill_fp8",
+    "cross_entropy",
     "decode_inputs",
     "decode_outputs",
     "dequantize",
@@ -91,6 +94,7 @@ __all__ = [
     "rmsnorm_quantize",
     "rope",
     "sample",
+    "scale_rows",
     "silu",
     "swiglu",
     "swiglu_backward",

@@ -31,6 +31,7 @@ CONSTANTS = [
     ("attention_decode.portable._SPLIT_GRAIN", "attention_decode", "kSplitGrain"),
     ("attention_prefill_fp8.sm90._KEYS", _FP8_TILE, "kKeys"),
     ("attention_prefill_fp8.sm90._Q_STAGES", _FP8_TILE, "kQStages"),
+    ("cross_entropy._MAX_CLUSTER", "cross_entropy.cu", "kMaxCluster"),
     ("embedding._ROWS", "embedding.cu", "kRows"),
     ("gemm.skinny._STEP_K", "gemm/skinny_block.cuh", "kStepK"),
     ("kv_copy._THREADS", "kv_copy.cu", "kThreads"),
@@ -52,6 +53,8 @@ CONSTANTS = [
     ("sample._MAX_WALKS", "sample", "kMaxWalks"),
     ("sample._SCAN_THREADS", "sample", "kScanThreads"),
     ("sample._SEGMENT", "sample", "kSegment"),
+    ("scale_rows._ROWS", "scale_rows.cu", "kRows"),
+    ("scale_rows._THREADS", "scale_rows.cu", "kThreads"),
 ]
 
 
