@@ -65,13 +65,14 @@ def define(
     name = schema.split("(")[0]
     qualified = f"engine::{name}"
     backward = _no_derivative(name) if backward is None else backward
-    operator = Operator(name, function, backward, setup_context)
+    vmap = looped(name) if vmap is None else vmap
+    operator = Operator(name, function, backward, setup_context, vmap)
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, _on_cpu(function), "CPU")
     _library.impl(name, operator.launch, "CUDA")
     torch.library.register_fake(qualified, fake, lib=_library)
     torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
-    torch.library.register_vmap(qualified, vmap or looped(name), lib=_library)
+    torch.library.register_vmap(qualified, vmap, lib=_library)
     operator.overload = getattr(torch.ops.engine, name).default
     return operator
 
@@ -86,23 +87,31 @@ class Operator:
     """
 
     def __init__(
-        self, name: str, function: Function, backward: Function, setup_context: Function | None
+        self,
+        name: str,
+        function: Function,
+        backward: Function,
+        setup_context: Function | None,
+        vmap: Function,
     ) -> None:
         self.name = name
         self.overload: Any = None
         self._function = function
         self._eager = _eager_function(name, self.launch, backward, setup_context)
+        self._transformed = _transformed_function(name, backward, setup_context, vmap)
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.overload(*args)
+        if torch._C._functorch.maybe_current_level() is not None:
+            return self._transformed.apply(*args)
         needs_grad = False
         for value in args:
             if isinstance(value, torch.Tensor):
                 if type(value) not in _PLAIN or not value.is_cuda:
                     return self.overload(*args)
                 needs_grad = needs_grad or value.requires_grad
-        if _is_transformed():
+        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
             return self.overload(*args)
         if needs_grad and torch.is_grad_enabled():
             return self._eager.apply(*args)
@@ -192,15 +201,6 @@ def _element_strides(layout: Any) -> tuple[int, ...]:
     return tuple(step // layout.dtype.itemsize for step in layout.strides)
 
 
-def _is_transformed() -> bool:
-    """Tell whether a mode or a transform of torch must see the call."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.maybe_current_level() is not None
-    )
-
-
 def _eager_function(
     name: str, launch: Function, backward: Function, setup_context: Function | None
 ) -> Any:
@@ -213,6 +213,27 @@ def _eager_function(
         return results
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods)
+
+
+def _transformed_function(
+    name: str, backward: Function, setup_context: Function | None, vmap: Function
+) -> Any:
+    """Return the autograd function of a call below `vmap`, `grad` or another transform.
+
+    `torch.library.register_autograd` does not cover `torch.func.grad`.
+    """
+
+    def forward(*args: Any) -> Any:
+        return getattr(torch.ops.engine, name)(*args)
+
+    methods = {
+        "forward": forward,
+        "setup_context": setup_context or (lambda ctx, inputs, output: None),
+        "backward": backward,
+        "vmap": vmap,
+    }
+    methods = {method: staticmethod(function) for method, function in methods.items()}
     return type(name, (torch.autograd.Function,), methods)
 
 

@@ -42,11 +42,80 @@ def _add_norm(
     )
 
 
+def _norm_backward(dy: Any, h: Any, weight: Any, dh: Any, eps: float, weight_offset: float) -> Any:
+    return kernels.rmsnorm_backward(dy, h, weight, dh=dh, eps=eps, weight_offset=weight_offset)
+
+
+def _layernorm_backward(
+    dy: Any, h: Any, weight: Any, dh: Any, eps: float, weight_offset: float
+) -> Any:
+    return kernels.rmsnorm_backward(
+        dy, h, weight, dh=dh, eps=eps, weight_offset=weight_offset, subtract_mean=True
+    )
+
+
+_BACKWARD_ARGUMENTS = (
+    "(Tensor dy, Tensor h, Tensor weight, Tensor? dh, float eps, float weight_offset)"
+)
+_RMSNORM_BACKWARD = define(
+    f"rmsnorm_backward{_BACKWARD_ARGUMENTS} -> (Tensor, Tensor)",
+    _norm_backward,
+    lambda dy, h, weight, *_: (h.new_empty(h.shape), weight.new_empty(weight.shape)),
+)
+_LAYERNORM_BACKWARD = define(
+    f"layernorm_backward{_BACKWARD_ARGUMENTS} -> (Tensor, Tensor, Tensor)",
+    _layernorm_backward,
+    lambda dy, h, weight, *_: (
+        h.new_empty(h.shape),
+        weight.new_empty(weight.shape),
+        weight.new_empty(weight.shape),
+    ),
+)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, bias, ctx.eps, ctx.weight_offset, ctx.subtract_mean = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    dx, dweight, dbias = _gradients(ctx, dy, None)
+    return dx, dweight, dbias, None, None, None
+
+
+def _setup_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+    weight, bias, ctx.eps, ctx.x_scale, ctx.weight_offset, ctx.subtract_mean = inputs[2:]
+    ctx.save_for_backward(output[1], weight)
+    ctx.has_bias = bias is not None
+    ctx.set_materialize_grads(False)
+
+
+def _backward_add(ctx: Any, dy: Any, dh: Any) -> tuple[Any, ...]:
+    dweight = dbias = None
+    if dy is not None:
+        dh, dweight, dbias = _gradients(ctx, dy, dh)
+    dx = dh if ctx.x_scale == 1.0 or dh is None else dh * ctx.x_scale
+    return dx, dh, dweight, dbias, None, None, None, None
+
+
+def _gradients(ctx: Any, dy: torch.Tensor, dh: torch.Tensor | None) -> tuple[Any, Any, Any]:
+    """Return the gradients with respect to h, weight and bias."""
+    h, weight = ctx.saved_tensors
+    arguments = (dy, h, weight, dh, ctx.eps, ctx.weight_offset)
+    if not ctx.subtract_mean:
+        return *_RMSNORM_BACKWARD(*arguments), None
+    dx, dweight, dbias = _LAYERNORM_BACKWARD(*arguments)
+    return dx, dweight, dbias if ctx.has_bias else None
+
+
 _NORM = define(
     "rmsnorm(Tensor x, Tensor weight, Tensor? bias, float eps, float weight_offset, "
     "bool subtract_mean) -> Tensor",
     _norm,
     lambda x, *_: x.new_empty(x.shape),
+    backward=_backward,
+    setup_context=_setup,
     vmap=fold_rows("rmsnorm", 0),
 )
 _ADD_NORM = define(
@@ -54,6 +123,8 @@ _ADD_NORM = define(
     "float x_scale, float weight_offset, bool subtract_mean) -> (Tensor, Tensor)",
     _add_norm,
     lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    backward=_backward_add,
+    setup_context=_setup_add,
     vmap=fold_rows("add_rmsnorm", 0, 1),
 )
 
