@@ -5,8 +5,8 @@ from torch's allocator. The operators are `torch.ops.engine.*`; the functions he
 names.
 """
 
-from engine.integrations.torch.activations import geglu, swiglu
+from engine.integrations.torch.activations import geglu, gelu, relu, silu, swiglu
 from engine.integrations.torch.norms import layernorm, rmsnorm
 from engine.integrations.torch.rotary import rope
 
-__all__ = ["geglu", "layernorm", "rmsnorm", "rope", "swiglu"]
+__all__ = ["geglu", "gelu", "layernorm", "relu", "rmsnorm", "rope", "silu", "swiglu"]
