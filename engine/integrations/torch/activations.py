@@ -14,7 +14,7 @@ from engine.integrations.torch._core import define, fold_rows
 __all__ = ["geglu", "gelu", "relu", "silu", "swiglu"]
 
 
-_KERNELS = {
+_KERNELS: dict[str, Any] = {
     "silu": kernels.silu,
     "gelu": partial(kernels.gelu, approximate="none"),
     "gelu_tanh": partial(kernels.gelu, approximate="tanh"),
