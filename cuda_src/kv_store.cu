@@ -14,12 +14,13 @@ constexpr int kThreads = 128;
 
 struct KvStoreParams {
   const scalar_t *k, *v;        // (T, K, D); the last axis is contiguous
-  page_t *k_pages, *v_pages;    // (P, K, block_size, D) contiguous
+  page_t *k_pages, *v_pages;    // (P, K, block_size, D), equal strides
   const int64_t* slot_mapping;  // (T,)
   int64_t num_slots;            // P * block_size
   int num_heads;                // K
   int head_dim;                 // D
   int block_size;
+  int64_t page_stride, head_stride, token_stride;          // of the pages, in elements
   int64_t k_stride_t, k_stride_h, v_stride_t, v_stride_h;  // elements
   const float *k_scale, *v_scale;  // (K,) scales of quantized pages; else null
 };
@@ -37,7 +38,8 @@ __device__ __forceinline__ void kv_store(const KvStoreParams& p) {
   const int feature = (item % items_per_head) * kWidth;
 
   const int64_t block = slot / p.block_size, offset = slot % p.block_size;
-  const int64_t to = ((block * p.num_heads + head) * p.block_size + offset) * p.head_dim + feature;
+  const int64_t to =
+      block * p.page_stride + head * p.head_stride + offset * p.token_stride + feature;
   const scalar_t* from = is_k ? p.k + token * p.k_stride_t + head * p.k_stride_h
                               : p.v + token * p.v_stride_t + head * p.v_stride_h;
   page_t* const pages = is_k ? p.k_pages : p.v_pages;

@@ -28,10 +28,11 @@ struct QkNormRopeStoreParams {
   const scalar_t *k, *v;                // (T, K, D); last axis contiguous, like q's
   const int* positions;                 // (T,) row of cos_sin
   const float* cos_sin;                 // (P, R) contiguous; each row R/2 cosines, then R/2 sines
-  page_t *k_pages, *v_pages;            // (pages, K, block_size, D) contiguous
+  page_t *k_pages, *v_pages;            // (pages, K, block_size, D), equal strides
   const int64_t* slot_mapping;          // (T,)
   const scalar_t *q_weight, *k_weight;  // (D,) norm weights; null: no norm
   int64_t q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h;  // elements
+  int64_t page_stride, head_stride, token_stride;  // of the pages
   int64_t num_slots;  // pages * block_size
   int num_positions;  // P
   int num_q_heads;    // H
@@ -46,14 +47,14 @@ struct QkNormRopeStoreParams {
   __device__ __forceinline__ int num_heads() const { return num_q_heads + 2 * num_kv_heads; }
 };
 
-// Returns the row in the pages for head 0 of `slot`, or -1 if the slot is outside the pages.
-__device__ __forceinline__ int64_t page_row(const QkNormRopeStoreParams& p, int64_t slot) {
+// Returns the offset in the pages of head 0 of `slot`, or -1 if the slot is outside the pages.
+__device__ __forceinline__ int64_t page_offset(const QkNormRopeStoreParams& p, int64_t slot) {
   if (slot < 0 || slot >= p.num_slots) return -1;
   // A 64-bit division would take longer than the rest of a small launch.
   const int64_t block = p.num_slots <= 0x7fffffff
                             ? static_cast<uint32_t>(slot) / static_cast<uint32_t>(p.block_size)
                             : slot / p.block_size;
-  return block * (p.num_kv_heads - 1) * p.block_size + slot;
+  return block * p.page_stride + (slot - block * p.block_size) * p.token_stride;
 }
 
 __device__ __forceinline__ const float* rotation_row(const QkNormRopeStoreParams& p, int position) {
@@ -69,7 +70,7 @@ struct Head {
   float page_scale = 1.0f;
 
   __device__ __forceinline__ Head(const QkNormRopeStoreParams& p, int64_t token, int head,
-                                  int64_t page_row) {
+                                  int64_t page_offset) {
     if (head < p.num_q_heads) {
       out = p.q + token * p.q_stride_t + head * p.q_stride_h;
       in = out;
@@ -87,8 +88,7 @@ struct Head {
       head -= p.num_kv_heads;
       in = p.v + token * p.v_stride_t + head * p.v_stride_h;
     }
-    const int64_t row = page_row + static_cast<int64_t>(head) * p.block_size;
-    page_t* const to = page_row >= 0 ? pages + row * p.head_dim : nullptr;
+    page_t* const to = page_offset >= 0 ? pages + page_offset + head * p.head_stride : nullptr;
     if constexpr (kHasCodes) {
       out = nullptr;
       page = to;
@@ -201,7 +201,7 @@ __device__ __forceinline__ void process_vectors(const QkNormRopeStoreParams& p) 
       load_rotation(rotation_row(p, lane_idx.has_pairs ? position : -1), p.rotary_dim,
                     lane_idx.pair, cos, sin);
     }
-    const int64_t row = page_row(p, slot);
+    const int64_t offset = page_offset(p, slot);
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       if (base + i * heads_at_once >= end) break;  // uniform across the block
@@ -212,7 +212,7 @@ __device__ __forceinline__ void process_vectors(const QkNormRopeStoreParams& p) 
       if (has_norm) scale = norm_scale(head_sum_of_squares(x, num_lanes), p.head_dim, p.eps);
       const int index = base + i * heads_at_once + place;
       if (place >= heads_at_once || index >= end) continue;
-      const Head head(p, token, index, row);
+      const Head head(p, token, index, offset);
       if (!head.is_stored()) continue;
       if (head.weight != nullptr) {
         weight.load(head.weight, lane_idx.lo, lane_idx.hi);
@@ -231,7 +231,7 @@ __device__ __forceinline__ void process_scalars(const QkNormRopeStoreParams& p) 
   const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
   const int index = static_cast<int>(blockIdx.y) * p.heads_per_block + warp_idx;
   if (index >= p.num_heads()) return;
-  const Head head(p, token, index, page_row(p, p.slot_mapping[token]));
+  const Head head(p, token, index, page_offset(p, p.slot_mapping[token]));
   if (!head.is_stored()) return;
   float scale = 0.0f;
   if (head.weight != nullptr) {

@@ -34,7 +34,7 @@ constexpr int kCombineThreads = 128;
 // Parameters of both kernels. Strides are in elements.
 struct AttentionDecodeParams {
   const scalar_t* q;                // (B, Q, H, D)
-  const page_t *k_pages, *v_pages;  // (P, K, block_size, D)
+  const page_t *k_pages, *v_pages;  // (P, K, block_size, D), equal strides
   const int* block_tables;          // (B, NB) token j is in page block_tables[b, j / block_size]
   const int* context_lens;          // (B,) number of keys per sequence, including the Q new ones
   const uint64_t* tree_masks;       // (B, Q) bit j of mask i: token i sees token j <= i; or null
@@ -44,7 +44,8 @@ struct AttentionDecodeParams {
   float* partial_o;                 // (num_splits, B * H * Q, D) sums of P V; null if one split
   float* partial_stats;             // (num_splits, B * H * Q, 2) maximum (log2), sum of P
   int64_t q_stride_b, q_stride_t, q_stride_h;
-  int64_t page_stride, table_stride;
+  int64_t page_stride, head_stride, token_stride;  // of k_pages and of v_pages
+  int64_t table_stride;
   int64_t out_stride_b, out_stride_t, out_stride_h;
   int64_t max_keys;             // NB * block_size
   int64_t num_rows;             // B * H * Q
@@ -127,12 +128,12 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 2)
   const bool is_vector = p.is_vector != 0;
   const Queries queries{p.q + b * p.q_stride_b + kv_head * p.group * p.q_stride_h, p.q_stride_t,
                         p.q_stride_h, p.head_dim, is_vector};
-  const int64_t kv_begin = (static_cast<int64_t>(kv_head) << p.block_shift) * p.head_dim;
+  const int64_t kv_begin = kv_head * p.head_stride;
   const KeyValues kv{p.k_pages + kv_begin,
                      p.v_pages + kv_begin,
                      p.block_tables + b * p.table_stride,
-                     p.head_dim,
-                     p.head_dim,
+                     p.token_stride,
+                     p.token_stride,
                      p.page_stride,
                      p.block_shift,
                      p.num_blocks,

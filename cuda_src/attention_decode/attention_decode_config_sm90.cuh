@@ -8,9 +8,9 @@
 #include "common/page_codes.cuh"
 
 struct AttentionDecodeSm90Params {
-  TensorMap k_map, v_map;      // pages as (D / 64, P K block_size, 64), or (1, .., D) if quantized
+  TensorMap k_map, v_map;      // (page rows, D / 64, kBoxKeys, 64), or (.., 1, .., D) if quantized
   const scalar_t* q;           // (B, Q, H, D); with NEW_TOKEN, before norm and rotation
-  page_t *k_pages, *v_pages;   // (P, K, block_size, D); only the new token is written
+  page_t *k_pages, *v_pages;   // (P, K, block_size, D), equal strides; only the new token is written
   const int* block_tables;     // (B, NB) only entries within context_lens are read
   const int* context_lens;     // (B,) number of keys per sequence, including the Q new ones
   const uint64_t* tree_masks;  // (B, Q) bit j of mask i: token i sees token j <= i; or null
@@ -28,6 +28,8 @@ struct AttentionDecodeSm90Params {
   int num_queries;              // Q / token_parts
   int num_heads, num_kv_heads;  // H, K
   int block_shift, num_blocks;  // log2(block_size), P
+  // Strides of the pages in page rows (PageRows in engine/kernels/_pages.py), and elements per row.
+  int page_rows, head_rows, token_rows, row_elements;
   int window;                   // 0: no window
   int num_splits;               // splits per sequence; 0: equal work for all CTAs
   int token_parts;              // parts into which clusters divide a sequence's query tokens, or 1
@@ -55,8 +57,9 @@ constexpr int kRows = kRowTiles * 16;
 constexpr int kRowBytes = kHeadDim * 2;                   // bytes per row of Q
 constexpr int kPageRowBytes = kHeadDim * sizeof(page_t);  // bytes per row of K or V
 // Persistent CTAs load swizzled tiles by TMA. Clusters, whose launches are short, copy without a
-// tensor map to avoid the latency of fetching it; such copies are slower in memory-bound launches.
-constexpr bool kSwizzled = kCluster == 1;
+// tensor map to avoid the latency of fetching it; such copies are slower in memory-bound launches,
+// and need a box's tokens next to each other.
+constexpr bool kSwizzled = kCluster == 1 || STRIDED_TOKENS;
 constexpr int kBoxBytes = kBoxKeys * kPageRowBytes;
 constexpr int kBoxPitch = kBoxBytes + (kSwizzled ? 0 : 16);  // see tile_offset
 constexpr int kTileKeys = 8 * kBoxKeys;

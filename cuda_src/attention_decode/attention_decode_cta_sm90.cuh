@@ -9,19 +9,27 @@ using Scheduler = SchedulerOf<kTileKeys, kCluster>::Type;
 
 // Locations of tokens in the pages: slot = page id * page size + offset.
 struct PageLayout {
-  int block_shift, num_blocks, num_kv_heads;
+  int block_shift, num_blocks;
+  int page_rows, head_rows, token_rows, row_elements;
 
   // Slot of key `key` of the sequence with this block table.
   __device__ __forceinline__ int64_t slot(const int* table, int key) const {
     const unsigned page = clamped_page(table[key >> block_shift], num_blocks);
     return (static_cast<int64_t>(page) << block_shift) + (key & ((1 << block_shift) - 1));
   }
-  // Row index, in rows of D elements, of a slot and head in the pages, or -1 if the slot is outside
-  // them.
-  __device__ __forceinline__ int64_t row(int64_t slot, int kv_head) const {
+  // Page row of a token and head; it fits 32 bits (is_supported in
+  // engine/kernels/attention_decode/sm90.py).
+  __device__ __forceinline__ int row(int page, int kv_head, int token) const {
+    return page * page_rows + kv_head * head_rows + token * token_rows;
+  }
+  // Offset of a page row in the pages, in elements.
+  __device__ __forceinline__ int64_t offset(int row) const {
+    return static_cast<int64_t>(row) * row_elements;
+  }
+  // Offset of a slot and head, or -1 if the slot is outside the pages.
+  __device__ __forceinline__ int64_t offset(int64_t slot, int kv_head) const {
     if (slot < 0 || slot >= static_cast<int64_t>(num_blocks) << block_shift) return -1;
-    const int64_t page = slot >> block_shift;
-    return (((page * num_kv_heads) + kv_head) << block_shift) + (slot & ((1 << block_shift) - 1));
+    return offset(row(slot >> block_shift, kv_head, slot & ((1 << block_shift) - 1)));
   }
 };
 
@@ -45,7 +53,8 @@ struct Cta {
         head(kv_head * group),
         problem{p.context_lens, p.max_keys, p.batch,      p.num_kv_heads, p.num_queries,
                 group,          p.window,   p.num_splits, token_parts},
-        layout{p.block_shift, p.num_blocks, p.num_kv_heads} {}
+        layout{p.block_shift, p.num_blocks, p.page_rows, p.head_rows, p.token_rows,
+               p.row_elements} {}
 
   __device__ __forceinline__ const int* table(int b) const {
     return p.block_tables + b / token_parts * p.table_stride;

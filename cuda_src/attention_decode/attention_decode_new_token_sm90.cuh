@@ -43,9 +43,8 @@ class NewTokenRow {
       if (is_rotated_) weight_ = p.k_weight;
       if (task.new_kv_at >= 0) to_ = task.new_kv_at + (row - cta.group) * kPageRowBytes;
       if constexpr (kHasCodes) page_scale_ = (is_rotated_ ? p.k_scale : p.v_scale)[cta.kv_head];
-      const int64_t page_row = cta.layout.row(p.slot_mapping[task.b], cta.kv_head);
-      if (page_row >= 0)
-        page_ = (is_rotated_ ? p.k_pages : p.v_pages) + page_row * kHeadDim + column_;
+      const int64_t offset = cta.layout.offset(p.slot_mapping[task.b], cta.kv_head);
+      if (offset >= 0) page_ = (is_rotated_ ? p.k_pages : p.v_pages) + offset + column_;
     }
     if (from_ != nullptr && is_rotated_) position_ = p.positions[task.b];
   }

@@ -78,8 +78,7 @@ class Producer {
     const bool is_valid = box_key < end && box_key + kBoxKeys > begin && lane_idx() < 16;
     const unsigned bytes = __popc(__ballot_sync(kFullMask, is_valid)) / 2 * kBoxBytes;
     const int block_shift = cta_.p.block_shift;
-    const int row = ((page * cta_.p.num_kv_heads + cta_.kv_head) << block_shift) +
-                    (box_key & ((1 << block_shift) - 1));
+    const int row = cta_.layout.row(page, cta_.kv_head, box_key & ((1 << block_shift) - 1));
     const unsigned box = lane_idx() % 8 * kBoxPitch;
     ring_.wait_empty_k();
     if (lane_idx() == 0) mbarrier_arrive_expect_tx(ring_.full_k(), bytes);
@@ -90,11 +89,11 @@ class Producer {
     ring_.advance();
   }
 
-  // Copies one box; `row` is its first row in the pages.
+  // Copies one box; `row` is the page row of its first token.
   __device__ __forceinline__ void load_box(unsigned to, int row, unsigned barrier) const {
     if constexpr (kSwizzled)
-      tma_load_3d(to, map_, 0, row, 0, barrier);
+      tma_load_4d(to, map_, 0, 0, 0, row, barrier);
     else
-      bulk_load(to, pages_ + static_cast<int64_t>(row) * kHeadDim, kBoxBytes, barrier);
+      bulk_load(to, pages_ + cta_.layout.offset(row), kBoxBytes, barrier);
   }
 };

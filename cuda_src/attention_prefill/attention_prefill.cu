@@ -34,7 +34,7 @@ constexpr int kMinBlocks = ENGINE_DTYPE == 0 && HEAD_DIM <= 128 ? 4 : 1;
 struct AttentionPrefillParams {
   const scalar_t* q;        // (Tq, H, D)
   const page_t* k;          // (Tk, K, D) dense, or (P, K, block_size, D) pages
-  const page_t* v;          // same layout as k
+  const page_t* v;          // same shape as k; pages have equal strides
   const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
   const int* cu_seqlens_k;  // (B + 1,) likewise for its keys; null if paged
   const int* block_tables;  // (B, NB) token j is in page block_tables[b, j / block_size]; or null

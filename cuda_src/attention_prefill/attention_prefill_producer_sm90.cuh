@@ -157,8 +157,8 @@ struct Producer {
     // SAFETY: an id outside the cache is clamped, so a damaged table cannot cause reads outside it.
     const unsigned id = static_cast<unsigned>(tile.table[key >> problem.block_shift]);
     const int page = min(id, static_cast<unsigned>(problem.num_blocks - 1));
-    return ((page * problem.num_kv_heads + tile.kv_head) << problem.block_shift) +
-           (key & ((1 << problem.block_shift) - 1));
+    return page * problem.page_rows + tile.kv_head * problem.head_rows +
+           (key & ((1 << problem.block_shift) - 1)) * problem.token_rows;
   }
 
   // Copies box `box` of a key tile, which starts at row `row` of the tensor map.

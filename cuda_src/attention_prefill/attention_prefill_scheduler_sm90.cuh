@@ -25,6 +25,8 @@ struct Problem {
   int q_bytes;                   // bytes of Q per tile in shared memory
   int box_keys;                  // keys per TMA box; divides the keys per tile and per page
   int block_shift, num_blocks;   // log2(block_size), number of pages
+  // Strides of the pages in page rows: PageRows in engine/kernels/_pages.py.
+  int page_rows, head_rows, token_rows;
   int num_pairs, section;        // (sequence, key/value head) pairs: in total, per section
   int tiles_of_pair;             // tiles per pair, for the longest sequence
   int long_tiles, short_tokens;  // tiles of tile_tokens per sequence; tokens of later tiles

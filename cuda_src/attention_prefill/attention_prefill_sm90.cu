@@ -24,8 +24,8 @@ static_assert(SharedMemory::kBytes == SHARED_BYTES,
 // Strides are in elements: _t between tokens, _h between heads.
 struct AttentionPrefillSm90Params {
   TensorMap q_map;          // q (Tq, K, H / K, D); TMA box: 64 columns x group x 1 x tile_tokens
-  TensorMap k_map;          // k: dense (Tk, K, D) or pages as (P * K * block_size, 1, D);
-  TensorMap v_map;          // v likewise; TMA box: 64 columns x 1 head x box_keys keys
+  TensorMap k_map;          // k: dense (Tk, K, D), or pages as (page rows, box_keys, D)
+  TensorMap v_map;          // v likewise; TMA box: 64 columns of box_keys keys of one head
   const int* cu_seqlens_q;  // for this and the next three see AttentionPrefillParams
   const int* cu_seqlens_k;
   const int* block_tables;
@@ -41,7 +41,7 @@ struct AttentionPrefillSm90Params {
   int group;  // H / K
   int head_dim;
   // For the fields below see Problem.
-  int tile_tokens, q_bytes, box_keys, block_shift, num_blocks;
+  int tile_tokens, q_bytes, box_keys, block_shift, num_blocks, page_rows, head_rows, token_rows;
   int num_pairs, tiles_of_pair, long_tiles, short_tokens, total, section, splits;
   int causal;
   int window;                       // 0: no window
@@ -58,6 +58,7 @@ __device__ __forceinline__ Problem make_problem(const AttentionPrefillSm90Params
           p.max_keys,     p.total_q,      p.group,
           p.num_kv_heads, p.tile_tokens,  p.q_bytes,
           p.box_keys,     p.block_shift,  p.num_blocks,
+          p.page_rows,    p.head_rows,    p.token_rows,
           p.num_pairs,    p.section,      p.tiles_of_pair,
           p.long_tiles,   p.short_tokens, p.total,
           p.splits,       p.causal,       p.window > 0 ? static_cast<unsigned>(p.window) : 1u << 31,

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from engine.dtypes import itemsize
-from engine.errors import ShapeError
 from engine.kernels._contract import FLOAT32, INT32, Contract
 from engine.kernels._module import ModuleSpec
-from engine.kernels._quantized_kv import checked_scales, kv_dtype_of, page_dtypes
+from engine.kernels._pages import PageRows, checked_pages
+from engine.kernels._quantized_kv import checked_scales, kv_dtype_of
 
 __all__ = [
     "BLOCK_SIZES",
@@ -67,7 +67,7 @@ class ScoreRule:
 
 @dataclass(frozen=True)
 class Pages:
-    """Paged K and V (P, K, block_size, D), and each sequence's block table.
+    """Paged K and V (P, K, block_size, D), with equal strides, and each sequence's block table.
 
     `k_scale` and `v_scale` (K,) are set for quantized pages, one scale per key/value head.
     """
@@ -91,21 +91,13 @@ class Pages:
         v_scale: Any = None,
     ) -> Pages:
         """Check the arrays and, on the CPU, their values; `pages` holds K and V by name."""
-        arrays: list[Any] = []
-        for name, value in pages.items():
-            allowed = page_dtypes(dtype) if not arrays else arrays[0].dtype
-            array = call.array(name, value, "P K block_size D", allowed, layout="any")
-            if not array.flags.c_contiguous:  # a copy would duplicate the whole cache
-                raise ShapeError(
-                    f"{call.op}: {name}: must be C-contiguous; got strides {array.strides}"
-                )
-            arrays.append(array)
+        k, v = checked_pages(call, pages, "P K block_size D", dtype)
         size = call["block_size"]
         call.check("block_size", size in BLOCK_SIZES, f"one of {BLOCK_SIZES}", size)
         tables = call.array("block_tables", tables, "B NB", INT32, layout="rows")
         lens = call.array("context_lens", lens, "B", INT32)
-        scales = checked_scales(call, arrays[0], k_scale, v_scale)
-        found = cls(arrays[0], arrays[1], tables, lens, **scales)
+        scales = checked_scales(call, k, k_scale, v_scale)
+        found = cls(k, v, tables, lens, **scales)
         if call.on_cpu:
             found._check_values(call)
         return found
@@ -119,6 +111,11 @@ class Pages:
     def scales(self) -> dict[str, Any]:
         """Scales of K and V by parameter name, as the ops and kernels expect them."""
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    @property
+    def rows(self) -> PageRows:
+        """Layout of the pages in memory."""
+        return PageRows.of(self.k)
 
     def _check_values(self, call: Contract) -> None:
         """Check the lengths and the block ids they cover (on a GPU this would synchronise)."""

@@ -10,13 +10,15 @@ from engine.kernels._contract import FLOATS, INT64, Contract
 from engine.kernels._elementwise import ROW_THREADS, is_aligned, named_strides, vector_width
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
-from engine.kernels._quantized_kv import checked_scales, kv_dtype_of, kv_macros, page_dtypes
+from engine.kernels._pages import page_strides, written_pages
+from engine.kernels._quantized_kv import checked_scales, kv_dtype_of, kv_macros
 
 __all__ = ["kv_store", "specs"]
 
 _PARAMS = (
     "k:ptr v:ptr k_pages:ptr v_pages:ptr slot_mapping:ptr num_slots:i64 num_heads:i32 "
-    "head_dim:i32 block_size:i32 k_stride_t:i64 k_stride_h:i64 v_stride_t:i64 v_stride_h:i64 "
+    "head_dim:i32 block_size:i32 page_stride:i64 head_stride:i64 token_stride:i64 k_stride_t:i64 "
+    "k_stride_h:i64 v_stride_t:i64 v_stride_h:i64 "
     "k_scale:ptr v_scale:ptr"
 )
 _VECTOR = Kernel("kv_store_vector", _PARAMS, struct="KvStoreParams")
@@ -44,8 +46,10 @@ def kv_store(
     ----------
     k, v : (T, K, D) array of float32, float16 or bfloat16
         Any token and head strides (views into the fused qkv rows).
-    k_pages, v_pages : (P, K, block_size, D) array of k's dtype, uint8 or int8, C-contiguous
-        Written in place. uint8 pages hold e4m3 codes, int8 pages integer codes.
+    k_pages, v_pages : (P, K, block_size, D) array of k's dtype, uint8 or int8
+        Written in place. Views with equal strides whose last axis is contiguous: any order of
+        pages, heads and tokens in memory, also two slices of one array. uint8 pages hold e4m3
+        codes, int8 pages integer codes.
     slot_mapping : (T,) array of int64
         ``block_id * block_size + offset`` of each token; -1 skips it. Slots must be distinct: if
         two tokens share one, either may be kept.
@@ -71,8 +75,7 @@ def kv_store(
     call = Contract("kv_store")
     k = call.array("k", k, "T K D", FLOATS, layout="rows")
     v = call.array("v", v, "T K D", k.dtype, layout="rows")
-    k_pages = call.written("k_pages", k_pages, "P K block_size D", page_dtypes(k.dtype))
-    v_pages = call.written("v_pages", v_pages, "P K block_size D", k_pages.dtype)
+    k_pages, v_pages = written_pages(call, k_pages, v_pages, "P K block_size D", k.dtype)
     slot_mapping = call.array("slot_mapping", slot_mapping, "T", INT64)
     scales = checked_scales(call, k_pages, k_scale, v_scale)
     num_slots = call["P"] * call["block_size"]
@@ -95,6 +98,7 @@ def kv_store(
         num_heads=call["K"],
         head_dim=call["D"],
         block_size=call["block_size"],
+        **page_strides(k_pages),
         **named_strides("th", k=k, v=v),
         **scales,
     )

@@ -15,7 +15,8 @@ from engine.kernels._contract import FLOAT32, FLOATS, INT32, INT64, Contract
 from engine.kernels._elementwise import is_aligned, named_strides, vector_width
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
-from engine.kernels._quantized_kv import checked_scales, kv_dtype_of, kv_macros, page_dtypes
+from engine.kernels._pages import page_strides, written_pages
+from engine.kernels._quantized_kv import checked_scales, kv_dtype_of, kv_macros
 
 __all__ = ["Config", "choose_config", "qk_norm_rope_store", "specs"]
 
@@ -28,7 +29,8 @@ _FEW_TOKENS = 2
 _PARAMS = (
     "q:ptr k:ptr v:ptr positions:ptr cos_sin:ptr k_pages:ptr v_pages:ptr slot_mapping:ptr "
     "q_weight:ptr k_weight:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 "
-    "v_stride_t:i64 v_stride_h:i64 num_slots:i64 num_positions:i32 num_q_heads:i32 "
+    "v_stride_t:i64 v_stride_h:i64 page_stride:i64 head_stride:i64 token_stride:i64 "
+    "num_slots:i64 num_positions:i32 num_q_heads:i32 "
     "num_kv_heads:i32 head_dim:i32 rotary_dim:i32 block_size:i32 heads_per_block:i32 eps:f32 "
     "weight_offset:f32 k_scale:ptr v_scale:ptr"
 )
@@ -116,8 +118,8 @@ def qk_norm_rope_store(
         Each token's row of `cos_sin`.
     cos_sin : (P, R) array of float32
         R/2 cosines, then R/2 sines; R is even and at most D. Features from R on are not rotated.
-    k_pages, v_pages : (P, K, block_size, D) array of q's dtype, uint8 or int8, C-contiguous
-        Written in place. uint8 and int8 pages are quantized (see `kv_store`).
+    k_pages, v_pages : (P, K, block_size, D) array of q's dtype, uint8 or int8
+        Written in place. Layout and quantized pages: see `kv_store`.
     slot_mapping : (T,) array of int64
         ``block_id * block_size + offset`` of each token, all distinct; -1 stores nothing.
     q_weight, k_weight : (D,) array of q's dtype, optional
@@ -160,8 +162,7 @@ def qk_norm_rope_store(
     v = call.array("v", v, "T K D", q.dtype, layout="rows")
     positions = call.array("positions", positions, "T", INT32)
     cos_sin = call.array("cos_sin", cos_sin, "P R", FLOAT32)
-    k_pages = call.written("k_pages", k_pages, "pages K block_size D", page_dtypes(q.dtype))
-    v_pages = call.written("v_pages", v_pages, "pages K block_size D", k_pages.dtype)
+    k_pages, v_pages = written_pages(call, k_pages, v_pages, "pages K block_size D", q.dtype)
     slot_mapping = call.array("slot_mapping", slot_mapping, "T", INT64)
     if q_weight is not None:
         q_weight = call.array("q_weight", q_weight, "D", q.dtype)
@@ -222,6 +223,7 @@ def _launch(
         pdl=True,
         **arrays,
         **named_strides("th", **{name: arrays[name] for name in "qkv"}),
+        **page_strides(places[1]),
         num_slots=call["pages"] * call["block_size"],
         num_positions=call["P"],
         num_q_heads=call["H"],

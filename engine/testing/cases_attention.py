@@ -10,22 +10,25 @@ import numpy as np
 
 from engine.dtypes import KV_CODE_DTYPES, np_dtype
 from engine.reference._quantized_kv import quantize_kv
-from engine.testing.cases import normal
+from engine.testing.cases import normal, to_module
 
 __all__ = [
     "DECODE",
     "DECODE_SINKS",
+    "PAGE_LAYOUTS",
     "PREFILL",
     "PREFILL_SINKS",
     "AttentionCase",
     "as_codes",
     "cu_seqlens",
+    "in_layout",
     "normal_on",
     "paged_cache",
 ]
 
 Array = np.ndarray[Any, Any]
 
+_POISONS = {codes.dtype: codes.poison for codes in KV_CODE_DTYPES.values()}
 _NO_BLOCK = 2**30  # block id of table entries that must not be read: outside every cache
 
 
@@ -131,6 +134,52 @@ def paged_cache(
         values.transpose(0, 2, 1, 3)[~is_used] = np.nan
         pages.append(values)
     return pages[0], pages[1], tables, np.asarray(lens, np.int32)
+
+
+# Orders of the axes of keys and values in one buffer: 2 for the two of them, P, K, N (block_size),
+# D (plus the last number, padding), and L for the pages of several layers.
+PAGE_LAYOUTS = (
+    "P2KND0",  # what engine.integrations.vllm asks for
+    "PKN2D0",  # vLLM 0.33: [blocks, kv_heads, block_size, 2 * head]
+    "P2NKD0",  # vLLM 0.24: [blocks, 2, block_size, kv_heads, head]
+    "2PNKD0",  # [2, blocks, block_size, kv_heads, head]
+    "KP2ND0",
+    "PLN2KD0",
+    "PK2ND8",  # rows longer than D, 16-byte aligned
+    "P2NKD1",  # unaligned rows
+)
+
+
+def in_layout(xp: Any, k_pages: Array, v_pages: Array, layout: str) -> tuple[Any, Any]:
+    """Return the pages as two views, in module `xp`, of one buffer in a layout of `PAGE_LAYOUTS`.
+
+    The rest of the buffer is poisoned.
+
+    Examples
+    --------
+    >>> pages = np.zeros((3, 2, 16, 8), np.float32)
+    >>> [view.strides for view in in_layout(np, pages, pages, "PKN2D0")]
+    [(2048, 1024, 64, 4), (2048, 1024, 64, 4)]
+    """
+    order = layout[:-1]
+    pages, heads, tokens, head_dim = k_pages.shape
+    width = head_dim + int(layout[-1])
+    sizes = {"2": 2, "P": pages, "K": heads, "N": tokens, "D": width, "L": 3}
+    poison = _POISONS.get(k_pages.dtype, np.nan)
+    buffer = np.full([sizes[axis] for axis in order], poison, k_pages.dtype)
+    for i, values in enumerate((k_pages, v_pages)):
+        _both(buffer, order, head_dim)[i][...] = values
+    both = _both(to_module(xp, buffer), order, head_dim)
+    return both[0], both[1]
+
+
+def _both(buffer: Any, order: str, head_dim: int) -> Any:
+    """Return the view (2, P, K, N, D) of a buffer whose axes have this order."""
+    axes = [order.index(axis) for axis in "2PKND"]
+    if "L" in order:
+        layers = order.index("L")
+        return buffer.transpose([layers, *axes])[1][..., :head_dim]
+    return buffer.transpose(axes)[..., :head_dim]
 
 
 _BASE = AttentionCase((70, 33), (70, 200))

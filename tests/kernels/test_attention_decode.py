@@ -394,7 +394,7 @@ def test_contract(xp):
         op(q, pages, pages[:, :, :8], **where)
     with pytest.raises(DTypeError, match="k_pages: must be float32 or uint8 or int8; got float16"):
         op(q, pages.astype(np.float16), pages, **where)
-    with pytest.raises(ShapeError, match="v_pages: must be C-contiguous"):
+    with pytest.raises(ShapeError, match="v_pages: must have the strides of k_pages"):
         op(q, xp.ones((3, 1, 16, 8), np.float32), pages[:, :1], **where)
     with pytest.raises(ShapeError, match=r"context_lens: must have shape \(B\); B = 2 from q"):
         op(q, pages, pages, **{**where, "context_lens": xp.ones(3, np.int32)})

@@ -231,8 +231,10 @@ def test_contract(xp):
         op(q, pages, pages, **{**paged, "block_tables": tables[:1], "context_lens": lens[:1]})
     with pytest.raises(ContractError, match=r"block_size: must be one of \(16, 32, 64, 128\)"):
         op(q, pages[:, :, :8].copy(), pages[:, :, :8].copy(), **paged)
-    with pytest.raises(ShapeError, match="k: must be C-contiguous"):
-        op(q, pages[:, :1], pages[:, :1], **paged)
+    with pytest.raises(ShapeError, match="k: its last axis must be contiguous; got strides"):
+        op(q, pages[..., ::-1], pages, **paged)
+    with pytest.raises(ShapeError, match="v: must have the strides of k, "):
+        op(q, pages, pages[:, ::-1], **paged)
     with pytest.raises(ShapeError, match="out: must have shape"):
         op(q, k, k, **dense, out=q[:2])
 

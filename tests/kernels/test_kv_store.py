@@ -122,7 +122,7 @@ def test_contract(xp):
         kernels.kv_store(k, k[:, :2], pages, pages, slots)
     with pytest.raises(ShapeError, match=r"k_pages: must have shape .* D = 8 from k"):
         kernels.kv_store(k, k, pages[..., :4], pages, slots)
-    with pytest.raises(ShapeError, match="v_pages: must be C-contiguous"):
+    with pytest.raises(ShapeError, match="v_pages: must have the strides of k_pages"):
         kernels.kv_store(k, k, pages, pages[::-1], slots)
     with pytest.raises(DTypeError, match="slot_mapping: must be int64; got int32"):
         kernels.kv_store(k, k, pages, pages, slots.astype(np.int32))

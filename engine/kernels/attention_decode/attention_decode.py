@@ -33,17 +33,25 @@ def specs(
     head_dim: int | None = None,
     num_rows: int | None = None,
     kv_dtype: str = "",
+    strided_tokens: bool = False,
     **_: Any,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch, for one head dim and number of rows or for all.
 
     `num_rows` is Q * H / K; None means any. `kv_dtype` names the dtype of a quantized KV cache.
+    `strided_tokens` tells whether a head's tokens in a page do not lie next to each other.
     """
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     rows = (1, 17) if num_rows is None else (num_rows,)
     tiles = dict.fromkeys(choose_tile(dtype, dim, n) for n in rows for dim in dims)
     any_chip = tuple(portable.spec(tile, dtype, kv_dtype) for tile in tiles)
-    return any_chip + sm90.specs(dtype, head_dim=head_dim, num_rows=num_rows, kv_dtype=kv_dtype)
+    return any_chip + sm90.specs(
+        dtype,
+        head_dim=head_dim,
+        num_rows=num_rows,
+        kv_dtype=kv_dtype,
+        strided_tokens=strided_tokens,
+    )
 
 
 def attention_decode(
@@ -83,8 +91,8 @@ def attention_decode(
         The last Q tokens of each sequence, D <= 256. A view whose last axis is contiguous is not
         copied.
     k_pages, v_pages : (P, K, block_size, D) arrays of q's dtype, uint8 or int8
-        Contiguous. uint8 and int8 pages are quantized (see `kv_store`). H is a multiple of K: query
-        head h reads head h // (H // K). block_size is 16, 32, 64 or 128.
+        Layout and quantized pages: see `kv_store`. H is a multiple of K: query head h reads head
+        h // (H // K). block_size is 16, 32, 64 or 128.
     block_tables : (B, NB) array of int32
         Ids of each sequence's pages. Entries beyond its length are never read.
     context_lens : (B,) array of int32

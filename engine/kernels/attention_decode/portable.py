@@ -14,6 +14,7 @@ from engine.kernels._chip import sm_count
 from engine.kernels._elementwise import element_strides, named_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
+from engine.kernels._pages import page_strides
 from engine.kernels._quantized_kv import kv_macros
 
 __all__ = ["choose_num_splits", "choose_tile", "launch", "spec"]
@@ -21,10 +22,10 @@ __all__ = ["choose_num_splits", "choose_tile", "launch", "spec"]
 _PARAMS = (
     "q:ptr k_pages:ptr v_pages:ptr block_tables:ptr context_lens:ptr tree_masks:ptr sinks:ptr "
     "out:ptr lse:ptr partial_o:ptr partial_stats:ptr q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 "
-    "page_stride:i64 table_stride:i64 out_stride_b:i64 out_stride_t:i64 out_stride_h:i64 "
-    "max_keys:i64 num_rows:i64 num_queries:i32 num_heads:i32 num_kv_heads:i32 group:i32 "
-    "head_dim:i32 block_shift:i32 num_blocks:i32 window:i32 num_splits:i32 is_vector:i32 "
-    "score_inner:f32 score_factor:f32 k_scale:ptr v_scale:ptr"
+    "page_stride:i64 head_stride:i64 token_stride:i64 table_stride:i64 out_stride_b:i64 "
+    "out_stride_t:i64 out_stride_h:i64 max_keys:i64 num_rows:i64 num_queries:i32 num_heads:i32 "
+    "num_kv_heads:i32 group:i32 head_dim:i32 block_shift:i32 num_blocks:i32 window:i32 "
+    "num_splits:i32 is_vector:i32 score_inner:f32 score_factor:f32 k_scale:ptr v_scale:ptr"
 )
 _KERNEL = Kernel("attention_decode", _PARAMS, struct="AttentionDecodeParams")
 _COMBINE = Kernel("attention_decode_combine", _PARAMS, struct="AttentionDecodeParams")
@@ -163,7 +164,7 @@ def _arguments(
         "lse": lse,
         "partial_o": partial_o,
         "partial_stats": partial_stats,
-        "page_stride": element_strides(pages.k)[0],
+        **page_strides(pages.k),
         "table_stride": element_strides(pages.block_tables)[0],
         "max_keys": pages.block_tables.shape[1] * block_size if pages.k.size else 0,
         "num_rows": batch * num_heads * num_queries,

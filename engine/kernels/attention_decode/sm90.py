@@ -24,7 +24,8 @@ _PARAMS = (
     "tree_masks:ptr sinks:ptr out:ptr lse:ptr partial_o:ptr partial_stats:ptr counters:ptr "
     "q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 table_stride:i64 out_stride_b:i64 "
     "out_stride_t:i64 out_stride_h:i64 max_keys:i64 batch:i32 num_queries:i32 num_heads:i32 "
-    "num_kv_heads:i32 block_shift:i32 num_blocks:i32 window:i32 num_splits:i32 token_parts:i32 "
+    "num_kv_heads:i32 block_shift:i32 num_blocks:i32 page_rows:i32 head_rows:i32 token_rows:i32 "
+    "row_elements:i32 window:i32 num_splits:i32 token_parts:i32 "
     f"score_inner:f32 score_factor:f32 {_NEW_TOKEN_PARAMS} k_scale:ptr v_scale:ptr"
 )
 _KERNEL = Kernel("attention_decode_sm90", _PARAMS, struct="AttentionDecodeSm90Params")
@@ -54,6 +55,8 @@ class HopperTile:
         Resident CTAs per multiprocessor: 1 or 2.
     kv_dtype : str
         Dtype of a quantized KV cache, a name in KV_CODE_DTYPES; "" if it is not quantized.
+    strided_tokens : bool
+        Whether a head's tokens in a page do not lie next to each other, for clusters.
     """
 
     head_dim: int
@@ -65,6 +68,7 @@ class HopperTile:
     new_token: bool = False
     ctas_per_sm: int = 1
     kv_dtype: str = ""
+    strided_tokens: bool = False
 
     @property
     def rows(self) -> int:
@@ -87,7 +91,7 @@ class HopperTile:
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory, laid out in attention_decode_config_sm90.cuh."""
-        padding = 0 if self.cluster == 1 else 16
+        padding = 0 if self.cluster == 1 or self.strided_tokens else 16
         page_row = self.head_dim * (1 if self.kv_dtype else 2)
         ring = 2 * self.stages * 8 * (self.box_keys * page_row + padding)
         probs = 2 * self.rows * (8 * self.box_keys * 2 + 16)
@@ -120,6 +124,7 @@ class HopperTile:
             "CLUSTER": self.cluster,
             "NEW_TOKEN": int(self.new_token),
             "CTAS_PER_SM": self.ctas_per_sm,
+            "STRIDED_TOKENS": int(self.strided_tokens),
             "SHARED_BYTES": self.shared_bytes,
         } | kv_macros(self.kv_dtype)
         return ModuleSpec("attention_decode/attention_decode_sm90.cu", dtype, tuple(macros.items()))
@@ -201,8 +206,12 @@ def specs(
     head_dim: int | None = None,
     num_rows: int | None = None,
     kv_dtype: str = "",
+    strided_tokens: bool = False,
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules for one head dim and number of rows; None means all."""
+    """Return the modules for one head dim and number of rows; None means all.
+
+    `strided_tokens` tells whether a head's tokens in a page do not lie next to each other.
+    """
     all_tiles = _CHOICES[kv_dtype][0]
     dims = {t.head_dim for t in all_tiles} if head_dim is None else {head_dim}
     rows = {t.rows for t in all_tiles} if num_rows is None else {num_rows}
@@ -212,7 +221,12 @@ def specs(
             tile = choose_hopper_tile(dtype, dim, n, kv_dtype)
             if tile is not None:
                 tiles |= dict.fromkeys(_variants(tile))
-    return tuple(tile.spec(dtype) for tile in tiles)
+    return tuple(_with_layout(tile, strided_tokens).spec(dtype) for tile in tiles)
+
+
+def _with_layout(tile: HopperTile, strided_tokens: bool) -> HopperTile:
+    """Return the tile for pages with this layout: only clusters depend on it."""
+    return replace(tile, strided_tokens=strided_tokens and tile.cluster > 1)
 
 
 def _variants(tile: HopperTile) -> list[HopperTile]:
@@ -248,7 +262,7 @@ def is_supported(q: Any, pages: Pages, out: Any, new_tokens: NewTokens | None = 
         tile is not None
         and is_hopper(dtype)
         and are_aligned(q, pages.k, pages.v, out)
-        and 0 < pages.k.size // q.shape[3] < 2**31  # TMA counts rows of the pages in int32
+        and pages.rows.is_supported
         and (new_tokens is None or (tile.can_compute_new_token(group) and new_tokens.are_vectors()))
     )
 
@@ -342,24 +356,24 @@ def _choose(
 
 
 def _page_maps(pages: Pages, dtype: str, box_keys: int) -> dict[str, Any]:
-    """Return the tensor maps of pages (P, K, block_size, D), with boxes of `box_keys` tokens."""
-    num_blocks, num_kv_heads, block_size, head_dim = pages.k.shape
-    num_rows = num_blocks * num_kv_heads * block_size
-    sizes: tuple[int, ...]
+    """Return the tensor maps of the pages, with boxes of `box_keys` tokens of one head."""
+    head_dim = pages.k.shape[3]
     if pages.kv_dtype:
-        sizes = (head_dim, num_rows, 1)
-        strides = (head_dim, head_dim)
-        box = (head_dim, box_keys, 1)
-        k, v = (
-            tensor_map(array.data.ptr, "uint8", sizes, strides, box, promote=0, swizzle=head_dim)
-            for array in (pages.k, pages.v)
-        )
-        return {"k_map": k, "v_map": v}
-    sizes = (64, num_rows, head_dim // 64)
-    strides = (head_dim * 2, 128)
-    box = (64, box_keys, head_dim // 64)
+        dtype = "uint8"
+    width = min(128 // pages.k.itemsize, head_dim)  # the swizzle spans at most 128 bytes
+    chunks = head_dim // width
+    tokens, rows = pages.rows.map_sizes(box_keys)
+    token_stride, row_stride = pages.rows.map_strides
     k, v = (
-        tensor_map(array.data.ptr, dtype, sizes, strides, box, promote=0)
+        tensor_map(
+            array.data.ptr,
+            dtype,
+            (width, tokens, chunks, rows),
+            (token_stride, 128, row_stride),
+            (width, tokens, chunks, 1),
+            promote=0,
+            swizzle=width * array.itemsize,
+        )
         for array in (pages.k, pages.v)
     )
     return {"k_map": k, "v_map": v}
@@ -398,6 +412,7 @@ def launch(
         kv_dtype=pages.kv_dtype,
         may_use_clusters=num_splits is None,
     )
+    tile = _with_layout(tile, not pages.rows.has_adjacent_tokens)
     tile = replace(tile, new_token=new_tokens is not None)
     num_cta_groups = max(1, sm_count() * tile.ctas_per_sm // num_kv_heads)
     num_ctas = (num_cta_groups if tile.cluster == 1 else batch * tile.cluster) * num_kv_heads
@@ -446,4 +461,6 @@ def _arrays(q: Any, pages: Pages, out: Any, lse: Any) -> dict[str, Any]:
         "max_keys": pages.block_tables.shape[1] * pages.k.shape[2] if pages.k.size else 0,
         "block_shift": pages.k.shape[2].bit_length() - 1,
         "num_blocks": pages.k.shape[0],
+        "row_elements": pages.rows.row_bytes // pages.k.itemsize,
+        **pages.rows.launch_arguments(),
     }

@@ -125,9 +125,9 @@ def attention_prefill(
         Query tokens of all sequences, concatenated. D <= 256. A view whose last axis is contiguous,
         such as the heads of a fused qkv row, is not copied.
     k, v : (Tk, K, D) or (P, K, block_size, D) arrays of q's dtype
-        Dense keys and values (views as for `q`), or contiguous pages. H is a multiple of K: query
-        head h reads head h // (H // K). block_size is 16, 32, 64 or 128. uint8 and int8 pages are
-        quantized (see `kv_store`).
+        Dense keys and values (views as for `q`), or pages (layout and quantized pages: see
+        `kv_store`). H is a multiple of K: query head h reads head h // (H // K). block_size is 16,
+        32, 64 or 128.
     cu_seqlens_q : (B+1,) array of int32
         Sequence b's queries are ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``; rises from 0 to Tq.
     cu_seqlens_k : (B+1,) array of int32

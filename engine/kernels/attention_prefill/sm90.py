@@ -13,6 +13,7 @@ from engine.kernels._chip import HOPPER_DTYPES, is_hopper, sm_count
 from engine.kernels._elementwise import element_strides
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
+from engine.kernels._pages import PageRows
 from engine.kernels._quantized_kv import kv_dtype_of, kv_macros
 from engine.kernels._tensor_map import tensor_map
 from engine.kernels._workspace import counters, workspace
@@ -30,7 +31,8 @@ _PARAMS = (
     "context_lens:ptr sinks:ptr out:ptr lse:ptr partial:ptr counter:ptr table_stride:i64 "
     "out_stride_t:i64 out_stride_h:i64 max_keys:i64 total_q:i32 num_heads:i32 num_kv_heads:i32 "
     "group:i32 head_dim:i32 tile_tokens:i32 q_bytes:i32 box_keys:i32 block_shift:i32 "
-    "num_blocks:i32 num_pairs:i32 tiles_of_pair:i32 long_tiles:i32 short_tokens:i32 total:i32 "
+    "num_blocks:i32 page_rows:i32 head_rows:i32 token_rows:i32 num_pairs:i32 tiles_of_pair:i32 "
+    "long_tiles:i32 short_tokens:i32 total:i32 "
     "section:i32 splits:i32 causal:i32 window:i32 score_inner:f32 score_factor:f32"
 )
 _KERNELS = {  # keyed by whether scores have a soft cap
@@ -201,6 +203,7 @@ def is_supported(q: Any, k: Any, v: Any, out: Any, pattern: Pattern | None = Non
         tile is not None
         and is_hopper(dtype_name(q.dtype))
         and q.size > 0
+        and (k.ndim == 3 or PageRows.of(k).is_supported)
         and k.size > 0
         and q.shape[1] // k.shape[1] <= tile.rows
         and are_aligned(q, k, v, out)
@@ -297,6 +300,9 @@ def _lengths(keys: dict[str, Any], tile: HopperTile) -> dict[str, Any]:
             "box_keys": tile.keys,
             "block_shift": 0,
             "num_blocks": 0,
+            "page_rows": 0,
+            "head_rows": 0,
+            "token_rows": 0,
         }
     num_blocks, num_kv_heads, block_size, _ = k.shape
     return where | {
@@ -306,6 +312,7 @@ def _lengths(keys: dict[str, Any], tile: HopperTile) -> dict[str, Any]:
         "box_keys": _box_keys(block_size, tile),
         "block_shift": block_size.bit_length() - 1,
         "num_blocks": num_blocks,
+        **PageRows.of(k).launch_arguments(),
     }
 
 
@@ -315,7 +322,7 @@ def _box_keys(block_size: int, tile: HopperTile) -> int:
 
 
 def _maps(q: Any, keys: dict[str, Any], dtype: str, tile: HopperTile, group: int) -> dict[str, Any]:
-    """Return the tensor maps of q as (Tq, K, group, D) and of k, v as (rows, K or 1, D)."""
+    """Return the tensor maps of q as (Tq, K, group, D) and of k, v: pages, or (Tk, K, D)."""
     total_q, num_heads, head_dim = q.shape
     q_t, q_h, _ = q.strides
     q_map = tensor_map(
@@ -329,23 +336,22 @@ def _maps(q: Any, keys: dict[str, Any], dtype: str, tile: HopperTile, group: int
     for name in ("k", "v"):
         x = keys[name]
         if keys["block_tables"] is not None:
-            row = head_dim * x.itemsize
-            if tile.kv_dtype:
-                maps[f"{name}_map"] = tensor_map(
-                    x.data.ptr,
-                    "uint8",
-                    (head_dim, 1, x.size // head_dim),
-                    (row, row),
-                    (head_dim, 1, _box_keys(x.shape[2], tile)),
-                    swizzle=head_dim,
-                )
-                continue
-            sizes = (head_dim, 1, x.size // head_dim)
-            strides = (row, row)
-            box = (64, 1, _box_keys(x.shape[2], tile))
-        else:
-            sizes = (head_dim, x.shape[1], x.shape[0])
-            strides = (x.strides[1], x.strides[0])
-            box = (64, 1, tile.keys)
-        maps[f"{name}_map"] = tensor_map(x.data.ptr, dtype, sizes, strides, box)
+            maps[f"{name}_map"] = _page_map(x, dtype, tile)
+            continue
+        sizes = (head_dim, x.shape[1], x.shape[0])
+        strides = (x.strides[1], x.strides[0])
+        maps[f"{name}_map"] = tensor_map(x.data.ptr, dtype, sizes, strides, (64, 1, tile.keys))
     return maps
+
+
+def _page_map(pages: Any, dtype: str, tile: HopperTile) -> Any:
+    """Return the tensor map of pages as (page rows, box_keys, D)."""
+    head_dim = pages.shape[3]
+    rows = PageRows.of(pages)
+    box_keys = _box_keys(pages.shape[2], tile)
+    sizes = (head_dim, *rows.map_sizes(box_keys))
+    if tile.kv_dtype:
+        box = (head_dim, box_keys, 1)
+        strides = rows.map_strides
+        return tensor_map(pages.data.ptr, "uint8", sizes, strides, box, swizzle=head_dim)
+    return tensor_map(pages.data.ptr, dtype, sizes, rows.map_strides, (64, box_keys, 1))
