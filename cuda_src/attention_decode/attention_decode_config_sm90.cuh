@@ -10,7 +10,7 @@
 struct AttentionDecodeSm90Params {
   TensorMap k_map, v_map;      // (page rows, D / 64, kBoxKeys, 64), or (.., 1, .., D) if quantized
   const scalar_t* q;           // (B, Q, H, D); with NEW_TOKEN, before norm and rotation
-  page_t *k_pages, *v_pages;   // (P, K, block_size, D), equal strides; only the new token is written
+  page_t *k_pages, *v_pages;   // (P, K, block_size, D), equal strides; the new token is written
   const int* block_tables;     // (B, NB) only entries within context_lens are read
   const int* context_lens;     // (B,) number of keys per sequence, including the Q new ones
   const uint64_t* tree_masks;  // (B, Q) bit j of mask i: token i sees token j <= i; or null
@@ -28,7 +28,7 @@ struct AttentionDecodeSm90Params {
   int num_queries;              // Q / token_parts
   int num_heads, num_kv_heads;  // H, K
   int block_shift, num_blocks;  // log2(block_size), P
-  // Strides of the pages in page rows (PageRows in engine/kernels/_pages.py), and elements per row.
+  // Strides in page rows (PageRows in engine/kernels/_pages.py), and elements per page row.
   int page_rows, head_rows, token_rows, row_elements;
   int window;                   // 0: no window
   int num_splits;               // splits per sequence; 0: equal work for all CTAs
