@@ -92,7 +92,7 @@ def test_prefill(xp, layout, case, codes, tier):
     q_xp = cases.to_module(xp, q)
     rule = {**_on(xp, where), **case.rule, "max_seqlen_q": max(case.lens_q)}
     got = kernels.attention_prefill(q_xp, *in_layout(xp, *pages, layout), **rule)
-    if layout != "P2NKD1":  # other access widths, other kernels
+    if layout[-1] == "0" or (layout[-1] == "8" and not codes):  # aligned rows: the same kernel
         want = kernels.attention_prefill(q_xp, *cases.to_module(xp, *pages), **rule)
         np.testing.assert_array_equal(to_numpy(got), to_numpy(want))
     want = reference.attention_prefill(q, *pages, **where, **case.rule)
