@@ -65,7 +65,7 @@ def _steps(pages: Any) -> list[int]:
     return [step if n > 1 else 0 for step, n in zip(pages.strides[:-1], sizes, strict=True)]
 
 
-def page_strides(pages: Any) -> dict[str, int]:
+def page_strides(pages: Any) -> dict[str, Any]:
     """Return the strides in elements, by kernel parameter name.
 
     Examples
@@ -112,11 +112,17 @@ class PageRows:
         >>> rows.page, rows.head, rows.token, rows.row_bytes
         (32, 16, 1, 128)
         """
-        steps = _steps(pages)
+        page, head, token = _steps(pages)
         token_bytes = pages.shape[-1] * pages.itemsize
-        row_bytes = math.gcd(*steps) or token_bytes
-        rows = (step // row_bytes for step in steps)
-        return cls(*rows, row_bytes, token_bytes, tuple(pages.shape[:-1]))
+        row_bytes = math.gcd(page, head, token) or token_bytes
+        return cls(
+            page=page // row_bytes,
+            head=head // row_bytes,
+            token=token // row_bytes,
+            row_bytes=row_bytes,
+            token_bytes=token_bytes,
+            sizes=tuple(pages.shape[:-1]),
+        )
 
     @property
     def is_supported(self) -> bool:
@@ -147,6 +153,6 @@ class PageRows:
         """Strides in bytes of a map's axes of tokens and of page rows."""
         return self.token * self.row_bytes, self.row_bytes
 
-    def launch_arguments(self) -> dict[str, int]:
+    def launch_arguments(self) -> dict[str, Any]:
         """Return the strides by kernel parameter name."""
         return {"page_rows": self.page, "head_rows": self.head, "token_rows": self.token}
