@@ -22,7 +22,8 @@ from engine.errors import ContractError
 from engine.integrations.torch._tensors import array_of, layout_of, tensor_of, torch_dtype
 from engine.kernels._prepared_call import ALIGNMENT, PreparedCall, constant, prepare
 
-__all__ = ["Operator", "define", "fold_rows", "int_constant", "looped", "to_autocast_dtype"]
+__all__ = ["Operator", "define", "fold_rows", "int_constant", "looped", "on_tensors"]
+__all__ += ["to_autocast_dtype"]
 
 Function = Callable[..., Any]
 
@@ -75,6 +76,21 @@ def define(
     torch.library.register_vmap(qualified, vmap, lib=_library)
     operator.overload = getattr(torch.ops.engine, name).default
     return operator
+
+
+def on_tensors(name: str, function: Function) -> Function:
+    """Return a function of arrays as one of plain tensors, without registering an operator.
+
+    It may write into its arguments, and then returns () or new arrays. It is for the inside of
+    operators that mix torch's products with the catalog's ops.
+    """
+    operator = Operator(name, function, _no_derivative(name), None)
+    on_cpu = _on_cpu(function)
+
+    def run(*args: Any) -> Any:
+        return operator.launch(*args) if args[0].is_cuda else on_cpu(*args)
+
+    return run
 
 
 class Operator:

@@ -1,0 +1,357 @@
+"""The output layer and its loss as one operator: the logits never exist as a whole.
+
+A chunk of rows at a time, one product computes logits and `kernels.cross_entropy` turns them, in
+place, into losses and the logits' gradient, from which two products compute the gradients of x and
+of the weight. So the backward pass has only a factor left to apply. The method is Liger's (Hsu et
+al., arXiv:2410.10989).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine import kernels
+from engine.errors import ContractError
+from engine.integrations.torch._core import looped, on_tensors, to_autocast_dtype
+from engine.integrations.torch.cross_entropy import check_reduction, loss_dtype, reduced
+
+__all__ = ["chunk_rows", "linear_cross_entropy"]
+
+_ROWS_MULTIPLE = 256  # whole tiles of the products, and aligned slices
+
+
+class _Options(NamedTuple):
+    """Arguments of `kernels.cross_entropy`."""
+
+    ignore_index: int
+    softcap: float
+    z_loss: float
+    label_smoothing: float
+
+
+def chunk_rows(num_rows: int, vocab: int, hidden: int) -> int:
+    """Return how many rows of logits exist at once.
+
+    Their logits take as much memory as x, or an eighth of the weight if that is more: little beside
+    the gradients of both, which exist anyway. Fewer rows would make the product for the weight's
+    gradient read and write the sum more often than it multiplies.
+
+    Examples
+    --------
+    >>> chunk_rows(16384, 128256, 4096)
+    512
+    """
+    rows = max(num_rows // -(-vocab // hidden), hidden // 8, 1)
+    return min(-(-rows // _ROWS_MULTIPLE) * _ROWS_MULTIPLE, num_rows)
+
+
+def _cross_entropy_of(
+    logits: Any, target: Any, losses: Any, dloss: Any, *options: Any
+) -> tuple[()]:
+    """Write the losses; with `dloss`, turn the logits into their gradient."""
+    names = _Options._fields
+    kernels.cross_entropy(
+        logits,
+        target,
+        dloss=dloss,
+        out=losses,
+        dlogits_out=None if dloss is None else logits,
+        **dict(zip(names, options, strict=True)),
+    )
+    return ()
+
+
+def _scale(x: Any, factors: Any) -> tuple[()]:
+    kernels.scale_rows(x, factors, out=x)
+    return ()
+
+
+_LOSSES_ = on_tensors("cross_entropy_", _cross_entropy_of)
+_SCALE_ = on_tensors("scale_rows_", _scale)
+
+
+class _Product(NamedTuple):
+    """The operands of one call."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    options: _Options
+
+    def chunks(self, losses: Tensor, dloss: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+        """Yield slices of rows with their logits or, with `dloss`, their logits' gradient.
+
+        All chunks share one buffer. `losses` and `dloss` have one element per row; `dloss` may have
+        a single one.
+        """
+        num_rows, hidden = self.x.shape
+        step = max(chunk_rows(num_rows, len(self.weight), hidden), 1)
+        buffer = self.x.new_empty(step, len(self.weight))
+        for first in range(0, num_rows, step):
+            rows = slice(first, min(first + step, num_rows))
+            logits = buffer[: rows.stop - first]
+            if self.bias is None:
+                torch.mm(self.x[rows], self.weight.t(), out=logits)
+            else:
+                torch.addmm(self.bias, self.x[rows], self.weight.t(), out=logits)
+            part = dloss if dloss is None or len(dloss) == 1 else dloss[rows]
+            _LOSSES_(logits, self.target[rows], losses[rows], part, *self.options)
+            yield rows, logits
+
+    def losses(self) -> Tensor:
+        """Return the loss of each row."""
+        losses = self.x.new_empty(len(self.x), dtype=loss_dtype(self.x.dtype))
+        for _ in self.chunks(losses, None):
+            pass
+        return losses
+
+    def gradients(
+        self, dloss: Tensor, needs: tuple[bool, ...], sum_dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Return the loss of each row, and the gradients of x, weight and bias for `dloss`.
+
+        A gradient that is not needed is an empty tensor.
+        """
+        losses = self.x.new_empty(len(self.x), dtype=loss_dtype(self.x.dtype))
+        empty = self.x.new_empty(0)
+        dx = torch.empty_like(self.x) if needs[0] else empty
+        dweight = torch.empty_like(self.weight, dtype=sum_dtype) if needs[1] else empty
+        dbias = losses.new_zeros(len(self.weight)) if needs[2] else empty
+        if not len(self.x):
+            dweight.zero_()
+        for rows, dlogits in self.chunks(losses, dloss):
+            if needs[0]:
+                torch.mm(dlogits, self.weight, out=dx[rows])
+            if needs[1]:
+                _add_product(dweight, dlogits, self.x[rows], is_first=rows.start == 0)
+            if needs[2]:
+                dbias += dlogits.sum(0, dtype=dbias.dtype)
+        return losses, dx, dweight.to(self.weight.dtype), dbias.to(self.x.dtype)
+
+
+def _add_product(total: Tensor, dlogits: Tensor, x: Tensor, *, is_first: bool) -> None:
+    """Add dlogitsᵀ x to `total`, whose first contents are arbitrary."""
+    if is_first and total.dtype == x.dtype:
+        torch.mm(dlogits.t(), x, out=total)
+        return
+    if is_first:
+        total.zero_()
+    if total.dtype == x.dtype:
+        torch.addmm(total, dlogits.t(), x, out=total)
+    elif x.is_cuda:
+        torch.addmm(total, dlogits.t(), x, out_dtype=total.dtype, out=total)
+    else:
+        total += dlogits.t().to(total.dtype) @ x.to(total.dtype)
+
+
+_ARGUMENTS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float softcap, "
+    "float z_loss, float label_smoothing, bool need_dx, bool need_dweight, bool need_dbias, "
+    "ScalarType sum_dtype"
+)
+
+
+@torch.library.custom_op(
+    "engine::linear_cross_entropy",
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, str reduction) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _linear_cross_entropy(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Return the loss, 1 / number of losses averaged, and the gradients that the loss determines.
+
+    With "none" each row has a dloss of its own, which the sums over rows need: then only dx can be
+    computed now. With float16, 1 / number is left to the backward pass, lest dlogits underflow.
+    """
+    *options, need_dx, need_dweight, need_dbias, sum_dtype, reduction = rest
+    product = _Product(x, weight, bias, target, _Options(*options))
+    count = (target != product.options.ignore_index).sum().to(loss_dtype(x.dtype))
+    inverse = 1 / count.clamp(min=1) if reduction == "mean" else torch.ones_like(count)
+    inverse = inverse.view(1)
+    if reduction == "none" and (need_dweight or need_dbias):
+        needs = (False, False, False)
+    else:
+        needs = (need_dx, need_dweight, need_dbias)
+    if any(needs):
+        dloss = torch.ones_like(inverse) if x.dtype == torch.float16 else inverse.clone()
+        losses, *gradients = product.gradients(dloss, needs, sum_dtype)
+    else:
+        losses = product.losses()
+        gradients = [x.new_empty(0) for _ in needs]
+    loss = reduced(losses, target, product.options.ignore_index, reduction)
+    return loss, inverse, *gradients
+
+
+@_linear_cross_entropy.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> Any:
+    need_dx, need_dweight, need_dbias, _, reduction = rest[4:]
+    is_late = reduction == "none" and (need_dweight or need_dbias)
+    dtype = loss_dtype(x.dtype)
+    return (
+        x.new_empty(target.shape if reduction == "none" else (), dtype=dtype),
+        x.new_empty(1, dtype=dtype),
+        torch.empty_like(x) if need_dx and not is_late else x.new_empty(0),
+        torch.empty_like(weight) if need_dweight and not is_late else x.new_empty(0),
+        x.new_empty(len(weight) if need_dbias and not is_late else 0),
+    )
+
+
+@torch.library.custom_op(
+    "engine::linear_cross_entropy_backward",
+    mutates_args=(),
+    schema=f"(Tensor dloss, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
+def _linear_cross_entropy_backward(
+    dloss: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Return the gradients of x, weight and bias for one dloss per row, or for a common one."""
+    *options, need_dx, need_dweight, need_dbias, sum_dtype = rest
+    product = _Product(x, weight, bias, target, _Options(*options))
+    needs = (need_dx, need_dweight, need_dbias)
+    return product.gradients(dloss.contiguous(), needs, sum_dtype)[1:]
+
+
+@_linear_cross_entropy_backward.register_fake
+def _(dloss: Tensor, x: Tensor, weight: Tensor, bias: Any, target: Tensor, *rest: Any) -> Any:
+    need_dx, need_dweight, need_dbias, _ = rest[4:]
+    return (
+        torch.empty_like(x) if need_dx else x.new_empty(0),
+        torch.empty_like(weight) if need_dweight else x.new_empty(0),
+        x.new_empty(len(weight) if need_dbias else 0),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, target, *ctx.options = inputs
+    _, inverse, *gradients = output
+    ctx.save_for_backward(x, weight, bias, target, inverse)
+    # Not among the saved tensors: the first backward pass scales them in place and gives them away.
+    is_kept = any(gradient.numel() for gradient in gradients)
+    ctx.gradients = [gradient.detach() for gradient in gradients] if is_kept else None
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
+    """Scale the gradients from the forward pass, or compute them where there are none (any more).
+
+    They are computed here with one dloss per row, and in a second pass over a retained graph.
+    """
+    x, weight, bias, target, inverse = ctx.saved_tensors
+    *options, _, _, _, sum_dtype, _ = ctx.options
+    needs = ctx.needs_input_grad[:3]
+    gradients = ctx.gradients
+    ctx.gradients = None
+    is_traced = torch.compiler.is_compiling() or is_transformed()
+    if gradients is None or torch.is_grad_enabled():  # with create_graph: for the error's sake
+        factors = (dloss * inverse).reshape(-1)
+        gradients = _linear_cross_entropy_backward(
+            factors, x, weight, bias, target, *options, *needs, sum_dtype
+        )
+    else:
+        factors = (dloss * inverse if x.dtype == torch.float16 else dloss).reshape(-1)
+        scale = _scaled if is_traced else _scaled_in_place
+        gradients = [scale(g, factors.contiguous()) if g.numel() else g for g in gradients]
+    ready = [g if needed else None for g, needed in zip(gradients, needs, strict=True)]
+    return *ready, *(None,) * (1 + len(ctx.options))
+
+
+def _scaled(gradient: Tensor, factors: Tensor) -> Tensor:
+    shape = (-1, *(1,) * (gradient.dim() - 1))
+    return (gradient * factors.view(shape)).to(gradient.dtype)
+
+
+def _scaled_in_place(gradient: Tensor, factors: Tensor) -> Tensor:
+    _SCALE_(gradient if gradient.dim() == 2 else gradient[None], factors)
+    return gradient
+
+
+_linear_cross_entropy.register_autograd(_backward, setup_context=_setup)
+_linear_cross_entropy.register_vmap(looped("linear_cross_entropy"))
+
+
+def _no_second_derivative(*_: Any) -> Any:
+    raise NotImplementedError("engine::linear_cross_entropy has no second derivative")
+
+
+_linear_cross_entropy_backward.register_autograd(_no_second_derivative)
+_linear_cross_entropy_backward.register_vmap(looped("linear_cross_entropy_backward"))
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    sum_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return ``cross_entropy(linear(x, weight, bias), target)`` without the logits in memory.
+
+    Parameters
+    ----------
+    x : (..., K) tensor of float32, float16 or bfloat16
+        On the CPU also float64. Cast to autocast's dtype, with `weight` and `bias`.
+    weight : (V, K) tensor of x's dtype
+    target : (...) tensor of int64 or int32
+        Class of each row. One outside [0, V) yields NaN.
+    bias : (V,) tensor of x's dtype, optional
+    ignore_index : int
+        Rows with this target have loss and gradient 0, and do not count in the mean.
+    reduction : {"mean", "sum", "none"}
+    softcap, z_loss, label_smoothing : float
+        See `engine.kernels.cross_entropy`.
+    sum_dtype : torch.dtype, optional
+        Dtype in which the weight's gradient is summed over chunks of rows: the weight's (the
+        default), or torch.float32, which takes more memory and time.
+
+    Returns
+    -------
+    loss : () tensor, or (...) with "none", of float32 (float64 for float64 x)
+        The mean over no targets is NaN, as in torch.
+
+    Raises
+    ------
+    ContractError, ShapeError, DTypeError
+    NotImplementedError
+        In a second derivative.
+
+    Notes
+    -----
+    The logits are rounded to x's dtype, as a linear layer's are. Gradients are computed in the
+    forward pass, if any is needed: 3 products. With "none" the gradient of the weight depends on
+    each row's upstream gradient, so the logits are computed again in the backward pass: 4 products.
+
+    Examples
+    --------
+    >>> x, weight = torch.eye(2), torch.tensor([[9.0, 0.0], [0.0, 0.0]])
+    >>> linear_cross_entropy(x, weight, torch.tensor([0, 1]), reduction="none").round(decimals=4)
+    tensor([0.0001, 0.6931])
+    """
+    check_reduction("linear_cross_entropy", reduction)
+    x, weight, bias = to_autocast_dtype(x, weight, bias)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise ContractError(
+                f"linear_cross_entropy: {name}: must be {x.dtype}, as x is; got {tensor.dtype}"
+            )
+    is_recorded = torch.is_grad_enabled()
+    needs = [is_recorded and t is not None and t.requires_grad for t in (x, weight, bias)]
+    options = (ignore_index, softcap, z_loss, label_smoothing)
+    sum_dtype = weight.dtype if sum_dtype is None else sum_dtype
+    rows = x.reshape(-1, x.shape[-1])
+    flat = target.reshape(-1)
+    loss = _linear_cross_entropy(rows, weight, bias, flat, *options, *needs, sum_dtype, reduction)[
+        0
+    ]
+    return loss.view(target.shape) if reduction == "none" else loss
