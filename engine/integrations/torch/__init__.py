@@ -6,7 +6,10 @@ names.
 """
 
 from engine.integrations.torch.activations import geglu, gelu, relu, silu, swiglu
+from engine.integrations.torch.cross_entropy import cross_entropy
+from engine.integrations.torch.linear_cross_entropy import linear_cross_entropy
 from engine.integrations.torch.norms import layernorm, rmsnorm
 from engine.integrations.torch.rotary import rope
 
-__all__ = ["geglu", "gelu", "layernorm", "relu", "rmsnorm", "rope", "silu", "swiglu"]
+__all__ = ["cross_entropy", "geglu", "gelu", "layernorm", "linear_cross_entropy", "relu", "rmsnorm"]
+__all__ += ["rope", "silu", "swiglu"]

@@ -23,7 +23,7 @@ from engine.integrations.torch._tensors import array_of, layout_of, tensor_of, t
 from engine.kernels._prepared_call import ALIGNMENT, PreparedCall, constant, prepare
 
 __all__ = ["Operator", "define", "fold_rows", "int_constant", "looped", "on_tensors"]
-__all__ += ["to_autocast_dtype"]
+__all__ += ["to_autocast_dtype", "transformed_function"]
 
 Function = Callable[..., Any]
 
@@ -114,7 +114,7 @@ class Operator:
         self.overload: Any = None
         self._function = function
         self._eager = _eager_function(name, self.launch, backward, setup_context)
-        self._transformed = _transformed_function(name, backward, setup_context, vmap)
+        self._transformed = transformed_function(name, backward, setup_context, vmap)
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -232,7 +232,7 @@ def _eager_function(
     return type(name, (torch.autograd.Function,), methods)
 
 
-def _transformed_function(
+def transformed_function(
     name: str, backward: Function, setup_context: Function | None, vmap: Function
 ) -> Any:
     """Return the autograd function of a call below `vmap`, `grad` or another transform.

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from engine import kernels
 from engine.errors import ContractError
-from engine.integrations.torch._core import looped, on_tensors, to_autocast_dtype
+from engine.integrations.torch._core import (
+    looped,
+    on_tensors,
+    to_autocast_dtype,
+    transformed_function,
+)
 from engine.integrations.torch.cross_entropy import check_reduction, loss_dtype, reduced
 
 __all__ = ["chunk_rows", "linear_cross_entropy"]
@@ -118,10 +123,10 @@ class _Product(NamedTuple):
         A gradient that is not needed is an empty tensor.
         """
         losses = self.x.new_empty(len(self.x), dtype=loss_dtype(self.x.dtype))
-        empty = self.x.new_empty(0)
-        dx = torch.empty_like(self.x) if needs[0] else empty
-        dweight = torch.empty_like(self.weight, dtype=sum_dtype) if needs[1] else empty
-        dbias = losses.new_zeros(len(self.weight)) if needs[2] else empty
+        empty = self.x.new_empty
+        dx = torch.empty_like(self.x) if needs[0] else empty(0)
+        dweight = torch.empty_like(self.weight, dtype=sum_dtype) if needs[1] else empty(0)
+        dbias = losses.new_zeros(len(self.weight)) if needs[2] else empty(0)
         if not len(self.x):
             dweight.zero_()
         for rows, dlogits in self.chunks(losses, dloss):
@@ -164,28 +169,36 @@ _ARGUMENTS = (
 def _linear_cross_entropy(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """Return the loss, 1 / number of losses averaged, and the gradients that the loss determines.
+    """Return the loss, 1 / the number of losses averaged, and gradients for dloss = `_boost`.
 
     With "none" each row has a dloss of its own, which the sums over rows need: then only dx can be
-    computed now. With float16, 1 / number is left to the backward pass, lest dlogits underflow.
+    computed now.
     """
     *options, need_dx, need_dweight, need_dbias, sum_dtype, reduction = rest
     product = _Product(x, weight, bias, target, _Options(*options))
     count = (target != product.options.ignore_index).sum().to(loss_dtype(x.dtype))
     inverse = 1 / count.clamp(min=1) if reduction == "mean" else torch.ones_like(count)
-    inverse = inverse.view(1)
+    needs = (need_dx, need_dweight, need_dbias)
     if reduction == "none" and (need_dweight or need_dbias):
         needs = (False, False, False)
-    else:
-        needs = (need_dx, need_dweight, need_dbias)
     if any(needs):
-        dloss = torch.ones_like(inverse) if x.dtype == torch.float16 else inverse.clone()
+        dloss = (inverse * _boost(x, reduction)).view(1)
         losses, *gradients = product.gradients(dloss, needs, sum_dtype)
     else:
         losses = product.losses()
         gradients = [x.new_empty(0) for _ in needs]
     loss = reduced(losses, target, product.options.ignore_index, reduction)
-    return loss, inverse, *gradients
+    return loss, inverse.view(1), *gradients
+
+
+def _boost(x: Tensor, reduction: str) -> float:
+    """Return the dloss of the gradients in the forward pass: about the number of averaged rows.
+
+    A mean's logit gradients are so small that float16 would lose most of them. The factor is a
+    power of two, so taking it back rounds nothing.
+    """
+    is_small = x.dtype == torch.float16 and reduction == "mean"
+    return 2.0 ** len(x).bit_length() if is_small else 1.0
 
 
 @_linear_cross_entropy.register_fake
@@ -243,19 +256,18 @@ def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
     They are computed here with one dloss per row, and in a second pass over a retained graph.
     """
     x, weight, bias, target, inverse = ctx.saved_tensors
-    *options, _, _, _, sum_dtype, _ = ctx.options
+    *options, _, _, _, sum_dtype, reduction = ctx.options
     needs = ctx.needs_input_grad[:3]
     gradients = ctx.gradients
     ctx.gradients = None
-    is_traced = torch.compiler.is_compiling() or is_transformed()
     if gradients is None or torch.is_grad_enabled():  # with create_graph: for the error's sake
         factors = (dloss * inverse).reshape(-1)
         gradients = _linear_cross_entropy_backward(
             factors, x, weight, bias, target, *options, *needs, sum_dtype
         )
     else:
-        factors = (dloss * inverse if x.dtype == torch.float16 else dloss).reshape(-1)
-        scale = _scaled if is_traced else _scaled_in_place
+        factors = (dloss / _boost(x, reduction)).reshape(-1)
+        scale = _scaled if torch.compiler.is_compiling() else _scaled_in_place
         gradients = [scale(g, factors.contiguous()) if g.numel() else g for g in gradients]
     ready = [g if needed else None for g, needed in zip(gradients, needs, strict=True)]
     return *ready, *(None,) * (1 + len(ctx.options))
@@ -273,6 +285,9 @@ def _scaled_in_place(gradient: Tensor, factors: Tensor) -> Tensor:
 
 _linear_cross_entropy.register_autograd(_backward, setup_context=_setup)
 _linear_cross_entropy.register_vmap(looped("linear_cross_entropy"))
+_TRANSFORMED = transformed_function(
+    "linear_cross_entropy", _backward, _setup, looped("linear_cross_entropy")
+)
 
 
 def _no_second_derivative(*_: Any) -> Any:
@@ -329,8 +344,10 @@ def linear_cross_entropy(
     Notes
     -----
     The logits are rounded to x's dtype, as a linear layer's are. Gradients are computed in the
-    forward pass, if any is needed: 3 products. With "none" the gradient of the weight depends on
-    each row's upstream gradient, so the logits are computed again in the backward pass: 4 products.
+    forward pass, if any is needed: 3 products. The backward pass multiplies them by the loss's
+    gradient, in place, which rounds them again unless that is a power of two. With "none" the
+    gradient of the weight depends on each row's factor, so the logits are computed again in the
+    backward pass: 4 products.
 
     Examples
     --------
@@ -345,13 +362,13 @@ def linear_cross_entropy(
             raise ContractError(
                 f"linear_cross_entropy: {name}: must be {x.dtype}, as x is; got {tensor.dtype}"
             )
-    is_recorded = torch.is_grad_enabled()
-    needs = [is_recorded and t is not None and t.requires_grad for t in (x, weight, bias)]
     options = (ignore_index, softcap, z_loss, label_smoothing)
-    sum_dtype = weight.dtype if sum_dtype is None else sum_dtype
-    rows = x.reshape(-1, x.shape[-1])
-    flat = target.reshape(-1)
-    loss = _linear_cross_entropy(rows, weight, bias, flat, *options, *needs, sum_dtype, reduction)[
-        0
-    ]
+    kind = (weight.dtype if sum_dtype is None else sum_dtype, reduction)
+    tensors = (x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1))
+    if torch._C._functorch.maybe_current_level() is not None:  # all gradients in the backward pass
+        loss = _TRANSFORMED.apply(*tensors, *options, False, False, False, *kind)[0]
+    else:
+        is_recorded = torch.is_grad_enabled()
+        needs = [is_recorded and t is not None and t.requires_grad for t in (x, weight, bias)]
+        loss = _linear_cross_entropy(*tensors, *options, *needs, *kind)[0]
     return loss.view(target.shape) if reduction == "none" else loss
