@@ -84,7 +84,7 @@ def on_tensors(name: str, function: Function) -> Function:
     It may write into its arguments, and then returns () or new arrays. It is for the inside of
     operators that mix torch's products with the catalog's ops.
     """
-    operator = Operator(name, function, _no_derivative(name), None)
+    operator = Operator(name, function, _no_derivative(name), None, looped(name))
     on_cpu = _on_cpu(function)
 
     def run(*args: Any) -> Any:

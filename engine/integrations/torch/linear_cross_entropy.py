@@ -262,9 +262,8 @@ def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
     ctx.gradients = None
     if gradients is None or torch.is_grad_enabled():  # with create_graph: for the error's sake
         factors = (dloss * inverse).reshape(-1)
-        gradients = _linear_cross_entropy_backward(
-            factors, x, weight, bias, target, *options, *needs, sum_dtype
-        )
+        run = _TRANSFORMED_BACKWARD.apply if _is_transformed() else _linear_cross_entropy_backward
+        gradients = run(factors, x, weight, bias, target, *options, *needs, sum_dtype)
     else:
         factors = (dloss / _boost(x, reduction)).reshape(-1)
         scale = _scaled if torch.compiler.is_compiling() else _scaled_in_place
@@ -283,19 +282,25 @@ def _scaled_in_place(gradient: Tensor, factors: Tensor) -> Tensor:
     return gradient
 
 
-_linear_cross_entropy.register_autograd(_backward, setup_context=_setup)
-_linear_cross_entropy.register_vmap(looped("linear_cross_entropy"))
-_TRANSFORMED = transformed_function(
-    "linear_cross_entropy", _backward, _setup, looped("linear_cross_entropy")
-)
-
-
 def _no_second_derivative(*_: Any) -> Any:
     raise NotImplementedError("engine::linear_cross_entropy has no second derivative")
 
 
+_VMAP = looped("linear_cross_entropy")
+_VMAP_BACKWARD = looped("linear_cross_entropy_backward")
+_linear_cross_entropy.register_autograd(_backward, setup_context=_setup)
+_linear_cross_entropy.register_vmap(_VMAP)
 _linear_cross_entropy_backward.register_autograd(_no_second_derivative)
-_linear_cross_entropy_backward.register_vmap(looped("linear_cross_entropy_backward"))
+_linear_cross_entropy_backward.register_vmap(_VMAP_BACKWARD)
+_TRANSFORMED = transformed_function("linear_cross_entropy", _backward, _setup, _VMAP)
+_TRANSFORMED_BACKWARD = transformed_function(
+    "linear_cross_entropy_backward", _no_second_derivative, None, _VMAP_BACKWARD
+)
+
+
+def _is_transformed() -> bool:
+    """Tell whether `vmap`, `grad` or another transform of torch.func is active."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def linear_cross_entropy(
@@ -365,7 +370,7 @@ def linear_cross_entropy(
     options = (ignore_index, softcap, z_loss, label_smoothing)
     kind = (weight.dtype if sum_dtype is None else sum_dtype, reduction)
     tensors = (x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1))
-    if torch._C._functorch.maybe_current_level() is not None:  # all gradients in the backward pass
+    if _is_transformed():  # all gradients in the backward pass
         loss = _TRANSFORMED.apply(*tensors, *options, False, False, False, *kind)[0]
     else:
         is_recorded = torch.is_grad_enabled()
