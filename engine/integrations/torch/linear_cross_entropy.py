@@ -154,19 +154,7 @@ def _add_product(total: Tensor, dlogits: Tensor, x: Tensor, *, is_first: bool) -
         total += dlogits.t().to(total.dtype) @ x.to(total.dtype)
 
 
-_ARGUMENTS = (
-    "Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float softcap, "
-    "float z_loss, float label_smoothing, bool need_dx, bool need_dweight, bool need_dbias, "
-    "ScalarType sum_dtype"
-)
-
-
-@torch.library.custom_op(
-    "engine::linear_cross_entropy",
-    mutates_args=(),
-    schema=f"({_ARGUMENTS}, str reduction) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _linear_cross_entropy(
+def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     """Return the loss, 1 / the number of losses averaged, and gradients for dloss = `_boost`.
@@ -201,8 +189,9 @@ def _boost(x: Tensor, reduction: str) -> float:
     return 2.0 ** len(x).bit_length() if is_small else 1.0
 
 
-@_linear_cross_entropy.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> Any:
+def _fake_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
+) -> Any:
     need_dx, need_dweight, need_dbias, _, reduction = rest[4:]
     is_late = reduction == "none" and (need_dweight or need_dbias)
     dtype = loss_dtype(x.dtype)
@@ -215,12 +204,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
     )
 
 
-@torch.library.custom_op(
-    "engine::linear_cross_entropy_backward",
-    mutates_args=(),
-    schema=f"(Tensor dloss, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
-)
-def _linear_cross_entropy_backward(
+def _gradients(
     dloss: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     """Return the gradients of x, weight and bias for one dloss per row, or for a common one."""
@@ -230,8 +214,9 @@ def _linear_cross_entropy_backward(
     return product.gradients(dloss.contiguous(), needs, sum_dtype)[1:]
 
 
-@_linear_cross_entropy_backward.register_fake
-def _(dloss: Tensor, x: Tensor, weight: Tensor, bias: Any, target: Tensor, *rest: Any) -> Any:
+def _fake_gradients(
+    dloss: Tensor, x: Tensor, weight: Tensor, bias: Any, target: Tensor, *rest: Any
+) -> Any:
     need_dx, need_dweight, need_dbias, _ = rest[4:]
     return (
         torch.empty_like(x) if need_dx else x.new_empty(0),
@@ -286,6 +271,25 @@ def _no_second_derivative(*_: Any) -> Any:
     raise NotImplementedError("engine::linear_cross_entropy has no second derivative")
 
 
+_ARGUMENTS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float softcap, "
+    "float z_loss, float label_smoothing, bool need_dx, bool need_dweight, bool need_dbias, "
+    "ScalarType sum_dtype"
+)
+_linear_cross_entropy = torch.library.custom_op(
+    "engine::linear_cross_entropy",
+    _forward,
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, str reduction) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+_linear_cross_entropy_backward = torch.library.custom_op(
+    "engine::linear_cross_entropy_backward",
+    _gradients,
+    mutates_args=(),
+    schema=f"(Tensor dloss, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
+_linear_cross_entropy.register_fake(_fake_forward)
+_linear_cross_entropy_backward.register_fake(_fake_gradients)
 _VMAP = looped("linear_cross_entropy")
 _VMAP_BACKWARD = looped("linear_cross_entropy_backward")
 _linear_cross_entropy.register_autograd(_backward, setup_context=_setup)
