@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -276,7 +277,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=[*CASES, []], metavar="NAME")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    torch._functorch.config.donated_buffer = False  # the backward pass is timed repeatedly
+    functorch_config.donated_buffer = False  # the backward pass is timed repeatedly
     rows = []
     for name in arguments.names or CASES:
         for model in MODELS:
