@@ -26,6 +26,12 @@ EXAMPLES = ROOT / "examples"
 _CELL_SECONDS = 300
 
 
+def examples() -> list[Path]:
+    """Return the examples in cells; the others are scripts that need other packages."""
+    paths = sorted(EXAMPLES.glob("*.py"))
+    return [path for path in paths if path.read_text(encoding="utf-8").startswith("# %%")]
+
+
 def build(path: Path, out: Path) -> str:
     """Run the example `path` and write its notebook to `out`; return the error of a cell, or ""."""
     notebook = jupytext.read(path)
@@ -61,7 +67,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "notebooks")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="notebooks at a time")
     arguments = parser.parse_args()
-    paths = [EXAMPLES / f"{name}.py" for name in arguments.names] or sorted(EXAMPLES.glob("*.py"))
+    paths = [EXAMPLES / f"{name}.py" for name in arguments.names] or examples()
     out = _copy_files(arguments.out)
     with ThreadPoolExecutor(arguments.jobs) as pool:
         errors = list(pool.map(partial(build, out=out), paths))

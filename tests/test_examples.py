@@ -17,7 +17,11 @@ else:
     tomllib = None
 
 ROOT = Path(__file__).parents[1]
-FILES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
+FILES = {
+    path.stem: path
+    for path in sorted((ROOT / "examples").glob("*.py"))
+    if path.read_text().startswith("# %%")  # in cells; the others need a framework
+}
 CHAPTERS = [name for name in FILES if name[0].isdigit()]
 _SLOW_SCRIPTS = ("09_speculative_decoding", "structured_output")
 _QUICK_NOTEBOOKS = ("02_inside_attention", "async_requests")  # pictures; an event loop

@@ -21,7 +21,8 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 def names() -> list[str]:
     """Return the examples in the course's order, that of their names."""
-    return sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    paths = EXAMPLES.glob("*.py")
+    return sorted(p.stem for p in paths if p.read_text(encoding="utf-8").startswith("# %%"))
 
 
 def add_course(pages: Pages) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from engine import kernels
-from engine.integrations.torch._core import define, looped
+from engine.integrations.torch._core import define, fold_rows
 
 __all__ = ["rope"]
 
@@ -15,8 +15,11 @@ __all__ = ["rope"]
 def _rope(
     q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool, inverse: bool
 ) -> tuple[Any, Any]:
-    rotated = kernels.rope(q, k, positions, cos_sin, interleaved=interleaved, inverse=inverse)
-    return rotated[0], rotated[1]
+    tokens = [x.reshape(-1, *x.shape[-2:]) for x in (q, k)]
+    rotated = kernels.rope(
+        *tokens, positions.reshape(-1), cos_sin, interleaved=interleaved, inverse=inverse
+    )
+    return rotated[0].reshape(q.shape), rotated[1].reshape(k.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -31,14 +34,6 @@ def _backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[Any, ...]:
     return dq, dk, None, None, None, None
 
 
-def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-    if any(dim is None for dim in in_dims[:3]) or in_dims[3] is not None:
-        return looped("rope")(info, in_dims, *args)
-    tokens = [a.movedim(dim, 0).flatten(0, 1) for a, dim in zip(args[:3], in_dims, strict=False)]
-    rotated = torch.ops.engine.rope(*tokens, *args[3:])
-    return tuple(x.unflatten(0, (info.batch_size, -1)) for x in rotated), (0, 0)
-
-
 _ROPE = define(
     "rope(Tensor q, Tensor k, Tensor positions, Tensor cos_sin, bool interleaved, bool inverse) "
     "-> (Tensor, Tensor)",
@@ -46,7 +41,7 @@ _ROPE = define(
     lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
     backward=_backward,
     setup_context=_setup,
-    vmap=_vmap,
+    vmap=fold_rows("rope", 0, 1, 2),
 )
 
 
@@ -85,14 +80,9 @@ def rope(
     >>> rope(q, q, quarter_turn, torch.tensor([0]))[0]
     tensor([[[0., 1.]]])
     """
-    tokens = q.shape[:-2]
-    positions = positions.expand(tokens).reshape(-1).to(torch.int32)
-    rotated = _ROPE(
-        q.reshape(-1, *q.shape[-2:]),
-        k.reshape(-1, *k.shape[-2:]),
-        positions,
-        cos_sin,
-        interleaved,
-        False,
-    )
-    return rotated[0].view(q.shape), rotated[1].view(k.shape)
+    if positions.shape != q.shape[:-2]:
+        positions = positions.expand(q.shape[:-2])
+    if positions.dtype != torch.int32:
+        positions = positions.to(torch.int32)
+    rotated: tuple[torch.Tensor, torch.Tensor] = _ROPE(q, k, positions, cos_sin, interleaved, False)
+    return rotated
