@@ -15,9 +15,13 @@ __all__ = ["rope"]
 def _rope(
     q: Any, k: Any, positions: Any, cos_sin: Any, interleaved: bool, inverse: bool
 ) -> tuple[Any, Any]:
-    tokens = [x.reshape(-1, *x.shape[-2:]) for x in (q, k)]
     rotated = kernels.rope(
-        *tokens, positions.reshape(-1), cos_sin, interleaved=interleaved, inverse=inverse
+        q.reshape(-1, *q.shape[-2:]),
+        k.reshape(-1, *k.shape[-2:]),
+        positions.reshape(-1),
+        cos_sin,
+        interleaved=interleaved,
+        inverse=inverse,
     )
     return rotated[0].reshape(q.shape), rotated[1].reshape(k.shape)
 
