@@ -75,6 +75,10 @@ class PlanArray:
             ) from None
         return PlanArray(self.array.reshape(*shape))
 
+    def transpose(self, *axes: int) -> PlanArray:
+        """Return a view with its axes in another order."""
+        return PlanArray(self.array.transpose(*axes))
+
     def __getitem__(self, index: Any) -> PlanArray:
         """Return a view; the index may contain only slices, ints, None and Ellipsis."""
         parts = index if isinstance(index, tuple) else (index,)

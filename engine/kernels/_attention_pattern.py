@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from engine import device
+from engine.errors import ContractError
 from engine.kernels._contract import Contract
+from engine.kernels._prepared_call import constant
 
-__all__ = ["PARAMS", "BlockSparse", "Pattern", "Periodic", "arguments", "check"]
+__all__ = ["PARAMS", "BlockSparse", "Pattern", "Periodic", "arguments", "check", "numbered"]
 
 # Extra parameters of the kernels that support patterns. See `arguments`.
 PARAMS = (
@@ -18,10 +22,50 @@ PARAMS = (
     "pattern_k:i32 pattern_offset:i32"
 )
 _MAX = 2**30
+_numbers = itertools.count(1)
+_by_number: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+class _Numbered:
+    """Immutable, and known by a number to callers whose arguments must be numbers or arrays.
+
+    Attributes
+    ----------
+    number : int
+        1 or more, unique in this process.
+    """
+
+    number: int
+
+    def _take_number(self) -> None:
+        object.__setattr__(self, "number", next(_numbers))
+        _by_number[self.number] = self
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+def numbered(number: int) -> Any:
+    """Return the pattern with this number, or None for 0.
+
+    Raises
+    ------
+    ContractError
+        If the pattern no longer exists.
+    """
+    pattern = _by_number.get(number)
+    if number and pattern is None:
+        raise ContractError(
+            "attention pattern: its object has been deleted; keep it as long as what uses it"
+        )
+    return pattern
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockSparse:
+class BlockSparse(_Numbered):
     """Block-sparse attention, given by a mask over (query block, key block).
 
     Parameters
@@ -64,6 +108,10 @@ class BlockSparse:
         object.__setattr__(self, "mask", mask)
         for name in ("block_q", "block_k"):
             object.__setattr__(self, name, _check_int(call, name, getattr(self, name), 1, _MAX - 1))
+        self._take_number()
+
+    def __reduce__(self) -> Any:
+        return BlockSparse, (self.mask, self.block_q, self.block_k)
 
     def __repr__(self) -> str:
         (rows, columns) = self.mask.shape
@@ -79,12 +127,12 @@ class BlockSparse:
             padded = np.zeros((num_q, -(-num_k // 32) * 32), bool)
             padded[:, :num_k] = self.mask
             bits = np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
-            self._words[where] = cupy.asarray(bits)
+            self._words[where] = constant(bits)
         return self._words[where]
 
 
 @dataclass(frozen=True)
-class Periodic:
+class Periodic(_Numbered):
     """Periodic attention: query i sees key j if (i - j + offset) mod period < width.
 
     With offset 0 this is a sliding window of `width` keys that repeats every `period` keys into the
@@ -123,6 +171,10 @@ class Periodic:
         offset = _check_int(call, "offset", self.offset, 0, period - 1)
         for name, value in (("period", period), ("width", width), ("offset", offset)):
             object.__setattr__(self, name, value)
+        self._take_number()
+
+    def __reduce__(self) -> Any:
+        return Periodic, (self.period, self.width, self.offset)
 
 
 Pattern = BlockSparse | Periodic

@@ -6,10 +6,17 @@ names.
 """
 
 from engine.integrations.torch.activations import geglu, gelu, relu, silu, swiglu
+from engine.integrations.torch.attention import (
+    attention,
+    attention_varlen,
+    scaled_dot_product_attention,
+)
 from engine.integrations.torch.cross_entropy import cross_entropy
 from engine.integrations.torch.linear_cross_entropy import linear_cross_entropy
 from engine.integrations.torch.norms import layernorm, rmsnorm
+from engine.integrations.torch.paged_attention import attention_paged
 from engine.integrations.torch.rotary import rope
 
-__all__ = ["cross_entropy", "geglu", "gelu", "layernorm", "linear_cross_entropy", "relu", "rmsnorm"]
-__all__ += ["rope", "silu", "swiglu"]
+__all__ = ["attention", "attention_paged", "attention_varlen", "cross_entropy", "geglu", "gelu"]
+__all__ += ["layernorm", "linear_cross_entropy", "relu", "rmsnorm", "rope"]
+__all__ += ["scaled_dot_product_attention", "silu", "swiglu"]

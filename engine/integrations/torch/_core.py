@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine import device
 from engine.errors import ContractError
 from engine.integrations.torch._tensors import array_of, layout_of, tensor_of, torch_dtype
 from engine.kernels._prepared_call import ALIGNMENT, PreparedCall, constant, prepare
+from engine.plan_array import NotContiguousError, PlanArray
 
-__all__ = ["Operator", "define", "fold_rows", "int_constant", "looped", "on_tensors"]
-__all__ += ["to_autocast_dtype", "transformed_function"]
+__all__ = ["Operator", "contiguous", "define", "fold_rows", "int_constant", "looped", "new_array"]
+__all__ += ["on_tensors", "to_autocast_dtype", "transformed_function"]
 
 Function = Callable[..., Any]
 
@@ -54,7 +56,8 @@ def define(
         "name(Tensor x, ...) -> Tensor", in torch's schema language.
     function : callable
         Called with the operator's arguments, arrays of the catalog in place of tensors. It calls
-        ops of the catalog, and returns new arrays: one, or a tuple as in the schema.
+        ops of the catalog, and returns new arrays: one, or a tuple as in the schema; or None, if it
+        writes to its arguments, which the schema marks with "!".
     fake : callable
         Called with the operator's arguments; returns empty tensors like the results.
     backward, setup_context : callable, optional
@@ -72,8 +75,11 @@ def define(
     _library.impl(name, _on_cpu(function), "CPU")
     _library.impl(name, operator.launch, "CUDA")
     torch.library.register_fake(qualified, fake, lib=_library)
-    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
-    torch.library.register_vmap(qualified, vmap, lib=_library)
+    if "!" not in schema:  # torch knows no derivative of an operator that writes to its arguments
+        torch.library.register_autograd(
+            qualified, backward, setup_context=setup_context, lib=_library
+        )
+        torch.library.register_vmap(qualified, vmap, lib=_library)
     operator.overload = getattr(torch.ops.engine, name).default
     return operator
 
@@ -206,7 +212,9 @@ class _Call:
         if call.num_counters:
             counters = _counters(call.num_counters, index, stream)
         self._run(addresses, stream, _address(scratch), _address(counters))
-        return results[0] if len(results) == 1 else tuple(results)
+        if len(results) > 1:
+            return tuple(results)
+        return results[0] if results else None
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -320,13 +328,32 @@ def int_constant(values: Sequence[int], like: Any) -> Any:
     return array if isinstance(like, np.ndarray) else constant(array)
 
 
+def new_array(shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
+    """Return a new array on the device of the array `like`; for the function of `define`."""
+    if isinstance(like, np.ndarray):
+        return np.empty(shape, dtype)
+    return PlanArray(device.cupy().empty(shape, dtype))
+
+
+def contiguous(array: Any) -> Any:
+    """Return an argument of the function of `define` in C order.
+
+    On CUDA the caller makes the copy: the function is called again.
+    """
+    if isinstance(array, np.ndarray):
+        return np.ascontiguousarray(array)
+    if not array.flags.c_contiguous:
+        raise NotContiguousError(f"got strides {array.strides}", array)
+    return array
+
+
 def _on_cpu(function: Function) -> Function:
     def run(*args: Any) -> Any:
         arrays = [array_of(a) if isinstance(a, torch.Tensor) else a for a in args]
         result = function(*arrays)
         if isinstance(result, tuple):
             return tuple(tensor_of(array) for array in result)
-        return tensor_of(result)
+        return None if result is None else tensor_of(result)
 
     return run
 
