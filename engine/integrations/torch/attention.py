@@ -181,14 +181,16 @@ def scaled_dot_product_attention(
     """
     _check(attn_mask is None, "attn_mask", "None (see attention(window=, pattern=))", "a tensor")
     _check(dropout_p == 0, "dropout_p", "0", dropout_p)
-    heads, kv_heads = query.shape[-3], key.shape[-3]
+    heads = query.shape[-3]
+    kv_heads = key.shape[-3]
     wanted = f"True for {heads} heads of query and {kv_heads} of key"
     _check(enable_gqa or heads == kv_heads, "enable_gqa", wanted, enable_gqa)
     length = query.shape[-2]
     if is_causal and key.shape[-2] != length:
         wanted = f"False for {length} queries and {key.shape[-2]} keys"
         _check(key.shape[-2] > length, "is_causal", wanted, is_causal)
-        key, value = key[..., :length, :], value[..., :length, :]
+        key = key[..., :length, :]
+        value = value[..., :length, :]
     q, k, v = (_four_axes(x) for x in (query, key, value))
     options = (is_causal, scale, 0, 0.0, None, True)
     out, _ = _dense(q, k, v, None, options, heads_first=True)
