@@ -34,15 +34,6 @@ __device__ __forceinline__ void st_shared_v4(unsigned to, unsigned a, unsigned b
 
 // ---- wgmma with V ------------------------------------------------------------------------------
 
-// Descriptor of V as operand B: rows are keys (k) and columns (n) are contiguous, in chunks of 64
-// columns `chunk_bytes` apart; rows are 128 bytes in TMA's 128-byte swizzle. To step by 16 keys,
-// add 2048 bytes.
-__device__ __forceinline__ uint64_t wgmma_descriptor_transposed(unsigned address,
-                                                                unsigned chunk_bytes) {
-  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) |
-         (static_cast<uint64_t>(chunk_bytes >> 4) << 16) | (64ull << 32) | (1ull << 62);
-}
-
 // Keeps the next wgmma_wait behind the computation of x (x >= 0). ptxas sees no dependence between
 // the wait and the work meant to overlap with wgmma, and would hoist the wait above that work; it
 // does not hoist it above a store. The store to shared address `address` is predicated off and
@@ -54,8 +45,9 @@ __device__ __forceinline__ void wgmma_wait_after(float x, unsigned address) {
       : "memory");
 }
 
-// acc (64 x kN) += A (64 x 16, in registers) B (16 x kN, transposed as above). Another wgmma's
-// accumulators of 16 columns, packed in pairs of neighbours, form such an A.
+// acc (64 x kN) += A (64 x 16, in registers) B (16 x kN). V's rows are keys, so B has the
+// descriptor wgmma_descriptor_transposed. Another wgmma's accumulators of 16 columns, packed in
+// pairs of neighbours, form such an A.
 template <int kN>
 __device__ __forceinline__ void wgmma_transposed(float (&acc)[kN / 2], const unsigned (&a)[4],
                                                  uint64_t b);

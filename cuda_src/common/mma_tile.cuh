@@ -10,7 +10,9 @@
 #include "common/tile_loader.cuh"
 
 // A warp's kWarpM x kWarpN part of the tile: accumulators, and two sets of operand fragments.
-template <int kWarpM, int kWarpN>
+// kColumnsA and kColumnsB: 0 if the operand's tile has rows along m or n (TileLoader); the number
+// of its columns if it has rows along k (ColumnTileLoader).
+template <int kWarpM, int kWarpN, int kColumnsA = 0, int kColumnsB = 0>
 struct MmaCore {
   static constexpr int kTilesM = kWarpM / 16, kTilesN = kWarpN / 8;
   static constexpr int kPitch = kWarpN + 8;  // floats; 8 mod 32: no bank conflicts
@@ -27,18 +29,35 @@ struct MmaCore {
     offset_a = swizzled(warp_row + lane_idx % 16, lane_idx / 16);
     // Two n-tiles per load: b[0], b[1] of columns 0-7, then of columns 8-15.
     offset_b = swizzled(warp_col + lane_idx % 8 + lane_idx / 16 * 8, lane_idx / 8 % 2);
+    // The same matrices, transposed by ldmatrix.
+    if constexpr (kColumnsA > 0)
+      offset_a = swizzled_column<kColumnsA>(lane_idx % 8 + lane_idx / 16 * 8,
+                                            warp_row / 8 + lane_idx / 8 % 2);
+    if constexpr (kColumnsB > 0)
+      offset_b = swizzled_column<kColumnsB>(lane_idx % 16, warp_col / 8 + lane_idx / 16);
   }
 
   // Loads the fragments of a stage's k-step kStep (16 wide) into fragment set kStep.
   template <int kStep>
   __device__ __forceinline__ void load(const unsigned char* smem_a, const unsigned char* smem_b) {
-    constexpr int kFlip = kStep * 2 << 4;  // chunk + 2, after the swizzle
 #pragma unroll
     for (int i = 0; i < kTilesM; ++i)
-      ldmatrix_x4(frag_a[kStep][i], smem_a + (offset_a ^ kFlip) + i * 16 * kTileRowBytes);
+      load_fragment<kColumnsA, kStep>(frag_a[kStep][i], smem_a, offset_a, i);
 #pragma unroll
     for (int j = 0; j < kTilesN / 2; ++j)
-      ldmatrix_x4(frag_b[kStep][j], smem_b + (offset_b ^ kFlip) + j * 16 * kTileRowBytes);
+      load_fragment<kColumnsB, kStep>(frag_b[kStep][j], smem_b, offset_b, j);
+  }
+
+  // Loads 16 rows or columns of an operand, those from 16 * i on.
+  template <int kColumns, int kStep>
+  __device__ __forceinline__ void load_fragment(uint32_t (&frag)[4], const unsigned char* smem,
+                                                int offset, int i) {
+    if constexpr (kColumns == 0) {
+      constexpr int kFlip = kStep * 2 << 4;  // chunk + 2, after the swizzle
+      ldmatrix_x4(frag, smem + (offset ^ kFlip) + i * 16 * kTileRowBytes);
+    } else {  // chunk + 2 i; a warp's columns start at a multiple of its own chunks
+      ldmatrix_x4_trans(frag, smem + (offset ^ (i * 2 << 4)) + kStep * 16 * kColumns * 2);
+    }
   }
 
   template <int kStep>

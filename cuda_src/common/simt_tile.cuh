@@ -11,7 +11,8 @@ constexpr int kSimtThreads = 256;
 
 // Thread (ty, tx) of 16 x 16 computes rows ty + 16 i and columns tx + 16 j. A warp covers 4 x 8
 // threads, so its reads of x are broadcasts and its reads of the weight are free of bank conflicts.
-template <int kPerThread>
+// kColumnsA, kColumnsB: that operand's tile has rows along k (ColumnTileLoader).
+template <int kPerThread, bool kColumnsA = false, bool kColumnsB = false>
 struct SimtCore {
   using V = Vec<float, kVec>;
   float acc[kPerThread][kPerThread] = {};
@@ -27,22 +28,33 @@ struct SimtCore {
                                            const unsigned char* smem_b) {
 #pragma unroll 1  // unrolled, it would need too many registers
     for (int chunk = 0; chunk < kChunksPerRow; ++chunk) {
-      const unsigned char* from_a = smem_a + swizzled(row, chunk);
-      const unsigned char* from_b = smem_b + swizzled(col, chunk);
       V a[kPerThread];
 #pragma unroll
-      for (int i = 0; i < kPerThread; ++i)
-        a[i] =
-            load_vec<float, kVec>(reinterpret_cast<const float*>(from_a + i * 16 * kTileRowBytes));
+      for (int i = 0; i < kPerThread; ++i) a[i] = chunk_of<kColumnsA>(smem_a, row, chunk, i);
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
-        const V b =
-            load_vec<float, kVec>(reinterpret_cast<const float*>(from_b + j * 16 * kTileRowBytes));
+        const V b = chunk_of<kColumnsB>(smem_b, col, chunk, j);
 #pragma unroll
         for (int k = 0; k < kVec; ++k)
 #pragma unroll
           for (int i = 0; i < kPerThread; ++i) acc[i][j] += a[i].v[k] * b.v[k];
       }
+    }
+  }
+
+  // Returns the operand's kVec values of k in `chunk`, of row or column `first` + 16 i.
+  template <bool kColumns>
+  __device__ __forceinline__ V chunk_of(const unsigned char* smem, int first, int chunk, int i) {
+    if constexpr (!kColumns) {
+      const unsigned char* from = smem + swizzled(first, chunk) + i * 16 * kTileRowBytes;
+      return load_vec<float, kVec>(reinterpret_cast<const float*>(from));
+    } else {
+      constexpr int kCols = kPerThread * 16;
+      const float* from = reinterpret_cast<const float*>(smem) + chunk * kVec * kCols + first;
+      V x;
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) x.v[k] = from[k * kCols + i * 16];
+      return x;
     }
   }
 

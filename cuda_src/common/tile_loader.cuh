@@ -15,6 +15,15 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
   return row * kTileRowBytes + ((chunk ^ ((row >> 1) & 3)) << 4);
 }
 
+// Offset of a chunk in a tile of the other orientation, whose kTileK rows of kCols values lie along
+// k. With 16-bit values, chunk c of row r is stored at c ^ r % 8: eight rows of one chunk, which
+// ldmatrix reads together, are then in different banks. CUDA cores read along a row.
+template <int kCols>
+__device__ __forceinline__ int swizzled_column(int row, int chunk) {
+  const int flip = sizeof(scalar_t) == 2 ? row & 7 : 0;
+  return (row * (kCols / kVec) + (chunk ^ flip)) * kVecBytes;
+}
+
 struct TileOrigin {
   int row, col;
 };
@@ -79,5 +88,40 @@ struct TileLoader {
     for (int i = 0; i < kNumRows; ++i)
       load_chunk<kAligned>(smem + smem_offset + i * kRowStep * kTileRowBytes, first + i * step + k,
                            matrix, has_row(i), k + column, k_end);
+  }
+};
+
+// Copies kCols columns of a matrix whose rows lie along k, one k tile of rows per call.
+// `row_of(k)` returns the address of row k. A thread always copies the same chunk of rows
+// first_row + i * kRowStep of the tile.
+template <int kCols, int kThreads, bool kAligned, typename RowOf>
+struct ColumnTileLoader {
+  static constexpr int kChunks = kCols / kVec;
+  static constexpr int kRowStep = kThreads / kChunks;
+  static constexpr int kNumRows = kTileK / kRowStep;
+  static_assert(kRowStep * kChunks == kThreads && kNumRows * kRowStep == kTileK, "whole rows");
+
+  const scalar_t* anywhere;  // any valid address
+  const RowOf row_of;
+  int num_cols, column, first_row;
+
+  __device__ __forceinline__ ColumnTileLoader(const scalar_t* anywhere, const RowOf& row_of,
+                                              int col0, int num_cols)
+      : anywhere(anywhere),
+        row_of(row_of),
+        num_cols(num_cols),
+        column(col0 + static_cast<int>(threadIdx.x) % kChunks * kVec),
+        first_row(threadIdx.x / kChunks) {}
+
+  // Loads rows [k, k + kTileK). Rows from k_end on and nonexistent columns become zero.
+  __device__ __forceinline__ void load(unsigned char* smem, int k, int k_end) const {
+#pragma unroll
+    for (int i = 0; i < kNumRows; ++i) {
+      const int row = first_row + i * kRowStep;
+      const bool exists = k + row < k_end && column < num_cols;
+      load_chunk<kAligned>(smem + swizzled_column<kCols>(row, threadIdx.x % kChunks),
+                           exists ? row_of(k + row) + column : anywhere, anywhere, exists, column,
+                           num_cols);
+    }
   }
 };

@@ -97,6 +97,14 @@ __device__ __forceinline__ void tma_store_2d(const TensorMap* map, int column, i
       "r"(column), "r"(row), "r"(from)
       : "memory");
 }
+// The same for a three-dimensional array; x indexes the contiguous axis.
+__device__ __forceinline__ void tma_store_3d(const TensorMap* map, int x, int y, int z,
+                                             unsigned from) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map),
+      "r"(x), "r"(y), "r"(z), "r"(from)
+      : "memory");
+}
 // Closes the group of this thread's stores since the last commit.
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

@@ -75,42 +75,53 @@
 #define ENGINE_WGMMA_TYPES ".f32.bf16.bf16 "
 #endif
 
+// The instruction for kN columns.
+template <int kN>
+struct Wgmma;
+
+// a, b, s, ta and tb are operand numbers: these operands follow the kN / 2 accumulators.
+#define ENGINE_WGMMA(N, a, b, s, ta, tb)                                                           \
+  template <>                                                                                      \
+  struct Wgmma<N> {                                                                                \
+    template <bool kTransposedA, bool kTransposedB>                                                \
+    static __device__ __forceinline__ void start(float (&acc)[N / 2], uint64_t desc_a,             \
+                                                 uint64_t desc_b, bool accumulate) {               \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #s                                         \
+                   ", 0;\n"                                                                        \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16" ENGINE_WGMMA_TYPES "{" ENGINE_L##N \
+                   "}, %" #a ", %" #b ", p, 1, 1, %" #ta ", %" #tb ";\n}"                          \
+                   : ENGINE_O##N                                                                   \
+                   : "l"(desc_a), "l"(desc_b), "r"(static_cast<int>(accumulate)),                  \
+                     "n"(static_cast<int>(kTransposedA)), "n"(static_cast<int>(kTransposedB)));    \
+    }                                                                                              \
+  };
+ENGINE_WGMMA(16, 8, 9, 10, 11, 12)
+ENGINE_WGMMA(32, 16, 17, 18, 19, 20)
+ENGINE_WGMMA(48, 24, 25, 26, 27, 28)
+ENGINE_WGMMA(64, 32, 33, 34, 35, 36)
+ENGINE_WGMMA(80, 40, 41, 42, 43, 44)
+ENGINE_WGMMA(96, 48, 49, 50, 51, 52)
+ENGINE_WGMMA(112, 56, 57, 58, 59, 60)
+ENGINE_WGMMA(128, 64, 65, 66, 67, 68)
+ENGINE_WGMMA(144, 72, 73, 74, 75, 76)
+ENGINE_WGMMA(160, 80, 81, 82, 83, 84)
+ENGINE_WGMMA(176, 88, 89, 90, 91, 92)
+ENGINE_WGMMA(192, 96, 97, 98, 99, 100)
+ENGINE_WGMMA(208, 104, 105, 106, 107, 108)
+ENGINE_WGMMA(224, 112, 113, 114, 115, 116)
+ENGINE_WGMMA(240, 120, 121, 122, 123, 124)
+ENGINE_WGMMA(256, 128, 129, 130, 131, 132)
+
 // Starts acc += A B, of the tiles that the descriptors name; A and B are scalar_t (__half or
 // __nv_bfloat16). If `accumulate` is false, the sums start at zero, whatever the registers hold.
-// kN is a multiple of 16, at most 256. The four warps of the warpgroup must call it, converged; acc
-// may be read after wgmma_wait.
-template <int kN>
+// kN is a multiple of 16, at most 256. A tile's rows lie along k, or with kTransposedA or
+// kTransposedB across k (wgmma_descriptor_transposed). The four warps of the warpgroup must call
+// it, converged; acc may be read after wgmma_wait.
+template <int kN, bool kTransposedA = false, bool kTransposedB = false>
 __device__ __forceinline__ void wgmma(float (&acc)[kN / 2], uint64_t a, uint64_t b,
-                                      bool accumulate);
-
-// a, b and s are operand numbers: these operands follow the kN / 2 accumulators.
-#define ENGINE_WGMMA(N, a, b, s)                                                                  \
-  template <>                                                                                     \
-  __device__ __forceinline__ void wgmma<N>(float (&acc)[N / 2], uint64_t desc_a, uint64_t desc_b, \
-                                           bool accumulate) {                                     \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #s                                          \
-                 ", 0;\n"                                                                         \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16" ENGINE_WGMMA_TYPES "{" ENGINE_L##N  \
-                 "}, %" #a ", %" #b ", p, 1, 1, 0, 0;\n}"                                         \
-                 : ENGINE_O##N                                                                    \
-                 : "l"(desc_a), "l"(desc_b), "r"(static_cast<int>(accumulate)));                  \
-  }
-ENGINE_WGMMA(16, 8, 9, 10)
-ENGINE_WGMMA(32, 16, 17, 18)
-ENGINE_WGMMA(48, 24, 25, 26)
-ENGINE_WGMMA(64, 32, 33, 34)
-ENGINE_WGMMA(80, 40, 41, 42)
-ENGINE_WGMMA(96, 48, 49, 50)
-ENGINE_WGMMA(112, 56, 57, 58)
-ENGINE_WGMMA(128, 64, 65, 66)
-ENGINE_WGMMA(144, 72, 73, 74)
-ENGINE_WGMMA(160, 80, 81, 82)
-ENGINE_WGMMA(176, 88, 89, 90)
-ENGINE_WGMMA(192, 96, 97, 98)
-ENGINE_WGMMA(208, 104, 105, 106)
-ENGINE_WGMMA(224, 112, 113, 114)
-ENGINE_WGMMA(240, 120, 121, 122)
-ENGINE_WGMMA(256, 128, 129, 130)
+                                      bool accumulate) {
+  Wgmma<kN>::template start<kTransposedA, kTransposedB>(acc, a, b, accumulate);
+}
 
 // ---- ordering and descriptors -------------------------------------------------------------------
 
@@ -143,4 +154,13 @@ __device__ __forceinline__ void wgmma_pin(float (&acc)[kCount]) {
 __device__ __forceinline__ uint64_t wgmma_descriptor(unsigned address) {
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) |
          (1ull << 62);
+}
+
+// Descriptor of a tile whose rows of 128 bytes hold 64 values across k (A's rows, B's columns) and
+// lie one after another along k, in TMA's 128-byte swizzle. Further groups of 64 values are
+// `chunk_bytes` apart. To step along k by 16, add 2048 bytes / 16.
+__device__ __forceinline__ uint64_t wgmma_descriptor_transposed(unsigned address,
+                                                                unsigned chunk_bytes) {
+  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) |
+         (static_cast<uint64_t>(chunk_bytes >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }

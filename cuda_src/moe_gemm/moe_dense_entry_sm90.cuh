@@ -5,17 +5,18 @@
 #include "moe_gemm/moe_producer_sm90.cuh"
 
 struct MoeGemmSm90Params {
-  TensorMap map_w;            // weight (E, R, K), box: 64 rows x 64 values of k
-  TensorMap map_x;            // x, box: 16 rows; used with pair_weights
-  const scalar_t* x;          // (T, K), or (P, K) with pair_weights
+  TensorMap map_w;            // weight (E, R, K), or (E, K, R); box: 64 rows x 64 values of k
+  TensorMap map_x;            // x, box: 16 rows; used if `scatters`
+  const scalar_t* x;          // (T, K), or (P, K) if `scatters`
   const int* order;           // (P,)
   const int* offsets;         // (E + 1,)
-  const float* pair_weights;  // (P,), or null
+  const float* pair_weights;  // (P,), or null: 1
   const scalar_t* bias;       // (E, R), or null
   scalar_t* out;              // (P, R), or (P, R / 2) with an activation
   int num_experts, num_rows, k, top_k;
   int activation;  // a MoeActivation
   float alpha, limit;
+  int scatters;  // rows of x are sorted, those of out in the order of pairs
   int is_early;  // the preceding kernel writes neither weight, bias nor the routing
 };
 
@@ -27,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   const int num_gates = p.activation != kNone ? p.num_rows / 2 : 0;
   const int tile_rows = kWarpgroups * kMmaM * (num_gates > 0 ? 1 : kMmaTiles);
   const int columns = num_gates > 0 ? num_gates : p.num_rows;
-  const bool is_gathered = p.pair_weights == nullptr;
+  const bool is_gathered = p.scatters == 0;
   const MoeScheduler scheduler{smem.offsets, smem.tiles, p.num_experts,
                                (columns + tile_rows - 1) / tile_rows, tile_rows};
   if (threadIdx.x == 0) {
@@ -52,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   // Producer and consumers diverge here and never reconverge, as setmaxnreg requires.
   if (warp_idx >= kConsumerThreads / 32) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
-    MoeLoader load{smem, &p.map_w, &p.map_x, p.x, p.order, p.pair_weights, p.k, p.top_k, num_gates};
+    MoeLoader load{smem,           &p.map_w,     &p.map_x, p.x,     p.order,
+                   p.pair_weights, !is_gathered, p.k,      p.top_k, num_gates};
     produce(smem, load, scheduler, p.is_early != 0);
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();

@@ -6,10 +6,11 @@
 
 struct MoeTileEpilogue {
   const scalar_t* bias;       // (R,) the expert's bias, or null
-  const float* pair_weights;  // null: rows of out are sorted by expert
+  const float* pair_weights;  // null: 1
   const int* order;
   scalar_t* out;
   int num_pairs, columns;  // number of pairs; columns of out
+  bool scatters;           // false: rows of out are sorted by expert
   bool is_vector;
   MoeGate gate;
 
@@ -20,6 +21,7 @@ struct MoeTileEpilogue {
         out(p.out),
         num_pairs(p.num_pairs),
         columns(p.activation != kNone ? p.num_rows / 2 : p.num_rows),
+        scatters(p.scatters != 0),
         is_vector(p.is_vector != 0),
         gate{p.activation, p.alpha, p.limit} {}
 
@@ -44,10 +46,10 @@ __device__ __forceinline__ void store_slice(const MoeTileEpilogue& e, const S& s
     if (place >= s.m || is_up || column >= e.columns) continue;
     int row = place;
     float scale = 1.0f;
-    if (e.pair_weights != nullptr) {
+    if (e.scatters) {
       row = e.order[place];
       if (row < 0 || row >= e.num_pairs) continue;
-      scale = e.pair_weights[row];
+      if (e.pair_weights != nullptr) scale = e.pair_weights[row];
     }
     const float* sums = s.at(group);
     scalar_t* out = e.out + static_cast<int64_t>(row) * e.columns + column;

@@ -3,8 +3,9 @@
 //   out[i]    = activation(weight[e] x[order[i] / top_k] + bias[e])
 //   out[pair] = activation(weight[e] x[i] + bias[e]) pair_weights[pair]    with pair = order[i]
 //
-// for i in [offsets[e], offsets[e + 1]) of every expert e: the first formula without pair_weights,
-// the second with them.
+// for i in [offsets[e], offsets[e + 1]) of every expert e: the second formula if `scatters`. With
+// TRANSPOSED the weight is (E, K, R), its transposed matrices are multiplied, and there is no
+// activation.
 // Arguments: MoeGemmParams in moe_gemm/moe_rows.cuh.
 //
 // Numerics: see gemm.cu; one rounding at the end. Each element sums k in ascending order,
@@ -23,6 +24,8 @@
 #include "common/simt_tile.cuh"
 #endif
 
+constexpr bool kTransposed = TRANSPOSED != 0;
+
 #if ENGINE_DTYPE != 0
 // Dynamic shared memory: kStages * (kTileM + kTileN) * kTileRowBytes.
 template <int kTileM, int kTileN, int kWarpM, int kWarpN, int kStages, bool kAligned>
@@ -30,7 +33,7 @@ __device__ __forceinline__ void moe_tile(const MoeGemmParams& p) {
   constexpr int kWarpsN = kTileN / kWarpN;
   constexpr int kThreads = kTileM / kWarpM * kWarpsN * kWarpSize;
   constexpr int kBytesA = kTileM * kTileRowBytes, kStageBytes = (kTileM + kTileN) * kTileRowBytes;
-  using Core = MmaCore<kWarpM, kWarpN>;
+  using Core = MmaCore<kWarpM, kWarpN, 0, kTransposed ? kTileN : 0>;
   static_assert(kThreads / kWarpSize * Core::kStagingBytes <= kStages * kStageBytes, "staging");
   extern __shared__ __align__(128) unsigned char smem[];
 
@@ -42,8 +45,8 @@ __device__ __forceinline__ void moe_tile(const MoeGemmParams& p) {
   const int warp_idx = threadIdx.x / kWarpSize, col0 = blockIdx.y * kTileN;
   const int warp_row = warp_idx / kWarpsN * kWarpM, warp_col = warp_idx % kWarpsN * kWarpN;
   const MoeRowLoader<kTileM, kThreads, kAligned> x(p, rows);
-  const auto weight =
-      moe_weight_loader<kTileN, kThreads, kAligned>(p, rows.expert, col0, epilogue.gate.is_gated());
+  const auto weight = moe_weight_loader<kTileN, kThreads, kAligned, kTransposed>(
+      p, rows.expert, col0, epilogue.gate.is_gated());
   Core core(warp_row, warp_col);
   mma_sums<kStages, kBytesA, kStageBytes>(core, x, weight, smem, 0, p.k,
                                           [](unsigned char*, int) {});
@@ -65,9 +68,9 @@ __device__ __forceinline__ void moe_tile(const MoeGemmParams& p) {
   const MoeTileEpilogue epilogue(p, rows.expert);
   const int col0 = blockIdx.y * kTile;
   const MoeRowLoader<kTile, kSimtThreads, kAligned> x(p, rows);
-  const auto weight = moe_weight_loader<kTile, kSimtThreads, kAligned>(p, rows.expert, col0,
-                                                                       epilogue.gate.is_gated());
-  SimtCore<kPerThread> core;
+  const auto weight = moe_weight_loader<kTile, kSimtThreads, kAligned, kTransposed>(
+      p, rows.expert, col0, epilogue.gate.is_gated());
+  SimtCore<kPerThread, false, kTransposed> core;
   simt_sums<kStages, kTileBytes>(core, x, weight, smem, 0, p.k, [](unsigned char*, int) {});
   core.store(epilogue, reinterpret_cast<float*>(smem), TileOrigin{rows.first, col0}, rows.end,
              p.num_rows);

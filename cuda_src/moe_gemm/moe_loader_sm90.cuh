@@ -13,7 +13,8 @@ struct MoeLoader {
   const TensorMap *map_w, *map_x;  // map_w: null if the weight is packed
   const operand_t* x;              // (T, k), rows gathered through `order`
   const int* order;
-  const float* pair_weights;  // null: x is gathered through `order`
+  const float* pair_weights;  // null: 1
+  bool scatters;              // rows of x are sorted; false: they are gathered through `order`
   int k, top_k, num_gates;
 
   static constexpr int kChunks = kSlabRowBytes / 16, kChunkK = 16 / sizeof(operand_t);
@@ -24,7 +25,7 @@ struct MoeLoader {
   int num_rows;                    // number of these rows
 
   __device__ __forceinline__ int thread() const { return threadIdx.x % kProducerThreads; }
-  __device__ __forceinline__ bool is_gathered() const { return pair_weights == nullptr; }
+  __device__ __forceinline__ bool is_gathered() const { return !scatters; }
   __device__ __forceinline__ int num_slabs() const { return (k + kSlabK - 1) / kSlabK; }
 
   __device__ __forceinline__ void begin(const MoeTile& tile) {
@@ -49,7 +50,7 @@ struct MoeLoader {
       for (int i = thread() - kWarpSize; i < tile.count; i += kRecordWriters) {
         const int pair = order[tile.first + i];
         to.rows[i] = pair;
-        to.weights[i] = pair_weights[pair];
+        to.weights[i] = pair_weights != nullptr ? pair_weights[pair] : 1.0f;
       }
     mbarrier_arrive(smem_address(&smem.record_full[record.stage]));
     record.advance();

@@ -26,15 +26,17 @@ __device__ __forceinline__ void multiply(MoeShared& smem, int warpgroup, int num
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
       if (d > 0 && slab + d >= num_slabs) break;
-      const uint64_t a = wgmma_descriptor(w + state.stage * kStageW + d * kSlabW);
+      const unsigned tile_w = w + state.stage * kStageW + d * kSlabW;
+      const uint64_t a =
+          kTransposed ? wgmma_descriptor_transposed(tile_w, kMmaBytes) : wgmma_descriptor(tile_w);
       const uint64_t b = wgmma_descriptor(x + state.stage * kStageX + d * kSlabX);
 #pragma unroll
       for (int step = 0; step < kSlabK / 16; ++step)
 #pragma unroll
         for (int j = 0; j < kMmaTiles; ++j)
-          wgmma<kN>(reinterpret_cast<float (&)[kN / 2]>(acc[j]),
-                    a + j * (kMmaBytes / 16) + step * 2, b + step * 2,
-                    slab > 0 || d > 0 || step > 0);
+          wgmma<kN, kTransposed>(reinterpret_cast<float (&)[kN / 2]>(acc[j]),
+                                 a + j * (kMmaBytes / 16) + step * (kTransposed ? 128 : 2),
+                                 b + step * 2, slab > 0 || d > 0 || step > 0);
     }
     wgmma_commit();
     wgmma_wait<1>();  // the previous stage has been read

@@ -16,7 +16,8 @@ __device__ __forceinline__ void MoeLoader::weight(int stage, int slab, const Moe
       const int row = num_gates > 0 ? tile.row + part / 2 * kMmaM + part % 2 * num_gates
                                     : tile.row + part * kMmaM;
       tma_load_3d(smem_address(smem.w[stage]) + d * kSlabW + part * kMmaBytes, map_w,
-                  (slab + d) * kSlabK, row, tile.expert, full);
+                  kTransposed ? row : (slab + d) * kSlabK, kTransposed ? (slab + d) * kSlabK : row,
+                  tile.expert, full);
     }
 }
 

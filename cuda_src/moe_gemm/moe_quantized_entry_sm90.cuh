@@ -56,10 +56,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   // Producer and consumers diverge here and never reconverge, as setmaxnreg requires.
   if (warp_idx >= kConsumerThreads / 32) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
-    MoeQuantizedLoader load{
-        {smem, &p.map_data, &p.map_x, p.x, p.order, p.pair_weights, p.k, p.top_k, num_gates},
-        weights,
-        MoeRowScales(p)};
+    MoeQuantizedLoader load{{smem, &p.map_data, &p.map_x, p.x, p.order, p.pair_weights,
+                             !is_gathered, p.k, p.top_k, num_gates},
+                            weights,
+                            MoeRowScales(p)};
     produce(smem, load, scheduler, p.is_early != 0);
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();

@@ -7,16 +7,17 @@
 #include "common/tile_loader.cuh"
 
 struct MoeGemmParams {
-  const scalar_t* x;          // (T, K), or (P, K) with pair_weights; contiguous
-  const scalar_t* weight;     // (E, R, K) contiguous
+  const scalar_t* x;          // (T, K), or (P, K) if `scatters`; contiguous
+  const scalar_t* weight;     // (E, R, K) or, transposed, (E, K, R); contiguous
   const int* order;           // (P,)
   const int* offsets;         // (E + 1,)
-  const float* pair_weights;  // (P,), or null
+  const float* pair_weights;  // (P,), or null: 1
   const scalar_t* bias;       // (E, R), or null
   scalar_t* out;              // (P, R), or (P, R / 2) with an activation
   int num_pairs, num_experts, num_rows, k, top_k;
   int activation;  // a MoeActivation
   float alpha, limit;
+  int scatters;   // rows of x are sorted, those of out in the order of pairs
   int is_vector;  // rows of out can be written four elements at a time
 };
 
@@ -66,7 +67,7 @@ __device__ __forceinline__ MoeRows find_rows(const MoeGemmParams& p) {
   return smem_rows;
 }
 
-// TileLoader for rows of x: the pairs' tokens, or with pair_weights the sorted rows themselves.
+// TileLoader for rows of x: the pairs' tokens, or if `scatters` the sorted rows themselves.
 template <int kRows, int kThreads, bool kAligned>
 struct MoeRowLoader {
   static constexpr int kRowStep = kThreads / kChunksPerRow;
@@ -87,7 +88,7 @@ struct MoeRowLoader {
       chunks[i] = nullptr;
       if (place >= rows.end) continue;
       int row = place;
-      if (p.pair_weights == nullptr) {
+      if (!p.scatters) {
         const int pair = p.order[place];
         if (pair < 0 || pair >= p.num_pairs) continue;
         row = pair / p.top_k;
@@ -104,15 +105,22 @@ struct MoeRowLoader {
   }
 };
 
-// Returns the loader of the rows of an expert's matrix that compute columns col0 to col0 + kRows of
-// the product; with `is_gated` these alternate between gate and up in groups of eight, as in
-// epilogue.cuh.
+// Row k of a matrix (K, R).
+struct MatrixRow {
+  const scalar_t* matrix;
+  int num_cols;
+
+  __device__ __forceinline__ const scalar_t* operator()(int k) const {
+    return matrix + static_cast<int64_t>(k) * num_cols;
+  }
+};
+
+// moe_weight_loader of a matrix (R, K).
 template <int kRows, int kThreads, bool kAligned>
-__device__ __forceinline__ TileLoader<kRows, kThreads, kAligned> moe_weight_loader(
-    const MoeGemmParams& p, int expert, int col0, bool is_gated) {
+__device__ __forceinline__ TileLoader<kRows, kThreads, kAligned> moe_row_loader(
+    const MoeGemmParams& p, const scalar_t* matrix, int col0, bool is_gated) {
   using Loader = TileLoader<kRows, kThreads, kAligned>;
   static_assert(Loader::kRowStep % 16 == 0, "a thread's rows are all of gate, or all of up");
-  const scalar_t* matrix = p.weight + static_cast<int64_t>(expert) * p.num_rows * p.k;
   Loader loader(matrix, p.k, col0, p.num_rows);
   if (is_gated) {
     const int num_gates = p.num_rows / 2, gate = Epilogue::gated_column(col0 + loader.first_row);
@@ -122,4 +130,19 @@ __device__ __forceinline__ TileLoader<kRows, kThreads, kAligned> moe_weight_load
     loader.rows_left = 2 * (num_gates - gate);
   }
   return loader;
+}
+
+// Returns the loader of the rows of an expert's matrix that compute columns col0 to col0 + kRows of
+// the product; with `is_gated` these alternate between gate and up in groups of eight, as in
+// epilogue.cuh. With kTransposed they are columns of the matrix in memory.
+template <int kRows, int kThreads, bool kAligned, bool kTransposed>
+__device__ __forceinline__ auto moe_weight_loader(const MoeGemmParams& p, int expert, int col0,
+                                                  bool is_gated) {
+  const scalar_t* matrix = p.weight + static_cast<int64_t>(expert) * p.num_rows * p.k;
+  if constexpr (kTransposed) {
+    using Loader = ColumnTileLoader<kRows, kThreads, kAligned, MatrixRow>;
+    return Loader(matrix, MatrixRow{matrix, p.num_rows}, col0, p.num_rows);
+  } else {
+    return moe_row_loader<kRows, kThreads, kAligned>(p, matrix, col0, is_gated);
+  }
 }

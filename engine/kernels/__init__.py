@@ -38,10 +38,14 @@ from engine.kernels.kv_gather import kv_gather
 from engine.kernels.kv_store import kv_store
 from engine.kernels.kv_swap import kv_swap
 from engine.kernels.merge_states import merge_states
+from engine.kernels.moe_activation_backward import moe_activation_backward
 from engine.kernels.moe_combine import moe_combine
 from engine.kernels.moe_gemm import moe_gemm
 from engine.kernels.moe_gemm_combine import moe_gemm_combine
 from engine.kernels.moe_route import Routing, moe_route
+from engine.kernels.moe_route_backward import moe_route_backward
+from engine.kernels.moe_sort import moe_sort
+from engine.kernels.moe_wgrad import moe_wgrad
 from engine.kernels.permute_columns import permute_columns
 from engine.kernels.qk_norm_rope_store import qk_norm_rope_store
 from engine.kernels.quantize_heads import quantize_heads
@@ -112,10 +116,14 @@ __all__ = [
     "kv_store",
     "kv_swap",
     "merge_states",
+    "moe_activation_backward",
     "moe_combine",
     "moe_gemm",
     "moe_gemm_combine",
     "moe_route",
+    "moe_route_backward",
+    "moe_sort",
+    "moe_wgrad",
     "override",
     "permute_columns",
     "profile",

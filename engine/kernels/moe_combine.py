@@ -6,7 +6,7 @@ from typing import Any
 
 from engine import reference
 from engine.dtypes import dtype_name
-from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._contract import MIRROR_FLOATS, Contract
 from engine.kernels._elementwise import MAX_GRID_Y, is_aligned, vector_width
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
@@ -71,7 +71,7 @@ def moe_combine(
            [10., 12.]], dtype=float32)
     """
     call = Contract("moe_combine")
-    pairs = call.array("pairs", pairs, "T k N", FLOATS)
+    pairs = call.array("pairs", pairs, "T k N", MIRROR_FLOATS)
     if shared is not None:
         shared = call.array("shared", shared, "T N", pairs.dtype)
     call.check("shared_gate", shared_gate is None or shared is not None, "None without shared", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine import reference
-from engine.kernels._contract import FLOAT32, INT32, INT64, Contract
+from engine.kernels._contract import FLOAT32, FLOAT64, INT32, INT64, Contract
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._workspace import workspace
@@ -15,6 +15,8 @@ __all__ = [
     "MAX_EXPERTS",
     "MAX_GROUPS",
     "MAX_TOP_K",
+    "PARAMS",
+    "SCORES",
     "WIDTHS",
     "Routing",
     "checked_options",
@@ -27,7 +29,7 @@ __all__ = [
 MAX_EXPERTS = 512
 MAX_GROUPS = 32
 MAX_TOP_K = 16
-_SCORES = ("softmax", "sigmoid")
+SCORES = ("softmax", "sigmoid")
 
 # Constants of moe_route.cu.
 _WARP = 32
@@ -36,7 +38,7 @@ _THREADS = 512
 _MAX_CHUNKS = 128  # maximum blocks: about one per multiprocessor of a large chip
 WIDTHS = (32, 64, 128, 256, 512)  # maximum number of experts of each entry point
 
-_PARAMS = (
+PARAMS = (
     "logits:ptr correction:ptr experts:ptr weights:ptr order:ptr offsets:ptr slots:ptr load:ptr "
     "counts:ptr "
     "num_tokens:i32 num_experts:i32 top_k:i32 is_sigmoid:i32 num_groups:i32 top_groups:i32 "
@@ -45,7 +47,7 @@ _PARAMS = (
 
 
 def _kernels(name: str) -> dict[int, Kernel]:
-    return {n: Kernel(f"moe_route_{name}_{n}", _PARAMS, struct="MoeRouteParams") for n in WIDTHS}
+    return {n: Kernel(f"moe_route_{name}_{n}", PARAMS, struct="MoeRouteParams") for n in WIDTHS}
 
 
 _FEW, _CHOOSE, _PLACE = (_kernels(name) for name in ("few", "choose", "place"))
@@ -128,7 +130,7 @@ def moe_route(
     ([2, 1, 0, 3], [0, 1, 2, 4])
     """
     call = Contract("moe_route")
-    logits = call.array("logits", logits, "T E", FLOAT32)
+    logits = call.array("logits", logits, "T E", (FLOAT32, FLOAT64))
     options = checked_options(
         call,
         "logits",
@@ -182,7 +184,7 @@ def checked_options(
     )
     limit = min(num_experts, MAX_TOP_K)
     call.check("top_k", _is_int(top_k) and 1 <= top_k <= limit, f"from 1 to {limit}", top_k)
-    call.check("score", score in _SCORES, f"one of {_SCORES}", score)
+    call.check("score", score in SCORES, f"one of {SCORES}", score)
     if correction is not None:
         correction = call.array("correction", correction, "E", FLOAT32)
     _check_groups(call, top_k, num_groups, top_groups, has_correction=correction is not None)

@@ -25,10 +25,14 @@ from engine.reference.kv_gather import kv_gather
 from engine.reference.kv_store import kv_store
 from engine.reference.kv_swap import kv_swap
 from engine.reference.merge_states import merge_states
+from engine.reference.moe_activation_backward import moe_activation_backward
 from engine.reference.moe_combine import moe_combine
 from engine.reference.moe_gemm import moe_gemm
 from engine.reference.moe_gemm_combine import moe_gemm_combine
 from engine.reference.moe_route import Routing, moe_route
+from engine.reference.moe_route_backward import moe_route_backward
+from engine.reference.moe_sort import moe_sort
+from engine.reference.moe_wgrad import moe_wgrad
 from engine.reference.permute_columns import permute_columns
 from engine.reference.qk_norm_rope_store import qk_norm_rope_store
 from engine.reference.quantize_heads import quantize_heads
@@ -76,10 +80,14 @@ __all__ = [
     "kv_store",
     "kv_swap",
     "merge_states",
+    "moe_activation_backward",
     "moe_combine",
     "moe_gemm",
     "moe_gemm_combine",
     "moe_route",
+    "moe_route_backward",
+    "moe_sort",
+    "moe_wgrad",
     "permute_columns",
     "qk_norm_rope_store",
     "quantize_heads",

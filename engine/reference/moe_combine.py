@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.dtypes import accumulation_dtype
+
 __all__ = ["moe_combine"]
 
 Array = np.ndarray[Any, Any]
@@ -22,15 +24,16 @@ def moe_combine(
 
     The sum is float32, rounded once; `shared` is multiplied by sigmoid(shared_gate).
     """
-    y = np.zeros((pairs.shape[0], pairs.shape[2]), np.float32)
+    real = accumulation_dtype(pairs.dtype)
+    y = np.zeros((pairs.shape[0], pairs.shape[2]), real)
     for rank in range(pairs.shape[1]):
-        y += pairs[:, rank].astype(np.float32)
+        y += pairs[:, rank].astype(real)
     if shared is not None:
-        z = shared.astype(np.float32)
+        z = shared.astype(real)
         if shared_gate is not None:
             with np.errstate(over="ignore"):
-                z = z / (1 + np.exp(-shared_gate.astype(np.float32).reshape(-1, 1)))
+                z = z / (1 + np.exp(-shared_gate.astype(real).reshape(-1, 1)))
         y += z
     if residual is not None:
-        y += residual.astype(np.float32)
+        y += residual.astype(real)
     return y.astype(pairs.dtype)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.dtypes import accumulation_dtype
 from engine.reference import _activation
 from engine.reference._products import rounded_rows
 from engine.reference._row_by_row import multiply_row_by_row
@@ -29,48 +30,52 @@ def moe_gemm(
     alpha: float = 1.702,
     limit: float = 7.0,
     scatter: bool = False,
+    weighted: bool = True,
+    transposed: bool = False,
     deterministic: bool = False,
     quantize_x: bool = False,
 ) -> Array:
     """Multiply each expert's rows by its matrix, in float32, rounded once.
 
     Token rows (T, K) become rows (P, R) sorted by expert. With `scatter`, rows (P, K) sorted by
-    expert become rows (P, R) in pair order, each multiplied by its pair's routing weight. If the
-    offsets are a slice for some of the experts, rows of the other experts' pairs are zero here and
-    not written by the kernels. With `quantize_x`, x and the matrix have the values of their e4m3
-    codes.
+    expert become rows (P, R) in pair order, each multiplied by its pair's routing weight unless
+    `weighted` is False. With `transposed` the matrices are (K, R). If the offsets are a slice for
+    some of the experts, rows of the other experts' pairs are zero here and not written by the
+    kernels. With `quantize_x`, x and the matrix have the values of their e4m3 codes.
     """
     (_, top_k) = routing.experts.shape
     order = routing.order
     offsets = routing.offsets
     num_pairs = len(order)
-    num_rows = weight.shape[1]
+    num_rows = weight.shape[2 if transposed else 1]
     result_dtype = x.dtype
     matrix_dtype = np.dtype(np.float32) if quantize_x else x.dtype
+    real = accumulation_dtype(x.dtype).type
     if quantize_x:
         x = rounded_rows(x)
-    y = np.zeros((num_pairs, num_rows // 2 if activation else num_rows), np.float32)
+    y = np.zeros((num_pairs, num_rows // 2 if activation else num_rows), real)
     for expert in np.flatnonzero(np.diff(offsets)):
         here = slice(int(offsets[expert]), int(offsets[expert + 1]))
         rows = x[here] if scatter else x[order[here] // top_k]
-        matrix = _matrix(weight, int(expert), matrix_dtype).T
-        z = _multiply(rows.astype(np.float32, copy=False), matrix, row_by_row=deterministic)
+        matrix = _matrix(weight, int(expert), matrix_dtype)
+        matrix = matrix if transposed else matrix.T
+        z = _multiply(rows.astype(real, copy=False), matrix, row_by_row=deterministic)
         if bias is not None:
-            z += bias[expert].astype(np.float32, copy=False)
-        y[here] = _gated(z, activation, np.float32(alpha), np.float32(limit))
+            z += bias[expert].astype(real, copy=False)
+        y[here] = _gated(z, activation, real(alpha), real(limit))
     if not scatter:
         return y.astype(result_dtype)
     result = np.empty_like(y, result_dtype)
-    result[order] = y * routing.weights.reshape(-1)[order][:, None]
+    result[order] = y * routing.weights.reshape(-1)[order][:, None] if weighted else y
     return result
 
 
 def _matrix(weight: Array | Weight, expert: int, dtype: Any) -> Array:
-    """Return the expert's matrix as float32; a quantized matrix is first rounded to `dtype`."""
+    """Return the expert's matrix, not rounded; a quantized matrix is first rounded to `dtype`."""
     if isinstance(weight, Weight):
         numbers = unpack_weight(take_matrices(weight, expert, expert + 1))[0]
         return np.asarray(numbers.astype(dtype).astype(np.float32))
-    return np.asarray(weight[expert].astype(np.float32, copy=False))
+    return np.asarray(weight[expert].astype(accumulation_dtype(dtype), copy=False))
 
 
 def _multiply(x: Array, matrix: Array, *, row_by_row: bool) -> Array:
@@ -78,7 +83,7 @@ def _multiply(x: Array, matrix: Array, *, row_by_row: bool) -> Array:
     return multiply_row_by_row(x, matrix) if row_by_row else np.asarray(x @ matrix)
 
 
-def _gated(z: Array, activation: str | None, alpha: np.float32, limit: np.float32) -> Array:
+def _gated(z: Array, activation: str | None, alpha: Any, limit: Any) -> Array:
     """Return act(gate) * up for z = [gate | up]; "swiglu_clamped" is gpt-oss's variant."""
     if activation is None:
         return z

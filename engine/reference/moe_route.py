@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Routing", "moe_route"]
+from engine.dtypes import accumulation_dtype
+
+__all__ = ["Routing", "moe_route", "router_scores"]
 
 Array = np.ndarray[Any, Any]
 
@@ -46,35 +48,36 @@ def moe_route(
     load: Array | None = None,
 ) -> Routing:
     """Choose the top_k experts of each token, and sort the pairs (token, expert) by expert."""
-    scores = _scores(logits.astype(np.float32, copy=False), score)
-    ranked = scores if correction is None else scores + correction.astype(np.float32, copy=False)
+    real = accumulation_dtype(logits.dtype).type
+    scores = router_scores(logits.astype(real, copy=False), score)
+    ranked = scores if correction is None else scores + correction.astype(real, copy=False)
     if num_groups > 1:
         ranked = _best_groups(ranked, num_groups, top_groups, sums_two=correction is not None)
     # Stable: ties go to the lower expert index.
     experts = np.argsort(-ranked, axis=1, kind="stable")[:, :top_k].astype(np.int32)
     weights = np.take_along_axis(scores, experts, axis=1)
     if renormalize:
-        total = np.zeros(len(weights), np.float32)
+        total = np.zeros(len(weights), real)
         for column in weights.T:  # in rank order, as in the kernel
             total += column
-        weights = weights / np.maximum(total, np.float32(1e-20))[:, None]
+        weights = weights / np.maximum(total, real(1e-20))[:, None]
     order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)
     counts = np.bincount(experts.reshape(-1), minlength=logits.shape[1])
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     if load is not None:
         counted = experts if slots is None else experts[slots >= 0]
         load += np.bincount(counted.reshape(-1), minlength=len(load))
-    return Routing(experts, weights * np.float32(scale), order, offsets)
+    return Routing(experts, weights * real(scale), order, offsets)
 
 
-def _scores(logits: Array, score: str) -> Array:
+def router_scores(logits: Array, score: str) -> Array:
     """Return the softmax over all experts, or the sigmoid of each."""
     if score == "sigmoid":
         with np.errstate(over="ignore"):
-            return np.asarray(1 / (1 + np.exp(-logits)), np.float32)
+            return np.asarray(1 / (1 + np.exp(-logits)))
     with np.errstate(invalid="ignore"):  # inf - inf
         exps = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return np.asarray(exps / exps.sum(axis=1, keepdims=True), np.float32)
+    return np.asarray(exps / exps.sum(axis=1, keepdims=True))
 
 
 def _best_groups(ranked: Array, num_groups: int, top_groups: int, *, sums_two: bool) -> Array:
@@ -85,5 +88,5 @@ def _best_groups(ranked: Array, num_groups: int, top_groups: int, *, sums_two: b
     chosen = np.argsort(-of_group, axis=1, kind="stable")[:, :top_groups]
     kept = np.zeros(of_group.shape, bool)
     np.put_along_axis(kept, chosen, True, axis=1)
-    masked: Array = np.where(kept[:, :, None], groups, np.float32(-np.inf)).reshape(ranked.shape)
-    return masked
+    masked: Array = np.where(kept[:, :, None], groups, groups.dtype.type(-np.inf))
+    return np.asarray(masked.reshape(ranked.shape))

@@ -12,7 +12,8 @@ from engine.reference import Routing
 from engine.testing.timing import num_copies
 from tests.bench.sdpa import graph_seconds
 
-__all__ = ["PRODUCTS", "layer_seconds", "product_seconds", "route_seconds"]
+__all__ = ["PRODUCTS", "layer_seconds", "product_seconds", "route_seconds", "sort_seconds"]
+__all__ += ["wgrad_seconds"]
 
 PRODUCTS = ("torch", "triton")
 
@@ -100,6 +101,43 @@ def route_seconds(num_tokens: int, num_experts: int, top_k: int) -> float:
     inputs = [torch.randn(num_tokens, num_experts, device="cuda") for _ in range(2)]
     calls = [lambda x=x: _route(torch, x, top_k) for x in inputs]
     return graph_seconds(torch.cuda, calls, replays=20, min_launches=20)
+
+
+def sort_seconds(num_tokens: int, num_experts: int, top_k: int) -> float:
+    """Return the median seconds of sorting the pairs of chosen experts."""
+    import torch
+
+    names = torch.arange(num_experts + 1, device="cuda")
+    shape = (num_tokens, top_k)
+    inputs = [torch.randint(num_experts, shape, device="cuda", dtype=torch.int32) for _ in "ab"]
+
+    def sort(ids: Any) -> Any:
+        flat, order = torch.sort(ids.reshape(-1), stable=True)
+        return order, torch.searchsorted(flat, names).int()
+
+    calls = [lambda ids=ids: sort(ids) for ids in inputs]
+    return graph_seconds(torch.cuda, calls, replays=20, min_launches=20)
+
+
+def wgrad_seconds(routing: Routing, rows: int, k: int, nbytes: int) -> float:
+    """Return the median seconds of the gradient of the experts' matrices (E, R, K).
+
+    Both operands are sorted by expert: the gathering is not timed.
+    """
+    import torch
+
+    grouped = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    offsets = torch.from_numpy(routing.offsets).cuda()[1:]
+    pairs = len(routing.order)
+    inputs = [
+        (_random(torch, pairs, rows).T, _random(torch, pairs, k)) for _ in range(num_copies(nbytes))
+    ]
+    try:
+        calls = [lambda i=i: grouped(*i, offs=offsets) for i in inputs]
+        return graph_seconds(torch.cuda, calls, replays=20, min_launches=20)
+    finally:
+        inputs.clear()
+        torch.cuda.empty_cache()
 
 
 def layer_seconds(logits: Any, top_k: int, hidden: int, width: int, nbytes: int, way: str) -> float:

@@ -13,6 +13,7 @@ from engine.testing.timing import num_copies
 from tests.bench.sdpa import graph_seconds
 
 __all__ = ["activation_seconds", "backward_seconds", "gated_seconds", "norm_seconds"]
+__all__ += ["route_seconds", "weighted_swiglu_seconds"]
 
 
 def backward_seconds(
@@ -89,6 +90,29 @@ def gated_seconds(op: str, rows: int, f: int) -> float:
 def activation_seconds(activation: str, rows: int, f: int) -> float:
     """Return the seconds of the backward pass of "silu", "gelu", "gelu_tanh" or "relu"."""
     return backward_seconds(partial(_apply, activation), [(rows, f)], 3 * rows * f * 2)
+
+
+def route_seconds(num_tokens: int, num_experts: int, top_k: int, nbytes: int) -> float:
+    """Return the seconds of the backward pass of renormalized softmax weights of fixed experts."""
+    import torch
+
+    ids = torch.rand(num_tokens, num_experts, device="cuda").topk(top_k, dim=1).indices
+
+    def weights(logits: Any) -> Any:
+        chosen = logits.float().softmax(1).gather(1, ids)
+        return chosen / chosen.sum(1, keepdim=True)
+
+    return backward_seconds(weights, [(num_tokens, num_experts)], nbytes)
+
+
+def weighted_swiglu_seconds(rows: int, f: int) -> float:
+    """Return the seconds of the backward pass of SwiGLU on packed rows, times a weight a row."""
+
+    def forward(x: Any, weight: Any) -> Any:
+        gate, up = x.chunk(2, dim=-1)
+        return _apply("silu", gate) * up * weight
+
+    return backward_seconds(forward, [(rows, 2 * f), (rows, 1)], 6 * rows * f * 2)
 
 
 def _apply(activation: str, x: Any) -> Any:

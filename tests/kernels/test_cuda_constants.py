@@ -16,6 +16,7 @@ from engine.kernels._module import source_dir
 from engine.kernels.gemm import config as gemm_config
 from engine.kernels.gemm import skinny
 from engine.kernels.moe_gemm import portable as moe_portable
+from engine.kernels.moe_wgrad import portable as wgrad_portable
 
 _FP8_TILE = "attention_prefill/attention_prefill_fp8_tile_sm90.cuh"
 
@@ -37,6 +38,7 @@ CONSTANTS = [
     ("kv_copy._THREADS", "kv_copy.cu", "kThreads"),
     ("kv_swap._THREADS", "kv_swap.cu", "kThreads"),
     ("merge_states._THREADS", "merge_states.cu", "kThreads"),
+    ("moe_activation_backward._THREADS", "moe_activation_backward.cu", "kThreads"),
     ("moe_combine._THREADS", "moe_combine.cu", "kThreads"),
     ("moe_gemm.few_tokens.MAX_PAIRS", "moe_gemm", "kMaxPairs"),
     ("moe_gemm.portable._ROW_BYTES", "common", "kTileRowBytes"),
@@ -44,7 +46,12 @@ CONSTANTS = [
     ("moe_gemm.sm90._RECORDS", "moe_gemm", "kRecords"),
     ("moe_route.MAX_EXPERTS", "moe_gemm", "kMaxExperts"),
     ("moe_route.MAX_TOP_K", "common/moe_route.cuh", "kMaxTopK"),
-    ("moe_route._THREADS", "moe_route.cu", "kThreads"),
+    ("moe_route._THREADS", "common/moe_place.cuh", "kPlaceThreads"),
+    ("moe_route_backward._THREADS", "moe_route_backward.cu", "kThreads"),
+    ("moe_sort._THREADS", "common/moe_place.cuh", "kPlaceThreads"),
+    ("moe_wgrad.portable._ROW_BYTES", "common", "kTileRowBytes"),
+    ("moe_wgrad.sm90._SLAB_ROWS", "moe_wgrad", "kSlabRows"),
+    ("moe_wgrad.sm90._STAGES", "moe_wgrad", "kStages"),
     ("qk_norm_rope_store._HEADS_AT_ONCE", "qk_norm_rope_store.cu", "kHeads"),
     ("rmsnorm_moe_route._THREADS", "rmsnorm_moe_route.cu", "kThreads"),
     ("rope._HEADS_AT_ONCE", "rope.cu", "kHeads"),
@@ -86,12 +93,13 @@ def _tiles(place: str, kernel: str) -> dict[str, tuple[int, ...]]:
     [
         ("gemm", "", (*gemm_config._HALF_TILES, gemm_config._HALF_UNALIGNED)),
         ("moe_gemm", "moe_gemm_", moe_portable.tile_configs("bfloat16")),
+        ("moe_wgrad", "moe_wgrad_", wgrad_portable.tiles("bfloat16")),
     ],
-    ids=["gemm", "moe_gemm"],
+    ids=["gemm", "moe_gemm", "moe_wgrad"],
 )
 def test_a_tile_of_the_tensor_cores_is_the_same_in_both_languages(place, prefix, tiles):
     # Templates with five numbers: block tile, warp tile, stages.
-    found = _tiles(place, r"m\w+_tile(?=<\d+, \d+, \d+, \d+, \d+, )")
+    found = _tiles(place, r"\w+_tile(?=<\d+, \d+, \d+, \d+, \d+, )")
     assert len(found) == len(tiles)
     for tile in tiles:
         threads, m, n, _, _, stages = found[prefix + tile.kernel]
@@ -103,8 +111,9 @@ def test_a_tile_of_the_tensor_cores_is_the_same_in_both_languages(place, prefix,
     [
         ("gemm", "", (*gemm_config._FLOAT_TILES, gemm_config._FLOAT_UNALIGNED)),
         ("moe_gemm", "moe_gemm_", moe_portable.tile_configs("float32")),
+        ("moe_wgrad", "moe_wgrad_", wgrad_portable.tiles("float32")),
     ],
-    ids=["gemm", "moe_gemm"],
+    ids=["gemm", "moe_gemm", "moe_wgrad"],
 )
 def test_a_tile_of_the_cuda_cores_is_the_same_in_both_languages(place, prefix, tiles):
     # Two numbers: outputs per thread along both axes (16 threads along each); stages.

@@ -207,6 +207,43 @@ def test_a_run_of_experts(xp, tier, shape, scatter, dtype):
             assert_close(out, kept, reduction=shape[3], name=f"{router} {first}:{last}")
 
 
+@pytest.mark.grid("dtype", cases.DTYPES)
+@pytest.mark.grid("scatter", [False, True])
+@pytest.mark.grid("shape", SHAPES)
+def test_transposed_matrices(xp, tier, shape, scatter, dtype):
+    x, weight, _ = _inputs(shape, dtype, scatter=scatter)
+    for router in ROUTERS:
+        routing = _routing(*shape[:3], router)
+        want = reference.moe_gemm(x, weight, routing, scatter=scatter)
+        across = np.ascontiguousarray(weight.swapaxes(1, 2))
+        out, buffer = cases.guarded(xp, want.shape, want.dtype)
+        arrays = (*cases.to_module(xp, x, across), _on(xp, routing))
+        kernels.moe_gemm(*arrays, scatter=scatter, transposed=True, out=out)
+        assert_close(out, want, reduction=shape[3], name=router)
+        assert_guards(buffer)
+
+
+@pytest.mark.grid("dtype", cases.DTYPES)
+def test_scatter_without_weights(xp, tier, dtype):
+    x, weight, _ = _inputs((65, 16, 2, 264, 72), dtype, scatter=True)
+    routing = _routing(65, 16, 2)
+    ones = routing._replace(weights=np.ones_like(routing.weights))
+    want = reference.moe_gemm(x, weight, ones, scatter=True)
+    bare = routing._replace(weights=np.full_like(routing.weights, np.nan))
+    arrays = (*cases.to_module(xp, x, weight), _on(xp, bare))
+    got = kernels.moe_gemm(*arrays, scatter=True, weighted=False)
+    assert_close(got, want, reduction=264)
+
+
+def test_the_mirror_computes_float64_in_float64():
+    x, weight, _ = (a.astype(np.float64) for a in _inputs((9, 4, 2, 24, 16), "float32"))
+    routing = _routing(9, 4, 2)
+    routing = routing._replace(weights=routing.weights.astype(np.float64))
+    for activation in ACTIVATIONS:
+        got = kernels.moe_gemm(x, weight, routing, activation=activation)
+        np.testing.assert_allclose(got, _loop(x, weight, routing, activation=activation), 1e-13)
+
+
 def test_tiles_are_for_the_pairs_of_some_experts():
     weight, out = np.empty((64, 2, 4)), np.empty((2048, 2))
     own = (None, weight, None, out, None, None, 1.7, 7.0, False, False, False)
@@ -279,7 +316,7 @@ def test_contract(xp):
         op(x, weight, routing._replace(offsets=routing.offsets[:4]))
     with pytest.raises(ShapeError, match=r"routing.order: must have shape \(P\); P = 6"):
         op(x, weight, routing._replace(order=routing.order[:4]))
-    with pytest.raises(DTypeError, match=r"routing.weights: must be float32; got float16"):
+    with pytest.raises(DTypeError, match=r"routing.weights: must be float32.*; got float16"):
         op(x, weight, routing._replace(weights=routing.weights.astype(np.float16)))
     with pytest.raises(ContractError, match=r"activation: must be one of .*; got 'gelu'"):
         op(x, weight, routing, activation="gelu")
@@ -287,6 +324,10 @@ def test_contract(xp):
         op(x, weight[:, :5], routing, activation="swiglu")
     with pytest.raises(ShapeError, match=r"bias: must have shape \(E, R\); R = 6 from weight"):
         op(x, weight, routing, bias=xp.zeros((4, 5), np.float16))
+    with pytest.raises(ContractError, match=r"transposed: must be False with a bias or activation"):
+        op(x, weight.swapaxes(1, 2), routing, transposed=True, activation="swiglu")
+    with pytest.raises(ShapeError, match=r"weight: must have shape \(E, K, R\); K = 8 from x"):
+        op(x, weight, routing, transposed=True)
     with pytest.raises(ContractError, match=r"num_experts: must be a number from 4 .*; got 3"):
         op(x, weight, routing, num_experts=3)
     with pytest.raises(ContractError, match=r"limit: must be a number from 0.0 .*; got -1"):

@@ -14,7 +14,7 @@ from engine import reference
 from engine.device import empty_like
 from engine.dtypes import dtype_name
 from engine.errors import ShapeError
-from engine.kernels._contract import FLOAT32, FLOATS, INT32, Contract
+from engine.kernels._contract import FLOAT32, FLOAT64, INT32, MIRROR_FLOATS, Contract
 from engine.kernels._launch import ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import check_planes
@@ -35,18 +35,26 @@ SAMPLES = ("fp8_block", "int8", "mxfp4", "int4_g128", "q4_k", "q6_k")
 
 
 def specs(
-    dtype: str, *, formats: tuple[str, ...] = (), patterns: bool = False, **_: Any
+    dtype: str,
+    *,
+    formats: tuple[str, ...] = (),
+    patterns: bool = False,
+    transposed: bool = False,
+    **_: Any,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for `dtype` and weights of `formats`.
 
-    `patterns` instead selects a sample of formats that covers every decoder.
+    `patterns` instead selects a sample of formats that covers every decoder. `transposed` adds the
+    modules for transposed matrices.
     """
     names = SAMPLES if patterns else formats
     quantized = (few_tokens, quantized_sm90, codes_sm90, scratch)
     found = [spec for module in quantized for spec in module.specs(dtype, names)]
     if any(FORMATS[name].block == (GROUP, GROUP) for name in names):
         found += quantize_specs(dtype)
-    return tuple(dict.fromkeys((*portable.specs(dtype), *sm90.specs(dtype), *found)))
+    for across in (False, True) if patterns or transposed else (False,):
+        found += [*portable.specs(dtype, transposed=across), *sm90.specs(dtype, transposed=across)]
+    return tuple(dict.fromkeys(found))
 
 
 def moe_gemm(
@@ -59,6 +67,8 @@ def moe_gemm(
     alpha: float = 1.702,
     limit: float = 7.0,
     scatter: bool = False,
+    weighted: bool = True,
+    transposed: bool = False,
     deterministic: bool = False,
     pdl: bool = False,
     quantize_x: bool = False,
@@ -87,6 +97,11 @@ def moe_gemm(
         False: result row i is the product of token order[i] // k and its expert's matrix. True:
         result row order[i] is the product of row i of `x` and that matrix, times the routing weight
         of pair order[i].
+    weighted : bool
+        False: with `scatter`, do not apply the routing weights. Dense weights only.
+    transposed : bool
+        True: `weight` is (E, K, R), and x is multiplied by the transpose of each matrix, as in the
+        gradient with respect to the input of a product. Dense weights without bias or activation.
     deterministic : bool
         Sum each row in an order that does not depend on the other rows, so that the bits of its
         result do not depend on the batch. Slower for few tokens with a quantized weight; dense
@@ -136,8 +151,16 @@ def moe_gemm(
     """
     call = Contract("moe_gemm")
     x, weight, routing, bias = check_product(
-        call, x, weight, routing, bias, scatter=scatter, quantize_x=quantize_x
+        call,
+        x,
+        weight,
+        routing,
+        bias,
+        scatter=scatter,
+        quantize_x=quantize_x,
+        transposed=transposed,
     )
+    _check_plain(call, weight, bias, activation, weighted=weighted, transposed=transposed)
     call.check("activation", activation in ACTIVATIONS, f"one of {ACTIVATIONS}", activation)
     rows = call["R"]
     if activation is not None:
@@ -156,6 +179,8 @@ def moe_gemm(
             alpha=alpha,
             limit=limit,
             scatter=scatter,
+            weighted=weighted,
+            transposed=transposed,
             deterministic=deterministic,
             quantize_x=quantize_x,
         )
@@ -163,7 +188,7 @@ def moe_gemm(
     columns = rows if activation is None else rows // 2
     out = call.output("out", out, (call["P"], columns), x.dtype)
     own = (x, weight, routing, out, bias, activation, alpha, limit, scatter, deterministic, pdl)
-    operands = MoeOperands(*own, num_experts)
+    operands = MoeOperands(*own, num_experts, transposed=transposed, weighted=weighted)
     launch(call, operands, quantize_x=quantize_x)
     return out
 
@@ -185,18 +210,19 @@ def check_product(
     *,
     scatter: bool,
     quantize_x: bool,
+    transposed: bool = False,
 ) -> tuple[Any, Any, Routing, Any]:
     """Check and return x, weight, routing and bias; a dense weight becomes an array."""
     experts = call.array("routing.experts", routing.experts, "T k", INT32)
     call.bind("P", call["T"] * call["k"], "routing.experts")
-    x = call.array("x", x, "P K" if scatter else "T K", FLOATS)
+    x = call.array("x", x, "P K" if scatter else "T K", MIRROR_FLOATS)
     if isinstance(weight, Weight) and weight.format.is_dense:
         weight = weight.data
     if isinstance(weight, Weight):
         weight = _check_quantized(call, weight)
     else:
-        weight = call.array("weight", weight, "E R K", x.dtype)
-    weights = call.array("routing.weights", routing.weights, "T k", FLOAT32)
+        weight = call.array("weight", weight, "E K R" if transposed else "E R K", x.dtype)
+    weights = call.array("routing.weights", routing.weights, "T k", (FLOAT32, FLOAT64))
     order = call.array("routing.order", routing.order, "P", INT32)
     offsets = call.array("routing.offsets", routing.offsets, f"{call['E'] + 1}", INT32)
     if quantize_x:
@@ -205,6 +231,23 @@ def check_product(
     if bias is not None:
         bias = call.array("bias", bias, "E R", x.dtype)
     return x, weight, Routing(experts, weights, order, offsets), bias
+
+
+def _check_plain(
+    call: Contract,
+    weight: Any,
+    bias: Any,
+    activation: str | None,
+    *,
+    weighted: bool,
+    transposed: bool,
+) -> None:
+    """Check the options that only products of dense weights, or only bare ones, have."""
+    if not weighted or transposed:
+        name = "transposed" if transposed else "weighted"
+        call.check(name, not isinstance(weight, Weight), "the default with quantized weights", name)
+    bare = bias is None and activation is None
+    call.check("transposed", bare or not transposed, "False with a bias or activation", transposed)
 
 
 def _launch_quantized(call: Contract, operands: MoeOperands) -> None:

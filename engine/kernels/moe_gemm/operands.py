@@ -41,6 +41,14 @@ class MoeOperands:
     num_experts: int
     quantize_x: bool = False
     summed: Summed | None = None
+    transposed: bool = False
+    weighted: bool = True
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """Return (E, R, K), also if the weight is transposed in memory."""
+        num_experts, rows, k = self.weight.shape
+        return (num_experts, k, rows) if self.transposed else (num_experts, rows, k)
 
     @property
     def expected_pairs(self) -> int:
@@ -49,11 +57,11 @@ class MoeOperands:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments common to all moe_gemm kernels."""
-        num_experts, num_rows, k = self.weight.shape
+        num_experts, num_rows, k = self.matrices
         return {
             "order": self.routing.order,
             "offsets": self.routing.offsets,
-            "pair_weights": self.routing.weights if self.scatter else None,
+            "pair_weights": self.routing.weights if self.scatter and self.weighted else None,
             "bias": self.bias,
             "out": self.out,
             "num_experts": num_experts,

@@ -14,7 +14,8 @@ __all__ = ["TileConfig", "choose_config", "launch", "specs", "tile_configs"]
 
 _PARAMS = (
     "x:ptr weight:ptr order:ptr offsets:ptr pair_weights:ptr bias:ptr out:ptr num_pairs:i32 "
-    "num_experts:i32 num_rows:i32 k:i32 top_k:i32 activation:i32 alpha:f32 limit:f32 is_vector:i32"
+    "num_experts:i32 num_rows:i32 k:i32 top_k:i32 activation:i32 alpha:f32 limit:f32 "
+    "scatters:i32 is_vector:i32"
 )
 _NAMES = ("tile_32x128", "tile_64x64", "tile_128x128", "unaligned_64x64")
 _KERNELS = {name: Kernel(f"moe_gemm_{name}", _PARAMS, struct="MoeGemmParams") for name in _NAMES}
@@ -76,9 +77,9 @@ def tile_configs(dtype: str) -> tuple[TileConfig, ...]:
     return _SIMT if dtype == "float32" else _MMA
 
 
-def specs(dtype: str) -> tuple[ModuleSpec, ...]:
+def specs(dtype: str, *, transposed: bool = False) -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch` may launch for `dtype`."""
-    return (ModuleSpec("moe_gemm/moe_gemm.cu", dtype),)
+    return (ModuleSpec("moe_gemm/moe_gemm.cu", dtype, (("TRANSPOSED", int(transposed)),)),)
 
 
 def choose_config(
@@ -102,15 +103,16 @@ def launch(operands: MoeOperands) -> None:
     x = operands.x
     weight = operands.weight
     out = operands.out
-    (num_experts, num_rows, k) = weight.shape
+    (num_experts, num_rows, k) = operands.matrices
     dtype = dtype_name(x.dtype)
     pairs, columns = out.shape
-    fits = k % vector_width(x) == 0 and is_aligned(x, weight)
+    # Rows of x and, transposed or not, of the weight are whole vectors.
+    fits = all(n % vector_width(x) == 0 for n in (k, weight.shape[2])) and is_aligned(x, weight)
     config = choose_config(operands.expected_pairs, num_experts, dtype, is_aligned=fits)
     # A gated tile has equal numbers of gate and up rows; in the last tile both may be incomplete.
     product_columns = num_rows if operands.activation is None else 2 * ceil_div(columns, 8) * 8
     _KERNELS[config.kernel].launch(
-        specs(dtype)[0],
+        specs(dtype, transposed=operands.transposed)[0],
         config.grid(pairs, num_experts, product_columns),
         (config.threads,),
         config.shared_bytes,
@@ -118,6 +120,7 @@ def launch(operands: MoeOperands) -> None:
         x=x,
         weight=weight,
         num_pairs=pairs,
+        scatters=operands.scatter,
         is_vector=columns % 4 == 0 and out.data.ptr % (4 * out.itemsize) == 0,
         **operands.arguments(),
     )

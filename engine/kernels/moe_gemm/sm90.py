@@ -18,7 +18,7 @@ _KERNEL = Kernel(
     "moe_gemm_sm90",
     "map_w:tmap map_x:tmap x:ptr order:ptr offsets:ptr pair_weights:ptr bias:ptr out:ptr "
     "num_experts:i32 num_rows:i32 k:i32 top_k:i32 activation:i32 alpha:f32 limit:f32 "
-    "is_early:i32",
+    "scatters:i32 is_early:i32",
     struct="MoeGemmSm90Params",
 )
 _SLAB_K = 64  # values of k per 128 bytes, the widest swizzle
@@ -96,9 +96,10 @@ class MoeTileConfig:
             "SHARED_BYTES": self.shared_bytes(weight_bytes, scale_bytes),
         }
 
-    def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module for dense weights of `dtype`."""
-        return ModuleSpec(_FILE, dtype, (*self.macros().items(), ("WEIGHT_KIND", 0)))
+    def spec(self, dtype: str, *, transposed: bool = False) -> ModuleSpec:
+        """Return the module for dense weights of `dtype`, transposed in memory or not."""
+        kind = ("WEIGHT_KIND", 0), ("TRANSPOSED", int(transposed))
+        return ModuleSpec(_FILE, dtype, (*self.macros().items(), *kind))
 
     def grid(self, pairs: int, num_experts: int, columns: int, *, is_gated: bool) -> int:
         """Return the CTAs of the grid for a result (pairs, columns)."""
@@ -119,9 +120,11 @@ _SOME_FROM = 4
 _MANY_FROM = 32
 
 
-def specs(dtype: str) -> tuple[ModuleSpec, ...]:
+def specs(dtype: str, *, transposed: bool = False) -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch` may launch for `dtype`."""
-    return tuple(config.spec(dtype) for config in MOE_CONFIGS) if dtype in HOPPER_DTYPES else ()
+    if dtype not in HOPPER_DTYPES:
+        return ()
+    return tuple(config.spec(dtype, transposed=transposed) for config in MOE_CONFIGS)
 
 
 def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
@@ -161,7 +164,7 @@ def launch(operands: MoeOperands) -> None:
     """Launch on CuPy arrays."""
     x = operands.x
     weight = operands.weight
-    (num_experts, rows, k) = weight.shape
+    (num_experts, length, width) = weight.shape
     dtype = dtype_name(x.dtype)
     pairs, columns = operands.out.shape
     config = choose_config(operands.expected_pairs, num_experts)
@@ -169,13 +172,13 @@ def launch(operands: MoeOperands) -> None:
     map_w = tensor_map(
         weight.data.ptr,
         dtype,
-        (k, rows, num_experts),
-        (k * step, rows * k * step),
+        (width, length, num_experts),
+        (width * step, length * width * step),
         (_SLAB_K, _MMA_ROWS, 1),
         promote=128,
     )
     _KERNEL.launch(
-        config.spec(dtype),
+        config.spec(dtype, transposed=operands.transposed),
         (config.grid(pairs, num_experts, columns, is_gated=operands.activation is not None),),
         (config.threads,),
         config.shared_bytes(),
@@ -183,6 +186,7 @@ def launch(operands: MoeOperands) -> None:
         map_w=map_w,
         map_x=tensor_map_2d(x, dtype, (_BOX_ROWS, _SLAB_K)),
         x=x,
+        scatters=operands.scatter,
         is_early=operands.pdl and operands.scatter,
         **operands.arguments(),
     )

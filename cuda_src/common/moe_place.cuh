@@ -1,0 +1,76 @@
+// Sorting the (token, expert) pairs of many tokens by expert: a stable counting sort, whose first
+// half has counted each chunk's pairs per expert. Used by moe_route and moe_sort.
+#pragma once
+
+#include "common/moe_route.cuh"
+#include "common/pdl.cuh"
+
+constexpr int kPlaceThreads = 512;  // block size; one block per chunk of tokens
+
+// Fills `begins` with the index in `order` of each expert's first pair from this block's chunk.
+template <int kPer>
+__device__ __forceinline__ void find_begins(const MoeRouteParams& p, int* begins) {
+  constexpr int kExperts = kPer * kWarpSize, kParts = kPlaceThreads / kExperts;
+  __shared__ int smem_total[kPlaceThreads], smem_before[kPlaceThreads];
+  const int expert = threadIdx.x % kExperts;
+  const int chunk = blockIdx.x, num_chunks = gridDim.x;
+  int total = 0, before = 0;
+  if (expert < p.num_experts) {
+#pragma unroll 4
+    for (int c = threadIdx.x / kExperts; c < num_chunks; c += kParts) {
+      const int count = p.counts[c * p.num_experts + expert];
+      total += count;
+      before += c < chunk ? count : 0;
+    }
+  }
+  smem_total[threadIdx.x] = total, smem_before[threadIdx.x] = before;
+  __syncthreads();
+  if (threadIdx.x < kExperts) {  // SAFETY: each thread reads and writes only its own entry.
+    for (int i = expert + kExperts; i < kPlaceThreads; i += kExperts)
+      total += smem_total[i], before += smem_before[i];
+    smem_total[expert] = total, smem_before[expert] = before;
+  }
+  __syncthreads();
+  if (threadIdx.x < kWarpSize) {
+    int own[kPer];
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) own[i] = smem_total[threadIdx.x * kPer + i];
+    sums_before<kPer>(own);
+    if (chunk == 0) store_offsets<kPer>(p, own);
+#pragma unroll
+    for (int i = 0; i < kPer; ++i)
+      begins[threadIdx.x * kPer + i] = own[i] + smem_before[threadIdx.x * kPer + i];
+  }
+}
+
+// Places a chunk's pairs in `order`, kMaskTokens tokens at a time.
+template <int kPer>
+__device__ __forceinline__ void route_place(const MoeRouteParams& p) {
+  constexpr int kExperts = kPer * kWarpSize;
+  __shared__ __align__(16) TokenMasks<kPer> smem_masks;
+  __shared__ int smem_begins[kExperts];
+  pdl_trigger();
+  for (int e = threadIdx.x; e < kExperts; e += kPlaceThreads) smem_masks.clear(e);
+  pdl_wait();
+  find_begins<kPer>(p, smem_begins);
+  __syncthreads();
+  const int begin = blockIdx.x * p.chunk_tokens, end = min(p.num_tokens, begin + p.chunk_tokens);
+#pragma unroll 1
+  for (int first = begin; first < end; first += kMaskTokens) {
+    const int first_pair = first * p.top_k;
+    const int num_pairs = min(end - first, kMaskTokens) * p.top_k;
+    for (int i = threadIdx.x; i < num_pairs; i += kPlaceThreads)
+      smem_masks.add(p.experts[first_pair + i], i / p.top_k);
+    __syncthreads();
+    for (int i = threadIdx.x; i < num_pairs; i += kPlaceThreads) {
+      const int expert = p.experts[first_pair + i];
+      p.order[smem_begins[expert] + smem_masks.rank(expert, i / p.top_k)] = first_pair + i;
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < kExperts; e += kPlaceThreads) {
+      smem_begins[e] += smem_masks.count(e);
+      smem_masks.clear(e);
+    }
+    __syncthreads();
+  }
+}
