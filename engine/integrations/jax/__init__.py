@@ -1,0 +1,34 @@
+"""The engine's kernels as operations of JAX: `jit`, `grad`, `vmap`, `scan`, without a compiler.
+
+CUDA arrays run the kernels on XLA's stream, CPU arrays run the NumPy mirrors. XLA owns all memory,
+scratch memory too, and captures the calls into its CUDA graphs.
+"""
+
+from engine.integrations.jax._handlers import register
+from engine.integrations.jax.activations import geglu, gelu, relu, silu, swiglu
+from engine.integrations.jax.attention import attention, attention_varlen
+from engine.integrations.jax.embedding import embedding, rope
+from engine.integrations.jax.linear import linear, linear_fp8, linear_int8
+from engine.integrations.jax.norms import layernorm, rmsnorm
+from engine.integrations.jax.paged import attention_paged, kv_store
+
+__all__ = [
+    "attention",
+    "attention_paged",
+    "attention_varlen",
+    "embedding",
+    "geglu",
+    "gelu",
+    "kv_store",
+    "layernorm",
+    "linear",
+    "linear_fp8",
+    "linear_int8",
+    "relu",
+    "rmsnorm",
+    "rope",
+    "silu",
+    "swiglu",
+]
+
+register()

@@ -1,0 +1,549 @@
+"""`engine.integrations.jax` on the CPU: XLA calls the mirrors."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+
+import jax.numpy as jnp  # noqa: E402
+from jax.test_util import check_grads  # noqa: E402
+
+from engine import kernels, reference  # noqa: E402
+from engine.errors import ContractError, DTypeError, EngineError, ShapeError  # noqa: E402
+from engine.integrations import jax as ops  # noqa: E402
+
+if jax.config.jax_num_cpu_devices == -1:
+    jax.config.update("jax_num_cpu_devices", 2)  # for shard_map
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="the tests of test_jax_gpu.py are for this machine"
+)
+TOLERANCE = {"float64": 1e-12, "float32": 3e-6, "float16": 2e-3, "bfloat16": 2e-2}
+DTYPES = ["float32", "float16", "bfloat16"]
+START = np.array([0, 2, 2, 7])
+COS_SIN = np.concatenate([np.cos(a := np.outer(np.arange(9), [1, 0.1, 0.01])), np.sin(a)], 1)
+COS_SIN = COS_SIN.astype(np.float32)
+
+
+def random(seed, *shape, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def assert_close(found, wanted, dtype):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert a.shape == b.shape
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def as_floats(function):
+    """Compute in float32 and round once, as the kernels do."""
+
+    def run(*arrays):
+        results = function(*(a.astype(jnp.float32) for a in arrays))
+        return jax.tree.map(lambda r: r.astype(arrays[0].dtype), results)
+
+    return run
+
+
+def rms(x, weight):
+    return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * weight
+
+
+def layer(x, weight):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5) * weight + weight
+
+
+def gated(activation):
+    return lambda x: activation(x[..., : x.shape[-1] // 2]) * x[..., x.shape[-1] // 2 :]
+
+
+def exact_gelu(x):
+    return jax.nn.gelu(x, approximate=False)
+
+
+def dense_attention(q, k, v, sinks=None, *, hidden=None, softcap=0.0):
+    """(B, S, H, D); `hidden` (Sq, Sk) marks the keys that a query does not see."""
+    k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
+    if hidden is not None:
+        scores = jnp.where(hidden, -jnp.inf, scores)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    p = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]]
+    return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+
+def causal_mask(num_queries, num_keys, window=None):
+    last = jnp.arange(num_queries)[:, None] + num_keys - num_queries
+    key = jnp.arange(num_keys)
+    return (key > last) | (key <= last - window if window else False)
+
+
+def packed_attention(q, k, v):
+    parts = [
+        dense_attention(q[None, a:b], k[None, a:b], v[None, a:b], hidden=causal_mask(b - a, b - a))
+        for a, b in itertools.pairwise(START)
+    ]
+    return jnp.concatenate(parts, axis=1)[0]
+
+
+def rotate(x):
+    a, b, rest = x[..., :3], x[..., 3:6], x[..., 6:]
+    cos, sin = jnp.split(jnp.asarray(COS_SIN[1:6], x.dtype)[:, None, :], 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+
+# Name: (op, the same in jnp, shapes of the arguments).
+CASES = {
+    "rmsnorm": (ops.rmsnorm, rms, (4, 3, 16), (16,)),
+    "rmsnorm_offset": (
+        lambda x, w: ops.rmsnorm(x, w, weight_offset=1.0),
+        lambda x, w: rms(x, w + 1),
+        (4, 16),
+        (16,),
+    ),
+    "layernorm": (lambda x, w: ops.layernorm(x, w, w), layer, (4, 16), (16,)),
+    "swiglu": (ops.swiglu, gated(jax.nn.silu), (4, 3, 16)),
+    "geglu": (ops.geglu, gated(jax.nn.gelu), (4, 16)),
+    "geglu_exact": (lambda x: ops.geglu(x, approximate="none"), gated(exact_gelu), (4, 16)),
+    "gelu": (ops.gelu, exact_gelu, (4, 5)),
+    "silu": (ops.silu, jax.nn.silu, (4, 5)),
+    "relu": (ops.relu, jax.nn.relu, (4, 5)),
+    "rope": (
+        lambda q, k: ops.rope(q, k, COS_SIN, jnp.arange(1, 6)),
+        lambda q, k: (rotate(q), rotate(k)),
+        (4, 5, 3, 8),
+        (4, 5, 1, 8),
+    ),
+    "embedding": (
+        lambda w: ops.embedding(jnp.array([[1, 0], [3, 1]]), w, scale=2.0),
+        lambda w: 2 * w[jnp.array([[1, 0], [3, 1]])],
+        (4, 5),
+    ),
+    "attention": (ops.attention, dense_attention, (4, 3, 4, 8), (4, 5, 2, 8), (4, 5, 2, 8)),
+    "attention_causal": (
+        lambda q, k, v: ops.attention(q, k, v, causal=True, window=2, softcap=3.0),
+        lambda *a: dense_attention(*a, hidden=causal_mask(3, 5, 2), softcap=3.0),
+        (4, 3, 4, 8),
+        (4, 5, 2, 8),
+        (4, 5, 2, 8),
+    ),
+    "attention_varlen": (
+        lambda q, k, v: ops.attention_varlen(q, k, v, START, START, 5, 5, causal=True),
+        packed_attention,
+        (7, 4, 8),
+        (7, 2, 8),
+        (7, 2, 8),
+    ),
+    "linear": (ops.linear, lambda x, w, b: x @ w.T + b, (4, 3, 8), (16, 8), (16,)),
+    "linear_swiglu": (
+        lambda x, w: ops.linear(x, w, activation="swiglu"),
+        lambda x, w: gated(jax.nn.silu)(x @ w.T),
+        (4, 8),
+        (16, 8),
+    ),
+    "linear_residual": (
+        lambda x, w: ops.linear(x, w, residual=x, activation="gelu_tanh"),
+        lambda x, w: x + jax.nn.gelu(x @ w.T),
+        (4, 8),
+        (8, 8),
+    ),
+}
+CASES_64 = [name for name in CASES if not name.startswith(("attention", "linear"))]
+
+
+def arguments(case, dtype):
+    return [random(i, *shape, dtype=dtype) for i, shape in enumerate(CASES[case][2:])]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_a_formula_under_jit(case, dtype):
+    op, formula = CASES[case][:2]
+    arrays = arguments(case, dtype)
+    found = jax.jit(op)(*arrays)
+    assert all(leaf.dtype == arrays[0].dtype for leaf in jax.tree.leaves(found))
+    assert_close(found, as_floats(formula)(*arrays), dtype)
+    assert_close(op(*arrays), found, "float64")  # the same bits outside jit
+
+
+@pytest.mark.parametrize("case", CASES_64)
+def test_float64_on_the_mirrors(case):
+    with jax.enable_x64(True):
+        op, formula = CASES[case][:2]
+        arrays = arguments(case, "float64")
+        assert_close(jax.jit(op)(*arrays), formula(*arrays), "float64")
+        check_grads(op, arrays, order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_equals_the_formulas(case):
+    op, formula = CASES[case][:2]
+    arrays = arguments(case, "float32")
+    shapes = jax.eval_shape(op, *arrays)
+    factors = jax.tree.map(lambda s: random(9, *s.shape), shapes)
+
+    def loss(function):
+        return lambda *a: sum(
+            jnp.vdot(y, f)
+            for y, f in zip(jax.tree.leaves(function(*a)), jax.tree.leaves(factors), strict=True)
+        )
+
+    argnums = tuple(range(len(arrays)))
+    found = jax.grad(loss(jax.jit(op)), argnums)(*arrays)
+    wanted = jax.grad(loss(formula), argnums)(*arrays)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_vmap_over_the_first_the_last_and_all_arguments(case):
+    op = CASES[case][0]
+    arrays = arguments(case, "float32")
+    last = len(arrays) - 1
+    for mapped in {(0,), (last,), tuple(range(len(arrays)))}:
+        axes = tuple(-1 if i in mapped else None for i in range(len(arrays)))
+        stacked = [
+            a if axis is None else jnp.stack([a, 2 * a, a - 1], axis=axis)
+            for a, axis in zip(arrays, axes, strict=True)
+        ]
+        found = jax.jit(jax.vmap(op, in_axes=axes))(*stacked)
+        for n in range(3):
+            one = [a if axis is None else a[..., n] for a, axis in zip(stacked, axes, strict=True)]
+            assert_close(jax.tree.map(lambda y, n=n: y[n], found), op(*one), "float32")
+
+
+@pytest.mark.parametrize("case", ["rmsnorm", "attention_causal", "rope", "linear"])
+def test_gradient_of_each_element_of_a_batch(case):
+    """vmap of grad, where each element has its own gradient of the shared arguments."""
+    op = CASES[case][0]
+    first, *rest = arguments(case, "float32")
+
+    def loss(*arrays):
+        return sum(jnp.sum(y**2) for y in jax.tree.leaves(op(*arrays)))
+
+    gradient = jax.grad(loss, argnums=tuple(range(1 + len(rest))))
+    batch = jnp.stack([first, first + 1])
+    found = jax.vmap(gradient, in_axes=(0, *(None for _ in rest)))(batch, *rest)
+    for n in range(2):
+        wanted = gradient(batch[n], *rest)
+        for a, b in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(a[n], b, rtol=1e-5, atol=1e-5)
+
+
+def test_residual_is_added_first():
+    x, residual, weight = random(0, 4, 8), random(1, 4, 8), random(2, 8)
+
+    def loss(norm):
+        return lambda *a: sum(jnp.sum(jnp.sin(y)) for y in norm(*a))
+
+    def formula(x, residual, weight):
+        h = 0.5 * x + residual
+        return rms(h, weight), h
+
+    def op(x, residual, weight):
+        return ops.rmsnorm(x, weight, residual=residual, x_scale=0.5)
+
+    assert_close(op(x, residual, weight), formula(x, residual, weight), "float32")
+    found = jax.grad(loss(op), (0, 1, 2))(x, residual, weight)
+    assert_close(found, jax.grad(loss(formula), (0, 1, 2))(x, residual, weight), "float32")
+
+
+def test_gradient_of_sinks():
+    arrays = [*arguments("attention", "float32"), random(5, 4)]
+
+    def op(q, k, v, sinks):
+        return jnp.sum(ops.attention(q, k, v, sinks=sinks) ** 2)
+
+    def formula(*a):
+        return jnp.sum(dense_attention(*a) ** 2)
+
+    found = jax.grad(op, (0, 1, 2, 3))(*arrays)
+    for a, b in zip(found, jax.grad(formula, (0, 1, 2, 3))(*arrays), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "pattern", [kernels.Periodic(4, width=2), kernels.BlockSparse(np.eye(3, dtype=bool), 2, 2)]
+)
+def test_patterns_reach_the_kernel(pattern):
+    q, k, v = (random(i, 1, 6, 2, 8) for i in range(3))
+    found, lse = jax.jit(lambda *a: ops.attention(*a, pattern=pattern, return_lse=True))(q, k, v)
+    starts = np.array([0, 6], np.int32)
+    wanted = reference.attention_prefill(
+        *(np.asarray(a)[0] for a in (q, k, v)),
+        cu_seqlens_q=starts,
+        cu_seqlens_k=starts,
+        causal=False,
+        pattern=pattern,
+        return_lse=True,
+    )
+    assert_close((found[0], lse[0]), wanted, "float32")
+    assert not np.allclose(found, ops.attention(q, k, v))
+
+
+def paged_case():
+    """Return dense keys and values of two sequences, and the same in pages of 16."""
+    k, v = random(1, 2, 20, 2, 8), random(2, 2, 20, 2, 8)
+    tables = jnp.array([[3, 1], [0, 2]])
+    pages = []
+    for dense in (k, v):
+        padded = np.zeros((2, 32, 2, 8), np.float32)
+        padded[:, :20] = dense
+        blocks = padded.reshape(2, 2, 16, 2, 8).transpose(0, 1, 3, 2, 4).reshape(4, 2, 16, 8)
+        pages.append(jnp.zeros((4, 2, 16, 8)).at[tables.reshape(-1)].set(blocks))
+    return k, v, *pages, tables
+
+
+def test_paged_attention_decodes():
+    k, v, k_pages, v_pages, tables = paged_case()
+    q = random(0, 2, 2, 4, 8)
+    found = jax.jit(ops.attention_paged)(q, k_pages, v_pages, tables, jnp.array([20, 20]))
+    assert_close(found, dense_attention(q, k, v, hidden=causal_mask(2, 20)), "float32")
+    mapped = jax.vmap(ops.attention_paged, (0, None, None, None, None))
+    found = mapped(jnp.stack([q, -q]), k_pages, v_pages, tables, jnp.array([20, 20]))
+    assert_close(found[1], dense_attention(-q, k, v, hidden=causal_mask(2, 20)), "float32")
+
+
+def test_paged_attention_of_chunks():
+    k, v, k_pages, v_pages, tables = paged_case()
+    q = random(0, 8, 4, 8)
+    found, lse = ops.attention_paged(
+        *(q, k_pages, v_pages, tables, jnp.array([20, 20])),
+        cu_seqlens_q=jnp.array([0, 5, 8]),
+        max_seqlen_q=5,
+        return_lse=True,
+    )
+    for b, rows in enumerate((slice(0, 5), slice(5, 8))):
+        one = q[None, rows]
+        mask = causal_mask(one.shape[1], 20)
+        wanted = dense_attention(one, k[b : b + 1], v[b : b + 1], hidden=mask)
+        assert_close(found[rows], wanted[0], "float32")
+    assert lse.shape == (8, 4) and np.isfinite(lse).all()
+
+
+def test_kv_store_writes_in_place_only_if_it_may():
+    k, v = random(0, 3, 2, 8), random(1, 3, 2, 8)
+    pages = jnp.zeros((2, 2, 16, 8))
+    slots = jnp.array([5, -1, 17])
+    k_pages, v_pages = jax.jit(ops.kv_store)(k, v, pages, pages, slots)
+    assert not pages.any()  # still used here, so XLA made a copy
+    wanted = np.zeros((2, 2, 16, 8), np.float32)
+    wanted[0, :, 5], wanted[1, :, 1] = k[0], k[2]
+    np.testing.assert_array_equal(k_pages, wanted)
+    np.testing.assert_array_equal(v_pages[0, :, 5], v[0])
+    where = k_pages.unsafe_buffer_pointer()
+    store = jax.jit(ops.kv_store, donate_argnums=(2, 3))
+    again, _ = store(k, v, k_pages, v_pages, slots + 1)
+    assert again.unsafe_buffer_pointer() == where
+    assert np.asarray(again)[0, :, 5].any() and np.asarray(again)[0, :, 6].any()
+
+
+def test_a_loop_appends_and_attends():
+    """A decode loop in one program: the carried pages are written in place."""
+    keys, queries = random(0, 6, 1, 2, 8), random(1, 6, 1, 1, 4, 8)
+    tables = jnp.array([[1, 0]])
+
+    @jax.jit
+    def decode(pages):
+        def step(pages, inputs):
+            i, key, q = inputs
+            pages = ops.kv_store(key, key, *pages, i[None] + 16)
+            return pages, ops.attention_paged(q, *pages, tables, i[None] + 1)
+
+        return jax.lax.scan(step, pages, (jnp.arange(6), keys, queries))[1]
+
+    found = decode((jnp.zeros((2, 2, 16, 8)),) * 2)
+    dense = keys.reshape(1, 6, 2, 8)
+    wanted = dense_attention(queries.reshape(1, 6, 4, 8), dense, dense, hidden=causal_mask(6, 6))
+    assert_close(found.reshape(1, 6, 4, 8), wanted, "float32")
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)])
+def test_empty_arrays(shape):
+    x = jnp.zeros(shape)
+    assert jax.jit(ops.rmsnorm)(x, jnp.ones(16)).shape == shape
+    assert jax.jit(ops.linear)(x, jnp.ones((3, 16))).shape == (*shape[:-1], 3)
+    assert jax.jit(ops.embedding)(jnp.zeros(shape, int), jnp.ones((3, 5))).shape == (*shape, 5)
+
+
+def test_quantized_products():
+    x = random(0, 4, 3, 128)
+    weight = jnp.round(random(1, 16, 128))
+    scales = jnp.linspace(0.5, 2, 16)
+    wanted = x @ (weight * scales[:, None]).T
+    for op, codes in (
+        (ops.linear_fp8, weight.astype(jnp.float8_e4m3fn)),
+        (ops.linear_int8, weight.astype(jnp.int8)),
+    ):
+        found = jax.jit(op)(x, codes, scales)
+        error = jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted)
+        assert error < 0.04, (op, error)
+        assert_close(jax.vmap(op, (0, None, None))(x, codes, scales), found, "float32")
+
+
+def test_scan_over_layers_and_its_gradient():
+    weights = random(1, 5, 16)
+
+    def run(norm):
+        def step(x, weight):
+            return norm(x + 1, weight), None
+
+        return lambda x, w: jnp.sum(jnp.cos(jax.lax.scan(step, x, w)[0]))
+
+    x = random(0, 3, 16)
+    found = jax.jit(jax.value_and_grad(run(ops.rmsnorm), (0, 1)))(x, weights)
+    assert_close(found, jax.value_and_grad(run(rms), (0, 1))(x, weights), "float32")
+
+
+def test_checkpointing_recomputes():
+    x, weight = random(0, 3, 16), random(1, 16)
+    plain = jax.grad(lambda x: jnp.sum(ops.silu(ops.rmsnorm(x, weight))))
+    saved = jax.grad(jax.checkpoint(lambda x: jnp.sum(ops.silu(ops.rmsnorm(x, weight)))))
+    np.testing.assert_array_equal(jax.jit(saved)(x), jax.jit(plain)(x))
+
+
+def test_second_derivative_of_a_formula():
+    with jax.enable_x64(True):
+        x = random(0, 7, dtype="float64")
+        found = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(ops.silu(x)))(x) ** 2))(x)
+        wanted = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(jax.nn.silu(x)))(x) ** 2))(x)
+        assert_close(found, wanted, "float64")
+
+
+def test_threads_do_not_disturb_each_other():
+    x, weight = random(0, 64, 128), random(1, 128)
+    functions = [jax.jit(lambda x, n=n: ops.rmsnorm(ops.silu(x + n), weight)) for n in range(2)]
+    wanted = [np.asarray(f(x)) for f in functions]
+    failed = []
+
+    def work(n):
+        for _ in range(100):
+            if not np.array_equal(functions[n](x), wanted[n]):
+                failed.append(n)
+
+    threads = [threading.Thread(target=work, args=(n % 2,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+def test_an_exported_program_needs_nothing_of_its_process():
+    """The attribute of a call names the op and its options: nothing refers to this process."""
+    exported = jax.export.export(
+        jax.jit(lambda x, w: ops.rmsnorm(x, w, eps=0.5)),
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("engine.rmsnorm")],
+    )(jax.ShapeDtypeStruct((4, 8), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.float32))
+    assert '"eps", 0.5' in exported.mlir_module().replace("\\22", '"')
+    x, weight = random(0, 4, 8), random(1, 8)
+    np.testing.assert_array_equal(exported.call(x, weight), ops.rmsnorm(x, weight, eps=0.5))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_sums_the_gradient_of_a_shared_weight(check_vma):
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, shared = jax.sharding.PartitionSpec("i"), jax.sharding.PartitionSpec()
+
+    def run(x, weight):
+        y = ops.rmsnorm(ops.silu(x), weight).reshape(-1, 4, 2, 8)
+        return ops.attention(y, y, y, causal=True)
+
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=(rows, shared), out_specs=rows, check_vma=check_vma
+    )
+    arrays = random(0, 4, 64), random(1, 64)
+    assert_close(jax.jit(mapped)(*arrays), run(*arrays), "float32")
+    found, wanted = (
+        jax.jit(jax.grad(lambda *a, f=f: jnp.sum(f(*a) ** 2), (0, 1)))(*arrays)
+        for f in (mapped, run)
+    )
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_the_example_of_the_documentation():
+    page = (Path(__file__).parents[2] / "docs/integrations/jax.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    exec(code, names)
+    shapes = [g.shape for g in names["gradients"]]
+    assert shapes == [(2, 16, 64), (64,), (192, 64)]
+    assert all(np.isfinite(g).all() and np.any(g) for g in names["gradients"])
+
+
+X = np.ones((2, 8), np.float32)
+BAD_CALLS = {
+    "weight: must have shape .N.; N = 8 from x; got .5,": lambda: ops.rmsnorm(X, X[0, :5]),
+    "residual: must be float32; got float16": lambda: ops.rmsnorm(
+        X, X[0], residual=X.astype(np.float16)
+    ),
+    "x: must be an array; got list": lambda: ops.silu([1.0]),
+    "x: must be .*; got int32": lambda: ops.silu(np.ones(3, np.int32)),
+    "eps: must be a number from 0.0 to inf; got -1": lambda: ops.rmsnorm(X, X[0], eps=-1.0),
+    "x_scale: must be 1 without residual; got 2.0": lambda: ops.rmsnorm(X, X[0], x_scale=2.0),
+    "x: must be of rows .gate . up., an even number; got .2, 7": lambda: ops.swiglu(X[:, :7]),
+    "approximate: must be 'tanh' or 'none'; got 'erf'": lambda: ops.gelu(X, approximate="erf"),
+    "k: must have shape .B, Sk, K, D.; B = 1 from q; got .2, ": lambda: ops.attention(
+        X.reshape(1, 1, 2, 8), X.reshape(2, 1, 1, 8), X.reshape(2, 1, 1, 8)
+    ),
+    "window: must be 0 unless causal; got 3": lambda: ops.attention(
+        *[X.reshape(1, 2, 1, 8)] * 3, window=3
+    ),
+    "pattern: must be BlockSparse, Periodic or None; got 'str'": lambda: ops.attention(
+        *[X.reshape(1, 2, 1, 8)] * 3, pattern="causal"
+    ),
+    "cu_seqlens_q: must be integers; got float32": lambda: ops.attention_varlen(
+        *[X.reshape(2, 1, 8)] * 3, np.ones(2, np.float32), START, 1, 1
+    ),
+    "activation: must be one of .*; got 'tanh'": lambda: ops.linear(X, X, activation="tanh"),
+    "k_pages: .* size .*|block_size: must be one of": lambda: ops.attention_paged(
+        *(X.reshape(2, 1, 1, 8), X.reshape(1, 1, 2, 8), X.reshape(1, 1, 2, 8)), START[:1], START[:1]
+    ),
+    "positions: must be .*; got .3,": lambda: ops.rope(
+        X.reshape(2, 1, 8), X.reshape(2, 1, 8), COS_SIN, np.arange(3)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD_CALLS)
+def test_bad_arguments_are_named_when_traced(message):
+    with pytest.raises((ContractError, ShapeError, DTypeError), match=message):
+        BAD_CALLS[message]()
+
+
+def test_bad_values_are_named_when_run():
+    _, _, k_pages, v_pages, tables = paged_case()
+    q = random(0, 2, 1, 4, 8)
+    call = jax.jit(ops.attention_paged)
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="block_tables: must be ids from 0 to 3; got 9"
+    ):
+        call(q, k_pages, v_pages, tables.at[0, 0].set(9), jnp.array([20, 20])).block_until_ready()
+    call(q, k_pages, v_pages, tables, jnp.array([20, 20])).block_until_ready()  # still works
+
+
+def test_what_has_no_derivative_says_so():
+    _, _, k_pages, v_pages, tables = paged_case()
+    q = random(0, 2, 1, 4, 8)
+
+    def loss(q):
+        return ops.attention_paged(q, k_pages, v_pages, tables, jnp.array([20, 20])).sum()
+
+    with pytest.raises(EngineError, match="attention_paged: has no derivative"):
+        jax.grad(loss)(q)
+    with pytest.raises(ContractError, match="pattern: must be None where a gradient is taken"):
+        jax.grad(lambda q: ops.attention(q, q, q, pattern=kernels.Periodic(4, 2)).sum())(q)
