@@ -247,7 +247,11 @@ def _recorded(
     counters = [] if stand_ins.counters is None else [stand_ins.counters]
     scratch = [i for i in range(len(stand_ins.sizes)) if i not in {*order, *counters}]
     order += [*scratch, *counters]
-    plan = builder.finish([(str(i), (i + 1) * _REGION, _REGION) for i in order])
+    # An argument's address includes its offset: its region begins there.
+    offsets = [*(layout.offset for layout in layouts), *[0] * len(stand_ins.sizes)]
+    plan = builder.finish(
+        [(str(i), (i + 1) * _REGION + offsets[i], _REGION - ALIGNMENT) for i in order]
+    )
     for entry in plan.entries:
         if isinstance(entry, HostCall):
             raise LaunchPlanError(f"a prepared call may only launch kernels; got {entry.name}")

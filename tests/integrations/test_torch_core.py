@@ -46,6 +46,14 @@ def test_a_call_with_other_values_and_addresses_uses_them(where):
         _close(ops.rmsnorm(x, weight), F.rms_norm(x, (64,), weight, 1e-6))
 
 
+@pytest.mark.parametrize("skipped", [1, 2, 3])
+def test_an_address_that_is_no_multiple_of_16_bytes(where, skipped):
+    x = _values(7 * 64 + skipped, where=where)[skipped:].view(7, 64)
+    weight = _values(64 + skipped, where=where, seed=1)[skipped:]
+    _close(ops.rmsnorm(x, weight), F.rms_norm(x, (64,), weight, 1e-6))
+    _close(ops.swiglu(x), F.silu(x[:, :32]) * x[:, 32:])
+
+
 def test_options_are_part_of_a_call(where):
     x = _values(2, 64, where=where)
     weight = _values(64, where=where, seed=1)
