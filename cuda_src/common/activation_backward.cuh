@@ -7,27 +7,40 @@
 #pragma once
 
 #include "common/activation.cuh"
+#include "common/exp2.cuh"
+#include "common/packed.cuh"
 #include "common/pdl.cuh"
-#include "common/types.cuh"
 
 struct Activated {
   float value, slope;  // f(x) and f'(x)
 };
 
-// x sigmoid(z), given z and its derivative with respect to x.
-__device__ __forceinline__ Activated times_sigmoid(float x, float z, float z_slope) {
-  const float e = expf(-fabsf(z));
-  const float r = __fdividef(1.0f, 1.0f + e);
-  const float sigmoid = z >= 0.0f ? r : e * r;
-  return {x * sigmoid, sigmoid + x * (e * r * r) * z_slope};
+// 1 / x, within 1 ulp, for normal x.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
 }
 
-__device__ __forceinline__ Activated silu_backward(float x) { return times_sigmoid(x, x, 1.0f); }
+// x sigmoid(z), given z / ln 2 and the derivative of z with respect to x. The error of e grows with
+// |z|, but e then falls faster.
+__device__ __forceinline__ Activated times_sigmoid(float x, float z_log2, float z_slope) {
+  const float e = exp2_approx(-fabsf(z_log2));
+  const float r = reciprocal_approx(1.0f + e);
+  const float rest = e * r;
+  const float sigmoid = z_log2 >= 0.0f ? r : rest;
+  return {x * sigmoid, sigmoid + x * (rest * r) * z_slope};
+}
+
+__device__ __forceinline__ Activated silu_backward(float x) {
+  return times_sigmoid(x, kLog2E * x, 1.0f);
+}
 __device__ __forceinline__ Activated gelu_tanh_backward(float x) {
   constexpr float kTwiceSqrtTwoOverPi = 1.5957691216057308f;
-  const float cubic = 0.044715f * x * x;
-  const float z = kTwiceSqrtTwoOverPi * x * (1.0f + cubic);
-  return times_sigmoid(x, z, kTwiceSqrtTwoOverPi * (1.0f + 3.0f * cubic));
+  constexpr float kCubic = 0.044715f * kTwiceSqrtTwoOverPi;
+  const float square = x * x;
+  const float z_log2 = x * (kLog2E * kTwiceSqrtTwoOverPi + kLog2E * kCubic * square);
+  return times_sigmoid(x, z_log2, kTwiceSqrtTwoOverPi + 3.0f * kCubic * square);
 }
 __device__ __forceinline__ Activated gelu_erf_backward(float x) {
   constexpr float kSqrtHalf = 0.7071067811865476f, kDensityAtZero = 0.3989422804014327f;
@@ -72,8 +85,8 @@ __device__ __forceinline__ void gated_backward(const GatedBackwardParams& p, F f
       up.v[j] = from_float<scalar_t>(upstream * activated.value);
     }
     scalar_t* dx = p.dx + r * p.dx_stride + c;
-    store_vec(dx, gate);
-    store_vec(dx + p.num_features, up);
+    store_packed(dx, pack<kWidth>(gate));
+    store_packed(dx + p.num_features, pack<kWidth>(up));
   }
 }
 

@@ -23,6 +23,17 @@ __device__ __forceinline__ Packed<kWidth> load_packed(const scalar_t* p) {
   return *reinterpret_cast<const Packed<kWidth>*>(p);
 }
 
+// Stores kWidth values in one access; `p` must be aligned to it. The compiler may split a store_vec
+// of 16-bit values into four.
+template <int kWidth>
+__device__ __forceinline__ void store_packed(scalar_t* p, const Packed<kWidth>& x) {
+  if constexpr (kWidth == kVec) {
+    __stwb(reinterpret_cast<int4*>(p), reinterpret_cast<const int4&>(x));
+  } else {
+    *reinterpret_cast<Packed<kWidth>*>(p) = x;
+  }
+}
+
 // Converts from and to a vector; the values stay in their registers.
 template <int kWidth>
 __device__ __forceinline__ Packed<kWidth> pack(const Vec<scalar_t, kWidth>& x) {

@@ -13,7 +13,7 @@ from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 
 __all__ = ["Config", "choose_config", "rmsnorm", "specs"]
-__all__ += ["are_rows_aligned", "num_inner_rows", "row_strides"]
+__all__ += ["are_rows_aligned", "row_layout"]
 
 _PARAMS = (
     "x:ptr residual:ptr weight:ptr bias:ptr out:ptr residual_out:ptr num_rows:i64 n:i32 num_b:i32 "
@@ -206,33 +206,42 @@ def _launch(
         residual_out=h,
         num_rows=num_rows,
         n=n,
-        num_b=num_inner_rows(x),
-        **row_strides(x=x, out=y),
+        **row_layout(x=x, out=y),
         is_late=is_late,
         **numbers,
     )
 
 
-def num_inner_rows(x: Any) -> int:
-    """Return B of an array viewed as (A, B, N); it has at most three axes."""
-    return int(x.shape[1]) if x.ndim == 3 else 1
+def row_layout(**arrays: Any) -> dict[str, int]:
+    """Return `num_b` and each array's strides in elements: the kernel's view (A, B, N) of its rows.
 
-
-def row_strides(**arrays: Any) -> dict[str, int]:
-    """Return the strides of the axes A and B in elements, by kernel parameter name.
+    The arrays have one shape, of at most three axes. B is 1 if the rows of each are evenly spaced,
+    because the kernel divides by it.
 
     Examples
     --------
     >>> import numpy as np
-    >>> row_strides(x=np.zeros((2, 3, 4)), out=np.zeros((5, 4)))
-    {'x_stride_a': 12, 'x_stride_b': 4, 'out_stride_a': 4, 'out_stride_b': 0}
+    >>> row_layout(x=np.zeros((2, 3, 4)))
+    {'num_b': 1, 'x_stride_a': 4, 'x_stride_b': 0}
+    >>> row_layout(x=np.zeros((2, 5, 4))[:, :3])
+    {'num_b': 3, 'x_stride_a': 20, 'x_stride_b': 4}
     """
-    found = {}
-    for name, array in arrays.items():
-        steps = (*(stride // array.itemsize for stride in array.strides[:-1]), 0, 0)
-        found[f"{name}_stride_a"] = steps[0]
-        found[f"{name}_stride_b"] = steps[1]
-    return found
+    steps = {
+        name: [stride // array.itemsize for stride in array.strides[:-1]]
+        for name, array in arrays.items()
+    }
+    shape = next(iter(arrays.values())).shape
+    num_b = 1
+    if len(shape) == 3:
+        is_even = all(outer == shape[1] * inner for outer, inner in steps.values())
+        if is_even:
+            steps = {name: [inner] for name, (_, inner) in steps.items()}
+        else:
+            num_b = shape[1]
+    layout = {"num_b": num_b}
+    for name, strides in steps.items():
+        layout[f"{name}_stride_a"], layout[f"{name}_stride_b"] = (*strides, 0, 0)[:2]
+    return layout
 
 
 def are_rows_aligned(arrays: Iterable[Any]) -> bool:

@@ -12,7 +12,7 @@ from engine.kernels._contract import MIRROR_FLOATS, Contract
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._workspace import workspace
-from engine.kernels.rmsnorm import are_rows_aligned, num_inner_rows, row_strides
+from engine.kernels.rmsnorm import are_rows_aligned, row_layout
 
 __all__ = ["Config", "choose_config", "rmsnorm_backward", "specs"]
 
@@ -37,20 +37,25 @@ class Config:
     ----------
     kernel : str
         Entry point, without "rmsnorm_backward_".
-    threads, rows_at_once : int
-        Threads and rows of a block.
+    threads, row_threads : int
+        Threads of a block, and those that share a row.
     vectors, stages : int
         Vectors of a row per thread, and rows in the ring in shared memory; 0 without a ring.
     max_blocks : int
-        Blocks per multiprocessor that are worth their partial sums.
+        Blocks per multiprocessor: more would only add partial sums.
     """
 
     kernel: str
     threads: int
-    rows_at_once: int = 1
-    vectors: int = 0
-    stages: int = 0
-    max_blocks: int = 4
+    row_threads: int
+    vectors: int
+    stages: int
+    max_blocks: int
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that a block processes together."""
+        return self.threads // self.row_threads
 
     def shared_bytes(self, num_arrays: int) -> int:
         """Return the ring's size in bytes if a row has `num_arrays` inputs."""
@@ -59,15 +64,21 @@ class Config:
 
 # Maximum row length in bytes -> kernel; tuned with `python -m tests.bench rmsnorm_backward`.
 _RINGS = {
-    512: Config("ring_512", 128, 4, 1, 3, max_blocks=8),
-    1024: Config("ring_1024", 128, 4, 2, 3, max_blocks=6),
-    2048: Config("ring_2048", 128, 4, 4, 3),
-    4096: Config("ring_4096", 128, 1, 2, 3),
-    8192: Config("ring_8192", 256, 1, 2, 3),
-    16384: Config("ring_16384", 256, 1, 4, 2),
+    16 * row_threads * vectors: Config(
+        f"ring_{16 * row_threads * vectors}", threads, row_threads, vectors, stages, max_blocks
+    )
+    for threads, row_threads, vectors, stages, max_blocks in (
+        (512, 16, 1, 3, 2),
+        (512, 32, 1, 3, 2),
+        (256, 32, 2, 3, 2),
+        (256, 64, 2, 3, 2),
+        (256, 128, 2, 3, 2),
+        (512, 256, 2, 2, 1),
+        (512, 512, 2, 2, 1),
+    )
 }
-_LONG_VECTOR = Config("long_vector", 256)
-_LONG_SCALAR = Config("long_scalar", 256)
+_LONG_VECTOR = Config("long_vector", 256, 256, 0, 0, max_blocks=3)
+_LONG_SCALAR = Config("long_scalar", 256, 256, 0, 0, max_blocks=3)
 _KERNELS = {
     config.kernel: Kernel(
         f"rmsnorm_backward_{config.kernel}", _PARAMS, struct="RmsnormBackwardParams"
@@ -222,8 +233,7 @@ def _launch(
         partials=partials,
         num_rows=num_rows,
         n=n,
-        num_b=num_inner_rows(rows["h"]),
-        **row_strides(**rows),
+        **row_layout(**rows),
         **numbers,
     )
     _SUM.launch(

@@ -13,17 +13,20 @@ from engine.testing import cases
 from engine.testing.cases_elementwise import assert_guards, misaligned
 from engine.testing.tolerances import assert_close
 
-# More rows than blocks, for every kernel: rings of several rounds, long rows, unaligned rows.
+# More rows than an H200 takes at once, for every kernel: rings of several rounds.
 _MANY_ROWS = (
-    (9001, 64),
+    (19001, 64),
+    (19001, 128),
+    (9001, 256),
     (5003, 512),
     (5003, 576),
-    (5003, 768),
-    (3001, 2048),
-    (2001, 4096),
-    (1001, 8192),
-    (601, 16384),
-    (2001, 63),
+    (3001, 768),
+    (3001, 1024),
+    (1501, 2048),
+    (901, 4096),
+    (451, 8192),
+    (451, 16384),
+    (1001, 63),
     (1001, 2049),
 )
 _OPTIONS = {"eps": 1e-5, "weight_offset": 0.25}
@@ -39,7 +42,12 @@ def _inputs(shape, dtype, has_dh=True):
 def _check(got, want, shape):
     rows = int(np.prod(shape[:-1]))
     assert len(got) == len(want)
-    assert_close(got[0], want[0], reduction=shape[-1], name="dx")
+    if shape[-1] == 1:  # without dh, dx is what rounding leaves of g - g, over sqrt(eps)
+        np.testing.assert_allclose(
+            to_numpy(got[0]).astype(np.float32), want[0].astype(np.float32), rtol=1e-2, atol=1e-4
+        )
+    else:
+        assert_close(got[0], want[0], reduction=shape[-1], name="dx")
     for name, x, y in zip(("dweight", "dbias"), got[1:], want[1:], strict=False):
         assert_close(x, y, reduction=rows, name=name)
 
@@ -60,10 +68,9 @@ def test_matches_mirror(xp, shape, dtype, has_dh, subtract_mean):
 
 
 @pytest.mark.gpu
-@pytest.mark.grid("subtract_mean", [False, True])
-@pytest.mark.grid("has_dh", [False, True])
-@pytest.mark.grid("dtype", cases.DTYPES)
-@pytest.mark.grid("shape", _MANY_ROWS)
+@pytest.mark.parametrize(("has_dh", "subtract_mean"), [(False, False), (True, True)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", _MANY_ROWS)
 def test_many_rows(cp, shape, dtype, has_dh, subtract_mean):
     """Twice with the same bits; dweight and dbias against sums in float64."""
     dy, h, weight, dh = _inputs(shape, dtype, has_dh)
@@ -167,12 +174,15 @@ def test_dx_is_orthogonal_to_h(xp):
 
 
 def test_config_is_a_pure_function():
-    assert choose_config(64, 2, is_aligned=True).kernel == "ring_512"
+    assert choose_config(128, 2, is_aligned=True).kernel == "ring_256"
+    assert choose_config(136, 2, is_aligned=True).kernel == "ring_512"
     assert choose_config(768, 2, is_aligned=True).kernel == "ring_2048"
     assert choose_config(8192, 2, is_aligned=True).kernel == "ring_16384"
     assert choose_config(8192, 4, is_aligned=True).kernel == "long_vector"
     assert choose_config(63, 2, is_aligned=False).kernel == "long_scalar"
-    assert choose_config(4096, 2, is_aligned=True).shared_bytes(3) == 3 * 3 * 8192
+    config = choose_config(2048, 2, is_aligned=True)
+    assert (config.kernel, config.rows_at_once) == ("ring_4096", 2)
+    assert choose_config(4096, 2, is_aligned=True).shared_bytes(3) == 2 * 2 * 3 * 8192
 
 
 def test_contract(xp):
