@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,17 +68,19 @@ class Language:
         chances = self._chances / self._chances.sum()
         return float(-(chances * chances.log()).sum())
 
-    def batch(self) -> torch.Tensor:
-        """Return (B, S + 1) token ids."""
-        size, length = self._config.batch_size, self._config.seq_len + 1
-        rows = self._chances.expand(size, -1)
-        choices = torch.multinomial(rows, length, replacement=True, generator=self._generator)
-        tokens = torch.empty(size, length, dtype=torch.int64, device=rows.device)
-        token = choices[:, 0]
-        for i in range(length):
-            token = self._next[token, choices[:, i]]
-            tokens[:, i] = token
-        return tokens
+    def batches(self, count: int) -> Iterator[torch.Tensor]:
+        """Yield `count` batches of (B, S + 1) token ids, written 50 at a time."""
+        length = self._config.seq_len + 1
+        for first in range(0, count, 50):
+            size = min(count - first, 50) * self._config.batch_size
+            rows = self._chances.expand(size, -1)
+            choices = torch.multinomial(rows, length, replacement=True, generator=self._generator)
+            tokens = torch.empty_like(choices)
+            token = choices[:, 0]
+            for i in range(length):
+                token = self._next[token, choices[:, i]]
+                tokens[:, i] = token
+            yield from tokens.split(self._config.batch_size)
 
 
 class Engine:
@@ -269,8 +272,7 @@ def train(name: str, config: Config, steps: int, device: str, is_compiled: bool)
     language = Language(config, device)
     forward = torch.compile(model, fullgraph=True) if is_compiled else model
     losses, seconds = [], []
-    for step in range(steps):
-        batch = language.batch()
+    for step, batch in enumerate(language.batches(steps)):
         _synchronize(device)
         start = time.perf_counter()
         loss = forward(batch[:, :-1], batch[:, 1:])
