@@ -237,6 +237,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     is_kept = any(gradient.numel() for gradient in gradients)
     ctx.gradients = [gradient.detach() for gradient in gradients] if is_kept else None
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # zeros in place of their gradients would double the memory
 
 
 def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
