@@ -118,7 +118,7 @@ def test_half_precision_is_as_exact_as_torch_s(where, dtype, sum_dtype):
         for a, b in ((loss, (x, weight)), (own, (x, weight)), (want, exact))
     ]
     for i, (got, theirs, true) in enumerate(zip(*gradients, strict=True)):
-        slack = 1.5 if i == 1 and sum_dtype is None else 1.02
+        slack = 1.5 if i == 1 and sum_dtype is None else 1.1
         assert got.dtype == dtype and _error(got, true) < slack * _error(theirs, true)
 
 

@@ -99,8 +99,7 @@ class _Product(NamedTuple):
         """
         num_rows, hidden = self.x.shape
         step = max(chunk_rows(num_rows, len(self.weight), hidden), 1)
-        padded = -(-len(self.weight) // _COLUMNS_MULTIPLE) * _COLUMNS_MULTIPLE
-        buffer = self.x.new_empty(step, padded)[:, : len(self.weight)]
+        buffer = self._buffer(step)
         for first in range(0, num_rows, step):
             rows = slice(first, min(first + step, num_rows))
             logits = buffer[: rows.stop - first]
@@ -111,6 +110,12 @@ class _Product(NamedTuple):
             part = dloss if dloss is None or len(dloss) == 1 else dloss[rows]
             _LOSSES_(logits, self.target[rows], losses[rows], part, *self.options)
             yield rows, logits
+
+    def _buffer(self, rows: int) -> Tensor:
+        vocab = len(self.weight)
+        padded = self.x.new_empty(rows, -(-vocab // _COLUMNS_MULTIPLE) * _COLUMNS_MULTIPLE)
+        padded[:, vocab:].zero_()  # products of bfloat16 on a CPU read it (torch 2.13)
+        return padded[:, :vocab]
 
     def losses(self) -> Tensor:
         """Return the loss of each row."""
@@ -240,11 +245,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)  # zeros in place of their gradients would double the memory
 
 
-def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     """Scale the gradients from the forward pass, or compute them where there are none (any more).
 
     They are computed here with one dloss per row, and in a second pass over a retained graph.
     """
+    if dloss is None:
+        return (None,) * (4 + len(ctx.options))
     x, weight, bias, target, inverse = ctx.saved_tensors
     *options, _, _, _, sum_dtype, reduction = ctx.options
     needs = ctx.needs_input_grad[:3]
