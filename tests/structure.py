@@ -23,8 +23,9 @@ _ENTRIES = ("__init__", "__main__", "_version")
 
 
 def packages() -> list[Path]:
-    """Return the `__init__.py` of every package of the engine."""
-    return sorted((ROOT / "engine").rglob("__init__.py"))
+    """Return the `__init__.py` of every package of the engine that can be imported by name."""
+    found = (ROOT / "engine").rglob("__init__.py")
+    return sorted(path for path in found if path.parent.name.isidentifier())
 
 
 def first_sentence(path: Path) -> str:
