@@ -64,35 +64,37 @@ struct MmaBackward {
       return kOfKeys ? hides(sequence, row, kStream, row_begin, kRows)
                      : hides(sequence, row_begin, kRows, row, kStream);
     };
+    VisibleTiles<AnySequence::kHasPattern, decltype(hidden_of)> loaded(hidden_of, tiles);
+    auto current = loaded;
 #pragma unroll 1
-    for (int tile = 1 - kStages; tile < tiles; ++tile) {  // the first iterations only load
+    for (int turn = 1 - kStages; current.has_turn(turn); ++turn) {  // turns before 0 only load
       // SAFETY: ensures that all warps are done with the previous tile, whose stage the next load
       // overwrites; with two stages it also makes this tile's copies visible.
-      if (tile >= 0) {
+      if (turn >= 0) {
         if constexpr (kStages == 2) cp_async_wait<0>();
         __syncthreads();
       }
-      const int next = tile + kStages - 1;
-      if (next < tiles && hidden_of(next) != Hides::kAll) {
-        scalar_t* const to = smem_stream + next % kStages * 2 * kTile;
+      const int later = turn + kStages - 1, next = loaded.at(later);
+      if (loaded.has_turn(later)) {
+        scalar_t* const to = smem_stream + later % kStages * 2 * kTile;
         load_rows<kHeadDim, kStream, kThreads>(to, x, begin + next * kStream);
         load_rows<kHeadDim, kStream, kThreads>(to + kTile, y, begin + next * kStream);
         if constexpr (kOfKeys)
-          load_statistics<kStream, kThreads>(smem_stats + next % kStages * 2 * kStream, lse, delta,
+          load_statistics<kStream, kThreads>(smem_stats + later % kStages * 2 * kStream, lse, delta,
                                              stat_stride, begin + next * kStream, sequence.num_q);
+        loaded.next();
       }
       cp_async_commit();
-      if (tile < 0) continue;
+      if (turn < 0) continue;
       if constexpr (kStages == 1) {
         cp_async_wait<0>();
         __syncthreads();
       }
-      const Hides hidden = hidden_of(tile);
-      if (hidden == Hides::kAll) continue;
-      const scalar_t* const smem_x = smem_stream + tile % kStages * 2 * kTile;
+      const scalar_t* const smem_x = smem_stream + turn % kStages * 2 * kTile;
       update(smem_a, smem_b, smem_x, smem_x + kTile,
-             kOfKeys ? smem_stats + tile % kStages * 2 * kStream : smem_stats, sequence, hidden,
-             rule, row_begin, begin + tile * kStream, column);
+             kOfKeys ? smem_stats + turn % kStages * 2 * kStream : smem_stats, sequence,
+             current.hidden(), rule, row_begin, begin + current.at(turn) * kStream, column);
+      current.next();
     }
     cp_async_wait<0>();
   }

@@ -82,6 +82,52 @@ __device__ __forceinline__ Hides hides(const AnySequence& sequence, int query, i
   }
 }
 
+// The tiles [0, count) of the stream that a pattern does not hide from the row tile, in ascending
+// order; without a pattern, all. `hidden_of(i)` is what the pattern hides of tile i. Each warp has
+// its own iterator, and all of its lanes must call next() together.
+template <bool kPattern, typename HiddenOf>
+struct VisibleTiles {
+  __device__ __forceinline__ VisibleTiles(const HiddenOf& hidden_of, int count)
+      : hidden_of(hidden_of), count(count), tile(0), chunk(-32), seen(0), whole(0) {
+    next();
+  }
+
+  // Turn i is that after i calls of next(); in turns before 0 there is nothing to do yet.
+  __device__ __forceinline__ bool has_turn(int turn) const {
+    return kPattern ? turn < 0 || tile < count : turn < count;
+  }
+  __device__ __forceinline__ int at(int turn) const { return kPattern ? tile : turn; }
+  // Returns what the pattern hides of it.
+  __device__ __forceinline__ Hides hidden() const {
+    return !kPattern || whole >> (tile - chunk) & 1 ? Hides::kNothing : Hides::kSome;
+  }
+
+  __device__ __forceinline__ void next() {
+    if constexpr (kPattern) {
+      while (seen == 0) {
+        chunk += 32;
+        if (chunk >= count) {
+          tile = count;
+          return;
+        }
+        const int mine = chunk + static_cast<int>(threadIdx.x % 32);
+        const Hides kind = mine < count ? hidden_of(mine) : Hides::kAll;
+        seen = __ballot_sync(~0u, kind != Hides::kAll);
+        whole = __ballot_sync(~0u, kind == Hides::kNothing);
+      }
+      tile = chunk + __ffs(seen) - 1;
+      seen &= seen - 1;
+    }
+  }
+
+ private:
+  const HiddenOf& hidden_of;
+  const int count;
+  int tile;
+  int chunk;             // tile that bit 0 of the masks represents
+  unsigned seen, whole;  // tiles to come that are visible; tiles of which nothing is hidden
+};
+
 // Tells whether a query sees a key of a tile of which the pattern hides `hidden`.
 template <typename AnySequence>
 __device__ __forceinline__ bool sees(const AnySequence& sequence, Hides hidden, int query,

@@ -49,11 +49,16 @@ struct SimtBackward {
     if constexpr (!kOfKeys)
       load_statistics<kRows, kThreads>(smem_stats, lse, delta, stat_stride, row_begin,
                                        sequence.num_q);
+    const auto hidden_of = [&](int tile) {
+      const int row = begin + tile * kStream;
+      return kOfKeys ? hides(sequence, row, kStream, row_begin, kRows)
+                     : hides(sequence, row_begin, kRows, row, kStream);
+    };
+    const int tiles = begin < end ? (end - begin + kStream - 1) / kStream : 0;
+    VisibleTiles<AnySequence::kHasPattern, decltype(hidden_of)> visible(hidden_of, tiles);
 #pragma unroll 1
-    for (int at = begin; at < end; at += kStream) {
-      const Hides hidden = kOfKeys ? hides(sequence, at, kStream, row_begin, kRows)
-                                   : hides(sequence, row_begin, kRows, at, kStream);
-      if (hidden == Hides::kAll) continue;
+    for (int turn = 0; visible.has_turn(turn); ++turn) {
+      const int at = begin + visible.at(turn) * kStream;
       __syncthreads();  // SAFETY: all warps are done with the tile that is about to be overwritten.
       load_rows<kHeadDim, kStream, kThreads>(smem_x, x, at);
       load_rows<kHeadDim, kStream, kThreads>(smem_y, y, at);
@@ -62,8 +67,9 @@ struct SimtBackward {
       cp_async_commit();
       cp_async_wait<0>();
       __syncthreads();
-      update(smem_a, smem_b, smem_x, smem_y, smem_stats, sequence, hidden, rule, row_begin, at,
-             a.head_dim);
+      update(smem_a, smem_b, smem_x, smem_y, smem_stats, sequence, visible.hidden(), rule,
+             row_begin, at, a.head_dim);
+      visible.next();
     }
     cp_async_wait<0>();
   }

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch.library import opcheck  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from engine.errors import ContractError, ShapeError  # noqa: E402
 from engine.integrations import torch as ops  # noqa: E402
@@ -375,6 +376,36 @@ def test_compile_of_torchs_signature(where):
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k), run(q, k))
+
+
+def test_compile_of_packed_sequences(where):
+    """Other numbers of tokens, and other bounds, need no other graph."""
+
+    def run(q, k, ends, longest):
+        options = {"causal": True, "deterministic": False}
+        return ops.attention_varlen(q, k, k, ends, ends, longest, longest, **options)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens, longest in ((6, 4), (9, 7), (12, 8)):
+        q, k = _leaf(tokens, 4, 16, device=where), _leaf(tokens, 2, 16, device=where, seed=1)
+        ends = torch.tensor([0, longest, tokens], dtype=torch.int32, device=where)
+        with torch._dynamo.config.patch(error_on_recompile=tokens == 12):
+            got = compiled(q, k, ends, longest)
+        want = run(q, k, ends, longest)
+        torch.testing.assert_close(got, want)
+        grads = [torch.autograd.grad(x.square().sum(), (q, k)) for x in (got, want)]
+        torch.testing.assert_close(*grads)
+
+
+def test_checkpointing(where):
+    q = _leaf(2, 9, 4, 16, device=where)
+
+    def run(q):
+        return ops.attention(q, q, q, causal=True)
+
+    kept = checkpoint(run, q, use_reentrant=False)
+    grads = [torch.autograd.grad(x.square().sum(), q)[0] for x in (kept, run(q))]
+    assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
