@@ -16,9 +16,15 @@ from engine.integrations.torch.linear_cross_entropy import linear_cross_entropy
 from engine.integrations.torch.moe import moe_experts, moe_route
 from engine.integrations.torch.norms import layernorm, rmsnorm
 from engine.integrations.torch.paged_attention import attention_paged
+from engine.integrations.torch.quantized import (
+    QuantizedLinear,
+    quantize_linears,
+    quantized_linear,
+)
 from engine.integrations.torch.rotary import rope
 
 __all__ = ["attention", "attention_paged", "attention_varlen", "cross_entropy", "geglu", "gelu"]
 __all__ += ["layernorm", "linear_cross_entropy", "relu", "rmsnorm", "rope"]
 __all__ += ["scaled_dot_product_attention", "silu", "swiglu"]
 __all__ += ["moe_experts", "moe_route"]
+__all__ += ["QuantizedLinear", "quantize_linears", "quantized_linear"]
