@@ -38,14 +38,16 @@ def _slots(page, num_requests=4):
     return slots.flatten(1)[:, :MAX_LENGTH].int().contiguous(), (1 + num_requests * width) * page
 
 
-def _attention(q, keys, values, *, scale=DIM**-0.5, window=0, softcap=0.0, sinks=None):
+def _attention(q, keys, values, *, scale=None, window=0, softcap=0.0, sinks=None):
     """Attend from the last len(q) of the tokens; q (n, H, D), keys and values (m, K, D)."""
     (n, m) = (len(q), len(keys))
-    (keys, values) = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
+    group = q.shape[1] // keys.shape[1]
+    (keys, values) = (x.repeat_interleave(group, 1) for x in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * (scale or q.shape[-1] ** -0.5)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    last, key = torch.arange(m - n, m)[:, None], torch.arange(m)
+    key = torch.arange(m, device=q.device)
+    last = key[m - n :, None]
     hidden = (key > last) | ((key <= last - window) if window else False)
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
@@ -60,12 +62,12 @@ def _qkv(count):
 
 def _expected(q, pool, slots, requests, lengths, counts, **rule):
     """Return the attention of a batch, read from (slots, K, D) keys and values."""
-    rows = q.view(-1, HEADS, DIM).split(counts)
+    (keys, values) = (pool.slots(x).float() for x in (pool.k, pool.v))
+    rows = q.float().view(len(q), -1, keys.shape[-1]).split(counts)
     found = []
     for row, request, length in zip(rows, requests, lengths, strict=True):
         where = slots[request, :length].long()
-        keys, values = (pool.slots(x)[where] for x in (pool.k, pool.v))
-        found.append(_attention(row, keys, values, **rule).flatten(1))
+        found.append(_attention(row, keys[where], values[where], **rule).flatten(1))
     return torch.cat(found)
 
 
@@ -218,6 +220,49 @@ def test_what_a_graph_captures_reads_nothing_on_the_host(make_pool):
     backend.init_forward_metadata_out_graph(static, in_capture=True)
     backend.init_forward_metadata_in_graph(static)
     assert backend.forward_metadata.block_tables.shape == (2, -(-MAX_LENGTH // 16))
+
+
+@pytest.mark.gpu
+def test_prompts_and_graphs_of_tokens_on_the_gpu():
+    """A graph captured with sequences of one key replays for the batch of the next step."""
+    with torch.device("cuda"):
+        (slots, size) = _slots(64)
+        pool = Pool(size, 2, 128, 64)
+        (pool.k, pool.v) = (pool.k.bfloat16(), pool.v.bfloat16())
+        settings = {"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16}
+        backend = parts.backend.EngineAttentionBackend(runner(pool, slots, 64, **settings))
+        radix = layer(8, 2, 128)
+
+        def tokens(count):
+            shapes = ((count, 8 * 128), (count, 2, 128), (count, 2, 128))
+            return [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+
+        extend = batch([2, 1], [70, 33], [70, 3], slots)
+        (q, k, v) = tokens(73)
+        backend.init_forward_metadata(extend)
+        out = backend.forward_extend(q, k, v, radix, extend)
+        wanted = _expected(q, pool, slots, [2, 1], [70, 33], [70, 3])
+        torch.testing.assert_close(out.float(), wanted, rtol=0.02, atol=0.02)
+
+        backend.init_cuda_graph_state(4, 4)
+        static = batch([0, 0], [1, 1], None, slots)
+        (q, k, v) = tokens(2)
+        backend.init_forward_metadata_out_graph(static, in_capture=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            backend.init_forward_metadata_in_graph(static)
+            out = backend.forward_decode(q, k, v, radix, static)
+        for lengths in ([71, 34], [72, 35]):
+            live = batch([2, 1], lengths, None, slots)
+            for name in ("req_pool_indices", "seq_lens", "out_cache_loc"):
+                getattr(static, name).copy_(getattr(live, name))
+            for tensor, new in zip((q, k, v), tokens(2), strict=True):
+                tensor.copy_(new)
+            backend.init_forward_metadata_out_graph(static)
+            graph.replay()
+            assert torch.equal(pool.k[live.out_cache_loc], k)
+            wanted = _expected(q, pool, slots, [2, 1], lengths, [1, 1])
+            torch.testing.assert_close(out.float(), wanted, rtol=0.02, atol=0.02)
 
 
 def test_graphs_of_prompts_are_refused():
