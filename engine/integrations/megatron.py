@@ -166,15 +166,17 @@ class EngineNorm:
 class EngineAttention(MegatronModule):
     """softmax(scale Q K^T) V on Megatron's (S, B, H, D) layout, without copies.
 
-    Batch and heads have one stride, so the kernels see B * H heads of one batch, and write the
-    output in the order of the queries, which is Megatron's.
+    The batch is folded into the heads, (S, B * H, D): head b * H + h of the queries then reads head
+    b * K + h // (H / K) of the keys, as grouped queries want it, and the output has Megatron's
+    layout.
 
     Parameters
     ----------
     config : TransformerConfig
         Read: attention_dropout (must be 0), window_size, window_attn_skip_freq, softmax_type,
-        softmax_scale. `apply_query_key_layer_scaling` changes nothing: it only scales intermediate
-        values of half precision, and scores are float32 here.
+        deterministic_mode (gradients with the same bits every time). With
+        `apply_query_key_layer_scaling` nothing changes: it only scales intermediate values of half
+        precision, and scores are float32 here.
     layer_number : int
         Counts from 1.
     attn_mask_type : AttnMaskType
@@ -252,14 +254,17 @@ class EngineAttention(MegatronModule):
         mask = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             return self._packed(query, key, value, mask, packed_seq_params)
+        (length, batch, _, _) = query.shape
+        sinks = self.softmax_offset
         out: torch.Tensor = ops.attention(
-            *(x.transpose(0, 1) for x in (query, key, value)),
-            causal=_is_causal(mask, len(query), len(key), self.window),
+            *(x.flatten(1, 2).unsqueeze(0) for x in (query, key, value)),
+            causal=_is_causal(mask, length, len(key), self.window),
             scale=self.scale,
             window=self.window,
-            sinks=self.softmax_offset,
+            sinks=None if sinks is None else sinks.repeat(batch),
+            deterministic=self.config.deterministic_mode,
         )
-        return out.transpose(0, 1).flatten(2)
+        return out.view(length, batch, -1)
 
     def _packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, packed: Any
@@ -277,6 +282,7 @@ class EngineAttention(MegatronModule):
             scale=self.scale,
             window=self.window,
             sinks=self.softmax_offset,
+            deterministic=self.config.deterministic_mode,
         )
         return out
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +27,7 @@ with warnings.catch_warnings():  # Megatron warns of packages that it would like
     from megatron.core.transformer.moe import experts as megatron_experts
 
     from engine.integrations import megatron
+    from engine.integrations import torch as ops
     from tests.integrations import megatron_parts as parts
 
 from engine.errors import ConfigError  # noqa: E402
@@ -253,6 +255,25 @@ def test_attention_of_windows_and_sinks(cpu, softmax_type, window):
     for i in range(BATCH):
         wanted = _dense(q[:, i], k[:, i], v[:, i], scale=8**-0.5, visible=visible, sinks=sinks)
         torch.testing.assert_close(out[:, i].view(LENGTH, 4, 8), wanted, **CLOSE)
+
+
+def test_attention_copies_neither_inputs_nor_output(cpu, monkeypatch):
+    """Keys and values are slices of the projection, as Megatron passes them without RoPE."""
+    seen = []
+
+    def attention(*tensors, **options):
+        result = ops.attention(*tensors, **options)
+        seen.extend(x.data_ptr() for x in (*tensors, result))
+        return result
+
+    monkeypatch.setattr(megatron, "ops", SimpleNamespace(attention=attention))
+    mixed = torch.randn(LENGTH, BATCH, 2, 2 * 8 + 8 + 8)  # groups of 2 queries, a key and a value
+    (q, k, v) = mixed.split([16, 8, 8], dim=-1)
+    q = q.reshape(LENGTH, BATCH, 4, 8)
+    out = _attention(parts.config())(q, k, v, None)
+    assert seen == [x.data_ptr() for x in (q, k, v, out)]
+    wanted = _dense(q[:, 1], k[:, 1], v[:, 1], scale=8**-0.5, visible=_causal(LENGTH))
+    torch.testing.assert_close(out[:, 1].view(LENGTH, 4, 8), wanted, **CLOSE)
 
 
 def test_windows_skip_the_layers_that_the_configuration_names(cpu):
