@@ -12,6 +12,7 @@ from engine.integrations.torch.attention import (
     scaled_dot_product_attention,
 )
 from engine.integrations.torch.cross_entropy import cross_entropy
+from engine.integrations.torch.embedding import embedding
 from engine.integrations.torch.linear_cross_entropy import linear_cross_entropy
 from engine.integrations.torch.moe import moe_experts, moe_route
 from engine.integrations.torch.norms import layernorm, rmsnorm
@@ -27,4 +28,4 @@ __all__ = ["attention", "attention_paged", "attention_varlen", "cross_entropy", 
 __all__ += ["layernorm", "linear_cross_entropy", "relu", "rmsnorm", "rope"]
 __all__ += ["scaled_dot_product_attention", "silu", "swiglu"]
 __all__ += ["moe_experts", "moe_route"]
-__all__ += ["QuantizedLinear", "quantize_linears", "quantized_linear"]
+__all__ += ["QuantizedLinear", "embedding", "quantize_linears", "quantized_linear"]

@@ -1,0 +1,114 @@
+"""Embedding lookup on tensors, with its gradient.
+
+The gradient of the table is torch's own kernel: it sorts the ids and sums each row's gradients in
+float32 in a fixed order, so it is reproducible, and it moves little more than the bytes it must. As
+an operator of its own it stays that way under `torch.compile`, whose decomposition adds with
+atomics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine import kernels
+from engine.integrations.torch._core import define, looped, transformed_function
+
+__all__ = ["embedding"]
+
+_LARGEST = 2**31 - 1  # of int32
+
+
+def _table_gradient(dout: Tensor, token_ids: Tensor, vocab: int, padding_idx: int) -> Tensor:
+    """Sum the rows of `dout` of each id; ids outside [0, vocab) and `padding_idx` are skipped."""
+    ids = token_ids.long()
+    is_skipped = (ids < 0) | (ids >= vocab) | (ids == padding_idx)
+    ids = ids.masked_fill(is_skipped, vocab)
+    gradient: Tensor = torch.ops.aten.embedding_dense_backward(dout, ids, vocab, vocab, False)
+    return gradient
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    token_ids, weight, ctx.scale, ctx.padding_idx = inputs
+    ctx.vocab = len(weight)
+    ctx.save_for_backward(token_ids)
+
+
+def _backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    (token_ids,) = ctx.saved_tensors
+    is_transformed = torch._C._functorch.maybe_current_level() is not None
+    run = _TRANSFORMED.apply if is_transformed else _gradient_operator
+    dweight = run(dout, token_ids, ctx.vocab, ctx.padding_idx)
+    return None, dweight if ctx.scale == 1.0 else dweight * ctx.scale, None, None
+
+
+def _second_backward(ctx: Any, dweight: Tensor) -> tuple[Any, ...]:
+    """Look up the rows: the transpose of the sum over each id's rows."""
+    (token_ids,) = ctx.saved_tensors
+    ids = token_ids.long()
+    is_used = (ids >= 0) & (ids < len(dweight)) & (ids != ctx.padding_idx)
+    rows = torch.nn.functional.embedding(ids.masked_fill(~is_used, 0), dweight)
+    return rows * is_used[..., None], None, None, None
+
+
+def _setup_gradient(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, token_ids, _, ctx.padding_idx = inputs
+    ctx.save_for_backward(token_ids)
+
+
+_gradient_operator = torch.library.custom_op(
+    "engine::embedding_backward",
+    _table_gradient,
+    mutates_args=(),
+    schema="(Tensor dout, Tensor token_ids, int vocab, int padding_idx) -> Tensor",
+)
+_gradient_operator.register_fake(
+    lambda dout, token_ids, vocab, padding_idx: dout.new_empty(vocab, dout.shape[-1])
+)
+_gradient_operator.register_autograd(_second_backward, setup_context=_setup_gradient)
+_gradient_operator.register_vmap(looped("embedding_backward"))
+_TRANSFORMED = transformed_function(
+    "embedding_backward", _second_backward, _setup_gradient, looped("embedding_backward")
+)
+_EMBEDDING = define(
+    "embedding(Tensor token_ids, Tensor weight, float scale, int padding_idx) -> Tensor",
+    lambda token_ids, weight, scale, padding_idx: kernels.embedding(token_ids, weight, scale=scale),
+    lambda token_ids, weight, *_: weight.new_empty(len(token_ids), weight.shape[1]),
+    backward=_backward,
+    setup_context=_setup,
+)
+
+
+def embedding(
+    token_ids: Tensor, weight: Tensor, *, scale: float = 1.0, padding_idx: int | None = None
+) -> Tensor:
+    """Look up each token's row of the table. See `engine.kernels.embedding`.
+
+    Parameters
+    ----------
+    token_ids : (...) tensor of int64 or int32
+        An id outside [0, V) yields a row of NaN, and no gradient.
+    weight : (V, N) tensor of float32, float16 or bfloat16
+        On the CPU also float64.
+    scale : float
+        Factor of the rows (Gemma: sqrt(N), rounded to its dtype by the caller).
+    padding_idx : int, optional
+        Id whose row gets no gradient, as in `torch.nn.functional.embedding`.
+
+    Returns
+    -------
+    out : (..., N) tensor of weight's dtype
+
+    Examples
+    --------
+    >>> embedding(torch.tensor([1, 0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([[3., 4.],
+            [1., 2.]])
+    """
+    ids = token_ids.reshape(-1)
+    if ids.dtype != torch.int32:  # an id must not become a valid one when it is cast
+        ids = ids.clamp(-1, _LARGEST).int()
+    skipped = -1 if padding_idx is None else padding_idx % len(weight)
+    return _EMBEDDING(ids, weight, scale, skipped).view(*token_ids.shape, weight.shape[1])
