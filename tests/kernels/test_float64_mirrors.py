@@ -88,6 +88,30 @@ def test_rope_in_float64(interleaved):
     np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-15)
 
 
+def test_attention_in_float64():
+    """Of two tokens after 18, dense and in pages of 16; the gradients have tests of their own."""
+    q = _RNG.standard_normal((2, 2, 8))
+    k, v = _RNG.standard_normal((2, 20, 1, 8))
+    sinks = _RNG.standard_normal(2)
+    scores = 1.5 * np.tanh(np.einsum("ihd,jd->ihj", q, k[:, 0]) * 8**-0.5 / 1.5)
+    scores[0, :, 19] = -np.inf
+    weights = np.exp(scores)
+    total = weights.sum(-1) + np.exp(sinks)
+    want = weights @ v[:, 0] / total[..., None]
+    rule = {"softcap": 1.5, "sinks": sinks, "return_lse": True}
+    starts = {f"cu_seqlens_{x}": np.array([0, n], np.int32) for x, n in (("q", 2), ("k", 20))}
+    dense = kernels.attention_prefill(q, k, v, **starts, **rule)
+    pages = np.zeros((2, 2, 1, 16, 8))
+    for page, x in zip(pages, (k, v), strict=True):
+        page[:, 0].reshape(32, 8)[:20] = x[:, 0]
+    where = {"block_tables": np.array([[0, 1]], np.int32), "context_lens": np.array([20], np.int32)}
+    out, lse = kernels.attention_decode(q[None], *pages, **where, **rule)
+    for got in (dense, (out[0], lse[0])):
+        for x, wanted in zip(got, (want, np.log(total)), strict=True):
+            assert x.dtype == np.float64
+            np.testing.assert_allclose(x, wanted, rtol=1e-13, atol=1e-15)
+
+
 @pytest.mark.gpu
 def test_float64_on_the_gpu_is_an_error(cp):
     wanted = "x: must be float32 or float16 or bfloat16; got float64; float64 must be a NumPy array"
