@@ -22,6 +22,7 @@ __all__ = [
     "offline",
     "pipeline_secret",
     "pre_tokenizer",
+    "vllm_layers",
 ]
 
 
@@ -62,6 +63,7 @@ VARIABLES: tuple[Variable, ...] = (
         "the file's tokenizer.ggml.pre",
         "name of the rule that splits words for .gguf files that name none, or an unknown one",
     ),
+    Variable("ENGINE_VLLM_LAYERS", "0", "1 replaces norms and gated activations of vLLM, too"),
     Variable(
         "ENGINE_COMMIT",
         "git's, in a checkout",
@@ -125,6 +127,11 @@ def offline() -> bool:
         _choice("ENGINE_OFFLINE", "0", ("0", "1")),
         os.environ.get("HF_HUB_OFFLINE", "0"),
     )
+
+
+def vllm_layers() -> bool:
+    """Tell whether vLLM's norms and activations are replaced (`engine.integrations.vllm`)."""
+    return _choice("ENGINE_VLLM_LAYERS", "0", ("0", "1")) == "1"
 
 
 def commit() -> str:
