@@ -34,6 +34,7 @@ with warnings.catch_warnings():
 from engine.errors import ConfigError  # noqa: E402
 from engine.integrations import vllm as plugin  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM's modules
 _IS_OLD = hasattr(backend.AttentionBackend, "get_kv_cache_shape")  # 0.24
 
 
@@ -322,21 +323,20 @@ def test_register_twice(monkeypatch):
         plugin.register()
 
 
-@pytest.fixture
-def layers(monkeypatch):
-    """vLLM's layers, replaced for one test."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = importlib.import_module("vllm.config")
-        ops = importlib.import_module("vllm.model_executor.custom_op")
-        monkeypatch.setattr(ops, "op_registry_oot", {})
-        monkeypatch.setenv("ENGINE_VLLM_LAYERS", "1")
-        ours = importlib.import_module("engine.integrations.vllm.layers")
-        monkeypatch.setattr(ours, "op_registry_oot", ops.op_registry_oot)
-        plugin.register()
-        plugin.register()
-        with config.set_current_vllm_config(config.VllmConfig()):
-            yield ours
+@pytest.fixture(params=["all", "none"])
+def layers(request, monkeypatch):
+    """vLLM's layers, replaced for one test, with its own ops on or off."""
+    ops = importlib.import_module("vllm.model_executor.custom_op")
+    config = SimpleNamespace(custom_ops=[request.param], backend="inductor")
+    config.enabled_custom_ops = config.disabled_custom_ops = set()
+    monkeypatch.setattr(ops, "get_cached_compilation_config", lambda: config)
+    monkeypatch.setattr(ops, "op_registry_oot", {})
+    monkeypatch.setenv("ENGINE_VLLM_LAYERS", "1")
+    ours = importlib.import_module("engine.integrations.vllm.layers")
+    monkeypatch.setattr(ours, "op_registry_oot", ops.op_registry_oot)
+    plugin.register()
+    plugin.register()
+    return ours
 
 
 def _norm(x, weight):

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from engine import kernels
-from engine.integrations.torch._core import Operator
-from engine.integrations.torch._tensors import array_of
+from engine.integrations.torch._core import on_tensors
 
 __all__ = ["DECODE", "PREFILL", "STORE"]
 
 
-class _Call:
-    """Runs `function` on tensors: on CUDA as prepared launches, on the CPU as NumPy mirrors."""
-
-    def __init__(self, name: str, function: Callable[..., None]) -> None:
-        self._function = function
-        self._operator = Operator(name, function, _no_derivative, None)
-
-    def __call__(self, *args: Any) -> None:
-        if args[0].is_cuda:
-            self._operator.launch(*args)
-            return
-        self._function(*(array_of(a) if isinstance(a, torch.Tensor) else a for a in args))
-
-
-def _no_derivative(*_: Any) -> Any:
-    raise NotImplementedError("attention over pages has no derivative")
-
-
 def _store(
     k: Any, v: Any, k_pages: Any, v_pages: Any, k_scale: Any, v_scale: Any, slot_mapping: Any
-) -> None:
+) -> tuple[()]:
     kernels.kv_store(k, v, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    return ()
 
 
 def _decode(
@@ -53,7 +32,7 @@ def _decode(
     scale: float,
     window: int,
     softcap: float,
-) -> None:
+) -> tuple[()]:
     """Decode `num_queries` tokens of each sequence; q and out are (B * num_queries, H, D)."""
     shape = (-1, num_queries, *q.shape[1:])
     kernels.attention_decode(
@@ -71,6 +50,7 @@ def _decode(
         softcap=softcap,
         out=out.reshape(shape),
     )
+    return ()
 
 
 def _prefill(
@@ -88,7 +68,7 @@ def _prefill(
     scale: float,
     window: int,
     softcap: float,
-) -> None:
+) -> tuple[()]:
     kernels.attention_prefill(
         q,
         k_pages,
@@ -105,8 +85,9 @@ def _prefill(
         softcap=softcap,
         out=out,
     )
+    return ()
 
 
-STORE = _Call("vllm_kv_store", _store)
-DECODE = _Call("vllm_attention_decode", _decode)
-PREFILL = _Call("vllm_attention_prefill", _prefill)
+STORE = on_tensors("vllm_kv_store", _store)
+DECODE = on_tensors("vllm_attention_decode", _decode)
+PREFILL = on_tensors("vllm_attention_prefill", _prefill)

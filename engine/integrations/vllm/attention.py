@@ -15,6 +15,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -24,11 +25,16 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     AttentionType,
 )
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from engine.dtypes import dtype_name
 from engine.errors import ConfigError
+from engine.integrations.torch._tensors import DTYPES
 from engine.integrations.vllm import _calls
 from engine.kernels._attention import BLOCK_SIZES, MAX_HEAD_DIM
+from engine.kernels._module import compile_all, current_architecture
+from engine.kernels.attention_decode import specs as decode_specs
+from engine.kernels.attention_prefill import specs as prefill_specs
+from engine.kernels.kv_store import specs as store_specs
 
 __all__ = ["EngineBackend", "EngineImpl", "EngineMetadata", "EngineMetadataBuilder"]
 
@@ -185,6 +191,20 @@ class EngineMetadataBuilder(AttentionMetadataBuilder):
         if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
             raise ConfigError(f"{_NAME}: calculate_kv_scales is not supported")
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        if device.type == "cuda":
+            self._compile_kernels(kv_cache_spec, vllm_config, device)
+
+    def _compile_kernels(self, spec: Any, config: Any, device: torch.device) -> None:
+        """Compile the kernels in parallel now, rather than one by one at their first launch."""
+        num_heads = config.model_config.get_num_attention_heads(config.parallel_config)
+        group = num_heads // spec.num_kv_heads
+        dtype = dtype_name(DTYPES[config.model_config.dtype])
+        kv_dtype = "fp8" if spec.dtype == torch.uint8 else ""
+        options = {"head_dim": spec.head_size, "kv_dtype": kv_dtype}
+        wanted = [*prefill_specs(dtype, **options), *store_specs(dtype, **options)]
+        for num_queries in (1, self.reorder_batch_threshold):
+            wanted += decode_specs(dtype, **options, num_rows=num_queries * group)
+        compile_all(wanted, current_architecture(device.index or 0), progress=True)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -211,13 +231,15 @@ class EngineMetadataBuilder(AttentionMetadataBuilder):
         )
 
     def _decodes(self, batch: Any) -> tuple[int, int]:
-        """Return the number of requests that decode, and the tokens of each."""
-        num_decodes, _, num_tokens, _ = split_decodes_and_prefills(
-            batch, decode_threshold=self.reorder_batch_threshold, require_uniform=True
-        )
-        num_queries = num_tokens // num_decodes if num_decodes else 0
-        is_uniform = num_queries * num_decodes == num_tokens
-        return (num_decodes, num_queries) if is_uniform else (0, 0)
+        """Return the number of leading requests that decode, and the tokens of each."""
+        if batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs:
+            return batch.num_reqs, 1
+        lens = np.diff(batch.query_start_loc_cpu.numpy())
+        num_queries = int(lens[0])
+        if not 0 < num_queries <= self.reorder_batch_threshold:
+            return 0, 0
+        others = np.flatnonzero(lens != num_queries)
+        return int(others[0]) if others.size else len(lens), num_queries
 
     def update_block_table(
         self, metadata: EngineMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor

@@ -26,7 +26,7 @@ class EngineRMSNorm(RMSNorm):
         """Return the normalised `x`; with a residual also the sum of both."""
         if self.variance_size_override is not None or not self.has_weight:
             return super().forward_native(x, residual)
-        return rmsnorm(x, self.weight, self.variance_epsilon, residual=residual)
+        return rmsnorm(x, self.weight.data, self.variance_epsilon, residual=residual)
 
     def forward_cuda(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """See `forward_native`."""
@@ -39,7 +39,7 @@ class EngineGemmaRMSNorm(GemmaRMSNorm):
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """Return the normalised `x`; with a residual also the sum of both."""
         eps = self.variance_epsilon
-        return rmsnorm(x, self.weight, eps, residual=residual, weight_offset=1.0)
+        return rmsnorm(x, self.weight.data, eps, residual=residual, weight_offset=1.0)
 
     def forward_cuda(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """See `forward_native`."""
@@ -74,7 +74,7 @@ class EngineGeluAndMul(GeluAndMul):
         return self.forward_native(x)
 
 
-_LAYERS = {
+_LAYERS: dict[Any, Any] = {
     RMSNorm: EngineRMSNorm,
     GemmaRMSNorm: EngineGemmaRMSNorm,
     SiluAndMul: EngineSiluAndMul,
