@@ -23,6 +23,7 @@ def register() -> None:
 
     register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
     if env.vllm_layers():
+        # imports torch and vLLM's layers
         from engine.integrations.vllm.layers import register_layers
 
         register_layers()
