@@ -91,9 +91,9 @@ def _config(num_speculative_tokens=0, calculate_kv_scales=False):
 def _batch(case, tables, slots):
     starts = np.concatenate([[0], np.cumsum(case.lens_q)]).astype(np.int32)
     return backend.CommonAttentionMetadata(
-        query_start_loc=torch.from_numpy(starts),
+        query_start_loc=torch.from_numpy(starts).to(tables.device),
         query_start_loc_cpu=torch.from_numpy(starts.copy()),
-        seq_lens=torch.tensor(case.lens_k, dtype=torch.int32),
+        seq_lens=torch.tensor(case.lens_k, dtype=torch.int32, device=tables.device),
         num_reqs=len(case.lens_q),
         num_actual_tokens=int(starts[-1]),
         max_query_len=max(case.lens_q),
@@ -174,39 +174,43 @@ def _random(rng, *shape):
 
 
 def _double(tensor):
-    return tensor.float().numpy().astype(np.float64)
+    return tensor.float().cpu().numpy().astype(np.float64)
 
 
 @pytest.mark.parametrize("case", _CASES, ids=str)
-def test_batches(case):
+def test_batches(case, where):
     """Chunk by chunk: earlier tokens are stored, then the batch's, then it attends."""
     rng = np.random.default_rng(7)
     width = -(-max(case.lens_k) // case.block_size) + 1
     num_blocks = len(case.lens_k) * width + 1
     ids = rng.permutation(num_blocks - 1).astype(np.int32) + 1
-    tables = torch.from_numpy(ids[: len(case.lens_k) * width].reshape(-1, width))
+    tables = torch.from_numpy(ids[: len(case.lens_k) * width].reshape(-1, width)).to(where)
     is_fp8 = case.kv_cache_dtype == "fp8"
-    cache = _cache(case, num_blocks, torch.uint8 if is_fp8 else torch.bfloat16)
-    layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(0.25))
+    cache = _cache(case, num_blocks, torch.uint8 if is_fp8 else torch.bfloat16).to(where)
+    k_scale, v_scale = torch.tensor([0.5, 0.25], device=where)
+    layer = SimpleNamespace(_k_scale=k_scale, _v_scale=v_scale)
     impl = _impl(case)
+    if case.has_sinks:
+        impl._float_sinks = impl._float_sinks.to(where)
 
-    keys = [_random(rng, n, case.num_kv_heads, case.head_dim) for n in case.lens_k]
-    values = [_random(rng, n, case.num_kv_heads, case.head_dim) for n in case.lens_k]
+    shape = case.num_kv_heads, case.head_dim
+    keys = [_random(rng, n, *shape).to(where) for n in case.lens_k]
+    values = [_random(rng, n, *shape).to(where) for n in case.lens_k]
     new_rows, new_slots = [], []
     for b, (new, total) in enumerate(zip(case.lens_q, case.lens_k, strict=True)):
-        places = torch.arange(total)
+        places = torch.arange(total, device=where)
         blocks = tables[b][places // case.block_size].long()
         slots = blocks * case.block_size + places % case.block_size
         old = max(total - new, 0)
         if old:
             impl.do_kv_cache_update(layer, keys[b][:old], values[b][:old], cache, slots[:old])
-        new_slots += [slots[old:], torch.full((new - total + old,), -1)]
-        blank = torch.zeros(new - total + old, case.num_kv_heads, case.head_dim).bfloat16()
+        new_slots += [slots[old:], torch.full((new - total + old,), -1, device=where)]
+        blank = torch.zeros(new - total + old, *shape, dtype=torch.bfloat16, device=where)
         new_rows += [(keys[b][old:], values[b][old:]), (blank, blank)]
     slots = torch.cat(new_slots).long()
-    padding = torch.full((case.padding, case.num_kv_heads, case.head_dim), torch.nan).bfloat16()
+    padding = torch.full((case.padding, *shape), torch.nan, dtype=torch.bfloat16, device=where)
     k, v = (torch.cat([*(row[i] for row in new_rows), padding]) for i in (0, 1))
-    q = _random(rng, len(slots) + case.padding, case.num_heads, case.head_dim)
+    q = _random(rng, len(slots) + case.padding, case.num_heads, case.head_dim).to(where)
     impl.do_kv_cache_update(layer, k, v, cache, slots)
 
     metadata = _builder(case).build(0, _batch(case, tables, slots))
