@@ -105,6 +105,16 @@ def rotate(x):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
+IDS = jnp.array([[1, 0], [3, 1], [3, 2], [1, 3], [0, 3]])  # experts of five tokens
+
+
+def dense_experts(x, gate_up, down, weights):
+    hidden = gated(jax.nn.silu)(jnp.einsum("tn,efn->tef", x, gate_up))
+    experts = jnp.einsum("tef,enf->ten", hidden, down)
+    chosen = jnp.take_along_axis(experts, IDS[:, :, None], axis=1)
+    return jnp.sum(weights[:, :, None] * chosen, axis=1)
+
+
 # Name: (op, the same in jnp, shapes of the arguments).
 CASES = {
     "rmsnorm": (ops.rmsnorm, rms, (4, 3, 16), (16,)),
@@ -147,6 +157,14 @@ CASES = {
         (7, 2, 8),
         (7, 2, 8),
     ),
+    "moe_experts": (
+        lambda x, gate_up, down, weights: ops.moe_experts(x, gate_up, down, IDS, weights),
+        dense_experts,
+        (5, 8),
+        (4, 12, 8),
+        (4, 8, 6),
+        (5, 2),
+    ),
     "linear": (ops.linear, lambda x, w, b: x @ w.T + b, (4, 3, 8), (16, 8), (16,)),
     "linear_swiglu": (
         lambda x, w: ops.linear(x, w, activation="swiglu"),
@@ -161,7 +179,7 @@ CASES = {
         (8, 8),
     ),
 }
-CASES_64 = [name for name in CASES if not name.startswith(("attention", "linear"))]
+CASES_64 = [name for name in CASES if not name.startswith("linear")]
 
 
 def arguments(case, dtype):
@@ -261,18 +279,28 @@ def test_residual_is_added_first():
     assert_close(found, jax.grad(loss(formula), (0, 1, 2))(x, residual, weight), "float32")
 
 
-def test_gradient_of_sinks():
-    arrays = [*arguments("attention", "float32"), random(5, 4)]
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_gradients_of_sinks_and_of_the_log_sum_exp(is_packed):
+    pattern = kernels.Periodic(period=3, width=2)
+    starts = np.array([0, 3, 7])
 
     def op(q, k, v, sinks):
-        return jnp.sum(ops.attention(q, k, v, sinks=sinks) ** 2)
+        options = {"sinks": sinks, "causal": True, "pattern": pattern, "return_lse": True}
+        if is_packed:
+            return ops.attention_varlen(q, k, v, starts, starts, 4, 4, **options)
+        return ops.attention(q[None], k[None], v[None], **options)
 
-    def formula(*a):
-        return jnp.sum(dense_attention(*a) ** 2)
-
-    found = jax.grad(op, (0, 1, 2, 3))(*arrays)
-    for a, b in zip(found, jax.grad(formula, (0, 1, 2, 3))(*arrays), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    with jax.enable_x64(True):
+        arrays = [random(i, 7, h, 8, dtype="float64") for i, h in enumerate((4, 2, 2))]
+        arrays.append(random(5, 4, dtype="float64"))
+        check_grads(op, arrays, order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+        mapped = jax.vmap(jax.grad(lambda *a: sum(map(jnp.sum, op(*a))), (0, 3)))
+        for n, scale in enumerate((1.0, 3.0)):
+            batch = [jnp.stack([a, 3 * a]) for a in arrays]
+            one = jax.grad(lambda *a: sum(map(jnp.sum, op(*a))), (0, 3))(
+                *(scale * a for a in arrays)
+            )
+            assert_close([g[n] for g in mapped(*batch)], one, "float64")
 
 
 @pytest.mark.parametrize(
@@ -379,6 +407,56 @@ def test_empty_arrays(shape):
     assert jax.jit(ops.embedding)(jnp.zeros(shape, int), jnp.ones((3, 5))).shape == (*shape, 5)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_route_and_its_gradient(score):
+    logits, factors = random(0, 6, 8), random(1, 6, 3)
+
+    def op(x):
+        return ops.moe_route(x, 3, score=score, scale=1.5)
+
+    def formula(x):
+        scores = jax.nn.softmax(x) if score == "softmax" else jax.nn.sigmoid(x)
+        weights, ids = jax.lax.top_k(scores, 3)
+        return 1.5 * weights / weights.sum(-1, keepdims=True), ids
+
+    assert_close(jax.jit(op)(logits), formula(logits), "float32")
+    assert_close(jax.vmap(op)(logits.reshape(2, 3, 8))[0].reshape(6, 3), op(logits)[0], "float32")
+    found, wanted = (
+        jax.jit(jax.grad(lambda x, f=f: jnp.vdot(f(x)[0], factors)))(logits) for f in (op, formula)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float64", *DTYPES])
+def test_cross_entropy_and_its_gradient(dtype):
+    target = np.array([[0, 6, -100], [3, 3, 1]])
+
+    def formula(logits):
+        x = logits.astype(jnp.promote_types(dtype, jnp.float32))
+        x = 5 * jnp.tanh(x / 5)
+        lse = jax.nn.logsumexp(x, axis=-1)
+        chosen = jnp.take_along_axis(x, jnp.maximum(target, 0)[..., None], axis=-1)[..., 0]
+        losses = 0.9 * (lse - chosen) + 0.1 * (lse - x.mean(-1)) + 0.01 * lse**2
+        return jnp.where(target == -100, 0, losses)
+
+    def op(logits, **rest):
+        options = {"softcap": 5.0, "z_loss": 0.01, "label_smoothing": 0.1}
+        return ops.cross_entropy(logits, target, **options, **rest)
+
+    with jax.enable_x64(dtype == "float64"):
+        logits = random(0, 2, 3, 7, dtype=dtype)
+        close = 1e-9 if dtype == "float64" else 1e-5
+        losses = jax.jit(lambda x: op(x, reduction="none"))(logits)
+        np.testing.assert_allclose(losses, formula(logits), rtol=close, atol=close)
+        np.testing.assert_allclose(op(logits), formula(logits).sum() / 5, rtol=close)
+        found = jax.jit(jax.grad(op))(logits)
+        wanted = jax.grad(lambda x: formula(x).sum() / 5)(logits)
+        assert found.dtype == logits.dtype
+        assert_close(found, wanted, dtype)
+        slope = jax.grad(lambda x: ops.cross_entropy(x, target[1]))
+        assert_close(jax.vmap(slope)(logits)[0], slope(logits[0]), dtype)
+
+
 def test_quantized_products():
     x = random(0, 4, 3, 128)
     weight = jnp.round(random(1, 16, 128))
@@ -415,12 +493,20 @@ def test_checkpointing_recomputes():
     np.testing.assert_array_equal(jax.jit(saved)(x), jax.jit(plain)(x))
 
 
-def test_second_derivative_of_a_formula():
+@pytest.mark.parametrize("case", ["rmsnorm", "layernorm", "swiglu", "geglu_exact", "gelu", "rope"])
+def test_second_derivatives(case):
     with jax.enable_x64(True):
-        x = random(0, 7, dtype="float64")
-        found = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(ops.silu(x)))(x) ** 2))(x)
-        wanted = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(jax.nn.silu(x)))(x) ** 2))(x)
-        assert_close(found, wanted, "float64")
+        op, formula, shape = CASES[case][:3]
+        x, *rest = arguments(case, "float64")
+
+        def slope(function):
+            def loss(x):
+                return sum(jnp.sum(y**3) for y in jax.tree.leaves(function(x, *rest)))
+
+            return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)
+
+        assert slope(op).shape == shape
+        np.testing.assert_allclose(slope(op), slope(formula), rtol=1e-9, atol=1e-9)
 
 
 def test_threads_do_not_disturb_each_other():
@@ -545,5 +631,5 @@ def test_what_has_no_derivative_says_so():
 
     with pytest.raises(EngineError, match="attention_paged: has no derivative"):
         jax.grad(loss)(q)
-    with pytest.raises(ContractError, match="pattern: must be None where a gradient is taken"):
-        jax.grad(lambda q: ops.attention(q, q, q, pattern=kernels.Periodic(4, 2)).sum())(q)
+    with pytest.raises(EngineError, match="attention_backward: has no derivative"):
+        jax.grad(lambda q: jax.grad(lambda q: ops.attention(q, q, q).sum())(q).sum())(q)

@@ -7,8 +7,10 @@ scratch memory too, and captures the calls into its CUDA graphs.
 from engine.integrations.jax._handlers import register
 from engine.integrations.jax.activations import geglu, gelu, relu, silu, swiglu
 from engine.integrations.jax.attention import attention, attention_varlen
+from engine.integrations.jax.cross_entropy import cross_entropy
 from engine.integrations.jax.embedding import embedding, rope
 from engine.integrations.jax.linear import linear, linear_fp8, linear_int8
+from engine.integrations.jax.moe import moe_experts, moe_route
 from engine.integrations.jax.norms import layernorm, rmsnorm
 from engine.integrations.jax.paged import attention_paged, kv_store
 
@@ -16,6 +18,7 @@ __all__ = [
     "attention",
     "attention_paged",
     "attention_varlen",
+    "cross_entropy",
     "embedding",
     "geglu",
     "gelu",
@@ -24,6 +27,8 @@ __all__ = [
     "linear",
     "linear_fp8",
     "linear_int8",
+    "moe_experts",
+    "moe_route",
     "relu",
     "rmsnorm",
     "rope",

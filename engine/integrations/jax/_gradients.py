@@ -1,4 +1,4 @@
-"""Gradients of operators that have no backward kernel: XLA differentiates a formula in jnp."""
+"""Gradients: by a backward operator, or by XLA from a formula in jnp."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ import jax.numpy as jnp
 
 from engine.integrations.jax._operators import Operator, varying_alike
 
-__all__ = ["accumulation_dtype", "differentiable"]
+__all__ = ["accumulation_dtype", "differentiable", "formulas_gradient"]
+
+Function = Callable[..., Any]
 
 
-def differentiable(operator: Operator, formula: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run(options, *arrays)``: the operator, whose gradient is that of `formula`.
+def differentiable(operator: Operator, formula: Function, backward: Function | None = None) -> Any:
+    """Return ``run(options, *arrays)``: the operator with a gradient.
 
     Parameters
     ----------
     operator : Operator
     formula : callable
-        Called with the operator's arrays (None for an absent one) and options; returns the list of
-        results. It is traced for the gradient only.
+        The operator in jnp: called with its arrays (None for an absent one) and options, returns
+        the results. Traced for gradients only.
+    backward : callable, optional
+        Called with the options, the arrays, the results and their cotangents; returns the arrays'
+        gradients. By default XLA differentiates the formula.
     """
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -30,14 +35,25 @@ def differentiable(operator: Operator, formula: Callable[..., Any]) -> Callable[
         return operator(*arrays, **dict(options))
 
     def forward(options: Any, *arrays: Any) -> Any:
-        return run(options, *arrays), arrays
+        results = run(options, *arrays)
+        return results, (arrays, None if backward is None else results)
 
-    def backward(options: Any, arrays: Any, cotangents: Any) -> Any:
-        _, pull_back = jax.vjp(lambda *a: tuple(formula(*a, **dict(options))), *arrays)
-        return pull_back(cotangents)
+    def pull_back(options: Any, kept: Any, cotangents: Any) -> Any:
+        arrays, results = kept
+        if backward is None:
+            return formulas_gradient(formula, dict(options), arrays, cotangents)
+        return tuple(backward(options, arrays, results, cotangents))
 
-    run.defvjp(forward, backward)
+    run.defvjp(forward, pull_back)
     return lambda options, *arrays: run(options, *varying_alike(arrays))
+
+
+def formulas_gradient(
+    formula: Function, options: dict[str, Any], arrays: Any, cotangents: Any
+) -> Any:
+    """Return the gradients of the formula's results, weighted by `cotangents`."""
+    _, pull_back = jax.vjp(lambda *a: tuple(formula(*a, **options)), *arrays)
+    return pull_back(tuple(cotangents))
 
 
 def accumulation_dtype(x: Any) -> Any:

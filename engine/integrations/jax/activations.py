@@ -10,7 +10,11 @@ import jax.numpy as jnp
 
 from engine import kernels
 from engine.integrations.jax._contract import TraceContract
-from engine.integrations.jax._gradients import accumulation_dtype, differentiable
+from engine.integrations.jax._gradients import (
+    accumulation_dtype,
+    differentiable,
+    formulas_gradient,
+)
 from engine.integrations.jax._operators import Shapes, define
 from engine.kernels._contract import MIRROR_FLOATS
 
@@ -27,7 +31,7 @@ def _whole(x: Any, **_: Any) -> Shapes:
     return [jax.ShapeDtypeStruct(x.shape, x.dtype)]
 
 
-def _gelu_formula(x: Any, approximate: str = "none") -> Any:
+def _gelu_formula(x: Any, approximate: str) -> Any:
     return jax.nn.gelu(x, approximate=approximate == "tanh")
 
 
@@ -40,15 +44,41 @@ def _gated(activation: Any, x: Any, **options: Any) -> Any:
     return [(activation(gate, **options) * up).astype(x.dtype)]
 
 
-def _operator(name: str, results: Any, formula: Any) -> Any:
-    return differentiable(define(name, getattr(kernels, name), results, rows=(0,)), formula)
+def _gelu_backward(dout: Any, x: Any, *, approximate: str) -> Any:
+    name = "gelu_tanh" if approximate == "tanh" else "gelu"
+    return kernels.activation_backward(dout, x, name)
 
 
-_SILU = _operator("silu", _whole, partial(_plain, jax.nn.silu))
-_GELU = _operator("gelu", _whole, partial(_plain, _gelu_formula))
-_RELU = _operator("relu", _whole, partial(_plain, jax.nn.relu))
-_SWIGLU = _operator("swiglu", _half, partial(_gated, jax.nn.silu))
-_GEGLU = _operator("geglu", _half, partial(_gated, _gelu_formula))
+def _operator(name: str, results: Any, formula: Any, gradient: Any) -> Any:
+    """Define an activation and its gradient, which XLA differentiates by the formula."""
+
+    def gradient_formula(dout: Any, x: Any, **options: Any) -> Any:
+        return formulas_gradient(formula, options, (x,), (dout,))
+
+    def backward(options: Any, arrays: Any, _: Any, cotangents: Any) -> Any:
+        return run_backward(options, *cotangents, *arrays)
+
+    operator = define(f"{name}_backward", gradient, lambda _, x, **__: _whole(x), rows=(0, 1))
+    run_backward = differentiable(operator, gradient_formula)
+    forward = define(name, getattr(kernels, name), results, rows=(0,))
+    return differentiable(forward, formula, backward)
+
+
+_SILU = _operator(
+    "silu",
+    _whole,
+    partial(_plain, jax.nn.silu),
+    lambda dout, x: kernels.activation_backward(dout, x, "silu"),
+)
+_RELU = _operator(
+    "relu",
+    _whole,
+    partial(_plain, jax.nn.relu),
+    lambda dout, x: kernels.activation_backward(dout, x, "relu"),
+)
+_GELU = _operator("gelu", _whole, partial(_plain, _gelu_formula), _gelu_backward)
+_SWIGLU = _operator("swiglu", _half, partial(_gated, jax.nn.silu), kernels.swiglu_backward)
+_GEGLU = _operator("geglu", _half, partial(_gated, _gelu_formula), kernels.geglu_backward)
 
 
 def swiglu(x: Any) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine import kernels
-from engine.errors import ContractError
 from engine.integrations.jax._contract import TraceContract
+from engine.integrations.jax._gradients import accumulation_dtype
 from engine.integrations.jax._operators import Shapes, define, varying_alike
 from engine.integrations.jax._patterns import pattern_of, pattern_option
-from engine.kernels._attention import ScoreRule, check_count, check_heads, checked_sinks
-from engine.kernels._contract import FLOATS
+from engine.kernels._attention import ScoreRule, check_count, check_heads
+from engine.kernels._contract import MIRROR_FLOATS
 from engine.kernels._prepared_call import constant
 
 __all__ = ["attention", "attention_varlen"]
@@ -25,7 +26,7 @@ def _struct(shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def _out_and_lse(q: Any, *_: Any, **__: Any) -> Shapes:
-    return [_struct(q.shape, q.dtype), _struct(q.shape[:-1], jnp.float32)]
+    return [_struct(q.shape, q.dtype), _struct(q.shape[:-1], accumulation_dtype(q))]
 
 
 def _input_gradients(dout: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Shapes:
@@ -46,7 +47,7 @@ def _forward(
     deterministic: bool,
     **rule: Any,
 ) -> Any:
-    """Packed sequences (T, H, D). `deterministic` is an option of the gradient."""
+    """Packed sequences (T, H, D). `deterministic` and `max_seqlen_k` are for the gradient."""
     return kernels.attention_prefill(
         *(q, k, v),
         cu_seqlens_q=cu_seqlens_q,
@@ -59,17 +60,6 @@ def _forward(
     )
 
 
-def _dense_forward(q: Any, k: Any, v: Any, sinks: Any, **options: Any) -> Any:
-    arrays: Any = (*_packed(q, k, v), *_starts(q, k), sinks)
-    return _forward(*arrays, **options)
-
-
-def _dense_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any) -> Any:
-    lse = lse.reshape(-1, lse.shape[-1])
-    arrays = (*_packed(dout, q, k, v, out), lse, *_starts(q, k))
-    return _backward(*arrays, **options)
-
-
 def _backward(
     dout: Any,
     q: Any,
@@ -77,21 +67,40 @@ def _backward(
     v: Any,
     out: Any,
     lse: Any,
+    dlse: Any,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
+    *,
+    pattern: Any,
     **options: Any,
 ) -> Any:
     return kernels.attention_backward(
         *(dout, q, k, v, out, lse),
+        dlse=dlse,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        pattern=pattern_of(pattern),
         **options,
     )
 
 
+def _dense_forward(q: Any, k: Any, v: Any, sinks: Any, **options: Any) -> Any:
+    arrays: Any = (*_packed(q, k, v), *_starts(q, k), sinks)
+    return _forward(*arrays, **options)
+
+
+def _dense_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, **options: Any
+) -> Any:
+    arrays: Any = (*_packed(dout, q, k, v, out, lse, dlse), *_starts(q, k))
+    return _backward(*arrays, **options)
+
+
 def _packed(*arrays: Any) -> tuple[Any, ...]:
-    """Return (B, S, H, D) arrays as (B * S, H, D)."""
-    return tuple(a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for a in arrays)
+    """Return (B, S, ...) arrays as (B * S, ...)."""
+    return tuple(
+        None if a is None else a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for a in arrays
+    )
 
 
 def _starts(*arrays: Any) -> tuple[Any, ...]:
@@ -108,66 +117,55 @@ def _constant(values: np.ndarray[Any, Any], like: Any) -> Any:
 
 _DENSE = define("attention", _dense_forward, _out_and_lse, rows=(0, 1, 2), merges=True)
 _DENSE_BACKWARD = define(
-    "attention_backward", _dense_backward, _input_gradients, rows=tuple(range(6)), merges=True
+    "attention_backward", _dense_backward, _input_gradients, rows=tuple(range(7)), merges=True
 )
 _VARLEN = define("attention_varlen", _forward, _out_and_lse)
 _VARLEN_BACKWARD = define("attention_varlen_backward", _backward, _input_gradients)
 
 
-def _run_dense(options: Any, q: Any, k: Any, v: Any, sinks: Any) -> Any:
-    return _DENSE(q, k, v, sinks, **dict(options))
-
-
-def _dense_residuals(options: Any, q: Any, k: Any, v: Any, sinks: Any) -> Any:
-    out, lse = _run_dense(options, q, k, v, sinks)
-    return (out, lse), (q, k, v, sinks, out, lse)
-
-
-def _dense_gradient(options: Any, residuals: Any, cotangents: Any) -> Any:
-    q, k, v, sinks, out, lse = residuals
-    dout = cotangents[0]
-    gradients = _DENSE_BACKWARD(dout, q, k, v, out, lse, **_backward_options(options))
-    return (*gradients, _sinks_gradient(sinks, dout, out, lse))
-
-
-def _run_varlen(
-    options: Any, q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, sinks: Any
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    options: Any, returns_lse: bool, q: Any, k: Any, v: Any, starts: Any, sinks: Any
 ) -> Any:
-    return _VARLEN(q, k, v, starts_q, starts_k, sinks, **dict(options))
+    """Return (out,) or (out, lse); `starts` is empty for a dense batch (B, S, H, D)."""
+    if starts:
+        results = _VARLEN(q, k, v, *starts, sinks, **dict(options))
+    else:
+        results = _DENSE(q, k, v, sinks, **dict(options))
+    return results[: 1 + returns_lse]
 
 
-def _varlen_residuals(options: Any, *arrays: Any) -> Any:
-    out, lse = _run_varlen(options, *arrays)
-    return (out, lse), (arrays, out, lse)
+def _residuals(options: Any, returns_lse: bool, *arrays: Any) -> Any:
+    results = _attend(options, True, *arrays)
+    return results[: 1 + returns_lse], (arrays, results)
 
 
-def _varlen_gradient(options: Any, residuals: Any, cotangents: Any) -> Any:
-    (q, k, v, *starts, sinks), out, lse = residuals
-    dout = cotangents[0]
-    gradients = _VARLEN_BACKWARD(dout, q, k, v, out, lse, *starts, **_backward_options(options))
-    return (*gradients, None, None, _sinks_gradient(sinks, dout, out, lse))
+def _gradient(options: Any, returns_lse: bool, kept: Any, cotangents: Any) -> Any:
+    (q, k, v, starts, sinks), (out, lse) = kept
+    dout, dlse = cotangents if returns_lse else (*cotangents, None)
+    arrays = (dout, q, k, v, out, lse, dlse)
+    if starts:
+        gradients = _VARLEN_BACKWARD(*arrays, *starts, **dict(options))
+    else:
+        gradients = _DENSE_BACKWARD(*arrays, **dict(options))
+    no_gradients = jax.tree.map(lambda _: None, starts)
+    return (*gradients, no_gradients, _sinks_gradient(sinks, dout, out, lse, dlse))
 
 
-def _backward_options(options: Any) -> dict[str, Any]:
-    kept: dict[str, Any] = dict(options)
-    if kept.pop("pattern") is not None:
-        raise ContractError("attention: pattern: must be None where a gradient is taken")
-    return kept
+_attend.defvjp(_residuals, _gradient)
 
 
-def _sinks_gradient(sinks: Any, dout: Any, out: Any, lse: Any) -> Any:
-    """Return the gradient of the sink logits (H,): a sink's value is 0, so it only takes weight."""
+def _sinks_gradient(sinks: Any, dout: Any, out: Any, lse: Any, dlse: Any) -> Any:
+    """Return the gradient of the sink logits (H,): a sink takes weight, and its value is 0.
+
+    In jnp, so that a batch of gradients (`vmap`) remains one call of the kernel for q, k and v.
+    """
     if sinks is None:
         return None
-    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # (..., H)
+    delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)  # (..., H)
     weights = jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(sinks - lse))
-    return -jnp.sum(weights * delta, axis=tuple(range(lse.ndim - 1)))
-
-
-_attend_dense = jax.custom_vjp(_run_dense, nondiff_argnums=(0,))
-_attend_dense.defvjp(_dense_residuals, _dense_gradient)
-_attend_varlen = jax.custom_vjp(_run_varlen, nondiff_argnums=(0,))
-_attend_varlen.defvjp(_varlen_residuals, _varlen_gradient)
+    change = weights * ((0.0 if dlse is None else dlse) - delta)
+    return jnp.sum(change, axis=tuple(range(lse.ndim - 1)))
 
 
 def attention(
@@ -188,7 +186,7 @@ def attention(
 
     Parameters
     ----------
-    q : (B, Sq, H, D) array of float32, float16 or bfloat16
+    q : (B, Sq, H, D) array of float32, float16 or bfloat16; on CPUs also float64
         D <= 256.
     k, v : (B, Sk, K, D) arrays of q's dtype
         H is a multiple of K: query head h reads head h // (H // K).
@@ -201,8 +199,8 @@ def attention(
         `causal`.
     softcap : float
         Replace a scaled score s by softcap * tanh(s / softcap); 0 means no cap.
-    sinks : (H,) array of float32, optional
-        One extra logit per head that has no value.
+    sinks : (H,) array, optional
+        One extra logit per head that has no value: it adds exp(sink) to the softmax denominator.
     pattern : BlockSparse or Periodic, optional
         Further restricts the keys that each query sees. See `engine.kernels.attention_prefill`.
     deterministic : bool
@@ -214,14 +212,17 @@ def attention(
     -------
     out : (B, Sq, H, D) array of q's dtype
         0 for a query that sees no key.
-    lse : (B, Sq, H) array of float32
-        Natural logarithm of the sum of exp(score); -inf for a query without keys and sink. No
-        gradient flows through it.
+    lse : (B, Sq, H) array of float32 (float64 for float64)
+        Natural logarithm of the sum of exp(score), including exp(sink). Differentiable.
 
     Raises
     ------
     ShapeError, DTypeError, ContractError
         When the call is traced. The message names the argument.
+
+    Notes
+    -----
+    Differentiable with respect to q, k, v and sinks. There is no second derivative.
 
     Examples
     --------
@@ -232,14 +233,12 @@ def attention(
            [2., 3., 4., 5.]], dtype=float32)
     """
     call = TraceContract("attention")
-    q = call.array("q", q, "B Sq H D", FLOATS)
+    q = call.array("q", q, "B Sq H D", MIRROR_FLOATS)
     k = call.array("k", k, "B Sk K D", q.dtype)
     v = call.array("v", v, "B Sk K D", q.dtype)
     options = _checked_rule(call, causal, scale, window, softcap, pattern, deterministic)
     options |= {"max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
-    sinks = checked_sinks(call, sinks)
-    arrays = varying_alike((q, k, v, sinks))
-    return _result(_attend_dense(tuple(options.items()), *arrays), return_lse)
+    return _run(call, options, return_lse, q, k, v, (), sinks)
 
 
 def attention_varlen(
@@ -276,7 +275,7 @@ def attention_varlen(
     Returns
     -------
     out : (Tq, H, D) array of q's dtype
-    lse : (Tq, H) array of float32
+    lse : (Tq, H) array
         Only with `return_lse`.
 
     Examples
@@ -288,7 +287,7 @@ def attention_varlen(
     Array([0., 6., 6.], dtype=float32)
     """
     call = TraceContract("attention_varlen")
-    q = call.array("q", q, "Tq H D", FLOATS)
+    q = call.array("q", q, "Tq H D", MIRROR_FLOATS)
     k = call.array("k", k, "Tk K D", q.dtype)
     v = call.array("v", v, "Tk K D", q.dtype)
     starts_q = call.integers("cu_seqlens_q", cu_seqlens_q, "N+1")
@@ -296,9 +295,7 @@ def attention_varlen(
     options = _checked_rule(call, causal, scale, window, softcap, pattern, deterministic)
     options["max_seqlen_q"] = check_count(call, "max_seqlen_q", max_seqlen_q)
     options["max_seqlen_k"] = check_count(call, "max_seqlen_k", max_seqlen_k)
-    sinks = checked_sinks(call, sinks)
-    arrays = varying_alike((q, k, v, starts_q, starts_k, sinks))
-    return _result(_attend_varlen(tuple(options.items()), *arrays), return_lse)
+    return _run(call, options, return_lse, q, k, v, (starts_q, starts_k), sinks)
 
 
 def _checked_rule(
@@ -323,6 +320,18 @@ def _checked_rule(
     }
 
 
-def _result(results: Any, return_lse: bool) -> Any:
-    out, lse = results
-    return (out, jax.lax.stop_gradient(lse)) if return_lse else out
+def _run(
+    call: TraceContract,
+    options: dict[str, Any],
+    return_lse: bool,
+    q: Any,
+    k: Any,
+    v: Any,
+    starts: tuple[Any, ...],
+    sinks: Any,
+) -> Any:
+    if sinks is not None:
+        sinks = call.array("sinks", sinks, "H", MIRROR_FLOATS).astype(accumulation_dtype(q))
+    q, k, v, sinks, *starts_ = varying_alike((q, k, v, sinks, *starts))
+    results = _attend(tuple(options.items()), bool(return_lse), q, k, v, tuple(starts_), sinks)
+    return results if return_lse else results[0]

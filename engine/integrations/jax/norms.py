@@ -9,7 +9,11 @@ import jax.numpy as jnp
 
 from engine import kernels
 from engine.integrations.jax._contract import TraceContract
-from engine.integrations.jax._gradients import accumulation_dtype, differentiable
+from engine.integrations.jax._gradients import (
+    accumulation_dtype,
+    differentiable,
+    formulas_gradient,
+)
 from engine.integrations.jax._operators import Shapes, define
 from engine.kernels._contract import MIRROR_FLOATS
 
@@ -49,7 +53,41 @@ def _formula(
     return [y.astype(x.dtype)] if residual is None else [y.astype(x.dtype), h]
 
 
-_NORM = differentiable(define("rmsnorm", _function, _results, rows=(0, 3)), _formula)
+def _backward_results(
+    dy: Any, h: Any, weight: Any, dh: Any, *, subtract_mean: bool, **_: Any
+) -> Shapes:
+    row = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+    return [jax.ShapeDtypeStruct(h.shape, h.dtype), row, *([row] if subtract_mean else [])]
+
+
+def _backward_function(dy: Any, h: Any, weight: Any, dh: Any, **options: Any) -> Any:
+    return kernels.rmsnorm_backward(dy, h, weight, dh=dh, **options)
+
+
+def _backward_formula(dy: Any, h: Any, weight: Any, dh: Any, **options: Any) -> Any:
+    arrays = (h, weight, weight if options["subtract_mean"] else None, None)
+    gradients = formulas_gradient(_formula, options | {"x_scale": 1.0}, arrays, (dy,))
+    dx = gradients[0] if dh is None else gradients[0] + dh
+    return (dx, *gradients[1 : 3 if options["subtract_mean"] else 2])
+
+
+def _gradient(options: Any, arrays: Any, results: Any, cotangents: Any) -> Any:
+    x, weight, bias, residual = arrays
+    kept = dict(options)
+    x_scale = kept.pop("x_scale")
+    h, dh = (x, None) if residual is None else (results[1], cotangents[1])
+    dx, dweight, *dbias = _NORM_BACKWARD(tuple(kept.items()), cotangents[0], h, weight, dh)
+    dresidual = None if residual is None else dx
+    dx = dx if x_scale == 1.0 else (dx * x_scale).astype(x.dtype)
+    return dx, dweight, None if bias is None else dbias[0], dresidual
+
+
+# The weight's gradient is a sum over rows: a batch of them cannot be folded.
+_NORM_BACKWARD = differentiable(
+    define("rmsnorm_backward", _backward_function, _backward_results, formula=_backward_formula),
+    _backward_formula,
+)
+_NORM = differentiable(define("rmsnorm", _function, _results, rows=(0, 3)), _formula, _gradient)
 
 
 def rmsnorm(
