@@ -101,7 +101,12 @@ __device__ __forceinline__ void store(WgradShared& smem, const MoeWgradSm90Param
     const int b = tile.b + c * kChunkColumns;
     if (b >= (kGathersX ? p.num_rows : p.k)) break;
     const unsigned to = smem_address(smem.staging[warpgroup][c % 2]);
-    if (stores) bulk_wait_read<1>();  // the store before the last has read its buffer
+    if (stores) {  // the last store from this buffer has read it
+      if (c == 0)
+        bulk_wait_read<0>();  // the previous tile may have ended with either buffer
+      else
+        bulk_wait_read<1>();
+    }
     sync();
     stage_chunk<kGathersX>(to, acc + c * 32);
     fence_async_proxy();
@@ -128,4 +133,5 @@ __device__ __forceinline__ void consume(WgradShared& smem, const MoeWgradSm90Par
     store(smem, p, warpgroup, tile, acc);
   }
   if (threadIdx.x % 32 == 0) bulk_wait();  // shared memory must outlive the stores in flight
+  __syncwarp();
 }

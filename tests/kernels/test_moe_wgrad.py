@@ -16,7 +16,8 @@ from engine.testing.cases_moe import routing_of
 from engine.testing.tolerances import assert_close
 
 # (T, E, k, R, K): one token, few and many per expert, more experts than pairs, more rows than a
-# slab or the ring holds, widths that are not multiples of a tile or vector, one expert, sizes of 0.
+# slab or the ring holds, several tiles per CTA that end with either staging buffer, widths that are
+# not multiples of a tile or vector, one expert, sizes of 0.
 SHAPES = (
     (1, 4, 2, 64, 96),
     (3, 128, 8, 128, 192),
@@ -24,6 +25,7 @@ SHAPES = (
     (65, 16, 2, 264, 72),
     (300, 5, 3, 136, 520),
     (700, 3, 2, 320, 328),
+    (300, 128, 4, 64, 320),
     (40, 3, 2, 50, 27),
     (9, 1, 1, 8, 16),
     (0, 8, 2, 64, 64),
