@@ -59,6 +59,7 @@ class _Layer:
     window: int  # keys, 0 for all
     softcap: float
     in_window_pool: bool
+    kv_scales: dict[str, torch.Tensor]  # k_scale and v_scale (K,) of an fp8 cache
 
 
 class EngineAttentionBackend(AttentionBackend):
@@ -67,14 +68,14 @@ class EngineAttentionBackend(AttentionBackend):
     Parameters
     ----------
     runner : ModelRunner
-        Read: page_size (16, 32, 64 or 128), dtype and kv_cache_dtype (equal), the request-to-token
-        table and the KV pool.
+        Read: page_size (16, 32, 64 or 128), dtype, kv_cache_dtype (equal, or float8_e4m3fn), the
+        request-to-token table and the KV pool.
 
     Raises
     ------
     ConfigError
         If the server is configured for something that the backend does not compute: another page
-        size, a quantized cache, MLA, speculative decoding, chunked local attention, context
+        size, another quantized cache, MLA, speculative decoding, chunked local attention, context
         parallelism, or a unified memory pool.
     """
 
@@ -86,6 +87,7 @@ class EngineAttentionBackend(AttentionBackend):
         self._pool = runner.token_to_kv_pool
         self._device = runner.device
         self._page_shift = runner.page_size.bit_length() - 1
+        self._is_fp8 = runner.kv_cache_dtype == torch.float8_e4m3fn
         # The first token of each page: a view, read on the device alone.
         self._first_tokens = runner.req_to_token_pool.req_to_token[:, :: runner.page_size]
         self._has_window_pool = isinstance(self._pool, SWAKVPool) and self._pool.swa_layer_nums > 0
@@ -211,7 +213,8 @@ class EngineAttentionBackend(AttentionBackend):
     def _store(self, layer: Any, forward_batch: Any, k: torch.Tensor, v: Any) -> None:
         assert self.forward_metadata is not None
         where = KVWriteLoc.for_batch(forward_batch, swa_loc=self.forward_metadata.window_loc)
-        self._pool.set_kv_buffer(layer, where, k, v)
+        scales = (layer.k_scale, layer.v_scale) if self._is_fp8 else ()
+        self._pool.set_kv_buffer(layer, where, k, v, *scales)
 
     def _attend(self, queries: torch.Tensor, layer: Any, options: dict[str, Any]) -> torch.Tensor:
         sinks = options.pop("sinks", None)
@@ -238,6 +241,7 @@ class EngineAttentionBackend(AttentionBackend):
             window=own.window,
             softcap=own.softcap,
             sinks=sinks,
+            **own.kv_scales,
             **extend,
         )
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
@@ -269,7 +273,21 @@ class EngineAttentionBackend(AttentionBackend):
             window=0 if window is None or window < 0 else window + 1,
             softcap=layer.logit_cap or 0.0,
             in_window_pool=in_window_pool,
+            kv_scales=self._scales(layer) if self._is_fp8 else {},
         )
+
+    def _scales(self, layer: Any) -> dict[str, torch.Tensor]:
+        """Return a scale per head. SGLang runs a batch before it captures it: no graph fills them.
+
+        A cache whose checkpoint has no scales stores values as they are.
+        """
+        given = {"k_scale": layer.k_scale_float, "v_scale": layer.v_scale_float}
+        return {
+            name: torch.full(
+                (layer.tp_k_head_num,), 1.0 if scale is None else scale, device=self._device
+            )
+            for name, scale in given.items()
+        }
 
 
 def _check_runner(runner: Any) -> None:
@@ -279,9 +297,10 @@ def _check_runner(runner: Any) -> None:
             f"page_size must be one of {_PAGE_SIZES}: start the server with --page-size 64; got "
             f"{runner.page_size}"
         )
-    if runner.kv_cache_dtype != runner.dtype:
+    if runner.kv_cache_dtype not in (runner.dtype, torch.float8_e4m3fn):
         raise ConfigError(
-            f"kv_cache_dtype must be the model's dtype, {runner.dtype}; got {runner.kv_cache_dtype}"
+            f"kv_cache_dtype must be {runner.dtype} or torch.float8_e4m3fn; got "
+            f"{runner.kv_cache_dtype}"
         )
     parallel = get_parallel()
     for is_refused, name in (

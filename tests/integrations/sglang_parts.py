@@ -129,10 +129,20 @@ class Pool:
         """Return `buffer` as (slots, K, D), a view or a copy."""
         return buffer if buffer.dim() == 3 else buffer.transpose(1, 2).flatten(0, 1)
 
-    def set_kv_buffer(self, layer: Any, loc_info: Any, k: torch.Tensor, v: torch.Tensor) -> None:
-        for buffer, new in ((self.k, k), (self.v, v)):
+    def set_kv_buffer(
+        self,
+        layer: Any,
+        loc_info: Any,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+    ) -> None:
+        for buffer, new, scale in ((self.k, k, k_scale), (self.v, v, v_scale)):
+            if scale is not None:
+                new = new / scale
             if buffer.dim() == 3:
-                buffer[loc_info.loc] = new
+                buffer[loc_info.loc] = new.to(buffer.dtype)
             else:
                 buffer[loc_info.loc // self._page, :, loc_info.loc % self._page] = new
 
@@ -191,6 +201,10 @@ def layer(heads: int, kv_heads: int, dim: int, layer_id: int = 0, **changes: Any
         "is_cross_attention": False,
         "attn_type": parts.AttentionType.DECODER,
         "xai_temperature_len": -1,
+        "k_scale": None,
+        "v_scale": None,
+        "k_scale_float": None,
+        "v_scale_float": None,
     }
     return SimpleNamespace(**(fields | changes))
 

@@ -118,7 +118,8 @@ def test_windows_caps_sinks_and_scales_of_layers(new):
 
 
 @pytest.mark.skipif(not IS_REAL, reason="sglang does not import here")
-def test_sglangs_own_pool_layer_and_batch():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_sglangs_own_pool_layer_and_batch(dtype):
     """Through the base class, which calls forward_extend or forward_decode."""
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -126,8 +127,8 @@ def test_sglangs_own_pool_layer_and_batch():
 
     (slots, size) = _slots(16)
     form = {"head_num": KV_HEADS, "head_dim": DIM, "layer_num": 1, "device": "cpu"}
-    pool = MHATokenToKVPool(size - 16, 16, torch.float32, **form, enable_memory_saver=False)
-    backend = parts.backend.EngineAttentionBackend(runner(pool, slots, 16))
+    pool = MHATokenToKVPool(size - 16, 16, dtype, **form, enable_memory_saver=False)
+    backend = parts.backend.EngineAttentionBackend(runner(pool, slots, 16, kv_cache_dtype=dtype))
     radix = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, 0)
     seen = SimpleNamespace(slots=lambda buffer: buffer)
     for lengths, new in (([21, 5], [21, 5]), ([22, 6], None)):
@@ -137,9 +138,37 @@ def test_sglangs_own_pool_layer_and_batch():
         (q, k, v) = _qkv(sum(counts))
         backend.init_forward_metadata(forward_batch)
         out = backend.forward(q, k, v, radix, forward_batch)
-        (seen.k, seen.v) = (pool.k_buffer[0], pool.v_buffer[0])
-        assert torch.equal(seen.v[forward_batch.out_cache_loc], v)
+        (seen.k, seen.v) = pool.get_kv_buffer(0)
+        assert torch.equal(seen.v[forward_batch.out_cache_loc].float(), v.to(dtype).float())
         torch.testing.assert_close(out, _expected(q, seen, slots, [2, 0], lengths, counts), **CLOSE)
+
+
+@pytest.mark.parametrize("scales", [None, (0.25, 0.5)], ids=["no-scales", "scales"])
+@pytest.mark.parametrize("new", [None, [3, 20]], ids=["decode", "extend"])
+def test_fp8_caches(new, scales):
+    """Keys and values are their codes times the layer's scale, the new ones, too."""
+    (slots, size) = _slots(16)
+    pool = Pool(size, KV_HEADS, DIM, 16)
+    (pool.k, pool.v) = (x.to(torch.float8_e4m3fn) for x in (pool.k, pool.v))
+    settings = {"kv_cache_dtype": torch.float8_e4m3fn}
+    backend = parts.backend.EngineAttentionBackend(runner(pool, slots, 16, **settings))
+    names = ("k_scale", "v_scale")
+    own = dict(zip(names, map(torch.tensor, scales), strict=True)) if scales else {}
+    own |= {f"{name}_float": scale.item() for name, scale in own.items()}
+    counts = new or [1, 1]
+    (q, k, v) = _qkv(sum(counts))
+    forward_batch = batch([1, 2], [40, 25], new, slots)
+    backend.init_forward_metadata(forward_batch)
+    forward = backend.forward_extend if new else backend.forward_decode
+    out = forward(q, k, v, layer(HEADS, KV_HEADS, DIM, **own), forward_batch)
+    (k_scale, v_scale) = scales or (1.0, 1.0)
+    stored = pool.k[forward_batch.out_cache_loc].float() * k_scale
+    torch.testing.assert_close(stored, k, rtol=0.07, atol=0.01)  # 3 bits of mantissa
+    values = SimpleNamespace(
+        k=pool.k.float() * k_scale, v=pool.v.float() * v_scale, slots=pool.slots
+    )
+    wanted = _expected(q, values, slots, [1, 2], [40, 25], counts)
+    torch.testing.assert_close(out, wanted, **CLOSE)
 
 
 def test_layers_that_share_keys_store_nothing():
@@ -277,7 +306,7 @@ def test_graphs_of_prompts_are_refused():
     ("changes", "message"),
     [
         ({"page_size": 1}, "page_size must be one of .*--page-size 64; got 1"),
-        ({"kv_cache_dtype": torch.float8_e4m3fn}, "kv_cache_dtype must be the model's dtype"),
+        ({"kv_cache_dtype": torch.float8_e5m2}, "kv_cache_dtype must be torch.float32 or"),
         ({"use_mla_backend": True}, "does not support latent attention"),
         ({"attention_chunk_size": 8192}, "does not support attention in chunks"),
         (
