@@ -15,7 +15,7 @@ from torch.library import opcheck  # noqa: E402
 from engine import reference  # noqa: E402
 from engine.errors import ContractError  # noqa: E402
 from engine.integrations import torch as ops  # noqa: E402
-from engine.integrations.torch.linear_cross_entropy import chunk_rows  # noqa: E402
+from engine.integrations.torch.linear_cross_entropy import default_chunk_rows  # noqa: E402
 
 F = torch.nn.functional
 REDUCTIONS = ["mean", "sum", "none"]
@@ -25,8 +25,12 @@ OPTIONS = [
     {"softcap": 3.0, "z_loss": 1e-2},
     {"softcap": 3.0, "z_loss": 1e-2, "label_smoothing": 0.2},
 ]
-# Rows, classes, features: several chunks of 256 rows, the last one partial.
 ROWS, VOCAB, HIDDEN = 600, 50, 16
+CHUNK = 256  # rows of logits that exist at once: three chunks, the last one partial
+
+
+def _linear(*args, **options):
+    return ops.linear_cross_entropy(*args, chunk_rows=CHUNK, **options)
 
 
 def _problem(where="cpu", dtype=torch.float64, rows=ROWS, *, bias=False, ignored=-100):
@@ -81,7 +85,7 @@ def test_linear_cross_entropy_is_torch_s(where, reduction, options, bias):
     ignored = options.get("ignore_index", -100)
     problem = _problem(where, dtype, bias=bias, ignored=ignored)
     x, weight, b, target = problem
-    loss = ops.linear_cross_entropy(x, weight, target, bias=b, reduction=reduction, **options)
+    loss = _linear(x, weight, target, bias=b, reduction=reduction, **options)
     want, gradients = _exact(problem, reduction, options)
     assert loss.dtype == dtype and loss.shape == want.shape
     assert _error(loss, want) < tolerance
@@ -111,7 +115,7 @@ def test_half_precision_is_as_exact_as_torch_s(where, dtype, sum_dtype):
     exact = [t.detach().double().requires_grad_() for t in (x, weight)]
     want = F.cross_entropy(F.linear(*exact), target)
     own = F.cross_entropy(F.linear(x, weight), target)
-    loss = ops.linear_cross_entropy(x, weight, target, sum_dtype=sum_dtype)
+    loss = _linear(x, weight, target, sum_dtype=sum_dtype)
     assert loss.dtype == torch.float32 and _error(loss, want) <= _error(own, want)
     gradients = [
         torch.autograd.grad(a, b)
@@ -131,7 +135,7 @@ def test_gradients_are_derivatives():
             run = partial(ops.cross_entropy, **options)
             logits = F.linear(x, weight).detach().requires_grad_()
             assert torch.autograd.gradcheck(run, (logits,))
-            run = partial(ops.linear_cross_entropy, **options)
+            run = partial(_linear, **options)
             assert torch.autograd.gradcheck(
                 lambda x, w, b, run=run: run(x, w, bias=b), (x, weight, bias)
             )
@@ -140,12 +144,12 @@ def test_gradients_are_derivatives():
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_operators_pass_opcheck(where, reduction):
     x, weight, bias, target = _problem(where, torch.float32, rows=9, bias=True)
-    options = (-100, 0.0, 0.0, 0.1, True, True, True, torch.float32)
+    options = (-100, 0.0, 0.0, 0.1, 4, True, True, True, torch.float32)
     forward = torch.ops.engine.linear_cross_entropy.default
     opcheck(forward, (x, weight, bias, target, *options, reduction))
     opcheck(
         forward,
-        (x, weight.detach(), None, target, *options[:5], False, False, *options[7:], reduction),
+        (x, weight.detach(), None, target, *options[:6], False, False, *options[8:], reduction),
     )
     opcheck(torch.ops.engine.cross_entropy.default, (x, target % 16, -100, 0.0, 0.0, 0.1))
 
@@ -157,7 +161,7 @@ def test_gradients_of_some_inputs_only(reduction, needed):
     _, gradients = _exact(problem, reduction, {})
     inputs = [t.detach().requires_grad_(i in needed) for i, t in enumerate(problem[:3])]
     x, weight, bias = inputs
-    loss = ops.linear_cross_entropy(x, weight, problem[3], bias=bias, reduction=reduction)
+    loss = _linear(x, weight, problem[3], bias=bias, reduction=reduction)
     for i, got in zip(needed, _gradients(loss, [inputs[i] for i in needed]), strict=True):
         assert _error(got, gradients[i]) < 1e-12
 
@@ -166,7 +170,7 @@ def test_gradients_of_some_inputs_only(reduction, needed):
 def test_a_second_pass_over_a_retained_graph(where, reduction):
     dtype = torch.float64 if where == "cpu" else torch.float32
     x, weight, _, target = _problem(where, dtype)
-    loss = ops.linear_cross_entropy(x, weight, target, reduction=reduction)
+    loss = _linear(x, weight, target, reduction=reduction)
     upstream = _upstream(loss)
     first = torch.autograd.grad(loss, (x, weight), upstream, retain_graph=True)
     kept = [g.clone() for g in first]
@@ -193,7 +197,7 @@ def test_compiles_to_one_graph(where, reduction):
     x, weight, _, target = problem
 
     def both(x, weight, target):
-        loss = ops.linear_cross_entropy(2 * x, weight, target, reduction=reduction)
+        loss = _linear(2 * x, weight, target, reduction=reduction)
         return loss + ops.cross_entropy(F.linear(x, weight), target, reduction=reduction)
 
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
@@ -209,7 +213,7 @@ def test_compiles_to_one_graph(where, reduction):
 def test_vmap_runs_each_problem(reduction):
     x, weight, _, target = _problem(rows=12)
     xs, targets = x.view(3, 4, HIDDEN), target.view(3, 4)
-    run = partial(ops.linear_cross_entropy, reduction=reduction)
+    run = partial(_linear, reduction=reduction)
     got = torch.vmap(run, (0, None, 0))(xs, weight, targets)
     want = torch.stack([run(a, weight, b) for a, b in zip(xs, targets, strict=True)])
     assert _error(got, want) < 1e-12
@@ -226,8 +230,8 @@ def test_vmap_runs_each_problem(reduction):
 def test_autocast_casts_x_and_weight(where):
     x, weight, _, target = _problem(where, torch.float32)
     with torch.autocast(where, torch.bfloat16):
-        loss = ops.linear_cross_entropy(x, weight, target)
-    half = ops.linear_cross_entropy(x.bfloat16(), weight.bfloat16(), target)
+        loss = _linear(x, weight, target)
+    half = _linear(x.bfloat16(), weight.bfloat16(), target)
     assert torch.equal(loss, half) and loss.dtype == torch.float32
     dx, dweight = torch.autograd.grad(loss, (x, weight))
     assert dx.dtype == dweight.dtype == torch.float32
@@ -237,8 +241,8 @@ def test_checkpointing(where):
     from torch.utils.checkpoint import checkpoint
 
     x, weight, _, target = _problem(where, torch.float32)
-    want = torch.autograd.grad(ops.linear_cross_entropy(x, weight, target), (x, weight))
-    loss = checkpoint(ops.linear_cross_entropy, x, weight, target, use_reentrant=False)
+    want = torch.autograd.grad(_linear(x, weight, target), (x, weight))
+    loss = checkpoint(_linear, x, weight, target, use_reentrant=False)
     for a, b in zip(torch.autograd.grad(loss, (x, weight)), want, strict=True):
         assert torch.equal(a, b)
 
@@ -262,8 +266,8 @@ def test_views_and_leading_axes(where):
     wide = torch.randn(20, 30, 40, device=where)
     wide[..., 8:24] = x.detach().view(20, 30, HIDDEN)
     view = wide[..., 8:24].requires_grad_()
-    loss = ops.linear_cross_entropy(view, weight, target.view(20, 30), reduction="none")
-    want = ops.linear_cross_entropy(x, weight, target, reduction="none")
+    loss = _linear(view, weight, target.view(20, 30), reduction="none")
+    want = _linear(x, weight, target, reduction="none")
     assert loss.shape == (20, 30) and torch.equal(loss.flatten(), want)
     logits = F.linear(view, weight).transpose(0, 1)
     losses = ops.cross_entropy(logits, target.view(20, 30).t(), reduction="none")
@@ -273,7 +277,7 @@ def test_views_and_leading_axes(where):
 def test_unknown_targets_are_nan(where):
     x, weight, _, target = _problem(where, torch.float32)
     target[3] = VOCAB
-    losses = ops.linear_cross_entropy(x, weight, target, reduction="none")
+    losses = _linear(x, weight, target, reduction="none")
     assert losses[3].isnan() and losses.isnan().sum() == 1
     assert ops.linear_cross_entropy(x, weight, target).isnan()
 
@@ -296,14 +300,17 @@ def test_wrong_arguments():
         ops.linear_cross_entropy(x, weight, target, reduction="max")
     with pytest.raises(ContractError, match=r"weight: must be torch.float64, as x is; got torch.f"):
         ops.linear_cross_entropy(x, weight.float(), target)
+    with pytest.raises(ContractError, match="chunk_rows: must be positive; got 0"):
+        ops.linear_cross_entropy(x, weight, target, chunk_rows=0)
 
 
 def test_chunks_take_little_memory():
-    for rows, vocab, hidden in [(16384, 128256, 4096), (16384, 50257, 768), (4096, 128256, 2048)]:
-        step = chunk_rows(rows, vocab, hidden)
-        assert step % 256 == 0
-        assert step * vocab <= max(rows * hidden, vocab * hidden // 8) + 256 * vocab
-    assert chunk_rows(5, 50, 16) == 5
+    """As much as x or an eighth of the weight, or 64 Mi logits, rounded to 256 rows."""
+    for rows, vocab, hidden in [(16384, 128256, 4096), (65536, 50257, 768), (4096, 128256, 2048)]:
+        step = default_chunk_rows(rows, vocab, hidden)
+        most = max(rows * hidden, vocab * hidden // 8, 64 << 20)
+        assert step % 256 == 0 and abs(step * vocab - most) <= 128 * vocab
+    assert default_chunk_rows(5, 50, 16) == 5
 
 
 @pytest.mark.gpu
@@ -315,9 +322,9 @@ def test_logits_never_exist():
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    ops.linear_cross_entropy(x, weight, target).backward()
+    ops.linear_cross_entropy(x, weight, target, chunk_rows=1024).backward()
     gradients = 2 * (x.numel() + weight.numel())
-    chunk = 2 * chunk_rows(rows, vocab, hidden) * vocab
+    chunk = 2 * 1024 * vocab
     assert torch.cuda.max_memory_allocated() - before < gradients + chunk + (4 << 20)
 
 

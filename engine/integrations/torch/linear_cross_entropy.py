@@ -24,9 +24,10 @@ from engine.integrations.torch._core import (
 )
 from engine.integrations.torch.cross_entropy import check_reduction, loss_dtype, reduced
 
-__all__ = ["chunk_rows", "linear_cross_entropy"]
+__all__ = ["default_chunk_rows", "linear_cross_entropy"]
 
 _ROWS_MULTIPLE = 256  # whole tiles of the products, and aligned slices
+_MIN_LOGITS = 64 << 20  # logits of a chunk
 # Between rows of logits, in elements: the products are several times as slow if rows are not
 # aligned to 16 bytes, as those of 50,257 are not.
 _COLUMNS_MULTIPLE = 64
@@ -41,20 +42,21 @@ class _Options(NamedTuple):
     label_smoothing: float
 
 
-def chunk_rows(num_rows: int, vocab: int, hidden: int) -> int:
+def default_chunk_rows(num_rows: int, vocab: int, hidden: int) -> int:
     """Return how many rows of logits exist at once.
 
-    Their logits take as much memory as x, or an eighth of the weight if that is more: little beside
-    the gradients of both, which exist anyway. Fewer rows would make the product for the weight's
-    gradient read and write the sum more often than it multiplies.
+    They take as much memory as x, or an eighth of the weight if that is more: little beside the
+    gradients of both, which exist anyway. With fewer rows, the product for the weight's gradient
+    would read and write its sum more often than it multiplies. Small models get 128 MB in 16 bits,
+    below which products no longer fill a GPU.
 
     Examples
     --------
-    >>> chunk_rows(16384, 128256, 4096)
-    512
+    >>> default_chunk_rows(16384, 128256, 4096), default_chunk_rows(16384, 32768, 768)
+    (512, 2048)
     """
-    rows = max(num_rows // -(-vocab // hidden), hidden // 8, 1)
-    return min(-(-rows // _ROWS_MULTIPLE) * _ROWS_MULTIPLE, num_rows)
+    rows = max(num_rows // -(-vocab // hidden), hidden // 8, _MIN_LOGITS // vocab)
+    return min(max(round(rows / _ROWS_MULTIPLE), 1) * _ROWS_MULTIPLE, num_rows)
 
 
 def _cross_entropy_of(
@@ -90,6 +92,7 @@ class _Product(NamedTuple):
     bias: Tensor | None
     target: Tensor
     options: _Options
+    chunk_rows: int  # 0: the default
 
     def chunks(self, losses: Tensor, dloss: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of rows with their logits or, with `dloss`, their logits' gradient.
@@ -98,7 +101,8 @@ class _Product(NamedTuple):
         a single one.
         """
         num_rows, hidden = self.x.shape
-        step = max(chunk_rows(num_rows, len(self.weight), hidden), 1)
+        chosen = self.chunk_rows or default_chunk_rows(num_rows, len(self.weight), hidden)
+        step = max(min(chosen, num_rows), 1)
         buffer = self._buffer(step)
         for first in range(0, num_rows, step):
             rows = slice(first, min(first + step, num_rows))
@@ -171,8 +175,8 @@ def _forward(
     With "none" each row has a dloss of its own, which the sums over rows need: then only dx can be
     computed now.
     """
-    *options, need_dx, need_dweight, need_dbias, sum_dtype, reduction = rest
-    product = _Product(x, weight, bias, target, _Options(*options))
+    *options, chunk_rows, need_dx, need_dweight, need_dbias, sum_dtype, reduction = rest
+    product = _Product(x, weight, bias, target, _Options(*options), chunk_rows)
     count = (target != product.options.ignore_index).sum().to(loss_dtype(x.dtype))
     inverse = 1 / count.clamp(min=1) if reduction == "mean" else torch.ones_like(count)
     needs = (need_dx, need_dweight, need_dbias)
@@ -201,7 +205,7 @@ def _boost(x: Tensor, reduction: str) -> float:
 def _fake_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
 ) -> Any:
-    need_dx, need_dweight, need_dbias, _, reduction = rest[4:]
+    need_dx, need_dweight, need_dbias, _, reduction = rest[5:]
     is_late = reduction == "none" and (need_dweight or need_dbias)
     dtype = loss_dtype(x.dtype)
     return (
@@ -217,8 +221,8 @@ def _gradients(
     dloss: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     """Return the gradients of x, weight and bias for one dloss per row, or for a common one."""
-    *options, need_dx, need_dweight, need_dbias, sum_dtype = rest
-    product = _Product(x, weight, bias, target, _Options(*options))
+    *options, chunk_rows, need_dx, need_dweight, need_dbias, sum_dtype = rest
+    product = _Product(x, weight, bias, target, _Options(*options), chunk_rows)
     needs = (need_dx, need_dweight, need_dbias)
     return product.gradients(dloss.contiguous(), needs, sum_dtype)[1:]
 
@@ -226,7 +230,7 @@ def _gradients(
 def _fake_gradients(
     dloss: Tensor, x: Tensor, weight: Tensor, bias: Any, target: Tensor, *rest: Any
 ) -> Any:
-    need_dx, need_dweight, need_dbias, _ = rest[4:]
+    need_dx, need_dweight, need_dbias, _ = rest[5:]
     return (
         torch.empty_like(x) if need_dx else x.new_empty(0),
         torch.empty_like(weight) if need_dweight else x.new_empty(0),
@@ -286,8 +290,8 @@ def _no_second_derivative(*_: Any) -> Any:
 
 _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float softcap, "
-    "float z_loss, float label_smoothing, bool need_dx, bool need_dweight, bool need_dbias, "
-    "ScalarType sum_dtype"
+    "float z_loss, float label_smoothing, int chunk_rows, bool need_dx, bool need_dweight, "
+    "bool need_dbias, ScalarType sum_dtype"
 )
 _linear_cross_entropy = torch.library.custom_op(
     "engine::linear_cross_entropy",
@@ -332,6 +336,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     sum_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
 ) -> Tensor:
     """Return ``cross_entropy(linear(x, weight, bias), target)`` without the logits in memory.
 
@@ -351,6 +356,9 @@ def linear_cross_entropy(
     sum_dtype : torch.dtype, optional
         Dtype in which the weight's gradient is summed over chunks of rows: the weight's (the
         default), or torch.float32, which takes more memory and time.
+    chunk_rows : int, optional
+        Rows of logits that exist at once; see `default_chunk_rows`. More are faster, and the
+        weight's gradient is rounded less often.
 
     Returns
     -------
@@ -373,9 +381,9 @@ def linear_cross_entropy(
 
     Examples
     --------
-    >>> x, weight = torch.eye(2), torch.tensor([[9.0, 0.0], [0.0, 0.0]])
-    >>> linear_cross_entropy(x, weight, torch.tensor([0, 1]), reduction="none").round(decimals=4)
-    tensor([0.0001, 0.6931])
+    >>> x, weight = torch.eye(2), torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    >>> linear_cross_entropy(x, weight, torch.tensor([0, 1]), reduction="none")
+    tensor([0.3133, 0.6931])
     """
     check_reduction("linear_cross_entropy", reduction)
     x, weight, bias = to_autocast_dtype(x, weight, bias)
@@ -384,7 +392,9 @@ def linear_cross_entropy(
             raise ContractError(
                 f"linear_cross_entropy: {name}: must be {x.dtype}, as x is; got {tensor.dtype}"
             )
-    options = (ignore_index, softcap, z_loss, label_smoothing)
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ContractError(f"linear_cross_entropy: chunk_rows: must be positive; got {chunk_rows}")
+    options = (ignore_index, softcap, z_loss, label_smoothing, chunk_rows or 0)
     kind = (weight.dtype if sum_dtype is None else sum_dtype, reduction)
     tensors = (x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1))
     if _is_transformed():  # all gradients in the backward pass
