@@ -277,7 +277,7 @@ class EngineAttention(MegatronModule):
                 raise ConfigError("packed_seq_params must have no padding between sequences")
         out: torch.Tensor = ops.attention_varlen(
             *(query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv),
-            *map(_rounded_up, (packed.max_seqlen_q, packed.max_seqlen_kv)),
+            *(_bound(packed.max_seqlen_q, query), _bound(packed.max_seqlen_kv, key)),
             causal=causal,
             scale=self.scale,
             window=self.window,
@@ -301,9 +301,13 @@ class EngineAttention(MegatronModule):
         )
 
 
-def _rounded_up(length: int) -> int:
-    """Return a bound of few values: each new one costs a preparation of the launches."""
-    return -(-length // 128) * 128
+def _bound(length: Any, rows: torch.Tensor) -> int:
+    """Return an upper bound of the lengths of packed sequences, without asking the GPU.
+
+    Rounded up, as each new value costs a preparation of the launches.
+    """
+    longest = length if isinstance(length, int) else len(rows)
+    return -(-longest // 128) * 128
 
 
 def _check_attention(config: TransformerConfig, dropout: float) -> None:
@@ -352,8 +356,13 @@ class EngineActivation(torch.nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         functional = torch.nn.functional
-        gated = {functional.silu: ops.swiglu, functional.gelu: _geglu}
-        plain = {functional.silu: ops.silu, functional.gelu: _gelu, functional.relu: ops.relu}
+        exact = partial(ops.geglu, approximate="none")
+        gated: dict[Any, Any] = {functional.silu: ops.swiglu, functional.gelu: exact}
+        plain: dict[Any, Any] = {
+            functional.silu: ops.silu,
+            functional.gelu: ops.gelu,
+            functional.relu: ops.relu,
+        }
         function = (gated if config.gated_linear_unit else plain).get(config.activation_func)
         if function is None or config.activation_func_clamp_value is not None:
             raise ConfigError(
@@ -368,16 +377,6 @@ class EngineActivation(torch.nn.Module):
         """Map x (..., 2F) to (..., F) if gated, else (..., F) to (..., F)."""
         y: torch.Tensor = self._function(x)
         return y
-
-
-def _geglu(x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = ops.geglu(x, approximate="none")
-    return y
-
-
-def _gelu(x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = ops.gelu(x, approximate="none")
-    return y
 
 
 class EngineGroupedMLP(MegatronModule):
@@ -577,7 +576,6 @@ def gpt_layer_spec(
     *,
     qk_layernorm: bool = False,
     moe_grouped_gemm: bool = True,
-    use_te_activation_func: bool = False,
 ) -> ModuleSpec:
     """Return the spec of a GPT layer, Megatron's local one with our modules in it.
 
@@ -589,11 +587,9 @@ def gpt_layer_spec(
         Norms of queries and keys.
     moe_grouped_gemm : bool
         `EngineGroupedMLP`; else Megatron's `SequentialMLP`.
-    use_te_activation_func : bool
-        `EngineActivation` in MLPs; needs the field of that name in the configuration, too.
     """
     spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=qk_layernorm)
-    return _with_our_modules(spec, num_experts, moe_grouped_gemm, use_te_activation_func)
+    return _with_our_modules(spec, num_experts, moe_grouped_gemm)
 
 
 def gpt_block_spec(
@@ -611,16 +607,13 @@ def gpt_block_spec(
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, vp_stage=vp_stage, pp_rank=pp_rank
     )
-    common = (config.num_moe_experts, config.moe_grouped_gemm, config.use_te_activation_func)
+    common = (config.num_moe_experts, config.moe_grouped_gemm)
     layers = [_with_our_modules(spec, *common) for spec in block.layer_specs]
     return replace(block, layer_specs=layers, layer_norm=EngineSpecProvider().layer_norm())
 
 
 def _with_our_modules(
-    spec: ModuleSpec,
-    num_experts: int | None,
-    moe_grouped_gemm: bool,
-    use_te_activation_func: bool,
+    spec: ModuleSpec, num_experts: int | None, moe_grouped_gemm: bool
 ) -> ModuleSpec:
     """Return a layer's spec with the provider's norms, attention and MLP."""
     backend = EngineSpecProvider()
@@ -638,7 +631,7 @@ def _with_our_modules(
         backend,
         num_experts=num_experts if layer.mlp.module is MoELayer else None,
         moe_grouped_gemm=moe_grouped_gemm,
-        use_te_activation_func=use_te_activation_func,
+        use_te_activation_func=True,  # built only if the configuration says so, too
     )
     ours = replace(
         layer,

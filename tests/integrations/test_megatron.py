@@ -96,10 +96,11 @@ def _shards(model, **metadata):
     return {name: (x.key, getattr(x, "global_shape", None)) for name, x in state.items()}
 
 
-def test_a_layers_spec_alone_will_do(cpu):
+@pytest.mark.parametrize("use_te_activation_func", [False, True])
+def test_a_layers_spec_alone_will_do(cpu, use_te_activation_func):
     """As `--spec` passes it; the final norm is then Megatron's."""
-    config = parts.config()
-    (ours, local) = (parts.model(config, megatron.DENSE_LAYER), parts.local(config))
+    config = parts.config(use_te_activation_func=use_te_activation_func)
+    (ours, local) = (parts.model(config, megatron.DENSE_LAYER), parts.local(parts.config()))
     assert isinstance(ours.decoder.layers[0].input_layernorm, megatron.EngineRMSNorm)
     _assert_equal_models(ours, local)
 
@@ -250,11 +251,18 @@ def test_attention_of_windows_and_sinks(cpu, softmax_type, window):
         sinks.data.copy_(torch.tensor([0.5, -1.0, 2.0, 0.0]))
     (q, k, v) = _qkv(LENGTH, BATCH)
     out = attention(q, k, v, None)
-    assert out.shape == (LENGTH, BATCH, 32)
     visible = _causal(LENGTH, 4 if window == (3, 0) else 0)
-    for i in range(BATCH):
-        wanted = _dense(q[:, i], k[:, i], v[:, i], scale=8**-0.5, visible=visible, sinks=sinks)
-        torch.testing.assert_close(out[:, i].view(LENGTH, 4, 8), wanted, **CLOSE)
+    each = [
+        _dense(q[:, i], k[:, i], v[:, i], scale=8**-0.5, visible=visible, sinks=sinks)
+        for i in range(BATCH)
+    ]
+    wanted = torch.stack(each, 1).flatten(2)
+    torch.testing.assert_close(out, wanted, **CLOSE)
+    inputs = [q, k, v, sinks] if softmax_type == "learnable" else [q, k, v]
+    weight = torch.randn(out.shape)
+    gradients = torch.autograd.grad(out, inputs, weight)
+    for got, want in zip(gradients, torch.autograd.grad(wanted, inputs, weight), strict=True):
+        torch.testing.assert_close(got, want, **CLOSE)
 
 
 def test_attention_copies_neither_inputs_nor_output(cpu, monkeypatch):
@@ -281,16 +289,12 @@ def test_windows_skip_the_layers_that_the_configuration_names(cpu):
     assert [_attention(config, layer).window for layer in (1, 2, 3)] == [4, 0, 4]
 
 
-def test_attention_of_packed_sequences(cpu):
+@pytest.mark.parametrize("longest", [6, None])
+def test_attention_of_packed_sequences(cpu, longest):
     """Each sequence is as if it were alone, forward and backward."""
     bounds = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=6,
-        max_seqlen_kv=6,
-    )
+    lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+    packed = PackedSeqParams("thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, **lengths)
     attention = _attention(parts.config())
     (q, k, v) = _qkv(12)
     out = attention(q, k, v, None, AttnMaskType.padding_causal, packed_seq_params=packed)
