@@ -24,8 +24,25 @@ from engine.integrations.torch.quantized import (
 )
 from engine.integrations.torch.rotary import rope
 
-__all__ = ["attention", "attention_paged", "attention_varlen", "cross_entropy", "geglu", "gelu"]
-__all__ += ["layernorm", "linear_cross_entropy", "relu", "rmsnorm", "rope"]
-__all__ += ["scaled_dot_product_attention", "silu", "swiglu"]
-__all__ += ["moe_experts", "moe_route"]
-__all__ += ["QuantizedLinear", "embedding", "quantize_linears", "quantized_linear"]
+__all__ = [
+    "QuantizedLinear",
+    "attention",
+    "attention_paged",
+    "attention_varlen",
+    "cross_entropy",
+    "embedding",
+    "geglu",
+    "gelu",
+    "layernorm",
+    "linear_cross_entropy",
+    "moe_experts",
+    "moe_route",
+    "quantize_linears",
+    "quantized_linear",
+    "relu",
+    "rmsnorm",
+    "rope",
+    "scaled_dot_product_attention",
+    "silu",
+    "swiglu",
+]
