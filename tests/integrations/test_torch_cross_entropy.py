@@ -328,6 +328,32 @@ def test_logits_never_exist():
     assert torch.cuda.max_memory_allocated() - before < gradients + chunk + (4 << 20)
 
 
+@pytest.mark.gpu
+def test_a_step_in_a_cuda_graph():
+    x, weight, _, target = _problem("cuda", torch.bfloat16)
+
+    def step():
+        x.grad = weight.grad = None
+        loss = _linear(x, weight, target)
+        loss.backward()
+        return loss
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    captured = (loss, x.grad, weight.grad)
+    with torch.no_grad():
+        x.copy_(x.flip(0))
+    graph.replay()
+    got = [t.detach().clone() for t in captured]
+    for a, b in zip(got, (step(), x.grad, weight.grad), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_the_operator_runs_the_mirror():
     x, _, _, target = _problem(dtype=torch.bfloat16)
     want = reference.cross_entropy(

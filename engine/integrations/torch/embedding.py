@@ -1,9 +1,8 @@
 """Embedding lookup on tensors, with its gradient.
 
-The gradient of the table is torch's own kernel: it sorts the ids and sums each row's gradients in
-float32 in a fixed order, so it is reproducible, and it moves little more than the bytes it must. As
-an operator of its own it stays that way under `torch.compile`, whose decomposition adds with
-atomics.
+The gradient of the table is torch's own kernel: it adds the rows of each id in a fixed order, so it
+is reproducible. As an operator of its own it stays that way under `torch.compile`, whose
+decomposition adds with atomics.
 """
 
 from __future__ import annotations
