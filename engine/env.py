@@ -63,7 +63,7 @@ VARIABLES: tuple[Variable, ...] = (
         "the file's tokenizer.ggml.pre",
         "name of the rule that splits words for .gguf files that name none, or an unknown one",
     ),
-    Variable("ENGINE_VLLM_LAYERS", "0", "1 replaces norms and gated activations of vLLM, too"),
+    Variable("ENGINE_VLLM_LAYERS", "0", "1 replaces norms, activations and experts of vLLM, too"),
     Variable(
         "ENGINE_COMMIT",
         "git's, in a checkout",
@@ -130,7 +130,7 @@ def offline() -> bool:
 
 
 def vllm_layers() -> bool:
-    """Tell whether vLLM's norms and activations are replaced (`engine.integrations.vllm`)."""
+    """Tell whether vLLM's layers are replaced, too (`engine.integrations.vllm`)."""
     return _choice("ENGINE_VLLM_LAYERS", "0", ("0", "1")) == "1"
 
 

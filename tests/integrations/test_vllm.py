@@ -232,7 +232,8 @@ def test_decodes_come_first():
     alone = _builder().build(0, _batch(_DECODE, tables[:3], slots[:3]))
     assert (alone.num_decodes, alone.cu_seqlens_q) == (3, None)
     other = _builder().update_block_table(found, tables + 1, slots)
-    assert other.block_table is not found.block_table and other.seq_lens is found.seq_lens
+    assert (other.decode_tables == 1).all() and (other.chunk_tables == 1).all()
+    assert len(other.chunk_tables) == 2 and other.chunk_lens is found.chunk_lens
     ours = attention.EngineMetadataBuilder
     support = ours.get_cudagraph_support(_config(), None)
     assert support == backend.AttentionCGSupport.UNIFORM_BATCH
@@ -336,8 +337,16 @@ def layers(request, monkeypatch):
     monkeypatch.setattr(ops, "get_cached_compilation_config", lambda: config)
     monkeypatch.setattr(ops, "op_registry_oot", {})
     monkeypatch.setenv("ENGINE_VLLM_LAYERS", "1")
-    ours = importlib.import_module("engine.integrations.vllm.layers")
+    ours = pytest.importorskip(
+        "engine.integrations.vllm.layers",
+        reason="vLLM's layers need more packages than its attention",
+        exc_type=ImportError,
+    )
     monkeypatch.setattr(ours, "op_registry_oot", ops.op_registry_oot)
+    method = ours.UnquantizedFusedMoEMethod
+    chosen = SimpleNamespace(is_monolithic=lambda: False)
+    choose = f"{method.__module__}.select_unquantized_moe_backend"
+    monkeypatch.setattr(choose, lambda moe_config: (None, chosen))
     plugin.register()
     plugin.register()
     return ours
@@ -379,3 +388,81 @@ def test_activations(layers):
         assert type(layer).__module__ == layers.__name__
         want = torch.nn.functional.gelu(torch.from_numpy(gate), approximate=approximate)
         np.testing.assert_allclose(_double(layer(x)), want.numpy() * up, atol=0.02)
+
+
+def _experts(layers, **changes):
+    """Return vLLM's method for a layer of 4 experts, and the layer."""
+    activation = importlib.import_module("vllm.model_executor.layers.fused_moe.activation")
+    parallel = {"ep_size": 1, "dp_size": 1, "pcp_size": 1, "enable_eplb": False}
+    parallel = SimpleNamespace(**parallel, is_sequence_parallel=False)
+    moe = SimpleNamespace(
+        activation=activation.MoEActivation.SILU,
+        is_act_and_mul=True,
+        has_bias=False,
+        is_lora_enabled=False,
+        swiglu_limit=None,
+        swiglu_alpha=None,
+        swiglu_beta=None,
+        hidden_dim=32,
+        hidden_dim_unpadded=32,
+        intermediate_size_per_partition=24,
+        intermediate_size_per_partition_unpadded=24,
+        moe_parallel_config=parallel,
+    )
+    layer = torch.nn.Module()
+    layer.expert_map, layer.apply_router_weight_on_input = None, False
+    for name, value in changes.items():
+        owner = next(each for each in (moe, parallel, layer) if hasattr(each, name))
+        setattr(owner, name, value)
+    method = layers.UnquantizedFusedMoEMethod(moe)
+    method.create_weights(layer, 4, 32, 24, torch.bfloat16)
+    rng = np.random.default_rng(5)
+    layer.w13_weight.data = _random(rng, 4, 48, 32)
+    layer.w2_weight.data = _random(rng, 4, 32, 24)
+    return method, layer
+
+
+def test_experts(layers):
+    method, layer = _experts(layers)
+    assert type(method) is layers.EngineFusedMoEMethod
+    before = layer.w13_weight.data.clone()
+    method.process_weights_after_loading(layer)
+    assert torch.equal(layer.w13_weight.data, before)
+    assert method.supports_internal_mk and not method.is_monolithic
+    rng = np.random.default_rng(6)
+    x, weights = _random(rng, 5, 32), torch.from_numpy(rng.random((5, 2), np.float32))
+    ids = torch.tensor([[0, 3], [3, 1], [2, 0], [1, 2], [3, 0]], dtype=torch.int32)
+    found = method.apply(layer, x, weights, ids, None, None)
+    gate_up, down = _double(layer.w13_weight.data), _double(layer.w2_weight.data)
+    want = np.zeros((5, 32))
+    for t, j in np.ndindex(5, 2):
+        gate, up = np.split(gate_up[ids[t, j]] @ _double(x)[t], 2)
+        want[t] += float(weights[t, j]) * (down[ids[t, j]] @ (gate / (1 + np.exp(-gate)) * up))
+    np.testing.assert_allclose(_double(found), want, rtol=0.02, atol=0.02 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"has_bias": True},
+        {"is_lora_enabled": True},
+        {"swiglu_limit": 7.0},
+        {"hidden_dim": 64},
+        {"ep_size": 2},
+        {"dp_size": 2},
+        {"is_sequence_parallel": True},
+        {"enable_eplb": True},
+        {"expert_map": torch.zeros(4)},
+        {"apply_router_weight_on_input": True},
+    ],
+    ids=str,
+)
+def test_experts_without_a_kernel_are_theirs(layers, monkeypatch, change):
+    method, layer = _experts(layers, **change)
+    converted = []
+    monkeypatch.setattr(method, "_setup_kernel", lambda **given: converted.append(given))
+    method.process_weights_after_loading(layer)
+    assert not method.is_ours and len(converted) == 1
+    method.moe_kernel = SimpleNamespace(apply=lambda **given: "theirs")
+    layer.activation, layer.global_num_experts = method.moe.activation, 4
+    assert method.apply(layer, torch.ones(1, 32), None, None, None, None) == "theirs"

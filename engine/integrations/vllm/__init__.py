@@ -1,7 +1,7 @@
-"""The engine's kernels in vLLM (0.24 and 0.33): attention backend CUSTOM, norms and activations.
+"""The engine's kernels in vLLM (0.24 and 0.33): attention, and norms, activations and experts.
 
 vLLM calls `register` in each of its processes, as a plugin of the group `vllm.general_plugins`.
-Attention is chosen with ``--attention-backend CUSTOM``; norms and activations are replaced if the
+Attention is chosen with ``--attention-backend CUSTOM``; the other layers are replaced if the
 environment variable `ENGINE_VLLM_LAYERS` is 1.
 """
 

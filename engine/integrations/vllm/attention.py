@@ -159,20 +159,24 @@ class EngineMetadata(AttentionMetadata):
         Requests that decode, and tokens of each.
     num_tokens : int
         Tokens of the batch, without padding.
-    block_table, seq_lens : (B, NB) and (B,) tensors of int32
+    decode_tables, chunk_tables : (B, NB) tensors of int32
+        Pages of the requests that decode, and of the others.
+    decode_lens, chunk_lens : (B,) tensors of int32
     cu_seqlens_q : (B - num_decodes + 1,) tensor of int32
         First token of each chunk, from 0; None without chunks.
     max_query_len : int
         Upper bound of a chunk's tokens.
     max_context_len : int
-        Upper bound of `seq_lens`.
+        Upper bound of the lengths.
     """
 
     num_decodes: int
     num_queries: int
     num_tokens: int
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
+    decode_tables: torch.Tensor
+    chunk_tables: torch.Tensor
+    decode_lens: torch.Tensor
+    chunk_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor | None
     max_query_len: int
     max_context_len: int
@@ -223,8 +227,8 @@ class EngineMetadataBuilder(AttentionMetadataBuilder):
             num_decodes=num_decodes,
             num_queries=num_queries,
             num_tokens=batch.num_actual_tokens,
-            block_table=batch.block_table_tensor,
-            seq_lens=batch.seq_lens,
+            **_split("tables", batch.block_table_tensor, num_decodes),
+            **_split("lens", batch.seq_lens, num_decodes),
             cu_seqlens_q=starts,
             max_query_len=batch.max_query_len,
             max_context_len=_rounded_up(batch.max_seq_len),
@@ -245,7 +249,7 @@ class EngineMetadataBuilder(AttentionMetadataBuilder):
         self, metadata: EngineMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> EngineMetadata:
         """Return the metadata of the same batch in another group of caches."""
-        return dataclasses.replace(metadata, block_table=blk_table)
+        return dataclasses.replace(metadata, **_split("tables", blk_table, metadata.num_decodes))
 
 
 class EngineImpl(AttentionImpl):
@@ -326,8 +330,8 @@ class EngineImpl(AttentionImpl):
                 _rows(output, 0, first_token),
                 *pages,
                 self._float_sinks,
-                _rows(batch.block_table, 0, batch.num_decodes),
-                _rows(batch.seq_lens, 0, batch.num_decodes),
+                batch.decode_tables,
+                batch.decode_lens,
                 batch.num_queries,
                 batch.max_context_len,
                 *self._rule,
@@ -338,8 +342,8 @@ class EngineImpl(AttentionImpl):
                 _rows(output, first_token, batch.num_tokens),
                 *pages,
                 self._float_sinks,
-                _rows(batch.block_table, batch.num_decodes, None),
-                _rows(batch.seq_lens, batch.num_decodes, None),
+                batch.chunk_tables,
+                batch.chunk_lens,
                 batch.cu_seqlens_q,
                 batch.max_query_len,
                 *self._rule,
@@ -362,9 +366,14 @@ class EngineImpl(AttentionImpl):
         return self._pages[1:]
 
 
-def _rows(tensor: torch.Tensor, first: int, end: int | None) -> torch.Tensor:
+def _split(name: str, tensor: torch.Tensor, num_decodes: int) -> dict[str, torch.Tensor]:
+    """Return the rows of the requests that decode and of the others, by attribute's name."""
+    return {f"decode_{name}": tensor[:num_decodes], f"chunk_{name}": tensor[num_decodes:]}
+
+
+def _rows(tensor: torch.Tensor, first: int, end: int) -> torch.Tensor:
     """Return rows `first` to `end`; the tensor itself if that is all, since a view costs 2 us."""
-    if first == 0 and end in (None, tensor.shape[0]):
+    if first == 0 and end == tensor.shape[0]:
         return tensor
     return tensor[first:end]
 

@@ -1,8 +1,9 @@
-"""vLLM's norms and gated activations on the engine's kernels, as out-of-tree layers.
+"""vLLM's norms, gated activations and experts on the engine's kernels, as out-of-tree layers.
 
-vLLM builds these classes wherever a model asks for `RMSNorm`, `GemmaRMSNorm`, `SiluAndMul` or
-`GeluAndMul`. They are operators of `torch.library`, so `torch.compile` keeps them as they are, and
-vLLM does not fuse them with what surrounds them.
+vLLM builds these classes wherever a model asks for `RMSNorm`, `GemmaRMSNorm`, `SiluAndMul`,
+`GeluAndMul` or (see `experts.py`) `UnquantizedFusedMoEMethod`. They call operators of
+`torch.library`, so `torch.compile` keeps them as they are, and does not fuse them with what
+surrounds them.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from typing import Any
 import torch
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from engine.integrations.torch import geglu, rmsnorm, swiglu
+from engine.integrations.vllm.experts import EngineFusedMoEMethod
 
 __all__ = ["register_layers"]
 
@@ -79,6 +84,7 @@ _LAYERS: dict[Any, Any] = {
     GemmaRMSNorm: EngineGemmaRMSNorm,
     SiluAndMul: EngineSiluAndMul,
     GeluAndMul: EngineGeluAndMul,
+    UnquantizedFusedMoEMethod: EngineFusedMoEMethod,
 }
 
 
