@@ -2,7 +2,8 @@
 
 A handler is a C function `XLA_FFI_Error* (XLA_FFI_CallFrame*)`. XLA calls it with the addresses of
 the operands and of the results; here it is a ctypes callback, so it runs Python. The structs are
-those of `xla/ffi/api/c_api.h` (in `jax.ffi.include_dir()`), version 0.3.
+those of `xla/ffi/api/c_api.h` (in `jax.ffi.include_dir()`), version 0.3. Newer versions only append
+fields and functions.
 """
 
 from __future__ import annotations
@@ -92,8 +93,10 @@ class _ErrorCreate(_Head):
     _fields_ = (("message", c_char_p), ("code", c_int))
 
 
-class _ErrorMessage(_Head):
-    _fields_ = (("error", c_void_p), ("message", c_char_p))
+class _ErrorDetails(_Head):
+    """Arguments of XLA_FFI_Error_GetMessage; version 0.4 also writes the code."""
+
+    _fields_ = (("error", c_void_p), ("message", c_char_p), ("code", c_int))
 
 
 class _ContextGet(_Head):
@@ -286,7 +289,7 @@ def _error(frame: _Frame, error: BaseException) -> int | None:
 
 def _take_message(api: _Api, error: int) -> str:
     """Return the message of an error that XLA gave us, and free it."""
-    arguments = _ErrorMessage(ctypes.sizeof(_ErrorMessage), None, error, None)
+    arguments = _ErrorDetails(ctypes.sizeof(_ErrorDetails), None, error, None, 0)
     api.error_get_message(ctypes.addressof(arguments))
     message = (arguments.message or b"").decode()
     arguments.message = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from functools import partial
 from typing import Any
 
@@ -97,7 +98,7 @@ def cross_entropy(
     target = call.integers("target", target, " ".join(map(str, shape)))
     call.check("reduction", reduction in _REDUCTIONS, f"one of {_REDUCTIONS}", reduction)
     options = {
-        "ignore_index": ignore_index,
+        "ignore_index": operator.index(ignore_index),
         "softcap": call.number("softcap", softcap, low=0.0),
         "z_loss": call.number("z_loss", z_loss, low=0.0),
         "label_smoothing": call.number("label_smoothing", label_smoothing, low=0.0, high=1.0),

@@ -17,6 +17,7 @@ from engine.integrations.jax._contract import TraceContract
 from engine.integrations.jax._gradients import accumulation_dtype
 from engine.integrations.jax._operators import Shapes, define, varying_alike
 from engine.kernels import Routing
+from engine.kernels._attention import check_count
 from engine.kernels._contract import INT32, MIRROR_FLOATS
 
 __all__ = ["moe_experts", "moe_route"]
@@ -117,8 +118,8 @@ def moe_route(
     options = {
         "top_k": top_k,
         "score": score,
-        "num_groups": num_groups,
-        "top_groups": top_groups,
+        "num_groups": check_count(call, "num_groups", num_groups),
+        "top_groups": check_count(call, "top_groups", top_groups),
         "renormalize": bool(renormalize),
         "scale": call.number("scale", scale),
     }
