@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
 import threading
@@ -455,6 +456,37 @@ def test_cross_entropy_and_its_gradient(dtype):
         assert_close(found, wanted, dtype)
         slope = jax.grad(lambda x: ops.cross_entropy(x, target[1]))
         assert_close(jax.vmap(slope)(logits)[0], slope(logits[0]), dtype)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_linear_cross_entropy_equals_its_parts(monkeypatch, dtype, reduction):
+    module = importlib.import_module("engine.integrations.jax.linear_cross_entropy")
+    monkeypatch.setattr(module, "_chunk_rows", lambda *_: 4)  # 4 + 4 + 2 rows
+    target = jnp.array([[0, 6, -100, 2, 1], [3, 3, 1, -100, 5]])
+    factors = random(4, 2, 5)
+
+    def ours(x, weight, bias):
+        options = {"softcap": 5.0, "reduction": reduction}
+        losses = ops.linear_cross_entropy(x, weight, target, bias=bias, **options)
+        return jnp.sum(losses * factors) if reduction == "none" else losses
+
+    def parts(x, weight, bias):
+        logits = (x @ weight.T + bias).astype(x.dtype)
+        losses = ops.cross_entropy(logits, target, softcap=5.0, reduction=reduction)
+        return jnp.sum(losses * factors) if reduction == "none" else losses
+
+    with jax.enable_x64(dtype == "float64"):
+        arrays = [random(i, *s, dtype=dtype) for i, s in enumerate([(2, 5, 8), (7, 8), (7,)])]
+        close = 1e-9 if dtype == "float64" else 3e-3
+        np.testing.assert_allclose(jax.jit(ours)(*arrays), parts(*arrays), rtol=close, atol=close)
+        found, wanted = (jax.jit(jax.grad(f, (0, 1, 2)))(*arrays) for f in (ours, parts))
+        mapped = jax.vmap(jax.grad(ours), (0, None, None))(
+            jnp.stack([arrays[0], -arrays[0]]), *arrays[1:]
+        )
+        for a, b in zip((*found, mapped[0]), (*wanted, wanted[0]), strict=True):
+            assert a.dtype == b.dtype == dtype
+            np.testing.assert_allclose(a, b, rtol=close, atol=close)
 
 
 def test_quantized_products():

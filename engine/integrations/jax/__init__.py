@@ -10,6 +10,7 @@ from engine.integrations.jax.attention import attention, attention_varlen
 from engine.integrations.jax.cross_entropy import cross_entropy
 from engine.integrations.jax.embedding import embedding, rope
 from engine.integrations.jax.linear import linear, linear_fp8, linear_int8
+from engine.integrations.jax.linear_cross_entropy import linear_cross_entropy
 from engine.integrations.jax.moe import moe_experts, moe_route
 from engine.integrations.jax.norms import layernorm, rmsnorm
 from engine.integrations.jax.paged import attention_paged, kv_store
@@ -25,6 +26,7 @@ __all__ = [
     "kv_store",
     "layernorm",
     "linear",
+    "linear_cross_entropy",
     "linear_fp8",
     "linear_int8",
     "moe_experts",

@@ -16,7 +16,7 @@ from engine.integrations.jax._gradients import accumulation_dtype
 from engine.integrations.jax._operators import Shapes, define, varying_alike
 from engine.kernels._contract import MIRROR_FLOATS
 
-__all__ = ["cross_entropy"]
+__all__ = ["averaged", "checked_options", "cross_entropy"]
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -96,18 +96,34 @@ def cross_entropy(
     logits = call.array("logits", logits, "* V", MIRROR_FLOATS)
     shape = logits.shape[:-1]
     target = call.integers("target", target, " ".join(map(str, shape)))
-    call.check("reduction", reduction in _REDUCTIONS, f"one of {_REDUCTIONS}", reduction)
-    options = {
-        "ignore_index": operator.index(ignore_index),
-        "softcap": call.number("softcap", softcap, low=0.0),
-        "z_loss": call.number("z_loss", z_loss, low=0.0),
-        "label_smoothing": call.number("label_smoothing", label_smoothing, low=0.0, high=1.0),
-    }
+    options = checked_options(call, reduction, ignore_index, softcap, z_loss, label_smoothing)
     count = math.prod(shape)
     rows = (logits.reshape(count, logits.shape[-1]), target.reshape(count))
-    losses: jax.Array = _run(tuple(options.items()), *varying_alike(rows))
+    losses: jax.Array = _run(options, *varying_alike(rows))
     if reduction == "none":
         return losses.reshape(shape)
-    if reduction == "sum":
-        return losses.sum()
-    return losses.sum() / jnp.sum(target != ignore_index)
+    return averaged(losses.sum(), target, ignore_index, reduction)
+
+
+def checked_options(
+    call: TraceContract,
+    reduction: str,
+    ignore_index: int,
+    softcap: float,
+    z_loss: float,
+    label_smoothing: float,
+) -> tuple[tuple[str, Any], ...]:
+    """Check the arguments and return the options of `kernels.cross_entropy`."""
+    call.check("reduction", reduction in _REDUCTIONS, f"one of {_REDUCTIONS}", reduction)
+    return (
+        ("ignore_index", operator.index(ignore_index)),
+        ("softcap", call.number("softcap", softcap, low=0.0)),
+        ("z_loss", call.number("z_loss", z_loss, low=0.0)),
+        ("label_smoothing", call.number("label_smoothing", label_smoothing, low=0.0, high=1.0)),
+    )
+
+
+def averaged(total: Any, target: Any, ignore_index: int, reduction: str) -> jax.Array:
+    """Return the sum of the losses, or their mean over the targets that are not ignored."""
+    result: jax.Array = total
+    return result if reduction == "sum" else result / jnp.sum(target != ignore_index)
