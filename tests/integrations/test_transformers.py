@@ -390,6 +390,18 @@ def test_norms_and_activations(family):
     assert ours.state_dict().keys() == theirs.state_dict().keys()
 
 
+def test_everything_at_once_in_one_graph():
+    pytest.importorskip("kernels", reason="the kernels library is not installed")
+    torch._dynamo.reset()
+    ours, theirs = _pair("qwen3_moe", experts_implementation="engine")
+    compiled = torch.compile(integration.kernelize(ours), fullgraph=True, backend="aot_eager")
+    ids = _ids(2, 13)
+    for model in (compiled, theirs):
+        model(ids, use_cache=False, labels=ids).loss.backward()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        _assert_close(a.grad, b.grad)
+
+
 def test_a_model_without_such_layers_is_told():
     pytest.importorskip("kernels", reason="the kernels library is not installed")
     with pytest.raises(ConfigError, match=r"wanted a layer of RMSNorm.*; Linear has none"):

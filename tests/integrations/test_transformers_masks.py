@@ -154,6 +154,13 @@ def test_position_ids_that_restart_separate_sequences(kind, traced):
     assert mask.runs is not None
 
 
+def test_a_decode_step_has_two_runs_per_row_and_one_more(traced):
+    cache = _filled(transformers.DynamicCache(), LENGTH - 1)
+    mask, _ = _made("causal", _padding("left"), 1, cache=cache)
+    assert mask.runs.query_ends.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert mask.runs.max_queries == 1
+
+
 def test_nothing_is_built_for_a_plain_mask():
     for padding in (None, _padding("none")):
         mask, _ = _made("causal", padding)
@@ -207,6 +214,20 @@ def test_a_window_in_both_directions_needs_a_key_per_query():
     config = _config("both ways", "engine")
     with pytest.raises(ContractError, match="as many keys as queries, 11; got 13"):
         masking_utils.create_bidirectional_sliding_window_mask(config, embeds, None, states)
+
+
+@pytest.mark.parametrize("two_way", [False, True])
+def test_a_window_taken_for_the_other_kind_is_noticed(two_way):
+    """An argument that only encoders' masks have tells the kind; a version may change that."""
+    windows = (
+        masking_utils.sliding_window_bidirectional_mask_function,
+        masking_utils.sliding_window_causal_mask_function,
+    )
+    arguments = {"allow_is_bidirectional_skip": True} if two_way else {}
+    with pytest.raises(ContractError, match="tokens that see later ones"):
+        integration.make_mask(
+            BATCH, LENGTH, LENGTH, mask_function=windows[two_way](4), local_size=4, **arguments
+        )
 
 
 def test_too_many_packed_sequences_in_a_graph_are_noticed(monkeypatch):

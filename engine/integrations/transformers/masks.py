@@ -119,6 +119,10 @@ class _Problem:
             return False
         return bool(self.first_query + self.queries == self.first_key + self.keys)
 
+    def has_one_query(self) -> bool:
+        """Return whether this is a decode step."""
+        return self.causal and self.queries == 1
+
     def without_future_keys(self) -> _Problem:
         """Return the problem without keys after the last query; reads its offsets."""
         if not self.causal:
@@ -186,14 +190,16 @@ def make_mask(
         return attention_mask
     if use_vmap:
         raise ContractError(f"attention mask: the model adds a mask function of its own; {_REMEDY}")
-    causal = "allow_is_bidirectional_skip" not in kwargs  # an argument of encoders' masks only
+    is_full = mask_function is masking_utils.bidirectional_mask_function
+    is_two_way = local_size is not None and "allow_is_bidirectional_skip" in kwargs
+    causal = not is_full and not is_two_way  # `_find_runs` makes sure
     pattern = None if causal else _both_ways(q_length, kv_length, local_size)
     mask = AttentionMask(causal, (local_size or 0) if causal else 0, pattern)
     is_aligned = causal or pattern is not None
     problem = _Problem(
         batch_size, q_length, kv_length, q_offset, kv_offset, causal, is_aligned, device
     )
-    is_plain = not causal or mask_function is masking_utils.causal_mask_function
+    is_plain = is_full or mask_function is masking_utils.causal_mask_function
     # transformers prepares the masks of compiled decoding in advance: their shapes must not change.
     is_static = causal and q_length == 1 and not kwargs.get("allow_is_causal_skip", True)
     if is_static or _is_traced():
@@ -257,6 +263,10 @@ def _counted_runs(
         raise ContractError(f"attention mask: {_FLAW}; {_REMEDY}")
     if num_runs == problem.batch and has_no_padding:
         return None
+    if problem.has_one_query():
+        return Runs(
+            *_ends_of_one_query(problem, starts, is_token), max_queries=1, max_keys=problem.keys
+        )
     ends = _ends(problem, starts, is_token, num_runs, compact=True)
     # Rounded up: launches are prepared once for each pair of bounds.
     max_keys = min(-(-longest // _BOUND_STEP) * _BOUND_STEP, problem.keys)
@@ -270,8 +280,11 @@ def _traced_runs(
     padding: torch.Tensor | None,
     capacity: int,
 ) -> Runs:
-    """Return `capacity` runs, some of them empty, without reading a tensor."""
+    """Return at most `capacity` runs, and some that are empty, without reading a tensor."""
     starts, is_token, flaw = _find_runs(problem, mask_function, padding)
+    if problem.has_one_query():
+        ends = _ends_of_one_query(problem, starts, is_token)
+        return Runs(*ends, max_queries=1, max_keys=problem.keys, is_exact=~flaw)
     ends = _ends(problem, starts, is_token, capacity, compact=False)
     is_exact = ~flaw & (starts.sum() <= capacity)
     return Runs(*ends, max_queries=problem.queries, max_keys=problem.keys, is_exact=is_exact)
@@ -291,18 +304,14 @@ def _find_runs(
         missing = problem.first_key + keys - padding.shape[-1]
         padding = torch.nn.functional.pad(padding.bool(), (0, max(missing, 0)))
         is_token = is_token & padding[:, position]
+    row = torch.arange(batch, device=problem.device)[:, None]
+    head = torch.zeros_like(row)
+    before = position[None, :-1]
+    after = position[None, 1:]
     breaks = torch.ones_like(is_token)
-    flaw = torch.zeros((), dtype=torch.bool, device=problem.device)
-    if problem.causal:
-        row = torch.arange(batch, device=problem.device)[:, None]
-        head = torch.zeros_like(row)
-        before = position[None, :-1]
-        after = position[None, 1:]
-        breaks[:, 1:] = ~mask_function(row, head, after, before)
-        sees_future = mask_function(row, head, before, after)
-        flaw = (sees_future & is_token[:, 1:] & is_token[:, :-1]).any()
-    else:
-        breaks[:, 1:] = False
+    breaks[:, 1:] = ~mask_function(row, head, after, before)
+    is_wrong = mask_function(row, head, before, after) == problem.causal
+    flaw = (is_wrong & is_token[:, 1:] & is_token[:, :-1]).any()
     changes = torch.ones_like(is_token)
     changes[:, 1:] = is_token[:, 1:] ^ is_token[:, :-1]
     # A token after padding that still belongs to the tokens before: the run would lose them.
@@ -347,3 +356,31 @@ def _ends(
         kept = torch.stack((torch.ones_like(has_second), has_second), 1).flatten()
         columns = tuple(column[kept] for column in columns)
     return tuple(torch.nn.functional.pad(column, (1, 0)).int() for column in columns)
+
+
+def _ends_of_one_query(
+    problem: _Problem, starts: torch.Tensor, is_token: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `_ends` does for one query per row: two runs per row, and one more.
+
+    The first of a row has no query: it takes the keys between the previous row's query and those
+    that this row's query sees. The kernel divides the GPU among the runs, so few are better.
+    """
+    place = torch.arange(problem.keys, device=starts.device)
+    row = torch.arange(problem.batch, device=starts.device)
+    end = problem.first_query + 1 - problem.first_key
+    is_run = is_token & (place == end - 1)  # else the query is padding, and sees nothing
+    begin = torch.where(starts & (place < end), place, 0).amax(1)
+    end = torch.zeros_like(begin) + end
+    begin = torch.where(is_run.any(1), begin, end)
+    return (
+        _bounded(torch.stack((row, row + 1), 1), problem.batch),
+        _bounded(torch.stack((row, row), 1), problem.batch),
+        _bounded(torch.stack((begin, end), 1), 0),
+    )
+
+
+def _bounded(pairs: torch.Tensor, last: int) -> torch.Tensor:
+    """Return 0, the pairs one after the other, then `last`."""
+    pad = torch.nn.functional.pad
+    return pad(pad(pairs.flatten(), (1, 0)), (0, 1), value=last).int()
