@@ -2,9 +2,10 @@
 
     python -m tests.bench.vllm_engines MODEL [--json FILE] [--layers N] [--backends A,B]
 
-MODEL is a folder with config.json; the weights are random. First the greedy tokens of a mixed,
-chunked batch are compared, then decoding (ms a step, from a CUDA graph) and prefill (s) are timed,
-the engines in turn. No torch.compile: both engines run the same model code.
+MODEL is a folder with config.json; the weights are random. First the log-probabilities of prompts
+in mixed, chunked batches and the greedy tokens behind them are compared, then decoding (ms a step,
+from a CUDA graph) and prefill (s) are timed, the engines in turn. No torch.compile: both engines
+run the same model code.
 """
 
 from __future__ import annotations
@@ -72,10 +73,27 @@ def step_ms(engine: LLM, batch: int, length: int) -> float:
     return 1e3 * (whole - first) / _STEPS
 
 
-def common(first: list[int], second: list[int]) -> int:
-    """Return the number of leading tokens that are equal."""
-    pairs = enumerate(zip(first, second, strict=True))
-    return next((i for i, (a, b) in pairs if a != b), len(first))
+def answers(engine: LLM) -> tuple[list[float], list[list[int]]]:
+    """Return the log-probability of each token of the prompts, and the greedy tokens."""
+    options = SamplingParams(
+        temperature=0.0, max_tokens=32, ignore_eos=True, detokenize=False, prompt_logprobs=0
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in prompts_of([*_MIXED])]
+    found = engine.generate(prompts, options, use_tqdm=False)
+    logprobs = [
+        next(iter(place.values())).logprob for each in found for place in each.prompt_logprobs[1:]
+    ]
+    return logprobs, [list(each.outputs[0].token_ids) for each in found]
+
+
+def compared(first: Any, second: Any) -> dict[str, Any]:
+    """Return the largest difference of log-probabilities, and how many first tokens are equal."""
+    pairs = zip(first[0], second[0], strict=True)
+    equal = []
+    for ours, theirs in zip(first[1], second[1], strict=True):
+        differ = [a != b for a, b in zip(ours, theirs, strict=True)]
+        equal.append([*differ, True].index(True))
+    return {"log-probabilities": max(abs(a - b) for a, b in pairs), "equal tokens of 32": equal}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -90,10 +108,8 @@ def main(argv: list[str] | None = None) -> None:
     # Both stay alive: torch 2.11 cannot capture in a pool whose graphs are all gone.
     names = options.backends.split(",")
     engines = {name: build(options.model, name, options.layers, 0.4) for name in names}
-    tokens = [generate(engine, prompts_of([*_MIXED]), 32)[1] for engine in engines.values()]
-    rows: list[dict[str, Any]] = [
-        {"case": "equal tokens of 32", "lengths": _MIXED, "found": list(map(common, *tokens))}
-    ]
+    found = compared(*(answers(engine) for engine in engines.values()))
+    rows: list[dict[str, Any]] = [{"case": f"prompts of {_MIXED}", **found}]
     for _ in range(2):  # the first round warms up
         del rows[1:]
         for batch, length in _DECODE:

@@ -203,7 +203,7 @@ class EngineMetadataBuilder(AttentionMetadataBuilder):
         num_heads = config.model_config.get_num_attention_heads(config.parallel_config)
         group = num_heads // spec.num_kv_heads
         dtype = dtype_name(DTYPES[config.model_config.dtype])
-        kv_dtype = "fp8" if spec.dtype == torch.uint8 else ""
+        kv_dtype = "fp8" if spec.dtype.itemsize == 1 else ""
         options = {"head_dim": spec.head_size, "kv_dtype": kv_dtype}
         wanted = [*prefill_specs(dtype, **options), *store_specs(dtype, **options)]
         for num_queries in (1, self.reorder_batch_threshold):
