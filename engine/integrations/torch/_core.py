@@ -136,7 +136,7 @@ class Operator:
         if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
             return self.overload(*args)
         if needs_grad and torch.is_grad_enabled():
-            return self._eager.apply(*args)
+            return self._eager(*args)
         return self.launch(*args)
 
     def launch(self, *args: Any) -> Any:
@@ -228,7 +228,11 @@ def _element_strides(layout: Any) -> tuple[int, ...]:
 def _eager_function(
     name: str, launch: Function, backward: Function, setup_context: Function | None
 ) -> Any:
-    """Return the autograd function of an eager call, which the dispatcher would wrap again."""
+    """Return what applies the autograd function of an eager call.
+
+    The dispatcher would wrap it again. `torch.autograd.Function.apply` only adds what transforms
+    need, which takes half of its time: no transform is active here.
+    """
 
     def forward(ctx: Any, *args: Any) -> Any:
         results = launch(*args)
@@ -237,7 +241,8 @@ def _eager_function(
         return results
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(name, (torch.autograd.Function,), methods)
+    function = type(name, (torch.autograd.Function,), methods)
+    return super(torch.autograd.Function, function).apply
 
 
 def transformed_function(
