@@ -98,8 +98,10 @@ def _measure(loss: Loss, inputs: tuple[Any, Any, Any], exact: Any) -> dict[str, 
     return {"ms": statistics.median(times), "peak MiB": peak / 2**20, "error": error}
 
 
-def main() -> list[dict[str, Any]]:
+def main(device: Any) -> list[dict[str, Any]]:
     """Measure, print, and return the rows."""
+    if not device.is_cuda:
+        raise SystemExit("linear_cross_entropy takes a GPU: on a CPU the mirrors compute")
     import torch
 
     rows = []

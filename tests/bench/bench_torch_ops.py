@@ -1,6 +1,4 @@
-"""Operators of `engine.integrations.torch` beside `torch.compile`: forward and backward, one GPU.
-
-    python -m tests.bench.torch_ops [NAME ...] [--json FILE]
+"""Operators of torch beside `torch.compile`, bfloat16: time of the forward and backward passes.
 
 Shapes of a model of 100M, 1B and 8B parameters on 16,384 tokens in bfloat16. Both sides are called
 from Python in a loop and timed by events; torch's side is compiled, and its attention is the faster
@@ -9,14 +7,10 @@ of cuDNN and FlashAttention-2. Each row compares the gradients first.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
+import itertools
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.integrations import torch as ops
 
+DEVICE = "GPU"
 TOKENS = 16384
 
 
@@ -280,42 +275,28 @@ def measure(name: str, model: Model) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", choices=[*CASES, []], metavar="NAME")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+def main(device: Any) -> list[dict[str, Any]]:
+    """Measure, print, and return the rows."""
+    if not device.is_cuda:
+        raise SystemExit("torch_ops takes a GPU: on a CPU the mirrors compute")
     functorch_config.donated_buffer = False  # the backward pass is timed repeatedly
     rows = []
-    for name in arguments.names or CASES:
-        for model in MODELS:
-            try:
-                measured = measure(name, model)
-            except Exception as error:
-                print(f"{name} {model.name}: {type(error).__name__}: {error}"[:400], flush=True)
-                continue
-            finally:
-                torch.cuda.empty_cache()
-            rows += measured
-            for row in measured:
-                print(
-                    f"{row['op']:22}{row['model']:>6} {row['pass']:9}"
-                    f"{row['ours_us']:10.1f} us {row['torch_us']:10.1f} us {row['ratio']:6.2f} x",
-                    flush=True,
-                )
+    for name, model in itertools.product(CASES, MODELS):
+        try:
+            measured = measure(name, model)
+        except (RuntimeError, AssertionError) as error:
+            print(f"{name} {model.name}: {type(error).__name__}: {error}"[:400], flush=True)
+            continue
+        finally:
+            torch.cuda.empty_cache()
+        rows += measured
+        for row in measured:
+            print(
+                f"{row['op']:22}{row['model']:>6} {row['pass']:9}"
+                f"{row['ours_us']:10.1f} us {row['torch_us']:10.1f} us {row['ratio']:6.2f} x",
+                flush=True,
+            )
     ratios = [row["ratio"] for row in rows if row["pass"] in CASES[row["op"]].passes]
     mean = math.exp(sum(map(math.log, ratios)) / max(len(ratios), 1))
     print(f"geometric mean of {len(ratios)} rows: {mean:.3f} x")
-    if arguments.json:
-        head = {
-            "card": torch.cuda.get_device_name(),
-            "date": datetime.date.today().isoformat(),
-            "commit": os.environ.get("ENGINE_COMMIT", "unknown"),
-            "command": "python -m tests.bench.torch_ops",
-            "torch": torch.__version__,
-        }
-        arguments.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    return rows
