@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +26,14 @@ from engine.kernels._prepared_call import ArrayLayout  # noqa: E402
 
 F32 = np.dtype(np.float32)
 U8 = np.dtype(np.uint8)
+
+
+LOWER_ALL = """
+from tests.integrations import mock_cuda
+mock_cuda.install()
+from tests.integrations import lower_for_cuda
+lower_for_cuda.main()
+"""
 
 
 class MockPrepared:
@@ -71,6 +83,25 @@ def prepared(monkeypatch):
 
 def lowered(function, *arrays):
     return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_every_operator_is_prepared_for_a_gpu():
+    """Its function calls nothing but ops of the catalog, and returns what was declared."""
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOWER_ALL],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=root,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    prepared = {line.split()[0]: line for line in done.stdout.splitlines()}
+    assert set(prepared) == set(_operators.OPERATORS)
+    assert all(len(line.split()) > 3 for line in prepared.values())  # a kernel at least
+    assert "attention bfloat16 0 attention_prefill_sm90" in done.stdout
 
 
 def test_scratch_is_one_more_result(prepared):
