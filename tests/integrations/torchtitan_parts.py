@@ -100,17 +100,19 @@ def loss_of(built: Any, step: int) -> torch.Tensor:
 
 
 def small_modules(ours: bool) -> list[Any]:
-    """Return a norm, an MLP and a RoPE with the weights of seed 0."""
+    """Return a norm, two MLPs and a RoPE with the weights of seed 0."""
     titan = importlib.import_module(PACKAGE)
     up = Linear.Config(in_features=16, out_features=24)
     down = Linear.Config(in_features=24, out_features=16)
     configs = [
         RMSNorm.Config(normalized_shape=16),
         FeedForward.Config(w1=up, w2=down, w3=up),
+        FeedForward.Config(w1=up, w2=down, w3=up),
         ComplexRoPE.Config(dim=8, max_seq_len=32),
     ]
     if ours:
-        factories = (titan.rmsnorm, titan.feed_forward, titan.rope_complex)
+        mlp = titan.feed_forward
+        factories = (titan.rmsnorm, mlp, mlp, titan.rope_complex)
         configs = [make(config) for make, config in zip(factories, configs, strict=True)]
     torch.manual_seed(0)
     return [config.build() for config in configs]
@@ -125,13 +127,13 @@ def inputs() -> list[torch.Tensor]:
 
 def results(modules: list[Any], tensors: list[Any]) -> list[torch.Tensor]:
     """Run the modules, and return their results and all gradients."""
-    norm, mlp, rope = modules
+    norm, wide, by_token, rope = modules
     x, q, k = tensors
-    found = [norm(x), mlp(whole(x)), *rope(q, k)]
+    found = [norm(x), wide(whole(x)), by_token(x), *rope(q, k)]
     weights = torch.Generator().manual_seed(2)
     loss = sum((full(y) * torch.randn(y.shape, generator=weights)).sum() for y in found)
     loss.backward()
-    parameters = [p for module in (norm, mlp) for p in module.parameters()]
+    parameters = [p for module in (norm, wide, by_token) for p in module.parameters()]
     return [full(y).detach() for y in (*found, *(t.grad for t in (*tensors, *parameters)))]
 
 
@@ -146,20 +148,17 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def main(folder: Path, rank: int) -> None:
-    """Run one of two ranks: sequence-parallel norm, tensor-parallel MLP and heads."""
+    """Run one of two ranks: tokens split for the norm and an MLP, features for another, heads."""
     store = f"file://{folder / 'store'}"
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     modules = small_modules(ours=True)
-    norm, mlp, _ = modules
-    for linear, name, placement in (
-        (norm, "weight", Replicate()),
-        (mlp.w1, "weight", Shard(0)),
-        (mlp.w3, "weight", Shard(0)),
-        (mlp.w2, "weight", Shard(1)),
-    ):
-        placed = distribute_tensor(getattr(linear, name).detach(), mesh, [placement])
-        setattr(linear, name, torch.nn.Parameter(placed))
+    norm, wide, by_token, _ = modules
+    features = ((wide.w1, Shard(0)), (wide.w3, Shard(0)), (wide.w2, Shard(1)))
+    copies = ((each, Replicate()) for each in (norm, by_token.w1, by_token.w3, by_token.w2))
+    for module, placement in (*features, *copies):
+        placed = distribute_tensor(module.weight.detach(), mesh, [placement])
+        module.weight = torch.nn.Parameter(placed)
     split = [
         distribute_tensor(x.detach(), mesh, [Shard(dim)]).requires_grad_()
         for x, dim in zip(inputs(), (1, 2, 2), strict=True)
