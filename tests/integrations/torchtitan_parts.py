@@ -1,8 +1,11 @@
 """Small TorchTitan models on the CPU, for tests; and, run as a program, one of two ranks.
 
-    python -m tests.integrations.torchtitan_parts folder rank
+    python -m tests.integrations.torchtitan_parts folder rank modules
+    python -m tests.integrations.torchtitan_parts folder rank name flavor overrides
 
-runs modules on tensors that are split over two ranks, and writes results and gradients there.
+The first runs modules on DTensors that are split over two ranks, the second a step of a model
+under tensor parallelism, in TorchTitan's default backend, with the weights of `folder/weights.pt`.
+Results and gradients are written to the folder.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.distributed import ParallelDims, parallel_dims
+from torchtitan.distributed.utils import get_spmd_context
+from torchtitan.models.common import attention as titan_attention
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
@@ -37,25 +43,25 @@ functional = torch.nn.functional
 
 
 def plain_attention(
-    _: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    self: Any,
+    q_BLNH: torch.Tensor,
+    k_BLNH: torch.Tensor,
+    v_BLNH: torch.Tensor,
     *,
     attention_masks: Any,
     scale: float | None = None,
-    **__: Any,
+    **_: Any,
 ) -> torch.Tensor:
     """Attend document by document with torch, in place of FlashAttention, which needs a GPU."""
-    group = q.shape[2] // k.shape[2]
-    rows = [x.flatten(0, 1) for x in (q, *(x.repeat_interleave(group, 2) for x in (k, v)))]
-    ends = attention_masks.cu_seq_q.tolist()
+    group = q_BLNH.shape[2] // k_BLNH.shape[2]
+    repeated = (x.repeat_interleave(group, 2) for x in (k_BLNH, v_BLNH))
+    rows = [x.flatten(0, 1) for x in (q_BLNH, *repeated)]
     parts = []
-    for start, end in itertools.pairwise(ends):
+    for start, end in itertools.pairwise(attention_masks.cu_seq_q.tolist()):
         heads = (x[start:end].transpose(0, 1)[None] for x in rows)
         out = functional.scaled_dot_product_attention(*heads, is_causal=True, scale=scale)
         parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts).view(*q.shape[:3], v.shape[-1])
+    return torch.cat(parts).view(*q_BLNH.shape[:3], v_BLNH.shape[-1])
 
 
 def configuration(name: str, flavor: str, overrides: tuple[str, ...] = ()) -> Any:
@@ -66,8 +72,13 @@ def configuration(name: str, flavor: str, overrides: tuple[str, ...] = ()) -> An
     for layer in spec.model.layers:
         if getattr(layer, "moe", None) is not None:
             _shrink(layer.moe)
-    apply_overrides(OverrideConfig(imports=[f"{PACKAGE}.{each}" for each in overrides]), spec)
+    override(spec, overrides)
     return spec
+
+
+def override(spec: Any, overrides: tuple[str, ...]) -> None:
+    """Apply some of our overrides, as `--override.imports` does."""
+    apply_overrides(OverrideConfig(imports=[f"{PACKAGE}.{each}" for each in overrides]), spec)
 
 
 def _shrink(moe: Any) -> None:
@@ -147,10 +158,8 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x.redistribute(placements=[Replicate()]) if isinstance(x, DTensor) else x
 
 
-def main(folder: Path, rank: int) -> None:
-    """Run one of two ranks: tokens split for the norm and an MLP, features for another, heads."""
-    store = f"file://{folder / 'store'}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+def run_modules(folder: Path, rank: int) -> None:
+    """Run modules: tokens split for the norm and an MLP, features for another, heads for RoPE."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     modules = small_modules(ours=True)
     norm, wide, by_token, _ = modules
@@ -163,9 +172,50 @@ def main(folder: Path, rank: int) -> None:
         distribute_tensor(x.detach(), mesh, [Shard(dim)]).requires_grad_()
         for x, dim in zip(inputs(), (1, 2, 2), strict=True)
     ]
-    torch.save(results(modules, split), folder / f"{rank}.pt")
+    torch.save(results(modules, split), folder / f"modules{rank}.pt")
+
+
+def run_model(folder: Path, rank: int, name: str, flavor: str, overrides: tuple[str, ...]) -> None:
+    """Run a step of a model whose features and tokens are split over the ranks."""
+    parallel_dims.device_type = "cpu"  # TorchTitan would take CUDA for granted
+    titan_attention.VarlenAttention.forward = plain_attention
+    dims = ParallelDims(
+        dp_replicate=1, dp_shard=1, cp=1, tp=2, pp=1, ep=1, world_size=2, spmd_backend="spmd_types"
+    )
+    dims.build_mesh()
+    spec = configuration(name, flavor)
+    sharding = importlib.import_module(f"torchtitan.models.{name}.sharding")
+    mixture = {} if name == "llama3" else {"enable_ep": False}
+    getattr(sharding, f"set_{name}_sharding_config")(spec.model, enable_sp=True, **mixture)
+    override(spec, overrides)
+    built = spec.model.build()
+    built.init_states(buffer_device=torch.device("cpu"))
+    built.load_state_dict(torch.load(folder / "weights.pt"))
+    built.parallelize(dims)
+    with get_spmd_context(parallel_dims=dims)():
+        loss = loss_of(built, 0)
+        loss.backward()
+    found = {"loss": loss.detach()}
+    for key, parameter in built.named_parameters():
+        if key.endswith("w13"):
+            for half, stock in enumerate(("w1_EFD", "w3_EFD")):
+                found[key.replace("w13", stock)] = parameter.grad[:, half]
+        elif parameter.grad is not None:
+            found[key] = parameter.grad
+    torch.save(found, folder / f"{'ours' if overrides else 'theirs'}{rank}.pt")
+
+
+def main(folder: Path, rank: int, *what: str) -> None:
+    """Run one of two ranks."""
+    store = f"file://{folder / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    if what == ("modules",):
+        run_modules(folder, rank)
+    else:
+        (name, flavor, overrides) = what
+        run_model(folder, rank, name, flavor, tuple(filter(None, overrides.split(","))))
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
