@@ -21,7 +21,7 @@ import jax.numpy as jnp  # noqa: E402
 from engine.errors import EngineError  # noqa: E402
 from engine.integrations import jax as ops  # noqa: E402
 from engine.integrations.jax import _handlers, _operators  # noqa: E402
-from engine.integrations.jax._ffi import EXECUTE, INITIALIZE, Buffer  # noqa: E402
+from engine.integrations.jax._ffi import Buffer  # noqa: E402
 from engine.kernels._prepared_call import ArrayLayout  # noqa: E402
 
 F32 = np.dtype(np.float32)
@@ -57,10 +57,10 @@ class MockPrepared:
 class MockCall:
     """A call of the handler, as XLA makes it."""
 
-    def __init__(self, name, arguments, results, stage=EXECUTE):
+    def __init__(self, name, arguments, results):
         given = (True,) * len(arguments)
         self.config = _operators._encode(name, given, ()).encode()
-        self.arguments, self.results, self.stage = tuple(arguments), tuple(results), stage
+        self.arguments, self.results = tuple(arguments), tuple(results)
 
     def stream(self):
         return 77
@@ -135,8 +135,6 @@ def test_pages_are_aliased(prepared):
 
 def test_a_launch_gets_addresses_scratch_and_zeroed_counters(prepared):
     x, y, scratch = Buffer(16, F32, (4,)), Buffer(32, F32, (4,)), Buffer(512, U8, (1036,))
-    _handlers._run_on_cuda(MockCall("silu", [x], [y, scratch], INITIALIZE))
-    assert not prepared.runs  # it may only prepare: contents are not final
     _handlers._run_on_cuda(MockCall("silu", [x], [y, scratch]))
     assert prepared.runs == [([16, 32], 77, 512, 512 + 1024)]
     assert prepared.zeroed == [(512 + 1024, 3, 77)]

@@ -21,7 +21,7 @@ import numpy as np
 
 from engine.errors import EngineError
 
-__all__ = ["EXECUTE", "INITIALIZE", "Buffer", "Call", "make_handler"]
+__all__ = ["Buffer", "Call", "make_handler"]
 
 _VERSION = (0, 3)
 _METADATA = 1  # XLA_FFI_Extension_Type
@@ -29,10 +29,7 @@ _CAPTURABLE = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
 _INVALID_ARGUMENT = 3  # XLA_FFI_Error_Code, as below
 _INTERNAL = 13
 
-# XLA_FFI_ExecutionStage: initialize may compile and load modules, execute may be captured into a
-# CUDA graph and must only launch.
-INITIALIZE = 2
-EXECUTE = 3
+_EXECUTE = 3  # XLA_FFI_ExecutionStage, the only one that a handler of its own is registered for
 
 _DTYPES = {
     code: np.dtype(dtype)
@@ -170,14 +167,11 @@ class Call:
 
     Attributes
     ----------
-    stage : int
-        INITIALIZE or EXECUTE. In INITIALIZE the addresses are final, the contents are not.
     arguments, results : tuple of Buffer
     config : bytes
         The call's only attribute, a string.
     """
 
-    stage: int
     arguments: tuple[Buffer, ...]
     results: tuple[Buffer, ...]
     config: bytes
@@ -209,8 +203,8 @@ def make_handler(run: Callable[[Call], None], *, is_capturable: bool) -> Any:
     run : callable
         May be called on any thread, several at once.
     is_capturable : bool
-        Promise that with the same attributes and shapes, EXECUTE always launches the same kernels
-        on the call's stream, and does nothing else: XLA may then capture it into a CUDA graph.
+        Promise that with the same attributes and shapes, `run` always launches the same kernels on
+        the call's stream, and does nothing else: XLA may then capture it into a CUDA graph.
     """
 
     def handle(frame_pointer: Any) -> int | None:
@@ -230,10 +224,11 @@ def make_handler(run: Callable[[Call], None], *, is_capturable: bool) -> Any:
 
 
 def _read(frame: _Frame) -> Call:
+    if frame.stage != _EXECUTE:
+        raise EngineError(f"XLA: wrong stage {frame.stage} of a call; {_EXECUTE} is execute")
     attributes = frame.attributes
     config = attributes.values[0].contents if attributes.size else _Bytes()
     return Call(
-        frame.stage,
         _buffers(frame.arguments),
         _buffers(frame.results),
         ctypes.string_at(config.ptr, config.len) if config.len else b"",

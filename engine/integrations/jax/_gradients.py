@@ -16,7 +16,12 @@ __all__ = ["accumulation_dtype", "differentiable", "formulas_gradient"]
 Function = Callable[..., Any]
 
 
-def differentiable(operator: Operator, formula: Function, backward: Function | None = None) -> Any:
+def differentiable(
+    operator: Operator,
+    formula: Function,
+    backward: Function | None = None,
+    keep: Function = lambda arrays, results: arrays,
+) -> Any:
     """Return ``run(options, *arrays)``: the operator with a gradient.
 
     Parameters
@@ -26,8 +31,11 @@ def differentiable(operator: Operator, formula: Function, backward: Function | N
         The operator in jnp: called with its arrays (None for an absent one) and options, returns
         the results. Traced for gradients only.
     backward : callable, optional
-        Called with the options, the arrays, the results and their cotangents; returns the arrays'
+        Called with the options, what was kept and the results' cotangents; returns the arrays'
         gradients. By default XLA differentiates the formula.
+    keep : callable
+        Takes the arrays and the results; returns what the backward pass needs, by default the
+        arrays.
     """
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -36,13 +44,12 @@ def differentiable(operator: Operator, formula: Function, backward: Function | N
 
     def forward(options: Any, *arrays: Any) -> Any:
         results = run(options, *arrays)
-        return results, (arrays, None if backward is None else results)
+        return results, keep(arrays, results)
 
     def pull_back(options: Any, kept: Any, cotangents: Any) -> Any:
-        arrays, results = kept
         if backward is None:
-            return formulas_gradient(formula, dict(options), arrays, cotangents)
-        return tuple(backward(options, arrays, results, cotangents))
+            return formulas_gradient(formula, dict(options), kept, cotangents)
+        return tuple(backward(options, kept, cotangents))
 
     run.defvjp(forward, pull_back)
     return lambda options, *arrays: run(options, *varying_alike(arrays))

@@ -17,7 +17,7 @@ import numpy as np
 
 from engine import device
 from engine.errors import DeviceError, EngineError
-from engine.integrations.jax._ffi import EXECUTE, Buffer, Call, make_handler
+from engine.integrations.jax._ffi import Buffer, Call, make_handler
 from engine.integrations.jax._operators import (
     OPERATORS,
     Operator,
@@ -40,10 +40,9 @@ def register() -> None:
     """Register every operator's targets with XLA, and its lowering with JAX."""
     on_cpu = jax.ffi.pycapsule(make_handler(_run_on_cpu, is_capturable=False))
     on_cuda = jax.ffi.pycapsule(make_handler(_run_on_cuda, is_capturable=True))
-    stages = {"initialize": on_cuda, "execute": on_cuda}
     for name in map(target_name, OPERATORS):
         jax.ffi.register_ffi_target(name, on_cpu, platform="cpu")
-        jax.ffi.register_ffi_target(name, stages, platform="CUDA")
+        jax.ffi.register_ffi_target(name, on_cuda, platform="CUDA")
     set_lowering("cpu", lambda *_: 0)
     set_lowering("cuda", _scratch_bytes)
 
@@ -98,9 +97,8 @@ def _as_tuple(results: Any) -> tuple[Any, ...]:
 def _run_on_cuda(call: Call) -> None:
     with _on_device(call.device()):
         prepared, lock = _prepared(call.config, call.arguments, call.device())
-        if call.stage == EXECUTE:
-            with lock:  # ctypes releases the GIL in a launch
-                _launch(prepared, call)
+        with lock:  # ctypes releases the GIL in a launch
+            _launch(prepared, call)
 
 
 def _launch(prepared: PreparedCall, call: Call) -> None:
@@ -150,7 +148,11 @@ def _lowering_device() -> int:
 def _prepared(
     config: bytes, arguments: Sequence[Buffer], index: int
 ) -> tuple[PreparedCall, threading.Lock]:
-    """Return the prepared call on the current device `index`; loads its modules if it is new."""
+    """Return the prepared call on the current device `index`.
+
+    A call is new where it is lowered; elsewhere only on a further device, or if the program was
+    compiled in another process. Its modules may then be loaded while XLA captures a graph.
+    """
     key = (config, index, *((b.dtype, b.shape, b.address % ALIGNMENT) for b in arguments))
     found = _calls.get(key)
     if found is None:

@@ -55,7 +55,7 @@ def _operator(name: str, results: Any, formula: Any, gradient: Any) -> Any:
     def gradient_formula(dout: Any, x: Any, **options: Any) -> Any:
         return formulas_gradient(formula, options, (x,), (dout,))
 
-    def backward(options: Any, arrays: Any, _: Any, cotangents: Any) -> Any:
+    def backward(options: Any, arrays: Any, cotangents: Any) -> Any:
         return run_backward(options, *cotangents, *arrays)
 
     operator = define(f"{name}_backward", gradient, lambda _, x, **__: _whole(x), rows=(0, 1))

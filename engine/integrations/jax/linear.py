@@ -11,7 +11,7 @@ import numpy as np
 
 from engine import kernels
 from engine.integrations.jax._contract import TraceContract
-from engine.integrations.jax._gradients import accumulation_dtype, differentiable
+from engine.integrations.jax._gradients import accumulation_dtype, differentiable, formulas_gradient
 from engine.integrations.jax._operators import Shapes, define
 from engine.kernels._contract import FLOAT32, FLOATS
 from engine.kernels.gemm.operands import check_columns, out_dtype_of
@@ -91,7 +91,23 @@ _ACTIVATIONS: dict[str | None, Any] = {
     "swiglu": _swiglu,
     "silu_and_mul": _silu_and_mul,
 }
-_LINEAR = differentiable(define("linear", _multiply, _results, rows=(0, 3)), _formula)
+
+
+def _kept(arrays: Any, _: Any) -> Any:
+    """Keep no residual, only whether there is one: its gradient is the result's."""
+    *factors, residual = arrays
+    return factors, None if residual is None else jnp.empty(0, residual.dtype)
+
+
+def _gradient(options: Any, kept: Any, cotangents: Any) -> Any:
+    factors, marker = kept
+    gradients = formulas_gradient(_formula, dict(options), (*factors, None), cotangents)
+    return (*gradients[:3], None if marker is None else cotangents[0])
+
+
+_LINEAR = differentiable(
+    define("linear", _multiply, _results, rows=(0, 3)), _formula, _gradient, _kept
+)
 _FP8 = define("linear_fp8", _quantized(kernels.gemm_fp8), _results, rows=(0, 4))
 _INT8 = define("linear_int8", _quantized(kernels.gemm_int8), _results, rows=(0, 4))
 

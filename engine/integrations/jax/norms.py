@@ -71,14 +71,20 @@ def _backward_formula(dy: Any, h: Any, weight: Any, dh: Any, **options: Any) -> 
     return (dx, *gradients[1 : 3 if options["subtract_mean"] else 2])
 
 
-def _gradient(options: Any, arrays: Any, results: Any, cotangents: Any) -> Any:
+def _kept(arrays: Any, results: Any) -> Any:
     x, weight, bias, residual = arrays
-    kept = dict(options)
-    x_scale = kept.pop("x_scale")
-    h, dh = (x, None) if residual is None else (results[1], cotangents[1])
-    dx, dweight, *dbias = _NORM_BACKWARD(tuple(kept.items()), cotangents[0], h, weight, dh)
-    dresidual = None if residual is None else dx
-    dx = dx if x_scale == 1.0 else (dx * x_scale).astype(x.dtype)
+    return x if residual is None else results[1], weight, bias
+
+
+def _gradient(options: Any, kept: Any, cotangents: Any) -> Any:
+    h, weight, bias = kept
+    dy, *dh = cotangents
+    backward_options = {name: value for name, value in options if name != "x_scale"}
+    x_scale = dict(options)["x_scale"]
+    arrays = (dy, h, weight, dh[0] if dh else None)
+    dx, dweight, *dbias = _NORM_BACKWARD(tuple(backward_options.items()), *arrays)
+    dresidual = dx if dh else None
+    dx = dx if x_scale == 1.0 else (dx * x_scale).astype(dx.dtype)
     return dx, dweight, None if bias is None else dbias[0], dresidual
 
 
@@ -87,7 +93,9 @@ _NORM_BACKWARD = differentiable(
     define("rmsnorm_backward", _backward_function, _backward_results, formula=_backward_formula),
     _backward_formula,
 )
-_NORM = differentiable(define("rmsnorm", _function, _results, rows=(0, 3)), _formula, _gradient)
+_NORM = differentiable(
+    define("rmsnorm", _function, _results, rows=(0, 3)), _formula, _gradient, _kept
+)
 
 
 def rmsnorm(
