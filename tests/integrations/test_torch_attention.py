@@ -242,6 +242,20 @@ def test_what_torchs_signature_does_not_support():
         op(q, q, q[..., :4])
 
 
+def test_batch_axes_must_agree(where):
+    """Merged with the tokens or the heads, other batches could pass for valid shapes."""
+    x = torch.ones(2, 4, 2, 8, device=where)
+    for other in (x[:1], x.reshape(4, 2, 2, 8), x.repeat(2, 1, 1, 1)):
+        with pytest.raises(ShapeError, match=r"attention: k: must have shape .*; B = 2 from q"):
+            ops.attention(x, other, other)
+        with pytest.raises(ShapeError, match="attention: v: must have shape"):
+            ops.attention(x, x, other)
+    with pytest.raises(ShapeError, match=r"k: must have shape .*; B = 2 from q"):
+        ops.scaled_dot_product_attention(x, x[:1], x[:1])
+    with pytest.raises(ShapeError, match=r"q: must have shape \(B, Sq, H, D\); got \(4, 2, 8\)"):
+        ops.attention(x[0], x[0], x[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window": 50}, {}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -497,6 +511,17 @@ def test_pages(where):
     assert torch.equal(out, got)
 
 
+def test_writing_out_invalidates_a_graph_that_saved_it(where):
+    q = torch.zeros(1, 1, 2, 64, device=where)
+    pages = torch.zeros(1, 2, 16, 64, device=where)
+    table, lens = (torch.tensor(x, dtype=torch.int32, device=where) for x in ([[0]], [3]))
+    out = torch.ones_like(q)
+    y = (torch.ones_like(q).requires_grad_() * out).sum()
+    ops.attention_paged(q, pages, pages, table, lens, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
 def test_pages_have_no_derivative(where):
     q = _leaf(1, 1, 2, 64, device=where)
     pages = torch.zeros(1, 2, 16, 64, device=where)
@@ -504,8 +529,10 @@ def test_pages_have_no_derivative(where):
     out = ops.attention_paged(q, pages, pages, table, lens)
     with pytest.raises(NotImplementedError, match="attention_paged has no derivative"):
         out.sum().backward()
-    with pytest.raises(ContractError, match="out: must be None if q requires a gradient"):
-        ops.attention_paged(q, pages, pages, table, lens, out=torch.empty_like(q))
+    out = torch.empty_like(q)
+    for query, cache in ((q, pages), (q.detach(), pages.clone().requires_grad_())):
+        with pytest.raises(ContractError, match="out: must be None if an argument requires a grad"):
+            ops.attention_paged(query, cache, pages, table, lens, out=out)
     arguments = (q.detach(), pages, pages, table, lens, None, None, None, None, 1, None, 0, 0.0)
     opcheck(torch.ops.engine.attention_paged.default, arguments)
     opcheck(torch.ops.engine.attention_paged_out.default, (torch.empty_like(q), *arguments))

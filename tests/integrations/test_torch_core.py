@@ -101,6 +101,36 @@ def test_bad_input_names_the_argument(where):
     _close(ops.rmsnorm(x, x[0]), F.rms_norm(x, (64,), x[0], 1e-6))  # later calls go on
 
 
+def test_a_list_or_a_complex_tensor_is_an_error_that_names_the_argument(where):
+    with pytest.raises(RuntimeError, match="'Tensor' for argument 'x'"):
+        ops.swiglu([1.0, 2.0])
+    with pytest.raises(TypeError, match=r"swiglu: x: must be float32 .*; got complex64"):
+        ops.swiglu(torch.ones(2, 4, dtype=torch.complex64, device=where))
+
+
+def test_no_axes(where):
+    x = torch.tensor(2.0, device=where, requires_grad=True)
+    y = ops.silu(x)
+    assert y.shape == ()
+    _close(y.detach(), F.silu(x.detach()))
+    assert torch.autograd.grad(y, x)[0].shape == ()
+
+
+def test_a_negated_view(where):
+    """Its memory holds the negative of its values."""
+    x = torch.complex(_values(3, 8, where=where), _values(3, 8, where=where, seed=1)).conj().imag
+    assert x.is_neg()
+    _close(ops.silu(x), F.silu(x.resolve_neg()))
+
+
+def test_meta_tensors():
+    q = torch.empty(2, 3, 4, 8, device="meta")
+    assert ops.attention(q, q, q).is_meta
+    assert ops.linear_cross_entropy(q[0, 0], q[0, 0], torch.zeros(4, device="meta").long()).is_meta
+    with pytest.raises(ValueError, match="must be on one device; got cpu and meta"):
+        ops.rmsnorm(torch.ones(3, 8), torch.ones(8, device="meta"))
+
+
 @pytest.mark.gpu
 def test_tensors_of_two_devices_are_an_error():
     x = _values(3, 64, where="cuda")

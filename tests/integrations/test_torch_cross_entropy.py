@@ -274,6 +274,18 @@ def test_views_and_leading_axes(where):
     assert _error(losses.t().flatten(), want) < 1e-5
 
 
+def test_columns_first(where):
+    """The gradients of transposed inputs are scaled in place, too."""
+    x = torch.randn(16, 30, device=where).t().requires_grad_()
+    weight = torch.randn(16, 50, device=where).t().requires_grad_()
+    target = torch.arange(30, device=where)
+    inputs = (x, weight)
+    got = torch.autograd.grad(0.3 * _linear(*inputs, target), inputs)
+    want = torch.autograd.grad(0.3 * F.cross_entropy(F.linear(*inputs), target), inputs)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
 def test_unknown_targets_are_nan(where):
     x, weight, _, target = _problem(where, torch.float32)
     target[3] = VOCAB
@@ -302,6 +314,11 @@ def test_wrong_arguments():
         ops.linear_cross_entropy(x, weight.float(), target)
     with pytest.raises(ContractError, match="chunk_rows: must be positive; got 0"):
         ops.linear_cross_entropy(x, weight, target, chunk_rows=0)
+    with pytest.raises(ContractError, match=r"bias: must have shape \(50,\); got \(1,\)"):
+        ops.linear_cross_entropy(x, weight, target, bias=weight[0, :1])
+    for function in (ops.cross_entropy, lambda x, t: ops.linear_cross_entropy(x, weight, t)):
+        with pytest.raises(ContractError, match=r"target: must have shape \(20, 30\); got \(30"):
+            function(x.unflatten(0, (20, 30)), target.view(30, 20))
 
 
 def test_chunks_take_little_memory():

@@ -36,6 +36,14 @@ def test_rows_and_gradient_are_torch_s(where, dtype, id_dtype, padding_idx):
     assert torch.equal(*gradients)
 
 
+def test_wrong_arguments():
+    ids, table = _problem()
+    with pytest.raises(TypeError, match="embedding: token_ids: must be int64 or int32; got float"):
+        ops.embedding(ids.float(), table)
+    with pytest.raises(ValueError, match="padding_idx: must be from -50 to 49; got 50"):
+        ops.embedding(ids, table, padding_idx=VOCAB)
+
+
 def test_ids_outside_the_table(where):
     ids, table = _problem(where)
     bad = torch.tensor([-1, VOCAB, 2**32 + 1, -(2**40)], device=where)

@@ -221,6 +221,11 @@ def test_opcheck(where):
     opcheck(torch.ops.engine.moe_route.default, (logits, None, 2, "softmax", 1, 1, True, 1.0))
 
 
+def test_a_router_takes_numbers_with_a_fraction():
+    with pytest.raises(TypeError, match=r"logits: must be floating-point; got torch.int64"):
+        ops.moe_route(torch.zeros(3, 4, dtype=torch.int64), 2)
+
+
 def test_another_activation_is_an_error(where):
     values, ids = _inputs(where, torch.float32)
     x, gate_up, down, weights = values

@@ -124,6 +124,12 @@ def test_checkpointing_and_vmap_of_a_gradient(where):
     torch.testing.assert_close(per_sample.sum(0), want[1], rtol=1e-4, atol=1e-4)
 
 
+def test_a_factor_without_residual_is_an_error():
+    x = torch.ones(2, 4)
+    with pytest.raises(ValueError, match="layernorm: x_scale: must be 1 without residual; got 2"):
+        ops.layernorm(x, x[0], x_scale=2.0)
+
+
 def test_opcheck_with_gradients(where):
     x, weight, bias, residual = _inputs(where, torch.float32)
     opcheck(torch.ops.engine.rmsnorm.default, (x, weight, bias, 1e-5, 0.0, True))

@@ -59,6 +59,12 @@ def test_gradcheck_in_float64():
     assert torch.autograd.gradgradcheck(lambda q, k: ops.rope(q, k, table, positions), (q, k))
 
 
+def test_positions_are_integers():
+    q = torch.ones(3, 1, 8)
+    with pytest.raises(TypeError, match="rope: positions: must be int64 or int32; got float32"):
+        ops.rope(q, q, _table(4, 6, "cpu"), torch.tensor([0.5, 1.0, 2.0]))
+
+
 def test_vmap_and_opcheck(where):
     q = torch.randn(3, 5, 2, 8, device=where)
     k = torch.randn(3, 5, 1, 8, device=where)

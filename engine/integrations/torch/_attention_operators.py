@@ -12,8 +12,16 @@ import torch
 
 from engine import kernels
 from engine.dtypes import accumulation_dtype
-from engine.integrations.torch._core import contiguous, define, int_constant, looped, new_array
+from engine.integrations.torch._core import (
+    contiguous,
+    define,
+    int_constant,
+    looped,
+    new_array,
+    operator_of,
+)
 from engine.kernels._attention_pattern import numbered
+from engine.kernels._contract import MIRROR_FLOATS, Contract
 
 __all__ = ["ATTENTION"]
 
@@ -43,6 +51,8 @@ def _attention(
     heads_first: bool,
     deterministic: bool,
 ) -> tuple[Any, Any]:
+    if cu_seqlens_q is None:
+        _check_batch(q, k, v, heads_first)
     out = new_array(q.shape, q.dtype, q)
     lse = new_array(_statistics_shape(q.shape, heads_first), accumulation_dtype(q.dtype), q)
     where = _sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_first)
@@ -103,6 +113,15 @@ def _backward(
         **{name: _rows(x, heads_first) for name, x in grads.items()},  # type: ignore[misc]
     )
     return (*grads.values(), *results[3:])
+
+
+def _check_batch(q: Any, k: Any, v: Any, heads_first: bool) -> None:
+    """Check the axes of a dense batch, which the kernels see merged."""
+    call = Contract("attention")
+    q_axes, k_axes = ("B H Sq D", "B K Sk D") if heads_first else ("B Sq H D", "B Sk K D")
+    call.array("q", q, q_axes, MIRROR_FLOATS, layout="any")
+    call.array("k", k, k_axes, q.dtype, layout="any")
+    call.array("v", v, k_axes, q.dtype, layout="any")
 
 
 def _rows(x: Any, heads_first: bool) -> Any:
@@ -209,7 +228,7 @@ def _vmap(name: str, rows: range, statistics: tuple[int, ...], sinks: int) -> An
                 ready[i] = _merged(args[i], in_dims[i], axis, size)
         if heads_first and args[sinks] is not None:
             ready[sinks] = args[sinks].repeat(size)
-        results = getattr(torch.ops.engine, name)(*ready)
+        results = operator_of(name)(*ready)
         axes = (0, int(heads_first)) if name == "attention" else (0, 0, 0)
         return tuple(x.unflatten(a, (size, -1)) for x, a in zip(results, axes, strict=True)), axes
 

@@ -24,8 +24,9 @@ from engine.integrations.torch._tensors import array_of, layout_of, tensor_of, t
 from engine.kernels._prepared_call import ALIGNMENT, PreparedCall, constant, prepare
 from engine.plan_array import NotContiguousError, PlanArray
 
-__all__ = ["Operator", "contiguous", "define", "fold_rows", "int_constant", "looped", "new_array"]
-__all__ += ["on_tensors", "to_autocast_dtype", "transformed_function"]
+__all__ = ["Operator", "contiguous", "define", "fold_rows", "int_constant", "is_transformed"]
+__all__ += ["looped", "new_array", "on_tensors", "operator_of", "to_autocast_dtype"]
+__all__ += ["transformed_function"]
 
 Function = Callable[..., Any]
 
@@ -74,7 +75,7 @@ def define(
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, _on_cpu(function), "CPU")
     _library.impl(name, operator.launch, "CUDA")
-    torch.library.register_fake(qualified, fake, lib=_library)
+    torch.library.register_fake(qualified, _on_one_device(name, fake), lib=_library)
     if "!" not in schema:  # torch knows no derivative of an operator that writes to its arguments
         torch.library.register_autograd(
             qualified, backward, setup_context=setup_context, lib=_library
@@ -82,6 +83,21 @@ def define(
         torch.library.register_vmap(qualified, vmap, lib=_library)
     operator.overload = getattr(torch.ops.engine, name).default
     return operator
+
+
+def _on_one_device(name: str, fake: Function) -> Function:
+    def run(*args: Any) -> Any:
+        _check_devices(name, [value for value in args if isinstance(value, torch.Tensor)])
+        return fake(*args)
+
+    return run
+
+
+def _check_devices(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if len(devices) > 1:
+        got = " and ".join(devices)
+        raise ContractError(f"engine::{name}: all tensors must be on one device; got {got}")
 
 
 def on_tensors(name: str, function: Function) -> Function:
@@ -125,15 +141,17 @@ class Operator:
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.overload(*args)
-        if torch._C._functorch.maybe_current_level() is not None:
+        if is_transformed():
             return self._transformed.apply(*args)
         needs_grad = False
         for value in args:
             if isinstance(value, torch.Tensor):
-                if type(value) not in _PLAIN or not value.is_cuda:
+                if type(value) not in _PLAIN or not value.is_cuda or value.is_neg():
                     return self.overload(*args)
                 needs_grad = needs_grad or value.requires_grad
         if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+            return self.overload(*args)
+        if not isinstance(args[0], torch.Tensor):  # torch's error names the argument
             return self.overload(*args)
         if needs_grad and torch.is_grad_enabled():
             return self._eager(*args)
@@ -159,19 +177,14 @@ class Operator:
         calls = _calls()
         call = calls.get(tuple(key))
         if call is None:
-            call = _Call(self._prepared(args, tensors, index))
+            call = _Call(self._prepared(args, tensors))
             if len(calls) >= _MAX_CALLS:
                 calls.pop(next(iter(calls)))
             calls[tuple(key)] = call
         return call.run(tensors, index)
 
-    def _prepared(self, args: tuple[Any, ...], tensors: list[Any], index: int) -> PreparedCall:
-        for tensor in tensors:
-            if tensor.get_device() != index:
-                raise ContractError(
-                    f"engine::{self.name}: all tensors must be on one device; got one on "
-                    f"{tensor.device} and one on cuda:{index}"
-                )
+    def _prepared(self, args: tuple[Any, ...], tensors: list[Any]) -> PreparedCall:
+        _check_devices(self.name, tensors)
         places = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
 
         def on_arrays(*arrays: Any) -> Any:
@@ -263,7 +276,28 @@ def transformed_function(
         "vmap": vmap,
     }
     methods = {method: staticmethod(function) for method, function in methods.items()}
-    return type(name, (torch.autograd.Function,), methods)
+    _transformed[name] = type(name, (torch.autograd.Function,), methods)
+    return _transformed[name]
+
+
+_transformed: dict[str, Any] = {}
+
+
+def is_transformed() -> bool:
+    """Tell whether `vmap`, `grad` or another transform, or forward-mode AD, is active.
+
+    The dispatcher would drop the tangents of forward-mode AD; an autograd function raises.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._functorch.maybe_current_level() is not None:
+        return True
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def operator_of(name: str) -> Function:
+    """Return what calls an operator, also below a transform: the next one of a nest."""
+    return _transformed[name].apply if is_transformed() else getattr(torch.ops.engine, name)
 
 
 def _no_derivative(name: str) -> Function:
@@ -286,7 +320,7 @@ def fold_rows(name: str, *rows: int) -> Function:
         for i in rows:
             if isinstance(args[i], torch.Tensor):
                 ready[i] = _leading(args[i], in_dims[i], info.batch_size)
-        result = getattr(torch.ops.engine, name)(*ready)
+        result = operator_of(name)(*ready)
         return result, (0,) * len(result) if isinstance(result, tuple) else 0
 
     return vmap
@@ -296,7 +330,7 @@ def looped(name: str) -> Function:
     """Return a vmap rule that runs the operator once per element of the mapped axis."""
 
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        operator = getattr(torch.ops.engine, name)
+        operator = operator_of(name)
         results = []
         for index in range(info.batch_size):
             taken = (
@@ -321,16 +355,27 @@ def _leading(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 def to_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
     """Cast floating-point tensors (or None) to autocast's dtype, if autocast is enabled."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors)
 
 
+_constants: dict[tuple[int, bytes], Any] = {}
+
+
 def int_constant(values: Sequence[int], like: Any) -> Any:
-    """Return int32 `values` on the device of the array `like`; for the function of `define`."""
+    """Return int32 `values` on the device of the array `like`; for the function of `define`.
+
+    They are never freed: a captured graph reads them, and may outlive the prepared call.
+    """
     array = np.array(values, np.int32)
-    return array if isinstance(like, np.ndarray) else constant(array)
+    if isinstance(like, np.ndarray):
+        return array
+    key = (_current_device(), array.tobytes())
+    if key not in _constants:
+        _constants[key] = constant(array)
+    return _constants[key]
 
 
 def new_array(shape: tuple[int, ...], dtype: Any, like: Any) -> Any:

@@ -14,7 +14,7 @@ from engine.dtypes import BFLOAT16
 from engine.errors import DTypeError
 from engine.kernels._prepared_call import ALIGNMENT, ArrayLayout
 
-__all__ = ["DTYPES", "array_of", "layout_of", "tensor_of", "torch_dtype"]
+__all__ = ["DTYPES", "array_of", "check_integers", "layout_of", "tensor_of", "torch_dtype"]
 
 DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
@@ -24,13 +24,19 @@ DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float8_e4m3fn: np.dtype(np.uint8),
     torch.uint8: np.dtype(np.uint8),
     torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16),
     torch.int32: np.dtype(np.int32),
     torch.uint32: np.dtype(np.uint32),
     torch.int64: np.dtype(np.int64),
     torch.uint64: np.dtype(np.uint64),
     torch.bool: np.dtype(np.bool_),
+    torch.complex64: np.dtype(np.complex64),
+    torch.complex128: np.dtype(np.complex128),
 }
-"""The catalog's dtype for each of torch's; fp8 codes are uint8 in the catalog."""
+"""NumPy's dtype for each of torch's; fp8 codes are uint8 in the catalog.
+
+Those that no op takes are here because the ops' errors name the argument.
+"""
 
 _TORCH = {dtype: name for name, dtype in DTYPES.items() if name != torch.float8_e4m3fn}
 
@@ -55,7 +61,7 @@ def array_of(tensor: torch.Tensor) -> Any:
 
 def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """Return a NumPy array of the catalog as a CPU tensor over the same memory."""
-    array = np.ascontiguousarray(array)
+    array = np.asarray(array, order="C")  # ascontiguousarray would add an axis to ()
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
@@ -68,6 +74,13 @@ def layout_of(tensor: torch.Tensor) -> ArrayLayout:
         raise DTypeError(f"a tensor must be of {_names()}; got {tensor.dtype}")
     strides = tuple(step * dtype.itemsize for step in tensor.stride())
     return ArrayLayout(tuple(tensor.shape), strides, dtype, tensor.data_ptr() % ALIGNMENT)
+
+
+def check_integers(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise a DTypeError unless `tensor` is of int64 or int32, before it is cast."""
+    if tensor.dtype not in (torch.int64, torch.int32):
+        got = str(tensor.dtype).removeprefix("torch.")
+        raise DTypeError(f"{op}: {name}: must be int64 or int32; got {got}")
 
 
 def _names() -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from engine import kernels
-from engine.errors import ContractError
+from engine.errors import ContractError, ShapeError
 from engine.integrations.torch._core import define
 
 __all__ = ["REDUCTIONS", "cross_entropy", "loss_dtype", "reduced"]
@@ -37,6 +37,13 @@ def check_reduction(name: str, reduction: str) -> None:
     """Raise a ContractError unless `reduction` is one of REDUCTIONS."""
     if reduction not in REDUCTIONS:
         raise ContractError(f"{name}: reduction: must be one of {REDUCTIONS}; got {reduction!r}")
+
+
+def check_target(name: str, target: torch.Tensor, rows: torch.Tensor) -> None:
+    """Raise a ShapeError unless `target` has one element per row: its last axis is the classes'."""
+    if target.shape != rows.shape[:-1]:
+        wanted = tuple(rows.shape[:-1])
+        raise ShapeError(f"{name}: target: must have shape {wanted}; got {tuple(target.shape)}")
 
 
 def _losses(
@@ -124,6 +131,7 @@ def cross_entropy(
     tensor(0.6931)
     """
     check_reduction("cross_entropy", reduction)
+    check_target("cross_entropy", target, logits)
     rows = logits.reshape(-1, logits.shape[-1])
     flat = target.reshape(-1)
     losses = _LOSSES(rows, flat, ignore_index, softcap, z_loss, label_smoothing)

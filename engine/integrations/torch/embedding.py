@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from engine import kernels
-from engine.integrations.torch._core import define, looped, transformed_function
+from engine.errors import ContractError
+from engine.integrations.torch._core import define, looped, operator_of, transformed_function
+from engine.integrations.torch._tensors import check_integers
 
 __all__ = ["embedding"]
 
@@ -37,9 +39,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     (token_ids,) = ctx.saved_tensors
-    is_transformed = torch._C._functorch.maybe_current_level() is not None
-    run = _TRANSFORMED.apply if is_transformed else _gradient_operator
-    dweight = run(dout, token_ids, ctx.vocab, ctx.padding_idx)
+    dweight = operator_of("embedding_backward")(dout, token_ids, ctx.vocab, ctx.padding_idx)
     return None, dweight if ctx.scale == 1.0 else dweight * ctx.scale, None, None
 
 
@@ -68,7 +68,7 @@ _gradient_operator.register_fake(
 )
 _gradient_operator.register_autograd(_second_backward, setup_context=_setup_gradient)
 _gradient_operator.register_vmap(looped("embedding_backward"))
-_TRANSFORMED = transformed_function(
+transformed_function(
     "embedding_backward", _second_backward, _setup_gradient, looped("embedding_backward")
 )
 _EMBEDDING = define(
@@ -94,7 +94,7 @@ def embedding(
     scale : float
         Factor of the rows (Gemma: sqrt(N), rounded to its dtype by the caller).
     padding_idx : int, optional
-        Id whose row gets no gradient, as in `torch.nn.functional.embedding`.
+        Id whose row gets no gradient, as in `torch.nn.functional.embedding`; may be negative.
 
     Returns
     -------
@@ -106,8 +106,14 @@ def embedding(
     tensor([[3., 4.],
             [1., 2.]])
     """
+    check_integers("embedding", "token_ids", token_ids)
+    vocab = weight.shape[0]
+    if padding_idx is not None and not -vocab <= padding_idx < vocab:
+        raise ContractError(
+            f"embedding: padding_idx: must be from {-vocab} to {vocab - 1}; got {padding_idx}"
+        )
     ids = token_ids.reshape(-1)
     if ids.dtype != torch.int32:  # an id must not become a valid one when it is cast
         ids = ids.clamp(-1, _LARGEST).int()
-    skipped = -1 if padding_idx is None else padding_idx % len(weight)
+    skipped = -1 if padding_idx is None else padding_idx % vocab
     return _EMBEDDING(ids, weight, scale, skipped).view(*token_ids.shape, weight.shape[1])

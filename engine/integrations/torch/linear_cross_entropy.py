@@ -15,14 +15,21 @@ import torch
 from torch import Tensor
 
 from engine import kernels
-from engine.errors import ContractError
+from engine.errors import ContractError, ShapeError
 from engine.integrations.torch._core import (
+    is_transformed,
     looped,
     on_tensors,
+    operator_of,
     to_autocast_dtype,
     transformed_function,
 )
-from engine.integrations.torch.cross_entropy import check_reduction, loss_dtype, reduced
+from engine.integrations.torch.cross_entropy import (
+    check_reduction,
+    check_target,
+    loss_dtype,
+    reduced,
+)
 
 __all__ = ["default_chunk_rows", "linear_cross_entropy"]
 
@@ -137,8 +144,8 @@ class _Product(NamedTuple):
         """
         losses = self.x.new_empty(len(self.x), dtype=loss_dtype(self.x.dtype))
         empty = self.x.new_empty
-        dx = torch.empty_like(self.x) if needs[0] else empty(0)
-        dweight = torch.empty_like(self.weight, dtype=sum_dtype) if needs[1] else empty(0)
+        dx = empty(self.x.shape) if needs[0] else empty(0)
+        dweight = empty(self.weight.shape, dtype=sum_dtype) if needs[1] else empty(0)
         dbias = losses.new_zeros(len(self.weight)) if needs[2] else empty(0)
         if not len(self.x):
             dweight.zero_()
@@ -211,8 +218,8 @@ def _fake_forward(
     return (
         x.new_empty(target.shape if reduction == "none" else (), dtype=dtype),
         x.new_empty(1, dtype=dtype),
-        torch.empty_like(x) if need_dx and not is_late else x.new_empty(0),
-        torch.empty_like(weight) if need_dweight and not is_late else x.new_empty(0),
+        x.new_empty(x.shape if need_dx and not is_late else 0),
+        weight.new_empty(weight.shape if need_dweight and not is_late else 0),
         x.new_empty(len(weight) if need_dbias and not is_late else 0),
     )
 
@@ -232,8 +239,8 @@ def _fake_gradients(
 ) -> Any:
     need_dx, need_dweight, need_dbias, _ = rest[5:]
     return (
-        torch.empty_like(x) if need_dx else x.new_empty(0),
-        torch.empty_like(weight) if need_dweight else x.new_empty(0),
+        x.new_empty(x.shape if need_dx else 0),
+        weight.new_empty(weight.shape if need_dweight else 0),
         x.new_empty(len(weight) if need_dbias else 0),
     )
 
@@ -263,15 +270,21 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     ctx.gradients = None
     if gradients is None or torch.is_grad_enabled():  # with create_graph: for the error's sake
         factors = (dloss * inverse).reshape(-1)
-        run = _TRANSFORMED_BACKWARD.apply if _is_transformed() else _linear_cross_entropy_backward
+        run = operator_of("linear_cross_entropy_backward")
         gradients = run(factors, x, weight, bias, target, *options, *needs, sum_dtype)
     else:
         factors = (dloss / _boost(x, reduction)).reshape(-1)
-        is_plain = type(dloss) is Tensor and not torch.compiler.is_compiling()
-        scale = _scaled_in_place if is_plain else _scaled
+        scale = _scaled_in_place if _is_plain(dloss) else _scaled
         gradients = [scale(g, factors.contiguous()) if g.numel() else g for g in gradients]
     ready = [g if needed else None for g, needed in zip(gradients, needs, strict=True)]
     return *ready, *(None,) * (1 + len(ctx.options))
+
+
+def _is_plain(dloss: Tensor) -> bool:
+    """Tell whether dloss has memory: it may be traced, or a batch of `is_grads_batched`."""
+    if type(dloss) is not Tensor or torch.compiler.is_compiling() or is_transformed():
+        return False
+    return not torch._C._functorch.is_legacy_batchedtensor(dloss)
 
 
 def _scaled(gradient: Tensor, factors: Tensor) -> Tensor:
@@ -313,15 +326,8 @@ _linear_cross_entropy.register_autograd(_backward, setup_context=_setup)
 _linear_cross_entropy.register_vmap(_VMAP)
 _linear_cross_entropy_backward.register_autograd(_no_second_derivative)
 _linear_cross_entropy_backward.register_vmap(_VMAP_BACKWARD)
-_TRANSFORMED = transformed_function("linear_cross_entropy", _backward, _setup, _VMAP)
-_TRANSFORMED_BACKWARD = transformed_function(
-    "linear_cross_entropy_backward", _no_second_derivative, None, _VMAP_BACKWARD
-)
-
-
-def _is_transformed() -> bool:
-    """Tell whether `vmap`, `grad` or another transform of torch.func is active."""
-    return torch._C._functorch.maybe_current_level() is not None
+transformed_function("linear_cross_entropy", _backward, _setup, _VMAP)
+transformed_function("linear_cross_entropy_backward", _no_second_derivative, None, _VMAP_BACKWARD)
 
 
 def linear_cross_entropy(
@@ -386,21 +392,23 @@ def linear_cross_entropy(
     tensor([0.3133, 0.6931])
     """
     check_reduction("linear_cross_entropy", reduction)
+    check_target("linear_cross_entropy", target, x)
     x, weight, bias = to_autocast_dtype(x, weight, bias)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != x.dtype:
             raise ContractError(
                 f"linear_cross_entropy: {name}: must be {x.dtype}, as x is; got {tensor.dtype}"
             )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        wanted = f"linear_cross_entropy: bias: must have shape ({len(weight)},)"
+        raise ShapeError(f"{wanted}; got {tuple(bias.shape)}")
     if chunk_rows is not None and chunk_rows < 1:
         raise ContractError(f"linear_cross_entropy: chunk_rows: must be positive; got {chunk_rows}")
     options = (ignore_index, softcap, z_loss, label_smoothing, chunk_rows or 0)
     kind = (weight.dtype if sum_dtype is None else sum_dtype, reduction)
     tensors = (x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1))
-    if _is_transformed():  # all gradients in the backward pass
-        loss = _TRANSFORMED.apply(*tensors, *options, False, False, False, *kind)[0]
-    else:
-        is_recorded = torch.is_grad_enabled()
-        needs = [is_recorded and t is not None and t.requires_grad for t in (x, weight, bias)]
-        loss = _linear_cross_entropy(*tensors, *options, *needs, *kind)[0]
+    # Below a transform, all gradients are computed in the backward pass.
+    is_recorded = torch.is_grad_enabled() and not is_transformed()
+    needs = [is_recorded and t is not None and t.requires_grad for t in (x, weight, bias)]
+    loss = operator_of("linear_cross_entropy")(*tensors, *options, *needs, *kind)[0]
     return loss.view(target.shape) if reduction == "none" else loss

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from engine import kernels
-from engine.errors import ContractError
+from engine.errors import ContractError, DTypeError
 from engine.integrations.torch._core import define, to_autocast_dtype
 from engine.kernels import Routing
 
@@ -117,12 +117,18 @@ def moe_route(
         Best first; differentiable with respect to the logits.
     ids : (T, k) tensor of int32
 
+    Raises
+    ------
+    ContractError, ShapeError, DTypeError
+
     Examples
     --------
     >>> weights, ids = moe_route(torch.tensor([[0.0, 9.0, 9.0]]), 2)
     >>> weights, ids
     (tensor([[0.5000, 0.5000]]), tensor([[1, 2]], dtype=torch.int32))
     """
+    if not logits.is_floating_point():
+        raise DTypeError(f"moe_route: logits: must be floating-point; got {logits.dtype}")
     if logits.dtype != torch.float64:
         logits = logits.float()
     routed: tuple[torch.Tensor, torch.Tensor] = _ROUTE(

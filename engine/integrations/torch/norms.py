@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from engine import kernels
+from engine.errors import ContractError
 from engine.integrations.torch._core import define, fold_rows
 
 __all__ = ["layernorm", "rmsnorm"]
@@ -203,6 +204,9 @@ def _normalised(
     weight_offset: float,
     subtract_mean: bool,
 ) -> Any:
+    if residual is None and x_scale != 1.0:
+        name = "layernorm" if subtract_mean else "rmsnorm"
+        raise ContractError(f"{name}: x_scale: must be 1 without residual; got {x_scale}")
     if weight.dtype != x.dtype:
         weight = weight.to(x.dtype)
     if bias is not None and bias.dtype != x.dtype:

@@ -146,9 +146,13 @@ def attention_paged(
     if out is None:
         results = _PAGED(*arguments, *options)
         return results if return_lse else results[0]
-    needs_grad = torch.is_grad_enabled() and q.requires_grad
+    needs_grad = torch.is_grad_enabled() and any(
+        value is not None and value.requires_grad for value in arguments
+    )
     if needs_grad or return_lse:
-        wanted = "None if q requires a gradient, or with return_lse"
+        wanted = "None if an argument requires a gradient, or with return_lse"
         raise ContractError(f"attention_paged: out: must be {wanted}; got a tensor")
     _PAGED_OUT(out, *arguments, *options)
+    if not torch.compiler.is_compiling() and not out.is_inference():
+        torch.autograd.graph.increment_version(out)  # a graph that saved `out` must notice
     return out

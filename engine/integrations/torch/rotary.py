@@ -8,6 +8,7 @@ import torch
 
 from engine import kernels
 from engine.integrations.torch._core import define, fold_rows
+from engine.integrations.torch._tensors import check_integers
 
 __all__ = ["rope"]
 
@@ -67,7 +68,7 @@ def rope(
         Leading axes as for `q`.
     cos_sin : (P, R) tensor of float32
         R/2 cosines, then R/2 sines; features from R on are not rotated. No gradient.
-    positions : (...) tensor of integers
+    positions : (...) tensor of int64 or int32
         Each token's row of `cos_sin`; broadcast to the leading axes of `q`. On a GPU, a position
         outside the table makes the rotated features NaN.
     interleaved : bool
@@ -84,6 +85,7 @@ def rope(
     >>> rope(q, q, quarter_turn, torch.tensor([0]))[0]
     tensor([[[0., 1.]]])
     """
+    check_integers("rope", "positions", positions)
     if positions.shape != q.shape[:-2]:
         positions = positions.expand(q.shape[:-2])
     if positions.dtype != torch.int32:
