@@ -593,6 +593,15 @@ def test_shard_map_sums_the_gradient_of_a_shared_weight(check_vma):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+def test_kernels_take_arrays_outside_jit():
+    x = random(0, 4, 8)
+    found = jnp.from_dlpack(kernels.silu(x))
+    assert_close(found, jax.nn.silu(x), "float32")
+    found = jnp.asarray(kernels.silu(np.asarray(x.astype(jnp.bfloat16))))
+    assert found.dtype == jnp.bfloat16
+    assert_close(found, jax.nn.silu(x), "bfloat16")
+
+
 def test_the_example_of_the_documentation():
     page = (Path(__file__).parents[2] / "docs/integrations/jax.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

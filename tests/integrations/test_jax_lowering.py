@@ -134,12 +134,13 @@ def test_pages_are_aliased(prepared):
 
 
 def test_a_launch_gets_addresses_scratch_and_zeroed_counters(prepared):
+    prepared.results = (ArrayLayout.contiguous((4,), F32),)
     x, y, scratch = Buffer(16, F32, (4,)), Buffer(32, F32, (4,)), Buffer(512, U8, (1036,))
     _handlers._run_on_cuda(MockCall("silu", [x], [y, scratch]))
     assert prepared.runs == [([16, 32], 77, 512, 512 + 1024)]
     assert prepared.zeroed == [(512 + 1024, 3, 77)]
     small = Buffer(512, U8, (1035,))
-    with pytest.raises(EngineError, match="silu: needs 1036 bytes of scratch"):
+    with pytest.raises(EngineError, match="silu: needs 1036 bytes of scratch; got 1035"):
         _handlers._run_on_cuda(MockCall("silu", [x], [y, small]))
 
 
@@ -155,6 +156,7 @@ def test_aliased_results_are_not_passed_twice(prepared):
 
 
 def test_a_prepared_call_runs_on_one_thread_at_a_time(prepared):
+    prepared.results = (ArrayLayout.contiguous((4,), F32),)
     call = MockCall(
         "silu", [Buffer(16, F32, (4,))], [Buffer(32, F32, (4,)), Buffer(512, U8, (1036,))]
     )

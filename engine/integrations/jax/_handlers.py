@@ -20,7 +20,6 @@ from engine.errors import DeviceError, EngineError
 from engine.integrations.jax._ffi import Buffer, Call, make_handler
 from engine.integrations.jax._operators import (
     OPERATORS,
-    Operator,
     decode,
     set_lowering,
     spread,
@@ -54,15 +53,17 @@ def _run_on_cpu(call: Call) -> None:
         if array is not None and i not in operator.aliases:
             array.flags.writeable = False
     results = _as_tuple(operator.function(*arrays, **options))
-    for buffer, result in zip(_new_results(operator, call), results, strict=True):
+    for buffer, result in zip(_new_results(call), results, strict=True):
         np.copyto(_view(buffer), result.reshape(buffer.shape))
 
 
-def _new_results(operator: Operator, call: Call) -> list[Buffer]:
-    """Return the buffers of the results that the function returns, scratch included."""
+def _new_results(call: Call) -> list[Buffer]:
+    """Return the buffers of the results that the function returns, then that of scratch, if any."""
+    operator, given, _ = decode(call.config)
+    arguments = spread(given, call.arguments)
     for i, j in operator.aliases.items():
         # XLA copies an argument first if it is used later.
-        if call.arguments[i].address != call.results[j].address:
+        if arguments[i].address != call.results[j].address:
             raise EngineError(f"{operator.name}: XLA did not alias argument {i} and result {j}")
     written = operator.aliases.values()
     return [buffer for j, buffer in enumerate(call.results) if j not in written]
@@ -102,21 +103,25 @@ def _run_on_cuda(call: Call) -> None:
 
 
 def _launch(prepared: PreparedCall, call: Call) -> None:
-    operator, _, _ = decode(call.config)
-    results = _new_results(operator, call)
-    size = _size_of_scratch(prepared)
-    scratch = 0
-    if size:
-        buffer = results.pop()
-        scratch = buffer.address
-        if buffer.dtype != np.uint8 or buffer.shape[0] < size:
-            raise EngineError(f"{operator.name}: needs {size} bytes of scratch; got {buffer}")
+    buffers = _new_results(call)
+    results = buffers[: len(prepared.results)]
+    scratch = _checked_scratch(prepared, call, buffers[len(prepared.results) :])
     counters = scratch + _aligned(prepared.scratch_bytes)
     stream = call.stream()
     if prepared.num_counters:
         _zero(counters, prepared.num_counters, stream)
     addresses = [buffer.address for buffer in (*call.arguments, *results)]
     prepared.run(addresses, stream, scratch, counters)
+
+
+def _checked_scratch(prepared: PreparedCall, call: Call, buffers: list[Buffer]) -> int:
+    """Return the address of the scratch memory that XLA provides, 0 for none."""
+    needed = _size_of_scratch(prepared)
+    found = sum(buffer.shape[0] for buffer in buffers)
+    if found < needed:
+        name = decode(call.config)[0].name
+        raise EngineError(f"{name}: needs {needed} bytes of scratch; got {found}")
+    return buffers[0].address if buffers else 0
 
 
 def _scratch_bytes(config: str, arrays: Sequence[Any], results: Sequence[Any]) -> int:
