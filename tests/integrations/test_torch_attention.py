@@ -579,6 +579,17 @@ def test_cuda_graph(options):
 
 
 @pytest.mark.gpu
+def test_compiled_into_cuda_graphs():
+    """The first call allocates from the graph's pool, in which only its results may stay."""
+    compiled = torch.compile(
+        lambda x: ops.attention(x, x, x, causal=True), fullgraph=True, backend="cudagraphs"
+    )
+    for seed in range(4):
+        x = _leaf(2, 256, 4, 128, device="cuda", dtype=torch.bfloat16, seed=seed).detach()
+        assert torch.equal(compiled(x), ops.attention(x, x, x, causal=True))
+
+
+@pytest.mark.gpu
 def test_two_streams():
     q = _leaf(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16).detach().requires_grad_()
     k = q.detach()[:, :, :2]

@@ -177,3 +177,11 @@ def test_wrong_arguments():
         linear.weight[0, 0] = float("nan")
     with pytest.raises(WeightsError, match="finite"):
         ops.QuantizedLinear.from_linear(linear, "int4")
+
+
+def test_a_layer_in_two_places_stays_one():
+    layer = torch.nn.Linear(64, 64)
+    model = torch.nn.ModuleDict({"a": layer, "b": torch.nn.Sequential(layer)})
+    ops.quantize_linears(model, "int8")
+    assert isinstance(model["a"], ops.QuantizedLinear)
+    assert model["b"][0] is model["a"]

@@ -151,7 +151,8 @@ class Operator:
                 needs_grad = needs_grad or value.requires_grad
         if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
             return self.overload(*args)
-        if not isinstance(args[0], torch.Tensor):  # torch's error names the argument
+        # The dispatcher records for torch.jit.trace, and its error names a wrong argument.
+        if torch._C._get_tracing_state() or not isinstance(args[0], torch.Tensor):
             return self.overload(*args)
         if needs_grad and torch.is_grad_enabled():
             return self._eager(*args)
@@ -416,15 +417,20 @@ def _calls() -> dict[Any, _Call]:
     return calls
 
 
-_zeros: dict[tuple[int, int], torch.Tensor] = {}
+_zeros: dict[tuple[int, int], list[torch.Tensor]] = {}
 
 
 def _counters(count: int, index: int, stream: int) -> torch.Tensor:
-    """Return counters that are 0. A captured graph gets its own: it may run beside others."""
+    """Return counters that are 0. A captured graph gets its own: it may run beside others.
+
+    Those of a stream are not torch's memory: `torch.compile` makes the first call of a graph with
+    the allocator on the graph's pool, where nothing may stay. They are never freed, as launches
+    that have not run yet may use them.
+    """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=f"cuda:{index}")
-    kept = _zeros.get((index, stream))
-    if kept is None or kept.numel() < count:
-        kept = torch.zeros(max(count, 4096), dtype=torch.int32, device=f"cuda:{index}")
-        _zeros[index, stream] = kept
-    return kept
+    kept = _zeros.setdefault((index, stream), [])
+    if not kept or kept[-1].numel() < count:
+        zeros = constant(np.zeros(max(count, 4096), np.int32))
+        kept.append(torch.as_tensor(zeros, device=f"cuda:{index}"))
+    return kept[-1]

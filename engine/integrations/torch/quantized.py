@@ -262,12 +262,14 @@ def quantize_linears(
       (1): ReLU()
     )
     """
-    for name, child in list(module.named_modules()):
+    made: dict[torch.nn.Module, QuantizedLinear] = {}  # a layer may stand in several places
+    for name, child in list(module.named_modules(remove_duplicate=False)):
         last = name.rpartition(".")[2]
         if type(child) is not torch.nn.Linear or not name or name in skip or last in skip:
             continue
-        parent = module.get_submodule(name.rpartition(".")[0])
-        setattr(parent, last, QuantizedLinear.from_linear(child, format))
+        if child not in made:
+            made[child] = QuantizedLinear.from_linear(child, format)
+        setattr(module.get_submodule(name.rpartition(".")[0]), last, made[child])
     return module
 
 
