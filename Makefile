@@ -61,14 +61,28 @@ test-clients: model .venv-clients-sdk/.installed .venv-clients-eval/.installed  
 	CLIENTS_JS=$(CLIENTS_JS) .venv-clients-sdk/bin/python -m pytest -q -W ignore $(CLIENTS)
 	.venv-clients-eval/bin/python -m pytest -q -W ignore $(CLIENTS)
 
-.venv-frameworks/.installed: tests/integrations/requirements.txt pyproject.toml
+FRAMEWORKS := .venv-frameworks
+SOURCES := vllm-0.24.0 vllm-0.33.0 sglang-0.5.23  # without a GPU they install only in part
+
+$(FRAMEWORKS)/.installed: $(wildcard tests/integrations/requirements*.txt) pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
-	$(@D)/bin/python -m pip install --quiet --editable . -r $<
+	$(@D)/bin/python -m pip install --quiet --editable . -r tests/integrations/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --no-deps -r tests/integrations/requirements-vllm.txt
 	@touch $@
 
-test-frameworks: .venv-frameworks/.installed   ## PyTorch, transformers, JAX and others on our kernels, in an environment of their own
-	.venv-frameworks/bin/python -m pytest -q -n auto --dist worksteal tests/integrations
+# The Python files of a wheel, or an empty folder if it cannot be had: then its tests skip.
+$(FRAMEWORKS)/sources/%: $(FRAMEWORKS)/.installed
+	-$(FRAMEWORKS)/bin/python -m pip download --quiet --no-deps --dest $@.wheel $(subst -,==,$(@F))
+	mkdir -p $@
+	-unzip -q -o $@.wheel/*.whl '*.py' '*.dist-info/*' -d $@
+	rm -rf $@.wheel
+
+test-frameworks: $(SOURCES:%=$(FRAMEWORKS)/sources/%)   ## PyTorch, transformers, JAX and others on our kernels, in an environment of their own
+	ENGINE_TEST_VLLM=$(FRAMEWORKS)/sources/vllm-0.33.0 ENGINE_TEST_SGLANG=$(FRAMEWORKS)/sources/sglang-0.5.23 \
+	  $(FRAMEWORKS)/bin/python -m pytest -q -n auto --dist worksteal tests/integrations
+	ENGINE_TEST_VLLM=$(FRAMEWORKS)/sources/vllm-0.24.0 \
+	  $(FRAMEWORKS)/bin/python -m pytest -q tests/integrations/test_vllm.py
 
 mutants: $(VENV)/.installed-dev   ## deliberate faults, each of which a test must catch; 10 minutes
 	$(BIN)/python -m tests.mutants

@@ -384,12 +384,12 @@ FIELDS = {
 
 
 def _sources():
-    """Return the folder `sglang/srt`: installed, or unpacked where SGLANG_SOURCES says."""
-    if folder := os.environ.get("SGLANG_SOURCES"):
+    """Return the folder `sglang/srt`: installed, or unpacked where ENGINE_TEST_SGLANG says."""
+    if folder := os.environ.get("ENGINE_TEST_SGLANG"):
         return Path(folder) / "sglang" / "srt"
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
-        pytest.skip("sglang is not installed, and SGLANG_SOURCES names no unpacked wheel")
+        pytest.skip("sglang is not installed, and ENGINE_TEST_SGLANG names no unpacked wheel")
     return Path(spec.submodule_search_locations[0]) / "srt"
 
 

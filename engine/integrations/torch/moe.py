@@ -181,9 +181,8 @@ def _fake_hidden_backward(
 
 def _dgrad(dh: Any, gate_up: Any, weights: Any, ids: Any, order: Any, offsets: Any) -> Any:
     routing = Routing(ids, weights, order, offsets)
-    pairs = kernels.moe_gemm(
-        dh, gate_up, routing, scatter=True, weighted=False, transposed=True, pdl=True
-    )
+    # No pdl: a kernel of torch may just have written gate_up, gathered from its shards.
+    pairs = kernels.moe_gemm(dh, gate_up, routing, scatter=True, weighted=False, transposed=True)
     return kernels.moe_combine(pairs.reshape(*ids.shape, gate_up.shape[2]))
 
 
