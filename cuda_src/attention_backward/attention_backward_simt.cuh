@@ -138,10 +138,9 @@ struct SimtBackward {
       const int row = row_begin + first_row + r, streamed = stream_begin + lane_idx();
       const int query = kOfKeys ? streamed : row, key = kOfKeys ? row : streamed;
       const int stat = kOfKeys ? lane_idx() : first_row + r;
-      const Gradient g =
-          gradient<kSoftcap>(rule, p[r], ds[r], stats[stat],
-                             stats[(kOfKeys ? kStream : kRows) + stat],
-                             sees(sequence, hidden, query, key));
+      const Gradient g = gradient<kSoftcap>(rule, p[r], ds[r], stats[stat],
+                                            stats[(kOfKeys ? kStream : kRows) + stat],
+                                            sees(sequence, hidden, query, key));
       p[r] = g.p;
       ds[r] = g.ds;
     }

@@ -53,8 +53,8 @@ struct Cta {
         head(kv_head * group),
         problem{p.context_lens, p.max_keys, p.batch,      p.num_kv_heads, p.num_queries,
                 group,          p.window,   p.num_splits, token_parts},
-        layout{p.block_shift, p.num_blocks, p.page_rows, p.head_rows, p.token_rows,
-               p.row_elements} {}
+        layout{p.block_shift, p.num_blocks, p.page_rows,
+               p.head_rows,   p.token_rows, p.row_elements} {}
 
   __device__ __forceinline__ const int* table(int b) const {
     return p.block_tables + b / token_parts * p.table_stride;

@@ -21,10 +21,10 @@ struct Problem {
   int64_t table_stride;  // row stride of block_tables
   int64_t max_keys;      // dense: rows of K; paged: keys that a row of the table covers
   int total_q, group, num_kv_heads;
-  int tile_tokens;               // query tokens per tile: rows / group
-  int q_bytes;                   // bytes of Q per tile in shared memory
-  int box_keys;                  // keys per TMA box; divides the keys per tile and per page
-  int block_shift, num_blocks;   // log2(block_size), number of pages
+  int tile_tokens;              // query tokens per tile: rows / group
+  int q_bytes;                  // bytes of Q per tile in shared memory
+  int box_keys;                 // keys per TMA box; divides the keys per tile and per page
+  int block_shift, num_blocks;  // log2(block_size), number of pages
   // Strides of the pages in page rows: PageRows in engine/kernels/_pages.py.
   int page_rows, head_rows, token_rows;
   int num_pairs, section;        // (sequence, key/value head) pairs: in total, per section
