@@ -20,6 +20,19 @@ using Core = BackwardConsumer<kHeadDim, kQueries, kWindow>;
 static_assert(Core::kSharedBytes == SHARED_BYTES,
               "kernels/attention_backward/sm90.py computes another size");
 
+// A block's query tile, head and sequence. One grid axis counts all three, tiles first: the other
+// axes end at 65,535, which a batch times its heads may exceed.
+struct QueryTilePlace {
+  int m, head, b;
+
+  __device__ __forceinline__ QueryTilePlace(int query_tiles, int num_heads) {
+    const int index = blockIdx.x, pair = index / query_tiles;
+    m = index - pair * query_tiles;
+    b = pair / num_heads;
+    head = pair - b * num_heads;
+  }
+};
+
 // Strides are in elements: _t between tokens, _h between heads.
 struct AttentionBackwardSm90BeforeParams {
   const scalar_t* dout;     // (Tq, H, D)
@@ -33,12 +46,13 @@ struct AttentionBackwardSm90BeforeParams {
   float* delta;  // (Tq, H) output for the gradient of the sinks; or null
   int64_t dout_stride_t, dout_stride_h, out_stride_t, out_stride_h;
   int total_q, num_heads, head_dim;
+  int query_tiles;  // blocks per head and sequence
 };
 
 extern "C" __global__ void __launch_bounds__(256)
     attention_backward_sm90_before(const __grid_constant__ AttentionBackwardSm90BeforeParams p) {
   constexpr int kLanes = kHeadDim / 8;  // lanes per row, 16 bytes each
-  const int m = blockIdx.x, head = blockIdx.y, b = blockIdx.z;
+  const auto [m, head, b] = QueryTilePlace(p.query_tiles, p.num_heads);
   const Sequence sequence(p.cu_seqlens_q, p.cu_seqlens_q, b, p.total_q, p.total_q, 0, 0);
   if (m * kQueries >= sequence.num_q) return;
   const int64_t place =
@@ -162,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
 extern "C" __global__ void __launch_bounds__(256)
     attention_backward_sm90_after(const float* dq_sum, const int* cu_seqlens_q, scalar_t* dq,
                                   int64_t dq_stride_t, int64_t dq_stride_h, int total_q,
-                                  int num_heads, int head_dim, float scale) {
-  const int m = blockIdx.x, head = blockIdx.y, b = blockIdx.z;
+                                  int num_heads, int head_dim, int query_tiles, float scale) {
+  const auto [m, head, b] = QueryTilePlace(query_tiles, num_heads);
   const Sequence sequence(cu_seqlens_q, cu_seqlens_q, b, total_q, total_q, 0, 0);
   if (m * kQueries >= sequence.num_q) return;
   const int64_t place =

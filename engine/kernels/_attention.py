@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from engine.dtypes import itemsize
 from engine.kernels._contract import FLOAT32, INT32, Contract
+from engine.kernels._elementwise import MAX_GRID_Y
 from engine.kernels._module import ModuleSpec
 from engine.kernels._pages import PageRows, checked_pages
 from engine.kernels._quantized_kv import checked_scales, kv_dtype_of
@@ -21,12 +23,14 @@ __all__ = [
     "ScoreRule",
     "Tile",
     "are_aligned",
+    "are_tensor_map_rows",
     "check_count",
     "check_heads",
     "checked_longest",
     "checked_scale",
     "checked_sinks",
     "checked_starts",
+    "grid_parts",
 ]
 
 MAX_HEAD_DIM = 256
@@ -200,6 +204,61 @@ def are_aligned(*arrays: Any) -> bool:
         steps += [x.data.ptr, x.shape[-1] * x.itemsize]
         steps += [s for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
     return all(step % 16 == 0 for step in steps)
+
+
+def are_tensor_map_rows(*arrays: Any) -> bool:
+    """Tell whether tensor maps can describe the arrays: `are_aligned`, none reversed or repeated.
+
+    A repeated axis has stride 0, as in an array broadcast over it.
+    """
+    steps = (s for x in arrays for s, n in zip(x.strides, x.shape, strict=True) if n > 1)
+    return are_aligned(*arrays) and all(step > 0 for step in steps)
+
+
+def grid_parts(
+    arrays: dict[str, Any], num_kv_heads: int, group: int, batch: int
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield the parts of a problem whose heads and sequences one grid can count.
+
+    They are a grid's second and third axis, which end at 65,535.
+
+    Parameters
+    ----------
+    arrays : dict
+        Arrays of attention_prefill or attention_backward by name, or None.
+    num_kv_heads, group, batch : int
+        K, H / K and B.
+
+    Yields
+    ------
+    (int, int, dict)
+        Key/value heads and sequences of a part, and its views of the arrays.
+    """
+    step = max(1, MAX_GRID_Y // group)
+    if num_kv_heads <= step and batch <= MAX_GRID_Y:
+        yield num_kv_heads, batch, arrays
+        return
+    for head in range(0, num_kv_heads, step):
+        for b in range(0, batch, MAX_GRID_Y):
+            heads = min(step, num_kv_heads - head)
+            sequences = min(MAX_GRID_Y, batch - b)
+            at = _indices(slice(head, head + heads), slice(b, b + sequences), group)
+            views = {name: None if x is None else x[at[name]] for name, x in arrays.items()}
+            yield heads, sequences, views
+
+
+def _indices(kv_heads: slice, sequences: slice, group: int) -> dict[str, Any]:
+    """Return the index of some heads and sequences in each array, by name."""
+    heads = slice(kv_heads.start * group, kv_heads.stop * group)
+    starts = slice(sequences.start, sequences.stop + 1)
+    return {
+        **dict.fromkeys(("q", "out", "dout", "dq", "lse", "delta"), (slice(None), heads)),
+        **dict.fromkeys(("k", "v", "dk", "dv"), (slice(None), kv_heads)),
+        **dict.fromkeys(("k_scale", "v_scale"), kv_heads),
+        "sinks": heads,
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), starts),
+        **dict.fromkeys(("block_tables", "context_lens"), sequences),
+    }
 
 
 @dataclass(frozen=True)

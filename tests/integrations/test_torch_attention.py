@@ -187,6 +187,22 @@ def test_gradcheck_in_float64(options):
     assert torch.autograd.gradcheck(run, (*leaves, sinks))
 
 
+def test_packed_sequences_of_expanded_tensors(where):
+    """Keys shared by all heads; the gradient of a mean over the tokens is one row, repeated."""
+    leaves = [_leaf(29, n, 64, device=where, dtype=torch.bfloat16, seed=n) for n in (4, 1)]
+    starts = torch.tensor([0, 9, 29], dtype=torch.int32, device=where)
+
+    def gradients(keys):
+        q, shared = leaves
+        out = ops.attention_varlen(q, *[keys(shared)] * 2, starts, starts, 20, 20, causal=True)
+        return torch.autograd.grad(out.float().mean(0).square().sum(), leaves)
+
+    got = gradients(lambda x: x.expand(29, 4, 64))
+    want = gradients(lambda x: x.repeat(1, 4, 1))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-5)
+
+
 def test_packed_sequences(where):
     lens_q, lens_k = (7, 0, 20, 1, 5), (7, 4, 33, 9, 0)
     q = _leaf(sum(lens_q), 4, 16, device=where)

@@ -1,4 +1,5 @@
-"""Attention over arrays of more than 2**31 elements: both tiers need 64-bit offsets.
+"""Attention over arrays of more than 2**31 elements, which need 64-bit offsets, and over more heads
+and sequences than the second and third axis of a grid count: both tiers.
 
 The CPU runs the same tests on small arrays, to verify the tests themselves.
 """
@@ -11,6 +12,7 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.dtypes import np_dtype
+from engine.kernels import _attention
 from engine.testing import cases
 from engine.testing.cases_attention import AttentionCase, cu_seqlens, paged_cache
 from engine.testing.tolerances import assert_close
@@ -135,3 +137,65 @@ def test_backward(xp, tier):
         got = kernels.attention_backward(**large, **starts, deterministic=deterministic)
         for x, want in zip(got, wants, strict=True):
             _check(x, want, 3 * _DIM + max(_NUM_KEYS, group * _NUM_QUERIES))
+
+
+def test_parts_of_a_grid_cover_the_problem_once(monkeypatch):
+    monkeypatch.setattr(_attention, "MAX_GRID_Y", 7)
+    num_kv_heads, group, batch = 8, 3, 17
+    starts = np.arange(batch + 1)
+    arrays = {
+        "q": np.zeros((batch, num_kv_heads * group, 4)),
+        "dk": np.zeros((batch, num_kv_heads)),
+    }
+    arrays |= {"cu_seqlens_q": starts, "context_lens": starts[1:], "sinks": None}
+    parts = list(_attention.grid_parts(arrays, num_kv_heads, group, batch))
+    for heads, sequences, views in parts:
+        assert heads * group <= 7 and sequences <= 7 and views["sinks"] is None
+        begin, *_, end = views["cu_seqlens_q"]
+        assert end - begin == sequences
+        np.testing.assert_array_equal(views["context_lens"], np.arange(begin, end) + 1)
+        views["q"][begin:end] += 1
+        views["dk"][begin:end] += 1
+        assert views["q"].shape[1] == heads * group and views["dk"].shape[1] == heads
+    assert len(parts) == 4 * 3 and (arrays["q"] == 1).all() and (arrays["dk"] == 1).all()
+    ((*counts, views),) = _attention.grid_parts(arrays, 2, group, 7)
+    assert counts == [2, 7] and views is arrays
+
+
+def _tokens(num_tokens, num_heads, dtype):
+    shape = (num_tokens, num_heads, 64)
+    return [cases.normal(shape, dtype, seed) for seed in range(4)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_heads(xp, tier, dtype):
+    """A batch (B, H, S, D) of another framework is one sequence with B * H heads."""
+    _needs(xp, 8)
+    num_heads = 65_540 if xp is not np else 40
+    dout, q, k, v = _tokens(2, num_heads, dtype)
+    lens = xp.asarray(cu_seqlens([2]))
+    where = {"cu_seqlens_q": lens, "cu_seqlens_k": lens}
+    on_cpu = {name: cu_seqlens([2]) for name in where}
+    want, lse = reference.attention_prefill(q, k, v, **on_cpu, return_lse=True)
+    wanted = reference.attention_backward(dout, q, k, v, want, lse, **on_cpu)
+    dout, q, k, v = (xp.asarray(x) for x in (dout, q, k, v))
+    out, lse = kernels.attention_prefill(q, k, v, **where, return_lse=True)
+    assert_close(out, want, reduction=64)
+    grads = kernels.attention_backward(dout, q, k, v, xp.asarray(want), lse, **where)
+    for name, got, gradient in zip(("dq", "dk", "dv"), grads, wanted, strict=True):
+        assert_close(got, gradient, reduction=3 * 64, name=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_sequences(xp, tier, dtype):
+    """Sequences of one token: the result is v, and only v has a gradient."""
+    _needs(xp, 8)
+    count = 65_540 if xp is not np else 40
+    dout, q, k, v = (xp.asarray(x) for x in _tokens(count, 1, dtype))
+    lens = xp.asarray(np.arange(count + 1, dtype=np.int32))
+    where = {"cu_seqlens_q": lens, "cu_seqlens_k": lens, "max_seqlen_q": 1}
+    out, lse = kernels.attention_prefill(q, k, v, **where, return_lse=True)
+    assert bool((out == v).all())
+    dq, dk, dv = kernels.attention_backward(dout, q, k, v, out, lse, **where, max_seqlen_k=1)
+    assert_close(dv, to_numpy(dout), reduction=1, name="dv")
+    assert all(bool((abs(x) < 1e-4).all()) for x in (dq, dk))

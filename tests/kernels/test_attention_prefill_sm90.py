@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from engine import kernels
 from engine.device import to_numpy
 from engine.errors import CompileError
 from engine.kernels import _nvrtc
-from engine.kernels._attention import are_aligned
+from engine.kernels._attention import are_aligned, are_tensor_map_rows
 from engine.kernels._module import compile_module
 from engine.kernels.attention_prefill import sm90 as prefill_sm90
 from engine.kernels.attention_prefill import work as prefill_work
@@ -19,6 +20,7 @@ from engine.kernels.attention_prefill.sm90 import choose_hopper_tile, specs
 from engine.kernels.attention_prefill.work import choose_cut, choose_num_splits, cut_into_tiles
 from engine.testing import cases
 from engine.testing.cases_attention import AttentionCase, cu_seqlens, paged_cache
+from engine.testing.tolerances import assert_close
 
 _HALVES = ("float16", "bfloat16")
 _ERROR = {"float16": 6e-4, "bfloat16": 4.5e-3}  # relative (norm): rounding of P, V, result
@@ -290,6 +292,37 @@ def test_a_row_has_the_same_bits_however_sequences_are_cut(cp, head_dim):
         )  # fmt: skip
 
     assert bool((attend(1).view(np.uint16) == attend(batch)[:n].view(np.uint16)).all())
+
+
+def test_tensor_maps_describe_no_reversed_or_repeated_axis():
+    def placed(x):  # a CuPy array at address 0
+        return SimpleNamespace(
+            data=SimpleNamespace(ptr=0), shape=x.shape, strides=x.strides, itemsize=x.itemsize
+        )
+
+    x = np.zeros((6, 4, 64), np.float16)
+    for rows in (x, x[::2], x[:, ::2], x.transpose(1, 0, 2), x[:1][::-1], x[:0]):
+        assert are_tensor_map_rows(placed(rows))
+    for rows in (x[::-1], x[:, ::-1], np.broadcast_to(x[:1], x.shape), x[:, :, :60]):
+        assert not are_tensor_map_rows(placed(x), placed(rows))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_reversed_and_repeated_axes(cp, head_dim):
+    q = cp.asarray(cases.normal((200, 4, head_dim), "bfloat16", 0))
+    k, v = (cp.asarray(cases.normal((200, 1, head_dim), "bfloat16", seed)) for seed in (1, 2))
+    lens = cp.asarray(cu_seqlens([70, 130]))
+    where = {"cu_seqlens_q": lens, "cu_seqlens_k": lens}
+    views = q[:, ::-1], *(cp.broadcast_to(x, q.shape) for x in (k, v))
+    whole = [cp.ascontiguousarray(x) for x in views]
+    want, lse = kernels.attention_prefill(*whole, **where, return_lse=True)
+    assert_close(kernels.attention_prefill(*views, **where), to_numpy(want), reduction=200)
+    dout = cp.broadcast_to(q[:1], q.shape)
+    wanted = kernels.attention_backward(cp.ascontiguousarray(dout), *whole, want, lse, **where)
+    grads = kernels.attention_backward(dout, *views, want, lse, **where)
+    for got, gradient in zip(grads, wanted, strict=True):
+        assert_close(got, to_numpy(gradient), reduction=3 * head_dim + 200)
 
 
 @pytest.mark.gpu

@@ -126,10 +126,10 @@ def _check_batch(q: Any, k: Any, v: Any, heads_first: bool) -> None:
 
 def _rows(x: Any, heads_first: bool) -> Any:
     """Return (B, S, H, D), or (B, H, S, D) if `heads_first`, as a view (tokens, heads, D)."""
-    if x.ndim == 3:
-        return x
     if x.size and (0 in x.strides or x.strides[-1] != x.itemsize):
         x = contiguous(x)  # NOTE: a stride of 0, in an expanded tensor, is none for TMA
+    if x.ndim == 3:
+        return x
     merged = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
     return merged.transpose(1, 0, 2) if heads_first else merged
 

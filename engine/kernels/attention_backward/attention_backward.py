@@ -16,6 +16,7 @@ from engine.kernels._attention import (
     checked_longest,
     checked_sinks,
     checked_starts,
+    grid_parts,
 )
 from engine.kernels._contract import MIRROR_FLOATS, Contract
 from engine.kernels._elementwise import named_strides
@@ -314,12 +315,13 @@ def _launch(problem: BackwardProblem) -> None:
     (total_q, num_heads, head_dim) = q.shape
     dtype = dtype_name(q.dtype)
     num_kv_heads = k.shape[1]
+    group = num_heads // num_kv_heads
     tile = choose_tile(dtype, head_dim)
     spec = tile.spec(dtype, problem.pattern is not None)
     rule = problem.rule
     count = problem.num_statistics
     scratch = workspace(count + problem.sink_floats)
-    delta = scratch[:count]
+    delta = scratch[:count].reshape(total_q, num_heads)
     streamed = {name: inputs[name] for name in ("dout", "q", "k", "v")}
     shape = {"num_heads": num_heads, "head_dim": head_dim}
     summed = {name: inputs[name] for name in ("dout", "out")}
@@ -334,17 +336,12 @@ def _launch(problem: BackwardProblem) -> None:
         delta=delta,
         rows=count,
     )
-    args = {
-        **streamed,
-        **problem.starts,
-        **problem.grads,
+    numbers = {
         **named_strides("th", **streamed, **problem.grads),
         **shape,
-        "lse": inputs["lse"],
-        "delta": delta,
         "total_q": total_q,
         "total_k": k.shape[0],
-        "group": num_heads // num_kv_heads,
+        "group": group,
         "causal": int(problem.causal),
         "window": rule.window,
         "is_vector": int(are_aligned(*streamed.values())),
@@ -357,6 +354,12 @@ def _launch(problem: BackwardProblem) -> None:
     batch = problem.starts["cu_seqlens_q"].size - 1
     block = (32 * tile.warps,)
     shared = tile.shared_bytes(dtype)
-    _KEYS.launch(spec, (key_tiles * tile.key_parts, num_kv_heads, batch), block, shared, **args)
-    _QUERIES.launch(spec, (query_tiles, num_heads, batch), block, shared, **args)
+    arrays = {**streamed, **problem.starts, **problem.grads, "lse": inputs["lse"], "delta": delta}
+    for heads, sequences, views in grid_parts(arrays, num_kv_heads, group, batch):
+        grids = {
+            _KEYS: (key_tiles * tile.key_parts, heads, sequences),
+            _QUERIES: (query_tiles, heads * group, sequences),
+        }
+        for kernel, grid in grids.items():
+            kernel.launch(spec, grid, block, shared, **views, **numbers)
     problem.launch_sinks(spec, delta, scratch[count:])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from engine.dtypes import dtype_name
-from engine.kernels._attention import are_aligned
+from engine.kernels._attention import are_aligned, are_tensor_map_rows
 from engine.kernels._chip import HOPPER_DTYPES, is_hopper, sm_count
 from engine.kernels._elementwise import named_strides
 from engine.kernels._launch import Kernel, ceil_div
@@ -23,7 +23,7 @@ _BEFORE = Kernel(
     "attention_backward_sm90_before",
     "dout:ptr out:ptr lse:ptr dlse:ptr cu_seqlens_q:ptr statistics:ptr dq_sum:ptr order:ptr "
     "delta:ptr dout_stride_t:i64 dout_stride_h:i64 out_stride_t:i64 out_stride_h:i64 total_q:i32 "
-    "num_heads:i32 head_dim:i32",
+    "num_heads:i32 head_dim:i32 query_tiles:i32",
     struct="AttentionBackwardSm90BeforeParams",
 )
 _MAIN = Kernel(
@@ -38,7 +38,7 @@ _MAIN = Kernel(
 _AFTER = Kernel(
     "attention_backward_sm90_after",
     "dq_sum:ptr cu_seqlens_q:ptr dq:ptr dq_stride_t:i64 dq_stride_h:i64 total_q:i32 num_heads:i32 "
-    "head_dim:i32 scale:f32",
+    "head_dim:i32 query_tiles:i32 scale:f32",
 )
 
 _KEYS = 128  # keys per CTA
@@ -102,7 +102,7 @@ def is_supported(problem: BackwardProblem) -> bool:
     """Tell whether the Hopper kernel supports the problem on the current device."""
     q = problem.inputs["q"]
     k = problem.inputs["k"]
-    rows = (problem.inputs[name] for name in ("dout", "q", "k", "v", "out"))
+    loaded = (problem.inputs[name] for name in ("dout", "q", "k", "v"))
     return (
         choose_hopper_tile(dtype_name(q.dtype), q.shape[2]) is not None
         and not problem.rule.softcap
@@ -110,7 +110,8 @@ def is_supported(problem: BackwardProblem) -> bool:
         and is_hopper(dtype_name(q.dtype))
         and q.size > 0
         and k.size > 0
-        and are_aligned(*rows, *problem.grads.values())
+        and are_tensor_map_rows(*loaded)
+        and are_aligned(problem.inputs["out"], *problem.grads.values())
     )
 
 
@@ -132,15 +133,17 @@ def launch(problem: BackwardProblem) -> None:
         "num_heads": num_heads,
         "head_dim": head_dim,
     }
+    query_tiles = ceil_div(problem.max_q, tile.queries)
+    by_query = {**common, "query_tiles": query_tiles}
+    query_grid = (query_tiles * num_heads * batch,)
     between = {"statistics": scratch["statistics"], "order": scratch["order"]}
-    query_tiles = (ceil_div(problem.max_q, tile.queries), num_heads, batch)
     _BEFORE.launch(
         spec,
-        query_tiles,
+        query_grid,
         (256,),
         **_summed(inputs),
         **between,
-        **common,
+        **by_query,
         dlse=problem.dlse,
         delta=scratch["delta"],
     )
@@ -169,7 +172,7 @@ def launch(problem: BackwardProblem) -> None:
     )
     dq = {"dq": problem.grads["dq"]}
     strides = named_strides("th", **dq)
-    _AFTER.launch(spec, query_tiles, (256,), **dq, **strides, scale=problem.rule.scale, **common)
+    _AFTER.launch(spec, query_grid, (256,), **dq, **strides, scale=problem.rule.scale, **by_query)
     problem.launch_sinks(spec, scratch["delta"], scratch["partial"])
 
 

@@ -18,6 +18,7 @@ from engine.kernels._attention import (
     checked_longest,
     checked_sinks,
     checked_starts,
+    grid_parts,
 )
 from engine.kernels._contract import MIRROR_FLOATS, Contract
 from engine.kernels._elementwise import element_strides, named_strides
@@ -315,35 +316,38 @@ def _launch(
     num_kv_heads = k.shape[1]
     k_strides = element_strides(k)
     v_strides = element_strides(v)
-    num_tiles = ceil_div(min(max_q, total_q) * (num_heads // num_kv_heads), tile.rows(dtype))
-    _KERNEL.launch(
-        _spec(tile, dtype, int(pattern is not None), kv_dtype_of(k.dtype)),
-        (num_tiles, num_kv_heads, keys["cu_seqlens_q"].size - 1),
-        (tile.threads,),
-        tile.shared_bytes(dtype),
-        q=q,
-        **keys,
-        sinks=sinks,
-        out=out,
-        lse=lse,
+    group = num_heads // num_kv_heads
+    num_tiles = ceil_div(min(max_q, total_q) * group, tile.rows(dtype))
+    numbers = {
         **named_strides("th", q=q, out=out),
-        k_stride_t=k_strides[2 if is_paged else 0],
-        k_stride_h=k_strides[1],
-        v_stride_t=v_strides[2 if is_paged else 0],
-        v_stride_h=v_strides[1],
-        page_stride=k_strides[0] if is_paged else 0,
-        table_stride=element_strides(tables)[0] if is_paged else 0,
-        max_keys=(tables.shape[1] * k.shape[2] if k.size else 0) if is_paged else k.shape[0],
-        total_q=total_q,
-        num_heads=num_heads,
-        group=num_heads // num_kv_heads,
-        head_dim=head_dim,
-        block_shift=k.shape[2].bit_length() - 1 if is_paged else 0,
-        num_blocks=k.shape[0] if is_paged else 0,
-        causal=int(causal),
-        window=rule.window,
-        is_vector=int(are_aligned(q, k, v, out)),
-        score_inner=rule.inner,
-        score_factor=rule.factor,
+        "k_stride_t": k_strides[2 if is_paged else 0],
+        "k_stride_h": k_strides[1],
+        "v_stride_t": v_strides[2 if is_paged else 0],
+        "v_stride_h": v_strides[1],
+        "page_stride": k_strides[0] if is_paged else 0,
+        "table_stride": element_strides(tables)[0] if is_paged else 0,
+        "max_keys": (tables.shape[1] * k.shape[2] if k.size else 0) if is_paged else k.shape[0],
+        "total_q": total_q,
+        "num_heads": num_heads,
+        "group": group,
+        "head_dim": head_dim,
+        "block_shift": k.shape[2].bit_length() - 1 if is_paged else 0,
+        "num_blocks": k.shape[0] if is_paged else 0,
+        "causal": int(causal),
+        "window": rule.window,
+        "is_vector": int(are_aligned(q, k, v, out)),
+        "score_inner": rule.inner,
+        "score_factor": rule.factor,
         **_attention_pattern.arguments(pattern),
-    )
+    }
+    arrays = {"q": q, **keys, "sinks": sinks, "out": out, "lse": lse}
+    batch = keys["cu_seqlens_q"].size - 1
+    for *grid, views in grid_parts(arrays, num_kv_heads, group, batch):
+        _KERNEL.launch(
+            _spec(tile, dtype, int(pattern is not None), kv_dtype_of(k.dtype)),
+            (num_tiles, *grid),
+            (tile.threads,),
+            tile.shared_bytes(dtype),
+            **views,
+            **numbers,
+        )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.dtypes import KV_CODE_DTYPES, dtype_name
-from engine.kernels._attention import ScoreRule, are_aligned
+from engine.kernels._attention import ScoreRule, are_aligned, are_tensor_map_rows
 from engine.kernels._attention_pattern import PARAMS, BlockSparse, Pattern, arguments
 from engine.kernels._chip import HOPPER_DTYPES, is_hopper, sm_count
 from engine.kernels._elementwise import element_strides
@@ -206,7 +206,8 @@ def is_supported(q: Any, k: Any, v: Any, out: Any, pattern: Pattern | None = Non
         and (k.ndim == 3 or PageRows.of(k).is_supported)
         and k.size > 0
         and q.shape[1] // k.shape[1] <= tile.rows
-        and are_aligned(q, k, v, out)
+        and are_tensor_map_rows(q, k, v)
+        and are_aligned(out)
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.dtypes import dtype_name
-from engine.kernels._attention import are_aligned
+from engine.kernels._attention import are_aligned, are_tensor_map_rows
 from engine.kernels._chip import is_hopper, sm_count
 from engine.kernels._elementwise import element_strides
 from engine.kernels._launch import Kernel, ceil_div
@@ -134,7 +134,8 @@ def is_supported(q: Any, k: Any, v: Any, out: Any) -> bool:
         and q.size > 0
         and k.size > 0
         and q.shape[1] // k.shape[1] <= tile.rows
-        and are_aligned(q, k, v, out)
+        and are_tensor_map_rows(q, k, v)
+        and are_aligned(out)
     )
 
 
