@@ -40,5 +40,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     warpgroup_reg_alloc<kConsumerRegisters>();
     consume(smem, p);
   }
-  cluster_sync_relaxed();  // SAFETY: the other CTA still loads into this one, and arrives on it.
+  // SAFETY: the other CTA still loads into this one, and arrives on it. A relaxed barrier would not
+  // wait for its arrivals.
+  cluster_sync();
 }

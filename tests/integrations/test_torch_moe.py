@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch.library import opcheck  # noqa: E402
 
+from engine import kernels  # noqa: E402
 from engine.errors import ContractError  # noqa: E402
 from engine.integrations import torch as ops  # noqa: E402
 
@@ -170,6 +171,22 @@ def test_compiled_training_step(where):
     want = torch.autograd.grad(step(*used), used)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_the_first_product_of_an_operator_waits_for_what_precedes(monkeypatch):
+    """`pdl` is a promise about the preceding kernel, which may be a cast of gate_up."""
+    products = []
+
+    def recorded(*args, scatter=False, pdl=False, **options):
+        products.append((scatter, pdl))
+        return moe_gemm(*args, scatter=scatter, pdl=pdl, **options)
+
+    moe_gemm = kernels.moe_gemm
+    monkeypatch.setattr(kernels, "moe_gemm", recorded)
+    values, ids = _inputs("cpu", torch.float32)
+    _grads(ops.moe_experts, values, ids)
+    assert len(products) == 3 and any(scatter for scatter, _ in products)
+    assert not any(pdl for _, pdl in products)
 
 
 def test_autocast(where):
