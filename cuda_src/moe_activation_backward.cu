@@ -9,7 +9,7 @@
 //   order     (P,) int           pair of each row
 //   weights   (P,) float         routing weight of each pair
 //   dh        (P, 2F) scalar_t
-//   scaled    (P, F) scalar_t    what the second product would have multiplied by its weights
+//   scaled    (P, F) scalar_t    input of the second product, times the routing weight
 //   dweights  (P,) float         by pair
 //
 // All arrays are contiguous. act is silu(gate) up or, with kSwigluClamped, that of moe_gemm. A

@@ -10,12 +10,12 @@
 //
 // Numerics: float; dx, dweight and dbias are rounded once. scale is recomputed from h, which must
 // be read anyway.
-// Parallelisation: persistent blocks, each of one or several groups of threads. A group takes every
-// so many-th row and keeps its share of dweight in registers; rmsnorm_backward_sum adds the shares
-// of all blocks in a fixed order, so the bits are the same on every run. Each thread copies its own
-// part of the next rows to a ring in shared memory with cp.async: that needs no barrier, and leaves
-// registers for the sums. Rows beyond 16 KiB, and rows not aligned to 16 bytes, are read twice, and
-// their share of dweight is kept in global memory (L2).
+// Parallelisation: persistent blocks of one or several groups of threads. The rows are dealt to the
+// groups in turn; a group keeps its share of dweight in registers. rmsnorm_backward_sum adds the
+// shares of all blocks in a fixed order, so the bits are the same on every run. Each thread copies
+// its own part of the next rows to a ring in shared memory with cp.async: that needs no barrier,
+// and leaves registers for the sums. Rows beyond 16 KiB, and rows not aligned to 16 bytes, are read
+// twice, and their share of dweight is kept in global memory (L2).
 // Mirror: engine/reference/rmsnorm_backward.py
 #include "common/cp_async.cuh"
 #include "common/pdl.cuh"
@@ -25,8 +25,8 @@ constexpr int kSums = kIsCentred ? 2 : 1;  // dweight; LayerNorm: and dbias
 
 struct RmsnormBackwardParams {
   const scalar_t* dy;      // (A, B, N); row (a, b) starts at a * dy_stride_a + b * dy_stride_b
-  const scalar_t* h;       // (A, B, N) what was normalised; strides like dy's
-  const scalar_t* dh;      // (A, B, N) gradient that reaches h otherwise, or null
+  const scalar_t* h;       // (A, B, N) input of the norm; strides like dy's
+  const scalar_t* dh;      // (A, B, N) another gradient of h, added to dx; or null
   const scalar_t* weight;  // (N,)
   scalar_t* dx;            // (A, B, N); may be dy, h or dh
   float* partials;         // (gridDim.x, kSums, N) each block's share of dweight and dbias
@@ -76,9 +76,9 @@ struct RowSum {
     float2* own = smem + turn * kWarps;
     turn ^= 1;
     if (threadIdx.x % kWarpSize == 0) own[threadIdx.x / kWarpSize % kWarps] = x;
-    // SAFETY: one barrier per sum is enough, because two buffers take turns: whoever writes to this
-    // one again has passed the next sum's barrier, hence all threads have read it. Barrier 0 is the
-    // block's.
+    // SAFETY: one barrier per sum is enough, because two buffers take turns: a thread that writes
+    // to this one again has passed the next sum's barrier, hence all threads have read it. Barrier
+    // 0 is the block's.
     asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kThreads) : "memory");
     float2 total = {};
 #pragma unroll 4
@@ -87,7 +87,7 @@ struct RowSum {
   }
 };
 
-// What a row's gradient needs of the whole row; mean and shift are 0 unless kIsCentred.
+// Statistics of a row; mean and shift are 0 unless kIsCentred.
 struct RowMoments {
   float mean, scale;   // of h
   float shift, slope;  // mean of g; mean of g * normed, times scale

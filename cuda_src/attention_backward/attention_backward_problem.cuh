@@ -64,10 +64,10 @@ struct PatternSequence : Sequence {
   }
 };
 
-// What a pattern hides of a tile of queries and keys.
+// Part of a tile of queries and keys that a pattern hides.
 enum class Hides { kAll, kSome, kNothing };
 
-// Returns what the pattern, if any, hides of `queries` queries from `query` on and `keys` keys from
+// Returns the part that a pattern hides of `queries` queries from `query` on and `keys` keys from
 // `key` on. Without a pattern the answer is known at compile time.
 template <typename AnySequence>
 __device__ __forceinline__ Hides hides(const AnySequence& sequence, int query, int queries, int key,
@@ -83,8 +83,8 @@ __device__ __forceinline__ Hides hides(const AnySequence& sequence, int query, i
 }
 
 // The tiles [0, count) of the stream that a pattern does not hide from the row tile, in ascending
-// order; without a pattern, all. `hidden_of(i)` is what the pattern hides of tile i. Each warp has
-// its own iterator, and all of its lanes must call next() together.
+// order; without a pattern, all. `hidden_of(i)` is the part of tile i that the pattern hides. Each
+// warp has its own iterator, and all of its lanes must call next() together.
 template <bool kPattern, typename HiddenOf>
 struct VisibleTiles {
   __device__ __forceinline__ VisibleTiles(const HiddenOf& hidden_of, int count)
@@ -92,12 +92,12 @@ struct VisibleTiles {
     next();
   }
 
-  // Turn i is that after i calls of next(); in turns before 0 there is nothing to do yet.
+  // Turn i is that after i calls of next(). Turns before 0 have no tile: the caller only loads.
   __device__ __forceinline__ bool has_turn(int turn) const {
     return kPattern ? turn < 0 || tile < count : turn < count;
   }
   __device__ __forceinline__ int at(int turn) const { return kPattern ? tile : turn; }
-  // Returns what the pattern hides of it.
+  // Returns the part of the current tile that the pattern hides.
   __device__ __forceinline__ Hides hidden() const {
     return !kPattern || whole >> (tile - chunk) & 1 ? Hides::kNothing : Hides::kSome;
   }

@@ -19,7 +19,7 @@ struct SlabRows {
   int rows[kRowsOfThread];  // in the operand's matrix
 };
 
-// Loads the pairs of the slab that begins at sorted index `place`. They are not looked at yet, so
+// Loads the pairs of the slab that begins at sorted index `place`. They are not used yet, so
 // the loads are in flight while another slab is copied.
 __device__ __forceinline__ SlabRows load_pairs(const PairRows& operand, int place) {
   SlabRows pairs;

@@ -82,7 +82,7 @@ class PreparedCall:
     copied : tuple of int
         Indices of the arguments that the caller must copy to C order: it passes the copy's address.
     results : tuple of ArrayLayout
-        What the op returns: C-contiguous arrays that the caller allocates.
+        Layouts of the results: C-contiguous arrays that the caller allocates.
     scratch_bytes : int
         Scratch memory that `run` needs, aligned to 256 bytes; other calls may use it afterwards.
     num_counters : int

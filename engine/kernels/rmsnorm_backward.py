@@ -131,8 +131,8 @@ def rmsnorm_backward(
     dy : (..., N) array of h's dtype
         Gradient with respect to `rmsnorm`'s result y.
     h : (..., N) array of float32, float16 or bfloat16 (NumPy: or float64)
-        What was normalised: `rmsnorm`'s second result, or x if it had no residual. If the rows of
-        an array are strided (a view), it has at most three axes.
+        Input of the norm: `rmsnorm`'s second result, or x if it had no residual. If the rows of an
+        array are strided (a view), it has at most three axes.
     weight : (N,) array of h's dtype
     dh : (..., N) array of h's dtype, optional
         Gradient with respect to `rmsnorm`'s second result, from the residual stream.
