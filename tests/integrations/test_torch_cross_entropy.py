@@ -314,6 +314,8 @@ def test_wrong_arguments():
         ops.linear_cross_entropy(x, weight.float(), target)
     with pytest.raises(ContractError, match="chunk_rows: must be positive; got 0"):
         ops.linear_cross_entropy(x, weight, target, chunk_rows=0)
+    with pytest.raises(ContractError, match=r"sum_dtype: must be torch.float64 or .*; got"):
+        ops.linear_cross_entropy(x, weight, target, sum_dtype=torch.int32)
     with pytest.raises(ContractError, match=r"bias: must have shape \(50,\); got \(1,\)"):
         ops.linear_cross_entropy(x, weight, target, bias=weight[0, :1])
     for function in (ops.cross_entropy, lambda x, t: ops.linear_cross_entropy(x, weight, t)):

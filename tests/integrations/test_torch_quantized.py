@@ -170,6 +170,8 @@ def test_a_model_is_quantized_in_place(where):
 
 
 def test_wrong_arguments():
+    with pytest.raises(ValueError, match=r"x: must have shape \(\.\.\., 64\); got \(4, 128\)"):
+        ops.QuantizedLinear(64, 8, format="fp8")(torch.ones(4, 128))
     with pytest.raises(WeightsError, match=r"quantization must be one of int4, .*; got 'int3'"):
         ops.QuantizedLinear(64, 8, format="int3")
     linear = torch.nn.Linear(64, 8)

@@ -52,7 +52,8 @@ def attention(
         Differentiable.
     pattern : engine.kernels.BlockSparse or engine.kernels.Periodic, optional
         Further restricts the keys that each query sees. See `engine.kernels.attention_prefill`.
-        Create it once, and keep it as long as compiled code or a captured graph uses it.
+        Create it once, and keep it as long as compiled code or a captured graph uses it. Both
+        refer to it by a number of this process: do not save an exported program with a pattern.
     deterministic : bool
         Return the same gradients every time. False lets the kernels add to dq in any order.
     return_lse : bool

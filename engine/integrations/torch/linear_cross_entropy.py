@@ -394,16 +394,12 @@ def linear_cross_entropy(
     check_reduction("linear_cross_entropy", reduction)
     check_target("linear_cross_entropy", target, x)
     x, weight, bias = to_autocast_dtype(x, weight, bias)
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != x.dtype:
-            raise ContractError(
-                f"linear_cross_entropy: {name}: must be {x.dtype}, as x is; got {tensor.dtype}"
-            )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        wanted = f"linear_cross_entropy: bias: must have shape ({len(weight)},)"
-        raise ShapeError(f"{wanted}; got {tuple(bias.shape)}")
+    _check_parameters(x, weight, bias)
     if chunk_rows is not None and chunk_rows < 1:
         raise ContractError(f"linear_cross_entropy: chunk_rows: must be positive; got {chunk_rows}")
+    if sum_dtype not in (None, weight.dtype, torch.float32):
+        wanted = f"linear_cross_entropy: sum_dtype: must be {weight.dtype} or torch.float32"
+        raise ContractError(f"{wanted}; got {sum_dtype}")
     options = (ignore_index, softcap, z_loss, label_smoothing, chunk_rows or 0)
     kind = (weight.dtype if sum_dtype is None else sum_dtype, reduction)
     tensors = (x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1))
@@ -412,3 +408,14 @@ def linear_cross_entropy(
     needs = [is_recorded and t is not None and t.requires_grad for t in (x, weight, bias)]
     loss = operator_of("linear_cross_entropy")(*tensors, *options, *needs, *kind)[0]
     return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _check_parameters(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise ContractError(
+                f"linear_cross_entropy: {name}: must be {x.dtype}, as x is; got {tensor.dtype}"
+            )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        wanted = f"linear_cross_entropy: bias: must have shape ({len(weight)},)"
+        raise ShapeError(f"{wanted}; got {tuple(bias.shape)}")

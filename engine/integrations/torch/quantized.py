@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine import device, kernels
+from engine.errors import ShapeError
 from engine.integrations.torch._core import define, fold_rows, to_autocast_dtype
 from engine.layers.linear import PRODUCTS
 from engine.weights import Format, Weight, format_of
@@ -110,6 +111,9 @@ def quantized_linear(
     ------
     ShapeError, DTypeError, ContractError, WeightsError
     """
+    if x.shape[-1:] != shape[1:]:
+        wanted = f"quantized_linear: x: must have shape (..., {shape[1]})"
+        raise ShapeError(f"{wanted}; got {tuple(x.shape)}")
     (x,) = to_autocast_dtype(x)
     bias = None if bias is None else bias.to(x.dtype)
     result: Tensor = _LINEAR(x, data, scales, high, super_scales, bias, format, *shape)
