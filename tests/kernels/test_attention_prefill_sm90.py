@@ -20,7 +20,6 @@ from engine.kernels.attention_prefill.sm90 import choose_hopper_tile, specs
 from engine.kernels.attention_prefill.work import choose_cut, choose_num_splits, cut_into_tiles
 from engine.testing import cases
 from engine.testing.cases_attention import AttentionCase, cu_seqlens, paged_cache
-from engine.testing.tolerances import assert_close
 
 _HALVES = ("float16", "bfloat16")
 _ERROR = {"float16": 6e-4, "bfloat16": 4.5e-3}  # relative (norm): rounding of P, V, result
@@ -310,19 +309,21 @@ def test_tensor_maps_describe_no_reversed_or_repeated_axis():
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_reversed_and_repeated_axes(cp, head_dim):
+    """Views that no tensor map describes give what their copies give."""
     q = cp.asarray(cases.normal((200, 4, head_dim), "bfloat16", 0))
     k, v = (cp.asarray(cases.normal((200, 1, head_dim), "bfloat16", seed)) for seed in (1, 2))
     lens = cp.asarray(cu_seqlens([70, 130]))
     where = {"cu_seqlens_q": lens, "cu_seqlens_k": lens}
-    views = q[:, ::-1], *(cp.broadcast_to(x, q.shape) for x in (k, v))
-    whole = [cp.ascontiguousarray(x) for x in views]
-    want, lse = kernels.attention_prefill(*whole, **where, return_lse=True)
-    assert_close(kernels.attention_prefill(*views, **where), to_numpy(want), reduction=200)
     dout = cp.broadcast_to(q[:1], q.shape)
-    wanted = kernels.attention_backward(cp.ascontiguousarray(dout), *whole, want, lse, **where)
-    grads = kernels.attention_backward(dout, *views, want, lse, **where)
-    for got, gradient in zip(grads, wanted, strict=True):
-        assert_close(got, to_numpy(gradient), reduction=3 * head_dim + 200)
+    views = dout, q[:, ::-1], *(cp.broadcast_to(x, q.shape) for x in (k, v))
+    whole = [cp.ascontiguousarray(x) for x in views]
+    out, lse = kernels.attention_prefill(*whole[1:], **where, return_lse=True)
+    wanted = out, *kernels.attention_backward(*whole, out, lse, **where)
+    got = kernels.attention_prefill(*views[1:], **where)
+    results = got, *kernels.attention_backward(*views, out, lse, **where)
+    for x, want in zip(results, wanted, strict=True):
+        x, want = (to_numpy(each).astype(np.float64) for each in (x, want))
+        assert np.linalg.norm(x - want) <= 1e-2 * np.linalg.norm(want)
 
 
 @pytest.mark.gpu
