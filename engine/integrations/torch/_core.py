@@ -32,6 +32,7 @@ Function = Callable[..., Any]
 
 _library = torch.library.Library("engine", "DEF")
 _local = threading.local()
+_transformed: dict[str, Any] = {}  # autograd function of each operator, for torch.func
 _MAX_CALLS = 4096  # prepared calls a thread keeps
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Without a GPU in the build, torch._C has none of these.
@@ -279,9 +280,6 @@ def transformed_function(
     methods = {method: staticmethod(function) for method, function in methods.items()}
     _transformed[name] = type(name, (torch.autograd.Function,), methods)
     return _transformed[name]
-
-
-_transformed: dict[str, Any] = {}
 
 
 def is_transformed() -> bool:
