@@ -8,9 +8,11 @@ import numpy as np
 
 from engine.dtypes import accumulation_dtype
 
-__all__ = ["Routing", "moe_route", "router_scores"]
+__all__ = ["LEAST_TOTAL", "Routing", "moe_route", "router_scores", "sorted_by_expert"]
 
 Array = np.ndarray[Any, Any]
+
+LEAST_TOTAL = 1e-20  # smallest divisor of renormalized weights
 
 
 class Routing(NamedTuple):
@@ -60,14 +62,19 @@ def moe_route(
         total = np.zeros(len(weights), real)
         for column in weights.T:  # in rank order, as in the kernel
             total += column
-        weights = weights / np.maximum(total, real(1e-20))[:, None]
-    order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)
-    counts = np.bincount(experts.reshape(-1), minlength=logits.shape[1])
-    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        weights = weights / np.maximum(total, real(LEAST_TOTAL))[:, None]
+    order, offsets = sorted_by_expert(experts, logits.shape[1])
     if load is not None:
         counted = experts if slots is None else experts[slots >= 0]
         load += np.bincount(counted.reshape(-1), minlength=len(load))
     return Routing(experts, weights * real(scale), order, offsets)
+
+
+def sorted_by_expert(experts: Array, num_experts: int) -> tuple[Array, Array]:
+    """Return `order` and `offsets` of the `Routing` with these experts."""
+    order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)
+    counts = np.bincount(experts.reshape(-1), minlength=num_experts)
+    return order, np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
 
 def router_scores(logits: Array, score: str) -> Array:

@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 
 from engine.dtypes import accumulation_dtype
-from engine.reference.moe_route import router_scores
+from engine.reference.moe_route import LEAST_TOTAL, router_scores
 
 __all__ = ["moe_route_backward"]
 
 Array = np.ndarray[Any, Any]
-
-_LEAST_TOTAL = 1e-20
 
 
 def moe_route_backward(
@@ -32,9 +30,9 @@ def moe_route_backward(
     d = dweights.astype(real, copy=False) * real(scale)
     if renormalize:
         total = chosen.sum(axis=1, keepdims=True)
-        least = np.maximum(total, real(_LEAST_TOTAL))
+        least = np.maximum(total, real(LEAST_TOTAL))
         # The divisor depends on the scores unless it is the constant that avoids a division by 0.
-        through = np.where(total > _LEAST_TOTAL, (d * chosen).sum(axis=1, keepdims=True) / least, 0)
+        through = np.where(total > LEAST_TOTAL, (d * chosen).sum(axis=1, keepdims=True) / least, 0)
         d = (d - through) / least
     by_score = np.zeros_like(scores)
     np.put_along_axis(by_score, experts, d, axis=1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.reference.moe_route import Routing
+from engine.reference.moe_route import Routing, sorted_by_expert
 
 __all__ = ["moe_sort"]
 
@@ -16,7 +16,4 @@ Array = np.ndarray[Any, Any]
 def moe_sort(ids: Array, weights: Array, *, num_experts: int) -> Routing:
     """Sort the pairs (token, expert) of given experts by expert, then by token and rank."""
     experts = np.clip(ids, 0, num_experts - 1).astype(np.int32)
-    order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)
-    counts = np.bincount(experts.reshape(-1), minlength=num_experts)
-    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    return Routing(experts, weights, order, offsets)
+    return Routing(experts, weights, *sorted_by_expert(experts, num_experts))

@@ -12,6 +12,7 @@ import torch
 
 from engine import kernels
 from engine.dtypes import accumulation_dtype
+from engine.integrations.torch import _tensors
 from engine.integrations.torch._core import (
     contiguous,
     define,
@@ -174,8 +175,8 @@ def _sequences(
 
 def _fake(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     heads_first = args[-2]
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty(_statistics_shape(q.shape, heads_first), dtype=dtype)
+    shape = _statistics_shape(q.shape, heads_first)
+    return q.new_empty(q.shape), q.new_empty(shape, dtype=_tensors.accumulation_dtype(q.dtype))
 
 
 def _fake_backward(dout: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
@@ -189,7 +190,7 @@ def _fake_sinks_backward(dout: torch.Tensor, *args: Any) -> tuple[torch.Tensor, 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
-    ctx.pattern = numbered(ctx.options[6])  # kept alive
+    ctx.pattern = numbered(ctx.options[6])  # a number does not keep its pattern alive
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens_q, cu_seqlens_k)
 

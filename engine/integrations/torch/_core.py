@@ -24,21 +24,22 @@ from engine.integrations.torch._tensors import array_of, layout_of, tensor_of, t
 from engine.kernels._prepared_call import ALIGNMENT, PreparedCall, constant, prepare
 from engine.plan_array import NotContiguousError, PlanArray
 
-__all__ = ["Operator", "contiguous", "define", "fold_rows", "int_constant", "is_transformed"]
-__all__ += ["looped", "new_array", "on_tensors", "operator_of", "to_autocast_dtype"]
-__all__ += ["transformed_function"]
+__all__ = ["Operator", "contiguous", "define", "define_composite", "fold_rows", "int_constant"]
+__all__ += ["is_transformed", "looped", "new_array", "on_tensors", "operator_of"]
+__all__ += ["to_autocast_dtype"]
 
 Function = Callable[..., Any]
 
 _library = torch.library.Library("engine", "DEF")
 _local = threading.local()
 _transformed: dict[str, Any] = {}  # autograd function of each operator, for torch.func
-_MAX_CALLS = 4096  # prepared calls a thread keeps
+_MAX_CALLS = 4096  # prepared calls kept per thread
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Without a GPU in the build, torch._C has none of these.
+# A build of torch without CUDA has none of these.
 _stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
-_empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # (size, stride, dtype)
+_empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+"""Allocates a CUDA tensor from its size, strides and dtype."""
 
 
 def define(
@@ -84,6 +85,31 @@ def define(
         torch.library.register_vmap(qualified, vmap, lib=_library)
     operator.overload = getattr(torch.ops.engine, name).default
     return operator
+
+
+def define_composite(
+    schema: str,
+    function: Function,
+    fake: Function,
+    *,
+    backward: Function | None = None,
+    setup_context: Function | None = None,
+) -> Function:
+    """Register an operator whose function calls torch on tensors, and return what calls it.
+
+    It writes to none of its arguments, and `vmap` runs it once per element of the mapped axis. See
+    `define` for the parameters.
+    """
+    name, arguments = schema.split("(", 1)
+    backward = _no_derivative(name) if backward is None else backward
+    operator = torch.library.custom_op(
+        f"engine::{name}", function, mutates_args=(), schema=f"({arguments}"
+    )
+    operator.register_fake(fake)
+    operator.register_autograd(backward, setup_context=setup_context)
+    operator.register_vmap(looped(name))
+    _transformed_function(name, backward, setup_context, looped(name))
+    return lambda *args: operator_of(name)(*args)
 
 
 def _on_one_device(name: str, fake: Function) -> Function:
@@ -137,7 +163,7 @@ class Operator:
         self.overload: Any = None
         self._function = function
         self._eager = _eager_function(name, self.launch, backward, setup_context)
-        self._transformed = transformed_function(name, backward, setup_context, vmap)
+        self._transformed = _transformed_function(name, backward, setup_context, vmap)
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -260,7 +286,7 @@ def _eager_function(
     return super(torch.autograd.Function, function).apply
 
 
-def transformed_function(
+def _transformed_function(
     name: str, backward: Function, setup_context: Function | None, vmap: Function
 ) -> Any:
     """Return the autograd function of a call below `vmap`, `grad` or another transform.

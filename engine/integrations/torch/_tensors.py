@@ -14,7 +14,8 @@ from engine.dtypes import BFLOAT16
 from engine.errors import DTypeError
 from engine.kernels._prepared_call import ALIGNMENT, ArrayLayout
 
-__all__ = ["DTYPES", "array_of", "check_integers", "layout_of", "tensor_of", "torch_dtype"]
+__all__ = ["DTYPES", "accumulation_dtype", "array_of", "check_integers", "layout_of", "tensor_of"]
+__all__ += ["torch_dtype"]
 
 DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
@@ -44,6 +45,11 @@ _TORCH = {dtype: name for name, dtype in DTYPES.items() if name != torch.float8_
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     """Return torch's dtype for one of the catalog's."""
     return _TORCH[dtype]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums and statistics: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def array_of(tensor: torch.Tensor) -> Any:

@@ -9,6 +9,7 @@ import torch
 from engine.errors import ContractError
 from engine.integrations.torch._attention_operators import ATTENTION
 from engine.integrations.torch._core import to_autocast_dtype
+from engine.integrations.torch._tensors import accumulation_dtype
 from engine.kernels._attention_pattern import Pattern
 
 __all__ = ["attention", "attention_varlen", "scaled_dot_product_attention"]
@@ -243,7 +244,7 @@ def _checked(options: tuple[Any, ...], heads_first: bool) -> tuple[Any, ...]:
 def _as_logits(sinks: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
     if sinks is None:
         return None
-    return sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return sinks.to(accumulation_dtype(q.dtype))
 
 
 def _four_axes(x: torch.Tensor) -> torch.Tensor:

@@ -9,17 +9,13 @@ import torch
 from engine import kernels
 from engine.errors import ContractError, ShapeError
 from engine.integrations.torch._core import define
+from engine.integrations.torch._tensors import accumulation_dtype
 
-__all__ = ["REDUCTIONS", "cross_entropy", "loss_dtype", "reduced"]
+__all__ = ["check_reduction", "check_target", "cross_entropy", "reduced"]
 
-REDUCTIONS = ("mean", "sum", "none")
+_REDUCTIONS = ("mean", "sum", "none")
 
 _OPTIONS = "int ignore_index, float softcap, float z_loss, float label_smoothing"
-
-
-def loss_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of losses: float32, or float64 for float64 logits."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def reduced(
@@ -34,9 +30,9 @@ def reduced(
 
 
 def check_reduction(name: str, reduction: str) -> None:
-    """Raise a ContractError unless `reduction` is one of REDUCTIONS."""
-    if reduction not in REDUCTIONS:
-        raise ContractError(f"{name}: reduction: must be one of {REDUCTIONS}; got {reduction!r}")
+    """Raise a ContractError unless `reduction` is known."""
+    if reduction not in _REDUCTIONS:
+        raise ContractError(f"{name}: reduction: must be one of {_REDUCTIONS}; got {reduction!r}")
 
 
 def check_target(name: str, target: torch.Tensor, rows: torch.Tensor) -> None:
@@ -86,7 +82,7 @@ _GRADIENT = define(
 _LOSSES = define(
     f"cross_entropy(Tensor logits, Tensor target, {_OPTIONS}) -> Tensor",
     _losses,
-    lambda logits, *_: logits.new_empty(logits.shape[:1], dtype=loss_dtype(logits.dtype)),
+    lambda logits, *_: logits.new_empty(logits.shape[:1], dtype=accumulation_dtype(logits.dtype)),
     backward=_backward,
     setup_context=_setup,
 )

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from engine import kernels
 from engine.errors import ContractError
-from engine.integrations.torch._core import define, looped, operator_of, transformed_function
+from engine.integrations.torch._core import define, define_composite
 from engine.integrations.torch._tensors import check_integers
 
 __all__ = ["embedding"]
 
-_LARGEST = 2**31 - 1  # of int32
+_LARGEST = 2**31 - 1  # largest int32
 
 
 def _table_gradient(dout: Tensor, token_ids: Tensor, vocab: int, padding_idx: int) -> Tensor:
@@ -39,7 +39,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     (token_ids,) = ctx.saved_tensors
-    dweight = operator_of("embedding_backward")(dout, token_ids, ctx.vocab, ctx.padding_idx)
+    dweight = _EMBEDDING_BACKWARD(dout, token_ids, ctx.vocab, ctx.padding_idx)
     return None, dweight if ctx.scale == 1.0 else dweight * ctx.scale, None, None
 
 
@@ -57,19 +57,12 @@ def _setup_gradient(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(token_ids)
 
 
-_gradient_operator = torch.library.custom_op(
-    "engine::embedding_backward",
+_EMBEDDING_BACKWARD = define_composite(
+    "embedding_backward(Tensor dout, Tensor token_ids, int vocab, int padding_idx) -> Tensor",
     _table_gradient,
-    mutates_args=(),
-    schema="(Tensor dout, Tensor token_ids, int vocab, int padding_idx) -> Tensor",
-)
-_gradient_operator.register_fake(
-    lambda dout, token_ids, vocab, padding_idx: dout.new_empty(vocab, dout.shape[-1])
-)
-_gradient_operator.register_autograd(_second_backward, setup_context=_setup_gradient)
-_gradient_operator.register_vmap(looped("embedding_backward"))
-transformed_function(
-    "embedding_backward", _second_backward, _setup_gradient, looped("embedding_backward")
+    lambda dout, token_ids, vocab, padding_idx: dout.new_empty(vocab, dout.shape[-1]),
+    backward=_second_backward,
+    setup_context=_setup_gradient,
 )
 _EMBEDDING = define(
     "embedding(Tensor token_ids, Tensor weight, float scale, int padding_idx) -> Tensor",

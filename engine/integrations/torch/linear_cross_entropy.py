@@ -17,17 +17,15 @@ from torch import Tensor
 from engine import kernels
 from engine.errors import ContractError, ShapeError
 from engine.integrations.torch._core import (
+    define_composite,
     is_transformed,
-    looped,
     on_tensors,
-    operator_of,
     to_autocast_dtype,
-    transformed_function,
 )
+from engine.integrations.torch._tensors import accumulation_dtype
 from engine.integrations.torch.cross_entropy import (
     check_reduction,
     check_target,
-    loss_dtype,
     reduced,
 )
 
@@ -130,7 +128,7 @@ class _Product(NamedTuple):
 
     def losses(self) -> Tensor:
         """Return the loss of each row."""
-        losses = self.x.new_empty(len(self.x), dtype=loss_dtype(self.x.dtype))
+        losses = self.x.new_empty(len(self.x), dtype=accumulation_dtype(self.x.dtype))
         for _ in self.chunks(losses, None):
             pass
         return losses
@@ -142,7 +140,7 @@ class _Product(NamedTuple):
 
         A gradient that is not needed is an empty tensor.
         """
-        losses = self.x.new_empty(len(self.x), dtype=loss_dtype(self.x.dtype))
+        losses = self.x.new_empty(len(self.x), dtype=accumulation_dtype(self.x.dtype))
         empty = self.x.new_empty
         dx = empty(self.x.shape) if needs[0] else empty(0)
         dweight = empty(self.weight.shape, dtype=sum_dtype) if needs[1] else empty(0)
@@ -184,7 +182,7 @@ def _forward(
     """
     *options, chunk_rows, need_dx, need_dweight, need_dbias, sum_dtype, reduction = rest
     product = _Product(x, weight, bias, target, _Options(*options), chunk_rows)
-    count = (target != product.options.ignore_index).sum().to(loss_dtype(x.dtype))
+    count = (target != product.options.ignore_index).sum().to(accumulation_dtype(x.dtype))
     inverse = 1 / count.clamp(min=1) if reduction == "mean" else torch.ones_like(count)
     needs = (need_dx, need_dweight, need_dbias)
     if reduction == "none" and (need_dweight or need_dbias):
@@ -214,7 +212,7 @@ def _fake_forward(
 ) -> Any:
     need_dx, need_dweight, need_dbias, _, reduction = rest[5:]
     is_late = reduction == "none" and (need_dweight or need_dbias)
-    dtype = loss_dtype(x.dtype)
+    dtype = accumulation_dtype(x.dtype)
     return (
         x.new_empty(target.shape if reduction == "none" else (), dtype=dtype),
         x.new_empty(1, dtype=dtype),
@@ -270,8 +268,8 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     ctx.gradients = None
     if gradients is None or torch.is_grad_enabled():  # with create_graph: for the error's sake
         factors = (dloss * inverse).reshape(-1)
-        run = operator_of("linear_cross_entropy_backward")
-        gradients = run(factors, x, weight, bias, target, *options, *needs, sum_dtype)
+        arguments = (x, weight, bias, target, *options, *needs, sum_dtype)
+        gradients = _LINEAR_CROSS_ENTROPY_BACKWARD(factors, *arguments)
     else:
         factors = (dloss / _boost(x, reduction)).reshape(-1)
         scale = _scaled_in_place if _is_plain(dloss) else _scaled
@@ -297,37 +295,24 @@ def _scaled_in_place(gradient: Tensor, factors: Tensor) -> Tensor:
     return gradient
 
 
-def _no_second_derivative(*_: Any) -> Any:
-    raise NotImplementedError("engine::linear_cross_entropy has no second derivative")
-
-
 _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float softcap, "
     "float z_loss, float label_smoothing, int chunk_rows, bool need_dx, bool need_dweight, "
     "bool need_dbias, ScalarType sum_dtype"
 )
-_linear_cross_entropy = torch.library.custom_op(
-    "engine::linear_cross_entropy",
+_LINEAR_CROSS_ENTROPY = define_composite(
+    f"linear_cross_entropy({_ARGUMENTS}, str reduction) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward,
-    mutates_args=(),
-    schema=f"({_ARGUMENTS}, str reduction) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_forward,
+    backward=_backward,
+    setup_context=_setup,
 )
-_linear_cross_entropy_backward = torch.library.custom_op(
-    "engine::linear_cross_entropy_backward",
+_LINEAR_CROSS_ENTROPY_BACKWARD = define_composite(
+    f"linear_cross_entropy_backward(Tensor dloss, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
     _gradients,
-    mutates_args=(),
-    schema=f"(Tensor dloss, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    _fake_gradients,
 )
-_linear_cross_entropy.register_fake(_fake_forward)
-_linear_cross_entropy_backward.register_fake(_fake_gradients)
-_VMAP = looped("linear_cross_entropy")
-_VMAP_BACKWARD = looped("linear_cross_entropy_backward")
-_linear_cross_entropy.register_autograd(_backward, setup_context=_setup)
-_linear_cross_entropy.register_vmap(_VMAP)
-_linear_cross_entropy_backward.register_autograd(_no_second_derivative)
-_linear_cross_entropy_backward.register_vmap(_VMAP_BACKWARD)
-transformed_function("linear_cross_entropy", _backward, _setup, _VMAP)
-transformed_function("linear_cross_entropy_backward", _no_second_derivative, None, _VMAP_BACKWARD)
 
 
 def linear_cross_entropy(
@@ -406,7 +391,7 @@ def linear_cross_entropy(
     # Below a transform, all gradients are computed in the backward pass.
     is_recorded = torch.is_grad_enabled() and not is_transformed()
     needs = [is_recorded and t is not None and t.requires_grad for t in (x, weight, bias)]
-    loss = operator_of("linear_cross_entropy")(*tensors, *options, *needs, *kind)[0]
+    loss = _LINEAR_CROSS_ENTROPY(*tensors, *options, *needs, *kind)[0]
     return loss.view(target.shape) if reduction == "none" else loss
 
 

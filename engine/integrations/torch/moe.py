@@ -21,6 +21,7 @@ import torch
 from engine import kernels
 from engine.errors import ContractError, DTypeError
 from engine.integrations.torch._core import define, to_autocast_dtype
+from engine.integrations.torch._tensors import accumulation_dtype
 from engine.kernels import Routing
 
 __all__ = ["moe_experts", "moe_route"]
@@ -324,7 +325,7 @@ def moe_experts(
     if activation != "swiglu":
         raise ContractError(f"moe_experts: activation: must be 'swiglu'; got {activation!r}")
     x, gate_up, down = to_autocast_dtype(x, gate_up, down)
-    weights = topk_weights.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    weights = topk_weights.to(accumulation_dtype(x.dtype))
     args = (x, gate_up, down, topk_ids, weights)
     needs_grad = torch.is_grad_enabled() and any(value.requires_grad for value in args)
     result: torch.Tensor = _KEPT_EXPERTS(*args)[0] if needs_grad else _EXPERTS(*args)

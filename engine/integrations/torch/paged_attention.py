@@ -9,6 +9,7 @@ import torch
 from engine import kernels
 from engine.errors import ContractError
 from engine.integrations.torch._core import define, to_autocast_dtype
+from engine.integrations.torch._tensors import accumulation_dtype
 
 __all__ = ["attention_paged"]
 
@@ -60,8 +61,8 @@ def _paged(q: Any, *args: Any) -> tuple[Any, Any]:
 
 
 def _fake(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=dtype)
+    lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+    return q.new_empty(q.shape), lse
 
 
 def _paged_out(out: Any, *args: Any) -> None:
@@ -139,7 +140,7 @@ def attention_paged(
     """
     (q,) = to_autocast_dtype(q)
     if sinks is not None:
-        sinks = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+        sinks = sinks.to(accumulation_dtype(q.dtype))
     longest = q.shape[0] if max_seqlen_q is None else max_seqlen_q
     arguments = (q, k_pages, v_pages, block_tables, context_lens, cu_seqlens_q, sinks)
     options = (k_scale, v_scale, longest, scale, window, softcap)
