@@ -157,6 +157,11 @@ CASES = {
     "attention": Case(
         _attention_inputs, lambda q, k, v: ops.attention(q, k, v, causal=True), _sdpa
     ),
+    "attention, any order": Case(  # as torch's: dq is summed in any order
+        _attention_inputs,
+        lambda q, k, v: ops.attention(q, k, v, causal=True, deterministic=False),
+        _sdpa,
+    ),
     "moe_experts": Case(
         _experts_inputs,
         lambda x, gate_up, down, ids, weights: ops.moe_experts(x, gate_up, down, ids, weights),
@@ -245,7 +250,7 @@ def _both(function: Callable[..., Any], inputs: tuple[Any, ...], douts: list[Any
 
 def _peer_times(name: str, case: Case, inputs: tuple[Any, ...]) -> dict[str, float]:
     torch._dynamo.reset()
-    if name != "attention":
+    if not name.startswith("attention"):
         return _times(case, torch.compile(case.theirs), inputs)
     found = []
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
