@@ -24,7 +24,7 @@
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
 
-constexpr int kStages = 4;  // parts of the shared-memory copy that are waited for one by one
+constexpr int kStages = 4;  // parts of the shared-memory copy, each with its own wait
 constexpr int kMaxCluster = 8;
 
 struct CrossEntropyParams {
@@ -51,8 +51,8 @@ __device__ __forceinline__ float exp_approx(float x) { return exp2_approx(x * kL
 struct Softmax {
   float largest = -INFINITY;
   float base = 0.0f;   // `largest`, or 0 while that is -inf
-  float sum = 0.0f;    // of exp(x - base)
-  float total = 0.0f;  // of x
+  float sum = 0.0f;    // sum of exp(x - base)
+  float total = 0.0f;  // sum of x
 
   template <int kWidth>
   __device__ __forceinline__ void add(const float (&x)[kWidth]) {

@@ -20,7 +20,7 @@ struct KvStoreParams {
   int num_heads;                // K
   int head_dim;                 // D
   int block_size;
-  int64_t page_stride, head_stride, token_stride;          // of the pages, in elements
+  int64_t page_stride, head_stride, token_stride;          // elements
   int64_t k_stride_t, k_stride_h, v_stride_t, v_stride_h;  // elements
   const float *k_scale, *v_scale;  // (K,) scales of quantized pages; else null
 };

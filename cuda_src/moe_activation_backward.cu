@@ -24,7 +24,7 @@
 #include "common/types.cuh"
 
 constexpr int kThreads = 128;
-constexpr int kSwigluClamped = 2;  // of enum MoeActivation
+constexpr int kSwigluClamped = 2;  // value in enum MoeActivation
 
 // act(gate, up), and its derivatives.
 struct Gradient {
@@ -46,7 +46,7 @@ struct Activation {
     return g;
   }
 
-  // Of gate sigmoid(slope gate) (up + shift).
+  // Derivatives of gate sigmoid(slope gate) (up + shift).
   static __device__ __forceinline__ Gradient gradient(float gate, float up, float slope,
                                                       float shift) {
     const float sigmoid = __fdividef(1.0f, 1.0f + expf(-slope * gate));

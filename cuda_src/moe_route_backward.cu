@@ -16,7 +16,7 @@
 #include "common/types.cuh"
 
 constexpr int kThreads = 256;
-constexpr float kLeastTotal = 1e-20f;  // of moe_route, which divides by no less
+constexpr float kLeastTotal = 1e-20f;  // smallest divisor, as in moe_route
 
 struct MoeRouteBackwardParams {
   const float* dweights;  // (T, top_k)

@@ -32,7 +32,7 @@ struct QkNormRopeStoreParams {
   const int64_t* slot_mapping;          // (T,)
   const scalar_t *q_weight, *k_weight;  // (D,) norm weights; null: no norm
   int64_t q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h;  // elements
-  int64_t page_stride, head_stride, token_stride;                                  // of the pages
+  int64_t page_stride, head_stride, token_stride;                                  // elements
   int64_t num_slots;  // pages * block_size
   int num_positions;  // P
   int num_q_heads;    // H

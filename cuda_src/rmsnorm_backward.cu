@@ -89,7 +89,7 @@ struct RowSum {
 
 // Statistics of a row; mean and shift are 0 unless kIsCentred.
 struct RowMoments {
-  float mean, scale;   // of h
+  float mean, scale;   // mean of h; 1 / sqrt(mean of squares + eps)
   float shift, slope;  // mean of g; mean of g * normed, times scale
 };
 

@@ -44,7 +44,7 @@ struct AttentionDecodeParams {
   float* partial_o;                 // (num_splits, B * H * Q, D) sums of P V; null if one split
   float* partial_stats;             // (num_splits, B * H * Q, 2) maximum (log2), sum of P
   int64_t q_stride_b, q_stride_t, q_stride_h;
-  int64_t page_stride, head_stride, token_stride;  // of k_pages and of v_pages
+  int64_t page_stride, head_stride, token_stride;  // elements, in k_pages and in v_pages
   int64_t table_stride;
   int64_t out_stride_b, out_stride_t, out_stride_h;
   int64_t max_keys;             // NB * block_size

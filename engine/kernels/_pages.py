@@ -20,7 +20,7 @@ from engine.kernels._quantized_kv import page_dtypes
 
 __all__ = ["PageRows", "checked_pages", "page_strides", "written_pages"]
 
-_MAX_ROWS = 2**31 - 256  # the kernels' page row of "no page" lies beyond
+_MAX_ROWS = 2**31 - 256  # page rows; larger numbers mean "no page" to the kernels
 
 
 def checked_pages(
@@ -79,9 +79,9 @@ def page_strides(pages: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PageRows:
-    """Pages seen by TMA: a token and head starts at page row ``page * page_rows + ...``.
+    """Strides of pages in page rows, the outermost coordinate of their tensor map.
 
-    A tensor map whose outermost axis counts page rows addresses every layout by one coordinate.
+    A token and head starts at page row ``p * page + h * head + t * token``, in every layout.
 
     Attributes
     ----------

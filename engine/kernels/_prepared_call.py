@@ -1,8 +1,8 @@
 """Prepared calls: the launches of ops on arrays of known layouts, repeated on raw addresses.
 
-Checking an op's arguments and preparing its launches takes Python 30 to 100 us; repeating them
-takes 3 us a launch. A framework that owns its memory and streams therefore prepares a call once per
-layout of the arguments:
+Checking an op's arguments and preparing its launches takes Python far longer than repeating the
+launches. A framework that owns its memory and streams therefore prepares a call once per layout of
+the arguments:
 
     call = prepare(lambda x, w: kernels.rmsnorm(x, w, eps=1e-6), [layout_of_x, layout_of_w])
     call.run([x_address, w_address, y_address, scratch_address, counters_address], stream)

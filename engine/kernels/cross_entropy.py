@@ -27,8 +27,8 @@ _MAX_CLUSTER = 8  # kMaxCluster in CUDA
 # Threads per CTA -> maximum bytes of a row; tuned with `python -m tests.bench cross_entropy`.
 _THREADS = {32: 4 << 10, 128: 16 << 10, 256: 1 << 63}
 _STATIC_BYTES = 1 << 10  # shared memory for the sums of a cluster's warps, rounded up
-# CTAs per multiprocessor that long rows are divided for: while one waits for its cluster, the
-# others load and store.
+# CTAs per multiprocessor whose shares of long rows fit in shared memory: while one waits for its
+# cluster, the others load and store.
 _CTAS = 3
 _KERNELS = {
     (has_cap, threads): Kernel(
@@ -56,7 +56,7 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
 
 
 def choose_config(row_bytes: int, chip: Limits, *, has_gradient: bool) -> Config:
-    """Choose the division of rows of `row_bytes` on `chip`, whatever their number.
+    """Choose the division of a row of `row_bytes` on `chip`; it ignores the number of rows.
 
     Examples
     --------

@@ -60,8 +60,8 @@ def moe_activation_backward(
     -------
     dh : (P, 2F) array of h's dtype
     scaled : (P, F) array of h's dtype
-        w · act(h): with the gradient of the layer's result it gives the gradient of the second
-        matrices (`moe_wgrad`).
+        w · act(h): `moe_wgrad` of the gradient of the layer's result and this is the gradient of
+        the second matrices.
     dweights : (T, k) array of float32
         Gradient with respect to the routing weights.
 
@@ -73,8 +73,8 @@ def moe_activation_backward(
     Notes
     -----
     The second product is linear: w · (W a) = W (w · a). So the gradient with respect to w is the
-    dot product of a with Wᵀ times the gradient of the result, and the experts' products need not be
-    kept. Computed in float32; each result is rounded once.
+    dot product of a with Wᵀ times the gradient of the result, and the experts' results need not
+    be kept. Computed in float32; each result is rounded once.
 
     Examples
     --------

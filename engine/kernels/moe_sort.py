@@ -41,9 +41,9 @@ def moe_sort(ids: Any, weights: Any, *, num_experts: int) -> Routing:
     Parameters
     ----------
     ids : (T, k) array of int32 or int64
-        Experts of each token. An id outside [0, num_experts) is taken for the nearest expert.
+        Experts of each token. An id outside [0, num_experts) selects the nearest expert.
     weights : (T, k) array of float32
-        Factors on the experts' outputs; becomes the routing's array.
+        Factors on the experts' outputs; `weights` of the result is this array.
     num_experts : int
         From 1 to 512 (E).
 

@@ -144,7 +144,7 @@ def rmsnorm_backward(
     Returns
     -------
     dx : (..., N) array of h's dtype
-        Gradient with respect to h, hence to the residual; times `x_scale` it is x's.
+        Gradient with respect to h, which is also the residual's; x's is `x_scale` times it.
     dweight : (N,) array of h's dtype
     dbias : (N,) array of h's dtype
         Only with `subtract_mean`.

@@ -139,7 +139,7 @@ def paged_cache(
 # Orders of the axes of keys and values in one buffer: 2 for the two of them, P, K, N (block_size),
 # D (plus the last number, padding), and L for the pages of several layers.
 PAGE_LAYOUTS = (
-    "P2KND0",  # what engine.integrations.vllm asks for
+    "P2KND0",  # layout that engine.integrations.vllm requests
     "PKN2D0",  # vLLM 0.33: [blocks, kv_heads, block_size, 2 * head]
     "P2NKD0",  # vLLM 0.24: [blocks, 2, block_size, kv_heads, head]
     "2PNKD0",  # [2, blocks, block_size, kv_heads, head]

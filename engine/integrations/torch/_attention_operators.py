@@ -28,7 +28,7 @@ __all__ = ["ATTENTION"]
 
 # Arguments after the tensors. q is (B, S, H, D), or (B, H, S, D) if `heads_first`, or (T, H, D)
 # with cu_seqlens; lse is (B, S, H), (S, B, H) or (T, H). With `heads_first` sinks are (B*H,).
-# max_seqlen is read with cu_seqlens only.
+# Without cu_seqlens, max_seqlen is ignored.
 _OPTIONS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, float? scale, int window, "
     "float softcap, int pattern, bool heads_first, bool deterministic"
@@ -128,7 +128,7 @@ def _check_batch(q: Any, k: Any, v: Any, heads_first: bool) -> None:
 def _rows(x: Any, heads_first: bool) -> Any:
     """Return (B, S, H, D), or (B, H, S, D) if `heads_first`, as a view (tokens, heads, D)."""
     if x.size and (0 in x.strides or x.strides[-1] != x.itemsize):
-        x = contiguous(x)  # NOTE: a stride of 0, in an expanded tensor, is none for TMA
+        x = contiguous(x)  # TMA does not support the stride 0 of an expanded tensor
     if x.ndim == 3:
         return x
     merged = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
@@ -212,8 +212,8 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
 def _vmap(name: str, rows: range, statistics: tuple[int, ...], sinks: int) -> Any:
     """Return a vmap rule: the mapped axis of a dense batch becomes a part of its batch axis.
 
-    `rows`, `statistics` and `sinks` are the places of the arguments like q and like lse, and of the
-    sinks.
+    `rows` and `statistics` are the positions of the arguments shaped like q and like lse; `sinks`
+    is the position of the sinks.
     """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:

@@ -5,8 +5,7 @@
 tensors its launches are prepared once per layout of the arguments (`kernels/_prepared_call.py`) and
 repeated on the current stream; results and scratch come from torch's allocator, as any tensor does.
 
-An eager call on plain CUDA tensors skips the dispatcher, which costs more than the launch: three
-times as much with autograd.
+An eager call on plain CUDA tensors skips the dispatcher, to save time on the host.
 """
 
 from __future__ import annotations
@@ -128,10 +127,10 @@ def _check_devices(name: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def on_tensors(name: str, function: Function) -> Function:
-    """Return a function of arrays as one of plain tensors, without registering an operator.
+    """Return a function of plain tensors that calls `function` on arrays; register no operator.
 
-    It may write into its arguments, and then returns () or new arrays. It is for the inside of
-    operators that mix torch's products with the catalog's ops.
+    `function` may write to its arguments, and returns () or new arrays. Operators that mix torch's
+    products with ops of the catalog use it.
     """
     operator = Operator(name, function, _no_derivative(name), None, looped(name))
     on_cpu = _on_cpu(function)
@@ -143,7 +142,7 @@ def on_tensors(name: str, function: Function) -> Function:
 
 
 class Operator:
-    """Calls an operator; see `define`.
+    """Calls an operator by the shortest way that its arguments allow. See `define`.
 
     Attributes
     ----------
@@ -178,7 +177,8 @@ class Operator:
                 needs_grad = needs_grad or value.requires_grad
         if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
             return self.overload(*args)
-        # The dispatcher records for torch.jit.trace, and its error names a wrong argument.
+        # For torch.jit.trace the dispatcher records the call; for an argument that is no tensor
+        # it raises an error with the argument's name.
         if torch._C._get_tracing_state() or not isinstance(args[0], torch.Tensor):
             return self.overload(*args)
         if needs_grad and torch.is_grad_enabled():
@@ -269,10 +269,10 @@ def _element_strides(layout: Any) -> tuple[int, ...]:
 def _eager_function(
     name: str, launch: Function, backward: Function, setup_context: Function | None
 ) -> Any:
-    """Return what applies the autograd function of an eager call.
+    """Return the `apply` of the autograd function of an eager call.
 
-    The dispatcher would wrap it again. `torch.autograd.Function.apply` only adds what transforms
-    need, which takes half of its time: no transform is active here.
+    It is the base class's: `torch.autograd.Function.apply` only adds support for transforms, and
+    none is active here.
     """
 
     def forward(ctx: Any, *args: Any) -> Any:
@@ -289,7 +289,7 @@ def _eager_function(
 def _transformed_function(
     name: str, backward: Function, setup_context: Function | None, vmap: Function
 ) -> Any:
-    """Return the autograd function of a call below `vmap`, `grad` or another transform.
+    """Return the autograd function of a call inside `vmap`, `grad` or another transform.
 
     `torch.library.register_autograd` does not cover `torch.func.grad`.
     """
@@ -321,7 +321,10 @@ def is_transformed() -> bool:
 
 
 def operator_of(name: str) -> Function:
-    """Return what calls an operator, also below a transform: the next one of a nest."""
+    """Return the function that calls an operator, inside or outside a transform.
+
+    Inside nested transforms, the call is passed on to the next one.
+    """
     return _transformed[name].apply if is_transformed() else getattr(torch.ops.engine, name)
 
 
@@ -445,11 +448,11 @@ _zeros: dict[tuple[int, int], list[torch.Tensor]] = {}
 
 
 def _counters(count: int, index: int, stream: int) -> torch.Tensor:
-    """Return counters that are 0. A captured graph gets its own: it may run beside others.
+    """Return counters that are 0: a stream's own or, during a capture, the graph's own.
 
-    Those of a stream are not torch's memory: `torch.compile` makes the first call of a graph with
-    the allocator on the graph's pool, where nothing may stay. They are never freed, as launches
-    that have not run yet may use them.
+    Graphs may run concurrently. A stream's counters are allocated by CuPy: `torch.compile` makes
+    the first call of a graph while torch allocates from the graph's pool, and nothing may stay
+    there. They are never freed, since launches that have not run yet may use them.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=f"cuda:{index}")

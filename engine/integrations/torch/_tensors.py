@@ -36,7 +36,7 @@ DTYPES: dict[torch.dtype, np.dtype[Any]] = {
 }
 """NumPy's dtype for each of torch's; fp8 codes are uint8 in the catalog.
 
-Those that no op takes are here because the ops' errors name the argument.
+It includes dtypes that no op supports: the op's error then names the argument.
 """
 
 _TORCH = {dtype: name for name, dtype in DTYPES.items() if name != torch.float8_e4m3fn}

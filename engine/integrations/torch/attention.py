@@ -117,8 +117,8 @@ def attention_varlen(
     cu_seqlens_q, cu_seqlens_k : (N+1,) tensors of int32
         First row of each sequence in q and in k, then the end: they rise from 0 to Tq and to Tk.
     max_seqlen_q, max_seqlen_k : int
-        Upper bounds of the sequence lengths; nothing is read back from the GPU. Each new pair costs
-        a preparation of the launches, 0.3 ms, so round them up.
+        Upper bounds of the sequence lengths; nothing is read back from the GPU. Round them up: each
+        new pair prepares the launches again.
 
     Returns
     -------

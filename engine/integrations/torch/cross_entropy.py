@@ -36,7 +36,7 @@ def check_reduction(name: str, reduction: str) -> None:
 
 
 def check_target(name: str, target: torch.Tensor, rows: torch.Tensor) -> None:
-    """Raise a ShapeError unless `target` has one element per row: its last axis is the classes'."""
+    """Raise a ShapeError unless `target` has one element per row of `rows` (..., N)."""
     if target.shape != rows.shape[:-1]:
         wanted = tuple(rows.shape[:-1])
         raise ShapeError(f"{name}: target: must have shape {wanted}; got {tuple(target.shape)}")

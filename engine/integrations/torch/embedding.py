@@ -23,7 +23,7 @@ _LARGEST = 2**31 - 1  # largest int32
 
 
 def _table_gradient(dout: Tensor, token_ids: Tensor, vocab: int, padding_idx: int) -> Tensor:
-    """Sum the rows of `dout` of each id; ids outside [0, vocab) and `padding_idx` are skipped."""
+    """Sum the rows of `dout` by id; ids outside [0, vocab) and `padding_idx` are skipped."""
     ids = token_ids.long()
     is_skipped = (ids < 0) | (ids >= vocab) | (ids == padding_idx)
     ids = ids.masked_fill(is_skipped, vocab)
@@ -106,7 +106,7 @@ def embedding(
             f"embedding: padding_idx: must be from {-vocab} to {vocab - 1}; got {padding_idx}"
         )
     ids = token_ids.reshape(-1)
-    if ids.dtype != torch.int32:  # an id must not become a valid one when it is cast
+    if ids.dtype != torch.int32:  # the cast alone could turn an invalid id into a valid one
         ids = ids.clamp(-1, _LARGEST).int()
     skipped = -1 if padding_idx is None else padding_idx % vocab
     return _EMBEDDING(ids, weight, scale, skipped).view(*token_ids.shape, weight.shape[1])

@@ -1,8 +1,8 @@
-"""The output layer and its loss as one operator: the logits never exist as a whole.
+"""Linear layer with cross-entropy as one operator: only some rows of logits exist at a time.
 
-A chunk of rows at a time, one product computes logits and `kernels.cross_entropy` turns them, in
-place, into losses and the logits' gradient, from which two products compute the gradients of x and
-of the weight. So the backward pass has only a factor left to apply. The method is Liger's (Hsu et
+For each chunk of rows, one product computes logits; `kernels.cross_entropy` turns them, in place,
+into losses and the logits' gradient; and two products compute the gradients of x and of the weight.
+The backward pass only scales them. The method is Liger's (Hsu et
 al., arXiv:2410.10989).
 """
 
@@ -31,10 +31,10 @@ from engine.integrations.torch.cross_entropy import (
 
 __all__ = ["default_chunk_rows", "linear_cross_entropy"]
 
-_ROWS_MULTIPLE = 256  # whole tiles of the products, and aligned slices
-_MIN_LOGITS = 64 << 20  # logits of a chunk
-# Between rows of logits, in elements: the products are several times as slow if rows are not
-# aligned to 16 bytes, as those of 50,257 are not.
+_ROWS_MULTIPLE = 256  # rows: whole tiles of the products, and aligned slices
+_MIN_LOGITS = 64 << 20  # minimum logits per chunk
+# The row stride of the logits, in elements, is a multiple of this. cuBLAS is several times as slow
+# if rows are not aligned to 16 bytes, as with a vocabulary of 50,257.
 _COLUMNS_MULTIPLE = 64
 
 
@@ -48,12 +48,12 @@ class _Options(NamedTuple):
 
 
 def default_chunk_rows(num_rows: int, vocab: int, hidden: int) -> int:
-    """Return how many rows of logits exist at once.
+    """Return the number of rows of logits that exist at once.
 
-    They take as much memory as x, or an eighth of the weight if that is more: little beside the
-    gradients of both, which exist anyway. With fewer rows, the product for the weight's gradient
-    would read and write its sum more often than it multiplies. Small models get 128 MB in 16 bits,
-    below which products no longer fill a GPU.
+    The logits take as much memory as x, or an eighth of the weight if that is more: little beside
+    the gradients of both. With fewer rows, the memory traffic of the weight's gradient, a sum over
+    chunks, would take longer than its products. A chunk has at least 128 MB of 16-bit logits, so
+    that the products of small models fill a GPU.
 
     Examples
     --------
@@ -90,14 +90,14 @@ _SCALE_ = on_tensors("scale_rows_", _scale)
 
 
 class _Product(NamedTuple):
-    """The operands of one call."""
+    """Operands of one call."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     target: Tensor
     options: _Options
-    chunk_rows: int  # 0: the default
+    chunk_rows: int  # 0: `default_chunk_rows`
 
     def chunks(self, losses: Tensor, dloss: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of rows with their logits or, with `dloss`, their logits' gradient.
@@ -175,10 +175,10 @@ def _add_product(total: Tensor, dlogits: Tensor, x: Tensor, *, is_first: bool) -
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """Return the loss, 1 / the number of losses averaged, and gradients for dloss = `_boost`.
+    """Return the loss, 1 / (number of averaged losses), and the gradients for dloss = `_boost`.
 
-    With "none" each row has a dloss of its own, which the sums over rows need: then only dx can be
-    computed now.
+    With "none" each row has its own dloss, and sums over rows need it: then only dx can be computed
+    in the forward pass.
     """
     *options, chunk_rows, need_dx, need_dweight, need_dbias, sum_dtype, reduction = rest
     product = _Product(x, weight, bias, target, _Options(*options), chunk_rows)
@@ -198,10 +198,10 @@ def _forward(
 
 
 def _boost(x: Tensor, reduction: str) -> float:
-    """Return the dloss of the gradients in the forward pass: about the number of averaged rows.
+    """Return the dloss for which the forward pass computes gradients.
 
-    A mean's logit gradients are so small that float16 would lose most of them. The factor is a
-    power of two, so taking it back rounds nothing.
+    It is 1, but for a mean in float16 about the number of rows: the gradient of a logit would
+    underflow. It is a power of two, so dividing by it is exact.
     """
     is_small = x.dtype == torch.float16 and reduction == "mean"
     return 2.0 ** len(x).bit_length() if is_small else 1.0
@@ -247,7 +247,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     x, weight, bias, target, *ctx.options = inputs
     _, inverse, *gradients = output
     ctx.save_for_backward(x, weight, bias, target, inverse)
-    # Not among the saved tensors: the first backward pass scales them in place and gives them away.
+    # Not among the saved tensors: the first backward pass scales and returns them.
     is_kept = any(gradient.numel() for gradient in gradients)
     ctx.gradients = [gradient.detach() for gradient in gradients] if is_kept else None
     ctx.mark_non_differentiable(*output[1:])
@@ -255,9 +255,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    """Scale the gradients from the forward pass, or compute them where there are none (any more).
+    """Scale the gradients from the forward pass, or compute them.
 
-    They are computed here with one dloss per row, and in a second pass over a retained graph.
+    They are computed here if each row has its own dloss, and in a second pass over a retained
+    graph.
     """
     if dloss is None:
         return (None,) * (4 + len(ctx.options))
@@ -266,7 +267,8 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad[:3]
     gradients = ctx.gradients
     ctx.gradients = None
-    if gradients is None or torch.is_grad_enabled():  # with create_graph: for the error's sake
+    # With create_graph, an operator without a derivative: a second derivative is an error.
+    if gradients is None or torch.is_grad_enabled():
         factors = (dloss * inverse).reshape(-1)
         arguments = (x, weight, bias, target, *options, *needs, sum_dtype)
         gradients = _LINEAR_CROSS_ENTROPY_BACKWARD(factors, *arguments)
@@ -279,7 +281,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 
 def _is_plain(dloss: Tensor) -> bool:
-    """Tell whether dloss has memory: it may be traced, or a batch of `is_grads_batched`."""
+    """Tell whether dloss is a plain tensor: not traced, and no batch of `is_grads_batched`."""
     if type(dloss) is not Tensor or torch.compiler.is_compiling() or is_transformed():
         return False
     return not torch._C._functorch.is_legacy_batchedtensor(dloss)

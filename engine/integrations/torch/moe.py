@@ -1,6 +1,6 @@
 """Mixtures of experts on tensors: the router's choice, and the experts' products.
 
-Every op keeps the number of rows per expert on the device, so none waits for the GPU. With a layer
+The number of rows per expert stays on the device, so no op waits for the GPU. For the layer
 `y[t] = sum over j of w[t, j] down[e] act(gate_up[e] x[t])`, e = ids[t, j], the backward pass is
 
     g        = down^T dy             dy gathered, one row per pair (token, expert)
@@ -9,7 +9,7 @@ Every op keeps the number of rows per expert on the device, so none waits for th
     d_down   = dy^T (w act(h)),      d_gate_up = d_h^T x
     d_x      = sum over j of gate_up^T d_h
 
-so the experts' outputs are never kept, and no gradient of them is formed.
+so neither the experts' outputs nor their gradients are stored.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _experts(x: Any, gate_up: Any, down: Any, ids: Any, weights: Any) -> Any:
 
 
 def _kept_experts(x: Any, gate_up: Any, down: Any, ids: Any, weights: Any) -> tuple[Any, ...]:
-    """Compute the layer, and what its backward pass needs: h and the routing."""
+    """Return the result of the layer and, for its backward pass, h and the routing."""
     routing = kernels.moe_sort(ids, weights, num_experts=gate_up.shape[0])
     h = kernels.moe_gemm(x, gate_up, routing)
     out = kernels.moe_gemm_combine(kernels.swiglu(h), down, routing, pdl=True)
@@ -288,13 +288,13 @@ def moe_experts(
     ----------
     x : (T, N) tensor of float32, float16 or bfloat16
     gate_up : (E, 2F, N) tensor of x's dtype
-        For each expert the F rows of gate, then those of up: `gate_up_proj` of transformers. Of
-        TorchTitan's `w1` and `w3` (E, F, N) it is the concatenation: without a copy if both are
-        views of one tensor, ``gate_up[:, :F]`` and ``gate_up[:, F:]``.
+        For each expert the F rows of gate, then those of up: `gate_up_proj` of transformers.
+        TorchTitan's `w1` and `w3` (E, F, N) need no copy if they are views of such a tensor,
+        ``gate_up[:, :F]`` and ``gate_up[:, F:]``.
     down : (E, N, F) tensor of x's dtype
         `down_proj` of transformers, `w2` of TorchTitan.
     topk_ids : (T, k) tensor of int32 or int64
-        Experts of each token. An id outside [0, E) is taken for the nearest expert.
+        Experts of each token. An id outside [0, E) selects the nearest expert.
     topk_weights : (T, k) tensor
         Factors on the experts' outputs; cast to float32.
     activation : "swiglu"

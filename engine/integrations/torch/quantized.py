@@ -52,7 +52,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    """Return dx = dy W for the dequantized weight, past the rounding of x; and dbias."""
+    """Return dx = dy W, with W dequantized and the rounding of x ignored, and dbias."""
     dx = dbias = None
     if ctx.needs_input_grad[0]:
         dx = dy @ _DEQUANTIZE(*ctx.saved_tensors, ctx.format, ctx.n, ctx.k, ctx.dtype)
@@ -121,10 +121,10 @@ def quantized_linear(
 
 
 class QuantizedLinear(torch.nn.Module):
-    """A linear layer whose weight is quantized; `from_linear` makes one from a `torch.nn.Linear`.
+    """Linear layer with a quantized weight; `from_linear` quantizes a `torch.nn.Linear`.
 
-    A new layer is 0 until its state is loaded. Its weight takes 0.25 (int4), 0.5 (8 bits) of the
-    bytes of bfloat16, plus scales: 16 bits per group, 32 per row or block.
+    The weight of a new layer is 0 until a state is loaded. It takes a quarter ("int4") or half (8
+    bits) of the bytes of bfloat16, plus scales: 16 bits per group, 32 per row or block.
 
     Parameters
     ----------
@@ -266,7 +266,7 @@ def quantize_linears(
       (1): ReLU()
     )
     """
-    made: dict[torch.nn.Module, QuantizedLinear] = {}  # a layer may stand in several places
+    made: dict[torch.nn.Module, QuantizedLinear] = {}  # modules may share a layer
     for name, child in list(module.named_modules(remove_duplicate=False)):
         last = name.rpartition(".")[2]
         if type(child) is not torch.nn.Linear or not name or name in skip or last in skip:
@@ -278,7 +278,7 @@ def quantize_linears(
 
 
 def _layout(form: Format, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of each array of a weight (N, K), as `quantize` makes them."""
+    """Return shape and dtype of each array that `quantize` returns for a weight (N, K)."""
     if not form.is_packed:
         assert form.block is not None
         high, wide = form.block

@@ -41,12 +41,12 @@ def attention_forward(
     Parameters
     ----------
     module : torch.nn.Module
-        The attention layer; its `is_causal` counts where neither mask nor argument tells.
+        The attention layer. Its `is_causal` is the default for the argument `is_causal`.
     query : (B, H, S, D) tensor
     key, value : (B, K, S_k, D) tensors
         `value` may have fewer columns, as in multi-head latent attention.
     attention_mask : AttentionMask, optional
-        See `make_mask`. None means no padding; `is_causal` and `sliding_window` count then.
+        See `make_mask`. None means no padding, and `is_causal` and `sliding_window` apply.
     dropout : float
         Must be 0.
     s_aux : (H,) tensor, optional
@@ -62,8 +62,8 @@ def attention_forward(
     Raises
     ------
     ContractError
-        If the call asks for what the kernels do not compute: dropout, attention weights, a dense
-        mask, a bias on scores.
+        If the call needs dropout, attention weights, a dense mask or a bias on scores: the kernels
+        do not support them.
     """
     _refuse(module, attention_mask, dropout, kwargs)
     mask = attention_mask
@@ -103,7 +103,7 @@ def attention_forward(
 
 
 def _refuse(module: torch.nn.Module, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raise an error for what the kernels do not compute."""
+    """Raise a ContractError for an argument that the kernels do not support."""
     name = f"attention of {type(module).__name__}"
     if dropout:
         raise ContractError(f"{name}: attention_dropout must be 0 in training; got {dropout}")
@@ -122,7 +122,7 @@ def _refuse(module: torch.nn.Module, mask: Any, dropout: float, kwargs: dict[str
 def _mask_of_layer(
     module: torch.nn.Module, is_causal: bool | None, sliding_window: int | None
 ) -> AttentionMask:
-    """Return the mask of a layer that got none: its rows have no padding."""
+    """Return the mask of a layer that was called without one: its rows have no padding."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window and not causal:
         name = type(module).__name__

@@ -35,7 +35,7 @@ def experts_forward(
     Raises
     ------
     ContractError
-        If the family's experts compute something else than silu(gate) * up between two products.
+        If the family's experts are not silu(gate) * up between two products.
     """
     _refuse(module)
     gate_up = module.gate_up_proj
@@ -47,7 +47,7 @@ def experts_forward(
 
 
 def _refuse(module: Any) -> None:
-    """Raise an error that names the family's class for experts that our kernels do not compute."""
+    """Raise a ContractError that names the class, if the kernels do not support its experts."""
     name = type(module).__name__
     gate = type(module)._apply_gate.__name__
     reasons = {

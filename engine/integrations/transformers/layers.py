@@ -14,7 +14,7 @@ __all__ = ["kernel_mapping", "kernelize"]
 
 REPOSITORY = Path(__file__).parent / "hub"
 
-# The layer of our repository for each name that models give theirs.
+# Layer name in transformers' models -> layer of our repository.
 LAYERS = {
     "RMSNorm": "RMSNorm",
     "RMSNormZeroCentered": "RMSNormZeroCentered",
@@ -28,7 +28,7 @@ LAYERS = {
     "GeluTanhAndMul": "GeluTanhAndMul",
 }
 
-# Named already if transformers finds the version of the kernels library that it wants.
+# Layer names of classes that transformers leaves unnamed beside an unsupported version of kernels.
 _ACTIVATIONS = {
     activations.SiLUActivation: "SiLU",
     activations.GELUActivation: "GeLU",
@@ -66,12 +66,12 @@ def kernel_mapping() -> dict[str, Any]:
 
 
 def kernelize(model: torch.nn.Module) -> torch.nn.Module:
-    """Give the model's norms and activations our kernels, in training and inference.
+    """Run the model's norms and activations by our kernels, in training and inference.
 
-    Replaces the `forward` of each layer instance that `kernel_mapping` has a layer for; parameters,
-    hooks and state_dict stay. Other layers keep what they have. transformers names its layers for
-    the kernels library only if that is of the version it wants; RMSNorms and activations without a
-    name are recognised, a norm by what it computes.
+    Replaces the `forward` of each layer instance that `kernel_mapping` covers; parameters, hooks
+    and state_dict stay. Other layers do not change. transformers names its layers only for the
+    versions of the kernels library that it supports; an RMSNorm or activation without a name is
+    recognised by its class, and a norm also by its result.
 
     Parameters
     ----------

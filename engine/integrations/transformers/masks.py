@@ -1,4 +1,4 @@
-"""Attention masks of transformers as ranges of tokens: nothing of size queries x keys is built.
+"""Attention masks of transformers as ranges of tokens, without an array of queries x keys.
 
 transformers describes a mask by a function of indices and a 2-D padding mask. Every mask that its
 decoders and encoders build is, row by row of the batch, a list of runs of tokens that attend among
@@ -28,18 +28,18 @@ _REMEDY = "choose another attn_implementation, such as sdpa or flex_attention"
 
 _FLAW = "padding between tokens of a sequence, or tokens that see later ones (images, prefixes)"
 
-# Bound of the runs per row where they cannot be counted, while tracing: sequences that are packed
-# into a row have this many tokens on average, or more.
+# Minimum average number of tokens of the sequences packed into a row, while tracing: runs cannot
+# be counted then, and this bounds their number.
 _TRACED_RUN = 128
 
-_BOUND_STEP = 128  # tokens
+_BOUND_STEP = 128  # tokens to whose multiples bounds of run lengths are rounded up
 
 _NEVER_AGAIN = 2**30 - 1  # longest period of a pattern
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Where runs of tokens end, in queries and in keys; queries of a run see only its keys.
+    """Ends of runs of tokens, in queries and in keys; queries of a run see only its keys.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Runs:
     max_queries, max_keys : int
         Upper bounds of a run's length.
     is_exact : bool tensor of shape (), optional
-        False if runs cannot express the mask, for masks that were made without reading tensors.
+        False if runs cannot express the mask. None if that was checked when the mask was made.
     """
 
     query_ends: torch.Tensor
@@ -63,18 +63,18 @@ class Runs:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What a model's attention layers get in place of a tensor.
+    """Mask that a model passes to its attention layers in place of a tensor.
 
     Attributes
     ----------
     causal : bool
-        The last query of a run sees all its keys, each earlier one a key less.
+        The last query of a run sees all its keys, each earlier one a key fewer.
     window : int
         Number of keys that a query sees at most; 0 means no limit.
     pattern : engine.kernels.Periodic, optional
         A window in both directions.
     num_keys : int, optional
-        Keys beyond are not written yet (static cache); None means that all are.
+        Number of keys that are written (static cache); None means all.
     runs : Runs, optional
         None means that each row of the batch is one run.
     """
@@ -84,7 +84,7 @@ class AttentionMask:
     pattern: Periodic | None = None
     num_keys: int | None = None
     runs: Runs | None = None
-    ndim = 4  # not 2: transformers hands it to the layers as it is
+    ndim = 4  # transformers passes 4-D masks to the layers unchanged
 
     def to(self, device: Any, **_: Any) -> AttentionMask:
         """Return the mask on another device: accelerate moves a layer's arguments to the layer."""
@@ -192,7 +192,7 @@ def make_mask(
         raise ContractError(f"attention mask: the model adds a mask function of its own; {_REMEDY}")
     is_full = mask_function is masking_utils.bidirectional_mask_function
     is_two_way = local_size is not None and "allow_is_bidirectional_skip" in kwargs
-    causal = not is_full and not is_two_way  # `_find_runs` makes sure
+    causal = not is_full and not is_two_way  # checked by `_find_runs`
     pattern = None if causal else _both_ways(q_length, kv_length, local_size)
     mask = AttentionMask(causal, (local_size or 0) if causal else 0, pattern)
     is_aligned = causal or pattern is not None
@@ -239,7 +239,7 @@ def _both_ways(num_queries: int, num_keys: int, reach: int | None) -> Periodic |
 
 @cache
 def _kept_window(reach: int) -> Periodic:
-    """Return a pattern that stays: graphs refer to it by its number."""
+    """Return the pattern of a window; the cache keeps it alive, since graphs hold its number."""
     return Periodic(period=_NEVER_AGAIN, width=2 * reach + 1, offset=reach)
 
 
@@ -293,7 +293,10 @@ def _traced_runs(
 def _find_runs(
     problem: _Problem, mask_function: Callable[..., Any], padding: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return which keys start a run and which are tokens, (B, S) each, and if that is not all."""
+    """Return masks (B, S) of the keys that start a run and of those that are tokens, and a flag.
+
+    The flag () is set if runs cannot express the mask.
+    """
     batch = problem.batch
     keys = problem.keys
     position = problem.first_key + torch.arange(keys, device=problem.device)
@@ -314,7 +317,7 @@ def _find_runs(
     flaw = (is_wrong & is_token[:, 1:] & is_token[:, :-1]).any()
     changes = torch.ones_like(is_token)
     changes[:, 1:] = is_token[:, 1:] ^ is_token[:, :-1]
-    # A token after padding that still belongs to the tokens before: the run would lose them.
+    # A token after padding that sees tokens before it: a run of its own would lose them.
     earlier = is_token.cumsum(1) - is_token.int()
     of_others = torch.where(breaks, earlier, 0).cummax(1).values
     is_split = is_token & changes & (earlier > of_others)
@@ -329,11 +332,11 @@ def _ends(
     *,
     compact: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return where runs end in queries, in rows of keys and in positions there, after a 0.
+    """Return the ends of runs in queries, in rows of keys and in positions there, after a 0.
 
-    Each run of the mask becomes two: its queries, with its keys if it is not padding; then the
-    keys of padding, and those that a caller's layout has between two rows. `compact` leaves out
-    second runs without any.
+    Each run of the mask becomes two. The first has its queries and, unless it is padding, its keys.
+    The second, without queries, has the keys of padding, and those between two rows in the caller's
+    layout. `compact` omits second runs without keys.
     """
     keys = problem.keys
     total = starts.numel()
@@ -361,15 +364,16 @@ def _ends(
 def _ends_of_one_query(
     problem: _Problem, starts: torch.Tensor, is_token: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what `_ends` does for one query per row: two runs per row, and one more.
+    """Return ends as `_ends` does, for one query per row: two runs per row, and one more.
 
-    The first of a row has no query: it takes the keys between the previous row's query and those
-    that this row's query sees. The kernel divides the GPU among the runs, so few are better.
+    The first run of a row has no query. It skips the keys between those that the previous row's
+    query sees and those that this row's query sees. The kernel divides the GPU among the runs, so
+    their number is kept small.
     """
     place = torch.arange(problem.keys, device=starts.device)
     row = torch.arange(problem.batch, device=starts.device)
     end = problem.first_query + 1 - problem.first_key
-    is_run = is_token & (place == end - 1)  # else the query is padding, and sees nothing
+    is_run = is_token & (place == end - 1)  # otherwise the query is padding and sees no key
     begin = torch.where(starts & (place < end), place, 0).amax(1)
     end = torch.zeros_like(begin) + end
     begin = torch.where(is_run.any(1), begin, end)

@@ -83,7 +83,7 @@ class BackwardTile:
         return 2 * rows * (pitch * itemsize(dtype) + 4)
 
     def spec(self, dtype: str, is_patterned: bool = False) -> ModuleSpec:
-        """Return the module compiled for this tile; `is_patterned` is for patterns."""
+        """Return the module compiled for this tile, with patterns if `is_patterned`."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "WARPS": self.warps,

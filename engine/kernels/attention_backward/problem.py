@@ -19,7 +19,7 @@ _SINKS = Kernel(
     struct="AttentionBackwardSinksParams",
 )
 _SINK_TOKENS = 256  # tokens per block
-_SINK_HEADS = 32  # heads per block: one a lane
+_SINK_HEADS = 32  # heads per block, one per lane
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ def _check_plain(
     weighted: bool,
     transposed: bool,
 ) -> None:
-    """Check the options that only products of dense weights, or only bare ones, have."""
+    """Check the options that require dense weights, or no bias and no activation."""
     if not weighted or transposed:
         name = "transposed" if transposed else "weighted"
         call.check(name, not isinstance(weight, Weight), "the default with quantized weights", name)

@@ -11,7 +11,7 @@ from engine.integrations import torch as ops
 
 
 class RMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, rounded once; some families call eps otherwise."""
+    """x / sqrt(mean(x^2) + eps) * weight, rounded once; eps has either of two names in models."""
 
     can_torch_compile = True
     has_backward = True
