@@ -85,7 +85,10 @@ _STAND_INS = {
 
 
 def _import() -> dict[str, Any]:
-    """Import the backend, on stand-ins if need be, which then leave `sys.modules` again."""
+    """Import the backend, on stand-ins if need be, which then leave `sys.modules` again.
+
+    `stand_ins` holds them by name, for code that imports SGLang later.
+    """
     added = []
     if not IS_REAL:
         for path, names in _STAND_INS.items():
@@ -96,15 +99,14 @@ def _import() -> dict[str, Any]:
                     sys.modules[name] = ModuleType(name)
                     added.append(name)
             vars(sys.modules[name]).update(names)
-    import engine.integrations.sglang as backend
+    import engine.integrations.sglang.attention as backend
 
-    found = {"backend": backend}
+    found: dict[str, Any] = {"backend": backend}
     for path, names in _STAND_INS.items():
         module = sys.modules.get(f"sglang.srt.{path}")
         assert module is not None
         found |= {name: getattr(module, name) for name in names}
-    for name in added:
-        del sys.modules[name]
+    found["stand_ins"] = {name: sys.modules.pop(name) for name in added}
     return found
 
 

@@ -7,6 +7,8 @@ import importlib.util
 import inspect
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from engine.errors import ConfigError  # noqa: E402
+from engine.integrations import sglang as plugin  # noqa: E402
 from tests.integrations.sglang_parts import IS_REAL, Pool, WindowPool, batch, layer, parts, runner  # noqa: E402
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -350,12 +353,30 @@ def test_layers_that_it_cannot_run_are_refused(changes, options, message):
         backend.forward_decode(*_qkv(1), layer(HEADS, KV_HEADS, DIM, **changes), decode, **options)
 
 
-def test_the_plugin_registers_the_name_once():
+def test_the_plugin_registers_the_name_once(monkeypatch):
+    for name, module in parts.stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, module)
     for _ in range(2):
-        parts.backend.register()
-    name = parts.backend.NAME
-    assert parts.ATTENTION_BACKEND_CHOICES.count(name) == 1
-    assert parts.ATTENTION_BACKENDS[name] is parts.backend.EngineAttentionBackend
+        plugin.register()
+    assert parts.ATTENTION_BACKEND_CHOICES.count(plugin.NAME) == 1
+    (slots, size) = _slots(16)
+    chosen = parts.ATTENTION_BACKENDS[plugin.NAME]
+    made = chosen(runner(Pool(size, KV_HEADS, DIM, 16), slots, 16))
+    assert isinstance(made, parts.backend.EngineAttentionBackend)
+    with pytest.raises(ConfigError, match="page_size must be one of"):
+        chosen(runner(Pool(size, KV_HEADS, DIM, 16), slots, 1))
+
+
+def test_the_plugin_imports_no_kernels():
+    """It runs in each of SGLang's processes, whether or not its backend is chosen."""
+    script = "import sys, engine.integrations.sglang; print(*sys.modules)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    options = {"capture_output": True, "text": True, "check": True}
+    found = subprocess.run(
+        [sys.executable, "-c", script], env=environment, **options
+    ).stdout.split()
+    assert "engine.integrations.sglang" in found
+    assert not {"cupy", "torch", "engine.kernels"} & set(found)
 
 
 def test_the_entry_point_names_the_function():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 import warnings
 from dataclasses import dataclass, replace
@@ -326,6 +327,37 @@ def test_register_twice(monkeypatch):
     monkeypatch.setenv("ENGINE_VLLM_LAYERS", "yes")
     with pytest.raises(ConfigError, match="ENGINE_VLLM_LAYERS must be one of 0, 1; got 'yes'"):
         plugin.register()
+
+
+def test_another_plugins_backend_stays(monkeypatch, caplog):
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    custom = registry.AttentionBackendEnum.CUSTOM
+    registry.register_backend(custom, "another.Backend")
+    plugin.register()
+    assert custom.get_path() == "another.Backend"
+    assert "CUSTOM is another.Backend; for engine's, set VLLM_PLUGINS=engine" in caplog.text
+
+
+def test_a_vllm_without_the_registry_starts_without_us(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, registry.__name__, None)
+    plugin.register()
+    assert "engine's kernels need vLLM 0.24 or 0.33; not registered" in caplog.text
+
+
+def test_registering_imports_no_kernels():
+    """The plugin runs in each of vLLM's processes, whether or not its backend is chosen."""
+    script = (
+        "import sys; import vllm.v1.attention.backends.registry; before = set(sys.modules);"
+        "import engine.integrations.vllm as plugin; plugin.register();"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    options = {"capture_output": True, "text": True, "check": True}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "ENGINE_VLLM_LAYERS": "0"}
+    found = subprocess.run(
+        [sys.executable, "-c", script], env=environment, **options
+    ).stdout.split()
+    assert "engine.integrations.vllm" in found
+    assert not {"cupy", "engine.kernels", "engine.integrations.torch"} & set(found)
 
 
 @pytest.fixture(params=["all", "none"])

@@ -7,21 +7,37 @@ environment variable `ENGINE_VLLM_LAYERS` is 1.
 
 from __future__ import annotations
 
+import logging
+
 from engine import env
 
 __all__ = ["register"]
 
 _BACKEND = "engine.integrations.vllm.attention.EngineBackend"
 
+_log = logging.getLogger("engine.integrations.vllm")
+
 
 def register() -> None:
     """Tell vLLM about the attention backend and, if wanted, replace its layers.
 
-    May run several times in a process. No backend is imported before it is chosen.
+    May run several times in a process. No backend is imported before it is chosen. vLLM does not
+    catch what a plugin raises: a version without the interface gets a warning, and so does a
+    process in which another plugin has registered `CUSTOM` before.
     """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError as error:
+        _log.warning("engine's kernels need vLLM 0.24 or 0.33; not registered: %s", error)
+        return
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and custom.get_path() != _BACKEND:
+        _log.warning(
+            "attention backend CUSTOM is %s; for engine's, set VLLM_PLUGINS=engine",
+            custom.get_path(),
+        )
+    else:
+        register_backend(custom, _BACKEND)
     if env.vllm_layers():
         # imports torch and vLLM's layers
         from engine.integrations.vllm.layers import register_layers

@@ -1,7 +1,6 @@
-"""SGLang on the engine's attention: `--attention-backend engine`, by SGLang's plugin entry point.
+"""Attention backend of SGLang: prefill and decode read its KV pool in place, as pages of tokens.
 
-Prefill and decode read SGLang's KV pool in place, as pages of tokens. Written against sglang
-0.5.23, whose backends prepare a batch in two parts: outside and inside of a CUDA graph.
+A batch is prepared in two parts, outside and inside of a CUDA graph, as sglang 0.5.23 asks for.
 """
 
 from __future__ import annotations
@@ -10,11 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.arg_groups.choices import (
-    ATTENTION_BACKEND_CHOICES,
-    add_attention_backend_choices,
-)
-from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -23,20 +17,10 @@ from sglang.srt.runtime_context import get_parallel
 
 from engine.errors import ConfigError
 from engine.integrations import torch as ops
+from engine.integrations.sglang import NAME
+from engine.kernels._attention import BLOCK_SIZES
 
-__all__ = ["NAME", "EngineAttentionBackend", "register"]
-
-NAME = "engine"
-"""For `--attention-backend`, `--prefill-attention-backend` and `--decode-attention-backend`."""
-
-_PAGE_SIZES = (16, 32, 64, 128)
-
-
-def register() -> None:
-    """Make the backend known under `NAME`; SGLang calls it in each of its processes."""
-    register_attention_backend(NAME)(EngineAttentionBackend)
-    if NAME not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([NAME])
+__all__ = ["EngineAttentionBackend"]
 
 
 @dataclass(frozen=True)
@@ -292,9 +276,9 @@ class EngineAttentionBackend(AttentionBackend):
 
 def _check_runner(runner: Any) -> None:
     """Raise if the server asks for what the backend does not compute."""
-    if runner.page_size not in _PAGE_SIZES:
+    if runner.page_size not in BLOCK_SIZES:
         raise ConfigError(
-            f"page_size must be one of {_PAGE_SIZES}: start the server with --page-size 64; got "
+            f"page_size must be one of {BLOCK_SIZES}: start the server with --page-size 64; got "
             f"{runner.page_size}"
         )
     if runner.kv_cache_dtype not in (runner.dtype, torch.float8_e4m3fn):
