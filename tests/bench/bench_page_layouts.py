@@ -1,25 +1,22 @@
-"""Paged ops on contiguous pages and on views of other frameworks' caches: microseconds, one GPU.
+"""Paged attention and kv_store on contiguous pages and on views of other frameworks' caches.
 
-    python -m tests.bench.page_layouts [--json FILE]
-
-bfloat16, 32 query and 8 key/value heads of 128. "contiguous" is the engine's own cache; the other
-layouts are those of `engine.testing.cases_attention.PAGE_LAYOUTS`.
+Microseconds, bfloat16, 32 query and 8 key/value heads of 128. "contiguous" is the engine's own
+cache; the other layouts are those of `engine.testing.cases_attention.PAGE_LAYOUTS`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from engine import device, kernels
+from engine import device as devices
+from engine import kernels
 from engine.dtypes import BFLOAT16
 from engine.testing.timing import measure_gpu, num_copies
 
+DEVICE = "GPU"
 LAYOUTS = ("contiguous", "P2KND", "PKN2D", "P2NKD")
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK = 32, 8, 128, 16
 _DECODE = ((1, 512), (1, 2048), (4, 1024), (8, 2048), (16, 1024), (64, 2048), (256, 1024))
@@ -28,7 +25,7 @@ _STORE = (1, 256, 8192)
 
 
 def _normal(shape: tuple[int, ...]) -> Any:
-    cupy = device.cupy()
+    cupy = devices.cupy()
     values = cupy.random.default_rng(0).standard_normal(shape, dtype=cupy.float32)
     return values.astype(BFLOAT16)
 
@@ -45,7 +42,7 @@ def _pages(count: int, layout: str) -> Any:
 
 def _sequences(batch: int, context: int, layout: str) -> dict[str, Any]:
     """Return random tables, lengths, and the pages under both ops' names."""
-    cupy = device.cupy()
+    cupy = devices.cupy()
     width = context // _BLOCK
     order = np.random.default_rng(1).permutation(batch * width).astype(np.int32)
     k, v = _pages(batch * width, layout)
@@ -62,7 +59,7 @@ def _decode(batch: int, context: int, layout: str) -> list[Callable[[], Any]]:
 
 def _prefill(lens: tuple[int, ...], context: int, layout: str) -> list[Callable[[], Any]]:
     made = _sequences(len(lens), context, layout)
-    starts = device.cupy().asarray(np.cumsum([0, *lens]).astype(np.int32))
+    starts = devices.cupy().asarray(np.cumsum([0, *lens]).astype(np.int32))
     options = {"cu_seqlens_q": starts, "max_seqlen_q": max(lens), **made["where"]}
     q = _normal((sum(lens), _HEADS, _HEAD_DIM))
     return [lambda: kernels.attention_prefill(q, made["k"], made["v"], **options)]
@@ -72,7 +69,7 @@ def _store(tokens: int, layout: str) -> list[Callable[[], Any]]:
     rows = _normal((tokens, 2, _KV_HEADS, _HEAD_DIM))
     k, v = _pages(4096, layout)
     slots = np.random.default_rng(1).permutation(4096 * _BLOCK)[:tokens]
-    slots = device.cupy().asarray(slots.astype(np.int64))
+    slots = devices.cupy().asarray(slots.astype(np.int64))
     return [lambda: kernels.kv_store(rows[:, 0], rows[:, 1], k, v, slots)]
 
 
@@ -87,17 +84,14 @@ def _rows(layout: str) -> dict[str, float]:
     }
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print a table, and write it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(argv)
+def main(device: Any) -> list[dict[str, Any]]:
+    """Measure, print, and return a row for each case: microseconds by layout."""
+    if not device.is_cuda:
+        raise SystemExit("page_layouts takes a GPU: the mirrors copy pages of any layout")
     found = {layout: _rows(layout) for layout in LAYOUTS}
+    rows = []
     for name in found["contiguous"]:
-        print(f"{name:24}" + "".join(f"{found[layout][name]:10.2f}" for layout in LAYOUTS))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        times = {layout: found[layout][name] for layout in LAYOUTS}
+        print(f"{name:24}" + "".join(f"{time:10.2f}" for time in times.values()))
+        rows.append({"case": name, **times})
+    return rows

@@ -1,20 +1,17 @@
-"""Models of transformers on our kernels beside sdpa: training steps and decoding, one GPU.
-
-    python -m tests.bench.transformers_models [--json FILE] [--device cpu]
+"""Models of transformers on our kernels beside sdpa: time of training steps and of decoding.
 
 A Llama of 1B parameters' sizes with four layers, in bfloat16, called as transformers calls it: no
-torch.compile. Each row first compares the logits. On a CPU the sizes are tiny, to try the script.
+torch.compile. The training rows first compare the logits. On a CPU the sizes are tiny, to try the script.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,42 +124,42 @@ def decode(model: Any, ids: torch.Tensor, mask: torch.Tensor, count: int, cache:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--device", default="cuda")
-    options = parser.parse_args(argv)
-    device = options.device
-    sizes = Sizes() if device == "cuda" else TINY
+def main(device: Any) -> list[dict[str, Any]]:
+    """Measure, print, and return a row for each case: milliseconds by implementation."""
+    (name, sizes) = ("cuda", Sizes()) if device.is_cuda else ("cpu", TINY)
     integration.register()
-    models = build(sizes, device)
-    rows: dict[str, dict[str, float]] = {}
+    models = build(sizes, name)
+    rows = []
+    for case, times in itertools.chain(
+        training_times(models, sizes, name), decoding_times(models, sizes, name)
+    ):
+        print(f"{case:32}" + "".join(f"{i} {times[i]:9.3f} ms  " for i in IMPLEMENTATIONS))
+        rows.append({"case": case, **{f"{i} ms": times[i] for i in IMPLEMENTATIONS}})
+    return rows
+
+
+Times = Iterator[tuple[str, dict[str, float]]]
+
+
+def training_times(models: dict[str, Any], sizes: Sizes, device: str) -> Times:
+    """Yield the name of each kind of batch, and milliseconds by implementation."""
     for name, (ids, kwargs) in training_cases(sizes, device).items():
         compare(models, ids, kwargs)
-        step = {i: _timed(train, models[i].train(), ids, kwargs) for i in IMPLEMENTATIONS}
-        rows[f"train, {name}"] = {i: milliseconds(step[i], device) for i in IMPLEMENTATIONS}
+        steps = {i: partial(train, models[i].train(), ids, kwargs) for i in IMPLEMENTATIONS}
+        yield f"train, {name}", {i: milliseconds(step, device) for i, step in steps.items()}
+
+
+def decoding_times(models: dict[str, Any], sizes: Sizes, device: str) -> Times:
+    """Yield the name of each kind of cache, and milliseconds a token by implementation."""
     ids = torch.randint(1, 8192, (sizes.decode_batch, sizes.tokens // 2), device=device)
     mask = torch.ones_like(ids)
     mask[0, : sizes.tokens // 8] = 0
     for cache in ("dynamic", "static"):
-        row = rows[f"decode a token, {cache} cache"] = {}
+        times = {}
         for i in IMPLEMENTATIONS:
-            calls = [
-                milliseconds(_timed(decode, models[i].eval(), ids, mask, n, cache), device)
+            first, whole = (
+                milliseconds(partial(decode, models[i].eval(), ids, mask, n, cache), device)
                 for n in (1, 1 + sizes.new_tokens)
-            ]
-            row[i] = (calls[1] - calls[0]) / sizes.new_tokens
-    for name, row in rows.items():
-        print(f"{name:32}" + "".join(f"{i} {row[i]:9.3f} ms  " for i in IMPLEMENTATIONS))
-    if options.json:
-        card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-        record = {"card": card, "sizes": asdict(sizes), "milliseconds": rows}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _timed(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    return lambda: function(*args)
-
-
-if __name__ == "__main__":
-    main()
+            )
+            times[i] = (whole - first) / sizes.new_tokens
+        yield f"decode a token, {cache} cache", times

@@ -1,16 +1,12 @@
-"""Operations of `engine.integrations.jax` beside XLA and cuDNN: `python -m tests.bench.jax_ops`.
+"""Operations of JAX beside XLA and cuDNN, bfloat16: time of the result and of the gradient.
 
-Microseconds a call, bfloat16, of the result and of the gradient: a program is called 20 times, and
-the host waits for the last call only.
+Microseconds a call: a program is called 20 times, and the host waits for the last call only.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import time
-from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -20,6 +16,7 @@ import jax.numpy as jnp
 from engine.integrations import jax as ops
 from engine.integrations.jax import _handlers
 
+DEVICE = "GPU"
 TOKENS, HIDDEN, FFN, VOCAB = 8192, 4096, 14336, 32768
 EXPERTS, TOP_K, EXPERT_FFN = 8, 2, 2048
 
@@ -143,19 +140,12 @@ def _rows():
     yield from _host_rows()
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+def main(device):
+    """Measure, print, and return the rows."""
+    if not device.is_cuda:
+        raise SystemExit("jax_ops takes a GPU: on a CPU the mirrors compute")
     rows = []
     for row in _rows():
         print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        rows.append(row)
-    if arguments.json:
-        card = jax.devices()[0].device_kind
-        result = {"card": card, "jax": jax.__version__, "rows": rows}
-        arguments.json.write_text(json.dumps(result, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+        rows.append({**row, "jax": jax.__version__})
+    return rows
