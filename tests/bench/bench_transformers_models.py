@@ -1,7 +1,8 @@
 """Models of transformers on our kernels beside sdpa: time of training steps and of decoding.
 
 A Llama of 1B parameters' sizes with four layers, in bfloat16, called as transformers calls it: no
-torch.compile. The training rows first compare the logits. On a CPU the sizes are tiny, to try the script.
+torch.compile. The training rows first compare the logits. On a CPU the sizes are tiny, to try the
+script.
 """
 
 from __future__ import annotations
