@@ -1,4 +1,4 @@
-"""Train a decoder of 116 million parameters in plain PyTorch, on the engine's kernels or torch's.
+"""Train a decoder of 107 million parameters in plain PyTorch, on the engine's kernels or torch's.
 
     pip install '.[cuda12]' torch
     python examples/train_small.py --kernels engine torch --steps 1000 --json result.json

@@ -350,8 +350,8 @@ def linear_cross_entropy(
         Dtype in which the weight's gradient is summed over chunks of rows: the weight's (the
         default), or torch.float32, which takes more memory and time.
     chunk_rows : int, optional
-        Rows of logits that exist at once; see `default_chunk_rows`. More are faster, and the
-        weight's gradient is rounded less often.
+        Rows of logits that exist at once; see `default_chunk_rows`. With more, the weight's gradient
+        is rounded less often.
 
     Returns
     -------
