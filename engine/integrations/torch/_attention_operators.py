@@ -6,7 +6,7 @@ A dense batch is not copied if two of its axes can be merged: (B, S, H, D) becom
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,37 +35,47 @@ _OPTIONS = (
 )
 
 
+class _Options(NamedTuple):
+    """Arguments after the tensors, in the order of `_OPTIONS`."""
+
+    max_seqlen_q: int
+    max_seqlen_k: int
+    causal: bool
+    scale: float | None
+    window: int
+    softcap: float
+    pattern: int
+    heads_first: bool
+    deterministic: bool
+
+    def rule(self) -> dict[str, Any]:
+        """Return the kernels' arguments that define the scores."""
+        return {
+            "causal": self.causal,
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            "pattern": numbered(self.pattern),
+        }
+
+
 def _attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    sinks: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: bool,
-    scale: float | None,
-    window: int,
-    softcap: float,
-    pattern: int,
-    heads_first: bool,
-    deterministic: bool,
+    q: Any, k: Any, v: Any, sinks: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *rest: Any
 ) -> tuple[Any, Any]:
+    options = _Options(*rest)
+    heads_first = options.heads_first
     if cu_seqlens_q is None:
         _check_batch(q, k, v, heads_first)
     out = new_array(q.shape, q.dtype, q)
     lse = new_array(_statistics_shape(q.shape, heads_first), accumulation_dtype(q.dtype), q)
-    where = _sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_first)
-    where.pop("max_seqlen_k")
+    sequences = _sequences(q, k, cu_seqlens_q, cu_seqlens_k, options)
+    del sequences["max_seqlen_k"]  # only the backward pass bounds it
     kernels.attention_prefill(
-        *(_rows(x, heads_first) for x in (q, k, v)),
-        **where,
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        pattern=numbered(pattern),
+        _rows(q, heads_first),
+        _rows(k, heads_first),
+        _rows(v, heads_first),
+        **sequences,
+        **options.rule(),
         sinks=sinks,
         out=_rows(out, heads_first),
         return_lse=True,
@@ -85,16 +95,10 @@ def _backward(
     sinks: Any,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: bool,
-    scale: float | None,
-    window: int,
-    softcap: float,
-    pattern: int,
-    heads_first: bool,
-    deterministic: bool,
+    *rest: Any,
 ) -> tuple[Any, ...]:
+    options = _Options(*rest)
+    heads_first = options.heads_first
     grads = {
         f"d{name}": new_array(x.shape, x.dtype, q) for name, x in zip("qkv", (q, k, v), strict=True)
     }
@@ -102,15 +106,11 @@ def _backward(
     results = kernels.attention_backward(
         *rows,
         _statistics(lse, heads_first),
-        **_sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_first),
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        pattern=numbered(pattern),
+        **_sequences(q, k, cu_seqlens_q, cu_seqlens_k, options),
+        **options.rule(),
         sinks=sinks,
         dlse=None if dlse is None else _statistics(dlse, heads_first),
-        deterministic=deterministic,
+        deterministic=options.deterministic,
         **{name: _rows(x, heads_first) for name, x in grads.items()},  # type: ignore[misc]
     )
     return (*grads.values(), *results[3:])
@@ -151,18 +151,14 @@ def _statistics_shape(shape: Any, heads_first: bool) -> tuple[int, ...]:
 
 
 def _sequences(
-    q: Any,
-    k: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    heads_first: bool,
+    q: Any, k: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, options: _Options
 ) -> dict[str, Any]:
     """Return the kernels' arguments that locate the sequences of a dense or a packed batch."""
+    max_seqlen_q = options.max_seqlen_q
+    max_seqlen_k = options.max_seqlen_k
     if cu_seqlens_q is None:
-        (count, max_seqlen_q) = (1, q.shape[2]) if heads_first else q.shape[:2]
-        max_seqlen_k = k.shape[2 if heads_first else 1]
+        (count, max_seqlen_q) = (1, q.shape[2]) if options.heads_first else q.shape[:2]
+        max_seqlen_k = k.shape[2 if options.heads_first else 1]
         cu_seqlens_q = int_constant([i * max_seqlen_q for i in range(count + 1)], q)
         cu_seqlens_k = int_constant([i * max_seqlen_k for i in range(count + 1)], q)
     return {
@@ -173,8 +169,12 @@ def _sequences(
     }
 
 
+def _options_of(arguments: tuple[Any, ...]) -> _Options:
+    return _Options(*arguments[-len(_Options._fields) :])
+
+
 def _fake(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    heads_first = args[-2]
+    heads_first = _options_of(args).heads_first
     shape = _statistics_shape(q.shape, heads_first)
     return q.new_empty(q.shape), q.new_empty(shape, dtype=_tensors.accumulation_dtype(q.dtype))
 
@@ -190,7 +190,9 @@ def _fake_sinks_backward(dout: torch.Tensor, *args: Any) -> tuple[torch.Tensor, 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
-    ctx.pattern = numbered(ctx.options[6])  # a number does not keep its pattern alive
+    ctx.pattern = numbered(
+        _Options(*ctx.options).pattern
+    )  # a number does not keep its pattern alive
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens_q, cu_seqlens_k)
 
@@ -217,7 +219,7 @@ def _vmap(name: str, rows: range, statistics: tuple[int, ...], sinks: int) -> An
     """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        heads_first = args[-2]
+        heads_first = _options_of(args).heads_first
         batch_axis = {i: 0 for i in rows} | {i: int(heads_first) for i in statistics}
         is_packed = args[sinks + 1] is not None
         if is_packed or any(d is not None and i not in batch_axis for i, d in enumerate(in_dims)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,11 +11,20 @@ from engine.errors import ContractError, ShapeError
 from engine.integrations.torch._core import define
 from engine.integrations.torch._tensors import accumulation_dtype
 
-__all__ = ["check_reduction", "check_target", "cross_entropy", "reduced"]
+__all__ = ["LossOptions", "check_reduction", "check_target", "cross_entropy", "reduced"]
 
 _REDUCTIONS = ("mean", "sum", "none")
 
 _OPTIONS = "int ignore_index, float softcap, float z_loss, float label_smoothing"
+
+
+class LossOptions(NamedTuple):
+    """Options of `kernels.cross_entropy`, in the order of the operators' arguments."""
+
+    ignore_index: int
+    softcap: float
+    z_loss: float
+    label_smoothing: float
 
 
 def reduced(
@@ -42,26 +51,13 @@ def check_target(name: str, target: torch.Tensor, rows: torch.Tensor) -> None:
         raise ShapeError(f"{name}: target: must have shape {wanted}; got {tuple(target.shape)}")
 
 
-def _losses(
-    logits: Any, target: Any, ignore: int, softcap: float, z_loss: float, smoothing: float
-) -> Any:
-    options: dict[str, Any] = {"ignore_index": ignore, "softcap": softcap, "z_loss": z_loss}
-    return kernels.cross_entropy(logits, target, label_smoothing=smoothing, **options)[0]
+def _losses(logits: Any, target: Any, *options: Any) -> Any:
+    return kernels.cross_entropy(logits, target, **LossOptions(*options)._asdict())[0]
 
 
-def _gradient(
-    dloss: Any,
-    logits: Any,
-    target: Any,
-    ignore: int,
-    softcap: float,
-    z_loss: float,
-    smoothing: float,
-) -> Any:
-    options: dict[str, Any] = {"ignore_index": ignore, "softcap": softcap, "z_loss": z_loss}
-    return kernels.cross_entropy(logits, target, label_smoothing=smoothing, dloss=dloss, **options)[
-        2
-    ]
+def _gradient(dloss: Any, logits: Any, target: Any, *options: Any) -> Any:
+    results = kernels.cross_entropy(logits, target, dloss=dloss, **LossOptions(*options)._asdict())
+    return results[2]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -24,6 +24,7 @@ from engine.integrations.torch._core import (
 )
 from engine.integrations.torch._tensors import accumulation_dtype
 from engine.integrations.torch.cross_entropy import (
+    LossOptions,
     check_reduction,
     check_target,
     reduced,
@@ -36,15 +37,6 @@ _MIN_LOGITS = 64 << 20  # minimum logits per chunk
 # The row stride of the logits, in elements, is a multiple of this. cuBLAS is several times as slow
 # if rows are not aligned to 16 bytes, as with a vocabulary of 50,257.
 _COLUMNS_MULTIPLE = 64
-
-
-class _Options(NamedTuple):
-    """Arguments of `kernels.cross_entropy`."""
-
-    ignore_index: int
-    softcap: float
-    z_loss: float
-    label_smoothing: float
 
 
 def default_chunk_rows(num_rows: int, vocab: int, hidden: int) -> int:
@@ -68,14 +60,13 @@ def _cross_entropy_of(
     logits: Any, target: Any, losses: Any, dloss: Any, *options: Any
 ) -> tuple[()]:
     """Write the losses; with `dloss`, turn the logits into their gradient."""
-    names = _Options._fields
     kernels.cross_entropy(
         logits,
         target,
         dloss=dloss,
         out=losses,
         dlogits_out=None if dloss is None else logits,
-        **dict(zip(names, options, strict=True)),
+        **LossOptions(*options)._asdict(),
     )
     return ()
 
@@ -96,7 +87,7 @@ class _Product(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     target: Tensor
-    options: _Options
+    options: LossOptions
     chunk_rows: int  # 0: `default_chunk_rows`
 
     def chunks(self, losses: Tensor, dloss: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
@@ -181,7 +172,7 @@ def _forward(
     in the forward pass.
     """
     *options, chunk_rows, need_dx, need_dweight, need_dbias, sum_dtype, reduction = rest
-    product = _Product(x, weight, bias, target, _Options(*options), chunk_rows)
+    product = _Product(x, weight, bias, target, LossOptions(*options), chunk_rows)
     count = (target != product.options.ignore_index).sum().to(accumulation_dtype(x.dtype))
     inverse = 1 / count.clamp(min=1) if reduction == "mean" else torch.ones_like(count)
     needs = (need_dx, need_dweight, need_dbias)
@@ -227,7 +218,7 @@ def _gradients(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of x, weight and bias for one dloss per row, or for a common one."""
     *options, chunk_rows, need_dx, need_dweight, need_dbias, sum_dtype = rest
-    product = _Product(x, weight, bias, target, _Options(*options), chunk_rows)
+    product = _Product(x, weight, bias, target, LossOptions(*options), chunk_rows)
     needs = (need_dx, need_dweight, need_dbias)
     return product.gradients(dloss.contiguous(), needs, sum_dtype)[1:]
 
@@ -350,8 +341,8 @@ def linear_cross_entropy(
         Dtype in which the weight's gradient is summed over chunks of rows: the weight's (the
         default), or torch.float32, which takes more memory and time.
     chunk_rows : int, optional
-        Rows of logits that exist at once; see `default_chunk_rows`. With more, the weight's gradient
-        is rounded less often.
+        Rows of logits that exist at once; see `default_chunk_rows`. The weight's gradient is
+        rounded once per chunk.
 
     Returns
     -------
