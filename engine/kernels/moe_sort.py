@@ -29,6 +29,13 @@ _PLACE = {
     width: Kernel(f"moe_sort_place_{width}", PARAMS, struct="MoeRouteParams") for width in WIDTHS
 }
 
+# Fields of MoeRouteParams that only the choice of experts reads.
+_UNUSED: dict[str, Any] = {
+    **dict.fromkeys(("logits", "correction", "weights", "slots", "load")),
+    **dict.fromkeys(("is_sigmoid", "num_groups", "top_groups", "renormalize"), 0),
+    "scale": 1.0,
+}
+
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
     """Return the module of the op: one for all dtypes."""
@@ -121,11 +128,3 @@ def _launch(ids: Any, routing: Routing, num_pairs: int, num_experts: int) -> Non
         chunk_tokens=chunk,
         **_UNUSED,
     )
-
-
-# Fields of MoeRouteParams that only the choice of experts reads.
-_UNUSED: dict[str, Any] = {
-    **dict.fromkeys(("logits", "correction", "weights", "slots", "load")),
-    **dict.fromkeys(("is_sigmoid", "num_groups", "top_groups", "renormalize"), 0),
-    "scale": 1.0,
-}

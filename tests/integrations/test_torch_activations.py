@@ -75,7 +75,8 @@ def test_compile_vmap_and_views(name, where):
 def test_opcheck(where):
     x = torch.randn(4, 64, device=where, requires_grad=True)
     opcheck(torch.ops.engine.swiglu.default, (x,))
-    opcheck(torch.ops.engine.geglu.default, (x, "none"))
+    for approximate in ("none", "tanh"):
+        opcheck(torch.ops.engine.geglu.default, (x, approximate))
     for activation in ("silu", "gelu", "gelu_tanh", "relu"):
         opcheck(torch.ops.engine.activation.default, (x, activation))
 

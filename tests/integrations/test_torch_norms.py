@@ -132,6 +132,7 @@ def test_a_factor_without_residual_is_an_error():
 
 def test_opcheck_with_gradients(where):
     x, weight, bias, residual = _inputs(where, torch.float32)
+    opcheck(torch.ops.engine.rmsnorm.default, (x, weight, None, 1e-5, 0.0, False))
     opcheck(torch.ops.engine.rmsnorm.default, (x, weight, bias, 1e-5, 0.0, True))
     opcheck(
         torch.ops.engine.add_rmsnorm.default, (x, residual, weight, None, 1e-5, 1.0, 1.0, False)

@@ -122,13 +122,13 @@ def _assert_same_training(ours, theirs, ids, **kwargs):
         (logits * weights).sum().backward()
         results.append(logits[mask])
     _assert_close(*results)
-    names = 0
+    num_compared = 0
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if b.grad is not None and b.grad.abs().max() > 0:
-            names += 1
+            num_compared += 1
             assert a.grad is not None, name
             _assert_close(a.grad, b.grad)
-    assert names > 10
+    assert num_compared > 10
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])

@@ -322,23 +322,12 @@ def _launch(problem: BackwardProblem) -> None:
     count = problem.num_statistics
     scratch = workspace(count + problem.sink_floats)
     delta = scratch[:count].reshape(total_q, num_heads)
+    _launch_delta(problem, spec, delta)
     streamed = {name: inputs[name] for name in ("dout", "q", "k", "v")}
-    shape = {"num_heads": num_heads, "head_dim": head_dim}
-    summed = {name: inputs[name] for name in ("dout", "out")}
-    _DELTA.launch(
-        spec,
-        (ceil_div(count, 8),),
-        (256,),
-        **summed,
-        **named_strides("th", **summed),
-        **shape,
-        dlse=problem.dlse,
-        delta=delta,
-        rows=count,
-    )
     numbers = {
         **named_strides("th", **streamed, **problem.grads),
-        **shape,
+        "num_heads": num_heads,
+        "head_dim": head_dim,
         "total_q": total_q,
         "total_k": k.shape[0],
         "group": group,
@@ -363,3 +352,21 @@ def _launch(problem: BackwardProblem) -> None:
         for kernel, grid in grids.items():
             kernel.launch(spec, grid, block, shared, **views, **numbers)
     problem.launch_sinks(spec, delta, scratch[count:])
+
+
+def _launch_delta(problem: BackwardProblem, spec: ModuleSpec, delta: Any) -> None:
+    """Compute delta (Tq, H), the row sums of dout * out less dlse."""
+    summed = {name: problem.inputs[name] for name in ("dout", "out")}
+    (_, num_heads, head_dim) = problem.inputs["out"].shape
+    _DELTA.launch(
+        spec,
+        (ceil_div(problem.num_statistics, 8),),
+        (256,),
+        **summed,
+        **named_strides("th", **summed),
+        dlse=problem.dlse,
+        delta=delta,
+        rows=problem.num_statistics,
+        num_heads=num_heads,
+        head_dim=head_dim,
+    )
