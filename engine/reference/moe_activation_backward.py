@@ -23,7 +23,7 @@ def moe_activation_backward(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of w · act(h) for rows h = [gate | up], w · act(h), and that of w.
+    """Return dh (P, 2F), w · act(h) (P, F) and dweights (T, k) for rows h = [gate | up].
 
     `dy` is the gradient with respect to w · act(h), and w the routing weight of a row's pair.
     Everything is float32; dh and w · act(h) are rounded once.

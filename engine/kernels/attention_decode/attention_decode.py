@@ -39,7 +39,7 @@ def specs(
     """Return the modules that the op may launch, for one head dim and number of rows or for all.
 
     `num_rows` is Q * H / K; None means any. `kv_dtype` names the dtype of a quantized KV cache.
-    `strided_tokens` tells whether a head's tokens in a page do not lie next to each other.
+    `strided_tokens` selects the modules for pages in which a head's tokens are not adjacent.
     """
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     rows = (1, 17) if num_rows is None else (num_rows,)

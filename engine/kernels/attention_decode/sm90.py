@@ -56,7 +56,7 @@ class HopperTile:
     kv_dtype : str
         Dtype of a quantized KV cache, a name in KV_CODE_DTYPES; "" if it is not quantized.
     strided_tokens : bool
-        Whether a head's tokens in a page do not lie next to each other, for clusters.
+        Whether a head's tokens in a page are not adjacent; always False without clusters.
     """
 
     head_dim: int
@@ -210,7 +210,7 @@ def specs(
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules for one head dim and number of rows; None means all.
 
-    `strided_tokens` tells whether a head's tokens in a page do not lie next to each other.
+    `strided_tokens` selects the modules for pages in which a head's tokens are not adjacent.
     """
     all_tiles = _CHOICES[kv_dtype][0]
     dims = {t.head_dim for t in all_tiles} if head_dim is None else {head_dim}
