@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from engine.integrations.jax._operators import Operator, varying_alike
 
-__all__ = ["accumulation_dtype", "differentiable", "formulas_gradient"]
+__all__ = ["accumulation_dtype", "differentiable", "formulas_gradient", "product"]
 
 Function = Callable[..., Any]
 
@@ -66,3 +66,9 @@ def formulas_gradient(
 def accumulation_dtype(x: Any) -> Any:
     """Return the dtype in which the kernels and mirrors compute with arrays of x's dtype."""
     return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def product(a: Any, b: Any, dtype: Any) -> Any:
+    """Return XLA's product of two matrices, summed and returned in `dtype`."""
+    exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None  # no TF32
+    return jnp.matmul(a, b, precision=exact, preferred_element_type=dtype)

@@ -25,12 +25,19 @@ from jax.sharding import PartitionSpec
 from engine.errors import EngineError
 
 __all__ = ["OPERATORS", "Operator", "Options", "Shapes", "decode", "define"]
-__all__ += ["set_lowering", "spread", "target_name", "varying_alike"]
+__all__ += ["Struct", "like", "set_lowering", "spread", "target_name", "varying_alike"]
 
 Options = tuple[tuple[str, Any], ...]
 """Keyword arguments that are fixed when a call is traced, sorted by name."""
 
-Shapes = list[jax.ShapeDtypeStruct]
+Struct = jax.ShapeDtypeStruct
+
+Shapes = list[Struct]
+
+
+def like(array: Any) -> Struct:
+    """Return the struct of an array, or of a result with its shape and dtype."""
+    return Struct(array.shape, array.dtype)
 
 
 @dataclass(frozen=True)
@@ -131,7 +138,7 @@ def spread(given: Sequence[bool], arrays: Sequence[Any]) -> list[Any]:
 
 
 def _shapes(arrays: Sequence[Any], name: str, given: tuple[bool, ...], options: Options) -> Shapes:
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+    structs = [like(a) for a in arrays]
     return OPERATORS[name].results(*spread(given, structs), **dict(options))
 
 
@@ -144,7 +151,7 @@ def _abstract(*arrays: Any, **call: Any) -> Any:
     return [_like(arrays[0], struct) for struct in _shapes(arrays, **call)]
 
 
-def _like(array: Any, struct: jax.ShapeDtypeStruct) -> Any:
+def _like(array: Any, struct: Struct) -> Any:
     """Return the abstract result: within `shard_map` it varies over the axes that `array` does."""
     sharding = jax.NamedSharding(array.sharding.mesh, PartitionSpec(*(None for _ in struct.shape)))
     kind = array.manual_axis_type
@@ -165,7 +172,7 @@ def _lowered(scratch_bytes: Callable[..., int]) -> Any:
         operator = OPERATORS[name]
         position = spread(given, range(len(arrays)))
         size = scratch_bytes(config, arrays, results)
-        scratch = [jax.ShapeDtypeStruct((size,), jnp.uint8)] if size else []
+        scratch = [Struct((size,), jnp.uint8)] if size else []
         run = jax.ffi.ffi_call(
             target_name(name),
             [*results, *scratch],

@@ -15,7 +15,7 @@ from engine.integrations.jax._gradients import (
     differentiable,
     formulas_gradient,
 )
-from engine.integrations.jax._operators import Shapes, define
+from engine.integrations.jax._operators import Shapes, Struct, define, like
 from engine.kernels._contract import MIRROR_FLOATS
 
 __all__ = ["geglu", "gelu", "relu", "silu", "swiglu"]
@@ -24,11 +24,11 @@ _APPROXIMATIONS = ("tanh", "none")
 
 
 def _half(x: Any, **_: Any) -> Shapes:
-    return [jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] // 2), x.dtype)]
+    return [Struct((*x.shape[:-1], x.shape[-1] // 2), x.dtype)]
 
 
 def _whole(x: Any, **_: Any) -> Shapes:
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    return [like(x)]
 
 
 def _gelu_formula(x: Any, approximate: str) -> Any:

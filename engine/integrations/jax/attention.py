@@ -12,7 +12,7 @@ import numpy as np
 from engine import kernels
 from engine.integrations.jax._contract import TraceContract
 from engine.integrations.jax._gradients import accumulation_dtype
-from engine.integrations.jax._operators import Shapes, define, varying_alike
+from engine.integrations.jax._operators import Shapes, Struct, define, like, varying_alike
 from engine.integrations.jax._patterns import pattern_of, pattern_option
 from engine.kernels._attention import ScoreRule, check_count, check_heads
 from engine.kernels._contract import MIRROR_FLOATS
@@ -21,16 +21,12 @@ from engine.kernels._prepared_call import constant
 __all__ = ["attention", "attention_varlen"]
 
 
-def _struct(shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(shape), dtype)
-
-
 def _out_and_lse(q: Any, *_: Any, **__: Any) -> Shapes:
-    return [_struct(q.shape, q.dtype), _struct(q.shape[:-1], accumulation_dtype(q))]
+    return [like(q), Struct(q.shape[:-1], accumulation_dtype(q))]
 
 
 def _input_gradients(dout: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Shapes:
-    return [_struct(a.shape, a.dtype) for a in (q, k, v)]
+    return [like(a) for a in (q, k, v)]
 
 
 def _forward(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from engine import kernels
 from engine.integrations.jax._contract import TraceContract
 from engine.integrations.jax._gradients import accumulation_dtype
-from engine.integrations.jax._operators import Shapes, define, varying_alike
+from engine.integrations.jax._operators import Shapes, Struct, define, like, varying_alike
 from engine.kernels._contract import MIRROR_FLOATS
 
 __all__ = ["averaged", "checked_options", "cross_entropy"]
@@ -30,14 +30,14 @@ def _loss_gradient(dloss: Any, logits: Any, target: Any, **options: Any) -> Any:
 
 
 def _rows(logits: Any, *_: Any, **__: Any) -> Shapes:
-    return [jax.ShapeDtypeStruct(logits.shape[:1], accumulation_dtype(logits))]
+    return [Struct(logits.shape[:1], accumulation_dtype(logits))]
 
 
 _LOSSES = define("cross_entropy", _losses, _rows, rows=(0, 1), merges=True)
 _BACKWARD = define(
     "cross_entropy_backward",
     _loss_gradient,
-    lambda _, logits, *__, **___: [jax.ShapeDtypeStruct(logits.shape, logits.dtype)],
+    lambda _, logits, *__, **___: [like(logits)],
     rows=(0, 1, 2),
     merges=True,
 )

@@ -11,8 +11,13 @@ import numpy as np
 
 from engine import kernels
 from engine.integrations.jax._contract import TraceContract
-from engine.integrations.jax._gradients import accumulation_dtype, differentiable, formulas_gradient
-from engine.integrations.jax._operators import Shapes, define
+from engine.integrations.jax._gradients import (
+    accumulation_dtype,
+    differentiable,
+    formulas_gradient,
+    product,
+)
+from engine.integrations.jax._operators import Shapes, Struct, define
 from engine.kernels._contract import FLOAT32, FLOATS
 from engine.kernels.gemm.operands import check_columns, out_dtype_of
 
@@ -24,7 +29,7 @@ def _columns(weight: Any, activation: str | None) -> int:
 
 
 def _results(x: Any, weight: Any, *_: Any, activation: Any, out_dtype: str, **__: Any) -> Shapes:
-    return [jax.ShapeDtypeStruct((*x.shape[:-1], _columns(weight, activation)), out_dtype)]
+    return [Struct((*x.shape[:-1], _columns(weight, activation)), out_dtype)]
 
 
 def _multiply(x: Any, weight: Any, bias: Any, residual: Any, **options: Any) -> Any:
@@ -61,8 +66,7 @@ def _formula(
     deterministic: bool,
 ) -> Any:
     dtype = accumulation_dtype(x)
-    exact = jax.lax.Precision.HIGHEST if x.dtype == FLOAT32 else None  # no TF32
-    y = jnp.matmul(x, weight.T, precision=exact, preferred_element_type=dtype)
+    y = product(x, weight.T, dtype)
     if bias is not None:
         y += bias.astype(dtype)
     y = _ACTIVATIONS[activation](y)

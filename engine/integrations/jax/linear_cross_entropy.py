@@ -16,10 +16,10 @@ import jax.numpy as jnp
 
 from engine import kernels
 from engine.integrations.jax._contract import TraceContract
-from engine.integrations.jax._gradients import accumulation_dtype
-from engine.integrations.jax._operators import Shapes, define, varying_alike
+from engine.integrations.jax._gradients import accumulation_dtype, product
+from engine.integrations.jax._operators import Shapes, Struct, define, like, varying_alike
 from engine.integrations.jax.cross_entropy import averaged, checked_options
-from engine.kernels._contract import FLOAT32, MIRROR_FLOATS
+from engine.kernels._contract import MIRROR_FLOATS
 
 __all__ = ["linear_cross_entropy"]
 
@@ -33,11 +33,11 @@ def _losses(logits: Any, target: Any, dloss: Any, **options: Any) -> Any:
 
 
 def _loss_rows(logits: Any, *_: Any, **__: Any) -> Shapes:
-    return [jax.ShapeDtypeStruct(logits.shape[:1], accumulation_dtype(logits))]
+    return [Struct(logits.shape[:1], accumulation_dtype(logits))]
 
 
 def _loss_rows_and_gradient(logits: Any, *_: Any, **__: Any) -> Shapes:
-    return [*_loss_rows(logits), jax.ShapeDtypeStruct(logits.shape, logits.dtype)]
+    return [*_loss_rows(logits), like(logits)]
 
 
 _LOSSES = define("linear_cross_entropy", _losses, _loss_rows, rows=(0, 1), merges=True)
@@ -79,13 +79,8 @@ def _chunked(options: Any, weight: Any, x: Any, target: Any, dloss: Any) -> tupl
     return chunks(x), chunks(target, ignored), None if dloss is None else chunks(dloss)
 
 
-def _product(a: Any, b: Any, dtype: Any) -> Any:
-    exact = jax.lax.Precision.HIGHEST if a.dtype == FLOAT32 else None  # no TF32
-    return jnp.matmul(a, b, precision=exact, preferred_element_type=dtype)
-
-
 def _logits(x: Any, weight: Any, bias: Any) -> Any:
-    logits = _product(x, weight.T, accumulation_dtype(x))
+    logits = product(x, weight.T, accumulation_dtype(x))
     return (logits if bias is None else logits + bias).astype(x.dtype)
 
 
@@ -107,9 +102,9 @@ def _all_gradients(
         rows, ids, factors = chunk
         logits = _logits(rows, weight, bias)
         losses, dlogits = _LOSSES_AND_GRADIENT(logits, ids, factors, **dict(options))
-        dweight = totals[0] + _product(dlogits.T, rows, real)
+        dweight = totals[0] + product(dlogits.T, rows, real)
         dbias = None if bias is None else totals[1] + dlogits.sum(0, dtype=real)
-        return (dweight, dbias), (losses, _product(dlogits, weight, real).astype(x.dtype))
+        return (dweight, dbias), (losses, product(dlogits, weight, real).astype(x.dtype))
 
     zeros = [None if a is None else jnp.zeros_like(a, dtype=real) for a in (weight, bias)]
     start = tuple(varying_alike([*zeros, x])[:2])

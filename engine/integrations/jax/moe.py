@@ -15,16 +15,12 @@ import jax
 from engine import kernels
 from engine.integrations.jax._contract import TraceContract
 from engine.integrations.jax._gradients import accumulation_dtype
-from engine.integrations.jax._operators import Shapes, define, varying_alike
+from engine.integrations.jax._operators import Shapes, Struct, define, like, varying_alike
 from engine.kernels import Routing
 from engine.kernels._attention import check_count
 from engine.kernels._contract import INT32, MIRROR_FLOATS
 
 __all__ = ["moe_experts", "moe_route"]
-
-
-def _struct(shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
 # ---- router ----------------------------------------------------------------------------------
@@ -38,14 +34,14 @@ def _choose(logits: Any, correction: Any, **options: Any) -> Any:
 
 def _choices(logits: Any, correction: Any, *, top_k: int, **_: Any) -> Shapes:
     shape = (logits.shape[0], top_k)
-    return [_struct(shape, logits.dtype), _struct(shape, INT32)]
+    return [Struct(shape, logits.dtype), Struct(shape, INT32)]
 
 
 _ROUTE = define("moe_route", _choose, _choices, rows=(0,), merges=True)
 _ROUTE_BACKWARD = define(
     "moe_route_backward",
     kernels.moe_route_backward,
-    lambda dweights, logits, *_, **__: [_struct(logits.shape, logits.dtype)],
+    lambda dweights, logits, *_, **__: [like(logits)],
     rows=(0, 1, 2),
     merges=True,
 )
@@ -148,11 +144,11 @@ def _kept_experts(x: Any, gate_up: Any, down: Any, ids: Any, weights: Any) -> An
 def _kept_results(x: Any, gate_up: Any, down: Any, ids: Any, *_: Any) -> Shapes:
     pairs = ids.shape[0] * ids.shape[1]
     return [
-        _struct(x.shape, x.dtype),
-        _struct((pairs, gate_up.shape[1]), x.dtype),
-        _struct(ids.shape, INT32),
-        _struct((pairs,), INT32),
-        _struct((gate_up.shape[0] + 1,), INT32),
+        like(x),
+        Struct((pairs, gate_up.shape[1]), x.dtype),
+        Struct(ids.shape, INT32),
+        Struct((pairs,), INT32),
+        Struct((gate_up.shape[0] + 1,), INT32),
     ]
 
 
@@ -165,8 +161,8 @@ def _hidden_backward(
 
 
 def _hidden_results(dout: Any, h: Any, down: Any, weights: Any, *_: Any) -> Shapes:
-    scaled = _struct((h.shape[0], down.shape[2]), h.dtype)
-    return [_struct(h.shape, h.dtype), scaled, _struct(weights.shape, weights.dtype)]
+    scaled = Struct((h.shape[0], down.shape[2]), h.dtype)
+    return [like(h), scaled, like(weights)]
 
 
 def _dgrad(dh: Any, gate_up: Any, weights: Any, ids: Any, order: Any, offsets: Any) -> Any:
@@ -176,7 +172,7 @@ def _dgrad(dh: Any, gate_up: Any, weights: Any, ids: Any, order: Any, offsets: A
 
 
 def _dgrad_results(dh: Any, gate_up: Any, weights: Any, ids: Any, *_: Any) -> Shapes:
-    return [_struct((ids.shape[0], gate_up.shape[2]), dh.dtype)]
+    return [Struct((ids.shape[0], gate_up.shape[2]), dh.dtype)]
 
 
 def _wgrad(dy: Any, x: Any, ids: Any, order: Any, offsets: Any, *, gather: str) -> Any:
@@ -184,13 +180,13 @@ def _wgrad(dy: Any, x: Any, ids: Any, order: Any, offsets: Any, *, gather: str) 
 
 
 def _wgrad_results(dy: Any, x: Any, ids: Any, order: Any, offsets: Any, **_: Any) -> Shapes:
-    return [_struct((offsets.shape[0] - 1, dy.shape[1], x.shape[1]), x.dtype)]
+    return [Struct((offsets.shape[0] - 1, dy.shape[1], x.shape[1]), x.dtype)]
 
 
 _EXPERTS = define(
     "moe_experts",
     _experts,
-    lambda x, *_: [_struct(x.shape, x.dtype)],
+    lambda x, *_: [like(x)],
     rows=(0, 3, 4),
     merges=True,
 )

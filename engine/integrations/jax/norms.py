@@ -14,14 +14,14 @@ from engine.integrations.jax._gradients import (
     differentiable,
     formulas_gradient,
 )
-from engine.integrations.jax._operators import Shapes, define
+from engine.integrations.jax._operators import Shapes, define, like
 from engine.kernels._contract import MIRROR_FLOATS
 
 __all__ = ["layernorm", "rmsnorm"]
 
 
 def _results(x: Any, weight: Any, bias: Any, residual: Any, **_: Any) -> Shapes:
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype)] * (1 if residual is None else 2)
+    return [like(x)] * (1 if residual is None else 2)
 
 
 def _function(x: Any, weight: Any, bias: Any, residual: Any, **options: Any) -> Any:
@@ -56,8 +56,8 @@ def _formula(
 def _backward_results(
     dy: Any, h: Any, weight: Any, dh: Any, *, subtract_mean: bool, **_: Any
 ) -> Shapes:
-    row = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
-    return [jax.ShapeDtypeStruct(h.shape, h.dtype), row, *([row] if subtract_mean else [])]
+    row = like(weight)
+    return [like(h), row, *([row] if subtract_mean else [])]
 
 
 def _backward_function(dy: Any, h: Any, weight: Any, dh: Any, **options: Any) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from engine import kernels
 from engine.integrations.jax._contract import TraceContract
-from engine.integrations.jax._operators import Shapes, define
+from engine.integrations.jax._operators import Shapes, Struct, define, like
 from engine.kernels._attention import (
     BLOCK_SIZES,
     ScoreRule,
@@ -25,8 +25,8 @@ _CODES = (jnp.uint8, jnp.int8)
 
 
 def _out(q: Any, *_: Any, return_lse: bool, **__: Any) -> Shapes:
-    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    return [out, jax.ShapeDtypeStruct(q.shape[:-1], FLOAT32)] if return_lse else [out]
+    out = like(q)
+    return [out, Struct(q.shape[:-1], FLOAT32)] if return_lse else [out]
 
 
 def _decode(
@@ -80,7 +80,7 @@ def _store(*arrays: Any) -> None:
 
 
 def _pages(*arrays: Any) -> Shapes:
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays[2:4]]
+    return [like(a) for a in arrays[2:4]]
 
 
 _DECODE = define("attention_paged", _decode, _out, rows=(0, 3, 4), merges=True)
