@@ -238,7 +238,7 @@ class EngineAttention(MegatronModule):
         query : (S, B, H, D) tensor, or (T, H, D) if packed
         key, value : (S_k, B, K, D) tensors, or (T_k, K, D) if packed
         attention_mask : ignored
-            The mask type says all: a causal mask is not read, and types that need one are refused.
+            The mask type decides; types that need a tensor are refused.
         attn_mask_type : AttnMaskType, optional
             causal, causal_bottom_right, no_mask; packed also padding and padding_causal.
         attention_bias : must be None
@@ -289,7 +289,7 @@ class EngineAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """Return the sharded learnable sinks, if there are any."""
+        """Return the sharded learnable sinks; empty without them."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
@@ -311,7 +311,7 @@ def _bound(length: Any, rows: torch.Tensor) -> int:
 
 
 def _check_attention(config: TransformerConfig, dropout: float) -> None:
-    """Raise if attention would not compute what the configuration asks for."""
+    """Raise if the configuration needs an unsupported feature of attention."""
     if dropout > 0:
         raise ConfigError(f"attention_dropout must be 0; got {dropout}")
     for name, wanted in (("context_parallel_size", 1), ("qk_clip", False)):
@@ -554,7 +554,7 @@ def _ignore_extra_state(_module: Any, keys: Any) -> None:
 
 
 def _expert_activation(config: TransformerConfig) -> str:
-    """Return the name of the experts' activation; raise if they are none that we compute."""
+    """Return the name of the experts' activation; raise for unsupported experts."""
     for name, wanted in (("add_bias_linear", False), ("moe_latent_size", None), ("fp8", None)):
         if (given := getattr(config, name)) != wanted:
             raise ConfigError(f"{name} must be {wanted} with grouped experts; got {given}")

@@ -237,9 +237,8 @@ class EngineCosSinRoPE(_RoPE, CosSinRoPE):
 class EngineFeedForward(FeedForward):
     """SwiGLU MLP: one product for gate and up, and the activation on its packed rows.
 
-    The product's weight is w1 and w3, one below the other: a copy in each pass, next to nothing
-    beside the product from some thousand tokens on. What is kept for the backward pass is the
-    packed rows alone.
+    The product's weight is w1 and w3, one below the other: a copy in each pass, whose cost does not
+    grow with the tokens. For the backward pass only the packed rows are kept.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -35,7 +35,7 @@ with warnings.catch_warnings():
 from engine.errors import ConfigError  # noqa: E402
 from engine.integrations import vllm as plugin  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM's modules
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's modules warn
 _IS_OLD = hasattr(backend.AttentionBackend, "get_kv_cache_shape")  # 0.24
 
 

@@ -29,7 +29,7 @@ _CAPTURABLE = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
 _INVALID_ARGUMENT = 3  # XLA_FFI_Error_Code, as below
 _INTERNAL = 13
 
-_EXECUTE = 3  # XLA_FFI_ExecutionStage, the only one that a handler of its own is registered for
+_EXECUTE = 3  # XLA_FFI_ExecutionStage; handlers of other stages are not registered
 
 _DTYPES = {
     code: np.dtype(dtype)
@@ -49,17 +49,16 @@ _DTYPES = {
         16: ml_dtypes.bfloat16,
         20: ml_dtypes.float8_e4m3fn,
     }.items()
-}  # of XLA_FFI_DataType
+}  # by XLA_FFI_DataType
 
 
 class _Head(Structure):
-    """What each struct of the interface begins with."""
+    """The first two fields of each struct of the interface."""
 
     _fields_: ClassVar[Any] = (("struct_size", c_size_t), ("extension_start", c_void_p))
 
 
-# XLA_FFI_Buffer: struct_size, extension_start, dtype, data, rank, dims. Unpacking its bytes takes a
-# tenth of the time of reading the fields of a ctypes struct.
+# XLA_FFI_Buffer: struct_size, extension_start, dtype, data, rank, dims.
 _BUFFER = struct.Struct("@QPiPqP")
 
 

@@ -1,4 +1,4 @@
-"""What XLA calls: the mirrors on CPUs, prepared launches on GPUs.
+"""Handlers that XLA calls: the mirrors on CPUs, prepared launches on GPUs.
 
 XLA calls a handler on a thread of its own, without the GIL; ctypes takes it.
 """

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import ShapeDtypeStruct as Struct
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
@@ -29,8 +30,6 @@ __all__ += ["Struct", "like", "set_lowering", "spread", "target_name", "varying_
 
 Options = tuple[tuple[str, Any], ...]
 """Keyword arguments that are fixed when a call is traced, sorted by name."""
-
-Struct = jax.ShapeDtypeStruct
 
 Shapes = list[Struct]
 
@@ -61,7 +60,7 @@ class Operator:
     aliases : mapping of int to int
         Argument that the function writes to -> result. The function does not return it.
     formula : callable, optional
-        The same in jnp, for batches that are not folded: faster than to repeat the call.
+        The function in jnp, for batches that cannot be folded; without it the call is repeated.
     pairs : tuple of int
         Arguments (..., 2) of int32 that the function takes as (...) of int64, little-endian.
     """

@@ -128,7 +128,7 @@ def linear(
 ) -> jax.Array:
     """Multiply rows by a weight matrix: activation(x Wᵀ + bias) + residual.
 
-    The gradient is XLA's: its products of the two backward GEMMs are as good as any.
+    XLA computes the gradient: two GEMMs.
 
     Parameters
     ----------

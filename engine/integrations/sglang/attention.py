@@ -25,7 +25,7 @@ __all__ = ["EngineAttentionBackend"]
 
 @dataclass(frozen=True)
 class _Metadata:
-    """What the layers of a forward pass share. Token ids of a request become ids of its pages."""
+    """Metadata of a batch, shared by its layers; page ids replace SGLang's token slots."""
 
     context_lens: torch.Tensor  # (B,) int32, keys of each sequence, the new ones included
     block_tables: torch.Tensor  # (B, NB) int32
@@ -96,11 +96,11 @@ class EngineAttentionBackend(AttentionBackend):
         self.forward_metadata = metadata
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate what CUDA graphs of at most `max_bs` sequences read."""
+        """Allocate the metadata that CUDA graphs of at most `max_bs` sequences read."""
         self._static = self._empty(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Choose the arrays of a decoding batch's graph; their contents are the graph's own."""
+        """Select the arrays of a decode batch's graph, which fills them itself."""
         static = self._static
         size = forward_batch.batch_size
         if static is None or not forward_batch.forward_mode.is_decode_or_idle():
@@ -136,7 +136,7 @@ class EngineAttentionBackend(AttentionBackend):
         )
 
     def _fill(self, metadata: _Metadata, forward_batch: Any) -> None:
-        """Read the batch on the device. Entries beyond a sequence's pages are valid, not read."""
+        """Fill the metadata on the device. Entries beyond a sequence's pages are valid ids, never read."""
         size = len(metadata.context_lens)
         metadata.context_lens.copy_(forward_batch.seq_lens[:size])
         requests = forward_batch.req_pool_indices[:size]
@@ -240,7 +240,7 @@ class EngineAttentionBackend(AttentionBackend):
         return buffer.unflatten(0, (-1, 1 << self._page_shift)).transpose(1, 2)
 
     def _constants(self, layer: Any) -> _Layer:
-        """Return a layer's constants; raise if it needs what the backend does not compute."""
+        """Return a layer's constants; raise if it needs an unsupported feature."""
         for name, wanted in (
             ("attn_type", AttentionType.DECODER),
             ("is_cross_attention", False),
@@ -261,9 +261,9 @@ class EngineAttentionBackend(AttentionBackend):
         )
 
     def _scales(self, layer: Any) -> dict[str, torch.Tensor]:
-        """Return a scale per head. SGLang runs a batch before it captures it: no graph fills them.
+        """Return one scale per head, 1 if the checkpoint has none.
 
-        A cache whose checkpoint has no scales stores values as they are.
+        SGLang warms up before it captures, so these fills are not part of a graph.
         """
         given = {"k_scale": layer.k_scale_float, "v_scale": layer.v_scale_float}
         return {
@@ -275,7 +275,7 @@ class EngineAttentionBackend(AttentionBackend):
 
 
 def _check_runner(runner: Any) -> None:
-    """Raise if the server asks for what the backend does not compute."""
+    """Raise if the server's options need an unsupported feature."""
     if runner.page_size not in BLOCK_SIZES:
         raise ConfigError(
             f"page_size must be one of {BLOCK_SIZES}: start the server with --page-size 64; got "

@@ -2,8 +2,8 @@
 
 vLLM sorts the requests that decode to the front of a batch. They go to `attention_decode`, the
 rest, chunks of prompts, to `attention_prefill`; both read vLLM's pages where they lie. Nothing here
-reads device memory, so the host never waits; a batch that only decodes can be captured in a CUDA
-graph, with padding: a request of length 0 has result 0.
+reads device memory, so the host never waits. A batch that only decodes can be captured in a CUDA
+graph and padded: a request of length 0 has result 0.
 
 Per layer the cache is one tensor (P, 2 K, block_size, D): the key heads, then the value heads. A
 head's tokens in a page are adjacent, which the kernels prefer; they accept every other layout.
@@ -40,11 +40,11 @@ __all__ = ["EngineBackend", "EngineImpl", "EngineMetadata", "EngineMetadataBuild
 
 _NAME = "attention backend CUSTOM (engine)"
 _FP8 = ("fp8", "fp8_e4m3")
-_MIN_CONTEXT = 1024  # lengths up to here have the same launch
+_MIN_CONTEXT = 1024  # keys; contexts up to this length share one prepared launch
 
 
 class EngineBackend(AttentionBackend):
-    """What vLLM asks before it chooses the backend."""
+    """Capabilities of the backend, which vLLM checks before it selects it."""
 
     supported_dtypes = (torch.float16, torch.bfloat16, torch.float32)
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", *_FP8)
@@ -67,7 +67,7 @@ class EngineBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        """Return the tokens a page may have; vLLM divides larger blocks of hybrid models."""
+        """Return the supported page sizes (tokens); vLLM divides hybrid models' larger blocks."""
         return list(BLOCK_SIZES)
 
     @staticmethod
@@ -142,7 +142,7 @@ class EngineBackend(AttentionBackend):
         *_: Any,
         **__: Any,
     ) -> str | None:
-        """Return why the options do not go together, or None."""
+        """Return the reason for refusing the combination of options, or None."""
         wanted = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(kv_cache_dtype or "")
         if wanted not in (None, dtype):
             return f"a cache of {kv_cache_dtype} needs a model of that dtype, not {dtype}"
@@ -285,7 +285,7 @@ class EngineImpl(AttentionImpl):
         self._pages: tuple[Any, ...] = ()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Convert the sinks to float32, once their weights are there."""
+        """Convert the sinks to float32, once the weights are loaded."""
         if self.sinks is not None:
             self._float_sinks = self.sinks.detach().float().contiguous()
 
@@ -319,7 +319,7 @@ class EngineImpl(AttentionImpl):
         """Attend from `query` (T, H, D) to the cache; write and return `output` (T, H, D)."""
         if output_scale is not None or output_block_scale is not None:
             raise ConfigError(f"{_NAME}: a quantized output is not supported")
-        if attn_metadata is None:  # the run that measures memory
+        if attn_metadata is None:  # vLLM's profiling run
             return output.fill_(0)
         pages = self._pages_of(layer, kv_cache)
         batch = attn_metadata
@@ -372,12 +372,12 @@ def _split(name: str, tensor: torch.Tensor, num_decodes: int) -> dict[str, torch
 
 
 def _rows(tensor: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    """Return rows `first` to `end`; the tensor itself if that is all, since a view costs 2 us."""
+    """Return rows `first` to `end`: the tensor itself if that is all, since a view costs time."""
     if first == 0 and end == tensor.shape[0]:
         return tensor
     return tensor[first:end]
 
 
 def _rounded_up(length: int) -> int:
-    """Return a power of two that is at least `length`: few lengths, so few prepared launches."""
+    """Return the next power of two: few distinct lengths need few prepared launches."""
     return max(_MIN_CONTEXT, 1 << (max(length, 1) - 1).bit_length())

@@ -1,9 +1,9 @@
 """vLLM's experts without quantization on the engine's grouped products.
 
 vLLM's method keeps what it owns: the weights, their loading, the router and the reduction over
-tensor-parallel ranks. Ours replaces the products, where nothing asks for more than SwiGLU on one
-expert-parallel rank; elsewhere vLLM's own kernel runs. Whether it does is known when the weights
-are loaded: they then stay as they were in the checkpoint.
+tensor-parallel ranks. Ours replaces the products of SwiGLU experts that all are on one rank; for
+all others vLLM's own kernel runs. This is decided when the weights are loaded: for our products
+they keep the checkpoint's layout.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class EngineFusedMoEMethod(UnquantizedFusedMoEMethod):
 
     @property
     def is_monolithic(self) -> bool:
-        """Tell whether the kernel routes, too."""
+        """Tell whether one kernel also computes the routing."""
         return not self.is_ours and bool(super().is_monolithic)
 
     @property
     def supports_internal_mk(self) -> bool:
-        """Tell whether vLLM may leave out the kernel that it would build around the products."""
+        """Tell whether the method has its own products: vLLM then builds no modular kernel."""
         return self.is_ours or bool(super().supports_internal_mk)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -65,7 +65,7 @@ class EngineFusedMoEMethod(UnquantizedFusedMoEMethod):
 
 
 def _is_supported(moe: Any, layer: Any) -> bool:
-    """Tell whether the layer is one of SwiGLU experts that all are on this rank."""
+    """Tell whether the layer has plain SwiGLU experts that all are on this rank."""
     parallel = moe.moe_parallel_config
     return (
         moe.activation == MoEActivation.SILU

@@ -2,8 +2,7 @@
 
 vLLM builds these classes wherever a model asks for `RMSNorm`, `GemmaRMSNorm`, `SiluAndMul`,
 `GeluAndMul` or (see `experts.py`) `UnquantizedFusedMoEMethod`. They call operators of
-`torch.library`, so `torch.compile` keeps them as they are, and does not fuse them with what
-surrounds them.
+`torch.library`: `torch.compile` neither breaks its graph at them nor fuses them with others.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class EngineRMSNorm(RMSNorm):
 
 
 class EngineGemmaRMSNorm(GemmaRMSNorm):
-    """RMSNorm of Gemma, whose weights are stored less 1."""
+    """RMSNorm of Gemma, whose weights are stored minus 1."""
 
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """Return the normalised `x`; with a residual also the sum of both."""
