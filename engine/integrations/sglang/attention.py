@@ -136,7 +136,7 @@ class EngineAttentionBackend(AttentionBackend):
         )
 
     def _fill(self, metadata: _Metadata, forward_batch: Any) -> None:
-        """Fill the metadata on the device. Entries beyond a sequence's pages are valid ids, never read."""
+        """Fill the metadata on the device; entries beyond a sequence's pages are never read."""
         size = len(metadata.context_lens)
         metadata.context_lens.copy_(forward_batch.seq_lens[:size])
         requests = forward_batch.req_pool_indices[:size]
