@@ -13,14 +13,8 @@ import torch
 from engine import kernels
 from engine.dtypes import accumulation_dtype
 from engine.integrations.torch import _tensors
-from engine.integrations.torch._core import (
-    contiguous,
-    define,
-    int_constant,
-    looped,
-    new_array,
-    operator_of,
-)
+from engine.integrations.torch._core import contiguous, define, int_constant, new_array
+from engine.integrations.torch._transforms import looped, operator_of
 from engine.kernels._attention_pattern import numbered
 from engine.kernels._contract import MIRROR_FLOATS, Contract
 

@@ -11,7 +11,7 @@ An eager call on plain CUDA tensors skips the dispatcher, to save time on the ho
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,18 +20,21 @@ import torch
 from engine import device
 from engine.errors import ContractError
 from engine.integrations.torch._tensors import array_of, layout_of, tensor_of, torch_dtype
+from engine.integrations.torch._transforms import (
+    Function,
+    is_transformed,
+    looped,
+    operator_of,
+    transformed_function,
+)
 from engine.kernels._prepared_call import ALIGNMENT, PreparedCall, constant, prepare
 from engine.plan_array import NotContiguousError, PlanArray
 
-__all__ = ["Operator", "contiguous", "define", "define_composite", "fold_rows", "int_constant"]
-__all__ += ["is_transformed", "looped", "new_array", "on_tensors", "operator_of"]
-__all__ += ["to_autocast_dtype"]
-
-Function = Callable[..., Any]
+__all__ = ["Operator", "contiguous", "define", "define_composite", "int_constant", "new_array"]
+__all__ += ["on_tensors", "to_autocast_dtype"]
 
 _library = torch.library.Library("engine", "DEF")
 _local = threading.local()
-_transformed: dict[str, Any] = {}  # autograd function of each operator, for torch.func
 _MAX_CALLS = 4096  # prepared calls kept per thread
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # A build of torch without CUDA has none of these.
@@ -107,7 +110,7 @@ def define_composite(
     operator.register_fake(fake)
     operator.register_autograd(backward, setup_context=setup_context)
     operator.register_vmap(looped(name))
-    _transformed_function(name, backward, setup_context, looped(name))
+    transformed_function(name, backward, setup_context, looped(name))
     return lambda *args: operator_of(name)(*args)
 
 
@@ -162,7 +165,7 @@ class Operator:
         self.overload: Any = None
         self._function = function
         self._eager = _eager_function(name, self.launch, backward, setup_context)
-        self._transformed = _transformed_function(name, backward, setup_context, vmap)
+        self._transformed = transformed_function(name, backward, setup_context, vmap)
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -286,98 +289,11 @@ def _eager_function(
     return super(torch.autograd.Function, function).apply
 
 
-def _transformed_function(
-    name: str, backward: Function, setup_context: Function | None, vmap: Function
-) -> Any:
-    """Return the autograd function of a call inside `vmap`, `grad` or another transform.
-
-    `torch.library.register_autograd` does not cover `torch.func.grad`.
-    """
-
-    def forward(*args: Any) -> Any:
-        return getattr(torch.ops.engine, name)(*args)
-
-    methods = {
-        "forward": forward,
-        "setup_context": setup_context or (lambda ctx, inputs, output: None),
-        "backward": backward,
-        "vmap": vmap,
-    }
-    methods = {method: staticmethod(function) for method, function in methods.items()}
-    _transformed[name] = type(name, (torch.autograd.Function,), methods)
-    return _transformed[name]
-
-
-def is_transformed() -> bool:
-    """Tell whether `vmap`, `grad` or another transform, or forward-mode AD, is active.
-
-    The dispatcher would drop the tangents of forward-mode AD; an autograd function raises.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    if torch._C._functorch.maybe_current_level() is not None:
-        return True
-    return torch.autograd.forward_ad._current_level >= 0
-
-
-def operator_of(name: str) -> Function:
-    """Return the function that calls an operator, inside or outside a transform.
-
-    Inside nested transforms, the call is passed on to the next one.
-    """
-    return _transformed[name].apply if is_transformed() else getattr(torch.ops.engine, name)
-
-
 def _no_derivative(name: str) -> Function:
     def backward(*_: Any) -> Any:
         raise NotImplementedError(f"engine::{name} has no derivative")
 
     return backward
-
-
-def fold_rows(name: str, *rows: int) -> Function:
-    """Return a vmap rule: the arguments `rows` take the mapped axis as a leading axis.
-
-    If another argument is mapped too, the operator runs once per element of the axis.
-    """
-
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        if any(dim is not None and i not in rows for i, dim in enumerate(in_dims)):
-            return looped(name)(info, in_dims, *args)
-        ready = list(args)
-        for i in rows:
-            if isinstance(args[i], torch.Tensor):
-                ready[i] = _leading(args[i], in_dims[i], info.batch_size)
-        result = operator_of(name)(*ready)
-        return result, (0,) * len(result) if isinstance(result, tuple) else 0
-
-    return vmap
-
-
-def looped(name: str) -> Function:
-    """Return a vmap rule that runs the operator once per element of the mapped axis."""
-
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        operator = operator_of(name)
-        results = []
-        for index in range(info.batch_size):
-            taken = (
-                a if dim is None else a.select(dim, index)
-                for a, dim in zip(args, in_dims, strict=True)
-            )
-            results.append(operator(*taken))
-        if isinstance(results[0], tuple):
-            stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
-            return stacked, (0,) * len(stacked)
-        return torch.stack(results), 0
-
-    return vmap
-
-
-def _leading(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
-    if dim is None:
-        return tensor.expand(size, *tensor.shape)
-    return tensor.movedim(dim, 0)
 
 
 def to_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:

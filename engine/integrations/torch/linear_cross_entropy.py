@@ -16,13 +16,9 @@ from torch import Tensor
 
 from engine import kernels
 from engine.errors import ContractError, ShapeError
-from engine.integrations.torch._core import (
-    define_composite,
-    is_transformed,
-    on_tensors,
-    to_autocast_dtype,
-)
+from engine.integrations.torch._core import define_composite, on_tensors, to_autocast_dtype
 from engine.integrations.torch._tensors import accumulation_dtype
+from engine.integrations.torch._transforms import is_transformed
 from engine.integrations.torch.cross_entropy import (
     LossOptions,
     check_reduction,

@@ -8,7 +8,8 @@ import torch
 
 from engine import kernels
 from engine.errors import ContractError
-from engine.integrations.torch._core import define, fold_rows
+from engine.integrations.torch._core import define
+from engine.integrations.torch._transforms import fold_rows
 
 __all__ = ["layernorm", "rmsnorm"]
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engine import device, kernels
 from engine.errors import ShapeError
-from engine.integrations.torch._core import define, fold_rows, to_autocast_dtype
+from engine.integrations.torch._core import define, to_autocast_dtype
+from engine.integrations.torch._transforms import fold_rows
 from engine.layers.linear import PRODUCTS
 from engine.weights import Format, Weight, format_of
 from engine.weights.formats import TILE_COLUMNS, TILE_ROWS

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from engine import kernels
-from engine.integrations.torch._core import define, fold_rows
+from engine.integrations.torch._core import define
 from engine.integrations.torch._tensors import check_integers
+from engine.integrations.torch._transforms import fold_rows
 
 __all__ = ["rope"]
 
