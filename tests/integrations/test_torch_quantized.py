@@ -64,7 +64,7 @@ def test_product_and_gradients(where, name, rows, bias):
 
 
 @pytest.mark.parametrize("name", FORMAT_ERRORS)
-def test_the_weight_is_rounded_to_nearest(where, name):
+def test_error_and_size_of_a_weight(where, name):
     linear, layer = _layer(where, name)
     error = _error(layer.dequantize(), linear.weight)
     bits = FORMATS[layer.format].bits
@@ -107,7 +107,7 @@ def test_other_dtypes_and_views(where):
         assert layer(x[:0]).shape == (0, 3, OUT)
     _, layer = _layer(where, "int4", torch.float16)
     x = torch.randn(4, IN, device=where, dtype=torch.float16)
-    assert torch.equal(layer(x[1]), layer(x)[1]) or _error(layer(x[1]), layer(x)[1]) < 2e-3
+    assert _error(layer(x[1]), layer(x)[1]) < 2e-3
 
 
 def test_autocast(where):
