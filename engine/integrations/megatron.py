@@ -46,6 +46,7 @@ from megatron.core.transformer.utils import (
 
 from engine.errors import ConfigError
 from engine.integrations import torch as ops
+from engine.integrations._bounds import length_bound
 
 __all__ = [
     "DENSE_LAYER",
@@ -302,12 +303,8 @@ class EngineAttention(MegatronModule):
 
 
 def _bound(length: Any, rows: torch.Tensor) -> int:
-    """Return an upper bound of the lengths of packed sequences, without asking the GPU.
-
-    Rounded up, as each new value costs a preparation of the launches.
-    """
-    longest = length if isinstance(length, int) else len(rows)
-    return -(-longest // 128) * 128
+    """Return an upper bound of the lengths of packed sequences, without asking the GPU."""
+    return length_bound(length if isinstance(length, int) else len(rows))
 
 
 def _check_attention(config: TransformerConfig, dropout: float) -> None:

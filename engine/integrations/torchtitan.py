@@ -29,6 +29,7 @@ from torchtitan.protocols.sharding import ShardingConfig, SpmdLayout
 
 from engine.errors import ConfigError
 from engine.integrations import torch as ops
+from engine.integrations._bounds import length_bound
 
 __all__ = [
     "EngineAttention",
@@ -83,8 +84,8 @@ class EngineVarlenAttention(titan_attention.VarlenAttention):
             padded.flatten(0, 1),
             masks.cu_seq_q,
             masks.cu_seq_k,
-            _rounded_up(masks.max_q),
-            _rounded_up(masks.max_k),
+            length_bound(masks.max_q),
+            length_bound(masks.max_k),
             causal=self.causal,
             window=self.window,
             scale=scale,
@@ -137,11 +138,6 @@ def _window(window_size: tuple[int, int]) -> tuple[bool, int]:
     if right != 0:
         raise ConfigError(f"window_size must be (-1, -1) or (left, 0); got {window_size}")
     return True, left + 1 if left >= 0 else 0
-
-
-def _rounded_up(length: int) -> int:
-    """Return a bound of few values: each new one costs a preparation of the launches."""
-    return -(-length // 128) * 128
 
 
 # ---- norm and rotary embedding ---------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch
 from transformers import masking_utils
 
 from engine.errors import ContractError
+from engine.integrations._bounds import length_bound
 from engine.kernels import Periodic
 
 __all__ = ["AttentionMask", "Runs", "make_mask"]
@@ -31,8 +32,6 @@ _FLAW = "padding between tokens of a sequence, or tokens that see later ones (im
 # Minimum average number of tokens of the sequences packed into a row, while tracing: runs cannot
 # be counted then, and this bounds their number.
 _TRACED_RUN = 128
-
-_BOUND_STEP = 128  # tokens to whose multiples bounds of run lengths are rounded up
 
 _NEVER_AGAIN = 2**30 - 1  # longest period of a pattern
 
@@ -268,8 +267,7 @@ def _counted_runs(
             *_ends_of_one_query(problem, starts, is_token), max_queries=1, max_keys=problem.keys
         )
     ends = _ends(problem, starts, is_token, num_runs, compact=True)
-    # Rounded up: launches are prepared once for each pair of bounds.
-    max_keys = min(-(-longest // _BOUND_STEP) * _BOUND_STEP, problem.keys)
+    max_keys = min(length_bound(longest), problem.keys)
     queries = min(max_keys, problem.queries) if problem.is_aligned else problem.queries
     return Runs(*ends, max_queries=queries, max_keys=max_keys)
 
