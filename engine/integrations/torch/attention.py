@@ -234,7 +234,7 @@ def _merges_if_swapped(x: torch.Tensor) -> bool:
 
 
 def _checked(options: tuple[Any, ...], heads_first: bool) -> tuple[Any, ...]:
-    """Return the operator's arguments from `causal` on."""
+    """Return the operator's arguments from `causal` on, in its order."""
     causal, scale, window, softcap, pattern, deterministic = options
     number = 0 if pattern is None else pattern.number
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()

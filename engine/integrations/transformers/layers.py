@@ -104,7 +104,7 @@ def kernelize(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _layer_name(module: torch.nn.Module) -> str | None:
-    """Return the key of `LAYERS` for a module, None if there is none."""
+    """Return the key of `LAYERS` for a module, or None."""
     kind = type(module)
     if hasattr(kind, "kernel_layer_name"):
         return kind.kernel_layer_name if kind.kernel_layer_name in LAYERS else None

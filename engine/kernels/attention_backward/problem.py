@@ -68,7 +68,7 @@ class BackwardProblem:
         return max(1, ceil_div(self.inputs["q"].shape[0], _SINK_TOKENS))
 
     def launch_sinks(self, spec: ModuleSpec, delta: Any, partial: Any) -> None:
-        """Compute dsinks from delta (Tq, H), if there are sinks; `partial` is scratch."""
+        """Compute dsinks from delta (Tq, H) in the scratch `partial`; without sinks, nothing."""
         if self.sinks is None:
             return
         total_q, num_heads, _ = self.inputs["q"].shape
