@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from engine.kernels._contract import FLOAT32, FLOATS
 __all__ = ["attention_paged", "kv_store"]
 
 _CODES = (jnp.uint8, jnp.int8)
+_ARRAYS = ("block_tables", "context_lens", "sinks", "k_scale", "v_scale", "cu_seqlens_q")
 
 
 def _out(q: Any, *_: Any, return_lse: bool, **__: Any) -> Shapes:
@@ -29,50 +31,9 @@ def _out(q: Any, *_: Any, return_lse: bool, **__: Any) -> Shapes:
     return [out, Struct(q.shape[:-1], FLOAT32)] if return_lse else [out]
 
 
-def _decode(
-    q: Any,
-    k_pages: Any,
-    v_pages: Any,
-    block_tables: Any,
-    context_lens: Any,
-    sinks: Any,
-    k_scale: Any,
-    v_scale: Any,
-    **options: Any,
-) -> Any:
-    return kernels.attention_decode(
-        *(q, k_pages, v_pages),
-        block_tables=block_tables,
-        context_lens=context_lens,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        **options,
-    )
-
-
-def _chunks(
-    q: Any,
-    k_pages: Any,
-    v_pages: Any,
-    block_tables: Any,
-    context_lens: Any,
-    sinks: Any,
-    k_scale: Any,
-    v_scale: Any,
-    cu_seqlens_q: Any,
-    **options: Any,
-) -> Any:
-    return kernels.attention_prefill(
-        *(q, k_pages, v_pages),
-        block_tables=block_tables,
-        context_lens=context_lens,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        cu_seqlens_q=cu_seqlens_q,
-        **options,
-    )
+def _attend(op: Any, q: Any, k_pages: Any, v_pages: Any, *rest: Any, **options: Any) -> Any:
+    """Call an op of the catalog; `rest` are `_ARRAYS`, for `attention_decode` without the last."""
+    return op(q, k_pages, v_pages, **dict(zip(_ARRAYS, rest, strict=False)), **options)
 
 
 def _store(*arrays: Any) -> None:
@@ -83,8 +44,14 @@ def _pages(*arrays: Any) -> Shapes:
     return [like(a) for a in arrays[2:4]]
 
 
-_DECODE = define("attention_paged", _decode, _out, rows=(0, 3, 4), merges=True)
-_CHUNKS = define("attention_paged_chunks", _chunks, _out)
+_DECODE = define(
+    "attention_paged",
+    partial(_attend, kernels.attention_decode),
+    _out,
+    rows=(0, 3, 4),
+    merges=True,
+)
+_CHUNKS = define("attention_paged_chunks", partial(_attend, kernels.attention_prefill), _out)
 _STORE = define("kv_store", _store, _pages, aliases={2: 0, 3: 1}, pairs=(4,))
 
 
