@@ -22,6 +22,7 @@ OTHERS |= {"swiglu", "add"}
 # Options of other programs, which messages tell the user to run.
 PROGRAMS = {"--no-deps", "--only-binary", "--disable-pip-version-check", "--no-input", "--dest"}
 PROGRAMS |= {"--cap-add"}
+PROGRAMS |= {"--page-size", "--attention-backend"}  # SGLang's
 
 
 @cache

@@ -77,7 +77,9 @@ def _page_of(path: str) -> str:
     if path in ("examples", "examples/README.md"):
         return "course/index.md"
     if str(place.parent) == "examples" and place.suffix in (".py", ".ipynb"):
-        return f"course/{place.stem}.md"
+        script = ROOT / "examples" / f"{place.stem}.py"
+        if script.read_text(encoding="utf-8").startswith("# %%"):  # in cells: of the course
+            return f"course/{place.stem}.md"
     return f"source/{path}" if place.suffix == ".md" else f"source/{path}.md"
 
 

@@ -34,3 +34,4 @@ def _case(activation: str, rows: int, f: int) -> BenchCase:
 
 
 CASES = [_case(activation, 8192, 8192) for activation in ("silu", "gelu", "gelu_tanh", "relu")]
+CPU_CASES = [_case(activation, 256, 1024) for activation in ("silu", "gelu_tanh")]

@@ -42,3 +42,4 @@ CASES = [
     for rows, vocab in ((16384, 1024), (8192, 32000), (4096, 50257), (512, 128256), (4096, 128256))
     for has_gradient in (False, True)
 ]
+CPU_CASES = [_case(64, 32000, has_gradient=has_gradient) for has_gradient in (False, True)]

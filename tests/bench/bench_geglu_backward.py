@@ -34,3 +34,4 @@ def _case(rows: int, f: int) -> BenchCase:
 
 
 CASES = [_case(512, 8192), _case(8192, 2048), _case(8192, 8192), _case(8192, 14336)]
+CPU_CASES = [_case(256, 1024)]

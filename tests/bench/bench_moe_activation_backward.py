@@ -49,3 +49,4 @@ def _case(num_pairs: int, width: int) -> BenchCase:
 
 
 CASES = [_case(8192, 2048), _case(32768, 2048), _case(32768, 768), _case(65536, 768)]
+CPU_CASES = [_case(256, 1024)]

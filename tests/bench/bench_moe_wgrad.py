@@ -68,3 +68,4 @@ def _case(layer: tuple[int, ...], gather: str) -> BenchCase:
 
 
 CASES = [_case(layer, gather) for layer in _LAYERS for gather in ("x", "dy")]
+CPU_CASES = [_case((64, 4, 2, 64, 96), gather) for gather in ("x", "dy")]

@@ -238,7 +238,11 @@ def test_a_cpu_gets_a_shape_that_it_can_do():
 
 def test_the_mirrors_run_few_and_small_cases_on_a_cpu():
     for each in listing.benchmarks():
-        module = __import__(f"tests.bench.bench_{each.name}", fromlist=["CASES"])
+        try:
+            module = __import__(f"tests.bench.bench_{each.name}", fromlist=["CASES"])
+        except ModuleNotFoundError as error:
+            assert error.name in ("torch", "transformers", "jax")
+            continue
         if hasattr(module, "CASES"):
             cases = getattr(module, "CPU_CASES", None) or cases_for_cpu(module.CASES)
             assert 1 <= len(cases) <= 4, each.name
@@ -354,7 +358,7 @@ def test_the_command_writes_what_it_measured(file, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["no_such_op"], "must be a Python file or one of all_gather"),
+        (["no_such_op"], "must be a Python file or one of activation_backward, all_gather"),
         (["rmsnorm", "--sizes", "T=1"], "are for a kernel of your own"),
         (["FILE", "--sizes", "T=many"], "--sizes must be like T=8192,N=4096"),
         (["FILE", "--sizes", "T=4"], "sizes must have N, T"),
