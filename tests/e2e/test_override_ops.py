@@ -158,7 +158,7 @@ def test_a_fused_op_is_listed_with_its_parts(op):
     assert contained(op) - unused <= known, "list the part in STEPS, WHOLES or KEPT of fused.py"
     keywords = inspect.signature(OPS[op]).parameters
     for keyword, part in (("activation", "swiglu"), ("residual", "residual_add")):
-        is_gradient = op.endswith("_backward")  # of what its keyword names; models call none
+        is_gradient = op.endswith("_backward")  # models call none
         assert keyword not in keywords or part in known or op == part or is_gradient
     assert "norm_weight" not in keywords or "rmsnorm" in known
 
