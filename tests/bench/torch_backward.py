@@ -9,11 +9,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from engine import kernels, reference
+from engine.device import to_numpy
+from engine.testing.bench_case import BenchCase
+from engine.testing.cases_attention import normal_on
 from engine.testing.timing import num_copies
+from engine.testing.tolerances import assert_close
 from tests.bench.sdpa import graph_seconds
 
-__all__ = ["activation_seconds", "backward_seconds", "gated_seconds", "norm_seconds"]
-__all__ += ["route_seconds", "weighted_swiglu_seconds"]
+__all__ = ["activation_seconds", "backward_seconds", "gated_case", "gated_seconds"]
+__all__ += ["norm_seconds", "route_seconds", "weighted_swiglu_seconds"]
 
 
 def backward_seconds(
@@ -121,3 +126,25 @@ def _apply(activation: str, x: Any) -> Any:
     if activation == "gelu_tanh":
         return functional.gelu(x, approximate="tanh")
     return getattr(functional, activation)(x)
+
+
+def gated_case(activation: str, rows: int, f: int) -> BenchCase:
+    """Return the case of `swiglu_backward` or `geglu_backward` on (rows, 2 f)."""
+    op = f"{activation}_backward"
+
+    def make(xp: Any, seed: int) -> tuple[Any, ...]:
+        dout = normal_on(xp, (rows, f), "bfloat16", seed)
+        return dout, normal_on(xp, (rows, 2 * f), "bfloat16", seed + 1)
+
+    def check(args: tuple[Any, ...], result: Any) -> None:
+        dout, x = (to_numpy(a[:256]) for a in args)
+        assert_close(result[:256], getattr(reference, op)(dout, x), reduction=2)
+
+    return BenchCase(
+        f"({rows}, {f})",
+        make,
+        getattr(kernels, op),
+        nbytes=5 * rows * f * 2,
+        peers={"torch.compile": partial(gated_seconds, activation, rows, f)},
+        check=check,
+    )
