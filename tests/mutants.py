@@ -63,6 +63,7 @@ FAULTS = (
     Fault("reference/attention_backward.py", "key > last - window", "key >= last - window", "kernels/test_attention_backward.py"),
     Fault("reference/attention_backward.py", "seen & pattern_sees", "seen | pattern_sees", "kernels/test_attention_backward_options.py"),
     Fault("reference/_attention.py", "np.uint64(1) == 0", "np.uint64(1) != 0", "kernels/test_attention_decode.py"),
+    Fault("reference/embedding_backward.py", "sorted_ids != padding_id", "sorted_ids != -1", "kernels/test_embedding_backward.py"),
     Fault("reference/embedding.py", "token_ids < weight.shape[0]", "token_ids <= weight.shape[0]", "kernels/test_embedding.py"),
     Fault("reference/sample.py", "values / r, values * r", "values * r, values / r", "kernels/test_sample.py"),
     Fault("reference/sample.py", "-= presence", "+= presence", "kernels/test_sample.py"),

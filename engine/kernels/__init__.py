@@ -26,6 +26,7 @@ from engine.kernels.decode_inputs import decode_inputs
 from engine.kernels.decode_outputs import decode_outputs
 from engine.kernels.dequantize import dequantize
 from engine.kernels.embedding import embedding
+from engine.kernels.embedding_backward import embedding_backward
 from engine.kernels.geglu import geglu
 from engine.kernels.geglu_backward import geglu_backward
 from engine.kernels.gelu import gelu
@@ -103,6 +104,7 @@ __all__ = [
     "define",
     "dequantize",
     "embedding",
+    "embedding_backward",
     "geglu",
     "geglu_backward",
     "gelu",

@@ -13,6 +13,7 @@ from engine.reference.decode_inputs import decode_inputs
 from engine.reference.decode_outputs import decode_outputs
 from engine.reference.dequantize import dequantize
 from engine.reference.embedding import embedding
+from engine.reference.embedding_backward import embedding_backward
 from engine.reference.geglu import geglu
 from engine.reference.geglu_backward import geglu_backward
 from engine.reference.gelu import gelu
@@ -68,6 +69,7 @@ __all__ = [
     "decode_outputs",
     "dequantize",
     "embedding",
+    "embedding_backward",
     "geglu",
     "geglu_backward",
     "gelu",

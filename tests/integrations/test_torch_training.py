@@ -44,7 +44,8 @@ def test_a_checkpointed_block_keeps_no_activation(where, use_reentrant):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         out = checkpoint(block, x, use_reentrant=use_reentrant)
-    activations = [t for t in kept if t.is_floating_point() and t.data_ptr() != x.data_ptr()]
+    # torch 2.11 keeps an empty tensor of its own on a GPU.
+    activations = [t for t in kept if t.is_floating_point() and t.numel() and t is not x]
     assert not activations
     gradients = []
     for result in (out, block(x)):

@@ -421,8 +421,18 @@ _WIDE = {
 @pytest.mark.parametrize("side", [None, "left", "right"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "gpt_oss", "mixtral"])
 def test_bfloat16_is_no_worse_than_theirs(family, side, monkeypatch):
-    """Errors of logits and gradients, in the root mean square, against float32."""
+    """Errors of logits and gradients, in the root mean square, against float32.
+
+    Over several prompts: a token that rounding sends to another expert has a large error on either
+    side.
+    """
     monkeypatch.setitem(FAMILIES, family, FAMILIES[family] | _WIDE)
+    errors = sum(_squared_errors(family, side) for _ in range(4))
+    assert (errors[0] <= 1.1**2 * errors[1]).all()
+
+
+def _squared_errors(family, side):
+    """Return the mean squared errors of (ours, theirs), each of logits and of gradients."""
     ids = _ids(2, 300).cuda()
     padded = _padded(ids, side)
     mask = padded.get("attention_mask", torch.ones_like(ids)).bool()
@@ -441,8 +451,11 @@ def test_bfloat16_is_no_worse_than_theirs(family, side, monkeypatch):
     exact = results("eager", torch.float32)
     found = results("engine", torch.bfloat16)
     expected = results(theirs, torch.bfloat16)
-    for a, b, c in zip(found, expected, exact, strict=True):
-        assert (a - c).square().mean().sqrt() <= 1.1 * (b - c).square().mean().sqrt()
+    of_each = [
+        [(a - b).square().mean() for a, b in zip(side, exact, strict=True)]
+        for side in (found, expected)
+    ]
+    return torch.tensor(of_each)
 
 
 @pytest.mark.gpu

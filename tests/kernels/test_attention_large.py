@@ -177,7 +177,11 @@ def test_many_heads(xp, tier, dtype):
     where = {"cu_seqlens_q": lens, "cu_seqlens_k": lens}
     on_cpu = {name: cu_seqlens([2]) for name in where}
     want, lse = reference.attention_prefill(q, k, v, **on_cpu, return_lse=True)
-    wanted = reference.attention_backward(dout, q, k, v, want, lse, **on_cpu)
+    # Millions of float32 sums: some of the mirror's are too inexact to be the judge.
+    given = (dout, q, k, v, want, lse)
+    judged = [x.astype(np.float64) for x in given] if dtype == "float32" else given
+    wanted = reference.attention_backward(*judged, **on_cpu)
+    wanted = [x.astype(np_dtype(dtype)) for x in wanted]
     dout, q, k, v = (xp.asarray(x) for x in (dout, q, k, v))
     out, lse = kernels.attention_prefill(q, k, v, **where, return_lse=True)
     assert_close(out, want, reduction=64)

@@ -34,6 +34,8 @@ CONSTANTS = [
     ("attention_prefill_fp8.sm90._Q_STAGES", _FP8_TILE, "kQStages"),
     ("cross_entropy._MAX_CLUSTER", "cross_entropy.cu", "kMaxCluster"),
     ("embedding._ROWS", "embedding.cu", "kRows"),
+    ("embedding_backward._IDS", "embedding_backward.cu", "kIds"),
+    ("embedding_backward._THREADS", "embedding_backward.cu", "kThreads"),
     ("gemm.skinny._STEP_K", "gemm/skinny_block.cuh", "kStepK"),
     ("kv_copy._THREADS", "kv_copy.cu", "kThreads"),
     ("kv_swap._THREADS", "kv_swap.cu", "kThreads"),

@@ -1,8 +1,6 @@
 """Embedding lookup on tensors, with its gradient.
 
-The gradient of the table is torch's own kernel: it adds the rows of each id in a fixed order, so it
-is reproducible. As an operator of its own it stays that way under `torch.compile`, whose
-decomposition adds with atomics.
+The gradient sums the rows of each id in a fixed order, so it is reproducible.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from engine import kernels
 from engine.errors import ContractError
-from engine.integrations.torch._core import define, define_composite
+from engine.integrations.torch._core import define, define_composite, on_tensors
 from engine.integrations.torch._tensors import check_integers
 
 __all__ = ["embedding"]
@@ -22,12 +20,11 @@ __all__ = ["embedding"]
 _LARGEST = 2**31 - 1  # largest int32
 
 
-def _table_gradient(dout: Tensor, token_ids: Tensor, vocab: int, padding_idx: int) -> Tensor:
-    """Sum the rows of `dout` by id; ids outside [0, vocab) and `padding_idx` are skipped."""
-    ids = token_ids.long()
-    is_skipped = (ids < 0) | (ids >= vocab) | (ids == padding_idx)
-    ids = ids.masked_fill(is_skipped, vocab)
-    gradient: Tensor = torch.ops.aten.embedding_dense_backward(dout, ids, vocab, vocab, False)
+def _table_gradient(
+    dout: Tensor, token_ids: Tensor, vocab: int, scale: float, padding_idx: int
+) -> Tensor:
+    ids, order = torch.sort(token_ids, stable=True)
+    gradient: Tensor = _SUM(dout, ids, order, vocab, scale, padding_idx)
     return gradient
 
 
@@ -39,8 +36,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     (token_ids,) = ctx.saved_tensors
-    dweight = _EMBEDDING_BACKWARD(dout, token_ids, ctx.vocab, ctx.padding_idx)
-    return None, dweight if ctx.scale == 1.0 else dweight * ctx.scale, None, None
+    dweight = _EMBEDDING_BACKWARD(dout, token_ids, ctx.vocab, ctx.scale, ctx.padding_idx)
+    return None, dweight, None, None
 
 
 def _second_backward(ctx: Any, dweight: Tensor) -> tuple[Any, ...]:
@@ -49,18 +46,25 @@ def _second_backward(ctx: Any, dweight: Tensor) -> tuple[Any, ...]:
     ids = token_ids.long()
     is_used = (ids >= 0) & (ids < len(dweight)) & (ids != ctx.padding_idx)
     rows = torch.nn.functional.embedding(ids.masked_fill(~is_used, 0), dweight)
-    return rows * is_used[..., None], None, None, None
+    return rows * (ctx.scale * is_used[..., None]), None, None, None, None
 
 
 def _setup_gradient(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, token_ids, _, ctx.padding_idx = inputs
+    _, token_ids, _, ctx.scale, ctx.padding_idx = inputs
     ctx.save_for_backward(token_ids)
 
 
+_SUM = on_tensors(
+    "embedding_sum_",
+    lambda dout, ids, order, vocab, scale, padding_idx: kernels.embedding_backward(
+        dout, ids, order, vocab, scale=scale, padding_id=padding_idx
+    ),
+)
 _EMBEDDING_BACKWARD = define_composite(
-    "embedding_backward(Tensor dout, Tensor token_ids, int vocab, int padding_idx) -> Tensor",
+    "embedding_backward(Tensor dout, Tensor token_ids, int vocab, float scale, int padding_idx)"
+    " -> Tensor",
     _table_gradient,
-    lambda dout, token_ids, vocab, padding_idx: dout.new_empty(vocab, dout.shape[-1]),
+    lambda dout, token_ids, vocab, *_: dout.new_empty(vocab, dout.shape[-1]),
     backward=_second_backward,
     setup_context=_setup_gradient,
 )
