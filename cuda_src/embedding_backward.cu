@@ -18,22 +18,21 @@
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kIds = 32;
+constexpr int kIds = 16;
 constexpr int kMaxAlone = 32;
-constexpr int kRows = 4;  // loads in flight
+constexpr int kRows = 8;  // loads in flight
 
-// Returns the number of sorted ids below `id`.
+// Returns the number of sorted ids below `id`: each round, the threads of the block probe evenly
+// spaced places of the range that is left.
 __device__ __forceinline__ int64_t lower_bound(const int* __restrict__ sorted_ids, int64_t count,
                                                int64_t id) {
   int64_t low = 0;
-  int64_t high = count;
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (sorted_ids[middle] < id) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
+  while (count > 0) {
+    const int64_t step = (count + kThreads - 1) / kThreads;
+    const int64_t place = (threadIdx.x + 1) * step - 1;  // last place of this thread's share
+    const int num_below = __syncthreads_count(place < count && sorted_ids[low + place] < id);
+    low += num_below * step;
+    count = min(count - num_below * step, step - 1);
   }
   return low;
 }
@@ -76,7 +75,8 @@ __device__ __forceinline__ void embedding_backward(const scalar_t* __restrict__ 
                                                    scalar_t* __restrict__ out, int64_t num_tokens,
                                                    int64_t vocab_size, int64_t padding_id,
                                                    int64_t n, float scale, bool is_large) {
-  __shared__ int64_t bounds[kIds + 1];
+  __shared__ int64_t starts[kIds];
+  __shared__ int64_t ends[kIds];
   __shared__ float sums[kWarps][32 * kWidth];
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
@@ -85,24 +85,28 @@ __device__ __forceinline__ void embedding_backward(const scalar_t* __restrict__ 
   const bool is_inside = column < n;
   dout += column;
   out += column;
-  if (threadIdx.x <= kIds) {
-    bounds[threadIdx.x] = lower_bound(sorted_ids, num_tokens, first_id + threadIdx.x);
+  if (threadIdx.x < kIds) starts[threadIdx.x] = ends[threadIdx.x] = 0;
+  const int64_t begin = lower_bound(sorted_ids, num_tokens, first_id);
+  __syncthreads();
+  for (int64_t i = begin + threadIdx.x; i < num_tokens; i += kThreads) {
+    const int64_t id = sorted_ids[i] - first_id;
+    if (id >= kIds) break;
+    if (i == begin || sorted_ids[i - 1] != sorted_ids[i]) starts[id] = i;
+    if (i == num_tokens - 1 || sorted_ids[i + 1] != sorted_ids[i]) ends[id] = i + 1;
   }
   __syncthreads();
-  const auto count = [&](int i) {
-    return first_id + i == padding_id ? 0 : bounds[i + 1] - bounds[i];
-  };
+  const auto count = [&](int i) { return first_id + i == padding_id ? 0 : ends[i] - starts[i]; };
   for (int i = warp; i < kIds && first_id + i < vocab_size; i += kWarps) {
     if (count(i) > kMaxAlone || !is_inside) continue;
     float acc[kWidth] = {};
-    add_rows<kWidth>(dout, order, bounds[i], bounds[i] + count(i), n, acc);
+    add_rows<kWidth>(dout, order, starts[i], starts[i] + count(i), n, acc);
     store<kWidth>(out + (first_id + i) * n, acc, scale, is_large);
   }
   for (int i = 0; i < kIds && first_id + i < vocab_size; ++i) {
     if (count(i) <= kMaxAlone) continue;
     const int64_t share = (count(i) + kWarps - 1) / kWarps;
-    const int64_t first = bounds[i] + warp * share;
-    const int64_t last = min(first + share, bounds[i + 1]);
+    const int64_t first = starts[i] + warp * share;
+    const int64_t last = min(first + share, ends[i]);
     float acc[kWidth] = {};
     if (is_inside) add_rows<kWidth>(dout, order, first, last, n, acc);
 #pragma unroll

@@ -16,7 +16,7 @@ from engine.kernels._module import ModuleSpec
 __all__ = ["embedding_backward", "specs"]
 
 _THREADS = 256  # kThreads in CUDA
-_IDS = 32  # kIds in CUDA
+_IDS = 16  # kIds in CUDA
 _LANES = 32  # threads of a block along the columns
 _PARAMS = (
     "dout:ptr sorted_ids:ptr order:ptr out:ptr num_tokens:i64 vocab_size:i64 padding_id:i64 n:i64 "

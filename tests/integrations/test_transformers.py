@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 
@@ -458,10 +459,18 @@ def _squared_errors(family, side):
     return torch.tensor(of_each)
 
 
+def _has_chunked_static_masks():
+    """Tell whether its maker of masks passes only known arguments (transformers 5.17 does not)."""
+    make = transformers.masking_utils.create_chunked_causal_mask
+    return "block_sequence_ids" in inspect.signature(make).parameters
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "llama4_text"])
 def test_generation_on_the_gpu(family, cache):
+    if cache and family == "llama4_text" and not _has_chunked_static_masks():
+        pytest.skip("this transformers cannot make llama4's masks for a static cache")
     ids = _ids(3, 40).cuda()
     mask = _padded(ids, "left")["attention_mask"]
     logits = []

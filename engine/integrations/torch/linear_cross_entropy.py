@@ -30,9 +30,9 @@ __all__ = ["default_chunk_rows", "linear_cross_entropy"]
 
 _ROWS_MULTIPLE = 256  # rows: whole tiles of the products, and aligned slices
 _MIN_LOGITS = 64 << 20  # minimum logits per chunk
-# The row stride of the logits, in elements, is a multiple of this. cuBLAS is several times as slow
-# if rows are not aligned to 16 bytes, as with a vocabulary of 50,257.
-_COLUMNS_MULTIPLE = 64
+# A vocabulary of another size (50,257) is extended by rows of zeros: cuBLAS is several times as
+# slow if rows of logits are not aligned to 16 bytes, or if their number of columns is odd.
+_VOCAB_MULTIPLE = 8
 
 
 def default_chunk_rows(num_rows: int, vocab: int, hidden: int) -> int:
@@ -77,7 +77,7 @@ _SCALE_ = on_tensors("scale_rows_", _scale)
 
 
 class _Product(NamedTuple):
-    """Operands of one call."""
+    """Operands of one call; `weight` and `bias` are extended to a multiple of `_VOCAB_MULTIPLE`."""
 
     x: Tensor
     weight: Tensor
@@ -85,6 +85,18 @@ class _Product(NamedTuple):
     target: Tensor
     options: LossOptions
     chunk_rows: int  # 0: `default_chunk_rows`
+    vocab: int
+
+    @classmethod
+    def of(
+        cls, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
+    ) -> _Product:
+        *options, chunk_rows = rest
+        vocab = len(weight)
+        if missing := -vocab % _VOCAB_MULTIPLE:
+            weight = torch.nn.functional.pad(weight, (0, 0, 0, missing))
+            bias = None if bias is None else torch.nn.functional.pad(bias, (0, missing))
+        return cls(x, weight, bias, target, LossOptions(*options), chunk_rows, vocab)
 
     def chunks(self, losses: Tensor, dloss: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of rows with their logits or, with `dloss`, their logits' gradient.
@@ -93,9 +105,9 @@ class _Product(NamedTuple):
         a single one.
         """
         num_rows, hidden = self.x.shape
-        chosen = self.chunk_rows or default_chunk_rows(num_rows, len(self.weight), hidden)
+        chosen = self.chunk_rows or default_chunk_rows(num_rows, self.vocab, hidden)
         step = max(min(chosen, num_rows), 1)
-        buffer = self._buffer(step)
+        buffer = self.x.new_empty(step, len(self.weight))
         for first in range(0, num_rows, step):
             rows = slice(first, min(first + step, num_rows))
             logits = buffer[: rows.stop - first]
@@ -104,14 +116,9 @@ class _Product(NamedTuple):
             else:
                 torch.addmm(self.bias, self.x[rows], self.weight.t(), out=logits)
             part = dloss if dloss is None or len(dloss) == 1 else dloss[rows]
-            _LOSSES_(logits, self.target[rows], losses[rows], part, *self.options)
+            known = logits[:, : self.vocab]
+            _LOSSES_(known, self.target[rows], losses[rows], part, *self.options)
             yield rows, logits
-
-    def _buffer(self, rows: int) -> Tensor:
-        vocab = len(self.weight)
-        padded = self.x.new_empty(rows, -(-vocab // _COLUMNS_MULTIPLE) * _COLUMNS_MULTIPLE)
-        padded[:, vocab:].zero_()  # products of bfloat16 on a CPU read it (torch 2.13)
-        return padded[:, :vocab]
 
     def losses(self) -> Tensor:
         """Return the loss of each row."""
@@ -141,7 +148,8 @@ class _Product(NamedTuple):
                 _add_product(dweight, dlogits, self.x[rows], is_first=rows.start == 0)
             if needs[2]:
                 dbias += dlogits.sum(0, dtype=dbias.dtype)
-        return losses, dx, dweight.to(self.weight.dtype), dbias.to(self.x.dtype)
+        dweight = dweight[: self.vocab].to(self.weight.dtype)
+        return losses, dx, dweight, dbias[: self.vocab].to(self.x.dtype)
 
 
 def _add_product(total: Tensor, dlogits: Tensor, x: Tensor, *, is_first: bool) -> None:
@@ -167,8 +175,8 @@ def _forward(
     With "none" each row has its own dloss, and sums over rows need it: then only dx can be computed
     in the forward pass.
     """
-    *options, chunk_rows, need_dx, need_dweight, need_dbias, sum_dtype, reduction = rest
-    product = _Product(x, weight, bias, target, LossOptions(*options), chunk_rows)
+    *options, need_dx, need_dweight, need_dbias, sum_dtype, reduction = rest
+    product = _Product.of(x, weight, bias, target, *options)
     count = (target != product.options.ignore_index).sum().to(accumulation_dtype(x.dtype))
     inverse = 1 / count.clamp(min=1) if reduction == "mean" else torch.ones_like(count)
     needs = (need_dx, need_dweight, need_dbias)
@@ -213,8 +221,8 @@ def _gradients(
     dloss: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     """Return the gradients of x, weight and bias for one dloss per row, or for a common one."""
-    *options, chunk_rows, need_dx, need_dweight, need_dbias, sum_dtype = rest
-    product = _Product(x, weight, bias, target, LossOptions(*options), chunk_rows)
+    *options, need_dx, need_dweight, need_dbias, sum_dtype = rest
+    product = _Product.of(x, weight, bias, target, *options)
     needs = (need_dx, need_dweight, need_dbias)
     return product.gradients(dloss.contiguous(), needs, sum_dtype)[1:]
 
