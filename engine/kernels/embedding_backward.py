@@ -91,8 +91,9 @@ def embedding_backward(
     call.check("padding_id", -1 <= padding_id < vocab_size, "-1, or an id of the table", padding_id)
     call.number("scale", scale)
     if call.on_cpu:
-        options = {"scale": scale, "padding_id": padding_id}
-        result = reference.embedding_backward(dout, sorted_ids, order, vocab_size, **options)
+        result = reference.embedding_backward(
+            dout, sorted_ids, order, vocab_size, scale=scale, padding_id=padding_id
+        )
         return call.finish(out, result)
     n = call["N"]
     out = call.output("out", out, (vocab_size, n), dout.dtype)

@@ -27,4 +27,5 @@ def embedding_backward(
     sums = np.zeros((vocab_size, dout.shape[1]), real)
     is_summed = (sorted_ids >= 0) & (sorted_ids < vocab_size) & (sorted_ids != padding_id)
     np.add.at(sums, sorted_ids[is_summed], dout[order[is_summed]].astype(real))
-    return (sums * real.type(scale)).astype(dout.dtype)
+    result: Array = (sums * real.type(scale)).astype(dout.dtype)
+    return result
