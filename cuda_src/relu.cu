@@ -1,4 +1,4 @@
-// ReLU: out = max(x, 0); NaN stays NaN.
+// ReLU: out = max(x, 0), or its square; NaN stays NaN.
 //
 //   x, out  (n,) scalar_t   contiguous; out may be x
 //
@@ -9,3 +9,4 @@
 #include "common/elementwise.cuh"
 
 ENGINE_UNARY(relu_kernel, relu)
+ENGINE_UNARY(relu_squared_kernel, relu_squared)

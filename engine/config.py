@@ -144,12 +144,15 @@ class ModelConfig:
     parallel : bool
         Whether attention and MLP read the same normalised input and their outputs are summed
         (parallel block).
+    parallel_norms : bool
+        Whether each branch of a parallel block has a norm of its own (GPT-NeoX).
     gated_mlp : bool
         True: the MLP is down(act(gate x) * up x); False: down(act(up x)).
     sinks : bool
         Whether every head has an attention sink: a softmax logit without a value (gpt-oss).
     activation : str
-        Activation of the gate (of up, without a gate): "silu", "gelu" (erf) or "gelu_tanh".
+        Activation of the gate (of up, without a gate): "silu", "gelu" (erf), "gelu_tanh" or,
+        without a gate, "relu2" (the square of ReLU).
     moe : MoeConfig or None
         Mixture of experts; None if all layers are dense.
     num_extra_layers : int
@@ -201,6 +204,7 @@ class ModelConfig:
     pre_norms: bool = True
     post_norms: bool = False
     parallel: bool = False
+    parallel_norms: bool = False
     gated_mlp: bool = True
     sinks: bool = False
     activation: str = "silu"
@@ -240,3 +244,8 @@ class ModelConfig:
     def has_mlp(self) -> bool:
         """Tell whether any layer has an MLP instead of experts."""
         return self.moe is None or not all(self.moe.sparse_layers)
+
+    @property
+    def has_mlp_norms(self) -> bool:
+        """Tell whether the MLP reads a norm of its own, and not the same as attention."""
+        return self.parallel_norms or not self.parallel

@@ -3,7 +3,7 @@
 //   silu(x)      = x sigmoid(x)
 //   gelu_tanh(x) = x (1 + tanh u) / 2 = x sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
 //   gelu_erf(x)  = x (1 + erf(x / sqrt 2)) / 2 = x erfc(-x / sqrt 2) / 2
-//   relu(x)      = max(x, 0), and NaN stays NaN
+//   relu(x)      = max(x, 0), and NaN stays NaN; relu_squared(x) = relu(x)^2
 //
 // If exp overflows, the quotient is 0, which is correct. x = -inf yields NaN (relu: 0). The
 // division is approximate (2 ulp) because the exact one branches.
@@ -24,3 +24,4 @@ __device__ __forceinline__ float gelu_erf(float x) {
   return 0.5f * x * erfcf(-kSqrtHalf * x);
 }
 __device__ __forceinline__ float relu(float x) { return x < 0.0f ? 0.0f : x; }
+__device__ __forceinline__ float relu_squared(float x) { return relu(x) * relu(x); }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from engine import reference
@@ -12,7 +13,10 @@ from engine.kernels._module import ModuleSpec
 
 __all__ = ["relu", "specs"]
 
-_KERNEL = Kernel("relu_kernel", UNARY_PARAMS)
+_KERNELS = {
+    False: Kernel("relu_kernel", UNARY_PARAMS),
+    True: Kernel("relu_squared_kernel", UNARY_PARAMS),
+}
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -20,12 +24,14 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
     return (ModuleSpec("relu.cu", dtype),)
 
 
-def relu(x: Any, *, out: Any = None) -> Any:
-    """Replace negative elements by zero; NaN stays NaN.
+def relu(x: Any, *, squared: bool = False, out: Any = None) -> Any:
+    """Replace negative elements by zero, and square the others if asked; NaN stays NaN.
 
     Parameters
     ----------
     x : array of float32, float16 or bfloat16 (NumPy: or float64)
+    squared : bool
+        Square the result before it is rounded [1]_.
     out : array of x's shape and dtype, optional
         Array for the result; may be `x`.
 
@@ -38,10 +44,17 @@ def relu(x: Any, *, out: Any = None) -> Any:
     ShapeError, DTypeError, ContractError
         If an argument violates the contract.
 
+    References
+    ----------
+    .. [1] So et al.: Primer: Searching for Efficient Transformers, arXiv:2109.08668.
+
     Examples
     --------
     >>> import numpy as np
     >>> relu(np.array([-1.0, 0.5], np.float32))
     array([0. , 0.5], dtype=float32)
+    >>> relu(np.array([-1.0, 0.5], np.float32), squared=True)
+    array([0.  , 0.25], dtype=float32)
     """
-    return unary(Contract("relu"), _KERNEL, "relu.cu", reference.relu, x, out)
+    mirror = partial(reference.relu, squared=squared)
+    return unary(Contract("relu"), _KERNELS[bool(squared)], "relu.cu", mirror, x, out)

@@ -15,6 +15,7 @@ from engine.weights import Format
 __all__ = ["MLP"]
 
 _GELU = {"gelu": "none", "gelu_tanh": "tanh"}
+_KNOWN = ("silu", *_GELU, "relu2")
 
 
 class MLP:
@@ -27,7 +28,8 @@ class MLP:
     down : Linear
         (N, F).
     activation : str
-        Activation of the gate, or of up: "silu", "gelu" (erf) or "gelu_tanh".
+        Activation of the gate, or of up: "silu", "gelu" (erf), "gelu_tanh", or without a gate
+        "relu2" (the square of ReLU).
     is_gated : bool
         Whether `gate_up` includes a gate.
 
@@ -42,10 +44,9 @@ class MLP:
     def __init__(
         self, gate_up: Linear, down: Linear, activation: str, *, is_gated: bool = True
     ) -> None:
-        if activation != "silu" and activation not in _GELU:
-            raise ConfigError(
-                f"activation must be 'silu', 'gelu' or 'gelu_tanh'; got {activation!r}"
-            )
+        known = _KNOWN[:-1] if is_gated else _KNOWN
+        if activation not in known:
+            raise ConfigError(f"activation must be one of {', '.join(known)}; got {activation!r}")
         self.gate_up = gate_up
         self.down = down
         self.activation = activation
@@ -88,4 +89,6 @@ class MLP:
             return kernels.geglu(product, approximate=_GELU[self.activation])
         if self.activation == "silu":
             return kernels.silu(product, out=product)
+        if self.activation == "relu2":
+            return kernels.relu(product, squared=True, out=product)
         return kernels.gelu(product, approximate=_GELU[self.activation], out=product)

@@ -98,6 +98,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+_UNGATED_ACTIVATIONS = {**_ACTIVATIONS, "relu2": "relu2"}
 
 
 def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
@@ -174,6 +175,7 @@ def build_config(
     values: Mapping[str, Any], kind: Family, where: str, names: Mapping[str, str] | None = None
 ) -> ModelConfig:
     """Return the configuration of a model of family `kind`; `names` renames keys in messages."""
+    values, names = _with_shared_names(values, kind, names)
     present = {key: value for key, value in values.items() if value is not None}
     defaults = {
         key: value
@@ -213,6 +215,15 @@ def build_config(
     return config
 
 
+def _with_shared_names(
+    values: Mapping[str, Any], kind: Family, names: Mapping[str, str] | None
+) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """Rename the family's own keys to the shared ones; messages keep the file's names."""
+    own = {key: shared for key, shared in kind.key_aliases.items() if key in values}
+    renamed = {own.get(key, key): value for key, value in values.items()}
+    return renamed, {shared: key for key, shared in own.items()} | dict(names or {})
+
+
 def _sizes(fields: Fields) -> dict[str, Any]:
     """Return the model's dimensions, checked for consistency."""
     hidden = fields.integer("hidden_size", 1, _MAX_WIDTH)
@@ -244,8 +255,9 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
 
     key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
     name = fields.text(key, "silu")
-    if name not in _ACTIVATIONS:
-        raise fields.error(key, f"one of {', '.join(_ACTIVATIONS)}")
+    activations = _ACTIVATIONS if kind.gated_mlp else _UNGATED_ACTIVATIONS
+    if name not in activations:
+        raise fields.error(key, f"one of {', '.join(activations)}")
     return {
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
         "qkv_bias": declared(kind.qkv_bias),
@@ -258,10 +270,11 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "post_norms": kind.post_norms,
         "layer_norm": kind.layer_norm,
         "norm_bias": kind.norm_bias,
-        "parallel": declared(kind.parallel),
+        "parallel": (parallel := declared(kind.parallel)),
+        "parallel_norms": parallel and kind.parallel_norms,
         "gated_mlp": kind.gated_mlp,
         "sinks": kind.sinks,
-        "activation": _ACTIVATIONS[name],
+        "activation": activations[name],
     }
 
 

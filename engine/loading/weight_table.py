@@ -19,11 +19,12 @@ __all__ = ["Placement", "place_tensors", "shard_axis", "shard_pieces", "weight_s
 # Precomputed tables in old checkpoints and .gguf files; the engine computes its own.
 _IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+    r"|gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
     r"|rope_freqs\.weight|rope_factors_(long|short)\.weight"
 )
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _MTP_LAYER = re.compile(r"model\.mtp_layers\.(\d{1,6})\.")
-_OUTPUT_NAMES = ("lm_head.weight", "output.weight")
+_OUTPUT_NAMES = ("lm_head.weight", "output.weight", "embed_out.weight")
 
 
 # Fused weights sharded by rows -> the parts that make up the rows.
@@ -99,7 +100,7 @@ class _Parts:
     """
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
-        d = config.head_dim
+        d = self._head_dim = config.head_dim
         self._by_output = shard.by_output and not shard.is_whole
         self._expert_parallel = shard.expert_parallel
         self.experts = (0, 0) if config.moe is None else shard.cut_experts(config.moe.num_experts)
@@ -155,11 +156,15 @@ class _Parts:
     def pieces(self, kind: str, part: str, num_rows: int) -> Iterator[tuple[int, int, int]]:
         """Yield (first, last, start): copy tensor rows [first, last) to weight rows from `start`.
 
-        The tensor holds `part` of the rows of a `kind` weight, or all `num_rows` rows ("").
+        The tensor holds `part` of the rows of a `kind` weight, or all `num_rows` rows (""). Parts
+        that alternate head by head are named together: "q|k|v".
         """
         fused = self.of_rows(kind)
         if fused is None:
             yield 0, num_rows, 0
+            return
+        if "|" in part:
+            yield from self._pieces_by_head(fused, part.split("|"))
             return
         there = (part,) if part else fused
         before = 0
@@ -169,6 +174,22 @@ class _Parts:
             yield before + first, before + last, start
             before = before + self.whole[one]
             start = start + last - first
+
+    def _pieces_by_head(
+        self, fused: tuple[str, ...], parts: list[str]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield the pieces of a tensor with, for each head, its rows of each of `parts`."""
+        d = self._head_dim
+        for index, part in enumerate(parts):
+            start = sum(map(self.size, fused[: fused.index(part)]))
+            first, last = (row // d for row in self.local[part])
+            for head in range(first, last):
+                row = (head * len(parts) + index) * d
+                yield row, row + d, start + (head - first) * d
+
+    def whole_rows(self, part: str, all_rows: int) -> int:
+        """Return the number of rows of a tensor that holds `part` of a weight of `all_rows`."""
+        return sum(self.whole[one] for one in part.split("|")) if part else all_rows
 
     def columns(self, kind: str, shard: Shard) -> tuple[int, int] | None:
         """Return the shard's column range of a `kind` weight; None for all columns."""
@@ -233,7 +254,7 @@ def _layer_shapes(config: ModelConfig, parts: _Parts, layer: int) -> dict[str, t
         shapes["o_bias"] = shapes["o"][:1]
     if config.post_norms:
         shapes["post_attn_norm"] = (n,)
-    if config.pre_norms and not config.parallel:
+    if config.pre_norms and config.has_mlp_norms:
         shapes["mlp_norm"] = (n,)
     shapes |= _mlp_shapes(config, parts) if moe is None else _moe_shapes(moe, n, parts)
     if config.post_norms:
@@ -438,7 +459,7 @@ def _all_tensors(
                 places = partial(_expert_places, tensor, part, expert, whole, parts, shard)
                 extra = layout.companions(name, whole)
             else:
-                shape = (parts.whole.get(part, whole[0]), *whole[1:])
+                shape = (parts.whole_rows(part, whole[0]), *whole[1:])
                 extra = {}
                 places = partial(_places, name, target, part, shape, parts, shard)
             others: _Wanted = {other: (size, tuple) for other, size in extra.items()}

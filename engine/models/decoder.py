@@ -56,8 +56,8 @@ _MAX_FUSED_ROWS = 1
 class DecoderLayer:
     """Attention and MLP or experts, each with its norms, around one residual stream.
 
-    Without an `mlp_norm` it is a parallel block: attention and MLP read the same norm, and their
-    sum is added to the stream.
+    In a parallel block attention and MLP read the same stream, and their sum is added to it.
+    Without an `mlp_norm` both read the same norm of it.
 
     `can_fuse` allows fused kernels for few tokens. They round sums one time fewer, so a token's
     bits depend on the number of tokens.
@@ -65,7 +65,7 @@ class DecoderLayer:
 
     __slots__ = (
         *("attn", "attn_norm", "mlp", "mlp_norm", "post_attn_norm", "post_mlp_norm"),
-        *("attn_format", "mlp_format", "can_fuse"),
+        *("attn_format", "mlp_format", "can_fuse", "is_parallel"),
     )
 
     def __init__(
@@ -77,22 +77,24 @@ class DecoderLayer:
         post_attn_norm: Norm | None = None,
         post_mlp_norm: Norm | None = None,
         *,
+        is_parallel: bool = False,
         can_fuse: bool = True,
     ) -> None:
+        self.is_parallel = is_parallel
         # The fused kernels support neither post-norms, nor LayerNorm, nor a branch scale.
-        norms = (mlp_norm is not None, post_attn_norm is None, post_mlp_norm is None)
+        norms = (not is_parallel, post_attn_norm is None, post_mlp_norm is None)
         is_plain = attn_norm.branch_scale == 1.0 and not attn_norm.subtract_mean
         self.can_fuse = can_fuse and is_plain and all(norms)
         self.attn = attn
         self.mlp = mlp
         self.attn_norm = attn_norm
-        self.mlp_norm = mlp_norm
+        self.mlp_norm = attn_norm if mlp_norm is None else mlp_norm
         self.post_attn_norm = post_attn_norm
         self.post_mlp_norm = post_mlp_norm
         # Weight formats of the products that read each norm: the norm quantizes its output for
-        # them. In a parallel block both branches read the attention norm, unquantized.
-        self.attn_format = None if mlp_norm is None else attn.qkv.weight.format
-        self.mlp_format = None if mlp_norm is None else mlp.input_format
+        # them. In a parallel block both branches may read the attention norm, unquantized.
+        self.attn_format = None if is_parallel else attn.qkv.weight.format
+        self.mlp_format = None if is_parallel else mlp.input_format
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array of the layer."""
@@ -146,8 +148,11 @@ class DecoderLayer:
         x = self.attn(x, batch, *pages, rows=rows)
         if rows is not None:
             residual = kernels.embedding(rows, residual)
-        if self.mlp_norm is None:
-            given = given if rows is None else kernels.embedding(rows, given)
+        if self.is_parallel:
+            if self.mlp_norm is not self.attn_norm:
+                given = self.mlp_norm(residual)
+            elif rows is not None:
+                given = kernels.embedding(rows, given)
             return kernels.residual_add(self.mlp(given, slots=slots), x, out=x), residual
         if self.post_attn_norm is not None:
             x = self.post_attn_norm(x, out=x)
@@ -481,9 +486,10 @@ class Decoder:
             self._attention(index),
             self._mlp(index),
             self._pre_norm(f"{name}.attn_norm"),
-            None if config.parallel else self._pre_norm(f"{name}.mlp_norm"),
+            self._pre_norm(f"{name}.mlp_norm") if config.has_mlp_norms else None,
             self._norm(f"{name}.post_attn_norm") if config.post_norms else None,
             self._norm(f"{name}.post_mlp_norm") if config.post_norms else None,
+            is_parallel=config.parallel,
             can_fuse=not self.deterministic and self.parts.can_fuse,
         )
 

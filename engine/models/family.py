@@ -19,14 +19,17 @@ __all__ = [
     "GGUF_PACKED_MLP_NAMES",
     "GGUF_PACKED_NAMES",
     "GGUF_SPLIT_NAMES",
+    "HF_ATTENTION_NAMES",
     "HF_LAYER_NAMES",
     "HF_NAMES",
     "HF_NORM_BIASES",
+    "HF_UNGATED_LAYER_NAMES",
     "Family",
     "RopeRule",
     "TensorName",
     "WeightName",
     "WindowRule",
+    "linear_names",
 ]
 
 WindowRule = Literal[
@@ -75,7 +78,8 @@ class TensorName(NamedTuple):
         Kind of the engine weight. See `WeightName`.
     part : str
         Rows of the weight to fill: "q", "k", "v", "gate", "up", "shared_gate", "shared_up",
-        "expert_gate", "expert_up", or "" for all.
+        "expert_gate", "expert_up", or "" for all. "q|k|v": the tensor has, head by head, a head's
+        rows of each of these parts.
     layout : Layout
         Storage layout of the experts' matrices.
     form : str
@@ -106,7 +110,7 @@ class TensorName(NamedTuple):
             yield name, WeightName(self.kind, layer), expert
 
 
-def _linear(checkpoint: str, kind: str, part: str = "") -> tuple[TensorName, TensorName]:
+def linear_names(checkpoint: str, kind: str, part: str = "") -> tuple[TensorName, TensorName]:
     """Name a weight and its bias. A bias is read only if the config declares it."""
     return (
         TensorName(f"{checkpoint}.weight", kind, part),
@@ -119,21 +123,32 @@ HF_NAMES: tuple[TensorName, ...] = (
     TensorName("model.norm.weight", "final_norm"),
     TensorName("lm_head.weight", "lm_head"),
     TensorName("model.layers.{i}.input_layernorm.weight", "attn_norm"),
-    *_linear("model.layers.{i}.self_attn.o_proj", "o"),
-    *_linear("model.layers.{i}.mlp.down_proj", "down"),
+    *linear_names("model.layers.{i}.self_attn.o_proj", "o"),
+    *linear_names("model.layers.{i}.mlp.down_proj", "down"),
 )
 """Names in a Hugging Face checkpoint that nearly all families share."""
 
-HF_LAYER_NAMES: tuple[TensorName, ...] = (
-    *_linear("model.layers.{i}.self_attn.q_proj", "qkv", "q"),
-    *_linear("model.layers.{i}.self_attn.k_proj", "qkv", "k"),
-    *_linear("model.layers.{i}.self_attn.v_proj", "qkv", "v"),
+HF_ATTENTION_NAMES: tuple[TensorName, ...] = (
+    *linear_names("model.layers.{i}.self_attn.q_proj", "qkv", "q"),
+    *linear_names("model.layers.{i}.self_attn.k_proj", "qkv", "k"),
+    *linear_names("model.layers.{i}.self_attn.v_proj", "qkv", "v"),
     TensorName("model.layers.{i}.self_attn.q_norm.weight", "q_norm"),
     TensorName("model.layers.{i}.self_attn.k_norm.weight", "k_norm"),
-    *_linear("model.layers.{i}.mlp.gate_proj", "gate_up", "gate"),
-    *_linear("model.layers.{i}.mlp.up_proj", "gate_up", "up"),
 )
-"""Separate projections, and the norms of q and k that some configs declare."""
+"""Separate projections of q, k and v, and the norms of q and k that some configs declare."""
+
+HF_LAYER_NAMES: tuple[TensorName, ...] = (
+    *HF_ATTENTION_NAMES,
+    *linear_names("model.layers.{i}.mlp.gate_proj", "gate_up", "gate"),
+    *linear_names("model.layers.{i}.mlp.up_proj", "gate_up", "up"),
+)
+"""The attention's names, and separate projections of gate and up."""
+
+HF_UNGATED_LAYER_NAMES: tuple[TensorName, ...] = (
+    *HF_ATTENTION_NAMES,
+    *linear_names("model.layers.{i}.mlp.up_proj", "up"),
+)
+"""The same for an MLP without a gate."""
 
 HF_NORM_BIASES: tuple[TensorName, ...] = (
     TensorName("model.norm.bias", "final_norm_bias"),
@@ -148,19 +163,19 @@ _GGUF_NAMES: tuple[TensorName, ...] = (
     TensorName("output.weight", "lm_head"),
     TensorName("blk.{i}.attn_norm.weight", "attn_norm"),
     TensorName("blk.{i}.ffn_norm.weight", "mlp_norm"),
-    *_linear("blk.{i}.attn_output", "o"),
-    *_linear("blk.{i}.ffn_down", "down"),
+    *linear_names("blk.{i}.attn_output", "o"),
+    *linear_names("blk.{i}.ffn_down", "down"),
 )
 
 GGUF_SPLIT_NAMES: tuple[TensorName, ...] = (
     *_GGUF_NAMES,
-    *_linear("blk.{i}.attn_q", "qkv", "q"),
-    *_linear("blk.{i}.attn_k", "qkv", "k"),
-    *_linear("blk.{i}.attn_v", "qkv", "v"),
+    *linear_names("blk.{i}.attn_q", "qkv", "q"),
+    *linear_names("blk.{i}.attn_k", "qkv", "k"),
+    *linear_names("blk.{i}.attn_v", "qkv", "v"),
     TensorName("blk.{i}.attn_q_norm.weight", "q_norm"),
     TensorName("blk.{i}.attn_k_norm.weight", "k_norm"),
-    *_linear("blk.{i}.ffn_gate", "gate_up", "gate"),
-    *_linear("blk.{i}.ffn_up", "gate_up", "up"),
+    *linear_names("blk.{i}.ffn_gate", "gate_up", "gate"),
+    *linear_names("blk.{i}.ffn_up", "gate_up", "up"),
     TensorName("blk.{i}.post_attention_norm.weight", "post_attn_norm"),
     TensorName("blk.{i}.post_ffw_norm.weight", "post_mlp_norm"),
 )
@@ -168,16 +183,16 @@ GGUF_SPLIT_NAMES: tuple[TensorName, ...] = (
 
 GGUF_PACKED_NAMES: tuple[TensorName, ...] = (
     *_GGUF_NAMES,
-    *_linear("blk.{i}.attn_qkv", "qkv"),
+    *linear_names("blk.{i}.attn_qkv", "qkv"),
     # NOTE: packed gate and up are stored under the name of up.
-    *_linear("blk.{i}.ffn_up", "gate_up"),
+    *linear_names("blk.{i}.ffn_up", "gate_up"),
 )
 """Names in a .gguf with packed projections (phi3)."""
 
 GGUF_PACKED_MLP_NAMES: tuple[TensorName, ...] = (
     *(name for name in GGUF_SPLIT_NAMES if "ffn_gate" not in name.checkpoint and not name.part),
     *(name for name in GGUF_SPLIT_NAMES if name.kind in ("qkv", "qkv_bias")),
-    *_linear("blk.{i}.ffn_up", "gate_up"),
+    *linear_names("blk.{i}.ffn_up", "gate_up"),
 )
 """Names in a .gguf with separate q, k and v, and packed gate and up (glm4)."""
 
@@ -203,6 +218,8 @@ class Family:
         Tensors of a safetensors checkpoint, and of a .gguf (empty if not supported).
     defaults : mapping
         Hugging Face's defaults for keys missing from config.json.
+    key_aliases : mapping
+        The family's own name of a key -> the name that the other families have for it.
     qkv_bias, o_bias, mlp_bias, lm_head_bias : bool or str
         Whether the bias exists, or the config.json key of that flag.
     qk_norm, pre_norms, post_norms : bool
@@ -215,6 +232,8 @@ class Family:
         The MLP is act(gate x) * up x; otherwise act(up x).
     parallel : bool or str
         Attention and MLP read the same input, and both are added to it; or the key of that flag.
+    parallel_norms : bool
+        Each branch of a parallel block has a norm of its own.
     whole_qk_norm : bool
         QK-norm over all heads of q or k together instead of per head.
     sinks : bool
@@ -261,11 +280,13 @@ class Family:
     gguf_names: tuple[TensorName, ...] = GGUF_SPLIT_NAMES
     gguf_arch: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    key_aliases: Mapping[str, str] = field(default_factory=dict)
     eps_key: str = "rms_norm_eps"
     layer_norm: bool = False
     norm_bias: bool = False
     gated_mlp: bool = True
     parallel: bool | str = False
+    parallel_norms: bool = False
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False

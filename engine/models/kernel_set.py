@@ -14,6 +14,9 @@ from engine.weights import Format
 
 __all__ = ["kernel_specs", "prepare_kernels", "prepare_quantized_kv", "quantized_kv_specs"]
 
+# Activation of an MLP -> the op that applies it to up, and the one that multiplies gate and up.
+_PLAIN = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu", "relu2": "relu"}
+_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu"}
 _MOE_OPS = ("moe_combine", "moe_gemm", "moe_gemm_combine", "moe_route", "rmsnorm_moe_route")
 _PAGE_OPS = (
     "attention_decode",
@@ -64,8 +67,7 @@ def kernel_specs(
     >>> any(spec.file == "rmsnorm.cu" for spec in kernel_specs(config, "float16"))
     True
     """
-    activation = "silu" if config.activation == "silu" else "gelu"
-    chosen = [{"silu": "swiglu", "gelu": "geglu"}[activation] if config.gated_mlp else activation]
+    chosen = [_GATED[config.activation] if config.gated_mlp else _PLAIN[config.activation]]
     if config.parallel or not config.pre_norms:
         chosen.append("residual_add")
     specs: list[ModuleSpec] = []

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from engine.errors import ConfigError
+from engine.models.arcee import ARCEE
 from engine.models.cohere2 import COHERE2
 from engine.models.family import Family
 from engine.models.gemma2 import GEMMA2
 from engine.models.gemma3 import GEMMA3
 from engine.models.glm4 import GLM4
 from engine.models.glm4_moe import GLM4_MOE
+from engine.models.gpt_neox import GPT_NEOX
 from engine.models.gpt_oss import GPT_OSS
 from engine.models.granite import GRANITE
 from engine.models.granitemoe import GRANITEMOE
+from engine.models.jais2 import JAIS2
 from engine.models.llama import LLAMA
 from engine.models.mimo import MIMO
 from engine.models.mistral import MINISTRAL, MISTRAL
 from engine.models.mixtral import MIXTRAL
+from engine.models.nemotron import NEMOTRON
 from engine.models.olmo2 import OLMO2, OLMO3
 from engine.models.olmoe import OLMOE
 from engine.models.phi import PHI
@@ -49,6 +53,10 @@ _DENSE = (
     STABLELM,
     COHERE2,
     PHI,
+    ARCEE,
+    NEMOTRON,
+    JAIS2,
+    GPT_NEOX,
 )
 _SPARSE = (QWEN2_MOE, QWEN3_MOE, MIXTRAL, OLMOE, GRANITEMOE, GPT_OSS, GLM4_MOE)
 

@@ -72,7 +72,8 @@ def _walk(
     given = layer.attn_norm(residual)
     weights, heads = attend(layer.attn, given, positions, rope_positions)
     x = layer.attn.o(heads)
-    if layer.mlp_norm is None:
+    if layer.is_parallel:
+        given = given if layer.mlp_norm is layer.attn_norm else layer.mlp_norm(residual)
         return weights, residual + layer.attn_norm.branch_scale * (x + layer.mlp(given))
     x = x if layer.post_attn_norm is None else layer.post_attn_norm(x)
     x, residual = layer.mlp_norm.add(x, residual.copy())

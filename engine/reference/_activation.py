@@ -13,7 +13,7 @@ from numpy.polynomial import chebyshev
 from engine.dtypes import accumulation_dtype
 
 __all__ = ["apply", "erfc", "gated_backward", "gelu_erf", "gelu_erf_slope", "gelu_tanh"]
-__all__ += ["gelu_tanh_slope", "relu", "relu_slope", "silu", "silu_slope"]
+__all__ += ["gelu_tanh_slope", "relu", "relu_slope", "relu_squared", "silu", "silu_slope"]
 
 Array = np.ndarray[Any, Any]
 
@@ -52,6 +52,12 @@ def relu(x: Array) -> Array:
     """max(x, 0); NaN stays NaN."""
     y: Array = np.maximum(x, 0)
     return y
+
+
+def relu_squared(x: Array) -> Array:
+    """max(x, 0)^2; NaN stays NaN."""
+    with np.errstate(over="ignore"):
+        return relu(x) ** 2
 
 
 def silu_slope(x: Array) -> Array:

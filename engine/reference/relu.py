@@ -13,6 +13,7 @@ __all__ = ["relu"]
 Array = np.ndarray[Any, Any]
 
 
-def relu(x: Array) -> Array:
-    """max(x, 0); NaN stays NaN."""
-    return _activation.apply(_activation.relu, x)
+def relu(x: Array, *, squared: bool = False) -> Array:
+    """max(x, 0), or its square; NaN stays NaN."""
+    activation = _activation.relu_squared if squared else _activation.relu
+    return _activation.apply(activation, x)

@@ -1,6 +1,8 @@
-"""relu, float16: GB/s of one read and one write, vs the formula in array operations."""
+"""relu and its square, float16: GB/s of one read and one write, vs the array operations."""
 
 from __future__ import annotations
+
+from functools import partial
 
 from engine import kernels, reference
 from engine.device import array_module, to_numpy
@@ -9,25 +11,29 @@ from engine.testing.bench_case import BenchCase
 from engine.testing.tolerances import assert_close
 
 
-def _formula(x):
-    return array_module(x).maximum(x, 0)
+def _formula(x, squared):
+    y = array_module(x).maximum(x, 0)
+    return y * y if squared else y
 
 
-def _case(rows: int, f: int) -> BenchCase:
+def _case(rows: int, f: int, squared: bool = False) -> BenchCase:
     def make(xp, seed):
         return (xp.asarray(cases.normal((rows, f), "float16", seed)),)
 
     def check(args, result):
-        assert_close(result, reference.relu(to_numpy(args[0])))
+        assert_close(result, reference.relu(to_numpy(args[0]), squared=squared))
 
     return BenchCase(
-        f"({rows}, {f})",
+        f"({rows}, {f}){' squared' * squared}",
         make,
-        kernels.relu,
+        partial(kernels.relu, squared=squared),
         nbytes=2 * rows * f * 2,
-        baselines={"formula": _formula},
+        baselines={"formula": partial(_formula, squared=squared)},
         check=check,
     )
 
 
-CASES = [_case(1, 4864), _case(256, 8192), _case(2048, 14336)]
+CASES = [
+    *(_case(1, 4864), _case(256, 8192), _case(2048, 14336)),
+    *(_case(1, 18432, True), _case(256, 18432, True), _case(2048, 18432, True)),
+]

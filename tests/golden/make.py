@@ -21,13 +21,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import MODELS, ROPES
+from cases import MODELS as OLDER
+from cases import ROPES
+from cases_switches import SWITCHES
 from safetensors.numpy import load_file, save_file
 from tiny_weights import tiny_weight
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 HERE = Path(__file__).parent
+MODELS = OLDER | SWITCHES
+RENAMED = ("gpt_neox",)  # dense families whose tensors have other names in memory than on disk
+OFFSET_NORMS = ("gemma", "nemotron")  # families whose norms multiply by 1 + w
 NUM_PROMPT = 28
 NUM_NEW = 12
 # A greedy choice that rounding could flip proves nothing.
@@ -59,7 +64,7 @@ def tiny_model(values: dict[str, Any], norm_mean: float) -> tuple[Any, dict[str,
         load_config(values), attn_implementation="eager", dtype=torch.float32
     ).eval()
     state = model.state_dict()
-    if any("experts" in name for name in state):
+    if values["model_type"] in RENAMED or any("experts" in name for name in state):
         return moe_model(model, norm_mean)
     if values["tie_word_embeddings"]:
         del state["lm_head.weight"]
@@ -71,7 +76,7 @@ def tiny_model(values: dict[str, Any], norm_mean: float) -> tuple[Any, dict[str,
 
 
 def moe_model(model: Any, norm_mean: float) -> tuple[Any, dict[str, list[int]]]:
-    """As `tiny_model`: experts have other names and shapes in memory than on disk."""
+    """As `tiny_model`: tensors (experts) have other names or shapes in memory than on disk."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         file = Path(folder) / "model.safetensors"
@@ -147,7 +152,7 @@ def make_tiny(only: list[str]) -> None:
     folder.mkdir(exist_ok=True)
     for case in only or MODELS:
         values = MODELS[case]
-        norm_mean = 0.0 if values["model_type"].startswith("gemma") else 1.0
+        norm_mean = 0.0 if values["model_type"].startswith(OFFSET_NORMS) else 1.0
         # NOTE: dynamic NTK depends on how tokens are fed; our convention is one by one.
         one_by_one = "dynamic" in case
         for attempt in range(100):

@@ -20,7 +20,7 @@ def tiny_weight(name: str, shape: list[int], norm_mean: float) -> np.ndarray:
     """
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     values = np.random.default_rng(seed).standard_normal(tuple(shape))
-    if "norm" in name:
+    if "norm" in name and not name.endswith(".bias"):
         values = norm_mean + 0.2 * values
     elif name.endswith("correction_bias"):
         values = 0.1 * values  # the router decides as well

@@ -46,6 +46,7 @@ _CASES = {
     "gelu": (lambda: kernels.gelu(_X), _elementwise(_gelu_erf)),
     "gelu_tanh": (lambda: kernels.gelu(_X, approximate="tanh"), _elementwise(_gelu_tanh)),
     "relu": (lambda: kernels.relu(_X), np.where(_X > 0, _X, 0.0)),
+    "relu_squared": (lambda: kernels.relu(_X, squared=True), np.where(_X > 0, _X**2, 0.0)),
     "swiglu": (lambda: kernels.swiglu(_X), _gated(_silu)),
     "geglu": (lambda: kernels.geglu(_X, approximate="none"), _gated(_gelu_erf)),
     "geglu_tanh": (lambda: kernels.geglu(_X), _gated(_gelu_tanh)),

@@ -1,4 +1,4 @@
-"""relu: the kernel against its mirror, the mirror against max(), tails, and the contract."""
+"""relu, plain and squared: the kernel, its mirror against max(), tails, and the contract."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from engine.testing import cases
 from engine.testing.cases_elementwise import FLAT_SHAPES, assert_guards, extremes, misaligned
 from engine.testing.tolerances import assert_close
 
+SQUARED = (False, True)
+
 
 @pytest.mark.grid("dtype", cases.DTYPES)
 @pytest.mark.grid("shape", FLAT_SHAPES)
-def test_matches_mirror(xp, shape, dtype):
+@pytest.mark.grid("squared", SQUARED)
+def test_matches_mirror(xp, squared, shape, dtype):
     x = cases.normal(shape, dtype, seed=1, scale=3.0)
     out, buffer = cases.guarded(xp, shape, x.dtype)
-    got = kernels.relu(xp.asarray(x), out=out)
+    got = kernels.relu(xp.asarray(x), squared=squared, out=out)
     assert got is out
-    assert_close(got, reference.relu(x))
+    assert_close(got, reference.relu(x, squared=squared))
     assert_guards(buffer)
 
 
@@ -35,15 +38,26 @@ def test_views_and_in_place(xp, dtype):
     assert_close(array, want)
 
 
+@pytest.mark.parametrize("squared", SQUARED)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_extremes(xp, dtype):
+def test_extremes(xp, dtype, squared):
     x = extremes(dtype)
-    assert_close(kernels.relu(xp.asarray(x)), reference.relu(x))
+    got = kernels.relu(xp.asarray(x), squared=squared)
+    assert_close(got, reference.relu(x, squared=squared))
 
 
-def test_mirror_is_the_formula():
+@pytest.mark.parametrize("squared", SQUARED)
+def test_mirror_is_the_formula(squared):
     x = cases.normal((500,), "float32", seed=3)
-    np.testing.assert_array_equal(reference.relu(x), [max(v, 0.0) for v in x.tolist()])
+    want = [max(v, 0.0) ** (1 + squared) for v in x.tolist()]
+    np.testing.assert_array_equal(reference.relu(x, squared=squared), np.array(want, np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_square_is_rounded_once(xp, dtype):
+    x = cases.normal((500,), dtype, seed=5)
+    want = np.square(np.maximum(x.astype(np.float32), 0)).astype(x.dtype)
+    np.testing.assert_array_equal(to_numpy(kernels.relu(xp.asarray(x), squared=True)), want)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

@@ -219,6 +219,21 @@ def test_starcoder2_and_stablelm_have_layer_norms():
     assert known("stablelm", use_qkv_bias=True, use_parallel_residual=True).parallel
 
 
+def test_gpt_neox_has_keys_of_its_own():
+    config = known("gpt_neox", rotary_pct=0.5, rotary_emb_base=77, use_parallel_residual=False)
+    assert (config.rope.theta, config.rope.rotary_dim) == (77.0, config.head_dim // 2)
+    assert not config.parallel and not config.parallel_norms and config.qkv_bias
+    assert known("gpt_neox").parallel and known("gpt_neox").parallel_norms
+    with pytest.raises(ConfigError, match=r"rotary_pct must be a number from 0 to 1; got 2"):
+        known("gpt_neox", rotary_pct=2)
+
+
+def test_relu_squared_needs_an_mlp_without_a_gate():
+    assert known("arcee").activation == known("nemotron").activation == "relu2"
+    with pytest.raises(ConfigError, match=r"hidden_act must be one of silu, .*; got 'relu2'"):
+        known("granite", hidden_act="relu2")
+
+
 def test_cohere2_has_rope_only_with_a_window():
     config = known("cohere2", num_hidden_layers=5, sliding_window=16)
     assert config.layer_windows == (16, 16, 16, 0, 16)

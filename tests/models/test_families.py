@@ -64,7 +64,9 @@ def filled(table, config: ModelConfig) -> dict[tuple[str, str], set[str]]:
     for template in table:
         for _, target, _ in template.expand(num_layers=1, num_experts=1):
             if str(target) in weight_shapes(config):
-                result.setdefault((str(target), template.form), set()).add(template.part)
+                result.setdefault((str(target), template.form), set()).update(
+                    template.part.split("|")
+                )
     return result
 
 

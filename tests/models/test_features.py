@@ -17,6 +17,7 @@ KINDS = {
     "gemma": {"post_norms": True, "norm_weight_offset": 1.0},
     "olmo2": {"post_norms": True, "pre_norms": False},
     "parallel": {"parallel": True, "layer_norm": True},
+    "two norms": {"parallel": True, "parallel_norms": True, "layer_norm": True},
     "tied": {"tie_word_embeddings": True},
 }
 NUM_LAYERS = 3

@@ -224,6 +224,12 @@ def test_mimo_is_qwen2_beside_a_layer_that_it_ignores(golden, tmp_path):
         ("cohere2", {"logits_scale": 1.0}),
         ("phi", {"lm_head_bias": False}),
         ("phi", {"norm_bias": False}),
+        ("arcee", {"activation": "silu"}),
+        ("nemotron", {"norm_weight_offset": 0.0}),
+        ("nemotron", {"rms_norm_eps": 1e-5}),
+        ("jais2", {"norm_bias": False}),
+        ("gpt_neox", {"parallel_norms": False}),
+        ("gpt_neox", {"parallel": False}),
     ],
     ids=str,
 )

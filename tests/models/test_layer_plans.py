@@ -60,6 +60,14 @@ FAMILIES = {
     "parallel branches": dataclasses.replace(
         CONFIG, layer_norm=True, norm_bias=True, parallel=True
     ),
+    "parallel branches with norms of their own": dataclasses.replace(
+        CONFIG,
+        layer_norm=True,
+        parallel=True,
+        parallel_norms=True,
+        gated_mlp=False,
+        activation="relu2",
+    ),
     "scaled branches": dataclasses.replace(CONFIG, branch_scale=0.3),
     "norms of outputs": dataclasses.replace(
         CONFIG, pre_norms=False, post_norms=True, qk_norm=True, whole_qk_norm=True

@@ -1,0 +1,62 @@
+"""Tiny golden models of families that differ from others in switches only. See `cases.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cases import _TINY
+
+__all__ = ["SWITCHES"]
+
+_ROPE = {"rope_type": "default", "rope_theta": 500.0}
+_HALF_ROPE = {**_ROPE, "partial_rotary_factor": 0.75}
+_RELU2 = {**_TINY, "hidden_act": "relu2"}
+_JAIS2 = {**_RELU2, "model_type": "jais2", "layer_norm_eps": 1e-3}
+_NEMOTRON = {**_RELU2, "model_type": "nemotron", "norm_eps": 1e-3}
+_GPT_NEOX = {
+    **_TINY,
+    "model_type": "gpt_neox",
+    "num_hidden_layers": 3,
+    "layer_norm_eps": 1e-3,
+    "hidden_act": "gelu",
+}
+del _GPT_NEOX["num_key_value_heads"]
+
+# Keys as in old files and as in new ones, alternating; see `cases.MODELS`.
+SWITCHES: dict[str, dict[str, Any]] = {
+    "arcee": {**_RELU2, "model_type": "arcee", "rope_theta": 500.0, "intermediate_size": 90},
+    "arcee_biases_new_keys": {
+        **_RELU2,
+        "model_type": "arcee",
+        "head_dim": 24,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _ROPE,
+    },
+    "nemotron": {**_NEMOTRON, "rope_theta": 500.0},  # partial_rotary_factor 0.5 by default
+    "nemotron_biases_new_keys": {
+        **_NEMOTRON,
+        "head_dim": 24,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _HALF_ROPE,
+    },
+    "jais2": {**_JAIS2, "rope_theta": 500.0},  # biases by default
+    "jais2_no_biases_new_keys": {
+        **_JAIS2,
+        "head_dim": 24,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "rope_parameters": _ROPE,
+    },
+    "gpt_neox": {**_GPT_NEOX, "rotary_emb_base": 500, "rotary_pct": 0.5},
+    "gpt_neox_sequential_new_keys": {
+        **_GPT_NEOX,
+        "use_parallel_residual": False,
+        "attention_bias": False,
+        "rope_parameters": _HALF_ROPE,
+    },
+}
