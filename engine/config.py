@@ -150,6 +150,9 @@ class ModelConfig:
         True: the MLP is down(act(gate x) * up x); False: down(act(up x)).
     sinks : bool
         Whether every head has an attention sink: a softmax logit without a value (gpt-oss).
+    attn_gate : str
+        "sigmoid" multiplies the output of attention by sigmoid(g) before its projection; a row of
+        `qkv` per feature of the heads computes g. "" for no gate.
     activation : str
         Activation of the gate (of up, without a gate): "silu", "gelu" (erf), "gelu_tanh" or,
         without a gate, "relu2" (the square of ReLU).
@@ -207,6 +210,7 @@ class ModelConfig:
     parallel_norms: bool = False
     gated_mlp: bool = True
     sinks: bool = False
+    attn_gate: str = ""
     activation: str = "silu"
     moe: MoeConfig | None = None
     num_extra_layers: int = 0
@@ -225,8 +229,9 @@ class ModelConfig:
 
     @property
     def qkv_dim(self) -> int:
-        """Rows of the fused qkv matrix, (H + 2K)·D."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        """Rows of the fused qkv matrix, (H + 2K)·D, or (2H + 2K)·D with a gate."""
+        query_heads = 2 * self.num_heads if self.attn_gate else self.num_heads
+        return (query_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def window(self, layer: int) -> int:
         """Return the sliding window of layer `layer` in keys; 0 is full attention."""

@@ -1,5 +1,6 @@
 // Activation functions in float, in forms free of cancellation in the tails:
 //
+//   sigmoid(x)   = 1 / (1 + exp(-x))
 //   silu(x)      = x sigmoid(x)
 //   gelu_tanh(x) = x (1 + tanh u) / 2 = x sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
 //   gelu_erf(x)  = x (1 + erf(x / sqrt 2)) / 2 = x erfc(-x / sqrt 2) / 2
@@ -13,6 +14,7 @@
 #pragma once
 
 // See the formulas above. Any thread may call them.
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + expf(-x)); }
 __device__ __forceinline__ float gelu_tanh(float x) {
   constexpr float kTwiceSqrtTwoOverPi = 1.5957691216057308f;

@@ -31,23 +31,23 @@ __device__ __forceinline__ void map_flat(int64_t num_vectors, int64_t n, F f, sc
 // Threads per block of map_gated.
 constexpr int kGatedThreads = 128;
 
-// out[r, c] = f(x[r, c]) * x[r, F + c] with F = num_features, rounded once. One thread per kWidth
+// out[r, c] = f(gate[r, c]) * up[r, c] for c < num_features, rounded once. One thread per kWidth
 // features, which all accesses must be aligned to: blockIdx.x indexes features, blockIdx.y rows.
-// Rows of x and out are x_stride and out_stride elements apart. out may be the gate half of x.
+// Rows are gate_stride, up_stride and out_stride elements apart. out may be gate or up.
 template <int kWidth, typename F>
-__device__ __forceinline__ void map_gated(const scalar_t* x, scalar_t* out, int64_t num_rows,
-                                          int num_features, int64_t x_stride, int64_t out_stride,
-                                          F f) {
+__device__ __forceinline__ void map_gated(const scalar_t* gate, const scalar_t* up, scalar_t* out,
+                                          int64_t num_rows, int num_features, int64_t gate_stride,
+                                          int64_t up_stride, int64_t out_stride, F f) {
   using V = Vec<scalar_t, kWidth>;
   const int64_t c = (static_cast<int64_t>(blockIdx.x) * kGatedThreads + threadIdx.x) * kWidth;
   if (c >= num_features) return;
   for (int64_t r = blockIdx.y; r < num_rows; r += gridDim.y) {
-    V gate = load_vec<scalar_t, kWidth>(x + r * x_stride + c);
-    const V up = load_vec<scalar_t, kWidth>(x + r * x_stride + num_features + c);
+    V y = load_vec<scalar_t, kWidth>(gate + r * gate_stride + c);
+    const V factor = load_vec<scalar_t, kWidth>(up + r * up_stride + c);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j)
-      gate.v[j] = from_float<scalar_t>(f(to_float(gate.v[j])) * to_float(up.v[j]));
-    store_vec(out + r * out_stride + c, gate);
+      y.v[j] = from_float<scalar_t>(f(to_float(y.v[j])) * to_float(factor.v[j]));
+    store_vec(out + r * out_stride + c, y);
   }
 }
 
@@ -58,8 +58,8 @@ __device__ __forceinline__ void map_gated(const scalar_t* x, scalar_t* out, int6
            int64_t out_stride) {                                                                   \
     pdl_trigger();                                                                                 \
     pdl_wait();                                                                                    \
-    map_gated<width>(x, out, num_rows, num_features, x_stride, out_stride,                         \
-                     [](float gate) { return f(gate); });                                          \
+    map_gated<width>(x, x + num_features, out, num_rows, num_features, x_stride, x_stride,         \
+                     out_stride, [](float gate) { return f(gate); });                              \
   }
 
 // Defines the entry point `name` that applies activation `f` to n elements.

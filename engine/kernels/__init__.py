@@ -62,6 +62,7 @@ from engine.kernels.rmsnorm_quantize import rmsnorm_quantize
 from engine.kernels.rope import rope
 from engine.kernels.sample import sample
 from engine.kernels.scale_rows import scale_rows
+from engine.kernels.sigmoid_gate import sigmoid_gate
 from engine.kernels.silu import silu
 from engine.kernels.swiglu import swiglu
 from engine.kernels.swiglu_backward import swiglu_backward
@@ -143,6 +144,7 @@ __all__ = [
     "rope",
     "sample",
     "scale_rows",
+    "sigmoid_gate",
     "silu",
     "swiglu",
     "swiglu_backward",

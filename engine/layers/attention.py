@@ -34,6 +34,8 @@ class AttentionParams:
         Sliding window in keys, the query's own included; 0 is full attention.
     softcap : float
         c in c·tanh(s/c), applied to scores; 0 turns it off.
+    gate : str
+        "sigmoid" multiplies the heads' outputs by sigmoid(g), g from rows of `qkv`; "" for no gate.
     deterministic : bool
         Batch invariance: a token's bits depend on neither the batch nor the chunk size.
     pattern : BlockSparse or Periodic, optional
@@ -46,6 +48,7 @@ class AttentionParams:
     scale: float
     window: int = 0
     softcap: float = 0.0
+    gate: str = ""
     deterministic: bool = False
     pattern: Any = None
 
@@ -57,7 +60,8 @@ class Attention:
     ----------
     params : AttentionParams
     qkv : Linear
-        ((H + 2K)·D, N): the rows of q, k and v.
+        ((H + 2K)·D, N): the rows of q, k and v; with an output gate ((2H + 2K)·D, N), its rows
+        last.
     o : Linear
         (N, H·D).
     cos_sin : (P, R) float32 array
@@ -124,7 +128,7 @@ class Attention:
         added to it. With `rows` (R,) int32, only these tokens are passed to the output projection:
         (R, N).
         """
-        q, k, v = self._rows(x, norm)
+        q, k, v, gate = self._rows(x, norm)
         if self._stores_while_decoding(batch):
             new = {"k": k[:, None], "v": v[:, None], "positions": batch.rope_positions}
             new |= {"cos_sin": self.cos_sin, "slot_mapping": batch.slot_mapping}
@@ -135,29 +139,37 @@ class Attention:
             kernels.qk_norm_rope_store(q, k, v, *places, **options)
             heads = self._attend(q, batch, k_pages, v_pages)
         heads = heads.reshape(heads.shape[0], -1)
+        if gate is not None:
+            heads = kernels.sigmoid_gate(heads, gate, out=heads)
         if rows is not None:
             heads = kernels.embedding(rows, heads)
         return self.o(heads, residual=residual)
 
     def store(self, x: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> None:
         """Store the keys and values of `x` (T, N) in the pages, without attention."""
-        q, k, v = self._rows(x)
+        q, k, v, _ = self._rows(x)
         places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
         options = self._norms() | self._scales(k_pages)
         kernels.qk_norm_rope_store(q, k, v, *places, **options)
 
     def project(self, x: Any, rope_positions: Any) -> tuple[Any, Any, Any]:
         """Return the rotated q (T, H, D) and k (T, K, D), and v (T, K, D); store nothing."""
-        query, key, value = self._rows(x)
+        query, key, value, _ = self._rows(x)
         if self.q_norm is not None and self.k_norm is not None and not self.norms_whole_rows:
             self.q_norm(query, out=query)
             self.k_norm(key, out=key)
         kernels.rope(query, key, rope_positions, self.cos_sin, out=(query, key))
         return query, key, value
 
-    def _rows(self, x: Any, norm: Norm | None = None) -> tuple[Any, Any, Any]:
-        """Return q (T, H, D), k and v (T, K, D), not yet rotated: views of fused rows.
+    def gated(self, heads: Any, x: Any) -> Any:
+        """Return the heads' outputs (T, H·D) times the gate that `x` (T, N) gives, if any."""
+        gate = self._rows(x)[3]
+        return heads if gate is None else kernels.sigmoid_gate(heads, gate)
 
+    def _rows(self, x: Any, norm: Norm | None = None) -> tuple[Any, Any, Any, Any]:
+        """Return q (T, H, D), k and v (T, K, D), not yet rotated, and the gate (T, H·D) or None.
+
+        They are views of fused rows.
         QK-norm over all heads together is applied here; per-head QK-norm is not.
         """
         h = self.params.num_heads
@@ -169,8 +181,9 @@ class Attention:
             key = fused[:, h * d : (h + k) * d]
             self.q_norm(query, out=query)
             self.k_norm(key, out=key)
-        rows = fused.reshape(x.shape[0], h + 2 * k, d)
-        return rows[:, :h], rows[:, h : h + k], rows[:, h + k :]
+        gate = fused[:, (h + 2 * k) * d :] if self.params.gate else None
+        rows = fused.reshape(x.shape[0], -1, d)
+        return rows[:, :h], rows[:, h : h + k], rows[:, h + k : h + 2 * k], gate
 
     def _stores_while_decoding(self, batch: ForwardBatch) -> bool:
         """Tell whether the decode kernel also stores k and v: each sequence has one new token."""

@@ -274,6 +274,7 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "parallel_norms": parallel and kind.parallel_norms,
         "gated_mlp": kind.gated_mlp,
         "sinks": kind.sinks,
+        "attn_gate": kind.attn_gate,
         "activation": activations[name],
     }
 
@@ -287,8 +288,9 @@ def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
 
     scalar = own("query_pre_attn_scalar", 1e-6)
     scales = {"attn_scale": scalar**-0.5 if scalar else 0.0}
-    if kind.scale_embedding:
-        # NOTE: float32; `Embedding` rounds it to the weights' dtype, as Hugging Face does.
+    scaled = kind.scale_embedding
+    if fields.flag(scaled, False) if isinstance(scaled, str) else scaled:
+        # NOTE: float32; `Embedding` may round it to the weights' dtype, as Hugging Face does.
         scales["embed_scale"] = float(np.float32(math.sqrt(hidden_size)))
     if kind.multipliers:
         scales |= _multipliers(fields)
@@ -296,7 +298,7 @@ def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
         scales["logits_scale"] = fields.real(kind.logit_scale, 1e-6, 1e6, 1.0)
     return {
         "norm_weight_offset": kind.norm_weight_offset,
-        "rounds_embed_scale": kind.scale_embedding,
+        "rounds_embed_scale": scaled is True,
         **scales,
         "attn_softcap": own("attn_logit_softcapping", 0.0),
         "final_softcap": own("final_logit_softcapping", 0.0),

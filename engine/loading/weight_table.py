@@ -29,7 +29,7 @@ _OUTPUT_NAMES = ("lm_head.weight", "output.weight", "embed_out.weight")
 
 # Fused weights sharded by rows -> the parts that make up the rows.
 _ROW_PARTS = {
-    "qkv": ("q", "k", "v"),
+    "qkv": ("q", "k", "v", "attn_gate"),
     "sinks": ("sink",),
     "gate_up": ("gate", "up"),
     "up": ("up",),
@@ -75,7 +75,13 @@ def shard_axis(kind: str, *, by_output: bool = False, expert_parallel: bool = Fa
 
 
 # Part -> another part with the same number of rows.
-_TWINS = {"v": "k", "up": "gate", "shared_up": "shared_gate", "expert_up": "expert_gate"}
+_TWINS = {
+    "v": "k",
+    "attn_gate": "q",
+    "up": "gate",
+    "shared_up": "shared_gate",
+    "expert_up": "expert_gate",
+}
 
 
 def _features(config: ModelConfig) -> dict[str, tuple[str, int]]:
@@ -100,7 +106,7 @@ class _Parts:
     """
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
-        d = self._head_dim = config.head_dim
+        d = config.head_dim
         self._by_output = shard.by_output and not shard.is_whole
         self._expert_parallel = shard.expert_parallel
         self.experts = (0, 0) if config.moe is None else shard.cut_experts(config.moe.num_experts)
@@ -112,6 +118,8 @@ class _Parts:
             "q": (heads[0] * d, heads[1] * d),
             "k": (kv_heads[0] * d, kv_heads[1] * d),
         }
+        # Of parts that alternate with others head by head.
+        self._heads = {"q": config.num_heads, "k": config.num_kv_heads}
         for part, (key, features) in _features(config).items():
             is_divided = not (part == "expert_gate" and self._expert_parallel)
             self.whole[part] = features
@@ -120,6 +128,11 @@ class _Parts:
             if part in self.whole:
                 self.whole[twin] = self.whole[part]
                 self.local[twin] = self.local[part]
+                if part in self._heads:
+                    self._heads[twin] = self._heads[part]
+        if not config.attn_gate:
+            self.whole["attn_gate"] = 0
+            self.local["attn_gate"] = (0, 0)
         if self._by_output:
             n = self.whole["hidden"] = config.hidden_size
             self.local["hidden"] = shard.cut("hidden_size", n)
@@ -168,24 +181,31 @@ class _Parts:
             return
         there = (part,) if part else fused
         before = 0
-        start = sum(map(self.size, fused[: fused.index(there[0])]))
+        start = self._start(fused, there[0])
         for one in there:
             first, last = self.local[one]
-            yield before + first, before + last, start
+            if first < last:
+                yield before + first, before + last, start
             before = before + self.whole[one]
             start = start + last - first
 
     def _pieces_by_head(
         self, fused: tuple[str, ...], parts: list[str]
     ) -> Iterator[tuple[int, int, int]]:
-        """Yield the pieces of a tensor with, for each head, its rows of each of `parts`."""
-        d = self._head_dim
-        for index, part in enumerate(parts):
-            start = sum(map(self.size, fused[: fused.index(part)]))
-            first, last = (row // d for row in self.local[part])
-            for head in range(first, last):
-                row = (head * len(parts) + index) * d
-                yield row, row + d, start + (head - first) * d
+        """Yield the pieces of a tensor that holds, for each head, its rows of each of `parts`."""
+        count = self._heads[parts[-1]]
+        before = 0
+        for head in range(count):
+            for part in parts:
+                size = self.whole[part] // count
+                first, last = self.local[part]
+                if first <= head * size < last:
+                    yield before, before + size, self._start(fused, part) + head * size - first
+                before += size
+
+    def _start(self, fused: tuple[str, ...], part: str) -> int:
+        """Return the first row of `part` in the shard's weight."""
+        return sum(map(self.size, fused[: fused.index(part)]))
 
     def whole_rows(self, part: str, all_rows: int) -> int:
         """Return the number of rows of a tensor that holds `part` of a weight of `all_rows`."""

@@ -523,6 +523,7 @@ class Decoder:
             scale=config.attn_scale or config.head_dim**-0.5,
             window=config.window(index),
             softcap=config.attn_softcap,
+            gate=config.attn_gate,
             deterministic=self.deterministic,
             pattern=self.patterns.get(self.stage.first + index),
         )

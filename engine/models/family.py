@@ -251,8 +251,9 @@ class Family:
         `no_rope_layer_interval`-th).
     norm_weight_offset : float
         Added to every norm's weight.
-    scale_embedding : bool
-        Multiply embeddings by sqrt(hidden_size).
+    scale_embedding : bool or str
+        Multiply embeddings by sqrt(hidden_size), which is rounded to the weights' dtype first; or
+        the key of that flag, then without rounding.
     multipliers : bool
         Whether config.json has Granite's four multipliers.
     logit_scale : str
@@ -268,6 +269,8 @@ class Family:
         head instead of i and i + R/2.
     gguf_interleaved_rope : bool
         The same flag for .gguf files.
+    attn_gate : str
+        Gate of the attention's output. See `ModelConfig.attn_gate`.
     moe : MoeFamily or None
         Declaration of the layers with experts.
     extra_layers : str
@@ -299,7 +302,7 @@ class Family:
     windows: WindowRule = "never"
     rope_layers: RopeRule = "all"
     norm_weight_offset: float = 0.0
-    scale_embedding: bool = False
+    scale_embedding: bool | str = False
     multipliers: bool = False
     logit_scale: str = ""
     local_rope: bool = False
@@ -307,6 +310,7 @@ class Family:
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False
+    attn_gate: str = ""
     moe: MoeFamily | None = None
     extra_layers: str = ""
 

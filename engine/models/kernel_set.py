@@ -70,6 +70,8 @@ def kernel_specs(
     chosen = [_GATED[config.activation] if config.gated_mlp else _PLAIN[config.activation]]
     if config.parallel or not config.pre_norms:
         chosen.append("residual_add")
+    if config.attn_gate:
+        chosen.append("sigmoid_gate")
     specs: list[ModuleSpec] = []
     if config.moe is not None:
         chosen += _MOE_OPS

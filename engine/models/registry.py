@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.errors import ConfigError
+from engine.models.afmoe import AFMOE
 from engine.models.arcee import ARCEE
 from engine.models.cohere2 import COHERE2
 from engine.models.family import Family
@@ -58,7 +59,7 @@ _DENSE = (
     JAIS2,
     GPT_NEOX,
 )
-_SPARSE = (QWEN2_MOE, QWEN3_MOE, MIXTRAL, OLMOE, GRANITEMOE, GPT_OSS, GLM4_MOE)
+_SPARSE = (QWEN2_MOE, QWEN3_MOE, MIXTRAL, OLMOE, GRANITEMOE, GPT_OSS, GLM4_MOE, AFMOE)
 
 FAMILIES: dict[str, Family] = {known.model_type: known for known in (*_DENSE, *_SPARSE)}
 

@@ -49,6 +49,7 @@ from engine.reference.rmsnorm_quantize import rmsnorm_quantize
 from engine.reference.rope import rope
 from engine.reference.sample import sample
 from engine.reference.scale_rows import scale_rows
+from engine.reference.sigmoid_gate import sigmoid_gate
 from engine.reference.silu import silu
 from engine.reference.swiglu import swiglu
 from engine.reference.swiglu_backward import swiglu_backward
@@ -105,6 +106,7 @@ __all__ = [
     "rope",
     "sample",
     "scale_rows",
+    "sigmoid_gate",
     "silu",
     "swiglu",
     "swiglu_backward",

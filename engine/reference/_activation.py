@@ -13,7 +13,8 @@ from numpy.polynomial import chebyshev
 from engine.dtypes import accumulation_dtype
 
 __all__ = ["apply", "erfc", "gated_backward", "gelu_erf", "gelu_erf_slope", "gelu_tanh"]
-__all__ += ["gelu_tanh_slope", "relu", "relu_slope", "relu_squared", "silu", "silu_slope"]
+__all__ += ["gelu_tanh_slope", "relu", "relu_slope", "relu_squared", "sigmoid", "silu"]
+__all__ += ["silu_slope"]
 
 Array = np.ndarray[Any, Any]
 
@@ -24,6 +25,13 @@ _DEGREE = 10
 def apply(activation: Callable[[Array], Array], x: Array) -> Array:
     """Apply `activation` in float32, or float64 for float64, and round once to x's dtype."""
     return np.asarray(activation(x.astype(accumulation_dtype(x.dtype), copy=False)), x.dtype)
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x))."""
+    with np.errstate(over="ignore"):  # exp may overflow; 1 / inf is 0
+        y: Array = 1 / (1 + np.exp(-x))
+    return y
 
 
 def silu(x: Array) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases import _TINY
+from cases import _MOE, _TINY
 
 __all__ = ["SWITCHES"]
 
@@ -21,6 +21,15 @@ _GPT_NEOX = {
     "hidden_act": "gelu",
 }
 del _GPT_NEOX["num_key_value_heads"]
+_AFMOE = {
+    **_MOE,
+    "model_type": "afmoe",
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "moe_intermediate_size": 20,
+    "sliding_window": 8,
+    "mup_enabled": True,
+}
 
 # Keys as in old files and as in new ones, alternating; see `cases.MODELS`.
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -58,5 +67,25 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "use_parallel_residual": False,
         "attention_bias": False,
         "rope_parameters": _HALF_ROPE,
+    },
+    "afmoe": {
+        **_AFMOE,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 1,
+        "num_dense_layers": 2,
+        "route_scale": 1.7,
+        "global_attn_every_n_layers": 2,
+        "rope_theta": 500.0,
+    },
+    "afmoe_biases_new_keys": {
+        **_AFMOE,
+        "num_experts": 5,
+        "route_scale": 0.6,
+        "mup_enabled": False,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "rope_parameters": _ROPE,
     },
 }

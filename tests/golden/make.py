@@ -32,6 +32,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 HERE = Path(__file__).parent
 MODELS = OLDER | SWITCHES
 RENAMED = ("gpt_neox",)  # dense families whose tensors have other names in memory than on disk
+ROUTERS = ("topkrouter", "tokenchoicerouter")  # ends of their classes' names, in small letters
 OFFSET_NORMS = ("gemma", "nemotron")  # families whose norms multiply by 1 + w
 NUM_PROMPT = 28
 NUM_NEW = 12
@@ -108,7 +109,9 @@ def router_margin(model: Any, ids: list[int]) -> float:
 
     def look(router: Any, inputs: Any, outputs: Any) -> None:
         ranks = outputs[0].float()
-        if hasattr(router, "e_score_correction_bias"):
+        if type(router).__name__ == "AfmoeTokenChoiceRouter":
+            ranks = ranks.sigmoid() + inputs[1]
+        elif hasattr(router, "e_score_correction_bias"):
             ranks = ranks.sigmoid() + router.e_score_correction_bias
             groups = ranks.view(len(ranks), router.num_group, -1)
             of_group = groups.topk(2).values.sum(-1)
@@ -117,7 +120,7 @@ def router_margin(model: Any, ids: list[int]) -> float:
             ranks = groups.masked_fill(~kept[:, :, None], -np.inf).view(ranks.shape)
         margins.append(choice_margin(ranks, router.top_k))
 
-    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+    routers = [m for m in model.modules() if type(m).__name__.lower().endswith(ROUTERS)]
     hooks = [router.register_forward_hook(look) for router in routers]
     model(torch.tensor([ids]), use_cache=False)
     for hook in hooks:

@@ -16,7 +16,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 OUT = Path(__file__).with_name("config_keys.json")
-SPARSE = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss", "glm4_moe")
+SPARSE = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "granitemoe",
+    "gpt_oss",
+    "glm4_moe",
+    "afmoe",
+)
 SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")
 FAMILIES = (
     *("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text"),

@@ -84,6 +84,8 @@ def test_activations_of_experts_are_counted():
     ("case", "changes"),
     [
         ("glm4_moe", {"scale": 1.0}),
+        ("afmoe", {"scale": 1.0}),
+        ("afmoe", {"score": "softmax"}),
         ("glm4_moe", {"renormalize": False}),
         ("glm4_moe", {"num_groups": 1, "top_groups": 1}),
         ("glm4_moe", {"score": "softmax"}),

@@ -68,6 +68,7 @@ FAMILIES = {
         gated_mlp=False,
         activation="relu2",
     ),
+    "gated attention": dataclasses.replace(CONFIG, attn_gate="sigmoid", qk_norm=True),
     "scaled branches": dataclasses.replace(CONFIG, branch_scale=0.3),
     "norms of outputs": dataclasses.replace(
         CONFIG, pre_norms=False, post_norms=True, qk_norm=True, whole_qk_norm=True

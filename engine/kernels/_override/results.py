@@ -64,8 +64,9 @@ def _summed_experts(a: Arguments) -> Wanted:
 
 
 RESULTS: dict[str, Callable[[Arguments], Wanted]] = {
-    **dict.fromkeys(("silu", "gelu", "relu", "residual_add", "all_reduce"), _like("x")),
+    **dict.fromkeys(("silu", "gelu", "relu", "sigmoid_gate", "residual_add"), _like("x")),
     **dict.fromkeys(("swiglu", "geglu"), _half),
+    "all_reduce": _like("x"),
     "rmsnorm": _norm,
     "all_reduce_rmsnorm": _like("x", "residual"),
     **dict.fromkeys(("gemm", "gemm_wna16", "gemm_fp8", "gemm_int8"), _product),
