@@ -6,7 +6,9 @@
 // QkNormRopeStoreParams, below.
 //
 // Numerics: float; rounded after the norm and after the rotation, like the three separate ops; with
-// PAGE_CODES then quantized to one-byte codes (common/page_codes.cuh).
+// PAGE_CODES then quantized to one-byte codes (common/page_codes.cuh). With NORM_AFTER_ROPE heads
+// are rotated first, and rounded once, after the norm. A rotation keeps the mean square, so it is
+// computed from the features as they are read.
 // Parallelisation: in the vector kernels a thread holds two 16-byte vectors of a head, the two that
 // the rotation pairs up: D / 2 / kVec neighbouring lanes hold a head and sum its squares by
 // shuffles. A thread handles the same vectors of up to kHeads heads, so it loads their part of the
@@ -18,10 +20,14 @@
 #include "common/pdl.cuh"
 #include "common/qk_head.cuh"
 
+#ifndef NORM_AFTER_ROPE
+#define NORM_AFTER_ROPE 0
+#endif
+constexpr bool kNormAfterRope = NORM_AFTER_ROPE;
 constexpr int kThreads = 128;
 constexpr int kHeads = 3;
 // Minimum blocks per multiprocessor: large inputs need the occupancy.
-constexpr int kMinBlocks = kArch == 900 && !kHasCodes ? 6 : 4;
+constexpr int kMinBlocks = kArch == 900 && !kHasCodes && !kNormAfterRope ? 6 : 4;
 
 struct QkNormRopeStoreParams {
   scalar_t* q;                          // (T, H, D) updated in place: norm, then rotation
@@ -214,11 +220,13 @@ __device__ __forceinline__ void process_vectors(const QkNormRopeStoreParams& p) 
       if (place >= heads_at_once || index >= end) continue;
       const Head head(p, token, index, offset);
       if (!head.is_stored()) continue;
+      const bool is_rotated = head.is_rotated && lane_idx.has_pairs;
+      if (kNormAfterRope && is_rotated) rotate_lane<kInterleaved>(x, cos, sin);
       if (head.weight != nullptr) {
         weight.load(head.weight, lane_idx.lo, lane_idx.hi);
         weight.apply(x, scale, p.weight_offset);
       }
-      if (head.is_rotated && lane_idx.has_pairs) rotate_lane<kInterleaved>(x, cos, sin);
+      if (!kNormAfterRope && is_rotated) rotate_lane<kInterleaved>(x, cos, sin);
       head.store<kVec>(lane_idx.lo, x);
       head.store<kVec>(lane_idx.hi, x + kVec);
     }
@@ -241,25 +249,26 @@ __device__ __forceinline__ void process_scalars(const QkNormRopeStoreParams& p) 
     }
     scale = norm_scale(warp_sum(sum), p.head_dim, p.eps);
   }
-  const auto feature = [&](int i) {
-    const float x = to_float(head.in[i]);
+  const auto normalise = [&](float x, int i) {
     return head.weight != nullptr ? normed(x, scale, head.weight[i], p.weight_offset) : x;
   };
   const int half = p.rotary_dim / 2;
   const float* row = rotation_row(p, p.positions[token]);
   for (int pair = lane_idx; pair < half; pair += kWarpSize) {
     const int at = kInterleaved ? 2 * pair : pair, to = kInterleaved ? at + 1 : pair + half;
-    float a = feature(at), b = feature(to);
+    float a = to_float(head.in[at]), b = to_float(head.in[to]);
+    if (!kNormAfterRope) a = normalise(a, at), b = normalise(b, to);
     if (head.is_rotated) {
       const float cos = row != nullptr ? row[pair] : quiet_nan();
       const float sin = row != nullptr ? row[half + pair] : quiet_nan();
       rotate_pair(a, b, cos, sin);
     }
+    if (kNormAfterRope) a = normalise(a, at), b = normalise(b, to);
     head.store<1>(at, &a);
     head.store<1>(to, &b);
   }
   for (int i = p.rotary_dim + lane_idx; i < p.head_dim; i += kWarpSize) {
-    const float x = feature(i);
+    const float x = normalise(to_float(head.in[i]), i);
     head.store<1>(i, &x);
   }
 }

@@ -7,7 +7,7 @@ reads them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["ModelConfig", "MoeConfig", "RopeConfig"]
 
@@ -67,9 +67,11 @@ class MoeConfig:
     Attributes
     ----------
     num_experts, top_k, intermediate_size : int
-        E, experts per token, and features per expert.
+        E, experts per token (at most, with `layer_top_k`), and features per expert.
     sparse_layers : tuple of bool
         Per layer: True for experts, False for an MLP.
+    layer_top_k : tuple of int
+        Per layer: experts per token; () is `top_k` in all layers.
     score : str
         Scoring function of the router logits: "softmax" (over all experts) or "sigmoid".
     renormalize : bool
@@ -97,6 +99,7 @@ class MoeConfig:
     top_k: int
     intermediate_size: int
     sparse_layers: tuple[bool, ...]
+    layer_top_k: tuple[int, ...] = ()
     score: str = "softmax"
     renormalize: bool = True
     scale: float = 1.0
@@ -141,6 +144,8 @@ class ModelConfig:
         q and k norms, norms before and after attention and MLP.
     whole_qk_norm : bool
         Whether q and k are normalised over all heads together instead of per head (OLMo).
+    qk_norm_after_rope : bool
+        Whether q and k are rotated first, then normalised (Hunyuan).
     parallel : bool
         Whether attention and MLP read the same normalised input and their outputs are summed
         (parallel block).
@@ -204,6 +209,7 @@ class ModelConfig:
     lm_head_bias: bool = False
     qk_norm: bool = False
     whole_qk_norm: bool = False
+    qk_norm_after_rope: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     parallel: bool = False
@@ -243,7 +249,10 @@ class ModelConfig:
 
     def moe_of(self, layer: int) -> MoeConfig | None:
         """Return the mixture of experts of layer `layer`; None if it has an MLP."""
-        return self.moe if self.moe is not None and self.moe.sparse_layers[layer] else None
+        moe = self.moe
+        if moe is None or not moe.sparse_layers[layer]:
+            return None
+        return replace(moe, top_k=moe.layer_top_k[layer]) if moe.layer_top_k else moe
 
     @property
     def has_mlp(self) -> bool:

@@ -51,9 +51,22 @@ class Config:
     heads_per_block: int
 
 
-def specs(dtype: str, *, kv_dtype: str = "", **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype` and pages of `kv_dtype`."""
-    return (ModuleSpec("qk_norm_rope_store.cu", dtype, tuple(kv_macros(kv_dtype).items())),)
+def specs(
+    dtype: str,
+    *,
+    kv_dtype: str = "",
+    norm_after_rope: bool = False,
+    patterns: bool = False,
+    **_: Any,
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules for `dtype` and pages of `kv_dtype`; with `patterns`, of both orders."""
+    orders = (False, True) if patterns else (norm_after_rope,)
+    return tuple(_spec(dtype, kv_dtype, norm_after_rope=order) for order in orders)
+
+
+def _spec(dtype: str, kv_dtype: str, *, norm_after_rope: bool) -> ModuleSpec:
+    macros = kv_macros(kv_dtype) | ({"NORM_AFTER_ROPE": 1} if norm_after_rope else {})
+    return ModuleSpec("qk_norm_rope_store.cu", dtype, tuple(macros.items()))
 
 
 def choose_config(
@@ -100,6 +113,7 @@ def qk_norm_rope_store(
     k_weight: Any = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
+    norm_after_rope: bool = False,
     interleaved: bool = False,
     k_scale: Any = None,
     v_scale: Any = None,
@@ -128,6 +142,9 @@ def qk_norm_rope_store(
         Added to the mean square.
     weight_offset : float
         Added to the weights (Gemma stores w - 1).
+    norm_after_rope : bool
+        Rotate first, then normalise (Hunyuan). The root mean square is that of the features before
+        the rotation, which keeps it, so scales in `cos_sin` remain in the result.
     interleaved : bool
         Rotate pairs (2i, 2i+1) instead of (i, i + R/2).
     k_scale, v_scale : (K,) array of float32, optional
@@ -142,8 +159,8 @@ def qk_norm_rope_store(
 
     Notes
     -----
-    Results are rounded to q's dtype after the norm and after the rotation, as in the separate ops,
-    and then quantized if the pages are quantized.
+    Results are rounded to q's dtype after the norm and after the rotation, as in the separate ops
+    (once, at the end, with `norm_after_rope`), and then quantized if the pages are quantized.
 
     Examples
     --------
@@ -179,11 +196,18 @@ def qk_norm_rope_store(
     if call.on_cpu:
         _check_values(call, positions, slot_mapping)
         reference.qk_norm_rope_store(
-            **arrays, eps=eps, weight_offset=weight_offset, interleaved=interleaved
+            **arrays,
+            eps=eps,
+            weight_offset=weight_offset,
+            norm_after_rope=norm_after_rope,
+            interleaved=interleaved,
         )
         return
+    spec = _spec(
+        dtype_name(q.dtype), kv_dtype_of(k_pages.dtype), norm_after_rope=bool(norm_after_rope)
+    )
     pairing = "interleaved" if interleaved else "half"
-    _launch(call, arrays, pairing, eps, weight_offset)
+    _launch(call, arrays, spec, pairing, eps, weight_offset)
 
 
 def _check_values(call: Contract, positions: Any, slot_mapping: Any) -> None:
@@ -202,7 +226,12 @@ def _check_values(call: Contract, positions: Any, slot_mapping: Any) -> None:
 
 
 def _launch(
-    call: Contract, arrays: dict[str, Any], pairing: str, eps: float, weight_offset: float
+    call: Contract,
+    arrays: dict[str, Any],
+    spec: ModuleSpec,
+    pairing: str,
+    eps: float,
+    weight_offset: float,
 ) -> None:
     weights = [arrays[name] for name in ("q_weight", "k_weight") if arrays[name] is not None]
     rows = [arrays[name] for name in ("q", "k", "v")]
@@ -217,7 +246,7 @@ def _launch(
         num_sms=sm_count(),
     )
     _KERNELS[pairing, config.access].launch(
-        specs(dtype_name(rows[0].dtype), kv_dtype=kv_dtype_of(places[1].dtype))[0],
+        spec,
         (call["T"], ceil_div(call["H"] + 2 * call["K"], config.heads_per_block)),
         (_THREADS,),
         pdl=True,

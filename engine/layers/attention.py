@@ -34,6 +34,8 @@ class AttentionParams:
         Sliding window in keys, the query's own included; 0 is full attention.
     softcap : float
         c in c·tanh(s/c), applied to scores; 0 turns it off.
+    norm_after_rope : bool
+        q and k are rotated first, then normalised.
     gate : str
         "sigmoid" multiplies the heads' outputs by sigmoid(g), g from rows of `qkv`; "" for no gate.
     deterministic : bool
@@ -48,6 +50,7 @@ class AttentionParams:
     scale: float
     window: int = 0
     softcap: float = 0.0
+    norm_after_rope: bool = False
     gate: str = ""
     deterministic: bool = False
     pattern: Any = None
@@ -67,8 +70,8 @@ class Attention:
     cos_sin : (P, R) float32 array
         Rope table: a row of [cos | sin] per position.
     q_norm, k_norm : Norm, optional
-        QK-norm, applied before rope; both have the same eps and offset. A weight (D,) normalises
-        each head, a longer one all heads together.
+        QK-norm, applied before rope unless `params` says otherwise; both have the same eps and
+        offset. A weight (D,) normalises each head, a longer one all heads together.
     sinks : (H,) float32 array, optional
         Attention sinks: one extra logit in each head's softmax, without a value.
     kv_scales : mapping of str to (k_scale, v_scale), optional
@@ -155,11 +158,19 @@ class Attention:
     def project(self, x: Any, rope_positions: Any) -> tuple[Any, Any, Any]:
         """Return the rotated q (T, H, D) and k (T, K, D), and v (T, K, D); store nothing."""
         query, key, value, _ = self._rows(x)
+        is_late = self.params.norm_after_rope
+        if not is_late:
+            self._norm_heads(query, key)
+        kernels.rope(query, key, rope_positions, self.cos_sin, out=(query, key))
+        if is_late:
+            self._norm_heads(query, key)
+        return query, key, value
+
+    def _norm_heads(self, query: Any, key: Any) -> None:
+        """Apply per-head QK-norm in place, if there is one."""
         if self.q_norm is not None and self.k_norm is not None and not self.norms_whole_rows:
             self.q_norm(query, out=query)
             self.k_norm(key, out=key)
-        kernels.rope(query, key, rope_positions, self.cos_sin, out=(query, key))
-        return query, key, value
 
     def gated(self, heads: Any, x: Any) -> Any:
         """Return the heads' outputs (T, H·D) times the gate that `x` (T, N) gives, if any."""
@@ -188,14 +199,16 @@ class Attention:
     def _stores_while_decoding(self, batch: ForwardBatch) -> bool:
         """Tell whether the decode kernel also stores k and v: each sequence has one new token."""
         is_all = batch.num_decodes == batch.num_sequences and batch.query_len == 1
-        return is_all and not self.params.deterministic and self.params.pattern is None
+        p = self.params
+        return is_all and not (p.deterministic or p.norm_after_rope) and p.pattern is None
 
     def _norms(self) -> dict[str, Any]:
         """Return the per-head QK-norm as keywords of the op that applies rope."""
         if self.q_norm is None or self.k_norm is None or self.norms_whole_rows:
             return {}
         norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
-        return norms | {"eps": self.q_norm.eps, "weight_offset": self.q_norm.offset}
+        norms |= {"eps": self.q_norm.eps, "weight_offset": self.q_norm.offset}
+        return norms | ({"norm_after_rope": True} if self.params.norm_after_rope else {})
 
     def _scales(self, pages: Any) -> dict[str, Any]:
         """Return the scales of a quantized KV cache as keywords of an op; {} for other pages."""

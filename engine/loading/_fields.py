@@ -85,6 +85,20 @@ class Fields:
             raise self.error(key, wanted)
         return value
 
+    def per_layer(
+        self, key: str, num_layers: int, low: int, high: int, default: int | _Required = REQUIRED
+    ) -> tuple[int, ...]:
+        """Return an integer in [low, high] per layer; the file has one for all, or a list."""
+        value = self.raw(key)
+        if not isinstance(value, list):
+            return (self.integer(key, low, high, default),) * num_layers
+        whole = tuple(map(_whole, value))
+        if len(whole) != num_layers or any(
+            type(one) is not int or not low <= one <= high for one in whole
+        ):
+            raise self.error(key, f"{num_layers} whole numbers from {low} to {high}, or one")
+        return whole
+
     def real(
         self, key: str, low: float, high: float, default: _T | _Required = REQUIRED
     ) -> float | _T:

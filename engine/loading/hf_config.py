@@ -266,6 +266,7 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "lm_head_bias": declared(kind.lm_head_bias),
         "qk_norm": declared(kind.qk_norm),
         "whole_qk_norm": kind.whole_qk_norm,
+        "qk_norm_after_rope": kind.qk_norm_after_rope,
         "pre_norms": kind.pre_norms,
         "post_norms": kind.post_norms,
         "layer_norm": kind.layer_norm,

@@ -37,9 +37,12 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
         renormalize = fields.flag(renormalize, False)
     width = fields.integer(kind.width, 1, _MAX_WIDTH)
     num_groups, top_groups = _groups(fields, kind, num_experts)
+    most = min(num_experts, MAX_TOP_K)
+    top_ks = fields.per_layer("num_experts_per_tok", num_layers, 1, most)
     config = MoeConfig(
         num_experts=num_experts,
-        top_k=fields.integer("num_experts_per_tok", 1, min(num_experts, MAX_TOP_K)),
+        top_k=max(top_ks),
+        layer_top_k=top_ks if len(set(top_ks)) > 1 else (),
         intermediate_size=width,
         sparse_layers=sparse,
         score=kind.score,
@@ -69,7 +72,12 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
 
 def _num_experts(fields: Fields, default: int, num_layers: int) -> int:
     """Return the number of experts per layer; its key varies between families."""
-    counts = {key: fields.integer(key, 1, MAX_EXPERTS) for key in _COUNT_KEYS if fields.has(key)}
+    counts: dict[str, int] = {}
+    for key in filter(fields.has, _COUNT_KEYS):
+        first, *rest = set(fields.per_layer(key, num_layers, 1, MAX_EXPERTS))
+        if rest:
+            raise fields.error(key, "the same in all layers")
+        counts[key] = first
     key, *others = counts or _COUNT_KEYS[:1]
     for other in others:
         if counts[key] != counts[other]:

@@ -119,11 +119,12 @@ class _RopeReader:
 
     def read(self) -> RopeConfig:
         kind = self._kind()
-        common: dict[str, Any] = {
-            "theta": self.rope.real("rope_theta", 1.0 + 1e-6, 1e12, 10000.0),
-            "rotary_dim": self._rotary_dim(),
-            "scaling": kind,
-        }
+        theta = self.rope.real("rope_theta", 1.0 + 1e-6, 1e12, 10000.0)
+        dim = self._rotary_dim()
+        if kind == "dynamic" and self.family.rope_alpha and self.rope.has("alpha"):
+            kind = "default"
+            theta *= self.rope.real("alpha", 1e-6, 1e6) ** (dim / max(dim - 2, 1))
+        common: dict[str, Any] = {"theta": theta, "rotary_dim": dim, "scaling": kind}
         readers = {
             "linear": self._linear,
             "dynamic": self._dynamic,
@@ -135,6 +136,8 @@ class _RopeReader:
         config = RopeConfig(**{**common, **extra})
         beyond = self.rope.real("attn_factor", 0.0, 1e3, 1.0)
         refuse_unread_rope(self.rope, self.family)
+        if self.family.qk_norm_after_rope:  # the norm undoes every factor
+            return replace(config, attention_factor=1.0)
         if beyond == 1.0:
             return config
         return replace(config, attention_factor=beyond * attention_factor(config))

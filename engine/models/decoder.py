@@ -430,7 +430,9 @@ class Decoder:
     def _numbers(self, layer: int) -> tuple[Hashable, ...]:
         """Return the non-array values that determine a layer's launches."""
         pattern = self.patterns.get(self.stage.first + layer)
-        numbers = self.config.window(layer), rope_index(self.config, layer), pattern
+        moe = self.config.moe_of(layer)
+        top_k = 0 if moe is None else moe.top_k
+        numbers = self.config.window(layer), rope_index(self.config, layer), pattern, top_k
         return numbers if self.parts.can_plan else (*numbers, layer)  # each layer is its own kind
 
     def _weight(self, name: str) -> Weight:
@@ -523,6 +525,7 @@ class Decoder:
             scale=config.attn_scale or config.head_dim**-0.5,
             window=config.window(index),
             softcap=config.attn_softcap,
+            norm_after_rope=config.qk_norm_after_rope,
             gate=config.attn_gate,
             deterministic=self.deterministic,
             pattern=self.patterns.get(self.stage.first + index),

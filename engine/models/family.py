@@ -236,6 +236,8 @@ class Family:
         Each branch of a parallel block has a norm of its own.
     whole_qk_norm : bool
         QK-norm over all heads of q or k together instead of per head.
+    qk_norm_after_rope : bool
+        q and k are rotated first, then normalised.
     sinks : bool
         Every head has an attention sink.
     windows : str
@@ -264,6 +266,8 @@ class Family:
         Whether `max_position_embeddings` already includes a linear rope factor.
     rope_aliases : mapping
         Rope types of old checkpoints -> their meaning in this family.
+    rope_alpha : bool
+        An `alpha` in rope parameters of type "dynamic" raises the base, at every length alike.
     interleaved_rope : bool
         Checkpoints store the rotated rows of q and k interleaved: pair i is rows 2i and 2i + 1 of a
         head instead of i and i + R/2.
@@ -296,6 +300,7 @@ class Family:
     lm_head_bias: bool | str = False
     qk_norm: bool | str = False
     whole_qk_norm: bool = False
+    qk_norm_after_rope: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     sinks: bool = False
@@ -308,6 +313,7 @@ class Family:
     local_rope: bool = False
     max_position_is_scaled: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    rope_alpha: bool = False
     interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False
     attn_gate: str = ""

@@ -83,6 +83,7 @@ def kernel_specs(
             dtype,
             head_dim=config.head_dim,
             subtract_mean=config.layer_norm,
+            norm_after_rope=config.qk_norm_after_rope,
             formats=tuple(form.name for form in formats),
             **({"patterns": True} if has_patterns and op == "attention_prefill" else {}),
         )
@@ -113,7 +114,12 @@ def quantized_kv_specs(config: ModelConfig, dtype: str, kv_dtype: str) -> list[M
     specs: list[ModuleSpec] = []
     for op in _PAGE_OPS:
         module = importlib.import_module(f"engine.kernels.{op}")
-        specs += module.specs(dtype, head_dim=config.head_dim, kv_dtype=kv_dtype)
+        specs += module.specs(
+            dtype,
+            head_dim=config.head_dim,
+            kv_dtype=kv_dtype,
+            norm_after_rope=config.qk_norm_after_rope,
+        )
     return list(dict.fromkeys(specs))
 
 

@@ -15,6 +15,7 @@ from engine.models.gpt_neox import GPT_NEOX
 from engine.models.gpt_oss import GPT_OSS
 from engine.models.granite import GRANITE
 from engine.models.granitemoe import GRANITEMOE
+from engine.models.hunyuan_v1 import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from engine.models.jais2 import JAIS2
 from engine.models.llama import LLAMA
 from engine.models.mimo import MIMO
@@ -58,8 +59,19 @@ _DENSE = (
     NEMOTRON,
     JAIS2,
     GPT_NEOX,
+    HUNYUAN_V1_DENSE,
 )
-_SPARSE = (QWEN2_MOE, QWEN3_MOE, MIXTRAL, OLMOE, GRANITEMOE, GPT_OSS, GLM4_MOE, AFMOE)
+_SPARSE = (
+    QWEN2_MOE,
+    QWEN3_MOE,
+    MIXTRAL,
+    OLMOE,
+    GRANITEMOE,
+    GPT_OSS,
+    GLM4_MOE,
+    AFMOE,
+    HUNYUAN_V1_MOE,
+)
 
 FAMILIES: dict[str, Family] = {known.model_type: known for known in (*_DENSE, *_SPARSE)}
 

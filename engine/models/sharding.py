@@ -68,8 +68,13 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         if not shard.expert_parallel:
             width = part(shard.cut("the width of an expert", width))
         shared = part(shard.cut("the width of the shared expert", shared))
-        sparse = moe.sparse_layers[layers]
-        moe = replace(moe, sparse_layers=sparse, intermediate_size=width, shared_size=shared)
+        moe = replace(
+            moe,
+            sparse_layers=moe.sparse_layers[layers],
+            layer_top_k=moe.layer_top_k[layers],
+            intermediate_size=width,
+            shared_size=shared,
+        )
     return replace(config, moe=moe, **sizes)
 
 

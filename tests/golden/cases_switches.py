@@ -21,6 +21,10 @@ _GPT_NEOX = {
     "hidden_act": "gelu",
 }
 del _GPT_NEOX["num_key_value_heads"]
+_HUNYUAN = {**_TINY, "head_dim": 24}
+_HUNYUAN_DENSE = {**_HUNYUAN, "model_type": "hunyuan_v1_dense"}
+_HUNYUAN_MOE = {**_HUNYUAN, "model_type": "hunyuan_v1_moe", "intermediate_size": 24}
+_ALPHA = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
 _AFMOE = {
     **_MOE,
     "model_type": "afmoe",
@@ -86,6 +90,28 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "tie_word_embeddings": True,
         "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "rope_parameters": _ROPE,
+    },
+    "hunyuan_v1_dense": {**_HUNYUAN_DENSE, "rope_theta": 500.0, "rope_scaling": _ALPHA},
+    "hunyuan_v1_dense_biases_new_keys": {
+        **_HUNYUAN_DENSE,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {**_ROPE, "rope_type": "dynamic", "alpha": 7.0, "factor": 1.0},
+    },
+    "hunyuan_v1_moe": {
+        **_HUNYUAN_MOE,
+        "num_hidden_layers": 3,
+        "num_experts": 7,
+        "moe_topk": [3, 1, 2],
+        "rope_theta": 500.0,
+        "rope_scaling": _ALPHA,
+    },
+    "hunyuan_v1_moe_new_keys": {
+        **_HUNYUAN_MOE,
+        "num_experts": 5,
+        "moe_topk": 2,
+        "tie_word_embeddings": True,
         "rope_parameters": _ROPE,
     },
 }

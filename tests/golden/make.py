@@ -32,7 +32,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 HERE = Path(__file__).parent
 MODELS = OLDER | SWITCHES
 RENAMED = ("gpt_neox",)  # dense families whose tensors have other names in memory than on disk
-ROUTERS = ("topkrouter", "tokenchoicerouter")  # ends of their classes' names, in small letters
+ROUTERS = (
+    "topkrouter",
+    "tokenchoicerouter",
+    "v1gate",
+)  # ends of their classes' names, in small letters
 OFFSET_NORMS = ("gemma", "nemotron")  # families whose norms multiply by 1 + w
 NUM_PROMPT = 28
 NUM_NEW = 12

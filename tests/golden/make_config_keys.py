@@ -25,13 +25,14 @@ SPARSE = (
     "gpt_oss",
     "glm4_moe",
     "afmoe",
+    "hunyuan_v1_moe",
 )
 SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")
 FAMILIES = (
     *("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text"),
     *("granite", "olmo2", "olmo3", "smollm3", "glm4", "starcoder2", "stablelm", "cohere2", "phi"),
     *SPARSE,
-    *("arcee", "nemotron", "jais2", "gpt_neox"),
+    *("arcee", "nemotron", "jais2", "gpt_neox", "hunyuan_v1_dense"),
 )
 PLAIN = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,

@@ -48,12 +48,14 @@ def _pages_shape(case):
 
 @pytest.mark.grid("dtype", cases.DTYPES)
 @pytest.mark.grid("norms", _NORMS)
+@pytest.mark.grid("norm_after_rope", [False, True])
 @pytest.mark.grid("interleaved", [False, True])
 @pytest.mark.grid("case", ROPE)
-def test_matches_mirror(xp, case, interleaved, norms, dtype):
+def test_matches_mirror(xp, case, interleaved, norm_after_rope, norms, dtype):
     """Run on views of fused rows; k, v and all unwritten slots stay unchanged."""
     qkv, places, slots, weights = _inputs(case, dtype, norms)
     options = {"interleaved": interleaved, "eps": 1e-5, "weight_offset": 0.5}
+    options["norm_after_rope"] = norm_after_rope
     shape = _pages_shape(case)
     want, want_pages = qkv.copy(), np.full((2, *shape), np.nan, qkv.dtype)
     reference.qk_norm_rope_store(
@@ -106,6 +108,28 @@ def test_is_the_separate_ops(xp, tokens, norms, dtype):
         to_numpy(xp.ascontiguousarray(_split(got, case)[1])),
         np.ascontiguousarray(_split(qkv, case)[1]),
     )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("norms", _NORMS)
+@pytest.mark.parametrize("case", [(5, 6, 2, 64, 64), (5, 6, 2, 64, 32), (3, 3, 1, 22, 12)])
+def test_the_norm_after_the_rotation_is_that_of_the_rotated_heads(xp, case, norms, interleaved):
+    qkv, places, slots, weights = _inputs(case, "float32", norms)
+    got, want, *arrays, gslots = cases.to_module(xp, qkv.copy(), qkv.copy(), *places, slots)
+    weights = {name: xp.asarray(weight) for name, weight in weights.items()}
+    pages, want_pages = (xp.zeros((2, *_pages_shape(case)), qkv.dtype) for _ in "ab")
+    options = {"interleaved": interleaved}
+    kernels.qk_norm_rope_store(
+        *_split(got, case), *arrays, *pages, gslots, **weights, **options, norm_after_rope=True
+    )
+    q, k, v = _split(want, case)
+    kernels.rope(q, k, *arrays, out=(q, k), **options)
+    for x, name in ((q, "q_weight"), (k, "k_weight")):
+        if name in weights:
+            kernels.rmsnorm(x, weights[name], out=x)
+    kernels.kv_store(k, v, *want_pages, gslots)
+    for a, b in ((_split(got, case)[0], q), (pages, want_pages)):
+        assert_close(xp.ascontiguousarray(a), to_numpy(xp.ascontiguousarray(b)), reduction=64)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

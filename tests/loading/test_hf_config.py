@@ -228,6 +228,18 @@ def test_gpt_neox_has_keys_of_its_own():
         known("gpt_neox", rotary_pct=2)
 
 
+def test_hunyuan_raises_the_base_of_rope_by_alpha():
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 2.0, "mscale": 1.0}
+    config = known("hunyuan_v1_dense", head_dim=128, rope_scaling=scaling)
+    assert config.rope.scaling == "default" and config.qk_norm_after_rope
+    assert config.rope.theta == pytest.approx(1e4 * 1000 ** (128 / 126))
+    assert config.max_position_embeddings == known("hunyuan_v1_dense").max_position_embeddings
+    plain = known("hunyuan_v1_dense", rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert (plain.rope.scaling, plain.rope.factor) == ("dynamic", 2.0)
+    yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}
+    assert known("hunyuan_v1_dense", rope_scaling=yarn).rope.attention_factor == 1.0
+
+
 def test_relu_squared_needs_an_mlp_without_a_gate():
     assert known("arcee").activation == known("nemotron").activation == "relu2"
     with pytest.raises(ConfigError, match=r"hidden_act must be one of silu, .*; got 'relu2'"):

@@ -85,6 +85,7 @@ def test_activations_of_experts_are_counted():
     [
         ("glm4_moe", {"scale": 1.0}),
         ("afmoe", {"scale": 1.0}),
+        ("hunyuan_v1_moe", {"layer_top_k": ()}),
         ("afmoe", {"score": "softmax"}),
         ("glm4_moe", {"renormalize": False}),
         ("glm4_moe", {"num_groups": 1, "top_groups": 1}),

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 import engine
 from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.cache.memory_pool import MemoryPool
+from engine.config import RopeConfig
 from engine.device import CPU, to_numpy
 from engine.layers.batch import ForwardBatch
 from engine.loading.model_config import load_config
@@ -229,6 +230,8 @@ def test_mimo_is_qwen2_beside_a_layer_that_it_ignores(golden, tmp_path):
         ("nemotron", {"rms_norm_eps": 1e-5}),
         ("jais2", {"norm_bias": False}),
         ("gpt_neox", {"parallel_norms": False}),
+        ("hunyuan_v1_dense", {"qk_norm_after_rope": False}),
+        ("hunyuan_v1_dense", {"rope": RopeConfig(theta=500.0, rotary_dim=24)}),
         ("afmoe", {"attn_gate": ""}),
         ("afmoe", {"embed_scale": 1.0}),
         ("afmoe", {"rope_layers": ()}),

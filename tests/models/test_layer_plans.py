@@ -68,6 +68,10 @@ FAMILIES = {
         gated_mlp=False,
         activation="relu2",
     ),
+    "norms after the rotation": dataclasses.replace(CONFIG, qk_norm=True, qk_norm_after_rope=True),
+    "experts of other numbers": dataclasses.replace(
+        CONFIG, moe=MoeConfig(5, 3, 96, (True,) * 6, layer_top_k=(3, 1, 3, 1, 1, 2))
+    ),
     "gated attention": dataclasses.replace(CONFIG, attn_gate="sigmoid", qk_norm=True),
     "scaled branches": dataclasses.replace(CONFIG, branch_scale=0.3),
     "norms of outputs": dataclasses.replace(

@@ -248,15 +248,22 @@ def _qk_norm_rope_store(
     k_weight: Any = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
+    norm_after_rope: bool = False,
     interleaved: bool = False,
     k_scale: Any = None,
     v_scale: Any = None,
 ) -> None:
-    norm = {"eps": eps, "weight_offset": weight_offset}
-    query = q if q_weight is None else run("rmsnorm", q, q_weight, **norm)
-    key = k if k_weight is None else run("rmsnorm", k, k_weight, **norm)
+    def normed(x: Any, weight: Any, out: Any = None) -> Any:
+        if weight is None:
+            return x
+        return run("rmsnorm", x, weight, eps=eps, weight_offset=weight_offset, out=out)
+
+    query, key = (q, k) if norm_after_rope else (normed(q, q_weight), normed(k, k_weight))
     out = (q, empty_like(k))  # k itself is only read
     _, key = run("rope", query, key, positions, cos_sin, interleaved=interleaved, out=out)
+    if norm_after_rope:
+        normed(q, q_weight, q)
+        key = normed(key, k_weight, key)
     run("kv_store", key, v, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
 
