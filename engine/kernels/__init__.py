@@ -21,6 +21,7 @@ from engine.kernels.attention_backward import attention_backward
 from engine.kernels.attention_decode import attention_decode
 from engine.kernels.attention_prefill import attention_prefill
 from engine.kernels.attention_prefill_fp8 import attention_prefill_fp8
+from engine.kernels.clamp import clamp
 from engine.kernels.cross_entropy import cross_entropy
 from engine.kernels.decode_inputs import decode_inputs
 from engine.kernels.decode_outputs import decode_outputs
@@ -67,6 +68,7 @@ from engine.kernels.silu import silu
 from engine.kernels.swiglu import swiglu
 from engine.kernels.swiglu_backward import swiglu_backward
 from engine.kernels.swiglu_quantize import swiglu_quantize
+from engine.kernels.xielu import xielu
 
 if TYPE_CHECKING:
     from engine.kernels._tools.bench import bench
@@ -99,6 +101,7 @@ __all__ = [
     "attention_prefill_fp8",
     "bench",
     "check",
+    "clamp",
     "cross_entropy",
     "decode_inputs",
     "decode_outputs",
@@ -150,6 +153,7 @@ __all__ = [
     "swiglu_backward",
     "swiglu_quantize",
     "watch",
+    "xielu",
 ]
 
 _TOOLS = {  # modules of `_tools/`, imported on demand

@@ -7,7 +7,7 @@ A "flat" kernel maps n elements, in 16-byte vectors with a scalar tail
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.dtypes import dtype_name
@@ -84,15 +84,21 @@ def is_large(*outputs: Any) -> int:
     return int(sum(array.nbytes for array in outputs) >= _LARGE_BYTES)
 
 
-def launch_flat(kernel: Kernel, spec: ModuleSpec, **arrays: Any) -> None:
-    """Launch a flat kernel on C-contiguous arrays of equal size, given by parameter name."""
+def launch_flat(
+    kernel: Kernel, spec: ModuleSpec, others: Mapping[str, Any] | None = None, **arrays: Any
+) -> None:
+    """Launch a flat kernel on C-contiguous arrays of equal size, given by parameter name.
+
+    `others` are arguments that every element reads.
+    """
     n = next(iter(arrays.values())).size
     width = vector_width(next(iter(arrays.values())))
     aligned = all(a.data.ptr % VECTOR_BYTES == 0 for a in arrays.values())
     num_vectors = n // width if aligned else 0
     num_threads = num_vectors + n - num_vectors * width
     grid = (ceil_div(num_threads, FLAT_THREADS),)
-    kernel.launch(spec, grid, (FLAT_THREADS,), num_vectors=num_vectors, n=n, **arrays)
+    others = others or {}
+    kernel.launch(spec, grid, (FLAT_THREADS,), num_vectors=num_vectors, n=n, **others, **arrays)
 
 
 def unary(

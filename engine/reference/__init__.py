@@ -8,6 +8,7 @@ from engine.reference.attention_backward import attention_backward
 from engine.reference.attention_decode import attention_decode
 from engine.reference.attention_prefill import attention_prefill
 from engine.reference.attention_prefill_fp8 import attention_prefill_fp8
+from engine.reference.clamp import clamp
 from engine.reference.cross_entropy import cross_entropy
 from engine.reference.decode_inputs import decode_inputs
 from engine.reference.decode_outputs import decode_outputs
@@ -54,6 +55,7 @@ from engine.reference.silu import silu
 from engine.reference.swiglu import swiglu
 from engine.reference.swiglu_backward import swiglu_backward
 from engine.reference.swiglu_quantize import swiglu_quantize
+from engine.reference.xielu import xielu
 
 __all__ = [
     "Routing",
@@ -65,6 +67,7 @@ __all__ = [
     "attention_decode",
     "attention_prefill",
     "attention_prefill_fp8",
+    "clamp",
     "cross_entropy",
     "decode_inputs",
     "decode_outputs",
@@ -111,4 +114,5 @@ __all__ = [
     "swiglu",
     "swiglu_backward",
     "swiglu_quantize",
+    "xielu",
 ]

@@ -12,6 +12,7 @@ from engine.errors import DTypeError
 
 _RNG = np.random.default_rng(0)
 _X = _RNG.standard_normal((5, 12)) * 2.0
+_XIELU = np.array([0.9, 1.3, 0.4, -0.02])
 _W, _B = _RNG.standard_normal((2, 12))
 
 
@@ -31,6 +32,12 @@ def _gelu_tanh(x):
     return x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
 
 
+def _xielu(x):
+    positive, negative, slope, eps = _XIELU.tolist()
+    curve = positive * x * x if x > 0 else negative * (math.expm1(min(x, eps)) - x)
+    return curve + slope * x
+
+
 def _gated(activation):
     return _elementwise(activation, _X[:, :6]) * _X[:, 6:]
 
@@ -47,6 +54,8 @@ _CASES = {
     "gelu_tanh": (lambda: kernels.gelu(_X, approximate="tanh"), _elementwise(_gelu_tanh)),
     "relu": (lambda: kernels.relu(_X), np.where(_X > 0, _X, 0.0)),
     "relu_squared": (lambda: kernels.relu(_X, squared=True), np.where(_X > 0, _X**2, 0.0)),
+    "clamp": (lambda: kernels.clamp(_X, -0.3, 0.7), np.minimum(np.maximum(_X, -0.3), 0.7)),
+    "xielu": (lambda: kernels.xielu(_X, _XIELU), _elementwise(_xielu)),
     "swiglu": (lambda: kernels.swiglu(_X), _gated(_silu)),
     "geglu": (lambda: kernels.geglu(_X, approximate="none"), _gated(_gelu_erf)),
     "geglu_tanh": (lambda: kernels.geglu(_X), _gated(_gelu_tanh)),

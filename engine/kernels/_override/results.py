@@ -64,7 +64,8 @@ def _summed_experts(a: Arguments) -> Wanted:
 
 
 RESULTS: dict[str, Callable[[Arguments], Wanted]] = {
-    **dict.fromkeys(("silu", "gelu", "relu", "sigmoid_gate", "residual_add"), _like("x")),
+    **dict.fromkeys(("silu", "gelu", "relu", "xielu", "clamp"), _like("x")),
+    **dict.fromkeys(("sigmoid_gate", "residual_add"), _like("x")),
     **dict.fromkeys(("swiglu", "geglu"), _half),
     "all_reduce": _like("x"),
     "rmsnorm": _norm,
