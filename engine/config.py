@@ -37,6 +37,8 @@ class RopeConfig:
         Scale of cos and sin; None computes it by the paper's formula.
     mscale, mscale_all_dim : float
         YaRN's two attention-scale factors; 0 if not given.
+    is_reversed : bool
+        Whether to rotate backwards (nanochat).
     truncate : bool
         Whether to round the bounds of the yarn ramp to whole dimensions.
     short_factor, long_factor : tuple of float
@@ -55,6 +57,7 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    is_reversed: bool = False
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
@@ -129,8 +132,11 @@ class ModelConfig:
         Maximum sequence length in tokens.
     rms_norm_eps : float
         Epsilon added to the mean square (or variance) before the square root.
-    layer_norm, norm_bias : bool
-        Whether norms subtract the mean first (LayerNorm), and whether they add a bias.
+    layer_norm, norm_weight, norm_bias : bool
+        Whether norms subtract the mean first (LayerNorm), whether checkpoints have their weights
+        (otherwise ones), and whether they add a bias.
+    embed_norm : bool
+        Whether the embedding is normalised.
     rope : RopeConfig
         Rope of every layer or, with `rope_local`, of the full-attention layers.
     rope_local : RopeConfig or None
@@ -160,7 +166,7 @@ class ModelConfig:
         `qkv` per feature of the heads computes g. "" for no gate.
     activation : str
         Activation of the gate (of up, without a gate): "silu", "gelu" (erf), "gelu_tanh" or,
-        without a gate, "relu2" (the square of ReLU).
+        without a gate, "relu2" (the square of ReLU) or "xielu".
     moe : MoeConfig or None
         Mixture of experts; None if all layers are dense.
     num_extra_layers : int
@@ -175,6 +181,8 @@ class ModelConfig:
         Factor on the attention and MLP outputs before the residual addition (Granite).
     attn_scale : float
         Factor on q·k; 0 means 1/sqrt(D).
+    clip_qkv : float
+        Limit of the absolute values of q, k and v; 0 is none (OLMo).
     attn_softcap, final_softcap : float
         c in c·tanh(x/c), applied to the attention scores and to the logits; 0 disables it.
     logits_scale : float
@@ -197,6 +205,8 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     layer_norm: bool = False
+    norm_weight: bool = True
+    embed_norm: bool = False
     norm_bias: bool = False
     rope: RopeConfig = field(default_factory=RopeConfig)
     rope_local: RopeConfig | None = None
@@ -225,6 +235,7 @@ class ModelConfig:
     rounds_embed_scale: bool = False
     branch_scale: float = 1.0
     attn_scale: float = 0.0
+    clip_qkv: float = 0.0
     attn_softcap: float = 0.0
     final_softcap: float = 0.0
     logits_scale: float = 1.0

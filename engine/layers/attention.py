@@ -34,6 +34,8 @@ class AttentionParams:
         Sliding window in keys, the query's own included; 0 is full attention.
     softcap : float
         c in c·tanh(s/c), applied to scores; 0 turns it off.
+    clip : float
+        Limit of the absolute values of q, k and v; 0 turns it off.
     norm_after_rope : bool
         q and k are rotated first, then normalised.
     gate : str
@@ -50,6 +52,7 @@ class AttentionParams:
     scale: float
     window: int = 0
     softcap: float = 0.0
+    clip: float = 0.0
     norm_after_rope: bool = False
     gate: str = ""
     deterministic: bool = False
@@ -192,6 +195,8 @@ class Attention:
             key = fused[:, h * d : (h + k) * d]
             self.q_norm(query, out=query)
             self.k_norm(key, out=key)
+        if self.params.clip:
+            fused = kernels.clamp(fused, -self.params.clip, self.params.clip, out=fused)
         gate = fused[:, (h + 2 * k) * d :] if self.params.gate else None
         rows = fused.reshape(x.shape[0], -1, d)
         return rows[:, :h], rows[:, h : h + k], rows[:, h + k : h + 2 * k], gate

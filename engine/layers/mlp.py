@@ -15,7 +15,8 @@ from engine.weights import Format
 __all__ = ["MLP"]
 
 _GELU = {"gelu": "none", "gelu_tanh": "tanh"}
-_KNOWN = ("silu", *_GELU, "relu2")
+_GATES = ("silu", *_GELU)
+_PLAIN = (*_GATES, "relu2", "xielu")
 
 
 class MLP:
@@ -29,9 +30,11 @@ class MLP:
         (N, F).
     activation : str
         Activation of the gate, or of up: "silu", "gelu" (erf), "gelu_tanh", or without a gate
-        "relu2" (the square of ReLU).
+        "relu2" (the square of ReLU) or "xielu".
     is_gated : bool
         Whether `gate_up` includes a gate.
+    coefficients : (4,) array of float32, optional
+        Coefficients of `kernels.xielu`.
 
     Raises
     ------
@@ -39,18 +42,25 @@ class MLP:
         If the activation is not supported.
     """
 
-    __slots__ = ("activation", "down", "gate_up", "is_gated")
+    __slots__ = ("activation", "coefficients", "down", "gate_up", "is_gated")
 
     def __init__(
-        self, gate_up: Linear, down: Linear, activation: str, *, is_gated: bool = True
+        self,
+        gate_up: Linear,
+        down: Linear,
+        activation: str,
+        *,
+        is_gated: bool = True,
+        coefficients: Any = None,
     ) -> None:
-        known = _KNOWN[:-1] if is_gated else _KNOWN
+        known = _GATES if is_gated else _PLAIN
         if activation not in known:
             raise ConfigError(f"activation must be one of {', '.join(known)}; got {activation!r}")
         self.gate_up = gate_up
         self.down = down
         self.activation = activation
         self.is_gated = is_gated
+        self.coefficients = coefficients
 
     @property
     def num_multiplied(self) -> int:
@@ -65,6 +75,8 @@ class MLP:
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array of the MLP."""
         yield from arrays_of(gate_up=self.gate_up, down=self.down)
+        if self.coefficients is not None:
+            yield "coefficients", self.coefficients
 
     def __call__(
         self, x: Any, *, norm: Norm | None = None, residual: Any = None, slots: Any = None
@@ -91,4 +103,6 @@ class MLP:
             return kernels.silu(product, out=product)
         if self.activation == "relu2":
             return kernels.relu(product, squared=True, out=product)
+        if self.activation == "xielu":
+            return kernels.xielu(product, self.coefficients, out=product)
         return kernels.gelu(product, approximate=_GELU[self.activation], out=product)

@@ -65,7 +65,8 @@ def rope_rows(
         for first in range(start, stop, _ROWS):
             positions = np.arange(first, min(first + _ROWS, stop))
             angles = positions[:, None] * _frequencies_at(config, positions, is_long=part > 0)
-            rows = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * scale
+            sines = np.sin(-angles if config.is_reversed else angles)
+            rows = np.concatenate([np.cos(angles), sines], axis=1) * scale
             yield part * num_positions + first, rows.astype(np.float32)
 
 

@@ -98,7 +98,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-_UNGATED_ACTIVATIONS = {**_ACTIVATIONS, "relu2": "relu2"}
+_UNGATED_ACTIVATIONS = {**_ACTIVATIONS, "relu2": "relu2", "xielu": "xielu"}
 
 
 def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
@@ -270,6 +270,8 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "pre_norms": kind.pre_norms,
         "post_norms": kind.post_norms,
         "layer_norm": kind.layer_norm,
+        "norm_weight": kind.norm_weight,
+        "embed_norm": kind.embed_norm,
         "norm_bias": kind.norm_bias,
         "parallel": (parallel := declared(kind.parallel)),
         "parallel_norms": parallel and kind.parallel_norms,
@@ -301,6 +303,7 @@ def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
         "norm_weight_offset": kind.norm_weight_offset,
         "rounds_embed_scale": scaled is True,
         **scales,
+        "clip_qkv": own("clip_qkv", 0.0),
         "attn_softcap": own("attn_logit_softcapping", 0.0),
         "final_softcap": own("final_logit_softcapping", 0.0),
     }

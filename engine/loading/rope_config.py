@@ -125,6 +125,7 @@ class _RopeReader:
             kind = "default"
             theta *= self.rope.real("alpha", 1e-6, 1e6) ** (dim / max(dim - 2, 1))
         common: dict[str, Any] = {"theta": theta, "rotary_dim": dim, "scaling": kind}
+        common["is_reversed"] = self.family.reversed_rope
         readers = {
             "linear": self._linear,
             "dynamic": self._dynamic,

@@ -144,7 +144,7 @@ class SafetensorsFile:
                 f"{self.path}: tensor {shown(name)} must be one of {', '.join(_WEIGHT_DTYPES)}; "
                 f"got {dtype} (the model's configuration does not say that it is quantized)"
             )
-        view = self.view(name)
+        view = np.atleast_1d(self.view(name))
         rows = (view if view.ndim < 3 else view.reshape(-1, view.shape[-1]))[start:stop]
         return rows if columns is None else rows[:, slice(*columns)]
 

@@ -10,7 +10,7 @@ from engine.cache.memory_pool import device_memory, format_bytes
 from engine.config import ModelConfig
 from engine.device import CPU, Device
 from engine.errors import OutOfMemoryError
-from engine.loading.weight_table import weight_shapes
+from engine.loading.weight_table import XIELU_KINDS, weight_shapes
 from engine.models.rope_tables import rope_bytes
 from engine.weights import FORMATS, WHOLE, Format, Shard, dense_format
 from engine.weights.formats import GGUF_FORMATS, TILE_ROWS
@@ -19,7 +19,8 @@ __all__ = ["is_expert", "is_quantized", "quantized_formats", "weight_bytes", "we
 __all__ += ["weight_room"]
 
 _MAX_ROPE_BYTES = 8 << 30  # 16 million positions of 128 features
-_FLOAT32_KINDS = ("router_correction", "sinks")  # one number per expert or head, kept exact
+# One number per expert, head or layer, kept exact.
+_FLOAT32_KINDS = ("router_correction", "sinks", *XIELU_KINDS)
 _NONE: Mapping[str, Format] = MappingProxyType({})
 _EXPERT_KINDS = ("experts_gate_up", "experts_down")
 _QUANTIZED_KINDS = (

@@ -14,7 +14,14 @@ from engine.models.family import TensorName, WeightName
 from engine.models.tensor_layout import ROWS, Layout
 from engine.weights import WHOLE, Shard
 
-__all__ = ["Placement", "place_tensors", "shard_axis", "shard_pieces", "weight_shapes"]
+__all__ = [
+    "XIELU_KINDS",
+    "Placement",
+    "place_tensors",
+    "shard_axis",
+    "shard_pieces",
+    "weight_shapes",
+]
 
 # Precomputed tables in old checkpoints and .gguf files; the engine computes its own.
 _IGNORED = re.compile(
@@ -26,6 +33,9 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _MTP_LAYER = re.compile(r"model\.mtp_layers\.(\d{1,6})\.")
 _OUTPUT_NAMES = ("lm_head.weight", "output.weight", "embed_out.weight")
 
+
+XIELU_KINDS = ("xielu_alpha_p", "xielu_alpha_n", "xielu_beta", "xielu_eps")
+"""The numbers of a layer's xIELU, of one element each."""
 
 # Fused weights sharded by rows -> the parts that make up the rows.
 _ROW_PARTS = {
@@ -242,6 +252,8 @@ def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[
     for layer in range(config.num_layers):
         for kind, shape in _layer_shapes(config, parts, layer).items():
             shapes[str(WeightName(kind, layer))] = shape
+    if config.embed_norm:
+        shapes["embed_norm"] = (n,)
     shapes["final_norm"] = (n,)
     if config.norm_bias:
         shapes["final_norm_bias"] = (n,)
@@ -291,6 +303,8 @@ def _mlp_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]
     rows = parts.rows(first)
     down = parts.second_shape("down", n)
     shapes: dict[str, tuple[int, ...]] = {first: (rows, n), "down": down}
+    if config.activation == "xielu":
+        shapes |= dict.fromkeys(XIELU_KINDS, (1,))
     if config.mlp_bias:
         shapes |= {f"{first}_bias": (rows,), "down_bias": down[:1]}
     return shapes
@@ -410,7 +424,7 @@ def place_tensors(
     _refuse(where, "missing", [name for name in wanted if name not in found])
     _refuse(where, f"not part of a {config.model_type} model with this config", unexpected)
     for name, (shape, _) in wanted.items():
-        if found[name] != shape:
+        if (found[name] or (1,)) != shape:  # a number without axes counts as a row of one
             raise WeightsError(
                 f"{where}: tensor {name!r} must have shape {shape}, as the config says; "
                 f"got {found[name]}"

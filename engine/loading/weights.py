@@ -178,7 +178,7 @@ class _Plan:
         return "embed" if name == "lm_head" and self.config.tie_word_embeddings else name
 
     def allocate(self, device: Device, names: Iterable[str]) -> dict[str, Any]:
-        """Return dense arrays, uninitialised except for rows that no tensor fills."""
+        """Return dense arrays, uninitialised except for what no tensor fills."""
         arrays = {
             name: device.xp.empty(self.shapes[name], np_dtype(weight_dtype(name, self.dtype)))
             for name in names
@@ -186,6 +186,9 @@ class _Plan:
         if device.is_cuda:
             # SAFETY: a kernel on another stream may still use this memory, just freed to the pool.
             device.xp.cuda.runtime.deviceSynchronize()
+        if not self.config.norm_weight:
+            for name in (name for name in arrays if name.endswith("norm")):
+                arrays[name][...] = arrays[name].dtype.type(1)
         if self.config.attn_gate:  # the gate's rows may have no bias
             for name in (name for name in arrays if name.endswith("qkv_bias")):
                 arrays[name].view(f"u{arrays[name].itemsize}").fill(0)

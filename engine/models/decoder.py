@@ -242,6 +242,7 @@ class Decoder:
         self.short_rope_len = config.rope.original_max_position if self.long_rope_offset else 0
         if stage.is_first:
             self.embed = parts.embedding(self._embedding())
+            self._embed_norm = self._norm("embed_norm") if config.embed_norm else None
         self.kv_scales = KVScales(self.xp, config.num_layers, config.num_kv_heads)
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
         self._run_layers = LayerPlans(
@@ -346,9 +347,14 @@ class Decoder:
         if batch.max_context_len > self._ropes[0].num_computed:
             self.extend_ropes(batch.max_context_len)
         if self.stage.is_first:
-            return None, self.embed(batch.token_ids)
+            return None, self.embedded(batch.token_ids)
         assert batch.entering is not None
         return self.parts.entering(*batch.entering)
+
+    def embedded(self, token_ids: Any) -> Any:
+        """Return the residual stream (T, N) that enters the first layer, for `token_ids` (T,)."""
+        x = self.embed(token_ids)
+        return x if self._embed_norm is None else self._embed_norm(x, out=x)
 
     def _keep(self, features: Mapping[int, Any], layer: int, delta: Any, residual: Any) -> None:
         """Write the residual stream that enters `layer` to its array in `features`, if any."""
@@ -513,7 +519,17 @@ class Decoder:
             self._linear(f"{name}.down", config.mlp_bias, self.parts.down),
             config.activation,
             is_gated=config.gated_mlp,
+            coefficients=self._xielu(name) if config.activation == "xielu" else None,
         )
+
+    def _xielu(self, name: str) -> Any:
+        """Return the coefficients of a layer's `kernels.xielu`."""
+        kinds = ("alpha_p", "alpha_n", "beta", "eps")
+        stored = [to_numpy(self._weight(f"{name}.xielu_{kind}").data) for kind in kinds]
+        positive, negative, slope, eps = np.concatenate(stored).astype(np.float64)
+        softplus = np.logaddexp(0.0, (positive, negative))
+        values = np.array([softplus[0], slope + softplus[1], slope, eps], np.float32)
+        return self.xp.asarray(values)
 
     def _attention(self, index: int) -> Attention:
         config = self.config
@@ -525,6 +541,7 @@ class Decoder:
             scale=config.attn_scale or config.head_dim**-0.5,
             window=config.window(index),
             softcap=config.attn_softcap,
+            clip=config.clip_qkv,
             norm_after_rope=config.qk_norm_after_rope,
             gate=config.attn_gate,
             deterministic=self.deterministic,

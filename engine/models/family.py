@@ -226,8 +226,10 @@ class Family:
         QK-norm (or the key of that flag); norms before and after attention and MLP.
     eps_key : str
         Key of the norms' epsilon.
-    layer_norm, norm_bias : bool
-        Norms are LayerNorms (the mean is subtracted); norms have a bias.
+    layer_norm, norm_weight, norm_bias : bool
+        Norms are LayerNorms (the mean is subtracted); norms have a weight; norms have a bias.
+    embed_norm : bool
+        The embedding is normalised.
     gated_mlp : bool
         The MLP is act(gate x) * up x; otherwise act(up x).
     parallel : bool or str
@@ -266,6 +268,8 @@ class Family:
         Whether `max_position_embeddings` already includes a linear rope factor.
     rope_aliases : mapping
         Rope types of old checkpoints -> their meaning in this family.
+    reversed_rope : bool
+        q and k are rotated backwards.
     rope_alpha : bool
         An `alpha` in rope parameters of type "dynamic" raises the base, at every length alike.
     interleaved_rope : bool
@@ -290,6 +294,8 @@ class Family:
     key_aliases: Mapping[str, str] = field(default_factory=dict)
     eps_key: str = "rms_norm_eps"
     layer_norm: bool = False
+    norm_weight: bool = True
+    embed_norm: bool = False
     norm_bias: bool = False
     gated_mlp: bool = True
     parallel: bool | str = False
@@ -313,6 +319,7 @@ class Family:
     local_rope: bool = False
     max_position_is_scaled: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    reversed_rope: bool = False
     rope_alpha: bool = False
     interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False

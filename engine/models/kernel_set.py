@@ -15,7 +15,7 @@ from engine.weights import Format
 __all__ = ["kernel_specs", "prepare_kernels", "prepare_quantized_kv", "quantized_kv_specs"]
 
 # Activation of an MLP -> the op that applies it to up, and the one that multiplies gate and up.
-_PLAIN = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu", "relu2": "relu"}
+_PLAIN = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu", "relu2": "relu", "xielu": "xielu"}
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu"}
 _MOE_OPS = ("moe_combine", "moe_gemm", "moe_gemm_combine", "moe_route", "rmsnorm_moe_route")
 _PAGE_OPS = (
@@ -70,6 +70,8 @@ def kernel_specs(
     chosen = [_GATED[config.activation] if config.gated_mlp else _PLAIN[config.activation]]
     if config.parallel or not config.pre_norms:
         chosen.append("residual_add")
+    if config.clip_qkv:
+        chosen.append("clamp")
     if config.attn_gate:
         chosen.append("sigmoid_gate")
     specs: list[ModuleSpec] = []

@@ -28,6 +28,7 @@ OLMOE = Family(
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "num_experts_per_tok": 8,
+        "clip_qkv": None,
     },
     qkv_bias="attention_bias",
     o_bias="attention_bias",

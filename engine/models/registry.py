@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.errors import ConfigError
 from engine.models.afmoe import AFMOE
+from engine.models.apertus import APERTUS
 from engine.models.arcee import ARCEE
 from engine.models.cohere2 import COHERE2
 from engine.models.family import Family
@@ -21,7 +22,9 @@ from engine.models.llama import LLAMA
 from engine.models.mimo import MIMO
 from engine.models.mistral import MINISTRAL, MISTRAL
 from engine.models.mixtral import MIXTRAL
+from engine.models.nanochat import NANOCHAT
 from engine.models.nemotron import NEMOTRON
+from engine.models.olmo import OLMO
 from engine.models.olmo2 import OLMO2, OLMO3
 from engine.models.olmoe import OLMOE
 from engine.models.phi import PHI
@@ -60,6 +63,9 @@ _DENSE = (
     JAIS2,
     GPT_NEOX,
     HUNYUAN_V1_DENSE,
+    APERTUS,
+    OLMO,
+    NANOCHAT,
 )
 _SPARSE = (
     QWEN2_MOE,

@@ -85,7 +85,7 @@ def gptq_layers(
     batches = list(_batches(decoder, device, sequences))
     decoder.extend_ropes(sequences.shape[1])
     pages = _pages(decoder, device, batches)
-    states = [(None, decoder.embed(batch.token_ids)) for batch in batches]
+    states = [(None, decoder.embedded(batch.token_ids)) for batch in batches]
     for index, layer in enumerate(decoder.layers):
         places = {name: place for name, place in _linears(layer, index).items() if wanted(name)}
         hessians = _observe(layer, places, states, batches, pages)

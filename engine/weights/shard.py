@@ -69,6 +69,8 @@ class Stage:
             return not self.num_layers or self.first <= int(name.split(".")[1]) < self.last
         if name == "embed":
             return self.is_first or (self.is_last and is_tied)
+        if name == "embed_norm":
+            return self.is_first
         return self.is_last
 
     def local_name(self, name: str) -> str:

@@ -25,6 +25,10 @@ _HUNYUAN = {**_TINY, "head_dim": 24}
 _HUNYUAN_DENSE = {**_HUNYUAN, "model_type": "hunyuan_v1_dense"}
 _HUNYUAN_MOE = {**_HUNYUAN, "model_type": "hunyuan_v1_moe", "intermediate_size": 24}
 _ALPHA = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
+_APERTUS = {**_TINY, "model_type": "apertus", "hidden_act": "xielu", "head_dim": 24}
+_OLMO = {**_TINY, "model_type": "olmo"}
+del _OLMO["rms_norm_eps"]
+_NANOCHAT = {**_RELU2, "model_type": "nanochat", "rms_norm_eps": 1e-3}
 _AFMOE = {
     **_MOE,
     "model_type": "afmoe",
@@ -106,6 +110,49 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "moe_topk": [3, 1, 2],
         "rope_theta": 500.0,
         "rope_scaling": _ALPHA,
+    },
+    "apertus": {
+        **_APERTUS,
+        "intermediate_size": 90,
+        "rope_theta": 500.0,
+        "rope_scaling": {
+            "type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "apertus_biases_new_keys": {
+        **_APERTUS,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _ROPE,
+    },
+    "olmo": {**_OLMO, "rope_theta": 500.0, "clip_qkv": 0.7},
+    "olmo_biases_new_keys": {
+        **_OLMO,
+        "clip_qkv": None,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _ROPE,
+    },
+    "olmoe_clipped": {
+        **_MOE,
+        "model_type": "olmoe",
+        "intermediate_size": 24,
+        "num_experts": 5,
+        "clip_qkv": 0.9,
+        "rope_theta": 500.0,
+    },
+    "nanochat": {**_NANOCHAT, "rope_theta": 500.0, "final_logit_softcapping": 2.0},
+    "nanochat_biases_new_keys": {
+        **_NANOCHAT,
+        "head_dim": 24,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "final_logit_softcapping": None,
+        "rope_parameters": _ROPE,
     },
     "hunyuan_v1_moe_new_keys": {
         **_HUNYUAN_MOE,

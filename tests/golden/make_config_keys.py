@@ -33,6 +33,7 @@ FAMILIES = (
     *("granite", "olmo2", "olmo3", "smollm3", "glm4", "starcoder2", "stablelm", "cohere2", "phi"),
     *SPARSE,
     *("arcee", "nemotron", "jais2", "gpt_neox", "hunyuan_v1_dense"),
+    *("apertus", "olmo", "nanochat"),
 )
 PLAIN = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,

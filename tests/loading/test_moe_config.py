@@ -139,7 +139,7 @@ def test_gpt_oss_has_yarn_by_default():
         ("glm4_moe", {**GLM, "routed_scaling_factor": 0}, "routed_scaling_factor must be"),
         ("glm4_moe", {**GLM, "n_shared_experts": 65}, "n_shared_experts must be"),
         ("glm4_moe", {**GLM, "n_routed_experts": 4, "num_experts": 5}, "num_experts must be 4"),
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv must be null or 0 .*; got 8"),
+        ("mixtral", {"clip_qkv": 8.0}, "clip_qkv must be null or 0 .*; got 8"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act must be one of silu, swish.*; got 'gelu'"),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit must be a number from"),
         ("gpt_oss", {"swiglu_alpha": "1"}, "swiglu_alpha must be a number from"),
