@@ -26,7 +26,8 @@ from engine.loading.gguf import GgufFile
 from engine.loading.moe_config import moe_config
 from engine.loading.quantized.scheme import scheme_of
 from engine.loading.rope_config import MAX_POSITIONS, rope_configs, scaled_max_position
-from engine.loading.safetensors import open_model, open_safetensors
+from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
+from engine.loading.text_model import open_model, text_values, wrapper_of
 from engine.model_files import is_present, read_json
 from engine.models.family import Family
 from engine.models.registry import family
@@ -104,7 +105,7 @@ _UNGATED_ACTIVATIONS = {**_ACTIVATIONS, "relu2": "relu2", "xielu": "xielu"}
 def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
     """Read the configuration in `directory`; see `model_config.load_config`."""
     path = Path(directory)
-    values = read_json(path / "config.json", root=path)
+    values = text_values(read_json(path / "config.json", root=path), str(path / "config.json"))
     generation = generation_config(path)
     if is_present(path / "adapter_config.json"):
         warn_once(f"{path}: adapter_config.json is not read: the model is used without its adapter")
@@ -113,6 +114,8 @@ def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
     if values.get(key) == "auto":
         more[key] = _stored_dtype(path)
     config = config_from_dict({**values, **more}, str(path / "config.json"))
+    if wrapper_of(path) is not None:
+        return replace(config, tie_word_embeddings=_is_tied(path, config.tie_word_embeddings))
     if config.tie_word_embeddings and _has_own_output(path):
         warn_once(
             f"{path}: the output layer is not tied to the embedding, since the checkpoint has "
@@ -122,14 +125,36 @@ def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
     return config
 
 
+def _is_tied(directory: Path, stated: bool) -> bool:
+    """Tell whether the output layer of a multimodal model is its embedding.
+
+    The keys of such models contradict each other, between `text_config` and the whole model, and
+    between releases: an output layer in the checkpoint decides. `stated` holds without one.
+    """
+    checkpoint = _checkpoint(directory)
+    if checkpoint is None:
+        return stated
+    stored = {name for name in checkpoint.names() if name.startswith("lm_head.")}
+    if stored != {"lm_head.weight"}:  # none, or a quantized one
+        return not stored
+    return stated and not _has_own_output(directory)
+
+
+def _checkpoint(directory: Path) -> SafetensorsFile | SafetensorsDirectory | None:
+    """Return the checkpoint; None if there is none, or if it cannot be opened."""
+    if not any(directory.glob("*.safetensors")):
+        return None
+    try:
+        return open_model(directory)
+    except WeightsError:  # reported when the weights are loaded
+        return None
+
+
 def _has_own_output(directory: Path) -> bool:
     """Tell whether an output layer is stored beside the embedding, with other values."""
     names = ("model.embed_tokens.weight", "lm_head.weight")
-    if not any(directory.glob("*.safetensors")):
-        return False
-    try:
-        checkpoint = open_model(directory)
-    except WeightsError:  # reported when the weights are loaded
+    checkpoint = _checkpoint(directory)
+    if checkpoint is None:
         return False
     if not all(one in checkpoint and checkpoint.dtype(one) in _STORED_DTYPES for one in names):
         return False
@@ -164,6 +189,7 @@ def config_from_dict(values: Mapping[str, Any], where: str = "config") -> ModelC
     ...     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}).head_dim
     8
     """
+    values = text_values(values, where)
     try:
         kind = family(values.get("model_type"))
     except ConfigError as error:
@@ -352,7 +378,7 @@ def _stored_dtype(directory: Path) -> str:
     """
     if not any(directory.glob("*.safetensors")):
         return "float32"
-    checkpoint = open_safetensors(directory)
+    checkpoint = open_model(directory)
     matrices = (name for name in checkpoint.names() if len(checkpoint.shape(name)) > 1)
     names = (_STORED_DTYPES.get(checkpoint.dtype(name)) for name in matrices)
     return next((name for name in names if name is not None), "float32")

@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.config import ModelConfig
 from engine.errors import WeightsError
-from engine.loading.safetensors import open_safetensors
+from engine.loading.text_model import open_model, text_values
 from engine.model_files import is_present, read_json
 
 __all__ = ["is_kv_scale", "read_kv_scales"]
@@ -62,7 +62,7 @@ def read_kv_scales(
     codes = _codes(folder) if folder.is_dir() else ""
     if not codes:
         return None
-    checkpoint = open_safetensors(folder)
+    checkpoint = open_model(folder)
     found = [(name, _NAME.fullmatch(name)) for name in checkpoint.names()]
     scales = np.full((config.num_layers, 2, config.num_kv_heads), np.nan, np.float32)
     for name, match in found:
@@ -98,8 +98,8 @@ def _checked(folder: Path, name: str, value: Any, num_kv_heads: int) -> Any:
 def _codes(folder: Path) -> str:
     """Return the format of the folder's KV scheme: "fp8" if it states none, "" if unsupported."""
     path = folder / "config.json"
-    config = read_json(path) if is_present(path) else {}
-    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    config = text_values(read_json(path)) if is_present(path) else {}
+    quantization = config.get("quantization_config")
     scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
     if not isinstance(scheme, dict):
         return "fp8"

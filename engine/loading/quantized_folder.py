@@ -19,8 +19,9 @@ from engine.config import ModelConfig
 from engine.device import to_numpy
 from engine.errors import WeightsError
 from engine.loading.hf_config import load_hf_config
-from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile, open_model
+from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
 from engine.loading.safetensors_writer import SafetensorsWriter
+from engine.loading.text_model import open_model, text_values
 from engine.loading.weight_memory import is_quantized
 from engine.loading.weight_table import Placement, place_tensors
 from engine.model_files import excerpt, is_present, read_file, read_json
@@ -160,7 +161,9 @@ def write_folder(plan: FolderPlan, out: Path, calibrated: Iterable[tuple[str, Co
                     _write_matrix(plan, writer, name, _rounded(plan, name))
                 elif name not in plan.matrices:
                     writer.write(name, plan.checkpoint.view(name))
-        config = read_json(plan.source / "config.json", root=plan.source)
+        # The text model alone: the checkpoint has its tensors, under its names.
+        values = read_json(plan.source / "config.json", root=plan.source)
+        config = dict(text_values(values, str(plan.source / "config.json")))
         config["quantization_config"] = quantization_config(plan.form, plan.ignored)
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
@@ -198,7 +201,7 @@ def _write_matrix(plan: FolderPlan, writer: SafetensorsWriter, name: str, made: 
 
 
 def _refuse_quantized(source: Path) -> None:
-    config = read_json(source / "config.json", root=source)
+    config = text_values(read_json(source / "config.json", root=source))
     old = [name for name in _OLD_CONFIGS if is_present(source / name)]
     if config.get("quantization_config") is not None or old:
         where = old[0] if old else "config.json has quantization_config"

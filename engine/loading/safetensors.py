@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -29,7 +29,6 @@ __all__ = [
     "SafetensorsFile",
     "TensorInfo",
     "map_file",
-    "open_model",
     "open_safetensors",
 ]
 
@@ -55,6 +54,11 @@ _VIEWS: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
 }
 _WEIGHT_DTYPES = ("F32", "F16", "BF16")
+
+Rename = Callable[[str], str | None]
+"""New name of a tensor; None to leave it out."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -106,9 +110,15 @@ class SafetensorsFile:
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
-    def rename(self, new_name: Callable[[str], str]) -> None:
-        """Give every tensor the name `new_name(name)`; no two may become equal."""
-        self.tensors = {new_name(name): info for name, info in self.tensors.items()}
+    def rename(self, new_name: Rename) -> None:
+        """Give every tensor the name `new_name(name)`, or drop it where that is None.
+
+        Raises
+        ------
+        WeightsError
+            If two names become equal.
+        """
+        self.tensors = _renamed(self.path, self.tensors, new_name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of tensor `name`."""
@@ -169,6 +179,8 @@ class SafetensorsDirectory:
     ----------
     index : str or path
         The model.safetensors.index.json.
+    is_wanted : callable, optional
+        Predicate on tensor names. A shard without wanted tensors is not opened, and may be absent.
 
     Raises
     ------
@@ -181,9 +193,13 @@ class SafetensorsDirectory:
     logged as a warning.
     """
 
-    def __init__(self, index: str | PathLike[str]) -> None:
+    def __init__(
+        self, index: str | PathLike[str], is_wanted: Callable[[str], bool] | None = None
+    ) -> None:
         self.path = Path(index)
         wanted = _read_index(self.path)
+        if is_wanted is not None:
+            wanted = {name: shard for name, shard in wanted.items() if is_wanted(name)}
         shards = {
             name: SafetensorsFile(_shard_path(self.path, name), self.path.parent)
             for name in sorted(set(wanted.values()))
@@ -213,11 +229,11 @@ class SafetensorsDirectory:
     def __contains__(self, name: str) -> bool:
         return name in self._home
 
-    def rename(self, new_name: Callable[[str], str]) -> None:
-        """Give every tensor the name `new_name(name)`; no two may become equal."""
+    def rename(self, new_name: Rename) -> None:
+        """Rename or drop every tensor; see `SafetensorsFile.rename`."""
         for shard in set(self._home.values()):
             shard.rename(new_name)
-        self._home = {new_name(name): shard for name, shard in self._home.items()}
+        self._home = _renamed(self.path, self._home, new_name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of tensor `name`."""
@@ -242,8 +258,26 @@ class SafetensorsDirectory:
         return self._home[name].read_bytes(name, start, stop)
 
 
-def open_safetensors(directory: str | PathLike[str]) -> SafetensorsFile | SafetensorsDirectory:
+def _renamed(path: Path, tensors: Mapping[str, _T], new_name: Rename) -> dict[str, _T]:
+    names = {name: new_name(name) for name in tensors}
+    kept = {new: tensors[name] for name, new in names.items() if new is not None}
+    if len(kept) < sum(new is not None for new in names.values()):
+        seen: dict[str, str] = {}
+        for name, new in names.items():
+            if new is not None and seen.setdefault(new, name) != name:
+                raise WeightsError(
+                    f"{path}: {shown(new)} must have one tensor; got {shown(seen[new])} and "
+                    f"{shown(name)}"
+                )
+    return kept
+
+
+def open_safetensors(
+    directory: str | PathLike[str], is_wanted: Callable[[str], bool] | None = None
+) -> SafetensorsFile | SafetensorsDirectory:
     """Open the checkpoint in `directory`: model.safetensors, or an index with its shards.
+
+    See `SafetensorsDirectory` for `is_wanted`.
 
     Files may be symlinks within `directory`, or, in the hub's cache, to its blobs (see
     `engine.model_files`).
@@ -260,7 +294,7 @@ def open_safetensors(directory: str | PathLike[str]) -> SafetensorsFile | Safete
     if is_present(root / "model.safetensors"):
         return SafetensorsFile(root / "model.safetensors", root)
     if is_present(root / "model.safetensors.index.json"):
-        return SafetensorsDirectory(root / "model.safetensors.index.json")
+        return SafetensorsDirectory(root / "model.safetensors.index.json", is_wanted)
     found = sorted(root.glob("*.safetensors"))
     if len(found) == 1:
         return SafetensorsFile(found[0], root)
@@ -271,20 +305,6 @@ def open_safetensors(directory: str | PathLike[str]) -> SafetensorsFile | Safete
             f"{', ...' if len(found) > 4 else ''} (the index is missing: download it too)"
         )
     raise _no_weights(root)
-
-
-def open_model(directory: str | PathLike[str]) -> SafetensorsFile | SafetensorsDirectory:
-    """Open a model's checkpoint: `open_safetensors`, with all names below "model.".
-
-    Models without an output layer, such as those for embeddings, may be saved without the "model."
-    in front of their tensors' names.
-    """
-    checkpoint = open_safetensors(directory)
-    if "embed_tokens.weight" in checkpoint and not any(
-        name.startswith("model.") for name in checkpoint.names()
-    ):
-        checkpoint.rename(lambda name: name if name.startswith("lm_head.") else f"model.{name}")
-    return checkpoint
 
 
 def _no_weights(root: Path) -> WeightsError:

@@ -16,7 +16,8 @@ from engine.loading.quantized.mxfp4 import dequantize_mxfp4, read_mxfp4_experts
 from engine.loading.quantized.reader import QuantizedCheckpoint
 from engine.loading.quantized.rows import QuantizedRows
 from engine.loading.quantized.scheme import load_scheme
-from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile, open_model
+from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
+from engine.loading.text_model import open_model
 from engine.loading.weight_table import Placement, place_tensors
 from engine.model_files import is_present
 from engine.models.registry import family

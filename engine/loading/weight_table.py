@@ -463,10 +463,20 @@ def _wanted(
     forms: dict[str, dict[str, _Wanted]] = {}  # weight -> form -> its tensors
     for form, target, tensors in _all_tensors(config, table, shard):
         forms.setdefault(str(target), {}).setdefault(form, {}).update(tensors)
+    misfits = {
+        form
+        for alternatives in forms.values()
+        for form, tensors in alternatives.items()
+        if any(found.get(name, shape) != shape for name, (shape, _) in tensors.items())
+    }
     wanted: _Wanted = {}
     for alternatives in forms.values():
-        present = (tensors for tensors in alternatives.values() if tensors.keys() & found.keys())
-        wanted |= next(present, next(iter(alternatives.values())))
+        present = (form for form, names in alternatives.items() if names.keys() & found.keys())
+        first = alternatives[next(present, next(iter(alternatives)))]
+        # Forms with the same names differ in shapes. A form fits if all of its tensors do, since a
+        # single matrix may be square.
+        alike = [form for form, names in alternatives.items() if names.keys() == first.keys()]
+        wanted |= alternatives[min(alike, key=misfits.__contains__)]
     return wanted
 
 

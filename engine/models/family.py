@@ -84,7 +84,8 @@ class TensorName(NamedTuple):
         Storage layout of the experts' matrices.
     form : str
         Name of this form, if the family's checkpoints store a weight in several forms. A weight is
-        read in the first form for which the checkpoint holds a tensor.
+        read in the first form for which the checkpoint holds a tensor; among forms with the same
+        names, in the first one whose shapes fit.
     """
 
     checkpoint: str

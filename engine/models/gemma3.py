@@ -17,6 +17,12 @@ GEMMA3 = Family(
     ),
     gguf_arch="gemma3",
     defaults={
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",
         "max_position_embeddings": 131072,

@@ -33,11 +33,18 @@ from engine.models.qwen2 import QWEN2
 from engine.models.qwen2_moe import QWEN2_MOE
 from engine.models.qwen3 import QWEN3
 from engine.models.qwen3_moe import QWEN3_MOE
+from engine.models.qwen_vl import (
+    QWEN2_5_VL_TEXT,
+    QWEN2_VL_TEXT,
+    QWEN3_VL_MOE_TEXT,
+    QWEN3_VL_TEXT,
+)
 from engine.models.smollm3 import SMOLLM3
 from engine.models.stablelm import STABLELM
 from engine.models.starcoder2 import STARCODER2
+from engine.models.wrappers import WRAPPERS, Wrapper
 
-__all__ = ["FAMILIES", "family", "family_of_gguf"]
+__all__ = ["FAMILIES", "family", "family_of_gguf", "wrapper"]
 
 _DENSE = (
     LLAMA,
@@ -79,7 +86,16 @@ _SPARSE = (
     HUNYUAN_V1_MOE,
 )
 
-FAMILIES: dict[str, Family] = {known.model_type: known for known in (*_DENSE, *_SPARSE)}
+_OF_WRAPPERS = (
+    QWEN2_VL_TEXT,
+    QWEN2_5_VL_TEXT,
+    QWEN3_VL_TEXT,
+    QWEN3_VL_MOE_TEXT,
+)
+
+FAMILIES: dict[str, Family] = {
+    known.model_type: known for known in (*_DENSE, *_SPARSE, *_OF_WRAPPERS)
+}
 
 
 def family(model_type: object) -> Family:
@@ -97,10 +113,19 @@ def family(model_type: object) -> Family:
     """
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
-    hint = " (only the text models of Gemma 3 are supported)" if model_type == "gemma3" else ""
-    raise ConfigError(
-        f"model_type must be one of {', '.join(sorted(FAMILIES))}; got {model_type!r:.80}{hint}"
-    )
+    known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
+    raise ConfigError(f"model_type must be one of {known}; got {model_type!r:.80}")
+
+
+def wrapper(model_type: object) -> Wrapper | None:
+    """Return the wrapper called `model_type`; None for text models and unknown types.
+
+    Examples
+    --------
+    >>> wrapper("gemma3").text
+    'gemma3_text'
+    """
+    return WRAPPERS.get(model_type) if isinstance(model_type, str) else None
 
 
 def family_of_gguf(architecture: object) -> Family:

@@ -1,10 +1,10 @@
 """Tokenizer of a model directory in Hugging Face layout, read as `TokenizerParts`.
 
 It reads ``tokenizer.json`` and, if present, ``tokenizer_config.json``, ``special_tokens_map.json``,
-``added_tokens.json``, ``config.json``, ``generation_config.json``, ``chat_template.jinja`` and
-``additional_chat_templates/*.jinja``. `hf_tokens` decides which special tokens they add. Nothing in
-the directory is executed except templates, in their sandbox. `engine.model_files` opens the files
-and limits their size.
+``added_tokens.json``, ``config.json``, ``generation_config.json``, ``chat_template.jinja``,
+``chat_template.json`` and ``additional_chat_templates/*.jinja``. `hf_tokens` decides which special
+tokens they add. Nothing in the directory is executed except templates, in their sandbox.
+`engine.model_files` opens the files and limits their size.
 
 ``tokenizer.json`` alone decides whether BOS and EOS are added to a text, as in transformers 5;
 ``add_bos_token`` in ``tokenizer_config.json`` only applies to tokenizers without that file.
@@ -65,6 +65,8 @@ def parts_from_directory(directory: Path) -> TokenizerParts:
     bos = _id_of(backend, special.get("bos_token"))
     eos = _id_of(backend, special.get("eos_token"))
     hints = [_read_json(directory, name) for name in ("generation_config.json", "config.json")]
+    if isinstance(text := hints[-1].get("text_config"), dict):  # of a multimodal model
+        hints.append(text)
     with _named(path):
         encoder = None if step is None else WorkerEncoder(data, added, step, splits)
         check_ids(backend, encoder("", True)[0] if encoder else ())
@@ -161,6 +163,8 @@ def _end_ids(eos: int | None, configs: Iterable[Mapping[str, Any]]) -> tuple[int
 def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates by name; separate files replace those of tokenizer_config.json."""
     listed = config.get("chat_template")
+    if listed is None:  # an older place, of multimodal models
+        listed = _read_json(directory, "chat_template.json").get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(listed, str):
         templates["default"] = listed

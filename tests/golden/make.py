@@ -4,8 +4,8 @@
     python tests/golden/make.py [tiny [case ...]] [ropes] [smollm2 <path of the .gguf>]
 
 - tiny: `models/<case>.json` and `.npy`: all-position float32 logits and a greedy continuation of
-  a tiny random model of every type and rope scaling (`cases.py`, `tiny_weights.py`), or of the
-  named cases.
+  a tiny random model of every type and rope scaling (`cases.py`, `wrapped.py`,
+  `tiny_weights.py`), or of the named cases.
 - ropes: `ropes.json`: frequencies and attention factors with the numbers of real models.
 - smollm2: `smollm2.json` and `smollm2.npz`: the real weights on real prompts.
 """
@@ -26,11 +26,18 @@ from cases import ROPES
 from cases_switches import SWITCHES
 from safetensors.numpy import load_file, save_file
 from tiny_weights import tiny_weight
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    DynamicCache,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from wrapped import WRAPPED
 
 HERE = Path(__file__).parent
-MODELS = OLDER | SWITCHES
+MODELS = OLDER | SWITCHES | WRAPPED
 RENAMED = ("gpt_neox",)  # dense families whose tensors have other names in memory than on disk
 ROUTERS = (
     "topkrouter",
@@ -65,12 +72,15 @@ def load_config(values: dict[str, Any]) -> Any:
 
 def tiny_model(values: dict[str, Any], norm_mean: float) -> tuple[Any, dict[str, list[int]]]:
     """Return the model and the shapes of its tensors, by name."""
-    model = AutoModelForCausalLM.from_config(
+    is_wrapped = "vision_config" in values
+    auto = AutoModelForImageTextToText if is_wrapped else AutoModelForCausalLM
+    model = auto.from_config(
         load_config(values), attn_implementation="eager", dtype=torch.float32
     ).eval()
     state = model.state_dict()
-    if values["model_type"] in RENAMED or any("experts" in name for name in state):
-        return moe_model(model, norm_mean)
+    is_renamed = is_wrapped or values["model_type"] in RENAMED
+    if is_renamed or any("experts" in name for name in state):
+        return saved_model(model, norm_mean, auto)
     if values["tie_word_embeddings"]:
         del state["lm_head.weight"]
     shapes = {name: list(tensor.shape) for name, tensor in state.items()}
@@ -80,15 +90,15 @@ def tiny_model(values: dict[str, Any], norm_mean: float) -> tuple[Any, dict[str,
     return model, shapes
 
 
-def moe_model(model: Any, norm_mean: float) -> tuple[Any, dict[str, list[int]]]:
-    """As `tiny_model`: tensors (experts) have other names or shapes in memory than on disk."""
+def saved_model(model: Any, norm_mean: float, auto: Any) -> tuple[Any, dict[str, list[int]]]:
+    """As `tiny_model`, for tensors with other names or shapes in memory than on disk."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         file = Path(folder) / "model.safetensors"
         shapes = {name: list(array.shape) for name, array in load_file(file).items()}
         weights = {name: tiny_weight(name, shape, norm_mean) for name, shape in shapes.items()}
         save_file(weights, file, metadata={"format": "pt"})
-        model = AutoModelForCausalLM.from_pretrained(
+        model = auto.from_pretrained(
             folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
         )
     return model.eval(), shapes
@@ -159,14 +169,13 @@ def make_tiny(only: list[str]) -> None:
     folder.mkdir(exist_ok=True)
     for case in only or MODELS:
         values = MODELS[case]
+        vocab_size = values.get("text_config", values)["vocab_size"]
         norm_mean = 0.0 if values["model_type"].startswith(OFFSET_NORMS) else 1.0
         # NOTE: dynamic NTK depends on how tokens are fed; our convention is one by one.
         one_by_one = "dynamic" in case
         for attempt in range(100):
             seed = int.from_bytes(hashlib.sha256(f"{case}{attempt}".encode()).digest()[:4], "big")
-            prompt = (
-                np.random.default_rng(seed).integers(4, values["vocab_size"], NUM_PROMPT).tolist()
-            )
+            prompt = np.random.default_rng(seed).integers(4, vocab_size, NUM_PROMPT).tolist()
             model, shapes = tiny_model(values, norm_mean)
             tokens, gap = greedy(model, prompt, NUM_NEW, one_by_one)
             margin = router_margin(model, prompt + tokens)

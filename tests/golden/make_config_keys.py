@@ -1,7 +1,7 @@
 """Measure which keys of config.json change a model's logits in transformers. Not part of CI.
 
     pip install torch transformers
-    python tests/golden/make_config_keys.py
+    python tests/golden/make_config_keys.py [family ...]
 
 For each family, a tiny random model computes logits with its plain configuration, and with one key
 changed, from the same weights. Keys that change the shapes of tensors are left out.
@@ -10,10 +10,11 @@ changed, from the same weights. Keys that change the shapes of tensors are left 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 OUT = Path(__file__).with_name("config_keys.json")
 SPARSE = (
@@ -26,14 +27,17 @@ SPARSE = (
     "glm4_moe",
     "afmoe",
     "hunyuan_v1_moe",
+    "qwen3_vl_moe_text",
 )
 SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen2_moe", "qwen3_moe")
+SWITCHED += ("qwen2_vl_text", "qwen2_5_vl_text")
 FAMILIES = (
     *("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text"),
     *("granite", "olmo2", "olmo3", "smollm3", "glm4", "starcoder2", "stablelm", "cohere2", "phi"),
     *SPARSE,
     *("arcee", "nemotron", "jais2", "gpt_neox", "hunyuan_v1_dense"),
     *("apertus", "olmo", "nanochat"),
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
 )
 PLAIN = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -44,6 +48,10 @@ EXPERTS = {
     "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
 }  # fmt: skip
+# Text models without a class of their own that computes logits -> the type of the whole model.
+WHOLE = {f"{name}_text": name for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+TOWER = {"depth": 1, "num_heads": 2, "hidden_size": 8, "out_hidden_size": 32, "patch_size": 4}
 SIZES = ("model_type", "vocab_size", "num_hidden_layers", "dtype", "architectures")
 IDS = torch.tensor([[5, 9, 3, 17, 30, 2, 11, 8, 7, 33, 21, 4]])
 
@@ -70,6 +78,13 @@ def others(key: str, value: object) -> list:
 
 
 def build(family: str, values: dict):
+    if family in WHOLE:
+        tower = {**TOWER, "embed_dim": 8, "hidden_size": 32} if "qwen2_vl" in family else TOWER
+        config = AutoConfig.for_model(
+            WHOLE[family], text_config=values, vision_config=tower, tie_word_embeddings=False
+        )
+        whole = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+        return whole.float().eval()
     config = AutoConfig.for_model(family, **values)
     config._attn_implementation = "eager"
     return AutoModelForCausalLM.from_config(config).float().eval()
@@ -79,6 +94,7 @@ def measure(family: str) -> dict:
     values = dict(PLAIN)
     values |= EXPERTS if family in SPARSE else {}
     values |= {"use_sliding_window": True, "max_window_layers": 1} if family in SWITCHED else {}
+    values |= {"rope_parameters": MROPE} if family in WHOLE else {}
     model = build(family, values)
     generator = torch.Generator().manual_seed(1)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -93,7 +109,7 @@ def measure(family: str) -> dict:
 
     plain = logits(model)
     changed = {}
-    for key, value in model.config.to_dict().items():
+    for key, value in model.config.get_text_config().to_dict().items():
         for other in others(key, value) if key not in SIZES else ():
             try:
                 found = build(family, {**values, key: other})
@@ -110,5 +126,7 @@ def measure(family: str) -> dict:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    lines = [f" {json.dumps(one)}: {json.dumps(measure(one))}" for one in FAMILIES]
+    known = json.loads(OUT.read_text()) if sys.argv[1:] else {}
+    found = {**known, **{one: measure(one) for one in sys.argv[1:] or FAMILIES}}
+    lines = [f" {json.dumps(one)}: {json.dumps(values)}" for one, values in found.items()]
     OUT.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -18,6 +18,7 @@ from engine.errors import ConfigError
 from engine.loading.hf_config import config_from_dict, generation_config
 from engine.loading.model_config import load_config
 from engine.models.registry import FAMILIES
+from engine.models.wrappers import WRAPPERS
 from tests.loading.tiny import SIZES
 
 CONFIGS = json.loads((Path(__file__).parent / "configs.json").read_text())
@@ -373,7 +374,7 @@ BAD = {
     "bos_token_id": ["1", [1.5]],
     "torch_dtype": ["float64", "float8_e4m3fn", 32],
     "quantization_config": [{"quant_method": "gptq"}, {"quant_method": "bitsandbytes"}, []],
-    "model_type": [None, "gpt2", 3, ["llama"], "LLAMA", "gemma3"],
+    "model_type": [None, "gpt2", 3, ["llama"], "LLAMA", "gemma9"],
 }  # fmt: skip
 
 
@@ -472,7 +473,9 @@ def test_invalid_values_of_families_are_refused(name, changes):
 
 
 def test_the_error_lists_the_known_models():
-    with pytest.raises(ConfigError, match=f"{', '.join(sorted(FAMILIES))}; got 'gpt2'"):
+    with pytest.raises(
+        ConfigError, match=f"{', '.join(sorted((*FAMILIES, *WRAPPERS)))}; got 'gpt2'"
+    ):
         config_from_dict({"model_type": "gpt2"})
 
 

@@ -16,6 +16,7 @@ from engine.loading.weights import dummy_weights
 from engine.models.decoder import Decoder
 from engine.models.family import Family
 from engine.models.registry import FAMILIES, family, family_of_gguf
+from engine.models.wrappers import WRAPPERS
 
 ARCHITECTURES = sorted(kind.gguf_arch for kind in FAMILIES.values() if kind.gguf_arch)
 SIZES = {
@@ -41,10 +42,10 @@ def test_the_registry_resolves_what_it_lists():
 @pytest.mark.parametrize("name", ["gpt2", "", None, 3, "Llama", ["llama"], "x" * 10_000])
 def test_an_unknown_model_type_lists_the_known_ones(name):
     with pytest.raises(
-        ConfigError, match=f"must be one of {', '.join(sorted(FAMILIES))};"
+        ConfigError, match=f"must be one of {', '.join(sorted((*FAMILIES, *WRAPPERS)))};"
     ) as error:
         family(name)
-    assert len(str(error.value)) < 500
+    assert len(str(error.value)) < 2000
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -85,7 +86,7 @@ def test_every_row_of_every_weight_has_exactly_one_name(kind, biases):
             splits += ("experts_gate_up", {"expert_gate", "expert_up"}), ("gate_up", {"gate", "up"})
             split = next((parts for kind, parts in splits if kind in target), set())
             assert parts - {"attn_gate"} in ({""}, split), target
-        names = [name.checkpoint for name in table]
+        names = [(name.checkpoint, name.form) for name in table]
         assert len(set(names)) == len(names)
 
 
@@ -102,8 +103,9 @@ def test_only_files_of_llama_keep_interleaved_rows():
 def test_the_page_of_models_has_a_row_for_every_family():
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|.*\| (`[\w-]+`|no) \|$", page, re.MULTILINE)
-    assert sorted(name for name, _ in rows) == sorted(FAMILIES)
-    for name, arch in rows:
+    wrappers = [row for row in rows if row[0] in WRAPPERS]
+    assert sorted(name for name, _ in rows) == sorted((*FAMILIES, *WRAPPERS))
+    for name, arch in (row for row in rows if row not in wrappers):
         reads = {kind.gguf_arch for kind in FAMILIES.values()} & {arch.strip("`")}
         assert bool(reads) == bool(FAMILIES[name].gguf_names), name
 

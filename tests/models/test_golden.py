@@ -19,10 +19,12 @@ from engine.cache.memory_pool import MemoryPool
 from engine.config import RopeConfig
 from engine.device import CPU, to_numpy
 from engine.layers.batch import ForwardBatch
+from engine.loading.hf_config import config_from_dict
 from engine.loading.model_config import load_config
 from engine.models.decoder import Decoder
 from engine.models.registry import FAMILIES
 from engine.models.rope_tables import rope_bytes
+from engine.models.wrappers import WRAPPERS
 
 GOLDEN = Path(__file__).parents[1] / "golden/models"
 CASES = sorted(p.stem for p in GOLDEN.glob("*.json"))
@@ -169,10 +171,11 @@ def test_a_rows_logits_do_not_depend_on_other_rows(golden, where):
 
 
 def test_every_family_has_a_golden_model():
-    records = [json.loads((GOLDEN / f"{case}.json").read_text()) for case in CASES]
-    types = {record["config"]["model_type"] for record in records}
+    configs = [json.loads((GOLDEN / f"{case}.json").read_text())["config"] for case in CASES]
+    types = {config_from_dict(config).model_type for config in configs}
     assert set(TWINS.values()) <= types and not types & set(TWINS)
     assert types | set(TWINS) == set(FAMILIES)
+    assert set(WRAPPERS) <= {config["model_type"] for config in configs}
 
 
 def test_mimo_is_qwen2_beside_a_layer_that_it_ignores(golden, tmp_path):

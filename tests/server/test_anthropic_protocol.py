@@ -161,7 +161,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"messages": ["x"]}, r"messages\[0\] must be an object"),
         (
             {"messages": [{"role": "user", "content": [IMAGE]}]},
-            r"messages\[0\].content\[0\].type must be one of text, tool_result; got 'image'",
+            r"messages\[0\].content\[0\].type must be one of text, tool_result; got 'image'; this "
+            "engine serves the text of a model, without image input",
         ),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, r"tools\[0\].type must be .*cus"),
         ({"tools": [{"name": "x"}]}, "input_schema"),

@@ -236,7 +236,11 @@ def test_messages_become_what_templates_read():
     [
         ({"role": "user"}, "content must be a text"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-         r"messages\[0\].content\[0\] must be .* got type 'image_url'"),
+         r"content\[0\] must be .* got type 'image_url'; this engine serves the text of a model"),
+        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]},
+         r"got type 'input_audio'; this engine serves the text of a model, without audio input"),
+        ({"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]},
+         r"got type 'video_url'; this engine serves the text of a model, without video input"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{]"}}]},
          "arguments must be a JSON object"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},

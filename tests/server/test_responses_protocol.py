@@ -144,7 +144,8 @@ def test_what_asks_for_nothing_is_taken():
         ({"input": [{"role": "user", "content": "", "contnt": "x"}]}, "mean 'content'"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            r"input\[0\].content\[0\].type must be one of input_text; got 'input_image'",
+            r"input\[0\].content\[0\].type must be one of input_text; got 'input_image'; this "
+            "engine serves the text of a model, without image input",
         ),
     ],
 )

@@ -8,6 +8,7 @@ from engine.loading._fields import Fields
 from engine.loading.quantized.module_rules import NO_MODULE, ModuleRules
 from engine.loading.quantized.storage import Storage, group_format
 from engine.model_files import excerpt
+from engine.models.wrappers import Wrapper
 from engine.weights import Format
 
 __all__ = ["INERT_KEYS", "QuantizationScheme", "format_for", "group_size_of", "warn_unread"]
@@ -51,17 +52,22 @@ class QuantizationScheme:
         Rules and the storage of the modules they select; the first match wins. None: not quantized.
     ignored : ModuleRules
         Modules left unquantized even if `groups` selects them.
+    wrapper : Wrapper or None
+        Declaration of the multimodal model whose modules the rules name; None: of a text model.
     """
 
     method: str
     groups: tuple[tuple[ModuleRules, Storage | None], ...] = ()
     ignored: ModuleRules = NO_MODULE
+    wrapper: Wrapper | None = None
 
     def storage_of(self, module: str) -> Storage | None:
         """Return the storage that the configuration assigns to a module; None: not quantized."""
-        if self.ignored.match(module):
+        names = (module,) if self.wrapper is None else self.wrapper.aliases(module)
+        if any(map(self.ignored.match, names)):
             return None
-        return next((storage for rules, storage in self.groups if rules.match(module)), None)
+        selected = (storage for rules, storage in self.groups if any(map(rules.match, names)))
+        return next(selected, None)
 
     @property
     def formats(self) -> tuple[str, ...]:

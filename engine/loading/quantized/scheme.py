@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from engine.loading._fields import Fields
 from engine.loading.quantized.config import QuantizationScheme, warn_unread
 from engine.loading.quantized.config_ct import compressed_tensors_scheme
 from engine.loading.quantized.config_hf import awq_scheme, fp8_scheme, gptq_scheme, mxfp4_scheme
+from engine.loading.text_model import text_values, wrapper_of
 from engine.model_files import is_present, read_json
 
 __all__ = ["QuantizationScheme", "load_scheme", "scheme_from_dict", "scheme_of"]
@@ -43,16 +45,23 @@ def load_scheme(directory: str | PathLike[str]) -> QuantizationScheme | None:
     root = Path(directory)
     if root.suffix == ".gguf":
         return None
-    values = read_json(root / "config.json", root=root)
+    found = _fields(root)
+    return None if found is None else replace(scheme_of(*found), wrapper=wrapper_of(root))
+
+
+def _fields(root: Path) -> tuple[Fields, str | None] | None:
+    """Return the quantization's keys, and the method if they need not name it."""
+    where = str(root / "config.json")
+    values = text_values(read_json(root / "config.json", root=root), where)
     for key in ("quantization_config", "compression_config"):
         if values.get(key) not in (None, {}):
-            fields = Fields(values, str(root / "config.json")).child(key)
-            return scheme_of(fields, "compressed-tensors" if key == "compression_config" else None)
+            fields = Fields(values, where).child(key)
+            return fields, "compressed-tensors" if key == "compression_config" else None
     for name in _OLD_FILES:
         if is_present(root / name):
-            values = read_json(root / name, root=root)
-            method = "awq" if any(key in values for key in _AWQ_KEYS) else "gptq"
-            return scheme_of(Fields(values, str(root / name)), method)
+            old = read_json(root / name, root=root)
+            method = "awq" if any(key in old for key in _AWQ_KEYS) else "gptq"
+            return Fields(old, str(root / name)), method
     return None
 
 

@@ -20,6 +20,7 @@ from engine.server.protocol.common import (
     sampling_params,
 )
 from engine.server.protocol.errors import APIError
+from engine.server.protocol.items import media_hint
 from engine.server.protocol.logprobs import ChatLogprobs, PromptLogprob
 from engine.server.tool_parsers import MAX_CALLS
 from engine.server.tool_parsers.json_scanner import begins_json_object, complete_values
@@ -333,7 +334,7 @@ def _template_part(part: ContentPart, where: str) -> dict[str, Any]:
     if part.type == "refusal" and part.refusal is not None:
         return {"type": "text", "text": part.refusal}
     message = f'{where} must be {{"type": "text", "text": ...}}; got type {shown(part.type)}'
-    raise APIError(400, message, param="messages")
+    raise APIError(400, message + media_hint(part.type), param="messages")
 
 
 def _template_call(call: ToolCallMessage, where: str) -> dict[str, Any]:

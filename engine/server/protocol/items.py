@@ -12,10 +12,23 @@ from engine.checks import shown
 from engine.errors import RequestError
 from engine.server.protocol.unknown_fields import is_dropped
 
-__all__ = ["text_of", "typed_item", "typed_items"]
+__all__ = ["media_hint", "text_of", "typed_item", "typed_items"]
 
 MAX_ITEMS = 4096
 MAX_PARTS = 1024
+_MEDIA = ("image", "audio", "video")
+
+
+def media_hint(kind: object) -> str:
+    """Return the end of a message that refuses a part of type `kind`; "" if it is no media.
+
+    Examples
+    --------
+    >>> media_hint("input_image")
+    '; this engine serves the text of a model, without image input'
+    """
+    found = [medium for medium in _MEDIA if isinstance(kind, str) and medium in kind]
+    return f"; this engine serves the text of a model, without {found[0]} input" if found else ""
 
 
 def typed_item(
@@ -43,7 +56,9 @@ def typed_item(
         raise RequestError(f"{where} must be an object; got {shown(item)}")
     kind = default if item.get("type") is None else item["type"]
     if not isinstance(kind, str) or kind not in kinds:
-        raise RequestError(f"{where}.type must be one of {', '.join(kinds)}; got {shown(kind)}")
+        raise RequestError(
+            f"{where}.type must be one of {', '.join(kinds)}; got {shown(kind)}{media_hint(kind)}"
+        )
     struct = kinds[kind]
     fields = {name: value for name, value in item.items() if value is not None and name != "type"}
     known = struct.__struct_encode_fields__

@@ -1,0 +1,174 @@
+"""The tiny golden models of multimodal types: a config.json with a text model and a small tower.
+
+Read by `make.py` only, as `cases.py` is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cases import MODELS as _PLAIN
+
+__all__ = ["WRAPPED"]
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+_TEXT: dict[str, Any] = {key: _PLAIN["llama"][key] for key in _SIZES}
+_GEMMA3 = {**_TEXT, "head_dim": 24, "query_pre_attn_scalar": 20, "num_hidden_layers": 3}
+_GEMMA3 |= {"sliding_window": 8, "hidden_activation": "gelu_pytorch_tanh"}
+del _GEMMA3["hidden_act"]
+_QWEN3 = {**_TEXT, "head_dim": 24}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "tie_word_embeddings": False}
+# The sections of height and width begin at other frequencies in every type.
+_MROPE = {"type": "mrope", "mrope_section": [2, 3, 3]}
+_INTERLEAVED = {"mrope_section": [4, 4, 4], "mrope_interleaved": True, "rope_type": "default"}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+_TOWER = {"hidden_size": 8, "intermediate_size": 8}
+_SIGLIP = {**_TOWER, "num_hidden_layers": 1, "num_attention_heads": 2}
+_SIGLIP |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+_PIXTRAL = {**_SIGLIP, "model_type": "pixtral", "head_dim": 4}
+_QWEN_TOWER = {**_TOWER, "depth": 1, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
+_QWEN3_TOWER = {**_QWEN_TOWER, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
+_QWEN2_5_TOWER = {**_QWEN_TOWER, "fullatt_block_indexes": [0]}
+_QWEN2_TOWER = {"depth": 1, "embed_dim": 8, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 1}
+_QWEN2_TOWER |= {"patch_size": 4}
+
+# Keys of old and of new files alternate, as in `cases.py`.
+WRAPPED: dict[str, dict[str, Any]] = {
+    "mistral3_tied": {  # as transformers does if no key says it
+        "model_type": "mistral3",
+        "torch_dtype": "float32",
+        "vision_config": _PIXTRAL,
+        "text_config": {
+            **_TEXT,
+            "model_type": "mistral",
+            "head_dim": 24,
+            "rope_theta": 500.0,
+            "sliding_window": 8,
+        },
+    },
+    "mistral3_new_keys": {
+        "model_type": "mistral3",
+        "dtype": "float32",
+        "tie_word_embeddings": False,
+        "vision_config": _PIXTRAL,
+        "text_config": {
+            **_TEXT,
+            "model_type": "mistral",
+            "sliding_window": None,
+            "rope_parameters": {**_YARN, "rope_theta": 500.0},
+        },
+    },
+    "gemma3_wrapped": {
+        "model_type": "gemma3",
+        "eos_token_id": [2, 5],
+        "vision_config": _SIGLIP,
+        "text_config": {  # the model_type is not said
+            **_GEMMA3,
+            "rope_theta": 1000.0,
+            "rope_local_base_freq": 100.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            "sliding_window_pattern": 2,
+        },
+    },
+    "gemma3_wrapped_new_keys": {
+        "model_type": "gemma3",
+        "vision_config": _SIGLIP,
+        "text_config": {
+            **_GEMMA3,
+            "model_type": "gemma3_text",
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    },
+    "qwen2_vl": {  # the text model's keys are among those of the whole model
+        **_TEXT,
+        "model_type": "qwen2_vl",
+        "tie_word_embeddings": False,
+        "rope_theta": 500.0,
+        "rope_scaling": _MROPE,
+        "vision_config": _QWEN2_TOWER,
+    },
+    "qwen2_vl_new_keys": {
+        "model_type": "qwen2_vl",
+        "tie_word_embeddings": True,
+        "vision_config": _QWEN2_TOWER,
+        "text_config": {
+            **_TEXT,
+            "model_type": "qwen2_vl_text",
+            "rope_parameters": {**_MROPE, "rope_theta": 500.0},
+        },
+    },
+    "qwen2_5_vl": {
+        **_TEXT,
+        "model_type": "qwen2_5_vl",
+        "tie_word_embeddings": False,
+        "rope_theta": 500.0,
+        "rope_scaling": _MROPE,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+        "vision_config": _QWEN2_5_TOWER,
+    },
+    "qwen2_5_vl_tied_new_keys": {
+        "model_type": "qwen2_5_vl",
+        "vision_config": _QWEN2_5_TOWER,
+        "text_config": {
+            **_TEXT,
+            "model_type": "qwen2_5_vl_text",
+            "tie_word_embeddings": True,  # releases before 5 say it here
+            "rope_parameters": {**_YARN, "rope_theta": 500.0, "mrope_section": [3, 3, 2]},
+        },
+    },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl",
+        "tie_word_embeddings": False,
+        "vision_config": _QWEN3_TOWER,
+        "text_config": {**_QWEN3, "rope_theta": 700.0, "rope_scaling": _INTERLEAVED},
+    },
+    "qwen3_vl_tied_biases_new_keys": {
+        "model_type": "qwen3_vl",
+        "tie_word_embeddings": True,
+        "vision_config": _QWEN3_TOWER,
+        "text_config": {
+            **_QWEN3,
+            "model_type": "qwen3_vl_text",
+            "attention_bias": True,
+            "rope_parameters": {**_INTERLEAVED, "rope_theta": 500.0},
+        },
+    },
+    "qwen3_vl_moe": {
+        "model_type": "qwen3_vl_moe",
+        "vision_config": _QWEN3_TOWER,
+        "text_config": {
+            **_QWEN3,
+            **_EXPERTS,
+            "num_experts": 5,
+            "num_hidden_layers": 3,
+            "decoder_sparse_step": 2,
+            "rope_theta": 700.0,
+            "rope_scaling": _INTERLEAVED,
+        },
+    },
+    "qwen3_vl_moe_new_keys": {
+        "model_type": "qwen3_vl_moe",
+        "vision_config": _QWEN3_TOWER,
+        "text_config": {
+            **_QWEN3,
+            **_EXPERTS,
+            "model_type": "qwen3_vl_moe_text",
+            "num_local_experts": 6,
+            "mlp_only_layers": [0],
+            "moe_intermediate_size": 32,  # with 2 * 32 = 64, gate and up are square
+            "rope_parameters": {**_INTERLEAVED, "rope_theta": 500.0},
+        },
+    },
+}
+"""Cases by name."""
