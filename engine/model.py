@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from engine.cache.array_cache import Cache
-from engine.cache.kv_cache import KVCache, KVGeometry, kv_dtype, quantized_kv_dtype
+from engine.cache.kv_cache import KVCache, KVGeometry, quantized_kv_dtype
 from engine.checks import check_count, shown
 from engine.config import ModelConfig
 from engine.device import Device, cupy, resolve_device, to_numpy
@@ -427,10 +427,8 @@ class Model:
         """
         check_count("batch_size", batch_size, 2**20)
         check_count("max_tokens", max_tokens, self.max_model_len)
-        c = self.config
-        pages = kv_dtype(kv_cache_dtype, self.dtype)
-        geometry = KVGeometry(c.num_layers, c.num_kv_heads, c.head_dim, block_size, pages)
-        self.prepare_pages(pages)
+        geometry = KVGeometry.of_model(self.config, self.dtype, block_size, kv_cache_dtype)
+        self.prepare_pages(geometry.dtype)
         return self.make_cache(geometry, batch_size, max_tokens)
 
     def make_cache(self, geometry: KVGeometry, batch_size: int, max_tokens: int) -> Cache:

@@ -52,7 +52,7 @@ def test_the_groups_are_all_weights(name, quantization):
 def test_pages_fill_what_is_left():
     config = built_in_config("llama-3.1-8b")
     plan = plan_memory(config, _how(config), 141 * 10**9)
-    geometry = KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim, 16, "bfloat16")
+    geometry = KVGeometry.of_model(config, "bfloat16")
     wide, narrow = plan.pages
     assert wide.bytes_per_token == geometry.bytes_per_token == 2 * narrow.bytes_per_token
     for pages in plan.pages:

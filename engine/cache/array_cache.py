@@ -50,7 +50,8 @@ class Cache:
 
     Examples
     --------
-    >>> cache = Cache(KVGeometry(num_layers=1, num_kv_heads=2, head_dim=8), 2, max_tokens=40)
+    >>> geometry = KVGeometry.uniform(num_layers=1, num_kv_heads=2, head_dim=8)
+    >>> cache = Cache(geometry, batch_size=2, max_tokens=40)
     >>> cache.block_tables.tolist(), cache.lengths.tolist()
     ([[0, 1, 2], [3, 4, 5]], [0, 0])
     """
@@ -148,9 +149,9 @@ class Cache:
 
         Only for floating-point pages. Slots that were never written are zero.
         """
-        slab = self.kv.slab
         found = [
-            [abs(part.astype(np.float32)).max(axis=(0, 2, 3)) for part in layer] for layer in slab
+            [abs(part.astype(np.float32)).max(axis=(0, 2, 3)) for part in layer]
+            for layer in self.kv.layers
         ]
         rows = [[to_numpy(part) for part in layer] for layer in found]
         return np.array(rows, np.float32)

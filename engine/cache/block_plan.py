@@ -107,7 +107,7 @@ def plan_num_blocks(
 
     Examples
     --------
-    >>> geometry = KVGeometry(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float16")
+    >>> geometry = KVGeometry.uniform(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float16")
     >>> budget = MemoryBudget(total=1 << 20, others=0, weights=1 << 19, activations=0)
     >>> plan_num_blocks(budget, geometry, max_model_len=256, max_num_seqs=8).reason
     '25 blocks (400 tokens, 400.00 KiB): as many as fit into 409.60 KiB'

@@ -1,8 +1,9 @@
-"""KV pages: keys and values of all layers in one slab."""
+"""Pages and states of all layers, in one slab for each shape of array."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,8 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from engine import dtypes
+from engine.cache.layer_cache import LayerCache, PageShape, StateShape, layer_caches
 from engine.cache.memory_pool import MemoryPool
 from engine.checks import is_integer, shown
+from engine.config import ModelConfig
 from engine.device import CPU, Device
 from engine.errors import ConfigError, ContractError
 
@@ -75,39 +78,95 @@ def quantized_kv_dtype(kv_cache_dtype: str) -> str:
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """Shape and dtype of one block. The dtype may be one of KV_CODE_DTYPES.
+    """The caches of all layers: shapes and dtypes of pages and states.
+
+    Attributes
+    ----------
+    layers : tuple of LayerCache
+    block_size : int
+        Tokens per block.
+    dtype : str
+        Dtype of all pages; it may be one of KV_CODE_DTYPES.
 
     Examples
     --------
-    >>> KVGeometry(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16").bytes_per_token
-    23040
+    >>> KVGeometry.uniform(num_layers=30, num_kv_heads=3, head_dim=64).bytes_per_token
+    46080
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerCache, ...]
     block_size: int = 16
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if not self.layers:
+            raise ConfigError("num_layers must be at least 1; got 0")
         if not _is_block_size(self.block_size):
             got = shown(self.block_size)
             raise ConfigError(f"block_size must be one of {BLOCK_SIZES}; got {got}")
         dtypes.page_dtype(self.dtype)
 
+    @classmethod
+    def uniform(
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int = 16,
+        dtype: str = "float32",
+    ) -> KVGeometry:
+        """Return the geometry of layers that all have keys and values of one shape."""
+        layers = (LayerCache.attention(num_kv_heads, head_dim),) * num_layers
+        return cls(layers, block_size, dtype)
+
+    @classmethod
+    def of_model(
+        cls,
+        config: ModelConfig,
+        dtype: str,
+        block_size: int = 16,
+        kv_cache_dtype: str = "auto",
+        state_dtype: str = "auto",
+    ) -> KVGeometry:
+        """Return the geometry of a model's caches.
+
+        Parameters
+        ----------
+        config : ModelConfig
+        dtype : str
+            Dtype of the activations.
+        block_size : int
+        kv_cache_dtype, state_dtype : str
+            One of KV_CACHE_DTYPES or `dtype` itself, and one of STATE_DTYPES.
+        """
+        pages = dtype if kv_cache_dtype == dtype else kv_dtype(kv_cache_dtype, dtype)
+        return cls(layer_caches(config, dtype, state_dtype), block_size, pages)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        itemsize = dtypes.page_dtype(self.dtype).itemsize
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+        """Bytes of one token in the pages of all layers."""
+        values = sum(page.values_per_token for layer in self.layers for page in layer.pages)
+        return values * dtypes.page_dtype(self.dtype).itemsize
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block's keys and values in all layers."""
+        """Bytes of one block in the pages of all layers."""
         return self.bytes_per_token * self.block_size
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot in the states of all layers."""
+        return sum(state.num_bytes for layer in self.layers for state in layer.states)
+
+    @property
+    def has_states(self) -> bool:
+        """Tell whether any layer has a state."""
+        return any(layer.states for layer in self.layers)
 
 
 class Workers(Protocol):
@@ -124,27 +183,35 @@ class Workers(Protocol):
 
 
 class KVCache:
-    """The slab of pages, shape (num_layers, 2, num_blocks, K, block_size, D).
+    """The pages and states of all layers.
+
+    Page arrays of equal shape share a slab (A, num_blocks, K, block_size, D), and state arrays of
+    equal shape and dtype a slab (A, num_slots, ...), where A counts the arrays in the order of
+    their layers. A block or a slot has the same id in all slabs.
 
     Parameters
     ----------
     geometry : KVGeometry
-        Layers, kv heads, head dim, block size, dtype.
+        Shapes and dtypes.
     num_blocks : int
         Number of blocks, at least 1.
     pool : MemoryPool, optional
-        Pool that allocates the slab; by default a new one on the CPU.
+        Pool that allocates the slabs; by default a new one on the CPU.
     name : str
-        Name of the slab in the pool.
+        Name of the slabs in the pool.
+    num_slots : int
+        Number of state slots; at least 1 if the geometry has states, else 0.
 
     Attributes
     ----------
+    page_slabs, state_slabs : list of array
+        The slabs.
     workers : Workers or None
         Other ranks; every move is announced to them before it runs here.
 
     Examples
     --------
-    >>> cache = KVCache(KVGeometry(num_layers=2, num_kv_heads=3, head_dim=8), num_blocks=5)
+    >>> cache = KVCache(KVGeometry.uniform(num_layers=2, num_kv_heads=3, head_dim=8), num_blocks=5)
     >>> k_pages, v_pages = cache.layer(1)
     >>> k_pages.shape
     (5, 3, 16, 8)
@@ -156,48 +223,77 @@ class KVCache:
         num_blocks: int,
         pool: MemoryPool | None = None,
         name: str = "kv",
+        num_slots: int = 0,
     ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1; got {num_blocks}")
-        g = geometry
+        if (num_slots < 1) == geometry.has_states:
+            wanted = "at least 1" if geometry.has_states else "0 for layers without states"
+            raise ConfigError(f"num_slots must be {wanted}; got {num_slots}")
         self.geometry = geometry
         self.num_blocks = num_blocks
+        self.num_slots = num_slots
         self.pool = pool or MemoryPool(CPU)
-        self._name = name
         self.workers: Workers | None = None
-        # Zero-filled, because kernels may load a whole block and mask the slots past the sequence.
-        self.slab = self.pool.allocate(
-            name,
-            (g.num_layers, 2, num_blocks, g.num_kv_heads, g.block_size, g.head_dim),
-            dtypes.page_dtype(g.dtype),
-        )
+        self._names: list[str] = []
+        counts = Counter(shape for layer in geometry.layers for shape in layer.arrays)
+        slabs = {shape: self._allocate(name, shape, count) for shape, count in counts.items()}
+        self.page_slabs = [slab for shape, slab in slabs.items() if isinstance(shape, PageShape)]
+        self.state_slabs = [slab for shape, slab in slabs.items() if isinstance(shape, StateShape)]
+        self._layers: list[tuple[Any, ...]] = []
+        unused = {shape: iter(slab) for shape, slab in slabs.items()}
+        for layer in geometry.layers:
+            own = tuple(next(unused[shape]) for shape in layer.arrays)
+            self._layers.append(own if layer.source is None else self._layers[layer.source])
 
     @property
     def device(self) -> Device:
-        """Device of the pages."""
+        """Device of the slabs."""
         return self.pool.device
 
     @property
     def is_closed(self) -> bool:
-        """Tell whether the slab was freed."""
-        return not self.slab.size
-
-    def layer(self, index: int) -> tuple[Any, Any]:
-        """Return (k_pages, v_pages) of a layer, views of shape (num_blocks, K, block_size, D)."""
-        return self.slab[index, 0], self.slab[index, 1]
+        """Tell whether the slabs were freed."""
+        return not self._names
 
     @property
-    def layers(self) -> list[tuple[Any, Any]]:
-        """(k_pages, v_pages) of every layer."""
-        return [self.layer(index) for index in range(self.geometry.num_layers)]
+    def slab(self) -> Any:
+        """All pages as (num_layers, 2, num_blocks, K, block_size, D).
+
+        Only if every layer has keys and values of one shape.
+        """
+        [pages] = self.page_slabs
+        return pages.reshape(self.geometry.num_layers, 2, *pages.shape[1:])
+
+    def layer(self, index: int) -> tuple[Any, ...]:
+        """Return the arrays of a layer, as its `LayerCache` orders them.
+
+        Pages are (num_blocks, K, block_size, D), states (num_slots, ...).
+        """
+        return self._layers[index]
 
     @property
-    def flat_pages(self) -> Any:
-        """All pages as (2 * num_layers, num_blocks, K, block_size, D), for copies of blocks."""
-        return self.slab.reshape(-1, *self.slab.shape[2:])
+    def layers(self) -> list[tuple[Any, ...]]:
+        """The arrays of every layer. See `layer`."""
+        return list(self._layers)
+
+    @property
+    def flat_pages(self) -> list[Any]:
+        """The page slabs as (A, num_blocks, 1, 1, values per block), for copies of blocks."""
+        return [slab.reshape(*slab.shape[:2], 1, 1, -1) for slab in self.page_slabs]
+
+    @property
+    def flat_states(self) -> list[Any]:
+        """The state slabs as (A, num_slots, 1, 1, n), for copies of slots.
+
+        They are viewed in the pages' dtype: a step's copies then need one kernel for both.
+        """
+        dtype = dtypes.page_dtype(self.geometry.dtype)
+        slabs = [slab.reshape(*slab.shape[:2], 1, 1, -1) for slab in self.state_slabs]
+        return [slab.view(dtype) for slab in slabs]
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the keys and values of single tokens in all layers; every read precedes every write.
+        """Copy the pages of single tokens in all layers; every read precedes every write.
 
         Parameters
         ----------
@@ -208,10 +304,13 @@ class KVCache:
             self.workers.move_slots(sources, targets)
         xp = self.device.xp
         size = self.geometry.block_size
-        by_slot = self.flat_pages.transpose(1, 3, 0, 2, 4)
-        read, write = (divmod(np.array(slots, np.int64), size) for slots in (sources, targets))
-        moved = by_slot[xp.asarray(read[0]), xp.asarray(read[1])]
-        by_slot[xp.asarray(write[0]), xp.asarray(write[1])] = moved
+        read, write = (
+            tuple(map(xp.asarray, divmod(np.array(slots, np.int64), size)))
+            for slots in (sources, targets)
+        )
+        for slab in self.page_slabs:
+            by_slot = slab.transpose(1, 3, 0, 2, 4)
+            by_slot[write] = by_slot[read]
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill `blocks` with NaN, so that reading a freed block shows in the output (debug mode).
@@ -221,7 +320,14 @@ class KVCache:
         if blocks:
             codes = dtypes.KV_CODE_DTYPES.get(self.geometry.dtype)
             value = codes.poison if codes else math.nan
-            self.flat_pages[:, self.device.xp.asarray(blocks)] = value
+            for slab in self.page_slabs:
+                slab[:, self.device.xp.asarray(blocks)] = value
+
+    def poison_states(self, slots: Sequence[int]) -> None:
+        """Fill state `slots` with NaN (debug mode)."""
+        if slots:
+            for slab in self.state_slabs:
+                slab[:, self.device.xp.asarray(slots)] = math.nan
 
     def check_blocks(self, blocks: Sequence[int], what: str = "block table") -> None:
         """Check that all ids are in the pool (debug mode, before a launch).
@@ -238,9 +344,24 @@ class KVCache:
                 )
 
     def close(self) -> None:
-        """Return the slab to the pool; a second call does nothing."""
+        """Return the slabs to the pool; a second call does nothing."""
         if self.workers is not None:
             self.workers.close()
-        if not self.is_closed:
-            self.pool.free(self._name)
-        self.slab = np.empty((self.geometry.num_layers, 2, 0, 0, 0, 0))
+        while self._names:
+            self.pool.free(self._names.pop())
+        self.page_slabs = [np.empty((0,) * slab.ndim) for slab in self.page_slabs]
+        self.state_slabs = [np.empty((0,) * slab.ndim) for slab in self.state_slabs]
+        self._layers = []
+
+    def _allocate(self, name: str, shape: PageShape | StateShape, count: int) -> Any:
+        """Return the slab of `count` arrays of one shape.
+
+        It is zero-filled: kernels may load a whole block and mask the slots past the sequence.
+        """
+        dtype = shape.dtype if isinstance(shape, StateShape) else self.geometry.dtype
+        if isinstance(shape, StateShape):
+            sizes: tuple[int, ...] = (self.num_slots, *shape.shape)
+        else:
+            sizes = self.num_blocks, shape.num_heads, self.geometry.block_size, shape.head_dim
+        self._names.append(f"{name} {len(self._names)}" if self._names else name)
+        return self.pool.allocate(self._names[-1], (count, *sizes), dtypes.page_dtype(dtype))

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine import dtypes, kernels
+from engine import kernels
 from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import device_memory, format_bytes
 from engine.device import CPU, cupy
@@ -60,27 +60,31 @@ def move_blocks(kv: KVCache, swap: SwapSpace | None, moves: Moves) -> None:
     if swap is not None:
         swap.swap_blocks_to_cpu(moves.swap_out)
     if moves.copies:
-        kernels.kv_copy(kv.flat_pages, kv.device.xp.asarray(np.array(moves.copies, np.int32)))
+        pairs = kv.device.xp.asarray(np.array(moves.copies, np.int32))
+        for slab in kv.flat_pages:
+            kernels.kv_copy(slab, pairs)
     if swap is not None:
         swap.swap_blocks_from_cpu(moves.swap_in)
     kv.poison(moves.freed_blocks)
 
 
 class SwapSpace:
-    """Host blocks for one KV cache.
+    """Host blocks, and host state slots, for one KV cache.
 
     Parameters
     ----------
     kv : KVCache
-        The pages on the device.
+        The pages and states on the device.
     num_blocks : int
         Number of host blocks, at least 1; `SchedulerConfig.num_host_blocks`.
+    num_slots : int
+        Number of host state slots.
     buffer_bytes : int
         Size of each of the two device buffers, rounded down to whole blocks. Unused on the CPU.
 
     Attributes
     ----------
-    blocks : array (num_blocks, 2 * num_layers, K, block_size, D), NumPy
+    blocks : array (num_blocks, values per block), NumPy
         The host blocks. On CUDA, call `synchronize` before reading them.
 
     Raises
@@ -91,7 +95,7 @@ class SwapSpace:
     Examples
     --------
     >>> from engine.cache.kv_cache import KVGeometry
-    >>> kv = KVCache(KVGeometry(num_layers=1, num_kv_heads=1, head_dim=8), num_blocks=4)
+    >>> kv = KVCache(KVGeometry.uniform(num_layers=1, num_kv_heads=1, head_dim=8), num_blocks=4)
     >>> swap = SwapSpace(kv, num_blocks=2)
     >>> kv.slab[:, :, 3] = 7.0
     >>> swap.swap_blocks_to_cpu([(3, 0)])
@@ -100,16 +104,31 @@ class SwapSpace:
     7.0
     """
 
-    def __init__(self, kv: KVCache, num_blocks: int, *, buffer_bytes: int = _BUFFER_BYTES) -> None:
+    def __init__(
+        self,
+        kv: KVCache,
+        num_blocks: int,
+        *,
+        num_slots: int = 0,
+        buffer_bytes: int = _BUFFER_BYTES,
+    ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks of a SwapSpace must be at least 1; got {num_blocks}")
         g = kv.geometry
         self.num_blocks = num_blocks
-        self._kv = kv
-        shape = (num_blocks, 2 * g.num_layers, g.num_kv_heads, g.block_size, g.head_dim)
-        _check_host_memory(num_blocks * g.bytes_per_block)
-        self.blocks = _host_array(shape, g.dtype, pinned=kv.device.is_cuda)
-        self._lane = _DmaLane(kv, self.blocks, buffer_bytes) if kv.device.is_cuda else None
+        self.num_slots = num_slots
+        _check_host_memory(num_blocks * g.bytes_per_block + num_slots * g.bytes_per_slot)
+        self._blocks = _HostTier(kv, "swap buffers", kv.flat_pages, num_blocks, buffer_bytes)
+        self._states = (
+            _HostTier(kv, "state swap buffers", kv.flat_states, num_slots, buffer_bytes)
+            if num_slots
+            else None
+        )
+
+    @property
+    def blocks(self) -> np.ndarray[Any, Any]:
+        """The host blocks."""
+        return self._blocks.host
 
     def swap_blocks_to_cpu(self, pairs: Pairs) -> None:
         """Copy (device block, host block) pairs to the host; later work on the stream may overwrite
@@ -120,12 +139,7 @@ class SwapSpace:
         ContractError
             If an id is outside its pool, or a host block occurs twice.
         """
-        self._check(pairs, self._kv.num_blocks, self.num_blocks)
-        if self._lane is not None:
-            self._lane.to_host(pairs)
-        elif pairs:
-            host = self.blocks.swapaxes(0, 1)
-            kernels.kv_swap(self._kv.flat_pages, host, np.array(pairs, np.int32))
+        self._blocks.to_host(pairs)
 
     def swap_blocks_from_cpu(self, pairs: Pairs) -> None:
         """Copy (host block, device block) pairs to the device; later work on the stream sees them.
@@ -135,23 +149,107 @@ class SwapSpace:
         ContractError
             If an id is outside its pool, or a device block occurs twice.
         """
-        self._check(pairs, self.num_blocks, self._kv.num_blocks)
-        if self._lane is not None:
-            self._lane.from_host(pairs)
-        elif pairs:
-            host = self.blocks.swapaxes(0, 1)
-            kernels.kv_swap(host, self._kv.flat_pages, np.array(pairs, np.int32))
+        self._blocks.from_host(pairs)
+
+    def swap_states_to_cpu(self, pairs: Pairs) -> None:
+        """Copy (device slot, host slot) pairs to the host. See `swap_blocks_to_cpu`."""
+        if pairs:
+            self._tier_of_states().to_host(pairs)
+
+    def swap_states_from_cpu(self, pairs: Pairs) -> None:
+        """Copy (host slot, device slot) pairs to the device. See `swap_blocks_from_cpu`."""
+        if pairs:
+            self._tier_of_states().from_host(pairs)
 
     def synchronize(self) -> None:
         """Wait until all copies are done (a no-op on the CPU)."""
+        for tier in (self._blocks, self._states):
+            if tier is not None:
+                tier.synchronize()
+
+    def close(self) -> None:
+        """Free host memory and buffers."""
+        for tier in (self._blocks, self._states):
+            if tier is not None:
+                tier.close()
+
+    def _tier_of_states(self) -> _HostTier:
+        if self._states is None:
+            raise ContractError("num_slots must be at least 1 to swap states; got 0")
+        return self._states
+
+
+class _HostTier:
+    """Host copies of the blocks of some slabs, or of their state slots; each is contiguous.
+
+    Parameters
+    ----------
+    kv : KVCache
+    name : str
+        Name of the device buffers in the pool.
+    slabs : list of array (A, N, 1, 1, n)
+        Device arrays, of one dtype.
+    num_ids : int
+        Number of blocks or slots on the host.
+    buffer_bytes : int
+        Size of a device buffer.
+    """
+
+    def __init__(
+        self, kv: KVCache, name: str, slabs: list[Any], num_ids: int, buffer_bytes: int
+    ) -> None:
+        self.slabs = slabs
+        self._num_device_ids = slabs[0].shape[1]
+        width = sum(slab.shape[0] * slab.shape[-1] for slab in slabs)
+        self.host = _host_array((num_ids, width), slabs[0].dtype, pinned=kv.device.is_cuda)
+        self._lane = _DmaLane(kv, name, self, buffer_bytes) if kv.device.is_cuda else None
+
+    def to_host(self, pairs: Pairs) -> None:
+        """Copy (device id, host id) pairs."""
+        self._check(pairs, self._num_device_ids, len(self.host))
+        if self._lane is not None:
+            self._lane.to_host(pairs)
+        elif pairs:
+            self.pack(self.host, np.array(pairs, np.int32))
+
+    def from_host(self, pairs: Pairs) -> None:
+        """Copy (host id, device id) pairs."""
+        self._check(pairs, len(self.host), self._num_device_ids)
+        if self._lane is not None:
+            self._lane.from_host(pairs)
+        elif pairs:
+            self.unpack(self.host, np.array(pairs, np.int32))
+
+    def pack(self, packed: Any, pairs: Any) -> None:
+        """Copy from the slabs into `packed` (n, width); pairs (n, 2) of (id, row of packed)."""
+        for slab, part in zip(self.slabs, self._parts(packed), strict=True):
+            kernels.kv_swap(slab, part, pairs)
+
+    def unpack(self, packed: Any, pairs: Any) -> None:
+        """Copy from `packed` into the slabs; pairs (n, 2) of (row of packed, id)."""
+        for slab, part in zip(self.slabs, self._parts(packed), strict=True):
+            kernels.kv_swap(part, slab, pairs)
+
+    def synchronize(self) -> None:
+        """Wait until all copies are done."""
         if self._lane is not None:
             self._lane.synchronize()
 
     def close(self) -> None:
-        """Free host blocks and buffers."""
+        """Free host memory and buffers."""
         if self._lane is not None:
             self._lane.close()
-        self.blocks = self.blocks[:0].copy()
+        self.host = self.host[:0].copy()
+        self.slabs = []
+
+    def _parts(self, packed: Any) -> Iterator[Any]:
+        """Yield the part of each slab in packed rows, (A, rows, 1, 1, n)."""
+        start = 0
+        for slab in self.slabs:
+            count = slab.shape[0]
+            stop = start + count * slab.shape[-1]
+            yield packed[:, start:stop].reshape(len(packed), count, 1, 1, -1).swapaxes(0, 1)
+            start = stop
 
     def _check(self, pairs: Pairs, num_sources: int, num_targets: int) -> None:
         for source, target in pairs:
@@ -165,21 +263,23 @@ class SwapSpace:
 
 
 class _DmaLane:
-    """A side stream for DMA, and two device buffers of packed blocks.
+    """A side stream for DMA, and two device buffers of packed blocks or slots.
 
     SAFETY: a buffer is filled only after the event `_emptied` of its last use, and emptied only
     after `_filled`. All DMA runs on one side stream, so host blocks are read and written in the
     order of the calls.
     """
 
-    def __init__(self, kv: KVCache, host: np.ndarray[Any, Any], buffer_bytes: int) -> None:
+    def __init__(self, kv: KVCache, name: str, tier: _HostTier, buffer_bytes: int) -> None:
         self._kv = kv
+        self._name = name
+        self._tier = tier
         self._cp = cp = kv.device.xp
-        self._host = host
-        self._block_bytes = kv.geometry.bytes_per_block
-        self._capacity = min(max(1, buffer_bytes // self._block_bytes), len(host))
-        shape = (2, self._capacity, *host.shape[1:])
-        self._buffers = kv.pool.allocate("swap buffers", shape, host.dtype)
+        self._host = host = tier.host
+        self._row_bytes = int(host[0].nbytes)
+        self._capacity = min(max(1, buffer_bytes // self._row_bytes), len(host))
+        shape = (2, self._capacity, host.shape[1])
+        self._buffers = kv.pool.allocate(name, shape, host.dtype)
         self._stream = cp.cuda.Stream(non_blocking=True)
         self._filled = [cp.cuda.Event(disable_timing=True) for _ in range(2)]
         self._emptied = [cp.cuda.Event(disable_timing=True) for _ in range(2)]
@@ -215,7 +315,7 @@ class _DmaLane:
     def close(self) -> None:
         self.synchronize()
         del self._buffers
-        self._kv.pool.free("swap buffers")
+        self._kv.pool.free(self._name)
 
     def _chunks(self, pairs: Pairs) -> Iterator[tuple[int, Pairs]]:
         """Yield (buffer, pairs) by ascending host block, so that adjacent blocks share one copy."""
@@ -226,19 +326,19 @@ class _DmaLane:
 
     def _pack(self, pairs: Pairs, buffer: Any) -> None:
         ids = self._cp.asarray(np.array(pairs, np.int32))
-        kernels.kv_swap(self._kv.flat_pages, buffer.swapaxes(0, 1), ids)
+        self._tier.pack(buffer, ids)
 
     def _unpack(self, buffer: Any, pairs: Pairs) -> None:
         ids = self._cp.asarray(np.array(pairs, np.int32))
-        kernels.kv_swap(buffer.swapaxes(0, 1), self._kv.flat_pages, ids)
+        self._tier.unpack(buffer, ids)
 
-    def _host_ptr(self, block: int) -> int:
-        return int(self._host.ctypes.data) + block * self._block_bytes
+    def _host_ptr(self, row: int) -> int:
+        return int(self._host.ctypes.data) + row * self._row_bytes
 
-    def _dma(self, target: int, source: int, num_blocks: int, *, to_host: bool) -> None:
+    def _dma(self, target: int, source: int, num_rows: int, *, to_host: bool) -> None:
         runtime = self._cp.cuda.runtime
         kind = runtime.memcpyDeviceToHost if to_host else runtime.memcpyHostToDevice
-        size = num_blocks * self._block_bytes
+        size = num_rows * self._row_bytes
         runtime.memcpyAsync(target, source, size, kind, self._stream.ptr)
 
 
@@ -257,13 +357,14 @@ def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             first = index
 
 
-def _host_array(shape: tuple[int, ...], dtype: str, *, pinned: bool) -> np.ndarray[Any, Any]:
+def _host_array(
+    shape: tuple[int, ...], dtype: np.dtype[Any], *, pinned: bool
+) -> np.ndarray[Any, Any]:
     """Return an uninitialised host array, in page-locked memory if `pinned`."""
-    kind = dtypes.page_dtype(dtype)
-    num_bytes = math.prod(shape) * kind.itemsize
+    num_bytes = math.prod(shape) * dtype.itemsize
     if not pinned:
         try:
-            return np.empty(shape, kind)
+            return np.empty(shape, dtype)
         except MemoryError as error:
             raise OutOfMemoryError(
                 f"swap_space_gb must fit in the host's memory; {num_bytes} bytes did not ({error})"
@@ -271,7 +372,7 @@ def _host_array(shape: tuple[int, ...], dtype: str, *, pinned: bool) -> np.ndarr
     cp = cupy()
     # CuPy's pinned pool is avoided: it may round up, and never returns memory to the system.
     memory = cp.cuda.PinnedMemoryPointer(cp.cuda.PinnedMemory(num_bytes), 0)
-    return np.frombuffer(memory, np.uint8, num_bytes).view(kind).reshape(shape)
+    return np.frombuffer(memory, np.uint8, num_bytes).view(dtype).reshape(shape)
 
 
 def _check_host_memory(num_bytes: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from engine import env
 from engine.cache.block_plan import MemoryBudget, plan_num_blocks
-from engine.cache.kv_cache import KVGeometry, kv_dtype
+from engine.cache.kv_cache import KVGeometry
 from engine.cache.memory_pool import device_memory
 from engine.config import ModelConfig
 from engine.device import Device
@@ -17,7 +17,7 @@ from engine.errors import ConfigError
 from engine.kernels._override.scope import ModelKernels
 from engine.layers.collectives import buffer_bytes
 from engine.runner.cuda_graph import batch_sizes
-from engine.runner.memory_sizes import DraftSizes, activation_bytes, feature_bytes, geometry_of
+from engine.runner.memory_sizes import DraftSizes, activation_bytes, feature_bytes
 from engine.scheduler.config import SchedulerConfig
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.draft_pages import num_spare_blocks
@@ -134,8 +134,9 @@ def resolve(
     tokens = _or_default(config, "max_num_batched_tokens", budget, device, reasons)
     has_graphs = _has_graphs(config, model, reasons)
     memory = _memory(config, model, tokens, seqs, has_graphs)
-    pages = kv_dtype(config.kv_cache_dtype, model.dtype)
-    geometry = geometry_of(model.config, config.block_size, pages)
+    geometry = KVGeometry.of_model(
+        model.config, model.dtype, config.block_size, config.kv_cache_dtype
+    )
     per_block = 0
     if draft is not None:
         sizes = _draft_sizes(config, model, draft, tokens, seqs, has_graphs)
@@ -350,7 +351,7 @@ def _draft_sizes(
     seqs: int,
     has_graphs: bool,
 ) -> DraftSizes:
-    per_block = geometry_of(draft.config, config.block_size, draft.dtype).bytes_per_block
+    per_block = KVGeometry.of_model(draft.config, draft.dtype, config.block_size).bytes_per_block
     num_spare = seqs * num_spare_blocks(config.block_size, config.max_draft_tokens)
     num_layers = len(set(draft.feature_layers))
     rows = batch_sizes(seqs)[-1] * (1 + config.max_draft_tokens) if has_graphs else 0

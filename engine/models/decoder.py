@@ -35,7 +35,7 @@ from engine.weights import ALL_LAYERS, Stage, Weight
 
 __all__ = ["Decoder", "DecoderLayer"]
 
-Pages = Sequence[tuple[Any, Any]]
+Pages = Sequence[tuple[Any, ...]]
 """(k_pages, v_pages) of each layer, both (P, K, block_size, D)."""
 
 _FLOAT32 = np.dtype(np.float32)
@@ -112,7 +112,7 @@ class DecoderLayer:
         delta: Any,
         residual: Any,
         batch: ForwardBatch,
-        pages: tuple[Any, Any],
+        pages: tuple[Any, ...],
         rows: Any = None,
     ) -> tuple[Any, Any]:
         """Run the layer.

@@ -81,7 +81,7 @@ class LayerPlans:
         self,
         residual: Any,
         batch: ForwardBatch,
-        kv_pages: Sequence[tuple[Any, Any]],
+        kv_pages: Sequence[tuple[Any, ...]],
         rows: Any = None,
         before: Callable[[int, Any, Any], None] | None = None,
         delta: Any = None,
@@ -109,7 +109,7 @@ class LayerPlans:
         delta: Any,
         residual: Any,
         batch: ForwardBatch,
-        kv_pages: Sequence[tuple[Any, Any]],
+        kv_pages: Sequence[tuple[Any, ...]],
         before: Callable[[int, Any, Any], None] | None,
     ) -> tuple[Any, Any]:
         """Run `layers`, which are the first ones of the decoder."""
@@ -139,7 +139,7 @@ class LayerPlans:
         return bool(arrays.addresses) and is_alike and self._last[arrays.kind] > index
 
     def _plan(
-        self, index: int, delta: Any, residual: Any, batch: ForwardBatch, pages: tuple[Any, Any]
+        self, index: int, delta: Any, residual: Any, batch: ForwardBatch, pages: tuple[Any, ...]
     ) -> tuple[Any, Any, _Planned | None]:
         """Call a layer; return its (delta, residual), and the plan of its launches.
 
@@ -153,7 +153,8 @@ class LayerPlans:
         out, new_residual = map(unwrapped, results)
         if (out is None) != (delta is None) or new_residual.data.ptr != residual.data.ptr:
             return out, new_residual, None
-        moving = [*self._arrays[index].named, *zip(("k_pages", "v_pages"), pages, strict=True)]
+        caches = [(f"cache {number}", array) for number, array in enumerate(pages)]
+        moving = [*self._arrays[index].named, *caches]
         if delta is not None:
             moving += [("delta", delta), ("out", out)]
         plan = builder.finish([(name, int(a.data.ptr), int(a.nbytes)) for name, a in moving])

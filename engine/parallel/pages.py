@@ -57,7 +57,7 @@ class SharedPages:
         first = address(kv_pages[0][0])
         for which, reference in self._by_number.items():
             kv_cache = reference()
-            if kv_cache is not None and address(kv_cache.slab) == first:
+            if kv_cache is not None and address(kv_cache.layer(0)[0]) == first:
                 return which
         raise RequestError(
             "kv_pages must be the engine's, or of a cache of this model's new_cache, when several "

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from engine._version import __version__
-from engine.cache.kv_cache import KVCache
+from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.cache.memory_pool import MemoryPool
 from engine.cache.move_arrays import moves_from_arrays
 from engine.cache.swap import SwapSpace, move_blocks
@@ -30,7 +30,6 @@ from engine.loading.config_json import config_from_json
 from engine.loading.gguf import part_paths
 from engine.model import Model, load
 from engine.runner.cuda_graph import GraphKey
-from engine.runner.memory_sizes import geometry_of
 from engine.runner.worker_graphs import WorkerGraphs
 from engine.weights import Stage
 
@@ -147,7 +146,9 @@ class RankWorker:
     def _share(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("making pages")
         which, num_blocks, num_host_blocks, block_size = numbers
-        geometry = geometry_of(self._model.config, block_size, from_text(arrays[0]))
+        geometry = KVGeometry.of_model(
+            self._model.config, self._model.dtype, block_size, from_text(arrays[0])
+        )
         pages = KVCache(geometry, num_blocks, MemoryPool(self._model.device))
         self._pages[which] = pages
         if num_host_blocks:

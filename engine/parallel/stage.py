@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from engine._version import __version__
-from engine.cache.kv_cache import KVCache
+from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.cache.memory_pool import MemoryPool
 from engine.cache.move_arrays import NUM_MOVE_ARRAYS, moves_from_arrays
 from engine.cache.swap import SwapSpace, move_blocks
@@ -41,7 +41,6 @@ from engine.model import Model, load
 from engine.parallel.activations import ACTIVATIONS, ActivationSender, from_wire
 from engine.parallel.rank import batch_from_message, fingerprint
 from engine.parallel.tensor import load_ranks
-from engine.runner.memory_sizes import geometry_of
 from engine.text import child_process
 from engine.weights import Stage
 
@@ -245,7 +244,7 @@ class StageWorker:
         self._doing = "making pages"
         num_blocks, num_host_blocks, block_size = numbers
         model = self._the_model()
-        geometry = geometry_of(model.config, block_size, from_text(arrays[0]))
+        geometry = KVGeometry.of_model(model.config, model.dtype, block_size, from_text(arrays[0]))
         self._pages = KVCache(geometry, num_blocks, MemoryPool(model.device))
         if num_host_blocks:
             self._swap = SwapSpace(self._pages, num_host_blocks)

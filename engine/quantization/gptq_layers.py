@@ -155,7 +155,7 @@ def _batches(
 def _pages(decoder: Decoder, device: Device, batches: Sequence[ForwardBatch]) -> tuple[Any, Any]:
     """Return KV pages for one layer and one batch; each layer and batch reuses them."""
     c = decoder.config
-    geometry = KVGeometry(1, c.num_kv_heads, c.head_dim, _BLOCK_SIZE, decoder.dtype.name)
+    geometry = KVGeometry.uniform(1, c.num_kv_heads, c.head_dim, _BLOCK_SIZE, decoder.dtype.name)
     blocks = max(int(batch.block_tables.size) for batch in batches)
     pages: tuple[Any, Any] = KVCache(geometry, blocks, MemoryPool(device)).layers[0]
     return pages

@@ -104,7 +104,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: Any,
-        kv_pages: Sequence[tuple[Any, Any]],
+        kv_pages: Sequence[tuple[Any, ...]],
         table: RequestRows,
         sampling: SamplingTable,
         *,

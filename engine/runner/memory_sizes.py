@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass, replace
 
 from engine.cache.block_plan import MemoryBudget
-from engine.cache.kv_cache import KVGeometry
 from engine.cache.memory_pool import format_bytes
 from engine.config import ModelConfig
 from engine.dtypes import itemsize
 from engine.runner.cuda_graph import batch_sizes
 
-__all__ = ["DraftSizes", "activation_bytes", "feature_bytes", "geometry_of"]
+__all__ = ["DraftSizes", "activation_bytes", "feature_bytes"]
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,6 @@ class DraftSizes:
             activations=max(memory.activations, activations),
             drafts=self.weight_bytes + spare + self.feature_bytes + graphs,
         )
-
-
-def geometry_of(model: ModelConfig, block_size: int, dtype: str) -> KVGeometry:
-    """Return the shape of a model's KV blocks, stored as `dtype`."""
-    return KVGeometry(model.num_layers, model.num_kv_heads, model.head_dim, block_size, dtype)
 
 
 def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -> int:

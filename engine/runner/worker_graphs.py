@@ -30,7 +30,7 @@ class WorkerGraphs(DecodeGraphs):
     def __init__(
         self,
         model: Any,
-        kv_pages: Sequence[tuple[Any, Any]],
+        kv_pages: Sequence[tuple[Any, ...]],
         num_rows: int,
         max_blocks: int,
         block_size: int,

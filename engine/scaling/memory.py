@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.cache.block_plan import MemoryBudget
+from engine.cache.kv_cache import KVGeometry
 from engine.cache.memory_pool import format_bytes
 from engine.config import ModelConfig
 from engine.core.resolve import default_budget, default_num_seqs
@@ -13,7 +14,7 @@ from engine.loading.load_config import LoadConfig
 from engine.loading.weight_memory import quantized_formats, weight_dtype
 from engine.loading.weight_table import weight_shapes
 from engine.models.rope_tables import rope_bytes
-from engine.runner.memory_sizes import DraftSizes, geometry_of
+from engine.runner.memory_sizes import DraftSizes
 from engine.speculative.draft_pages import num_spare_blocks
 from engine.weights import FORMATS, dense_format
 
@@ -146,7 +147,7 @@ def plan_memory(
     weights = sum(group.num_bytes for group in groups) + tables
     beside = None if draft is None else _draft_sizes(*draft, block_size, num_drafts)
     budget = default_budget(config, dtype, kind, total, weights, beside)
-    geometry = geometry_of(config, block_size, dtype)
+    geometry = KVGeometry.of_model(config, dtype, block_size)
     of_drafts = 0 if beside is None else beside.bytes_per_block // block_size
     pages = []
     for name, divisor in ((dtype, 1), ("8-bit", itemsize(dtype))):
@@ -163,7 +164,7 @@ def _draft_sizes(
     groups = _weight_groups(config, dtype, load_config.quantization)
     weights = sum(group.num_bytes for group in groups)
     weights += rope_bytes(config, load_config.max_model_len)
-    per_block = geometry_of(config, block_size, dtype).bytes_per_block
+    per_block = KVGeometry.of_model(config, dtype, block_size).bytes_per_block
     seqs = default_num_seqs(load_config.device.kind)
     num_spare = seqs * num_spare_blocks(block_size, num_drafts)
     return DraftSizes(config, dtype, weights, per_block, num_spare)

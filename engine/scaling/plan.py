@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from engine.cache.kv_cache import KVGeometry
 from engine.cache.memory_pool import format_bytes
 from engine.config import ModelConfig
 from engine.core.resolve import default_budget
 from engine.errors import ConfigError
 from engine.loading.weight_memory import quantized_formats, weight_bytes
 from engine.models.rope_tables import rope_bytes
-from engine.runner.memory_sizes import geometry_of
 from engine.scaling.division import Division, stages
 from engine.scaling.speed import Speed, Workload
 from engine.scaling.step_time import StepModel
@@ -272,7 +272,7 @@ def _memory(model: StepModel, division: Division, max_model_len: int) -> PlanRow
             weights,
             num_ranks=division.tensor,
         )
-        per_token = geometry_of(local, _BLOCK, model.dtype).bytes_per_token
+        per_token = KVGeometry.of_model(local, model.dtype, _BLOCK).bytes_per_token
         per_token = per_token * model.page_itemsize // 2
         tokens = max(0, budget.left) // (per_token * _BLOCK) * _BLOCK
         sizes = budget.activations, budget.collectives, budget.left

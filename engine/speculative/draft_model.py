@@ -95,7 +95,7 @@ class DraftModelProposer:
         self._num_blocks = limits.num_blocks
         self._num_spare = num_spare_blocks(size, num_drafts)
         num_blocks = limits.num_blocks + self._num_spare * limits.max_num_seqs
-        geometry = KVGeometry(c.num_layers, c.num_kv_heads, c.head_dim, size, model.dtype)
+        geometry = KVGeometry.of_model(c, model.dtype, size)
         self.kv_cache = KVCache(geometry, num_blocks, pool, "draft kv")
         self._max_len = min(model.max_model_len, limits.max_model_len)
         self._max_blocks = -(-self._max_len // size)

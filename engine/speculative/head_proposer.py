@@ -94,7 +94,7 @@ class HeadProposer:
         self._num_scratch = -(-num_drafts // size)
         self._num_blocks = limits.num_blocks
         num_blocks = limits.num_blocks + self._num_scratch * limits.max_num_seqs
-        geometry = KVGeometry(1, c.num_kv_heads, c.head_dim, size, runner.model.dtype)
+        geometry = KVGeometry.uniform(1, c.num_kv_heads, c.head_dim, size, runner.model.dtype)
         self.kv_cache = KVCache(geometry, num_blocks, runner.kv_cache.pool, "draft kv")
         self._generations = generations
         self._pages = HeadPages(size, generations)

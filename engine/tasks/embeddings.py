@@ -149,10 +149,7 @@ def _parts(
     if not lengths:
         return
     sums: dict[int, _Vector] = {}
-    config = model.config
-    geometry = KVGeometry(
-        config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, model.dtype
-    )
+    geometry = KVGeometry.of_model(model.config, model.dtype, _BLOCK_SIZE)
     num_blocks = _most_blocks(lengths, size.most)
     with closing(model.make_cache(geometry, 1, num_blocks * _BLOCK_SIZE)) as cache:
         for batch in _batches(lengths, size):

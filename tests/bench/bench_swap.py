@@ -13,8 +13,8 @@ from engine.testing.timing import time_cpu
 
 # Llama-3.1-8B and SmolLM2-135M, bfloat16: blocks of 2 MiB and of 360 KiB.
 _MODELS = {
-    "8B": KVGeometry(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"),
-    "135M": KVGeometry(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16"),
+    "8B": KVGeometry.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"),
+    "135M": KVGeometry.uniform(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16"),
 }
 
 

@@ -7,16 +7,19 @@ import pytest
 
 from engine.cache.block_plan import MemoryBudget, plan_num_blocks
 from engine.cache.kv_cache import KVCache, KVGeometry
+from engine.cache.layer_cache import LayerCache, PageShape, StateShape
 from engine.cache.memory_pool import MemoryPool
+from engine.config import ModelConfig
 from engine.device import CPU, Device
 from engine.errors import ConfigError, ContractError, DTypeError, OutOfMemoryError
 
-GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=3, head_dim=8, block_size=16)
+SIZES = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 8}
+GEOMETRY = KVGeometry.uniform(**SIZES)
 
 
 def build(xp, **changes):
     device = CPU if xp is np else Device("cuda")
-    return KVCache(KVGeometry(**{**vars(GEOMETRY), **changes}), 5, MemoryPool(device))
+    return KVCache(KVGeometry.uniform(**{**SIZES, **changes}), 5, MemoryPool(device))
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
@@ -30,8 +33,78 @@ def test_layers_are_views_of_one_slab(xp, block_size, dtype):
     k_pages[4, 2, block_size - 1, 7] = 1
     v_pages[0] = 2
     assert float(cache.slab[1, 0, 4, 2, -1, 7]) == 1.0
-    assert float(cache.flat_pages[3, 0].max()) == 2.0  # layer 1, v
+    assert float(cache.page_slabs[0][3, 0].max()) == 2.0  # layer 1, v
     assert len(cache.layers) == 2 and cache.layers[1][0].flags.c_contiguous
+
+
+LATENT = LayerCache((PageShape(1, 24),))
+RECURRENT = LayerCache(states=(StateShape((6, 3), "bfloat16"), StateShape((2, 4, 8), "float32")))
+MIXED = KVGeometry(
+    (
+        LayerCache.attention(2, 8),
+        RECURRENT,
+        LATENT,
+        LayerCache.attention(4, 12, v_head_dim=8),
+        LayerCache(source=0),
+        LayerCache.attention(2, 8),
+        RECURRENT,
+    )
+)
+
+
+def mixed(xp):
+    return KVCache(MIXED, 5, MemoryPool(CPU if xp is np else Device("cuda")), num_slots=3)
+
+
+def test_layers_of_different_shapes_share_the_slabs_of_their_shapes(xp):
+    cache = mixed(xp)
+    shapes = [[array.shape for array in layer] for layer in cache.layers]
+    assert shapes == [
+        [(5, 2, 16, 8)] * 2,
+        [(3, 6, 3), (3, 2, 4, 8)],
+        [(5, 1, 16, 24)],
+        [(5, 4, 16, 12), (5, 4, 16, 8)],
+        [(5, 2, 16, 8)] * 2,
+        [(5, 2, 16, 8)] * 2,
+        [(3, 6, 3), (3, 2, 4, 8)],
+    ]
+    for number, array in enumerate(a for layer in cache.layers for a in layer):
+        array[...] = number
+    assert [[float(a[0].max()) for a in layer] for layer in cache.layers] == [
+        *([7, 8], [2, 3], [4], [5, 6], [7, 8], [9, 10], [11, 12]),
+    ]
+    assert all(a.flags.c_contiguous for layer in cache.layers for a in layer)
+    assert sum(slab.nbytes for slab in cache.page_slabs) == 5 * MIXED.bytes_per_block
+    assert sum(slab.nbytes for slab in cache.state_slabs) == 3 * MIXED.bytes_per_slot
+    assert MIXED.bytes_per_token == 4 * (4 * 16 + 24 + 4 * 20)
+    assert MIXED.bytes_per_slot == 2 * (6 * 3 * 2 + 2 * 4 * 8 * 4)
+    assert len(cache.page_slabs) == 4 and len(cache.state_slabs) == 2
+
+
+def test_states_need_slots():
+    with pytest.raises(ConfigError, match="num_slots must be at least 1; got 0"):
+        KVCache(MIXED, 5)
+    with pytest.raises(ConfigError, match="num_slots must be 0 for layers without states; got 2"):
+        KVCache(GEOMETRY, 5, num_slots=2)
+
+
+def test_poison_fills_exactly_the_freed_slots(xp):
+    cache = mixed(xp)
+    cache.poison_states([2])
+    for slab in cache.state_slabs:
+        assert xp.isnan(slab[:, 2].astype(np.float32)).all() and not slab[:, :2].any()
+    assert not any(slab.any() for slab in cache.page_slabs)
+
+
+@pytest.mark.parametrize("state_dtype", ["auto", "float32", "bfloat16", "float16"])
+def test_state_dtypes(state_dtype):
+    config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
+    if state_dtype == "float16":
+        with pytest.raises(ConfigError, match="state_dtype must be one of 'auto', 'float32'"):
+            KVGeometry.of_model(config, "bfloat16", state_dtype=state_dtype)
+    else:
+        geometry = KVGeometry.of_model(config, "bfloat16", 32, "fp8", state_dtype)
+        assert geometry == KVGeometry.uniform(1, 2, 8, 32, "fp8") and not geometry.has_states
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
@@ -85,7 +158,7 @@ def test_close_returns_the_memory():
 )
 def test_bad_geometry(changes, error):
     with pytest.raises(error, match=next(iter(changes))):
-        KVGeometry(**{**vars(GEOMETRY), **changes})
+        KVGeometry.uniform(**{**SIZES, **changes})
 
 
 def test_bad_number_of_blocks():
@@ -94,7 +167,9 @@ def test_bad_number_of_blocks():
 
 
 GIB = 1 << 30
-LARGE = KVGeometry(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+LARGE = KVGeometry.uniform(
+    num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16"
+)
 
 
 def budget(**changes):
@@ -143,7 +218,7 @@ def test_out_of_memory_proposes_settings_that_work():
 
 
 def test_out_of_memory_proposes_only_what_helps():
-    geometry = KVGeometry(num_layers=32, num_kv_heads=8, head_dim=128)
+    geometry = KVGeometry.uniform(num_layers=32, num_kv_heads=8, head_dim=128)
     sizes = {"max_model_len": 4096, "max_num_seqs": 1}  # 1 GiB
     with pytest.raises(OutOfMemoryError, match='dtype="bfloat16", which halves'):
         plan_num_blocks(budget(total=20 * GIB), geometry, **sizes)

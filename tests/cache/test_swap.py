@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from engine.cache.kv_cache import KVCache, KVGeometry
+from engine.cache.layer_cache import LayerCache, StateShape
 from engine.cache.memory_pool import MemoryPool
 from engine.cache.swap import SwapSpace, move_blocks
 from engine.device import CPU, Device, to_numpy
@@ -18,7 +19,7 @@ from engine.testing import cases
 def build(xp, dtype="float32", num_blocks=9, num_host=6, **changes):
     fields = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 8, "dtype": dtype, **changes}
     device = CPU if xp is np else Device("cuda")
-    kv = KVCache(KVGeometry(**fields), num_blocks, MemoryPool(device))
+    kv = KVCache(KVGeometry.uniform(**fields), num_blocks, MemoryPool(device))
     content = cases.normal(kv.slab.shape, dtype, seed=1)
     kv.slab[...] = xp.asarray(content)
     return kv, SwapSpace(kv, num_host), content
@@ -46,6 +47,34 @@ def test_swap_out_and_in(xp, dtype, buffer_blocks):
     np.testing.assert_array_equal(to_numpy(kv.slab), content)
     swap.swap_blocks_from_cpu([(3, 7)])
     np.testing.assert_array_equal(to_numpy(kv.slab)[:, :, 7], content[:, :, 8])
+
+
+def test_mixed_pages_and_states_are_swapped(xp):
+    """Blocks and slots with arrays of several shapes and dtypes come back bit for bit."""
+    state = StateShape((6, 3), "float16"), StateShape((2, 4, 8), "float32")
+    layers = LayerCache.attention(2, 8), LayerCache(states=state), LayerCache.attention(4, 12, 8)
+    geometry = KVGeometry((*layers, *layers), dtype="float16")
+    pool = MemoryPool(CPU if xp is np else Device("cuda"))
+    kv = KVCache(geometry, 9, pool, num_slots=4)
+    content = []
+    for slab in (*kv.page_slabs, *kv.state_slabs):
+        content.append(cases.normal(slab.shape, str(slab.dtype), seed=len(content)))
+        slab[...] = xp.asarray(content[-1])
+    swap = SwapSpace(kv, 5, num_slots=3, buffer_bytes=2 * geometry.bytes_per_block)
+    swap.swap_blocks_to_cpu([(8, 3), (1, 4), (5, 0)])
+    swap.swap_states_to_cpu([(3, 0), (1, 2)])
+    for slab in kv.page_slabs:
+        slab[:, [8, 1, 5]] = 0
+    for slab in kv.state_slabs:
+        slab[:, [3, 1]] = 0
+    swap.swap_blocks_from_cpu([(3, 8), (4, 1), (0, 5)])
+    swap.swap_states_from_cpu([(0, 3), (2, 1)])
+    for slab, want in zip((*kv.page_slabs, *kv.state_slabs), content, strict=True):
+        np.testing.assert_array_equal(to_numpy(slab), want)
+    with pytest.raises(ContractError, match=r"below \(3, 4\); got \(3, 0\)"):
+        swap.swap_states_from_cpu([(3, 0)])
+    swap.close()
+    assert set(pool.stats().slabs) == {"kv", *(f"kv {number}" for number in range(1, 5))}
 
 
 def test_device_blocks_are_reusable_at_once_and_host_blocks_rewritable(xp):
@@ -103,7 +132,7 @@ def test_wrong_pairs(xp):
 
 
 def test_the_host_must_have_the_memory():
-    kv = KVCache(KVGeometry(num_layers=2, num_kv_heads=3, head_dim=8), 2)
+    kv = KVCache(KVGeometry.uniform(num_layers=2, num_kv_heads=3, head_dim=8), 2)
     with pytest.raises(OutOfMemoryError, match="lower swap_space_gb"):
         SwapSpace(kv, 1 << 40)
     with pytest.raises(ConfigError, match="at least 1; got 0"):

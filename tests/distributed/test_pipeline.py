@@ -16,7 +16,7 @@ import pytest
 
 import engine as package
 from engine import LLMEngine, SamplingParams
-from engine.cache.kv_cache import KVCache
+from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.cli import main
 from engine.core.resolve import resolve
 from engine.distributed.connection import connect
@@ -26,7 +26,6 @@ from engine.errors import ConfigError, EngineError, RankError, RequestError, Ste
 from engine.layers.batch import ForwardBatch
 from engine.parallel.stage import HELLO, LINK, run_stage
 from engine.parallel.stage_group import StageGroup
-from engine.runner.memory_sizes import geometry_of
 from engine.weights import Stage
 from tests.distributed.engines import CONFIG as TWO_LAYERS
 from tests.distributed.engines import (
@@ -86,7 +85,7 @@ def test_logits_of_every_family(case, tmp_path):
     parts = [package.load(path, device="cpu", progress=False, stage=each) for each in stages]
     assert [part.config.num_layers for part in parts] == [s.last - s.first for s in stages]
     assert "lm_head" not in parts[0].decoder.weights and "embed" not in parts[1].decoder.weights
-    pages = [KVCache(geometry_of(m.config, 16, m.dtype), 2) for m in (whole, *parts)]
+    pages = [KVCache(KVGeometry.of_model(m.config, m.dtype), 2) for m in (whole, *parts)]
     prompts = [[5, 17, 3, 99, 41, 8, 2, 60, 77, 12, 1], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11]]
     tables = [[0], [1]]
     for ids, starts in ((prompts, [0, 0]), ([[3], [4]], [11, 11]), ([[7]], [12])):

@@ -91,7 +91,7 @@ def _alone(model, prompt, count, pages):
 def test_tokens_do_not_depend_on_other_requests(model, options, pages):
     if "swap_space_gb" in options:
         sizes = model.config.num_layers, model.config.num_kv_heads, model.config.head_dim
-        block = KVGeometry(*sizes, dtype=pages).bytes_per_block
+        block = KVGeometry.uniform(*sizes, dtype=pages).bytes_per_block
         options = options | {"swap_space_gb": options["swap_space_gb"] * block / 2**30}
     engine = make_engine(model, kv_cache_dtype=pages, **options)
     assert engine.kv_cache.slab.dtype == KV_CODE_DTYPES[pages].dtype
@@ -131,8 +131,8 @@ def test_logits_are_near_those_of_float_pages(model, pages):
 def test_the_same_memory_holds_four_times_the_float32_tokens(pages):
     model = tiny_model()
     sizes = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, 16
-    assert KVGeometry(*sizes, dtype=pages).bytes_per_block == CODE_BLOCK
-    assert KVGeometry(*sizes, dtype="bfloat16").bytes_per_block == 2 * CODE_BLOCK
+    assert KVGeometry.uniform(*sizes, dtype=pages).bytes_per_block == CODE_BLOCK
+    assert KVGeometry.uniform(*sizes, dtype="bfloat16").bytes_per_block == 2 * CODE_BLOCK
     engine = LLMEngine(model, kv_cache_dtype=pages, num_blocks=10)
     assert engine.kv_cache.slab.nbytes == 10 * CODE_BLOCK
 
@@ -217,7 +217,7 @@ def test_scales_of_int8_are_measured_where_there_are_none():
 
 
 def test_freed_blocks_are_poisoned(pages):
-    cache = KVCache(KVGeometry(2, 2, 8, dtype=pages), num_blocks=4)
+    cache = KVCache(KVGeometry.uniform(2, 2, 8, dtype=pages), num_blocks=4)
     cache.poison([1, 3])
     assert (cache.slab[:, :, [1, 3]] == KV_CODE_DTYPES[pages].poison).all()
     assert (cache.slab[:, :, [0, 2]] == 0).all()

@@ -122,7 +122,7 @@ def test_in_a_batch_with_others(golden, case, where):
     prompt = want.prompt
     offset = model.decoder.rope_offsets(len(prompt))
     c = model.config
-    geometry = KVGeometry(c.num_layers, c.num_kv_heads, c.head_dim, 16, "float32")
+    geometry = KVGeometry.of_model(c, "float32")
     pages = KVCache(geometry, 12, MemoryPool(model.device))
     tables = [[7, 2], [11, 0], [4, 5], [1, 10], [9, 3]]
 
@@ -254,7 +254,7 @@ def test_what_tells_a_family_apart_matters(golden, case, change):
     decoder = want.load().decoder
     config = replace(decoder.config, **change)
     other = Decoder(config, decoder.weights, decoder.max_model_len)
-    geometry = KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim, 16, "float32")
+    geometry = KVGeometry.of_model(config, "float32")
     pages = KVCache(geometry, 2, MemoryPool(CPU))
     batch = ForwardBatch.build([want.prompt], [0], [[0, 1]], 16, logits="all")
     assert _error(decoder.forward(batch, pages.layers), want.logits) < LIMIT

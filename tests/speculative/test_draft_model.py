@@ -493,7 +493,7 @@ def test_closing_the_engine_frees_the_pages_and_the_model(make):
     proposer = proposer_of(engine)
     engine.add_request("r", [5, 6, 7], SamplingParams(max_tokens=4))
     engine.step()
-    runner, slab = weakref.ref(proposer.runner), weakref.ref(proposer.kv_cache.slab)
+    runner, slab = weakref.ref(proposer.runner), weakref.ref(proposer.kv_cache.page_slabs[0])
     model = proposer._model
     engine.close()
     proposer.close()  # does nothing
