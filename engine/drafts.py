@@ -19,10 +19,13 @@ from typing import Any
 
 from engine.errors import RequestError
 
-__all__ = ["MAX_QUERY_LEN", "DeferredDrafts", "DraftIds", "Drafts"]
+__all__ = ["MAX_QUERY_LEN", "MAX_STATE_QUERY_LEN", "DeferredDrafts", "DraftIds", "Drafts"]
 
 MAX_QUERY_LEN = 64
 """Maximum query tokens of a sequence with a draft tree: one bit each in a tree mask."""
+
+MAX_STATE_QUERY_LEN = 8
+"""Maximum query tokens of a sequence with drafts in recurrent layers: a state slot each."""
 
 
 @dataclass(frozen=True, slots=True)

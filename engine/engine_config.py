@@ -8,6 +8,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from engine.cache.kv_cache import KV_CACHE_DTYPES
+from engine.cache.layer_cache import STATE_DTYPES
 from engine.checks import shown, shown_with_type
 from engine.distributed.connection import parse_address
 from engine.drafts import MAX_QUERY_LEN
@@ -60,6 +61,15 @@ class EngineConfig:
     kv_cache_dtype : str
         "auto" uses the activations' dtype; "fp8" (e4m3) and "int8" quantize the KV cache to half
         the memory of 16 bits, with a scale per layer and KV head (`Model.set_kv_scales`).
+    state_dtype : str
+        Dtype of recurrent states: "float32", "bfloat16" (half the memory; each token rounds them),
+        or "auto" = float32. For models with recurrent layers, as the next two options.
+    num_state_snapshots : int, optional
+        Number of snapshots of states for prefix caching; by default a quarter of the memory that
+        the states of running requests leave.
+    state_snapshot_interval : int
+        Distance of these snapshots along a prompt, in tokens; 0 takes one only before a prompt's
+        last token, where it parts from known prompts, and where its output ends.
     block_size : int
         Tokens per KV block: 16, 32, 64 or 128.
     num_blocks : int, optional
@@ -148,6 +158,9 @@ class EngineConfig:
     max_num_seqs: int | None = _whole(None, 1, 2**16)
     max_num_batched_tokens: int | None = _whole(None, 1, _INT32)
     kv_cache_dtype: str = _choice("auto", *KV_CACHE_DTYPES)
+    state_dtype: str = _choice("auto", *STATE_DTYPES)
+    num_state_snapshots: int | None = _whole(None, 0, _INT32)
+    state_snapshot_interval: int = _whole(4096, 0, _INT32)
     block_size: int = _whole(16, 16, 128)
     num_blocks: int | None = _whole(None, 1, _INT32)
     memory_utilization: float | None = _number(None, 0.0, 1.0, low_open=True)

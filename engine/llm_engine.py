@@ -89,9 +89,16 @@ class LLMEngine:
         )
         config = config.with_reason("kv_scales", model.prepare_pages(config.geometry.dtype))
         self._pool = MemoryPool(model.device)
-        self.kv_cache = KVCache(config.geometry, limits.num_blocks, self._pool)
-        self._swap = SwapSpace(self.kv_cache, n) if (n := limits.num_host_blocks) else None
-        model.share_pages(self.kv_cache, limits.num_host_blocks)
+        self.kv_cache = KVCache(
+            config.geometry, limits.num_blocks, self._pool, num_slots=limits.num_state_slots
+        )
+        num_host_slots = limits.num_host_state_slots
+        self._swap = (
+            SwapSpace(self.kv_cache, n, num_slots=num_host_slots)
+            if (n := limits.num_host_blocks)
+            else None
+        )
+        model.share_pages(self.kv_cache, self._swap)
         with model.kernels.active():
             self.config = config = with_measured_costs(config, model, self.kv_cache, self._swap)
         self.scheduler = Scheduler(config.scheduler)

@@ -20,6 +20,8 @@ import numpy as np
 
 from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVCache, KVGeometry, quantized_kv_dtype
+from engine.cache.state_plan import CacheSizes
+from engine.cache.swap import SwapSpace
 from engine.checks import check_count, shown
 from engine.config import ModelConfig
 from engine.device import Device, cupy, resolve_device, to_numpy
@@ -374,14 +376,14 @@ class Model:
         prepare_quantized_kv(self.config, self.dtype, dtype, self.device)
         return page_calibration.ensure_scales(self, self.decoder.kv_scales, dtype)
 
-    def stage_blocks(self, options: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """Return the capacity of each other stage, in KV blocks on device and host.
+    def stage_sizes(self, options: Mapping[str, Any]) -> list[CacheSizes]:
+        """Return what each other stage has room for.
 
         `options` are the fields of `EngineConfig`. A single-process model has no other stages.
         """
         return []
 
-    def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
+    def share_pages(self, kv_cache: KVCache, swap: SwapSpace | None) -> None:
         """Have the other ranks allocate the same KV cache; no-op in a single process."""
 
     @property
@@ -583,6 +585,7 @@ class Model:
             cache.block_size,
             logits=logits,
             rope_offset=cache.rope_offsets,
+            state_slots=cache.state_slots,
         )
         return self.forward(batch.to(self.device), cache.pages)
 
@@ -601,6 +604,9 @@ class Model:
                     cache.block_size,
                     logits="none",
                     rope_offset=wanted[row],
+                    state_slots=None
+                    if cache.state_slots is None
+                    else cache.state_slots[row : row + 1],
                 )
                 self.forward(batch.to(self.device), cache.pages)
             cache.rope_offsets[row] = wanted[row]

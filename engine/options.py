@@ -18,6 +18,9 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     kv_cache_dtype: str
+    state_dtype: str
+    num_state_snapshots: int | None
+    state_snapshot_interval: int
     block_size: int
     num_blocks: int | None
     memory_utilization: float | None

@@ -26,7 +26,15 @@ from typing import Any, Protocol
 from engine.drafts import Drafts
 from engine.errors import ContractError
 
-__all__ = ["FINISH_REASONS", "Request", "RequestStatus", "StopRules", "finished_status"]
+__all__ = [
+    "FINISH_REASONS",
+    "NO_SLOT",
+    "Request",
+    "RequestState",
+    "RequestStatus",
+    "StopRules",
+    "finished_status",
+]
 
 
 class RequestStatus(enum.Enum):
@@ -86,6 +94,53 @@ class StopRules(Protocol):
         """Additional ids that end the request."""
 
 
+NO_SLOT = -1
+"""Id that stands for no state slot."""
+
+
+@dataclass(slots=True)
+class RequestState:
+    """The state slots of a request of a model with recurrent layers; see `cache/state_slots.py`.
+
+    Attributes
+    ----------
+    slot : int
+        Slot that the next step writes to, and reads unless there is a `source`; NO_SLOT while the
+        state is on the host.
+    source : int
+        Snapshot that the next step reads instead; NO_SLOT: none.
+    drafted : tuple of int
+        While drafts are in flight: the slots written after each of their tokens, `slot` first.
+    snapshots : list of (int, int)
+        (number of tokens, slot) of each snapshot that is not in the prefix tree yet.
+    wanted : list of int
+        Numbers of prompt tokens after which to take one, ascending.
+    host_slot : int
+        Slot on the host, if the request is swapped out.
+    is_new : bool
+        Whether `slot` has changed since the last step, or there was none.
+    """
+
+    slot: int
+    source: int = NO_SLOT
+    drafted: tuple[int, ...] = ()
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
+    host_slot: int = NO_SLOT
+    is_new: bool = True
+
+    @property
+    def current(self) -> int:
+        """Slot of the state after all computed tokens, which the next step reads."""
+        return self.slot if self.source == NO_SLOT else self.source
+
+    @property
+    def held(self) -> list[int]:
+        """All slots on the device that the request owns."""
+        own = self.drafted or ((self.slot,) if self.slot != NO_SLOT else ())
+        return [*own, *(slot for _, slot in self.snapshots)]
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence to continue: its only record, shared by all parts of the engine.
@@ -125,6 +180,8 @@ class Request:
 
     Attributes
     ----------
+    state : RequestState or None
+        Its state slots; None without blocks, or if the model has no recurrent layers.
     drafts : Drafts or None
         Latest proposal (`Scheduler.propose`), kept until a step that computes it is committed.
     num_draft_tokens : int
@@ -192,6 +249,7 @@ class Request:
     pause_len: int = field(init=False, default=0)
     order: tuple[int, int] = field(init=False, default=(0, 0))
     shares_last_block: bool = field(init=False, default=False)
+    state: RequestState | None = field(init=False, default=None, repr=False)
     drafts: Drafts | None = field(init=False, default=None, repr=False)
     num_draft_tokens: int = field(init=False, default=0)
     leader: Request | None = field(init=False, default=None, repr=False)

@@ -99,7 +99,7 @@ def test_features_for_a_head_are_planned(device, monkeypatch):
     config, total = built_in_config("qwen3-0.6b"), 80 * 10**9
     monkeypatch.setattr(resolving, "device_memory", lambda place: (total, total))
     fields = {"device": device, "dtype": "bfloat16", "deterministic": False, "weight_bytes": 0}
-    fields |= {"num_ranks": 1, "num_stages": 1, "stage_blocks": lambda options: []}
+    fields |= {"num_ranks": 1, "num_stages": 1, "stage_sizes": lambda options: []}
     fields |= {"has_patterns": False, "kernels": ModelKernels()}
     model = SimpleNamespace(config=config, max_model_len=4096, **fields)
     plain = SimpleNamespace(**vars(model), feature_layers=())
@@ -131,7 +131,7 @@ def test_a_draft_model_takes_what_the_engine_gives_it(device, monkeypatch):
     of_small = plan_memory(small, beside, total).budget.weights
     monkeypatch.setattr(resolving, "device_memory", lambda place: (total, total))
     sizes = {"device": device, "dtype": "bfloat16", "deterministic": False, "num_ranks": 1}
-    sizes |= {"num_stages": 1, "feature_layers": (), "stage_blocks": lambda options: []}
+    sizes |= {"num_stages": 1, "feature_layers": (), "stage_sizes": lambda options: []}
     sizes |= {"has_patterns": False, "kernels": ModelKernels()}
     made = resolve(
         EngineConfig(max_draft_tokens=20),

@@ -43,7 +43,7 @@ OBJECTS = {
 _PLUMBING = {  # methods that other processes' models replace, and the engine alone calls
     "engine.Model": "check_ranks, close_ranks, describe_ranks, draft_target, feature_layers, "
     "forward, local_model, num_ranks, num_stages, prepare_pages, share_graphs, share_pages, "
-    "stage_blocks"
+    "stage_sizes"
 }
 
 

@@ -45,6 +45,8 @@ class Cache:
     rope_offsets : (B,) array of int32
         First row of the rope table with which the keys of each row are rotated; -1 if they must be
         computed anew.
+    state_slots : (B,) array of int32, or None
+        State slot of each row; None if no layer has a state.
     token_ids : (B, max_tokens) array of int32
         Ids of the tokens, on the host; (B, 0) unless `keep_token_ids` was called.
 
@@ -65,13 +67,15 @@ class Cache:
         owner: object = None,
     ) -> None:
         blocks = -(-max_tokens // geometry.block_size)
-        self.kv = KVCache(geometry, batch_size * blocks, MemoryPool(device))
+        num_slots = batch_size if geometry.has_states else 0
+        self.kv = KVCache(geometry, batch_size * blocks, MemoryPool(device), num_slots=num_slots)
         self._lengths = np.zeros(batch_size, np.int32)
         self.owner = owner
         self.max_tokens = max_tokens
         self.pages = self.kv.layers
         self.block_tables = np.arange(batch_size * blocks, dtype=np.int32).reshape(batch_size, -1)
         self.rope_offsets = np.zeros(batch_size, np.int32)
+        self.state_slots = self.kv.first_slots(batch_size)
         self.token_ids = np.zeros((batch_size, 0), np.int32)
 
     @property
@@ -132,7 +136,8 @@ class Cache:
         Raises
         ------
         RequestError
-            If a row holds fewer tokens, or the row does not exist.
+            If a row holds fewer tokens, or the row does not exist; or if it would keep some of its
+            tokens and the model has recurrent layers, whose states cannot be rolled back.
         """
         if row is not None and not (is_integer(row) and 0 <= row < self.batch_size):
             raise RequestError(f"row must be in [0, {self.batch_size}); got {shown(row)}")
@@ -142,6 +147,13 @@ class Cache:
             raise RequestError(
                 f"num_tokens must be in [0, {shortest}], the tokens held; got {shown(num_tokens)}"
             )
+        if self.state_slots is not None and num_tokens:
+            longest = int(self._lengths[rows].max())
+            if longest > num_tokens:
+                raise RequestError(
+                    "num_tokens must be 0 or the row's length: recurrent states cannot be rolled "
+                    f"back; got {num_tokens} for a row of {longest}"
+                )
         self._lengths[rows] = num_tokens
 
     def peaks(self) -> np.ndarray[Any, np.dtype[np.float32]]:

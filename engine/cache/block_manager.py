@@ -6,11 +6,12 @@ collected as block moves, which the scheduler passes to the runner with the step
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine.cache.block_allocator import BlockAllocator
 from engine.cache.prefix_tree import PrefixTree
+from engine.cache.state_slots import SlotMoves, StateSlots
 from engine.cache.tree_node import NO_BLOCK, PrefixMatch
 from engine.errors import EngineError, RequestError
 from engine.request import Request
@@ -40,6 +41,13 @@ class BlockManager:
         Whether computed prefixes are kept in a tree and shared.
     max_blocks_per_salt : int, optional
         Maximum number of blocks that the tree keeps per cache salt.
+    states : callable, optional
+        Builds the `StateSlots` of a model with recurrent layers, given the tree.
+
+    Attributes
+    ----------
+    states : StateSlots or None
+        State slots, if the model has recurrent layers.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class BlockManager:
         num_host_blocks: int = 0,
         prefix_caching: bool = True,
         max_blocks_per_salt: int | None = None,
+        states: Callable[[PrefixTree | None], StateSlots] | None = None,
     ) -> None:
         self.block_size = block_size
         self.allocator = BlockAllocator(num_blocks, block_size)
@@ -65,6 +74,7 @@ class BlockManager:
             if prefix_caching
             else None
         )
+        self.states = None if states is None else states(self.tree)
         self._moves = BlockMoves()
         self._copied: list[int] = []
         self._lengths: dict[Request, int] = {}
@@ -117,10 +127,12 @@ class BlockManager:
         is_swapped = bool(request.host_block_table)
         shared = found.blocks
         if is_swapped:
-            shared = shared[: request.num_committed_tokens // self.block_size]
+            shared = found.known.blocks[: request.num_committed_tokens // self.block_size]
         num_new = self.num_blocks_for(request.num_tokens) - len(shared)
         num_revived = sum(not self.allocator.num_owners(block) for block in shared)
         if num_new + num_revived + spare > self.num_available:
+            return False
+        if self.states is not None and not self.states.admit(request, found):
             return False
         nodes = [] if is_swapped else found.host_nodes
         for node in nodes:
@@ -161,6 +173,14 @@ class BlockManager:
         request.shares_last_block = False
         return True
 
+    def can_fork_state(self, parent: Request, child: Request) -> bool:
+        """Tell whether `child` can continue from a copy of `parent`'s state, if there is one.
+
+        A state cannot be rolled back: `parent` must have computed just the tokens they share.
+        """
+        shared = min(parent.num_committed_tokens, child.num_tokens - 1)
+        return self.states is None or self.states.can_fork(parent, shared)
+
     def fork(self, parent: Request, child: Request) -> None:
         """Let `child`, which holds no blocks, share `parent`'s blocks of their common tokens.
 
@@ -176,6 +196,8 @@ class BlockManager:
         child.choose_rope()
         child.block_table = parent.block_table[: self.num_blocks_for(shared)]
         self.allocator.acquire(child.block_table)
+        if self.states is not None:
+            self.states.fork(parent, child)
         child.num_computed_tokens = child.num_committed_tokens = shared
         child.num_cached_tokens = shared
         child.num_tree_blocks = min(parent.num_tree_blocks, shared // self.block_size)
@@ -198,14 +220,19 @@ class BlockManager:
         """Insert the full blocks of committed tokens into the tree, for others to share."""
         if self.tree is None:
             return
+        self._insert(self.tree, request, leaving=leaving)
+        if self.states is not None:
+            self.states.keep_snapshots(request, leaving=leaving)
+
+    def _insert(self, tree: PrefixTree, request: Request, *, leaving: bool) -> None:
         size = self.block_size
         start = request.num_tree_blocks
         num_full = min(request.num_committed_tokens, request.num_known_tokens) // size
         if num_full <= start:
             return
-        if start and not self.tree.has_block(request.block_table[start - 1]):
+        if start and not tree.has_block(request.block_table[start - 1]):
             start = 0  # the tree was reset in the meantime
-        request.num_tree_blocks = self.tree.insert(
+        request.num_tree_blocks = tree.insert(
             request.token_ids(start * size, num_full * size),
             request.block_table,
             request.prefix_key,
@@ -221,6 +248,8 @@ class BlockManager:
         if keep and request.block_table:
             self.cache_prefix(request, leaving=True)
         self._free_table(request)
+        if self.states is not None:
+            self.states.release(request)
         request.num_computed_tokens = request.num_committed_tokens = 0
         if request.host_block_table:
             assert self.host_allocator is not None
@@ -233,6 +262,8 @@ class BlockManager:
         Those of a request that ends now, or needs other rope factors, are not.
         """
         if self.host_allocator is None or request.num_tokens >= request.pause_len:
+            return False
+        if self.states is not None and not self.states.can_swap_out(request):
             return False
         room = self.host_allocator.num_free + (self.tree.num_host_nodes if self.tree else 0)
         return 0 < self.num_blocks_for(request.num_computed_tokens) <= room
@@ -251,6 +282,8 @@ class BlockManager:
         pairs = zip(request.block_table[:num_blocks], request.host_block_table, strict=True)
         self._moves.swap_out.extend(pairs)
         self._free_table(request)
+        if self.states is not None:
+            self.states.swap_out(request)
 
     # ---- moves
 
@@ -272,15 +305,25 @@ class BlockManager:
             moves.swap_out.extend(self.tree.take_offloads())
         return moves
 
+    def record_freed(self) -> None:
+        """Start recording the blocks and slots that become free (debug mode)."""
+        self.allocator.record_freed()
+        if self.states is not None:
+            self.states.allocator.record_freed()
+
     def take_freed(self, copies: Iterable[tuple[int, int]]) -> list[int]:
         """Return the blocks freed since the last call, except copy targets (debug mode)."""
         filled = {block for _, block in copies}
         return sorted(set(self.allocator.take_freed()) - filled)
 
-    def settle(self, swap_in: Iterable[tuple[int, int]]) -> None:
-        """Free the host blocks of a step's `swap_in`, which the step has read."""
+    def settle(
+        self, swap_in: Iterable[tuple[int, int]], slot_moves: SlotMoves | None = None
+    ) -> None:
+        """Free the host blocks of a step's `swap_in`, which the step has read, and its slots."""
         if self.host_allocator is not None:
             self.host_allocator.free(host for host, _ in swap_in)
+        if self.states is not None and slot_moves is not None:
+            self.states.settle(slot_moves)
 
     def drop_uncopied(self, moves: BlockMoves) -> None:
         """Drop the prefixes copied by `moves` of a failed step: the copies may be incomplete."""
@@ -290,7 +333,10 @@ class BlockManager:
             )
 
     def check_integrity(
-        self, requests: Iterable[Request], host_in_flight: Iterable[int] = ()
+        self,
+        requests: Iterable[Request],
+        host_in_flight: Iterable[int] = (),
+        slots_in_flight: Iterable[SlotMoves] = (),
     ) -> None:
         """Check allocators and tree against the tables, and that no block to be written is shared.
 
@@ -300,6 +346,8 @@ class BlockManager:
             All unfinished requests.
         host_in_flight : iterable of int
             Host blocks in the `swap_in` of steps not yet settled.
+        slots_in_flight : iterable of SlotMoves
+            Moves of state slots of these steps.
         """
         requests = list(requests)
         self.allocator.check_integrity(request.block_table for request in requests)
@@ -310,6 +358,8 @@ class BlockManager:
         if self.host_allocator is not None:
             tables = [request.host_block_table for request in requests]
             self.host_allocator.check_integrity([*tables, nodes, host_in_flight])
+        if self.states is not None:
+            self.states.check_integrity(requests, slots_in_flight)
         for request in requests:
             self._check_writable(request)
 

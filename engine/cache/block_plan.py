@@ -31,6 +31,8 @@ class MemoryBudget:
         The draft model or head, excluding its pages for these blocks.
     collectives : int
         Buffers of the collectives between tensor-parallel ranks.
+    states : int
+        State slots of recurrent layers.
     """
 
     total: int
@@ -40,6 +42,7 @@ class MemoryBudget:
     utilization: float = 0.9
     drafts: int = 0
     collectives: int = 0
+    states: int = 0
 
     def __post_init__(self) -> None:
         if not 0.0 < self.utilization <= 1.0:
@@ -49,17 +52,18 @@ class MemoryBudget:
     def left(self) -> int:
         """Bytes left for the pages; negative if the other users already exceed the share."""
         used = self.others + self.weights + self.activations + self.drafts
-        return int(self.total * self.utilization) - used - self.collectives
+        return int(self.total * self.utilization) - used - self.collectives - self.states
 
     def __str__(self) -> str:
         share = f"{100 * self.utilization:.3g}%"
         drafts = f", what proposes drafts {format_bytes(self.drafts)}" if self.drafts else ""
         size = format_bytes(self.collectives)
         buffers = f", buffers of collectives {size}" if self.collectives else ""
+        states = f", states {format_bytes(self.states)}" if self.states else ""
         return (
             f"{format_bytes(self.total)} in total, of which {share} may be used; "
             f"others use {format_bytes(self.others)}, weights {format_bytes(self.weights)}, "
-            f"activations {format_bytes(self.activations)}{drafts}{buffers}; "
+            f"activations {format_bytes(self.activations)}{drafts}{buffers}{states}; "
             f"left for the KV cache: {format_bytes(self.left)}"
         )
 
@@ -112,7 +116,8 @@ def plan_num_blocks(
     >>> plan_num_blocks(budget, geometry, max_model_len=256, max_num_seqs=8).reason
     '25 blocks (400 tokens, 400.00 KiB): as many as fit into 409.60 KiB'
     """
-    size = geometry.bytes_per_block + draft_bytes_per_block
+    # Layers that are all recurrent need blocks only to name their prefixes.
+    size = max(1, geometry.bytes_per_block + draft_bytes_per_block)
     fitting = max(0, budget.left) // size
     per_request = -(-max_model_len // geometry.block_size)
     wanted = per_request if num_blocks is None else num_blocks
@@ -160,6 +165,8 @@ def _does_not_fit(
     halved = wanted * (size - geometry.bytes_per_block / 2)
     if geometry.dtype not in ("float32", *dtypes.KV_CODE_DTYPES) and halved <= budget.left:
         cures.append('kv_cache_dtype="fp8" or "int8", which halves the cache')
+    if budget.states:
+        cures.append("a lower max_num_seqs: each request has its states")
     cures.append(f"free {format_bytes(lacking)} elsewhere")
     return OutOfMemoryError(
         f"{what} needs {format_bytes(wanted * size)} of KV cache. {budget}, "

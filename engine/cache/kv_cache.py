@@ -87,6 +87,8 @@ class KVGeometry:
         Tokens per block.
     dtype : str
         Dtype of all pages; it may be one of KV_CODE_DTYPES.
+    state_dtype : str
+        The option that the dtypes of the states follow, one of STATE_DTYPES.
 
     Examples
     --------
@@ -97,6 +99,7 @@ class KVGeometry:
     layers: tuple[LayerCache, ...]
     block_size: int = 16
     dtype: str = "float32"
+    state_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -140,7 +143,7 @@ class KVGeometry:
             One of KV_CACHE_DTYPES or `dtype` itself, and one of STATE_DTYPES.
         """
         pages = dtype if kv_cache_dtype == dtype else kv_dtype(kv_cache_dtype, dtype)
-        return cls(layer_caches(config, dtype, state_dtype), block_size, pages)
+        return cls(layer_caches(config, dtype, state_dtype), block_size, pages, state_dtype)
 
     @property
     def num_layers(self) -> int:
@@ -200,7 +203,8 @@ class KVCache:
     name : str
         Name of the slabs in the pool.
     num_slots : int
-        Number of state slots; at least 1 if the geometry has states, else 0.
+        Number of state slots; at least 1 if a layer has a state. A pipeline stage without recurrent
+        layers counts the slots of the others.
 
     Attributes
     ----------
@@ -227,9 +231,8 @@ class KVCache:
     ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1; got {num_blocks}")
-        if (num_slots < 1) == geometry.has_states:
-            wanted = "at least 1" if geometry.has_states else "0 for layers without states"
-            raise ConfigError(f"num_slots must be {wanted}; got {num_slots}")
+        if num_slots < geometry.has_states:
+            raise ConfigError(f"num_slots must be at least 1 for these layers; got {num_slots}")
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.num_slots = num_slots
@@ -342,6 +345,22 @@ class KVCache:
                 raise ContractError(
                     f"{what} must hold block ids in [0, {self.num_blocks}); got {block}"
                 )
+
+    def check_slots(self, slots: Sequence[int], what: str = "state slots") -> None:
+        """Check that all ids of state slots are in the pool (debug mode).
+
+        Raises
+        ------
+        ContractError
+            If an id is outside [0, num_slots); the message names the first one.
+        """
+        for slot in slots:
+            if not 0 <= slot < self.num_slots:
+                raise ContractError(f"{what} must be in [0, {self.num_slots}); got {slot}")
+
+    def first_slots(self, count: int) -> np.ndarray[Any, Any] | None:
+        """Return the ids of the first state slots, (count,) int32; None without states."""
+        return np.arange(count, dtype=np.int32) if self.num_slots else None
 
     def close(self) -> None:
         """Return the slabs to the pool; a second call does nothing."""

@@ -20,6 +20,7 @@ from itertools import islice
 
 from engine.cache.block_allocator import BlockAllocator
 from engine.cache.lru import LruHeap
+from engine.cache.snapshots import Snapshot, SnapshotCache
 from engine.cache.tree_check import check_tree
 from engine.cache.tree_node import (
     NO_BLOCK,
@@ -49,6 +50,11 @@ class PrefixTree:
     host_allocator : BlockAllocator, optional
         Blocks of the host tier; without it, evicted blocks are dropped.
 
+    Attributes
+    ----------
+    snapshots : SnapshotCache or None
+        For a model with states: their snapshots. A match then ends at one.
+
     Examples
     --------
     >>> allocator = BlockAllocator(num_blocks=8, block_size=16)
@@ -74,6 +80,7 @@ class PrefixTree:
         self.block_size = allocator.block_size
         self.stats = TreeStats()
         self.generation = 0  # changes whenever the result of a match may change
+        self.snapshots: SnapshotCache | None = None
         self._offloads: dict[int, int] = {}  # host block -> device block, not yet copied
         self._spaces: dict[str | None, Space] = {}
         self._nodes: dict[int, TreeNode] = {}  # device block -> node
@@ -108,6 +115,7 @@ class PrefixTree:
         Valid until the tree changes; acquire its blocks in the allocator to keep them.
         """
         found = PrefixMatch()
+        ends: list[tuple[int, Snapshot]] = []  # lengths in blocks at which a snapshot was taken
         space = self._spaces.get(key[0])
         node = space.roots.get(key) if space else None
         if node is None:
@@ -122,7 +130,32 @@ class PrefixTree:
                 found.blocks.append(node.block)
             else:
                 found.host_nodes.append(node)
-        return found
+            if node.snapshot is not None:
+                ends.append((found.num_blocks, node.snapshot))
+        return found if self.snapshots is None else _up_to_snapshot(found, ends)
+
+    def node_at(self, token_ids: Sequence[int], key: PrefixKey) -> TreeNode | None:
+        """Return the node at which `token_ids`, full blocks, end; None if they are not cached."""
+        space = self._spaces.get(key[0])
+        node = space.roots.get(key) if space else None
+        num_chunks = len(token_ids) // self.block_size
+        for chunk in split_chunks(token_ids, self.block_size, num_chunks):
+            if node is None:
+                return None
+            node = node.children.get(chunk)
+        return node
+
+    def put_snapshot(self, node: TreeNode, slot: int) -> None:
+        """Give state slot `slot`, which has one owner, to `node`."""
+        assert self.snapshots is not None
+        self.snapshots.put(node, slot)
+        self.generation += 1
+
+    def evict_snapshot(self) -> bool:
+        """Free the state slot of the least recently used snapshot; False without a candidate."""
+        is_freed = self.snapshots is not None and self.snapshots.evict()
+        self.generation += is_freed
+        return is_freed
 
     def release(self, blocks: Iterable[int]) -> None:
         """Remove one owner from each of `blocks`; those left without one become cached or free."""
@@ -359,6 +392,9 @@ class PrefixTree:
         assert parent is not None and not node.children
         if node.host_block != NO_BLOCK:
             self._free_host(node)
+        if node.snapshot is not None:
+            assert self.snapshots is not None
+            self.snapshots.remove(node)
         del parent.children[node.chunk]
         space.num_nodes -= 1
         if node.block != NO_BLOCK:
@@ -415,10 +451,24 @@ class PrefixTree:
         EngineError
             If one is violated; the message says which.
         """
-        check_tree(self.walk(), self.allocator, self.host_allocator, self._nodes)
+        nodes = self.walk()
+        check_tree(nodes, self.allocator, self.host_allocator, self._nodes)
+        if self.snapshots is not None:
+            self.snapshots.check_integrity(nodes)
         for space in self._spaces.values():
             quota = self.max_blocks_per_salt
             if quota is not None and space.salt is not None and space.num_nodes > quota:
                 raise EngineError(
                     f"salt {space.salt!r} must hold at most {quota} blocks; got {space.num_nodes}"
                 )
+
+
+def _up_to_snapshot(found: PrefixMatch, ends: list[tuple[int, Snapshot]]) -> PrefixMatch:
+    """Return the part of a match up to its last snapshot, and the rest of it as `beyond`."""
+    if not ends:
+        return PrefixMatch(beyond=found)
+    num_blocks, snapshot = ends[-1]
+    num_on_host = max(0, num_blocks - len(found.blocks))
+    return PrefixMatch(
+        found.blocks[:num_blocks], found.host_nodes[:num_on_host], snapshot, beyond=found
+    )

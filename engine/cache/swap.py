@@ -24,6 +24,7 @@ import numpy as np
 from engine import kernels
 from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import device_memory, format_bytes
+from engine.cache.state_slots import SlotMoves
 from engine.device import CPU, cupy
 from engine.errors import ConfigError, ContractError, OutOfMemoryError
 
@@ -43,6 +44,7 @@ class Moves(Protocol):
     copies: list[tuple[int, int]]
     swap_in: list[tuple[int, int]]
     freed_blocks: list[int]
+    slot_moves: SlotMoves | None
 
 
 def move_blocks(kv: KVCache, swap: SwapSpace | None, moves: Moves) -> None:
@@ -66,6 +68,21 @@ def move_blocks(kv: KVCache, swap: SwapSpace | None, moves: Moves) -> None:
     if swap is not None:
         swap.swap_blocks_from_cpu(moves.swap_in)
     kv.poison(moves.freed_blocks)
+    if moves.slot_moves is not None and kv.state_slabs:
+        _move_states(kv, swap, moves.slot_moves)
+
+
+def _move_states(kv: KVCache, swap: SwapSpace | None, moves: SlotMoves) -> None:
+    """Execute a step's moves of state slots, in the order of `move_blocks`."""
+    if swap is not None:
+        swap.swap_states_to_cpu(moves.swap_out)
+    if moves.copies:
+        pairs = kv.device.xp.asarray(np.array(moves.copies, np.int32))
+        for slab in kv.flat_states:
+            kernels.kv_copy(slab, pairs)
+    if swap is not None:
+        swap.swap_states_from_cpu(moves.swap_in)
+    kv.poison_states(moves.freed)
 
 
 class SwapSpace:
@@ -121,7 +138,7 @@ class SwapSpace:
         self._blocks = _HostTier(kv, "swap buffers", kv.flat_pages, num_blocks, buffer_bytes)
         self._states = (
             _HostTier(kv, "state swap buffers", kv.flat_states, num_slots, buffer_bytes)
-            if num_slots
+            if num_slots and kv.state_slabs
             else None
         )
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.cache.lru import LruHeap
+
+if TYPE_CHECKING:
+    from engine.cache.snapshots import Snapshot
 
 __all__ = [
     "NO_BLOCK",
@@ -43,6 +47,8 @@ class TreeNode:
         The tree's clock when the last owner released the block.
     is_pinned : bool
         Whether the node is temporarily exempt from eviction.
+    snapshot : Snapshot or None
+        Recurrent states after the node's tokens.
     """
 
     __slots__ = (
@@ -54,6 +60,7 @@ class TreeNode:
         "last_used",
         "num_device_children",
         "parent",
+        "snapshot",
         "space",
     )
 
@@ -67,6 +74,7 @@ class TreeNode:
         self.num_device_children = 0
         self.last_used = 0
         self.is_pinned = False
+        self.snapshot: Snapshot | None = None
 
 
 def is_device_leaf(node: TreeNode) -> bool:
@@ -106,10 +114,26 @@ class Space:
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """A cached prefix: blocks on the device, then nodes whose blocks are in host memory."""
+    """A cached prefix: blocks on the device, then nodes whose blocks are in host memory.
+
+    Attributes
+    ----------
+    blocks, host_nodes : list of int, list of TreeNode
+    snapshot : Snapshot or None
+        For a model with states: its states after the prefix, which ends where they were taken.
+    beyond : PrefixMatch or None
+        For a model with states: the longer prefix whose blocks are cached, without states.
+    """
 
     blocks: list[int] = field(default_factory=list)
     host_nodes: list[TreeNode] = field(default_factory=list)
+    snapshot: Snapshot | None = None
+    beyond: PrefixMatch | None = None
+
+    @property
+    def known(self) -> PrefixMatch:
+        """The longest prefix whose blocks are cached, with or without states at its end."""
+        return self.beyond or self
 
     @property
     def num_blocks(self) -> int:

@@ -69,7 +69,8 @@ def measure_recompute(model: Any, kv: KVCache, num_tokens: int) -> float:
     size = kv.geometry.block_size
     table = list(range(-(-num_tokens // size)))
     ids = np.arange(num_tokens, dtype=np.int32) % model.config.vocab_size
-    batch = ForwardBatch.build([ids], [0], [table], size).to(model.device)
+    slots = kv.first_slots(1)
+    batch = ForwardBatch.build([ids], [0], [table], size, state_slots=slots).to(model.device)
     return _microseconds(lambda: model.forward(batch, kv.layers), model.device) / num_tokens
 
 

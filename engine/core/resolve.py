@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from engine import env
 from engine.cache.block_plan import MemoryBudget, plan_num_blocks
 from engine.cache.kv_cache import KVGeometry
-from engine.cache.memory_pool import device_memory
+from engine.cache.memory_pool import device_memory, format_bytes
+from engine.cache.state_plan import CacheSizes, fitting_num_seqs, plan_num_slots
 from engine.config import ModelConfig
 from engine.device import Device
 from engine.engine_config import EngineConfig
@@ -29,6 +30,7 @@ _BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 _SEQUENCES = {"cpu": 16, "cuda": 256}
 # On the CPU, the KV cache competes for memory with the user's other programs.
 _UTILIZATION = {"cpu": 0.5, "cuda": 0.9}
+_HOST_STATE_SHARE = 1 / 4  # share of the swap space for states
 
 
 class DraftModel(Protocol):
@@ -82,8 +84,8 @@ class ServedModel(DraftModel, Protocol):
     def num_stages(self) -> int:
         """Number of pipeline stages."""
 
-    def stage_blocks(self, options: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
-        """Return the capacity of each other stage, in KV blocks on the device and on the host.
+    def stage_sizes(self, options: Mapping[str, Any]) -> Sequence[CacheSizes]:
+        """Return what each other stage has room for.
 
         `options` are the fields of `EngineConfig`.
         """
@@ -133,16 +135,20 @@ def resolve(
     budget = max(_BATCHED_TOKENS[device.kind], seqs)
     tokens = _or_default(config, "max_num_batched_tokens", budget, device, reasons)
     has_graphs = _has_graphs(config, model, reasons)
-    memory = _memory(config, model, tokens, seqs, has_graphs)
     geometry = KVGeometry.of_model(
-        model.config, model.dtype, config.block_size, config.kv_cache_dtype
+        model.config, model.dtype, config.block_size, config.kv_cache_dtype, config.state_dtype
     )
+    memory = _memory(config, model, tokens, seqs, has_graphs)
+    if geometry.has_states and config.max_num_seqs is None:
+        seqs = _num_seqs_with_states(seqs, geometry, memory, reasons)
     per_block = 0
     if draft is not None:
         sizes = _draft_sizes(config, model, draft, tokens, seqs, has_graphs)
         memory = sizes.added_to(memory, tokens, seqs, has_graphs)
         per_block = sizes.bytes_per_block
         reasons["draft_model"] = str(sizes)
+    num_slots = _num_slots(config, geometry, memory, seqs, reasons)
+    memory = replace(memory, states=num_slots * geometry.bytes_per_slot)
     plan = plan_num_blocks(
         memory,
         geometry,
@@ -152,14 +158,17 @@ def resolve(
         draft_bytes_per_block=per_block,
     )
     reasons["num_blocks"] = plan.reason
-    own_blocks = plan.num_blocks, _num_host_blocks(config, geometry, reasons)
-    stages = [own_blocks, *model.stage_blocks(vars(config))]
-    num_blocks, num_host_blocks = map(min, zip(*stages, strict=True))
-    if num_blocks < plan.num_blocks:
-        reasons["num_blocks"] = f"{num_blocks}: the least of {len(stages)} stages"
+    num_host = _num_host(config, geometry, seqs, reasons)
+    own = CacheSizes(plan.num_blocks, num_host[0], num_slots, num_host[1])
+    stages = [own, *model.stage_sizes(vars(config))]
+    least = CacheSizes.least(stages)
+    if least.num_blocks < plan.num_blocks:
+        reasons["num_blocks"] = f"{least.num_blocks}: the least of {len(stages)} stages"
+    if least.num_state_slots:
+        seqs = min(seqs, least.num_state_slots)
     is_debug = env.debug() if config.debug is None else config.debug
     scheduler = SchedulerConfig(
-        num_blocks=num_blocks,
+        num_blocks=least.num_blocks,
         max_model_len=length,
         block_size=config.block_size,
         max_num_seqs=seqs,
@@ -167,16 +176,22 @@ def resolve(
         max_prefill_chunk=config.max_prefill_chunk,
         max_draft_tokens=config.max_draft_tokens,
         # Trees need the decode kernel, but its summation order depends on the batch, and it does
-        # not support trees with a sliding window. Patterns need the prefill kernel.
+        # not support trees with a sliding window. Patterns need the prefill kernel, and states
+        # follow a chain of tokens.
         draft_trees=not model.deterministic
         and not model.has_patterns
-        and not any(model.config.layer_windows),
+        and not any(model.config.layer_windows)
+        and not least.num_state_slots,
         watermark=config.watermark,
         policy=config.scheduling_policy,
         priority_window=config.priority_window,
         prefix_caching=config.enable_prefix_caching,
         max_blocks_per_salt=config.max_blocks_per_salt,
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=least.num_host_blocks,
+        num_state_slots=least.num_state_slots,
+        num_host_state_slots=least.num_host_state_slots,
+        state_interval=config.state_snapshot_interval,
+        blocks_per_state_slot=geometry.bytes_per_slot / max(1, geometry.bytes_per_block),
         preemption=config.preemption_mode,
         recompute_us_per_token=config.recompute_us_per_token,
         swap_us_per_block=config.swap_us_per_block,
@@ -305,11 +320,51 @@ def _is_async(config: EngineConfig, device: Device, reasons: dict[str, str]) -> 
     return device.is_cuda
 
 
-def _num_host_blocks(config: EngineConfig, geometry: KVGeometry, reasons: dict[str, str]) -> int:
-    count = int(config.swap_space_gb * 2**30) // geometry.bytes_per_block
+def _num_host(
+    config: EngineConfig, geometry: KVGeometry, seqs: int, reasons: dict[str, str]
+) -> tuple[int, int]:
+    """Return the numbers of blocks and of state slots on the host."""
+    room = int(config.swap_space_gb * 2**30)
+    num_slots = 0
+    if geometry.has_states:
+        num_slots = min(seqs, int(room * _HOST_STATE_SHARE) // geometry.bytes_per_slot)
+    count = (room - num_slots * geometry.bytes_per_slot) // max(1, geometry.bytes_per_block)
     if config.swap_space_gb:
         reasons["num_host_blocks"] = f"{count}: as many as fit into {config.swap_space_gb:g} GiB"
-    return count
+    return count, num_slots
+
+
+def _num_seqs_with_states(
+    seqs: int, geometry: KVGeometry, memory: MemoryBudget, reasons: dict[str, str]
+) -> int:
+    """Return `seqs`, or fewer if their states would leave too little for pages."""
+    fitting = fitting_num_seqs(seqs, geometry.bytes_per_slot, memory.left)
+    if fitting < seqs:
+        size = format_bytes(geometry.bytes_per_slot)
+        reasons["max_num_seqs"] = f"{fitting}: each has {size} of states, half of what is left"
+    return fitting
+
+
+def _num_slots(
+    config: EngineConfig,
+    geometry: KVGeometry,
+    memory: MemoryBudget,
+    seqs: int,
+    reasons: dict[str, str],
+) -> int:
+    """Return the number of state slots; 0 without recurrent layers."""
+    if not geometry.has_states:
+        return 0
+    plan = plan_num_slots(
+        geometry.bytes_per_slot,
+        memory.left - (config.num_blocks or 0) * geometry.bytes_per_block,
+        max_num_seqs=seqs,
+        num_snapshots=config.num_state_snapshots,
+        max_draft_tokens=config.max_draft_tokens,
+        prefix_caching=config.enable_prefix_caching,
+    )
+    reasons["num_state_slots"] = plan.reason
+    return plan.num_slots
 
 
 def _memory(

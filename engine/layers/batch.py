@@ -57,6 +57,16 @@ class ForwardBatch:
     tree_mask : (num_decodes, Q) uint64, optional
         Bit j of tree_mask[b, i], for j <= i: whether token i of decode b attends to token j of the
         Q. All of them attend to every earlier token. Without a mask, attention is causal.
+    state_slots : (B,) int32, optional
+        State slot that each sequence reads, if it has earlier tokens. None for a model without
+        recurrent layers, like the three below. Padding in a graph has slot -1.
+    state_targets : (B,) or (B, Q) int32, optional
+        State slot that each sequence writes after its last token; -1 writes nothing. With drafts,
+        entry (b, i) is written after token i of sequence b, and a sequence of more than Q tokens
+        writes the last entry after its last token.
+    snapshot_slots, snapshot_offsets : (B,) int32, optional
+        State slot that also receives the state after the first `snapshot_offsets[b]` tokens; -1:
+        none. None if no sequence takes a snapshot.
     features : mapping of int to (T, N) array, optional
         Layer index -> array that receives the residual stream entering that layer; index
         num_layers: the stream leaving the last layer. Read by draft heads.
@@ -81,6 +91,10 @@ class ForwardBatch:
     prefill_cu_seqlens_q: Any = None
     query_len: int = 1
     tree_mask: Any = None
+    state_slots: Any = None
+    state_targets: Any = None
+    snapshot_slots: Any = None
+    snapshot_offsets: Any = None
     features: Mapping[int, Any] | None = None
     entering: tuple[Any, Any] | None = None
     on_host: ForwardBatch | None = None
@@ -115,6 +129,7 @@ class ForwardBatch:
         *,
         logits: Literal["last", "all", "none"] = "last",
         rope_offset: int | np.ndarray[Any, Any] = 0,
+        state_slots: np.ndarray[Any, Any] | None = None,
     ) -> ForwardBatch:
         """Lay out sequences on the host.
 
@@ -133,6 +148,8 @@ class ForwardBatch:
             Tokens whose logits are computed: the "last" of each sequence, "all", or "none".
         rope_offset : int, or (B,) array of int
             `rope_positions` are the positions plus this offset, of all sequences or of each.
+        state_slots : (B,) array of int32, optional
+            State slots that the sequences read and write.
 
         Raises
         ------
@@ -169,6 +186,8 @@ class ForwardBatch:
             num_decodes=len(counts) if is_decode.all() else int(np.argmin(is_decode)),
             max_seqlen_q=int(counts.max()),
             max_context_len=int(lens.max()),
+            state_slots=state_slots,
+            state_targets=state_slots,
         )
 
     def to(self, device: Device) -> ForwardBatch:

@@ -67,11 +67,11 @@ class MockModel:
             eos_token_ids=eos_token_ids,
         )
 
-    def stage_blocks(self, options: Any) -> list[tuple[int, int]]:
+    def stage_sizes(self, options: Any) -> list[Any]:
         """Return an empty list: there is only one stage."""
         return []
 
-    def share_pages(self, kv_cache: Any, num_host_blocks: int) -> None:
+    def share_pages(self, kv_cache: Any, swap: Any) -> None:
         """Do nothing: there is only one rank."""
 
     @property

@@ -6,10 +6,10 @@ import weakref
 from collections.abc import Callable
 
 from engine.cache.kv_cache import KVCache
-from engine.distributed.messages import to_text
+from engine.cache.swap import SwapSpace
 from engine.errors import RequestError
 from engine.models.decoder import Pages, address
-from engine.parallel.rank import FREE, SHARE
+from engine.parallel.rank import FREE, SHARE, pages_message
 
 __all__ = ["SharedPages"]
 
@@ -28,12 +28,11 @@ class SharedPages:
         self._by_number: dict[int, weakref.ref[KVCache]] = {}
         self._count = 0
 
-    def share(self, kv_cache: KVCache, num_host_blocks: int = 0) -> None:
+    def share(self, kv_cache: KVCache, swap: SwapSpace | None = None) -> None:
         """Let the workers allocate the same blocks. The cache with host blocks must come first."""
-        g = kv_cache.geometry
         which = self._count
-        numbers = [which, kv_cache.num_blocks, num_host_blocks, g.block_size]
-        self._send("making pages", SHARE, numbers, [to_text(g.dtype)])
+        numbers, arrays = pages_message(kv_cache, swap)
+        self._send("making pages", SHARE, [which, *numbers], arrays)
         self._by_number[which] = weakref.ref(kv_cache)
         self._count += 1
 

@@ -23,6 +23,8 @@ import numpy as np
 from engine import env
 from engine.cache.kv_cache import KVCache
 from engine.cache.move_arrays import NUM_MOVE_ARRAYS, moves_to_arrays
+from engine.cache.state_plan import CacheSizes
+from engine.cache.swap import SwapSpace
 from engine.checks import shown
 from engine.config import ModelConfig
 from engine.device import Device, resolve_device, to_numpy
@@ -37,7 +39,7 @@ from engine.model import Model, load
 from engine.models.decoder import Pages, address
 from engine.models.trace import Trace
 from engine.parallel.activations import from_wire
-from engine.parallel.rank import batch_to_message, fingerprint, num_threads
+from engine.parallel.rank import batch_to_message, fingerprint, num_threads, pages_message
 from engine.parallel.stage import EXPERTS, PLAN, PREPARE, SHARE, STEP
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.tensor import load_ranks, plain_options
@@ -130,10 +132,10 @@ class PipelinedModel(Model):
 
     # ---- pages
 
-    def stage_blocks(self, options: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """Return how many KV blocks, on device and host, each other stage has room for."""
+    def stage_sizes(self, options: Mapping[str, Any]) -> list[CacheSizes]:
+        """Return what each other stage has room for."""
         answers = self.group.ask("planning pages", PLAN, arrays=[to_text(dict(options))])
-        return [(numbers[0], numbers[1]) for _, numbers, _ in answers]
+        return [CacheSizes(*numbers) for _, numbers, _ in answers]
 
     def prepare_pages(self, dtype: str) -> str:
         """Load the kernels of a quantized KV cache in all stages. See `Model.prepare_pages`.
@@ -152,12 +154,10 @@ class PipelinedModel(Model):
         self.group.send("preparing pages", PREPARE, arrays=[to_text(dtype)])
         return self.own.prepare_pages(dtype)
 
-    def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
-        """Let all stages allocate the same number of blocks."""
-        g = kv_cache.geometry
-        numbers = [kv_cache.num_blocks, num_host_blocks, g.block_size]
-        self.group.ask("making pages", SHARE, numbers, [to_text(g.dtype)])
-        self.own.share_pages(kv_cache, num_host_blocks)
+    def share_pages(self, kv_cache: KVCache, swap: SwapSpace | None) -> None:
+        """Let all stages allocate the same number of blocks and slots."""
+        self.group.ask("making pages", SHARE, *pages_message(kv_cache, swap))
+        self.own.share_pages(kv_cache, swap)
         kv_cache.workers = _StageWorkers(self, kv_cache.workers)
         self._pages = kv_cache
 

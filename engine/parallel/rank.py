@@ -21,7 +21,7 @@ from engine.device import Device, resolve_device, to_numpy
 from engine.distributed.collectives import SharedMemoryCollectives
 from engine.distributed.cuda_collectives import CudaCollectives
 from engine.distributed.group import Group
-from engine.distributed.messages import Messages, from_text, unpack
+from engine.distributed.messages import Messages, from_text, to_text, unpack
 from engine.dtypes import np_dtype
 from engine.errors import RankError
 from engine.layers.batch import ForwardBatch
@@ -48,6 +48,7 @@ _BATCH_NUMBERS = ("num_decodes", "max_seqlen_q", "max_context_len", "query_len")
 _BATCH_ARRAYS = (
     *("positions", "rope_positions", "slot_mapping", "cu_seqlens_q", "context_lens"),
     *("block_tables", "logits_indices", "prefill_cu_seqlens_q", "tree_mask"),
+    *("state_slots", "state_targets", "snapshot_slots", "snapshot_offsets"),
 )
 
 
@@ -93,6 +94,27 @@ def run(group: Group, options: Mapping[str, Any]) -> None:
     )
     group.set_ready()
     RankWorker(group, model, collectives).run()
+
+
+def pages_message(kv_cache: KVCache, swap: SwapSpace | None) -> tuple[list[int], list[Any]]:
+    """Encode the sizes of a KV cache, and of its host memory, for other processes."""
+    g = kv_cache.geometry
+    num_host = (0, 0) if swap is None else (swap.num_blocks, swap.num_slots)
+    numbers = [g.block_size, kv_cache.num_blocks, kv_cache.num_slots, *num_host]
+    return numbers, [to_text(g.dtype), to_text(g.state_dtype)]
+
+
+def shared_pages(
+    model: Model, numbers: list[int], arrays: list[Any]
+) -> tuple[KVCache, SwapSpace | None]:
+    """Allocate what `pages_message` describes, for the layers and heads of `model`."""
+    block_size, num_blocks, num_slots, num_host_blocks, num_host_slots = numbers
+    dtypes = map(from_text, arrays)
+    geometry = KVGeometry.of_model(model.config, model.dtype, block_size, *dtypes)
+    pages = KVCache(geometry, num_blocks, MemoryPool(model.device), num_slots=num_slots)
+    if not num_host_blocks:
+        return pages, None
+    return pages, SwapSpace(pages, num_host_blocks, num_slots=num_host_slots)
 
 
 class RankWorker:
@@ -145,14 +167,10 @@ class RankWorker:
 
     def _share(self, numbers: list[int], arrays: list[Any]) -> None:
         self._group.set_doing("making pages")
-        which, num_blocks, num_host_blocks, block_size = numbers
-        geometry = KVGeometry.of_model(
-            self._model.config, self._model.dtype, block_size, from_text(arrays[0])
-        )
-        pages = KVCache(geometry, num_blocks, MemoryPool(self._model.device))
+        which, *sizes = numbers
+        pages, swap = shared_pages(self._model, sizes, arrays)
         self._pages[which] = pages
-        if num_host_blocks:
-            self._swap = SwapSpace(pages, num_host_blocks)
+        self._swap = swap or self._swap
         self._collectives.barrier("pages")
 
     def _free(self, numbers: list[int], arrays: list[Any]) -> None:
@@ -237,6 +255,7 @@ class RankWorker:
             max_model_len,
             sorted(set(query_lens)),
             arrays[0].tolist(),
+            has_states=self._the_pages().num_slots > 0,
         )
         self._graphs.capture()
 

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from engine._version import __version__
-from engine.cache.kv_cache import KVCache, KVGeometry
-from engine.cache.memory_pool import MemoryPool
+from engine.cache.kv_cache import KVCache
 from engine.cache.move_arrays import NUM_MOVE_ARRAYS, moves_from_arrays
+from engine.cache.state_plan import CacheSizes
 from engine.cache.swap import SwapSpace, move_blocks
 from engine.core.resolve import resolve
 from engine.distributed.connection import Address, Connection, Listener, connect
@@ -39,7 +39,7 @@ from engine.loading.config_json import config_from_json
 from engine.loading.download import resolve_model
 from engine.model import Model, load
 from engine.parallel.activations import ACTIVATIONS, ActivationSender, from_wire
-from engine.parallel.rank import batch_from_message, fingerprint
+from engine.parallel.rank import batch_from_message, fingerprint, shared_pages
 from engine.parallel.tensor import load_ranks
 from engine.text import child_process
 from engine.weights import Stage
@@ -234,7 +234,8 @@ class StageWorker:
         self._doing = "planning pages"
         config = EngineConfig(**json.loads(from_text(arrays[0])))
         limits = resolve(config, self._the_model()).scheduler
-        self._connection.send(ANSWER, [limits.num_blocks, limits.num_host_blocks])
+        sizes = [getattr(limits, name) for name in CacheSizes._fields]
+        self._connection.send(ANSWER, sizes)
 
     def _prepare(self, numbers: list[int], arrays: list[Any]) -> None:
         self._doing = "preparing pages"
@@ -242,13 +243,9 @@ class StageWorker:
 
     def _share(self, numbers: list[int], arrays: list[Any]) -> None:
         self._doing = "making pages"
-        num_blocks, num_host_blocks, block_size = numbers
         model = self._the_model()
-        geometry = KVGeometry.of_model(model.config, model.dtype, block_size, from_text(arrays[0]))
-        self._pages = KVCache(geometry, num_blocks, MemoryPool(model.device))
-        if num_host_blocks:
-            self._swap = SwapSpace(self._pages, num_host_blocks)
-        model.share_pages(self._pages, num_host_blocks)
+        (self._pages, self._swap) = shared_pages(model, numbers, arrays)
+        model.share_pages(self._pages, self._swap)
         self._connection.send(ANSWER)
 
     def _step(self, numbers: list[int], arrays: list[Any]) -> None:

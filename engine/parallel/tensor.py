@@ -17,6 +17,7 @@ import numpy as np
 from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVCache, KVGeometry, quantized_kv_dtype
 from engine.cache.move_arrays import moves_to_arrays
+from engine.cache.swap import SwapSpace
 from engine.checks import shown
 from engine.config import ModelConfig
 from engine.device import Device, resolve_device
@@ -181,9 +182,9 @@ class TensorParallelModel(Model):
         self._hidden: Any = None  # hidden states of the last step, for `logits`
         self._num_steps = 0
 
-    def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
+    def share_pages(self, kv_cache: KVCache, swap: SwapSpace | None) -> None:
         """Let all ranks allocate the same pages."""
-        self._share(kv_cache, num_host_blocks)
+        self._share(kv_cache, swap)
         kv_cache.workers = self.driver
         self._pages = kv_cache
 
@@ -309,8 +310,8 @@ class TensorParallelModel(Model):
         with self.driver.together():
             return self.decoder.embed(token_ids)
 
-    def _share(self, kv_cache: KVCache, num_host_blocks: int = 0) -> None:
-        self._shared.share(kv_cache, num_host_blocks)
+    def _share(self, kv_cache: KVCache, swap: SwapSpace | None = None) -> None:
+        self._shared.share(kv_cache, swap)
         with self.driver.together():
             self.driver.collectives.barrier("pages")
 

@@ -11,6 +11,7 @@ import numpy as np
 from engine.drafts import Drafts
 from engine.layers.batch import ForwardBatch
 from engine.runner.request_rows import RequestRows
+from engine.runner.state_arrays import state_arrays
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
 
 __all__ = ["StepInputs", "build_inputs", "tree_mask"]
@@ -114,6 +115,7 @@ def build_inputs(
         max_context_len=int(lens.max()),
         query_len=output.query_len,
         tree_mask=tree_mask(output),
+        **state_arrays(output, rows, table),
     )
     is_plain = paths is None and len(sampled) == len(sequences)
     return StepInputs(
@@ -169,6 +171,7 @@ def _build_decodes(
         num_decodes=count,
         max_seqlen_q=1,
         max_context_len=int(lens.max()),
+        **state_arrays(output, rows, table),
     )
     return StepInputs(batch, rows, last_id_tokens, rows[last_id_tokens], sequences, rows, lens)
 

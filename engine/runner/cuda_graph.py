@@ -38,6 +38,7 @@ from engine.runner.graph_inputs import GraphInputs, Tokens
 from engine.runner.graph_keys import GraphKey, batch_sizes, context_buckets
 from engine.runner.request_rows import RequestRows
 from engine.runner.sampling import SamplingTable
+from engine.runner.state_arrays import state_arrays
 from engine.runner.static_inputs import StagingBuffer
 from engine.runner.transfer import DeviceToHostCopy
 from engine.scheduler.output import ScheduleOutput
@@ -84,7 +85,8 @@ class DecodeGraphs:
     Parameters
     ----------
     model : RunnableModel
-    kv_pages : sequence of (k_pages, v_pages)
+    kv_pages : sequence of tuple of array
+        `KVCache.layers`.
     table : RequestRows
     sampling : SamplingTable
     block_size, max_model_len : int
@@ -229,10 +231,11 @@ class DecodeGraphs:
         stops = starts + query_len
         key = self._key_of(stops, query_len)
         self._table.update_tables(sequences, rows, stops, rewritten=bool(output.copies))
+        states = state_arrays(output, rows, self._table)
         tokens = self._filling.tokens(output, rows, starts)
         if tokens.tree_mask is not None:
             key = replace(key, is_tree=True)
-        buffer = self._filling.fill(columns, key.size, tokens, stops)
+        buffer = self._filling.fill(columns, key.size, tokens, stops, states)
         self._send(buffer, key, rows, tokens)
         self.replay(key)
         # With drafts, the next step starts after this one is read, so the host sends its ids.
@@ -261,7 +264,11 @@ class DecodeGraphs:
         tokens = Tokens(ids, batch.positions, positions, mask)
         size = key.size
         query_len = key.query_len
-        buffer = self._filling.fill_all(rows, size, query_len, tokens, batch.context_lens)
+        states: dict[str, IntArray] = {}
+        if batch.state_slots is not None:
+            states = {"state_slots": batch.state_slots, "state_targets": batch.state_targets}
+        stops = batch.context_lens
+        buffer = self._filling.fill_all(rows, size, query_len, tokens, stops, states)
         self._send(buffer, key, rows, tokens)
         self._inputs.release(buffer)
         return self._replay_forward(key)[: batch.num_tokens]
@@ -361,7 +368,17 @@ class DecodeGraphs:
             query_len=key.query_len,
             tree_mask=mask if key.is_tree else None,
             features={layer: array[:num_tokens] for layer, array in self.features.items()},
+            **self._states(key),
         )
+
+    def _states(self, key: GraphKey) -> dict[str, Any]:
+        """Return the slots that the sequences read and write; {} without recurrent layers."""
+        if self._table.state_slots is None:
+            return {}
+        targets = self._inputs.arrays["state_targets"][: key.num_tokens]
+        shape = (key.size, key.query_len) if key.query_len > 1 else (key.size,)
+        slots = self._inputs.arrays["state_slots"][: key.size]
+        return {"state_slots": slots, "state_targets": targets.reshape(shape)}
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[Any]:

@@ -8,7 +8,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ from engine.scheduler.output import ScheduledSequence, ScheduleOutput
 __all__ = ["Columns", "GraphInputs", "Tokens"]
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
+
+NO_ARRAYS: Mapping[str, IntArray] = {}
 
 
 class Tokens(NamedTuple):
@@ -86,7 +88,13 @@ class GraphInputs:
         self._table = table
         self._sampling = sampling
         max_blocks = table.block_tables.size
-        self.static = StaticInputs(device, max_size, max_size * max_query_len, max_blocks)
+        self.static = StaticInputs(
+            device,
+            max_size,
+            max_size * max_query_len,
+            max_blocks,
+            has_states=table.state_slots is not None,
+        )
         self._offsets = np.arange(max_query_len, dtype=np.int32)
         self._columns: Columns | None = None
 
@@ -109,7 +117,14 @@ class GraphInputs:
             return Tokens(ids, starts, starts)
         return self._tokens_with_drafts(output, rows, starts)
 
-    def fill(self, columns: Columns, size: int, tokens: Tokens, stops: IntArray) -> StagingBuffer:
+    def fill(
+        self,
+        columns: Columns,
+        size: int,
+        tokens: Tokens,
+        stops: IntArray,
+        states: Mapping[str, IntArray] = NO_ARRAYS,
+    ) -> StagingBuffer:
         """Return the next staging buffer, filled except for the block tables.
 
         Parameters
@@ -120,6 +135,8 @@ class GraphInputs:
         tokens : Tokens
         stops : (B,) int32
             Context lengths.
+        states : mapping of str to array
+            "state_slots" and "state_targets" of a model with recurrent layers.
         """
         buffer = self.static.next_buffer()
         count = len(columns.rows)
@@ -137,10 +154,18 @@ class GraphInputs:
         fields["context_lens"][:count] = stops
         if tokens.tree_mask is not None:
             fields["tree_mask"][:num_tokens] = tokens.tree_mask
+        for name, array in states.items():
+            fields[name][: array.size] = array.ravel()
         return buffer
 
     def fill_all(
-        self, rows: IntArray, size: int, query_len: int, tokens: Tokens, stops: IntArray
+        self,
+        rows: IntArray,
+        size: int,
+        query_len: int,
+        tokens: Tokens,
+        stops: IntArray,
+        states: Mapping[str, IntArray] = NO_ARRAYS,
     ) -> StagingBuffer:
         """Return the next staging buffer, filled for a graph that ends with the logits."""
         buffer = self.static.next_buffer()
@@ -156,6 +181,7 @@ class GraphInputs:
         }
         if tokens.tree_mask is not None:
             columns["tree_mask"] = tokens.tree_mask
+        columns |= {name: array.ravel() for name, array in states.items()}
         buffer.fill(count, size, query_len, **columns)
         return buffer
 

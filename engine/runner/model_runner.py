@@ -145,7 +145,13 @@ class ModelRunner:
         # Id, rows and starts of the last step.
         self._last_step: tuple[int, IntArray, IntArray] = (-1, nothing, nothing)
         max_blocks = -(-max_model_len // self._block_size)
-        self._table = RequestRows(max_num_seqs, max_blocks, self._block_size, model.device)
+        self._table = RequestRows(
+            max_num_seqs,
+            max_blocks,
+            self._block_size,
+            model.device,
+            has_states=kv_cache.num_slots > 0,
+        )
         self._sampling = SamplingTable(
             max_num_seqs, model.config.vocab_size, model.eos_token_ids, model.device
         )
@@ -295,6 +301,9 @@ class ModelRunner:
         lens = starts + np.array([s.num_scheduled_tokens for s in sequences], np.int32)
         self._table.update_tables(sequences, rows, lens, rewritten=bool(output.copies))
         self._table.check(sequences, rows, starts, self.kv_cache.num_blocks, size)
+        for access in output.state_access:
+            used = [access.source, *access.targets, max(access.snapshot, 0)]
+            self.kv_cache.check_slots(used, f"slots of request {access.request.request_id!r}")
 
     def _compute(self, step: LaunchedStep, inputs: StepInputs) -> LaunchedStep:
         """Run the model on a step, and start sampling unless that has to wait."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.device import Device
 from engine.errors import EngineError
-from engine.request import Request
+from engine.request import NO_SLOT, Request
 from engine.scheduler.output import ScheduledSequence
 
 __all__ = ["RequestRows"]
@@ -34,6 +34,8 @@ class RequestRows:
         Tokens per block.
     device : Device
         Device that holds `last_ids`.
+    has_states : bool
+        Whether the model has recurrent layers.
 
     Attributes
     ----------
@@ -53,15 +55,26 @@ class RequestRows:
         Position of that id in its sequence; -1 if the `last_ids` entry is invalid.
     rope_offsets : (num_rows,) int32
         First row of the rope table that the request uses.
+    state_slots : (num_rows,) int32, or None
+        State slot that the request wrote last; None for a model without recurrent layers.
     """
 
-    def __init__(self, num_rows: int, max_blocks: int, block_size: int, device: Device) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_blocks: int,
+        block_size: int,
+        device: Device,
+        *,
+        has_states: bool = False,
+    ) -> None:
         self._block_size = block_size
         self.owners: list[Request | None] = [None] * num_rows
         self.block_tables = np.zeros((num_rows, max_blocks), np.int32)
         self.last_ids = device.xp.zeros(num_rows, np.int32)
         self.last_positions = np.full(num_rows, -1, np.int32)
         self.rope_offsets = np.zeros(num_rows, np.int32)
+        self.state_slots = np.full(num_rows, NO_SLOT, np.int32) if has_states else None
         self.num_slots = np.zeros(num_rows, np.int64)
         self.num_blocks = np.zeros(num_rows, np.int64)
         self.num_sent = np.zeros(num_rows, np.int64)

@@ -8,6 +8,7 @@ step is prepared.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,11 @@ _SEQUENCE_FIELDS: dict[str, tuple[str, float]] = {
     "context_lens": ("int32", 0),
     "new_starts": ("int32", 0),
 }
-_FIELDS = _TOKEN_FIELDS | _SEQUENCE_FIELDS
+# Only for models with recurrent layers.
+_STATE_TOKEN_FIELDS: dict[str, tuple[str, float]] = {"state_targets": ("int32", -1)}
+_STATE_SEQUENCE_FIELDS: dict[str, tuple[str, float]] = {"state_slots": ("int32", -1)}
+_ALL_TOKEN_FIELDS = _TOKEN_FIELDS | _STATE_TOKEN_FIELDS
+_FIELDS = _ALL_TOKEN_FIELDS | _SEQUENCE_FIELDS | _STATE_SEQUENCE_FIELDS
 
 
 class StagingBuffer:
@@ -78,16 +83,16 @@ class StagingBuffer:
         `query_len`: entries per sequence in fields with one entry per token.
         """
         for name, column in columns.items():
-            width = query_len if name in _TOKEN_FIELDS else 1
+            width = query_len if name in _ALL_TOKEN_FIELDS else 1
             field = self.fields[name]
             field[: num_sequences * width] = column
             field[num_sequences * width : size * width] = _FIELDS[name][1]
 
     def pad(self, num_sequences: int, size: int, query_len: int) -> None:
         """Write padding to all fields, from `num_sequences` up to `size` sequences."""
-        for name, (_, value) in _FIELDS.items():
-            width = query_len if name in _TOKEN_FIELDS else 1
-            self.fields[name][num_sequences * width : size * width] = value
+        for name in self.fields.keys() & _FIELDS.keys():
+            width = query_len if name in _ALL_TOKEN_FIELDS else 1
+            self.fields[name][num_sequences * width : size * width] = _FIELDS[name][1]
 
     def fill_blocks(self, counts: IntArray, size: int) -> IntArray:
         """Write and return the offsets of each sequence's new blocks, (len(counts) + 1,)."""
@@ -116,6 +121,8 @@ class StaticInputs:
         Limits per step.
     max_new_blocks : int
         Maximum block ids sent per step.
+    has_states : bool
+        Whether the model has recurrent layers.
 
     Attributes
     ----------
@@ -135,12 +142,23 @@ class StaticInputs:
     """
 
     def __init__(
-        self, device: Device, max_sequences: int, max_tokens: int, max_new_blocks: int
+        self,
+        device: Device,
+        max_sequences: int,
+        max_tokens: int,
+        max_new_blocks: int,
+        *,
+        has_states: bool = False,
     ) -> None:
         self._device = device
         self._stream: Any = device.xp.cuda.get_current_stream if device.is_cuda else None
         self._max_tokens = max_tokens
-        self._layout, self._base = _layout(max_sequences, max_tokens)
+        by_token = _ALL_TOKEN_FIELDS if has_states else _TOKEN_FIELDS
+        by_sequence = _SEQUENCE_FIELDS | (_STATE_SEQUENCE_FIELDS if has_states else {})
+        sizes = {name: (dtype, max_tokens) for name, (dtype, _) in by_token.items()}
+        sizes |= {name: (dtype, max_sequences) for name, (dtype, _) in by_sequence.items()}
+        sizes["cu_new_blocks"] = ("int32", max_sequences + 1)
+        self._layout, self._base = _layout(sizes)
         num_bytes = self._base + 4 * max_new_blocks
         xp = device.xp
         self._memory = xp.zeros(num_bytes, np.uint8)
@@ -150,8 +168,8 @@ class StaticInputs:
         self._buffers = [self._staging_buffer(num_bytes) for _ in range(count)]
         self._next = 0
         first = self.next_buffer()
-        first.fill(0, max_tokens, 1, **dict.fromkeys(_TOKEN_FIELDS, ()))
-        first.fill(0, max_sequences, 1, **dict.fromkeys(_SEQUENCE_FIELDS, ()))
+        first.fill(0, max_tokens, 1, **dict.fromkeys(by_token, ()))
+        first.fill(0, max_sequences, 1, **dict.fromkeys(by_sequence, ()))
         first.fill_blocks(np.zeros(0, np.int64), max_sequences)
         self.send(first, 0)
 
@@ -218,13 +236,15 @@ class StaticInputs:
         return views
 
 
-def _layout(max_sequences: int, max_tokens: int) -> tuple[dict[str, tuple[int, str, int]], int]:
-    """Return name -> (byte offset, dtype, length), and the total number of bytes."""
+def _layout(
+    sizes: Mapping[str, tuple[str, int]],
+) -> tuple[dict[str, tuple[int, str, int]], int]:
+    """Return name -> (byte offset, dtype, length), and the total number of bytes.
+
+    `sizes`: name -> (dtype, length).
+    """
     layout = {}
     size = 0
-    sizes = {name: (dtype, max_tokens) for name, (dtype, _) in _TOKEN_FIELDS.items()}
-    sizes |= {name: (dtype, max_sequences) for name, (dtype, _) in _SEQUENCE_FIELDS.items()}
-    sizes["cu_new_blocks"] = ("int32", max_sequences + 1)
     for name, (dtype, count) in sizes.items():
         layout[name] = (size, dtype, count)
         size += -(-count * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT

@@ -19,12 +19,15 @@ class WorkerGraphs(DecodeGraphs):
     Parameters
     ----------
     model : Model
-    kv_pages : sequence of (k_pages, v_pages)
+    kv_pages : sequence of tuple of array
+        `KVCache.layers`.
     num_rows, max_blocks, block_size, max_model_len : int
         Same values as on rank 0.
     query_lens : sequence of int
     feature_layers : sequence of int
         Layers whose inputs rank 0 keeps: every rank takes part in their all-reduce.
+    has_states : bool
+        Whether the model has recurrent layers.
     """
 
     def __init__(
@@ -37,11 +40,13 @@ class WorkerGraphs(DecodeGraphs):
         max_model_len: int,
         query_lens: Sequence[int],
         feature_layers: Sequence[int],
+        *,
+        has_states: bool = False,
     ) -> None:
         super().__init__(
             model,
             kv_pages,
-            RequestRows(num_rows, max_blocks, block_size, model.device),
+            RequestRows(num_rows, max_blocks, block_size, model.device, has_states=has_states),
             SamplingTable(1, model.config.vocab_size, (), model.device),
             block_size=block_size,
             max_model_len=max_model_len,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.cache.state_slots import StateSlots
 from engine.drafts import Drafts
 from engine.request import Request
 from engine.scheduler.config import SchedulerConfig
@@ -12,12 +13,21 @@ from engine.scheduler.request_queues import RequestQueues
 __all__ = ["UnchangedBatch", "add_chunk", "chunk_size", "put_decodes_first"]
 
 
-def chunk_size(request: Request, output: ScheduleOutput, config: SchedulerConfig) -> int:
-    """Return how many tokens of `request` still fit into the step, drafts aside."""
+def chunk_size(
+    request: Request,
+    output: ScheduleOutput,
+    config: SchedulerConfig,
+    states: StateSlots | None = None,
+) -> int:
+    """Return how many tokens of `request` still fit into the step, drafts aside.
+
+    `states`: of a model with recurrent layers; it ends chunks where a snapshot is wanted.
+    """
     room = config.max_num_batched_tokens - output.num_scheduled_tokens
     if config.max_prefill_chunk:
         room = min(room, config.max_prefill_chunk)
-    return min(room, request.num_tokens - request.num_computed_tokens)
+    size = min(room, request.num_tokens - request.num_computed_tokens)
+    return size if states is None or not size else states.fit_chunk(request, size)
 
 
 def add_chunk(

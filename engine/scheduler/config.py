@@ -25,6 +25,9 @@ _AT_LEAST_ONE = (
 _AT_LEAST_ZERO = (
     "max_prefill_chunk",
     "num_host_blocks",
+    "num_state_slots",
+    "num_host_state_slots",
+    "state_interval",
     "max_draft_tokens",
     "priority_window",
     "recompute_us_per_token",
@@ -70,9 +73,20 @@ class SchedulerConfig:
         Maximum blocks the prefix tree keeps per cache salt.
     num_host_blocks : int
         KV blocks in host memory, for swapped requests and evicted prefixes; 0 = none.
+    num_state_slots : int
+        State slots on the device, at least `max_num_seqs`; 0 = no layer has a state.
+    num_host_state_slots : int
+        State slots in host memory, for swapped requests.
+    state_chunk : int
+        Tokens per chunk in which recurrent layers compute a prompt, a power of two.
+    state_interval : int
+        Distance of the snapshots along a prompt, in tokens; 0 = only before its last token and
+        where it parts from known prompts.
     preemption : str
         How to save a preempted request: "recompute", "swap" (to the host, while it has free
         blocks), or "auto" = whichever is cheaper by the two costs below.
+    blocks_per_state_slot : float
+        Size of a state slot in blocks, for the cost of swapping it.
     recompute_us_per_token, swap_us_per_block : float, optional
         Costs in microseconds: computing one prefill token, and swapping one block out and in. The
         engine measures omitted costs (`engine.core.preemption_costs`); a stand-alone scheduler
@@ -109,6 +123,11 @@ class SchedulerConfig:
     prefix_caching: bool = True
     max_blocks_per_salt: int | None = None
     num_host_blocks: int = 0
+    num_state_slots: int = 0
+    num_host_state_slots: int = 0
+    state_chunk: int = 64
+    state_interval: int = 4096
+    blocks_per_state_slot: float = 0.0
     preemption: str = "auto"
     recompute_us_per_token: float | None = None
     swap_us_per_block: float | None = None
@@ -132,8 +151,21 @@ class SchedulerConfig:
                 f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), so "
                 f"that every running request can decode; got {self.max_num_batched_tokens}"
             )
+        if 0 < self.num_state_slots < self.max_num_seqs:
+            raise ConfigError(
+                f"num_state_slots must be 0 or at least max_num_seqs = {self.max_num_seqs}; "
+                f"got {self.num_state_slots}"
+            )
         if self.preemption == "swap" and not self.num_host_blocks:
             raise ConfigError("num_host_blocks must be at least 1 for preemption='swap'; got 0")
+
+    @property
+    def state_grid(self) -> int:
+        """Snapshots of states are taken at multiples of this number of tokens.
+
+        Both a block and a chunk end there.
+        """
+        return max(self.state_chunk, self.block_size)
 
     @property
     def watermark_blocks(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from engine.drafts import MAX_QUERY_LEN, Drafts
+from engine.drafts import MAX_QUERY_LEN, MAX_STATE_QUERY_LEN, Drafts
 from engine.errors import RequestError
 from engine.request import Request, RequestStatus
 from engine.scheduler.config import SchedulerConfig
@@ -56,10 +56,15 @@ def fitting_drafts(
     sampled past the limit are dropped. They never exceed `short_rope_len` while the keys are
     rotated with the short factors: their logits would be those of other factors.
 
+    Recurrent layers keep a state after each token of a sequence with drafts, in a chain of at most
+    `MAX_STATE_QUERY_LEN` tokens that follows all others.
+
     `reserved`: tokens of the step's budget to leave for requests scheduled later.
     """
     drafts = request.drafts
     if drafts is None or request.num_computed_tokens + num_new < request.num_tokens:
+        return None
+    if config.num_state_slots and num_new > 1:
         return None
     room = min(
         config.max_num_batched_tokens - output.num_scheduled_tokens - num_new - reserved,
@@ -67,8 +72,10 @@ def fitting_drafts(
     )
     if request.short_rope_len and not request.long_rope:
         room = min(room, request.short_rope_len - request.num_tokens)
+    if config.num_state_slots:
+        room = min(room, MAX_STATE_QUERY_LEN - num_new)
     if drafts.parents is not None:
-        if not config.draft_trees:
+        if not config.draft_trees or config.num_state_slots:
             drafts = drafts.chain()
         if drafts.is_tree:
             room = min(room, MAX_QUERY_LEN - num_new)

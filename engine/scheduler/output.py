@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.cache.state_slots import SlotMoves, StateAccess
 from engine.drafts import MAX_QUERY_LEN, Drafts
 from engine.errors import ContractError
 from engine.request import Request
@@ -139,6 +140,11 @@ class ScheduleOutput:
         (device block, host block) to copy.
     swap_in : list of (int, int)
         (host block, device block) to copy.
+    state_access : list of StateAccess
+        For a model with recurrent layers: the slots of each sequence that does not just continue in
+        the slot of its last step.
+    slot_moves : SlotMoves or None
+        Copies of state slots, made with the moves of blocks.
     freed_blocks : list of int
         Only with `SchedulerConfig.debug`: blocks whose content is no longer needed, to be poisoned
         after the moves and before the computation.
@@ -163,6 +169,8 @@ class ScheduleOutput:
     copies: list[tuple[int, int]] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    state_access: list[StateAccess] = field(default_factory=list)
+    slot_moves: SlotMoves | None = None
     freed_blocks: list[int] = field(default_factory=list)
     num_scheduled_tokens: int = 0
     num_draft_tokens: int = 0
@@ -178,7 +186,8 @@ class ScheduleOutput:
     @property
     def is_empty(self) -> bool:
         """Tell whether the step has nothing to compute and nothing to copy."""
-        return not (self.sequences or self.swap_out or self.copies or self.swap_in)
+        has_moves = self.swap_out or self.copies or self.swap_in or self.slot_moves
+        return not (self.sequences or has_moves)
 
 
 class InFlightSteps(list[ScheduleOutput]):

@@ -26,7 +26,10 @@ def prefers_swap(request: Request, blocks: BlockManager, config: SchedulerConfig
         return True
     num_shared = sum(blocks.allocator.num_owners(block) > 1 for block in request.block_table)
     num_lost = max(0, request.num_computed_tokens - num_shared * blocks.block_size)
-    num_saved = blocks.num_blocks_for(request.num_computed_tokens)
+    num_saved: float = blocks.num_blocks_for(request.num_computed_tokens)
+    if blocks.states is not None:  # blocks alone do not shorten a computation
+        num_lost = blocks.states.num_lost(request)
+        num_saved += config.blocks_per_state_slot
     per_token = config.recompute_us_per_token
     per_block = config.swap_us_per_block
     recompute_us = num_lost * (_RECOMPUTE_US_PER_TOKEN if per_token is None else per_token)

@@ -53,7 +53,7 @@ class PrefixesInFlight:
         """Tell whether a registered prompt covers at least half of what `request` must compute."""
         if not self._by_key or not request.reuse_prefix:
             return False
-        found = self._blocks.match(request)
+        found = self._blocks.match(request).known
         if found.host_nodes:
             return False
         known = len(found.blocks)

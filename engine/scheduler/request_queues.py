@@ -11,6 +11,7 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 
 from engine.cache.block_manager import BlockManager
+from engine.cache.state_slots import SlotMoves
 from engine.errors import RequestError
 from engine.request import Request, RequestStatus
 from engine.scheduler.admission import check_queue, check_request
@@ -151,11 +152,13 @@ class RequestQueues:
         self.running = [request for request in self.running if request.status is _RUNNING]
         self.num_changes += 1
 
-    def check_integrity(self, host_in_flight: Iterable[int]) -> None:
+    def check_integrity(
+        self, host_in_flight: Iterable[int], slots_in_flight: Iterable[SlotMoves] = ()
+    ) -> None:
         """Verify queues, limits, counts and blocks."""
         siblings = [sibling for request in self.requests.values() for sibling in request.siblings]
         check_queues(self.requests.values(), self.running, self.waiting, siblings, self.config)
-        self.blocks.check_integrity(self.requests.values(), host_in_flight)
+        self.blocks.check_integrity(self.requests.values(), host_in_flight, slots_in_flight)
 
     def _remove_running(self, request: Request) -> None:
         self.running.remove(request)
@@ -176,8 +179,12 @@ class RequestQueues:
             self.waiting.push(child)
 
     def _can_fork(self, parent: Request, child: Request) -> bool:
-        """Tell whether `parent` holds keys that are rotated as those of `child` must be."""
-        return parent.status is _RUNNING and parent.long_rope == child.needs_long_rope
+        """Tell whether `child` can continue from the keys, and the state, that `parent` holds."""
+        return (
+            parent.status is _RUNNING
+            and parent.long_rope == child.needs_long_rope
+            and self.blocks.can_fork_state(parent, child)
+        )
 
     def _set_leader(self, request: Request, siblings: Sequence[Request]) -> None:
         request.siblings = list(siblings)

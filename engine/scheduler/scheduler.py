@@ -16,8 +16,12 @@ A step computes one token per decoding request, or more if drafts of its next to
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 from engine.cache.block_manager import BlockManager, BlockMoves
+from engine.cache.prefix_tree import PrefixTree
+from engine.cache.state_slots import SlotMoves, StateSlots
+from engine.drafts import Drafts
 from engine.errors import ContractError
 from engine.request import Request, RequestStatus, finished_status
 from engine.scheduler.check import check_output
@@ -68,9 +72,11 @@ class Scheduler:
             num_host_blocks=config.num_host_blocks,
             prefix_caching=config.prefix_caching,
             max_blocks_per_salt=config.max_blocks_per_salt,
+            states=partial(_state_slots, config) if config.num_state_slots else None,
         )
+        self._states = self.blocks.states
         if config.debug:
-            self.blocks.allocator.record_freed()
+            self.blocks.record_freed()
         self._queues = RequestQueues(config, self.blocks)
         self.last_batch = BatchSize()  # last step's batch size, for the watch view
         self._in_flight = InFlightSteps()
@@ -292,7 +298,7 @@ class Scheduler:
             Requests this step finished, by a stop id or by length; their blocks are freed.
         """
         self._in_flight.settle_oldest(output)
-        self.blocks.settle(output.swap_in)
+        self.blocks.settle(output.swap_in, output.slot_moves)
         finished: list[Request] = []
         has_drafts = output.num_draft_tokens > 0
         has_prompts = not output.is_unchanged  # an unchanged batch has no prompts left
@@ -317,6 +323,8 @@ class Scheduler:
             if not (ids := sampled.get(request)):
                 raise ContractError(f"no token was sampled for request {request.request_id!r}")
             if drafts is not None:
+                if self._states is not None and status is _RUNNING:
+                    self._states.accept(request, start, len(ids) - 1)
                 count_accepted(request, ids)
             if (end := request.append_tokens(ids)) is not None:
                 self._queues.retire(request, end)
@@ -336,9 +344,11 @@ class Scheduler:
         self._in_flight.settle_newest(output)
         moves = BlockMoves(output.swap_out, output.copies, output.swap_in)
         self.blocks.drop_uncopied(moves)
-        self.blocks.settle(output.swap_in)
+        self.blocks.settle(output.swap_in, output.slot_moves)
         for sequence in output.sequences:
             self._undo(sequence)
+        if output.slot_moves is not None:
+            self._retry_forks(output.slot_moves)
         for request in output.preempted:
             if request.status is RequestStatus.SWAPPED:
                 self.blocks.release(request, keep=False)
@@ -356,6 +366,7 @@ class Scheduler:
         others: list[Request] = []
         sequences = output.sequences
         block_size = self.config.block_size
+        states = self._states
         if has_drafts := self._has_drafts:
             self._has_drafts = any([r.drafts is not None for r in self._queues.running])
         for request in self._queues.running:  # `_make_room` may preempt its tail
@@ -375,6 +386,8 @@ class Scheduler:
                 or (not start % block_size and start >= len(request.block_table) * block_size)
             ) and not self._make_room(request, output):
                 continue
+            if states is not None and not states.is_steady(request):
+                output.state_access.append(states.access(request, start, 1))
             num_pending = request.num_pending_tokens
             # Skip the constructor: it would take a third of this loop's time.
             sequence = _new(ScheduledSequence)
@@ -399,15 +412,15 @@ class Scheduler:
             if request.num_tokens >= request.pause_len:
                 self._end_short_rope(request, output)
                 continue
-            num_new = chunk_size(request, output, config)
+            num_new = chunk_size(request, output, config, self._states)
             if not num_new:
                 continue  # the budget is spent
             later = len(requests) - index - 1
             drafts = fitting_drafts(request, num_new, output, config, reserved=later)
-            if drafts and self.blocks.grow(request, request.num_tokens + len(drafts)):
-                add_chunk(request, output, num_new, drafts)
+            if drafts and self._has_room_for(request, len(drafts)):
+                self._add_chunk(request, output, num_new, drafts)
             elif self._make_room(request, output):
-                add_chunk(request, output, num_new)
+                self._add_chunk(request, output, num_new)
 
     def _admit(self, output: ScheduleOutput, excluded: Collection[Request]) -> None:
         """Admit waiting requests, in service order, until one does not fit."""
@@ -438,7 +451,8 @@ class Scheduler:
             queues.run(request)
             in_flight.add(request)
             output.admitted.append(request)
-            add_chunk(request, output, chunk_size(request, output, config))  # skips the cached part
+            num_new = chunk_size(request, output, config, self._states)  # skips the cached part
+            self._add_chunk(request, output, num_new)
         for request in passed:
             queues.waiting.push(request)
 
@@ -451,12 +465,29 @@ class Scheduler:
             output.swap_out = new.swap_out
             output.copies = new.copies
             output.swap_in = new.swap_in
+        if self._states is not None:
+            output.slot_moves = self._states.take_moves()
         if not output.is_empty:
             self._in_flight.append(output)
         if self.config.debug:
             output.freed_blocks = self.blocks.take_freed([*output.copies, *output.swap_in])
             check_output(output, self.config)
             self.check_integrity()
+
+    def _add_chunk(
+        self, request: Request, output: ScheduleOutput, num_new: int, drafts: Drafts | None = None
+    ) -> None:
+        """Schedule the next `num_new` tokens of `request`; see `add_chunk`."""
+        if self._states is not None:
+            start = request.num_computed_tokens
+            output.state_access.append(self._states.access(request, start, num_new))
+        add_chunk(request, output, num_new, drafts)
+
+    def _has_room_for(self, request: Request, num_drafts: int) -> bool:
+        """Allocate the blocks and state slots of drafts; False if there are too few."""
+        return self.blocks.grow(request, request.num_tokens + num_drafts) and (
+            self._states is None or self._states.reserve_drafts(request, num_drafts)
+        )
 
     def _next_waiting(self) -> Request:
         waiting = self._queues.waiting
@@ -506,6 +537,13 @@ class Scheduler:
             self._queues.retry(request)
             self._num_retries += 1
 
+    def _retry_forks(self, moves: SlotMoves) -> None:
+        """Requeue the running requests whose states a failed step may not have copied."""
+        torn = {slot for _, slot in moves.copies}
+        for request in [r for r in self._queues.running if r.state and r.state.slot in torn]:
+            self._queues.retry(request)
+            self._num_retries += 1
+
     # ---- metrics and tests
 
     def stats(self) -> SchedulerStats:
@@ -534,4 +572,16 @@ class Scheduler:
             If an invariant is violated; the message names it.
         """
         in_flight = [host for output in self._in_flight for host, _ in output.swap_in]
-        self._queues.check_integrity(in_flight)
+        slots_in_flight = [o.slot_moves for o in self._in_flight if o.slot_moves is not None]
+        self._queues.check_integrity(in_flight, slots_in_flight)
+
+
+def _state_slots(config: SchedulerConfig, tree: PrefixTree | None) -> StateSlots:
+    return StateSlots(
+        config.num_state_slots,
+        config.max_num_seqs,
+        num_host_slots=config.num_host_state_slots,
+        tree=tree,
+        grid=config.state_grid,
+        interval=config.state_interval,
+    )

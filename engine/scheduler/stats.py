@@ -29,6 +29,11 @@ class SchedulerStats:
         Counters: tokens looked up, tokens found, and tokens found on the host.
     num_evicted_blocks, num_offloaded_blocks : int
         Counters: blocks evicted from the prefix tree, and evicted blocks copied to the host.
+    num_state_slots, num_free_state_slots, num_state_snapshots : int
+        Current state slots, and how many of them are free or hold a snapshot in the prefix tree; 0
+        without recurrent layers.
+    num_taken_snapshots, num_evicted_snapshots : int
+        Counters: snapshots of states that entered the prefix tree, and snapshots evicted.
     """
 
     num_requests_running: int
@@ -47,6 +52,11 @@ class SchedulerStats:
     prefix_cache_host_hits: int
     num_evicted_blocks: int
     num_offloaded_blocks: int
+    num_state_slots: int = 0
+    num_free_state_slots: int = 0
+    num_state_snapshots: int = 0
+    num_taken_snapshots: int = 0
+    num_evicted_snapshots: int = 0
 
     @property
     def kv_cache_usage(self) -> float:
@@ -70,5 +80,21 @@ def collect(blocks: BlockManager, **counts: int) -> SchedulerStats:
         prefix_cache_host_hits=tree.host_hit_tokens,
         num_evicted_blocks=tree.evicted_blocks,
         num_offloaded_blocks=tree.offloaded_blocks,
+        **_state_counts(blocks),
         **counts,
     )
+
+
+def _state_counts(blocks: BlockManager) -> dict[str, int]:
+    states = blocks.states
+    if states is None:
+        return {}
+    counts = {
+        "num_state_slots": states.allocator.num_blocks,
+        "num_free_state_slots": states.allocator.num_free,
+    }
+    if blocks.tree is not None and (snapshots := blocks.tree.snapshots) is not None:
+        counts["num_state_snapshots"] = len(snapshots)
+        counts["num_taken_snapshots"] = snapshots.num_taken
+        counts["num_evicted_snapshots"] = snapshots.num_evicted
+    return counts

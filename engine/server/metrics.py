@@ -37,6 +37,10 @@ GAUGES = (
     _Value("engine:kv_cache_free_blocks", "scheduler.num_free_blocks", "Free blocks."),
     _Value("engine:kv_cache_cached_blocks", "scheduler.num_cached_blocks",
            "Blocks held by the prefix cache only."),
+    _Value("engine:state_slots", "scheduler.num_state_slots", "Slots of recurrent states."),
+    _Value("engine:state_free_slots", "scheduler.num_free_state_slots", "Free state slots."),
+    _Value("engine:state_snapshots", "scheduler.num_state_snapshots",
+           "State slots held by the prefix cache."),
 )  # fmt: skip
 """Gauges."""
 
@@ -59,6 +63,8 @@ COUNTERS = (
     _Value("engine:spec_decode_proposer_failures", "speculation.num_proposer_failures",
            "Proposals that failed and were dropped."),
     _Value("engine:evicted_blocks", "scheduler.num_evicted_blocks", "Blocks evicted."),
+    _Value("engine:evicted_state_snapshots", "scheduler.num_evicted_snapshots",
+           "Snapshots of recurrent states evicted."),
 )  # fmt: skip
 """Counters; Prometheus appends ``_total`` to their names."""
 

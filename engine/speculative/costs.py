@@ -148,7 +148,9 @@ def _forward_seconds(runner: Any, num_tokens: int) -> float:
     size = runner.kv_cache.geometry.block_size
     table = list(range(-(-num_tokens // size)))
     ids = np.arange(num_tokens, dtype=np.int32) % model.config.vocab_size
-    batch = ForwardBatch.build([ids], [0], [table], size, logits="all").to(model.device)
+    slots = runner.kv_cache.first_slots(1)
+    batch = ForwardBatch.build([ids], [0], [table], size, logits="all", state_slots=slots)
+    batch = batch.to(model.device)
     return _shortest(lambda: model.forward(batch, runner.kv_cache.layers), model.device)
 
 

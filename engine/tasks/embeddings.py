@@ -231,6 +231,7 @@ def _hidden(
         _BLOCK_SIZE,
         logits="all" if pooling == "mean" else "last",
         rope_offset=model.decoder.rope_offsets([len(rows[index]) for index, _, _ in batch]),
+        state_slots=_state_slots(cache, len(batch)),
     )
     outputs = to_numpy(model.hidden_states(flat.to(model.device), cache.pages)).astype(np.float32)
     if pooling == "mean":
@@ -238,6 +239,13 @@ def _hidden(
         return list(np.add.reduceat(outputs, starts, axis=0))
     is_last = [stop == len(rows[index]) for index, _, stop in batch]
     return [row if last else np.zeros_like(row) for row, last in zip(outputs, is_last, strict=True)]
+
+
+def _state_slots(cache: Cache, num_sequences: int) -> np.ndarray[Any, Any] | None:
+    """Return the state slots of a pass: only the chunks of a long sequence leave a state."""
+    if num_sequences == 1 or cache.state_slots is None:
+        return cache.state_slots
+    return np.full(num_sequences, -1, np.int32)
 
 
 def _finished(total: _Vector, count: int, normalize: bool) -> _Vector:

@@ -26,7 +26,7 @@ def build(xp, dtype="float32", num_blocks=9, num_host=6, **changes):
 
 
 def moves(**fields):
-    empty = {"swap_out": [], "copies": [], "swap_in": [], "freed_blocks": []}
+    empty = {"swap_out": [], "copies": [], "swap_in": [], "freed_blocks": [], "slot_moves": None}
     return SimpleNamespace(**{**empty, **fields})
 
 

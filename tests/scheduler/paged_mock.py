@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from engine.cache.state_slots import StateAccess
+from engine.drafts import MAX_STATE_QUERY_LEN
 from engine.request import Request
 
 VOCAB = 7
@@ -75,6 +77,10 @@ class PagedMock:
         self.block_size = config.block_size
         self.pages = [[None] * config.block_size for _ in range(config.num_blocks)]
         self.host = [None] * config.num_host_blocks
+        self.states = [None] * config.num_state_slots
+        self.host_states = [None] * config.num_host_state_slots
+        self._slots = {}  # request -> the slot it continues in
+        self.num_snapshot_hits = 0
         self._sampled = {}  # (request, position) -> id, as the device knows it
         self._next = (-1, [])  # what the next step is if its batch is unchanged
         self.num_unchanged = self.num_accepted = self.num_rejected = 0
@@ -95,15 +101,38 @@ class PagedMock:
         if output.num_draft_tokens:
             self._next = (-1, [])
         assert all(r in output.admitted or not r.block_table for r in output.restarted)
+        accesses = self._accesses(output)
         return [
             (
                 s,
                 s.request.token_ids(0, s.num_reached_tokens),
                 list(s.request.block_table),
                 seed_of(s.request, s.request.long_rope),
+                accesses.get(s.request),
             )
             for s in output.sequences
         ]
+
+    def _accesses(self, output):
+        """The slots of each sequence: those in the output, else the one it wrote last."""
+        if not self.states:
+            assert not output.state_access and output.slot_moves is None
+            return {}
+        given = {access.request: access for access in output.state_access}
+        assert len(given) == len(output.state_access)
+        assert given.keys() <= {s.request for s in output.sequences}
+        accesses = {}
+        for request in (s.request for s in output.sequences):
+            slot = self._slots.get(request)
+            accesses[request] = given.get(request) or StateAccess(request, slot, (slot,))
+            self._slots[request] = accesses[request].targets[0]
+        written = [slot for a in accesses.values() for slot in (*a.targets, a.snapshot)]
+        written = [slot for slot in written if slot >= 0]
+        assert len(set(written)) == len(written), "two sequences write a slot"
+        for access in accesses.values():
+            others = set(written) - {*access.targets, access.snapshot}
+            assert access.source not in others, "a slot is read and written by two sequences"
+        return accesses
 
     def execute(self, output, batch):
         """Move blocks, then compute a batch from `lay_out`."""
@@ -116,24 +145,61 @@ class PagedMock:
             self.pages[device] = list(self.host[host])
         for block in output.freed_blocks:
             self.pages[block] = [None] * self.block_size
+        if output.slot_moves is not None:
+            self._move_slots(output.slot_moves)
         return dict(filter(None, [self._run(*entry) for entry in batch]))
 
-    def _run(self, sequence, known, table, seed):
+    def _move_slots(self, moves):
+        for device, host in moves.swap_out:
+            self.host_states[host] = self.states[device]
+        assert not {s for s, _ in moves.copies} & {t for _, t in moves.copies}
+        for source, target in moves.copies:
+            self.states[target] = self.states[source]
+        for host, device in moves.swap_in:
+            self.states[device] = self.host_states[host]
+        for slot in moves.freed:
+            self.states[slot] = None
+
+    def _run_states(self, sequence, access, values):
+        """Advance the states; `values` are the numbers before and after each token."""
+        first = sequence.start
+        where = f"{sequence.request.request_id}: state {access.source} after {first} tokens"
+        assert first == 0 or self.states[access.source] == values[first], where
+        stop = first + sequence.num_scheduled_tokens
+        if len(access.targets) > 1:
+            assert len(access.targets) == sequence.num_scheduled_tokens <= MAX_STATE_QUERY_LEN
+            written = enumerate(access.targets, first + 1)
+        else:
+            written = [(stop, access.targets[0])]
+        for position, slot in written:
+            self.states[slot] = values[position]
+        if access.snapshot >= 0:
+            assert first < access.snapshot_len <= stop
+            self.states[access.snapshot] = values[access.snapshot_len]
+        self.num_snapshot_hits += access.source not in access.targets
+
+    def _run(self, sequence, known, table, seed, access):
         request, stop = sequence.request, sequence.num_reached_tokens
         unknown = range(len(known), stop)
         ids = [*known, *(self._sampled[request, position] for position in unknown)]
         assert sequence.num_pending_tokens == min(len(unknown), 1)
         value = seed
+        after = [seed]
         for position, token in enumerate(ids):
             value = chain(value, token)
+            after.append(value)
             block, slot = table[position // self.block_size], position % self.block_size
             if position >= sequence.start:
                 self.pages[block][slot] = value
             where = f"{request.request_id}: slot {position} (block {block})"
             assert self.pages[block][slot] == value, where
+        drafts = sequence.drafts
+        if access is not None:
+            for token in drafts.token_ids if drafts else ():
+                after.append(chain(after[-1], token))
+            self._run_states(sequence, access, after)
         if not sequence.is_sampled:
             return None
-        drafts = sequence.drafts
         if drafts is None:
             self._sampled[request, stop] = next_token(value)
             return request, [next_token(value)]

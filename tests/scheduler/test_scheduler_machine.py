@@ -21,8 +21,26 @@ from tests.scheduler.paged_mock import VOCAB, PagedMock, drive, make_request, or
 
 EXAMPLES = int(os.environ.get("ENGINE_TEST_EXAMPLES", "60"))
 
+states = st.fixed_dictionaries(
+    {
+        "num_host_state_slots": st.sampled_from([0, 1, 4]),
+        "state_interval": st.sampled_from([0, 16, 32]),
+        "state_chunk": st.just(16),
+    }
+)
+
+
+def build_config(max_num_seqs, states, extra_slots, **limits):
+    """A configuration of a model with recurrent layers, or without (`states` is None)."""
+    if states is not None:
+        limits |= {**states, "num_state_slots": max_num_seqs + extra_slots}
+    return SchedulerConfig(max_num_seqs=max_num_seqs, **limits)
+
+
 configs = st.builds(
-    SchedulerConfig,
+    build_config,
+    states=st.one_of(st.none(), states),
+    extra_slots=st.integers(0, 9),
     num_blocks=st.integers(3, 8),
     max_model_len=st.just(120),
     max_num_seqs=st.integers(2, 6),
@@ -272,6 +290,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         drive(self.scheduler, self.mock, late=self.count % 2)
         self.holds()
         self.scheduler.reset_prefix_cache()
+        states = self.scheduler.blocks.states
+        if states is not None:
+            assert states.allocator.num_free == self.config.num_state_slots
+            assert states.host_allocator is None or states.host_allocator.num_referenced == 0
         stats = self.scheduler.stats()
         assert stats.num_free_blocks == stats.num_blocks
         assert stats.num_free_host_blocks == stats.num_host_blocks
@@ -287,6 +309,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         event(f"rope changes: {'some' if self.num_restarted else 'none'}")
         event(f"accepted drafts: {'some' if self.mock.num_accepted else 'none'}")
         event(f"rejected drafts: {'some' if self.mock.num_rejected else 'none'}")
+        event(f"snapshots: {'read' if self.mock.num_snapshot_hits else 'none'}")
         event(f"unchanged batches: {'some' if self.mock.num_unchanged else 'none'}")
 
 
