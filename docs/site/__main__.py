@@ -38,7 +38,7 @@ NAVIGATION = {
     "Kernels": ["your_kernel", "override", "headers", "kernels", "benchmarks/README"],
     "Frameworks": [f"integrations/{name}" for name in _FRAMEWORKS],
     "API": ["stable_api", *(f"api/{name}" for name in api.page_names())],
-    "Inside": ["engine", "memory", "processes", "structure", "lab-notebook"],
+    "Inside": ["engine", "memory", "states", "processes", "structure", "lab-notebook"],
 }
 _BELOW = {  # pages in the navigation of another page
     "benchmarks/README": [f"benchmarks/{name}" for name in _BENCHMARKS],

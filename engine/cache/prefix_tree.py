@@ -20,12 +20,13 @@ from itertools import islice
 
 from engine.cache.block_allocator import BlockAllocator
 from engine.cache.lru import LruHeap
-from engine.cache.snapshots import Snapshot, SnapshotCache
+from engine.cache.snapshots import SnapshotCache
 from engine.cache.tree_check import check_tree
 from engine.cache.tree_node import (
     NO_BLOCK,
     PrefixKey,
     PrefixMatch,
+    Snapshot,
     Space,
     TreeNode,
     TreeStats,

@@ -11,31 +11,10 @@ from collections.abc import Iterable
 
 from engine.cache.block_allocator import BlockAllocator
 from engine.cache.lru import LruHeap
-from engine.cache.tree_node import TreeNode
+from engine.cache.tree_node import Snapshot, TreeNode
 from engine.errors import EngineError
 
-__all__ = ["Snapshot", "SnapshotCache"]
-
-
-class Snapshot:
-    """The states after all tokens of a node and its ancestors.
-
-    Attributes
-    ----------
-    slot : int
-        State slot.
-    node : TreeNode or None
-        None once the snapshot was evicted.
-    last_used : int
-        The cache's clock when it was taken or last read.
-    """
-
-    __slots__ = ("last_used", "node", "slot")
-
-    def __init__(self, slot: int, node: TreeNode) -> None:
-        self.slot = slot
-        self.node: TreeNode | None = node
-        self.last_used = 0
+__all__ = ["SnapshotCache"]
 
 
 class SnapshotCache:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from engine.cache.lru import LruHeap
-
-if TYPE_CHECKING:
-    from engine.cache.snapshots import Snapshot
 
 __all__ = [
     "NO_BLOCK",
     "PrefixKey",
     "PrefixMatch",
+    "Snapshot",
     "Space",
     "TreeNode",
     "TreeStats",
@@ -75,6 +72,27 @@ class TreeNode:
         self.last_used = 0
         self.is_pinned = False
         self.snapshot: Snapshot | None = None
+
+
+class Snapshot:
+    """The states after all tokens of a node and its ancestors.
+
+    Attributes
+    ----------
+    slot : int
+        State slot.
+    node : TreeNode or None
+        None once the snapshot was evicted.
+    last_used : int
+        The cache's clock when it was taken or last read.
+    """
+
+    __slots__ = ("last_used", "node", "slot")
+
+    def __init__(self, slot: int, node: TreeNode) -> None:
+        self.slot = slot
+        self.node: TreeNode | None = node
+        self.last_used = 0
 
 
 def is_device_leaf(node: TreeNode) -> bool:
