@@ -21,6 +21,7 @@ from engine.kernels.attention_backward import attention_backward
 from engine.kernels.attention_decode import attention_decode
 from engine.kernels.attention_prefill import attention_prefill
 from engine.kernels.attention_prefill_fp8 import attention_prefill_fp8
+from engine.kernels.causal_conv import causal_conv
 from engine.kernels.clamp import clamp
 from engine.kernels.cross_entropy import cross_entropy
 from engine.kernels.decode_inputs import decode_inputs
@@ -28,6 +29,8 @@ from engine.kernels.decode_outputs import decode_outputs
 from engine.kernels.dequantize import dequantize
 from engine.kernels.embedding import embedding
 from engine.kernels.embedding_backward import embedding_backward
+from engine.kernels.gated_delta import gated_delta
+from engine.kernels.gated_norm import gated_norm
 from engine.kernels.geglu import geglu
 from engine.kernels.geglu_backward import geglu_backward
 from engine.kernels.gelu import gelu
@@ -100,6 +103,7 @@ __all__ = [
     "attention_prefill",
     "attention_prefill_fp8",
     "bench",
+    "causal_conv",
     "check",
     "clamp",
     "cross_entropy",
@@ -109,6 +113,8 @@ __all__ = [
     "dequantize",
     "embedding",
     "embedding_backward",
+    "gated_delta",
+    "gated_norm",
     "geglu",
     "geglu_backward",
     "gelu",

@@ -8,6 +8,7 @@ from engine.reference.attention_backward import attention_backward
 from engine.reference.attention_decode import attention_decode
 from engine.reference.attention_prefill import attention_prefill
 from engine.reference.attention_prefill_fp8 import attention_prefill_fp8
+from engine.reference.causal_conv import causal_conv
 from engine.reference.clamp import clamp
 from engine.reference.cross_entropy import cross_entropy
 from engine.reference.decode_inputs import decode_inputs
@@ -15,6 +16,8 @@ from engine.reference.decode_outputs import decode_outputs
 from engine.reference.dequantize import dequantize
 from engine.reference.embedding import embedding
 from engine.reference.embedding_backward import embedding_backward
+from engine.reference.gated_delta import gated_delta
+from engine.reference.gated_norm import gated_norm
 from engine.reference.geglu import geglu
 from engine.reference.geglu_backward import geglu_backward
 from engine.reference.gelu import gelu
@@ -67,6 +70,7 @@ __all__ = [
     "attention_decode",
     "attention_prefill",
     "attention_prefill_fp8",
+    "causal_conv",
     "clamp",
     "cross_entropy",
     "decode_inputs",
@@ -74,6 +78,8 @@ __all__ = [
     "dequantize",
     "embedding",
     "embedding_backward",
+    "gated_delta",
+    "gated_norm",
     "geglu",
     "geglu_backward",
     "gelu",

@@ -60,6 +60,7 @@ def _check(struct: str, layout: np.dtype) -> None:
         '#include "common/page_codes.cuh"',
         "struct alignas(64) TensorMap { unsigned char bytes[128]; };",
         "using operand_t = scalar_t;",  # used only via pointers
+        "using state_t = scalar_t;",  # likewise
         _definition(struct),
         *(f'static_assert({c} == {n}, "Python: {c} is {n}");' for c, n in asserted.items()),
     ]

@@ -1,0 +1,95 @@
+// Chunks of 64 tokens: which tokens they hold, and the scratch that passes them between kernels.
+//
+// With rows as tokens, c = cumsum(g) in the chunk, D[i][j] = e^(c_i - c_j) for i >= j and 0 beyond,
+// q and k normalised, and S^T the state before the chunk (the papers' S):
+//
+//   A = strictly lower part of diag(beta) K K^T * D     T = (I + A)^-1
+//   U = T diag(beta) V                                   W = T diag(beta e^c) K
+//   X = U - W S^T                                        (the updates u of all tokens)
+//   out = diag(e^c) Q S^T + (Q K^T * D) X
+//   S = e^(c_last) S + X^T diag(e^(c_last - c)) K
+//
+// Only X and S depend on the chunk before. The prepare kernel computes the rest for all chunks at
+// once, the scan kernel walks the chunks of a sequence. q and k stay as they are: the reciprocals
+// of their norms are factors of rows, applied to float sums or to T.
+#pragma once
+
+#include "gated_delta/gated_delta_problem.cuh"
+
+constexpr int kChunkTokens = 64;
+constexpr int kKeyDim = KEY_DIM, kValueDim = VALUE_DIM;
+static_assert(kKeyDim % 16 == 0 && kValueDim % 32 == 0, "tiles of the products");
+
+// Rows of shared memory are 16 bytes longer, so that ldmatrix meets no bank twice.
+constexpr int kPad = 8;
+constexpr int kKeyPitch = kKeyDim + kPad;
+constexpr int kTokenPitch = kChunkTokens + kPad;
+
+// What the prepare kernel leaves for one chunk of one head.
+struct ChunkScratch {
+  scalar_t* w;      // (64, dk)
+  scalar_t* u;      // (64, dv)
+  scalar_t* reads;  // (64, 64) Q K^T * D, scaled; columns up to the row's block of 16
+  float* out_rows;  // (64,) factor of row i of Q S^T
+  float* x_rows;    // (64,) factor of row i of X in the update of S
+  float* decay;     // (1,) e^(c_last)
+
+  static constexpr int kHalves = kChunkTokens * (kKeyDim + kValueDim + kChunkTokens);
+  static constexpr int kFloats = kHalves / 2 + 2 * kChunkTokens + 4;  // a multiple of 16 bytes
+
+  __device__ __forceinline__ ChunkScratch(const GatedDeltaParams& p, int chunk, int head) {
+    const int64_t index = static_cast<int64_t>(chunk - p.first_chunk) * p.num_heads + head;
+    float* const floats = p.scratch + index * kFloats;
+    w = reinterpret_cast<scalar_t*>(floats);
+    u = w + kChunkTokens * kKeyDim;
+    reads = u + kChunkTokens * kValueDim;
+    out_rows = floats + kHalves / 2;
+    x_rows = out_rows + kChunkTokens;
+    decay = x_rows + kChunkTokens;
+  }
+};
+
+// A head's state, in float, of the sequence whose chunks two launches share: what launch number
+// `launch` leaves for the next. Alternating between two buffers, a launch never writes what it
+// reads.
+__device__ __forceinline__ float* carried_state(const GatedDeltaParams& p, int launch, int head) {
+  float* const carried =
+      p.scratch + static_cast<int64_t>(p.max_chunks) * p.num_heads * ChunkScratch::kFloats;
+  return carried + (static_cast<int64_t>(launch % 2) * p.num_heads + head) * kValueDim * kKeyDim;
+}
+
+// Tokens [begin, end) of a sequence.
+struct Chunk {
+  int begin, end;
+
+  __device__ __forceinline__ int count() const { return end - begin; }
+};
+
+// A sequence's chunks, which end at multiples of 64 in the whole sequence, and those of them,
+// [begin, end), that belong to the launch.
+//
+// Their ids begin at sequence.begin / 64 + 2 b. A sequence has at most two chunks more than its
+// tokens fill, so ids of sequences do not overlap, and no kernel sums over earlier sequences.
+struct ChunkRange {
+  int first_id, num_chunks, begin, end;
+
+  __device__ __forceinline__ ChunkRange(const GatedDeltaParams& p, const Sequence& sequence, int b)
+      : num_tokens_(sequence.num_tokens()),
+        lead_(max(p.context_lens[b] - num_tokens_, 0) % kChunkTokens) {
+    first_id = sequence.begin / kChunkTokens + 2 * b;
+    num_chunks = 0;
+    if (num_tokens_ > p.max_steps)
+      num_chunks = (lead_ + num_tokens_ + kChunkTokens - 1) / kChunkTokens;
+    begin = max(p.first_chunk - first_id, 0);
+    end = min(p.first_chunk + p.num_chunks - first_id, num_chunks);
+  }
+
+  __device__ __forceinline__ Chunk chunk(int index) const {
+    const int from = index * kChunkTokens - lead_;
+    return {max(from, 0), min(from + kChunkTokens, num_tokens_)};
+  }
+
+ private:
+  int num_tokens_;
+  int lead_;  // earlier tokens in the first chunk's stretch of 64
+};

@@ -1,0 +1,61 @@
+// Operands of mma_m16n8k16 in shared memory, as ldmatrix loads them (common/mma.cuh).
+//
+// `pitch` is the number of elements between rows. Two tiles of n are loaded at once: b[0], b[1] is
+// the operand of the first, b[2], b[3] that of the second.
+#pragma once
+
+#include "common/mma.cuh"
+#include "common/reduce.cuh"
+#include "common/types.cuh"
+
+__device__ __forceinline__ int lane_idx() { return threadIdx.x % kWarpSize; }
+
+// Rows [m, m + 16) and columns [k, k + 16) of A, stored by rows.
+__device__ __forceinline__ void load_a(uint32_t (&a)[4], const scalar_t* smem, int pitch, int m,
+                                       int k) {
+  ldmatrix_x4(a, smem + (m + lane_idx() % 16) * pitch + k + lane_idx() / 16 * 8);
+}
+
+// The same of A^T stored by rows: element (m, k) of A is in row k.
+__device__ __forceinline__ void load_a_trans(uint32_t (&a)[4], const scalar_t* smem, int pitch,
+                                             int m, int k) {
+  const int matrix = lane_idx() / 8;
+  ldmatrix_x4_trans(a, smem + (k + matrix / 2 * 8 + lane_idx() % 8) * pitch + m + matrix % 2 * 8);
+}
+
+// Rows [k, k + 16) and columns [n, n + 16) of B, with B^T stored by rows.
+__device__ __forceinline__ void load_b(uint32_t (&b)[4], const scalar_t* smem, int pitch, int n,
+                                       int k) {
+  const int matrix = lane_idx() / 8;
+  ldmatrix_x4(b, smem + (n + matrix / 2 * 8 + lane_idx() % 8) * pitch + k + matrix % 2 * 8);
+}
+
+// The same with B stored by rows.
+__device__ __forceinline__ void load_b_trans(uint32_t (&b)[4], const scalar_t* smem, int pitch,
+                                             int n, int k) {
+  const int matrix = lane_idx() / 8;
+  ldmatrix_x4_trans(b, smem + (k + matrix % 2 * 8 + lane_idx() % 8) * pitch + n + matrix / 2 * 8);
+}
+
+// d[0], d[1] += A B for the two tiles of n.
+__device__ __forceinline__ void multiply(float (&first)[4], float (&second)[4],
+                                         const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+  mma_m16n8k16<scalar_t>(first, a, {b[0], b[1]});
+  mma_m16n8k16<scalar_t>(second, a, {b[2], b[3]});
+}
+
+// Copies kRows rows of kColumns elements to shared memory; rows from `count` on become zeros.
+template <int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ void copy_rows(scalar_t* smem, int pitch, const scalar_t* gmem,
+                                          int64_t stride, int count) {
+  constexpr int kPerRow = kColumns / kVec;
+#pragma unroll
+  for (int first = 0; first < kRows * kPerRow; first += kThreads) {
+    const int i = first + static_cast<int>(threadIdx.x);
+    if (kRows * kPerRow % kThreads != 0 && i >= kRows * kPerRow) break;
+    const int row = i / kPerRow, column = i % kPerRow * kVec;
+    const bool is_valid = row < count;
+    cp_async_16(smem + row * pitch + column, gmem + (is_valid ? row : 0) * stride + column,
+                is_valid);
+  }
+}

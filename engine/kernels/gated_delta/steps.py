@@ -1,0 +1,129 @@
+"""The recurrence, one token after the other: `cuda_src/gated_delta/gated_delta.cu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.dtypes import dtype_name
+from engine.kernels._chip import sm_count
+from engine.kernels._elementwise import is_aligned
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
+from engine.kernels.gated_delta.problem import PARAMS, STATE_BITS
+
+__all__ = ["Config", "choose_config", "choose_lanes", "launch", "spec"]
+
+_THREADS = 128  # kThreads in CUDA
+_MAX_NORM_THREADS = 256  # kMaxNormThreads in CUDA
+_COLUMNS = 8  # kColumns in CUDA
+_KERNELS = {
+    name: Kernel(f"gated_delta_{name}", PARAMS, struct="GatedDeltaParams")
+    for name in ("single_8", "single_4", "single_norm", "steps_4", "steps_scalar")
+}
+
+
+def spec(dtype: str, state_dtype: str, lanes: int, *, has_channel_gate: bool) -> ModuleSpec:
+    """Return the module for one dtype of activations and of states, and lanes per state row."""
+    macros = {
+        "STATE_BITS": STATE_BITS[state_dtype],
+        "LANES": lanes,
+        "HAS_CHANNEL_GATE": int(has_channel_gate),
+    }
+    return ModuleSpec("gated_delta/gated_delta.cu", dtype, tuple(macros.items()))
+
+
+def choose_lanes(key_dim: int) -> int:
+    """Return the lanes that share a row of dk columns.
+
+    Examples
+    --------
+    >>> choose_lanes(128), choose_lanes(40)
+    (16, 8)
+    """
+    return next(lanes for lanes in (8, 16, 32) if lanes * _COLUMNS >= key_dim)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Kernel, threads per block, and blocks per head."""
+
+    kernel: str
+    threads: int
+    blocks: int
+
+
+def choose_config(
+    num_heads: int,
+    value_dim: int,
+    lanes: int,
+    *,
+    is_single: bool,
+    has_norm: bool,
+    fits: bool,
+    num_sms: int,
+) -> Config:
+    """Choose the launch for one token per sequence (`is_single`) or a few.
+
+    `num_heads` counts the heads of all sequences; `fits` tells whether all rows are aligned. A
+    head's norm needs the whole head in one block. A single token of many heads takes more rows per
+    lane, which keeps more loads in flight.
+
+    Examples
+    --------
+    >>> shape = {"is_single": True, "fits": True, "num_sms": 132}
+    >>> choose_config(512, 128, 16, has_norm=False, **shape)
+    Config(kernel='single_8', threads=128, blocks=2)
+    >>> choose_config(512, 128, 16, has_norm=True, **shape)
+    Config(kernel='single_norm', threads=256, blocks=1)
+    """
+    if fits and is_single and has_norm:
+        threads = ceil_div(lanes * ceil_div(value_dim, 8), 32) * 32
+        if threads <= _MAX_NORM_THREADS:
+            return Config("single_norm", threads, 1)
+    groups = _THREADS // lanes
+    kernel = "steps_4" if fits else "steps_scalar"
+    if fits and is_single:
+        is_full = num_heads * ceil_div(value_dim, 8 * groups) >= 2 * num_sms
+        kernel = "single_8" if is_full else "single_4"
+    rows = groups * (8 if kernel == "single_8" else 4)
+    return Config(kernel, _THREADS, ceil_div(value_dim, rows))
+
+
+def launch(
+    args: dict[str, Any], *, max_seqlen_q: int, max_steps: int, has_norm: bool, pdl: bool
+) -> bool:
+    """Launch the kernel on sequences of at most `max_steps` tokens.
+
+    Returns whether it has also applied the norm, which it does to single tokens if `has_norm`.
+    """
+    key_dim = args["key_dim"]
+    lanes = choose_lanes(key_dim)
+    has_channel_gate = args["a"].ndim == 3
+    rows = [args[name] for name in ("q", "k", "states", *("a",) * has_channel_gate)]
+    batch = args["num_sequences"]
+    config = choose_config(
+        batch * args["num_heads"],
+        args["value_dim"],
+        lanes,
+        is_single=max_seqlen_q == 1,
+        has_norm=has_norm,
+        fits=key_dim % _COLUMNS == 0 and is_aligned(*rows),
+        num_sms=sm_count(),
+    )
+    _KERNELS[config.kernel].launch(
+        spec(
+            dtype_name(args["q"].dtype),
+            dtype_name(args["states"].dtype),
+            lanes,
+            has_channel_gate=has_channel_gate,
+        ),
+        (batch, args["num_heads"], config.blocks),
+        (config.threads,),
+        pdl=pdl,
+        **args,
+        max_steps=max_steps,
+        **dict.fromkeys(("first_chunk", "num_chunks", "max_chunks", "launch"), 0),
+        scratch=None,
+    )
+    return config.kernel == "single_norm"

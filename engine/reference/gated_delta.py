@@ -1,0 +1,82 @@
+"""NumPy mirror of `engine.kernels.gated_delta`: its specification."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+from engine.dtypes import accumulation_dtype
+from engine.reference._state_slots import first_state, state_writes
+from engine.reference.gated_norm import gated_norm
+
+__all__ = ["gated_delta"]
+
+Array = np.ndarray[Any, Any]
+
+
+def gated_delta(
+    q: Array,
+    k: Array,
+    v: Array,
+    a: Array,
+    b: Array,
+    *,
+    a_log: Array,
+    dt_bias: Array,
+    states: Array,
+    state_slots: Array,
+    cu_seqlens_q: Array,
+    context_lens: Array,
+    state_targets: Array | None = None,
+    snapshot_slots: Array | None = None,
+    snapshot_offsets: Array | None = None,
+    beta_scale: float = 1.0,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    z: Array | None = None,
+    norm_weight: Array | None = None,
+    norm_eps: float = 1e-6,
+    norm_activation: str = "silu",
+) -> Array:
+    """S = S e^g; u = beta (v - S k); S = S + u k^T; out = S q, per token and value head.
+
+    S is (dv, dk), the transpose of the papers' state; g = -e^a_log softplus(a + dt_bias) and
+    beta = beta_scale sigmoid(b). With `z`, `gated_norm` follows.
+    """
+    real = accumulation_dtype(v.dtype).type
+    targets = state_slots if state_targets is None else state_targets
+    heads_per_key = v.shape[1] // k.shape[1]
+    q, k = (np.repeat(_unit(x.astype(real), eps), heads_per_key, axis=1) for x in (q, k))
+    q = q * real(q.shape[2] ** -0.5 if scale is None else scale)
+    rate = np.exp(a_log.astype(real)).reshape(-1, *(1,) * (a.ndim - 2))
+    decay = np.exp(-rate * np.logaddexp(0, a.astype(real) + dt_bias.astype(real)))
+    decay = decay.reshape(*decay.shape[:2], 1, -1)  # (T, Hv, 1, 1) or, with a vector, (.., dk)
+    beta = real(beta_scale) / (1 + np.exp(-b.astype(real)))
+    out = np.empty(v.shape, v.dtype)
+    for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens_q)):
+        state = first_state(states, state_slots[i], context_lens[i] - (end - begin), real)
+        writes = state_writes(i, end - begin, targets, snapshot_slots, snapshot_offsets)
+        for t in range(begin, end):
+            state = state * decay[t]
+            u = beta[t][:, None] * (v[t].astype(real) - _products(state, k[t]))
+            state += u[:, :, None] * k[t][:, None, :]
+            out[t] = _products(state, q[t])
+            for slot in (slot for count, slot in writes if begin + count == t + 1):
+                states[slot] = state
+    if z is not None and norm_weight is not None:
+        out = gated_norm(out, z, norm_weight, eps=norm_eps, activation=norm_activation)
+    return out
+
+
+def _unit(x: Array, eps: float) -> Array:
+    """x / sqrt(sum(x^2) + eps)."""
+    norm: Array = np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + x.dtype.type(eps))
+    return x / norm
+
+
+def _products(state: Array, vector: Array) -> Array:
+    """Product of each head's state (Hv, dv, dk) and vector (Hv, dk)."""
+    product: Array = np.matmul(state, vector[:, :, None])[..., 0]
+    return product

@@ -1,0 +1,104 @@
+"""Sequences and state slots for the tests of the recurrent ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.testing.cases import normal, to_module
+from engine.testing.cases_attention import cu_seqlens
+
+__all__ = ["STATE_BATCHES", "StateBatch"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class StateBatch:
+    """Sequences of `lens` new tokens after `cached` earlier ones, and what they write.
+
+    Attributes
+    ----------
+    lens, cached : tuple of int
+        New and earlier tokens of each sequence.
+    targets : str
+        "own": the slot that is read; "new": another one; "each": one per token; "none".
+    snapshots : tuple of int
+        Tokens before each sequence's snapshot; 0 means none. Empty means no sequence has one.
+    """
+
+    lens: tuple[int, ...]
+    cached: tuple[int, ...]
+    targets: str = "own"
+    snapshots: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of new tokens, T."""
+        return sum(self.lens)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots for all states, and a few that no sequence uses."""
+        width = max(self.lens) if self.targets == "each" else self.targets == "new"
+        return len(self.lens) * (1 + width + bool(self.snapshots)) + 3
+
+    def slots(self, seed: int = 0) -> dict[str, Array]:
+        """Return the ops' arguments; every slot occurs once, in random order."""
+        batch = len(self.lens)
+        order = np.random.default_rng(seed).permutation(self.num_slots).astype(np.int32)
+        read, order = order[:batch], order[batch:]
+        slots = {
+            "state_slots": read,
+            "cu_seqlens_q": cu_seqlens(self.lens),
+            "context_lens": np.add(self.lens, self.cached).astype(np.int32),
+        }
+        if self.targets == "new":
+            slots["state_targets"], order = order[:batch], order[batch:]
+        elif self.targets == "each":
+            width = max(self.lens)
+            slots["state_targets"] = order[: batch * width].reshape(batch, width)
+            order = order[batch * width :]
+        elif self.targets == "none":
+            slots["state_targets"] = np.full(batch, -1, np.int32)
+        if self.snapshots:
+            offsets = np.array(self.snapshots, np.int32)
+            slots["snapshot_slots"] = np.where(offsets > 0, order[:batch], -1).astype(np.int32)
+            slots["snapshot_offsets"] = np.where(offsets > 0, offsets, -1).astype(np.int32)
+        return slots
+
+    def states(self, shape: Sequence[int], dtype: str, slots: dict[str, Array]) -> Array:
+        """Return states of `shape`; those that must not be read are NaN."""
+        states = normal((self.num_slots, *shape), dtype, seed=11, scale=0.5)
+        is_read = np.isin(
+            np.arange(self.num_slots), slots["state_slots"][np.array(self.cached) > 0]
+        )
+        states[~is_read] = np.nan
+        return states
+
+    def on(self, xp: Any, slots: dict[str, Array]) -> dict[str, Any]:
+        """Return `slots` in array module `xp`."""
+        return {name: to_module(xp, array) for name, array in slots.items()}
+
+    def __str__(self) -> str:
+        lens, cached, snapshots = (
+            "_".join(map(str, x)) for x in (self.lens, self.cached, self.snapshots)
+        )
+        return f"q{lens}-c{cached}-{self.targets}" + (f"-s{snapshots}" if snapshots else "")
+
+
+STATE_BATCHES = (
+    StateBatch((1,), (0,)),
+    StateBatch((1, 1, 1, 1, 1), (0, 7, 64, 1, 300)),
+    StateBatch((1, 1, 1), (5, 0, 9), "new"),
+    StateBatch((4, 4, 4), (3, 0, 90), "each"),
+    StateBatch((2, 8, 1), (3, 0, 90), "each", (0, 8, 1)),
+    StateBatch((8, 0, 3, 1), (0, 12, 2, 0), "own"),
+    StateBatch((70, 1, 130, 5), (0, 33, 64, 59), "own", (64, 0, 128, 5)),
+    StateBatch((200, 9), (128, 55), "new", (192, 9)),
+    StateBatch((17, 64, 65), (1, 63, 130), "none", (0, 1, 62)),
+)
+"""One token each; drafts to verify; prefill from the start, in chunks, and beside decodes."""
